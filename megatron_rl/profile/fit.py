@@ -1,7 +1,8 @@
-"""From samples to the numbers of a hardware file. Pure.
+"""Fit the numbers of a hardware file to samples. Pure.
 
-What FLOPs and bytes explain is taken off with the clock itself, so that the clock adds up to what was measured; what is
-left is laid on micro-batches, layers, tokens, steps and collectives so that relative errors are least; none is below 0.
+The planner's own estimate of FLOPs and bytes is subtracted from each sample, so that planned and measured seconds
+agree. The rest is fitted by overheads of micro-batches, layers, tokens, steps and collectives, all >= 0, that minimise
+relative errors.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ from megatron_rl.profile.samples import (
 )
 
 REWEIGHINGS, NEAR = 20, 0.02
-"""NEAR: an error that is as good as none, as a share."""
+"""NEAR: a relative error that counts as none."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """How a world's samples are seen by the clock. micro_batch: rows of a pass."""
+    """Estimates for the samples of one world. micro_batch: rows of a pass."""
 
     world: World
     cost: ModelCost
@@ -67,13 +68,13 @@ class Probe:
         return self.world.task.cp_size
 
     def estimator(self, hardware: Hardware) -> Estimator:
-        """Of its layout, with a core for each rank."""
+        """Return the estimator of the world's layout, with a core for each rank."""
         num_ranks = self.world.task.world_size
         layout = Layout(num_ranks, num_ranks, tp=self.tp, rollout_tp=self.tp, cp=self.cp)
         return Estimator(self.cost, layout, replace(hardware, parallel_ranks=0.0), self.dtype)
 
     def load(self, sample: MeasuredSample) -> Load:
-        """What a sample asks of the clock: equal lengths, and as many rows on every data-parallel rank."""
+        """Return the load of a sample: equal lengths, and the same rows on every data-parallel rank."""
         length = sample.prompt + sample.response
         rows = sample.rows * (self.world.task.world_size // self.world.task.sharing)
         return Load(
@@ -86,7 +87,7 @@ class Probe:
         )
 
     def expected(self, hardware: Hardware, sample: MeasuredSample) -> float:
-        """The clock's seconds, of a rank with a core of its own."""
+        """Return the estimated seconds on a rank with a core of its own."""
         estimator, load = self.estimator(hardware), self.load(sample)
         known: dict[str, Callable[[Load], float]] = {
             SCORE: estimator.forward,
@@ -96,41 +97,42 @@ class Probe:
         return known[sample.kind](load)
 
     def measured(self, hardware: Hardware, sample: MeasuredSample) -> float:
-        """Seconds of a rank with a core of its own: with others of its world it took turns."""
+        """Return the measured seconds, corrected to a rank with a core of its own."""
         return sample.seconds / hardware.crowding(self.world.task.world_size)
 
     def blocks(self, sample: MeasuredSample) -> int:
-        """Micro-batches."""
+        """Return the number of micro-batches."""
         return -(-sample.rows // self.micro_batch)
 
 
 @dataclass
 class Equations:
-    """Rows of coefficients, and what each adds up to; weighted so that errors are relative to `whole`."""
+    """Linear equations, weighted so that errors are relative to the `whole` of a sample."""
 
     rows: list[list[float]] = field(default_factory=list)
     sums: list[float] = field(default_factory=list)
 
     def add(self, coefficients: Sequence[float], rest: float, whole: float) -> None:
-        """One more sample: what the coefficients are to come to, of a whole of so many seconds."""
+        """Add a sample: `coefficients` times the unknowns equal `rest`, a part of `whole` seconds."""
         self.rows.append([number / whole for number in coefficients])
         self.sums.append(rest / whole)
 
     def solve(self) -> list[float]:
-        """Numbers of 0 or more with the least sum of errors: squares, weighed anew by how far each sample was missed,
-        so that one which something else held up counts little.
+        """Return unknowns >= 0 with the least sum of absolute errors, by iteratively reweighted least squares.
+
+        A sample that something else slowed down thus counts little.
         """
         matrix, sums = np.array(self.rows), np.array(self.sums)
-        found = not_negative(matrix, sums)
+        solution = not_negative(matrix, sums)
         for _ in range(REWEIGHINGS):
-            weight = np.sqrt(1 / np.maximum(np.abs(matrix @ np.array(found) - sums), NEAR))
-            found = not_negative(matrix * weight[:, None], sums * weight)
-        return found
+            weight = np.sqrt(1 / np.maximum(np.abs(matrix @ np.array(solution) - sums), NEAR))
+            solution = not_negative(matrix * weight[:, None], sums * weight)
+        return solution
 
 
 def not_negative(matrix: np.ndarray, sums: np.ndarray) -> list[float]:
-    """Least squares x >= 0 of matrix x = sums, by Lawson and Hanson's active set (Solving Least Squares Problems)."""
-    # Columns of one size, as seconds of a token and of a step differ by many orders.
+    """Return the least-squares x >= 0 of matrix x = sums (Lawson and Hanson, Solving Least Squares Problems)."""
+    # Columns are scaled to norm 1: seconds of a token and of a step differ by orders of magnitude.
     size = np.linalg.norm(matrix, axis=0)
     scaled = matrix / np.where(size > 0, size, 1.0)
     found, free = np.zeros(scaled.shape[1]), np.zeros(scaled.shape[1], dtype=bool)
@@ -159,7 +161,7 @@ def _solved(matrix: np.ndarray, sums: np.ndarray, free: np.ndarray) -> np.ndarra
 
 
 def fit_overheads(base: Hardware, alone: Sequence[Probe]) -> Overheads:
-    """Of ranks without tensor parallelism, on their own. base: without overheads; alone: models of several depths."""
+    """Fit the overheads of single ranks. base: hardware without overheads. alone: models of several depths."""
     base = replace(base, overheads=replace(base.overheads, engine_step=0.0))
     score, update, draw = Equations(), Equations(), Equations()
     for probe in alone:
@@ -192,8 +194,9 @@ def fit_overheads(base: Hardware, alone: Sequence[Probe]) -> Overheads:
 
 
 def fit_collectives(known: Hardware, cut: Sequence[Probe]) -> tuple[dict[int, float], dict[int, float]]:
-    """Seconds of a collective by group size, in training and in the engine: what passes of tensor-parallel ranks take
-    above what their work takes. known: with overheads, without collectives.
+    """Fit the latency of collectives by group size, in training and in the engine, to tensor-parallel passes.
+
+    known: hardware with overheads, without collectives.
     """
     sizes = sorted({probe.tp for probe in cut})
     training, engine = Equations(), Equations()
@@ -205,7 +208,7 @@ def fit_collectives(known: Hardware, cut: Sequence[Probe]) -> tuple[dict[int, fl
             numbers = dict.fromkeys(sizes, 0.0)
             if sample.kind == GENERATE:
                 numbers[probe.tp] += sample.response * (2 * probe.layers + 2)
-                rest += 2 * probe.layers * sample.response * COLLECTIVE_LATENCY  # what the clock has assumed
+                rest += 2 * probe.layers * sample.response * COLLECTIVE_LATENCY  # in the estimate by default
                 engine.add(list(numbers.values()), rest, whole)
                 continue
             numbers[probe.tp] += (2 if sample.kind == SCORE else 4) * (probe.layers + 1) * probe.blocks(sample)
@@ -221,35 +224,36 @@ def fit_collectives(known: Hardware, cut: Sequence[Probe]) -> tuple[dict[int, fl
 
 
 def fit_context(known: Hardware, cut: Sequence[Probe]) -> Overheads:
-    """With what passes of context-parallel ranks take above the clock's seconds. known: with all other numbers."""
-    found = Equations()
+    """Fit the overheads of context-parallel passes. known: hardware with all other numbers."""
+    equations = Equations()
     for probe in cut:
         for sample in probe.world.of(SCORE, UPDATE):
             whole = probe.measured(known, sample)
             rest = whole - probe.expected(known, sample)
             forward = (1 if sample.kind == SCORE else 3) * (probe.cp - 1) * probe.layers
             tokens = sample.rows * (sample.prompt + sample.response) / probe.cp
-            found.add([forward * probe.blocks(sample), forward * tokens * probe.cost.hidden / probe.tp], rest, whole)
-    layer, token = found.solve() if found.rows else (0.0, 0.0)
+            numbers = [forward * probe.blocks(sample), forward * tokens * probe.cost.hidden / probe.tp]
+            equations.add(numbers, rest, whole)
+    layer, token = equations.solve() if equations.rows else (0.0, 0.0)
     return replace(known.overheads, context_layer=layer, context_token=token)
 
 
 def errors(hardware: Hardware, probes: Sequence[Probe]) -> list[float]:
-    """Share by which the clock misses each sample."""
-    found = []
-    for probe in probes:
-        for sample in probe.world.of(SCORE, UPDATE, GENERATE):
-            found.append(probe.expected(hardware, sample) / probe.measured(hardware, sample) - 1)
-    return found
+    """Return the relative error of the estimate of each sample."""
+    return [
+        probe.expected(hardware, sample) / probe.measured(hardware, sample) - 1
+        for probe in probes
+        for sample in probe.world.of(SCORE, UPDATE, GENERATE)
+    ]
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value that so large a share of them does not exceed."""
+    """Return the value that `share` of the values do not exceed."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def half_rows(samples: Sequence[MeasuredSample], width: float) -> tuple[float, float]:
-    """(FLOP/s of many rows, rows at which half of that is reached), of products with a square matrix.
+    """Fit products with a square matrix: return FLOP/s of many rows, and the rows at which half of that is reached.
 
     seconds = 2 width^2 (rows + half) / rate is a straight line in the rows.
     """
@@ -262,26 +266,28 @@ def half_rows(samples: Sequence[MeasuredSample], width: float) -> tuple[float, f
 
 
 def parallel_ranks(alone: MeasuredSample, together: MeasuredSample, num_ranks: int, num_cores: int) -> float:
-    """Ranks that can work at once: as many times as much is done by all of them as by one alone, and no more than the
-    cores allow, of which each has its share of whole ones, or one.
+    """Return how many ranks can compute at the same time: the speedup of all ranks over one, at most what cores allow.
+
+    A rank has its share of whole cores, or one.
     """
     most = min(num_ranks, num_cores / max(1, num_cores // num_ranks))
     return max(1.0, min(float(most), num_ranks * alone.seconds / together.seconds))
 
 
 def turns_share(together: World, shared: float) -> float:
-    """Part that is done of what `shared` ranks could do while data-parallel groups take turns: the seconds that a group
-    should need beside the others, from those that it needs alone, over those that it does need. 1 where none waits, or
-    nothing was measured.
+    """Return the share of the speed of `shared` ranks that is left while data-parallel groups share the cores.
+
+    It is the seconds that a group should need with the others, computed from those alone, over the measured ones.
+    1 where ranks do not wait, or nothing was measured.
     """
-    beside, alone = together.of(SCORE), together.of(SCORE_ALONE)
+    crowded, alone = together.of(SCORE), together.of(SCORE_ALONE)
     num_ranks, group = together.task.world_size, together.task.tp_size
     if not alone or num_ranks <= shared:
         return 1.0
     ideal = num_ranks / max(shared, group)
-    pairs = zip(alone, beside, strict=True)
-    found = sorted(ideal * by_itself.seconds / with_others.seconds for by_itself, with_others in pairs)
-    return min(1.0, found[len(found) // 2])
+    pairs = zip(alone, crowded, strict=True)
+    shares = sorted(ideal * by_itself.seconds / with_others.seconds for by_itself, with_others in pairs)
+    return min(1.0, shares[len(shares) // 2])
 
 
 CONTEXT_BYTES = {"cpu": 0.7e9, "cuda": 2.0e9}
@@ -290,8 +296,10 @@ CONTEXT_BYTES = {"cpu": 0.7e9, "cuda": 2.0e9}
 def base_hardware(
     alone: World, together: World | None, memory_bytes: float, dtype: str, num_ranks: int, num_cores: int
 ) -> Hardware:
-    """What a machine can do without overheads. alone, together: kernels of one rank, and of all ranks at once, with
-    their collectives; None: there is one rank. dtype: that roles have.
+    """Return the rates of a machine, without overheads.
+
+    alone: kernels of one rank. together: kernels and collectives of all ranks at the same time; None: there is one
+    rank. dtype: of the roles.
     """
     device, width = alone.task.device, WIDTH[alone.task.device]
     rates = {name: half_rows(alone.of(f"{MATMUL} {name}"), width) for name in ("float32", "bfloat16")}
@@ -327,14 +335,14 @@ def base_hardware(
 
 
 def _link_bandwidth(samples: Sequence[MeasuredSample], crowding: float) -> float:
-    """Bytes/s of one rank with a core of its own, of the largest message."""
+    """Return bytes/s of one rank with a core of its own, from the largest message."""
     largest = max(samples, key=lambda sample: (sample.size, sample.group))
     sent = 2 * (largest.group - 1) / largest.group * largest.size
     return sent / (largest.seconds / crowding) / LINK_EFFICIENCY
 
 
 def _attention_share(samples: Sequence[MeasuredSample], peak: float) -> float:
-    """Of the rate of matrix products: causal attention computes half of the square, and counts as that."""
+    """Return attention's share of the rate of matrix products; causal attention counts as half of the square."""
     longest = max(samples, key=lambda sample: sample.size)
     flops = 2 * HEADS * HEAD_SIZE * longest.size**2
     return min(1.0, flops / longest.seconds / peak)

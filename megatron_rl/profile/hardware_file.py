@@ -1,10 +1,9 @@
-"""The hardware file that a profile writes, and what it says on the screen. Pure."""
+"""The hardware file that a profile writes, and its tables and sentences. Pure."""
 
 from __future__ import annotations
 
 import dataclasses
 import socket
-from collections.abc import Sequence
 from typing import Any
 
 import yaml
@@ -14,13 +13,12 @@ from megatron_rl.ledger.planner.hardware import NOTES, TABLES, Hardware, Overhea
 from megatron_rl.observe.summary import plain_table
 from megatron_rl.profile.fit import quantile
 from megatron_rl.profile.profile import Measured, kept_samples
-from megatron_rl.profile.samples import ALL_REDUCE, ATTENTION, MATMUL
 
 DIGITS = 4
 
 
 def hardware_text(measured: Measured) -> str:
-    """YAML that `load_hardware` reads."""
+    """Return the YAML text that `load_hardware` reads."""
     content = hardware_values(measured.hardware)
     content[NOTES] = {
         "profile_seconds": rounded(measured.seconds),
@@ -35,32 +33,32 @@ def hardware_text(measured: Measured) -> str:
     where = (
         f"Measured by megatron-rl profile with {ranks} rank{'s' * (ranks > 1)} on {device} of {socket.gethostname()}."
     )
-    told = (f"# {where}", "# Seconds of overheads are those of a rank with a device, or a core, of its own.")
-    return "\n".join((*told, yaml.safe_dump(content, sort_keys=False, width=120)))
+    comments = (f"# {where}", "# Seconds of overheads are those of a rank with a device, or a core, of its own.")
+    return "\n".join((*comments, yaml.safe_dump(content, sort_keys=False, width=120)))
 
 
 def hardware_values(hardware: Hardware) -> dict[str, Any]:
-    """The file's keys, all numbers of them with a few digits."""
-    found: dict[str, Any] = {}
-    for one in dataclasses.fields(Hardware):
-        value = getattr(hardware, one.name)
-        if one.name in TABLES:
-            found[one.name] = {size: rounded(seconds) for size, seconds in value.items()}
+    """Return the keys of the file; numbers are rounded to a few digits."""
+    values: dict[str, Any] = {}
+    for key in (each.name for each in dataclasses.fields(Hardware)):
+        value = getattr(hardware, key)
+        if key in TABLES:
+            values[key] = {size: rounded(seconds) for size, seconds in value.items()}
         elif isinstance(value, Overheads):
-            told = dataclasses.asdict(value)
-            found[one.name] = {name: rounded(seconds) for name, seconds in told.items() if seconds is not None}
-        elif one.name != "name":
-            found[one.name] = rounded(value)
-    return found
+            overheads = dataclasses.asdict(value)
+            values[key] = {name: rounded(seconds) for name, seconds in overheads.items() if seconds is not None}
+        elif key != "name":
+            values[key] = rounded(value)
+    return values
 
 
 def rounded(value: float) -> float:
-    """To a few digits; whole numbers stay."""
+    """Round to a few digits; integers stay."""
     return value if isinstance(value, int) else float(f"{value:.{DIGITS}g}")
 
 
 def tables(measured: Measured) -> list[Table]:
-    """What was measured, in short."""
+    """Return the tables of the machine, of overheads, and of the short run."""
     hardware = measured.hardware
     rows = [
         ("matrix products, float32", f"{hardware.float32_flops / 1e9:.0f} GFLOP/s", "of one rank, many rows"),
@@ -84,9 +82,9 @@ def tables(measured: Measured) -> list[Table]:
     ]
     found = [plain_table("The machine", ("what", "measured", ""), rows), _overheads_table(hardware)]
     if measured.step is not None:
-        said = [(name, *_compared(*pair)) for name, pair in measured.phases.items()]
-        said.append(("step", *_compared(*measured.step)))
-        found.append(plain_table("A short run", ("phase", "planned", "measured", "error"), said))
+        phases = [(name, *_compared(*pair)) for name, pair in measured.phases.items()]
+        phases.append(("step", *_compared(*measured.step)))
+        found.append(plain_table("A short run", ("phase", "planned", "measured", "error"), phases))
     return found
 
 
@@ -102,8 +100,8 @@ def _compared(planned: float, measured: float) -> tuple[str, str, str]:
 
 
 def sentences(measured: Measured) -> list[str]:
-    """How well the clock adds up to what was measured, and how long it took."""
-    missed = [abs(one) for one in measured.errors]
+    """Return sentences: by how much estimates miss the samples, and how long the profile took."""
+    missed = [abs(error) for error in measured.errors]
     found = [
         f"the clock misses the {len(missed)} passes and generations that it was set by by {quantile(missed, 0.5):.0%} "
         f"in the median and {quantile(missed, 0.9):.0%} for nine of ten",
@@ -111,12 +109,3 @@ def sentences(measured: Measured) -> list[str]:
     if measured.start_up_s is not None:
         found.append(f"a run takes {measured.start_up_s:.0f} s beside its steps")
     return [*found, f"profiled in {measured.seconds:.0f} s"]
-
-
-def kernel_rows(measured: Measured) -> Sequence[tuple[str, ...]]:
-    """Kernels and collectives, each as it was measured."""
-    return [
-        (sample["kind"], f"{sample.get('size', 0):g}", str(sample["group"]), f"{1e6 * sample['seconds']:.4g} us")
-        for sample in kept_samples(measured)
-        if sample["kind"].startswith((MATMUL, ATTENTION, ALL_REDUCE))
-    ]

@@ -1,4 +1,6 @@
-"""Matrix products by shape, attention by length, memory, copies between host and device, and many small operations."""
+"""Measure kernels: matrix products by shape, attention by length, memory, host copies, small operations,
+all-reduces.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,9 @@ HOST_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 
 
 def timed(body: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Seconds of `body`, after one call that does not count: the lower quartile, as what else the machine does only
-    adds. Ranks of a world start each call together.
+    """Return the seconds of `body`: the lower quartile of `repeats` calls after one warm-up call.
+
+    Other work of the machine only adds time. The ranks of a world start each call together; all must call.
     """
     found = []
     for _ in range(repeats + 1):
@@ -43,7 +46,7 @@ def timed(body: Callable[[], object], device: torch.device, repeats: int) -> flo
 
 
 def kernel_samples(device: Device, repeats: int) -> Iterator[MeasuredSample]:
-    """Of this rank, while all others of its world do the same. size: rows, tokens or bytes."""
+    """Measure this rank while all others of its world do the same; all must call. size: rows, tokens or bytes."""
     on, kind = device.torch_device, device.kind
     for dtype in (torch.float32, torch.bfloat16):
         width = WIDTH[kind]
@@ -67,7 +70,7 @@ def kernel_samples(device: Device, repeats: int) -> Iterator[MeasuredSample]:
 
 
 def small_operations(device: torch.device) -> None:
-    """As a small model's layers are: Python, and little arithmetic."""
+    """Run many tiny operations, like the layers of a small model: Python with little arithmetic."""
     values = torch.ones(64, 64, device=device)
     for _ in range(1000):
         values = values * 0.5 + 1.0
@@ -75,11 +78,11 @@ def small_operations(device: torch.device) -> None:
 
 BYTES = {"cpu": (4, 1 << 16, 1 << 22), "cuda": (4, 1 << 20, 1 << 28)}
 SMALL_ROUNDS = 50
-"""Of the smallest message, which one call is too short to time."""
+"""Calls of the smallest message that are timed together: one is too short."""
 
 
 def collective_samples(device: Device, group_sizes: Sequence[int], repeats: int) -> Iterator[MeasuredSample]:
-    """Seconds of one all-reduce, while all groups of that size do the same; every rank of the world must call."""
+    """Measure one all-reduce while all groups of that size do the same. Every rank of the world must call."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
     for size in group_sizes:
         groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world_size, size)]

@@ -1,4 +1,4 @@
-"""Passes of an actor and a critic, and generation, by the roles of a run themselves; without a controller."""
+"""Measure passes of an actor and a critic, and generation, with the roles of a run but without a controller."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from megatron_rl.records import Experience, Prompts, Sampling, non_tensor, ragge
 from megatron_rl.roles.host import RankHost
 
 FIRST_TOKEN, LAST_TOKEN = 8, 60
-"""Of the probe's vocabulary, without special ones."""
+"""Range of token ids in the probe's vocabulary, without special tokens."""
 
 
 def build(host: RankHost, task: MeasuringTask) -> None:
-    """The roles, as a run builds them, that the task measures; all ranks must call."""
+    """Build the roles that the task measures, like a run; all ranks must call."""
     for role in ("actor", "critic", *(("rollout",) if task.generations else ())):
         host.build(role)
 
 
 def pass_samples(host: RankHost, device: Device, task: MeasuringTask) -> Iterator[MeasuredSample]:
-    """Scores and updates of actor and critic; all ranks must call."""
+    """Measure scores and updates of actor and critic; all ranks must call."""
     for case in task.passes:
         batch = experience(case, host.groups.dp_rank)
         calls: list[tuple[str, str, str, Any]] = [
@@ -44,7 +44,7 @@ def pass_samples(host: RankHost, device: Device, task: MeasuringTask) -> Iterato
 
 
 def generation_samples(host: RankHost, device: Device, task: MeasuringTask) -> Iterator[MeasuredSample]:
-    """Batches drawn in rollout mode, of as many tokens a row as asked for; all ranks must call."""
+    """Measure generation in rollout mode, with a fixed number of tokens per row; all ranks must call."""
     host.run("rollout", "enter", (), {})
     for case in task.generations:
         prompts = random_prompts(case)
@@ -56,7 +56,7 @@ def generation_samples(host: RankHost, device: Device, task: MeasuringTask) -> I
 
 
 def experience(case: Case, seed: int) -> Experience:
-    """Random tokens of the asked lengths, with every field that an update reads."""
+    """Return random tokens of a case's lengths, with every field that an update reads."""
     generator = torch.Generator().manual_seed(seed)
     responses = torch.full((case.rows,), case.response)
 
@@ -77,7 +77,7 @@ def experience(case: Case, seed: int) -> Experience:
 
 
 def random_prompts(case: Case) -> Prompts:
-    """The same on all ranks."""
+    """Return random prompts, equal on all ranks."""
     generator = torch.Generator().manual_seed(0)
     return Prompts(
         index=torch.arange(case.rows),
@@ -91,5 +91,5 @@ def random_prompts(case: Case) -> Prompts:
 
 
 def tokens(number: int, generator: torch.Generator) -> torch.Tensor:
-    """Random ones."""
+    """Return random token ids [number]."""
     return torch.randint(FIRST_TOKEN, LAST_TOKEN, (number,), generator=generator)

@@ -1,4 +1,4 @@
-"""What is measured with: a small random model, prompts and a rule, in a folder, and a configuration that trains it."""
+"""Inputs of a profile: small random models, prompts and a reward function in a folder, and their configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MICRO_BATCH = 16
 """Rows of a pass."""
 LONGEST_PROMPT, LONGEST_RESPONSE = 48, 32
 NUM_PROMPTS, SAMPLES = 16, 4
-"""Of a step of the short run."""
+"""Prompts of a step of the short run, and samples of each."""
 RUN_PROMPT, RUN_RESPONSE = 8, 8
 RUN_STEPS, WARM_UP = 5, 2
 RULE = """
@@ -27,7 +27,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def save_model(folder: Path, num_layers: int, device: str) -> None:
-    """A Qwen2 with random weights, and a tokenizer of single characters. Imports torch and transformers."""
+    """Save a Qwen2 with random weights and a tokenizer of single characters. Imports torch and transformers."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -60,7 +60,7 @@ def save_model(folder: Path, num_layers: int, device: str) -> None:
 
 
 def save_data(folder: Path) -> None:
-    """Prompts of equal length, in one file, and a rule."""
+    """Save prompts of equal length in one file, and a reward function."""
     import pyarrow
     import pyarrow.parquet
 
@@ -78,7 +78,7 @@ def save_data(folder: Path) -> None:
 
 
 def settings(folder: Path, model: Path, device: str, num_ranks: int, longest: int) -> dict[str, Any]:
-    """Of a PPO run with actor, reference, critic and rollout on so many ranks. longest: tokens of an answer."""
+    """Return the configuration of a PPO run with critic and reference. longest: most tokens of an answer."""
     data = str(folder / "prompts.parquet")
     return {
         "data": {
@@ -121,7 +121,7 @@ def settings(folder: Path, model: Path, device: str, num_ranks: int, longest: in
 
 
 def cut(content: dict[str, Any], tp_size: int, cp_size: int) -> dict[str, Any]:
-    """A copy of the settings, with training on TP and CP, and generation on the same TP."""
+    """Return a copy of the settings with TP and CP in training and the same TP in generation."""
     found = copy.deepcopy(content)
     shared = found["actor_rollout_ref"]
     shared["actor"]["megatron"] |= {"tensor_model_parallel_size": tp_size, "context_parallel_size": cp_size}
@@ -130,11 +130,11 @@ def cut(content: dict[str, Any], tp_size: int, cp_size: int) -> dict[str, Any]:
 
 
 def dtype_of(device: str) -> str:
-    """That roles have there."""
+    """Return the dtype of the roles on a device."""
     return "float32" if device == "cpu" else "bfloat16"
 
 
 def write_config(content: dict[str, Any], file: Path) -> Path:
-    """As YAML; the file."""
+    """Write settings as YAML; return the file."""
     file.write_text(yaml.safe_dump(content))
     return file

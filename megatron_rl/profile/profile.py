@@ -1,4 +1,4 @@
-"""Measure a machine: its worlds one after the other, a short run, and the hardware file that comes of them."""
+"""Profile a machine: worlds of ranks one after the other, a short run, and the hardware that is fitted to them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megatron_rl.trials.trial_outcome import TrialOutcome
 
 
 class DeviceKind(StrEnum):
-    """Where ranks compute."""
+    """Device of the ranks."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -45,17 +45,17 @@ CONTEXT_RANKS = 2
 CUT_GENERATIONS = (Case(8, 8, 8), Case(32, 8, 8))
 LEAST_ERROR = 0.1
 USUAL = 0.9
-"""Share of the samples that the calibration's error covers."""
+"""Share of the samples whose error is at most the `error` of the hardware file."""
 WORLD_LIMIT_S, RUN_LIMIT_S = 240.0, 300.0
 MOST_RANKS = 64
 CPU_RANKS = 4
-"""Processes of a machine without GPUs where nothing else is said: as many as the demo has."""
+"""Default processes of a machine without GPUs, as in the demo."""
 DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """device: cpu or cuda. num_ranks: of this machine, as a run would start."""
+    """What to measure. device: cpu or cuda. num_ranks: ranks of a run on this machine. repeats: of every sample."""
 
     device: str
     num_ranks: int
@@ -63,19 +63,23 @@ class ProfileRequest:
 
     @property
     def tp_sizes(self) -> list[int]:
-        """Powers of 2 that divide the ranks, and the probe's heads."""
+        """Powers of 2 that divide the ranks and the probe's heads."""
         heads = probes.HEADS[self.device]
         return [size for size in (2, 4, 8, 16) if self.num_ranks % size == 0 and heads % size == 0]
 
     @property
     def group_sizes(self) -> tuple[int, ...]:
-        """Of collectives."""
+        """Group sizes of collectives to measure."""
         return tuple(size for size in range(2, self.num_ranks + 1) if self.num_ranks % size == 0)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a profile comes to. steps: of the short run, (planned, measured) seconds. seconds: of the whole profile."""
+    """The result of a profile.
+
+    errors: relative, of the estimate of each sample. seconds: of the whole profile. start_up_s: of the short run.
+    step, phases: of the short run, (planned, measured) seconds.
+    """
 
     hardware: Hardware
     worlds: list[World]
@@ -87,12 +91,12 @@ class Measured:
 
 
 def number_of_gpus() -> int:
-    """Of this machine, without importing torch: as the driver lists them."""
+    """Count the GPUs of this machine as the driver lists them, without importing torch."""
     return len(list(DRIVER.iterdir())) if DRIVER.is_dir() else 0
 
 
 def requested(device: str | None, num_ranks: int | None, num_gpus: int) -> ProfileRequest:
-    """What is to be measured on a machine with so many GPUs. device, num_ranks: as asked for. Raises ConfigError."""
+    """Check the options of `profile`. num_gpus: of this machine. None: the default. Raises ConfigError."""
     device = device or ("cuda" if num_gpus else "cpu")
     if device == "cuda" and not num_gpus:
         raise ConfigError("--device cuda needs a GPU, and this machine has none; nearest: --device cpu")
@@ -105,7 +109,7 @@ def requested(device: str | None, num_ranks: int | None, num_gpus: int) -> Profi
 
 
 def profile(request: ProfileRequest, say: Callable[[str], None], short_run: bool = True) -> Measured:
-    """Measure; minutes. Raises WorkerFailure where a rank or the run fails."""
+    """Measure this machine, which takes minutes. Raises WorkerFailure where a rank or the run fails."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="megatron-rl-profile-") as name:
         folder = Path(name)
@@ -124,7 +128,7 @@ def profile(request: ProfileRequest, say: Callable[[str], None], short_run: bool
 
 
 def tasks(request: ProfileRequest, folder: Path) -> list[MeasuringTask]:
-    """The worlds to measure: one rank with either model, then all ranks at each TP size, and with CP 2."""
+    """Return the worlds to measure: one rank with each model, then all ranks at each TP size, and with CP 2."""
     device, repeats, alone = request.device, request.repeats, 1
 
     def task(layers: int, tp_size: int, world_size: int, **what: Any) -> MeasuringTask:
@@ -174,7 +178,7 @@ def _fitted(worlds: list[World], request: ProfileRequest, folder: Path) -> tuple
 
 
 def memory_of_rank(request: ProfileRequest) -> float:
-    """Bytes of a GPU, or of a rank's part of this machine's memory."""
+    """Return the bytes of a GPU, or of a rank's share of this machine's memory."""
     if request.device == "cpu":
         return float(psutil.virtual_memory().total // request.num_ranks)
     import torch
@@ -183,7 +187,7 @@ def memory_of_rank(request: ProfileRequest) -> float:
 
 
 def _with_run(measured: Measured, request: ProfileRequest, folder: Path) -> Measured:
-    """What only a run shows: the controller's calls, the transition, how long it takes to start."""
+    """Add what only a run shows: time of controller calls, of the transition, and of start-up."""
     content = probes.settings(
         folder,
         folder / f"model_{probes.DEEP}",
@@ -200,7 +204,7 @@ def _with_run(measured: Measured, request: ProfileRequest, folder: Path) -> Meas
     steps = [metrics for step, metrics in trial.recorded().items() if step > probes.WARM_UP]
     start_up = attempt.seconds - sum(metrics["timing_s/step"] for metrics in trial.recorded().values())
     hardware, planned, whole = with_run(measured.hardware, steps, config)
-    # A rank's own clock, which measures phases, does not see calls.
+    # Ranks measure their phases themselves, without controller calls.
     own = PlannedSteps(planned.config, hardware).seconds(*planned.mean_lengths)
     phases = {
         phase: (seconds, statistics.median(metrics.get(f"timing_s/{phase}", 0.0) for metrics in steps))
@@ -210,9 +214,9 @@ def _with_run(measured: Measured, request: ProfileRequest, folder: Path) -> Meas
 
 
 def with_run(hardware: Hardware, steps: Sequence[Mapping[str, float]], config: Path) -> tuple[Hardware, RunPlan, float]:
-    """The hardware with transition and calls as a run's steps show them; that run's plan, and median step.
+    """Fit transition and controller calls to the steps of a run; return hardware, plan of the run, and median step.
 
-    What no phase of a rank explains is laid on the controller's calls.
+    Time of a step outside of all phases is attributed to controller calls.
     """
     run_config, violations = read_config(str(config), ())
     raise_problems("the short run's configuration", violations)
@@ -232,15 +236,15 @@ def with_run(hardware: Hardware, steps: Sequence[Mapping[str, float]], config: P
         transition=max(0.0, reshard - plan.seconds["reshard"]),
         call=max(0.0, rest) / number / plan.models.placement.world_size,
     )
-    found = replace(hardware, overheads=overheads)
-    return found, RunPlan.of(run_config, found, plan.mean_lengths), step
+    fitted = replace(hardware, overheads=overheads)
+    return fitted, RunPlan.of(run_config, fitted, plan.mean_lengths), step
 
 
 NAMES = ("prompt", "response")
 
 
 def kept_samples(measured: Measured) -> list[dict[str, Any]]:
-    """Every sample with its world, for people."""
+    """Return every sample with its world, for people."""
     return [
         {"ranks": world.task.world_size, "tp": world.task.tp_size, "cp": world.task.cp_size}
         | {"layers": world.task.num_layers}

@@ -13,11 +13,11 @@ from megatron_rl.observe.console import quiet_engines, quiet_libraries
 from megatron_rl.profile.samples import MeasuredSample, MeasuringTask, read_task, write_samples
 
 TIMEOUT = timedelta(seconds=120)
-"""Of a collective: others may still be building."""
+"""Of a collective: other ranks may still be building."""
 
 
 def measure(task: MeasuringTask, config: Path) -> Iterator[MeasuredSample]:
-    """Everything that the task asks for; all ranks of its world must call."""
+    """Measure everything that the task asks for; all ranks of its world must call."""
     with without_collections():
         from megatron_rl.profile.kernels import collective_samples, kernel_samples
         from megatron_rl.profile.measured_passes import build, generation_samples, pass_samples
@@ -38,7 +38,7 @@ def measure(task: MeasuringTask, config: Path) -> Iterator[MeasuredSample]:
 
 
 def main() -> None:
-    """Measure and write; an error is raised with its traceback."""
+    """Measure and write the samples."""
     task_file, config, answer = map(Path, sys.argv[1:])
     quiet_libraries()
     quiet_engines()

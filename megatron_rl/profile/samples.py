@@ -1,4 +1,4 @@
-"""What ranks measure and how they are asked: plain data that goes to their processes and comes back. Pure."""
+"""Tasks and samples of a profile: plain data that goes to the processes of ranks and comes back. Pure."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 SCORE, UPDATE, GENERATE = "score", "update", "generate"
-"""Kinds of samples that roles make."""
+"""Kinds of samples of roles."""
 SCORE_ALONE = "score alone"
-"""SCORE of one data-parallel group, while the others wait."""
+"""A SCORE of one data-parallel group while the others wait."""
 MATMUL, ATTENTION, COPY, HOST_COPY, SMALL, ALL_REDUCE = (
     *("matmul", "attention", "copy", "host copy", "small operations", "all-reduce"),
 )
 """Kinds of kernels."""
 WIDTH = {"cpu": 1024, "cuda": 4096}
-"""Of the square matrix that rows are multiplied with."""
+"""Columns of the square matrix that rows are multiplied with."""
 HEADS, HEAD_SIZE = 8, 64
 """Of attention."""
 
 
 @dataclass(frozen=True)
 class MeasuredSample:
-    """Seconds of one thing, the lower quartile of several times.
+    """Seconds of one operation: the lower quartile of several calls.
 
     kind: SCORE, UPDATE, GENERATE, or a kernel's name. rows, prompt, response: samples of one data-parallel rank, or
     replica, and their tokens. size: of a kernel, or bytes of a collective; group: its ranks.
@@ -76,38 +76,38 @@ class MeasuringTask:
 
 @dataclass(frozen=True)
 class World:
-    """A task, and what came of it: of every sample the slowest rank's seconds."""
+    """A task and its samples, each of the slowest rank."""
 
     task: MeasuringTask
     samples: list[MeasuredSample] = field(default_factory=list)
 
     def of(self, *kinds: str) -> list[MeasuredSample]:
-        """Those of some kinds."""
+        """Return the samples of some kinds."""
         return [sample for sample in self.samples if sample.kind in kinds]
 
 
 def write_task(task: MeasuringTask, file: Path) -> None:
-    """For `read_task`."""
+    """Write a task for `read_task`."""
     file.write_text(json.dumps(asdict(task)))
 
 
 def read_task(file: Path) -> MeasuringTask:
-    """What `write_task` wrote."""
+    """Read what `write_task` wrote."""
     content = json.loads(file.read_text())
     cases = {name: tuple(Case(**case) for case in content[name]) for name in ("passes", "generations")}
     return MeasuringTask(**(content | cases | {"collectives": tuple(content["collectives"])}))
 
 
 def write_samples(samples: Iterable[MeasuredSample], file: Path) -> None:
-    """For `read_samples`."""
+    """Write samples for `read_samples`."""
     file.write_text(json.dumps([asdict(sample) for sample in samples]))
 
 
 def read_samples(file: Path) -> list[MeasuredSample]:
-    """What `write_samples` wrote."""
+    """Read what `write_samples` wrote."""
     return [MeasuredSample(**content) for content in json.loads(file.read_text())]
 
 
 def slowest(ranks: Sequence[Sequence[MeasuredSample]]) -> list[MeasuredSample]:
-    """Of every sample the slowest rank's; all ranks must have measured the same."""
+    """Return the slowest rank's measurement of every sample. All ranks must have measured the same samples."""
     return [max(same, key=lambda sample: sample.seconds) for same in zip(*ranks, strict=True)]

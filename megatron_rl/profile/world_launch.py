@@ -1,4 +1,4 @@
-"""Starts the ranks of one world, waits for what they measured, and leaves none of them behind."""
+"""Start the ranks of one world, wait for their samples, and leave no process behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROFILE_MARK = "MEGATRON_RL_PROFILE"
 
 
 class Worlds:
-    """Starts worlds of ranks on this machine, one after the other; what they have left ends with it.
+    """Starts worlds of ranks on this machine, one after the other; ends whatever they leave behind.
 
     ranks_per_machine: that a rank's threads are counted for.
     """
@@ -44,7 +44,7 @@ class Worlds:
         end(lambda: processes_with(self._mark, PROFILE_MARK))
 
     def run(self, task: MeasuringTask, config: Path, folder: Path, time_limit_s: float) -> World:
-        """Every rank of the task's world in a process of its own.
+        """Run every rank of the task's world in a process of its own.
 
         folder: new, for their files. Raises WorkerFailure when one fails, or when they take longer than the limit.
         """
@@ -76,7 +76,7 @@ class Worlds:
         return World(task, slowest(ranks))
 
     def _python(self, device: str) -> tuple[list[str], dict[str, str]]:
-        """What is to run a rank, and its variables: on CPUs ranks are forked, as those of a run are."""
+        """Return the command prefix and the variables of a rank. On CPUs ranks are forked, as in a run."""
         shared = worker_environment(device, self._ranks_per_machine)
         shared |= {"TORCH_CPP_LOG_LEVEL": "ERROR", PROFILE_MARK: self._mark}
         modules = preloaded(device, generates=True)

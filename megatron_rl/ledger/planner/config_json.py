@@ -1,4 +1,4 @@
-"""A model's config.json as plain data of sane types and sizes, so that no later rule trips over what it holds."""
+"""Read a model's config.json and check types and sizes, so that later rules can rely on them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_rl.config.file_kinds import instead_of_file
 from megatron_rl.ledger.planner.hub_cache import model_folder
 
 LARGEST_FILE = 16 << 20
-"""Bytes; real ones have a few thousand."""
+"""Bytes; real files have a few thousand."""
 LARGEST_NUMBER = 2**31 - 1
 LARGEST = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 10_000)
 LARGEST |= dict.fromkeys(
@@ -40,15 +40,15 @@ LARGEST |= dict.fromkeys(
     ),
     1 << 24,
 )
-"""What a plan counts one by one, or cuts into messages; other sizes may have 31 bits."""
+"""Key -> limit for sizes that a plan enumerates or splits into messages; other sizes may have 31 bits."""
 
 
 class ConfigJsonError(Exception):
-    """The file cannot be used; the message says why, after "must hold a config.json, and"."""
+    """The file cannot be used. The message continues "must hold a config.json, and"."""
 
 
 def read_config_json(file: Path) -> dict[str, Any]:
-    """The object in it. Raises ConfigJsonError where there is none."""
+    """Read the object in a config.json. Raises ConfigJsonError."""
     lacks = instead_of_file(file)
     if lacks is not None:
         raise ConfigJsonError(f"{file} must be a file: {lacks}")
@@ -66,21 +66,21 @@ def read_config_json(file: Path) -> dict[str, Any]:
 
 
 def is_size(value: object) -> bool:
-    """Whether it is a whole number >= 1."""
+    """Return whether a value is a whole number >= 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def wrong_types(settings: dict[str, Any]) -> dict[str, str]:
-    """Key -> what must hold, for every key that has a value of another type than any rule or role can read."""
-    found = {}
+    """Return key -> rule, for every key whose value has a wrong type."""
+    wrong = {}
     for key, (holds, meaning) in TYPES.items():
         if settings.get(key) is not None and not holds(settings[key]):
-            found[key] = f"must be {meaning}"
-    return found
+            wrong[key] = f"must be {meaning}"
+    return wrong
 
 
 def not_finite(settings: dict[str, Any]) -> set[str]:
-    """Keys with a NaN or an infinity somewhere in their value, which Python reads from JSON though it has neither."""
+    """Return keys with a NaN or an infinity in their value: Python reads these though JSON has neither."""
     return {key for key, value in settings.items() if not _is_finite(value)}
 
 
@@ -93,24 +93,24 @@ def _is_finite(value: object) -> bool:
 
 
 def too_large(settings: dict[str, Any], keys: tuple[str, ...]) -> dict[str, int]:
-    """Key -> the largest that is allowed, for every one of `keys` that is beyond it."""
+    """Return key -> limit, for every one of `keys` whose value exceeds it."""
     limits = {key: LARGEST.get(key, LARGEST_NUMBER) for key in keys}
     return {key: limit for key, limit in limits.items() if is_size(settings.get(key)) and settings[key] > limit}
 
 
 def _is_token_numbers(value: object) -> bool:
-    """Whether it is one number of a token, or a list of some."""
+    """Return whether a value is one token id, or a list of some."""
     numbers = value if isinstance(value, list) else [value]
     return len(numbers) > 0 and all(type(number) is int and number >= 0 for number in numbers)
 
 
 def _is_count(value: object) -> bool:
-    """Whether it is a whole number >= 0."""
+    """Return whether a value is a whole number >= 0."""
     return type(value) is int and value >= 0
 
 
 def _are_numbers(value: object) -> bool:
-    """Whether it is a list of whole numbers >= 0, which may be empty."""
+    """Return whether a value is a list, possibly empty, of whole numbers >= 0."""
     return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
 
 
@@ -148,7 +148,7 @@ TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
     "eos_token_id": (_is_token_numbers, "the number of a token, or a list of some"),
     "model_type": (_is_name, "a name"),
 }
-"""Keys that may be left out or null, whether a value is right, and what it must be."""
+"""Key that may be missing or null -> check of its value, and what it must be."""
 
 
 @cache
@@ -158,12 +158,12 @@ def _features() -> dict[str, str]:
 
 
 def feature_of(architecture: str) -> str:
-    """What a model of an unknown architecture needs."""
+    """Return the name of the feature that an unknown architecture needs."""
     return next(feature for pattern, feature in _features().items() if fnmatch.fnmatchcase(architecture, pattern))
 
 
 def model_facts(path: str) -> dict[str, Any]:
-    """config.json of a folder, or of the local cache's model of that name; empty where none can be read."""
+    """Read config.json of a folder or of a model in the local Hub cache; empty where it cannot be read."""
     try:
         return read_config_json(model_folder(path) / "config.json")
     except (ConfigJsonError, OSError):

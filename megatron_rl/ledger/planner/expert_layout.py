@@ -1,4 +1,4 @@
-"""Rules of expert parallelism: how the experts of a model may be dealt out over the ranks of one pipeline stage."""
+"""Rules of expert parallelism: how experts may be distributed over the ranks of one pipeline stage."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class ExpertLayouts:
 
     @property
     def ep_sizes(self) -> list[int]:
-        """EP sizes that deal out whole experts, the same number to each rank."""
+        """EP sizes that give each rank the same number of whole experts."""
         return self._dividing(model.num_experts for model in self.models)
 
     @property
     def etp_sizes(self) -> list[int]:
-        """ETP sizes that cut every expert evenly."""
+        """ETP sizes that shard every expert evenly."""
         return self._dividing(model.moe_intermediate_size for model in self.models)
 
     def nearest(self, ep_size: int, etp_size: int) -> tuple[int, int]:
-        """The valid (ep, etp) that is the fewest doublings and halvings away."""
+        """Return the valid (ep, etp) with the smallest distance in doublings and halvings."""
         valid = [(e, t) for e in self.ep_sizes for t in self.etp_sizes if self.stage_size % (e * t) == 0]
         return min(valid, key=lambda pair: abs(math.log2(pair[0] / ep_size)) + abs(math.log2(pair[1] / etp_size)))
 
@@ -39,10 +39,10 @@ class ExpertLayouts:
 
 
 def expert_problems(leader: RoleSpec, world_size: int, models: list[ModelSizes]) -> Iterable[Violation]:
-    """EP, ETP and sequence parallelism against the ranks of a pool and the models of its roles.
+    """Check EP, ETP and sequence parallelism against the ranks of a pool and the models of its roles.
 
-    leader: the role whose keys are the pool's layout. Sizes below 1, and TP, CP and PP that do not fit the ranks, are
-    other rules' business.
+    leader: the role whose keys are the pool's layout. Other rules check sizes below 1, and TP, CP and PP against the
+    ranks.
     """
     megatron, group = leader.megatron, f"{leader.key}.megatron"
     ep_key, etp_key = f"{group}.expert_model_parallel_size", f"{group}.expert_tensor_parallel_size"

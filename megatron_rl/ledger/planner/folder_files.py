@@ -1,6 +1,6 @@
-"""What is damaged among a model folder's weights, tokenizer and generation settings, as far as can be read cheaply.
+"""Find damaged weights, tokenizer and generation settings of a model folder.
 
-Of weights only headers are read, and compared with the files' lengths.
+Only the headers of weights are read, and compared with the lengths of the files.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from megatron_rl.ledger.planner.vocabulary import TOKENIZER_FILES, base_tokens
 
 GENERATION = "generation_config.json"
 OBJECTS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
-"""Files of a tokenizer that are objects in JSON, where they are there."""
+"""Optional files of a tokenizer that must be JSON objects."""
 
 
 @dataclass(frozen=True)
 class FolderFiles:
-    """What the files of a folder, beside config.json, tell. faults: what is wrong with those that are there, each with
-    the file's name. tensors: name -> tensor. tokens: numbers of the tokens that its tokenizer makes of any text.
+    """The files of a model folder besides config.json.
+
+    faults: sentences with the name of a damaged file. tensors: name -> stored tensor. tokens: token -> id, of those
+    that the tokenizer makes of ordinary text.
     """
 
     faults: list[str]
@@ -32,7 +34,7 @@ class FolderFiles:
 
     @classmethod
     def read(cls, folder: Path) -> FolderFiles:
-        """Of weights only headers are read."""
+        """Read a folder. Only the headers of weights are read."""
         tensors, faults = read_weight_files(folder)
         tokens: dict[str, int] = {}
         for name in (*OBJECTS, GENERATION):
@@ -53,13 +55,13 @@ class FolderFiles:
 
 
 def lacking_files(path: str) -> list[str]:
-    """What a folder that can be planned with still needs before a run; empty where there is nothing to be read."""
+    """Return what a folder with a config.json still needs before a run; empty for other folders."""
     folder = Path(path).expanduser()
     return lacking_in(folder) if (folder / "config.json").is_file() else []
 
 
 def lacking_in(folder: Path) -> list[str]:
-    """What a folder must hold beside config.json and does not."""
+    """Return what a folder lacks besides config.json."""
     rules = []
     if not any(folder.glob("*.safetensors")):
         rules.append("must hold *.safetensors files")
@@ -69,17 +71,18 @@ def lacking_in(folder: Path) -> list[str]:
 
 
 def end_token_problems(key: str, path: str, vocab_size: int) -> Iterator[Violation]:
-    """That a folder to generate from says which tokens end an answer, tokens of its model; damaged files are reported
-    elsewhere.
+    """Check that a folder to generate from names end tokens, and that they are in its vocabulary.
+
+    Damaged files are reported elsewhere.
     """
     folder = Path(path).expanduser()
     has_own = (folder / GENERATION).exists()
     try:
         settings = read_config_json(folder / "config.json")
-        said = read_json(folder / GENERATION) if has_own else settings
+        generation = read_json(folder / GENERATION) if has_own else settings
     except (ConfigJsonError, WeightFileError):
         return
-    if not isinstance(said, dict):
+    if not isinstance(generation, dict):
         return
     ends, file = end_tokens(folder, settings), GENERATION if has_own else "config.json"
     beyond = [end for end in ends or () if end >= vocab_size]
@@ -87,6 +90,6 @@ def end_token_problems(key: str, path: str, vocab_size: int) -> Iterator[Violati
         rule = f"must end answers with tokens of its model: eos_token_id {beyond[0]} of its {file}"
         yield Violation({key: path}, f"{rule} is not below vocab_size({vocab_size})")
     if ends is None:
-        given = f"{said.get('eos_token_id')!r:.80}" if "eos_token_id" in said else "not there"
+        given = f"{generation.get('eos_token_id')!r:.80}" if "eos_token_id" in generation else "not there"
         rule = "must say which tokens end an answer: eos_token_id must be the number of a token, or a list of some"
         yield Violation({key: path}, f"{rule}; in its {file} it is {given}")

@@ -1,7 +1,7 @@
-"""Which tensors of a model folder are read and which are left, told from the headers of its files and its config.json.
+"""Which tensors of a model folder are read, from the headers of its files and its config.json.
 
-What nothing reads is a sign that config.json is another model's, unless it is of a known kind: layers that predict
-several tokens, the head of another role, buffers that are computed anew.
+A tensor that nothing reads is a sign that config.json belongs to another model, unless it is of a known kind: layers
+that predict several tokens, the head of another role, buffers that are recomputed.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from megatron_rl.model.families import (
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 HEADS = {"lm_head.weight": "lm_head.", "score.weight": "score.", "": "v_head."}
-"""Heads that folders have, by what is read of them, and how their tensors begin; the last is TRL's."""
+"""Tensor that is read of a head -> prefix of the head's tensors; the last is TRL's value head."""
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 COMPARED, BLOCK = 16, 4096
-"""Blocks of two matrices that are compared, and bytes of each."""
+"""Number of blocks of two matrices that are compared, and bytes of a block."""
 
 
 @dataclass(frozen=True)
 class ReadTensors:
-    """What a model of some family and shape reads: `names`, in which `{expert}` stands for one of `num_experts`."""
+    """The tensors that a model reads. names: `{expert}` stands for one of `num_experts`. own_head: of its role."""
 
     names: frozenset[str]
     num_experts: int
@@ -42,14 +42,14 @@ class ReadTensors:
 
     @classmethod
     def of(cls, family: Family, shape: ModelShape, is_reward_model: bool) -> ReadTensors:
-        """Names for a model with a vocabulary head or, for a reward model, with a head that gives a score."""
+        """Return the names for a model with a vocabulary head, or for a reward model with a score head."""
         specs = (value_param_map if is_reward_model else param_map)(family, shape)
         names = {name for spec in specs.values() for name in spec.hf_names}
         names |= {constant.name for constant in constant_map(family, shape).values()}
         return cls(frozenset(names), shape.num_experts, "score.weight" if is_reward_model else LM_HEAD)
 
     def has(self, name: str) -> bool:
-        """Whether a folder's tensor is read."""
+        """Return whether a tensor of a folder is read."""
         if name in self.names:
             return True
         expert = EXPERT.search(name)
@@ -59,7 +59,9 @@ class ReadTensors:
 
 @dataclass(frozen=True)
 class FolderWeights:
-    """The tensors of a folder: those that are read, by kind those that are rightly left, and names of all others."""
+    """The tensors of a folder. read: by name. left: kind -> tensors that are rightly not read. others: unexpected
+    names.
+    """
 
     read: dict[str, StoredTensor]
     left: dict[str, dict[str, StoredTensor]]
@@ -67,28 +69,28 @@ class FolderWeights:
 
     @classmethod
     def of(cls, tensors: Mapping[str, StoredTensor], settings: Mapping[str, Any], family: Family) -> FolderWeights:
-        """settings: of a config.json that preflight has accepted."""
+        """Sort the tensors of a folder. settings: of a config.json that preflight has accepted."""
         shape = ModelShape.from_hf(settings)
         is_reward_model = any(name in REWARD_FAMILIES for name in settings["architectures"])
         reads = ReadTensors.of(family, shape, is_reward_model)
         ahead = 0 if family.ahead_key is None else settings.get(family.ahead_key) or 0
-        found = cls({}, {}, [])
+        weights = cls({}, {}, [])
         for name, tensor in tensors.items():
             kind = _kind(name, reads, shape.num_layers, ahead)
             if reads.has(name):
-                found.read[name] = tensor
+                weights.read[name] = tensor
             elif kind is None:
-                found.others.append(name)
+                weights.others.append(name)
             else:
-                found.left.setdefault(kind, {})[name] = tensor
-        return found
+                weights.left.setdefault(kind, {})[name] = tensor
+        return weights
 
 
 AHEAD, HEAD, BUFFER, COPY = "of layers that predict several tokens", "of another head", "buffers", "a tied head"
 
 
 def _kind(name: str, reads: ReadTensors, num_layers: int, ahead: int) -> str | None:
-    """Why it is right that a tensor is not read; None for a tensor that ought to be."""
+    """Return the kind of a tensor that is rightly not read; None for other tensors."""
     layer = LAYER.match(name)
     if name.endswith(".rotary_emb.inv_freq"):
         return BUFFER
@@ -101,7 +103,7 @@ def _kind(name: str, reads: ReadTensors, num_layers: int, ahead: int) -> str | N
 
 
 def weights_problems(key: str, path: str, weights: FolderWeights, settings: Mapping[str, Any]) -> Iterator[Violation]:
-    """Weights of types that are no weights, and tensors that nobody would read. Raises OSError."""
+    """Yield tensors of types that cannot be trained, and tensors that nothing reads. Raises OSError."""
     faults = type_faults(weights.read)
     if faults:
         yield Violation({key: path}, f"must hold weights that can be trained: {faults[0]}")
@@ -116,7 +118,7 @@ def weights_problems(key: str, path: str, weights: FolderWeights, settings: Mapp
 
 
 def _others_problem(key: str, path: str, others: list[str], settings: Mapping[str, Any]) -> Violation:
-    """Where whole layers are left, the number of layers is wrong."""
+    """Return the fault: a wrong number of layers where only whole layers are left over, else unexpected tensors."""
     layers = {int(match[1]) for name in others if (match := LAYER.match(name))}
     count, key_of_count = settings["num_hidden_layers"], "num_hidden_layers"
     if layers and min(layers) >= count and all(LAYER.match(name) for name in others):
@@ -128,7 +130,7 @@ def _others_problem(key: str, path: str, others: list[str], settings: Mapping[st
 
 
 def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two tensors have the same type, shape and bytes, as far as some blocks tell."""
+    """Return whether two tensors have equal type and shape, and equal bytes in some blocks."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     room = max(0, one.stop - one.start - BLOCK)
@@ -144,6 +146,6 @@ def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def unread_weights(path: str, weights: FolderWeights) -> str | None:
-    """One line that names the tensors that are left and may have been meant; None for a folder without any."""
+    """Return one line that names tensors which are not read but may have been meant; None if there are none."""
     parts = [f"{some_of([*weights.left[kind]])}, {kind}" for kind in (AHEAD, HEAD) if kind in weights.left]
     return f"of {path} these tensors are not read: {'; '.join(parts)}" if parts else None

@@ -1,4 +1,4 @@
-"""Models by their names on the Hugging Face Hub: found in the local cache, never downloaded."""
+"""Find models by their Hugging Face Hub names in the local cache; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether a path can only be a model's name, ORGANISATION/MODEL: no such folder is there, nor the one above it."""
+    """Return whether a path can only be ORGANISATION/MODEL: neither this folder nor its parent exists."""
     return HUB_ID.fullmatch(path) is not None and not Path(path).exists() and not Path(path).parent.is_dir()
 
 
 def model_folder(path: str) -> Path:
-    """The folder of a model, or that of the local cache where it is a name that is there."""
+    """Return the folder of a model; for a Hub name in the local cache the folder there."""
     folder = Path(path).expanduser()
     return cached_model(path) or folder if is_hub_id(path) else folder
 
 
 def cached_model(name: str) -> Path | None:
-    """The newest snapshot of a model in the local cache; None where there is none."""
+    """Return the newest snapshot of a model in the local cache; None where there is none."""
     from huggingface_hub import try_to_load_from_cache  # reads where the cache is from the environment
 
     found = try_to_load_from_cache(name, "config.json")
@@ -32,7 +32,7 @@ def cached_model(name: str) -> Path | None:
 
 
 def with_local_models(config: RunConfig) -> RunConfig:
-    """The same configuration object, with folders of the local cache in place of names that it holds."""
+    """Replace Hub names in `config` by their folders in the local cache, and return it."""
     roles = list(roles_of(config))
     texts = [f"{role.key}.model.input_tokenizer" for role in roles if role.reads_text]
     for key in dict.fromkeys([*(role.model_key for role in roles), *texts]):

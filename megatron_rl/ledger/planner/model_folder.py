@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says about its model, read from config.json alone, and what of it cannot be trained."""
+"""Check a Hugging Face model folder, and read the sizes of its model from config.json."""
 
 from __future__ import annotations
 
@@ -55,21 +55,20 @@ SIZES = (
     "vocab_size",
 )
 STARTING_POINTS = FAMILIES | REWARD_FAMILIES
-"""What a critic can start from: a language model's trunk, or a reward model."""
+"""Architectures that a critic can start from: a language model's trunk, or a reward model."""
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The numbers of config.json that a layout must fit, and the folder they come from.
+    """The numbers of config.json that a layout must fit. path: the folder.
 
-    `num_experts` and `moe_intermediate_size`, the columns of one expert, are 0 when dense; `expert_size_key` is what
-    config.json calls the latter. `padded_vocab_size`: as generation pads it. `sliding_window`: positions that a token
-    attends to; None: all before it. `even_heads`: whether `head_size` is told, or the hidden size divides into heads.
-    `has_dense_layers`: some layers of a model with experts have none. `shared_experts`: name and columns of the MLP
-    beside the experts, which TP cuts as it cuts a dense one; None: there is none. `latent`: sizes of latent attention,
-    in which `head_size` is a query's; None: attention is another. `attention`: the choices of the usual one.
-    `has_expert_bias`: experts are chosen by scores and a bias. `unread`: what of the folder's weights is left that may
-    have been meant, in one line; None: nothing, or its weights were not looked at.
+    num_experts, moe_intermediate_size (columns of one expert): 0 when dense; expert_size_key: name of the latter in
+    config.json. padded_vocab_size: as generation pads it. sliding_window: positions that a token attends to; None: all
+    before it. even_heads: `head_dim` is given, or the hidden size divides into heads. has_dense_layers: some layers of
+    a model with experts have none. shared_experts: name and columns of the MLP of shared experts, which TP shards like
+    a dense one; None: there is none. latent: sizes of latent attention, where head_size is a query's; None: other
+    attention, described by `attention`. has_expert_bias: experts are chosen by score plus bias. unread: one line that
+    names weights which are not read but may have been meant; None: there are none, or weights were not checked.
     """
 
     path: str
@@ -95,13 +94,13 @@ class ModelSizes:
 
     @property
     def rollout_tp_divides(self) -> dict[str, int]:
-        """Name and value of everything that generation cuts over its TP ranks; experts too."""
+        """Name -> value of every size that generation shards over its TP ranks, experts included."""
         sizes = self.tp_divides | {"padded_vocab_size": self.padded_vocab_size}
         return sizes | ({self.expert_size_key: self.moe_intermediate_size} if self.num_experts else {})
 
     @property
     def tp_divides(self) -> dict[str, int]:
-        """Name and value of what is cut into TP parts; experts are cut into ETP parts, and the vocabulary is padded."""
+        """Name -> value of every size that TP must divide. ETP shards experts, and the vocabulary is padded."""
         mlp = () if self.num_experts and not self.has_dense_layers else ("intermediate_size",)
         names = ("num_attention_heads", "num_key_value_heads", *mlp)
         return {name: getattr(self, name) for name in names} | dict(
@@ -110,27 +109,27 @@ class ModelSizes:
 
     @property
     def longest(self) -> dict[str, int]:
-        """Name and value of what limits prompt and response together: a window that cuts nothing off is no window."""
+        """Name -> most tokens of prompt and response together. Sequences must fit a sliding window, too."""
         return {"max_position_embeddings": self.max_position_embeddings} | self.windows
 
     @property
     def windows(self) -> dict[str, int]:
-        """The same of windows alone."""
+        """Name -> tokens of the sliding window, if there is one."""
         return {} if self.sliding_window is None else {"sliding_window": self.sliding_window}
 
     @property
     def max_tp(self) -> int:
-        """The largest TP size to offer, all others being its divisors: one that generation can follow."""
+        """The largest TP size that training and generation can have; the others are its divisors."""
         return math.gcd(self.padded_vocab_size, *self.tp_divides.values())
 
 
 def read_model_folder(
     key: str, path: str, known: Mapping[str, Family] = FAMILIES, *, config_only: bool = False
 ) -> tuple[ModelSizes | None, list[Violation]]:
-    """The sizes of the model in `path` (None where they cannot be read) and all that is wrong with the folder.
+    """Return the sizes of the model in `path` (None where they cannot be read) and everything wrong with the folder.
 
-    `key` is the configuration key to name in messages, `known` the architectures that it may name, with their families.
-    config_only: weights and tokenizer need not be there yet.
+    key: configuration key to name in messages. known: allowed architectures and their families. config_only: weights
+    and tokenizer may be missing.
     """
     folder, given = Path(path).expanduser(), {key: path}
     if not folder.is_dir():
@@ -175,7 +174,7 @@ def _no_folder(key: str, path: str, folder: Path) -> Violation:
 def _described(
     key: str, path: str, folder: Path, known: Mapping[str, Family]
 ) -> tuple[_Described | None, list[Violation]]:
-    """What config.json says, None where a model cannot be told from it, and all that is wrong with it."""
+    """Return the model of config.json, None where it describes none, and everything wrong with it."""
     file, given = folder / "config.json", {key: path}
     lacks = instead_of_file(file)
     if lacks == ABSENT:
@@ -209,7 +208,7 @@ def _described(
 def _with_files(
     key: str, model: _Described, files: FolderFiles, problems: list[Violation]
 ) -> tuple[ModelSizes, list[Violation]]:
-    """What config.json and the other files say of each other, where each is right."""
+    """Check config.json and the other files against each other, where each is right by itself."""
     sizes = model.sizes
     largest = max(files.tokens.values(), default=0)
     file = Path(sizes.path).expanduser() / "config.json"
@@ -258,7 +257,7 @@ def _read_settings(
 
 
 def _head_problems(file: Path, settings: dict[str, Any], family: Family) -> Iterable[Violation]:
-    """How the hidden size, heads and key/value heads go together, and how much of a head turns."""
+    """Check hidden size, heads and key/value heads against each other, and the rotary share of a head."""
     hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
     kv_heads = settings.get("num_key_value_heads") or heads
     if heads % kv_heads:
@@ -313,12 +312,12 @@ def _sizes(path: str, settings: dict[str, Any], family: Family, routing: Routing
 
 
 def name_of_size(shared: SharedExperts) -> str:
-    """What config.json calls the columns of shared experts."""
+    """Return the name in config.json of the columns of shared experts."""
     return shared.size_key if shared.count_key is None else f"{shared.count_key} * {shared.size_key}"
 
 
 def _routing_problems(file: Path, routing: Routing, family: Family) -> list[Violation]:
-    """How many experts a token may be sent to."""
+    """Check how many experts a token is routed to."""
     top_k, num_experts, key = routing.experts_per_token, routing.num_experts, "num_experts_per_tok"
     if top_k > num_experts:
         return [_in_file(file, {key: top_k}, f"must be >= 1 and <= num_experts({num_experts})", {key: num_experts})]

@@ -1,5 +1,6 @@
-"""What a reward model can read: whether two model folders mean the same by a token number, as far as their
-tokenizer.json tells, and where they do not, which tokenizer makes text of the actor's tokens.
+"""Check that a reward model can read the actor's output: both give a token the same id, or it reads text.
+
+Token ids are compared by the tokenizer.json of both folders.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ TOKENIZER_FILES = (FILE, "tokenizer.model", "vocab.json")
 
 
 def reading_problems(actor_path: str, role: RoleSpec, *, config_only: bool = False) -> Iterable[Violation]:
-    """Why a reward model cannot read what the actor says: its tokens, or with `input_tokenizer` their text.
+    """Yield why a reward model cannot read the actor's tokens, or with `input_tokenizer` their text.
 
-    config_only: folders need not hold a tokenizer yet.
+    config_only: folders may lack a tokenizer.
     """
     if not role.reads_text:
         yield from vocabulary_problems(actor_path, role.model_path, role.model_key)
@@ -31,7 +32,7 @@ def reading_problems(actor_path: str, role: RoleSpec, *, config_only: bool = Fal
     if not folder.is_dir():
         rule = "must be the folder of the actor's tokenizer, and there is none"
         parent = folder.parent
-        others = [str(one) for one in parent.iterdir() if one.is_dir()] if parent.is_dir() else []
+        others = [str(other) for other in parent.iterdir() if other.is_dir()] if parent.is_dir() else []
         like = nearest_name(str(folder), others) if others else actor_path
         hint = "" if like == actor_path else f"a folder of a like name is {like}"
         yield Violation({key: path}, rule, nearest, hint)
@@ -47,9 +48,9 @@ def reading_problems(actor_path: str, role: RoleSpec, *, config_only: bool = Fal
 
 
 def vocabulary_problems(actor_path: str, reward_path: str, key: str = "reward_model.model.path") -> Iterable[Violation]:
-    """Why a reward model cannot read the actor's tokens; nothing where a folder has no such file, or none to read.
+    """Yield why a reward model cannot read the actor's tokens; nothing where a tokenizer.json is missing or unreadable.
 
-    key: the one that names the reward model's folder.
+    key: of the reward model's folder.
     """
     for problem in different_tokens(actor_path, reward_path):
         nearest = {f"{key.removesuffix('path')}input_tokenizer": actor_path}
@@ -57,7 +58,7 @@ def vocabulary_problems(actor_path: str, reward_path: str, key: str = "reward_mo
 
 
 def different_tokens(actor_path: str, other_path: str) -> Iterable[str]:
-    """A sentence where tokens of the actor have other numbers elsewhere."""
+    """Yield a sentence where tokens of the actor have other ids in another folder."""
     files = [Path(path).expanduser() / FILE for path in (actor_path, other_path)]
     if not all(file.is_file() for file in files) or files[0].read_bytes() == files[1].read_bytes():
         return
@@ -75,9 +76,9 @@ def different_tokens(actor_path: str, other_path: str) -> Iterable[str]:
 
 
 def base_tokens(tokenizer: dict[str, Any]) -> dict[str, int]:
-    """Token -> number, of those that any text may become: without the added ones, which a text must hold as they are.
+    """Return token -> id of the tokens of ordinary text, that is without added tokens.
 
-    tokenizer: the content of tokenizer.json; {} where it cannot be read, which the tokenizer's own loader reports.
+    tokenizer: content of tokenizer.json. Returns {} where it has no readable vocabulary, which its own loader reports.
     """
     try:
         added = {token["content"] for token in tokenizer.get("added_tokens", [])}
@@ -87,12 +88,12 @@ def base_tokens(tokenizer: dict[str, Any]) -> dict[str, int]:
 
 
 def _numbers(tokenizer: dict[str, Any]) -> dict[str, int]:
-    """Token -> number, of tokenizer.json's model and added tokens."""
+    """Return token -> id of the model and of added tokens in tokenizer.json."""
     return _vocabulary(tokenizer) | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
 
 
 def _vocabulary(tokenizer: dict[str, Any]) -> dict[str, int]:
-    """Token -> number, of tokenizer.json's model: a mapping, or for Unigram a list of pairs."""
+    """Return token -> id of the model in tokenizer.json: a mapping, or for Unigram a list of pairs."""
     vocabulary: Any = tokenizer["model"]["vocab"]
     if isinstance(vocabulary, list):
         vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
