@@ -34,11 +34,11 @@ def refuse_in_checkpoint(name: str, path: Path) -> None:
     folder = checkpoint_round(path)
     if folder is not None:
         raise ConfigError(
-            f"{name} {path} must not lie in a checkpoint, {folder}; nearest: {name} {outside(folder, path)}"
+            f"{name} {path} must not lie in a checkpoint, {folder}; nearest: {name} {path_outside(folder, path)}"
         )
 
 
-def outside(checkpoint: Path, path: Path) -> Path:
+def path_outside(checkpoint: Path, path: Path) -> Path:
     """A path outside of a checkpoint, named after one in it."""
     name = path.name if path.resolve() != checkpoint else "new"
     return checkpoint.with_name(f"{checkpoint.name}-{name}")

@@ -10,7 +10,7 @@ from saved import save
 from typer.testing import CliRunner
 
 from megatron_rl.checkpoint.resume import usable_checkpoint
-from megatron_rl.checkpoint.targets import checkpoint_round, refuse_target
+from megatron_rl.checkpoint.targets import checkpoint_round, path_outside, refuse_target
 from megatron_rl.cli import app
 from megatron_rl.errors import ConfigError
 
@@ -38,7 +38,7 @@ def test_what_is_within_a_checkpoint(tmp_path, monkeypatch):
         "a" * 300,
     )
     assert [checkpoint_round(tmp_path / path) for path in outside] == [None] * len(outside)
-    assert outside(folder, folder / "actor/hf") == tmp_path / "run/global_step_4-hf"
+    assert path_outside(folder, folder / "actor/hf") == tmp_path / "run/global_step_4-hf"
 
 
 @pytest.mark.parametrize(

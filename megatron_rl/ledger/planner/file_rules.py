@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from megatron_rl.checkpoint.targets import checkpoint_round, outside
+from megatron_rl.checkpoint.targets import checkpoint_round, path_outside
 from megatron_rl.config.algorithms import trains_on_rule, uses_rule
 from megatron_rl.config.keys import default_of, type_of, value_of
 from megatron_rl.config.problems import missing_file, nearest_name, refused
@@ -280,7 +280,7 @@ def _checkpoint_problems(config: RunConfig) -> Iterable[Violation]:
         checkpoint = checkpoint_round(Path(path)) if isinstance(path, str) else None
         if checkpoint is not None:
             rule = f"must not lie in a checkpoint, {checkpoint}"
-            yield Violation({key: path}, rule, {key: str(outside(checkpoint, Path(path)))})
+            yield Violation({key: path}, rule, {key: str(path_outside(checkpoint, Path(path)))})
 
 
 def make_folders(trainer: TrainerConfig) -> None:
