@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.as_stage import UNSET_PROMPT_KEY
+from megatron_rl.config.declarations import PREFERENCE_LOSSES, REWARD_MODEL_LOSSES
 from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig, as_list
 from megatron_rl.config.tasks import DPO, REWARD, SFT
@@ -29,9 +30,9 @@ def reader_of(config: RunConfig) -> Reader:
         case task if task == SFT:
             return read_examples
         case task if task == REWARD:
-            return read_scored if config.reward_training.loss == "regression" else read_rankings
+            return read_scored if REWARD_MODEL_LOSSES[config.reward_training.loss].traits.alone else read_rankings
         case task if task == DPO:
-            return read_labelled if config.dpo.loss == "kto" else read_rankings
+            return read_labelled if PREFERENCE_LOSSES[config.dpo.loss].traits.alone else read_rankings
     raise ValueError(f"{config.trainer.stage} reads no examples")
 
 
