@@ -6,6 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from megatron_rl.config import declarations
+from megatron_rl.config.keys import KEYS
+
 REPOSITORY = Path(__file__).parents[2]
 TABLES = ("ESTIMATORS", "POLICY_LOSSES", "PREFERENCE_LOSSES", "REWARD_MODEL_LOSSES", "KL_ESTIMATES", "REWARDS")
 
@@ -29,6 +34,22 @@ def test_every_declaration_is_read_without_torch():
     """Would not catch an import that a function makes when it is called."""
     printed = run(f"for table in {TABLES}:\n    print(len(getattr(declarations, table)))")
     assert len(printed) == len(TABLES) and min(map(int, printed)) >= 3
+
+
+GROUPS = {
+    "ESTIMATORS": "algorithm",
+    "POLICY_LOSSES": "actor_rollout_ref.actor",
+    "PREFERENCE_LOSSES": "dpo",
+    "REWARD_MODEL_LOSSES": "reward_training",
+}
+
+
+@pytest.mark.parametrize("table", GROUPS)
+def test_declared_keys_exist(table):
+    """And every function says its formula. Would not catch a key that it reads and does not declare."""
+    for declared in getattr(declarations, table).values():
+        assert {f"{GROUPS[table]}.{key}" for key in declared.keys} <= KEYS.keys()
+        assert declared.formula
 
 
 NEW = '''
