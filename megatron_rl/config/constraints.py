@@ -21,14 +21,14 @@ from megatron_rl.errors import Violation, shown
 
 @dataclass(frozen=True)
 class OneOf:
-    """The value is one of these names; of a list each element is."""
+    """The value must be one of these names; in a list each element must be."""
 
     names: Collection[str]
 
 
 @dataclass(frozen=True)
 class Or:
-    """A value that is valid outside of the bounds, and what it means. It is the nearest valid one, too."""
+    """A value outside of the bounds that is valid, and its meaning. It is also the value to suggest."""
 
     value: int | None
     meaning: str
@@ -36,14 +36,14 @@ class Or:
 
 @dataclass(frozen=True)
 class AtMost:
-    """The largest sensible whole number, in place of the one for all keys: a larger one is a typing error."""
+    """The largest sensible integer of this key, in place of the limit for all keys. More is a typing error."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Nearest:
-    """What to suggest in place of a value below the bounds: a value, or a function of the configuration."""
+    """The suggestion in place of a value below the bounds: a value, or a function of the configuration."""
 
     value: Any | Callable[[Any], Any]
 
@@ -61,7 +61,7 @@ UnitInterval = Annotated[float, Ge(0), Le(1)]
 
 
 def longest_sequence(config: Any) -> int:
-    """Tokens of the longest prompt and response, at least one: what a forward pass must have room for."""
+    """Tokens of the longest prompt with the longest response, at least 1: a forward pass must have room for them."""
     longest: int = config.data.max_prompt_length + config.data.max_response_length
     return max(1, longest)
 
@@ -70,7 +70,7 @@ PassTokens = Annotated[int, Ge(1), Nearest(longest_sequence)]
 
 
 def is_finite(value: float) -> bool:
-    """As math.isfinite, of whole numbers of any length too."""
+    """Whether a number is finite, as math.isfinite, also for integers of any length."""
     return isinstance(value, int) or math.isfinite(value)
 
 
@@ -93,7 +93,7 @@ class Bounds:
         return f"must be {'a finite number ' if is_short else ''}{self}".rstrip()
 
     def nearest(self, value: float, usual: float | None = None) -> float:
-        """A valid value near `value`: the `usual` one where no bound is the nearest, as of NaN."""
+        """A valid value near `value`: a bound, or the `usual` value if no bound is near, as for NaN."""
         if value > self.high:
             return self.high
         if usual is not None and (self.excludes_low or not is_finite(value)) and self.holds(usual):
@@ -107,7 +107,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Constraints:
-    """The type of a field without constraints, and what constrains its values. bounds: of every single number."""
+    """The type of a field without its constraints, and the constraints."""
 
     kind: Any
     choices: Collection[str] | None = None
@@ -125,7 +125,7 @@ class Constraints:
         return self.bounds is None or is_other or self.bounds.holds(value)
 
     def violation(self, key: str, value: Any, usual: Any, config: Any) -> Violation:
-        """What is wrong with a value that does not hold. usual: the key's default, to be suggested."""
+        """The violation of a value for which `holds` is false. usual: the default of the key, to be suggested."""
         if self.choices is not None:
             names = value if isinstance(value, list) else [value]
             nearest = [name if name in self.choices else nearest_name(name, self.choices) for name in names]
@@ -149,7 +149,7 @@ class Constraints:
 
 def constraints_of(hint: Any) -> Constraints:
     """Read a type with `Annotated` in it. Numbers without bounds of their own must be finite."""
-    kind, found = _bare(hint), {type(one): one for one in _metadata(hint)}
+    kind, found = _bare(hint), {type(constraint): constraint for constraint in _metadata(hint)}
     low: float = -math.inf
     bounds = found.get(Bounds, Bounds() if kind in (float, float | None) else None)
     if found.keys() & {Ge, Gt, Le}:

@@ -1,4 +1,4 @@
-"""Keys of `algorithm.rollout_correction`, and what the texts in them mean. No torch.
+"""Keys of `algorithm.rollout_correction`, and the meaning of their texts. No torch.
 
 Two of verl's keys hold more than one number: `rollout_is_threshold` may be `LOWER_UPPER`, and `rollout_rs` is a list of
 criteria with commas between them, to which `rollout_rs_threshold` has one threshold each, or one for all.
@@ -30,12 +30,12 @@ DIVERGENCE_CRITERIA = (
 """Their thresholds bound a divergence, from above only."""
 
 CRITERIA = (*K1_CRITERIA, *DIVERGENCE_CRITERIA, *RATIO_CRITERIA)
-"""What `rollout_rs` may list."""
+"""Choices of `rollout_rs`."""
 
 
 @dataclass
 class RolloutCorrectionConfig:
-    """What corrects for the difference between the rollout's probabilities and the trainer's. Names are verl's."""
+    """Corrections for the difference between the rollout's probabilities and the trainer's. Names are verl's."""
 
     rollout_is: Annotated[str | None, OneOf(IS_LEVELS)] = None
     """Weigh the policy loss by p_trainer / p_rollout: token | sequence; null: not."""
@@ -64,7 +64,7 @@ class RolloutCorrectionConfig:
 
 @dataclass(frozen=True)
 class Criterion:
-    """One criterion of `rollout_rs`; what it measures must be >= low, where there is one, and <= high."""
+    """One criterion of `rollout_rs`: its measure must be >= low, unless low is None, and <= high."""
 
     name: str
     low: float | None
@@ -72,7 +72,7 @@ class Criterion:
 
 
 def bounds(threshold: Any) -> tuple[float | None, float]:
-    """(lower or None, upper) of a number or of `LOWER_UPPER`. Raises ValueError, saying what it must be."""
+    """(lower or None, upper) of a number or of `LOWER_UPPER`. Raises ValueError with the required form."""
     text = threshold.strip() if isinstance(threshold, str) else threshold
     lower, underscore, upper = text.partition("_") if isinstance(text, str) else ("", "", text)
     if not underscore:
@@ -94,13 +94,13 @@ def importance_bounds(config: RolloutCorrectionConfig) -> tuple[float | None, fl
 
 
 def criteria_names(rollout_rs: str | None) -> list[str]:
-    """The criteria that are listed, each once."""
+    """The listed criteria, each once."""
     listed = [] if rollout_rs is None else [name.strip() for name in rollout_rs.split(",")]
     return list(dict.fromkeys(name for name in listed if name))
 
 
 def threshold_texts(config: RolloutCorrectionConfig) -> list[Any]:
-    """What `rollout_rs_threshold` says of each criterion, or of all; empty where it says nothing."""
+    """The thresholds in `rollout_rs_threshold`, one for each criterion or one for all; an empty list if it is null."""
     threshold = config.rollout_rs_threshold
     if isinstance(threshold, str):
         return [text.strip() for text in threshold.split(",") if text.strip()]
@@ -108,7 +108,7 @@ def threshold_texts(config: RolloutCorrectionConfig) -> list[Any]:
 
 
 def criteria(config: RolloutCorrectionConfig) -> list[Criterion]:
-    """What `rollout_rs` asks for. Raises ValueError where names, or number or form of thresholds, are wrong."""
+    """The criteria of `rollout_rs` with their thresholds. Raises ValueError for a wrong name or threshold."""
     names, texts = criteria_names(config.rollout_rs), threshold_texts(config)
     if len(texts) not in (0, 1, len(names)):
         raise ValueError(f"must be one threshold, or one for each of {len(names)} criteria")

@@ -71,13 +71,13 @@ def is_key(key: str) -> bool:
 
 
 def leaf_of(key: str) -> Constraints | None:
-    """Type and constraints of a dotted key; None for one that the schema does not have."""
+    """Type and constraints of a dotted key; None for an unknown key."""
     top, _, below = key.partition(".")
     return NAMED_GROUPS[top].get(below.partition(".")[2]) if top in NAMED_GROUPS else LEAVES.get(key)
 
 
 def type_of(key: str) -> Any:
-    """The type of a dotted key, without constraints; None for one that the schema does not have."""
+    """The type of a dotted key, without constraints; None for an unknown key."""
     leaf = leaf_of(key)
     return None if leaf is None else leaf.kind
 
@@ -91,7 +91,7 @@ def leaves_of(config: RunConfig) -> Iterator[tuple[str, Constraints]]:
 
 
 def value_of(config: RunConfig, key: str) -> Any:
-    """The value of a dotted key. Raises AttributeError or KeyError where there is none."""
+    """The value of a dotted key. Raises AttributeError or KeyError for an unknown key."""
     value: Any = config
     for part in key.split("."):
         value = value[part] if isinstance(value, dict) else getattr(value, part)

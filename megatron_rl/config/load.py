@@ -1,4 +1,4 @@
-"""From a YAML file and dotted overrides to a RunConfig, or to one ConfigError that names everything wrong with them.
+"""Read a YAML file and dotted overrides into a RunConfig, or raise one ConfigError that lists every problem.
 
 file, overrides -> settings (dotted key, value, origin) -> checked one by one against the schema -> RunConfig
 """
@@ -40,7 +40,7 @@ from megatron_rl.config.yaml_text import YAML_PROBLEMS, read_yaml, refuse_depth
 from megatron_rl.errors import ConfigError, Violation
 
 HYDRA_PREFIXES = ("++", "+", "~")
-"""What Hydra's overrides may begin with: set or add, add, take away."""
+"""Prefixes of Hydra's overrides: set or add, add, remove."""
 
 ACTOR_MODEL, CRITIC_MODEL = "actor_rollout_ref.model.path", "critic.model.path"
 DTYPE = "actor_rollout_ref.actor.megatron.dtype"
@@ -48,14 +48,14 @@ DIFF_BOUNDS = {
     "actor_rollout_ref.rollout.logprob_diff_bound": {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.05},
     "actor_rollout_ref.rollout.logprob_diff_mean_bound": {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.005},
 }
-"""Defaults by the type that is computed in: above what rounding alone comes to in small models (docs/gpu.md)."""
+"""Defaults by compute dtype, above the effect of rounding alone in small models (docs/gpu.md)."""
 
 CUDA_DEFAULTS = {
     DTYPE: "bfloat16",
     "actor_rollout_ref.actor.megatron.sequence_parallel": True,
     "actor_rollout_ref.rollout.enforce_eager": False,
 }
-"""Defaults on GPUs, which are verl's; on CPUs those of the schema."""
+"""Defaults on GPUs, which are verl's. On CPUs the schema's defaults hold."""
 
 PATH_NAMES = {"path", "train_files", "val_files", "default_local_dir", "resume_from_path"}
 PATH_NAMES |= {"rollout_data_dir", "validation_data_dir", "bad_rows_file"}
@@ -67,10 +67,10 @@ LARGEST_WHOLE = 2**63 - 1
 
 @dataclass(frozen=True)
 class Reading:
-    """What became of a file and its overrides.
+    """The result of reading a file and its overrides.
 
-    config: None where mandatory keys have no value. notes: what verl's keys and values became. given: keys of the
-    schema that were set, also by another name.
+    config: None if mandatory keys have no value. notes: how verl's keys and values were translated. given: keys of the
+    schema that were set, by their own or another name.
     """
 
     config: RunConfig | None
@@ -93,17 +93,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig | None, list[Violation]]:
-    """The same without raising for settings: what is wrong with them, and the configuration as far as it goes.
+    """Read a configuration and return it with its violations, instead of raising for settings.
 
-    In it an unknown key, and a value of a wrong type, count as not given, so that further rules can be checked at once;
-    None where that leaves mandatory keys without a value. Raises ConfigError for a file that cannot be read.
+    An unknown key or a value of a wrong type counts as not given, so that further rules can be checked at once. The
+    configuration is None if mandatory keys then have no value. Raises ConfigError for a file that cannot be read.
     """
     reading = read_run(path, overrides)
     return reading.config, reading.violations
 
 
 def read_run(path: str | Path, overrides: Sequence[str] = (), stage: str | None = None) -> Reading:
-    """Read a file and overrides, with notes of what verl's keys became. stage: None: as `trainer.stage` says."""
+    """Read a file and overrides, with notes on verl's keys. stage: the task; None: that of `trainer.stage`."""
     violations: list[Violation] = []
     settings = list(read_file(Path(path)))
     for text in overrides:
@@ -117,8 +117,8 @@ def read_run(path: str | Path, overrides: Sequence[str] = (), stage: str | None 
 def read_settings(
     settings: Sequence[Setting], violations: Sequence[Violation] = (), stage: str | None = None
 ) -> Reading:
-    """Apply settings in their order. violations: those found before. stage: as in `read_run`."""
-    found = list(violations)
+    """Apply settings in their order. violations: problems from before. stage: as in `read_run`."""
+    problems = list(violations)
     translation = translate(settings, is_key)
     config = pickle.loads(_schema())
     given = set()
@@ -127,20 +127,20 @@ def read_settings(
         if wrong is None:
             given.add(setting.key)
         else:
-            found.append(wrong)
-    found += [note.violation() for note in translation.of(Kind.UNSUPPORTED)]
+            problems.append(wrong)
+    problems += [note.violation() for note in translation.of(Kind.UNSUPPORTED)]
     _fill_in(config, given)
     _name_one_model(config, given, stage)
     missing = list(_without_value(config))
-    found += missing
+    problems += missing
     run = None
     if not missing:
         try:
             run = OmegaConf.to_object(config)
         except OmegaConfBaseException as error:
             key = str(error.full_key)
-            found.append(Violation({key: _raw(config, key) if key in KEYS else None}, _first_line(error)))
-    return Reading(run, found, translation.notes, frozenset(given))
+            problems.append(Violation({key: _raw(config, key) if key in KEYS else None}, _first_line(error)))
+    return Reading(run, problems, translation.notes, frozenset(given))
 
 
 @cache
@@ -150,7 +150,7 @@ def _schema() -> bytes:
 
 
 def _fill_in(config: Any, given: set[str]) -> None:
-    """Defaults that depend on other keys, where nobody has set them: verl's on GPUs, and bounds by the dtype."""
+    """Set defaults that depend on other keys: verl's defaults on GPUs, and bounds by the dtype."""
     defaults: dict[str, Any] = CUDA_DEFAULTS if _raw(config, "trainer.device") == "cuda" else {}
     for key, value in defaults.items():
         if key not in given:
@@ -161,7 +161,7 @@ def _fill_in(config: Any, given: set[str]) -> None:
 
 
 def _name_one_model(config: Any, given: set[str], stage: str | None) -> None:
-    """Where a reward model is trained, its own folder is the only one that has to be named."""
+    """Training a reward model needs only one model folder: take the critic's if the actor's is not named."""
     own = _raw(config, CRITIC_MODEL)
     is_alone = ACTOR_MODEL not in given and isinstance(own, str) and INTERPOLATION.search(own) is None
     if is_alone and (stage or _raw(config, "trainer.stage")) == REWARD:
@@ -180,18 +180,18 @@ def flat_settings(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_file(path: Path) -> Iterator[Setting]:
-    """One setting for each leaf of a configuration file, unchecked. Raises ConfigError where it cannot be read."""
+    """One setting for each leaf of a configuration file, unchecked. Raises ConfigError if it cannot be read."""
     lacks = instead_of_file(path)
     if lacks is not None:
         neighbours = [str(file) for file in path.parent.glob("*.y*ml") if file.is_file()]
-        hint = f"the nearest is {nearest_name(str(path), neighbours)}" if neighbours else "no other is beside it"
+        hint = f"the nearest is {nearest_name(str(path), neighbours)}" if neighbours else "no other is in its folder"
         raise ConfigError(f"no configuration file at {path}: {lacks}; {hint}")
     for name, value in read_tree(path, f"groups of keys: {_top_groups()}").items():
         yield from _flatten(name, value, str(path))
 
 
 def read_tree(path: Path, content: str) -> dict[str, Any]:
-    """The mapping in a YAML file that is there. Raises ConfigError, with the `content` it must hold, for another."""
+    """The mapping in an existing YAML file. Raises ConfigError for other content. content: what the error asks for."""
     tree = read_yaml(path)
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds a {type(tree).__name__}; it must hold {content}")
@@ -199,7 +199,7 @@ def read_tree(path: Path, content: str) -> dict[str, Any]:
 
 
 def read_override(text: str) -> Iterator[Setting]:
-    """The settings of one `key=value`, unchecked. Raises ConfigError where it is none."""
+    """The settings of one `key=value`, unchecked. Raises ConfigError for another text."""
     key, equals, value = text.partition("=")
     prefix = next((prefix for prefix in HYDRA_PREFIXES if key.startswith(prefix)), "")
     key = key.removeprefix(prefix).strip()
@@ -219,7 +219,7 @@ def read_override(text: str) -> Iterator[Setting]:
 
 
 def _flatten(key: str, value: Any, origin: str, prefix: str = "") -> Iterator[Setting]:
-    """One setting per leaf; a group that is there but empty sets nothing."""
+    """One setting per leaf; an empty group sets nothing."""
     if isinstance(value, dict) and value and key not in KEYS:
         for name, inner in value.items():
             yield from _flatten(f"{key}.{name}", inner, origin, prefix)
@@ -234,12 +234,12 @@ def settings_of(tree: dict[str, Any], origin: str) -> Iterator[Setting]:
 
 
 def like_name_of(key: str) -> str | None:
-    """The key that an unknown one is a slip of, where there is such a key."""
+    """The known key that an unknown key misspells, or None."""
     return like_name(key, KEYS)
 
 
 def unknown_key(key: str, value: Any, where: str) -> Violation | None:
-    """What is wrong with a key that no configuration has, with the nearest that there is; None for a known one."""
+    """The violation of an unknown key, with the nearest known key; None for a known key."""
     top, _, below = key.partition(".")
     if top in NAMED_GROUPS:
         name, _, inner = below.partition(".")
@@ -260,7 +260,7 @@ def _unknown(key: str, value: Any, where: str, like: str | None) -> Violation:
 
 
 def _apply(config: Any, setting: Setting) -> Violation | None:
-    """Put one setting into the config; returns what is wrong with it, or None."""
+    """Put one setting into the config. Return its violation, or None."""
     key, given = setting.key, {setting.key: setting.value}
     top, *below = key.split(".")
     if top in NAMED_GROUPS and below:
@@ -272,7 +272,7 @@ def _apply(config: Any, setting: Setting) -> Violation | None:
     if key in GROUPS:
         inner = ", ".join(sorted(name for name in KEYS if name.startswith(f"{key}.")))
         rule = f"({setting.origin}): {key} is a group of keys, not a value; set {inner}"
-        return Violation(given, rule, subject=_said(setting))
+        return Violation(given, rule, subject=_written(setting))
     unknown = unknown_key(key, setting.value, f"({setting.origin})")
     if unknown is not None:
         return unknown
@@ -283,12 +283,12 @@ def _apply(config: Any, setting: Setting) -> Violation | None:
         OmegaConf.update(config, key, _without_tilde(key, _in_type(key, setting.value)))
     except (OmegaConfBaseException, OverflowError) as error:
         rule = f"({setting.origin}) must be of type {_type_name(type_of(key))}: {_first_line(error)}"
-        return Violation(given, rule, _nearest_in_type(setting), subject=_said(setting))
+        return Violation(given, rule, _nearest_in_type(setting), subject=_written(setting))
     return None
 
 
 def _nearest_in_type(setting: Setting) -> dict[str, Any]:
-    """What a number could be where its type is wrong: of a fraction the whole number beside it, else the default."""
+    """A valid number in place of a wrong type: a fraction is rounded, anything else becomes the default."""
     key, value = setting.key, setting.value
     if KEYS.get(key) not in (int, float, int | None, float | None):
         return {}
@@ -299,7 +299,7 @@ def _nearest_in_type(setting: Setting) -> dict[str, Any]:
 
 
 def _in_type(key: str, value: Any) -> Any:
-    """A value as Python and Hydra users write it: `None`, one name for a list of one, a list within quotes."""
+    """Accept what Python and Hydra users write: `None`, a name for a list with one name, a list in quotes."""
     kind = type_of(key)
     if value == "None" and (type(None) in typing.get_args(kind) or kind is Any):
         return None
@@ -315,7 +315,7 @@ def _in_type(key: str, value: Any) -> Any:
 
 
 def _without_tilde(key: str, value: Any) -> Any:
-    """A path with the user's home in place of a leading "~": shells leave it as it is after the "=" of an override."""
+    """Replace a leading "~" of a path by the user's home: shells do not after the "=" of an override."""
     if type_of(key) is None or key.rpartition(".")[2] not in PATH_NAMES:
         return value
     if isinstance(value, list):
@@ -323,7 +323,7 @@ def _without_tilde(key: str, value: Any) -> Any:
     return os.path.expanduser(value) if isinstance(value, str) else value
 
 
-def _said(setting: Setting) -> str:
+def _written(setting: Setting) -> str:
     return f"{setting.key}={setting.value!r}"
 
 

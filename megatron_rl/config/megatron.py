@@ -10,8 +10,7 @@ from annotated_types import Ge
 from megatron_rl.config.constraints import AtMost, Count, Nearest, NotNegative, OneOf, Or, Positive, Size, UnitInterval
 
 StageShare = Annotated[int | None, Ge(1), Nearest(None)]
-"""How layers are shared out among stages. The nearest is an equal share: one layer more or less may not come out even.
-"""
+"""Layers per pipeline stage. The suggestion is null, an equal share: another number of layers may not come out even."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Everything that is wrong with a configuration at once, and the nearest thing that would be right."""
+"""Report all problems of a configuration at once, and find the nearest valid name, number or file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_rl.errors import ConfigError, Violation
 
 
 def raise_problems(headline: str, violations: Sequence[Violation]) -> None:
-    """Raise one ConfigError that lists every violation, numbered when there are several; nothing when there is none."""
+    """Raise one ConfigError that lists every violation, numbered if there are several. Return if there are none."""
     if len(violations) == 1:
         raise ConfigError(f"{headline}: {violations[0]}", violations)
     if violations:
@@ -22,12 +22,12 @@ def raise_problems(headline: str, violations: Sequence[Violation]) -> None:
 
 
 def refused(violation: Violation) -> ConfigError:
-    """The error that says one thing."""
+    """A ConfigError with one violation."""
     return ConfigError(str(violation), [violation])
 
 
 def violations_of(error: ConfigError) -> list[Violation]:
-    """The violations of an error; one without settings where it only has a text."""
+    """The violations of an error. An error with a text alone gives one violation without settings."""
     return list(error.violations) or [Violation({}, str(error))]
 
 
@@ -79,7 +79,7 @@ def _joined(leader: Violation, echo: Violation) -> Violation:
 def nearest_name(name: str, names: Iterable[str]) -> str:
     """The name most like `name`; `names` must not be empty.
 
-    Of dotted names the last part and shared parts count as much as the whole, so that `rollout.n` finds
+    In dotted names the last part and shared parts count as much as the whole, so that `rollout.n` finds
     `actor_rollout_ref.rollout.n`.
     """
     parts = name.split(".")
@@ -93,14 +93,14 @@ def nearest_name(name: str, names: Iterable[str]) -> str:
 
 
 ALIKE = 0.75
-"""How much of two words must be equal, in order, for one to be taken for the other misspelt."""
+"""Share of two words that must be equal, in order, for one to count as a misspelling of the other."""
 
 
 def like_name(name: str, names: Iterable[str]) -> str | None:
-    """The name that `name` is a slip or a shorter form of; None where there is none.
+    """The name that `name` misspells or shortens, or None.
 
-    Every part of a dotted name must be like one of the other's, and the last like the last: words that `_` joins are
-    compared one by one, so that one word for another is no slip.
+    Every part of a dotted name must be like a part of the other name, and the last part like the last. Words joined by
+    `_` are compared word by word, so that another word is no misspelling.
     """
     candidates = [other for other in names if _is_slip(name, other)]
     return nearest_name(name, candidates) if candidates else None
@@ -108,20 +108,20 @@ def like_name(name: str, names: Iterable[str]) -> str | None:
 
 def _is_slip(name: str, other: str) -> bool:
     (*above, last), (*others_above, others_last) = name.split("."), other.split(".")
-    if any(max((_likeness(part, one) for one in others_above), default=0.0) < ALIKE for part in above):
+    if any(max((_likeness(part, other) for other in others_above), default=0.0) < ALIKE for part in above):
         return False
     words, others = last.split("_"), others_last.split("_")
     joined, others_joined = "".join(words), "".join(others)
     if joined == others_joined:
         return True
-    if any(max(_likeness(word, one) for one in others) < ALIKE for word in words):
+    if any(max(_likeness(word, other) for other in others) < ALIKE for word in words):
         return False
     # What is left out may be half of the words, and no word may stand for two.
     return len(words) <= len(others) <= 2 * len(words) + 1
 
 
 def missing_file(key: str, path: str, file: Path, suffixes: Sequence[str]) -> Violation:
-    """That `key` names no file of these kinds; the nearest is the one beside it whose name is most like it."""
+    """The violation of a `key` that names no file of these kinds, with the most similar file name in its folder."""
     kind, folder = " or ".join(suffixes), file if file.is_dir() else file.parent
     there_is = instead_of_file(file)
     neighbours = [str(other) for suffix in suffixes for other in folder.glob(f"*{suffix}") if other.is_file()]
@@ -136,7 +136,7 @@ def nearest_number(value: float, numbers: Iterable[int]) -> int:
 
 
 def divisors(number: int) -> list[int]:
-    """Of a number >= 1, in order; in as many trials as its root."""
+    """All divisors of a number >= 1, in order."""
     small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
     return sorted({*small, *(number // candidate for candidate in small)})
 

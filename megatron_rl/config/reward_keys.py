@@ -12,7 +12,7 @@ from megatron_rl.config.megatron import MegatronConfig, follow_actor, follows
 from megatron_rl.config.trainer import GLOBAL_POOL, MOST_RANKS
 
 HELD_OUT, RUNNING = NORMALISATIONS = ("held_out", "running")
-"""What `normalize_reward` of a reward model may be beside null."""
+"""Choices of `normalize_reward` of a reward model, besides null."""
 
 
 @dataclass
@@ -89,7 +89,7 @@ class RewardModelConfig(ScoringModelConfig):
     rule_weight: float = 1.0
     """Weight of the rule's score, also without a reward model; not used with custom_reward_function.validation_only."""
     num_workers: Annotated[int, Ge(1), AtMost(4096)] = 4
-    """Processes that call the reward function, beside the ranks."""
+    """Processes that call the reward function, in addition to the ranks."""
     timeout_s: Positive = 10.0
     """Seconds that the reward function may take for one sample; then its process is killed and replaced."""
     failed_score: float = 0.0

@@ -43,7 +43,7 @@ LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-tok
 
 
 def mini_batch(config: RunConfig) -> int:
-    """Prompts of an optimizer step, at least one: the batch that is suggested in place of an empty one."""
+    """Prompts of an optimizer step, at least 1: suggested in place of an empty batch."""
     return max(1, config.actor_rollout_ref.actor.ppo_mini_batch_size)
 
 
@@ -81,7 +81,7 @@ class DataConfig(StageDataConfig):
     max_response_length: Size = 512
     """Longest response, in tokens."""
     filter_overlong_prompts: bool = False
-    """Drop prompts longer than max_prompt_length; when false, truncation says what becomes of them."""
+    """Drop prompts longer than max_prompt_length; if false, truncation decides."""
     truncation: Annotated[str, OneOf(("error", "left", "right", "middle", "drop"))] = "error"
     """Prompts longer than max_prompt_length: error | left, right: cut that side off | middle: keep both ends. In stages
     that do not generate rows longer than max_length: error | left | right | drop: leave them out."""
@@ -107,14 +107,14 @@ class ModelConfig:
 
 
 def as_list(files: str | list[str]) -> list[str]:
-    """The paths of `data.train_files` or `data.val_files`, which may be one path."""
+    """Return the paths of a key that holds one path or a list of paths."""
     return [files] if isinstance(files, str) else list(files)
 
 
 @dataclass
 class CheckpointConfig:
     async_save: bool = False
-    """Write in a thread beside training; the checkpoint counts once it is complete, at the start of a later step."""
+    """Write in a background thread; the checkpoint counts once it is complete, at the start of a later step."""
 
 
 @dataclass
@@ -417,7 +417,7 @@ class RunConfig:
     reward_models: dict[str, ScoringModelConfig] = field(default_factory=dict)
     """Further reward models by names of the user's own; each adds weight * its score."""
     pools: dict[str, PoolConfig] = field(default_factory=dict)
-    """Pools of ranks beside global_pool, by names of the user's own; each role's `pool` key says where it lives."""
+    """Pools of ranks beside global_pool, by names of the user's own; each role's `pool` key names its pool."""
     custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     async_training: AsyncTrainingConfig = field(default_factory=AsyncTrainingConfig)

@@ -1,4 +1,4 @@
-"""One value that somebody asked for, before it is checked."""
+"""A key and its requested value, before any check."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class _TakenAway:
-    """The value of a key that Hydra's `~key` takes away."""
+    """The value of a key that Hydra's `~key` removes."""
 
     def __repr__(self) -> str:
         return "taken away"
@@ -45,9 +45,9 @@ def nested(settings: list[Setting]) -> dict[str, Any]:
 
 
 def final_settings(settings: list[Setting]) -> tuple[list[Setting], list[Setting]]:
-    """What counts of settings in their order, and the `~key` that had nothing to take away.
+    """The settings that count, in their order, and each `~key` that removed nothing.
 
-    Of several values of a key the last one counts, at its place.
+    If a key has several values, the last one counts, at its place.
     """
     kept: dict[str, Setting] = {}
     idle = []

@@ -21,9 +21,9 @@ from megatron_rl.errors import Violation
 
 MOST, MOST_SAMPLES = 10**9, 10**7
 LARGEST, SMALLEST = 1e15, 1e-30
-"""Sizes of numbers with a fraction, but for 0: float32 holds the square of the one, and 1 / the other."""
+"""Bounds of the size of floats, except 0: float32 holds LARGEST squared, and 1 / SMALLEST."""
 MOST_SECONDS = 1e9
-"""To wait: beyond 9.2e9 Python's locks refuse."""
+"""Longest time to wait. Python's locks refuse more than 9.2e9."""
 
 
 def constraint_problems(config: RunConfig) -> Iterator[Violation]:
@@ -73,7 +73,7 @@ class _Limit:
 
 
 def _limit(key: str, leaf: Constraints, value: Any) -> _Limit | None:
-    """None for a sensible size; for infinities and NaN too, which constraints refuse."""
+    """None for a sensible size, and for infinities and NaN, which constraints refuse."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     if isinstance(value, int):
@@ -89,7 +89,7 @@ def _limit(key: str, leaf: Constraints, value: Any) -> _Limit | None:
 
 
 def _sample_problems(config: RunConfig) -> Iterator[Violation]:
-    """Answers of one batch, which the controller holds at once."""
+    """Answers of one batch, all of which the controller holds."""
     prompts, answers = config.data.gen_batch_size, config.actor_rollout_ref.rollout.n
     key = "data.train_batch_size" if prompts == config.data.train_batch_size else "data.gen_batch_size"
     sizes = {key: prompts, f"{ROLLOUT}.n": answers}

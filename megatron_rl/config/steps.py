@@ -1,4 +1,4 @@
-"""How many steps a run takes, where that follows from its prompts."""
+"""The number of steps of a run, from its prompts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from megatron_rl.config.schema import DataConfig, RunConfig
 from megatron_rl.config.trainer import TrainerConfig
 
 DEFAULT_EPOCHS = 30
-"""Of a run that is told neither its steps nor its epochs."""
+"""Epochs of a run whose configuration sets neither steps nor epochs."""
 
 
 def num_steps(trainer: TrainerConfig, data: DataConfig, num_prompts: int) -> int:
-    """The first of both limits: steps, and epochs of as many steps as there are full batches, at least one."""
+    """Steps of a run: the smaller of its limits in steps and in epochs. An epoch has at least one step."""
     steps, epochs = trainer.total_training_steps, trainer.total_epochs
     if epochs is None:
         return steps if steps is not None else DEFAULT_EPOCHS * steps_of_epoch(data, num_prompts)
@@ -21,7 +21,7 @@ def num_steps(trainer: TrainerConfig, data: DataConfig, num_prompts: int) -> int
 
 
 def steps_of_epoch(data: DataConfig, num_prompts: int) -> int:
-    """Full batches that are drawn of so many prompts; with dynamic sampling a step may take several."""
+    """Full batches of `num_prompts` prompts, at least one; with dynamic sampling a step may take several."""
     return max(1, num_prompts // data.gen_batch_size)
 
 
@@ -33,10 +33,10 @@ def with_steps(config: RunConfig, num_prompts: int) -> RunConfig:
 
 
 def is_save_step(trainer: TrainerConfig, step: int) -> bool:
-    """Every `save_freq` steps and the last, where checkpoints are written."""
+    """Whether a checkpoint follows this step: every `save_freq` steps and after the last, if `save_freq` > 0."""
     return trainer.save_freq > 0 and (step % trainer.save_freq == 0 or step == trainer.num_steps)
 
 
 def is_validation_step(trainer: TrainerConfig, step: int) -> bool:
-    """Every `test_freq` steps, and always the last."""
+    """Whether validation follows this step: every `test_freq` steps, and always after the last."""
     return step == trainer.num_steps or (trainer.test_freq > 0 and step % trainer.test_freq == 0)

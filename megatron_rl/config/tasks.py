@@ -1,6 +1,6 @@
-"""Keys of the stages before PPO: what they read, what they learn, and how a configuration becomes a stage's. No torch.
+"""Keys of the tasks beside PPO: sft, reward and dpo. No torch.
 
-A stage takes one optimizer step per step, on `data.train_batch_size` examples, each read once per epoch; nothing is
+A task takes one optimizer step per step, on `data.train_batch_size` examples, each read once per epoch; nothing is
 generated. `sft` and `dpo` train the actor, under `actor_rollout_ref.actor`; `reward` trains the critic's architecture,
 under `critic`.
 """
@@ -18,7 +18,7 @@ from megatron_rl.config.declarations import PREFERENCE_LOSSES, REWARD_MODEL_LOSS
 PPO, SFT, REWARD, DPO = "ppo", "sft", "reward", "dpo"
 STAGES = (PPO, SFT, REWARD, DPO)
 WITHOUT_ROLLOUT = (SFT, REWARD, DPO)
-"""Stages that do not generate."""
+"""Tasks that do not generate."""
 
 LOSS_ON = ("answers", "last", "all")
 BAD_ROWS = ("error", "skip")
@@ -34,7 +34,7 @@ class ExampleKeys:
     what becomes of longer rows."""
     messages_key: str | None = None
     """Column with whole conversations, lists of {role, content}. null, here and for all columns below: found by the
-    columns' names, and said. Fields of structs are named with a dot."""
+    columns' names, and reported. Fields of structs are named with a dot."""
     response_key: str | None = None
     """Column with the answer to prompt_key."""
     text_key: str | None = None

@@ -11,18 +11,18 @@ from megatron_rl.config.constraints import AtMost, Bounds, Count, Nearest, NotNe
 from megatron_rl.config.tasks import STAGES
 
 GLOBAL_POOL = "global_pool"
-"""The pool of `trainer.nnodes` x `trainer.n_gpus_per_node` ranks, where a role lives unless told otherwise."""
+"""The pool of `trainer.nnodes` x `trainer.n_gpus_per_node` ranks, which hosts every role by default."""
 
 RESUME_MODES = ("auto", "disable", "resume_path")
 
 MOST_RANKS = 100_000
-"""Machines, ranks of one, and ranks of a pool: more are a slip of the finger, and plans go through them."""
+"""Most machines, ranks per machine, and ranks of a pool. More are a typing error, and plans iterate over ranks."""
 
 RANKS = Bounds(1, MOST_RANKS)
 """Sizes of a pool."""
 
 LARGEST_SEED = 2**32 - 1
-"""numpy's, with which vLLM seeds every rank; torch's are larger."""
+"""The largest seed of numpy, which vLLM seeds on every rank. Torch takes larger ones."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class TrainerConfig:
     """Passes over the training prompts, each of as many steps as full batches; the run ends with the first of both
     limits. null: 30, or 1 where nothing is generated, or with total_training_steps no limit."""
     rollout_ahead: Annotated[int, Ge(0), AtMost(1000)] = 0
-    """Steps that generation may run ahead of training: no token is older when it is trained. 0: they take turns."""
+    """Steps that generation may run ahead of training: no trained token is older. 0: they alternate."""
     critic_warmup: Count = 0
     """Steps before this one train the critic alone."""
     test_freq: Count = 10
@@ -58,7 +58,7 @@ class TrainerConfig:
     """Checkpoints to keep, the newest ones; null: all."""
     save_best: bool = True
     """sft, reward, dpo: where checkpoints are written, write one after every validation with the lowest loss so far,
-    and keep it beside the newest ones."""
+    and keep it in addition to the newest ones."""
     resume_mode: Annotated[str, OneOf(RESUME_MODES)] = "auto"
     """auto: from the newest complete checkpoint in default_local_dir, where there is one | disable: from the start |
     resume_path: from resume_from_path."""
@@ -72,7 +72,7 @@ class TrainerConfig:
     ends the run (exit code 3). null: ten times the longest phase that the planner expects, at least 1800."""
     hardware_file: str | None = None
     """A file that `megatron-rl profile` wrote on such machines: plans count with it, and the run says when a phase
-    departs from its plan by more than the file's error. null: plans count with data sheets, and nothing is said."""
+    departs from its plan by more than the file's error. null: plans use data sheets, and the run reports nothing."""
     heartbeat_timeout_s: Annotated[float, Ge(10)] = 30.0
     """Seconds after which a rank whose process gives no sign of life ends the run (exit code 3)."""
     rollout_data_dir: str | None = None

@@ -1,4 +1,4 @@
-"""The rules a single value must keep, and those of rewards and data. Others are in `ledger.planner.preflight`."""
+"""Rules of single values, of rewards and of data. Other rules are in `ledger.planner.preflight`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REWARD_ARGUMENTS = {"data_source", "solution_str", "ground_truth", "extra_info"}
 
 
 def value_problems(config: RunConfig) -> Iterable[Violation]:
-    """Every value that breaks its own rule."""
+    """Every value that breaks its constraint, and every rule between keys of one group."""
     yield from constraint_problems(config)
     weights, key = config.algorithm.gdpo_reward_weights, "algorithm.gdpo_reward_weights"
     if weights is not None and not all(map(math.isfinite, weights)):
@@ -66,7 +66,7 @@ def _optimizer_problems(config: RunConfig) -> Iterable[Violation]:
 
 
 def reward_problems(config: RunConfig) -> Iterable[Violation]:
-    """What is wrong with the choice of rewards."""
+    """Violations of the reward function and the reward models."""
     custom = config.custom_reward_function
     yield from _reward_model_problems(config)
     if custom.path is None and custom.name is not None and custom.name not in REWARDS:
@@ -79,7 +79,7 @@ def reward_problems(config: RunConfig) -> Iterable[Violation]:
 
 
 def _reward_model_problems(config: RunConfig) -> Iterable[Violation]:
-    """What is wrong with the reward models and with their parts of the score."""
+    """Violations of the reward models and their weights in the score."""
     reward, has_rule = config.reward_model, uses_rule(config)
     if reward.enable:
         yield from _folder_problems("reward_model", reward, "reward_model.enable=true")
@@ -126,7 +126,7 @@ def _folder_problems(group: str, reward: ScoringModelConfig, reason: str) -> Ite
 
 
 def _shaping_problems(group: str, reward: ScoringModelConfig) -> Iterable[Violation]:
-    """Of the answers that a reward model scores, and of the limits of what training takes of its scores."""
+    """Prompts that a reward model scores, and the range of its scores."""
     if reward.data_sources is not None and not reward.data_sources:
         key = f"{group}.data_sources"
         yield Violation({key: []}, "must name at least one source of prompts, or be null", {key: None})
@@ -148,7 +148,7 @@ def _further_model_problems(config: RunConfig) -> Iterable[Violation]:
 
 
 def data_problems(config: RunConfig) -> Iterable[Violation]:
-    """What is wrong with files and weights as such, and with the number of held-out answers."""
+    """Violations of files and their weights, and of the number of held-out answers."""
     data, val_kwargs = config.data, config.actor_rollout_ref.rollout.val_kwargs
     generates = config.trainer.stage not in WITHOUT_ROLLOUT
     if data.truncation == ("drop" if generates else "middle"):
@@ -170,7 +170,7 @@ def data_problems(config: RunConfig) -> Iterable[Violation]:
 
 
 def _file_weight_problems(key: str, weights: list[float] | None, files_key: str, group: Any) -> Iterable[Violation]:
-    """group: what has the files under the last part of `files_key`."""
+    """group: holds the files, under the last part of `files_key`."""
     files = getattr(group, files_key.rpartition(".")[2])
     if weights is not None and is_path_or_paths(files):
         number = len(as_list(files))
@@ -186,6 +186,6 @@ def _usable(weight: float) -> float:
 
 
 def is_path_or_paths(files: object) -> bool:
-    """Whether `files` is what `data.train_files` may be."""
+    """Whether `files` is a path or a list of at least one path."""
     listed = [files] if isinstance(files, str) else files
     return isinstance(listed, list) and len(listed) > 0 and all(isinstance(path, str) for path in listed)

@@ -81,13 +81,13 @@ def fault(areas: str, *, offer: bool = True, experts: bool | None = False):
 
 
 def values(name: str, areas: str, changes: dict[str, object], *said: Said, offer: bool = True, experts=None) -> None:
-    """A fault that is nothing but values."""
+    """A fault that is nothing but values; its keys are areas, too."""
 
     def breaks(case: Case, rng: Random) -> list[Said]:
         case.set(changes)
         return list(said)
 
-    CATALOGUE.append(Fault(name, frozenset(areas.split()), breaks, offer, experts))
+    CATALOGUE.append(Fault(name, frozenset([*areas.split(), *changes]), breaks, offer, experts))
 
 
 def good_case(folder: Path, base: RunConfig, experts: bool) -> Case:

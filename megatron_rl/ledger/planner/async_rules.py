@@ -16,7 +16,7 @@ SYNC = "async_training.trigger_parameter_sync_step"
 
 
 def async_problems(config: RunConfig) -> Iterable[Violation]:
-    """Every violation. Values that are out of their range are left to the rules of single values."""
+    """Every violation. Constraints report values out of their range."""
     if config.trainer.rollout_ahead < 0 or config.async_training.trigger_parameter_sync_step < 1:
         return
     yield from _sync_problems(config)

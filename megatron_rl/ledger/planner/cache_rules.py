@@ -1,4 +1,4 @@
-"""The rollout engine's KV cache: how many bytes a token takes on a rank, and whether one answer fits."""
+"""KV cache of the rollout engine: bytes per token on a rank, and the rule that one answer must fit."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from megatron_rl.ledger.planner.run_models import ELEMENT_BYTES
 BLOCK_SIZES = {"cpu": 32, "cuda": 16}
 """Tokens of one block of vLLM's cache, by device."""
 LATENT_BLOCK_SIZES = {"cpu": 16, "cuda": 64}
-"""The same for latent attention. On CUDA its kernels take 16 to 128, by the GPU: 64 is that of most."""
+"""Tokens of one block with latent attention. On CUDA kernels take 16 to 128 by the GPU, most of them 64."""
 
 
 @dataclass(frozen=True)
 class KVCacheSize:
-    """The cache of one rank in blocks, as vLLM deals it out; one block is never given to a request."""
+    """The cache of one rank in vLLM's blocks. One block is never given to a request."""
 
     block_size: int
     bytes_per_token: int
 
     @classmethod
     def of(cls, config: RunConfig, model: ModelSizes) -> KVCacheSize:
-        """As a configuration has it."""
+        """The cache of a configuration."""
         shared = config.actor_rollout_ref
         element = ELEMENT_BYTES[shared.actor.megatron.dtype]
         return cls.at(model, shared.rollout.tensor_model_parallel_size, element, config.trainer.device)
 
     @classmethod
     def at(cls, model: ModelSizes, tp_size: int, element: int, device: str) -> KVCacheSize:
-        """Keys and values of all layers, for a rank's share of the key/value heads; at least one head each.
+        """Keys and values of all layers, for a rank's share of the key/value heads, at least one head.
 
-        Of latent attention one latent vector for all heads, on every rank. element: bytes.
+        Latent attention has one latent vector for all heads, on every rank. element: bytes.
         """
         if model.latent is not None:
             return cls(LATENT_BLOCK_SIZES[device], model.num_hidden_layers * model.latent.cached * element)
@@ -64,14 +64,14 @@ class KVCacheSize:
 
 
 def cache_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[Violation]:
-    """That the longest prompt with the longest answer fits; sizes that break other rules are theirs."""
+    """The longest prompt with the longest answer must fit. Other rules report invalid sizes."""
     rollout, data = config.actor_rollout_ref.rollout, config.data
     model = next((model for model in models if model.path == config.actor_rollout_ref.model.path), None)
     numbers = (rollout.tensor_model_parallel_size, data.max_prompt_length, data.max_response_length)
     given = rollout.kv_cache_memory_bytes
     is_known = config.trainer.device in BLOCK_SIZES and config.actor_rollout_ref.actor.megatron.dtype in ELEMENT_BYTES
     if rollout.gpu_memory_utilization is not None and config.trainer.device == "cuda":
-        return  # it is made large enough
+        return  # the cache is made large enough
     if model is None or min(*numbers, given) < 1 or not is_known:
         return
     length = data.max_prompt_length + data.max_response_length

@@ -1,4 +1,4 @@
-"""A configuration as a command reads it, with whatever is wrong with its keys, its values and the files it names."""
+"""Read a configuration for a command, with the violations of its keys, its values and the files it names."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from megatron_rl.ledger.planner.hub_cache import with_local_models
 from megatron_rl.ledger.planner.preflight import examined
 
 COMMANDS = {PPO: "train"} | {stage: stage for stage in WITHOUT_ROLLOUT}
-"""Stage -> the command that trains it."""
+"""Task -> the command that trains it."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A configuration and everything that is wrong with its keys, its values and the files it names.
+    """A configuration and the violations of its keys, its values and the files it names.
 
-    notes: what verl's keys became. different: keys left alone whose default is another in verl. unread: what of model
-    folders is not read though it may have been meant.
+    notes: how verl's keys were translated. different: unset keys with another default in verl. unread: ignored parts of
+    model folders that may be there on purpose.
     """
 
     config: RunConfig | None
@@ -37,15 +37,15 @@ class Checked:
     unread: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """What of verl is not as in verl, and what is not read. Lines, because they would not fit into a table."""
+        """Notes on verl's keys and defaults, and on unread weights, one line each."""
         return [*(f"{note.kind.value}: {note}" for note in self.notes), *map(str, self.different), *self.unread]
 
     def as_json(self) -> dict[str, Any]:
-        """The same as data."""
+        """The notes as data."""
         return {
             "notes": [{"kind": note.kind.value, "key": note.setting.key, "text": str(note)} for note in self.notes],
             "differs_from_verl": {
-                one.default.key: {"here": one.here, "verl": one.default.verl} for one in self.different
+                key.default.key: {"here": key.here, "verl": key.default.verl} for key in self.different
             },
             "unread_weights": self.unread,
         }
@@ -58,7 +58,7 @@ def checked(
     change: Callable[[RunConfig], RunConfig] | None = None,
     stage: str | None = None,
 ) -> Checked:
-    """Read a configuration and check its rules. change: what to make of it before. stage: what a command trains."""
+    """Read a configuration and check its rules. change: applied before the check. stage: the task of a command."""
     reading = read_run(path, overrides or (), stage)
     notes = [note for note in reading.notes if note.kind is not Kind.UNSUPPORTED]
     if reading.config is None:
@@ -67,12 +67,12 @@ def checked(
     # The defaults that are compared are those of verl's PPO.
     is_ppo = run_config.trainer.stage not in WITHOUT_ROLLOUT
     different = differences(reading.config, reading.given) if is_ppo else []
-    found, unread = examined(run_config, config_only=without_files)
-    return Checked(run_config, [*reading.violations, *found], notes, different, unread)
+    violations, unread = examined(run_config, config_only=without_files)
+    return Checked(run_config, [*reading.violations, *violations], notes, different, unread)
 
 
 def commanded(config: RunConfig, stage: str) -> RunConfig:
-    """The configuration as the stage of a command sees it. Raises ConfigError where it is that of another stage."""
+    """The configuration for the task of a command. Raises ConfigError if it names another task."""
     named, command = config.trainer.stage, COMMANDS.get(config.trainer.stage, "")
     if command and named not in (PPO, stage):
         rule = f"trainer.stage={named} is what `megatron-rl {command}` trains, and this is `{COMMANDS[stage]}`"
@@ -81,7 +81,7 @@ def commanded(config: RunConfig, stage: str) -> RunConfig:
 
 
 def only_ppo(config: RunConfig, command: str) -> RunConfig:
-    """The same. Raises ConfigError for a stage that does not generate, of a command that is for PPO alone."""
+    """Return the configuration. Raises ConfigError for a task without generation: the command is for PPO alone."""
     if config.trainer.stage in WITHOUT_ROLLOUT:
         rule = f"megatron-rl {command} is for PPO alone, and trainer.stage={config.trainer.stage}"
         raise ConfigError(f"{rule}; nearest: megatron-rl plan, once for each layout")
@@ -89,7 +89,7 @@ def only_ppo(config: RunConfig, command: str) -> RunConfig:
 
 
 def staged(config: RunConfig, stage: str | None) -> RunConfig:
-    """The configuration as a stage sees it; None: the one that it names. An unknown one is left to its rule."""
+    """The configuration for a task; None: the task it names. An unknown task is reported by its constraint."""
     name = config.trainer.stage if stage is None else stage
     if stage is not None and stage not in STAGES:
         raise ConfigError(f"--stage {stage} must be one of {', '.join(STAGES)}; nearest: {nearest_name(stage, STAGES)}")

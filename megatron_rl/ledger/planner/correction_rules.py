@@ -1,4 +1,4 @@
-"""Rules of `algorithm.rollout_correction`: thresholds that can be read, and what goes with `bypass_mode`."""
+"""Rules of `algorithm.rollout_correction`: valid thresholds, and what goes with `bypass_mode`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rollout engine, vLLM, would refuse only when it is built or generates: its kernels' limits.
+"""Limits of the kernels of vLLM, which would fail only when it is built or generates.
 
 Read from the installed version (0.32) by trying its kernels, and compared with them again by
 `tests/rollout/test_engine_limits.py`: vLLM itself is too slow to import for rules.
@@ -17,14 +17,14 @@ CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Elements of an attention head for which there are kernels on CPU. vLLM's own list lacks 48, which it computes."""
 
 CPU_TP_SIZES = (1, 2, 3, 4, 8)
-"""Ranks over which its all-reduce in shared memory adds up."""
+"""Numbers of ranks for which its all-reduce in shared memory works."""
 
 CUDA_HEAD_MULTIPLE, CUDA_LARGEST_HEAD = 8, 256
 """FlashAttention's rule."""
 
 
 def engine_tp_sizes(device: str, sizes: Sequence[int]) -> list[int]:
-    """Those of `sizes` that the engine can share a model over."""
+    """The TP sizes in `sizes` that the engine supports on a device."""
     return [size for size in sizes if device != "cpu" or size in CPU_TP_SIZES]
 
 
@@ -33,7 +33,7 @@ CPU_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 
 
 def engine_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[Violation]:
-    """The actor's attention heads against the device's kernels. Rollout TP is `preflight`'s, which knows the ranks."""
+    """The actor's attention heads against the kernels of the device. `layout_rules` checks rollout TP."""
     key, path = "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path
     model = next((model for model in models if model.path == path), None)
     if model is None or not model.even_heads:

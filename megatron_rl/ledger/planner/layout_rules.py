@@ -1,4 +1,4 @@
-"""Rules of every pool's layout: TP and PP, one grid for its roles, and generation's TP, against ranks and models."""
+"""Rules of the layout of every pool: TP, PP and CP, one grid for its roles, and rollout TP."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class Layouts:
 
 
 def models_of(roles: Iterable[RoleSpec], models: Sequence[ModelSizes]) -> list[ModelSizes]:
-    """Those of some roles, each once; without what could not be read."""
+    """The models of some roles, each once, without models that could not be read."""
     paths = {role.model_path for role in roles}
     return [model for model in models if model.path in paths]
 
 
 def layout_problems(pools: Iterable[PoolSpec], models: list[ModelSizes]) -> Iterable[Violation]:
-    """TP, PP, stages and experts of every pool, by the keys of its first role."""
+    """TP, PP, pipeline stages and experts of every pool, by the keys of its first role."""
     for pool in pools:
         if pool.megatron_roles:
             leader, own = pool.megatron_roles[0], models_of(pool.megatron_roles, models)
@@ -67,7 +67,7 @@ def layout_problems(pools: Iterable[PoolSpec], models: list[ModelSizes]) -> Iter
 
 
 def _size_problems(pool: PoolSpec, leader: RoleSpec, models: list[ModelSizes]) -> Iterable[Violation]:
-    """TP, CP and PP against the ranks and the models; sizes below 1 are another rule's business."""
+    """TP, CP and PP against the ranks and the models. Constraints report sizes below 1."""
     megatron, group = leader.megatron, f"{leader.key}.megatron"
     tp_key, pp_key = f"{group}.tensor_model_parallel_size", f"{group}.pipeline_model_parallel_size"
     tp_size, pp_size = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
@@ -93,13 +93,13 @@ def _size_problems(pool: PoolSpec, leader: RoleSpec, models: list[ModelSizes]) -
 
 
 def _sizes(leader: RoleSpec, tp_size: int, pp_size: int, cp_size: int) -> str:
-    """What a message calls them: of another role than the actor by its keys, which may be the actor's until set."""
+    """The sizes in a message. Other roles than the actor are named by their keys, which may follow the actor's."""
     sizes = f"tp({tp_size}) * " + (f"cp({cp_size}) * " if cp_size > 1 else "") + f"pp({pp_size})"
     return sizes if leader.kind == ACTOR_ROLE else f"{sizes} of {leader.key}.megatron"
 
 
 def sharing_problems(config: RunConfig, pools: Iterable[PoolSpec]) -> Iterable[Violation]:
-    """What roles ask of others in their pool."""
+    """Rules between roles of one pool."""
     actor = config.actor_rollout_ref.actor
     if actor.megatron.param_offload and actor.pool == rollout_pool(config):
         key = f"{ACTOR}.megatron.param_offload"
@@ -110,7 +110,7 @@ def sharing_problems(config: RunConfig, pools: Iterable[PoolSpec]) -> Iterable[V
 
 
 def _grid_problems(config: RunConfig, pool: PoolSpec) -> Iterable[Violation]:
-    """The roles of a pool share one grid of processes; the reference's keys count even where it is not built."""
+    """Roles of a pool share one grid of processes. The reference's keys count even if it is not built."""
     if not pool.megatron_roles:
         return
     leader, *others = pool.megatron_roles
@@ -122,7 +122,7 @@ def _grid_problems(config: RunConfig, pool: PoolSpec) -> Iterable[Violation]:
     for group, megatron in followers:
         for name in LAYOUT_KEYS:
             ours, theirs = getattr(megatron, name), getattr(leader.megatron, name)
-            if ours != theirs and not (name == "context_parallel_size" and theirs < 1):  # no size, which is said of it
+            if ours != theirs and not (name == "context_parallel_size" and theirs < 1):  # a constraint reports it
                 key = f"{group}.megatron.{name}"
                 equal = f"{leader.key}.megatron.{name}={shown(theirs)}"
                 rule = f"must equal {equal}, because {where} share one grid of processes"
@@ -130,7 +130,7 @@ def _grid_problems(config: RunConfig, pool: PoolSpec) -> Iterable[Violation]:
 
 
 def rollout_problems(config: RunConfig, pools: Iterable[PoolSpec], models: list[ModelSizes]) -> Iterable[Violation]:
-    """Rollout TP against its pool's ranks, the actor's model and, where it reads the actor's memory, training TP."""
+    """Rollout TP against the ranks of its pool, the actor's model and, if it reads the actor's memory, training TP."""
     pool = next((pool for pool in pools if pool.role(ROLLOUT_ROLE) is not None), None)
     rollout, shared = config.actor_rollout_ref.rollout, config.actor_rollout_ref
     tp_size, train_tp = rollout.tensor_model_parallel_size, shared.actor.megatron.tensor_model_parallel_size
@@ -171,7 +171,7 @@ def rollout_problems(config: RunConfig, pools: Iterable[PoolSpec], models: list[
 
 
 def rollout_misfits(model: ModelSizes, tp_size: int) -> dict[str, str]:
-    """What of the model a rollout TP size does not fit, by name; fewer key/value heads than ranks are repeated."""
+    """Sizes of the model that a rollout TP does not fit, by name. Key/value heads are repeated on surplus ranks."""
     heads = model.num_key_value_heads
     found = {
         name: f"divide {name}({size})"

@@ -1,4 +1,4 @@
-"""Rules of placement: pools that exist and have roles, sizes of pools, and verl's keys that make one."""
+"""Rules of placement: defined pools that have roles, their sizes, and verl's keys that define a pool."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ OWN_POOLS = {
     ROLLOUT_POOL: "actor_rollout_ref.hybrid_engine=false",
     REWARD_POOL: "reward_model.enable_resource_pool=true",
 }
-"""Pools that `pools` cannot define -> what does."""
+"""Pools that `pools` cannot define -> the keys that define them."""
 OWN_ROLES = (ACTOR_ROLE, REFERENCE, CRITIC, REWARD_MODEL, ROLLOUT)
 HYBRID = "actor_rollout_ref.hybrid_engine"
 
 
 def countable_pools(config: RunConfig) -> list[PoolSpec]:
-    """The pools with roles whose ranks other rules can count: somebody defines them, and no size is absurd."""
+    """Pools with roles whose ranks other rules can count: the pool is defined, and its size is valid."""
     sizes, roles = pool_sizes(config), list(roles_of(config))
     names = dict.fromkeys(role.pool for role in roles if role.pool in sizes)
     return [
@@ -52,7 +52,7 @@ def _is_countable(size: PoolSize) -> bool:
 
 
 def pool_problems(config: RunConfig) -> Iterable[Violation]:
-    """Every violation of placement. Whether machines are there is the cluster's business."""
+    """Every violation of placement. The cluster checks whether the machines exist."""
     yield from _name_problems(config)
     sizes, roles = pool_sizes(config), list(roles_of(config))
     yield from _product_problems(sizes)
@@ -71,7 +71,7 @@ def pool_problems(config: RunConfig) -> Iterable[Violation]:
 
 
 def _name_problems(config: RunConfig) -> Iterable[Violation]:
-    """Names of the user's own that mean something else already."""
+    """The user's names that are already used."""
     for name in config.pools:
         if name in OWN_POOLS:
             settings = {f"pools.{name}.nnodes": config.pools[name].nnodes}
@@ -92,7 +92,7 @@ def _identifier(name: str) -> str:
 
 
 def _product_problems(sizes: dict[str, PoolSize]) -> Iterable[Violation]:
-    """Pools whose machines, and whose ranks of one, are possible, and whose ranks in all are not."""
+    """Pools with valid numbers of machines and of ranks per machine, but too many ranks in total."""
     for name, size in sizes.items():
         nodes, ranks = size.num_nodes, size.num_ranks_per_node
         if RANKS.holds(nodes) and RANKS.holds(ranks) and not _is_countable(size):
@@ -108,7 +108,7 @@ def _without_role(name: str, size: PoolSize) -> Violation:
 
 
 def _rollout_problems(config: RunConfig, roles: list[RoleSpec]) -> Iterable[Violation]:
-    """hybrid_engine, rollout.pool and rollout.nnodes, which say the same in verl's words and in ours."""
+    """hybrid_engine, rollout.pool and rollout.nnodes: verl's keys and ours for one thing."""
     shared = config.actor_rollout_ref
     rollout, hybrid, actor_pool = shared.rollout, shared.hybrid_engine, shared.actor.pool
     nodes_key, pool_key = f"{ROLLOUT_KEY}.nnodes", f"{ROLLOUT_KEY}.pool"
@@ -132,7 +132,7 @@ def _rollout_problems(config: RunConfig, roles: list[RoleSpec]) -> Iterable[Viol
 
 
 def _reward_pool_problems(config: RunConfig, roles: list[RoleSpec]) -> Iterable[Violation]:
-    """reward_model's enable_resource_pool, pool and nnodes, which say the same in verl's words and in ours."""
+    """enable_resource_pool, pool and nnodes of reward_model: verl's keys and ours for one thing."""
     reward = config.reward_model
     if not reward.enable:
         return
@@ -149,7 +149,7 @@ def _reward_pool_problems(config: RunConfig, roles: list[RoleSpec]) -> Iterable[
 
 
 def _made_pool_problems(config: RunConfig, roles: list[RoleSpec], name: str, reason: str) -> Iterable[Violation]:
-    """The sizes of a pool that verl's keys make, where a role lives in it."""
+    """The size of a pool that verl's keys define, if it hosts a role."""
     if name in config.pools or not any(role.pool == name for role in roles):
         return
     size = pool_sizes(config)[name]

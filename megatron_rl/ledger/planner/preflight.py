@@ -69,8 +69,8 @@ def _violations(
     """problems: violations of the model folders."""
     pools = countable_pools(config)
     if config.trainer.stage in WITHOUT_ROLLOUT:
-        found = [*problems, *_stage_problems(config, pools, models, config_only)]
-        return without_echoes([*value_problems(config), *found], followed_keys(config))
+        violations = [*value_problems(config), *problems, *_task_problems(config, pools, models, config_only)]
+        return without_echoes(violations, followed_keys(config))
     return without_echoes(
         [
             *value_problems(config),
@@ -96,7 +96,7 @@ def _violations(
     )
 
 
-def _stage_problems(
+def _task_problems(
     config: RunConfig, pools: list[PoolSpec], models: list[ModelSizes], config_only: bool
 ) -> Iterable[Violation]:
     """Rules of a task without generation: none of rollouts, rewards and algorithms."""

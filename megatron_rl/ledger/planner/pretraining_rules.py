@@ -1,4 +1,4 @@
-"""Rules of the keys under `ptx`: files, lengths, and what cannot be mixed into the actor's update."""
+"""Rules of the keys under `ptx`: files, lengths, and options that do not work with further examples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ USUAL_COEF = 0.05
 def pretraining_problems(
     config: RunConfig, models: list[ModelSizes], *, config_only: bool = False
 ) -> Iterable[Violation]:
-    """Every violation. models: as far as they could be read."""
+    """Every violation. models: the models that could be read."""
     keys = config.ptx
     if not keys.coef > 0:
         if keys.files is not None:

@@ -1,4 +1,4 @@
-"""Rules of `actor.router_replay` and of what the rollout engine says of experts."""
+"""Rules of `actor.router_replay`, and of experts that the rollout engine returns."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MODE, FREQ = f"{ACTOR}.router_replay.mode", f"{ACTOR}.router_replay.compare_freq
 RETURNS = f"{ROLLOUT}.enable_rollout_routing_replay"
 OFF, RECORDED, ENGINES = "disabled", "R2", "R3"
 LARGE = 1 << 30
-"""Bytes of a step's experts of which a plan speaks."""
+"""Bytes of a step's experts from which a plan has a note."""
 
 
 def replay_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[Violation]:
-    """Every violation. A mode that does not exist is left to the rules of single values."""
+    """Every violation. A constraint reports an unknown mode."""
     replay, shared = config.actor_rollout_ref.actor.router_replay, config.actor_rollout_ref
     returns = shared.rollout.enable_rollout_routing_replay
     actor = next((model for model in models if model.path == shared.model.path), None)
@@ -56,7 +56,7 @@ def replay_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable
 
 
 def replay_notes(config: RunConfig, shape: ModelShape) -> list[str]:
-    """A sentence about the size of the experts that travel with a step's tokens, where they do and it is large."""
+    """A note on the size of the experts that travel with the tokens of a step, if it is large."""
     data, shared = config.data, config.actor_rollout_ref
     if shape.num_experts == 0 or not (config.returns_experts or shared.actor.router_replay.mode == RECORDED):
         return []
@@ -72,6 +72,6 @@ def replay_notes(config: RunConfig, shape: ModelShape) -> list[str]:
 
 
 def _without(config: RunConfig, mode: str = OFF) -> dict[str, Any]:
-    """Another mode than R3, and nothing that needs R3."""
+    """Settings of another mode than R3, without comparisons, which need R3."""
     compares = config.actor_rollout_ref.actor.router_replay.compare_freq > 0
     return {MODE: mode} | ({FREQ: 0} if compares else {})

@@ -1,4 +1,4 @@
-"""Whether the checkpoint a run is to go on from can be resumed, as far as names, sizes and manifests tell."""
+"""Check that a checkpoint can be resumed, by its names, sizes and manifests."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from megatron_rl.ledger.planner.model_folder import STARTING_POINTS, read_model_
 
 
 def configured_models(config: RunConfig) -> dict[str, dict[str, Any]]:
-    """Trained role -> identity of its model, as `checkpoint.resume.select` wants it; without what cannot be read.
+    """Trained role -> identity of its model, for `checkpoint.resume.select`. Models that cannot be read are left out.
 
-    The dtype of training belongs to it: of float32 weights there are no masters that bfloat16 ones could go on with.
+    The identity contains the dtype of training: a float32 checkpoint has no masters from which bfloat16 could go on.
     """
     models = {}
     for role in roles_of(config):
@@ -36,7 +36,7 @@ def configured_models(config: RunConfig) -> dict[str, dict[str, Any]]:
 
 
 def resume_problems(config: RunConfig) -> Iterable[Violation]:
-    """Why the run cannot go on from where it is asked to. Contents are left to the run itself, which reads them all."""
+    """Reasons why the run cannot resume. The run itself checks the contents, which it reads anyway."""
     trainer = config.trainer
     lacks_path = trainer.resume_mode == "resume_path" and trainer.resume_from_path is None
     if lacks_path or trainer.resume_mode not in RESUME_MODES:

@@ -1,4 +1,4 @@
-"""Rules of what training makes of reward models' scores, beside those of single values."""
+"""Rules of statistics that normalise the scores of reward models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_rl.errors import Violation
 
 
 def statistics_problems(config: RunConfig) -> Iterable[Violation]:
-    """Reward models that are to be normalised by what their folders do not say."""
+    """Reward models whose folder lacks the statistics that normalize_reward=held_out needs."""
     for role in roles_of(config):
         if role.kind != REWARD_MODEL or role.model_path is None or role.settings.normalize_reward != HELD_OUT:
             continue
@@ -25,5 +25,5 @@ def statistics_problems(config: RunConfig) -> Iterable[Violation]:
         except StatisticsError as error:
             key = f"{role.key}.normalize_reward"
             rule = f"needs the mean and spread of held-out scores in {role.model_key}={role.model_path}: {error}"
-            hint = "megatron-rl reward writes them beside the model that it exports"
+            hint = "megatron-rl reward writes them into the folder of the model that it exports"
             yield Violation({key: HELD_OUT}, rule, {key: RUNNING}, hint)

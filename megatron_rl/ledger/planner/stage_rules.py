@@ -1,4 +1,4 @@
-"""Whether the layers of all models spread over the pipeline stages, and the nearest sizes with which they do."""
+"""Rules of pipeline stages: the layers of all models must spread over them. Finds the nearest sizes that fit."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ SHARES = (
     "num_layers_in_last_pipeline_stage",
     "num_layers_in_first_pipeline_stage",
 )
-"""Keys that say how layers are shared out among the stages; null: one chunk each, or an equal share."""
+"""Keys of the layers of each stage; null: one chunk each, or an equal share."""
 PP = "pipeline_model_parallel_size"
 EVEN = MegatronConfig()
 
 
 def spreads(models: Iterable[ModelSizes], megatron: MegatronConfig) -> bool:
-    """Whether the layers of every model can be laid over the stages."""
+    """Whether the layers of every model spread over the stages."""
     return not any(_broken_rule(model, megatron) for model in models)
 
 
 def pp_sizes(models: Sequence[ModelSizes], megatron: MegatronConfig, world_size: int) -> list[int]:
-    """PP sizes that divide the ranks and over which all models spread; shared out evenly if there are none else."""
+    """PP sizes that divide the ranks and over which all models spread; with even stages if no others fit."""
     for shares in (megatron, EVEN):
         valid = [pp for pp in divisors(world_size) if spreads(models, replace(shares, pipeline_model_parallel_size=pp))]
         if valid:
@@ -40,7 +40,7 @@ def pp_sizes(models: Sequence[ModelSizes], megatron: MegatronConfig, world_size:
 def stage_problems(
     models: Sequence[ModelSizes], megatron: MegatronConfig, world_size: int, group: str = f"{ACTOR}.megatron"
 ) -> Iterable[Violation]:
-    """The rules of StagePlan that the models break; sizes below 1 must have been sorted out before.
+    """The rules of StagePlan that the models break. All sizes must be >= 1.
 
     group: the keys of `megatron`.
     """
@@ -66,7 +66,7 @@ def _broken_rule(model: ModelSizes, megatron: MegatronConfig) -> str | None:
 
 
 def _nearest(models: Sequence[ModelSizes], megatron: MegatronConfig, world_size: int) -> dict[str, int | None]:
-    """One changed number if that is enough: a share that was given, else PP; otherwise even stages."""
+    """The nearest valid sizes: one changed number if that is enough (a given share, else PP), else even stages."""
     fewest_layers = min(model.num_hidden_layers for model in models)
     for key in SHARES:
         given = getattr(megatron, key)
