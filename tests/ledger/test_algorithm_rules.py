@@ -43,7 +43,7 @@ def test_refused_names_list_the_known_ones(config, tmp_path):
     assert "custom_adv_estimator.path=null; nearest: grpo" in estimator
     assert (
         "policy_loss.loss_mode=gsp must be one of clip_cov, kl_cov, " in loss
-        and ", dro, geo_mean, or a function of the file" in loss
+        and ", dro, geo_mean, vespo, or a function of the file" in loss
     )
     config.algorithm.adv_estimator = "grpo_passq"
     assert f"nearest: algorithm.adv_estimator=grpo_passk {N}=2" in str(next(iter(algorithm_problems(config))))
