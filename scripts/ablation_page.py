@@ -21,7 +21,7 @@ def with_report(text: str, report: str) -> str:
 
 
 def main() -> None:
-    """Write the document and the picture beside it."""
+    """Write the document and the picture next to it."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "outputs/ablation")
     DOCUMENT.write_text(with_report(DOCUMENT.read_text(), (folder / "ablation.md").read_text()))
     shutil.copyfile(folder / "ablation.png", PICTURE)

@@ -1,4 +1,4 @@
-"""What would break with other versions of vLLM and megatron-core.
+"""List what would break with other versions of vLLM and megatron-core.
 
     python scripts/check_versions.py megatron-core==0.19.2 vllm==0.24.0
 
@@ -32,7 +32,7 @@ MOE_SPEC = "megatron.core.models.gpt.moe_module_specs.get_moe_module_spec_for_ba
 
 def download(requirement: str, folder: Path) -> Path:
     """The wheel of `name==version`, for Linux. Raises SystemExit with pip's words where there is none."""
-    said = ""
+    message = ""
     for python in PYTHONS:
         options = ["--no-deps", "--only-binary=:all:", "--python-version", python, "--dest", str(folder), "--quiet"]
         platforms = [part for one in PLATFORMS for part in ("--platform", one)]
@@ -40,8 +40,8 @@ def download(requirement: str, folder: Path) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_LIMIT_S, check=False)
         if done.returncode == 0:
             return next(folder.glob("*.whl"))
-        said = done.stderr.strip()
-    raise SystemExit(f"{requirement} cannot be downloaded: {said}")
+        message = done.stderr.strip()
+    raise SystemExit(f"{requirement} cannot be downloaded: {message}")
 
 
 def problem(need: Need, wheel: WheelSource) -> str | None:
@@ -66,7 +66,7 @@ def definition(wheel: WheelSource, path: str) -> list[ast.AST]:
 
 
 def experts_problems(wheel: WheelSource) -> list[str]:
-    """How Megatron builds the experts of a layer, beside what ours take, and what names that layer."""
+    """Differences between the arguments with which Megatron builds experts and those that ours take."""
     ours = ast.parse((REPOSITORY / "megatron_rl" / "model" / "experts.py").read_text())
     (kind,) = [node for node in ours.body if isinstance(node, ast.ClassDef) and node.name == "StackedExperts"]
     (init,) = [node for node in kind.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]

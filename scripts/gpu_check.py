@@ -34,7 +34,7 @@ def steps() -> dict[str, Path]:
 
 
 def run_step(file: Path, device: str, small: bool, limit_s: float) -> dict[str, Any]:
-    """What a step said: outcome, message and figures; with its seconds. Its temporary files are removed."""
+    """Run a step, and return its outcome, message, figures and seconds. Its temporary files are removed."""
     with tempfile.TemporaryDirectory(prefix="gpu_check_", ignore_cleanup_errors=True) as scratch:
         return _run_step(file, device, small, limit_s, {**os.environ, "TMPDIR": scratch})
 
@@ -61,7 +61,7 @@ def _run_step(file: Path, device: str, small: bool, limit_s: float, variables: d
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the libraries that are installed."""
+    """Versions of Python and of the installed libraries."""
     found = {"python": sys.version.split()[0]}
     for name in LIBRARIES:
         try:

@@ -1,10 +1,10 @@
-"""The rule of the real model's demo: one word is asked for; a sentence that has it is worth something, too."""
+"""The rule of the real model's demo: one word is asked for; a sentence that has it gets a part of the score."""
 
 from __future__ import annotations
 
 LABELS = {"positive", "negative"}
 IN_A_SENTENCE = 0.3
-"""What an answer gets that names the right label and not the other: without it most answers of the beginning tie."""
+"""The score of an answer that names the right label and not the other; without it most early answers would tie."""
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict | None = None) -> dict:

@@ -5,7 +5,7 @@
 #   RAY_ADDRESS=node0:6379 MODEL_PATH=... bash scripts/run_70b_ppo.sh                    join a Ray cluster
 #   DRY_RUN=1 bash scripts/run_70b_ppo.sh       the whole plan and the commands of every node; starts nothing
 #   SCALE=tiny bash scripts/run_70b_ppo.sh      the same configuration on 8 CPU processes, TP2 x PP2 x DP2, rollout TP1
-#   STAGE=sft ... bash scripts/run_70b_ppo.sh   a stage before PPO with the configuration of its own, all else alike
+#   STAGE=sft ... bash scripts/run_70b_ppo.sh   a task before PPO with a configuration of its own, all else alike
 #
 # The same command again goes on from the newest checkpoint. Exit codes are megatron-rl's; 2: this cannot work.
 set -euo pipefail
@@ -14,7 +14,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 STAGE="${STAGE:-ppo}"           # ppo | sft | reward | dpo
 SCALE="${SCALE:-70b}"           # 70b | tiny
 DRY_RUN="${DRY_RUN:-0}"         # 1: print, start nothing
-CONFIG="${CONFIG:-}"            # empty: the stage's
+CONFIG="${CONFIG:-}"            # empty: the task's
 PYTHON="${PYTHON:-$([[ -x .venv/bin/python ]] && echo "$PWD/.venv/bin/python" || echo python3)}" # the same on all nodes
 MODEL_PATH="${MODEL_PATH:-}"    # Hugging Face folder, at the same place on all nodes; empty: the shape, DRY_RUN only
 TRAIN_FILES="${TRAIN_FILES:-}"  # one file, or [a.parquet,b.parquet]

@@ -1,9 +1,9 @@
-"""Show what the three stages came to: python scripts/show_stages.py outputs/demo_rlhf
+"""Show the results of the three tasks of the demo: python scripts/show_stages.py outputs/demo_rlhf
 
-The folder holds the runs `sft`, `reward` and `ppo`, in this order each made from the one before. Prints one table: of
-each stage, and of every validation of PPO, the held-out accuracy by the rule, which trained nothing, beside the mean
-score of the reward model, which PPO was trained on. Draws both over PPO's steps, with the KL to the tuned model, to
-`stages.png`. Where the score rises and the accuracy falls, the policy has found what the reward model overrates.
+The folder holds the runs `sft`, `reward` and `ppo`, each of which starts from the model before it. Prints one table
+with a row for each task and each validation of PPO: the held-out accuracy by the rule, which trained nothing, and the
+mean score of the reward model, which PPO was trained on. Draws both over PPO's steps, and the KL to the tuned model, to
+`stages.png`. Where the score rises and the accuracy falls, the policy exploits answers that the reward model overrates.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ def validations(metrics: dict[int, dict[str, float]]) -> list[Point]:
 
 
 def verdict(points: list[Point], tolerance: float = 0.01) -> str:
-    """Whether the last steps gained score at the cost of accuracy, in a sentence. tolerance: in accuracy."""
+    """Say in a sentence whether the last steps gained score at the cost of accuracy. tolerance: in accuracy."""
     best, last = max(points, key=lambda point: point.accuracy), points[-1]
     gained = f"from {points[0].accuracy:.3f} to {last.accuracy:.3f} while the mean score went from "
-    told = f"held-out accuracy went {gained}{points[0].score:.2f} to {last.score:.2f}"
+    course = f"held-out accuracy went {gained}{points[0].score:.2f} to {last.score:.2f}"
     if last.accuracy >= best.accuracy - tolerance:
-        return f"{told}: no over-optimisation"
+        return f"{course}: no over-optimisation"
     lost = f"{best.accuracy:.3f} at step {best.step}, with a mean score of {best.score:.2f}"
     kind = "over-optimised" if last.score > best.score else "worse, and the score says so"
-    return f"{told}; it had been {lost}: {kind}"
+    return f"{course}; it had been {lost}: {kind}"
 
 
 def table(summaries: dict[str, dict], points: list[Point]) -> Table:

@@ -1,4 +1,4 @@
-"""Which of verl's launch scripts pass `plan` after `port`: a table for docs/coming_from_verl.md.
+"""Make the table of docs/coming_from_verl.md: which of verl's launch scripts pass `plan` after `port`.
 
     python scripts/verl_table.py FOLDER [--write docs/coming_from_verl.md]
 
@@ -30,7 +30,7 @@ class Judged:
 
     @property
     def passes(self) -> bool:
-        """Whether a run could start."""
+        """Return True where a run could start."""
         return not self.features and not self.others
 
 
@@ -56,12 +56,12 @@ def judged(folder: Path) -> list[Judged]:
 
 
 def table(scripts: Iterable[Judged]) -> str:
-    """As Markdown."""
+    """Return the table in Markdown."""
     rows = list(scripts)
     lines = [f"{sum(row.passes for row in rows)} of {len(rows)} pass.", "", "| script | |", "|---|---|"]
     for row in rows:
-        said = "passes" if row.passes else "not here: " + ", ".join(row.features) if row.features else row.others[0]
-        lines.append(f"| `{row.name}` | {said} |")
+        verdict = "passes" if row.passes else "not here: " + ", ".join(row.features) if row.features else row.others[0]
+        lines.append(f"| `{row.name}` | {verdict} |")
     return "\n".join(lines)
 
 

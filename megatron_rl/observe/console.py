@@ -14,7 +14,7 @@ from typing import Any, TextIO
 STANDARD = (0, 1, 2)
 """stdin, stdout and stderr, which the files of a program must never become."""
 NOBODY_READS = (errno.EPIPE, errno.EIO, errno.EBADF)
-"""What writing to a closed pipe, a closed terminal and a closed descriptor fails with."""
+"""Errors of writing to a closed pipe, a closed terminal and a closed descriptor."""
 ENGINES = r"(megatron|vllm|torch)\b"
 """Modules that warn of libraries that are not installed and of names that will change."""
 

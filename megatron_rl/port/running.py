@@ -62,7 +62,7 @@ def run_script(
     time_limit_s: float,
     is_trusted: bool,
 ) -> str:
-    """The end of what it says on stderr. work: where it starts; all that it can write to is the folder around it.
+    """Run a script and return the end of its stderr. work: its current folder; it can write to the parent of it alone.
 
     Every process of its group has ended when this returns, and only a trusted script can leave the group. Raises
     ConfigError where the kernel does not confine it, and at the limits.

@@ -60,7 +60,7 @@ class ShellRun:
 
     @property
     def refused(self) -> list[str]:
-        """What the kernel refused to the shell itself, by line; other programs have messages of their own."""
+        """Actions that the kernel refused to the shell itself, by line; other programs have messages of their own."""
         return list(dict.fromkeys(f"line {line}: {what}" for line, what in REFUSED.findall(self.stderr)))
 
 

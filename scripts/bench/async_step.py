@@ -54,7 +54,7 @@ SLEEPS = Sleeps(step_s=0.004, transfer_s=0.03, max_running=16)
 TRAIN_SHARE = 0.9
 """Training seconds, of those of drawing at the optimum: a trainer needs room for what transfers cost it."""
 BALANCED_SHARE = 0.94
-"""The same where training, with one transfer, takes as long as drawing does: neither side has anything to wait for."""
+"""The share at which training, with one transfer, takes as long as drawing: neither side waits."""
 FIRST, LAST = 3, 3
 """Steps at either end that are not measured: nothing is drawn ahead yet, or nothing is left to be drawn."""
 SAMPLING = Sampling(1.0, 1.0, -1, 1 << 20, 0)

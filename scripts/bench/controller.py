@@ -78,7 +78,7 @@ class BatchWorker(NoOpWorker):
 
 
 class BareActor:
-    """The same without any of this package."""
+    """The methods of the toy worker without any of this package."""
 
     def noop(self) -> None:
         """Nothing."""

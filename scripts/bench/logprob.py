@@ -61,7 +61,7 @@ def naive(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tens
 
 
 def chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, as the engine computes it."""
+    """Log-probs and entropy as the engine computes them."""
     from megatron_rl.model.log_probs import VocabSoftmax, head_log_probs
 
     vocab_size = len(weight) * dist.get_world_size()
@@ -74,7 +74,7 @@ def mean_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor]:
 
 
 def mean_loss_alone(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor]:
-    """The same without it."""
+    """The mean loss from log-probs alone."""
     from megatron_rl.model.log_probs import VocabSoftmax, head_log_probs_alone
 
     vocab_size = len(weight) * dist.get_world_size()
@@ -82,7 +82,7 @@ def mean_loss_alone(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Te
 
 
 def mean_loss_at_once(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor]:
-    """The same with gradients made where the loss is."""
+    """The mean loss with gradients made where the loss is."""
     from megatron_rl.model.log_probs import VocabSoftmax, head_cross_entropy
 
     vocab_size = len(weight) * dist.get_world_size()

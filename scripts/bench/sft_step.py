@@ -35,7 +35,7 @@ from step import HERE, LR, SIZES, TRL, TRL_SETTINGS, WEIGHT_DECAY, Arm, make_mod
 
 OURS = ("local", "ray")
 PROMPT_SHARE, LONGEST = 0.25, 512
-"""Of an example's tokens; tokens."""
+"""The prompt's share of an example's tokens; tokens of the longest example."""
 THEIRS = {"trl": {"max_length": LONGEST}, "trl_padding_free": {"padding_free": True, "max_length": None}}
 """Arm -> fields of SFTConfig."""
 TOLERANCE = 1e-4
@@ -71,7 +71,7 @@ def write_examples(shape: Shape, number: int, path: Path) -> None:
 
 
 def our_config(folder: Path, steps: int, examples: int, max_tokens: int) -> dict:
-    """What `megatron-rl sft` would read."""
+    """The configuration that `megatron-rl sft` would read."""
     files = str(folder / "examples.jsonl")
     return {
         "data": {

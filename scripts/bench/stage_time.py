@@ -27,7 +27,7 @@ from sft_step import LETTERS, LONGEST, PROMPT_SHARE, SHAPES, write_examples
 from step import LR, REPOSITORY, SIZES, make_model, spread
 
 EXAMPLES = {"sft": 16, "reward": 8, "dpo": 8}
-"""Of a step; two answers each where they are compared."""
+"""Examples of a step; two answers each where they are compared."""
 LAYOUTS = {"one process": (1, 1, 1), "TP2": (2, 2, 1), "PP2": (2, 1, 2), "DP2": (2, 1, 1)}
 """(ranks, TP, PP)."""
 VARIANTS: dict[str, tuple[str, dict]] = {
@@ -60,7 +60,7 @@ class Case:
         return f"{self.variant}, {self.layout}"
 
     def config(self, folder: Path, steps: int) -> dict:
-        """What `megatron-rl` would read."""
+        """The configuration that `megatron-rl` would read."""
         num_ranks, tp, pp = LAYOUTS[self.layout]
         kind = "labelled" if self.is_labelled else {"sft": "examples"}.get(self.stage, "pairs")
         trained = {
@@ -131,12 +131,14 @@ def planned(file: Path, length: float, hardware: Path, folder: Path) -> dict[str
 
 
 def measured(case: Case, file: Path, place: Path, folder: Path) -> list[dict[str, float]]:
-    """Of each step but the first, the same."""
+    """Seconds of each step but the first."""
     command(case.stage, "--config", str(file), f"trainer.default_local_dir={place}", folder=folder)
     steps = []
     for line in (place / "metrics.jsonl").read_text().splitlines():
-        told = json.loads(line)
-        steps.append({name.removeprefix("timing_s/"): told[name] for name in told if name.startswith("timing_s/")})
+        metrics = json.loads(line)
+        steps.append(
+            {name.removeprefix("timing_s/"): metrics[name] for name in metrics if name.startswith("timing_s/")}
+        )
     return [step for step in steps if "step" in step][1:]
 
 

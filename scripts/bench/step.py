@@ -117,7 +117,7 @@ def write_prompts(asked: Sequence[str], path: Path) -> None:
 
 
 def our_config(size: Size, folder: Path, steps: int) -> dict:
-    """What `megatron-rl train` would read."""
+    """The configuration that `megatron-rl train` would read."""
     return {
         "data": {
             "train_files": str(folder / "prompts.parquet"),

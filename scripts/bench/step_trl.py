@@ -30,7 +30,7 @@ def say(**told: object) -> None:
 
 
 def share_of_digits(completions: list[str], **columns: object) -> list[float]:
-    """As `step_reward.py`."""
+    """The reward of `step_reward.py`."""
     return [sum(map(str.isdigit, text)) / max(len(text), 1) for text in completions]
 
 

@@ -56,7 +56,7 @@ class Ours:
 
 
 class OursVerified(Ours):
-    """The same with checksums of everything that moved."""
+    """The transition with checksums of everything that moved."""
 
     def run(self) -> None:
         super().run()

@@ -29,7 +29,7 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """Of all processes."""
+        """Sum over all processes."""
         return self.world_size
 
     @property
@@ -151,7 +151,7 @@ class ModelJob:
         ]
 
     def is_right(self, shards: dict[str, torch.Tensor]) -> bool:
-        """Whether these are this rank's rollout shards of the whole model; a rank that only trains has none."""
+        """Return True if these are this rank's rollout shards of the whole model; a rank that only trains has none."""
         return self.wanted is None or all(
             torch.equal(shards[name][part.index], self.content(name, part.segment)[box_index(part.box)])
             for name, tensor in self.tensors.items()

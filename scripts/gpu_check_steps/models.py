@@ -85,7 +85,7 @@ def trainer_model(folder: Path, dtype: str, kind: str, groups: Any) -> Any:
 
 
 def hidden_states(model: Any, rows: torch.Tensor, lengths: list[int] | None = None) -> torch.Tensor:
-    """Of rows [B, S] int64; lengths: of the segments of a packed row."""
+    """Hidden states of rows [B, S] int64. lengths: of the segments of a packed row."""
     from megatron_rl.model.segments import Segments
 
     positions = torch.arange(rows.shape[1], device=rows.device).expand_as(rows)

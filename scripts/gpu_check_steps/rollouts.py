@@ -106,7 +106,7 @@ def generate(host: Any, temperature: float, salt: int) -> Any:
 
 
 def differences(host: Any, answers: list[Any]) -> dict[str, float]:
-    """vLLM's log-probs beside the trainer's: mean, 99% and largest."""
+    """Differences between vLLM's log-probs and the trainer's: mean, 99% and largest."""
     from megatron_rl.experience.assemble import assemble
     from megatron_rl.observe.batch_metrics import parity_metrics
 
@@ -124,7 +124,7 @@ def addresses(host: Any) -> dict[str, int]:
 
 
 def rounds(kind: str, small: bool, dtype: str, figures: dict[str, Any], eager: bool = True) -> None:
-    """Rounds of entering and leaving with new weights in each; greedy tokens beside transformers'.
+    """Rounds of entering and leaving with new weights in each; greedy tokens are compared with transformers'.
 
     With graphs, which have noted addresses, old weights would show in the log-probs of every round but the first.
     """

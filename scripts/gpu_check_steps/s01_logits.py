@@ -11,7 +11,7 @@ from models import KINDS, hidden_states, join_world, padded, random_rows, save, 
 
 LENGTHS = [9, 3, 17, 40]
 BOUNDS = {"float32": 2e-3, "bfloat16": 0.6}
-"""Of logits whose size is about 10, through float32 matrices that may be multiplied in TF32."""
+"""Bounds for logits of about 10; float32 matrices may be multiplied in TF32."""
 
 
 def run(device: str, small: bool, figures: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ TOLERANCE = 2e-3
 
 
 def norms(folder: Any, device: str, groups: Any) -> list[float]:
-    """Of three updates from the folder's weights."""
+    """Gradient norms of three updates from the folder's weights."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 

@@ -57,7 +57,7 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
 
 
 def has_vllm() -> bool:
-    """Whether memory can keep its addresses on CUDA."""
+    """Return True where memory can keep its addresses on CUDA."""
     return importlib.util.find_spec("vllm") is not None
 
 

@@ -1,4 +1,4 @@
-"""Rounds of entering and leaving with vLLM in 16 bits: greedy tokens, and log-probs beside the trainer's."""
+"""Rounds of entering and leaving with vLLM in 16 bits: greedy tokens, and log-probs compared with the trainer's."""
 
 from __future__ import annotations
 

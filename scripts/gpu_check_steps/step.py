@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 MARK = "gpu-check: "
-"""What the line with the figures begins with."""
+"""The beginning of the line with the figures."""
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 

@@ -1,4 +1,4 @@
-"""Published seconds with known settings, read from `cases/*.yaml`, and what the clock says of each.
+"""Published seconds with known settings, read from `cases/*.yaml`, and the clock's estimate of each.
 
 Every point names its source, its model, GPUs and layout, what is asked of them, and the phases whose seconds were
 published. `sets` marks the points that calibrate a number of the clock; all others are held out.
@@ -78,7 +78,7 @@ class Point:
 
 
 def transition_seconds(model: ModelCost, layout: Layout, gpu: Hardware) -> float:
-    """Of a transition in place over the network, by HybridFlow's Table 2: what a rank lacks of its rollout shard."""
+    """Seconds of a transition in place over the network, by HybridFlow's Table 2: a rank receives what it lacks."""
     lacking = 1 / layout.rollout_tp - 1 / (layout.tp * layout.pp)
     return model.num_params * BF16 * lacking / gpu.network_bandwidth / LINK_EFFICIENCY
 

@@ -1,4 +1,4 @@
-"""What the published points say of the clock: calibrated numbers, errors after one scalar per cluster, ranks."""
+"""The planner's clock against published points: calibrated numbers, errors after one scalar per cluster, ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FIELDS = {
     "DECODE_OVERHEAD": ("decode_overhead", 0.1, 0.0),
     "COLLECTIVE_LATENCY": ("collective_latency", 1e-3, 0.0),
 }
-"""Of a load -> its field, and the slowest and the fastest value."""
+"""Load -> its field, and the slowest and the fastest value."""
 HARDWARE = ("matmul_efficiency", "expert_share")
 
 
@@ -74,7 +74,7 @@ class Judged:
 
     @property
     def counts(self) -> bool:
-        """Whether it says anything of the clock: it sets nothing, and is scaled by others, or a ratio."""
+        """Return True for a point that tests the clock: it calibrates nothing, and is scaled by others, or a ratio."""
         return self.point.sets is None and (self.scalar is not None or self.point.against is not None)
 
 
@@ -94,7 +94,7 @@ def judged() -> list[Judged]:
 
 
 def median_error(found: Iterable[Judged]) -> float:
-    """Of the absolute errors of the points that count, after their scalars."""
+    """Statistics of the absolute errors of the points that count, after their scalars."""
     return statistics.median(abs(one.scaled_error) for one in found if one.counts)
 
 

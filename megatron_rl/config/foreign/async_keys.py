@@ -117,7 +117,7 @@ def oldest_version(key: str, target: str, value: Any, given: Mapping[str, Any]) 
 
 
 def stale_groups(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
-    """What happens to groups that are too old: wait for them, or drop them and draw others."""
+    """The choice for groups that are too old: wait for them, or drop them and draw others."""
     if trainer_mode(given) == SYNC:
         return ONE_VERSION
     if value == "wait":

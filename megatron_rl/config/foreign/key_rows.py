@@ -43,7 +43,7 @@ class Differs(str):
 
 
 Outcome = dict[str, Any] | str | None
-"""What a conversion returns: settings here; why nothing needs to be set, or what differs; None: the row goes on."""
+"""The result of a conversion: settings here; why nothing needs to be set, or what differs; None: the row goes on."""
 
 
 @dataclass(frozen=True)
