@@ -1,8 +1,8 @@
-"""Changes to libraries that this project cannot yet do without: one concern per file, applied by one call.
+"""Necessary changes to libraries: one concern per file, all applied by one call.
 
-Importing this package changes nothing. `apply_patches` must be called by every worker process, once, before it
-builds a model or an engine, and by a driver before it starts Ray. Each patch states its reason, the versions it was
-written for and what would let us drop it; on any other version it refuses to run.
+Importing this package changes nothing. Every worker process calls `apply_patches` once, before it builds a model or an
+engine, and so does a driver before it starts Ray. Each patch states its reason, its library with the supported
+versions, and the upstream change that would make it unnecessary. On any other version it refuses to run.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ __all__ = ["Patch", "PatchError", "apply_patches", "modules_for", "patches_for",
 
 
 def modules_for(kind: str, generates: bool = True) -> list[str]:
-    """The names of the modules of `patches_for`, none of which is imported."""
+    """Return the names of the modules of `patches_for` without importing them."""
     modules = {"cpu": COMMON_PATCHES + CPU_PATCHES, "cuda": COMMON_PATCHES, "driver": DRIVER_PATCHES}[kind]
     return [name for name in modules if generates or not name.startswith(VLLM)]
 
 
 def patches_for(kind: str, generates: bool = True) -> list[Patch]:
-    """The patches that a worker on "cpu" or "cuda", or a "driver", needs, in the order they are applied.
+    """Return the patches for a worker on "cpu" or "cuda", or for a "driver", in the order of application.
 
-    generates: false where no engine is ever built, so that vLLM is not even imported.
+    generates: False where no engine is ever built; then vLLM is not imported.
     """
     return [importlib.import_module(name).PATCH for name in modules_for(kind, generates)]
 

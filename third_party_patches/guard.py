@@ -1,4 +1,4 @@
-"""What a patch declares, and the version guard in front of it."""
+"""The declaration of a patch, and the guard that checks its library's version."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Patch:
     """One change to one library, made by `apply`.
 
     drop_when: the upstream change that would make it unnecessary.
-    not_needed: a PEP 440 range in which the library does by itself what the patch is for, so that it is left out.
+    not_needed: a PEP 440 range of versions that do not need the patch; it is not applied to them.
     """
 
     library: Library
@@ -52,7 +52,7 @@ class Patch:
 
 
 def is_needed(patch: Patch) -> bool:
-    """Whether the installed version of the library lacks what the patch is for. Raises PatchError as below."""
+    """Whether the installed version of the library needs the patch. Raises PatchError where none is installed."""
     _, installed = installed_build(patch)
     return not patch.not_needed or not SpecifierSet(patch.not_needed).contains(installed, prereleases=True)
 
@@ -72,7 +72,7 @@ _version = functools.cache(version)
 
 
 def installed_build(patch: Patch) -> tuple[str, str]:
-    """(name, version) of the first build of the patch's library that is installed; PatchError when none is."""
+    """Return (name, version) of the first installed build of the patch's library. Raises PatchError if none is."""
     for name in patch.library.distributions:
         try:
             return name, _version(name)

@@ -36,11 +36,6 @@ LAST_FAILURE = "last_failure"
 """The folder, next to the runs' folders, with the logs of Ray's processes of the last run that failed."""
 
 
-def segment_name(run_id: str, rest: str) -> str:
-    """Return a name in /dev/shm that contains the id of its run."""
-    return f"{PREFIX}{run_id}-{rest}"
-
-
 def of_dead_runs(entries: Iterable[tuple[str, int]], uid: int, dead: Container[str]) -> list[str]:
     """Return the names of the segments to remove: this user's, with the id of a run that is known to be dead.
 

@@ -167,13 +167,18 @@ class Keeper:
             try:
                 self._listen(worker)
             except GarbledError as error:
-                self._disown(worker, str(error))
+                # Another writer has used the connection, such as a forked copy of the worker.
+                self._end(worker)
+                reason = f"the reward function's process sent what is no answer: {error}"
+                self._blame(worker, "crashed", reason, reason)
                 continue
             limit_s = worker.limit_s(self.settings.timeout_s)
             if ended:
                 self._bury(worker)
             elif limit_s is not None and now - worker.since > limit_s:
-                self._time_out(worker, limit_s)
+                self._end(worker)
+                reason = f"the reward function did not return in reward_model.timeout_s={limit_s:g}"
+                self._blame(worker, "timed_out", reason, f"the reward function was not loaded within {limit_s:g} s")
 
     def _event_sources(self) -> list[Connection | int]:
         return [source for worker in self.workers for source in (worker.connection, worker.pidfd)]
@@ -199,37 +204,26 @@ class Keeper:
         self.any_score |= not outcome.failure
 
     def _bury(self, worker: Worker) -> None:
-        """Remove a worker that has died; blame its present sample, if it had one."""
+        """Remove a worker that has died."""
         status = self._end(worker)
-        if not worker.ready and status != 0:
-            self._note_failed_start(f"a reward worker {_cause(status)} while it loaded the reward function")
-        if worker.rows:
-            row = worker.rows.popleft()
-            if -status in (signal.SIGTERM, signal.SIGINT) and row not in self.retried:
-                # A scheduler signals all processes of a job, and the driver may still finish its step.
-                self.retried.add(row)
-                self.waiting.appendleft(row)
-            else:
-                self._settle(row, failed("crashed", f"the reward function ended its process, which {_cause(status)}"))
-        self.waiting.extendleft(reversed(worker.rows))
+        if worker.rows and -status in (signal.SIGTERM, signal.SIGINT) and worker.rows[0] not in self.retried:
+            # A scheduler signals all processes of a job, and the driver may still finish its step.
+            self.retried.add(worker.rows[0])
+            self.waiting.extendleft(reversed(worker.rows))
+        elif worker.ready or status != 0:
+            cause = _cause(status)
+            loading = f"a reward worker {cause} while it loaded the reward function"
+            self._blame(worker, "crashed", f"the reward function ended its process, which {cause}", loading)
 
-    def _disown(self, worker: Worker, garbled: str) -> None:
-        """End a worker whose connection another writer has used, such as a forked copy of the worker."""
-        self._end(worker)
-        reason = f"the reward function's process sent what is no answer: {garbled}"
+    def _blame(self, worker: Worker, failure: str, reason: str, loading: str) -> None:
+        """Fail the present row of a worker that was ended, or count its failed start; its other rows wait again.
+
+        loading: the reason of a failed start.
+        """
         if not worker.ready:
-            self._note_failed_start(reason)
+            self._note_failed_start(loading)
         elif worker.rows:
-            self._settle(worker.rows.popleft(), failed("crashed", reason))
-        self.waiting.extendleft(reversed(worker.rows))
-
-    def _time_out(self, worker: Worker, limit_s: float) -> None:
-        self._end(worker)
-        if not worker.ready:
-            self._note_failed_start(f"the reward function was not loaded within {limit_s:g} s")
-        else:
-            rule = f"reward_model.timeout_s={limit_s:g}"
-            self._settle(worker.rows.popleft(), failed("timed_out", f"the reward function did not return in {rule}"))
+            self._settle(worker.rows.popleft(), failed(failure, reason))
         self.waiting.extendleft(reversed(worker.rows))
 
     def _give_up(self) -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from megatron_rl.cluster.leftovers import RUN_ID, end, living
 from megatron_rl.cluster.reaper import Reaper
-from megatron_rl.cluster.scratch import SEGMENTS, segment_name
+from megatron_rl.cluster.scratch import SEGMENTS
 from megatron_rl.errors import GraceOver, WorkerFailure
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
@@ -150,7 +150,7 @@ def test_the_next_start_removes_what_nobody_could(own_temporary: None) -> None:
             process.kill()
         driver.wait()
         psutil.wait_procs(tree, timeout=PATIENCE_S)
-    segment = SEGMENTS / segment_name(folder.name, "queue")
+    segment = SEGMENTS / f"megatron_rl-{folder.name}-queue"
     segment.touch()  # as vLLM's would be
     assert list(folder.glob("ray/session_*/sockets/*"))
     with driven() as (driver, tree):

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_rl.cluster import scratch
 from megatron_rl.cluster.leftovers import RUN_ID
-from megatron_rl.cluster.scratch import SEGMENTS, Scratch, of_dead_runs, segment_name
+from megatron_rl.cluster.scratch import SEGMENTS, Scratch, of_dead_runs
 from megatron_rl.errors import ConfigError
 
 HOLDER = """
@@ -43,7 +43,7 @@ def holder(place: Path) -> Iterator[tuple[subprocess.Popen, Path]]:
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
     )
     folder = Path(process.stdout.readline().strip())
-    segment = SEGMENTS / segment_name(folder.name, "queue")
+    segment = SEGMENTS / f"megatron_rl-{folder.name}-queue"
     (folder / "socket").touch()
     segment.touch()
     yield process, folder
@@ -64,7 +64,7 @@ def test_what_is_removed_of_shared_memory() -> None:
 def test_a_start_removes_what_a_killed_process_left_and_nothing_of_a_living_one(holder: tuple) -> None:
     """Would not catch a folder on a file system without locks, where no run can start."""
     process, folder = holder
-    segment = SEGMENTS / segment_name(folder.name, "queue")
+    segment = SEGMENTS / f"megatron_rl-{folder.name}-queue"
     orphan = subprocess.Popen(["sleep", "600"], env=os.environ | {RUN_ID: folder.name})
     first = Scratch.begin()
     assert (folder / "socket").exists() and segment.exists() and orphan.poll() is None

@@ -1,10 +1,10 @@
 """Multiply with oneDNN in megatron-core's linears on CPUs.
 
-Reason: torch multiplies float32 matrices with MKL, which on processors that are not Intel's reaches less of their peak:
-70 to 97 GFLOPS of a core for these shapes, against 95 to 106.
-What it does: where the linears of tensor parallelism call `torch.matmul`, and for the gradient of their input on one TP
-rank, float32 goes to the oneDNN kernel that the rollout's linears use, too. Results differ in the last bits. The
-gradient of the weight stays with MKL: oneDNN is no faster where both factors lie the other way round.
+Reason: torch multiplies float32 matrices with MKL. On processors not made by Intel, MKL is slower than oneDNN: 70 to 97
+GFLOPS per core for these shapes, against 95 to 106.
+What it does: the forward pass of tensor-parallel linears, and the gradient of their input on one TP rank, use the
+oneDNN kernel of the rollout's linears for float32. Results differ in the last bits. The gradient of the weight stays
+with MKL, as oneDNN is no faster where both factors are transposed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ NAME = "backward_with_onednn"
 
 
 def matmul(x: torch.Tensor, other: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., k] times a matrix [k, n]; everything that oneDNN's kernel cannot do goes to torch's own.
+    """Return x [..., k] times a matrix [k, n]; torch's own kernel does what oneDNN's cannot.
 
-    That kernel has no gradient: callers in an autograd function's forward, which records none, get it.
+    OneDNN's kernel has no gradient, so it is used only where autograd records nothing, as in the forward of an autograd
+    function.
     """
     plain = out is not None or torch.is_grad_enabled() or other.dim() != 2
     if plain or x.dtype != torch.float32 or other.dtype != torch.float32:
@@ -38,7 +39,7 @@ Backward = Callable[[Any, torch.Tensor], tuple[torch.Tensor | None, ...]]
 
 
 def with_matmul(megatrons: Backward) -> Backward:
-    """The backward of a linear with `matmul` for its input's gradient, where nothing else goes on beside it."""
+    """Return a linear's backward with `matmul` for the input's gradient, used without communication and fusion."""
 
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         needs_ranks = ctx.sequence_parallel or ctx.allreduce_dgrad

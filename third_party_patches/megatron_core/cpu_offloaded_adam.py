@@ -1,8 +1,8 @@
 """Let megatron-core's optimizer that keeps its state on the host run on a CPU.
 
-Reason: `HybridDeviceOptimizer` takes every parameter that is in host memory for one of those copies that it makes
-itself of parameters on the device. Where there is no device all are, and the first step ends in a KeyError.
-What it does: the parameters that the optimizer is given count as the device's, whatever memory they are in; as many are
+Reason: `HybridDeviceOptimizer` takes every parameter in host memory for one of its own copies of device parameters.
+Without a device all parameters are in host memory, and the first step ends in a KeyError.
+What it does: the optimizer's parameters count as device parameters, whatever memory they are in. As many of them are
 copied, and updated in their copies, as on a GPU.
 """
 
@@ -19,7 +19,7 @@ TensorMap = dict[torch.Tensor, torch.Tensor]
 
 
 def divided(self: Any, offload_fraction: float) -> tuple[Groups, Groups, TensorMap, TensorMap, TensorMap]:
-    """(groups of the host, groups of the device, parameter -> its copy, the reverse, parameter -> float32 master)."""
+    """Return (groups of the host, groups of the device, parameter -> copy, copy -> parameter, parameter -> master)."""
     wanted = offload_fraction * sum(parameter.numel() for group in self.param_groups for parameter in group["params"])
     host, device, taken = Groups(), Groups(), 0
     copies, masters = TensorMap(), TensorMap()

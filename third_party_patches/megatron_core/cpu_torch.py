@@ -38,7 +38,7 @@ MODULES = (
 
 
 class NullStream:
-    """Work on a CPU is done when the call returns, so streams order nothing."""
+    """A stream without effect: work on a CPU is done when the call returns."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -57,7 +57,7 @@ class NullStream:
 
 
 class NullEvent:
-    """An event that has always happened."""
+    """An event that has always occurred."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass

@@ -1,8 +1,8 @@
 """Let megatron-core's MoE router multiply without TransformerEngine.
 
-Reason: `moe_utils` imports `te_general_gemm` inside a `try` that gives it no other value, and the router asks whether
-the name is None; without TransformerEngine that is a NameError.
-What it does: the name is None where TransformerEngine did not set it, and the router takes `torch.mm`.
+Reason: `moe_utils` imports `te_general_gemm` inside a `try` without a fallback, and the router tests whether the name
+is None. Without TransformerEngine that is a NameError.
+What it does: the name is None where TransformerEngine did not set it, so the router uses `torch.mm`.
 """
 
 from __future__ import annotations

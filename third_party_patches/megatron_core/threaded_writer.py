@@ -1,10 +1,10 @@
 """Let megatron-core write checkpoint files from threads of the rank's own process.
 
-Reason: its writer forks two processes for every save and starts a manager process for their answers that stays for
-life. A fork of a process that runs communication threads can hang in whatever lock one of them held; the manager is
-not allowed to ranks that are daemons themselves, and outlives a rank that is killed.
-What it does: the same function that a forked process would run for each file runs in a thread; answers come back
-through an ordinary queue. Files, names and content are the same.
+Reason: its writer forks two processes for every save and starts a permanent manager process for their answers. The fork
+of a process with communication threads can hang in a lock that one of them held. Ranks that are daemons cannot start
+the manager, and the manager outlives a rank that is killed.
+What it does: a thread runs, for each file, the function that a forked process would run; answers return through an
+ordinary queue. Files, names and content do not change.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def write_from_threads(
                 use_fsync=True,
                 use_msc=use_msc,
             )
-    found = dict(answers.get() for _ in write_buckets)
-    failures = [answer for answer in found.values() if isinstance(answer, Exception)]
-    results.put(failures[0] if failures else found)
+    written = dict(answers.get() for _ in write_buckets)
+    failures = [answer for answer in written.values() if isinstance(answer, Exception)]
+    results.put(failures[0] if failures else written)
 
 
 def apply() -> None:

@@ -1,8 +1,9 @@
 """Gather pieces of different lengths over gloo.
 
-Reason: with expert and expert tensor parallelism together, the ranks of one expert TP group bring different numbers of
-tokens; megatron-core gathers such pieces into a list of tensors, and gloo wants all tensors of that list alike.
-What it does: such a gather becomes an all-to-all, which gloo does with pieces of any length. Others stay as they are.
+Reason: with expert and expert tensor parallelism together, the ranks of an expert TP group have different numbers of
+tokens. megatron-core gathers such pieces into a list of tensors, and gloo requires tensors of equal shape in that list.
+What it does: such a gather becomes an all-to-all, for which gloo accepts pieces of any length. Other gathers do not
+change.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from third_party_patches.guard import MEGATRON, Patch
 
 
 def gather_pieces(mine: torch.Tensor, group: dist.ProcessGroup, lengths: list[int]) -> torch.Tensor:
-    """All ranks' pieces [lengths[rank], ...] one after the other; `mine` is this rank's. All of `group` must call."""
+    """Concatenate all ranks' pieces [lengths[rank], ...]; `mine` is this rank's. All ranks of `group` must call."""
     gathered = mine.new_empty(sum(lengths), *mine.shape[1:])
     copies = torch.cat([mine] * group.size())
     dist.all_to_all_single(gathered, copies, lengths, [len(mine)] * group.size(), group=group)

@@ -1,11 +1,10 @@
 """Start Ray without the processes that a run does not use.
 
-Reason: `ray.init` starts a dashboard server, though `include_dashboard=False` leaves it nothing to serve, and waits for
-it, a log monitor, though with `log_to_driver=False` nobody reads what it sends, and an autoscaler, though nothing can
-be added to one machine: 270 MB, 1 to 4 CPU seconds and a second of every start on one machine. The autoscaler answers
-everybody who asks for its metrics.
-What it does: none is started. `ray list`, which asks the dashboard server, does not work without this patch either;
-`ray status`, which shows what the autoscaler knows, does not work with it.
+Reason: `ray.init` starts three processes that a run on one machine does not use: a dashboard server, which it waits
+for, even with `include_dashboard=False`; a log monitor, even with `log_to_driver=False`; and an autoscaler. They take
+270 MB, 1 to 4 CPU seconds and a second of every start. The autoscaler shows its metrics to everybody.
+What it does: none of them is started. `ray list` needs a full dashboard, so it does not work without this patch either.
+`ray status` needs the autoscaler and does not work with this patch.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from third_party_patches.guard import RAY, Patch
 
 
 def start_nothing(node: object, **asked: object) -> None:
-    """Stand in for three methods of Ray's `Node`, which `ray.init` calls for what is not needed here."""
+    """Replace the three methods of Ray's `Node` with which `ray.init` starts these processes."""
 
 
 def apply() -> None:

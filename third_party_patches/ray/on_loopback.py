@@ -1,9 +1,9 @@
 """Keep the Ray that a run starts for itself on the loopback interface.
 
-Reason: `ray.init` takes the machine's own address for its node, and then gcs_server, raylet, workers and the metrics'
-port, which asks for no token, listen on all interfaces, though nobody but processes of this machine has to reach them.
-It cannot be told otherwise: it puts that address in place of a loopback one, too.
-What it does: a node that `ray.init` starts has the address 127.0.0.1, on which Ray's parts then listen alone.
+Reason: `ray.init` gives its node the machine's own address, and replaces even a loopback address by it. Then
+gcs_server, raylet, workers and the metrics port, which asks for no token, listen on all interfaces, although only
+processes of this machine need them.
+What it does: a node that `ray.init` starts has the address 127.0.0.1, the only one on which Ray's processes listen.
 """
 
 from __future__ import annotations

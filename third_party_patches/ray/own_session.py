@@ -1,9 +1,9 @@
 """Start Ray's daemons in sessions of their own.
 
-Reason: gcs_server, raylet and what they start are in the driver's process group. A signal to that group, as schedulers,
-service managers and terminals send it, ends them at once, while the driver still wants to save; and a driver that has
-lost them waits for a minute and is aborted.
-What it does: the daemons that `ray.init` starts lead sessions of their own. They end with the driver all the same: the
+Reason: gcs_server, raylet and their children are in the driver's process group. Schedulers, service managers and
+terminals signal that whole group. The signal ends these daemons at once, while the driver still saves; a driver without
+them waits for a minute and is aborted.
+What it does: the daemons that `ray.init` starts lead sessions of their own. They still end with the driver, because the
 kernel kills them when their parent dies.
 """
 

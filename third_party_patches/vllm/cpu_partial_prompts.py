@@ -1,8 +1,8 @@
 """Let vLLM read a prompt in several parts on CPU when its request has a seed.
 
-Reason: each part but the last samples a token that is thrown away, after which vLLM moves the request's generator back
-by the offset of a CUDA generator. One on CPU has no offset: the engine raises "does not use offset".
-What it does: the generators of such requests are put back into the state from before the sampling, and kept from the
+Reason: each part but the last samples a token that is discarded. Then vLLM moves the request's generator back by the
+offset of a CUDA generator. A CPU generator has no offset, and the engine raises "does not use offset".
+What it does: the generators of such requests get back their state from before the sampling, and are hidden from the
 code that would move them.
 """
 
@@ -22,7 +22,7 @@ def apply() -> None:
     sample, bookkeeping = GPUModelRunner._sample, GPUModelRunner._bookkeeping_sync
 
     def unfinished(runner: Any) -> list[int]:
-        """Places in the batch of seeded requests whose token is thrown away."""
+        """Places in the batch of seeded requests whose token is discarded."""
         mask = runner.discard_request_mask.np
         return [place for place in runner.input_batch.generators if mask[place]]
 

@@ -1,9 +1,9 @@
 """Let vLLM return the experts of every token on CPU, with `enable_return_routed_experts`.
 
-Reason: vLLM takes down which experts a token was sent to, and hands it out with finished requests, only with its second
-model runner, which needs Triton. On CPU the first one runs, and the engine's configuration is refused.
-What it does: the runner on CPU drives vLLM's own connector for these outputs, as the second runner does: it ties the
-connector to the model's routers, begins each step with what the scheduler says, and adds its rows to its output.
+Reason: vLLM records the experts of each token, and returns them with finished requests, only with its second model
+runner, which needs Triton. On CPU the first runner runs, and the engine's configuration is refused.
+What it does: the runner on CPU drives vLLM's own connector for these outputs, as the second runner does. It attaches
+the connector to the model's routers, begins each step with the scheduler's output, and adds the rows to its own output.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def check(config: Any) -> None:
 
 
 def rows_of_step(runner: Any, output: Any) -> dict[str, Any] | None:
-    """What the connector makes of the step that has just run; None where this rank keeps no rows."""
+    """Return the connector's rows of the step that has just run; None where this rank keeps no rows."""
     names = list(output.req_ids)
     batch = SimpleNamespace(
         req_ids=names,
@@ -41,8 +41,8 @@ def rows_of_step(runner: Any, output: Any) -> dict[str, Any] | None:
         return None
     num_sampled = np.array([len(tokens) for tokens in output.sampled_token_ids], dtype=np.int32)
     pending.enqueue_cpu_copy(num_sampled, np.zeros_like(num_sampled))
-    found: dict[str, Any] = pending.process_output()
-    return found
+    rows: dict[str, Any] = pending.process_output()
+    return rows
 
 
 def apply() -> None:

@@ -1,8 +1,8 @@
-"""Look for kernels to replace in vLLM's own modules alone.
+"""Search only vLLM's own modules for kernels to replace.
 
-Reason: without Triton vLLM replaces its kernels by plain functions when an engine starts, and looks for every name that
-holds one through all modules of the process: 6,000 of them, of which 900 are vLLM's, in two CPU seconds of each rank.
-What it does: the search sees vLLM's modules alone. Nobody else has a name for these kernels.
+Reason: without Triton, vLLM replaces its kernels by plain functions when an engine starts. It searches all modules of
+the process for names of these kernels: 6,000 modules, 900 of them vLLM's, in two CPU seconds of each rank.
+What it does: the search sees only vLLM's modules. Other modules have no names for these kernels.
 """
 
 from __future__ import annotations

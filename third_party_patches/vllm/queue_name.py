@@ -1,8 +1,7 @@
-"""Give the shared memory of vLLM's message queues names that say to which run it belongs.
+"""Give the shared memory of vLLM's message queues names that contain the id of their run.
 
-Reason: Python calls these segments `psm_` and a random number. When all processes of a job are killed, the one that
-would remove them included, they hold their memory until the machine is started again, and nobody can tell whose they
-are.
+Reason: Python calls these segments `psm_` and a random number. When all processes of a job are killed, also the process
+that would remove the segments, they hold their memory until the machine restarts, and their owner is unknown.
 What it does: the names begin with the run's id, by which the next run's start finds what dead runs have left.
 """
 

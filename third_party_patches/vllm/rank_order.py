@@ -1,9 +1,9 @@
-"""Let vLLM's groups consist of other ranks than consecutive ones.
+"""Let vLLM build groups of ranks that are not consecutive.
 
-Reason: vLLM builds every group from `arange(world_size)`, so a tensor-parallel group is always a run of consecutive
-ranks. Generation with a smaller TP size than training needs strided groups, in which each rank's training shard lies
-inside its rollout shard.
-What it does: while `using_rank_order(order)` is active, place i in vLLM's arithmetic belongs to rank `order[i]`.
+Reason: vLLM builds every group from `arange(world_size)`, so a tensor-parallel group always has consecutive ranks.
+Generation with a smaller TP size than training needs strided groups, in which each rank's training shard lies inside
+its rollout shard.
+What it does: while `using_rank_order(order)` is active, place i in vLLM's arithmetic is rank `order[i]`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _order: ContextVar[Sequence[int] | None] = ContextVar("rank_order", default=None
 
 @contextmanager
 def using_rank_order(order: Sequence[int]) -> Iterator[None]:
-    """Engines built inside take their groups from `order`. Raises ValueError unless it is a permutation."""
+    """Build engines inside this block with groups from `order`. Raises ValueError unless it is a permutation."""
     if sorted(order) != list(range(len(order))):
         raise ValueError(f"{list(order)} is not an order of {len(order)} ranks")
     token = _order.set(order)

@@ -1,8 +1,8 @@
 """Let every rank of a tensor-parallel group keep the routed experts that vLLM returns.
 
-Reason: vLLM keeps them on the first rank of a group only, from which its one scheduler takes them. With an external
-launcher each rank has a scheduler of its own, and those of the others stop with "worker output is missing".
-What it does: for the connector that keeps them every rank is the first one. (All of them see the same rows.)
+Reason: vLLM keeps them only on the first rank of a group, from which its one scheduler takes them. With an external
+launcher each rank has its own scheduler, and those of the other ranks stop with "worker output is missing".
+What it does: the connector that keeps them takes every rank for the first. All ranks see the same rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from third_party_patches.guard import VLLM, Patch
 
 
 def first_rank() -> SimpleNamespace:
-    """Stand in for `get_tp_group`, of which the connector asks only this."""
+    """Replace `get_tp_group`; the connector reads only this attribute."""
     return SimpleNamespace(is_first_rank=True)
 
 

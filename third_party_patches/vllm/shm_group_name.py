@@ -1,11 +1,10 @@
 """Give the shared-memory segments of vLLM's CPU communicator names that no other job and no other node uses.
 
-Reason: under `env://` initialisation the segment name holds only the group's ranks, so two jobs on one machine collide
-("create shm in SHMManager failed. errno: 17"), and a group on two nodes would wait for a segment of the other's, as
-vLLM takes shared memory wherever the name is the same on all ranks of a group.
-What it does: the name carries the job's rendezvous port, which all ranks of one job share and no two jobs do, and the
-node's number; a group on several nodes then uses torch.distributed. It begins with the run's id, where there is one,
-as `queue_name` does it.
+Reason: under `env://` initialisation the segment's name contains only the group's ranks. So two jobs on one machine
+collide ("create shm in SHMManager failed. errno: 17"). A group on two nodes would wait for a segment of the other node,
+as vLLM uses shared memory wherever all ranks of a group have the same name.
+What it does: the name contains the job's rendezvous port, which differs between jobs, and the node's number. A group on
+several nodes then uses torch.distributed. The name begins with the run's id, where there is one, as in `queue_name`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Leave no shared-memory segment of vLLM's CPU communicator behind, however a process ends.
 
-Reason: segments are removed by a destructor, which a killed process never runs. They hold their memory until the
-machine is started again, and a job that is given the same rendezvous port cannot create its own ("errno: 17").
-What it does: each rank removes the name of its segment as soon as all ranks of the group have mapped it, and before
-that one that was left under it; memory without a name goes with the last process that maps it.
+Reason: a destructor removes the segments, and a killed process never runs it. The segments hold their memory until the
+machine restarts, and a job with the same rendezvous port cannot create its own ("errno: 17").
+What it does: each rank removes an old segment with its name first, and removes the name of its own segment as soon as
+all ranks of the group have mapped it. The kernel frees memory without a name with the last process that maps it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Keep the weights of vLLM's CPU experts in their plain layout.
 
-Reason: vLLM's CPU backend pads and prepacks the stacked expert weights into tensors of its own, so weights shared with
-the trainer would be copied once and never seen again.
-What it does: nothing is packed, and each expert multiplies its tokens with the plain `[E, 2F, H]` ([gate; up]) and
+Reason: vLLM's CPU backend pads and prepacks the stacked expert weights into its own tensors. Weights shared with the
+trainer would be copied once, and later updates would be lost.
+What it does: no weight is packed, and each expert multiplies its tokens with the plain `[E, 2F, H]` ([gate; up]) and
 `[E, H, F]` weights.
 """
 
@@ -18,7 +18,7 @@ from third_party_patches.vllm.unpacked_linear import plain_linear
 
 
 def keep_plain(experts: object, layer: torch.nn.Module) -> None:
-    """Stand in for `process_weights_after_loading`: nothing is padded, packed or replaced."""
+    """Replace `process_weights_after_loading`: do not pad, pack or replace weights."""
 
 
 def plain_experts(
@@ -29,10 +29,10 @@ def plain_experts(
     expert_ids: torch.Tensor,
     weigh_input: bool,
 ) -> torch.Tensor:
-    """The weighted sum of each token's experts, [T, H]; reads the weights where they lie.
+    """Return the weighted sum of each token's experts, [T, H], without copying the weights.
 
-    tokens [T, H], w13 [E, 2F, H], w2 [E, H, F]; weights and expert_ids [T, K], -1 where an expert is another rank's.
-    weigh_input: the tokens carry the weights already.
+    tokens [T, H], w13 [E, 2F, H], w2 [E, H, F]; weights and expert_ids [T, K], -1 for an expert of another rank.
+    weigh_input: the tokens are already multiplied by the weights.
     """
     output = torch.zeros_like(tokens)
     flat_ids, top_k = expert_ids.flatten().long(), expert_ids.shape[1]
@@ -68,7 +68,7 @@ def apply_plain(
     expert_tokens_meta: object,
     apply_router_weight_on_input: bool,
 ) -> None:
-    """Stand in for `CPUUnquantizedExperts.apply`. Raises NotImplementedError for biases and other activations."""
+    """Replace `CPUUnquantizedExperts.apply`. Raises NotImplementedError for biases and other activations than silu."""
     if activation.value != "silu" or experts.w1_bias is not None:
         raise NotImplementedError(f"unpacked experts are gated by silu and have no bias, not {activation.value}")
     local_ids = topk_ids if expert_map is None else expert_map[topk_ids.long()]

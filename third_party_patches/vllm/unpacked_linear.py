@@ -1,7 +1,7 @@
 """Keep the weights of vLLM's CPU linears in their plain layout.
 
-Reason: vLLM's CPU backend prepacks each weight for oneDNN and empties the original parameter, so a weight shared with
-the trainer would be copied once and never seen again.
+Reason: vLLM's CPU backend prepacks each weight for oneDNN and empties the original parameter. A weight shared with the
+trainer would be copied once, and later updates would be lost.
 What it does: linears multiply with the plain `[out, in]` weight, through oneDNN's unpacked kernel for float32 and
 `torch.nn.functional.linear` otherwise.
 """
@@ -16,7 +16,7 @@ from third_party_patches.guard import VLLM_CPU, Patch
 
 
 def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [..., in] times weight [out, in], plus bias [out]; reads the weight where it lies."""
+    """Return x [..., in] times weight [out, in], plus bias [out], without copying the weight."""
     if weight.dtype == torch.float32:
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return out
@@ -24,7 +24,7 @@ def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 def dispatch_plain_linear(layer: Any, remove_weight: bool) -> None:
-    """Stand in for vLLM's `dispatch_cpu_unquantized_gemm`: nothing is packed and nothing removed."""
+    """Replace vLLM's `dispatch_cpu_unquantized_gemm`: do not pack or remove the weight."""
     layer.cpu_linear = plain_linear
 
 

@@ -1,9 +1,9 @@
-"""What a raylet runs before a Python worker that has an environment of its own: see `../quick_setup.py`.
+"""The program that a raylet runs before a Python worker with its own environment: see `../quick_setup.py`.
 
     setup_worker.py DEFAULT_WORKER ARGUMENT... --language=PYTHON --serialized-runtime-env-context=JSON
 
-It takes on the variables of the context and becomes the context's Python with the arguments that are left. Run as a
-file, it can import nothing of this package; the raylet knows it by its name.
+It sets the variables of the context and becomes the context's Python with the other arguments. Run as a file, it cannot
+import this package; the raylet knows it by its name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CONTEXT, LANGUAGE = "--serialized-runtime-env-context=", "--language="
 
 
 def command(arguments: Sequence[str]) -> list[str]:
-    """What this process is to become; os.environ is changed on the way. Raises ValueError for another language."""
+    """Set os.environ; return the command that this process becomes. Raises ValueError for another language."""
     if f"{LANGUAGE}PYTHON" not in arguments:
         raise ValueError(f"only workers in Python are set up here, not {arguments}")
     [context] = [json.loads(one.removeprefix(CONTEXT)) for one in arguments if one.startswith(CONTEXT)]
