@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_rl.errors import ConfigError
 
@@ -69,8 +70,7 @@ KINDS: dict[str, tuple[str, str]] = {
 """Kind -> (rule, what to do)."""
 
 
-@dataclass(frozen=True)
-class RowPlace:
+class RowPlace(NamedTuple):
     """The place of a row. row: from 0; rows of JSON lines are the lines that are not blank. line: from 1; None in
     parquet.
     """
