@@ -14,9 +14,9 @@ import torch
 
 from megatron_rl.hybrid_engine.exchange import NUM_SCRATCH, Exchange, copy_all, region_view
 from megatron_rl.hybrid_engine.layout import FOREIGN, Slot
-from megatron_rl.hybrid_engine.memory_buffer import MemoryBuffer
 from megatron_rl.hybrid_engine.plan import Member, MemberPlan, plan_memory
 from megatron_rl.hybrid_engine.schedule import local_copies, make_schedule
+from megatron_rl.hybrid_engine.stable_memory import MemoryBuffer
 from megatron_rl.hybrid_engine.transport import Transport
 from megatron_rl.hybrid_engine.verify import WeightVerifier
 from megatron_rl.parallel.sharding import LogicalTensor

@@ -40,9 +40,9 @@ from megatron_rl.hybrid_engine.allgather_pp import FlatParameters, slot_view
 from megatron_rl.hybrid_engine.bridge_plan import make_bridge_plan, model_numel, receiving_slots
 from megatron_rl.hybrid_engine.exchange import NUM_SCRATCH, Exchange
 from megatron_rl.hybrid_engine.layout import FOREIGN
-from megatron_rl.hybrid_engine.memory_buffer import MemoryBuffer
 from megatron_rl.hybrid_engine.plan import ExchangePlan, Member
 from megatron_rl.hybrid_engine.schedule import make_schedule
+from megatron_rl.hybrid_engine.stable_memory import MemoryBuffer
 from megatron_rl.hybrid_engine.transport import Transport
 from megatron_rl.hybrid_engine.verify import WeightMismatchError, WeightVerifier, is_verified
 from megatron_rl.parallel.sharding import LogicalTensor, Place

@@ -1,14 +1,14 @@
-"""How the weights of a training pool reach a rollout pool on other ranks: pure data, the same on all ranks of both.
+"""Plan the transfer of weights from a training pool to a rollout pool on other ranks: pure data, equal on all ranks.
 
 Every element leaves the training pool once, however many replicas generate. Phase 0: one receiver fetches a piece from
 one of its holders. Phase 1: it passes the piece on to one rank on each other node that needs it. Phase 2: inside nodes,
-to all the others. Replicas so share the work: each fetches about its part of their common shard, and they complete it
-among themselves (scatter, then all-gather). Data-parallel holders share what leaves training in the same way.
+to all the others. So replicas share the work: each fetches its part of their common shard, and they exchange the parts
+(scatter, then all-gather). Data-parallel holders share the sending in the same way.
 
-Balance: pieces with the same holders and the same receivers form a class. A class is dealt out in chunks, in the order
-of the buffers, so that what lies together travels together; each chunk leaves the holder that has sent least so far and
-goes to the receiver that has fetched least. Two ranks that hold the same (or want the same) therefore differ by one
-chunk at most.
+Balance: pieces with the same holders and the same receivers form a class. A class is split into chunks in the order of
+the buffers, so that adjacent elements travel together. Each chunk is sent by the holder that has sent least so far, to
+the receiver that has fetched least. Two ranks that hold (or want) the same elements therefore differ by one chunk at
+most.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from megatron_rl.hybrid_engine.plan import (
 from megatron_rl.parallel.sharding import Box, LogicalTensor, Place, box_numel
 
 MIN_CHUNK = 1 << 18
-"""Elements; a chunk is not made smaller for the sake of balance, because each may cost a message of its own."""
+"""Least number of elements of a chunk; smaller chunks would balance better, but each may cost a message."""
 PARTS_PER_CHUNK = 8
-"""Boxes longer than this fraction of a chunk are cut, so that chunks come out nearly equal."""
+"""Boxes longer than this fraction of a chunk are cut, so that chunks have nearly equal sizes."""
 
 TRAINING, ROLLOUT = "training", "rollout"
 
 
 @dataclass(frozen=True)
 class Lot:
-    """One box of one segment that leaves training once; its class says who holds it and who wants it."""
+    """One box of one segment, which leaves training once. Its class has its holders and receivers."""
 
     name: str
     segment: int
@@ -59,9 +59,9 @@ def make_bridge_plan(
     """Plan the transfer after which every receiver has its rollout shard of every tensor.
 
     senders: all ranks of the training pool, which want nothing; receivers: all ranks of the rollout pool, which hold
-    nothing and are cut by one layout. Nodes are numbered alike in both. The plan's members are the senders, then the
-    receivers. Raises ValueError when the senders do not hold every element of a tensor, when a member holds and wants,
-    or when receivers are cut in different ways.
+    nothing and have one layout. Nodes are numbered alike in both pools. The plan's members are the senders, then the
+    receivers. Raises ValueError if the senders do not hold every element of a tensor, if a member holds and wants, or
+    if receivers have different layouts.
     """
     _check_ends(senders, receivers)
     members = [replace(sender, pool=TRAINING) for sender in senders]
@@ -76,7 +76,7 @@ def make_bridge_plan(
 
 
 def receiving_slots(tensors: Mapping[str, LogicalTensor], place: Place) -> MemberPlan:
-    """Where a receiver's shard of every tensor lies in its buffer, whoever sends; nothing to receive yet."""
+    """The slots of a receiver's shard of every tensor in its buffer; the plan has no pieces to receive yet."""
     plan = MemberPlan()
     for name, tensor in tensors.items():
         plan.slots[name] = place_slot(plan, tensor, place)
@@ -84,7 +84,7 @@ def receiving_slots(tensors: Mapping[str, LogicalTensor], place: Place) -> Membe
 
 
 def model_numel(tensors: Mapping[str, LogicalTensor]) -> int:
-    """Elements of all tensors without padding: what leaves the training pool, exactly."""
+    """Number of elements of all tensors without padding: exactly those that leave the training pool."""
     return sum(tensor.numel for tensor in tensors.values())
 
 
@@ -104,7 +104,7 @@ def _check_ends(senders: Sequence[Member], receivers: Sequence[Member]) -> None:
 
 
 def _receiving_plans(tensors: Mapping[str, LogicalTensor], members: Sequence[Member]) -> list[MemberPlan]:
-    """One plan for each member, with slots for those that want something; replicas' slots are the same objects."""
+    """One plan for each member, with slots for members that want a shard; replicas share the slot objects."""
     laid_out: dict[Place, MemberPlan] = {}
     for place in dict.fromkeys(member.wanted for member in members if member.wanted is not None):
         laid_out[place] = receiving_slots(tensors, place)
@@ -122,25 +122,25 @@ def _classes(
     plans: Sequence[MemberPlan],
     holders: Mapping[str, list[Holders]],
 ) -> dict[Class, list[Lot]]:
-    """All that must move, by who holds and who wants it; in the order of the tensors."""
+    """All boxes that must move, by holders and receivers, in the order of the tensors."""
     replicas: dict[Place, list[int]] = defaultdict(list)
     for number, member in enumerate(members):
         if member.wanted is not None:
             replicas[member.wanted].append(number)
-    found: dict[Class, list[Lot]] = defaultdict(list)
+    lots: dict[Class, list[Lot]] = defaultdict(list)
     for name, segments in holders.items():
         takers = [(plans[numbers[0]].slots[name], numbers) for numbers in replicas.values()]
         moved = 0
         for (segment, box, having), numbers in cuts(takers, segments).items():
-            found[having, tuple(sorted(numbers))].append(Lot(name, segment, box))
+            lots[having, tuple(sorted(numbers))].append(Lot(name, segment, box))
             moved += box_numel(box)
         if moved != tensors[name].numel:
             raise ValueError(f"the rollout ranks want {moved} of the {tensors[name].numel} elements of {name}")
-    return found
+    return lots
 
 
 class _Dealer:
-    """Deals lots out to holders and receivers, and fills the receivers' plans."""
+    """Assigns lots to holders and receivers, and fills the receivers' plans."""
 
     def __init__(self, members: Sequence[Member], plans: Sequence[MemberPlan]) -> None:
         self._members = members
@@ -150,7 +150,7 @@ class _Dealer:
         self._entered = [0] * len(members)
 
     def deal(self, classes: Mapping[Class, list[Lot]]) -> None:
-        """Those with the least choice first."""
+        """Assign all lots; classes with the fewest holders and receivers come first."""
         for (having, wanting), lots in sorted(classes.items(), key=lambda item: tuple(map(len, item[0]))):
             for chunk in chunks(lots, math.lcm(len(having), len(wanting))):
                 numel = sum(box_numel(lot.box) for lot in chunk)
@@ -163,7 +163,7 @@ class _Dealer:
                     received.extend(Piece(lot.name, lot.segment, lot.box, *hop) for lot in chunk)
 
     def _hops(self, owner: int, first: int, wanting: Sequence[int], numel: int) -> Iterator[Hop]:
-        """The way of one chunk to all that want it; what comes from other nodes is spread over the ranks of a node."""
+        """The hops of one chunk to all its receivers. Chunks from other nodes are spread over the ranks of a node."""
         nodes: dict[int, list[int]] = defaultdict(list)
         for number in wanting:
             nodes[self._members[number].node].append(number)
@@ -181,7 +181,7 @@ class _Dealer:
 def chunks(lots: Sequence[Lot], number: int) -> Iterator[list[Lot]]:
     """Cut a class into about `number` chunks of equal size, or fewer of MIN_CHUNK elements; in order.
 
-    No chunk is larger than the target size and one box more (a 1/PARTS_PER_CHUNK of it, or a single row).
+    A chunk exceeds the target size by at most one box (1/PARTS_PER_CHUNK of it, or a single row).
     """
     total = sum(box_numel(lot.box) for lot in lots)
     size = max(-(-total // number), MIN_CHUNK)
@@ -191,7 +191,7 @@ def chunks(lots: Sequence[Lot], number: int) -> Iterator[list[Lot]]:
         for box in split_box(lot.box, -(-size // PARTS_PER_CHUNK)):
             chunk.append(replace(lot, box=box))
             numel += box_numel(box)
-            # Ends are counted from the start, so that what one chunk has too much of the next has less of.
+            # Ends are counted from the start, so that the next chunk is smaller by what this one has too much.
             if done + numel >= size * (done // size + 1):
                 yield chunk
                 done += numel

@@ -1,9 +1,8 @@
-"""CUDA memory that keeps its addresses: vLLM's cumem allocations, of which single ones are unmapped and mapped again.
+"""CUDA memory with fixed addresses: single allocations of vLLM's cumem allocator are unmapped and mapped again.
 
-vLLM's allocator reserves an address range for each of its allocations and maps physical memory into it. Its own
-`sleep` discards all that it has, and its `wake_up` maps more than the tags that it is given. So allocations are picked
-out here by the storages that lie in them, and handed to the two calls below those methods one by one; each is marked
-as vLLM itself would mark it.
+vLLM's allocator reserves an address range for each allocation and maps physical memory into it. Its own `sleep`
+discards all allocations, and its `wake_up` maps more than the given tags. So this module selects allocations by the
+storages in them, passes them one by one to the two calls below those methods, and marks each as vLLM would mark it.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from megatron_rl.device import GIVEN_BACK, release_cached
 from megatron_rl.hybrid_engine.storages import as_bytes
 
 Handle = tuple[Any, ...]
-"""vLLM's: device, bytes, address, what the driver calls the physical memory."""
+"""vLLM's handle: device, bytes, address, the driver's handle of the physical memory."""
 
 
 class Allocation(Protocol):
-    """One entry of vLLM's table (its `AllocationData`), under its address. is_asleep: nothing is mapped there now."""
+    """One entry of vLLM's table (its `AllocationData`). is_asleep: no memory is mapped there now."""
 
     handle: Handle
     tag: str
@@ -33,35 +32,35 @@ class Allocation(Protocol):
 def allocations_of(
     table: Mapping[int, Allocation], tag: str, storages: Sequence[tuple[int, int]]
 ) -> dict[int, Allocation]:
-    """The allocations with `tag` in which the storages lie, by address, ascending. storages: (address, bytes).
+    """The allocations with `tag` that contain the storages, by address, ascending. storages: (address, bytes).
 
-    An allocation in which none lies is left alone: its tensors have gone, or it is another buffer's. Raises ValueError
-    for a storage that does not lie wholly in one allocation with this tag.
+    Other allocations are left alone: their tensors are gone, or they belong to another buffer. Raises ValueError for a
+    storage that is not wholly in one allocation with this tag.
     """
-    found = set()
+    bases = set()
     for address, num_bytes in storages:
-        holding = [base for base, one in table.items() if base <= address and address + num_bytes <= base + size(one)]
+        holding = [base for base, each in table.items() if base <= address and address + num_bytes <= base + size(each)]
         if not holding or table[holding[0]].tag != tag:
-            tags = ", ".join(sorted({one.tag for one in table.values()})) or "none"
+            tags = ", ".join(sorted({allocation.tag for allocation in table.values()})) or "none"
             where = f"is tagged {table[holding[0]].tag!r}" if holding else "is not vLLM's cumem allocator's"
             raise ValueError(
                 f"{num_bytes} bytes at {address:#x} must lie in memory that keeps its address, tagged {tag!r}; this "
                 f"{where} (tags there: {tags})"
             )
-        found.add(holding[0])
-    return {base: table[base] for base in sorted(found)}
+        bases.add(holding[0])
+    return {base: table[base] for base in sorted(bases)}
 
 
 def size(allocation: Allocation) -> int:
-    """Its bytes, a multiple of the driver's granularity."""
+    """Bytes of an allocation, a multiple of the driver's granularity."""
     num_bytes: int = allocation.handle[1]
     return num_bytes
 
 
 class MappedMemory:
-    """Storages within allocations of vLLM's, all with one tag; nobody else's may lie in those.
+    """Storages in vLLM's allocations with one tag, which contain no other storages.
 
-    table: vLLM's allocations by address. create_and_map, unmap_and_release: its two calls.
+    table: vLLM's allocations by address. create_and_map, unmap_and_release: vLLM's two calls.
     """
 
     def __init__(
@@ -82,23 +81,23 @@ class MappedMemory:
 
     @property
     def is_allocated(self) -> bool:
-        return not any(one.is_asleep for one in self._allocations)
+        return not any(each.is_asleep for each in self._allocations)
 
     def allocate(self) -> None:
-        """Raises OutOfMemoryError, with nothing mapped that was not, when the GPU has too little."""
-        asleep = [one for one in self._allocations if one.is_asleep]
+        """Raises OutOfMemoryError, with the mapping unchanged, if the GPU has too little memory."""
+        asleep = [each for each in self._allocations if each.is_asleep]
         if not asleep:
             return
-        release_cached(self._device)  # the driver takes from what torch has not
+        release_cached(self._device)  # the driver can only take memory that torch has not cached
         done: list[Allocation] = []
         try:
-            for one in asleep:
-                self._map(one.handle)
-                one.is_asleep = False
-                done.append(one)
+            for allocation in asleep:
+                self._map(allocation.handle)
+                allocation.is_asleep = False
+                done.append(allocation)
         except RuntimeError as error:
-            for one in done:
-                self._take_away(one)
+            for allocation in done:
+                self._take_away(allocation)
             if "out of memory" not in str(error):
                 raise
             wanted = sum(map(size, asleep)) / 2**20
@@ -106,41 +105,41 @@ class MappedMemory:
         GIVEN_BACK.note(id(self), self._device.index, 0)
 
     def release(self) -> None:
-        """Waits for all that the device was given, which may still read it."""
-        there = [one for one in self._allocations if not one.is_asleep]
-        if there:
+        """Waits for the device's work, which may still read the memory."""
+        mapped_now = [each for each in self._allocations if not each.is_asleep]
+        if mapped_now:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-            for one in there:
-                self._take_away(one)
+            for allocation in mapped_now:
+                self._take_away(allocation)
             GIVEN_BACK.note(id(self), self._device.index, self.num_bytes)
 
     def clear(self) -> None:
         for storage in self._storages:
             as_bytes(storage).zero_()
 
-    def _take_away(self, one: Allocation) -> None:
+    def _take_away(self, allocation: Allocation) -> None:
         try:
-            self._unmap(one.handle)
+            self._unmap(allocation.handle)
         finally:
-            one.is_asleep = True
+            allocation.is_asleep = True
 
 
 def pool(tag: str) -> AbstractContextManager[None]:
-    """What is made inside lies in memory of that tag. Of one instance a process; no vLLM engine need be there."""
+    """A context whose allocations get a tag. There is one allocator per process; no vLLM engine is needed."""
     context: AbstractContextManager[None] = allocator().use_memory_pool(tag)
     return context
 
 
 def mapped(storages: Sequence[torch.UntypedStorage], tag: str, device: torch.device) -> MappedMemory:
-    """Storages that were made in `pool(tag)`. Raises ValueError for others."""
+    """Memory of storages that were made in `pool(tag)`. Raises ValueError for others."""
     from vllm.device_allocator.cumem import create_and_map, unmap_and_release
 
     return MappedMemory(storages, tag, device, allocator().pointer_to_data, create_and_map, unmap_and_release)
 
 
 def allocator() -> Any:
-    """vLLM's, of which a process has one. Raises RuntimeError where this build of vLLM has none."""
+    """vLLM's allocator of this process. Raises RuntimeError if this build of vLLM has none."""
     from vllm.device_allocator.cumem import CuMemAllocator, cumem_available
 
     if not cumem_available:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.hybrid_engine.layout import Region
-from megatron_rl.hybrid_engine.memory_buffer import MemoryBuffer
 from megatron_rl.hybrid_engine.schedule import Leg, Step
+from megatron_rl.hybrid_engine.stable_memory import MemoryBuffer
 from megatron_rl.hybrid_engine.transport import Transport
 from megatron_rl.observe.liveness import made_progress
 

@@ -1,4 +1,4 @@
-"""Where the elements of tensors lie in flat buffers: slots, and the strided regions that boxes of them cover."""
+"""The places of tensors in flat buffers: slots, and the strided regions of boxes in them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megatron_rl.parallel.sharding import Box, Shard, box_numel, box_shape, length
 
 FOREIGN = -1
-"""Number of the buffer that holds what training does not; training's own buffers count from 0."""
+"""Number of the buffer for shards that training does not have; training's own buffers count from 0."""
 
 
 class Region(NamedTuple):
@@ -73,7 +73,7 @@ class Slot:
         return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
     def region(self, segment: int, box: Box) -> Region:
-        """Where `box` of a segment lies; one dim per dim of the box. The box must be inside one of the parts."""
+        """The region of `box` of a segment; one dim per dim of the box. The box must be inside one of the parts."""
         for part in self.shard.parts:
             if part.segment != segment:
                 continue

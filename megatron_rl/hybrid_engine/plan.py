@@ -1,12 +1,12 @@
-"""What every rank of an exchange group needs for generation, what it is missing, and who sends that: pure data.
+"""Plan an exchange: what every rank of the group needs for generation, lacks, and receives from whom. Pure data.
 
 Training cuts every segment of a logical tensor into boxes, each held by one rank or by several. A rank needs its
-rollout shard; each of its intersections with a box that the rank does not hold is one piece, sent by one holder. So
-every element arrives exactly once and the bytes a rank receives are what it needs minus what it holds.
+rollout shard. Each intersection of it with a box that the rank does not hold is one piece, sent by one holder. So every
+element arrives exactly once, and a rank receives what it needs minus what it holds.
 
-Where ranks sit on several nodes, a piece crosses to a node once: one rank there fetches it (phase 0) and passes it on
-to the others that need the same piece (phase 1). For a rollout TP size that divides training's, with stages on
-different nodes, that is an exchange among pipeline stages followed by one inside micro-DP groups.
+With ranks on several nodes, a piece is sent to a node once: one rank there fetches it (phase 0) and passes it on to the
+others that need it (phase 1). If the rollout TP size divides training's and stages are on different nodes, that is an
+exchange among pipeline stages followed by one inside micro-DP groups.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ ALIGNMENT = 64
 class Member:
     """One rank of an exchange group. held: its training shards, by buffer and offset; wanted: its rollout place.
 
-    A rank that only trains wants nothing (None); one that only generates holds nothing. rank: in its own world.
-    pool: the name of that world, where the members are of several.
+    A rank that only trains wants nothing (None); a rank that only generates holds nothing. rank: in its own world.
+    pool: the name of that world, if the members are of several worlds.
     """
 
     rank: int
@@ -42,7 +42,7 @@ class Member:
 
     @property
     def rollout_place(self) -> Place:
-        """`wanted`, of a rank that generates. Raises ValueError for another."""
+        """`wanted` of a rank that generates. Raises ValueError for a rank that does not."""
         if self.wanted is None:
             raise ValueError(f"{self.name} does not generate")
         return self.wanted
@@ -80,7 +80,7 @@ class Piece(NamedTuple):
 
 @dataclass
 class MemberPlan:
-    """What one member has while generating.
+    """The shards of one member during generation.
 
     slots: its rollout shards by name, in training's buffers where the shard is the same (shared memory), else in the
     foreign buffer of `foreign_numel` elements. local: pieces it copies from its own training shards. received: those
@@ -125,15 +125,15 @@ class ExchangePlan:
     plans: Sequence[MemberPlan]
 
     def source_slot(self, piece: Piece) -> Slot:
-        """Where the sender reads a piece."""
+        """The slot from which the sender reads a piece."""
         return self.held[piece.source][piece.name] if piece.phase == 0 else self.plans[piece.source].slots[piece.name]
 
     def dest_slot(self, piece: Piece) -> Slot:
-        """Where the receiver writes a piece."""
+        """The slot to which the receiver writes a piece."""
         return self.plans[piece.dest].slots[piece.name]
 
     def numel_over_network(self, member: int) -> int:
-        """Elements that a member receives from other nodes: what its node lacks and it fetches for all there."""
+        """Elements that a member receives from other nodes: pieces that its node lacks and that it fetches."""
         node = self.members[member].node
         received = self.plans[member].received
         return sum(piece.numel for piece in received if self.members[piece.source].node != node)
@@ -236,7 +236,7 @@ Cut = tuple[int, Box, tuple[int, ...]]
 
 
 def cuts(takers: Iterable[tuple[Slot, Sequence[int]]], segments: Sequence[Holders]) -> dict[Cut, list[int]]:
-    """What training's cuts leave of the slots of one tensor, with the members whose slots contain it.
+    """The pieces of the slots of one tensor along training's cuts, with the members whose slots contain them.
 
     takers: foreign slots, each with the members that have it.
     """
@@ -257,7 +257,7 @@ def _find_pieces(plans: list[MemberPlan], members: Sequence[Member], holders: Ma
         takers = [
             (plan.slots[name], (number,)) for number, plan in enumerate(plans) if plan.slots[name].buffer == FOREIGN
         ]
-        # Shards that are alike are one object (`shard_of`), which lives as long as its slot.
+        # Equal shards are one object (`shard_of`), which exists as long as its slot.
         key = (*((id(slot.shard), numbers) for slot, numbers in takers), *(tuple(held.items()) for held in segments))
         if key not in known:
             known[key] = _found(cuts(takers, segments), members)
@@ -269,7 +269,7 @@ def _find_pieces(plans: list[MemberPlan], members: Sequence[Member], holders: Ma
 
 
 def _found(pieces: Mapping[Cut, list[int]], members: Sequence[Member]) -> tuple[list[Found], list[Found]]:
-    """What receivers copy from their own training shards, and what others send them."""
+    """The pieces that receivers copy from their own training shards, and those that others send them."""
     local, received = [], []
     for (segment, box, having), numbers in pieces.items():
         local += [(segment, box, Hop(number, number, 0, number)) for number in having if number in numbers]
@@ -279,7 +279,7 @@ def _found(pieces: Mapping[Cut, list[int]], members: Sequence[Member]) -> tuple[
 
 
 class Hop(NamedTuple):
-    """How one receiver gets a piece: the last fields of `Piece`."""
+    """The way of a piece to one receiver: the last fields of `Piece`."""
 
     source: int
     dest: int

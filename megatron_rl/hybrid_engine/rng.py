@@ -1,4 +1,4 @@
-"""Training and generation each keep their own random state; neither sees how many numbers the other drew."""
+"""Separate random states of training and generation, independent of how many numbers the other draws."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RNGState:
         set_rng_states(self.torch_states)
 
     def to_json(self) -> dict[str, Any]:
-        """The state in values that JSON has."""
+        """The state as JSON values."""
         version, words, gauss = self.python_state
         inner = self.numpy_state["state"]
         return {
@@ -41,7 +41,7 @@ class RNGState:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> RNGState:
-        """What `to_json` returned, also after a round trip through a file."""
+        """The state from the values of `to_json`, also after a round trip through a file."""
         version, words, gauss = content["python"]
         inner = content["numpy"]["state"]
         key = np.array(inner["key"], dtype=np.uint32)
@@ -63,7 +63,7 @@ def from_hex(text: str) -> torch.Tensor:
 
 
 def swap(incoming: RNGState | None) -> RNGState:
-    """Put `incoming` in place (None: leave the state as it is) and return what was there."""
+    """Set the random state to `incoming` (None: leave it unchanged) and return the previous one."""
     outgoing = RNGState.capture()
     if incoming is not None:
         incoming.restore()

@@ -1,16 +1,17 @@
-"""Memory that is given back and taken again under the same addresses, which captured graphs have noted.
+"""Memory that is released and allocated again at the same addresses, which captured graphs need.
 
-On a CPU pages are dropped and come anew when they are touched; on CUDA an address range stays reserved and physical
-memory is mapped into it (`cuda_memory.py`). Content after `allocate` is undefined everywhere, until it is written or
+On a CPU pages are dropped, and new ones are allocated when they are touched. On CUDA an address range stays reserved
+and physical memory is mapped into it (`cuda_memory.py`). Content after `allocate` is undefined until it is written or
 cleared.
 
-Between `release` and `allocate` views must not be used. Who does it all the same reads zeros on a CPU (what shares a
-page with others stays as it was), and a write takes pages unnoticed; on CUDA the kernel faults, which ends the process.
+Between `release` and `allocate` views must not be used. On a CPU a read would give zeros (memory that shares a page
+with others keeps its content) and a write would allocate pages; on CUDA the kernel would fault, which ends the process.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 from collections.abc import Sequence
 from typing import Protocol
@@ -21,29 +22,31 @@ from megatron_rl.hybrid_engine.storages import as_bytes
 
 
 class Memory(Protocol):
-    """Bytes that come and go under tensors that stay. Every call may be repeated."""
+    """Memory under tensors that stay. Every call may be repeated.
+
+    num_bytes: size when allocated.
+    """
 
     num_bytes: int
-    """When it is there."""
 
     @property
     def is_allocated(self) -> bool:
-        """Whether it is there."""
+        """Whether the memory is allocated."""
 
     def allocate(self) -> None:
-        """Take it again; what is there keeps its content."""
+        """Allocate the memory; allocated memory keeps its content."""
 
     def release(self) -> None:
-        """Give it back."""
+        """Release the memory."""
 
     def clear(self) -> None:
-        """Let all of it read as zeros; it must be there."""
+        """Set all of it to zero; it must be allocated."""
 
 
 class HostPages:
-    """Whole pages of host memory under `storages`, which are private and anonymous, as allocators make them.
+    """Whole pages of host memory under `storages`, which must be private and anonymous, as allocators make them.
 
-    What shares a page with other memory is kept: less than two pages of each storage.
+    Pages shared with other memory are kept: less than two pages of each storage.
     """
 
     def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
@@ -52,17 +55,17 @@ class HostPages:
         self.is_allocated = True
 
     def allocate(self) -> None:
-        """Pages come when they are touched."""
+        """Pages are allocated when they are touched."""
         self.is_allocated = True
 
     def release(self) -> None:
-        """Raises OSError where the system refuses."""
+        """Raises OSError if the system refuses."""
         for storage in self._storages:
             drop_pages(storage.data_ptr(), *whole_pages(storage.data_ptr(), storage.nbytes()))
         self.is_allocated = self.num_bytes == 0
 
     def clear(self) -> None:
-        """Takes no page. Raises OSError where the system refuses."""
+        """Allocates no page. Raises OSError if the system refuses."""
         for storage in self._storages:
             address, num_bytes = storage.data_ptr(), storage.nbytes()
             start, stop = whole_pages(address, num_bytes)
@@ -72,7 +75,7 @@ class HostPages:
 
 
 class Resized:
-    """A storage that torch's allocator makes anew, wherever there is room: for what nobody notes the address of."""
+    """A storage that torch's allocator allocates again at any address, for tensors without a fixed address."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = storage
@@ -94,10 +97,9 @@ class Resized:
 
 
 def take(numel: int, dtype: torch.dtype, device: torch.device, tag: str | None) -> tuple[torch.Tensor, Memory]:
-    """A flat tensor of its own memory, which is there.
+    """A flat tensor in memory of its own, allocated.
 
-    tag: what the memory is called among CUDA's that keeps its addresses; None: on CUDA it may come back elsewhere,
-    which needs no vLLM.
+    tag: the memory's tag in vLLM's CUDA allocator; None: on CUDA its address may change, and vLLM is not needed.
     """
     if device.type == "cpu":
         data = own_pages(numel, dtype)
@@ -112,10 +114,39 @@ def take(numel: int, dtype: torch.dtype, device: torch.device, tag: str | None) 
     return data, mapped([data.untyped_storage()], tag, device)
 
 
-def adopt(tensors: Sequence[torch.Tensor], tag: str) -> Memory:
-    """The memory under tensors that somebody else has made, all on one device; on CUDA inside of the pool `tag`.
+class MemoryBuffer:
+    """A flat tensor of `numel` elements whose memory can be released and allocated again.
 
-    Raises ValueError where it was made elsewhere.
+    Views are made once. After `release()` and `allocate()` the same views (for example a rollout engine's parameters)
+    see the new memory, whose content is undefined until it is written. Its address stays on a CPU, and on CUDA if the
+    buffer has a `tag` in vLLM's allocator, which needs a vLLM built for CUDA.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, tag: str | None = None) -> None:
+        self.data, self._memory = take(numel, dtype, device, tag)
+        self.num_bytes = self._memory.num_bytes
+
+    def view(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """The elements from `offset` on, in `shape`. The buffer must be allocated."""
+        return self.data[offset : offset + math.prod(shape)].view(shape)
+
+    @property
+    def is_allocated(self) -> bool:
+        return self._memory.is_allocated
+
+    def allocate(self) -> None:
+        """Allocate the memory, if it is released."""
+        self._memory.allocate()
+
+    def release(self) -> None:
+        """Release the memory. Views must not be read or written until `allocate()`."""
+        self._memory.release()
+
+
+def adopt(tensors: Sequence[torch.Tensor], tag: str) -> Memory:
+    """The memory under existing tensors, all on one device; on CUDA they must be made in the pool `tag`.
+
+    Raises ValueError for tensors made elsewhere.
     """
     storages = list({tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}.values())
     device = tensors[0].device if tensors else torch.device("cpu")
@@ -127,21 +158,21 @@ def adopt(tensors: Sequence[torch.Tensor], tag: str) -> Memory:
 
 
 def own_pages(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor that begins at a page, in pages of its own. Raises OSError where there is no room."""
+    """A tensor that begins at a page, in pages of its own. Raises OSError without enough memory."""
     if numel == 0:
         return torch.empty(0, dtype=dtype)
     pages = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=dtype, count=numel)  # keeps the mapping for as long as its storage lives
+    return torch.frombuffer(pages, dtype=dtype, count=numel)  # its storage keeps the mapping
 
 
 def whole_pages(address: int, num_bytes: int) -> tuple[int, int]:
-    """First and last offset, from `address`, of the pages that lie within so many bytes; equal where none does."""
+    """First and last offset from `address` of the whole pages within `num_bytes`; equal if there is none."""
     start = min(-address % mmap.PAGESIZE, num_bytes)
     return start, max(start, num_bytes - (address + num_bytes) % mmap.PAGESIZE)
 
 
 def drop_pages(address: int, start: int, stop: int) -> None:
-    """Let whole pages between two offsets from `address` read as zeros, taking none before it is touched."""
+    """Drop whole pages between two offsets from `address`; they read as zeros and are allocated when touched."""
     if stop == start:
         return
     libc = ctypes.CDLL(None, use_errno=True)

@@ -6,34 +6,24 @@ Legend: t tokens of this rank, K key/value heads of this TP rank, D head size, C
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
-class KeyExchange(Protocol):
-    """Brings the keys and values of all ranks, [2, t, K, D] each, to every rank."""
-
-    def blocks(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """(rank, its keys and values) for every rank, this rank first."""
-
-    def returned(self, own: Tensor, gradients: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """The sum of all ranks' gradients of `own`, in float32.
-
-        gradients: (rank, its keys and values) -> the gradients that this rank has of them.
-        """
-
-
 class Gathered:
-    """Gather all at once. Other ranks' keys are not kept; backward gathers them again."""
+    """Bring the keys and values of all ranks, [2, t, K, D] each, to every rank at once.
+
+    Other ranks' keys are not kept; backward gathers them again.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
     def blocks(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """See `KeyExchange`."""
+        """(rank, its keys and values) for every rank, this rank first."""
         size, rank = self.group.size(), self.group.rank()
         everyones = own.new_empty(size, *own.shape)
         dist.all_gather_into_tensor(everyones.flatten(0, 1), own, group=self.group)
@@ -42,7 +32,10 @@ class Gathered:
             yield source, everyones[source]
 
     def returned(self, own: Tensor, gradients: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """See `KeyExchange`."""
+        """The sum of all ranks' gradients of `own`, in float32.
+
+        gradients: (rank, its keys and values) -> the gradients that this rank has of them.
+        """
         of_ranks = {source: gradients(source, pair) for source, pair in self.blocks(own)}
         everyones = torch.cat([of_ranks[source] for source in range(self.group.size())])
         total = torch.empty(own.shape, dtype=torch.float32, device=own.device)
@@ -51,13 +44,13 @@ class Gathered:
 
 
 class Ring:
-    """Pass blocks around a ring; each is on its way to the next rank while this rank works with it."""
+    """The interface of `Gathered` with a ring: each block is on its way to the next rank while this rank uses it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
     def blocks(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """See `KeyExchange`."""
+        """(rank, its keys and values) for every rank, this rank first."""
         size, rank = self.group.size(), self.group.rank()
         held = own
         for step in range(size):
@@ -67,9 +60,7 @@ class Ring:
                 held = arriving()
 
     def returned(self, own: Tensor, gradients: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """See `KeyExchange`. Gradients follow their keys around the ring, one step behind, until they reach
-        their rank.
-        """
+        """See `Gathered.returned`. Gradients follow their keys around the ring, one step behind."""
         arriving = None
         for source, pair in self.blocks(own):
             total = gradients(source, pair)
@@ -95,6 +86,9 @@ class Ring:
             return received
 
         return arrived
+
+
+KeyExchange = Gathered | Ring
 
 
 class ChangeParts(torch.autograd.Function):

@@ -121,16 +121,11 @@ class TrainGrid(TrainSizes):
 
     def tp_groups(self) -> list[list[int]]:
         """Ranks that share layers: consecutive."""
-        return [list(range(start, start + self.tp_size)) for start in range(0, self.world_size, self.tp_size)]
+        return self._groups(self.tp_size, 1)
 
     def cp_groups(self) -> list[list[int]]:
         """Ranks that hold the same shard and read parts of the same rows."""
-        return [
-            [self.rank(tp, dp, pp, cp) for cp in range(self.cp_size)]
-            for pp in range(self.pp_size)
-            for dp in range(self.dp_size)
-            for tp in range(self.tp_size)
-        ]
+        return self._groups(self.cp_size, self.tp_size)
 
     def pack_groups(self, size: int) -> list[list[int]]:
         """Groups of ranks that share packs of this size: neighbours in every context-parallel group."""
@@ -143,21 +138,16 @@ class TrainGrid(TrainSizes):
 
     def dp_groups(self) -> list[list[int]]:
         """Ranks that hold the same shard and read the same parts of different rows."""
-        return [
-            [self.rank(tp, dp, pp, cp) for dp in range(self.dp_size)]
-            for pp in range(self.pp_size)
-            for cp in range(self.cp_size)
-            for tp in range(self.tp_size)
-        ]
+        return self._groups(self.dp_size, self.tp_size * self.cp_size)
 
     def pp_groups(self) -> list[list[int]]:
         """Ranks that hold the stages of one model replica at one TP coordinate, first stage first."""
-        return [
-            [self.rank(tp, dp, pp, cp) for pp in range(self.pp_size)]
-            for dp in range(self.dp_size)
-            for cp in range(self.cp_size)
-            for tp in range(self.tp_size)
-        ]
+        return self._groups(self.pp_size, self.stage_size)
+
+    def _groups(self, size: int, stride: int) -> list[list[int]]:
+        """Groups of `size` ranks that are `stride` apart, by their first rank; they partition the ranks."""
+        firsts = (rank for rank in range(self.world_size) if rank // stride % size == 0)
+        return [[first + stride * place for place in range(size)] for first in firsts]
 
 
 def train_grid(world_size: int, megatron: MegatronConfig) -> TrainGrid:

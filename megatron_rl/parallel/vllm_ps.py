@@ -31,11 +31,6 @@ class RolloutGroups:
     def tp_rank(self) -> int:
         return self.grid.tp_rank(self.rank)
 
-    @property
-    def is_replica_collector(self) -> bool:
-        """Whether this rank's samples count for its replica: the first rank of its rollout TP group."""
-        return self.tp_rank == 0
-
 
 def rank_order(grid: RolloutGrid) -> list[int]:
     """The rank to put at each of vLLM's places 0, 1, ... so that consecutive places make the grid's TP groups."""

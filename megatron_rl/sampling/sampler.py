@@ -102,7 +102,7 @@ class Sampler:
             batch = self._filtered(step)
         else:
             prompts = self._next_prompts()
-            batch = SampledBatch(prompts, self._samples(prompts, self.sampling(salt=step)), None, None, {})
+            batch = SampledBatch(prompts, self._training_answers(prompts, salt=step), None, None, {})
         if self.needs_greedy:
             batch.greedy = self.generate(batch.prompts.one_per_group(), self.greedy())
         return batch
@@ -127,8 +127,8 @@ class Sampler:
         """Answers to all prompt rows. The ranks are in rollout mode only inside this call."""
         return self._generated(prompts, sampling, with_experts=False)
 
-    def _samples(self, prompts: Prompts, sampling: Sampling) -> Generations:
-        return self._generated(prompts, sampling, self.config.returns_experts)
+    def _training_answers(self, prompts: Prompts, salt: int) -> Generations:
+        return self._generated(prompts, self.sampling(salt), self.config.returns_experts)
 
     def _generated(self, prompts: Prompts, sampling: Sampling, with_experts: bool) -> Generations:
         reports = self.rollout.enter().get()
@@ -167,7 +167,7 @@ class Sampler:
             prompts = self._next_prompts()
             # Group numbers are unique over all batches.
             prompts.uid = known(prompts.uid) + sum(len(earlier) for earlier, _, _ in batches)
-            generations = self._samples(prompts, self.sampling(salt=step + SALT_STRIDE * len(batches)))
+            generations = self._training_answers(prompts, salt=step + SALT_STRIDE * len(batches))
             pending = self.rewards.start(prompts, generations)
             batches.append((prompts, generations, self.rewards.training_scores(prompts, generations, pending)))
             prompts = concatenate([part for part, _, _ in batches])

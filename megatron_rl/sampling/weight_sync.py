@@ -105,7 +105,9 @@ class ReplicaWeights:
                 addresses[slot.number] = replace(address, first_receiver=first)
                 first += slot.num_ranks
             joining = self._actor.join_bridge(address)
-            joined = self._call(slots, lambda slot: slot.rollout.join_bridge(addresses[slot.number])).get()
+            joined = ReplicaCalls(
+                self._driver, slots, lambda slot: slot.rollout.join_bridge(addresses[slot.number])
+            ).get()
             answers = [*joining.get(), *(answer for of_ranks in joined.values() for answer in of_ranks)]
         missing = [slot.replica.name for slot in slots if slot.number not in joined]
         reasons = [*(answer for answer in answers if answer), *(f"{name} was lost" for name in missing)]
@@ -167,7 +169,7 @@ class ReplicaWeights:
             reports, is_broken = first.concluded, any(attempt.broken for attempt in (first, *others))
         else:
             with self._driver.holding(version):
-                receiving = self._call(slots, lambda slot: slot.rollout.try_receive_weights())
+                receiving = ReplicaCalls(self._driver, slots, lambda slot: slot.rollout.try_receive_weights())
                 sent = self._actor.try_send_weights(version).get()
                 received = receiving.get()
             arrivals = [arrival for of_ranks in received.values() for arrival in of_ranks]
@@ -180,13 +182,10 @@ class ReplicaWeights:
 
     def _let_joining_generate(self, backlog: Backlog) -> None:
         joined = [slot for slot in self._driver.slots.joining if restarts_of([slot]).items() <= self._connected.items()]
-        self._call(joined, lambda slot: slot.rollout.enter()).get()
+        ReplicaCalls(self._driver, joined, lambda slot: slot.rollout.enter()).get()
         with self._driver.locked():
             for slot in joined:
                 if slot.state is State.JOINING:
                     slot.state = State.GENERATING
                     if slot.replica.num_restarts > 0:
                         backlog.decider.replica_back(slot.number, self.version)
-
-    def _call(self, slots: Sequence[ReplicaSlot], call: Call) -> ReplicaCalls:
-        return ReplicaCalls(self._driver, slots, call)

@@ -13,8 +13,8 @@ import torch
 def run(device: str, small: bool, figures: dict[str, Any]) -> None:
     """Allocated, reserved and free MiB in every round, while training's memory is away and when it is back."""
     from megatron_rl.device import Device, release_cached
-    from megatron_rl.hybrid_engine.memory_buffer import MemoryBuffer
     from megatron_rl.hybrid_engine.offload import HostCopy, Zeros
+    from megatron_rl.hybrid_engine.stable_memory import MemoryBuffer
 
     where = Device(device).torch_device
     numel = (4 << 20) if small or device == "cpu" else (1 << 30)

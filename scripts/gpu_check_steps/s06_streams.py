@@ -13,7 +13,7 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
     if device == "cpu":
         raise step.NotRun("a CPU has no streams")
     from megatron_rl.device import Device, release_cached, side_stream
-    from megatron_rl.hybrid_engine.memory_buffer import MemoryBuffer
+    from megatron_rl.hybrid_engine.stable_memory import MemoryBuffer
 
     where = Device(device).torch_device
     numel = (1 << 24) if small else (1 << 28)

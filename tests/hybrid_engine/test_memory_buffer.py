@@ -3,7 +3,7 @@
 import psutil
 import torch
 
-from megatron_rl.hybrid_engine.memory_buffer import MemoryBuffer
+from megatron_rl.hybrid_engine.stable_memory import MemoryBuffer
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
