@@ -52,6 +52,12 @@ class Nearest:
         return self.value(config) if callable(self.value) else self.value
 
 
+@dataclass(frozen=True)
+class IsPath:
+    """The value names a file or a folder, or is a list of such names."""
+
+
+FilePath = Annotated[str, IsPath()]
 Size = Annotated[int, Ge(1)]
 Count = Annotated[int, Ge(0)]
 NotNegative = Annotated[float, Ge(0)]
@@ -115,6 +121,7 @@ class Constraints:
     other: Or | None = None
     most: int | None = None
     nearest: Nearest | None = None
+    is_path: bool = False
 
     def holds(self, value: Any) -> bool:
         """Whether a value that is not null keeps every constraint."""
@@ -162,6 +169,7 @@ def constraints_of(hint: Any) -> Constraints:
         found.get(Or),
         found[AtMost].number if AtMost in found else None,
         found.get(Nearest),
+        IsPath in found,
     )
 
 

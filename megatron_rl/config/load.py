@@ -30,6 +30,7 @@ from megatron_rl.config.keys import (
     NAMED_GROUPS,
     default_of,
     is_key,
+    leaf_of,
     type_of,
 )
 from megatron_rl.config.problems import like_name, nearest_name, raise_problems, refused, violations_of
@@ -56,10 +57,6 @@ CUDA_DEFAULTS = {
     "actor_rollout_ref.rollout.enforce_eager": False,
 }
 """Defaults on GPUs, which are verl's. On CPUs the schema's defaults hold."""
-
-PATH_NAMES = {"path", "train_files", "val_files", "default_local_dir", "resume_from_path"}
-PATH_NAMES |= {"rollout_data_dir", "validation_data_dir", "bad_rows_file"}
-"""Last parts of the keys that name files and folders."""
 
 LARGEST_WHOLE = 2**63 - 1
 """The largest integer of torch and numpy."""
@@ -316,7 +313,8 @@ def _in_type(key: str, value: Any) -> Any:
 
 def _without_tilde(key: str, value: Any) -> Any:
     """Replace a leading "~" of a path by the user's home: shells do not after the "=" of an override."""
-    if type_of(key) is None or key.rpartition(".")[2] not in PATH_NAMES:
+    leaf = leaf_of(key)
+    if leaf is None or not leaf.is_path:
         return value
     if isinstance(value, list):
         return [_without_tilde(key, path) for path in value]

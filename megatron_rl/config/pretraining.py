@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from megatron_rl.config.constraints import NotNegative, NumPrompts, OneOf
+from megatron_rl.config.constraints import IsPath, NotNegative, NumPrompts, OneOf
 from megatron_rl.config.megatron import follows
 from megatron_rl.config.tasks import ExampleKeys
 
@@ -18,7 +18,7 @@ class PretrainingConfig(ExampleKeys):
 
     coef: NotNegative = 0.0
     """Weight of the cross-entropy of further examples in the actor's loss, InstructGPT's gamma; 0: there are none."""
-    files: Any = None
+    files: Annotated[Any, IsPath()] = None
     """Parquet or jsonl file with plain text, conversations, or prompts with answers; or a list of such files."""
     file_weights: list[float] | None = None
     """Shares of the examples that come from each of files, to any total; null: all examples are one set."""

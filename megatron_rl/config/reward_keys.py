@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Le
 
-from megatron_rl.config.constraints import AtMost, Count, NotNegative, OneOf, PassTokens, Positive, Size
+from megatron_rl.config.constraints import AtMost, Count, FilePath, NotNegative, OneOf, PassTokens, Positive, Size
 from megatron_rl.config.megatron import MegatronConfig, follow_actor, follows
 from megatron_rl.config.trainer import GLOBAL_POOL, MOST_RANKS
 
@@ -17,7 +17,7 @@ HELD_OUT, RUNNING = NORMALISATIONS = ("held_out", "running")
 
 @dataclass
 class CustomRewardFunctionConfig:
-    path: str | None = None
+    path: FilePath | None = None
     """Python file of the rule reward; null: a built-in one."""
     name: str | None = "compute_score"
     """Function in that file: (data_source, solution_str, ground_truth, extra_info=None) -> float, or a dict with the
@@ -42,9 +42,9 @@ class OverlongBufferConfig:
 
 @dataclass
 class RewardModelModelConfig:
-    path: str | None = None
+    path: FilePath | None = None
     """Hugging Face folder of a ...ForSequenceClassification model with one label."""
-    input_tokenizer: str | None = None
+    input_tokenizer: FilePath | None = None
     """null: the reward model reads the actor's tokens. The actor's folder: it reads the conversation as text, which is
     rendered with the chat template of its own folder and tokenised with the tokenizer there."""
     use_remove_padding: bool = follows("actor_rollout_ref.model.use_remove_padding")

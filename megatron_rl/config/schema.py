@@ -18,6 +18,8 @@ from megatron_rl.config.batch_sizes import BatchSizes
 from megatron_rl.config.constraints import (
     AtMost,
     Count,
+    FilePath,
+    IsPath,
     Nearest,
     NotNegative,
     NumPrompts,
@@ -60,11 +62,11 @@ class PoolConfig:
 
 @dataclass
 class DataConfig(StageDataConfig):
-    train_files: Any = MISSING
+    train_files: Annotated[Any, IsPath()] = MISSING
     """Parquet or jsonl file with the training prompts, in verl's row schema; or a list of such files."""
     train_file_weights: list[float] | None = None
     """Shares of every batch that come from each of train_files, to any total; null: all prompts are one set."""
-    val_files: Any = MISSING
+    val_files: Annotated[Any, IsPath()] = MISSING
     """File, or list of files, with the held-out prompts."""
     prompt_key: str = "prompt"
     """Column with the chat messages (a list of {role, content}) or a plain string."""
@@ -99,7 +101,7 @@ class ModelOverrideConfig:
 
 @dataclass
 class ModelConfig:
-    path: str = MISSING
+    path: FilePath = MISSING
     """Hugging Face folder: config.json, safetensors, tokenizer; or the Hub's id of a model in the local cache."""
     override_config: ModelOverrideConfig = field(default_factory=ModelOverrideConfig)
     use_remove_padding: bool = True
@@ -119,7 +121,7 @@ class CheckpointConfig:
 
 @dataclass
 class UserFileConfig:
-    path: str | None = None
+    path: FilePath | None = None
     """Python file that defines the function."""
 
 
@@ -319,7 +321,7 @@ class ActorRolloutRefConfig:
 
 @dataclass
 class CriticModelConfig:
-    path: str = "${actor_rollout_ref.model.path}"
+    path: FilePath = "${actor_rollout_ref.model.path}"
     """Hugging Face folder of the critic's trunk; the value head starts fresh."""
     use_remove_padding: bool = follows("actor_rollout_ref.model.use_remove_padding")
 

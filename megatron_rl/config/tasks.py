@@ -12,7 +12,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
-from megatron_rl.config.constraints import NotNegative, OneOf, Positive
+from megatron_rl.config.constraints import FilePath, NotNegative, OneOf, Positive
 from megatron_rl.config.declarations import PREFERENCE_LOSSES, REWARD_MODEL_LOSSES
 
 PPO, SFT, REWARD, DPO = "ppo", "sft", "reward", "dpo"
@@ -51,7 +51,7 @@ class ExampleKeys:
     bad_rows: Annotated[str, OneOf(BAD_ROWS)] = "error"
     """Rows that cannot be used. error: refuse the files, naming the rows | skip: leave them out and list them in
     bad_rows_file."""
-    bad_rows_file: str | None = None
+    bad_rows_file: FilePath | None = None
     """Where bad_rows=skip writes its list; null: bad_rows.jsonl, of ptx bad_pretraining_rows.jsonl, in
     trainer.default_local_dir."""
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
 
-from megatron_rl.config.constraints import AtMost, Bounds, Count, Nearest, NotNegative, OneOf, Or, Size
+from megatron_rl.config.constraints import AtMost, Bounds, Count, FilePath, Nearest, NotNegative, OneOf, Or, Size
 from megatron_rl.config.tasks import STAGES
 
 GLOBAL_POOL = "global_pool"
@@ -50,7 +50,7 @@ class TrainerConfig:
     """Validate every so many steps; always after the last one; 0 or -1: only then."""
     val_before_train: bool = True
     """Validate before the first step."""
-    default_local_dir: str = "outputs/${trainer.project_name}/${trainer.experiment_name}"
+    default_local_dir: FilePath = "outputs/${trainer.project_name}/${trainer.experiment_name}"
     """Folder for metrics, summary, curves, the exported model and the checkpoints."""
     save_freq: Annotated[int, Or(-1, "never"), Ge(1)] = -1
     """Write a checkpoint, `global_step_N`, every so many steps and after the last; -1: never."""
@@ -62,7 +62,7 @@ class TrainerConfig:
     resume_mode: Annotated[str, OneOf(RESUME_MODES)] = "auto"
     """auto: from the newest complete checkpoint in default_local_dir, where there is one | disable: from the start |
     resume_path: from resume_from_path."""
-    resume_from_path: str | None = None
+    resume_from_path: FilePath | None = None
     """The `global_step_N` folder that resume_mode=resume_path goes on from."""
     stop_grace_s: NotNegative = 300.0
     """Seconds that a run which saves checkpoints may take to finish or abandon its step and to save after SIGTERM,
@@ -70,17 +70,17 @@ class TrainerConfig:
     stall_timeout_s: Annotated[float | None, Gt(0), Nearest(1800.0)] = None
     """Seconds after which a method of a rank that makes no progress (no micro-batch, no step of the engine, no message)
     ends the run (exit code 3). null: ten times the longest phase that the planner expects, at least 1800."""
-    hardware_file: str | None = None
+    hardware_file: FilePath | None = None
     """A file that `megatron-rl profile` wrote on such machines: plans count with it, and the run says when a phase
     departs from its plan by more than the file's error. null: plans use data sheets, and the run reports nothing."""
     heartbeat_timeout_s: Annotated[float, Ge(10)] = 30.0
     """Seconds after which a rank whose process gives no sign of life ends the run (exit code 3)."""
-    rollout_data_dir: str | None = None
+    rollout_data_dir: FilePath | None = None
     """Folder for a table of the samples of every step, STEP.jsonl; null: none."""
     log_val_generations: Count = 0
     """Answers of every validation, the same rows each time, that go to val_generations/STEP.jsonl in the run's folder
     and to the loggers that show tables."""
-    validation_data_dir: str | None = None
+    validation_data_dir: FilePath | None = None
     """Folder for a table of the answers of every validation, STEP.jsonl; null: none."""
     balance_batch: bool = True
     """Give data-parallel ranks the same number of samples, chosen so that they have about equal work."""

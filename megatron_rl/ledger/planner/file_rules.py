@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_rl.checkpoint.targets import checkpoint_round, path_outside
 from megatron_rl.config.algorithms import trains_on_rule, uses_rule
-from megatron_rl.config.keys import default_of, type_of, value_of
+from megatron_rl.config.keys import default_of, leaves_of, type_of, value_of
 from megatron_rl.config.problems import missing_file, nearest_name, refused
 from megatron_rl.config.reward_keys import CustomRewardFunctionConfig
 from megatron_rl.config.schema import DataConfig, RunConfig, as_list
@@ -26,23 +26,6 @@ from megatron_rl.ledger.planner.hardware import load_hardware
 from megatron_rl.observe.services import absent_services
 
 PROMPT_SUFFIXES = (".parquet", ".jsonl")
-PATHS = (
-    "data.train_files",
-    "data.val_files",
-    "ptx.files",
-    "actor_rollout_ref.model.path",
-    "actor_rollout_ref.actor.policy_loss.custom.path",
-    "critic.model.path",
-    "reward_model.model.path",
-    "reward_model.model.input_tokenizer",
-    "custom_reward_function.path",
-    "algorithm.custom_adv_estimator.path",
-    "trainer.default_local_dir",
-    "trainer.rollout_data_dir",
-    "trainer.validation_data_dir",
-    "trainer.resume_from_path",
-)
-"""Every key that holds a path or a list of paths, without those of further reward models."""
 FOLDERS = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
 OUTPUTS = (*FOLDERS, "data.bad_rows_file", "ptx.bad_rows_file")
 """Keys of folders and files that a run writes."""
@@ -239,8 +222,7 @@ def path_problems(config: RunConfig) -> Iterator[Violation]:
 
     After one of these no other rule can look at files.
     """
-    further = (f"reward_models.{name}.model" for name in config.reward_models)
-    for key in (*PATHS, *(f"{group}.{name}" for group in further for name in ("path", "input_tokenizer"))):
+    for key in (key for key, leaf in leaves_of(config) if leaf.is_path):
         paths = value_of(config, key)
         for path in [paths] if isinstance(paths, str) else paths if isinstance(paths, list) else ():
             if not isinstance(path, str):
