@@ -135,9 +135,9 @@ def not_negative(matrix: np.ndarray, sums: np.ndarray) -> list[float]:
     # Columns are scaled to norm 1: seconds of a token and of a step differ by orders of magnitude.
     size = np.linalg.norm(matrix, axis=0)
     scaled = matrix / np.where(size > 0, size, 1.0)
-    found, free = np.zeros(scaled.shape[1]), np.zeros(scaled.shape[1], dtype=bool)
+    solution, free = np.zeros(scaled.shape[1]), np.zeros(scaled.shape[1], dtype=bool)
     for _ in range(10 * scaled.shape[1]):
-        slope = scaled.T @ (sums - scaled @ found)
+        slope = scaled.T @ (sums - scaled @ solution)
         slope[free] = -np.inf
         if free.all() or slope.max() <= 1e-9 * max(1.0, float(np.abs(sums).max())):
             break
@@ -145,19 +145,19 @@ def not_negative(matrix: np.ndarray, sums: np.ndarray) -> list[float]:
         tried = _solved(scaled, sums, free)
         while tried[free].min() < 0:
             below = free & (tried < 0)
-            share = (found[below] / (found[below] - tried[below])).min()
-            found = found + share * (tried - found)
-            free &= found > 1e-12
+            share = (solution[below] / (solution[below] - tried[below])).min()
+            solution = solution + share * (tried - solution)
+            free &= solution > 1e-12
             tried = _solved(scaled, sums, free)
-        found = tried
-    return [float(value) for value in found / np.where(size > 0, size, 1.0)]
+        solution = tried
+    return [float(value) for value in solution / np.where(size > 0, size, 1.0)]
 
 
 def _solved(matrix: np.ndarray, sums: np.ndarray, free: np.ndarray) -> np.ndarray:
-    found = np.zeros(matrix.shape[1])
+    solution = np.zeros(matrix.shape[1])
     if free.any():
-        found[free] = np.linalg.lstsq(matrix[:, free], sums, rcond=None)[0]
-    return found
+        solution[free] = np.linalg.lstsq(matrix[:, free], sums, rcond=None)[0]
+    return solution
 
 
 def fit_overheads(base: Hardware, alone: Sequence[Probe]) -> Overheads:

@@ -80,12 +80,12 @@ def tables(measured: Measured) -> list[Table]:
         )
         for size, seconds in hardware.collectives.items()
     ]
-    found = [plain_table("The machine", ("what", "measured", ""), rows), _overheads_table(hardware)]
+    shown = [plain_table("The machine", ("what", "measured", ""), rows), _overheads_table(hardware)]
     if measured.step is not None:
         phases = [(name, *_compared(*pair)) for name, pair in measured.phases.items()]
         phases.append(("step", *_compared(*measured.step)))
-        found.append(plain_table("A short run", ("phase", "planned", "measured", "error"), phases))
-    return found
+        shown.append(plain_table("A short run", ("phase", "planned", "measured", "error"), phases))
+    return shown
 
 
 def _overheads_table(hardware: Hardware) -> Table:
@@ -102,10 +102,10 @@ def _compared(planned: float, measured: float) -> tuple[str, str, str]:
 def sentences(measured: Measured) -> list[str]:
     """Return sentences: by how much estimates miss the samples, and how long the profile took."""
     missed = [abs(error) for error in measured.errors]
-    found = [
+    lines = [
         f"the clock misses the {len(missed)} passes and generations that it was set by by {quantile(missed, 0.5):.0%} "
         f"in the median and {quantile(missed, 0.9):.0%} for nine of ten",
     ]
     if measured.start_up_s is not None:
-        found.append(f"a run takes {measured.start_up_s:.0f} s beside its steps")
-    return [*found, f"profiled in {measured.seconds:.0f} s"]
+        lines.append(f"a run takes {measured.start_up_s:.0f} s beside its steps")
+    return [*lines, f"profiled in {measured.seconds:.0f} s"]

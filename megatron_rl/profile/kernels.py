@@ -35,14 +35,14 @@ def timed(body: Callable[[], object], device: torch.device, repeats: int) -> flo
 
     Other work of the machine only adds time. The ranks of a world start each call together; all must call.
     """
-    found = []
+    seconds = []
     for _ in range(repeats + 1):
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.barrier()
         start = settled_seconds(device)
         body()
-        found.append(settled_seconds(device) - start)
-    return sorted(found[1:])[repeats // 4]
+        seconds.append(settled_seconds(device) - start)
+    return sorted(seconds[1:])[repeats // 4]
 
 
 def kernel_samples(device: Device, repeats: int) -> Iterator[MeasuredSample]:

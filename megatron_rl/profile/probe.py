@@ -122,11 +122,11 @@ def settings(folder: Path, model: Path, device: str, num_ranks: int, longest: in
 
 def cut(content: dict[str, Any], tp_size: int, cp_size: int) -> dict[str, Any]:
     """Return a copy of the settings with TP and CP in training and the same TP in generation."""
-    found = copy.deepcopy(content)
-    shared = found["actor_rollout_ref"]
+    changed = copy.deepcopy(content)
+    shared = changed["actor_rollout_ref"]
     shared["actor"]["megatron"] |= {"tensor_model_parallel_size": tp_size, "context_parallel_size": cp_size}
     shared["rollout"]["tensor_model_parallel_size"] = tp_size
-    return found
+    return changed
 
 
 def dtype_of(device: str) -> str:

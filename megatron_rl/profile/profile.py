@@ -137,16 +137,16 @@ def tasks(request: ProfileRequest, folder: Path) -> list[MeasuringTask]:
         )
 
     cases = {"passes": PASSES, "generations": GENERATIONS}
-    found = [task(probes.SHALLOW, 1, alone, kernels=True, **cases), task(probes.DEEP, 1, alone, **cases)]
+    worlds = [task(probes.SHALLOW, 1, alone, kernels=True, **cases), task(probes.DEEP, 1, alone, **cases)]
     cut = {"passes": CUT_PASSES, "generations": CUT_GENERATIONS}
     for number, tp_size in enumerate(request.tp_sizes):
         own = {"kernels": True, "collectives": request.group_sizes, "alone": device == "cpu"} if number == 0 else {}
-        found.append(task(probes.DEEP, tp_size, request.num_ranks, **own, **cut))
+        worlds.append(task(probes.DEEP, tp_size, request.num_ranks, **own, **cut))
     if request.num_ranks > 1 and not request.tp_sizes:
-        found.append(task(probes.DEEP, 1, request.num_ranks, kernels=True, collectives=request.group_sizes))
+        worlds.append(task(probes.DEEP, 1, request.num_ranks, kernels=True, collectives=request.group_sizes))
     if request.num_ranks % CONTEXT_RANKS == 0:
-        found.append(task(probes.DEEP, 1, request.num_ranks, passes=CONTEXT_PASSES, cp_size=CONTEXT_RANKS))
-    return found
+        worlds.append(task(probes.DEEP, 1, request.num_ranks, passes=CONTEXT_PASSES, cp_size=CONTEXT_RANKS))
+    return worlds
 
 
 def _measure(task: MeasuringTask, folder: Path, ranks: Worlds, say: Callable[[str], None]) -> World:
@@ -165,16 +165,16 @@ def _fitted(worlds: list[World], request: ProfileRequest, folder: Path) -> tuple
         layers: ModelCost.of(PlannedModel.read(str(folder / f"model_{layers}")))
         for layers in (probes.SHALLOW, probes.DEEP)
     }
-    found = [Probe(world, costs[world.task.num_layers], dtype, probes.MICRO_BATCH) for world in worlds]
+    probes_of_worlds = [Probe(world, costs[world.task.num_layers], dtype, probes.MICRO_BATCH) for world in worlds]
     together = next((world for world in worlds if world.task.world_size > 1 and world.task.kernels), None)
     num_cores = psutil.cpu_count() or 1
     base = base_hardware(worlds[0], together, memory_of_rank(request), dtype, request.num_ranks, num_cores)
-    known = replace(base, overheads=fit_overheads(base, found[:2]))
-    training, engine = fit_collectives(known, [one for one in found if one.tp > 1])
+    known = replace(base, overheads=fit_overheads(base, probes_of_worlds[:2]))
+    training, engine = fit_collectives(known, [each for each in probes_of_worlds if each.tp > 1])
     known = replace(known, collectives=training, engine_collectives=engine)
-    known = replace(known, overheads=fit_context(known, [one for one in found if one.cp > 1]))
-    missed = errors(known, found)
-    return replace(known, error=max(LEAST_ERROR, quantile([abs(one) for one in missed], USUAL))), missed
+    known = replace(known, overheads=fit_context(known, [each for each in probes_of_worlds if each.cp > 1]))
+    missed = errors(known, probes_of_worlds)
+    return replace(known, error=max(LEAST_ERROR, quantile([abs(error) for error in missed], USUAL))), missed
 
 
 def memory_of_rank(request: ProfileRequest) -> float:

@@ -78,24 +78,24 @@ def _other(request: MapRequest, winner: Candidate, key: str, value: Any) -> Othe
     search = Search(work)
     blocks = {choice.block for choice in winner.placed.choices}
     if not key.endswith(".pool"):
-        search.partitions = [one for one in search.partitions if set(one) == blocks]
+        search.partitions = [each for each in search.partitions if set(each) == blocks]
     best = Finalists(work, search.names).best(search.run(), 1)
     if best:
         return Other(value, best[0], f"{best[0].seconds - winner.seconds:+.2f} s a step")
-    rules = [str(one) for one in preflight(broken, config_only=True) if key in one.settings]
+    rules = [str(each) for each in preflight(broken, config_only=True) if key in each.settings]
     return Other(value, None, rules[0] if rules else "no layout with it fits these pools")
 
 
-def lines(found: list[Other], key: str) -> list[str]:
+def lines(others: list[Other], key: str) -> list[str]:
     """Return one sentence for each value."""
     sentences = []
-    for other in found:
+    for other in others:
         seconds = "" if other.candidate is None else f"{other.candidate.seconds:.2f} s, "
         sentences.append(f"{key}={shown(other.value)}: {seconds}{other.why}")
     return sentences
 
 
-def explained(found: list[Other]) -> list[dict[str, Any]]:
+def explained(others: list[Other]) -> list[dict[str, Any]]:
     """Return value, seconds and reason of each value as data."""
     return [
         {
@@ -103,5 +103,5 @@ def explained(found: list[Other]) -> list[dict[str, Any]]:
             "step_seconds": None if other.candidate is None else other.candidate.seconds,
             "why": other.why,
         }
-        for other in found
+        for other in others
     ]

@@ -70,15 +70,15 @@ class Finalists:
 
     def best(self, placements: Sequence[Placed], number: int) -> list[Candidate]:
         """Return the `number` fastest candidates. placements: in the order of their estimates."""
-        found: list[Candidate] = []
+        best: list[Candidate] = []
         for placed in placements:
             # A placement whose estimate is above the winner's exact time does not turn out faster than the winner.
-            if len(found) >= number and placed.seconds > found[0].seconds:
+            if len(best) >= number and placed.seconds > best[0].seconds:
                 break
             candidate = self.candidate(placed)
             if candidate is not None:
-                found = sorted([*found, candidate], key=lambda one: (one.seconds, len(one.placed.choices)))
-        return found[:number]
+                best = sorted([*best, candidate], key=lambda each: (each.seconds, len(each.placed.choices)))
+        return best[:number]
 
     def candidate(self, placed: Placed) -> Candidate | None:
         """Count one placement; None where preflight refuses it or it does not fit."""

@@ -28,15 +28,15 @@ def picture_suffixes() -> list[str]:
 def draw_placements(mapped: Mapped, output_png: Path) -> None:
     """Write the picture."""
     shown = mapped.candidates
-    phases = list(dict.fromkeys(phase for one in shown for phase in one.time.seconds))
-    num_pools = [len(one.placed.choices) for one in shown]
+    phases = list(dict.fromkeys(phase for each in shown for phase in each.time.seconds))
+    num_pools = [len(each.placed.choices) for each in shown]
     figure = Figure(figsize=(11, 1.0 + 0.34 * sum(num_pools) + 0.2 * len(shown)), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=num_pools)
     for number, (candidate, axes) in enumerate(zip(shown, panels[:, 0], strict=True), start=1):
         _draw(axes, candidate)
         axes.set_title(f"{number}: {candidate.seconds:.2f} s", loc="left", fontsize=SMALL, color=INK)
-    longest = max(one.time.total for one in shown)
+    longest = max(each.time.total for each in shown)
     panels[-1, 0].set_xlim(0, longest)
     panels[-1, 0].set_xlabel("seconds of one step in turns, estimated", fontsize=SMALL, color=INK)
     patches = [Patch(color=phase_color(phase), label=phase) for phase in phases]

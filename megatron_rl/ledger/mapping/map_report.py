@@ -92,7 +92,7 @@ def reasons(work: MapWork, candidate: Candidate, phase: str) -> Iterator[str]:
     """Yield what besides FLOPs makes a phase take its time."""
     choices = candidate.placed.choices
     if phase == GEN:
-        choice = next(one for one in choices if one.generation is not None)
+        choice = next(choice for choice in choices if choice.generation is not None)
         assert choice.generation is not None  # by the condition above
         yield from _of_generation(work, choice)
         return
@@ -104,8 +104,8 @@ def reasons(work: MapWork, candidate: Candidate, phase: str) -> Iterator[str]:
             if name == ROLLOUT:
                 continue
             spec = work.roles[name].spec
-            for kind, one in (("score", spec.score), ("update", spec.update)):
-                if one is not None and one.phase == phase:
+            for kind, pass_spec in (("score", spec.score), ("update", spec.update)):
+                if pass_spec is not None and pass_spec.phase == phase:
                     yield from _of_pass(work, choice, name, kind)
 
 
@@ -136,7 +136,7 @@ def _of_pass(work: MapWork, choice: PoolChoice, name: str, kind: str) -> Iterato
     if mine * dp > (1 + IDLE) * samples:
         yield f"DP {dp} for {samples} samples"
     length = work.load.length
-    block = (option.one.max_tokens or 0) * grid.cp or option.one.num_rows * length
+    block = (option.pass_spec.max_tokens or 0) * grid.cp or option.pass_spec.num_rows * length
     blocks = max(1, math.ceil(mine * length / max(block, length)))
     bubble = (grid.pp - 1) / (grid.vpp or 1) / blocks
     if bubble > BUBBLE:

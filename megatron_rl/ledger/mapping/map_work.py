@@ -195,31 +195,32 @@ class MapWork:
 
     # Passes with other micro-batches, each created once
 
-    def cut(self, one: PassSpec, value: int) -> PassSpec:
+    def cut(self, pass_spec: PassSpec, value: int) -> PassSpec:
         """Return a pass with `value` rows, or tokens, in a micro-batch."""
-        key = (one, value)
+        key = (pass_spec, value)
         if key not in self._cuts:
-            self._cuts[key] = replace(one, num_rows=value) if one.max_tokens is None else replace(one, max_tokens=value)
+            has_rows = pass_spec.max_tokens is None
+            self._cuts[key] = replace(pass_spec, num_rows=value) if has_rows else replace(pass_spec, max_tokens=value)
         return self._cuts[key]
 
-    def with_update(self, role: RoleWork, one: PassSpec) -> RoleSpec:
+    def with_update(self, role: RoleWork, pass_spec: PassSpec) -> RoleSpec:
         """Return the spec of a role with another update."""
-        key = (role.name, one)
+        key = (role.name, pass_spec)
         if key not in self._specs:
-            self._specs[key] = replace(role.spec, update=one)
+            self._specs[key] = replace(role.spec, update=pass_spec)
         return self._specs[key]
 
-    def pass_load(self, role: RoleWork, one: PassSpec, recompute: float | None, cp: int = 1) -> Load:
+    def pass_load(self, role: RoleWork, pass_spec: PassSpec, recompute: float | None, cp: int = 1) -> Load:
         """Return the load of a pass. recompute: share of a forward pass that an update runs twice; None: a score.
 
         cp: ranks that share a sequence; 0: all samples of a rank are one micro-batch.
         """
-        key = (role.name, one, recompute, cp)
+        key = (role.name, pass_spec, recompute, cp)
         if key not in self._loads:
             load = (
-                scored_load(self.load, one, self.config, max(cp, 1))
+                scored_load(self.load, pass_spec, self.config, max(cp, 1))
                 if recompute is None
-                else updated_load(self.load, self.with_update(role, one), self.config, recompute, max(cp, 1))
+                else updated_load(self.load, self.with_update(role, pass_spec), self.config, recompute, max(cp, 1))
             )
             self._loads[key] = load if cp else replace(load, block_tokens=1 << 50)
         return self._loads[key]
@@ -257,7 +258,7 @@ class MapWork:
     @cached_property
     def least_work(self) -> dict[str, tuple[float, float]]:
         """Role -> lower bound of rank-seconds of its scores and of its updates."""
-        found = {}
+        bounds = {}
         for role in self.roles.values():
             rate = self.hardware.flops(role.spec.megatron.dtype) * self.hardware.matmul_efficiency
             rate *= self.load.efficiency_share
@@ -268,8 +269,8 @@ class MapWork:
             if role.spec.update is not None:
                 load = updated_load(self.load, role.spec, self.config)
                 update = 3 * role.cost.forward_flops(load.length) * load.num_tokens * load.epochs / rate
-            found[role.name] = (score, update)
-        return found
+            bounds[role.name] = (score, update)
+        return bounds
 
     @cached_property
     def _least_generation(self) -> dict[int, float]:

@@ -97,21 +97,21 @@ def nothing_fits(request: MapRequest) -> str:
 
 def least_bytes(search: Search, block: tuple[str, ...], units: int) -> float:
     """Return the bytes of the worst rank of the smallest layout; infinity where no layout passes the rules."""
-    shape, found = search.work.cluster.shape(units), math.inf
+    shape, least = search.work.cluster.shape(units), math.inf
     names = tuple(name for name in block if name != ROLLOUT)
     for grid in search.pools.grids(names, shape) if names else []:
         roles = [search.pools.on_grid(name, grid, shape) for name in names]
-        total = [sum(one.total for one in stage) for stage in zip(*(role.held for role in roles), strict=True)]
+        total = [sum(held.total for held in stage) for stage in zip(*(role.held for role in roles), strict=True)]
         passes = [size for role in roles for size in least_of_passes(role)]
         generating = least_cache(search.work) if ROLLOUT in block else 0
-        found = min(found, max(total) + max(max(passes), generating))
-    return found if names else float(least_cache(search.work))
+        least = min(least, max(total) + max(max(passes), generating))
+    return least if names else float(least_cache(search.work))
 
 
 def least_of_passes(role: OnGrid) -> list[float]:
     """Return the bytes of each pass with its smallest option, on the worst stage; infinity where none is allowed."""
-    found = ((float(max(role.bytes_of(option))) for option in role.options[kind]) for kind in role.kinds)
-    return [min(sizes, default=math.inf) for sizes in found]
+    sizes_of_passes = ((float(max(role.bytes_of(option))) for option in role.options[kind]) for kind in role.kinds)
+    return [min(sizes, default=math.inf) for sizes in sizes_of_passes]
 
 
 def least_cache(work: MapWork) -> int:

@@ -40,7 +40,7 @@ class Option:
     """
 
     kind: str
-    one: PassSpec
+    pass_spec: PassSpec
     recompute: OverrideTransformerConfig | None
     seconds: float
     settings: dict[str, Any] = field(compare=False)
@@ -80,46 +80,46 @@ class OnGrid:
         work, role = self.work, self.role
         configured: PassSpec = getattr(role.spec, kind)
         estimator = work.estimator(role, self.grid, self.shape)
-        recomputes = [(*one, self._recomputed(one[0])) for one in self._recomputes] if kind == "update" else []
-        for one, cut in self._cuts(configured):
+        recomputes = [(*pair, self._recomputed(pair[0])) for pair in self._recomputes] if kind == "update" else []
+        for pass_spec, cut in self._cuts(configured):
             if not work.keeps.allow(cut):
                 continue
             if kind == "score":
-                load = work.pass_load(role, one, None, self.grid.cp)
+                load = work.pass_load(role, pass_spec, None, self.grid.cp)
                 seconds = estimator.forward(load) + self.call_seconds if work.times(role, kind) else 0.0
-                yield Option(kind, one, None, seconds, cut)
+                yield Option(kind, pass_spec, None, seconds, cut)
             for recompute, settings, share in recomputes:
-                load = work.pass_load(role, one, share, self.grid.cp)
+                load = work.pass_load(role, pass_spec, share, self.grid.cp)
                 busy = estimator.trained(load)
                 seconds = estimator.seconds(busy) + load.num_updates * self.call_seconds
                 rank_seconds = busy.work * self.shape.num_ranks if work.hardware.parallel_ranks else 0.0
-                yield Option(kind, one, recompute, seconds, cut | settings, rank_seconds)
+                yield Option(kind, pass_spec, recompute, seconds, cut | settings, rank_seconds)
 
-    def _cuts(self, one: PassSpec) -> Iterator[tuple[PassSpec, dict[str, Any]]]:
+    def _cuts(self, pass_spec: PassSpec) -> Iterator[tuple[PassSpec, dict[str, Any]]]:
         """Yield the pass with other micro-batches and their settings; none larger than all samples of a rank."""
         work, cp = self.work, self.grid.cp
-        longest = (work.longest if one.longest is None else one.longest) + one.extra_tokens
+        longest = (work.longest if pass_spec.longest is None else pass_spec.longest) + pass_spec.extra_tokens
         if cp > 1:  # a rank's part of a sequence that is filled up to equal chunks
             longest = 2 * -(-longest // (2 * cp))
         seen = set()
-        given = one.num_rows if one.max_tokens is None else one.max_tokens
-        values = [number * (1 if one.max_tokens is None else longest) for number in MULTIPLES]
-        if given >= (1 if one.max_tokens is None else longest):
-            values = [given, *values] if one.key in work.keeps.values else [*values, given]
+        given = pass_spec.num_rows if pass_spec.max_tokens is None else pass_spec.max_tokens
+        values = [number * (1 if pass_spec.max_tokens is None else longest) for number in MULTIPLES]
+        if given >= (1 if pass_spec.max_tokens is None else longest):
+            values = [given, *values] if pass_spec.key in work.keeps.values else [*values, given]
         for value in values:
-            cut = self.work.cut(one, value)
-            passes = self.passes(cut, one)
+            cut = self.work.cut(pass_spec, value)
+            passes = self.passes(cut, pass_spec)
             if passes not in seen:
                 seen.add(passes)
-                yield cut, {one.key: value}
+                yield cut, {pass_spec.key: value}
 
-    def passes(self, one: PassSpec, configured: PassSpec) -> Passes:
+    def passes(self, pass_spec: PassSpec, configured: PassSpec) -> Passes:
         """Return the micro-batches of a pass. configured: the role's own pass, which tells whether it is an update."""
         spec = self.role.spec
         if configured is spec.update:
-            spec = self.work.with_update(self.role, one)
+            spec = self.work.with_update(self.role, pass_spec)
         multiple = self.grid.tp if self.grid.sequence_parallel else 1
-        return passes_of(self.work.config, spec, one, self.dp, multiple, self.grid.cp)
+        return passes_of(self.work.config, spec, pass_spec, self.dp, multiple, self.grid.cp)
 
     @cached_property
     def _recomputes(self) -> list[tuple[OverrideTransformerConfig, dict[str, Any]]]:
@@ -134,17 +134,16 @@ class OnGrid:
         if configured.recompute_granularity == "selective":
             tried.append(configured)
         group = f"{self.role.group}.override_transformer_config"
-        found = [(one, {f"{group}.{name}": getattr(one, name) for name in RECOMPUTE}) for one in tried]
-        return [(one, settings) for one, settings in found if self.work.keeps.allow(settings)]
+        pairs = [(each, {f"{group}.{name}": getattr(each, name) for name in RECOMPUTE}) for each in tried]
+        return [pair for pair in pairs if self.work.keeps.allow(pair[1])]
 
     def _of(self, recompute: OverrideTransformerConfig) -> Recompute:
         return Recompute.of(MegatronConfig(override_transformer_config=recompute))
 
     def _recomputed(self, recompute: OverrideTransformerConfig) -> float:
-        found = self._of(recompute)
-        return found.share([size for stage in self.role.chunks(self.grid) for size in stage]) + found.share_of_layer(
-            self.layer
-        )
+        settings = self._of(recompute)
+        sizes = [size for stage in self.role.chunks(self.grid) for size in stage]
+        return settings.share(sizes) + settings.share_of_layer(self.layer)
 
     def least_cut(self, kind: str, cp: int) -> float:
         """Return a lower bound of the seconds of a pass on this layout with CP of `cp` or more, for all micro-batches.
@@ -188,7 +187,7 @@ class OnGrid:
 
     def _stage(self, option: Option, pp_rank: int, on_stage: StageHeld) -> Held:
         role, is_update = self.role, option.kind == "update"
-        passes = self.passes(option.one, role.spec.update if is_update and role.spec.update else option.one)
+        passes = self.passes(option.pass_spec, role.spec.update if is_update and role.spec.update else option.pass_spec)
         head: Held = {}
         if pp_rank == self.grid.pp - 1 and not role.spec.has_value_head:
             multiple = vocab_multiple(role.spec.megatron.make_vocab_size_divisible_by, self.grid.tp)
@@ -214,4 +213,4 @@ class OnGrid:
 
 
 def _order(option: Option) -> tuple[float, int]:
-    return (option.seconds, -(option.one.max_tokens or option.one.num_rows))
+    return (option.seconds, -(option.pass_spec.max_tokens or option.pass_spec.num_rows))

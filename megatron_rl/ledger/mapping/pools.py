@@ -138,17 +138,17 @@ class Pools:
                 kept = undominated(self._cut(block, units, grid, whole[base]), kept)
         return kept
 
-    def _ways(self, block: tuple[str, ...], units: int, grid: Grid, found: list[PoolChoice]) -> list[PoolChoice]:
+    def _ways(self, block: tuple[str, ...], units: int, grid: Grid, uncut: list[PoolChoice]) -> list[PoolChoice]:
         """Return how `grid`, and every layout that adds CP to it, can generate and make its transition.
 
-        found: the choices of `grid`. Without any, or where a rollout's weights take room from passes, some passes may
+        uncut: the choices of `grid`. Without any, or where a rollout's weights take room from passes, some passes may
         have been too large, so that every way to generate counts.
         """
-        if found and (ACTOR in block or ROLLOUT not in block):
-            return found
+        if uncut and (ACTOR in block or ROLLOUT not in block):
+            return uncut
         shape = self.work.cluster.shape(units)
         roles = [self.on_grid(name, grid, shape) for name in block if name != ROLLOUT]
-        total = [sum(one.total for one in stage) for stage in zip(*(role.held for role in roles), strict=True)]
+        total = [sum(held.total for held in stage) for stage in zip(*(role.held for role in roles), strict=True)]
         if max(total) > int(self.work.usable / SLACK):
             return []
         if ROLLOUT in block:
@@ -167,18 +167,18 @@ class Pools:
         others = {(choice.gen, choice.reshard) for choice in ways}
         return all(any(beats(one.vector, (score, update, *other, *NO_WORK)) for one in kept) for other in others)
 
-    def _cut(self, block: tuple[str, ...], units: int, grid: Grid, found: Sequence[PoolChoice]) -> Iterator[PoolChoice]:
-        """Yield the choices of a layout with CP. found: those of the same layout without it, which generate equally."""
-        if not found or (ACTOR not in block and ROLLOUT in block):
+    def _cut(self, block: tuple[str, ...], units: int, grid: Grid, uncut: Sequence[PoolChoice]) -> Iterator[PoolChoice]:
+        """Yield the choices of a layout with CP. uncut: those of the same layout without it, which generate equally."""
+        if not uncut or (ACTOR not in block and ROLLOUT in block):
             yield from self._on(block, units, grid)
             return
         self.num_layouts += 1
-        roles = [self.on_grid(name, grid, found[0].shape) for name in block if name != ROLLOUT]
-        total = [sum(one.total for one in stage) for stage in zip(*(role.held for role in roles), strict=True)]
+        roles = [self.on_grid(name, grid, uncut[0].shape) for name in block if name != ROLLOUT]
+        total = [sum(held.total for held in stage) for stage in zip(*(role.held for role in roles), strict=True)]
         options = self._fastest(roles, [int(self.work.usable / SLACK) - size for size in total])
         if options is not None:
             score, update = seconds_of(options)
-            for choice in found:
+            for choice in uncut:
                 yield replace(choice, grid=grid, options=options, score=score, update=update)
 
     def _choices(self, block: tuple[str, ...], units: int) -> Iterator[PoolChoice]:
@@ -194,7 +194,7 @@ class Pools:
         shape = self.work.cluster.shape(units)
         self.num_layouts += 1
         roles = [self.on_grid(name, grid, shape) for name in block if name != ROLLOUT]
-        total = [sum(one.total for one in stage) for stage in zip(*(role.held for role in roles), strict=True)]
+        total = [sum(held.total for held in stage) for stage in zip(*(role.held for role in roles), strict=True)]
         sizes = rollout_sizes(self.work, shape) if ROLLOUT in block else [0]
         if ACTOR in block or ROLLOUT not in block:
             yield from self._with_passes(block, units, grid, roles, total, sizes)
@@ -249,21 +249,21 @@ class Pools:
         if key not in self._grids:
             roles = [self.work.roles[name] for name in names]
             alike = {(role.spec.megatron.dtype, role.spec.megatron.make_vocab_size_divisible_by) for role in roles}
-            found: list[Grid] = []
+            layouts: list[Grid] = []
             if len(alike) == 1:
                 models = tuple({role.sizes.path: role.sizes for role in roles}.values())
                 sequence_parallel = roles[0].spec.megatron.sequence_parallel
                 ways = ((role, role.spec.megatron.override_transformer_config.cp_comm_type) for role in roles)
                 heads = tuple({role.sizes.num_attention_heads for role, way in ways if way == "a2a"})
-                found = grids(Room(models, shape, sequence_parallel, heads))
+                layouts = grids(Room(models, shape, sequence_parallel, heads))
             keeps = self.work.keeps
             for role in roles if keeps.values else ():
-                found = [
+                layouts = [
                     grid
-                    for grid in found
+                    for grid in layouts
                     if keeps.allow({f"{role.group}.{name}": value for name, value in grid.settings.items()})
                 ]
-            self._grids[key] = found
+            self._grids[key] = layouts
         return self._grids[key]
 
     def on_grid(self, name: str, grid: Grid, shape: GridShape) -> OnGrid:
@@ -367,8 +367,8 @@ class Pools:
         rooms = []
         for number in range(len(roles[0].held) if roles else 1):
             on_stage = [role.held[number] for role in roles]
-            start = sum(one.total - one.moments for one in on_stage)
-            staying = sum(stays(role.role.name, one, offloaded) for role, one in zip(roles, on_stage, strict=True))
+            start = sum(held.total - held.moments for held in on_stage)
+            staying = sum(stays(role.role.name, held, offloaded) for role, held in zip(roles, on_stage, strict=True))
             foreign = self._foreign(tp, grid, roles, number) if in_place and grid is not None else 0
             if staying + own + foreign + self._bucket > work.usable:
                 return -1
@@ -429,29 +429,29 @@ class Pools:
         moved = 0
         for role in roles:
             moved += max(
-                (one.params if "param_offload" in offloaded and role.role.name != ACTOR else 0)
-                + (one.moments + one.masters if "optimizer_offload" in offloaded else 0)
-                for one in role.held
+                (held.params if "param_offload" in offloaded and role.role.name != ACTOR else 0)
+                + (held.moments + held.masters if "optimizer_offload" in offloaded else 0)
+                for held in role.held
             )
         return 2 * moved / self.work.hardware.host_bandwidth
 
 
-def stays(name: str, one: StageHeld, offloaded: tuple[str, ...]) -> int:
+def stays(name: str, held: StageHeld, offloaded: tuple[str, ...]) -> int:
     """Return the bytes of a role that stay on the device while its pool generates."""
-    size = one.total
+    size = held.total
     if "grad_offload" in offloaded:
-        size -= one.grads
+        size -= held.grads
     if "optimizer_offload" in offloaded:
-        size -= one.moments + one.masters
+        size -= held.moments + held.masters
     if "param_offload" in offloaded and name != ACTOR:
-        size -= one.params
+        size -= held.params
     return size
 
 
 def seconds_of(options: dict[str, dict[str, Option]]) -> tuple[float, float]:
     """Return the seconds of all scores and of all updates."""
     score, update = (
-        sum(found[kind].seconds for found in options.values() if kind in found) for kind in ("score", "update")
+        sum(by_kind[kind].seconds for by_kind in options.values() if kind in by_kind) for kind in ("score", "update")
     )
     return score, update
 

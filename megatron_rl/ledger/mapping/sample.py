@@ -31,15 +31,15 @@ def sampled(request: MapRequest, number: int, seed: int = 0) -> list[Candidate]:
     """
     search = Search(request.work)
     finalists, random = Finalists(search.work, search.names), Random(seed)
-    found: dict[str, Candidate] = {}
+    candidates: dict[str, Candidate] = {}
     for _ in range(TRIES * number):
-        if len(found) == number:
+        if len(candidates) == number:
             break
         placed = drawn(search, random)
         candidate = None if placed is None else finalists.candidate(placed)
         if candidate is not None:
-            found.setdefault(str(candidate.settings), candidate)
-    return list(found.values())
+            candidates.setdefault(str(candidate.settings), candidate)
+    return list(candidates.values())
 
 
 def drawn(search: Search, random: Random) -> Placed | None:

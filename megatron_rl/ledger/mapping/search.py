@@ -84,7 +84,7 @@ class Search:
     @cached_property
     def partitions(self) -> list[tuple[Block, ...]]:
         """The partitions that kept values allow."""
-        return [found for found in partitions(self.work.names) if self.names.allows(found)]
+        return [partition for partition in partitions(self.work.names) if self.names.allows(partition)]
 
     def aheads(self, partition: Sequence[Block]) -> list[int]:
         """Return the steps that generation may run ahead: above 0 only on its own ranks with corrected stale tokens."""
@@ -189,9 +189,9 @@ class Search:
                 score, update = self._least_of(last, units)
                 fronts[units] = [] if score + update >= self.threshold else self.pools.front(last, units)
         inner = self.others(tuple(before))
-        found: list[list[Others]] = []
+        fronts_of_units: list[list[Others]] = []
         for left in range(total + 1):
-            made: list[Others] = list(found[-1]) if found else []
+            made: list[Others] = list(fronts_of_units[-1]) if fronts_of_units else []
             if left in fronts or before:
                 for units, front in fronts.items():
                     if units <= left and (before or units == left):
@@ -202,8 +202,8 @@ class Search:
                             for a in inner[left - units]
                             for b in front
                         ]
-            found.append(undominated_others(made))
-        return found
+            fronts_of_units.append(undominated_others(made))
+        return fronts_of_units
 
     # Lower bounds
 
@@ -234,7 +234,7 @@ class Search:
     @cached_property
     def lower_bound(self) -> float:
         """A lower bound of the seconds of every placement."""
-        found = math.inf
+        bound = math.inf
         for partition in self.partitions:
             actor = next(block for block in partition if ACTOR in block)
             rollout = next(block for block in partition if ROLLOUT in block)
@@ -243,18 +243,18 @@ class Search:
                 left = self.work.cluster.num_units - sum(units)
                 if left >= len(rest):
                     for ahead in self.aheads(partition):
-                        found = min(found, self._least(actor, rollout, rest, units, drawing, left, ahead))
-        return found
+                        bound = min(bound, self._least(actor, rollout, rest, units, drawing, left, ahead))
+        return bound
 
 
 def _both(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
     return (one[0] + other[0], one[1] + other[1])
 
 
-def undominated_others(found: Sequence[Others]) -> list[Others]:
+def undominated_others(others: Sequence[Others]) -> list[Others]:
     """Return the Pareto front of score, update and work."""
     kept: list[Others] = []
-    for one in sorted(found, key=lambda other: (other.score, other.update, other.work)):
+    for one in sorted(others, key=lambda other: (other.score, other.update, other.work)):
         beaten = (
             before.update <= one.update and before.work[0] <= one.work[0] and before.work[1] <= one.work[1]
             for before in reversed(kept)

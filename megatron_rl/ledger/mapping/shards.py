@@ -83,14 +83,14 @@ class ModelShards:
         largest, head_numel = [0, 0], 0
         # Where some layers have experts, those without are smaller.
         with_experts = (LAYER.match(name) for name, spec in specs.items() if spec.tensor.is_expert)
-        largest_layer = next((int(found[1]) for found in with_experts if found), 0)
+        largest_layer = next((int(match[1]) for match in with_experts if match), 0)
         for name, spec in specs.items():
-            found = LAYER.match(name)
-            if found and int(found[1]) != largest_layer:
+            match = LAYER.match(name)
+            if match and int(match[1]) != largest_layer:
                 continue
             numel, is_expert = shard_of(spec.tensor, place).numel, spec.tensor.is_expert
-            (layer if found else embedding if name == EMBEDDING else tail).append((numel, is_expert))
-            kind = 0 if found else 1
+            (layer if match else embedding if name == EMBEDDING else tail).append((numel, is_expert))
+            kind = 0 if match else 1
             largest[kind] = max(largest[kind], numel * (2 if is_expert else 1))
             if name == HEAD:
                 head_numel = numel
@@ -128,20 +128,20 @@ def stage_counts(shards: ModelShards, role: RoleWork, grid: Grid) -> list[Counts
 def held(role: RoleWork, counts: list[Counts], grid: Grid, shape: GridShape, device: str) -> list[StageHeld]:
     """Return the permanent bytes on each sampled stage."""
     if not role.spec.is_trained:
-        return [StageHeld((one.dense_params + one.expert_params) * role.element) for one in counts]
+        return [StageHeld((count.dense_params + count.expert_params) * role.element) for count in counts]
     dp = shape.num_ranks // (grid.tp * grid.pp)
     expert_shares = shape.num_ranks // grid.pp // (grid.expert_tp * grid.ep)
     padding = (grid.vpp or 1) * BUCKET_MULTIPLE * max(dp, expert_shares)
-    found = []
-    for one in counts:
-        numel = one.dense_numel + one.expert_numel + padding
-        share = -(-one.dense_numel // dp) - (-one.expert_numel // expert_shares) + padding // dp
+    stages = []
+    for count in counts:
+        numel = count.dense_numel + count.expert_numel + padding
+        share = -(-count.dense_numel // dp) - (-count.expert_numel // expert_shares) + padding // dp
         bytes_of = trained_held(role.spec, numel, share, role.element, device)
         sizes = {name.removeprefix(f"{role.name} "): size for name, size in bytes_of.items()}
-        found.append(
+        stages.append(
             StageHeld(sizes["parameters"], sizes["gradients"], sizes["moments"], sizes.get("masters", 0), share)
         )
-    return found
+    return stages
 
 
 @dataclass(frozen=True)
@@ -159,10 +159,10 @@ class ActorBytes:
         sizes = {"embedding": 0, "layer": 0, "tail": 0}
         tied = is_tied(role.model.specs)
         for name, spec in role.model.specs.items():
-            found = LAYER.match(name)
-            if (found and int(found[1])) or (tied and name == HEAD):
+            match = LAYER.match(name)
+            if (match and int(match[1])) or (tied and name == HEAD):
                 continue
-            kind = "layer" if found else "embedding" if name == EMBEDDING else "tail"
+            kind = "layer" if match else "embedding" if name == EMBEDDING else "tail"
             sizes[kind] += spec.tensor.numel * role.element
         model = sizes["embedding"] + sizes["tail"] + sizes["layer"] * role.sizes.num_hidden_layers
         return cls(model, sizes["embedding"], sizes["layer"], sizes["tail"])
@@ -176,15 +176,15 @@ class ActorBytes:
 
 def rollout_shard(role: RoleWork, tp: int) -> int:
     """Return the bytes of the policy on each rank of a rollout at TP `tp`, rows of padding included."""
-    place, found = Place(0, tp, VOCAB_PADDING, 0, 1, 0, tp), 0
+    place, numel_of_rank = Place(0, tp, VOCAB_PADDING, 0, 1, 0, tp), 0
     tensors = {spec.tensor.name: (name, spec.tensor) for name, spec in role.model.specs.items()}
     for name, tensor in tensors.values():
         layer = LAYER.match(name)
         if layer and int(layer[1]):
             continue
         numel = aligned(shard_of(tensor, place).numel)
-        found += numel * (role.sizes.num_hidden_layers if layer else 1)
-    return found * role.element
+        numel_of_rank += numel * (role.sizes.num_hidden_layers if layer else 1)
+    return numel_of_rank * role.element
 
 
 def in_place_seconds(work: MapWork, actor: ActorBytes, grid: Grid, shape: GridShape, rollout_tp: int) -> float:

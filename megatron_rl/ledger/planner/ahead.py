@@ -245,9 +245,9 @@ def simulated_costs(
 
 def _staleness(outcome: SimulatedRun, rules: Rules, steps: range) -> dict[int, int]:
     """Steps of staleness -> tokens, of the batches of `steps`."""
-    found: dict[int, int] = {}
+    tokens: dict[int, int] = {}
     for step in steps:
         for request in rules.requests_of(step):
             for version, num in outcome.answers[request]:
-                found[step - 1 - version] = found.get(step - 1 - version, 0) + num
-    return found
+                tokens[step - 1 - version] = tokens.get(step - 1 - version, 0) + num
+    return tokens

@@ -27,8 +27,8 @@ def cached_model(name: str) -> Path | None:
     """Return the newest snapshot of a model in the local cache; None where there is none."""
     from huggingface_hub import try_to_load_from_cache  # reads where the cache is from the environment
 
-    found = try_to_load_from_cache(name, "config.json")
-    return Path(found).parent if isinstance(found, str) else None
+    file = try_to_load_from_cache(name, "config.json")
+    return Path(file).parent if isinstance(file, str) else None
 
 
 def with_local_models(config: RunConfig) -> RunConfig:

@@ -228,14 +228,15 @@ class MemoryOfStage:
 
     # Passes through the trainer
 
-    def _passes(self, role: RoleSpec, one: PassSpec) -> Passes:
+    def _passes(self, role: RoleSpec, pass_spec: PassSpec) -> Passes:
         """Return the micro-batches of a pass; with dynamic CP the largest over all sizes of a group."""
         grid = self.pool.grid
         multiple = grid.tp_size if self.pool.megatron.sequence_parallel else 1
         if not grid.pack_sizes:
-            return passes_of(self.config, role, one, grid.dp_size, multiple, grid.cp_size)
+            return passes_of(self.config, role, pass_spec, grid.dp_size, multiple, grid.cp_size)
         sized = [
-            passes_of(self.config, role, one, grid.num_replicas // size, multiple, size) for size in grid.pack_sizes
+            passes_of(self.config, role, pass_spec, grid.num_replicas // size, multiple, size)
+            for size in grid.pack_sizes
         ]
         return largest_of(sized)
 
@@ -342,7 +343,7 @@ def engine_bytes(config: RunConfig, model: PlannedModel, element: int, tp: int) 
 
 
 def passes_of(
-    config: RunConfig, role: RoleSpec, one: PassSpec, dp_size: int, multiple: int, cp_size: int = 1
+    config: RunConfig, role: RoleSpec, pass_spec: PassSpec, dp_size: int, multiple: int, cp_size: int = 1
 ) -> Passes:
     """Return the micro-batches of a pass over a rank's share of the samples of a step, or of a mini-batch.
 
@@ -350,38 +351,40 @@ def passes_of(
     mixes in count as well. multiple: to which the tokens of a rank's part are padded.
     """
     sizes = config.batch_sizes
-    num_samples = sizes.mini_batch_samples(role.settings) if one is role.update else sizes.num_samples
-    own = blocks_of(config, one, num_samples, dp_size, multiple, cp_size)
-    if one is not role.update or role.mixed is None:
+    num_samples = sizes.mini_batch_samples(role.settings) if pass_spec is role.update else sizes.num_samples
+    own = blocks_of(config, pass_spec, num_samples, dp_size, multiple, cp_size)
+    if pass_spec is not role.update or role.mixed is None:
         return own
-    longer = replace(one, longest=role.mixed.longest, scored=role.mixed.longest - 1)
+    longer = replace(pass_spec, longest=role.mixed.longest, scored=role.mixed.longest - 1)
     mixed = blocks_of(config, longer, role.mixed.num_examples, dp_size, multiple, cp_size)
     return replace(largest_of([own, mixed]), num_blocks=own.num_blocks + mixed.num_blocks)
 
 
-def blocks_of(config: RunConfig, one: PassSpec, num_samples: int, dp_size: int, multiple: int, cp_size: int) -> Passes:
+def blocks_of(
+    config: RunConfig, pass_spec: PassSpec, num_samples: int, dp_size: int, multiple: int, cp_size: int
+) -> Passes:
     """Return the micro-batches of a pass over `num_samples` rows."""
     data = config.data
-    longest = data.max_prompt_length + data.max_response_length if one.longest is None else one.longest
-    length = longest + one.extra_tokens
-    if one.max_tokens is not None:
-        length = min(length, one.max_tokens * cp_size)
+    longest = data.max_prompt_length + data.max_response_length if pass_spec.longest is None else pass_spec.longest
+    length = longest + pass_spec.extra_tokens
+    if pass_spec.max_tokens is not None:
+        length = min(length, pass_spec.max_tokens * cp_size)
     share = max(1, -(-num_samples // dp_size))
     if cp_size > 1:
         length = -(-length // (2 * cp_size)) * 2 * cp_size
-    rows = one.num_rows if one.max_tokens is None else max(1, one.max_tokens * cp_size // length)
+    rows = pass_spec.num_rows if pass_spec.max_tokens is None else max(1, pass_spec.max_tokens * cp_size // length)
     rows = min(rows, share)
-    response = data.max_response_length if one.scored is None else one.scored
+    response = data.max_response_length if pass_spec.scored is None else pass_spec.scored
     tokens = -(-rows * length // cp_size // multiple) * multiple
     # With CP the chunks of a rank are gathered as they are, without padding.
-    is_packed = one.remove_padding and cp_size == 1
+    is_packed = pass_spec.remove_padding and cp_size == 1
     scored = most_scored(length, min(length, response), cp_size)
     return Passes(LayerBlock(tokens, tokens, rows * scored, is_packed, length), -(-share // rows))
 
 
 def largest_of(passes: Sequence[Passes]) -> Passes:
     """Return a bound in every number of passes that may be any of these."""
-    blocks = [one.block for one in passes]
+    blocks = [each.block for each in passes]
     largest = LayerBlock(
         max(block.tokens for block in blocks),
         max(block.slots for block in blocks),
@@ -389,7 +392,7 @@ def largest_of(passes: Sequence[Passes]) -> Passes:
         any(block.is_packed for block in blocks),
         max(block.longest for block in blocks),
     )
-    return Passes(largest, max(one.num_blocks for one in passes))
+    return Passes(largest, max(each.num_blocks for each in passes))
 
 
 def exchanged_bytes(layer: LayerSizes, cp_size: int, way: str, block: LayerBlock, *, backward: bool) -> float:

@@ -110,7 +110,7 @@ def candidates(config: RunConfig, pools: set[str]) -> Iterator[dict[str, Any]]:
             yield from ({f"{role.key}.megatron.{name}": True} for name in _offloads(role))
         if pool.layout.tensor_model_parallel_size > 1:
             yield of_pool(config, pool, "sequence_parallel", True)
-        keys = [one.key for role in pool.megatron_roles for one in role.passes]
+        keys = [pass_spec.key for role in pool.megatron_roles for pass_spec in role.passes]
         if placement.generates and pool.name == placement.roles[ROLLOUT].pool:
             keys += [f"{ROLLOUT_KEY}.kv_cache_memory_bytes", f"{ROLLOUT_KEY}.max_num_batched_tokens"]
         for key in dict.fromkeys(keys):
@@ -134,15 +134,15 @@ def of_pool(config: RunConfig, pool: PoolSpec, name: str, value: Any) -> dict[st
     their value by a key of their own.
     """
     followed, leader = followed_keys(config), f"{pool.megatron_roles[0].key}.megatron.{name}"
-    found = {leader: value}
+    settings = {leader: value}
     for role in Placement.of(config).megatron_roles:
         key = f"{role.key}.megatron.{name}"
         follows_it, old = followed.get(key) == leader, getattr(role.megatron, name)
         if role.pool == pool.name and not follows_it:
-            found[key] = value
+            settings[key] = value
         elif role.pool != pool.name and follows_it and old == value_of(config, leader):
-            found[key] = old
-    return found
+            settings[key] = old
+    return settings
 
 
 def recomputing(config: RunConfig, pools: set[str]) -> Iterator[dict[str, Any]]:
@@ -173,13 +173,13 @@ def cut_over(config: RunConfig, pool: PoolSpec, cp_size: int) -> dict[str, Any]:
     """Return the settings that shard the sequences of a pool over `cp_size` ranks. Token limits of passes are lowered
     to one rank's part of the longest sequence.
     """
-    found = of_pool(config, pool, "context_parallel_size", cp_size)
+    settings = of_pool(config, pool, "context_parallel_size", cp_size)
     longest = config.data.max_prompt_length + config.data.max_response_length
-    for one in (one for role in pool.megatron_roles for one in role.passes):
-        part = -(-(one.longest or longest) // cp_size)
-        if one.max_tokens is not None and value_of(config, one.key) > part:
-            found[one.key] = max(part, found.get(one.key, 0))
-    return found
+    for pass_spec in (pass_spec for role in pool.megatron_roles for pass_spec in role.passes):
+        part = -(-(pass_spec.longest or longest) // cp_size)
+        if pass_spec.max_tokens is not None and value_of(config, pass_spec.key) > part:
+            settings[pass_spec.key] = max(part, settings.get(pass_spec.key, 0))
+    return settings
 
 
 def cutting_sequences(config: RunConfig, models: RunModels, hardware: Hardware) -> Change | None:

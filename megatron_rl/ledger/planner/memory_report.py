@@ -202,7 +202,7 @@ def with_longest(config: RunConfig, length: int) -> RunConfig:
     changed = copy.deepcopy(config)
     changed.data.max_response_length = length - config.data.max_prompt_length
     for role in Placement.of(config).megatron_roles:
-        for one in role.passes:
-            if one.max_tokens is not None:
-                put(changed, one.key, -(-(one.longest or length) // role.megatron.context_parallel_size))
+        for pass_spec in role.passes:
+            if pass_spec.max_tokens is not None:
+                put(changed, pass_spec.key, -(-(pass_spec.longest or length) // role.megatron.context_parallel_size))
     return changed

@@ -197,12 +197,12 @@ def _described(
         if theirs and theirs not in STARTING_POINTS:
             unknown = replace(unknown, hint=f"{theirs} needs {feature_of(theirs)}, which is not here")
         return None, [unknown]
-    sizes, found = _read_settings(path, file, settings, known[name])
+    sizes, problems = _read_settings(path, file, settings, known[name])
     if name in REWARD_FAMILIES and num_labels(settings) != 1:
         labels = {"num_labels": num_labels(settings)}
         rule = f"must be 1, because {key} is to give one value"
-        found.append(_in_file(file, labels, rule, {"num_labels": 1}))
-    return None if sizes is None else _Described(sizes, known[name], settings), found
+        problems.append(_in_file(file, labels, rule, {"num_labels": 1}))
+    return None if sizes is None else _Described(sizes, known[name], settings), problems
 
 
 def _with_files(

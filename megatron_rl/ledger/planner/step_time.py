@@ -122,7 +122,7 @@ def step_time(models: RunModels, hardware: Hardware, load: Load, transition: Tra
             seconds[role.update.phase] = estimator.seconds(busy)
             wants[role.update.phase] = busy.work * pool.grid.world_size / estimator.seconds(busy)
             updates.add(role.update.phase)
-        pools |= {one.phase: (role.pool,) for one in role.passes}
+        pools |= {pass_spec.phase: (role.pool,) for pass_spec in role.passes}
     order = [phase for phase in phase_order(placement.megatron_roles) if phase in seconds]
     for phase, num_calls in calls(models, load).items():
         if phase in seconds:
@@ -134,7 +134,7 @@ def step_time(models: RunModels, hardware: Hardware, load: Load, transition: Tra
     return StepTime(
         {phase: seconds[phase] for phase in order},
         {phase: pools[phase] for phase in order},
-        tuple(tuple(phase for phase in order if phase in one) for one in rounds),
+        tuple(tuple(phase for phase in order if phase in phases) for phases in rounds),
         wants,
         hardware.parallel_ranks,
         hardware.turns_share,
@@ -188,13 +188,13 @@ def generation(models: RunModels, hardware: Hardware) -> Estimator:
     return estimator_of(models, models.generating, models.actor_role, hardware, models.generating.grid.cp_size)
 
 
-def sharing(pool: PoolModels, one: PassSpec, load: Load) -> int:
+def sharing(pool: PoolModels, pass_spec: PassSpec, load: Load) -> int:
     """Return the context-parallel ranks that share a sequence; with dynamic CP, one of mean length."""
     grid = pool.grid
-    if grid.most_sharing is None or one.max_tokens is None:
+    if grid.most_sharing is None or pass_spec.max_tokens is None:
         return grid.cp_size
-    longest = one.max_tokens * grid.most_sharing
-    return needed_size(min(math.ceil(load.length), longest), one.max_tokens, grid.most_sharing)
+    longest = pass_spec.max_tokens * grid.most_sharing
+    return needed_size(min(math.ceil(load.length), longest), pass_spec.max_tokens, grid.most_sharing)
 
 
 def estimator_of(models: RunModels, pool: PoolModels, role: RoleSpec, hardware: Hardware, cp_size: int) -> Estimator:
@@ -220,18 +220,18 @@ def estimator_of(models: RunModels, pool: PoolModels, role: RoleSpec, hardware: 
     return Estimator(ModelCost.of(model), layout, hardware, role.megatron.dtype)
 
 
-def _block_tokens(load: Load, one: PassSpec, cp_size: int) -> int:
+def _block_tokens(load: Load, pass_spec: PassSpec, cp_size: int) -> int:
     """Return the tokens of one pass on a rank: the token limit, or the rank's part of its rows of mean length."""
-    return one.max_tokens or int(one.num_rows * load.length / cp_size)
+    return pass_spec.max_tokens or int(pass_spec.num_rows * load.length / cp_size)
 
 
-def scored_load(load: Load, one: PassSpec, config: RunConfig, cp_size: int = 1) -> Load:
+def scored_load(load: Load, pass_spec: PassSpec, config: RunConfig, cp_size: int = 1) -> Load:
     """Return the load of a score. Sequences that are tokenised anew are taken to fill the same share of their limit."""
     share = 1.0
-    if one.longest is not None:
-        share = one.longest / (config.data.max_prompt_length + config.data.max_response_length)
-    longer = replace(load, prompt=load.prompt * share + one.extra_tokens, response=load.response * share)
-    return replace(longer, block_tokens=_block_tokens(longer, one, cp_size))
+    if pass_spec.longest is not None:
+        share = pass_spec.longest / (config.data.max_prompt_length + config.data.max_response_length)
+    longer = replace(load, prompt=load.prompt * share + pass_spec.extra_tokens, response=load.response * share)
+    return replace(longer, block_tokens=_block_tokens(longer, pass_spec, cp_size))
 
 
 def updated_load(load: Load, role: RoleSpec, config: RunConfig, recompute: float = 0.0, cp_size: int = 1) -> Load:

@@ -62,7 +62,7 @@ def task_time(models: RunModels, hardware: Hardware, load: Load) -> StepTime:
             asked = replace(load, block_tokens=block_tokens(role.score, role.score.num_rows, load, pool))
             num_passes = 2 if role.update is None and has_baseline else 1
             seconds[role.score.phase] = num_passes * (estimator.forward(asked) + call)
-        pools |= {one.phase: (role.pool,) for one in role.passes}
+        pools |= {pass_spec.phase: (role.pool,) for pass_spec in role.passes}
     order = [phase for phase in phase_order(models.placement.megatron_roles) if phase in seconds]
     return StepTime(
         {phase: seconds[phase] for phase in order},
@@ -71,11 +71,11 @@ def task_time(models: RunModels, hardware: Hardware, load: Load) -> StepTime:
     )
 
 
-def block_tokens(one: PassSpec, num_rows: int, load: Load, pool: PoolModels) -> int:
+def block_tokens(pass_spec: PassSpec, num_rows: int, load: Load, pool: PoolModels) -> int:
     """Return the tokens of one pass on a rank: the token limit, or the rank's part of `num_rows` rows of mean
     length.
     """
-    return max(1, one.max_tokens or int(num_rows * load.length / pool.grid.cp_size))
+    return max(1, pass_spec.max_tokens or int(num_rows * load.length / pool.grid.cp_size))
 
 
 @dataclass(frozen=True)

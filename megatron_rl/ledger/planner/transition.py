@@ -91,7 +91,7 @@ class TransitionPlan:
 
 def _sent_bytes(models: RunModels) -> list[int]:
     """Return the bytes that every rank of the actor's pool sends: each stage once, spread evenly over its ranks."""
-    specs, grid, found = models.actor.specs, models.grid, []
+    specs, grid, sent_bytes = models.actor.specs, models.grid, []
     stages = models.training.stages(models.actor)
     sent: set[str] = set()
     for pp_rank in range(grid.pp_size):
@@ -99,5 +99,5 @@ def _sent_bytes(models: RunModels) -> list[int]:
         sent |= names
         numel = sum(tensor.numel for name, tensor in tensors_of(specs).items() if name in names)
         share, rest = divmod(numel, grid.stage_size)
-        found += [(share + (number < rest)) * models.element for number in range(grid.stage_size)]
-    return found
+        sent_bytes += [(share + (number < rest)) * models.element for number in range(grid.stage_size)]
+    return sent_bytes
