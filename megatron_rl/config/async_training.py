@@ -32,7 +32,7 @@ class AsyncTrainingConfig:
     second_buffer: bool = True
     """Receive new weights into a second buffer while slices go on; false: between two slices."""
     straggler_policy: Annotated[str, OneOf(STRAGGLER_POLICIES)] = "wait"
-    """What to do with the last answers of a batch once they keep the trainer waiting for more than straggler_slices:
+    """Handling of the last answers of a batch once they keep the trainer waiting for more than straggler_slices:
     wait | truncate: take the tokens that are there | resample: draw the answer again with another seed."""
     straggler_slices: Size = 64
     """Slices that the trainer waits for an answer when all others of its batch are finished."""

@@ -18,16 +18,16 @@ IS_LEVELS = ("token", "sequence")
 LOSS_TYPES = ("ppo_clip", "reinforce")
 
 RATIO_CRITERIA = ("token", "sequence", "geometric")
-"""Names of older verl versions; their thresholds bound p_trainer / p_rollout."""
+"""Criteria of older verl versions, whose thresholds bound p_trainer / p_rollout."""
 
 K1_CRITERIA = ("token_k1", "seq_sum_k1", "seq_mean_k1")
-"""Their thresholds bound p_rollout / p_trainer: verl's k1 is -log(p_trainer / p_rollout)."""
+"""Criteria whose thresholds bound p_rollout / p_trainer: verl's k1 is -log(p_trainer / p_rollout)."""
 
 DIVERGENCE_CRITERIA = (
     *("token_k2", "token_k3", "seq_sum_k2", "seq_sum_k3", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
     "binary_kl",
 )
-"""Their thresholds bound a divergence, from above only."""
+"""Criteria whose thresholds bound a divergence, from above only."""
 
 CRITERIA = (*K1_CRITERIA, *DIVERGENCE_CRITERIA, *RATIO_CRITERIA)
 """Choices of `rollout_rs`."""

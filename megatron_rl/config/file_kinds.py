@@ -1,4 +1,4 @@
-"""What stands at a path: a file that can be read to its end, or something else, on which opening may wait forever."""
+"""Tell files from pipes, devices and other things at a path, on which opening may wait forever."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KINDS = {
 
 
 def kind_of(path: Path) -> str:
-    """The kind of what is at `path`, behind links, with its article; nothing is opened."""
+    """The kind of the thing at `path`, with its article. Links are followed; nothing is opened."""
     try:
         return _KINDS.get(stat.S_IFMT(path.stat().st_mode), "of a kind that cannot be read")
     except (FileNotFoundError, NotADirectoryError):

@@ -21,9 +21,9 @@ class OverrideOptimizerConfig:
     """Keep moments and masters in host memory and compute Adam there: gradients go there and weights come back in every
     update. Less memory on the device, slower."""
     optimizer_offload_fraction: UnitInterval = 1.0
-    """The share of the parameters of which that is so, where optimizer_cpu_offload."""
+    """Share of the parameters to offload, with optimizer_cpu_offload."""
     overlap_cpu_optimizer_d2h_h2d: bool = False
-    """Copy the next parameter while one is computed, where optimizer_cpu_offload."""
+    """Copy the next parameter while another is computed, with optimizer_cpu_offload."""
 
 
 @dataclass
@@ -35,15 +35,15 @@ class OptimConfig:
     lr_warmup_steps: Count = 0
     """Training steps of linear warm-up, each with all of its optimizer steps."""
     lr_warmup_steps_ratio: UnitInterval = 0.0
-    """The same as a share of the whole run, where lr_warmup_steps is 0."""
+    """Warm-up as a share of the whole run, if lr_warmup_steps is 0."""
     lr_decay_style: Annotated[str, OneOf(("constant", "linear", "cosine", "WSD"))] = "constant"
     """constant | linear | cosine | WSD: constant, and only the last lr_wsd_decay_steps of lr_decay_steps go down."""
     lr_decay_steps: Count = 0
     """Training steps until min_lr is reached; 0: those of the whole run. Not used when constant."""
     lr_wsd_decay_style: Annotated[str, OneOf(("exponential", "linear", "cosine", "minus_sqrt"))] = "exponential"
-    """How they go down, where WSD: exponential | linear | cosine | minus_sqrt."""
+    """Shape of the decay with WSD: exponential | linear | cosine | minus_sqrt."""
     lr_wsd_decay_steps: Count = 0
-    """Training steps of going down; where WSD, at least 1."""
+    """Training steps of that decay; with WSD at least 1."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Adam's moment decay rates."""
     eps: Positive = 1e-8
@@ -64,27 +64,28 @@ class OverrideTransformerConfig:
     costs time for memory | selective: the same of the parts in recompute_modules, in all layers | null: keep all
     activations. Of no effect where nothing is trained."""
     recompute_method: str | None = None
-    """Which layers, where full. uniform: all, in runs of recompute_num_layers | block: the first recompute_num_layers
-    ones."""
+    """Layers to recompute with full. uniform: all, in runs of recompute_num_layers | block: the first
+    recompute_num_layers ones."""
     recompute_num_layers: int | None = None
     """uniform: layers of a run, of which only the input is kept | block: layers of each chunk of a stage."""
     recompute_modules: list[str] | None = None
-    """Which parts, where selective: core_attn | mlp, of dense layers | moe, router and experts; null: core_attn."""
+    """Parts to recompute with selective: core_attn | mlp, of dense layers | moe, router and experts; null: core_attn.
+    """
     cp_comm_type: str = "p2p"
     """How attention reaches the keys of other context-parallel ranks. p2p: they go round in a ring | all_gather: all at
     once | a2a: ranks change tokens for heads and back, where their number divides the query heads of a TP rank."""
     moe_router_load_balancing_type: str = "none"
-    """What keeps the load of the actor's experts even: none | seq_aux_loss, a loss of every layer's router over the
+    """Balancing of the load of the actor's experts: none | seq_aux_loss, a loss of every layer's router over the
     tokens of each row, whose gradient does not depend on how a mini-batch is cut."""
     moe_aux_loss_coeff: NotNegative = 0.0
-    """What that loss is multiplied with, where seq_aux_loss."""
+    """Weight of the loss of seq_aux_loss."""
     moe_z_loss_coeff: NotNegative | None = None
-    """What the mean square of the logarithm of a router's sum of exponentials is multiplied with; null: no loss."""
+    """Weight of the mean square of log(sum(exp(router logits))); null: no such loss."""
     moe_router_enable_expert_bias: bool = False
     """After every update of the actor move the biases by which its experts are chosen against their load; of models
     that have such biases."""
     moe_router_bias_update_rate: Positive = 0.001
-    """How far each of them is moved."""
+    """Size of each move."""
 
 
 @dataclass

@@ -37,7 +37,7 @@ class OverlongBufferConfig:
     len: Count = 0
     """Length of that stretch, in tokens."""
     penalty_factor: NotNegative = 1.0
-    """What an answer of data.max_response_length tokens loses."""
+    """Penalty of an answer of data.max_response_length tokens."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class ScoringModelConfig:
     weight: float = 1.0
     """Weight of the reward model's score: its head's output at the last token of prompt and answer."""
     data_sources: list[str] | None = None
-    """Whose answers it scores: those to prompts with one of these names in column data.reward_fn_key; null: all."""
+    """Score only answers to prompts with one of these names in column data.reward_fn_key; null: all."""
     normalize_reward: Annotated[str | None, OneOf(NORMALISATIONS)] = None
     """How training takes that score. null: as it is | held_out: less the mean of the model's own held-out scores, over
     their spread, both from its folder | running: the same with those of all training scores until now."""

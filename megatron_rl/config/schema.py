@@ -57,7 +57,7 @@ class PoolConfig:
     nnodes: Annotated[int, RANKS] = 1
     """Machines of this pool."""
     n_gpus_per_node: Annotated[int, RANKS] = 1
-    """Its ranks per machine: GPUs, or processes when trainer.device=cpu."""
+    """Ranks per machine of this pool: GPUs, or processes when trainer.device=cpu."""
 
 
 @dataclass
@@ -135,9 +135,9 @@ class PolicyLossConfig:
     clip_cov_ratio: Annotated[float, Gt(0), Le(1)] = 0.0002
     """clip_cov: share of a micro-batch's tokens that lose their gradient; at least one of those it may choose from."""
     clip_cov_lb: float = 1.0
-    """clip_cov: tokens are chosen from those whose covariance is above,"""
+    """clip_cov: tokens are chosen from those whose covariance is above this,"""
     clip_cov_ub: float = 5.0
-    """and below."""
+    """clip_cov: and below this."""
     kl_cov_ratio: Annotated[float, Gt(0), Le(1)] = 0.0002
     """kl_cov: share of a micro-batch's tokens, those of the largest covariance, that are penalised; at least one."""
     ppo_kl_coef: NotNegative = 0.1
@@ -160,8 +160,8 @@ class PolicyLossConfig:
 @dataclass
 class RouterReplayConfig:
     mode: Annotated[str, OneOf(("disabled", "R2", "R3"))] = "disabled"
-    """Of a model with experts. disabled: routers choose anew in every pass | R2: updates send each token to the experts
-    of the pass for old log-probs | R3: that pass and updates send it to those of the rollout engine."""
+    """Router replay in models with experts. disabled: routers choose anew in every pass | R2: updates send each token
+    to the experts of the pass for old log-probs | R3: that pass and updates send it to those of the rollout engine."""
     compare_freq: Count = 0
     """R3: at every so many steps make one more pass without replay, and report how far its log-probs are from the
     rollout's; 0: never."""
@@ -186,22 +186,22 @@ class ActorConfig:
     clip_ratio: Positive = 0.2
     """PPO's epsilon: how far the probability ratio may leave 1 before the clip decides."""
     clip_ratio_low: Positive = follows("actor_rollout_ref.actor.clip_ratio")
-    """The same below 1."""
+    """Clip ratio below 1."""
     clip_ratio_high: Positive = follows("actor_rollout_ref.actor.clip_ratio")
-    """The same above 1; larger than clip_ratio_low it is DAPO's clip-higher."""
+    """Clip ratio above 1; if larger than clip_ratio_low, this is DAPO's clip-higher."""
     clip_ratio_c: Annotated[float, Gt(1)] = 3.0
     """Dual clip: where the advantage is negative, the ratio counts at most this much. Of dppo_kl and dppo_tv the
     largest ratio of any token. Not used by the other losses but vanilla."""
     tau_pos: Positive = 1.0
-    """sapo: temperature of the gate where the advantage is positive;"""
+    """sapo: temperature of the gate for positive advantages."""
     tau_neg: Positive = 1.05
-    """and elsewhere: the larger, the sooner a token stops counting."""
+    """sapo: temperature of the gate for other advantages. The larger it is, the sooner a token stops counting."""
     loss_agg_mode: Annotated[str, OneOf(LOSS_AGG_MODES)] = "token-mean"
     """How the terms of tokens become the loss of a mini-batch: token-mean | token-sum | seq-mean-token-sum |
     seq-mean-token-mean | seq-mean-token-sum-norm. Of geo_mean and sapo, which are means over answers of means over
     tokens, the mode of KL and entropy alone."""
     loss_scale_factor: Size | None = None
-    """What seq-mean-token-sum-norm divides the sum over an answer by; null: data.max_response_length."""
+    """Divisor of the sum over an answer in seq-mean-token-sum-norm; null: data.max_response_length."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
@@ -229,7 +229,7 @@ class ValKwargsConfig:
     temperature: Positive = 1.0
     """Temperature of those samples."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Their nucleus sampling mass."""
+    """Nucleus sampling mass of the validation samples."""
     top_k: Annotated[int, Or(-1, "all tokens"), Ge(1)] = -1
     """Sample them among the k likeliest tokens; -1 means all."""
 
@@ -292,8 +292,8 @@ class RolloutConfig:
     the run stops. Rounding in float32 gives about 1e-5 (3e-5 at worst in the demo), a stale or misplaced weight 1e-2
     and more. Where it is not set: 1e-3 for float32, 0.5 for bfloat16, 0.05 for float16."""
     logprob_diff_mean_bound: Positive = 1e-4
-    """The same in the mean over those tokens. Where it is not set: 1e-4 for float32, 0.05 for bfloat16, 0.005 for
-    float16."""
+    """Largest allowed mean of that difference over those tokens. Unless it is set: 1e-4 for float32, 0.05 for bfloat16,
+    0.005 for float16."""
     val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
 
 
@@ -371,7 +371,7 @@ class FilterGroupsConfig:
     """Dynamic sampling: draw batches of data.gen_batch_size prompts until data.train_batch_size of them have samples
     with different scores, and train on those."""
     metric: Annotated[str, OneOf(("score", "acc"))] = "score"
-    """What must differ: score | acc, the accuracy that the rule reports (its score, where it reports none)."""
+    """The number that must differ: score | acc, the accuracy that the rule reports (its score if it reports none)."""
     max_num_gen_batches: Count = 10
     """Batches per step at most, then it is filled up with prompts whose samples have equal scores; 0: no limit."""
 

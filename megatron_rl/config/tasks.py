@@ -100,9 +100,9 @@ class DPOConfig:
     simpo_gamma: NotNegative = 0.5
     """simpo: the margin of rewards that is aimed at."""
     desirable_weight: NotNegative = 1.0
-    """kto: weight of desirable answers,"""
+    """kto: weight of desirable answers."""
     undesirable_weight: NotNegative = 1.0
-    """and of the others."""
+    """kto: weight of the other answers."""
     reference: Annotated[str, OneOf(REFERENCES)] = "stored"
     """Log-probs of the reference, which is the policy as it starts. stored: computed once before the first step, and
     kept in checkpoints | on_the_fly: a frozen copy on the same ranks scores every batch."""

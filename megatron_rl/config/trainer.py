@@ -36,7 +36,7 @@ class TrainerConfig:
     nnodes: Annotated[int, RANKS] = 1
     """Machines of global_pool."""
     n_gpus_per_node: Annotated[int, RANKS] = 8
-    """Its ranks per machine: GPUs, or processes when device=cpu."""
+    """Ranks per machine of global_pool: GPUs, or processes when device=cpu."""
     total_training_steps: Size | None = None
     """Steps: one batch of prompts each; null: as many as total_epochs have."""
     total_epochs: Size | None = None

@@ -18,7 +18,7 @@ from megatron_rl.config.tasks import WITHOUT_ROLLOUT
 from megatron_rl.errors import Violation, shown
 
 REWARD_ARGUMENTS = {"data_source", "solution_str", "ground_truth", "extra_info"}
-"""What every call of a reward function is given."""
+"""Arguments of every call of a reward function."""
 
 
 def value_problems(config: RunConfig) -> Iterable[Violation]:

@@ -16,7 +16,7 @@ from megatron_rl.errors import ConfigError
 MOST_LEVELS = 50
 """OmegaConf needs ten frames of Python's stack for each."""
 YAML_PROBLEMS = (yaml.YAMLError, OmegaConfBaseException, ValueError)
-"""What reading YAML raises, `refuse_depth` included."""
+"""Errors of reading YAML, `refuse_depth` included."""
 PARSER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 

@@ -25,7 +25,9 @@ def async_problems(config: RunConfig) -> Iterable[Violation]:
     yield from _stale_problems(config)
     if config.algorithm.filter_groups.enable:
         key = "algorithm.filter_groups.enable"
-        rule = f"must be false where generation goes on from step to step ({_asked(config)}): the batches that are "
+        rule = (
+            f"must be false where generation goes on from step to step ({asked_ahead(config)}): the batches that are "
+        )
         yield Violation({key: True}, f"{rule}drawn in place of others have no place in its schedule", {key: False})
 
 
@@ -67,6 +69,7 @@ def _stale_problems(config: RunConfig) -> Iterable[Violation]:
         yield Violation({key: None}, rule, {key: "token"})
 
 
-def _asked(config: RunConfig) -> str:
+def asked_ahead(config: RunConfig) -> str:
+    """The setting that makes generation go on from step to step."""
     ahead = config.trainer.rollout_ahead
     return f"{AHEAD}={ahead}" if ahead else f"{PARTIAL}=true"

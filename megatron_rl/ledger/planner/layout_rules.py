@@ -173,11 +173,11 @@ def rollout_problems(config: RunConfig, pools: Iterable[PoolSpec], models: list[
 def rollout_misfits(model: ModelSizes, tp_size: int) -> dict[str, str]:
     """Sizes of the model that a rollout TP does not fit, by name. Key/value heads are repeated on surplus ranks."""
     heads = model.num_key_value_heads
-    found = {
+    misfits = {
         name: f"divide {name}({size})"
         for name, size in model.rollout_tp_divides.items()
         if size % tp_size and name != "num_key_value_heads"
     }
     if heads % tp_size and tp_size % heads:
-        found["num_key_value_heads"] = f"divide or be a multiple of num_key_value_heads({heads})"
-    return found
+        misfits["num_key_value_heads"] = f"divide or be a multiple of num_key_value_heads({heads})"
+    return misfits

@@ -144,7 +144,7 @@ def _what_is_not_cut(model: ModelSizes) -> str | None:
 
 
 def _dynamic_problems(config: RunConfig) -> Iterable[Violation]:
-    """What passes need if they choose the number of ranks for each sequence."""
+    """Requirements of passes that choose the number of ranks for each sequence."""
     packed, by_tokens = dict[str, bool](), dict[str, bool]()
     for role in (role for role in roles_of(config) if role.kind != ROLLOUT):
         megatron, cp_size = role.megatron, role.megatron.context_parallel_size

@@ -9,7 +9,7 @@ from megatron_rl.config.algorithms import bypasses
 from megatron_rl.config.keys import ACTOR, CORRECTION, ROLLOUT
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
-from megatron_rl.ledger.planner.async_rules import AHEAD, PARTIAL
+from megatron_rl.ledger.planner.async_rules import asked_ahead
 from megatron_rl.ledger.planner.model_folder import ModelSizes
 from megatron_rl.model.families import ModelShape
 
@@ -46,8 +46,9 @@ def replay_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable
         nearest = OFF if config.samples_in_slices else ENGINES
         yield Violation({MODE: RECORDED}, rule, {MODE: nearest})
     if config.samples_in_slices:
-        asked = f"{AHEAD}={config.trainer.rollout_ahead}" if config.trainer.rollout_ahead else f"{PARTIAL}=true"
-        why = f"where generation goes on from step to step ({asked}) it hands out no experts of its tokens"
+        why = (
+            f"where generation goes on from step to step ({asked_ahead(config)}) it hands out no experts of its tokens"
+        )
         if replay.mode == ENGINES:
             rule = f"must be {OFF} or {RECORDED}: {why}"
             yield Violation({MODE: ENGINES}, rule, _without(config, OFF if bypasses(config) else RECORDED))
