@@ -120,7 +120,10 @@ class Replica:
         self.pool.shutdown(WorkerFailure(reason))
         run_id = self._ranks.variables.get(RUN_ID)
         if run_id is not None:
-            end(lambda: [one for one in processes_with(run_id) if variable_of(one, REPLICA) == self.name], LEFTOVERS_S)
+            end(
+                lambda: [left for left in processes_with(run_id) if variable_of(left, REPLICA) == self.name],
+                LEFTOVERS_S,
+            )
 
     def _new_pool(self) -> RayPool:
         return self._make(self.name, self._ranks, FailureDomain(named=True))

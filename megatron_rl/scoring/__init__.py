@@ -1,1 +1,1 @@
-"""What answers are worth: reward functions and their processes, reward models, shaping."""
+"""Score answers: reward functions and their processes, reward models, shaping."""

@@ -115,7 +115,7 @@ class TextReader:
             )
         if full:
             yield f"note: {full} of {len(lengths)} prompts leave no room for an answer in {limit} of {self.name}"
-        if self.own.chat_template is None and any(not isinstance(one, str) for one in conversations):
+        if self.own.chat_template is None and any(not isinstance(chat, str) for chat in conversations):
             yield f"note: the tokenizer of {self.name} has no chat_template, so it reads messages as plain text"
 
     def _is_chat(self, conversation: Conversation) -> bool:

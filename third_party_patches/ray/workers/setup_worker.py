@@ -22,10 +22,10 @@ def command(arguments: Sequence[str]) -> list[str]:
     """Set os.environ; return the command that this process becomes. Raises ValueError for another language."""
     if f"{LANGUAGE}PYTHON" not in arguments:
         raise ValueError(f"only workers in Python are set up here, not {arguments}")
-    [context] = [json.loads(one.removeprefix(CONTEXT)) for one in arguments if one.startswith(CONTEXT)]
+    [context] = [json.loads(word.removeprefix(CONTEXT)) for word in arguments if word.startswith(CONTEXT)]
     for name, value in context["env_vars"].items():
         os.environ[name] = re.sub(r"\$\{[A-Z0-9_]+\}", "", os.path.expandvars(value))
-    worker, *rest = (one for one in arguments if not one.startswith((CONTEXT, LANGUAGE)))
+    worker, *rest = (word for word in arguments if not word.startswith((CONTEXT, LANGUAGE)))
     words = [shlex.quote(word) for word in (context["override_worker_entrypoint"] or worker, *rest)]
     return ["bash", "-c", " ".join([*context["command_prefix"], "exec", context["py_executable"], *words])]
 
