@@ -1,1 +1,1 @@
-"""Bytes and seconds of a run before it starts: the clock, the planner and the search for placements. No torch."""
+"""Bytes and seconds of a run before it starts: the planner and the search for placements. No torch."""

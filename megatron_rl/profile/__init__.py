@@ -1,1 +1,1 @@
-"""What the clock needs to know of a machine, measured on it: kernels, collectives, passes, an engine, a short run."""
+"""Measure a machine for the planner: kernels, collectives, passes, an engine, a short run."""

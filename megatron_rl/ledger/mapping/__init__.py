@@ -1,1 +1,1 @@
-"""The fastest placement and layout for a model, a cluster and a workload. Pure: it starts nothing."""
+"""Search the fastest placement and layout for a model, a cluster and a workload. Pure: nothing is started."""

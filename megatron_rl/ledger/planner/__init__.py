@@ -1,1 +1,1 @@
-"""What can be said about a run before it starts: which rules it breaks, and what its layout and batches are."""
+"""Check and plan a run before it starts: rules, layout, batches, memory and time."""

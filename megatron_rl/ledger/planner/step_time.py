@@ -220,7 +220,7 @@ def estimator_of(models: RunModels, pool: PoolModels, role: RoleSpec, hardware: 
     return Estimator(ModelCost.of(model), layout, hardware, role.megatron.dtype)
 
 
-def _block_tokens(load: Load, pass_spec: PassSpec, cp_size: int) -> int:
+def block_tokens(load: Load, pass_spec: PassSpec, cp_size: int) -> int:
     """Return the tokens of one pass on a rank: the token limit, or the rank's part of its rows of mean length."""
     return pass_spec.max_tokens or int(pass_spec.num_rows * load.length / cp_size)
 
@@ -231,7 +231,7 @@ def scored_load(load: Load, pass_spec: PassSpec, config: RunConfig, cp_size: int
     if pass_spec.longest is not None:
         share = pass_spec.longest / (config.data.max_prompt_length + config.data.max_response_length)
     longer = replace(load, prompt=load.prompt * share + pass_spec.extra_tokens, response=load.response * share)
-    return replace(longer, block_tokens=_block_tokens(longer, pass_spec, cp_size))
+    return replace(longer, block_tokens=block_tokens(longer, pass_spec, cp_size))
 
 
 def updated_load(load: Load, role: RoleSpec, config: RunConfig, recompute: float = 0.0, cp_size: int = 1) -> Load:
@@ -244,12 +244,12 @@ def updated_load(load: Load, role: RoleSpec, config: RunConfig, recompute: float
     mixed = None
     if role.mixed is not None:  # assumed to have half of their longest length, like prompts and answers
         mixed = replace(load, num_samples=role.mixed.num_examples, prompt=role.mixed.longest / 2, response=0.0)
-        mixed = replace(mixed, block_tokens=_block_tokens(mixed, role.update, cp_size))
+        mixed = replace(mixed, block_tokens=block_tokens(mixed, role.update, cp_size))
     return replace(
         load,
         mini_batch=config.batch_sizes.mini_batch_samples(role.settings),
         epochs=role.settings.ppo_epochs,
-        block_tokens=_block_tokens(load, role.update, cp_size),
+        block_tokens=block_tokens(load, role.update, cp_size),
         recompute=recompute,
         mixed=mixed,
     )

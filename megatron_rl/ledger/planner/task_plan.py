@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from megatron_rl.config.roles import PassSpec, answers_together
+from megatron_rl.config.roles import answers_together
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.tasks import DPO
 from megatron_rl.ledger.planner.batch_arithmetic import task_table
@@ -25,8 +25,14 @@ from megatron_rl.ledger.planner.plan_tables import (
     pool_groups,
     pools_table,
 )
-from megatron_rl.ledger.planner.run_models import PoolModels, RunModels
-from megatron_rl.ledger.planner.step_time import StepTime, dispatch_seconds, estimator_of, recomputed_share
+from megatron_rl.ledger.planner.run_models import RunModels
+from megatron_rl.ledger.planner.step_time import (
+    StepTime,
+    block_tokens,
+    dispatch_seconds,
+    estimator_of,
+    recomputed_share,
+)
 from megatron_rl.ledger.planner.time import Load
 from megatron_rl.observe.summary import layout_table
 
@@ -55,11 +61,11 @@ def task_time(models: RunModels, hardware: Hardware, load: Load) -> StepTime:
         recompute = recomputed_share(pool, role) if role.is_trained else 0.0
         call = dispatch_seconds(pool.spec.size.num_nodes, pool.spec.size.num_ranks_per_node, hardware)
         if role.update is not None:
-            units = role.update.num_rows * answers_together(config)
-            asked = replace(load, block_tokens=block_tokens(role.update, units, load, pool), recompute=recompute)
+            rows = replace(role.update, num_rows=role.update.num_rows * answers_together(config))
+            asked = replace(load, block_tokens=block_tokens(load, rows, pool.grid.cp_size), recompute=recompute)
             seconds[role.update.phase] = estimator.train(asked) + call
         if role.score is not None and (role.update is None or has_baseline):
-            asked = replace(load, block_tokens=block_tokens(role.score, role.score.num_rows, load, pool))
+            asked = replace(load, block_tokens=block_tokens(load, role.score, pool.grid.cp_size))
             num_passes = 2 if role.update is None and has_baseline else 1
             seconds[role.score.phase] = num_passes * (estimator.forward(asked) + call)
         pools |= {pass_spec.phase: (role.pool,) for pass_spec in role.passes}
@@ -69,13 +75,6 @@ def task_time(models: RunModels, hardware: Hardware, load: Load) -> StepTime:
         {phase: pools[phase] for phase in order},
         tuple((phase,) for phase in order),
     )
-
-
-def block_tokens(pass_spec: PassSpec, num_rows: int, load: Load, pool: PoolModels) -> int:
-    """Return the tokens of one pass on a rank: the token limit, or the rank's part of `num_rows` rows of mean
-    length.
-    """
-    return max(1, pass_spec.max_tokens or int(num_rows * load.length / pool.grid.cp_size))
 
 
 @dataclass(frozen=True)
