@@ -47,12 +47,6 @@ def to_padded(batch: torch.Tensor, length: int, padding: float = 0) -> torch.Ten
     return dense
 
 
-def from_padded(dense: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Ragged `[B, (N)]` copy of the first `lengths[b]` columns of each row of `dense [B, N]`."""
-    mask = torch.arange(dense.shape[1])[None] < lengths[:, None]
-    return ragged_from_lengths(dense[mask], lengths)
-
-
 def no_responses(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(zero response lengths [B], empty float32 ragged field [B, (0)]) for rows that do not count."""
     lengths = torch.zeros(num_rows, dtype=torch.int64)

@@ -13,7 +13,6 @@ from megatron_rl.records import (
     ActorBatch,
     Experience,
     Prompts,
-    from_padded,
     non_tensor,
     ragged,
     ragged_from_lengths,
@@ -68,7 +67,6 @@ def test_ragged_padded_round_trip(rows, extra):
     assert row_lengths(batch).tolist() == lengths
     dense = to_padded(batch, length, padding=-1)
     assert dense.tolist() == [row + [-1] * (length - len(row)) for row in rows]
-    assert as_lists(from_padded(dense, torch.tensor(lengths))) == rows
     assert as_lists(ragged_from_lengths(batch.values(), torch.tensor(lengths))) == rows
 
 

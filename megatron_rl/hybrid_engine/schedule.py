@@ -1,4 +1,4 @@
-"""From pieces to messages: one rank's part of an exchange as a list of steps, each with at most one send and receive.
+"""Turn pieces into messages: one rank's part of an exchange as a list of steps with at most one send and receive each.
 
 Steps are ordered alike on all ranks: by phase, then by round (`ExchangePlan.rounds`), then by message. In one round
 every rank has one receiver and one sender at most, so a step never waits for more than its two peers, and a rank that
@@ -37,13 +37,13 @@ class Leg:
 
     @property
     def is_direct(self) -> bool:
-        """Whether the message lies in the buffer as it travels, so that no scratch memory is needed."""
+        """Whether the message is contiguous in the buffer, so that it needs no scratch memory."""
         return len(self.regions) == 1 and self.regions[0].is_contiguous
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank does at the same time: send, receive, or both.
+    """One send, one receive, or both at the same time, on one rank.
 
     after: this many of the rank's first steps bring something that `send` passes on, or come before one that does;
     they must be finished before the message is read.
@@ -73,7 +73,7 @@ def make_schedule(plan: ExchangePlan, member: int, message_numel: int) -> list[S
 
 
 def local_copies(plan: ExchangePlan, member: int) -> list[tuple[Region, Region]]:
-    """(source, destination) of what a member copies from its own training shards into its foreign buffer."""
+    """(source, destination) of the copies from a member's own training shards into its foreign buffer."""
     return [
         (
             plan.source_slot(piece).region(piece.segment, piece.box),
@@ -85,10 +85,10 @@ def local_copies(plan: ExchangePlan, member: int) -> list[tuple[Region, Region]]
 
 def _by_round(plan: ExchangePlan, pieces: Iterable[Piece]) -> dict[tuple[int, int], list[Piece]]:
     """(phase, round) -> pieces, all between the same two members."""
-    found: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+    by_round: dict[tuple[int, int], list[Piece]] = defaultdict(list)
     for piece in pieces:
-        found[piece.phase, plan.rounds[piece.phase, piece.source, piece.dest]].append(piece)
-    return found
+        by_round[piece.phase, plan.rounds[piece.phase, piece.source, piece.dest]].append(piece)
+    return by_round
 
 
 class Fragment(NamedTuple):
@@ -137,7 +137,7 @@ def messages(stream: Iterable[Fragment], message_numel: int) -> Iterator[list[Fr
 
 
 def flat_runs(stream: Iterable[Fragment]) -> Iterator[list[Fragment]]:
-    """Fragments that continue each other at both ends, together; others alone."""
+    """Join fragments that continue each other at both ends."""
     run: list[Fragment] = []
     for fragment in stream:
         if run and not (fragment.source.continues(run[-1].source) and fragment.dest.continues(run[-1].dest)):

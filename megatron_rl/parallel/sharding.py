@@ -1,4 +1,4 @@
-"""How a whole tensor is cut into the shards of ranks: pure interval arithmetic, one description for every layout.
+"""Cut whole tensors into the shards of ranks: pure interval arithmetic, one description for every layout.
 
 A logical tensor is one or more segments stacked along the dim that tensor parallelism cuts: [q; k; v], [gate; up],
 the rows of a vocabulary. Each segment is cut on its own, so a shard is a stack of pieces, one from each segment, and
@@ -48,7 +48,7 @@ class LogicalTensor:
 
     @cached_property
     def alike(self) -> AlikeTensors:
-        """What it has in common with the same tensor of other layers."""
+        """Its fields without the name, which the tensors of other layers share."""
         return AlikeTensors(self.segments, self.tp_dim, self.is_expert, self.is_vocab)
 
     @property
@@ -93,13 +93,13 @@ class Part:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """What the shard, as a tensor, is indexed with to get this part."""
+        """The index of this part in the shard's tensor."""
         return tuple(slice(at, at + stop - start) for at, (start, stop) in zip(self.at, self.box, strict=True))
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank holds of a logical tensor; elements outside all parts are padding."""
+    """The elements of a logical tensor on one rank; elements outside all parts are padding."""
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
@@ -114,7 +114,7 @@ class Shard:
 
 
 def shard_of(tensor: LogicalTensor, place: Place) -> Shard:
-    """The shard of `tensor` at `place`; one object for all alike tensors. Raises ValueError when it cannot be cut."""
+    """The shard of `tensor` at `place`; one object for all alike tensors. Raises ValueError if it cannot be cut."""
     try:
         return _shard(tensor.alike, place)
     except ValueError as error:
@@ -163,7 +163,7 @@ def cut(segment: Segment, dim: int, rank: int, size: int) -> Interval:
 
 
 def vocab_multiple(make_vocab_size_divisible_by: int, tp_size: int) -> int:
-    """What the vocabulary of training is padded to a multiple of: as asked for, and so that TP ranks share alike."""
+    """Training pads its vocabulary to a multiple of this: of the given number, and so that TP ranks get equal parts."""
     return math.lcm(make_vocab_size_divisible_by, tp_size)
 
 
@@ -202,7 +202,7 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 
 def box_index(box: Box) -> tuple[slice, ...]:
-    """What a whole segment, as a tensor, is indexed with to get a box of it."""
+    """The index of a box in the tensor of its whole segment."""
     return tuple(slice(start, stop) for start, stop in box)
 
 
@@ -212,7 +212,7 @@ def box_numel(box: Box) -> int:
 
 
 def intersect(one: Box, other: Box) -> Box | None:
-    """The common part of two boxes of the same segment; None when there is none."""
+    """The common part of two boxes of the same segment; None if they have none."""
     common = []
     for (start, stop), (other_start, other_stop) in zip(one, other, strict=True):
         low, high = max(start, other_start), min(stop, other_stop)
