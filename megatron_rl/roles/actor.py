@@ -1,4 +1,4 @@
-"""The actor: the policy that is trained, a language model that scores tokens and learns from them."""
+"""The actor: the trained policy, a language model that scores tokens and learns from them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Actor(TrainedRole):
         temperature = rank.config.actor_rollout_ref.rollout.temperature
         settings = source.hf_config.to_dict()
         self.scorer = TokenScorer(self.trainable.pipeline, self.trainable.models, settings, temperature)
-        # Of given examples, which nobody has sampled.
+        # For given examples, which were not sampled.
         self.reader = TokenScorer(self.trainable.pipeline, self.trainable.models, settings, temperature=1.0)
         self.rank = rank
         self.routing: ExpertRouting | None = None
@@ -62,8 +62,8 @@ class Actor(TrainedRole):
             buffers = named_buffers(self.trainable.models)
             device = rank.device.torch_device
             self.checkpoint.bias = ExpertBias(buffers, source.constants, rank.groups, device)
-        self._load: Tensor | None = None  # of experts, in the pass that was last
-        # On rank 0, where the rollout has pools of its own: the bridge's, and those that some ranks may not have left.
+        self._load: Tensor | None = None  # of experts, in the last pass
+        # On rank 0, if the rollout has pools of its own: the bridge's store, and older ones that ranks may still use.
         self.bridge_stores: list[BridgeStore] = []
         self.sender: BridgeSender | None = None
 
@@ -71,14 +71,14 @@ class Actor(TrainedRole):
     def log_probs(self, sequences: Sequences) -> TokenScores | None:
         """Log-prob of each response token, as the trainer computes it; None before the last stage.
 
-        With `sum_pi_squared` where the estimator needs it. Tokens go to the experts that the record names, with R3;
-        where it names some it is told how many others the routers would have chosen, and with R2 what they chose.
+        Adds `sum_pi_squared` if the estimator needs it. With R3 tokens go to the experts that the record names. If it
+        names some, the scores count how many of these the routers would not have chosen; with R2 they hold the choices.
         """
         return self._scored(sequences, replays=self.config.router_replay.mode == "R3")
 
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def log_probs_without_replay(self, sequences: Sequences) -> TokenScores | None:
-        """The same where routers choose for themselves."""
+        """Log-prob of each response token without router replay; None before the last stage."""
         return self._scored(sequences, replays=False)
 
     def _scored(self, sequences: Sequences, replays: bool) -> TokenScores | None:
@@ -93,7 +93,7 @@ class Actor(TrainedRole):
     def _with_choices(
         self, scores: TokenScores | None, read: Sequences | ActorBatch, keeps: bool
     ) -> TokenScores | None:
-        """The scores of a pass over `read`, with what its routers chose; all ranks must call."""
+        """Add the choices of the routers to the scores of a pass over `read`; all ranks must call."""
         assert self.routing is not None
         own = self.routing.finish(row_lengths(read.input_ids))
         if own is None:
@@ -118,7 +118,7 @@ class Actor(TrainedRole):
     def update_on_policy(
         self, batch: ActorBatch, pretraining: ExtraBatch[TokenBatch] | None = None
     ) -> tuple[dict[str, float], TokenScores | None]:
-        """The same with a batch whose old log-probs are those of this very pass, and these log-probs as `log_probs`."""
+        """`update` with a batch whose old log-probs are those of this pass; also returns them, as `log_probs` does."""
         metrics, own = self._gradients(batch, pretraining)
         scores = None
         if own is not None:
@@ -128,7 +128,7 @@ class Actor(TrainedRole):
         return metrics | self._step(), scores
 
     def _step(self) -> dict[str, float]:
-        """An optimizer step, and one of the experts' biases where they are to follow the load; its metrics."""
+        """Take an optimizer step, and move the experts' biases if they follow the load; returns metrics."""
         update, options = self.trainable.step(), self.spec.megatron.override_transformer_config
         bias, moves = self.checkpoint.bias, not (update.skipped or update.empty)
         if options.moe_router_enable_expert_bias and bias is not None and self._load is not None and moves:
@@ -146,9 +146,9 @@ class Actor(TrainedRole):
 
     @remote_method(Dispatch.RANK_ZERO)
     def offer_bridge(self, num_receivers: int) -> BridgeAddress:
-        """Serve a store at which both sides can meet, anew after ranks were lost; where it is.
+        """Serve a store through which both sides connect, a new one after ranks were lost; returns its address.
 
-        Ranks that listen at the one before are told to stop.
+        Ranks that listen at an older store stop.
         """
         for left in self.bridge_stores:
             left.close()
@@ -157,8 +157,9 @@ class Actor(TrainedRole):
 
     @remote_method(Dispatch.ONE_TO_ALL)
     def join_bridge(self, address: BridgeAddress) -> str:
-        """Build this pool's end of the bridge, in place of the one before; collective over both sides, with the
-        rollout's `join_bridge`. Why there is none, because a rank was lost; "", the same on all ranks, where there is.
+        """Build this pool's end of the bridge in place of an older one; returns "", or the reason if a rank was lost.
+
+        Collective over both sides, with the rollout's `join_bridge`. All training ranks return the same.
         """
         from megatron_rl.hybrid_engine.bridge import BrokenBridgeError
 
@@ -178,7 +179,7 @@ class Actor(TrainedRole):
         rollout, source = self.rank.config.actor_rollout_ref.rollout, self.source
         self.sender = BridgeSender(
             flat_parameters(self.trainable, source.specs, source.place, None, self.rank.node),
-            {one.tensor.name: one.tensor for one in source.specs.values()},
+            {spec.tensor.name: spec.tensor for spec in source.specs.values()},
             join_bridge(address, self.rank.groups.rank, self.rank.device, self.rank.timeout),
             bucket_bytes=rollout.update_weights_bucket_megabytes << 20,
             verify_every=rollout.verify_weights_every,
@@ -187,17 +188,16 @@ class Actor(TrainedRole):
 
     @remote_method(Dispatch.ONE_TO_ALL, phase="reshard")
     def send_weights(self, version: int) -> SendReport:
-        """Send the current weights, those after step `version`; with the rollout's `receive_weights`, or its like."""
+        """Send the current weights, those after step `version`, together with the rollout's `receive_weights`."""
         return self._send(version)
 
     @remote_method(Dispatch.ONE_TO_ALL, phase="reshard")
     def try_send_weights(self, version: int, holding: dict[int, int] | None = None) -> SendAttempt:
-        """The same; that a rank of the rollout was lost is an answer, the same on all training ranks.
+        """Send the current weights; a lost rollout rank is reported, not raised, and equally on all training ranks.
 
-        After one nobody can send before all have joined a new bridge.
-        holding: calls the ranks that listen, which are those with a second buffer, and returns when the weights have
-        arrived on all of them; replica -> the version that its generation must hold before. None: they are called by
-        `try_receive_weights`.
+        After a loss all ranks must join a new bridge before the next transfer.
+        holding: replica -> the version that its generation must hold before; calls the ranks that listen, those with a
+        second buffer, and returns when the weights have arrived on all of them. None: `try_receive_weights` calls them.
         """
         from megatron_rl.hybrid_engine.bridge import BrokenBridgeError, SendAttempt
 
@@ -215,10 +215,10 @@ class Actor(TrainedRole):
         return SendAttempt(version, "", report, concluded if dist.get_rank() == 0 else ())
 
     def _agreed(self, broken: str) -> str:
-        """What broke on any training rank, the same on all; they leave the bridge then, as others may wait for them."""
-        said = [""] * dist.get_world_size()
-        dist.all_gather_object(said, broken)
-        reasons = [f"training rank {number}: {reason}" for number, reason in enumerate(said) if reason]
+        """Join the reasons of all training ranks; with any, all leave the bridge, because others may wait for them."""
+        gathered = [""] * dist.get_world_size()
+        dist.all_gather_object(gathered, broken)
+        reasons = [f"training rank {number}: {reason}" for number, reason in enumerate(gathered) if reason]
         if reasons and self.sender is not None:
             self.sender.close()
         return "; ".join(reasons)
@@ -248,12 +248,12 @@ class Actor(TrainedRole):
     def _gradients(
         self, batch: ActorBatch, pretraining: ExtraBatch[TokenBatch] | None
     ) -> tuple[dict[str, float], Tensor | None]:
-        """(metrics, the log-prob of every response token where the batch has no old ones), both on the last stage."""
+        """(metrics, the log-prob of every response token if the batch has no old ones), both on the last stage."""
         own: list[Tensor] = []
         is_own = batch.old_log_probs is None
         if self.routing is not None:
             mode, named = self.config.router_replay.mode, batch.routed_experts is not None
-            # With R2 an update that makes the old log-probs itself chooses for itself.
+            # With R2 an update that computes the old log-probs itself does not replay.
             replays = named and (mode == "R3" or (mode == "R2" and not is_own))
             self.routing.begin(replays=replays, records=named and is_own)
         blocks = self.trainable.pipeline.micro_batches(batch, self.cut)
@@ -278,7 +278,7 @@ class Actor(TrainedRole):
         return metrics | load | weight, log_probs
 
     def _expert_metrics(self, routing: ExpertRouting) -> dict[str, float]:
-        """Of the pass that was last, on all ranks; all must call."""
+        """Expert metrics of the last pass over all ranks; all must call."""
         losses = balance_metrics(routing.losses(), routing.routed) if routing.is_balanced else {}
         self._load = routing.load()
         return expert_load_metrics(self._load, routing.routed) | losses
@@ -292,7 +292,7 @@ class Actor(TrainedRole):
     def _loss(
         self, hidden: Tensor, block: MicroBatch, totals: BatchTotals, own: list[Tensor]
     ) -> tuple[Tensor, MetricParts]:
-        """(loss of a block, its parts of metrics); log-probs go to `own` where the block has no old ones."""
+        """(loss of a block, its parts of metrics); log-probs are appended to `own` if the block has no old ones."""
         config, fields, lengths = self.config, block.fields, block.response_lengths
         log_probs, entropy = self.scorer.log_probs_and_entropy(hidden, block)
         old_log_probs = fields.get("old_log_probs")
@@ -330,7 +330,7 @@ class Actor(TrainedRole):
         metrics: dict[str, Tensor] = {}
         if correction.bypass_mode:
             weights, accepted, metrics = current_correction(log_probs, old_log_probs, lengths, correction)
-            # The ratio of any other loss is that to the rollout, which corrects for it already.
+            # The ratio of any other loss is already taken to the rollout.
             rollout_weights = weights if correction.loss_type == "reinforce" else None
             kept = kept * accepted
         tokens = PolicyTokens(log_probs, old_log_probs, fields["advantages"], lengths, kept, rollout_weights)

@@ -1,4 +1,4 @@
-"""Megatron's distributed Adam on one rank: its configuration, and the state of this rank's share wherever it lies."""
+"""Megatron's distributed Adam on one rank: its configuration, and the state of this rank's share on any device."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ class AdamState:
         self._parts = optimizer.chained_optimizers
 
     def since_first_step(self) -> list[torch.Tensor]:
-        """What the first step makes: both moments of every parameter, and copies of gradients on the host."""
-        found = []
+        """Tensors that the first step makes: both moments of every parameter, and copies of gradients on the host."""
+        tensors = []
         for part in self._parts:
             states = part.optimizer.state.values()
-            found += [state[name] for state in states for name in MOMENTS if name in state]
+            tensors += [state[name] for state in states for name in MOMENTS if name in state]
             if isinstance(part.optimizer, HybridDeviceOptimizer):
-                found += part.optimizer.cpu_copy_map_grad.values()
-        return found
+                tensors += part.optimizer.cpu_copy_map_grad.values()
+        return tensors
 
     def tensors(self) -> list[torch.Tensor]:
-        """Every tensor that is kept, some of them several times, parameters among them where they are their masters."""
+        """Every tensor of the optimizer's state; some several times. Includes parameters that are their own masters."""
         found = self.since_first_step()
         for part in self._parts:
             inner = part.optimizer
@@ -75,7 +75,7 @@ class AdamState:
         return found
 
     def runs(self) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]:
-        """What this rank's optimizer updates: (parameter, first element, state) for a run of its flattened shard.
+        """Yield (parameter, first element, state) for each run of a flattened shard that this rank updates.
 
         The state holds "param" [n], the float32 master, and once there are moments "exp_avg" and "exp_avg_sq" [n].
         """
@@ -88,12 +88,12 @@ class AdamState:
                             yield parameter, ranges["param"].start, state
 
     def create(self) -> None:
-        """Make the moments that Adam would make at its first step; nothing where they are there."""
+        """Make the moments that Adam would make at its first step, unless they exist."""
         for part in self._parts:
             inner = part.optimizer
             if isinstance(inner, HybridDeviceOptimizer):
-                for one in inner.sub_optimizers:
-                    create_moments(one)
+                for optimizer in inner.sub_optimizers:
+                    create_moments(optimizer)
                 inner._sync_sub_optimizers_state_to_hdo()
             else:
                 part.init_state_fn(inner, part.config)
@@ -102,7 +102,7 @@ class AdamState:
 
     @property
     def step(self) -> int:
-        """Steps that Adam counts; torch's Adam keeps the number with every parameter, the fused ones with a group."""
+        """Adam's step count; torch's Adam keeps it with every parameter, fused ones with a group."""
         for inner in self._updating():
             for holder in (*inner.state.values(), *inner.param_groups):
                 if "step" in holder:
@@ -110,7 +110,7 @@ class AdamState:
         return 0
 
     def set_step(self, step: int) -> None:
-        """Go on as after so many steps."""
+        """Set Adam's step count."""
         for inner in self._updating():
             if isinstance(inner, torch.optim.Adam):
                 for group in inner.param_groups:
@@ -123,9 +123,9 @@ class AdamState:
                     group["step"] = step
 
     def take_weights(self) -> None:
-        """Give the copies that are updated on the host the weights as they are on the device now.
+        """Copy the weights on the device to the copies that are updated on the host.
 
-        Those of 16-bit weights are masters, which a checkpoint has itself.
+        Copies of 16-bit weights are masters, which a checkpoint holds itself.
         """
         for part in self._parts:
             if isinstance(part.optimizer, HybridDeviceOptimizer):
@@ -134,7 +134,7 @@ class AdamState:
                         copy.data.copy_(weight.data)
 
     def _updating(self) -> Iterator[torch.optim.Optimizer]:
-        """The optimizers that do the work: of a part that is offloaded those of device and host."""
+        """The optimizers that update: for an offloaded part those of device and host."""
         for part in self._parts:
             inner = part.optimizer
             yield from inner.sub_optimizers if isinstance(inner, HybridDeviceOptimizer) else [inner]

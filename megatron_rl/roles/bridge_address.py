@@ -1,4 +1,4 @@
-"""Where the actor's pool and the rollout's pools meet, when they are worlds apart: a store of their own."""
+"""Connect the actor's pool and the rollout's pools, which are different worlds, through a key-value store."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 NO_MORE_CALLS = "null"
 MEET_S = 30.0
-"""Ranks that are called to a bridge have nothing else to do: whoever is later is lost."""
+"""Seconds to wait for ranks at a bridge. They have nothing else to do, so a later rank is lost."""
 LOOK_S = 0.02
-"""Between two looks at who has come."""
+"""Seconds between two checks which ranks have arrived."""
 FOR_GOOD = timedelta(days=365)
 """A rank listens until it is called, until there is another bridge, or until its process or the server ends."""
 
@@ -35,8 +35,8 @@ FOR_GOOD = timedelta(days=365)
 class BridgeAddress:
     """A store that rank 0 of the actor's pool serves, for all ranks of both sides, the actor's first.
 
-    The rollout's side may be several pools, which are numbered one after the other; each is told where it begins:
-    first_receiver: the number of its first rank among all that receive.
+    The rollout's side may be several pools, which are numbered one after the other. first_receiver: the number of this
+    pool's first rank among all that receive.
     """
 
     host: str
@@ -57,9 +57,9 @@ class BridgeAddress:
 
 @dataclass(frozen=True)
 class AcrossBridge:
-    """How a rollout is built whose weights come from another pool.
+    """Settings of a rollout whose weights come from another pool.
 
-    first_replica: the number in the run of the first replica of its pool. second_buffer: whether weights arrive beside
+    first_replica: the number in the run of the first replica of its pool. second_buffer: whether weights arrive during
     generation, in memory of their own.
     """
 
@@ -78,11 +78,11 @@ class BridgeStore:
         self._num_calls = 0
 
     def call(self, holding: Mapping[int, int]) -> None:
-        """Have all ranks that listen take part in the next transfer; holding: as of `BridgeCalls.next`."""
+        """Call all ranks that listen to the next transfer. holding: as in `BridgeCalls.next`."""
         self._say(json.dumps(holding))
 
     def close(self) -> None:
-        """Tell all ranks that listen that no more calls come."""
+        """End the calls for all ranks that listen."""
         self._say(NO_MORE_CALLS)
 
     def _say(self, text: str) -> None:
@@ -91,42 +91,42 @@ class BridgeStore:
 
 
 class BridgeCalls:
-    """The calls of a `BridgeStore`, one after the other, as one receiving rank hears them."""
+    """The calls of a `BridgeStore`, read by one receiving rank one after the other."""
 
     def __init__(self, address: BridgeAddress, rank: Rank) -> None:
         self._store = tcp_store(address.host, address.port, address.size, rank.timeout, wait=False)
         self._num_heard = 0
 
     def next(self) -> dict[int, int] | None:
-        """Wait for the next call: replica -> the version that its generation must hold before weights overwrite what
-        has arrived. None: no more come.
+        """Wait for the next call; None after the last.
+
+        Returns replica -> the version that its generation must hold before new weights overwrite those that arrived.
         """
         key = call_key(self._num_heard)
         try:
             self._store.wait([key], FOR_GOOD)
-            said = json.loads(self._store.get(key))
+            call = json.loads(self._store.get(key))
         except DistError:  # the server's process is gone, and the run with it
             return None
         self._num_heard += 1
-        return None if said is None else {int(replica): version for replica, version in said.items()}
+        return None if call is None else {int(replica): version for replica, version in call.items()}
 
 
 def call_key(number: int) -> str:
-    """Where the call of this number stands in the store."""
+    """Key of the call of this number."""
     return f"call/{number}"
 
 
 def here_key(number: int) -> str:
-    """What a rank sets when it comes."""
+    """Key that a rank sets when it arrives."""
     return f"here/{number}"
 
 
 def join_bridge(address: BridgeAddress, number: int, device: Device, timeout: timedelta) -> Transport:
-    """The way between the two pools; collective over both.
+    """Open the transport between the two pools; collective over both.
 
-    number: this rank's among all of both. timeout: of a message.
-    Raises BrokenBridgeError when a rank does not come within MEET_S, when it comes and the ways to it cannot be opened
-    within MEET_S, and when one is lost while they meet.
+    number: this rank's number among all of both. timeout: of a message. Raises BrokenBridgeError if a rank does not
+    arrive within MEET_S, if connections to it cannot be opened within MEET_S, and if one is lost meanwhile.
     """
     from megatron_rl.hybrid_engine.bridge import BrokenBridgeError
     from megatron_rl.hybrid_engine.transport import Transport, open_joint_group
@@ -138,11 +138,11 @@ def join_bridge(address: BridgeAddress, number: int, device: Device, timeout: ti
         deadline = time.monotonic() + MEET_S
         while not store.check(keys):
             if time.monotonic() > deadline:
-                missing = [one for one, key in enumerate(keys) if not store.check([key])]
+                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
                 raise BrokenBridgeError(f"ranks {missing} of {address.size} did not come to a bridge in {MEET_S} s")
             made_progress()
             time.sleep(LOOK_S)
-        # A message may wait for its other end as long as any; whoever has come here has nothing to wait for.
+        # A message may wait as long as any other; opening connections must not, as all ranks are here.
         group = within(MEET_S, lambda: open_joint_group(store, number, address.size, device, timeout))
     except TimeoutError as error:
         raise BrokenBridgeError(f"a rank that came to a bridge was lost before it stood: {error}") from error
@@ -152,7 +152,7 @@ def join_bridge(address: BridgeAddress, number: int, device: Device, timeout: ti
 
 
 def within(seconds: float, call: Callable[[], Result]) -> Result:
-    """What `call` returns or raises; TimeoutError when it takes longer, and is left to itself in its own thread."""
+    """Return or raise the result of `call`; TimeoutError if it takes longer, and its thread is left running."""
     results, errors = list[Result](), list[BaseException]()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""One optimizer step on answers that are compared with each other, whatever scores them: policy or reward model."""
+"""Gradients of losses that compare answers with each other, for a policy or a reward model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_rl.roles.training import TrainableModel
 class AnswerLearner:
     """Gradients and scores of answers under one model; all ranks must call.
 
-    per_token: one number per scored token. means: an answer's number is the mean of those that count, else their sum.
+    per_token: one number per scored token. means: an answer's number is the mean over counted tokens, else their sum.
     """
 
     def __init__(self, trainable: TrainableModel, per_token: PerToken, objective: Objective, means: bool) -> None:
@@ -41,7 +41,7 @@ class AnswerLearner:
     ) -> dict[str, float]:
         """Gradients of the mean loss over the `num_prompts` of all ranks; answers to one prompt share a micro-batch.
 
-        baseline: of kto. Metrics, under names that begin with the role's, on the last stage; {} before.
+        baseline: kto's. Returns metrics, whose names begin with `role`, on the last stage; {} before.
         """
         trainable, device = self.trainable, self.trainable.device
         blocks = trainable.pipeline.micro_batches(batch.rows(), cut, batch.sizes.tolist())
@@ -52,10 +52,10 @@ class AnswerLearner:
         def loss(output: Tensor, block: MicroBatch) -> tuple[Tensor, MetricParts]:
             numbers = self.total(self.per_token(output, block), block.kept, block.response_lengths)
             prompts, sizes = prompt_of_row[block.rows].unique_consecutive(return_counts=True)
-            told = Answers(numbers, given[block.rows], labels[block.rows], sizes, shift)
-            terms = self.objective(told)
+            answers = Answers(numbers, given[block.rows], labels[block.rows], sizes, shift)
+            terms = self.objective(answers)
             total = (terms.loss * weights[prompts]).sum() / max(num_prompts, 1)
-            # Whatever fills up a split does so alone, so a block counts as a whole or not at all.
+            # Padding prompts have blocks of their own, so a block counts as a whole or not at all.
             counts = weights[prompts].sum() > 0
             parts = {"loss": total.detach(), **terms.metrics}
             return total, {f"{role}/{name}": torch.where(counts, part, 0.0) for name, part in parts.items()}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def response_values(output: Tensor, block: MicroBatch) -> Tensor:
     """Model output [b, S, 1] -> float32 [N]: the value *before* each response token, where it was chosen.
 
-    Of C context-parallel ranks each has S / C columns, and gets all values.
+    Each of C context-parallel ranks has S / C columns, and gets all values.
     """
     return block.whole(block.scored(output)[:, 0].float())
 

@@ -1,4 +1,4 @@
-"""The environment of a worker process: what is set before it starts, and what it reads."""
+"""The environment of a worker process: variables set before it starts, and variables it reads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 from megatron_rl.errors import ConfigError
 
 LOOPBACK_PREFIX = "127."
-"""What its IPv4 addresses begin with."""
+"""Start of IPv4 loopback addresses."""
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 HANDED_ON = ("NCCL_", "TORCH_NCCL_", "CUDA_", "GLOO_")
@@ -20,14 +20,14 @@ VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """One rank's place among the processes and nodes, from the variables that the launcher sets.
+    """One rank's place among processes and nodes, from the variables that the launcher sets.
 
-    node_address: where the other nodes reach this one; the loopback address where there are none. master_addr,
-    master_port: where rank 0 is met. master_listen_fd: on rank 0, where its launcher has chosen the port, a socket that
-    listens there already.
+    node_address: address of this node for other nodes; the loopback address if there are none. master_addr,
+    master_port: address of rank 0. master_listen_fd: on rank 0, a socket that listens there already, if the launcher
+    chose the port.
 
-    In a replica, which is a world of its own: its number among the num_replicas of its pool, and how many of the pool's
-    ranks come before it (first_rank). Elsewhere 0, 1 and 0.
+    replica, num_replicas, first_rank: for a replica, which is a world of its own, its number among the replicas of its
+    pool and the number of the pool's ranks before it; otherwise 0, 1 and 0.
     """
 
     rank: int
@@ -97,23 +97,23 @@ def interface_of(address: str, interfaces: Mapping[str, Sequence[str]]) -> str:
 
 
 def handed_on() -> dict[str, str]:
-    """Those of this process's variables that reach every rank, whichever node it is on: NCCL's, CUDA's and gloo's.
+    """Variables of this process that are passed to every rank on every node: NCCL's, CUDA's and gloo's.
 
     Nodes of a Ray cluster have the variables of the shell that started them, not of the one that starts a run. Which
-    GPUs a process sees is Ray's to say.
+    GPUs a process sees is decided by Ray.
     """
     names = (name for name in os.environ if name.startswith(HANDED_ON) and name != VISIBLE_GPUS)
     return {name: os.environ[name] for name in sorted(names)}
 
 
 def worker_environment(device_kind: str, ranks_per_node: int, *, sees_node: bool = False) -> dict[str, str]:
-    """Variables that must be set before a worker imports torch or vLLM; of `ALLOCATOR` the user's own stays.
+    """Variables that must be set before a worker imports torch or vLLM; the user's own `ALLOCATOR` is kept.
 
-    sees_node: it shares memory with the GPUs of its node (`RolloutConfig.disable_custom_all_reduce`).
+    sees_node: the worker shares memory with the GPUs of its node (`RolloutConfig.disable_custom_all_reduce`).
     """
     threads = max(1, (os.cpu_count() or 1) // ranks_per_node) if device_kind == "cpu" else 1
     variables = {
-        # The engine lives in this process; it must not fork a core of its own.
+        # The engine runs in this process; it must not fork a core of its own.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         # What it configures when an engine starts empties the cache of every logger for each of its 350.
@@ -140,7 +140,7 @@ def worker_environment(device_kind: str, ranks_per_node: int, *, sees_node: bool
             ALLOCATOR: os.environ.get(ALLOCATOR, f"expandable_segments:{not sees_node}"),
             # vLLM's choice depends on the model, and the two draw other samples from one seed.
             "VLLM_USE_V2_MODEL_RUNNER": "1",
-            # These reach for the other ranks' GPUs, too, and have not been tried beside a trainer.
+            # These reach for the other ranks' GPUs, too, and have not been tried in a process with a trainer.
             "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
             "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
         }

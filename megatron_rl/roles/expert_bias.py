@@ -28,8 +28,8 @@ def moved(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
 class ExpertBias:
     """The biases of this rank's layers. All ranks must build it, and call `whole` together.
 
-    buffers: of this rank's chunks. constants: the folder's tensor, of all layers that have one, in their order. Both by
-    global Megatron names. has_moved: they are not the folder's any more.
+    buffers: of this rank's chunks. constants: the folder's biases of all layers, in their order. Both by global
+    Megatron names. has_moved: the biases differ from the folder's.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ExpertBias:
 
     @torch.no_grad()
     def move(self, counts: Tensor, rate: float) -> None:
-        """counts: int64 [L, E], of all layers with experts, the same on all ranks."""
+        """Move the biases after an update. counts: int64 [L, E], tokens of each expert; equal on all ranks."""
         self.has_moved = True
         for name, of_layer in zip(self._constants, counts, strict=True):
             if name in self._own:
@@ -53,7 +53,7 @@ class ExpertBias:
                 bias.copy_(moved(bias, of_layer.to(bias.device), rate))
 
     def whole(self) -> dict[str, Tensor]:
-        """Every layer's, float32 [E], by the folder's names, on this rank's device."""
+        """Biases of every layer, float32 [E], by the folder's names, on this rank's device."""
         zeros = (torch.zeros(constant.shape, device=self._device) for constant in self._constants.values())
         rows = [self._own.get(name, zero) for name, zero in zip(self._constants, zeros, strict=True)]
         table = torch.stack(rows)
@@ -64,23 +64,23 @@ class ExpertBias:
 
     @property
     def specs(self) -> dict[str, ParamSpec]:
-        """As what they are saved: one whole tensor each."""
+        """Specs of the saved biases: one whole tensor each."""
         return {
-            name: ParamSpec(LogicalTensor(one.name, (Segment("all", one.shape, 1),), None), (one.name,))
-            for name, one in self._constants.items()
+            name: ParamSpec(LogicalTensor(bias.name, (Segment("all", bias.shape, 1),), None), (bias.name,))
+            for name, bias in self._constants.items()
         }
 
     def runs(self) -> Iterator[FlatRun]:
-        """Of this rank's layers."""
+        """Runs of this rank's layers."""
         for name, bias in self._own.items():
             yield FlatRun(name, BIAS, 0, bias)
 
     @property
     def writes(self) -> bool:
-        """Whether this rank is the one that writes those of its layers."""
+        """Whether this rank writes the biases of its layers."""
         groups = self._groups
         return groups.tp_rank == groups.dp_rank == groups.cp_rank == 0
 
     def is_in(self, names: Collection[str]) -> bool:
-        """Whether a checkpoint with tensors of these names has them."""
+        """Whether a checkpoint with tensors of these names holds the biases."""
         return all(checkpoint_key(spec, 0, BIAS) in names for spec in self.specs.values())

@@ -61,7 +61,7 @@ class ExpertRouting:
         return [layer for chunk in self.chunks for layer in chunk.layers]
 
     def begin(self, *, replays: bool, records: bool) -> None:
-        """Say what the next pass is to do; counts begin anew."""
+        """Set the mode of the next pass and reset its counts."""
         self.replays, self.records = replays, records
         for chunk in self.chunks:
             chunk.begin()
@@ -70,11 +70,11 @@ class ExpertRouting:
 
     @property
     def is_balanced(self) -> bool:
-        """Whether routers have losses of their own."""
+        """Whether routers have balancing losses."""
         return any(self._coefficients)
 
     def count_rows(self, blocks: Sequence[MicroBatch]) -> None:
-        """Say what balancing losses are means over: the rows of this rank's blocks and of all others. All must call."""
+        """Count rows and tokens of all ranks' blocks, over which balancing losses are means. All ranks must call."""
         lengths = [places_of_rows(block)[2] for block in blocks if block.is_reported]
         totals = torch.tensor([sum(map(len, lengths)), sum(int(of_rows.sum()) for of_rows in lengths)])
         totals = totals.to(self.device)
@@ -163,7 +163,7 @@ class ExpertRouting:
         return whole.flatten(0, 1)
 
     def _of_all(self, own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-        """What each rank of the group has, all of one shape; on the CPU."""
+        """Gather the tensors of all ranks of the group, all of one shape; on the CPU."""
         mine = as_bytes(own).to(self.device)
         parts = [torch.empty_like(mine) for _ in range(group.size())]
         dist.all_gather(parts, mine, group=group)
@@ -222,5 +222,5 @@ class ExpertRouting:
 
 
 def as_bytes(choices: Tensor) -> Tensor:
-    """The same bytes as uint8, which every backend sends; the last dim gets longer."""
+    """Reinterpret as uint8, which every backend sends; the last dim gets longer."""
     return choices.contiguous().view(torch.uint8)

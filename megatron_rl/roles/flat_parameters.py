@@ -1,4 +1,4 @@
-"""The actor's parameters as the hybrid engine sees them: flat buffers, named slots, no model class."""
+"""The actor's parameters for the hybrid engine: flat buffers with named slots, without a model class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left of a rank without its roles: device, world, ledger, checkpoints; and the roles of its pool.
+"""One rank of a pool: device, world, memory ledger, checkpoints, and the roles of its pool.
 
 Engines are imported where they are built, so that the controller can name this class without loading them.
 """
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 class RankHost:
     """The SPMD side of one pool on one rank. Unless a method says otherwise all ranks of the pool must be called.
 
-    Constructing it joins the pool's world and creates Megatron's groups; `build` makes the roles, the rollout last.
-    Where the pool is cut into replicas, each is a world of its own and is meant by "the pool"; `spec` is the whole's.
+    The constructor joins the pool's world and creates Megatron's groups; `build` makes the roles, the rollout last. If
+    the pool is cut into replicas, each one is a world of its own, called "the pool" here; `spec` is the whole pool's.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RankHost:
 
     @remote_method(Dispatch.ONE_TO_ALL)
     def coordinates(self) -> Coordinates:
-        """Where this rank stands, for the controller's dispatch."""
+        """This rank's coordinates, for the controller's dispatch."""
         rank, rollout = self.groups.rank, self.spec.role(ROLLOUT)
         tp_size = rollout.settings.tensor_model_parallel_size if rollout is not None else 1
         grid = RolloutGrid(self.groups.grid, tp_size)
@@ -87,13 +87,13 @@ class RankHost:
 
     @remote_method(Dispatch.ONE_TO_ALL)
     def build(self, name: str, bridge: AcrossBridge | None = None) -> None:
-        """Make one role of this pool. bridge: of a rollout, where the actor's pool is another one."""
+        """Make one role of this pool. bridge: for a rollout whose actor is in another pool."""
         spec = next(role for role in self.spec.roles if role.name == name)
         self.roles[name] = build_role(spec, self.rank, self.roles, bridge)
         self.ledger.note("init")
 
     def run(self, role: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A method of a role, its memory accounted for under its phase."""
+        """Call a method of a role; its memory is recorded under its phase."""
         hosted = self.roles[role]
         body = getattr(hosted, name)
         phase = hosted.spec.phases.get(body.remote_method.phase, body.remote_method.phase)
@@ -108,19 +108,19 @@ class RankHost:
             return answer
 
     def _settle_parameters(self) -> None:
-        """Between updates parameters may be on their way; everything else wants them whole."""
+        """Finish gathering parameters, which may overlap with updates; every other method needs them whole."""
         for role in self.trained.values():
             role.trainable.sync.finish()
 
     # Memory
 
     def owned_memory(self) -> dict[str, int]:
-        """Bytes of the tensors that this rank keeps now, under the names of the memory plan."""
+        """Bytes of the tensors that this rank holds now, under the names of the memory plan."""
         return {name: size for role in self.roles.values() for name, size in role.memory().items()}
 
     @remote_method(Dispatch.ONE_TO_ALL)
     def take_memory(self) -> dict[str, PhaseMemory]:
-        """What this rank held in every phase since the last call."""
+        """Memory of this rank in every phase since the last call."""
         return self.ledger.take()
 
     # Checkpoints
@@ -132,14 +132,14 @@ class RankHost:
 
     @property
     def rollout_rng(self) -> RNGState | None:
-        """The generators' state at the end of the last generation, where this rank generates."""
+        """The generators' state at the end of the last generation; None if this rank does not generate."""
         return None if self._rollout is None else self._rollout.engine.rollout_rng
 
     @remote_method(Dispatch.ONE_TO_ALL, phase="save_checkpoint")
     def begin_save(self, folder: Path) -> dict[str, RoleState]:
         """Write every trained role that was built to its empty folder in `folder`; train mode only.
 
-        Complete when `finish_save` says so, before which no other save may begin. Returns role -> its numbers.
+        Complete when `finish_save` returns files; no other save may begin before. Returns role -> its numbers.
         """
         from megatron_rl.roles.saving import begin_save
 
@@ -167,9 +167,9 @@ class RankHost:
 
     @remote_method(Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: Path, states: dict[str, RoleState]) -> bool:
-        """Take all trained roles, and this rank's random state, from a complete checkpoint of any layout.
+        """Load all trained roles, and this rank's random state, from a complete checkpoint of any layout.
 
-        states: what `begin_save` returned. Returns whether there was a random state for this layout.
+        states: the result of `begin_save`. Returns whether there was a random state for this layout.
         """
         from megatron_rl.roles.saving import load_rank_state
 

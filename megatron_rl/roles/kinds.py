@@ -1,4 +1,4 @@
-"""Every kind of role and its class: what the controller names, and what a rank builds."""
+"""Every kind of role and its class, which the controller names and a rank builds."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KINDS: dict[str, type[Role]] = {**MODEL_KINDS, ROLLOUT: Rollout}
 
 
 def build_role(spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], bridge: AcrossBridge | None = None) -> Role:
-    """Make a role on this rank; neighbours: the roles that it has already. bridge: as of `Rollout`."""
+    """Make a role on this rank. neighbours: the roles that the rank has already. bridge: as for `Rollout`."""
     if spec.kind == ROLLOUT:
         return Rollout(spec, rank, neighbours, bridge)
     return MODEL_KINDS[spec.kind](spec, rank)

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to this rank's model with its weights: what every role starts from.
+"""Build this rank's model and read its weights from the Hugging Face folder that a role starts from.
 
 A rank's model is a list of chunks, run in that order: one, or with a virtual pipeline several.
 """
@@ -39,15 +39,15 @@ from megatron_rl.parallel.sharding import Place, vocab_multiple
 class UnloadedModel:
     """The chunks of a rank's stage before their weights are read.
 
-    `load` fills the parameters where they lie at that moment. Call it when they lie where they will stay (DDP moves
-    them into its flat buffer): until then they are memory that nobody has touched, so no second copy ever exists.
+    `load` fills the parameters in place. Call it once they are where they will stay (DDP moves them into its flat
+    buffer): until then their memory is untouched, so no second copy ever exists.
     """
 
     chunks: list[GPTModel]
     specs: dict[str, ParamSpec]
     source: ModelSource
     drawn: frozenset[str] = frozenset()
-    """Parameters that have their first values already and are in no folder."""
+    """Parameters that were initialised at random and are in no folder."""
 
     def load(self) -> None:
         """Read this rank's shards from the folder. Raises ConfigError when a tensor is missing or misshapen."""
@@ -89,22 +89,22 @@ class ModelSource:
 
     @cached_property
     def value_specs(self) -> dict[str, ParamSpec]:
-        """The same for the value model: the trunk and a head of one value."""
+        """`specs` of the value model: the trunk and a head of one value."""
         return value_param_map(self.family, self.shape)
 
     @cached_property
     def constants(self) -> dict[str, Constant]:
-        """Global Megatron name -> what training reads and never changes."""
+        """Global Megatron name -> tensor that training reads and never changes."""
         return constant_map(self.family, self.shape)
 
     @property
     def vocab_multiple(self) -> int:
-        """What the vocabulary is padded to a multiple of."""
+        """The vocabulary is padded to a multiple of this."""
         return vocab_multiple(self.megatron.make_vocab_size_divisible_by, self.groups.grid.tp_size)
 
     @property
     def place(self) -> Place:
-        """Where this rank's shards lie."""
+        """Position of this rank's shards."""
         return self.groups.grid.place(self.groups.rank, self.vocab_multiple)
 
     def language_model(self) -> UnloadedModel:
@@ -140,7 +140,7 @@ def named_parameters(chunks: list[GPTModel]) -> dict[str, torch.nn.Parameter]:
 
 
 def named_buffers(chunks: list[GPTModel]) -> dict[str, torch.Tensor]:
-    """The buffers of all chunks, likewise."""
+    """The buffers of all chunks under global names."""
     return {
         global_name(name, chunk.decoder.layers[0].layer_number - 1): buffer
         for chunk in chunks

@@ -1,7 +1,7 @@
 """Run micro-batches through a pipeline of stages: forward only, or forward and backward.
 
-Megatron's schedule does the passing between stages; here are only the two shapes in which roles use it. Every method
-must be called by all TP and PP ranks of a data-parallel rank, with the same micro-batches.
+Megatron's schedule passes tensors between stages; this module has the two ways in which roles use it. Every method must
+be called by all TP and PP ranks of a data-parallel rank, with the same micro-batches.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Pipeline:
         self.chunks: list[Any] = chunks  # Megatron's modules, which have a `config`
         self.groups = groups
         self.device = device
-        self.routing: ExpertRouting | None = None  # where somebody tells or asks the routers
+        self.routing: ExpertRouting | None = None  # for models with experts
 
     def micro_batches(
         self, record: TokenRows, cut: MicroBatching, sizes: Sequence[int] | None = None
@@ -148,7 +148,7 @@ class Pipeline:
         return self.groups.grid.pp_size if len(self.chunks) > 1 else 1
 
     def _most_blocks(self, plan: list[list[int]]) -> int:
-        """Of all data-parallel ranks' plans, in full rounds."""
+        """The largest number of blocks in all data-parallel ranks' plans, in full rounds."""
         most = torch.tensor(round_up(len(plan), self._round_size), device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.groups.dp_group)
         return int(most)
@@ -186,7 +186,7 @@ class Pipeline:
         return whole.cpu()
 
     def score(self, sequences: Sequences, cut: MicroBatching, per_token: PerToken) -> TokenScores | None:
-        """`per_token` of every response token of `sequences`, as a record on the last stage; None before."""
+        """Compute `per_token` of every response token of `sequences`; the record on the last stage, None before."""
         flat = self.forward(sequences, cut, per_token)
         if flat is None:
             return None
@@ -258,7 +258,7 @@ class Pipeline:
 
     def _schedule(self, step: Callable[..., Any], blocks: list[MicroBatch], **options: Any) -> list[Any]:
         cp_size = self.groups.grid.cp_size
-        # Of the parts that ranks read, which is what goes from stage to stage.
+        # Shapes of the parts that ranks read, which are passed from stage to stage.
         shapes = [
             (len(block.input_ids), block.input_ids.shape[1] // (block.num_sharing or cp_size)) for block in blocks
         ]

@@ -1,4 +1,4 @@
-"""What a node imports once, for all ranks that are forked there (`cluster/fork_server.py`)."""
+"""Modules that a node imports once, for all ranks that are forked there (`cluster/fork_server.py`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PRELOADED = (
     "megatron_rl.roles.training",
     "omegaconf.grammar_parser",
 )
-"""What every rank on a CPU imports; some of it late."""
+"""Modules that every rank on a CPU imports; some of them late."""
 
 PRELOADED_ENGINE = (
     "megatron_rl.rollout.engine",

@@ -1,4 +1,4 @@
-"""One rank as the roles on it see it: the run's configuration, the pool's groups, the device, the node."""
+"""One rank, for the roles on it: the run's configuration, the pool's groups, the device, the node."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def sequence_work(model_path: str) -> SequenceWork:
-    """What a sequence costs under the model in a Hugging Face folder."""
+    """Cost of a sequence under the model in a Hugging Face folder."""
     return SequenceWork(ModelShape.from_hf(AutoConfig.from_pretrained(model_path).to_dict()).attention_parity)
 
 
@@ -47,7 +47,7 @@ def in_optimizer_steps(optim: OptimConfig, num_steps: int, num_optimizer_steps: 
 
 @dataclass(frozen=True)
 class Rank:
-    """Where roles are built. timeout: of every collective."""
+    """Everything a role needs to be built on this rank. timeout: of every collective."""
 
     config: RunConfig
     placement: Placement
@@ -74,17 +74,17 @@ class Rank:
         megatron = replace(layout, override_transformer_config=override)
         return ModelSource.open(spec.model_path, self.groups, self.device, megatron)
 
-    def micro_batching(self, one: PassSpec | None) -> MicroBatching:
-        """How a pass is cut into micro-batches. Work is judged by the actor's model, so that all roles cut alike.
+    def micro_batching(self, spec: PassSpec | None) -> MicroBatching:
+        """Micro-batching of a pass. The actor's model estimates the work, so that all roles cut alike.
 
-        Tokens of a micro-batch are those of all context-parallel ranks, or, where passes choose how many these are, of
-        one. Raises ValueError where the role has no such pass.
+        The token limit is that of all context-parallel ranks together, or of one rank if passes choose how many ranks
+        share them. Raises ValueError if the role has no such pass.
         """
-        if one is None:
+        if spec is None:
             raise ValueError("this role has no such pass")
         cp_size = 1 if self.groups.grid.most_sharing else self.groups.grid.cp_size
-        max_tokens = one.max_tokens and round_up(one.max_tokens * cp_size, segment_multiple(cp_size))
-        return MicroBatching(one.num_rows, max_tokens, one.remove_padding, self._work)
+        max_tokens = spec.max_tokens and round_up(spec.max_tokens * cp_size, segment_multiple(cp_size))
+        return MicroBatching(spec.num_rows, max_tokens, spec.remove_padding, self._work)
 
     @cached_property
     def _work(self) -> SequenceWork:
@@ -95,9 +95,9 @@ class Rank:
         return self.config.trainer.num_steps * self.config.batch_sizes.num_optimizer_steps(spec.settings)
 
     def optim(self, spec: RoleSpec) -> OptimConfig:
-        """A trained role's, with its warm-up and decay in optimizer steps."""
+        """Optimizer settings of a trained role, with warm-up and decay in optimizer steps."""
         return in_optimizer_steps(spec.settings.optim, self.config.trainer.num_steps, self.num_run_steps(spec))
 
     def loss_scale(self, spec: RoleSpec) -> int:
-        """What `loss_agg_mode=seq-mean-token-sum-norm` divides by."""
+        """Divisor of `loss_agg_mode=seq-mean-token-sum-norm`."""
         return spec.settings.loss_scale_factor or self.config.data.max_response_length

@@ -1,4 +1,4 @@
-"""The rollout's weights where they come over a bridge."""
+"""The rollout's weights if they come over a bridge from the actor's pool."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Arrival:
-    """How one transfer ended on this rank. version: of what came, None where nothing did.
+    """Result of one transfer on this rank. version: of the weights received, None if none were.
 
-    broken: why it broke off, when a rank of either side was lost in it; all must rejoin then. transition: what it cost.
+    broken: the reason if a rank of either side was lost; all must rejoin then. transition: cost of the transfer.
     """
 
     version: int | None
@@ -38,10 +38,10 @@ class Arrival:
 
 
 class Arrivals:
-    """The transfers to one rank: in its methods, or with a second buffer in a thread, while generation goes on.
+    """The transfers to one rank: in its methods, or with a second buffer in a thread during generation.
 
-    The thread hears training's calls and answers each by taking part in a transfer; it alone makes calls in the group
-    of both sides. replica: the number of this rank's replica in the calls.
+    The thread takes part in a transfer for each call of training; it alone communicates in the group of both sides.
+    replica: the number of this rank's replica in the calls.
     """
 
     def __init__(self, receiver: BridgeReceiver, device: torch.device, replica: int) -> None:
@@ -53,7 +53,7 @@ class Arrivals:
         self._failure: Exception | None = None
 
     def listen(self, calls: BridgeCalls) -> None:
-        """Take part in every transfer that training calls for, until it says that no more come."""
+        """Start a thread that takes part in every transfer that training calls for, until the calls end."""
         self._broken = ""
         self._thread = threading.Thread(
             target=self._listen, args=(calls, side_stream(self._device)), name="weights that arrive", daemon=True
@@ -61,13 +61,13 @@ class Arrivals:
         self._thread.start()
 
     def receive(self) -> TransitionReport:
-        """Take what training sends, without a call. Raises RuntimeError where a thread listens."""
+        """Receive what training sends, without a call. Raises RuntimeError if a thread listens."""
         if self._thread is not None:
             raise RuntimeError("weights arrive beside generation here: training calls for them")
         return self._receive()
 
     def try_receive(self) -> Arrival:
-        """The same; a transfer that broke is an answer, not an error."""
+        """Receive what training sends; a broken transfer is reported, not raised."""
         try:
             transition = self.receive()
         except BrokenBridgeError as error:
@@ -81,7 +81,7 @@ class Arrivals:
             raise RuntimeError(f"weights that arrived beside generation: {kind}: {self._failure}") from self._failure
 
     def leave(self) -> None:
-        """Leave the group of both sides, once nothing is under way in it and training has said that no more comes."""
+        """Leave the group of both sides, once no transfer runs and training has ended the calls."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -89,9 +89,9 @@ class Arrivals:
         self.receiver.close()
 
     def lacks(self, version: int) -> str:
-        """Wait for a version that generation is to read next: "" when it is here, else why the transfer broke.
+        """Wait for the version that generation reads next; returns "" when it is here, else why the transfer broke.
 
-        Raises RuntimeError when it was not even called for, and when the thread failed.
+        Raises RuntimeError if no transfer of it was called for, and if the thread failed.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._has(version) or not self._is_arriving)
@@ -106,7 +106,7 @@ class Arrivals:
             )
 
     def take(self, version: int | None = None) -> None:
-        """Let generation read a version that is here; None: what has arrived last, if anything has."""
+        """Switch generation to a version that has arrived; None: to the newest, if there is one."""
         with self._changed:
             arrived = self.receiver.arrived
             if arrived is not None and version in (None, arrived):
@@ -163,9 +163,9 @@ class Arrivals:
 
 
 class ReceivedWeights:
-    """A rollout shard that comes over a bridge, as `HybridEngine` wants weights: entering rollout mode moves nothing.
+    """A rollout shard that comes over a bridge, as `HybridEngine` expects it; entering rollout mode moves nothing.
 
-    Raises RuntimeError on entering before any weights came.
+    Entering raises RuntimeError before the first weights have arrived.
     """
 
     lower_bound = Bytes(0, 0)
@@ -180,9 +180,9 @@ class ReceivedWeights:
             tensor.zero_()  # vLLM runs once while it is built, before the first weights come
 
     def join(self, address: BridgeAddress) -> None:
-        """Meet training, from whichever bridge there was; collective over both sides. No memory moves.
+        """Connect to training, in place of an older bridge; collective over both sides. No memory moves.
 
-        With a second buffer weights may arrive from now on. Raises BrokenBridgeError when a rank is lost meanwhile.
+        With a second buffer weights may arrive from now on. Raises BrokenBridgeError if a rank is lost meanwhile.
         """
         self.arrivals.leave()
         number = self._rank.groups.rank
@@ -200,7 +200,7 @@ class ReceivedWeights:
 
     @property
     def version(self) -> int | None:
-        """That of the weights that generation reads; None before any came, and after a transfer into them broke."""
+        """Version of the weights that generation reads; None before the first, and after a transfer into them broke."""
         return self.receiver.version
 
     def memory(self) -> dict[str, int]:
@@ -209,7 +209,7 @@ class ReceivedWeights:
         return {"rollout weights": storage_bytes(list(self.tensors.values()))} | arriving
 
     def gather(self) -> Bytes:
-        """Take what has arrived, where nothing is read yet; else nothing: they are here."""
+        """Switch to the weights that have arrived, if generation reads none yet."""
         if self.receiver.version is None:
             self.arrivals.take()
         if self.receiver.version is None:
@@ -217,25 +217,25 @@ class ReceivedWeights:
         return Bytes(0, 0)
 
     def verify(self) -> None:
-        """Nothing: they were compared when they came."""
+        """Do nothing: the weights were verified on arrival."""
 
     def drop_training(self) -> None:
-        """Nothing: training is elsewhere."""
+        """Do nothing: training is in another pool."""
 
     def restore_training(self) -> None:
-        """Nothing."""
+        """Do nothing: training is in another pool."""
 
     def release(self) -> None:
-        """Nothing: they stay where they are."""
+        """Do nothing: the weights stay in place."""
 
 
 def received_weights(
     bridge: AcrossBridge, spec: RoleSpec, rank: Rank, source: ModelSource, grid: RolloutGrid
 ) -> ReceivedWeights:
-    """Room for the rollout shard that will come over a bridge."""
+    """Memory for the rollout shard that will come over a bridge."""
     receiver = BridgeReceiver(
         grid.place(rank.groups.rank, VOCAB_PADDING),
-        {one.tensor.name: one.tensor for one in source.specs.values()},
+        {param.tensor.name: param.tensor for param in source.specs.values()},
         torch_dtype(spec.megatron.dtype),
         rank.device.torch_device,
         bucket_bytes=spec.settings.update_weights_bucket_megabytes << 20,

@@ -1,4 +1,4 @@
-"""The reference: the frozen policy that KL is measured against."""
+"""The reference: the frozen policy in the KL penalty."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the ranks of a pool find each other: a key-value store that rank 0 serves on its own address only."""
+"""Rendezvous of a pool's ranks: a key-value store that rank 0 serves on its own address only."""
 
 from __future__ import annotations
 

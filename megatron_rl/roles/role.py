@@ -1,4 +1,4 @@
-"""What every role of a rank has, and what every trained one has: memory, rest, checkpoint, export.
+"""Base classes of roles: memory and offload of every role; training, checkpoint and export of trained roles.
 
 A role is built on all ranks of its pool; unless a method says otherwise all of them must be called.
 """
@@ -28,7 +28,7 @@ class Role:
         self.spec = spec
 
     def memory(self) -> dict[str, int]:
-        """Bytes of the tensors that this role keeps now, under the names of the memory plan."""
+        """Bytes of the tensors that this role holds now, under the names of the memory plan."""
         return {}
 
     def offloadable(self) -> list[Offloadable]:
@@ -49,7 +49,7 @@ class FrozenRole(Role):
         self.cut = rank.micro_batching(spec.score)
 
     def memory(self) -> dict[str, int]:
-        """Its parameters."""
+        """Bytes of the parameters."""
         return {f"{self.spec.name} parameters": storage_bytes(self.pipeline.parameters())}
 
     def offloadable(self) -> list[Offloadable]:
@@ -85,7 +85,7 @@ class TrainedRole(Role):
 
     @property
     def specs(self) -> dict[str, ParamSpec]:
-        """Global Megatron name -> what it is made of."""
+        """Global Megatron name -> its spec."""
         return self.checkpoint.specs
 
     @property
@@ -95,19 +95,19 @@ class TrainedRole(Role):
         return family.reward_architecture if self.spec.has_value_head else family.architecture
 
     def memory(self) -> dict[str, int]:
-        """Parameters, gradients, moments and masters."""
+        """Bytes of parameters, gradients, moments and masters."""
         return {f"{self.spec.name} {name}": size for name, size in self.trainable.memory().items()}
 
     def offloadable(self) -> list[Offloadable]:
-        """As the offload keys say."""
+        """Tensors that the offload keys select."""
         return self.trainable.offloadable()
 
     @remote_method(Dispatch.ONE_TO_ALL, phase="export")
     def export_hf(self, target: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         """Write the model as a Hugging Face folder, in files of at most `max_shard_bytes`.
 
-        A critic becomes a classifier with one label, which a critic can start from. Raises StorageError when a file of
-        this rank could not be written.
+        A critic becomes a classifier with one label, which a critic can start from. Raises StorageError if a file of
+        this rank cannot be written.
         """
         import torch
 

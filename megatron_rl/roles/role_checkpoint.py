@@ -1,4 +1,4 @@
-"""One trained role's part of a checkpoint: its weights, its optimizer's state, and where its schedule stands.
+"""One trained role's part of a checkpoint: its weights, its optimizer's state, and the position of its schedule.
 
 The distributed optimizer has already divided every parameter among the data-parallel ranks, so each rank writes what it
 updates: nothing is gathered, nothing is written twice. A rank reads the weights of its whole shard.
@@ -33,10 +33,10 @@ class RoleCheckpoint:
         self.specs = specs
         self.place = place
         self.bias: ExpertBias | None = None
-        """Of a role whose experts are chosen by one."""
+        """The experts' selection biases, for models that have them."""
 
     def save(self, folder: Path, writer: CheckpointWriter, beside_training: bool) -> RoleState:
-        """Write to `folder`, which exists and is empty; complete when `writer.finish` says so."""
+        """Write to `folder`, which exists and is empty; complete when `writer.finish` returns True."""
         self.trainable.adam.create()
         written = written_at(self.place, self.specs)
         runs = [run for run in self._owned_runs() if run.name in written]
@@ -61,7 +61,7 @@ class RoleCheckpoint:
 
     @property
     def state(self) -> RoleState:
-        """Where schedule and optimizer stand now."""
+        """Current position of schedule and optimizer."""
         scaling = self.trainable.loss_scaling
         return RoleState(
             self.trainable.scheduler.num_steps, self.trainable.adam.step, scaling.scale, scaling.good_steps

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 class Rollout(Role):
-    """Generation. Building it ends in train mode: what it does not share with training is released."""
+    """Generation. The constructor ends in train mode: memory that is not shared with training is released."""
 
     def __init__(
         self, spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], bridge: AcrossBridge | None = None
     ) -> None:
-        """neighbours: the other roles of this rank. bridge: where the actor's pool is another one, which this one must
-        then join; None: the actor is one of the neighbours.
+        """neighbours: the other roles of this rank. bridge: for an actor in another pool, which this one must join
+        then; None: the actor is one of the neighbours.
         """
         from megatron_rl.checkpoint.constants import read_constants
         from megatron_rl.rollout.engine import RolloutEngine
@@ -70,7 +70,7 @@ class Rollout(Role):
             tensors=self.weights.tensors | self._constants,
             seed=rank.config.trainer.seed,
             # Preflight lets a window pass that cuts nothing off; vLLM cannot build one in some layers only.
-            hf_overrides=rollout_settings(source.family, settings) | told(rank.config),
+            hf_overrides=rollout_settings(source.family, settings) | overridden_settings(rank.config),
             device=rank.device,
             routed_layers=routed_layers(source.family, settings) if rank.config.returns_experts else None,
             is_latent=source.family.latent_attention,
@@ -85,7 +85,7 @@ class Rollout(Role):
         )
 
     def memory(self) -> dict[str, int]:
-        """Weights beside training's own, and the KV cache."""
+        """Bytes of weights that are not training's own, and of the KV cache."""
         return self.weights.memory() | {"KV cache": self.generator.kv_cache.num_bytes}
 
     @remote_method(Dispatch.ONE_TO_ALL, phase="reshard", stop=Stop.BEFORE)
@@ -100,30 +100,30 @@ class Rollout(Role):
 
     @remote_method(Dispatch.ONE_TO_ALL, phase="reshard")
     def exit(self) -> None:
-        """Rollout mode -> train mode. Raises RuntimeError while requests of slices are unfinished, and stays there."""
+        """Rollout mode -> train mode. Raises RuntimeError, and stays in rollout mode, while requests are unfinished."""
         self.generator.must_be_idle()
         self.engine.exit()
 
     @remote_method(Dispatch.ONE_TO_ALL, phase="reshard")
     def receive_weights(self) -> TransitionReport:
-        """Take the weights that the actor sends over the bridge, with its `send_weights`; between two slices or calls.
+        """Receive the weights that the actor sends with `send_weights`; between two slices or calls.
 
-        Requests of slices that are unfinished go on with the keys and values that they have.
+        Unfinished requests of slices continue with the keys and values that they have.
         """
         return self._received.receive()
 
     @remote_method(Dispatch.ONE_TO_ALL, phase="reshard")
     def try_receive_weights(self) -> Arrival:
-        """The same; that a rank was lost is an answer. Without a second buffer the weights are torn then, and no slice
-        runs before others have come.
+        """`receive_weights`; a lost rank is reported, not raised. Without a second buffer the weights are torn then,
+        and no slice runs before others have arrived.
         """
         return self._received.try_receive()
 
     @remote_method(Dispatch.ONE_TO_ALL, phase="reshard")
     def join_bridge(self, address: BridgeAddress) -> str:
-        """Meet the actor's ranks; collective over both sides, with the actor's `join_bridge`, and answered as there.
+        """Connect to the actor's ranks; collective over both sides, with the actor's `join_bridge`; returns the same.
 
-        address: with this pool's own `first_receiver`. Weights that generation reads stay, and requests go on.
+        address: with this pool's own `first_receiver`. Weights that generation reads stay, and requests continue.
         """
         from megatron_rl.hybrid_engine.bridge import BrokenBridgeError
 
@@ -150,13 +150,13 @@ class Rollout(Role):
             return SliceReport(self.replica, self._version, 0, start=start, stop=start)
         if not self.engine.in_rollout:
             raise RuntimeError("a slice in train mode: enter() comes first")
-        one = slices[self.replica]
-        broken = self._take(one.version)
+        work = slices[self.replica]
+        broken = self._take(work.version)
         swapped = time.time()
         if broken:
             return SliceReport(self.replica, self._version, 0, {}, start, swapped, swapped - start, broken)
-        drawn, num_steps = self.generator.advance(one)
-        return SliceReport(self.replica, one.version, num_steps, drawn, start, time.time(), swapped - start)
+        drawn, num_steps = self.generator.advance(work)
+        return SliceReport(self.replica, work.version, num_steps, drawn, start, time.time(), swapped - start)
 
     @property
     def _version(self) -> int:
@@ -174,7 +174,7 @@ class Rollout(Role):
         return self._across.arrivals
 
     def _take(self, version: int) -> str:
-        """Hold the weights of a version: all ranks of the replica do, or none, and why not.
+        """Switch to the weights of a version, on all ranks of the replica or on none; returns "" or the reason.
 
         The actor's own memory cannot change before the next `exit`.
         """
@@ -191,7 +191,7 @@ class Rollout(Role):
         return ""
 
 
-def told(config: RunConfig) -> dict[str, Any]:
+def overridden_settings(config: RunConfig) -> dict[str, Any]:
     """Settings of config.json that the run's configuration replaces."""
     longest = config.actor_rollout_ref.model.override_config.max_position_embeddings
     return {} if longest is None else {"max_position_embeddings": longest}
@@ -208,7 +208,7 @@ def shared_weights(
     wanted = grid.place(rank.groups.rank, VOCAB_PADDING)
     return AllGatherPPModel(
         flat_parameters(actor.trainable, source.specs, source.place, wanted, rank.node),
-        {one.tensor.name: one.tensor for one in source.specs.values()},
+        {param.tensor.name: param.tensor for param in source.specs.values()},
         Transport(rank.groups.exchange_group),
         bucket_bytes=spec.settings.update_weights_bucket_megabytes << 20,
         drop_train_weights=spec.settings.drop_train_weights,
@@ -216,7 +216,7 @@ def shared_weights(
 
 
 def eos_token_ids(model_path: str) -> list[int]:
-    """The tokens that end a response: generation_config.json's where there is one, else config.json's."""
+    """The tokens that end a response: from generation_config.json if there is one, else from config.json."""
     if (Path(model_path) / "generation_config.json").exists():
         declared = GenerationConfig.from_pretrained(model_path).eos_token_id
     else:

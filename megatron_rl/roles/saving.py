@@ -26,7 +26,7 @@ from megatron_rl.roles.role import TrainedRole
 
 @dataclass(frozen=True)
 class UnfinishedSave:
-    """A save under way. All ranks must call `finish` together."""
+    """A save in progress. All ranks must call `finish` together."""
 
     folder: Path
     roles: tuple[str, ...]
@@ -37,7 +37,7 @@ class UnfinishedSave:
     def finish(self, wait: bool) -> dict[str, FileRecord] | None:
         """Size and checksum of each file of this rank, by its path in the folder; None while some are not written.
 
-        Raises StorageError when a file could not be written, if it is another rank's, too.
+        Raises StorageError if a file of any rank could not be written.
         """
         with writing(self.folder):
             if not self.writer.finish(wait):
@@ -62,7 +62,7 @@ def begin_save(
     rollout_rng: RNGState | None,
     device: Device,
 ) -> UnfinishedSave:
-    """Write every role to its folder in `folder`, and this rank's own state beside them; all ranks of a pool must call.
+    """Start writing every role to its folder in `folder`, and write this rank's own state; all ranks must call.
 
     Raises StorageError when a file of this rank could not be written.
     """
@@ -75,7 +75,7 @@ def begin_save(
 
 
 def rank_file(folder: Path, pool: str, rank: int) -> Path:
-    """Where a rank of a pool keeps its state in a checkpoint."""
+    """Path of a rank's own state in a checkpoint."""
     return folder / f"rng_{pool}_{rank:05d}.json"
 
 

@@ -1,4 +1,4 @@
-"""A reward model that is trained: the critic's architecture, of which the value at the last token is the score."""
+"""A reward model in training: a critic's architecture whose value at the last token is the score."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ class TrainedScorer(TrainedRole):
 
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def scores(self, batch: AnswerBatch) -> AnswerScores | None:
-        """Of each answer its score; the record on the last stage, None before."""
+        """The score of each answer; the record on the last stage, None before."""
         return self.learner.scores(batch, self.score_cut)

@@ -1,4 +1,4 @@
-"""Log-probabilities of response tokens under one language model: what actor and reference have in common."""
+"""Log-probabilities of response tokens under one language model, for actor, reference and tuned policy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TokenScorer:
     def log_probs(self, hidden: Tensor, block: MicroBatch) -> Tensor:
         """hidden [b, S / C, H] -> log-prob [N] of the block's response tokens, float32; 0 of those that do not count.
 
-        The head is applied to those that count alone. C and calls: as of `log_probs_and_entropy`.
+        The head is applied only to tokens that count. C and calls are those of `log_probs_and_entropy`.
         """
         counts = block.counts
         if counts is None:
@@ -56,7 +56,7 @@ class TokenScorer:
     def cross_entropy(self, hidden: Tensor, block: MicroBatch) -> Tensor:
         """hidden [b, S / C, H] -> -(sum of the log-probs of the block's tokens that count), a float32 scalar.
 
-        C and calls: as of `log_probs_and_entropy`. Where it can be, logits are made only once.
+        C and calls are those of `log_probs_and_entropy`. Logits are computed only once where possible.
         """
         # Interleaved stages run several blocks forward before the first comes back, and float16 has no room for
         # gradients that are scaled later.
@@ -73,7 +73,7 @@ class TokenScorer:
         return self.pipeline.score(sequences, cut, self.log_probs)
 
     def score_with_squares(self, sequences: Sequences, cut: MicroBatching) -> TokenScores | None:
-        """The same with `sum_pi_squared` of every response token."""
+        """`score` with `sum_pi_squared` of every response token."""
 
         def per_token(hidden: Tensor, block: MicroBatch) -> Tensor:
             found = self.head.log_probs_and_squares(block.scored(hidden), block.targets)

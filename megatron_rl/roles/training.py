@@ -30,11 +30,11 @@ OWN_LOSS = "loss of this rank"
 
 @dataclass(frozen=True)
 class Update:
-    """What came of one optimizer step; the same on all ranks.
+    """Result of one optimizer step; the same on all ranks.
 
-    grad_norm: global, before clipping; of a skipped step the sum of all buffers' norms. lr: the learning rate, used or
-    not. skipped: gradient or loss were not finite. empty: no token counted. In both cases nothing was changed, but
-    for loss_scale, what the loss was scaled with; 0: it is not.
+    grad_norm: global, before clipping; for a skipped step the sum of all buffers' norms. lr: the learning rate, used or
+    not. skipped: gradient or loss were not finite. empty: no token counted. In both cases weights, moments and schedule
+    are unchanged. loss_scale: factor of the loss in this step; 0: none.
     """
 
     grad_norm: float
@@ -44,7 +44,7 @@ class Update:
     loss_scale: int = 0
 
     def metrics(self, role: str) -> dict[str, float]:
-        """Under names that begin with the role's."""
+        """Metrics of the step, with names that begin with `role`."""
         scaled = {f"{role}/loss_scale": float(self.loss_scale)} if self.loss_scale else {}
         return scaled | {
             f"{role}/grad_norm": self.grad_norm,
@@ -57,31 +57,31 @@ class Update:
 class LossScaling:
     """Megatron's dynamic scale of a float16 loss (Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740).
 
-    It is doubled after 1000 good steps and halved at a step that overflows. Of other dtypes there is none.
+    It is doubled after 1000 good steps and halved at a step that overflows. Other dtypes have none.
     """
 
     def __init__(self, optimizer: Any) -> None:
         """`optimizer`: Megatron's, of which dense layers and experts have one scaler each, with the same numbers."""
-        found = [getattr(one, "grad_scaler", None) for one in optimizer.chained_optimizers]
-        self._scalers: list[Any] = [scaler for scaler in found if scaler is not None]
+        scalers = [getattr(each, "grad_scaler", None) for each in optimizer.chained_optimizers]
+        self._scalers: list[Any] = [scaler for scaler in scalers if scaler is not None]
 
     @property
     def scale(self) -> int:
-        """What the next loss is multiplied with; 0 where it is not."""
+        """Factor of the next loss; 0 without loss scaling."""
         return int(self._scalers[0].scale) if self._scalers else 0
 
     @property
     def good_steps(self) -> int:
-        """Steps since it last changed."""
+        """Steps since the scale last changed."""
         return int(self._scalers[0]._growth_tracker) if self._scalers else 0
 
     def reduce(self) -> None:
-        """Halve it, down to 1 at least."""
+        """Halve the scale, to at least 1."""
         for scaler in self._scalers:
             scaler.update(found_inf=True)
 
     def set(self, scale: int, good_steps: int) -> None:
-        """Go on where another run stood; as at the start where that one had none."""
+        """Continue with the scale of a checkpoint; with scale 0 the initial scale stays."""
         for scaler in self._scalers:
             if scale:
                 scaler._scale = torch.full_like(scaler.scale, scale)
@@ -107,9 +107,9 @@ def in_flat_buffers(models: list[GPTModel], override: OverrideDDPConfig) -> list
 
 
 class ParameterSync:
-    """Brings the parts of parameters that other data-parallel ranks have updated: at once, or in the next forward pass.
+    """Gathers the parts of parameters that other data-parallel ranks updated: at once, or in the next forward pass.
 
-    In the latter case what reads parameters otherwise than by a forward pass has to `finish` first.
+    In the latter case code that reads parameters without a forward pass must call `finish` first.
     """
 
     def __init__(self, chunks: list[DistributedDataParallel], config: Any) -> None:
@@ -123,11 +123,11 @@ class ParameterSync:
             config.no_sync_func = contexts if len(contexts) > 1 else contexts[0]
 
     def stepped(self) -> None:
-        """The optimizer has updated this rank's part."""
+        """Note that the optimizer has updated this rank's part."""
         self._is_pending = self._overlaps
 
     def finish(self) -> None:
-        """Wait for all parameters; nothing happens where none is missing. All data-parallel ranks must call."""
+        """Wait for all parameters, if any is missing. All data-parallel ranks must call."""
         if self._is_pending:
             for chunk in self._chunks:
                 chunk.start_param_sync(force_sync=True)
@@ -137,7 +137,7 @@ class ParameterSync:
 class TrainableModel:
     """One rank's part of a model that is trained; every method must be called by all ranks.
 
-    Parameters live in the flat `param_data` buffers of `chunks`, one DDP for each chunk of the model, and stay at their
+    Parameters are in the flat `param_data` buffers of `chunks`, one DDP for each chunk of the model, and stay at their
     addresses from construction on.
     """
 
@@ -189,7 +189,7 @@ class TrainableModel:
         return [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
     def memory(self) -> dict[str, int]:
-        """Bytes of everything that is kept on this device between steps, as it is now."""
+        """Bytes of everything that is on this device now and stays between steps."""
         kept = {buffer.param_data.untyped_storage()._cdata for buffer in self.param_buffers}
         moments = [tensor for tensor in self.adam.since_first_step() if tensor.device.type == self.device.type]
         kept |= {tensor.untyped_storage()._cdata for tensor in moments}
@@ -202,7 +202,7 @@ class TrainableModel:
         }
 
     def optimizer_state(self) -> list[torch.Tensor]:
-        """Every tensor on this device that the optimizer keeps and the model does not: moments, and masters."""
+        """Every tensor on this device that belongs to the optimizer alone: moments and masters."""
         params = {buffer.param_data.untyped_storage()._cdata for buffer in self.param_buffers}
         return [
             tensor
@@ -232,9 +232,9 @@ class TrainableModel:
         return memory
 
     def totals(self, blocks: list[MicroBatch]) -> BatchTotals:
-        """What counts in one optimizer step, over all ranks' blocks; losses are divided by it."""
-        told = [counted(block.kept, block.response_lengths) * block.is_reported for block in blocks]
-        counts = torch.stack(told).sum(0).to(self.device)
+        """Rows and tokens that count in one optimizer step, over all ranks' blocks; losses are divided by them."""
+        counts_of_blocks = [counted(block.kept, block.response_lengths) * block.is_reported for block in blocks]
+        counts = torch.stack(counts_of_blocks).sum(0).to(self.device)
         dist.all_reduce(counts, group=self.groups.row_group)
         return BatchTotals(*counts.tolist())
 
@@ -264,11 +264,11 @@ class TrainableModel:
         self.optimizer.zero_grad()
 
     def step(self) -> Update:
-        """Clip, update, advance the schedule; or nothing of it, on all ranks, where the gradients are of no use.
+        """Clip, update and advance the schedule; or skip all of it, on all ranks, if the gradients are unusable.
 
         A step is skipped when gradient or loss of any rank are not finite: weights, moments and schedule stay as they
-        are, as in Megatron's training loop, and the gradients are cleared; a loss scale is halved. The same, with the
-        scale as it is, where not one token counts: Adam would move the weights by its moments.
+        are, as in Megatron's training loop, the gradients are cleared, and a loss scale is halved. A step in which no
+        token counts is skipped with the scale unchanged: Adam would move the weights by its moments.
         """
         self.sync.stepped()
         lr, scale = self.optimizer.param_groups[0]["lr"], self.loss_scaling.scale

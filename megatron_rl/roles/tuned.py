@@ -1,4 +1,4 @@
-"""The policy of a stage that does not generate: it learns from given answers, by cross-entropy or from preferences."""
+"""The policy of tasks without generation: it learns from given answers, by cross-entropy or from preferences."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TunedPolicy(TrainedRole):
 
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def log_likelihoods(self, batch: TokenBatch) -> SequenceScores | None:
-        """Of each row the log-probs of its tokens that count, summed; None before the last stage."""
+        """Sum of the log-probs of the counted tokens of each row; None before the last stage."""
         flat = self.trainable.pipeline.forward(batch, self.score_cut, self.scorer.log_probs)
         if flat is None:
             return None
@@ -63,14 +63,14 @@ class TunedPolicy(TrainedRole):
     def update_preferences(self, batch: AnswerBatch, num_prompts: int, baseline: float = 0.0) -> dict[str, float]:
         """One optimizer step on the loss of `dpo.loss`, as the mean over the `num_prompts` of the whole batch.
 
-        baseline: of kto. Metrics (complete on the last stage).
+        baseline: kto's. Metrics (complete on the last stage).
         """
         metrics = self.learner.compute_gradients(batch, self.cut, num_prompts, baseline, ACTOR)
         return metrics | self.trainable.step().metrics(ACTOR)
 
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def answer_log_probs(self, batch: AnswerBatch) -> AnswerScores | None:
-        """Of each answer the sum of its tokens' log-probs, or their mean, as `dpo.loss` is defined with."""
+        """Sum or mean of the tokens' log-probs of each answer, as `dpo.loss` needs; None before the last stage."""
         return self.learner.scores(batch, self.score_cut)
 
     @remote_method(Dispatch.DP, phase="export")

@@ -110,7 +110,7 @@ def test_a_step_takes_as_long_as_its_slowest_chain() -> None:
             take_scores=take_scores,
         )
         logger = SimpleNamespace(update_metrics=lambda role, updates: {role: [one.get() for one in updates]})
-        parts = {"roles": roles, "rewards": SleepingRule(), "algorithm": algorithm, "book": logger}
+        parts = {"roles": roles, "rewards": SleepingRule(), "algorithm": algorithm, "logger": logger}
         run = SimpleNamespace(config=RunConfig(), pretraining=SimpleNamespace(next=lambda: None), **parts)
         seconds = []
         for step in range(NUM_STEPS):
