@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl.checkpoint.score_statistics import ScoreStatistics, write_statistics
 from megatron_rl.config.load import read_config
-from megatron_rl.ledger.planner.reward_rules import statistics_problems
+from megatron_rl.ledger.planner.file_rules import statistics_problems
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo_cpu.yaml"
 

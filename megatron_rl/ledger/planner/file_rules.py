@@ -11,11 +11,13 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from megatron_rl.checkpoint.score_statistics import StatisticsError, read_statistics
 from megatron_rl.checkpoint.targets import checkpoint_round, path_outside
 from megatron_rl.config.algorithms import trains_on_rule, uses_rule
 from megatron_rl.config.keys import default_of, leaves_of, type_of, value_of
 from megatron_rl.config.problems import missing_file, nearest_name, refused
-from megatron_rl.config.reward_keys import CustomRewardFunctionConfig
+from megatron_rl.config.reward_keys import HELD_OUT, RUNNING, CustomRewardFunctionConfig
+from megatron_rl.config.roles import REWARD_MODEL, roles_of
 from megatron_rl.config.schema import DataConfig, RunConfig, as_list
 from megatron_rl.config.tasks import WITHOUT_ROLLOUT
 from megatron_rl.config.trainer import TrainerConfig
@@ -42,6 +44,7 @@ def file_problems(config: RunConfig) -> Iterable[Violation]:
         judged = {"data.train_files": trains_on_rule(config), "data.val_files": uses_rule(config)}
         yield from _prompt_problems(config.data, [key for key, is_judged in judged.items() if is_judged])
         yield from _reward_problems(config.custom_reward_function)
+        yield from statistics_problems(config)
     yield from _folder_problems(config.trainer)
     yield from _checkpoint_problems(config)
     yield from _logger_problems(config.trainer)
@@ -64,6 +67,23 @@ def _logger_problems(trainer: TrainerConfig) -> Iterable[Violation]:
         others = [other for other in trainer.logger if other != name] or ["console"]
         rule = f"names {name}, which is not installed"
         yield Violation({"trainer.logger": trainer.logger}, rule, {"trainer.logger": others}, f"or: pip install {name}")
+
+
+def statistics_problems(config: RunConfig) -> Iterable[Violation]:
+    """Reward models whose folder lacks the statistics that normalize_reward=held_out needs."""
+    for role in roles_of(config):
+        if role.kind != REWARD_MODEL or role.model_path is None or role.settings.normalize_reward != HELD_OUT:
+            continue
+        folder = Path(role.model_path).expanduser()
+        if not folder.is_dir():
+            continue  # the folder's own rules report it
+        try:
+            read_statistics(folder)
+        except StatisticsError as error:
+            key = f"{role.key}.normalize_reward"
+            rule = f"needs the mean and spread of held-out scores in {role.model_key}={role.model_path}: {error}"
+            hint = "megatron-rl reward writes them into the folder of the model that it exports"
+            yield Violation({key: HELD_OUT}, rule, {key: RUNNING}, hint)
 
 
 def hardware_problems(file: str | None) -> Iterable[Violation]:

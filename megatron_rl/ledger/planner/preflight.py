@@ -29,7 +29,6 @@ from megatron_rl.ledger.planner.pool_rules import countable_pools, pool_problems
 from megatron_rl.ledger.planner.pretraining_rules import pretraining_problems
 from megatron_rl.ledger.planner.replay_rules import replay_problems
 from megatron_rl.ledger.planner.resume_rules import resume_problems
-from megatron_rl.ledger.planner.reward_rules import statistics_problems
 from megatron_rl.ledger.planner.vocabulary import reading_problems
 from megatron_rl.model.families import FAMILIES, REWARD_FAMILIES
 
@@ -74,7 +73,7 @@ def _violations(
     return without_echoes(
         [
             *value_problems(config),
-            *(() if config_only else (*file_problems(config), *statistics_problems(config))),
+            *(() if config_only else file_problems(config)),
             *algorithm_problems(config),
             *async_problems(config),
             *problems,
