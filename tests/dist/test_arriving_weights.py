@@ -203,7 +203,7 @@ def receives(config, told: Told, number: int, tp_rank: int, port: int, tp_size: 
     overlapping(rollout, told, number, tp_rank, found)
     swaps(rollout, told, number, tp_rank, found)
     if number == DIES:
-        killed_after(rollout.weights.receiver._there.end.transport, 1)
+        killed_after(rollout.weights.receiver._joined.transport, 1)
         time.sleep(TIMEOUT_S)
     # Version 22 breaks; the requests go on with version 21, and with 22 once it has come over another bridge.
     first = starts(0)
