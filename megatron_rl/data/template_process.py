@@ -7,26 +7,25 @@ child with limits of CPU time and memory is forked, and returns the texts.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import resource
 import signal
-import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from mmap import PAGESIZE
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
+
+from megatron_rl.cluster.child_processes import fork_child
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -44,7 +43,6 @@ AT_ONCE = 256
 """Conversations that are sent to the child together."""
 PATIENCE = 60
 """Seconds of waiting for each second of CPU time that is allowed."""
-PR_SET_PDEATHSIG = 1
 OUT_OF_MEMORY = 3
 """Exit code of a child that reached its memory limit."""
 
@@ -145,42 +143,30 @@ class TemplateProcess(Generic[Item, Answer]):
             raise TemplateRefusal(self._reason()) from None
 
     def _start(self) -> Connection:
-        ours, theirs = Pipe()
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            self._serve(ours, theirs, parent)
-        theirs.close()
-        self._finalizer = weakref.finalize(self, _end, pid, ours, parent)
-        return ours
+        pid, connection = fork_child(self._serve)
+        self._finalizer = weakref.finalize(self, _end, pid, connection, os.getpid())
+        return connection
 
-    def _serve(self, theirs: Connection, own: Connection, parent: int) -> NoReturn:
-        """Run as the child: receive lists of items, send lists of answers. Never returns."""
+    def _serve(self, connection: Connection) -> None:
+        """Run as the child: receive lists of items, send lists of answers."""
         try:
-            theirs.close()
-            self._be_bounded(parent)
+            self._be_bounded()
             gc.freeze()  # collecting the parent's objects would copy their pages
             while True:
-                items = own.recv()
+                items = connection.recv()
                 signal.setitimer(signal.ITIMER_PROF, self._limits.cpu_s)
                 answers = self._function(items)
                 signal.setitimer(signal.ITIMER_PROF, 0)
-                own.send(answers)
+                connection.send(answers)
         except EOFError:
-            os._exit(0)
+            return
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
-        except BaseException:
-            traceback.print_exc()
-        os._exit(1)
 
-    def _be_bounded(self, parent: int) -> None:
+    def _be_bounded(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # the parent handles them and ends this process
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(0)  # the parent died before prctl
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * PAGESIZE + self._limits.memory_bytes
         given, _ = resource.getrlimit(resource.RLIMIT_AS)

@@ -11,26 +11,22 @@ A worker sends lines of JSON (`worker`): no object of a reward function is rebui
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import time
-import traceback
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 
 import psutil
 
+from megatron_rl.cluster.child_processes import adopting_orphans, fork_child
 from megatron_rl.observe.console import drop_unread_output
 from megatron_rl.scoring.function import RewardSource
 from megatron_rl.scoring.outcome import Outcome, Sample, failed
 from megatron_rl.scoring.worker import READY, GarbledError, Inbox, work
-
-PR_SET_CHILD_SUBREAPER = 36
 
 LARGEST_CHUNK = 16
 """Samples sent to a worker at once; the time limit holds for each of them."""
@@ -118,25 +114,15 @@ class Keeper:
 
     def _refill(self) -> None:
         while len(self.workers) < self.settings.num_workers:
-            ours, theirs = Pipe()
-            keeper_pid = os.getpid()
-            pid = os.fork()
-            if pid == 0:
-                self._become_worker(ours, theirs, keeper_pid)
-            theirs.close()
-            self.workers.append(Worker(pid, os.pidfd_open(pid), ours, time.monotonic()))
+            pid, connection = fork_child(self._become_worker)
+            self.workers.append(Worker(pid, os.pidfd_open(pid), connection, time.monotonic()))
 
-    def _become_worker(self, ours: Connection, theirs: Connection, keeper_pid: int) -> None:
-        try:
-            for connection in (self.driver, ours, *(worker.connection for worker in self.workers)):
-                connection.close()
-            for worker in self.workers:
-                os.close(worker.pidfd)
-            work(theirs, self.settings.source, keeper_pid)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
+    def _become_worker(self, own: Connection) -> None:
+        for connection in (self.driver, *(worker.connection for worker in self.workers)):
+            connection.close()
+        for worker in self.workers:
+            os.close(worker.pidfd)
+        work(own, self.settings.source)
 
     def _deal(self) -> None:
         for worker in self.workers:
@@ -270,19 +256,18 @@ def keep(driver: Connection) -> None:
     # The driver handles these signals; the keeper ends with it.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Orphans become children of this process, so that `close` finds them.
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    keeper = Keeper(driver, driver.recv())
-    try:
-        while True:
-            try:
-                driver.send(keeper.score(driver.recv()))
-            except StartFailure as failure:
-                driver.send(str(failure))
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return
-    finally:
-        keeper.close()
+    with adopting_orphans():  # so that `close` finds them
+        keeper = Keeper(driver, driver.recv())
+        try:
+            while True:
+                try:
+                    driver.send(keeper.score(driver.recv()))
+                except StartFailure as failure:
+                    driver.send(str(failure))
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return
+        finally:
+            keeper.close()
 
 
 def _cause(status: int) -> str:

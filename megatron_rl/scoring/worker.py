@@ -7,7 +7,6 @@ the rest of a line and checks every line.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
@@ -19,8 +18,6 @@ from typing import Any
 from megatron_rl.errors import ConfigError
 from megatron_rl.scoring.function import RewardSource, load_reward_function
 from megatron_rl.scoring.outcome import FAILURES, Outcome, failed, score_sample
-
-PR_SET_PDEATHSIG = 1
 
 READY = "ready"
 """The worker has loaded the reward function."""
@@ -35,15 +32,12 @@ class GarbledError(Exception):
     """The keeper received a line that no worker sends; the message quotes it."""
 
 
-def work(connection: Connection, source: RewardSource, keeper_pid: int) -> None:
+def work(connection: Connection, source: RewardSource) -> None:
     """Load the function, send READY (or the reason why it cannot be loaded), then score lists of (row, Sample).
 
-    Returns when the connection ends. The kernel kills this process when its keeper dies.
+    Returns when the connection ends.
     """
     os.setsid()  # the processes that the function starts are in this group and are killed with it
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != keeper_pid:
-        return  # the keeper died before prctl
     for number in (signal.SIGTERM, signal.SIGINT):  # the function's children must not inherit the keeper's handlers
         signal.signal(number, signal.SIG_DFL)
     try:

@@ -7,21 +7,18 @@ whole family its descendants, and at the end it kills and waits for all that are
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
 
+from megatron_rl.cluster.child_processes import adopting_orphans, die_with
 from megatron_rl.cluster.leftovers import descendants, end
-
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37
-
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @contextmanager
@@ -33,14 +30,14 @@ def supervised(command: Sequence[str], output: Path, grace_s: float = 10.0) -> I
     process gets SIGKILL when this process dies. Raises RuntimeError when a process cannot be killed.
     """
     before = descendants()
-    with _adopting_orphans(), output.open("ab") as file:
+    with adopting_orphans(), output.open("ab") as file:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=partial(die_with, os.getpid()),
         )
         try:
             yield process
@@ -75,25 +72,3 @@ def _unreaped(family: set[psutil.Process]) -> set[psutil.Process]:
             if os.waitpid(member.pid, os.WNOHANG)[0]:
                 reaped.add(member)
     return family - reaped
-
-
-@contextmanager
-def _adopting_orphans() -> Iterator[None]:
-    """Make this process, instead of the machine's first one, the parent of every descendant that loses its parent."""
-    was = ctypes.c_int()
-    _prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(was))
-    _prctl(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
-    try:
-        yield
-    finally:
-        _prctl(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(was.value))
-
-
-def _die_with_parent() -> None:
-    _prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-
-
-def _prctl(option: int, argument: object) -> None:
-    unused = (ctypes.c_ulong(0),) * 3
-    if _LIBC.prctl(option, argument, *unused):
-        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")

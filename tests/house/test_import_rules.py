@@ -24,7 +24,10 @@ SCHEDULE = {
 } | {"sampling.scheduler", "sampling.simulate"}
 """What decides who draws what under which weights: counts and plain data, which the planner simulates."""
 
-GROUND = {"errors", "dispatch", "device", "records", "config", "observe", "parallel.balance", "rollout.slices"}
+GROUND = {
+    *("errors", "dispatch", "device", "records", "config", "observe"),
+    *("parallel.balance", "rollout.slices", "cluster.child_processes"),
+}
 PARTS = GROUND | {"parallel", "losses", "data", "scoring"}
 HELD = {"rollout", "experience", "checkpoint"}
 SAMPLED = PARTS | HELD | {"hybrid_engine", "roles", "cluster", "scoring.rewards"} | SCHEDULE
@@ -34,6 +37,7 @@ ROOMS: dict[str, set[str]] = {
     "device": set(),
     "records": set(),
     "parallel.balance": set(),
+    "cluster.child_processes": set(),
     "rollout.slices": {"records"},
     "config": {"errors"},
     "observe": {"errors"},
@@ -61,7 +65,7 @@ ROOMS: dict[str, set[str]] = {
     "tasks": SAMPLED | {"ledger.planner", "controller"},
     "train": SAMPLED | {"sampling", "controller"},
     "port": {"errors", "config", "ledger.planner"},
-    "trials": {"errors", "config", "observe", "checkpoint", "ledger.planner", "cluster"},
+    "trials": {"errors", "config", "observe", "checkpoint", "ledger.planner", "cluster", "cluster.child_processes"},
     "profile": GROUND | {"ledger.planner", "roles", "cluster", "trials"},
     "cli": GROUND
     | {"train", "tasks", "controller", "roles", "cluster", "checkpoint", "data", "trials", "port", "profile"}
