@@ -56,7 +56,7 @@ def take_folder(
 
 
 @dataclass(frozen=True)
-class Pools:
+class RunPools:
     """The pools of a run with their roles. hosts: pool -> the handle of its hosts."""
 
     placement: Placement
@@ -66,7 +66,7 @@ class Pools:
     @classmethod
     def open(
         cls, opened: ExitStack, placement: Placement, logger: RunLogger, stop_policy: StopPolicy, local: bool
-    ) -> Pools:
+    ) -> RunPools:
         """Start the ranks and build every role, in the order of the table; pools build at the same time.
 
         A rollout that is cut into replicas is built later, by the thread that drives the replicas.
@@ -95,7 +95,7 @@ class OpenRun:
     """The parts that every run has once it is ready for its first step. started: on the monotonic clock."""
 
     config: RunConfig
-    pools: Pools
+    pools: RunPools
     life: Lifecycle
     logger: RunLogger
     started: float
@@ -133,7 +133,7 @@ def make_cluster(placement: Placement, hosting: Hosting, local: bool) -> Cluster
 
 
 def hosting_of(config: RunConfig, placement: Placement, observer: CallObserver) -> Hosting:
-    """What every rank is started with."""
+    """Settings that every rank starts with."""
     trainer = config.trainer
     limits = heartbeat_limits(config)
     # On a CPU all pools may share one machine's cores.

@@ -21,11 +21,11 @@ from megatron_rl.config.schema import RunConfig, as_list
 from megatron_rl.config.steps import with_steps
 from megatron_rl.controller.algorithm import Algorithm
 from megatron_rl.controller.lifecycle import Lifecycle, StopPolicy
-from megatron_rl.controller.opening import OpenRun, Pools, raise_failures, stop_grace_s, take_folder
+from megatron_rl.controller.open_sampler import open_sampler, open_schedule
+from megatron_rl.controller.opening import OpenRun, RunPools, raise_failures, stop_grace_s, take_folder
 from megatron_rl.controller.pretraining import Pretraining
 from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.controller.run_logger import RunLogger
-from megatron_rl.controller.sampler import open_sampler, open_schedule
 from megatron_rl.controller.validation import PromptValidation
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.prompt_mixture import MixtureCursor
@@ -71,7 +71,7 @@ class Roles:
     replicas: ReplicatedPool | None = None
 
     @classmethod
-    def of(cls, pools: Pools, logger: RunLogger) -> Roles:
+    def of(cls, pools: RunPools, logger: RunLogger) -> Roles:
         """Take the handles, and connect an actor and a rollout of two pools. Raises WorkerFailure as `connect`."""
         placement = pools.placement
         replicas = pools.cluster.replicated.get(placement.roles[ROLLOUT].pool)
@@ -141,7 +141,7 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         schedule = open_schedule(config, placement, folder, opened, replay)
         opened.enter_context(rules)
         stop_policy = StopPolicy(stop)
-        pools = Pools.open(opened, placement, logger, stop_policy, local)
+        pools = RunPools.open(opened, placement, logger, stop_policy, local)
         roles = Roles.of(pools, logger)
         rewards = Rewards(config, rules, roles.reward_models, logger.warn, logger.clock, readers, shaping)
         sources = Sources(config, data.train, data.cursor, roles.rollout, rewards, logger)

@@ -112,7 +112,7 @@ class ReceiveReport(Transfer):
 
 @dataclass(frozen=True)
 class Offer:
-    """What one rank sends to all others when a bridge is built. model: `digest` of its description."""
+    """Message of one rank to all others when a bridge is built. model: `digest` of its description."""
 
     member: Member
     sends: bool
@@ -123,7 +123,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks of a bridge agree on. message_numel: elements of the longest message."""
+    """Facts that all ranks of a bridge agree on. message_numel: elements of the longest message."""
 
     plan: ExchangePlan
     num_senders: int
@@ -173,7 +173,7 @@ def agree(mine: Offer, tensors: Mapping[str, LogicalTensor], transport: Transpor
 
 
 class BridgeEnd:
-    """What both sides do: agree on a version, run the exchange, compare checksums."""
+    """Steps of both sides: agree on a version, run the exchange, compare checksums."""
 
     def __init__(
         self, agreement: Agreement, buffers: Mapping[int, Tensor], transport: Transport, verify_every: int

@@ -31,7 +31,7 @@ class Region(NamedTuple):
         return len(self.shape) == 1 and self.stride == (1,)
 
     def collapsed(self) -> Region:
-        """The same elements in the same order, in as few dims as possible."""
+        """Return the region with as few dims as possible; elements and their order stay."""
         shape: list[int] = []
         stride: list[int] = []
         for size, step in zip(self.shape, self.stride, strict=True):

@@ -55,7 +55,7 @@ DRIVER = Path("/proc/driver/nvidia/gpus")
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """What to measure. device: cpu or cuda. num_ranks: ranks of a run on this machine. repeats: of every sample."""
+    """Measurements to make. device: cpu or cuda. num_ranks: of a run on this machine. repeats: of every sample."""
 
     device: str
     num_ranks: int

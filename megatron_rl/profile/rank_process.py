@@ -13,7 +13,7 @@ from megatron_rl.observe.console import quiet_engines, quiet_libraries
 from megatron_rl.profile.samples import MeasuredSample, MeasuringTask, read_task, write_samples
 
 TIMEOUT = timedelta(seconds=120)
-"""Of a collective: other ranks may still be building."""
+"""Longest wait in a collective: other ranks may still be building."""
 
 
 def measure(task: MeasuringTask, config: Path) -> Iterator[MeasuredSample]:

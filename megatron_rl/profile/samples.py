@@ -18,7 +18,7 @@ MATMUL, ATTENTION, COPY, HOST_COPY, SMALL, ALL_REDUCE = (
 WIDTH = {"cpu": 1024, "cuda": 4096}
 """Columns of the square matrix that rows are multiplied with."""
 HEADS, HEAD_SIZE = 8, 64
-"""Of attention."""
+"""Heads and their size in measurements of attention."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Case:
 
 @dataclass(frozen=True)
 class MeasuringTask:
-    """What every rank of one world does. tp_size: of training and of the engine. cp_size: of training.
+    """Measurements that every rank of one world makes. tp_size: of training and of the engine. cp_size: of training.
 
     kernels: also measure matrix products, attention and memory. collectives: group sizes to measure. alone: also
     measure passes of one data-parallel group while the others wait.

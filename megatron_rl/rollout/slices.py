@@ -33,7 +33,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Slice:
-    """What one replica does next: take weights, drop requests, start requests, then step its engine.
+    """Next actions of one replica: take weights, drop requests, start requests, then step its engine.
 
     version: of the weights, in training steps; the replica has received them. num_steps: engine steps at most; a slice
     ends earlier if nothing is left to generate. None: until nothing is left.
@@ -47,7 +47,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Drawn:
-    """What one slice added to a request: tokens, the engine's log-prob of each, and why the answer ended, or ""."""
+    """Additions of one slice to a request: tokens, the engine's log-prob of each, and why the answer ended, or ""."""
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]

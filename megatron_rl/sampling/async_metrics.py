@@ -1,4 +1,4 @@
-"""What an asynchronous run reports of each step: idle shares, lost replicas, and one warning when it is slow."""
+"""Metrics of each step of an asynchronous run: idle shares, lost replicas, and one warning when it is slow."""
 
 from __future__ import annotations
 

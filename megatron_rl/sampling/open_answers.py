@@ -36,7 +36,7 @@ class OpenAnswer:
 
 
 @dataclass(frozen=True)
-class AnswerBatch:
+class OpenBatch:
     """Prompts of a step and their answers. greedy: the prompts of greedy answers, which come last in `answers`."""
 
     prompts: Prompts
@@ -52,14 +52,14 @@ class OpenAnswers:
 
     def __init__(self, batch_rows: int, seed_of: SeedOf) -> None:
         self.batch_rows, self._seed_of = batch_rows, seed_of
-        self._batches: dict[int, AnswerBatch] = {}
+        self._batches: dict[int, OpenBatch] = {}
 
     def add(self, step: int, prompts: Prompts, sampling: Sampling, greedy: Prompts | None, greedily: Sampling) -> None:
         """Begin a batch. Raises ValueError if its number of rows is not batch_rows."""
         answers = [answer for rows, how in ((prompts, sampling), (greedy, greedily)) for answer in _empty(rows, how)]
         if len(answers) != self.batch_rows:
             raise ValueError(f"a batch has {self.batch_rows} requests, this one of step {step} {len(answers)}")
-        self._batches[step] = AnswerBatch(prompts, greedy, answers)
+        self._batches[step] = OpenBatch(prompts, greedy, answers)
 
     def start(self, request: int) -> Start:
         """The message with which a replica begins a request or continues it."""

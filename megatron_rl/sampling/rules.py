@@ -116,7 +116,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Decision:
-    """What must be done with the answer of a request. It is also a line of the journal.
+    """Decision about a request's answer. It is also a line of the journal.
 
     truncate: its tokens so far are the answer, which ends by length. resample: forget its tokens; attempt number
     `attempt` draws new ones with other seeds. forget: forget its tokens; the same attempt draws them again.

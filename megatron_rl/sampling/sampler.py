@@ -63,7 +63,7 @@ class SamplingLogger(Protocol):
 
 @dataclass(frozen=True)
 class Sources:
-    """What batches are made from. rollout: None if replicas are called one by one."""
+    """Sources of batches. rollout: None if replicas are called one by one."""
 
     config: RunConfig
     train_data: PromptDataset

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of batches that are not trained yet: their answers and the schedule."""
+"""Contents of a checkpoint for batches that are not trained yet: their answers and the schedule."""
 
 from __future__ import annotations
 

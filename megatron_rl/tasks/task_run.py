@@ -13,7 +13,7 @@ from megatron_rl.config.roles import REFERENCE, Placement
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.steps import with_steps
 from megatron_rl.controller.lifecycle import Lifecycle, StopPolicy
-from megatron_rl.controller.opening import OpenRun, Pools, stop_grace_s, take_folder
+from megatron_rl.controller.opening import OpenRun, RunPools, stop_grace_s, take_folder
 from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.data.tokenizer import load_tokenizer
@@ -66,7 +66,7 @@ def open_task(config: RunConfig, local: bool = False) -> Iterator[TaskRun]:
         parts = (data, held_out, logger)
         take_folder(opened, logger, parts, task_table(config), lines=data.notes)
         stop_policy = StopPolicy(stop)
-        pools = Pools.open(opened, placement, logger, stop_policy, local)
+        pools = RunPools.open(opened, placement, logger, stop_policy, local)
         stored = StoredReference(logger.folder.start.path)
         life = Lifecycle(logger, pools.hosts, parts, stop_policy, stored, held_out.step_to_keep)
         life.restore()

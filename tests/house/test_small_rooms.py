@@ -105,6 +105,22 @@ def test_public_functions_and_modules_have_docstrings():
     assert not silent
 
 
+SAME_SUBJECT = {"pretraining", "tasks"}
+"""Module names in two rooms: the keys of a subject, and the code that reads them."""
+
+
+def test_a_name_means_one_thing():
+    """Classes and modules of the package. Would not catch a function or a variable with two meanings."""
+    places: dict[str, list[str]] = {}
+    for path in SOURCES:
+        if not name(path).startswith("megatron_rl/") or path.stem == "__init__":
+            continue
+        classes = [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+        for defined in [*classes, *({path.stem} - SAME_SUBJECT)]:
+            places.setdefault(defined, []).append(name(path))
+    assert not {defined: where for defined, where in places.items() if len(where) > 1}
+
+
 def test_environment_is_read_in_few_places():
     """Would not catch a library that reads the environment for us."""
     readers = [

@@ -41,7 +41,7 @@ def unknown_pool(case: Case, rng: Random) -> list[Said]:
 @fault("placement", offer=False, experts=None)
 def pool_without_role(case: Case, rng: Random) -> list[Said]:
     put_pool(case, "spare")
-    return [("pools.spare.nnodes", "in which no role lives")]
+    return [("pools.spare.nnodes", "without roles")]
 
 
 @fault("placement", offer=False, experts=None)

@@ -150,7 +150,7 @@ def test_pools_of_roles_that_are_not_there(config):
     assert problems(config) == []
     config.critic.pool, config.pools["own"] = "own", PoolConfig(1, 2)
     assert problems(config) == [
-        "pools.own.nnodes=1 and pools.own.n_gpus_per_node=2 are the size of a pool in which no role lives; leave "
+        "pools.own.nnodes=1 and pools.own.n_gpus_per_node=2 are the size of a pool without roles; leave "
         "pools.own out, or let a role live there, such as with critic.pool=own"
     ]
 

@@ -79,7 +79,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Room:
-    """What a layout must fit: the models of a pool, its ranks, and whether activations are split over TP ranks.
+    """Limits of a layout: the models of a pool, its ranks, and whether activations are split over TP ranks.
 
     a2a_heads: attention heads of the models whose context parallelism exchanges tokens for heads.
     """

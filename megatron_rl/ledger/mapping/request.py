@@ -40,7 +40,7 @@ SEARCHED = re.compile(
 
 @dataclass(frozen=True)
 class MapRequest:
-    """What a user asks of `map`.
+    """A user's request to `map`.
 
     path: of the configuration. overrides: the kept values as text. config: as read. lengths: mean tokens of prompt and
     answer. per_node: --gpus-per-node.

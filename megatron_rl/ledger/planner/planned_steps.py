@@ -1,4 +1,4 @@
-"""What a running run is compared with: planned seconds of every step, and the limit of a call without progress."""
+"""Figures to compare a run with: planned seconds of every step, and the limit of a call without progress."""
 
 from __future__ import annotations
 

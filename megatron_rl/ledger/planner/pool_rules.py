@@ -104,7 +104,7 @@ def _product_problems(sizes: dict[str, PoolSize]) -> Iterable[Violation]:
 def _without_role(name: str, size: PoolSize) -> Violation:
     settings = {size.nodes_key: size.num_nodes, size.ranks_key: size.num_ranks_per_node}
     hint = f"leave pools.{name} out, or let a role live there, such as with critic.pool={name}"
-    return Violation(settings, "are the size of a pool in which no role lives", hint=hint)
+    return Violation(settings, "are the size of a pool without roles", hint=hint)
 
 
 def _rollout_problems(config: RunConfig, roles: list[RoleSpec]) -> Iterable[Violation]:

@@ -147,7 +147,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Load:
-    """What one step computes, over all ranks.
+    """Computation of one step, over all ranks.
 
     num_samples: sequences. prompt, response: mean tokens; max_response: the limit. mini_batch: samples of an optimizer
     step. block_tokens: tokens of one micro-batch on a rank. max_seqs: sequences that a replica decodes at once.
