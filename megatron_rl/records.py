@@ -154,7 +154,7 @@ class TokenScores(TensorClass):
     """One float per response token, from a model role: scores float32 [B, (R)].
 
     sum_pi_squared: float32 [B, (R)], the sum of squared probabilities of every token's distribution, if the estimator
-    needs it; else None.
+    needs it; else None. entropy: float32 [B, (R)], of these distributions, if the policy loss chooses tokens by it.
     routed_experts: uint8 or int16 [B, (L), layers, K], the experts of every token, if they are recorded; else None.
     num_other_experts: int64 [B], how many of a row's recorded experts the routers would not have chosen; None without
     recorded experts.
@@ -164,6 +164,7 @@ class TokenScores(TensorClass):
     sum_pi_squared: torch.Tensor | None = None
     routed_experts: torch.Tensor | None = None
     num_other_experts: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
 
 
 class SequenceScores(TensorClass):
@@ -183,7 +184,8 @@ class ActorBatch(TensorClass):
 
     old_log_probs: None if the update computes them itself. ref_log_probs: if the loss has a KL to the reference, else
     None. rollout_weights: importance weights of the tokens; kept: 1 for tokens that count; both None without rollout
-    correction. routed_experts: see `Sequences`; the update sends each token to these experts.
+    correction. routed_experts: see `Sequences`; the update sends each token to these experts. trained: 1 for tokens
+    that the policy loss trains; KL, entropy bonus and denominators have all tokens that count; None: all.
     """
 
     input_ids: torch.Tensor
@@ -194,14 +196,13 @@ class ActorBatch(TensorClass):
     rollout_weights: torch.Tensor | None = None
     kept: torch.Tensor | None = None
     routed_experts: torch.Tensor | None = None
+    trained: torch.Tensor | None = None
 
     def neutral(self) -> ActorBatch:
         """A copy with empty responses, which fills up a split and adds nothing to a loss."""
         zero, empty = no_responses(len(self))
-        old, *others = (
-            None if field is None else empty
-            for field in (self.old_log_probs, self.ref_log_probs, self.rollout_weights, self.kept)
-        )
+        fields = (self.old_log_probs, self.ref_log_probs, self.rollout_weights, self.kept, None, self.trained)
+        old, *others = (None if field is None else empty for field in fields)
         return ActorBatch(self.input_ids, zero, old, empty, *others, batch_size=self.batch_size)
 
 
@@ -292,7 +293,7 @@ class Experience(TensorClass):
     versions int64 [B, (R)], the weights that drew each token; None if all are the newest;
     routed_experts (see `Sequences`): those of the engine, or with R2 those of the pass for old log-probs;
     rollout_log_probs, old_log_probs, sum_pi_squared, ref_log_probs, old_values, rewards, advantages, returns,
-    rollout_weights, kept: float32 [B, (R)].
+    rollout_weights, kept, trained: float32 [B, (R)].
     """
 
     input_ids: torch.Tensor
@@ -314,6 +315,7 @@ class Experience(TensorClass):
     rollout_weights: torch.Tensor | None = None
     kept: torch.Tensor | None = None
     routed_experts: torch.Tensor | None = None
+    trained: torch.Tensor | None = None
 
     def sequences(self, with_experts: bool = False) -> Sequences:
         """The token rows for a role that scores them, with the experts of their tokens if `with_experts`."""
@@ -331,6 +333,7 @@ class Experience(TensorClass):
             self.rollout_weights,
             self.kept,
             self.routed_experts if with_experts else None,
+            self.trained,
             batch_size=self.batch_size,
         )
 

@@ -16,6 +16,15 @@ def needs_of(config: RunConfig) -> EstimatorNeeds:
     return ESTIMATORS.traits(config.algorithm.adv_estimator, EstimatorNeeds())
 
 
+def scored_columns(config: RunConfig) -> tuple[str, ...]:
+    """Columns of `TokenScores` that the algorithm needs from the pass for old log-probs."""
+    needed = {
+        "sum_pi_squared": needs_of(config).sum_pi_squared,
+        "entropy": config.actor_rollout_ref.actor.policy_loss.top_entropy_quantile < 1,
+    }
+    return tuple(column for column, is_needed in needed.items() if is_needed)
+
+
 def uses_critic(config: RunConfig) -> bool:
     """Whether a critic is built and trained: as `critic.enable` says, or where the estimator needs one."""
     enable = config.critic.enable
@@ -36,14 +45,15 @@ def is_on_policy(config: RunConfig) -> bool:
     """Whether the old log-probs are those of the update itself, so that the trainer makes no pass for them.
 
     verl's name for one mini-batch and one epoch: the only update of a step begins with the weights that such a pass
-    would have. False where old log-probs are read before the update, by a KL in the reward, an estimator, a correction
-    for the rollout or generation that runs ahead; and where steps have no update, as every step compares log-probs.
+    would have. False where old log-probs are read before the update, by a KL in the reward, an estimator, a choice of
+    tokens by their entropy, a correction for the rollout or generation that runs ahead; and where steps have no update,
+    as every step compares log-probs.
     """
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     correction = algorithm.rollout_correction
     sizes = config.batch_sizes
     updates_once = actor.ppo_epochs == 1 and sizes.mini_batch_prompts(actor) == sizes.num_prompts
-    estimates_without = algorithm.adv_estimator in ESTIMATORS and not needs_of(config).sum_pi_squared
+    estimates_without = algorithm.adv_estimator in ESTIMATORS and not scored_columns(config)
     corrects = correction.rollout_is or correction.rollout_rs or correction.rollout_token_veto_threshold is not None
     return (
         updates_once

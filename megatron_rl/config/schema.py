@@ -155,6 +155,8 @@ class PolicyLossConfig:
     off_policy_mask_threshold: NotNegative | None = None
     """With any loss, leave out answers with a negative advantage that the policy has moved away from by more than this,
     as the mean of log(p_old / p) over their tokens (DeepSeek-V3.2); null: none."""
+    top_entropy_quantile: UnitInterval = 1.0
+    """Share of a step's response tokens, those of the highest entropy, that the loss trains (80/20 rule: 0.2)."""
 
 
 @dataclass

@@ -14,6 +14,7 @@ from megatron_rl.experience.assemble import (
     add_advantages,
     add_rewards,
     add_rollout_correction,
+    highest_entropy,
     leave_out_truncated,
 )
 from megatron_rl.experience.batches import mini_batch_rows
@@ -89,13 +90,16 @@ class Algorithm:
         return self.take_scores(experience, log_probs[rows.argsort()]) | self.compare(experience, step)
 
     def take_scores(self, experience: Experience, scores: TokenScores) -> dict[str, float]:
-        """Store old log-probs, and the experts that their pass recorded, which updates replay; returns metrics.
+        """Store what the pass for old log-probs gave: also the experts, which updates replay, and the tokens to train.
 
-        `training/rollout_experts_diff`: the share of the experts used by the engine that the trainer's routers would
-        not have chosen; only if the engine returns its experts.
+        Returns `training/rollout_experts_diff`: the share of the experts used by the engine that the trainer's routers
+        would not have chosen; only if the engine returns its experts.
         """
         metrics = {}
         experience.old_log_probs, experience.sum_pi_squared = scores.scores, scores.sum_pi_squared
+        if scores.entropy is not None:
+            loss = self.config.actor_rollout_ref.actor.policy_loss
+            experience.trained = highest_entropy(scores.entropy, loss.top_entropy_quantile)
         if scores.num_other_experts is not None:
             share = float(scores.num_other_experts.sum()) / known(experience.routed_experts).values().numel()
             metrics["training/rollout_experts_diff"] = share

@@ -97,6 +97,18 @@ def leave_out_truncated(experience: Experience) -> None:
     experience.kept = ragged_from_lengths(kept, lengths)
 
 
+def highest_entropy(entropy: torch.Tensor, share: float) -> torch.Tensor:
+    """entropy float32 [B, (R)] of a step's tokens -> 1 on the `share` of them that have the highest, else 0.
+
+    Wang et al., "Beyond the 80/20 Rule", arXiv:2506.01939. Of n tokens, in all answers together, 1 + floor(share
+    (n - 1)) are chosen, and all that have the entropy of the last of them.
+    """
+    values, chosen = entropy.values(), torch.zeros_like(entropy.values())
+    if len(values):
+        chosen = (values >= values.topk(1 + int(share * (len(values) - 1))).values[-1]).float()
+    return ragged_from_lengths(chosen, row_lengths(entropy))
+
+
 def add_rollout_correction(experience: Experience, config: RolloutCorrectionConfig) -> dict[str, float]:
     """Fill `rollout_weights` and `kept` as configured, from both log-probs of the sampled tokens; returns metrics.
 

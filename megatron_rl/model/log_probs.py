@@ -54,17 +54,15 @@ def head_log_probs_alone(hidden: Tensor, weight: Tensor, targets: Tensor, softma
 
 
 @torch.no_grad()
-def head_log_probs_and_squares(
-    hidden: Tensor, weight: Tensor, targets: Tensor, softmax: VocabSoftmax
-) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target, and the sum over the vocabulary of p^2, both float32 [N]; without gradients.
+def head_statistics(
+    hidden: Tensor, weight: Tensor, targets: Tensor, softmax: VocabSoftmax, columns: Sequence[str]
+) -> Combined:
+    """Log-prob of each target, and those `columns` of `Combined` that are computed on request; without gradients.
 
-    Arguments and calls are those of `head_log_probs`.
+    columns: "entropy" and "sum_pi_squared", or one of them. Other arguments and calls are those of `head_log_probs`.
     """
-    found = combine(local_sums(hidden, LocalRows(weight, softmax), targets, squares=True), softmax.tp_group)
-    if found.sum_pi_squared is None:
-        raise RuntimeError("sums of squares were asked for and not computed")
-    return found.log_prob, found.sum_pi_squared
+    requested = ("entropy" in columns, "sum_pi_squared" in columns)
+    return combine(local_sums(hidden, LocalRows(weight, softmax), targets, *requested), softmax.tp_group)
 
 
 def head_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, softmax: VocabSoftmax) -> Tensor:

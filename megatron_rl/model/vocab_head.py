@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
@@ -13,12 +15,13 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from megatron_rl.model.log_probs import (
+    Combined,
     VocabSoftmax,
     capped_logits,
     head_cross_entropy,
     head_log_probs,
     head_log_probs_alone,
-    head_log_probs_and_squares,
+    head_statistics,
 )
 
 
@@ -70,11 +73,11 @@ class VocabHead:
         """
         return head_cross_entropy(self._copied(hidden), self.weight, targets, self.softmax)
 
-    def log_probs_and_squares(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden [N, H], targets int64 [N] -> (log-prob [N], sum of p^2 over the vocabulary [N]), float32, without
+    def statistics(self, hidden: Tensor, targets: Tensor, columns: Sequence[str]) -> Combined:
+        """hidden [N, H], targets int64 [N] -> log-prob and `columns` (see `head_statistics`), float32 [N] each, without
         gradients. All TP ranks must call.
         """
-        return head_log_probs_and_squares(hidden, self.weight, targets, self.softmax)
+        return head_statistics(hidden, self.weight, targets, self.softmax, columns)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:

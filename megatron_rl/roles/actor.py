@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.config.algorithms import needs_of, policy_agg_mode
+from megatron_rl.config.algorithms import policy_agg_mode, scored_columns
 from megatron_rl.config.declarations import KL_ESTIMATES
 from megatron_rl.config.roles import RoleSpec
 from megatron_rl.dispatch import Dispatch, ExtraBatch, Stop, remote_method
@@ -46,7 +47,7 @@ class Actor(TrainedRole):
         super().__init__(spec, rank, source, source.language_model())
         self.correction = rank.config.algorithm.rollout_correction
         self.policy_loss = load_policy_loss(self.config, self.correction)
-        self.scores_squares = needs_of(rank.config).sum_pi_squared
+        self.columns = scored_columns(rank.config)
         temperature = rank.config.actor_rollout_ref.rollout.temperature
         settings = source.hf_config.to_dict()
         self.scorer = TokenScorer(self.trainable.pipeline, self.trainable.models, settings, temperature)
@@ -71,7 +72,7 @@ class Actor(TrainedRole):
     def log_probs(self, sequences: Sequences) -> TokenScores | None:
         """Log-prob of each response token, as the trainer computes it; None before the last stage.
 
-        Adds `sum_pi_squared` if the estimator needs it. With R3 tokens go to the experts that the record names. If it
+        Adds the columns that `scored_columns` names. With R3 tokens go to the experts that the record names. If it
         names some, the scores count how many of these the routers would not have chosen; with R2 they hold the choices.
         """
         return self._scored(sequences, replays=self.config.router_replay.mode == "R3")
@@ -82,7 +83,8 @@ class Actor(TrainedRole):
         return self._scored(sequences, replays=False)
 
     def _scored(self, sequences: Sequences, replays: bool) -> TokenScores | None:
-        score, named = self.scorer.score_with_squares if self.scores_squares else self.scorer.score, None
+        score = partial(self.scorer.score_with, self.columns) if self.columns else self.scorer.score
+        named = None
         keeps = self.config.router_replay.mode == "R2"
         if self.routing is not None:
             named = sequences.routed_experts
@@ -346,4 +348,7 @@ class Actor(TrainedRole):
         if config.policy_loss.off_policy_mask_threshold is not None:
             mask = sequence_mask(tokens, config.policy_loss.off_policy_mask_threshold)
             losses, metrics = losses * mask, metrics | {"actor/off_policy_masked_fraction": 1 - mask}
+        if "trained" in fields:
+            low = {"actor/low_entropy_masked_fraction": 1 - fields["trained"]}
+            losses, metrics = losses * fields["trained"], metrics | low
         return replace(terms, metrics={**terms.metrics, **metrics}), losses, kept

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,18 +72,22 @@ class TokenScorer:
         """Log-prob of every response token; the record on the last stage, None before. All ranks must call."""
         return self.pipeline.score(sequences, cut, self.log_probs)
 
-    def score_with_squares(self, sequences: Sequences, cut: MicroBatching) -> TokenScores | None:
-        """`score` with `sum_pi_squared` of every response token."""
+    def score_with(self, columns: Sequence[str], sequences: Sequences, cut: MicroBatching) -> TokenScores | None:
+        """`score`, with these columns of `TokenScores` too: "entropy", "sum_pi_squared"."""
 
         def per_token(hidden: Tensor, block: MicroBatch) -> Tensor:
-            found = self.head.log_probs_and_squares(block.scored(hidden), block.targets)
-            return block.whole(torch.stack(found, -1))
+            statistics = self.head.statistics(block.scored(hidden), block.targets, columns)
+            values = [statistics.log_prob, *(getattr(statistics, column) for column in columns)]
+            return block.whole(torch.stack(values, -1))
 
         found = self.pipeline.forward(sequences, cut, per_token)
         if found is None:
             return None
-        scores, squares = (ragged_from_lengths(column.contiguous(), sequences.response_lengths) for column in found.T)
-        return TokenScores(scores, squares, batch_size=sequences.batch_size)
+        lengths = sequences.response_lengths
+        scores, *others = (ragged_from_lengths(values.contiguous(), lengths) for values in found.T)
+        known = dict(zip(columns, others, strict=True))
+        squares, entropy = known.get("sum_pi_squared"), known.get("entropy")
+        return TokenScores(scores, squares, entropy=entropy, batch_size=sequences.batch_size)
 
     def logits(self, sequences: Sequences, cut: MicroBatching) -> Tensor | None:
         """Float32 logits [response tokens, vocab_size] on the CPU, for parity checks; None before the last stage."""

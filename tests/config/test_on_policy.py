@@ -43,6 +43,7 @@ def config(changes: dict[str, object]) -> RunConfig:
         ({"algorithm.adv_estimator": "optimal_token_baseline"}, False),
         ({"algorithm.adv_estimator": "tir_optimal_token_baseline"}, False),
         ({"algorithm.adv_estimator": "from_a_file"}, False),
+        ({"actor_rollout_ref.actor.policy_loss.top_entropy_quantile": 0.2}, False),
         ({"trainer.critic_warmup": 2}, False),
         ({"trainer.rollout_ahead": 1}, False),
         ({"async_training.partial_rollout": True}, False),

@@ -161,6 +161,7 @@ def test_no_number_may_be_infinite_or_nan(defaults, key, value):
         ("actor_rollout_ref.actor.clip_ratio_c=1", "clip_ratio_c=1 must be > 1; nearest: 3"),
         ("algorithm.rollout_correction.rollout_rs_threshold_lower=2", "must be >= 0 and <= 1; nearest: 1"),
         ("actor_rollout_ref.actor.policy_loss.dro_beta=0", "dro_beta=0 must be > 0; nearest: 0.1"),
+        ("actor_rollout_ref.actor.policy_loss.top_entropy_quantile=20", "=20 must be >= 0 and <= 1; nearest: 1"),
         ("algorithm.gdpo_reward_weights=[1,.inf]", "gdpo_reward_weights=[1.0, inf] must be finite; nearest: null"),
         ("critic.optim.min_lr=1", "critic.optim.min_lr=1 must be <= lr=1e-05"),
         ("critic.optim.lr_decay_style=WSD", "critic.optim.lr_wsd_decay_steps=0 must, with lr_decay_style=WSD, be >= 1"),

@@ -84,6 +84,7 @@ def actor_batch(path: str) -> ActorBatch:
     kept = (torch.rand(num_tokens, generator=generator) > 0.2).float()
     rows = torch.repeat_interleave(experience.response_lengths)
     experience.kept = field(torch.where(rows == 5, 0.0, kept))
+    experience.trained = field((torch.rand(num_tokens, generator=generator) > 0.3).float())
     return experience.actor_batch(with_reference=True)
 
 
@@ -123,8 +124,9 @@ def all_gradients(config) -> dict[tuple[str, str], dict]:
     mine = actor_batch(config.actor_rollout_ref.model.path)[
         torch.arange(NUM_ROWS).tensor_split(where.dp_size)[where.dp_rank]
     ]
-    found = {}
+    found, trained = {}, mine.trained
     for loss_mode in MODES:
+        mine.trained = trained if loss_mode == "vespo" else None
         for name in CUTS_OF[loss_mode]:
             configure(worker.roles["actor"], loss_mode, CUTS[name])
             found[loss_mode, name] = {
@@ -210,7 +212,7 @@ def bypass_losses(log_probs, old, advantages) -> tuple[torch.Tensor, torch.Tenso
 def hugging_face_gradients(path: str, loss_mode: str) -> dict[str, torch.Tensor]:
     """The whole loss once more, row by row and token by token, on transformers' own model."""
     model, batch = hugging_face_model(path), actor_batch(path)
-    names = ("old_log_probs", "ref_log_probs", "advantages", "rollout_weights", "kept")
+    names = ("old_log_probs", "ref_log_probs", "advantages", "rollout_weights", "kept", "trained")
     fields = zip(*(batch.get(name).unbind() for name in names), strict=True)
     answers: list[list[torch.Tensor]] = []
     whole_answers: list[torch.Tensor] = []
@@ -218,7 +220,7 @@ def hugging_face_gradients(path: str, loss_mode: str) -> dict[str, torch.Tensor]
         all_log_probs = row_log_probs(model, ids, length)
         log_probs = all_log_probs.gather(-1, ids[-length:, None])[:, 0]
         entropies = -(all_log_probs.exp() * all_log_probs).sum(-1)
-        old, ref, advantages, weights, kept = row
+        old, ref, advantages, weights, kept, trained = row
         ratios = (log_probs - old).exp()
         if loss_mode == "gspo" and kept.any():
             mean = (log_probs - old)[kept > 0].mean()
@@ -228,7 +230,7 @@ def hugging_face_gradients(path: str, loss_mode: str) -> dict[str, torch.Tensor]
         if loss_mode == "bypass_mode":
             losses, accepted = bypass_losses(log_probs, old, advantages)
         if loss_mode == "vespo":
-            losses = vespo_losses(log_probs, old, advantages, weights, kept)
+            losses, accepted = vespo_losses(log_probs, old, advantages, weights, kept), trained
         if loss_mode == "geo_mean":
             losses = torch.zeros(length)
             whole_answers += [geo_mean_loss(log_probs, old, advantages, weights, kept)] if kept.any() else []

@@ -1,4 +1,4 @@
-"""The trainer's pass for old log-probs also gives sums of squared probabilities, where the estimator needs them."""
+"""The trainer's pass for old log-probs also gives sums of squared probabilities and entropies, if they are needed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from tiny_models import random_experience, run_config, save_qwen2
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
-ESTIMATOR = {"algorithm__adv_estimator": "optimal_token_baseline"}
+BOTH = {
+    "algorithm__adv_estimator": "optimal_token_baseline",
+    "actor_rollout_ref__actor__policy_loss__top_entropy_quantile": 0.2,
+}
 
 
-def scored(config) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
-    """Rows of log-probs and of sums of squares; None before the last stage."""
+def scored(config) -> list[list[torch.Tensor]] | None:
+    """Rows of log-probs, of sums of squares and of entropies; None before the last stage."""
     from megatron_rl.roles.host import RankHost
 
     worker = RankHost(config)
@@ -25,21 +28,23 @@ def scored(config) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
     if found is None:
         return None
     found = torch.cat([found[:3], found[3:]])  # as answers of several ranks are joined
-    return [row.clone() for row in found.scores.unbind()], [row.clone() for row in found.sum_pi_squared.unbind()]
+    columns = (found.scores, found.sum_pi_squared, found.entropy)
+    return [[row.clone() for row in column.unbind()] for column in columns]
 
 
 @pytest.mark.parametrize("layout", [(2, 1), (1, 2)], ids=["TP2", "PP2"])
 def test_as_transformers_has_them(layout, tmp_path) -> None:
     """Within 1e-5, in the order of the rows. Would not catch a temperature that is left out."""
     path = save_qwen2(tmp_path)
-    ranks = run_ranks(2, scored, run_config(path, *layout, **ESTIMATOR))
-    log_probs, squares = next(found for found in reversed(ranks) if found is not None)
+    ranks = run_ranks(2, scored, run_config(path, *layout, **BOTH))
+    log_probs, squares, entropies = next(found for found in reversed(ranks) if found is not None)
     model, experience = hugging_face_model(path), random_experience(5)
     rows = list(zip(experience.input_ids.unbind(), experience.response_lengths.tolist(), strict=True))
     for number, (ids, length) in enumerate([*rows, *rows[:2]]):
         with torch.no_grad():
             expected = row_log_probs(model, ids, length)
         torch.testing.assert_close(squares[number], expected.exp().square().sum(-1), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(entropies[number], -(expected.exp() * expected).sum(-1), atol=1e-5, rtol=1e-5)
         chosen = expected.gather(-1, ids[-length:, None])[:, 0]
         torch.testing.assert_close(log_probs[number], chosen, atol=1e-5, rtol=1e-5)
 
@@ -56,4 +61,5 @@ def without(config) -> bool:
     worker = RankHost(config)
     worker.build("actor")
     found = worker.roles["actor"].log_probs(random_experience(4).sequences())
-    return torch.cat([found[:2], found[2:]]).sum_pi_squared is None
+    joined = torch.cat([found[:2], found[2:]])
+    return joined.sum_pi_squared is None and joined.entropy is None

@@ -36,6 +36,7 @@ def test_token_baseline_and_two_sided_weights(command_line) -> None:
         f"{ACTOR}.kl_loss_type=low_var_kl+",
         f"{ACTOR}.kl_loss_unbiased=true",
         f"{ACTOR}.policy_loss.off_policy_mask_threshold=1.0",
+        f"{ACTOR}.policy_loss.top_entropy_quantile=0.2",
         "algorithm.mask_truncated_completions=true",
         f"{CORRECTION}.rollout_is=token",
         f"{CORRECTION}.rollout_is_threshold=0.5_5.0",
@@ -49,6 +50,7 @@ def test_token_baseline_and_two_sided_weights(command_line) -> None:
     assert step["rollout_corr/rollout_is_oob_ratio"] == step["rollout_corr/rollout_rs_masked_fraction"] == 0
     assert step["rollout_corr/rollout_rs_seq_max_k2_masked_fraction"] == 0
     assert step["actor/off_policy_masked_fraction"] == 0
+    assert 0.6 < step["actor/low_entropy_masked_fraction"] < 0.95  # of tokens that count, 0.8 of all
     assert step["rollout_corr/ppl_ratio"] == pytest.approx(1, abs=1e-3)
     assert step["rollout_corr/rollout_ppl"] > 1
 

@@ -11,6 +11,7 @@ from megatron_rl.experience.assemble import (
     add_rewards,
     add_rollout_correction,
     assemble,
+    highest_entropy,
     leave_out_truncated,
 )
 from megatron_rl.losses.estimators import estimate_gae
@@ -121,9 +122,9 @@ def test_rollout_correction_fills_what_is_configured(experience):
     metrics = add_rollout_correction(experience, config)
     assert rows(experience.rollout_weights) == [[1.0], [1.0, 3.0]] and rows(experience.kept) == [[1.0], [1.0, 0.0]]
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / 3)
-    experience.advantages = experience.old_values
+    experience.advantages, experience.trained = experience.old_values, experience.kept
     batch = experience[:1].actor_batch()
-    assert batch.neutral().kept is not None and batch.ref_log_probs is None
+    assert batch.neutral().kept is not None and batch.neutral().trained is not None and batch.ref_log_probs is None
 
 
 def test_truncated_answers_are_left_out(experience):
@@ -137,6 +138,27 @@ def test_truncated_answers_are_left_out(experience):
     )
     leave_out_truncated(experience)
     assert rows(experience.kept) == [[0.0], [0.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [
+        (0.0, [[0.0], [0.0, 1.0], [], [0.0, 0.0, 0.0]]),
+        (0.2, [[0.0], [0.0, 1.0], [], [0.0, 1.0, 1.0]]),
+        (0.5, [[0.0], [0.0, 1.0], [], [0.0, 1.0, 1.0]]),
+        (0.7, [[1.0], [0.0, 1.0], [], [0.0, 1.0, 1.0]]),
+        (0.9, [[1.0], [0.0, 1.0], [], [1.0, 1.0, 1.0]]),
+    ],
+)
+def test_tokens_of_high_entropy_are_chosen(share, expected):
+    """Of 6 tokens 1 + floor(5 share), and those tied with the last; of no tokens none.
+
+    Would not catch a wrong entropy; tests of the head do.
+    """
+    entropy = ragged_from_lengths(torch.tensor([1.0, 0.25, 3.0, 0.5, 2.0, 2.0]), torch.tensor([1, 2, 0, 3]))
+    assert [row.tolist() for row in highest_entropy(entropy, share).unbind()] == expected
+    nothing = ragged_from_lengths(torch.empty(0), torch.tensor([0, 0]))
+    assert [row.tolist() for row in highest_entropy(nothing, share).unbind()] == [[], []]
 
 
 def test_empty_responses(experience):

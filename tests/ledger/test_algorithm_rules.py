@@ -33,6 +33,20 @@ def test_built_in_names(config):
         assert list(algorithm_problems(config)) == []
 
 
+def test_tokens_cannot_be_chosen_by_entropy_without_a_pass_or_a_loss_of_tokens(config):
+    """With bypass_mode and geo_mean, both at once. Would not catch a user's loss with one term per answer."""
+    loss = config.actor_rollout_ref.actor.policy_loss
+    loss.top_entropy_quantile, loss.loss_mode = 0.2, "geo_mean"
+    config.algorithm.rollout_correction.bypass_mode = True
+    tokens, passes = algorithm_problems(config)
+    key = "actor_rollout_ref.actor.policy_loss.top_entropy_quantile"
+    assert str(tokens).startswith(f"{key}=0.2 must be 1.0 with loss_mode=geo_mean, whose term of any token trains all")
+    assert str(passes).startswith(f"{key}=0.2 must be 1.0 with algorithm.rollout_correction.bypass_mode=true, where no")
+    assert tokens.nearest == passes.nearest == {key: 1.0}
+    config.algorithm.rollout_correction.bypass_mode, loss.loss_mode = False, "gspo"
+    assert list(algorithm_problems(config)) == []
+
+
 def test_refused_names_list_the_known_ones(config, tmp_path):
     """Without a file, and with one that has other functions. Would not catch a function made at run time."""
     config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode = "groo", "gsp"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.model import chunks as chunk_sizes
 from megatron_rl.model.chunks import chunk_tokens
-from megatron_rl.model.log_probs import VocabSoftmax, chunks, head_log_probs, head_log_probs_and_squares
+from megatron_rl.model.log_probs import VocabSoftmax, chunks, head_log_probs, head_statistics
 
 
 @settings(max_examples=60, deadline=None)
@@ -48,17 +48,23 @@ def test_values_and_gradients_agree_with_dense(tp_group, tokens, vocab, padding,
 @settings(max_examples=40, deadline=None)
 @given(tokens=st.integers(0, 9), vocab=st.integers(1, 20), padding=st.integers(0, 5), scale=st.sampled_from([0.1, 5.0]))
 def test_sums_of_squares_agree_with_dense(tp_group, tokens, vocab, padding, scale):
-    """Of every token's distribution, without padding, in chunks. Would not catch an error in the sum over ranks."""
+    """Of every token's distribution, with its entropy and without, in chunks, padding left out.
+
+    Would not catch an error in the sum over ranks.
+    """
     hidden, weight, targets, _ = random_case(tokens, vocab, vocab + padding, scale, seed=tokens)
     before, chunk_sizes.FEWEST_LOGITS = chunk_sizes.FEWEST_LOGITS, 2 * (vocab + padding)
     try:
-        log_prob, squares = head_log_probs_and_squares(hidden, weight, targets, VocabSoftmax(vocab, 0.8, tp_group))
-        expected, _ = head_log_probs(hidden, weight, targets, VocabSoftmax(vocab, 0.8, tp_group))
+        softmax = VocabSoftmax(vocab, 0.8, tp_group)
+        both = head_statistics(hidden, weight, targets, softmax, ("sum_pi_squared", "entropy"))
+        alone = head_statistics(hidden, weight, targets, softmax, ("sum_pi_squared",))
+        expected, entropy = head_log_probs(hidden, weight, targets, VocabSoftmax(vocab, 0.8, tp_group))
     finally:
         chunk_sizes.FEWEST_LOGITS = before
     probs = ((hidden @ weight.t()).double() / 0.8)[:, :vocab].softmax(-1)
-    torch.testing.assert_close(squares.double(), probs.square().sum(-1), atol=5e-6, rtol=5e-6)
-    assert torch.equal(log_prob, expected)
+    torch.testing.assert_close(alone.sum_pi_squared.double(), probs.square().sum(-1), atol=5e-6, rtol=5e-6)
+    assert torch.equal(both.sum_pi_squared, alone.sum_pi_squared) and torch.equal(both.entropy, entropy)
+    assert torch.equal(alone.log_prob, expected) and alone.entropy is None
 
 
 def test_chunks_cover_every_token_once():

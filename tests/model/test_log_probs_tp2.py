@@ -11,7 +11,7 @@ from megatron_rl.model.log_probs import (
     head_cross_entropy,
     head_log_probs,
     head_log_probs_alone,
-    head_log_probs_and_squares,
+    head_statistics,
 )
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
@@ -34,10 +34,13 @@ def compare_with_dense():
         for found, expected in zip((log_prob, entropy), dense, strict=True):
             torch.testing.assert_close(found.double(), expected, atol=5e-6, rtol=5e-6)
         assert log_prob.le(0).all()
-        again, squares = head_log_probs_and_squares(hidden, weight, targets, VocabSoftmax(vocab, 0.9, dist.group.WORLD))
+        softmax = VocabSoftmax(vocab, 0.9, dist.group.WORLD)
+        again = head_statistics(hidden, weight, targets, softmax, ("entropy", "sum_pi_squared"))
+        squares = again.sum_pi_squared
         probs = ((hidden @ whole.t()).detach().double() / 0.9)[:, :vocab].softmax(-1)
         torch.testing.assert_close(squares.double(), probs.square().sum(-1), atol=5e-6, rtol=5e-6)
-        assert torch.equal(again, log_prob) and not squares.requires_grad
+        assert torch.equal(again.log_prob, log_prob) and not squares.requires_grad
+        assert torch.equal(again.entropy, entropy)
         found = torch.autograd.grad((mix[0] * log_prob + mix[1] * entropy).sum(), (hidden, weight))
         dist.all_reduce(found[0])
         expected = dense_gradients(hidden, whole, targets, vocab, 0.9, mix)
@@ -59,8 +62,9 @@ def compare_with_dense():
     extreme, row = torch.tensor([[1e4, -1e4], [-1e4, 1e4]]), torch.eye(2)[dist.get_rank(), None]
     log_prob, entropy = head_log_probs(extreme, row, torch.tensor([0, 0]), VocabSoftmax(2, 1.0, dist.group.WORLD))
     assert log_prob.tolist() == [0.0, -2e4] and entropy.tolist() == [0.0, 0.0]
-    _, squares = head_log_probs_and_squares(extreme, row, torch.tensor([0, 0]), VocabSoftmax(2, 1.0, dist.group.WORLD))
-    assert squares.tolist() == [1.0, 1.0]
+    softmax = VocabSoftmax(2, 1.0, dist.group.WORLD)
+    found = head_statistics(extreme, row, torch.tensor([0, 0]), softmax, ("sum_pi_squared",))
+    assert found.sum_pi_squared.tolist() == [1.0, 1.0]
     dist.destroy_process_group()
     return outputs
 

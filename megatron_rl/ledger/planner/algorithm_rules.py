@@ -91,6 +91,10 @@ def _loss_problems(config: RunConfig) -> Iterable[Violation]:
     if loss.loss_mode == "dro" and loss.dro_beta is None:
         rule = "must be set with loss_mode=dro: the weight of its penalty has no default"
         yield Violation({f"{key}.dro_beta": None}, rule, {f"{key}.dro_beta": 0.1})
+    if loss.loss_mode == "geo_mean" and loss.top_entropy_quantile < 1:
+        rule = "must be 1.0 with loss_mode=geo_mean, whose term of any token trains all tokens of its answer"
+        share_key = f"{key}.top_entropy_quantile"
+        yield Violation({share_key: loss.top_entropy_quantile}, rule, {share_key: 1.0})
     if loss.loss_mode == "clip_cov" and not loss.clip_cov_lb < loss.clip_cov_ub:
         rule = f"must be below clip_cov_ub={shown(loss.clip_cov_ub)}, or no token could be chosen"
         yield Violation({f"{key}.clip_cov_lb": loss.clip_cov_lb}, rule, {f"{key}.clip_cov_lb": loss.clip_cov_ub - 1})

@@ -85,6 +85,10 @@ def _bypass_problems(config: RunConfig) -> Iterable[Violation]:
         key = f"{CORRECTION}.rollout_is_batch_normalize"
         rule = f"must be false with {bypass_key}=true, where no micro-batch knows the weights of the others"
         yield Violation({key: True}, rule, {key: False})
+    if loss.top_entropy_quantile < 1:
+        key = f"{ACTOR}.policy_loss.top_entropy_quantile"
+        rule = f"must be 1.0 with {bypass_key}=true, where no pass of the trainer measures entropies before the update"
+        yield Violation({key: loss.top_entropy_quantile}, rule, {key: 1.0})
     if needs_of(config).sum_pi_squared:
         rule = f"must be false: algorithm.adv_estimator={config.algorithm.adv_estimator} needs a pass of the trainer"
         nearest: dict[str, Any] = {bypass_key: False}
