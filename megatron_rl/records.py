@@ -39,10 +39,10 @@ def row_lengths(batch: torch.Tensor) -> torch.Tensor:
     return lengths
 
 
-def to_padded(batch: torch.Tensor, length: int, padding: float = 0) -> torch.Tensor:
-    """Dense `[B, length]` copy of a ragged tensor, right-padded with `padding`; rows must not exceed `length`."""
+def to_padded(batch: torch.Tensor, length: int) -> torch.Tensor:
+    """Dense `[B, length]` copy of a ragged tensor, right-padded with zeros; rows must not exceed `length`."""
     lengths = row_lengths(batch)
-    dense = torch.full((lengths.numel(), length), padding, dtype=batch.dtype)
+    dense = torch.zeros((lengths.numel(), length), dtype=batch.dtype)
     dense[torch.arange(length)[None] < lengths[:, None]] = batch.values()
     return dense
 

@@ -65,8 +65,8 @@ def test_ragged_padded_round_trip(rows, extra):
     length = max(lengths) + extra
     assert as_lists(batch) == rows
     assert row_lengths(batch).tolist() == lengths
-    dense = to_padded(batch, length, padding=-1)
-    assert dense.tolist() == [row + [-1] * (length - len(row)) for row in rows]
+    dense = to_padded(batch, length)
+    assert dense.tolist() == [row + [0] * (length - len(row)) for row in rows]
     assert as_lists(ragged_from_lengths(batch.values(), torch.tensor(lengths))) == rows
 
 

@@ -78,11 +78,6 @@ class HostCopy:
         self._away: list[tuple[torch.UntypedStorage, int, int]] = []  # (storage, bytes, offset in the buffer)
         self._buffer: HostBuffer | None = None
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of host memory held now."""
-        return 0 if self._buffer is None else self._buffer.num_bytes
-
     def offload(self) -> None:
         """Copy every storage to the host and free it."""
         storages = [tensor.untyped_storage() for tensor in unique_storages(self._tensors())]

@@ -111,17 +111,15 @@ def backend_names(group: dist.ProcessGroup) -> set[str]:
     return {group._get_backend(kind).name() for kind in group._device_types}
 
 
-def open_joint_group(
-    store: dist.Store, rank: int, size: int, device: Device, timeout: timedelta, name: str = "bridge"
-) -> dist.ProcessGroup:
+def open_joint_group(store: dist.Store, rank: int, size: int, device: Device, timeout: timedelta) -> dist.ProcessGroup:
     """One group over the ranks of two worlds; every one of its `size` ranks must call, with its own `rank` in it.
 
-    store: reachable from all ranks, for example a second `TCPStore`. name: of this group among those that use the
-    store. timeout: how long opening waits for missing ranks, and a message for its peer. `torch.distributed` does not
+    store: reachable from all ranks, for example a second `TCPStore`; a second group needs a prefix of its own there.
+    timeout: how long opening waits for missing ranks, and a message for its peer. `torch.distributed` does not
     know the group: use it through `Transport`. After a failure or a time-out it is broken for all its ranks. Raises
     torch.distributed.DistStoreError or RuntimeError if ranks are missing.
     """
-    store = dist.PrefixStore(name, store)
+    store = dist.PrefixStore("bridge", store)
     store.set_timeout(timeout)
     group = dist.ProcessGroup(store, rank, size)
     for kind, backend_name in device.backends.items():

@@ -34,10 +34,10 @@ def plain_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str
     return table
 
 
-def before_after_table(rows: Iterable[tuple[str, float, float]], title: str = "Before and after") -> Table:
+def before_after_table(rows: Iterable[tuple[str, float, float]]) -> Table:
     """(name, before, after) per row, with the change."""
     texts = ((name, f"{old:.3f}", f"[bold]{new:.3f}", f"{new - old:+.3f}") for name, old, new in rows)
-    return plain_table(title, ("metric", "before", "after", "change"), texts)
+    return plain_table("Before and after", ("metric", "before", "after", "change"), texts)
 
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:

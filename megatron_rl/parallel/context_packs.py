@@ -67,10 +67,6 @@ class ContextPlan:
                 of_ranks[rank].append(shared)
         return of_ranks
 
-    def work_of_ranks(self, work: Sequence[float]) -> list[float]:
-        """The work of each rank; the work of a pack is shared evenly. work: of each sequence."""
-        return [sum(sum(work[row] for row in one.rows) / one.size for one in packs) for packs in self._packs_of_ranks]
-
 
 def pack_sizes(largest: int) -> list[int]:
     """Numbers of ranks that may share a pack, ascending. Raises ValueError if `largest` is not a power of two."""

@@ -60,11 +60,6 @@ class RankEnvironment:
             first_rank=int(variables.get("POOL_FIRST_RANK", "0")),
         )
 
-    @property
-    def pool_rank(self) -> int:
-        """This rank's number among all ranks of its pool, of which its world may be a part."""
-        return self.first_rank + self.rank
-
     def choose_interfaces(self) -> None:
         """Let gloo and NCCL use the network that the node's address belongs to; before torch.distributed starts.
 

@@ -33,12 +33,16 @@ def _sign(value: float) -> int:
     return (value > 0) - (value < 0)
 
 
+def relative_errors(predicted: Sequence[float], measured: Sequence[float]) -> list[float]:
+    """Predicted over measured seconds, less 1: below 0 where the prediction is too fast."""
+    return [guess / seconds - 1 for guess, seconds in zip(predicted, measured, strict=True)]
+
+
 def ranking_lines(rows: Sequence[ResultRow], chosen: str | None = None) -> list[str]:
     """A section of the report on the points that finished; empty if they are fewer than `LEAST`.
 
-    chosen: the name of a point, such as the one that `map` offered; None: the point predicted to be the fastest. Errors
-    are predicted over measured seconds of a step, less 1. The regret says how much longer the chosen point takes than
-    the best, as a share.
+    chosen: the name of a point, such as the one that `map` offered; None: the point predicted to be the fastest. The
+    regret says how much longer the chosen point takes than the best, as a share.
     """
     steps = {
         row.name: (row.planned.expected.step_s, row.result.step_s[0])
@@ -48,7 +52,7 @@ def ranking_lines(rows: Sequence[ResultRow], chosen: str | None = None) -> list[
     if len(steps) < LEAST:
         return []
     predicted, measured = zip(*steps.values(), strict=True)
-    errors = [abs(guess / seconds - 1) for guess, seconds in steps.values()]
+    errors = [abs(error) for error in relative_errors(predicted, measured)]
     choice = chosen if chosen in steps else min(steps, key=lambda name: steps[name][0])
     best = min(steps, key=lambda name: steps[name][1])
     chosen_s, best_s = steps[choice][1], steps[best][1]

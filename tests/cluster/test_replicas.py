@@ -54,11 +54,11 @@ def test_a_replica_is_a_world_of_its_own_and_knows_its_number(cluster: RayCluste
         assert [(place.replica, place.num_replicas, place.first_rank) for _, place, _ in answers] == [
             (replica.number, 2, 2 * replica.number)
         ] * 2
-        assert [place.pool_rank for _, place, _ in answers] == list(replica.ranks)
+        assert [place.first_rank + place.rank for _, place, _ in answers] == list(replica.ranks)
     ports = {replica.host(ReplicaHost).where().get()[0][1].master_port for replica in (first, second)}
     assert len(ports) == 2
     [(pool, place, _)] = cluster.pools["train"].host(ReplicaHost).where().get()
-    assert (pool, place.replica, place.num_replicas, place.pool_rank) == ("train", 0, 1, 0)
+    assert (pool, place.replica, place.num_replicas, place.first_rank + place.rank) == ("train", 0, 1, 0)
 
 
 def test_a_killed_rank_ends_its_replica_alone_and_a_restart_brings_it_back(cluster: RayCluster, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ TIMEOUT_S = 40
 
 def rejoined(number: int, size: int, store: dist.Store) -> Transport:
     timeout = timedelta(seconds=TIMEOUT_S)
-    return own_transport(open_joint_group(store, number, size, Device("cpu"), timeout, name="second bridge"))
+    return own_transport(open_joint_group(dist.PrefixStore("second", store), number, size, Device("cpu"), timeout))
 
 
 def how_it_ends(transfer: Callable) -> tuple[str, float]:

@@ -14,12 +14,13 @@ from model_folders import EXPERTS, problems, set_experts, write_model, write_pro
 from megatron_rl.checkpoint.manifest import FORMAT, Manifest
 from megatron_rl.config.keys import put
 from megatron_rl.config.megatron import MegatronConfig
+from megatron_rl.config.problems import raise_problems
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.ledger.planner.expert_layout import ExpertLayouts
 from megatron_rl.ledger.planner.layout_rules import Layouts
 from megatron_rl.ledger.planner.model_folder import ModelSizes
-from megatron_rl.ledger.planner.preflight import check_preflight
+from megatron_rl.ledger.planner.preflight import preflight
 from megatron_rl.ledger.planner.stage_rules import spreads, stage_problems
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
@@ -54,7 +55,6 @@ def test_nothing_is_written_into_a_checkpoint(config, tmp_path, key):
 def test_a_good_run_has_no_violations(config):
     """Would not catch a missing rule."""
     assert problems(config) == []
-    check_preflight(config)
 
 
 def test_a_rule_of_validation_needs_ground_truths_there_alone(config, tmp_path):
@@ -424,7 +424,7 @@ def test_all_violations_come_in_one_numbered_error(config):
     config.data.train_batch_size = config.data.gen_batch_size = 0
     config.trainer.device = "tpu"
     with pytest.raises(ConfigError) as error:
-        check_preflight(config)
+        raise_problems("this run cannot start", preflight(config))
     lines = str(error.value).splitlines()
     assert lines[0] == f"this run cannot start: {len(lines) - 1} problems"
     assert [line.split(".")[0].strip() for line in lines[1:]] == [str(n) for n in range(1, len(lines))]

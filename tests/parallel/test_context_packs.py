@@ -39,6 +39,12 @@ def planned(batch) -> tuple[ContextPlan, list[float]]:
     return plan_packs(lengths, work, limit, num_ranks, largest), work
 
 
+def work_of_ranks(plan: ContextPlan, work: list[float]) -> list[float]:
+    """The work of each rank; the work of a pack is shared evenly. work: of each sequence."""
+    packs_of_ranks = [plan.of_rank(rank) for rank in range(plan.num_ranks)]
+    return [sum(sum(work[row] for row in pack.rows) / pack.size for pack in packs) for packs in packs_of_ranks]
+
+
 def test_sizes_that_a_sequence_needs():
     """10 tokens a rank: 20 are two fives on each of two ranks, 21 are 24 over four. Would not catch a slow plan."""
     assert [needed_size(length, 10, 4) for length in (10, 11, 20, 21, 40)] == [1, 2, 2, 4, 4]
@@ -62,7 +68,7 @@ def test_one_long_sequence_beside_short_ones():
     assert plan.packs[0] == ContextPack((0,), 0, 4) and plan.num_passes == 4
     assert [len(plan.of_rank(rank)) for rank in range(8)] == [4] * 8
     assert plan.of_rank(0) == [ContextPack((0,), 0, 4), *[ContextPack((), 0, 1)] * 3]
-    assert plan.work_of_ranks(work) == [40.0] * 8
+    assert work_of_ranks(plan, work) == [40.0] * 8
 
 
 def test_what_would_be_uneven_is_cut_further():
@@ -71,7 +77,7 @@ def test_what_would_be_uneven_is_cut_further():
     Would not catch a cut that costs more than it saves.
     """
     plan = plan_packs([20, 20, 20], [8.0] * 3, 10, 4, 4)
-    assert plan.work_of_ranks([8.0] * 3) == [6.0] * 4
+    assert work_of_ranks(plan, [8.0] * 3) == [6.0] * 4
     assert sorted(one.size for one in plan.packs) == [2, 2, 4]
 
 
@@ -121,7 +127,7 @@ def test_work_is_balanced(batch):
     """
     lengths, limit, num_ranks, largest = batch
     plan, work = planned(batch)
-    done, mean = plan.work_of_ranks(work), sum(work) / num_ranks
+    done, mean = work_of_ranks(plan, work), sum(work) / num_ranks
     assert sum(done) == pytest.approx(sum(work))
     size_of = {row: one.size for one in plan.packs for row in one.rows}
     assert max(done) <= mean + max(work[row] / size for row, size in size_of.items()) + 1e-9
@@ -147,6 +153,6 @@ def test_bimodal_lengths(num_rows):
     start = time.process_time()
     plan = plan_packs(lengths, work, 2048, 8, 4)
     assert time.process_time() - start < 2.0
-    done = plan.work_of_ranks(work)
+    done = work_of_ranks(plan, work)
     assert max(done) <= 1.05 * min(done)
     assert all(one.size == 1 for one in plan.packs for row in one.rows if lengths[row] <= 1000)

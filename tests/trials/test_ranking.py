@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_rl.trials.ablation_file import AblationConfig
 from megatron_rl.trials.planned import Expected, GroupSizes, PlannedPoint
 from megatron_rl.trials.points import Point, points_of
-from megatron_rl.trials.ranking import kendall_tau, ranking_lines
+from megatron_rl.trials.ranking import kendall_tau, ranking_lines, relative_errors
 from megatron_rl.trials.record import Record, together
 from megatron_rl.trials.result import ResultRow, result_of
 from megatron_rl.trials.trial_outcome import TrialOutcome
@@ -37,6 +37,12 @@ def test_tau_of_turned_and_equal_orders(first, data):
     assert -1 - 1e-9 <= tau <= 1 + 1e-9 and tau == pytest.approx(kendall_tau(second, first))
     assert kendall_tau([-number for number in first], second) == pytest.approx(-tau)
     assert kendall_tau(first, first) == pytest.approx(float(len(set(first)) > 1))
+
+
+def test_errors_by_hand():
+    """Too fast is below 0, too slow above. Would not catch an error against the slowest point."""
+    errors = relative_errors((1.0, 2.0, 4.0), (1.25, 1.0, 5.0))
+    assert errors == pytest.approx([-0.2, 1.0, -0.2])
 
 
 def row(name: str, planned: float, measured: float | None) -> ResultRow:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron_rl.config.keys import ROLLOUT, followed_keys
-from megatron_rl.config.problems import raise_problems, without_echoes
+from megatron_rl.config.problems import without_echoes
 from megatron_rl.config.roles import ACTOR, CRITIC, REWARD_MODEL, SCORER, PoolSpec, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.single_values import magnitude_problems
@@ -34,11 +34,6 @@ from megatron_rl.model.families import FAMILIES, REWARD_FAMILIES
 
 STARTING_FROM = {CRITIC: STARTING_POINTS, SCORER: STARTING_POINTS, REWARD_MODEL: REWARD_FAMILIES}
 """Kind of role -> architectures that it can start from. All other kinds start from language models."""
-
-
-def check_preflight(config: RunConfig) -> None:
-    """Raise one ConfigError that lists every violation."""
-    raise_problems("this run cannot start", preflight(config))
 
 
 def preflight(config: RunConfig, *, config_only: bool = False) -> list[Violation]:
