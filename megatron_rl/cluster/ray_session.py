@@ -246,7 +246,7 @@ def _ask(address: str) -> GcsClient:
         ) from None
     raise ConfigError(
         f"{_given(address)}: what listens there does not answer as a Ray server ({_last_line(answer)}); nearest: the "
-        "address that `ray start --head` has printed, port 6379 unless told otherwise"
+        "address that `ray start --head` has printed, port 6379 by default"
     ) from None
 
 

@@ -221,7 +221,7 @@ class Pipeline:
         if len(self.chunks) == 1 or self.groups.grid.most_sharing is not None:
             return blocks
         # Two stages of the interleaved schedule tell each other shapes forwards and backwards at once, in an order in
-        # which the two cannot be told apart.
+        # which the two cannot be distinguished.
         blocks = in_one_shape(blocks)
         return [*blocks, *[blocks[0].neutral()] * (-len(blocks) % self._round_size)]
 

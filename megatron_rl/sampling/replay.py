@@ -93,7 +93,7 @@ class _JournalReader:
         if slices and event.version < slices[-1].order.version:
             raise ReplayError(
                 f"replica {replica} went from version {slices[-1].order.version} back to {event.version} when it was "
-                "restarted: an engine that lives on cannot repeat this"
+                "restarted: an engine that was not restarted cannot repeat this"
             )
         if not self.rules.sends(event.version):
             raise ReplayError(f"version {event.version} is none that sync_every={self.rules.sync_every} sends")

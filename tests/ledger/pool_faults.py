@@ -89,7 +89,7 @@ def no_nodes_for_the_rollout(case: Case, rng: Random) -> list[Said]:
 def two_pools_for_the_rollout(case: Case, rng: Random) -> list[Said]:
     put_pool(case, "gen")
     case.set({HYBRID: False, f"{ROLLOUT}.pool": "gen", f"{ROLLOUT}.nnodes": 2})
-    return [(f"{ROLLOUT}.pool", "both say where the rollout lives")]
+    return [(f"{ROLLOUT}.pool", "both place the rollout")]
 
 
 @fault("placement", experts=None)
@@ -125,7 +125,7 @@ def two_pools_for_the_reward_model(case: Case, rng: Random) -> list[Said]:
     put_pool(case, "judges")
     changes = {"reward_model.enable_resource_pool": True, "reward_model.pool": "judges", "reward_model.nnodes": 1}
     case.set(changes)
-    return [("reward_model.pool", "both say where the reward model lives")]
+    return [("reward_model.pool", "both place the reward model")]
 
 
 @fault(REWARDED, offer=False)

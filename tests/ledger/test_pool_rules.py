@@ -84,7 +84,7 @@ def test_what_a_split_rollout_allows(config):
     assert problems(config) == []
     shared.rollout.drop_train_weights = True
     assert problems(config) == [
-        f"{ROLLOUT}.drop_train_weights=true must be false, as the rollout lives in rollout_pool and the actor in "
+        f"{ROLLOUT}.drop_train_weights=true must be false, as the rollout is in rollout_pool and the actor in "
         "global_pool: there is nothing to drop; nearest: false"
     ]
     shared.hybrid_engine, shared.rollout.nnodes = None, 0
@@ -106,7 +106,7 @@ def test_what_a_split_rollout_allows(config):
             True,
             "gen",
             0,
-            [f"{ROLLOUT}.pool=gen and {HYBRID}=true do not go together: true means that the rollout lives in the "
+            [f"{ROLLOUT}.pool=gen and {HYBRID}=true do not go together: true means that the rollout is in the "
              f"actor's pool, {ACTOR}.pool=global_pool; nearest: {HYBRID}=null"],
         ),
         (
@@ -119,7 +119,7 @@ def test_what_a_split_rollout_allows(config):
             False,
             "gen",
             1,
-            [f"{ROLLOUT}.pool=gen and {ROLLOUT}.nnodes=1 both say where the rollout lives; nearest: "
+            [f"{ROLLOUT}.pool=gen and {ROLLOUT}.nnodes=1 both place the rollout; nearest: "
              f"{ROLLOUT}.nnodes=0"],
         ),
         (

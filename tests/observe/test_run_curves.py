@@ -53,7 +53,7 @@ def test_log_panel_spans_whole_decades_and_skips_zeros(write):
 
 
 def test_phases_are_stacked_without_totals_and_validation(write):
-    """gen 2 s below update_actor 3 s. Would not catch colours that cannot be told apart."""
+    """gen 2 s below update_actor 3 s. Would not catch colours that cannot be distinguished."""
     timing = {"timing_s/update_actor": 3.0, "timing_s/gen": 2.0, "timing_s/step": 5.0, "timing_s/testing": 9.0}
     (axes,) = draw_curves(write({"step": 1, **timing})).axes
     bars = {bars.get_label(): (bars[0].get_y(), bars[0].get_height()) for bars in axes.containers}

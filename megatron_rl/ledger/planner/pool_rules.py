@@ -114,20 +114,20 @@ def _rollout_problems(config: RunConfig, roles: list[RoleSpec]) -> Iterable[Viol
     nodes_key, pool_key = f"{ROLLOUT_KEY}.nnodes", f"{ROLLOUT_KEY}.pool"
     where = rollout_pool(config)
     if hybrid is True and rollout.pool != actor_pool:
-        rule = f"do not go together: true means that the rollout lives in the actor's pool, {ACTOR}.pool={actor_pool}"
+        rule = f"do not go together: true means that the rollout is in the actor's pool, {ACTOR}.pool={actor_pool}"
         yield Violation({pool_key: rollout.pool, HYBRID: True}, rule, {HYBRID: None})
     if hybrid is not False and rollout.nnodes > 0:
         rule = f"must be 0, as {HYBRID}={shown(hybrid)}: only with false does the rollout have {ROLLOUT_POOL}"
         yield Violation({nodes_key: rollout.nnodes}, rule, {nodes_key: 0}, f"or set {HYBRID}=false")
     elif hybrid is False and where != ROLLOUT_POOL and rollout.nnodes > 0:
-        rule = "both say where the rollout lives"
+        rule = "both place the rollout"
         yield Violation({pool_key: rollout.pool, nodes_key: rollout.nnodes}, rule, {nodes_key: 0})
     if hybrid is False:
         reason = f"as {HYBRID}=false gives the rollout a pool of its own"
         yield from _made_pool_problems(config, roles, ROLLOUT_POOL, reason)
     if where != actor_pool and rollout.drop_train_weights:
         key = f"{ROLLOUT_KEY}.drop_train_weights"
-        rule = f"must be false, as the rollout lives in {where} and the actor in {actor_pool}: there is nothing to drop"
+        rule = f"must be false, as the rollout is in {where} and the actor in {actor_pool}: there is nothing to drop"
         yield Violation({key: True}, rule, {key: False})
 
 
@@ -142,7 +142,7 @@ def _reward_pool_problems(config: RunConfig, roles: list[RoleSpec]) -> Iterable[
         yield Violation({nodes_key: reward.nnodes}, rule, {nodes_key: 0}, f"or set {own_key}=true")
     elif reward.enable_resource_pool and reward.pool not in (GLOBAL_POOL, REWARD_POOL) and reward.nnodes > 0:
         settings = {f"{REWARD_MODEL}.pool": reward.pool, nodes_key: reward.nnodes}
-        yield Violation(settings, "both say where the reward model lives", {nodes_key: 0})
+        yield Violation(settings, "both place the reward model", {nodes_key: 0})
     if reward.enable_resource_pool:
         reason = f"as {own_key}=true gives the reward model a pool of its own"
         yield from _made_pool_problems(config, roles, REWARD_POOL, reason)
