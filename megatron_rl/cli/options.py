@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.tasks import WITHOUT_ROLLOUT
 from megatron_rl.errors import ConfigError, shown
 
 ConfigPath = Annotated[Path, typer.Option("--config", help="YAML file, such as configs/demo_cpu.yaml.")]
@@ -28,10 +27,8 @@ def check_number(option: str, value: float | None, least: float, most: float, of
 def check_lengths(config: RunConfig, prompt: float | None, response: float | None) -> None:
     """Raise ConfigError for mean lengths of prompts and answers that a configuration does not allow."""
     data = config.data
-    if config.trainer.stage in WITHOUT_ROLLOUT:
-        longest, key = data.max_prompt_length + data.max_response_length, "data.max_length"
-        bounds = ((longest, key), (longest, key))
-    else:
+    bounds = ((config.longest_sequence, "data.max_length"),) * 2
+    if config.generates:
         bounds = (
             (data.max_prompt_length, "data.max_prompt_length"),
             (data.max_response_length, "data.max_response_length"),

@@ -13,7 +13,7 @@ from megatron_rl.cli.options import ConfigPath, Overrides, check_lengths, check_
 from megatron_rl.cli.output import check_output_file, print_json, refuse_to_lose_output, say
 from megatron_rl.cluster.signals import exit_on_signals
 from megatron_rl.config.problems import raise_problems, violations_of
-from megatron_rl.config.tasks import WITHOUT_ROLLOUT
+from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.ledger.mapping.explain import explain, explained
 from megatron_rl.ledger.mapping.explain import lines as explain_lines
@@ -25,7 +25,7 @@ from megatron_rl.ledger.mapping.placement_files import command_of, write_placeme
 from megatron_rl.ledger.mapping.request import MapRequest, cluster_of, read_base
 from megatron_rl.ledger.mapping.sample import sampled, write_points
 from megatron_rl.ledger.planner.batch_arithmetic import batch_table, task_table
-from megatron_rl.ledger.planner.checked import Checked, checked, staged
+from megatron_rl.ledger.planner.checked import Checked, checked, planned_task
 from megatron_rl.ledger.planner.hardware import SUFFIXES, default_hardware, planned_hardware
 from megatron_rl.ledger.planner.memory_report import with_kv_cache
 from megatron_rl.ledger.planner.run_plan import RunPlan, mean_lengths
@@ -67,7 +67,7 @@ def plan_command(
     Exit code 2 where a rule is broken; a plan that exceeds the GPU's memory is reported, and is no error.
     """
     try:
-        run = checked(config, overrides, without_files, change=lambda found: staged(found, stage), stage=stage)
+        run = checked(config, overrides, without_files, change=lambda read: planned_task(read, stage), task=stage)
         gpu = None if run.config is None else planned_hardware(run.config.trainer, hardware)
         if run.config is not None and not run.violations:
             check_lengths(run.config, prompt_length, response_length)
@@ -77,7 +77,7 @@ def plan_command(
         run, gpu = Checked(None, violations_of(error)), None
     run_config, violations = run.config, run.violations
     plan: RunPlan | TaskPlan | None = None
-    if run_config is not None and gpu is not None and not violations and run_config.trainer.stage in WITHOUT_ROLLOUT:
+    if isinstance(run_config, TaskConfig) and gpu is not None and not violations:
         lengths = [length for length in (prompt_length, response_length) if length is not None]
         plan = TaskPlan.of(run_config, gpu, sum(lengths) or None)
     elif run_config is not None and gpu is not None and not violations:
@@ -96,8 +96,7 @@ def plan_command(
         for note in (*run.lines(), *plan.notes()):
             say(note, console)
     elif run_config is not None:
-        is_ppo = run_config.trainer.stage not in WITHOUT_ROLLOUT
-        console.print(layout_table(batch_table(run_config) if is_ppo else task_table(run_config)))
+        console.print(layout_table(batch_table(run_config) if run_config.generates else task_table(run_config)))
     refuse_to_lose_output()
     raise_problems("this run cannot start", violations)
 

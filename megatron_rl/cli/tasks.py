@@ -15,10 +15,11 @@ from megatron_rl.cli.options import ConfigPath, Overrides
 from megatron_rl.cli.output import say
 from megatron_rl.cluster.loading import without_collections
 from megatron_rl.cluster.signals import quit_on_signals, restore_signals
-from megatron_rl.config.one_rank import collapsed
+from megatron_rl.config.one_rank import Config, collapsed
 from megatron_rl.config.problems import raise_problems
 from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.config.tasks import DPO, PPO, REWARD, SFT
 from megatron_rl.errors import ConfigError, StoppedBeforeStep
 from megatron_rl.ledger.planner.checked import checked, commanded
@@ -55,7 +56,7 @@ def sft_command(
     config: ConfigPath, overrides: Overrides = None, local: Local = False, collapse: Collapse = False
 ) -> None:
     """Fine-tune the actor's model on given answers, text or conversations."""
-    run_config = made_ready(startable(config, overrides, SFT, collapse), local)
+    run_config = startable_task(config, overrides, SFT, local, collapse)
     with imports_of(run_config):
         from megatron_rl.tasks.sft import sft
 
@@ -66,7 +67,7 @@ def reward_command(
     config: ConfigPath, overrides: Overrides = None, local: Local = False, collapse: Collapse = False
 ) -> None:
     """Train a reward model, under the keys of `critic`, on preferences, rankings or scored answers."""
-    run_config = made_ready(startable(config, overrides, REWARD, collapse), local)
+    run_config = startable_task(config, overrides, REWARD, local, collapse)
     with imports_of(run_config):
         from megatron_rl.tasks.reward import reward
 
@@ -77,20 +78,20 @@ def dpo_command(
     config: ConfigPath, overrides: Overrides = None, local: Local = False, collapse: Collapse = False
 ) -> None:
     """Have the actor's model learn preferences directly: dpo.loss=dpo | ipo | kto | simpo | orpo."""
-    run_config = made_ready(startable(config, overrides, DPO, collapse), local)
+    run_config = startable_task(config, overrides, DPO, local, collapse)
     with imports_of(run_config):
         from megatron_rl.tasks.dpo import dpo
 
     dpo(run_config, local)
 
 
-def startable(path: Path, overrides: Sequence[str] | None, stage: str, collapse: bool) -> RunConfig:
+def startable(path: Path, overrides: Sequence[str] | None, task: str, collapse: bool) -> RunConfig:
     """Read the configuration of a task. Raises ConfigError with everything that is wrong; notes go to stderr."""
 
     def change(config: RunConfig) -> RunConfig:
-        return commanded(collapsed(config) if collapse else config, stage)
+        return commanded(collapsed(config) if collapse else config, task)
 
-    run = checked(path, overrides, change=change, stage=stage)
+    run = checked(path, overrides, change=change, task=task)
     raise_problems("this run cannot start", run.violations)
     assert run.config is not None  # a file without a configuration has violations
     for line in (*(f"{note.kind.value}: {note}" for note in run.notes), *run.unread):
@@ -98,7 +99,14 @@ def startable(path: Path, overrides: Sequence[str] | None, stage: str, collapse:
     return run.config
 
 
-def made_ready(run_config: RunConfig, local: bool) -> RunConfig:
+def startable_task(path: Path, overrides: Sequence[str] | None, task: str, local: bool, collapse: bool) -> TaskConfig:
+    """Read the configuration of a task that does not generate, as `startable`, and prepare this process for it."""
+    config = startable(path, overrides, task, collapse)
+    assert isinstance(config, TaskConfig)  # `commanded` makes one for every task but PPO
+    return made_ready(config, local)
+
+
+def made_ready(run_config: Config, local: bool) -> Config:
     """Prepare this process for a run, before engines are imported."""
     if local:
         run_config = on_one_rank(run_config)
@@ -144,7 +152,7 @@ def check_replay(config: RunConfig, replay: Path) -> None:
     trainer.save_freq, trainer.resume_mode, trainer.resume_from_path = -1, "disable", None
 
 
-def on_one_rank(config: RunConfig) -> RunConfig:
+def on_one_rank(config: Config) -> Config:
     """Return the run in one pool of one rank. Raises ConfigError where a pool has more than one rank."""
     sizes = {name: pool.size for name, pool in Placement.of(config).pools.items()}
     larger = [f"{name} has {size.world_size} ({size})" for name, size in sizes.items() if size.world_size > 1]

@@ -47,3 +47,15 @@ class BatchSizes:
     def num_optimizer_steps(self, settings: UpdateSettings) -> int:
         """Optimizer steps of one training step, over all its epochs."""
         return settings.ppo_epochs * -(-self.num_prompts // self.mini_batch_prompts(settings))
+
+
+class ExampleSizes(BatchSizes):
+    """Sizes of a step of sft, reward or dpo: one optimizer step on all examples, whatever the settings of a role."""
+
+    def mini_batch_prompts(self, settings: UpdateSettings) -> int:
+        """All of the step."""
+        return self.num_prompts
+
+    def num_optimizer_steps(self, settings: UpdateSettings) -> int:
+        """1."""
+        return 1

@@ -67,8 +67,8 @@ UnitInterval = Annotated[float, Ge(0), Le(1)]
 
 
 def longest_sequence(config: Any) -> int:
-    """Tokens of the longest prompt with the longest response, at least 1: a forward pass must have room for them."""
-    longest: int = config.data.max_prompt_length + config.data.max_response_length
+    """Tokens of the longest sequence, at least 1: a forward pass must have room for it."""
+    longest: int = config.longest_sequence
     return max(1, longest)
 
 

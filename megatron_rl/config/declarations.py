@@ -142,7 +142,7 @@ KL_ESTIMATES = Declarations[None](LOSSES)
 PREFERENCE_LOSSES = Declarations[AnswerLossTraits](LOSSES)
 """Choices of `dpo.loss`; functions take (pairs or answers, DPOConfig) of `losses.terms`."""
 REWARD_MODEL_LOSSES = Declarations[AnswerLossTraits](LOSSES)
-"""Choices of `reward_training.loss`; functions take (answers, RewardStageConfig)."""
+"""Choices of `reward_training.loss`; functions take (answers, RewardTrainingConfig)."""
 REWARDS = Declarations[RewardTraits](BUILT_IN_REWARDS)
 """Choices of `custom_reward_function.name` where its `path` is null."""
 

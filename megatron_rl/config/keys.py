@@ -83,11 +83,11 @@ def type_of(key: str) -> Any:
 
 
 def leaves_of(config: RunConfig) -> Iterator[tuple[str, Constraints]]:
-    """Every key of a configuration, with those of the groups that the user named."""
-    yield from LEAVES.items()
-    for top, leaves in NAMED_GROUPS.items():
-        for name in value_of(config, top):
-            yield from ((f"{top}.{name}.{key}", leaf) for key, leaf in leaves.items())
+    """Every key that a configuration's command reads, with those of the groups that the user named."""
+    leaves = dict(LEAVES)
+    for top, group in NAMED_GROUPS.items():
+        leaves |= {f"{top}.{name}.{key}": leaf for name in value_of(config, top) for key, leaf in group.items()}
+    return ((key, leaf) for key, leaf in leaves.items() if not config.ignores(key))
 
 
 def value_of(config: RunConfig, key: str) -> Any:

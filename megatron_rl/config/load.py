@@ -99,8 +99,8 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[RunCon
     return reading.config, reading.violations
 
 
-def read_run(path: str | Path, overrides: Sequence[str] = (), stage: str | None = None) -> Reading:
-    """Read a file and overrides, with notes on verl's keys. stage: the task; None: that of `trainer.stage`."""
+def read_run(path: str | Path, overrides: Sequence[str] = (), task: str | None = None) -> Reading:
+    """Read a file and overrides, with notes on verl's keys. task: None: that of `trainer.stage`."""
     violations: list[Violation] = []
     settings = list(read_file(Path(path)))
     for text in overrides:
@@ -108,13 +108,13 @@ def read_run(path: str | Path, overrides: Sequence[str] = (), stage: str | None 
             settings += read_override(text)
         except ConfigError as error:
             violations += violations_of(error)
-    return read_settings(settings, violations, stage)
+    return read_settings(settings, violations, task)
 
 
 def read_settings(
-    settings: Sequence[Setting], violations: Sequence[Violation] = (), stage: str | None = None
+    settings: Sequence[Setting], violations: Sequence[Violation] = (), task: str | None = None
 ) -> Reading:
-    """Apply settings in their order. violations: problems from before. stage: as in `read_run`."""
+    """Apply settings in their order. violations: problems from before. task: as in `read_run`."""
     problems = list(violations)
     translation = translate(settings, is_key)
     config = pickle.loads(_schema())
@@ -127,7 +127,7 @@ def read_settings(
             problems.append(wrong)
     problems += [note.violation() for note in translation.of(Kind.UNSUPPORTED)]
     _fill_in(config, given)
-    _name_one_model(config, given, stage)
+    _name_one_model(config, given, task)
     missing = list(_without_value(config))
     problems += missing
     run = None
@@ -157,11 +157,11 @@ def _fill_in(config: Any, given: set[str]) -> None:
             OmegaConf.update(config, key, bounds[dtype])
 
 
-def _name_one_model(config: Any, given: set[str], stage: str | None) -> None:
+def _name_one_model(config: Any, given: set[str], task: str | None) -> None:
     """Training a reward model needs only one model folder: take the critic's if the actor's is not named."""
     own = _raw(config, CRITIC_MODEL)
     is_alone = ACTOR_MODEL not in given and isinstance(own, str) and INTERPOLATION.search(own) is None
-    if is_alone and (stage or _raw(config, "trainer.stage")) == REWARD:
+    if is_alone and (task or _raw(config, "trainer.stage")) == REWARD:
         OmegaConf.update(config, ACTOR_MODEL, own)
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_rl.config.megatron import LAYOUT_KEYS, MegatronConfig
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.trainer import GLOBAL_POOL
 
+Config = TypeVar("Config", bound=RunConfig)
+
 KEPT = {"dtype", "make_vocab_size_divisible_by"}
 """Keys of the layout that one rank takes from the actor; the others have their defaults, which share nothing."""
 
 
-def collapsed(config: RunConfig) -> RunConfig:
+def collapsed(config: Config) -> Config:
     """Return a deep copy with all roles on one rank of global_pool.
 
     All roles take dtype and vocabulary padding from the actor, because roles of one pool share a layout. The KV cache

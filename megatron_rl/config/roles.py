@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.config.algorithms import uses_critic, uses_reference
-from megatron_rl.config.as_stage import holds_reference
-from megatron_rl.config.declarations import PREFERENCE_LOSSES, REWARD_MODEL_LOSSES, AnswerLossTraits
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.tasks import DPO, REWARD, SFT, WITHOUT_ROLLOUT
+from megatron_rl.config.task_config import TaskConfig
+from megatron_rl.config.tasks import REWARD
 from megatron_rl.config.trainer import GLOBAL_POOL
 
 ACTOR, REFERENCE, CRITIC, REWARD_MODEL, ROLLOUT = "actor", "reference", "critic", "reward_model", "rollout"
@@ -205,9 +204,9 @@ class Placement:
 def pool_sizes(config: RunConfig) -> dict[str, PoolSize]:
     """Every defined pool, with or without a role. Pools of the user's own replace those of the same name."""
     sizes = {GLOBAL_POOL: _size("trainer", config.trainer)}
-    if config.actor_rollout_ref.hybrid_engine is False:
+    if config.generates and config.actor_rollout_ref.hybrid_engine is False:
         sizes[ROLLOUT_POOL] = _size("actor_rollout_ref.rollout", config.actor_rollout_ref.rollout)
-    if config.reward_model.enable_resource_pool:
+    if config.generates and config.reward_model.enable_resource_pool:
         sizes[REWARD_POOL] = _size("reward_model", config.reward_model)
     return sizes | {name: _size(f"pools.{name}", pool) for name, pool in config.pools.items()}
 
@@ -236,8 +235,8 @@ def trained_roles(config: RunConfig) -> dict[str, str]:
 
 def roles_of(config: RunConfig) -> Iterator[RoleSpec]:
     """Every role of a run, in the order of building: the rollout comes after the actor, whose memory it may read."""
-    if config.trainer.stage in WITHOUT_ROLLOUT:
-        yield from _stage_roles(config)
+    if isinstance(config, TaskConfig):
+        yield from _task_roles(config)
         return
     shared, reward = config.actor_rollout_ref, config.reward_model
     yield _actor(config)
@@ -245,7 +244,7 @@ def roles_of(config: RunConfig) -> Iterator[RoleSpec]:
         yield _reference(config)
     if uses_critic(config):
         yield _critic(config)
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    longest = config.longest_sequence
     if reward.enable:
         yield _reward_model(REWARD_MODEL, REWARD_MODEL, reward, reward_pool(config), "rm_scores", longest)
     for name, further in config.reward_models.items():
@@ -253,35 +252,21 @@ def roles_of(config: RunConfig) -> Iterator[RoleSpec]:
     yield _policy(config, ROLLOUT, "actor_rollout_ref.rollout", rollout_pool(config), shared.rollout)
 
 
-ANSWERS = {SFT: 1, REWARD: 2, DPO: 2}
-"""Answers that stay together, in plans. Preferences are taken to be pairs."""
-
-
-def answers_together(config: RunConfig) -> int:
-    """Answers to one prompt that plans never split: 2 if the loss compares answers, else 1."""
-    stage, compares = config.trainer.stage, AnswerLossTraits()
-    losses = {
-        REWARD: REWARD_MODEL_LOSSES.traits(config.reward_training.loss, compares),
-        DPO: PREFERENCE_LOSSES.traits(config.dpo.loss, compares),
-    }
-    return 1 if losses.get(stage, compares).alone else ANSWERS[stage]
-
-
-def _stage_roles(config: RunConfig) -> Iterator[RoleSpec]:
+def _task_roles(config: TaskConfig) -> Iterator[RoleSpec]:
     """The role that a task without generation trains, and the reference where it scores on the same ranks."""
-    task, together = config.trainer.stage, answers_together(config)
-    role = replace(_critic(config), kind=SCORER) if task == REWARD else replace(_actor(config), kind=TUNED)
-    longest = config.data.max_prompt_length + config.data.max_response_length + (task == REWARD)
+    trains_scores, together = config.trainer.stage == REWARD, config.answers_together
+    role = replace(_critic(config), kind=SCORER) if trains_scores else replace(_actor(config), kind=TUNED, mixed=None)
+    longest = config.longest_sequence + trains_scores
     if role.update is not None and together > 1:
-        update = replace(role.update, longest=together * longest, scored=together * config.data.max_response_length)
+        update = replace(role.update, longest=together * longest, scored=together * config.longest_response)
         role = replace(role, update=update)
-    if task == REWARD and role.score is not None:
+    if trains_scores and role.score is not None:
         role = replace(role, score=replace(role.score, phase="scores", longest=longest))
         role = replace(role, score=_with_room(role, longest))
     elif role.score is not None:
         role = replace(role, score=replace(role.score, phase="log_probs"))
     yield role
-    if task == DPO and holds_reference(config):
+    if config.holds_reference:
         yield _reference(config)
 
 
@@ -328,8 +313,7 @@ def _actor(config: RunConfig) -> RoleSpec:
 
 def pretraining_length(config: RunConfig) -> int:
     """Tokens of an example of `ptx.files` at most."""
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    return longest if config.ptx.max_length is None else config.ptx.max_length
+    return config.longest_sequence if config.ptx.max_length is None else config.ptx.max_length
 
 
 def _reference(config: RunConfig) -> RoleSpec:

@@ -35,7 +35,7 @@ from megatron_rl.config.declarations import KL_ESTIMATES
 from megatron_rl.config.megatron import MegatronConfig, OptimConfig, follow_actor, follows
 from megatron_rl.config.pretraining import PretrainingConfig
 from megatron_rl.config.reward_keys import CustomRewardFunctionConfig, RewardModelConfig, ScoringModelConfig
-from megatron_rl.config.tasks import DPOConfig, RewardStageConfig, StageDataConfig
+from megatron_rl.config.tasks import DPOConfig, RewardTrainingConfig, TaskDataConfig
 from megatron_rl.config.trainer import GLOBAL_POOL, MOST_RANKS, RANKS, TrainerConfig
 
 MISSING = "???"
@@ -45,8 +45,8 @@ LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-tok
 
 
 def mini_batch(config: RunConfig) -> int:
-    """Prompts of an optimizer step, at least 1: suggested in place of an empty batch."""
-    return max(1, config.actor_rollout_ref.actor.ppo_mini_batch_size)
+    """Prompts of an optimizer step of PPO, at least 1: suggested in place of an empty batch."""
+    return max(1, config.actor_rollout_ref.actor.ppo_mini_batch_size) if config.generates else 1
 
 
 BatchPrompts = Annotated[int, Ge(1), AtMost(10**6), Nearest(mini_batch)]
@@ -61,7 +61,7 @@ class PoolConfig:
 
 
 @dataclass
-class DataConfig(StageDataConfig):
+class DataConfig(TaskDataConfig):
     train_files: Annotated[Any, IsPath()] = MISSING
     """Parquet or jsonl file with the training prompts, in verl's row schema; or a list of such files."""
     train_file_weights: list[float] | None = None
@@ -85,7 +85,7 @@ class DataConfig(StageDataConfig):
     filter_overlong_prompts: bool = False
     """Drop prompts longer than max_prompt_length; if false, truncation decides."""
     truncation: Annotated[str, OneOf(("error", "left", "right", "middle", "drop"))] = "error"
-    """Prompts longer than max_prompt_length: error | left, right: cut that side off | middle: keep both ends. In stages
+    """Prompts longer than max_prompt_length: error | left, right: cut that side off | middle: keep both ends. In tasks
     that do not generate rows longer than max_length: error | left | right | drop: leave them out."""
     shuffle: bool = True
     """Visit the training prompts in a new seeded order every epoch."""
@@ -426,14 +426,34 @@ class RunConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     async_training: AsyncTrainingConfig = field(default_factory=AsyncTrainingConfig)
     ptx: PretrainingConfig = field(default_factory=PretrainingConfig)
-    reward_training: RewardStageConfig = field(default_factory=RewardStageConfig)
+    reward_training: RewardTrainingConfig = field(default_factory=RewardTrainingConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+    @property
+    def generates(self) -> bool:
+        """Whether the command samples answers."""
+        return True
 
     @property
     def batch_sizes(self) -> BatchSizes:
         """Prompts and samples of a training step and of its optimizer steps."""
         return BatchSizes(self.data.train_batch_size, self.data.gen_batch_size, self.actor_rollout_ref.rollout.n)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt with the longest response."""
+        return self.data.max_prompt_length + self.data.max_response_length
+
+    @property
+    def longest_response(self) -> int:
+        """Tokens of the longest response."""
+        return self.data.max_response_length
+
+    @property
+    def temperature(self) -> float:
+        """Temperature of the policy's distribution, whose log-probs the trainer computes."""
+        return self.actor_rollout_ref.rollout.temperature
 
     @property
     def samples_in_slices(self) -> bool:
@@ -445,3 +465,7 @@ class RunConfig:
         """Whether the rollout engine returns the experts of every token."""
         shared = self.actor_rollout_ref
         return shared.rollout.enable_rollout_routing_replay or shared.actor.router_replay.mode == "R3"
+
+    def ignores(self, key: str) -> bool:
+        """Whether the command does not read a dotted key."""
+        return False

@@ -90,7 +90,7 @@ def _limit(key: str, leaf: Constraints, value: Any) -> _Limit | None:
 
 def _sample_problems(config: RunConfig) -> Iterator[Violation]:
     """Answers of one batch, all of which the controller holds."""
-    prompts, answers = config.data.gen_batch_size, config.actor_rollout_ref.rollout.n
+    prompts, answers = config.batch_sizes.num_generated_prompts, config.batch_sizes.samples_per_prompt
     key = "data.train_batch_size" if prompts == config.data.train_batch_size else "data.gen_batch_size"
     sizes = {key: prompts, f"{ROLLOUT}.n": answers}
     is_each_sensible = all(1 <= size <= ((leaf := leaf_of(name)) and leaf.most or MOST) for name, size in sizes.items())

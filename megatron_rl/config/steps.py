@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import copy
+from typing import TypeVar
 
-from megatron_rl.config.schema import DataConfig, RunConfig
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.trainer import TrainerConfig
+
+Config = TypeVar("Config", bound=RunConfig)
 
 DEFAULT_EPOCHS = 30
 """Epochs of a run whose configuration sets neither steps nor epochs."""
 
 
-def num_steps(trainer: TrainerConfig, data: DataConfig, num_prompts: int) -> int:
-    """Steps of a run: the smaller of its limits in steps and in epochs. An epoch has at least one step."""
-    steps, epochs = trainer.total_training_steps, trainer.total_epochs
+def num_steps(config: RunConfig, num_prompts: int) -> int:
+    """Steps of a run: the smaller of its limits in steps and in epochs.
+
+    An epoch has as many steps as `num_prompts` prompts have full batches, at least one. With dynamic sampling a step
+    may take several batches.
+    """
+    steps, epochs = config.trainer.total_training_steps, config.trainer.total_epochs
+    per_epoch = max(1, num_prompts // config.batch_sizes.num_generated_prompts)
     if epochs is None:
-        return steps if steps is not None else DEFAULT_EPOCHS * steps_of_epoch(data, num_prompts)
-    in_epochs = epochs * steps_of_epoch(data, num_prompts)
-    return in_epochs if steps is None else min(steps, in_epochs)
+        return steps if steps is not None else DEFAULT_EPOCHS * per_epoch
+    return epochs * per_epoch if steps is None else min(steps, epochs * per_epoch)
 
 
-def steps_of_epoch(data: DataConfig, num_prompts: int) -> int:
-    """Full batches of `num_prompts` prompts, at least one; with dynamic sampling a step may take several."""
-    return max(1, num_prompts // data.gen_batch_size)
-
-
-def with_steps(config: RunConfig, num_prompts: int) -> RunConfig:
+def with_steps(config: Config, num_prompts: int) -> Config:
     """The configuration with the number of steps in it."""
     changed = copy.deepcopy(config)
-    changed.trainer.total_training_steps = num_steps(config.trainer, config.data, num_prompts)
+    changed.trainer.total_training_steps = num_steps(config, num_prompts)
     return changed
 
 

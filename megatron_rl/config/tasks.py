@@ -16,7 +16,7 @@ from megatron_rl.config.constraints import FilePath, NotNegative, OneOf, Positiv
 from megatron_rl.config.declarations import PREFERENCE_LOSSES, REWARD_MODEL_LOSSES
 
 PPO, SFT, REWARD, DPO = "ppo", "sft", "reward", "dpo"
-STAGES = (PPO, SFT, REWARD, DPO)
+TASKS = (PPO, SFT, REWARD, DPO)
 WITHOUT_ROLLOUT = (SFT, REWARD, DPO)
 """Tasks that do not generate."""
 
@@ -57,7 +57,7 @@ class ExampleKeys:
 
 
 @dataclass
-class StageDataConfig(ExampleKeys):
+class TaskDataConfig(ExampleKeys):
     """Keys of `data` for sft, reward and dpo; PPO reads none of them."""
 
     chosen_key: str | None = None
@@ -79,7 +79,7 @@ class StageDataConfig(ExampleKeys):
 
 
 @dataclass
-class RewardStageConfig:
+class RewardTrainingConfig:
     loss: Annotated[str, OneOf(REWARD_MODEL_LOSSES)] = "all_pairs"
     """all_pairs: of every two answers to a prompt the better one should score higher (Bradley and Terry), and each
     prompt counts once | plackett_luce: the likelihood of the whole order | regression: squared error to the scores of

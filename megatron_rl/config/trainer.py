@@ -8,7 +8,7 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Le
 
 from megatron_rl.config.constraints import AtMost, Bounds, Count, FilePath, Nearest, NotNegative, OneOf, Or, Size
-from megatron_rl.config.tasks import STAGES
+from megatron_rl.config.tasks import TASKS
 
 GLOBAL_POOL = "global_pool"
 """The pool of `trainer.nnodes` x `trainer.n_gpus_per_node` ranks, which hosts every role by default."""
@@ -27,7 +27,7 @@ LARGEST_SEED = 2**32 - 1
 
 @dataclass
 class TrainerConfig:
-    stage: Annotated[str, OneOf(STAGES)] = "ppo"
+    stage: Annotated[str, OneOf(TASKS)] = "ppo"
     """ppo | sft | reward | dpo: set by the commands that train; `plan` reads it."""
     project_name: str = "megatron_rl"
     experiment_name: str = "run"

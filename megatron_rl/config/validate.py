@@ -14,7 +14,6 @@ from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.reward_keys import ScoringModelConfig
 from megatron_rl.config.schema import RunConfig, as_list
 from megatron_rl.config.single_values import constraint_problems
-from megatron_rl.config.tasks import WITHOUT_ROLLOUT
 from megatron_rl.errors import Violation, shown
 
 REWARD_ARGUMENTS = {"data_source", "solution_str", "ground_truth", "extra_info"}
@@ -66,9 +65,9 @@ def _optimizer_problems(config: RunConfig) -> Iterable[Violation]:
 
 
 def reward_problems(config: RunConfig) -> Iterable[Violation]:
-    """Violations of the reward function and the reward models."""
-    custom = config.custom_reward_function
-    yield from _reward_model_problems(config)
+    """Violations of the reward function and the reward models. A task that does not generate needs no reward."""
+    custom, reward = config.custom_reward_function, config.reward_model
+    yield from _reward_model_problems(config) if config.generates else _shaping_problems("reward_model", reward)
     if custom.path is None and custom.name is not None and custom.name not in REWARDS:
         key = "custom_reward_function.name"
         rule = f"must, without a path, be one of {', '.join(REWARDS)}"
@@ -150,17 +149,17 @@ def _further_model_problems(config: RunConfig) -> Iterable[Violation]:
 def data_problems(config: RunConfig) -> Iterable[Violation]:
     """Violations of files and their weights, and of the number of held-out answers."""
     data, val_kwargs = config.data, config.actor_rollout_ref.rollout.val_kwargs
-    generates = config.trainer.stage not in WITHOUT_ROLLOUT
-    if data.truncation == ("drop" if generates else "middle"):
-        rule = "is for stages that do not generate" if generates else "is for prompts that are answered"
-        nearest = {"data.truncation": "error"} | ({"data.filter_overlong_prompts": True} if generates else {})
+    if data.truncation == ("drop" if config.generates else "middle"):
+        rule = "is for tasks that do not generate" if config.generates else "is for prompts that are answered"
+        nearest = {"data.truncation": "error"} | ({"data.filter_overlong_prompts": True} if config.generates else {})
         yield Violation({"data.truncation": data.truncation}, rule, nearest)
     for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
         if not is_path_or_paths(files):
             rule = "must be a path or a list of at least one path"
             yield Violation({key: files}, rule, hint="such as [prompts.parquet]")
-    yield from _file_weight_problems("data.train_file_weights", data.train_file_weights, "data.train_files", data)
-    yield from _file_weight_problems("ptx.file_weights", config.ptx.file_weights, "ptx.files", config.ptx)
+    weights, further = data.train_file_weights, config.ptx.files if config.generates else None
+    yield from _file_weight_problems("data.train_file_weights", weights, "data.train_files", data.train_files)
+    yield from _file_weight_problems("ptx.file_weights", config.ptx.file_weights, "ptx.files", further)
     if val_kwargs.n > 1 and not val_kwargs.do_sample:
         yield Violation(
             {f"{ROLLOUT}.val_kwargs.n": val_kwargs.n, f"{ROLLOUT}.val_kwargs.do_sample": False},
@@ -169,9 +168,8 @@ def data_problems(config: RunConfig) -> Iterable[Violation]:
         )
 
 
-def _file_weight_problems(key: str, weights: list[float] | None, files_key: str, group: Any) -> Iterable[Violation]:
-    """group: holds the files, under the last part of `files_key`."""
-    files = getattr(group, files_key.rpartition(".")[2])
+def _file_weight_problems(key: str, weights: list[float] | None, files_key: str, files: Any) -> Iterable[Violation]:
+    """files: of `files_key`; None if they are not read."""
     if weights is not None and is_path_or_paths(files):
         number = len(as_list(files))
         if len(weights) != number:

@@ -216,7 +216,7 @@ class Lifecycle:
         say(f"going on after step {start.step}, from {start.path}")
         before, now = flat_settings(self.folder.saved["config"]), flat_settings(dataclasses.asdict(self.config))
         for key in sorted(before.keys() | now.keys()):
-            if before.get(key) != now.get(key) and key not in MAY_CHANGE:
+            if before.get(key) != now.get(key) and key not in MAY_CHANGE and not self.config.ignores(key):
                 say(f"  {key} was {before.get(key)}, is {now.get(key)}")
         if not same_layout:
             say("  random generators start anew: they were saved for another layout")

@@ -138,7 +138,8 @@ def hosting_of(config: RunConfig, placement: Placement, observer: CallObserver) 
     limits = heartbeat_limits(config)
     # On a CPU all pools may share one machine's cores.
     ranks_per_node = sum(pool.size.num_ranks_per_node for pool in placement.pools.values())
-    sees_node = trainer.device == "cuda" and not config.actor_rollout_ref.rollout.disable_custom_all_reduce
+    reduces_alone = placement.generates and not config.actor_rollout_ref.rollout.disable_custom_all_reduce
+    sees_node = trainer.device == "cuda" and reduces_alone
     return Hosting(
         RankHost,
         (config, limits.collective_timeout),
@@ -150,7 +151,7 @@ def hosting_of(config: RunConfig, placement: Placement, observer: CallObserver) 
         observer=observer,
         replicated=replicated_pools(config, placement),
         sees_node=sees_node,
-        preload=preloaded(trainer.device, generates=ROLLOUT in placement.roles),
+        preload=preloaded(trainer.device, generates=placement.generates),
     )
 
 

@@ -10,14 +10,14 @@ from annotated_types import Ge
 
 from megatron_rl.config.constraints import OneOf, constraints_of
 from megatron_rl.config.problems import refused
-from megatron_rl.config.tasks import StageDataConfig
+from megatron_rl.config.tasks import TaskDataConfig
 from megatron_rl.errors import ConfigError
 
 TRUNCATIONS = ("error", "left", "right", "drop")
 
 
 @dataclass
-class ReadingOptions(StageDataConfig):
+class ReadingOptions(TaskDataConfig):
     """Keys under `data.` that sft, reward and dpo share. Pretraining examples have them under `ptx.`
 
     A column key that is None is found from the columns' names. A field of a struct is named with a dot:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_rl.config.declarations import PREFERENCE_LOSSES, REWARD_MODEL_LOSSES
-from megatron_rl.config.tasks import DPOConfig, RewardStageConfig
+from megatron_rl.config.tasks import DPOConfig, RewardTrainingConfig
 from megatron_rl.losses.rankings import mean_of_pairs, pairs_of
 from megatron_rl.losses.terms import Answers, ItemTerms, Pairs
 
@@ -16,7 +16,7 @@ Objective = Callable[[Answers], ItemTerms]
 """Items are prompts; of kto and regression, where each has one answer, they are answers as well."""
 
 
-def reward_objective(config: RewardStageConfig) -> Objective:
+def reward_objective(config: RewardTrainingConfig) -> Objective:
     """Return the objective of `megatron-rl reward`. Raises KeyError for a name that no loss has."""
     loss = REWARD_MODEL_LOSSES[config.loss].function
     return lambda answers: loss(answers, config)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_rl.config.declarations import reward_model_loss
-from megatron_rl.config.tasks import RewardStageConfig
+from megatron_rl.config.tasks import RewardTrainingConfig
 from megatron_rl.losses.row_sums import mean_rows, row_of_token, sum_rows
 from megatron_rl.losses.terms import Answers, ItemTerms, log_sigmoid, mean_metric, pair_metrics
 
@@ -38,7 +38,7 @@ def mean_of_pairs(losses: Tensor, ranking: Tensor, sizes: Tensor) -> Tensor:
 
 
 @reward_model_loss("all_pairs", keys=("use_margins",))
-def all_pairs_loss(answers: Answers, config: RewardStageConfig) -> ItemTerms:
+def all_pairs_loss(answers: Answers, config: RewardTrainingConfig) -> ItemTerms:
     """The mean of -log sigmoid(r_better - r_worse - m) over the K (K - 1) / 2 pairs of each ranking.
 
     Bradley-Terry, of rankings as in Ouyang et al. (InstructGPT), arXiv:2203.02155, eq. 1; of two answers Stiennon et
@@ -57,7 +57,7 @@ def all_pairs_loss(answers: Answers, config: RewardStageConfig) -> ItemTerms:
 
 
 @reward_model_loss("plackett_luce")
-def plackett_luce_loss(answers: Answers, config: RewardStageConfig) -> ItemTerms:
+def plackett_luce_loss(answers: Answers, config: RewardTrainingConfig) -> ItemTerms:
     """-sum over places k of log(exp(r_k) / sum of exp(r_j) over j >= k), the log-likelihood of the whole order.
 
     Plackett 1975; Luce 1959; Rafailov et al., arXiv:2305.18290, appendix A.3. With 2 answers it is `all_pairs` without
@@ -73,7 +73,7 @@ def plackett_luce_loss(answers: Answers, config: RewardStageConfig) -> ItemTerms
 
 
 @reward_model_loss("regression", alone=True)
-def regression_loss(answers: Answers, config: RewardStageConfig) -> ItemTerms:
+def regression_loss(answers: Answers, config: RewardTrainingConfig) -> ItemTerms:
     """(r - y)^2, y the score that the file gives to an answer. Items are answers."""
     scores, targets = answers.numbers, answers.given
     error = scores - targets

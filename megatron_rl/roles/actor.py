@@ -48,9 +48,8 @@ class Actor(TrainedRole):
         self.correction = rank.config.algorithm.rollout_correction
         self.policy_loss = load_policy_loss(self.config, self.correction)
         self.columns = scored_columns(rank.config)
-        temperature = rank.config.actor_rollout_ref.rollout.temperature
         settings = source.hf_config.to_dict()
-        self.scorer = TokenScorer(self.trainable.pipeline, self.trainable.models, settings, temperature)
+        self.scorer = TokenScorer(self.trainable.pipeline, self.trainable.models, settings, rank.config.temperature)
         # For given examples, which were not sampled.
         self.reader = TokenScorer(self.trainable.pipeline, self.trainable.models, settings, temperature=1.0)
         self.rank = rank

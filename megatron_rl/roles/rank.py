@@ -100,4 +100,4 @@ class Rank:
 
     def loss_scale(self, spec: RoleSpec) -> int:
         """Divisor of `loss_agg_mode=seq-mean-token-sum-norm`."""
-        return spec.settings.loss_scale_factor or self.config.data.max_response_length
+        return spec.settings.loss_scale_factor or self.config.longest_response

@@ -17,8 +17,9 @@ class Reference(FrozenRole):
 
         source = rank.source(spec)
         super().__init__(spec, rank, source.language_model())
-        temperature = rank.config.actor_rollout_ref.rollout.temperature
-        self.scorer = TokenScorer(self.pipeline, self.pipeline.chunks, source.hf_config.to_dict(), temperature)
+        self.scorer = TokenScorer(
+            self.pipeline, self.pipeline.chunks, source.hf_config.to_dict(), rank.config.temperature
+        )
 
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def log_probs(self, sequences: Sequences) -> TokenScores | None:

@@ -54,7 +54,6 @@ class Rollout(Role):
         else:
             self.weights = received_weights(bridge, spec, rank, source, grid)
         self.replica = grid.replica(rank.groups.rank) + (0 if bridge is None else bridge.first_replica)
-        data = rank.config.data
         # vLLM reseeds the process's generators while it starts.
         train_rng = swap(None)
         if bridge is None:
@@ -64,7 +63,7 @@ class Rollout(Role):
             architecture=source.hf_config.architectures[0],
             eos_token_ids=eos_token_ids(spec.model_path),
             config=spec.settings,
-            max_model_len=data.max_prompt_length + data.max_response_length,
+            max_model_len=rank.config.longest_sequence,
             dtype=spec.megatron.dtype,
             grid=grid,
             tensors=self.weights.tensors | self._constants,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rl.config.roles import ACTOR
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.controller.report import export_policy
 from megatron_rl.roles.tuned import TunedPolicy
 from megatron_rl.tasks.finish import NUM_PARITY_ROWS, finish_task
@@ -17,7 +17,7 @@ from megatron_rl.tasks.task_run import open_task
 from megatron_rl.tasks.training_records import preference_batch
 
 
-def dpo(config: RunConfig, local: bool = False) -> dict[str, Any]:
+def dpo(config: TaskConfig, local: bool = False) -> dict[str, Any]:
     """Learn preferences and return the summary that is also written to `summary.json`; otherwise as `train.train`."""
     with open_task(config, local) as run:
         policy, preferences = run.role(TunedPolicy), Preferences(run)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config.as_stage import holds_reference, needs_reference
 from megatron_rl.data.examples import Labelled, Ranking
 from megatron_rl.errors import ConfigError
 from megatron_rl.losses.objectives import preference_objective
@@ -45,7 +44,7 @@ class Preferences:
         if self.config.loss == "kto":
             longest = run.data.max_length
             self.sets |= {f"{name}{MISMATCHED}": mismatched(rows, longest) for name, rows in self.sets.items()}
-        self.is_stored = needs_reference(run.config) and not holds_reference(run.config)
+        self.is_stored = run.config.needs_reference and not run.config.holds_reference
 
     def store_reference(self) -> None:
         """Score all answers with the initial weights, if the configuration stores them and a new run begins.

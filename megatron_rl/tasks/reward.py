@@ -12,7 +12,7 @@ import torch
 
 from megatron_rl.checkpoint.score_statistics import SCORE_MEAN, SCORE_STD, ScoreStatistics
 from megatron_rl.config.roles import CRITIC
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.losses.objectives import reward_objective
 from megatron_rl.losses.terms import Answers
 from megatron_rl.records import AnswerBatch, AnswerScores
@@ -24,7 +24,7 @@ from megatron_rl.tasks.task_run import TaskRun, open_task
 from megatron_rl.tasks.training_records import reward_batch
 
 
-def reward(config: RunConfig, local: bool = False) -> dict[str, Any]:
+def reward(config: TaskConfig, local: bool = False) -> dict[str, Any]:
     """Train a reward model and return the summary that is also written to `summary.json`, else as `train.train`."""
     with open_task(config, local) as run:
         scorer = run.role(TrainedScorer)
@@ -47,7 +47,7 @@ def measured(run: TaskRun) -> dict[str, float]:
     return loss_metrics(run.config, batch, run.role(TrainedScorer).scores(batch).get())
 
 
-def loss_metrics(config: RunConfig, batch: AnswerBatch, scored: AnswerScores) -> dict[str, float]:
+def loss_metrics(config: TaskConfig, batch: AnswerBatch, scored: AnswerScores) -> dict[str, float]:
     """`val/loss`, mean and standard deviation of the scores, and the metrics of the loss."""
     scores = scored.scores.values()
     answers = Answers(scores, batch.given.values(), batch.labels.values(), batch.sizes, torch.zeros(()))

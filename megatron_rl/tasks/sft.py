@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from megatron_rl.config.roles import ACTOR
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.controller.report import export_policy
 from megatron_rl.data.examples import token_batch
 from megatron_rl.roles.tuned import TunedPolicy
@@ -19,7 +19,7 @@ from megatron_rl.tasks.held_out import LOSS
 from megatron_rl.tasks.task_run import TaskRun, open_task
 
 
-def sft(config: RunConfig, local: bool = False) -> dict[str, Any]:
+def sft(config: TaskConfig, local: bool = False) -> dict[str, Any]:
     """Tune as configured and return the summary that is also written to `summary.json`; otherwise as `train.train`."""
     with open_task(config, local) as run:
         policy = run.role(TunedPolicy)

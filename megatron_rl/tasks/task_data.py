@@ -8,10 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.config.as_stage import UNSET_PROMPT_KEY
-from megatron_rl.config.declarations import PREFERENCE_LOSSES, REWARD_MODEL_LOSSES
 from megatron_rl.config.roles import Placement
-from megatron_rl.config.schema import RunConfig, as_list
+from megatron_rl.config.schema import as_list
+from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.config.tasks import DPO, REWARD, SFT
 from megatron_rl.data.examples import Example, Labelled, Ranking, ScoredExample
 from megatron_rl.data.prompt_mixture import MixtureCursor
@@ -21,22 +20,19 @@ from megatron_rl.data.reading_report import ReadingReport
 from megatron_rl.errors import ConfigError
 from megatron_rl.ledger.planner.config_json import model_facts
 
+UNSET_PROMPT_KEY = "prompt"
+"""The default of `data.prompt_key`, which tasks without generation read as null."""
+
 Reader = Callable[[Sequence[str], PreTrainedTokenizerBase, ReadingOptions], tuple[list[Any], ReadingReport]]
 
 
-def reader_of(config: RunConfig) -> Reader:
-    """The function that reads the files of a task. Raises ValueError for PPO."""
-    match config.trainer.stage:
-        case task if task == SFT:
-            return read_examples
-        case task if task == REWARD:
-            return read_scored if REWARD_MODEL_LOSSES[config.reward_training.loss].traits.alone else read_rankings
-        case task if task == DPO:
-            return read_labelled if PREFERENCE_LOSSES[config.dpo.loss].traits.alone else read_rankings
-    raise ValueError(f"{config.trainer.stage} reads no examples")
+def reader_of(config: TaskConfig) -> Reader:
+    """The function that reads the files of a task."""
+    alone: dict[str, Reader] = {SFT: read_examples, REWARD: read_scored, DPO: read_labelled}
+    return alone[config.trainer.stage] if config.loss_traits.alone else read_rankings
 
 
-def reading_options(config: RunConfig, kind: str, vocab_size: int | None) -> ReadingOptions:
+def reading_options(config: TaskConfig, kind: str, vocab_size: int | None) -> ReadingOptions:
     """The keys of `data`. kind: train or val; each has a list of bad rows of its own. vocab_size: tokens that the model
     has, if known. Raises ConfigError.
     """
@@ -53,7 +49,7 @@ def reading_options(config: RunConfig, kind: str, vocab_size: int | None) -> Rea
 class TaskData:
     """train, val: the records. notes: lines to print about them. Raises ConfigError."""
 
-    def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         data, read = config.data, reader_of(config)
         self.max_length = data.max_length or 0
         vocab_size = model_facts(config.actor_rollout_ref.model.path).get("vocab_size")
@@ -80,7 +76,7 @@ class TaskData:
         self.cursor.load_state_dict(state["cursor"])
 
 
-def check_lengths(config: RunConfig, records: Sequence[Example | Ranking | Labelled | ScoredExample]) -> None:
+def check_lengths(config: TaskConfig, records: Sequence[Example | Ranking | Labelled | ScoredExample]) -> None:
     """Raise ConfigError if answers that share a micro-batch have more tokens than a micro-batch may have."""
     role = Placement.of(config).leader
     if role.update is None or role.update.max_tokens is None:

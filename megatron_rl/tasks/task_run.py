@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from megatron_rl.cluster.signals import graceful_signals
 from megatron_rl.config.roles import REFERENCE, Placement
-from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.steps import with_steps
+from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.controller.lifecycle import Lifecycle, StopPolicy
 from megatron_rl.controller.opening import OpenRun, RunPools, stop_grace_s, take_folder
 from megatron_rl.controller.run_folder import RunFolder
@@ -31,6 +31,7 @@ Kind = TypeVar("Kind")
 class TaskRun(OpenRun):
     """The parts of a task's run. stored: the reference's log-probs, of dpo."""
 
+    config: TaskConfig
     data: TaskData
     held_out: HeldOut
     stored: StoredReference
@@ -50,7 +51,7 @@ class TaskRun(OpenRun):
 
 
 @contextmanager
-def open_task(config: RunConfig, local: bool = False) -> Iterator[TaskRun]:
+def open_task(config: TaskConfig, local: bool = False) -> Iterator[TaskRun]:
     """Open a task's run, ready for its first step.
 
     Errors of data and checkpoints are raised before any process is started. local: one rank, in this process.

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_rl.config.as_stage import as_stage
 from megatron_rl.config.load import read_run
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.task_config import for_task
 from megatron_rl.config.tasks import SFT
 from megatron_rl.observe.console import quiet_engines, quiet_libraries
 from megatron_rl.roles.environment import worker_environment
@@ -68,7 +68,7 @@ def main() -> None:
     def say(**told: object) -> None:
         print(json.dumps(told), file=answers, flush=True)
 
-    with opened(as_stage(config, config.trainer.stage), cluster == "local") as take_step:
+    with opened(for_task(config, config.trainer.stage), cluster == "local") as take_step:
         say(ready=True)
         while sys.stdin.readline():
             start, cpu_start = time.perf_counter(), time.process_time()

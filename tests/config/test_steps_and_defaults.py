@@ -37,7 +37,7 @@ def read(tmp_path):
 def test_steps_by_hand(steps, epochs, num_prompts, expected):
     """Batches of 32. Would not catch epochs that dynamic sampling uses up sooner."""
     trainer = TrainerConfig(total_training_steps=steps, total_epochs=epochs)
-    assert num_steps(trainer, DataConfig(gen_batch_size=32), num_prompts) == expected
+    assert num_steps(RunConfig(trainer=trainer, data=DataConfig(gen_batch_size=32)), num_prompts) == expected
 
 
 def test_steps_are_put_into_a_copy():

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.as_stage import as_stage
 from megatron_rl.config.load import read_config
 from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.task_config import for_task
 from megatron_rl.config.validate import value_problems
 from megatron_rl.controller.pretraining import Pretraining
 from megatron_rl.data.tokenizer import load_tokenizer
@@ -68,8 +68,7 @@ def test_there_are_none_unless_asked_for(tokenizer) -> None:
     none = Pretraining(config(), tokenizer)
     assert none.next() is None and none.state_dict() == {} and none.notes == []
     assert Placement.of(config()).leader.mixed is None
-    staged = as_stage(config("ptx.coef=1", "ptx.files=a"), "sft")
-    assert staged.ptx.coef == 0 and Placement.of(staged).leader.mixed is None
+    assert Placement.of(for_task(config("ptx.coef=1", "ptx.files=a"), "sft")).leader.mixed is None
 
 
 def test_conversations_count_the_answers(tmp_path: Path, tokenizer) -> None:

@@ -15,8 +15,8 @@ from megatron_rl.checkpoint.contents import RUN_FILE, write_role_file
 from megatron_rl.checkpoint.folders import commit, unfinished_folder
 from megatron_rl.checkpoint.manifest import FORMAT, Manifest, digest_files
 from megatron_rl.cluster.signals import LastResort, StopRequest
-from megatron_rl.config.as_stage import as_stage
 from megatron_rl.config.load import load_config
+from megatron_rl.config.task_config import for_task
 from megatron_rl.controller.lifecycle import Lifecycle, StopPolicy
 from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.controller.run_logger import RunLogger
@@ -77,7 +77,7 @@ def test_a_checkpoint_of_another_stage_is_refused(tmp_path, monkeypatch):
     with run_folder:
         save(run_folder, logger, 1)
     with pytest.raises(ConfigError, match="global_step_1 was saved by ppo, and this is sft; nearest: another trainer"):
-        RunFolder(as_stage(logger.config, "sft"))
+        RunFolder(for_task(logger.config, "sft"))
 
 
 class NothingDrawn:

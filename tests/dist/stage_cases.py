@@ -10,7 +10,7 @@ from test_layout_parity import OPTIMIZER, relative, whole_weights
 from tiny_models import run_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from megatron_rl.config.as_stage import as_stage
+from megatron_rl.config.task_config import for_task
 from megatron_rl.config.tasks import DPO, REWARD, SFT
 from megatron_rl.losses.terms import ItemTerms
 from megatron_rl.records import AnswerBatch, TokenBatch, ragged
@@ -79,7 +79,7 @@ def stage_config(model_path: str, stage: str, tp_size: int, pp_size: int, **over
     """With an optimizer whose step is proportional to the gradient."""
     groups = ("actor_rollout_ref__actor", "critic")
     optimizer = {f"{group}__optim__{key}": value for key, value in OPTIMIZER.items() for group in groups}
-    return as_stage(run_config(model_path, tp_size, pp_size, **optimizer, **overrides), stage)
+    return for_task(run_config(model_path, tp_size, pp_size, **optimizer, **overrides), stage)
 
 
 def one_update(config, batch, *arguments) -> dict:

@@ -12,7 +12,7 @@ from stage_cases import NAMES, answer_batch, token_batch
 from test_resumed_roles import RATES, metrics_of, saved, start_saving
 from tiny_models import run_config, save_llama, save_reward_model
 
-from megatron_rl.config.as_stage import as_stage
+from megatron_rl.config.task_config import for_task
 from megatron_rl.config.tasks import DPO, REWARD, SFT
 
 pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(300)]
@@ -59,7 +59,7 @@ def test_other_layouts_go_on_alike(stage: str, tmp_path: Path) -> None:
 
     def run(ranks: int, tp_size: int, pp_size: int, first: int, targets: dict[int, Path], source: Path | None = None):
         keys = RATES | {"critic__model__path": path, "trainer__n_gpus_per_node": ranks}
-        config = as_stage(run_config(path, tp_size, pp_size, **keys), stage)
+        config = for_task(run_config(path, tp_size, pp_size, **keys), stage)
         return metrics_of(run_ranks(ranks, train, config, first, 4, targets, source))
 
     half, whole = tmp_path / "half", tmp_path / "whole"

@@ -11,7 +11,7 @@ from storage_meter import StorageMeter
 from test_memory_plan import SIZES, owned_otherwise_than_planned
 from tiny_models import run_config, save_llama
 
-from megatron_rl.config.as_stage import as_stage, holds_reference
+from megatron_rl.config.task_config import for_task
 from megatron_rl.config.tasks import DPO, REWARD, SFT
 from megatron_rl.data.examples import Example, Ranking, token_batch
 from megatron_rl.data.row_problems import RowPlace
@@ -41,7 +41,7 @@ def measured(config, folder: Path) -> tuple[int, dict[str, int], dict[str, dict[
     stage, worker = config.trainer.stage, RankHost(config)
     name = NAMES[stage]
     worker.build(name)
-    if holds_reference(config):
+    if config.holds_reference:
         worker.build("reference")
     count = ROWS // worker.groups.grid.dp_size
     pairs = [Ranking((full_example(), full_example()), (0.0,), RowPlace("drawn", 0)) for _ in range(count)]
@@ -58,7 +58,7 @@ def measured(config, folder: Path) -> tuple[int, dict[str, int], dict[str, dict[
     owned = [buffer for b in trainable.param_buffers for buffer in (b.param_data, b.grad_data)]
     owned += trainable.optimizer_state()
     methods = {(name, "score"): (score, batch), (name, "update"): (update, batch, *told)}
-    if holds_reference(config):
+    if config.holds_reference:
         owned += worker.roles["reference"].pipeline.parameters()
         methods[("reference", "score")] = ("log_probs", batch.rows().sequences())
     fixed, peaks = sum(worker.owned_memory().values()), {}
@@ -98,7 +98,7 @@ def test_measured_peaks_are_near_the_plan(case: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     path = save_llama(tmp_path / "model", **SIZES, num_hidden_layers=NUM_LAYERS)
     rows = 4 if stage == SFT else 2
-    config = as_stage(
+    config = for_task(
         run_config(
             path,
             tp_size,

@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_rl.cli import app
-from megatron_rl.config.as_stage import as_stage
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.task_config import for_task
 from megatron_rl.errors import ConfigError
 from megatron_rl.ledger.planner.hardware import load_hardware
 from megatron_rl.ledger.planner.memory import plan_stages
@@ -36,7 +36,7 @@ def config(tmp_path):
         file = tmp_path / "run.yaml"
         file.write_text("data: {train_files: a, val_files: b, max_length: 2048}\n")
         path = f"actor_rollout_ref.model.path={MODELS / 'llama-3-70b'}"
-        return as_stage(load_config(file, [path, *LARGE, *overrides]), stage)
+        return for_task(load_config(file, [path, *LARGE, *overrides]), stage)
 
     return config
 

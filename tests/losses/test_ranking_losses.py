@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from slopes import slopes
 
 from megatron_rl.config.declarations import REWARD_MODEL_LOSSES
-from megatron_rl.config.tasks import RewardStageConfig
+from megatron_rl.config.tasks import RewardTrainingConfig
 from megatron_rl.losses.rankings import pairs_of
 from megatron_rl.losses.terms import Answers
 
@@ -24,7 +24,7 @@ rankings = st.lists(st.lists(st.tuples(number, st.floats(0, 2)), max_size=4), mi
 def loss_of(name: str, scores: torch.Tensor, sizes: torch.Tensor, given: torch.Tensor | None = None):
     none = torch.zeros_like(scores)
     answers = Answers(scores, none if given is None else given, none, sizes, torch.zeros(()))
-    return REWARD_MODEL_LOSSES[name].function(answers, RewardStageConfig(name, use_margins=given is not None))
+    return REWARD_MODEL_LOSSES[name].function(answers, RewardTrainingConfig(name, use_margins=given is not None))
 
 
 def pair_loss(chosen: torch.Tensor, rejected: torch.Tensor, margin: float = 0.0):

@@ -191,7 +191,7 @@ class MapWork:
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt and answer together."""
-        return self.config.data.max_prompt_length + self.config.data.max_response_length
+        return self.config.longest_sequence
 
     # Passes with other micro-batches, each created once
 

@@ -188,15 +188,14 @@ def _per_replica(num_samples: int, replicas: int, n: int) -> str:
 
 def _micro_batches(config: RunConfig, num_samples: int, dp: int, multiple: int) -> tuple[str, str]:
     """Return the number of the actor's passes, and what limits one."""
-    actor, data = config.actor_rollout_ref.actor, config.data
+    actor = config.actor_rollout_ref.actor
     rounded = ", a multiple of PP" if multiple > 1 else ""
     if not actor.use_dynamic_bsz:
         limit = actor.ppo_micro_batch_size_per_gpu
         return _passes(num_samples, dp, limit, multiple), f"passes of at most {limit} samples{rounded}"
-    longest = data.max_prompt_length + data.max_response_length
     limit = actor.ppo_max_token_len_per_gpu * max(actor.megatron.context_parallel_size, 1)
     # Every pass but the last has room for less than one more sequence of any length.
-    passes = _passes(num_samples, dp, limit // max(longest, 1), multiple)
+    passes = _passes(num_samples, dp, limit // max(config.longest_sequence, 1), multiple)
     meaning = f"passes of at most {limit} tokens{rounded}; fewer for shorter samples"
     return (passes if passes == UNDEFINED else f"up to {passes}"), meaning
 

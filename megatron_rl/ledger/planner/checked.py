@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.as_stage import as_stage
 from megatron_rl.config.foreign.defaults import Difference, differences
 from megatron_rl.config.foreign.translate import Kind, Note
 from megatron_rl.config.load import read_run
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.tasks import PPO, STAGES, WITHOUT_ROLLOUT
+from megatron_rl.config.task_config import for_task
+from megatron_rl.config.tasks import PPO, TASKS, WITHOUT_ROLLOUT
 from megatron_rl.errors import ConfigError, Violation
 from megatron_rl.ledger.planner.hub_cache import with_local_models
 from megatron_rl.ledger.planner.preflight import examined
 
-COMMANDS = {PPO: "train"} | {stage: stage for stage in WITHOUT_ROLLOUT}
+COMMANDS = {PPO: "train"} | {task: task for task in WITHOUT_ROLLOUT}
 """Task -> the command that trains it."""
 
 
@@ -56,28 +56,27 @@ def checked(
     overrides: Sequence[str] | None,
     without_files: bool = False,
     change: Callable[[RunConfig], RunConfig] | None = None,
-    stage: str | None = None,
+    task: str | None = None,
 ) -> Checked:
-    """Read a configuration and check its rules. change: applied before the check. stage: the task of a command."""
-    reading = read_run(path, overrides or (), stage)
+    """Read a configuration and check its rules. change: applied before the check. task: that of a command."""
+    reading = read_run(path, overrides or (), task)
     notes = [note for note in reading.notes if note.kind is not Kind.UNSUPPORTED]
     if reading.config is None:
         return Checked(None, reading.violations, notes)
     run_config = with_local_models(reading.config if change is None else change(reading.config))
     # The defaults that are compared are those of verl's PPO.
-    is_ppo = run_config.trainer.stage not in WITHOUT_ROLLOUT
-    different = differences(reading.config, reading.given) if is_ppo else []
+    different = differences(reading.config, reading.given) if run_config.generates else []
     violations, unread = examined(run_config, config_only=without_files)
     return Checked(run_config, [*reading.violations, *violations], notes, different, unread)
 
 
-def commanded(config: RunConfig, stage: str) -> RunConfig:
+def commanded(config: RunConfig, task: str) -> RunConfig:
     """The configuration for the task of a command. Raises ConfigError if it names another task."""
     named, command = config.trainer.stage, COMMANDS.get(config.trainer.stage, "")
-    if command and named not in (PPO, stage):
-        rule = f"trainer.stage={named} is what `megatron-rl {command}` trains, and this is `{COMMANDS[stage]}`"
-        raise ConfigError(f"this run cannot start: {rule}; nearest: megatron-rl {command}, or trainer.stage={stage}")
-    return as_stage(config, stage)
+    if command and named not in (PPO, task):
+        rule = f"trainer.stage={named} is what `megatron-rl {command}` trains, and this is `{COMMANDS[task]}`"
+        raise ConfigError(f"this run cannot start: {rule}; nearest: megatron-rl {command}, or trainer.stage={task}")
+    return for_task(config, task)
 
 
 def only_ppo(config: RunConfig, command: str) -> RunConfig:
@@ -88,9 +87,12 @@ def only_ppo(config: RunConfig, command: str) -> RunConfig:
     return config
 
 
-def staged(config: RunConfig, stage: str | None) -> RunConfig:
-    """The configuration for a task; None: the task it names. An unknown task is reported by its constraint."""
-    name = config.trainer.stage if stage is None else stage
-    if stage is not None and stage not in STAGES:
-        raise ConfigError(f"--stage {stage} must be one of {', '.join(STAGES)}; nearest: {nearest_name(stage, STAGES)}")
-    return as_stage(config, name) if name in STAGES else config
+def planned_task(config: RunConfig, task: str | None) -> RunConfig:
+    """The configuration for the task of `plan --stage`; None: the task that it names.
+
+    Raises ConfigError for an unknown task. An unknown `trainer.stage` is reported by its constraint.
+    """
+    if task is not None and task not in TASKS:
+        raise ConfigError(f"--stage {task} must be one of {', '.join(TASKS)}; nearest: {nearest_name(task, TASKS)}")
+    name = config.trainer.stage if task is None else task
+    return for_task(config, name) if name in TASKS else config

@@ -19,7 +19,6 @@ from megatron_rl.config.problems import missing_file, nearest_name, refused
 from megatron_rl.config.reward_keys import HELD_OUT, RUNNING, CustomRewardFunctionConfig
 from megatron_rl.config.roles import REWARD_MODEL, roles_of
 from megatron_rl.config.schema import DataConfig, RunConfig, as_list
-from megatron_rl.config.tasks import WITHOUT_ROLLOUT
 from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.config.validate import REWARD_ARGUMENTS, is_path_or_paths
 from megatron_rl.data.row_files import column_forms, count_rows
@@ -37,7 +36,7 @@ def file_problems(config: RunConfig) -> Iterable[Violation]:
     """Every violation. The user's code is parsed, never run. Prompt files are opened for their columns; the files of a
     task without generation are only looked up.
     """
-    if config.trainer.stage in WITHOUT_ROLLOUT:
+    if not config.generates:
         for key, paths in prompt_files(config.data):
             yield from _missing_files(key, paths)
     else:

@@ -101,7 +101,7 @@ def _sizes(leader: RoleSpec, tp_size: int, pp_size: int, cp_size: int) -> str:
 def sharing_problems(config: RunConfig, pools: Iterable[PoolSpec]) -> Iterable[Violation]:
     """Rules between roles of one pool."""
     actor = config.actor_rollout_ref.actor
-    if actor.megatron.param_offload and actor.pool == rollout_pool(config):
+    if config.generates and actor.megatron.param_offload and actor.pool == rollout_pool(config):
         key = f"{ACTOR}.megatron.param_offload"
         hint = f"{ROLLOUT}.drop_train_weights=true saves memory where rollout TP is below training TP"
         yield Violation({key: True}, "must be false: generation reads the actor's parameters", {key: False}, hint)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from megatron_rl.config.as_stage import longest_example
 from megatron_rl.config.keys import value_of
 from megatron_rl.config.roles import CRITIC, pretraining_length, roles_of
 from megatron_rl.config.schema import RunConfig
@@ -40,8 +39,8 @@ def length_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[Vio
 
 def task_length_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[Violation]:
     """`data.max_length` of tasks without generation. Answers that stay together are counted when files are read."""
-    key, longest = "data.max_length", longest_example(config)
-    if longest < 2:
+    key, longest = "data.max_length", config.data.max_length
+    if longest is None or longest < 2:
         return
     for model in models:
         yield from _too_long(config, model, key, longest)
@@ -54,8 +53,8 @@ def task_length_problems(config: RunConfig, models: list[ModelSizes]) -> Iterabl
 
 def pretraining_length_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[Violation]:
     """`ptx.max_length`, if it is longer than prompt and response, whose own rules are enough otherwise."""
-    key, longest, data = "ptx.max_length", pretraining_length(config), config.data
-    if config.ptx.max_length is None or longest <= data.max_prompt_length + data.max_response_length or longest < 2:
+    key, longest = "ptx.max_length", pretraining_length(config)
+    if config.ptx.max_length is None or longest <= config.longest_sequence or longest < 2:
         return
     actor = next(roles_of(config))
     for model in (model for model in models if model.path == actor.model_path):

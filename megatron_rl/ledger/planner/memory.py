@@ -364,8 +364,7 @@ def blocks_of(
     config: RunConfig, pass_spec: PassSpec, num_samples: int, dp_size: int, multiple: int, cp_size: int
 ) -> Passes:
     """Return the micro-batches of a pass over `num_samples` rows."""
-    data = config.data
-    longest = data.max_prompt_length + data.max_response_length if pass_spec.longest is None else pass_spec.longest
+    longest = config.longest_sequence if pass_spec.longest is None else pass_spec.longest
     length = longest + pass_spec.extra_tokens
     if pass_spec.max_tokens is not None:
         length = min(length, pass_spec.max_tokens * cp_size)
@@ -374,7 +373,7 @@ def blocks_of(
         length = -(-length // (2 * cp_size)) * 2 * cp_size
     rows = pass_spec.num_rows if pass_spec.max_tokens is None else max(1, pass_spec.max_tokens * cp_size // length)
     rows = min(rows, share)
-    response = data.max_response_length if pass_spec.scored is None else pass_spec.scored
+    response = config.longest_response if pass_spec.scored is None else pass_spec.scored
     tokens = -(-rows * length // cp_size // multiple) * multiple
     # With CP the chunks of a rank are gathered as they are, without padding.
     is_packed = pass_spec.remove_padding and cp_size == 1

@@ -174,9 +174,8 @@ def cut_over(config: RunConfig, pool: PoolSpec, cp_size: int) -> dict[str, Any]:
     to one rank's part of the longest sequence.
     """
     settings = of_pool(config, pool, "context_parallel_size", cp_size)
-    longest = config.data.max_prompt_length + config.data.max_response_length
     for pass_spec in (pass_spec for role in pool.megatron_roles for pass_spec in role.passes):
-        part = -(-(pass_spec.longest or longest) // cp_size)
+        part = -(-(pass_spec.longest or config.longest_sequence) // cp_size)
         if pass_spec.max_tokens is not None and value_of(config, pass_spec.key) > part:
             settings[pass_spec.key] = max(part, settings.get(pass_spec.key, 0))
     return settings

@@ -129,9 +129,8 @@ def memory_report(config: RunConfig, models: RunModels, hardware: Hardware) -> G
         if "KV cache" in stage.phases[phase]
     )
     actor = read_models(config, config_only=True)[0][0]
-    longest = config.data.max_prompt_length + config.data.max_response_length
     room = max(0, usable_bytes(hardware) - beside_cache)
-    return GenerationMemory(hardware, pools, KVCacheSize.of(config, actor), kv_bytes, longest, room)
+    return GenerationMemory(hardware, pools, KVCacheSize.of(config, actor), kv_bytes, config.longest_sequence, room)
 
 
 def with_kv_cache(config: RunConfig, hardware: Hardware) -> RunConfig:

@@ -9,7 +9,6 @@ from megatron_rl.config.megatron import MegatronConfig, OverrideDDPConfig, Overr
 from megatron_rl.config.problems import divisors, nearest_name, nearest_number
 from megatron_rl.config.roles import ACTOR, ROLLOUT, PassSpec, RoleSpec, roles_of, rollout_pool
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.tasks import WITHOUT_ROLLOUT
 from megatron_rl.errors import Violation
 from megatron_rl.ledger.planner.activations import SELECTIVE
 from megatron_rl.ledger.planner.model_folder import ModelSizes
@@ -38,12 +37,15 @@ OVERLAP, GATHER, BUCKET = "overlap_grad_reduce", "overlap_param_gather", "bucket
 
 def option_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[Violation]:
     """Every violation, for all roles on Megatron's grid. Constraints of single values are checked elsewhere."""
-    by_path, task = {model.path: model for model in models}, config.trainer.stage
+    by_path = {model.path: model for model in models}
     for role in (role for role in roles_of(config) if role.kind != ROLLOUT):
         model = by_path.get(role.model_path)
         yield from _recompute_problems(role, model)
         yield from _context_problems(role, model)
-        yield from _task_problems(role, task) if task in WITHOUT_ROLLOUT else _balance_problems(config, role, model)
+        if config.generates:
+            yield from _balance_problems(config, role, model)
+        else:
+            yield from _task_problems(role, config.trainer.stage)
         if role.is_trained:
             yield from _ddp_problems(f"{role.key}.megatron.override_ddp_config", role.megatron.override_ddp_config)
     yield from _dynamic_problems(config)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.ledger.planner.hardware import Hardware, planned_hardware
 from megatron_rl.ledger.planner.memory import GEN, RESHARD
 from megatron_rl.ledger.planner.memory_report import memory_report
@@ -67,9 +68,9 @@ def stall_timeout_s(config: RunConfig) -> float:
     if config.trainer.stall_timeout_s is not None:
         return config.trainer.stall_timeout_s
     hardware, models = planned_hardware(config.trainer), RunModels(config)
-    if not models.placement.generates:
-        tokens = float(config.data.max_prompt_length + config.data.max_response_length)
-        return max(SHORTEST_S, PHASES * task_time(models, hardware, task_load(config, tokens)).total)
+    if isinstance(config, TaskConfig):
+        load = task_load(config, config.longest_sequence)
+        return max(SHORTEST_S, PHASES * task_time(config, models, hardware, load).total)
     longest = (float(config.data.max_prompt_length), float(config.data.max_response_length))
     load = step_load(config, memory_report(config, models, hardware).kv_tokens, longest)
     seconds = step_time(models, hardware, load, TransitionPlan.of(models)).seconds

@@ -66,8 +66,9 @@ def pool_problems(config: RunConfig) -> Iterable[Violation]:
     for name in config.pools:
         if name not in {*OWN_POOLS, *offered} and not any(role.pool == name for role in roles):
             yield _without_role(name, sizes[name])
-    yield from _rollout_problems(config, roles)
-    yield from _reward_pool_problems(config, roles)
+    if config.generates:
+        yield from _rollout_problems(config, roles)
+        yield from _reward_pool_problems(config, roles)
 
 
 def _name_problems(config: RunConfig) -> Iterable[Violation]:
@@ -76,7 +77,7 @@ def _name_problems(config: RunConfig) -> Iterable[Violation]:
         if name in OWN_POOLS:
             settings = {f"pools.{name}.nnodes": config.pools[name].nnodes}
             yield Violation(settings, f"is the size of a pool that {OWN_POOLS[name]} defines", hint="rename the pool")
-    for name, reward in config.reward_models.items():
+    for name, reward in config.reward_models.items() if config.generates else ():
         model = {f"reward_models.{name}.model.path": reward.model.path}
         if name in OWN_ROLES:
             rule = f"must belong to a reward model of another name: {name} is a role already"

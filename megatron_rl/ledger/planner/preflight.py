@@ -12,7 +12,6 @@ from megatron_rl.config.problems import without_echoes
 from megatron_rl.config.roles import ACTOR, CRITIC, REWARD_MODEL, SCORER, PoolSpec, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.single_values import magnitude_problems
-from megatron_rl.config.tasks import WITHOUT_ROLLOUT
 from megatron_rl.config.validate import value_problems
 from megatron_rl.errors import Violation
 from megatron_rl.ledger.planner.algorithm_rules import algorithm_problems
@@ -62,7 +61,7 @@ def _violations(
 ) -> list[Violation]:
     """problems: violations of the model folders."""
     pools = countable_pools(config)
-    if config.trainer.stage in WITHOUT_ROLLOUT:
+    if not config.generates:
         violations = [*value_problems(config), *problems, *_task_problems(config, pools, models, config_only)]
         return without_echoes(violations, followed_keys(config))
     return without_echoes(

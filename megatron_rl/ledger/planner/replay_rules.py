@@ -58,12 +58,11 @@ def replay_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable
 
 def replay_notes(config: RunConfig, shape: ModelShape) -> list[str]:
     """A note on the size of the experts that travel with the tokens of a step, if it is large."""
-    data, shared = config.data, config.actor_rollout_ref
+    shared = config.actor_rollout_ref
     if shape.num_experts == 0 or not (config.returns_experts or shared.actor.router_replay.mode == RECORDED):
         return []
     per_token = shape.num_routed_layers * shape.experts_per_token * (1 if shape.num_experts <= 256 else 2)
-    longest = data.max_prompt_length + data.max_response_length
-    total = config.batch_sizes.num_samples * longest * per_token
+    total = config.batch_sizes.num_samples * config.longest_sequence * per_token
     if total < LARGE:
         return []
     return [

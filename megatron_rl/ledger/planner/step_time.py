@@ -229,7 +229,7 @@ def scored_load(load: Load, pass_spec: PassSpec, config: RunConfig, cp_size: int
     """Return the load of a score. Sequences that are tokenised anew are taken to fill the same share of their limit."""
     share = 1.0
     if pass_spec.longest is not None:
-        share = pass_spec.longest / (config.data.max_prompt_length + config.data.max_response_length)
+        share = pass_spec.longest / config.longest_sequence
     longer = replace(load, prompt=load.prompt * share + pass_spec.extra_tokens, response=load.response * share)
     return replace(longer, block_tokens=block_tokens(longer, pass_spec, cp_size))
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from megatron_rl.config.roles import answers_together
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.config.tasks import DPO
 from megatron_rl.ledger.planner.batch_arithmetic import task_table
 from megatron_rl.ledger.planner.hardware import Hardware
@@ -37,20 +36,19 @@ from megatron_rl.ledger.planner.time import Load
 from megatron_rl.observe.summary import layout_table
 
 
-def task_load(config: RunConfig, length: float) -> Load:
+def task_load(config: TaskConfig, length: float) -> Load:
     """Return the load of one step on sequences of `length` tokens."""
-    rows = config.data.train_batch_size * answers_together(config)
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    return Load(rows, 0.0, length, longest, mini_batch=rows, block_tokens=1)
+    rows = config.data.train_batch_size * config.answers_together
+    return Load(rows, 0.0, length, config.longest_sequence, mini_batch=rows, block_tokens=1)
 
 
-def task_time(models: RunModels, hardware: Hardware, load: Load) -> StepTime:
+def task_time(config: TaskConfig, models: RunModels, hardware: Hardware, load: Load) -> StepTime:
     """Return the seconds of one step: the update, the reference's pass where every batch has one, and with kto the
     passes over the step's prompts with other answers.
 
     Passes for validation, and those that compute a stored reference before the first step, do not count.
     """
-    config, seconds, pools = models.config, dict[str, float](), dict[str, tuple[str, ...]]()
+    seconds, pools = dict[str, float](), dict[str, tuple[str, ...]]()
     if hardware.is_measured:
         # The rate was measured with passes like these; whatever else they take is in the overheads.
         load = replace(load, efficiency_share=1.0)
@@ -61,7 +59,7 @@ def task_time(models: RunModels, hardware: Hardware, load: Load) -> StepTime:
         recompute = recomputed_share(pool, role) if role.is_trained else 0.0
         call = dispatch_seconds(pool.spec.size.num_nodes, pool.spec.size.num_ranks_per_node, hardware)
         if role.update is not None:
-            rows = replace(role.update, num_rows=role.update.num_rows * answers_together(config))
+            rows = replace(role.update, num_rows=role.update.num_rows * config.answers_together)
             asked = replace(load, block_tokens=block_tokens(load, rows, pool.grid.cp_size), recompute=recompute)
             seconds[role.update.phase] = estimator.train(asked) + call
         if role.score is not None and (role.update is None or has_baseline):
@@ -81,7 +79,7 @@ def task_time(models: RunModels, hardware: Hardware, load: Load) -> StepTime:
 class TaskPlan:
     """The plan of one task. length: assumed mean tokens of a sequence. changes: settings that together make it fit."""
 
-    config: RunConfig
+    config: TaskConfig
     models: RunModels
     memory: MemoryReport
     time: StepTime
@@ -89,18 +87,18 @@ class TaskPlan:
     changes: list[Change]
 
     @classmethod
-    def of(cls, config: RunConfig, hardware: Hardware, length: float | None = None) -> TaskPlan:
+    def of(cls, config: TaskConfig, hardware: Hardware, length: float | None = None) -> TaskPlan:
         """Plan a configuration that has passed preflight. length: None: half of the longest sequence."""
-        mean = length or (config.data.max_prompt_length + config.data.max_response_length) / 2
+        mean = length or config.longest_sequence / 2
         models = RunModels(config)
         memory = MemoryReport(hardware, plan_pools(models))
-        time = task_time(models, hardware, task_load(config, mean))
+        time = task_time(config, models, hardware, task_load(config, mean))
         return cls(config, models, memory, time, mean, [] if memory.fits else advice(config, models, hardware))
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens per second and rank, over all pools."""
-        tokens = self.config.data.train_batch_size * answers_together(self.config) * self.length
+        tokens = self.config.data.train_batch_size * self.config.answers_together * self.length
         return tokens / self.time.total / self.models.placement.world_size
 
     def as_json(self) -> dict[str, Any]:
