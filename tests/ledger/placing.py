@@ -92,7 +92,7 @@ def enumerated(work: MapWork) -> Iterator[float]:
 
     def choices(block: tuple[str, ...], units: int) -> list[PoolChoice]:
         if (block, units) not in made:
-            made[block, units] = list(pools._choices(block, units))
+            made[block, units] = list(pools.choices(block, units))
         return made[block, units]
 
     for partition in partitions(work.names):

@@ -97,7 +97,7 @@ def test_the_bound_loses_nothing(tmp_path, layers, memory, way, short_batch):
     if best is not None:
         assert found[0].seconds == pytest.approx(best)
     pools = Pools(work)
-    for choice in pools._choices(("actor", "reference"), 1):
+    for choice in pools.choices(("actor", "reference"), 1):
         grid = choice.grid
         assert grid is not None
         if grid.cp > 1:

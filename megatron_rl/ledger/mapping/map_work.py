@@ -164,8 +164,8 @@ class MapWork:
             for spec in specs
             if spec.kind != ROLLOUT
         }
-        self._cuts: dict[tuple[PassSpec, int], PassSpec] = {}
-        self._specs: dict[tuple[str, PassSpec], RoleSpec] = {}
+        self._least_generation: dict[int, float] = {}
+        self._generation: dict[tuple[GridShape, int, int], float] = {}
         self._loads: dict[tuple[str, PassSpec, float | None, int], Load] = {}
         self.actor = self.roles[ACTOR]
         self.rollout = next(spec for spec in specs if spec.kind == ROLLOUT)
@@ -193,23 +193,6 @@ class MapWork:
         """Tokens of the longest prompt and answer together."""
         return self.config.longest_sequence
 
-    # Passes with other micro-batches, each created once
-
-    def cut(self, pass_spec: PassSpec, value: int) -> PassSpec:
-        """Return a pass with `value` rows, or tokens, in a micro-batch."""
-        key = (pass_spec, value)
-        if key not in self._cuts:
-            has_rows = pass_spec.max_tokens is None
-            self._cuts[key] = replace(pass_spec, num_rows=value) if has_rows else replace(pass_spec, max_tokens=value)
-        return self._cuts[key]
-
-    def with_update(self, role: RoleWork, pass_spec: PassSpec) -> RoleSpec:
-        """Return the spec of a role with another update."""
-        key = (role.name, pass_spec)
-        if key not in self._specs:
-            self._specs[key] = replace(role.spec, update=pass_spec)
-        return self._specs[key]
-
     def pass_load(self, role: RoleWork, pass_spec: PassSpec, recompute: float | None, cp: int = 1) -> Load:
         """Return the load of a pass. recompute: share of a forward pass that an update runs twice; None: a score.
 
@@ -220,7 +203,7 @@ class MapWork:
             load = (
                 scored_load(self.load, pass_spec, self.config, max(cp, 1))
                 if recompute is None
-                else updated_load(self.load, self.with_update(role, pass_spec), self.config, recompute, max(cp, 1))
+                else updated_load(self.load, replace(role.spec, update=pass_spec), self.config, recompute, max(cp, 1))
             )
             self._loads[key] = load if cp else replace(load, block_tokens=1 << 50)
         return self._loads[key]
@@ -272,10 +255,6 @@ class MapWork:
             bounds[role.name] = (score, update)
         return bounds
 
-    @cached_property
-    def _least_generation(self) -> dict[int, float]:
-        return {}
-
     def least_generation(self, units: int) -> float:
         """Return a lower bound of the seconds of generation: the best TP with a cache that holds all sequences."""
         if units not in self._least_generation:
@@ -285,10 +264,6 @@ class MapWork:
                 default=math.inf,
             )
         return self._least_generation[units]
-
-    @cached_property
-    def _generation(self) -> dict[tuple[GridShape, int, int], float]:
-        return {}
 
     def generation(self, shape: GridShape, rollout_tp: int, max_seqs: int) -> float:
         """Return the seconds of generation where a replica decodes at most `max_seqs` sequences at once."""

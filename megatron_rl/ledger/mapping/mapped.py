@@ -148,11 +148,10 @@ def _fits(request: MapRequest, gpus: int) -> bool:
 def something_fits(request: MapRequest) -> bool:
     """Return whether a placement in one pool fits, or, on up to 16 machines, any placement."""
     search = Search(request.work)
-    sizes = search.names.sizes
     for partition in sorted(search.partitions, key=len):
         if len(partition) == 1:
             (block,) = partition
-            if any(search.pools.front(block, units) for units in reversed(sizes(block, request.cluster))):
+            if any(search.pools.front(block, units) for units in reversed(search.names.sizes(block))):
                 return True
     placed = search.run() if request.cluster.num_nodes <= 16 else []
     return bool(placed)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_rl.config.roles import ACTOR, ROLLOUT
 from megatron_rl.config.trainer import GLOBAL_POOL
-from megatron_rl.ledger.mapping.map_work import ClusterSize, MapWork
+from megatron_rl.ledger.mapping.map_work import MapWork
 
 Block = tuple[str, ...]
 HYBRID = "actor_rollout_ref.hybrid_engine"
@@ -56,9 +56,9 @@ class PoolNames:
             if role in self.kept
         )
 
-    def sizes(self, block: Block, cluster: ClusterSize) -> list[int]:
+    def sizes(self, block: Block) -> list[int]:
         """Return the sizes in units that a pool of these roles may have."""
-        return [units for units in cluster.sizes if self.work.keeps.allow(self.size_settings(block, units))]
+        return [units for units in self.work.cluster.sizes if self.work.keeps.allow(self.size_settings(block, units))]
 
     def size_settings(self, block: Block, units: int) -> dict[str, int]:
         """Return the settings (key -> value) of a pool's size."""

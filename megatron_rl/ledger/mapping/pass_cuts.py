@@ -102,12 +102,13 @@ class OnGrid:
         if cp > 1:  # a rank's part of a sequence that is filled up to equal chunks
             longest = 2 * -(-longest // (2 * cp))
         seen = set()
-        given = pass_spec.num_rows if pass_spec.max_tokens is None else pass_spec.max_tokens
-        values = [number * (1 if pass_spec.max_tokens is None else longest) for number in MULTIPLES]
-        if given >= (1 if pass_spec.max_tokens is None else longest):
+        limit = pass_spec.max_tokens
+        given, unit = (pass_spec.num_rows, 1) if limit is None else (limit, longest)
+        values = [number * unit for number in MULTIPLES]
+        if given >= unit:
             values = [given, *values] if pass_spec.key in work.keeps.values else [*values, given]
         for value in values:
-            cut = self.work.cut(pass_spec, value)
+            cut = replace(pass_spec, num_rows=value) if limit is None else replace(pass_spec, max_tokens=value)
             passes = self.passes(cut, pass_spec)
             if passes not in seen:
                 seen.add(passes)
@@ -117,7 +118,7 @@ class OnGrid:
         """Return the micro-batches of a pass. configured: the role's own pass, which tells whether it is an update."""
         spec = self.role.spec
         if configured is spec.update:
-            spec = self.work.with_update(self.role, pass_spec)
+            spec = replace(spec, update=pass_spec)
         multiple = self.grid.tp if self.grid.sequence_parallel else 1
         return passes_of(self.work.config, spec, pass_spec, self.dp, multiple, self.grid.cp)
 

@@ -104,15 +104,11 @@ class Pools:
             self._fronts[key] = self._made(block, units)
         return self._fronts[key]
 
-    def layouts(self, block: tuple[str, ...], units: int) -> list[PoolChoice]:
-        """Return all layouts, each with the fastest passes that fit."""
-        return list(self._choices(block, units))
-
     def _made(self, block: tuple[str, ...], units: int) -> list[PoolChoice]:
         """Compute the front: layouts without CP first, then those with CP that a lower bound does not rule out."""
         shape, names = self.work.cluster.shape(units), tuple(name for name in block if name != ROLLOUT)
         if not names:
-            return undominated(self._choices(block, units), [])
+            return undominated(self.choices(block, units), [])
         kept: list[PoolChoice] = []
         whole: dict[Grid, list[PoolChoice]] = {}
         every = self.grids(names, shape)
@@ -147,9 +143,8 @@ class Pools:
         if uncut and (ACTOR in block or ROLLOUT not in block):
             return uncut
         shape = self.work.cluster.shape(units)
-        roles = [self.on_grid(name, grid, shape) for name in block if name != ROLLOUT]
-        total = [sum(held.total for held in stage) for stage in zip(*(role.held for role in roles), strict=True)]
-        if max(total) > int(self.work.usable / SLACK):
+        roles = self._roles(block, grid, shape)
+        if min(self._free(roles)) < 0:
             return []
         if ROLLOUT in block:
             return list(self._generating(block, units, grid, roles, {}, (0.0, 0.0), rollout_sizes(self.work, shape)))
@@ -160,7 +155,7 @@ class Pools:
         """Return whether layouts that add CP of `cp` or more to `grid` cannot enter the front, whichever way they
         generate.
         """
-        roles = [self.on_grid(name, grid, ways[0].shape) for name in ways[0].block if name != ROLLOUT]
+        roles = self._roles(ways[0].block, grid, ways[0].shape)
         score, update = (
             sum(role.least_cut(kind, cp) for role in roles if kind in role.kinds) for kind in ("score", "update")
         )
@@ -173,15 +168,14 @@ class Pools:
             yield from self._on(block, units, grid)
             return
         self.num_layouts += 1
-        roles = [self.on_grid(name, grid, uncut[0].shape) for name in block if name != ROLLOUT]
-        total = [sum(held.total for held in stage) for stage in zip(*(role.held for role in roles), strict=True)]
-        options = self._fastest(roles, [int(self.work.usable / SLACK) - size for size in total])
+        roles = self._roles(block, grid, uncut[0].shape)
+        options = self._fastest(roles, self._free(roles))
         if options is not None:
             score, update = seconds_of(options)
             for choice in uncut:
                 yield replace(choice, grid=grid, options=options, score=score, update=update)
 
-    def _choices(self, block: tuple[str, ...], units: int) -> Iterator[PoolChoice]:
+    def choices(self, block: tuple[str, ...], units: int) -> Iterator[PoolChoice]:
         """Yield every choice of every layout."""
         shape = self.work.cluster.shape(units)
         names = tuple(name for name in block if name != ROLLOUT)
@@ -193,15 +187,22 @@ class Pools:
     def _on(self, block: tuple[str, ...], units: int, grid: Grid) -> Iterator[PoolChoice]:
         shape = self.work.cluster.shape(units)
         self.num_layouts += 1
-        roles = [self.on_grid(name, grid, shape) for name in block if name != ROLLOUT]
-        total = [sum(held.total for held in stage) for stage in zip(*(role.held for role in roles), strict=True)]
+        roles = self._roles(block, grid, shape)
         sizes = rollout_sizes(self.work, shape) if ROLLOUT in block else [0]
         if ACTOR in block or ROLLOUT not in block:
-            yield from self._with_passes(block, units, grid, roles, total, sizes)
+            yield from self._with_passes(block, units, grid, roles, self._free(roles), sizes)
             return
         for tp in sizes:  # the rollout's weights stay on the device together with the other roles
-            more = [size + self._own(tp) for size in total]
-            yield from self._with_passes(block, units, grid, roles, more, [tp])
+            yield from self._with_passes(block, units, grid, roles, self._free(roles, self._own(tp)), [tp])
+
+    def _roles(self, block: tuple[str, ...], grid: Grid, shape: GridShape) -> list[OnGrid]:
+        """Return the roles of a pool on one layout, without the rollout."""
+        return [self.on_grid(name, grid, shape) for name in block if name != ROLLOUT]
+
+    def _free(self, roles: Sequence[OnGrid], taken: int = 0) -> list[int]:
+        """Return the bytes of each sampled stage beside what the roles hold and `taken`; below 0: too large."""
+        stages = zip(*(role.held for role in roles), strict=True)
+        return [int(self.work.usable / SLACK) - taken - sum(held.total for held in stage) for stage in stages]
 
     def _with_passes(
         self,
@@ -209,14 +210,11 @@ class Pools:
         units: int,
         grid: Grid,
         roles: Sequence[OnGrid],
-        total: Sequence[int],
+        room: list[int],
         rollout_tps: Sequence[int],
     ) -> Iterator[PoolChoice]:
-        """Yield the choices of one layout, with the fastest passes that fit. total: permanent bytes of each sampled
-        stage.
-        """
+        """Yield the choices of one layout, with the fastest passes that fit. room: free bytes of each sampled stage."""
         shape = self.work.cluster.shape(units)
-        room = [int(self.work.usable / SLACK) - size for size in total]
         if min(room) < 0:
             return
         options = self._fastest(roles, room)

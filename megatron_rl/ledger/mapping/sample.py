@@ -50,7 +50,7 @@ def drawn(search: Search, random: Random) -> Placed | None:
         return None
     choices: list[PoolChoice] = []
     for block, units in zip(partition, random.choice(sizes), strict=True):
-        layouts = search.pools.layouts(block, units)
+        layouts = list(search.pools.choices(block, units))
         if not layouts:
             return None
         choices.append(random.choice(layouts))
@@ -61,7 +61,7 @@ def drawn(search: Search, random: Random) -> Placed | None:
 def allocations(search: Search, blocks: Sequence[Block], units: int) -> Iterator[tuple[int, ...]]:
     """Yield sizes of these pools that add up to `units`."""
     first, *others = blocks
-    for size in search.names.sizes(first, search.work.cluster):
+    for size in search.names.sizes(first):
         if not others and size == units:
             yield (size,)
         elif others and size < units:

@@ -13,10 +13,12 @@ pool.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from megatron_rl.config.roles import ACTOR, ROLLOUT
 from megatron_rl.ledger.mapping.map_work import MapWork
@@ -47,6 +49,16 @@ class Placed:
         return (self.ahead, *((choice.block, choice.units) for choice in self.choices))
 
 
+class PoolUnits(NamedTuple):
+    """Pools and their units: first the actor's, then a separate rollout's; the last generates. rest: the pools of all
+    other roles, which share the `left` units.
+    """
+
+    pools: tuple[tuple[Block, int], ...]
+    rest: tuple[Block, ...]
+    left: int
+
+
 @dataclass(frozen=True)
 class Others:
     """Pools with neither actor nor rollout. score, update: the longest of them, in seconds. work: the sum of
@@ -57,6 +69,11 @@ class Others:
     update: float
     choices: tuple[PoolChoice, ...] = ()
     work: tuple[float, float] = (0.0, 0.0)
+
+    def joined(self, choice: PoolChoice) -> Others:
+        """Return these pools and one more."""
+        work = (self.work[0] + choice.work[0], self.work[1] + choice.work[1])
+        return Others(max(self.score, choice.score), max(self.update, choice.update), (*self.choices, choice), work)
 
 
 class Search:
@@ -99,64 +116,47 @@ class Search:
         return -self._best[0][0] if len(self._best) >= KEPT else math.inf
 
     def _place(self, partition: tuple[Block, ...], ahead: int) -> None:
-        actor = next(block for block in partition if ACTOR in block)
-        rollout = next(block for block in partition if ROLLOUT in block)
-        rest = tuple(block for block in partition if block not in (actor, rollout))
-        for units, drawing in self._sizes(actor, rollout):
-            left = self.work.cluster.num_units - sum(units)
-            if left < len(rest) or self._least(actor, rollout, rest, units, drawing, left, ahead) >= self.threshold:
+        for allocation in self._allocations(partition):
+            if allocation.left < len(allocation.rest) or self._least(allocation, ahead) >= self.threshold:
                 self.num_skipped += 1
                 continue
-            trainers = self.pools.front(actor, units[0])
-            drawers = self.pools.front(rollout, units[1]) if len(units) > 1 else []
-            if not trainers or (len(units) > 1 and not drawers):
-                continue
-            others = self.others(rest)[left]
-            best = self._best_of(trainers, drawers, others, ahead)
+            fronts = [self.pools.front(block, units) for block, units in allocation.pools]
+            best = self._best_of(fronts, self.others(allocation.rest)[allocation.left], ahead) if all(fronts) else None
             if best is not None:
                 self.num_placements += 1
                 self._keep(best)
 
-    def _sizes(self, actor: Block, rollout: Block) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Yield the units of the actor's pool and of a separate rollout's pool, and the units that generate; large
-        first.
-        """
-        total = self.work.cluster.num_units
-        for mine in reversed(self.names.sizes(actor, self.work.cluster)):
-            if actor == rollout:
-                yield (mine,), mine
-                continue
-            for drawing in reversed(self.names.sizes(rollout, self.work.cluster)):
-                if mine + drawing <= total:
-                    yield (mine, drawing), drawing
+    def _allocations(self, partition: Sequence[Block]) -> Iterator[PoolUnits]:
+        """Yield all sizes of the pools with actor and rollout, large first."""
+        pools = sorted(
+            (block for block in partition if {ACTOR, ROLLOUT} & {*block}), key=lambda block: ACTOR not in block
+        )
+        rest = tuple(block for block in partition if block not in pools)
+        for sizes in itertools.product(*(reversed(self.names.sizes(block)) for block in pools)):
+            left = self.work.cluster.num_units - sum(sizes)
+            if left >= 0:
+                yield PoolUnits(tuple(zip(pools, sizes, strict=True)), rest, left)
 
-    def _best_of(
-        self, trainers: Sequence[PoolChoice], drawers: Sequence[PoolChoice], others: Sequence[Others], ahead: int
-    ) -> Placed | None:
+    def _best_of(self, fronts: Sequence[Sequence[PoolChoice]], others: Sequence[Others], ahead: int) -> Placed | None:
+        """Return the fastest placement. fronts: of the actor's pool and of a separate rollout's."""
         best: tuple[float, tuple[PoolChoice, ...]] | None = None
         shared = self.work.hardware.parallel_ranks
-        for trainer in trainers:
-            for drawer in drawers or (None,):
-                if drawer is None:
-                    alone, score, update = trainer.gen + trainer.reshard, trainer.score, trainer.update
-                    reshard, gen = trainer.reshard, trainer.gen
-                else:
-                    reshard, gen = max(trainer.reshard, drawer.reshard), drawer.gen
-                    alone = reshard + gen
-                    score, update = max(trainer.score, drawer.score), max(trainer.update, drawer.update)
-                works = [trainer.work] if drawer is None else [trainer.work, drawer.work]
-                for other in others:
-                    train = max(score, other.score) + max(update, other.update)
-                    if shared:
-                        # Pools that share cores take at least as long as all of their work together.
-                        scoring, updating = map(sum, zip(*works, other.work, strict=True))
-                        train = max(score, other.score, scoring / shared) + max(update, other.update, updating / shared)
-                    seconds = alone + train
-                    if ahead and drawer is not None and drawer.generation is not None:
-                        seconds = max(reshard + train, drawer.generation.steady)
-                    if best is None or seconds < best[0]:
-                        mine = (trainer,) if drawer is None else (trainer, drawer)
-                        best = (seconds, (*mine, *other.choices))
+        for choices in itertools.product(*fronts):
+            trainer, drawer = choices[0], choices[-1]
+            reshard, gen = max(trainer.reshard, drawer.reshard), drawer.gen
+            score, update = max(trainer.score, drawer.score), max(trainer.update, drawer.update)
+            works = [choice.work for choice in choices]
+            for other in others:
+                train = max(score, other.score) + max(update, other.update)
+                if shared:
+                    # Pools that share cores take at least as long as all of their work together.
+                    scoring, updating = map(sum, zip(*works, other.work, strict=True))
+                    train = max(score, other.score, scoring / shared) + max(update, other.update, updating / shared)
+                seconds = reshard + gen + train
+                if ahead and drawer.generation is not None:
+                    seconds = max(reshard + train, drawer.generation.steady)
+                if best is None or seconds < best[0]:
+                    best = (seconds, (*choices, *other.choices))
         return None if best is None else Placed(best[1], best[0], ahead)
 
     def _keep(self, placed: Placed) -> None:
@@ -180,28 +180,20 @@ class Search:
         total = self.work.cluster.num_units
         if not blocks:
             return [[Others(0.0, 0.0)] for _ in range(total + 1)]
-        *before, last = blocks
-        sizes = self.names.sizes(last, self.work.cluster)
+        *earlier, last = blocks
         fronts = {}
-        for units in sizes:
-            if units <= total - len(before):
+        for units in self.names.sizes(last):
+            if units <= total - len(earlier):
                 # A pool that alone takes longer than the kept placements cannot be part of a better one.
                 score, update = self._least_of(last, units)
                 fronts[units] = [] if score + update >= self.threshold else self.pools.front(last, units)
-        inner = self.others(tuple(before))
+        inner = self.others(tuple(earlier))
         fronts_of_units: list[list[Others]] = []
         for left in range(total + 1):
             made: list[Others] = list(fronts_of_units[-1]) if fronts_of_units else []
-            if left in fronts or before:
-                for units, front in fronts.items():
-                    if units <= left and (before or units == left):
-                        made += [
-                            Others(
-                                max(a.score, b.score), max(a.update, b.update), (*a.choices, b), _both(a.work, b.work)
-                            )
-                            for a in inner[left - units]
-                            for b in front
-                        ]
+            for units, front in fronts.items():
+                if units <= left and (earlier or units == left):
+                    made += [before.joined(choice) for before in inner[left - units] for choice in front]
             fronts_of_units.append(undominated_others(made))
         return fronts_of_units
 
@@ -212,43 +204,25 @@ class Search:
         work = [self.work.least_work[name] for name in block if name != ROLLOUT]
         return sum(score for score, _ in work) / ranks, sum(update for _, update in work) / ranks
 
-    def _least(
-        self,
-        actor: Block,
-        rollout: Block,
-        rest: Sequence[Block],
-        units: Sequence[int],
-        drawing: int,
-        left: int,
-        ahead: int,
-    ) -> float:
+    def _least(self, allocation: PoolUnits, ahead: int) -> float:
         """Return a lower bound of the seconds over all layouts of these pools."""
-        bounds = [self._least_of(actor, units[0])]
-        if len(units) > 1:
-            bounds.append(self._least_of(rollout, units[1]))
-        if rest:
-            bounds.append(self._least_of(tuple(name for block in rest for name in block), left))
+        bounds = [self._least_of(block, units) for block, units in allocation.pools]
+        if allocation.rest:
+            bounds.append(self._least_of(tuple(itertools.chain(*allocation.rest)), allocation.left))
         train = max(score for score, _ in bounds) + max(update for _, update in bounds)
-        return train if ahead else train + self.work.least_generation(drawing)
+        return train if ahead else train + self.work.least_generation(allocation.pools[-1][1])
 
     @cached_property
     def lower_bound(self) -> float:
         """A lower bound of the seconds of every placement."""
-        bound = math.inf
-        for partition in self.partitions:
-            actor = next(block for block in partition if ACTOR in block)
-            rollout = next(block for block in partition if ROLLOUT in block)
-            rest = tuple(block for block in partition if block not in (actor, rollout))
-            for units, drawing in self._sizes(actor, rollout):
-                left = self.work.cluster.num_units - sum(units)
-                if left >= len(rest):
-                    for ahead in self.aheads(partition):
-                        bound = min(bound, self._least(actor, rollout, rest, units, drawing, left, ahead))
-        return bound
-
-
-def _both(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
-    return (one[0] + other[0], one[1] + other[1])
+        bounds = (
+            self._least(allocation, ahead)
+            for partition in self.partitions
+            for allocation in self._allocations(partition)
+            if allocation.left >= len(allocation.rest)
+            for ahead in self.aheads(partition)
+        )
+        return min(bounds, default=math.inf)
 
 
 def undominated_others(others: Sequence[Others]) -> list[Others]:
