@@ -17,8 +17,7 @@ from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.problems import raise_problems
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.ledger.planner.expert_layout import ExpertLayouts
-from megatron_rl.ledger.planner.layout_rules import Layouts
+from megatron_rl.ledger.planner.layout_rules import ExpertLayouts, Layouts
 from megatron_rl.ledger.planner.model_folder import ModelSizes
 from megatron_rl.ledger.planner.preflight import preflight
 from megatron_rl.ledger.planner.stage_rules import spreads, stage_problems
