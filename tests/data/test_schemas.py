@@ -18,7 +18,7 @@ from megatron_rl.errors import ConfigError
 CHAT = [{"role": "user", "content": "what"}, {"role": "assistant", "content": "that"}]
 TEXT, MESSAGES = "text", "messages"
 
-#  stage, forms of the columns, keys, shape, names, words of the schema
+#  task, forms of the columns, keys, shape, names, words of the schema
 FOUND = [
     ("examples", {"messages": MESSAGES, "id": TEXT}, {}, "conversation", {"messages": "messages"}, "conversations"),
     (
@@ -114,15 +114,15 @@ FOUND = [
 ]
 
 
-@pytest.mark.parametrize(("stage", "forms", "keys", "shape", "names", "words"), FOUND)
-def test_columns_are_found(stage, forms, keys, shape, names, words):
+@pytest.mark.parametrize(("task", "forms", "keys", "shape", "names", "words"), FOUND)
+def test_columns_are_found(task, forms, keys, shape, names, words):
     """Shape, columns and the words of each schema. Would not catch a column whose later rows have another form."""
-    columns = find_columns("data", forms, ReadingOptions(**keys), stage)
+    columns = find_columns("data", forms, ReadingOptions(**keys), task)
     assert (columns.shape, columns.names) == (shape, names)
     assert words in str(columns) and all(f"{use}={name}" in str(columns) for use, name in names.items())
 
 
-#  stage, forms of the columns, keys, what the error says
+#  task, forms of the columns, keys, what the error says
 REFUSED = [
     (
         "examples",
@@ -162,11 +162,11 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("stage", "forms", "keys", "error"), REFUSED)
-def test_what_is_ambiguous_or_missing_is_refused_with_the_key(stage, forms, keys, error):
+@pytest.mark.parametrize(("task", "forms", "keys", "error"), REFUSED)
+def test_what_is_ambiguous_or_missing_is_refused_with_the_key(task, forms, keys, error):
     """The columns there are and the keys to set. Would not catch two meanings of one column."""
     with pytest.raises(ConfigError, match=error):
-        find_columns("data", forms, ReadingOptions(**keys), stage)
+        find_columns("data", forms, ReadingOptions(**keys), task)
 
 
 def test_tables_agree():

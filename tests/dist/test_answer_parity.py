@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from ranks import run_ranks
-from stage_cases import (
+from task_cases import (
     PlainLoop,
     answer_batch,
     answers_of,
@@ -15,7 +15,7 @@ from stage_cases import (
     assert_same,
     in_pairs,
     one_update,
-    stage_config,
+    task_config,
 )
 from test_layout_parity import often
 from tiny_models import save_qwen2, save_qwen3_moe, save_reward_model
@@ -32,7 +32,7 @@ ALONE = (1,) * 7
 BETA, BASELINE = 0.1, 0.3
 PREFERENCES = ("dpo", "ipo", "simpo", "orpo", "kto")
 NAMES = {REWARD: "critic", DPO: "actor"}
-OF_STAGE = {REWARD: ("all_pairs", RANKINGS), DPO: ("dpo", PAIRS)}
+OF_TASK = {REWARD: ("all_pairs", RANKINGS), DPO: ("dpo", PAIRS)}
 PACKED = ("actor_rollout_ref__model__use_remove_padding", "critic__model__use_remove_padding")
 ROLES = ("actor_rollout_ref__actor", "critic")
 ROWS = tuple(f"{role}__ppo_micro_batch_size_per_gpu" for role in ROLES)
@@ -49,20 +49,20 @@ def reward_path(tmp_path_factory) -> str:
 
 
 def run_layout(
-    path: str, stage: str, loss: str, sizes: tuple[int, ...], layout: tuple[int, int, int], **overrides
+    path: str, task: str, loss: str, sizes: tuple[int, ...], layout: tuple[int, int, int], **overrides
 ) -> list[dict]:
     """`one_update` on every rank; three prompts to a micro-batch unless told otherwise."""
     world_size, tp_size, pp_size = layout
-    keys = {"critic__model__path": path, "reward_training__loss": loss} if stage == REWARD else {"dpo__loss": loss}
-    config = stage_config(path, stage, tp_size, pp_size, **{**keys, **dict.fromkeys(ROWS, 3), **overrides})
-    batch, baseline = answer_batch(sizes, stage == REWARD), (BASELINE,) if loss == "kto" else ()
+    keys = {"critic__model__path": path, "reward_training__loss": loss} if task == REWARD else {"dpo__loss": loss}
+    config = task_config(path, task, tp_size, pp_size, **{**keys, **dict.fromkeys(ROWS, 3), **overrides})
+    batch, baseline = answer_batch(sizes, task == REWARD), (BASELINE,) if loss == "kto" else ()
     return run_ranks(world_size, one_update, config, batch, len(batch), *baseline)
 
 
 @functools.cache
-def one_process(path: str, stage: str) -> list[dict]:
+def one_process(path: str, task: str) -> list[dict]:
     """What the others are compared with."""
-    return run_layout(path, stage, *OF_STAGE[stage], (1, 1, 1))
+    return run_layout(path, task, *OF_TASK[task], (1, 1, 1))
 
 
 def plain_scores(plain: PlainLoop, sizes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -133,23 +133,23 @@ CASES = {
 @pytest.mark.parametrize("case", often(CASES, ("rankings TP2xDP2",)))
 def test_layouts_equal_one_process(case: str, policy_path: str, reward_path: str) -> None:
     """Would not catch an error that every layout shares with one process, which the plain loop does."""
-    stage, loss, sizes, layout, overrides = CASES[case]
-    path = reward_path if stage == REWARD else policy_path
+    task, loss, sizes, layout, overrides = CASES[case]
+    path = reward_path if task == REWARD else policy_path
     assert_same(
-        run_layout(path, stage, loss, sizes, LAYOUTS[layout], **overrides), one_process(path, stage), NAMES[stage], path
+        run_layout(path, task, loss, sizes, LAYOUTS[layout], **overrides), one_process(path, task), NAMES[task], path
     )
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("layout", "rows", "passes"), in_pairs(LAYOUTS))
-@pytest.mark.parametrize("stage", [REWARD, DPO])
-def test_all_layouts(stage: str, layout: str, rows: str, passes: str, policy_path: str, reward_path: str) -> None:
+@pytest.mark.parametrize("task", [REWARD, DPO])
+def test_all_layouts(task: str, layout: str, rows: str, passes: str, policy_path: str, reward_path: str) -> None:
     """Rankings and pairs of answers; every pair of an axis, a way to lay rows out, and several passes or one. Would not
     catch what only other losses do: they begin after the numbers of answers."""
-    path, loss, sizes = (reward_path if stage == REWARD else policy_path), *OF_STAGE[stage]
+    path, loss, sizes = (reward_path if task == REWARD else policy_path), *OF_TASK[task]
     overrides = dict.fromkeys(PACKED, rows == "packed") | dict.fromkeys(ROWS, 2 if passes == "accumulated" else 16)
     assert_same(
-        run_layout(path, stage, loss, sizes, LAYOUTS[layout], **overrides), one_process(path, stage), NAMES[stage], path
+        run_layout(path, task, loss, sizes, LAYOUTS[layout], **overrides), one_process(path, task), NAMES[task], path
     )
 
 
@@ -168,11 +168,11 @@ def test_blocks_by_tokens_and_ranks_without_rows(policy_path: str) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("stage", [REWARD, DPO])
-def test_expert_parallel_equals_one_process(stage: str, tmp_path) -> None:
+@pytest.mark.parametrize("task", [REWARD, DPO])
+def test_expert_parallel_equals_one_process(task: str, tmp_path) -> None:
     """EP2 over DP2; the reward model starts from a language model. Would not catch an auxiliary loss, which there is
     none of."""
     path = save_qwen3_moe(tmp_path)
     expert = dict.fromkeys((f"{key}__megatron__expert_model_parallel_size" for key in ROLES), 2)
-    found = run_layout(path, stage, *OF_STAGE[stage], LAYOUTS["DP2"], **expert)
-    assert_same(found, one_process(path, stage), NAMES[stage], path)
+    found = run_layout(path, task, *OF_TASK[task], LAYOUTS["DP2"], **expert)
+    assert_same(found, one_process(path, task), NAMES[task], path)

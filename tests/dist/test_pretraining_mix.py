@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from ranks import run_ranks
-from stage_cases import PlainLoop, token_batch
+from task_cases import PlainLoop, token_batch
 from test_layout_parity import LAYOUTS, NUM_ROWS, OPTIMIZER, relative, whole_weights
 from tiny_models import random_experience, run_config, save_qwen2, save_qwen3_moe
 

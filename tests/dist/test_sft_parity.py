@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ranks import run_ranks
-from stage_cases import PlainLoop, assert_equals_plain, assert_same, in_pairs, one_update, stage_config, token_batch
+from task_cases import PlainLoop, assert_equals_plain, assert_same, in_pairs, one_update, task_config, token_batch
 from tiny_models import save_qwen2, save_qwen3_moe
 
 from megatron_rl.config.tasks import SFT
@@ -22,7 +22,7 @@ def model_path(tmp_path_factory) -> str:
 
 
 def run_layout(model_path: str, world_size: int, tp_size: int, pp_size: int, **overrides) -> list[dict]:
-    config = stage_config(model_path, SFT, tp_size, pp_size, **{MICRO_BATCH: 4, **overrides})
+    config = task_config(model_path, SFT, tp_size, pp_size, **{MICRO_BATCH: 4, **overrides})
     return run_ranks(world_size, one_update, config, token_batch())
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import yaml
 
-FILES = ("training", "generation", "data_and_rewards", "runs", "stages")
+FILES = ("training", "generation", "data_and_rewards", "runs", "sft")
 ANY = "any"
 MACROS = {
     "<ROLE>": "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic,reward_model}",

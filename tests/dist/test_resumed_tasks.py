@@ -1,4 +1,4 @@
-"""A stage's role that was saved in one layout goes on in others as the uninterrupted run: metrics, weights, moments."""
+"""A task's role that was saved in one layout goes on in others as the uninterrupted run: metrics, weights, moments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from stage_cases import NAMES, answer_batch, token_batch
+from task_cases import NAMES, answer_batch, token_batch
 from test_resumed_roles import RATES, metrics_of, saved, start_saving
 from tiny_models import run_config, save_llama, save_reward_model
 
@@ -21,9 +21,9 @@ SIZES = {REWARD: (3, 2, 4, 2, 2, 2, 3), DPO: (2,) * 7}
 NUM_PROMPTS = 5
 
 
-def batch_of(stage: str, step: int):
+def batch_of(task: str, step: int):
     """Other rows in every step."""
-    batch = token_batch() if stage == SFT else answer_batch(SIZES[stage], score_token=stage == REWARD)
+    batch = token_batch() if task == SFT else answer_batch(SIZES[task], score_token=task == REWARD)
     drawn = torch.randperm(len(batch), generator=torch.Generator().manual_seed(step))
     return batch[drawn[:NUM_PROMPTS]]
 
@@ -32,39 +32,39 @@ def train(config, first: int, last: int, targets: dict[int, Path], source: Path 
     """Load `source`, take steps first to last, save after those in `targets`: the metrics of one rank."""
     from megatron_rl.roles.host import RankHost
 
-    stage, worker = config.trainer.stage, RankHost(config)
-    name = NAMES[stage]
+    task, worker = config.trainer.stage, RankHost(config)
+    name = NAMES[task]
     worker.build(name)
     role, where, metrics = worker.roles[name], worker.coordinates(), []
     if source is not None:
         role.checkpoint.load(source / name, pickle.loads((source / "states.pickle").read_bytes())[name])
     for step in range(first, last + 1):
         rows = torch.arange(NUM_PROMPTS).tensor_split(where.dp_size)[where.dp_rank]
-        mine = batch_of(stage, step)[rows]
-        told = () if stage == SFT else (NUM_PROMPTS,)
-        metrics.append((role.update_preferences if stage == DPO else role.update)(mine, *told))
+        mine = batch_of(task, step)[rows]
+        told = () if task == SFT else (NUM_PROMPTS,)
+        metrics.append((role.update_preferences if task == DPO else role.update)(mine, *told))
         if step in targets:
             assert start_saving(worker, targets[step]).finish(wait=True)
     return {"metrics": metrics if where.dp_collector else None}
 
 
-@pytest.mark.parametrize("stage", [SFT, REWARD, DPO])
-def test_other_layouts_go_on_alike(stage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("task", [SFT, REWARD, DPO])
+def test_other_layouts_go_on_alike(task: str, tmp_path: Path) -> None:
     """TP2xPP2 for two steps, then one process, and DP2, for two more, against TP2xPP2 for all four: within 1e-5.
 
     A Llama, because Adam makes full steps of rounding noise where a gradient is zero, as a key's bias has it. Would not
-    catch what a stage keeps beside its role, which tests/e2e/test_stage_runs.py and test_stage_ends.py resume.
+    catch what a task keeps beside its role, which tests/e2e/test_stage_runs.py and test_stage_ends.py resume.
     """
-    path = save_reward_model(tmp_path, "Llama") if stage == REWARD else save_llama(tmp_path / "model")
+    path = save_reward_model(tmp_path, "Llama") if task == REWARD else save_llama(tmp_path / "model")
 
     def run(ranks: int, tp_size: int, pp_size: int, first: int, targets: dict[int, Path], source: Path | None = None):
         keys = RATES | {"critic__model__path": path, "trainer__n_gpus_per_node": ranks}
-        config = for_task(run_config(path, tp_size, pp_size, **keys), stage)
+        config = for_task(run_config(path, tp_size, pp_size, **keys), task)
         return metrics_of(run_ranks(ranks, train, config, first, 4, targets, source))
 
     half, whole = tmp_path / "half", tmp_path / "whole"
     expected = run(4, 2, 2, 1, {2: half, 4: whole})
-    name = NAMES[stage]
+    name = NAMES[task]
     theirs = saved(whole / name)
     for ranks in (1, 2):
         target = tmp_path / str(ranks)

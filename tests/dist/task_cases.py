@@ -1,4 +1,4 @@
-"""One update of a stage's role on every rank of a layout, and the same by a plain loop of transformers and torch."""
+"""One update of a task's role on every rank of a layout, and the same by a plain loop of transformers and torch."""
 
 from __future__ import annotations
 
@@ -75,26 +75,26 @@ def answer_batch(sizes: tuple[int, ...], score_token: bool) -> AnswerBatch:
     return AnswerBatch(*fields, torch.ones(len(sizes)), batch_size=[len(sizes)])
 
 
-def stage_config(model_path: str, stage: str, tp_size: int, pp_size: int, **overrides):
+def task_config(model_path: str, task: str, tp_size: int, pp_size: int, **overrides):
     """With an optimizer whose step is proportional to the gradient."""
     groups = ("actor_rollout_ref__actor", "critic")
     optimizer = {f"{group}__optim__{key}": value for key, value in OPTIMIZER.items() for group in groups}
-    return for_task(run_config(model_path, tp_size, pp_size, **optimizer, **overrides), stage)
+    return for_task(run_config(model_path, tp_size, pp_size, **optimizer, **overrides), task)
 
 
 def one_update(config, batch, *arguments) -> dict:
-    """What one rank knows after one update of the stage's role, with what it scored before and after."""
+    """What one rank knows after one update of the task's role, with what it scored before and after."""
     from megatron_rl.roles.host import RankHost
     from megatron_rl.roles.model_source import named_parameters
 
-    stage = config.trainer.stage
-    worker, name = RankHost(config), NAMES[stage]
+    task = config.trainer.stage
+    worker, name = RankHost(config), NAMES[task]
     worker.build(name)
     role, where = worker.roles[name], worker.coordinates()
     rows = torch.arange(len(batch)).tensor_split(where.dp_size)[where.dp_rank]
     mine = batch[rows] if len(rows) else batch[:1].neutral()
-    score = {SFT: "log_likelihoods", DPO: "answer_log_probs", REWARD: "scores"}[stage]
-    update = role.update_preferences if stage == DPO else role.update
+    score = {SFT: "log_likelihoods", DPO: "answer_log_probs", REWARD: "scores"}[task]
+    update = role.update_preferences if task == DPO else role.update
 
     def scored():
         found = getattr(role, score)(mine)

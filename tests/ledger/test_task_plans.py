@@ -1,4 +1,4 @@
-"""Preflight, memory and time of stages that do not generate, from config.json alone."""
+"""Preflight, memory and time of tasks that do not generate, from config.json alone."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ LARGE = (
 
 @pytest.fixture
 def config(tmp_path):
-    def config(stage: str, *overrides: str) -> RunConfig:
+    def config(task: str, *overrides: str) -> RunConfig:
         file = tmp_path / "run.yaml"
         file.write_text("data: {train_files: a, val_files: b, max_length: 2048}\n")
         path = f"actor_rollout_ref.model.path={MODELS / 'llama-3-70b'}"
-        return for_task(load_config(file, [path, *LARGE, *overrides]), stage)
+        return for_task(load_config(file, [path, *LARGE, *overrides]), task)
 
     return config
 
@@ -56,7 +56,7 @@ def test_pairs_take_twice_the_activations(config) -> None:
     """A pass of one pair reads two rows, and a reference on the fly one more copy of the weights. Would not catch a
     reward model's head, whose one row is nothing beside the vocabulary's."""
     many = f"{ACTOR}.ppo_micro_batch_size_per_gpu=16"
-    tuned, pairs = (plan_stages(RunModels(config(stage, many)))[1].phases["update_actor"] for stage in ("sft", "dpo"))
+    tuned, pairs = (plan_stages(RunModels(config(task, many)))[1].phases["update_actor"] for task in ("sft", "dpo"))
     assert pairs["activations"] == pytest.approx(2 * tuned["activations"], rel=0.01)
     labelled = plan_stages(RunModels(config("dpo", many, "dpo.loss=kto")))[1].phases["update_actor"]
     assert labelled == tuned
@@ -71,8 +71,8 @@ def test_time_of_a_step(config) -> None:
     of each model. Would not catch a wrong share of the peak, which is PPO's."""
     hardware = load_hardware("h100")
     tuned, pairs, fly = (
-        TaskPlan.of(config(stage, *overrides), hardware, 1024.0)
-        for stage, overrides in (("sft", ()), ("dpo", ()), ("dpo", ("dpo.reference=on_the_fly",)))
+        TaskPlan.of(config(task, *overrides), hardware, 1024.0)
+        for task, overrides in (("sft", ()), ("dpo", ()), ("dpo", ("dpo.reference=on_the_fly",)))
     )
     assert pairs.time.total == pytest.approx(2 * tuned.time.total, rel=0.1)
     assert fly.time.total > pairs.time.total * 1.2 and set(fly.time.seconds) == {"ref", "update_actor"}
@@ -99,7 +99,7 @@ def test_a_profiled_machine_reaches_its_measured_rate(config) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "override", "key"),
+    ("task", "override", "key"),
     [
         ("sft", "data.max_length=9000", "data.max_length"),
         ("sft", f"{ACTOR}.megatron.tensor_model_parallel_size=3", f"{ACTOR}.megatron.tensor_model_parallel_size"),
@@ -109,10 +109,10 @@ def test_a_profiled_machine_reaches_its_measured_rate(config) -> None:
         ("sft", "data.truncation=middle", "data.truncation"),
     ],
 )
-def test_what_cannot_start_is_refused(config, stage: str, override: str, key: str) -> None:
+def test_what_cannot_start_is_refused(config, task: str, override: str, key: str) -> None:
     """With the key. Would not catch rows that are too long, which are found when files are read."""
-    assert preflight(config(stage), config_only=True) == []
-    problems = preflight(config(stage, override), config_only=True)
+    assert preflight(config(task), config_only=True) == []
+    problems = preflight(config(task, override), config_only=True)
     assert any(key in problem.settings for problem in problems), problems
 
 
@@ -134,7 +134,7 @@ def test_one_fault_is_one_sentence(config) -> None:
     ids=lambda one: one[0] if isinstance(one, tuple) else "",
 )
 def test_a_configuration_goes_to_its_own_command(arguments, said: str, monkeypatch, tmp_path) -> None:
-    """One that names its stage, given to another command. Would not catch one that names none, which has no other
+    """One that names its task, given to another command. Would not catch one that names none, which has no other
     columns than what the command looks for."""
     monkeypatch.chdir(MODELS.parents[1])
     file = "configs/stages/llama3_70b_sft.yaml"
@@ -154,7 +154,7 @@ def test_a_plan_that_cannot_fit_asks_for_more(config) -> None:
     assert not plan.memory.fits and plan.notes()[-1].endswith("take more GPUs")
 
 
-def test_what_belongs_to_rollouts_is_no_rule_of_a_stage(config) -> None:
+def test_what_belongs_to_rollouts_is_no_rule_of_a_task(config) -> None:
     """A rollout TP that fits nothing, and no ground truth. Would not catch a rule that nobody thought of."""
     assert preflight(config("sft", "actor_rollout_ref.rollout.tensor_model_parallel_size=5"), config_only=True) == []
 

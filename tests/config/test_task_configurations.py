@@ -1,4 +1,4 @@
-"""A configuration as each stage sees it: its roles, its steps, and which values it refuses."""
+"""A configuration as each task sees it: its roles, its steps, and which values it refuses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def config(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stage", "overrides", "missing"),
+    ("task", "overrides", "missing"),
     [
         ("reward", ("critic.model.path=c",), False),
         (None, ("critic.model.path=c", "trainer.stage=reward"), False),
@@ -35,11 +35,11 @@ def config(tmp_path):
         (None, ("critic.model.path=c",), True),
     ],
 )
-def test_a_reward_model_is_the_one_model_that_is_named(tmp_path, stage, overrides: tuple, missing: bool) -> None:
-    """Under its own keys. Would not catch a rule that reads the actor's model in that stage."""
+def test_a_reward_model_is_the_one_model_that_is_named(tmp_path, task, overrides: tuple, missing: bool) -> None:
+    """Under its own keys. Would not catch a rule that reads the actor's model in that task."""
     file = tmp_path / "run.yaml"
     file.write_text("data: {train_files: a, val_files: b}\n")
-    reading = read_run(file, overrides, stage)
+    reading = read_run(file, overrides, task)
     assert [list(one.settings) for one in reading.violations] == [["actor_rollout_ref.model.path"]] * missing
     if not missing:
         assert trained_roles(for_task(reading.config, "reward")) == {"critic": "c"}
@@ -47,7 +47,7 @@ def test_a_reward_model_is_the_one_model_that_is_named(tmp_path, stage, override
 
 
 @pytest.mark.parametrize(
-    ("stage", "overrides", "names", "trained"),
+    ("task", "overrides", "names", "trained"),
     [
         ("sft", (), ["actor"], {"actor": "m"}),
         ("reward", ("critic.model.path=c",), ["critic"], {"critic": "c"}),
@@ -57,11 +57,11 @@ def test_a_reward_model_is_the_one_model_that_is_named(tmp_path, stage, override
         ("ppo", (), ["actor", "critic", "rollout"], {"actor": "m", "critic": "m"}),
     ],
 )
-def test_roles_of_a_stage(config, stage: str, overrides: tuple[str, ...], names: list[str], trained: dict) -> None:
+def test_roles_of_a_task(config, task: str, overrides: tuple[str, ...], names: list[str], trained: dict) -> None:
     """Would not catch a role of the right name and the wrong kind, which the runs do."""
-    found = for_task(config(*overrides), stage)
+    found = for_task(config(*overrides), task)
     assert list(Placement.of(found).roles) == names and trained_roles(found) == trained
-    assert Placement.of(found).generates == (stage == "ppo")
+    assert Placement.of(found).generates == (task == "ppo")
 
 
 def test_a_step_is_one_update_of_every_example_once(config) -> None:
@@ -80,7 +80,7 @@ def test_a_step_is_one_update_of_every_example_once(config) -> None:
 
 
 def test_the_longest_row_is_prompt_and_answer_unless_told(config) -> None:
-    """And becoming a stage twice changes nothing. Would not catch a reader that ignores it."""
+    """And becoming a task twice changes nothing. Would not catch a reader that ignores it."""
     found = for_task(config("data.max_prompt_length=10", "data.max_response_length=6"), "sft")
     assert found.data.max_length == found.longest_sequence == 16
     assert for_task(found, "sft") == found
@@ -115,9 +115,9 @@ def test_keys_of_ppo_do_not_matter(config, task: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "truncation", "fits"), [("sft", "drop", True), ("sft", "middle", False), ("ppo", "drop", False)]
+    ("task", "truncation", "fits"), [("sft", "drop", True), ("sft", "middle", False), ("ppo", "drop", False)]
 )
-def test_truncation_belongs_to_a_stage(config, stage: str, truncation: str, fits: bool) -> None:
-    """Would not catch other keys that a stage ignores."""
-    problems = list(data_problems(for_task(config(f"data.truncation={truncation}"), stage)))
+def test_truncation_belongs_to_a_task(config, task: str, truncation: str, fits: bool) -> None:
+    """Would not catch other keys that a task ignores."""
+    problems = list(data_problems(for_task(config(f"data.truncation={truncation}"), task)))
     assert [list(problem.settings) for problem in problems] == ([] if fits else [["data.truncation"]])

@@ -1,4 +1,4 @@
-"""The memory plan of stages that do not generate against what CPU ranks hold in every phase: within 15%."""
+"""The memory plan of tasks that do not generate against what CPU ranks hold in every phase: within 15%."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def measured(config, folder: Path) -> tuple[int, dict[str, int], dict[str, dict[
     """(pipeline stage, phase -> bytes at the peak, phase -> what the ledger says) of one rank, in its second step."""
     from megatron_rl.roles.host import RankHost
 
-    stage, worker = config.trainer.stage, RankHost(config)
-    name = NAMES[stage]
+    task, worker = config.trainer.stage, RankHost(config)
+    name = NAMES[task]
     worker.build(name)
     if config.holds_reference:
         worker.build("reference")
@@ -49,9 +49,9 @@ def measured(config, folder: Path) -> tuple[int, dict[str, int], dict[str, dict[
         SFT: lambda: token_batch([full_example() for _ in range(count)]),
         REWARD: lambda: reward_batch(pairs),
         DPO: lambda: preference_batch(pairs),
-    }[stage]()
-    update, told = ("update", ()) if stage == SFT else ("update_preferences" if stage == DPO else "update", (ROWS,))
-    score = {SFT: "log_likelihoods", DPO: "answer_log_probs", REWARD: "scores"}[stage]
+    }[task]()
+    update, told = ("update", ()) if task == SFT else ("update_preferences" if task == DPO else "update", (ROWS,))
+    score = {SFT: "log_likelihoods", DPO: "answer_log_probs", REWARD: "scores"}[task]
     worker.run(name, update, (batch, *told), {})  # moments exist from here on
     worker.take_memory()
     trainable = worker.roles[name].trainable
@@ -94,10 +94,10 @@ CASES = {
 def test_measured_peaks_are_near_the_plan(case: str, tmp_path: Path) -> None:
     """Rows as long as may be, two pairs or four rows to a pass, in every phase but the start on every rank; moments and
     masters shared out over data-parallel ranks. Would not catch memory that never is a tensor's."""
-    stage, world_size, tp_size, pp_size, changes = CASES[case]
+    task, world_size, tp_size, pp_size, changes = CASES[case]
     (tmp_path / "model").mkdir()
     path = save_llama(tmp_path / "model", **SIZES, num_hidden_layers=NUM_LAYERS)
-    rows = 4 if stage == SFT else 2
+    rows = 4 if task == SFT else 2
     config = for_task(
         run_config(
             path,
@@ -111,7 +111,7 @@ def test_measured_peaks_are_near_the_plan(case: str, tmp_path: Path) -> None:
             critic__model__path=path,
             trainer__n_gpus_per_node=world_size,
         ),
-        stage,
+        task,
     )
     plan = plan_stages(RunModels(config))
     told, wrong = [], []
