@@ -124,10 +124,3 @@ def initialize_mpu(
             f"rank {groups.rank}: Megatron places it at (tp, cp, dp, pp, ep, etp) {megatrons}, the grid at {ours}"
         )
     return groups
-
-
-def destroy_mpu() -> None:
-    """Drop Megatron's groups, so that another grid can be made in this process (tests do)."""
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()

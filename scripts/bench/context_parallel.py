@@ -85,7 +85,7 @@ def trainable_of(megatron: MegatronConfig) -> tuple[Any, Any]:
 
 def one_step(arm: str, lengths: list[int]) -> tuple[float, float]:
     """(seconds of forward and backward on the slower rank, sum of log-probs)."""
-    from megatron_rl.parallel.mpu import destroy_mpu
+    from megatron.core import parallel_state
 
     cp_size, chooses, way = ARMS[arm]
     megatron = MegatronConfig(
@@ -113,7 +113,7 @@ def one_step(arm: str, lengths: list[int]) -> tuple[float, float]:
     [total] = numbers_over_ranks(trainable.pipeline.forward_backward(blocks, loss), trainable.groups.row_group).values()
     dist.barrier()
     seconds = time.perf_counter() - start
-    destroy_mpu()
+    parallel_state.destroy_model_parallel()
     return seconds, total
 
 

@@ -114,12 +114,13 @@ def moonlight_folder(folder: Path) -> Path:
 def counts_of_real_models(folder: str, world_size: int, megatron: MegatronConfig) -> dict[int, tuple[int, int]]:
     """Rank -> (parameters of the language model, of the value model), of every rank, one after the other."""
     import torch.distributed as dist
+    from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from transformers import AutoConfig
 
     from megatron_rl.device import Device
     from megatron_rl.model.gpt import build_language_model, build_value_model, transformer_config
-    from megatron_rl.parallel.mpu import destroy_mpu, initialize_mpu
+    from megatron_rl.parallel.mpu import initialize_mpu
     from third_party_patches import apply_patches
 
     apply_patches("cpu")
@@ -134,7 +135,7 @@ def counts_of_real_models(folder: str, world_size: int, megatron: MegatronConfig
             policy = build_language_model(hf_config, config, groups, vocab)
             critic = build_value_model(hf_config, config, groups, vocab, head_seed=1)
         found[rank] = (num_parameters(policy), num_parameters(critic))
-        destroy_mpu()
+        parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
     return found
 
