@@ -15,10 +15,10 @@ from megatron_rl.cli.options import ConfigPath, Overrides
 from megatron_rl.cli.output import say
 from megatron_rl.cluster.loading import without_collections
 from megatron_rl.cluster.signals import quit_on_signals, restore_signals
-from megatron_rl.config.one_rank import Config, collapsed
+from megatron_rl.config.one_rank import collapsed
 from megatron_rl.config.problems import raise_problems
 from megatron_rl.config.roles import Placement
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import Config, RunConfig
 from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.config.tasks import DPO, PPO, REWARD, SFT
 from megatron_rl.errors import ConfigError, StoppedBeforeStep

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, TypeVar
+from typing import Any
 
 from megatron_rl.config.megatron import LAYOUT_KEYS, MegatronConfig
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import Config
 from megatron_rl.config.trainer import GLOBAL_POOL
-
-Config = TypeVar("Config", bound=RunConfig)
 
 KEPT = {"dtype", "make_vocab_size_divisible_by"}
 """Keys of the layout that one rank takes from the actor; the others have their defaults, which share nothing."""

@@ -9,7 +9,7 @@ user's own.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from annotated_types import Ge, Gt, Le
 
@@ -469,3 +469,7 @@ class RunConfig:
     def ignores(self, key: str) -> bool:
         """Whether the command does not read a dotted key."""
         return False
+
+
+Config = TypeVar("Config", bound=RunConfig)
+"""The configuration of any command."""

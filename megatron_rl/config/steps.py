@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-from typing import TypeVar
 
-from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.schema import Config, RunConfig
 from megatron_rl.config.trainer import TrainerConfig
-
-Config = TypeVar("Config", bound=RunConfig)
 
 DEFAULT_EPOCHS = 30
 """Epochs of a run whose configuration sets neither steps nor epochs."""
