@@ -187,9 +187,9 @@ def test_killed_controller(command_line) -> None:
     run.wait_for(lambda: '"step": 1' in run.metrics(), timeout=240)
     assert len(run.workers()) == 2
     sockets, segments = opened(run.workers())
-    [mark] = run.marks
-    assert sockets and all(f"megatron_rl-{os.getuid()}/{mark}/" in path for path in sockets), sockets
-    assert segments and all(path.startswith(f"/dev/shm/megatron_rl-{mark}-") for path in segments), segments
+    [run_id] = run.run_ids
+    assert sockets and all(f"megatron_rl-{os.getuid()}/{run_id}/" in path for path in sockets), sockets
+    assert segments and all(path.startswith(f"/dev/shm/megatron_rl-{run_id}-") for path in segments), segments
     for rank in run.workers():
         listening = [one.laddr for one in rank.net_connections("inet") if one.status == psutil.CONN_LISTEN]
         assert listening and not [address for address in listening if address.ip in ("::", "0.0.0.0")], listening
