@@ -18,7 +18,7 @@ from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.dispatch import Future
 from megatron_rl.errors import StorageError
 from megatron_rl.hybrid_engine.hybrid_engine import TransitionReport
-from megatron_rl.losses.row_sums import total_rows
+from megatron_rl.losses.rows import total_rows
 from megatron_rl.observe.batch_metrics import length_metrics, score_metrics, throughput_metrics
 from megatron_rl.observe.loggers import MetricLogger
 from megatron_rl.observe.memory_ledger import memory_metrics

@@ -10,7 +10,7 @@ from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.losses.estimators import Estimator, Samples
 from megatron_rl.losses.rollout_correction import correct_rollout
-from megatron_rl.losses.row_sums import mean_rows, spread
+from megatron_rl.losses.rows import mean_rows, spread
 from megatron_rl.records import Experience, Generations, Prompts, known, ragged, ragged_from_lengths, row_lengths
 
 

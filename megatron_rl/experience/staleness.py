@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.losses.rollout_correction import measure
-from megatron_rl.losses.row_sums import max_rows, spread
+from megatron_rl.losses.rows import max_rows, spread
 from megatron_rl.records import Experience, row_lengths
 
 

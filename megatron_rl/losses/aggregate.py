@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_rl.losses.row_sums import spread, sum_rows
+from megatron_rl.losses.rows import spread, sum_rows
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_rl.losses.policy import LOG_RATIO_LIMIT
-from megatron_rl.losses.row_sums import mean_rows, sum_rows
+from megatron_rl.losses.rows import mean_rows, sum_rows
 
 if TYPE_CHECKING:
     from torch import Tensor

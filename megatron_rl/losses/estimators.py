@@ -13,7 +13,7 @@ from megatron_rl.config.declarations import ESTIMATORS, EstimatorNeeds, estimato
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.config.user_functions import load_function
 from megatron_rl.losses.advantages import gae, rewards_to_go, whiten
-from megatron_rl.losses.row_sums import spread, total_rows
+from megatron_rl.losses.rows import spread, total_rows
 
 if TYPE_CHECKING:
     from torch import Tensor

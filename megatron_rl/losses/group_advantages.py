@@ -14,7 +14,7 @@ from megatron_rl.config.declarations import EstimatorNeeds, estimator
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.losses.advantages import whiten
 from megatron_rl.losses.estimators import Samples, required
-from megatron_rl.losses.row_sums import spread
+from megatron_rl.losses.rows import spread
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,9 +44,7 @@ def estimate_rloo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Te
 
     RLOO: Ahmadian et al., arXiv:2402.14740.
     """
-    index, sizes = _numbered(samples.groups)
-    centred = _centred(samples.totals, index, sizes)
-    return samples.on_tokens(centred * (sizes / (sizes - 1).clamp(min=1))[index])
+    return samples.on_tokens(rloo(samples.totals, samples.groups))
 
 
 @estimator("opo", needs=GROUP)
@@ -131,6 +129,12 @@ def normalised(scores: Tensor, groups: Tensor, by_std: bool) -> Tensor:
     index, sizes = _numbered(groups)
     centred = _centred(scores, index, sizes)
     return centred / (_stds(scores, index, sizes)[index] + EPSILON) if by_std else centred
+
+
+def rloo(scores: Tensor, groups: Tensor) -> Tensor:
+    """[B]: each score minus the mean of the others of its group; `estimate_rloo` and estimators of users call it."""
+    index, sizes = _numbered(groups)
+    return _centred(scores, index, sizes) * (sizes / (sizes - 1).clamp(min=1))[index]
 
 
 def minus_group_mean(scores: Tensor, groups: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from megatron_rl.config.correction import RolloutCorrectionConfig
 from megatron_rl.config.declarations import POLICY_LOSSES, policy_loss
 from megatron_rl.config.schema import ActorConfig
 from megatron_rl.config.user_functions import load_function
-from megatron_rl.losses.row_sums import mean_counted, spread
+from megatron_rl.losses.rows import mean_counted, spread
 
 if TYPE_CHECKING:
     from torch import Tensor

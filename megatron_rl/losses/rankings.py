@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron_rl.config.declarations import reward_model_loss
 from megatron_rl.config.tasks import RewardTrainingConfig
-from megatron_rl.losses.row_sums import mean_rows, row_of_token, sum_rows
+from megatron_rl.losses.rows import mean_rows, row_of_token, sum_rows
 from megatron_rl.losses.terms import Answers, ItemTerms, log_sigmoid, mean_metric, pair_metrics
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megatron_rl.config.declarations import policy_loss
 from megatron_rl.config.schema import ActorConfig
 from megatron_rl.losses.policy import PolicyTerms, PolicyTokens, limited_exp
-from megatron_rl.losses.row_sums import mean_counted, spread
+from megatron_rl.losses.rows import mean_counted, spread
 
 if TYPE_CHECKING:
     from torch import Tensor

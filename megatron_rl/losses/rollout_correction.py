@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from megatron_rl.config.correction import Criterion, RolloutCorrectionConfig, criteria, importance_bounds
 from megatron_rl.losses.correction_metrics import criterion_metrics, mask_metrics, mismatch_metrics, weight_metrics
 from megatron_rl.losses.policy import LOG_RATIO_LIMIT
-from megatron_rl.losses.row_sums import max_rows, mean_rows, spread, sum_rows
+from megatron_rl.losses.rows import max_rows, mean_rows, spread, sum_rows
 
 if TYPE_CHECKING:
     from torch import Tensor

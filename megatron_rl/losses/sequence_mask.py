@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_rl.losses.policy import PolicyTokens
-from megatron_rl.losses.row_sums import mean_counted, spread
+from megatron_rl.losses.rows import mean_counted, spread
 
 if TYPE_CHECKING:
     from torch import Tensor

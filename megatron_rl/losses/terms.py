@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_rl.losses.row_sums import mean_counted, sum_rows
+from megatron_rl.losses.rows import mean_counted, sum_rows
 
 if TYPE_CHECKING:
     from torch import Tensor

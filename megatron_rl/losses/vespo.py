@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_rl.config.declarations import policy_loss
 from megatron_rl.config.schema import ActorConfig
 from megatron_rl.losses.policy import PolicyTerms, PolicyTokens, limited_exp
-from megatron_rl.losses.row_sums import spread, sum_rows
+from megatron_rl.losses.rows import spread, sum_rows
 
 KEYS = tuple(f"policy_loss.vespo_{name}" for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg"))
 

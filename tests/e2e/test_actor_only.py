@@ -20,7 +20,7 @@ OWN = """
 from dataclasses import replace
 from megatron_rl.losses.group_advantages import rloo
 from megatron_rl.losses.policy import vanilla_loss
-from megatron_rl.losses.row_sums import spread
+from megatron_rl.losses.rows import spread
 
 def mine(samples, config):
     tokens = spread(rloo(samples.totals, samples.groups), samples.lengths)
