@@ -27,14 +27,14 @@ def _is_group(hint: Any) -> bool:
 
 
 @cache
-def _fields(group: type) -> dict[str, type | Constraints]:
+def fields_of(group: type) -> dict[str, type | Constraints]:
     """Name of each field of a dataclass -> the group below it, or the constraints of its value."""
     hints = typing.get_type_hints(group, include_extras=True)
     return {name: hint if _is_group(hint) else constraints_of(hint) for name, hint in hints.items()}
 
 
 def _leaves(group: type, prefix: str = "") -> Iterator[tuple[str, Constraints]]:
-    for name, field in _fields(group).items():
+    for name, field in fields_of(group).items():
         if isinstance(field, Constraints):
             yield prefix + name, field
         else:

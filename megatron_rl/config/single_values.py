@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.config.constraints import Constraints
-from megatron_rl.config.keys import REF, ROLLOUT, default_of, leaf_of, leaves_of, value_of
+from megatron_rl.config.keys import LEAVES, REF, ROLLOUT, default_of, leaves_of, value_of
 from megatron_rl.config.megatron import LAYOUT_KEYS
 from megatron_rl.config.roles import ROLLOUT as ROLLOUT_ROLE
 from megatron_rl.config.roles import roles_of
@@ -93,7 +93,7 @@ def _sample_problems(config: RunConfig) -> Iterator[Violation]:
     prompts, answers = config.batch_sizes.num_generated_prompts, config.batch_sizes.samples_per_prompt
     key = "data.train_batch_size" if prompts == config.data.train_batch_size else "data.gen_batch_size"
     sizes = {key: prompts, f"{ROLLOUT}.n": answers}
-    is_each_sensible = all(1 <= size <= ((leaf := leaf_of(name)) and leaf.most or MOST) for name, size in sizes.items())
+    is_each_sensible = all(1 <= size <= (LEAVES[name].most or MOST) for name, size in sizes.items())
     if is_each_sensible and prompts * answers > MOST_SAMPLES:
         rule = f"are {prompts * answers} samples of a batch, and must be at most {MOST_SAMPLES}"
         yield Violation(sizes, rule, sizes | {key: MOST_SAMPLES // answers})

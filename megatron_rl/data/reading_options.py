@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from megatron_rl.config.constraints import OneOf, constraints_of
+from megatron_rl.config.constraints import Constraints, OneOf
+from megatron_rl.config.keys import fields_of
 from megatron_rl.config.problems import refused
 from megatron_rl.config.tasks import TaskDataConfig
 from megatron_rl.errors import ConfigError
@@ -51,10 +52,11 @@ class ReadingOptions(TaskDataConfig):
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a value that breaks a constraint of its field, with the nearest that keeps it."""
-        hints = get_type_hints(type(self), include_extras=True)
+        group: type = type(self)
+        constraints = fields_of(group)
         for option in fields(self):
-            value, constraints = getattr(self, option.name), constraints_of(hints[option.name])
-            if value is not None and not constraints.holds(value):
-                raise refused(constraints.violation(f"data.{option.name}", value, option.default, None))
+            value, constraint = getattr(self, option.name), constraints[option.name]
+            if value is not None and isinstance(constraint, Constraints) and not constraint.holds(value):
+                raise refused(constraint.violation(f"data.{option.name}", value, option.default, None))
         if self.bad_rows == "skip" and self.bad_rows_file is None:
             raise ConfigError("data.bad_rows=skip needs data.bad_rows_file, a path for the list of what was skipped")

@@ -54,7 +54,7 @@ def estimate_opo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Ten
     OPO: Hao et al., arXiv:2505.23585, the baseline of least variance when an answer's gradient grows with its length.
     An answer without a token has no weight; the baseline is 0 for a group of such answers and for a lone answer.
     """
-    scores, (index, sizes) = samples.totals, _numbered(samples.groups)
+    scores, (index, sizes) = samples.totals, numbered(samples.groups)
     weights = samples.lengths.to(scores.dtype)
     baselines = _sums(weights * scores, index, sizes) / _sums(weights, index, sizes).clamp(min=1)
     advantages = scores - baselines.where(sizes > 1, 0.0)[index]
@@ -79,7 +79,7 @@ def estimate_grpo_passk(samples: Samples, config: AlgorithmConfig) -> tuple[Tens
     What one answer adds to the group's best score, Pass@k (Tang et al., arXiv:2503.19595). Two answers that share the
     best score add nothing. `norm_adv_by_std_in_grpo=false`: without the division.
     """
-    scores, (index, sizes) = samples.totals, _numbered(samples.groups)
+    scores, (index, sizes) = samples.totals, numbered(samples.groups)
     nothing = scores.new_full((sizes.numel(),), float("-inf"))
     largest = nothing.scatter_reduce(0, index, scores, "amax")
     is_best = scores == largest[index]
@@ -126,14 +126,14 @@ def estimate_gdpo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Te
 
 def normalised(scores: Tensor, groups: Tensor, by_std: bool) -> Tensor:
     """(r - group mean), over (group std + EPSILON) where `by_std`; [B]."""
-    index, sizes = _numbered(groups)
+    index, sizes = numbered(groups)
     centred = _centred(scores, index, sizes)
     return centred / (_stds(scores, index, sizes)[index] + EPSILON) if by_std else centred
 
 
 def rloo(scores: Tensor, groups: Tensor) -> Tensor:
     """[B]: each score minus the mean of the others of its group; `estimate_rloo` and estimators of users call it."""
-    index, sizes = _numbered(groups)
+    index, sizes = numbered(groups)
     return _centred(scores, index, sizes) * (sizes / (sizes - 1).clamp(min=1))[index]
 
 
@@ -142,8 +142,8 @@ def minus_group_mean(scores: Tensor, groups: Tensor) -> Tensor:
     return normalised(scores, groups, by_std=False)
 
 
-def _numbered(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """(each answer's group, counted from 0, [B]; answers in each group [G])."""
+def numbered(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each answer's group, counted from 0, int64 [B], and the number of answers in each group, int64 [G]."""
     _, index, sizes = groups.unique(return_inverse=True, return_counts=True)
     return index, sizes
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megatron_rl.config.declarations import EstimatorNeeds, estimator
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.losses.estimators import Samples
-from megatron_rl.losses.group_advantages import EPSILON, minus_group_mean
+from megatron_rl.losses.group_advantages import EPSILON, minus_group_mean, numbered
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,5 +24,5 @@ def estimate_max_rl(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, 
     centred = minus_group_mean(scores, samples.groups)
     means = scores - centred  # 0 of a lone answer, which keeps its score
     advantages = (centred / (means + EPSILON)).where(means > 0, 0.0)
-    _, index, sizes = samples.groups.unique(return_inverse=True, return_counts=True)
+    index, sizes = numbered(samples.groups)
     return samples.on_tokens(advantages.where(sizes[index] > 1, scores))

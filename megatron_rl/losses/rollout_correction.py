@@ -94,7 +94,7 @@ def correct_rollout(
 ) -> tuple[Tensor | None, Tensor | None, dict[str, float]]:
     """(weights [T] or None, 1.0 where a token is kept [T] or None, metrics) as `config` says; log-probs [T].
 
-    None where nothing of that kind is configured. Weights and their metrics cover all samples, those left out too; the
+    None if nothing of that kind is configured. Weights and their metrics cover all samples, those left out too; the
     metrics are taken before weights are normalised. Without a token there are no metrics.
     """
     some = trainer_log_probs.numel() > 0
