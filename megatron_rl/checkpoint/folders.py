@@ -151,13 +151,13 @@ def sweep(root: Path) -> list[Path]:
 
     Also writes the number of the newest checkpoint, if the run was killed before it could.
     """
-    found = find(root)
-    in_use = {one.path for one in found}
+    folders = find(root)
+    in_use = {one.path for one in folders}
     leftovers = sorted(path for path, _, suffix in _named(root) if suffix and path not in in_use)
     for path in leftovers:
         _delete(path)
     (root / (LATEST + UNFINISHED)).unlink(missing_ok=True)
-    ours = [one.step for one in found if (step_folder(root, one.step) / MANIFEST).is_file()]
+    ours = [one.step for one in folders if (step_folder(root, one.step) / MANIFEST).is_file()]
     if ours and _read_latest(root) != str(ours[0]):
         _write_latest(root, ours[0])
     return leftovers

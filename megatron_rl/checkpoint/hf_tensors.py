@@ -20,7 +20,7 @@ Index = tuple[int | slice, ...]
 class HFTensor:
     """One tensor of a Hugging Face folder: a segment of a Megatron parameter, or one expert of it.
 
-    parameter: the Megatron name, layers counted over the whole model. expert: None where the segment is the tensor.
+    parameter: the Megatron name, layers counted over the whole model. expert: None if the segment is the tensor.
     """
 
     name: str
@@ -55,21 +55,21 @@ class TensorPiece:
 
 def hf_tensors(specs: dict[str, ParamSpec]) -> list[HFTensor]:
     """Every tensor of the folder once, in the order of `specs`; of copies (a tied head) the first."""
-    found: dict[str, HFTensor] = {}
+    tensors: dict[str, HFTensor] = {}
     for parameter, spec in specs.items():
         for segment, name in enumerate(spec.hf_names):
             if not spec.tensor.is_expert:
-                found.setdefault(name, HFTensor(name, parameter, spec, segment))
+                tensors.setdefault(name, HFTensor(name, parameter, spec, segment))
                 continue
             for expert in range(spec.tensor.segments[segment].shape[0]):
                 single = name.format(expert=expert)
-                found.setdefault(single, HFTensor(single, parameter, spec, segment, expert))
-    return list(found.values())
+                tensors.setdefault(single, HFTensor(single, parameter, spec, segment, expert))
+    return list(tensors.values())
 
 
 def pieces(tensor: HFTensor, holders: Iterable[int], places: dict[int, Place]) -> list[TensorPiece]:
     """The pieces that make up `tensor`, each from the first of `holders` (ranks that have a shard) that has it."""
-    found: dict[tuple[Any, ...], TensorPiece] = {}
+    by_box: dict[tuple[Any, ...], TensorPiece] = {}
     for rank in holders:
         for part in shard_of(tensor.spec.tensor, places[rank]).parts:
             if part.segment != tensor.segment:
@@ -81,8 +81,8 @@ def pieces(tensor: HFTensor, holders: Iterable[int], places: dict[int, Place]) -
                 if not first <= tensor.expert < stop:
                     continue
                 source = (part.at[0] + tensor.expert - first, *source[1:])
-            found.setdefault(box, TensorPiece(rank, source, box_index(box)))
-    return list(found.values())
+            by_box.setdefault(box, TensorPiece(rank, source, box_index(box)))
+    return list(by_box.values())
 
 
 def put_together(tensor: HFTensor, parts: Iterable[tuple[TensorPiece, torch.Tensor]]) -> torch.Tensor:

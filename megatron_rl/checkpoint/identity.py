@@ -47,7 +47,7 @@ def computed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     rope, defaults = rope_of(settings), _defaults(family)
     theta = rope.get("rope_theta", settings.get("rope_theta"))
     spelling = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "rms_norm_eps": settings.get("rms_norm_eps") or defaults["rms_norm_eps"],
         "rope_theta": theta or defaults["rope_theta"],
         "rope_type": rope_type(settings),
@@ -55,27 +55,31 @@ def computed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
         "sliding_window": sliding_window(family, settings),
     }
     if ropes := ropes_of(family.attention, settings):
-        found |= {"rope_theta": None, "rope_type": None, "rope_scaling": ropes}
-    found |= _attention_choices(family, settings)
+        facts |= {"rope_theta": None, "rope_type": None, "rope_scaling": ropes}
+    facts |= _attention_choices(family, settings)
     if family.is_moe:
         routing = Routing.from_hf(family, settings)
-        found |= {"num_experts_per_tok": routing.experts_per_token, "norm_topk_prob": routing.normalised}
-        found |= {"dense_layers": list(routing.dense_layers)} if routing.dense_layers else {}
+        facts |= {"num_experts_per_tok": routing.experts_per_token, "norm_topk_prob": routing.normalised}
+        facts |= {"dense_layers": list(routing.dense_layers)} if routing.dense_layers else {}
         if routing.scoring is not None:
-            found |= {"groups": [routing.num_groups, routing.groups_per_token], "routed_scaling_factor": routing.scale}
-    return found
+            facts |= {"groups": [routing.num_groups, routing.groups_per_token], "routed_scaling_factor": routing.scale}
+    return facts
 
 
 def _attention_choices(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of attention and head that only some families have."""
-    keys, found = family.attention, dict[str, Any]()
+    keys, chosen = family.attention, dict[str, Any]()
     if keys.partial_rotary is not None:
-        found["partial_rotary_factor"] = rotary_share(keys, settings)
+        chosen["partial_rotary_factor"] = rotary_share(keys, settings)
     if keys.scale is not None:
         shape = attention_shape(keys, settings, settings["head_dim"])
-        found |= {"attention_scale": shape.scale, "attention_soft_cap": shape.soft_cap, "windows": list(shape.windows)}
+        chosen |= {
+            "attention_scale": shape.scale,
+            "attention_soft_cap": shape.soft_cap,
+            "windows": list(shape.windows),
+        }
     cap = head_cap(settings)
-    return found if cap is None else found | {"final_logit_softcapping": cap}
+    return chosen if cap is None else chosen | {"final_logit_softcapping": cap}
 
 
 def end_tokens(folder: Path, settings: Mapping[str, Any]) -> list[int] | None:
@@ -95,21 +99,21 @@ def end_tokens(folder: Path, settings: Mapping[str, Any]) -> list[int] | None:
 
 def folder_identity(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     """All parts of the identity, by name; JSON-ready. Unreadable files are left out: other rules report them."""
-    found = computed_settings(settings)
+    facts = computed_settings(settings)
     if not any(name in REWARD_FAMILIES for name in settings["architectures"]):
         ends = end_tokens(folder, settings)
-        found |= {} if ends is None else {"eos_token_id": ends}
+        facts |= {} if ends is None else {"eos_token_id": ends}
     try:
         tensors, faults = read_weight_files(folder)
         if tensors and not faults:
-            found["weights"] = weights_digest(tensors)
+            facts["weights"] = weights_digest(tensors)
         for name in TOKENIZER_FILES:
             if (folder / name).is_file():
                 with (folder / name).open("rb") as file:
-                    found[name] = hashlib.file_digest(file, "sha256").hexdigest()[:SHOWN]
+                    facts[name] = hashlib.file_digest(file, "sha256").hexdigest()[:SHOWN]
     except OSError:
         pass  # a file that went while it was read
-    return found
+    return facts
 
 
 def weights_digest(tensors: Mapping[str, StoredTensor]) -> str:

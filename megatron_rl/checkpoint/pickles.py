@@ -76,15 +76,15 @@ def forbidden_globals(path: Path) -> set[str]:
     Empty for the `.metadata` and `common.pt` of our checkpoints. Nothing is executed. Raises OSError.
     """
     data = path.read_bytes()
-    found = set()
+    names = set()
     try:
         pickle = data if path.name == METADATA else _pickle_of_archive(data)
         for name in _globals_of(pickle):
             if name not in HARMLESS:
-                found.add(name if name.startswith("<") else name.replace(" ", "."))
+                names.add(name if name.startswith("<") else name.replace(" ", "."))
     except (ValueError, zipfile.BadZipFile) as error:
-        found.add(f"<not a file of this kind: {error}>")
-    return found
+        names.add(f"<not a file of this kind: {error}>")
+    return names
 
 
 def _globals_of(pickle: bytes) -> Iterator[str]:

@@ -167,16 +167,16 @@ def _checked(folder: Path, models: Models, checksums: bool) -> Manifest:
 
 
 def _differences(manifest: Manifest, models: Models) -> list[str]:
-    found = []
+    differences = []
     for role, identity in models.items():
         saved = manifest.models.get(role)
         if saved is None:
-            found.append(f"it has no {role}, but {', '.join(manifest.models)}")
+            differences.append(f"it has no {role}, but {', '.join(manifest.models)}")
             continue
         for name, value in identity.items():
             if saved.get(name) != value:
-                found.append(f"{name} of the {role} is {saved.get(name)}, and configured is {value}")
-    return found
+                differences.append(f"{name} of the {role} is {saved.get(name)}, and configured is {value}")
+    return differences
 
 
 def _nearest_usable(folder: Path, root: Path, models: Models) -> Path | None:

@@ -40,7 +40,7 @@ class CallsFailed(Exception):
 
 
 class RankCalls:
-    """Calls the ranks behind `handles`, in rank order, and keeps every call that nobody has waited for yet.
+    """Calls the ranks behind `handles`, in rank order, and keeps every call that has not been waited for.
 
     node_size: consecutive ranks that the driver calls through the first of them; 1: the driver calls each rank.
     grace_s: seconds in which the peers of a failed rank may report their own failures.
@@ -120,7 +120,7 @@ class RankCalls:
                 return [answer for value, ranks in pairs for answer in (value if len(ranks) > 1 else [value])]
 
     def raise_if_failed(self) -> None:
-        """Raise CallsFailed for failures in open calls, for which nobody may ever wait."""
+        """Raise CallsFailed for failures in open calls, which may never be waited for."""
         self._raise_for_heartbeats()
         if self._open and self._answered_failures(timeout=0):
             raise CallsFailed(self.failures(self._grace_s))

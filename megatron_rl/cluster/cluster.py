@@ -24,7 +24,7 @@ class Pool(Protocol):
         """Return the handle of the methods of its hosts."""
 
     def raise_if_failed(self) -> None:
-        """Raise where a rank has failed in a call that nobody waits for."""
+        """Raise if a rank has failed in a call that is not waited for."""
 
 
 class Cluster(Protocol):

@@ -17,7 +17,7 @@ class PoolInDomain(Protocol):
     name: str
 
     def raise_if_failed(self) -> None:
-        """Raise, and end the domain, where a rank has failed in a call that nobody has waited for yet."""
+        """Raise, and end the domain, if a rank has failed in a call that has not been waited for."""
 
     def failures_now(self) -> list[RankFailure]:
         """Return the failures of its ranks so far."""

@@ -2,7 +2,7 @@
 
     python -I -S fork_client.py KEY MODULE[,MODULE...] VARIABLE LIMIT_S default_worker.py ARGUMENT...
 
-It starts the server where there is none, and passes on its arguments, environment and open files. It and the forked
+It starts the server if there is none, and passes on its arguments, environment and open files. It and the forked
 process end together, with the same status. If the server cannot serve within LIMIT_S, because an import fails or takes
 too long, this command becomes the process itself, which imports its modules. VARIABLE is left out of the server's
 environment: it names the replica that a process ends with, and the server must outlive replicas.

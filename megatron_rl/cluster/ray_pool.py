@@ -229,7 +229,7 @@ class RayPool:
             self._processes.kill()
 
     def raise_if_failed(self) -> None:
-        """Raise, and end all pools of the domain, where a rank has failed in a call that nobody may ever wait for."""
+        """Raise, and end all pools of the domain, if a rank has failed in any call, waited for or not."""
         self._looked_at = time.monotonic()
         if self._calls is not None:
             try:

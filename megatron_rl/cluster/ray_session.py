@@ -49,7 +49,7 @@ _SETTINGS = {
     "RAY_enable_worker_prestart": "0",  # ranks have environments of their own, for which no worker waits
     "RAY_prestart_worker_first_driver": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # silences a warning about this setting
-    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # answers of a failed call that nobody reads
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # answers of a failed call that are never read
 }
 
 _NO_FAULT_OF_PROCESSES = (ConfigError, RewardError, StoppedAfterStep, StoppedBeforeStep)

@@ -79,7 +79,7 @@ def settle_in() -> object:
     """Make the run's scratch folder the temporary folder of this rank, and start a companion on a node without one.
 
     With the companion, no process outlives this rank by more than PEERS_GRACE_S. Keep the result as long as the rank
-    runs. It is None where the environment names no run.
+    runs. It is None if the environment names no run.
     """
     run_id = os.environ.get(RUN_ID)
     if run_id is None:
@@ -92,7 +92,7 @@ def settle_in() -> object:
 
 
 def _start_companion(scratch: Scratch, pids: list[int], grace_s: float) -> subprocess.Popen[bytes] | None:
-    """Start a companion; None where the run has one on this machine."""
+    """Start a companion; None if the run has one on this machine."""
     claim = scratch.claim()
     if claim is None:
         return None

@@ -97,7 +97,7 @@ class Replica:
         return self.begin(timeout_s)
 
     def raise_if_failed(self) -> None:
-        """Raise, and end the processes, where a rank that nobody waits for has failed or hangs."""
+        """Raise, and end the processes, if a rank has failed or hangs, also outside of a call that is waited for."""
         self.pool.failure_domain.raise_if_ended()
         self.pool.raise_if_failed()
 

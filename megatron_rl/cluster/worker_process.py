@@ -163,7 +163,7 @@ class WorkerProcess:
             raise RankFailed(next(failure for failure in failures if failure is not None)) from None
 
     def _run(self, target: Target, message: Sequence[bytes | Payload]) -> Answered | None:
-        """Run a method; return its answer, or None where this rank is no collector."""
+        """Run a method; return its answer, or None if this rank is no collector."""
         args, kwargs = unpack(message)
         start = time.time()
         if target.role == HOST:

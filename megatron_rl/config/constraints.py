@@ -156,20 +156,20 @@ class Constraints:
 
 def constraints_of(hint: Any) -> Constraints:
     """Read a type with `Annotated` in it. Numbers without bounds of their own must be finite."""
-    kind, found = _bare(hint), {type(constraint): constraint for constraint in _metadata(hint)}
+    kind, constraints = _bare(hint), {type(constraint): constraint for constraint in _metadata(hint)}
     low: float = -math.inf
-    bounds = found.get(Bounds, Bounds() if kind in (float, float | None) else None)
-    if found.keys() & {Ge, Gt, Le}:
-        low = found[Gt].gt if Gt in found else found[Ge].ge if Ge in found else low
-        bounds = Bounds(low, found[Le].le if Le in found else math.inf, Gt in found)
+    bounds = constraints.get(Bounds, Bounds() if kind in (float, float | None) else None)
+    if constraints.keys() & {Ge, Gt, Le}:
+        low = constraints[Gt].gt if Gt in constraints else constraints[Ge].ge if Ge in constraints else low
+        bounds = Bounds(low, constraints[Le].le if Le in constraints else math.inf, Gt in constraints)
     return Constraints(
         kind,
-        found[OneOf].names if OneOf in found else None,
+        constraints[OneOf].names if OneOf in constraints else None,
         bounds,
-        found.get(Or),
-        found[AtMost].number if AtMost in found else None,
-        found.get(Nearest),
-        IsPath in found,
+        constraints.get(Or),
+        constraints[AtMost].number if AtMost in constraints else None,
+        constraints.get(Nearest),
+        IsPath in constraints,
     )
 
 

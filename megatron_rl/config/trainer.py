@@ -98,7 +98,7 @@ class TrainerConfig:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the whole run. Raises ValueError where nobody has counted the prompts yet, of which it is made."""
+        """Steps of the whole run. Raises ValueError before the prompts are counted, from which it follows."""
         if self.total_training_steps is None:
             raise ValueError("trainer.total_training_steps is null: it follows from the number of prompts")
         return self.total_training_steps

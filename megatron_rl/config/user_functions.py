@@ -49,7 +49,7 @@ def load_function(path: str, key: str, name: str, arguments: tuple[str, ...]) ->
 
 
 def import_file(file: Path, prefix: str) -> ModuleType | None:
-    """Run a Python file as a module called `prefix` and its name; None where its name does not end in .py.
+    """Run a Python file as a module called `prefix` and its name; None if its name does not end in .py.
 
     Whatever the file raises is raised here.
     """

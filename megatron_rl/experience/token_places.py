@@ -56,7 +56,7 @@ def places_of_rows(block: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def recorded_experts(block: MicroBatch, layers: Sequence[int]) -> tuple[Tensor, Tensor] | None:
-    """(experts of some layers [S * b, layers, K], bool [S * b]: whether they are known), or None where none are."""
+    """(experts of some layers [S * b, layers, K], bool [S * b]: whether they are known), or None if none are."""
     tokens = known_tokens(block)
     if tokens.experts is None or tokens.num_known is None:
         return None

@@ -42,8 +42,8 @@ def head_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, softmax: Voc
     hidden [N, H], equal on every TP rank, must have passed Megatron's copy into the TP region, whose backward adds up
     the ranks' gradients. weight [v, H]: this rank's rows. targets int64 [N] < vocab_size. All TP ranks must call.
     """
-    found: tuple[Tensor, Tensor] = HeadLogProb.apply(hidden, weight, targets, softmax, True)
-    return found
+    scores: tuple[Tensor, Tensor] = HeadLogProb.apply(hidden, weight, targets, softmax, True)
+    return scores
 
 
 def head_log_probs_alone(hidden: Tensor, weight: Tensor, targets: Tensor, softmax: VocabSoftmax) -> Tensor:
@@ -82,10 +82,10 @@ class HeadLogProb(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, softmax: VocabSoftmax, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         """See `head_log_probs`, and without entropy `head_log_probs_alone`."""
-        found = combine(local_sums(hidden, LocalRows(weight, softmax), targets, with_entropy), softmax.tp_group)
-        ctx.save_for_backward(hidden, weight, targets, found.log_z, found.entropy)
+        combined = combine(local_sums(hidden, LocalRows(weight, softmax), targets, with_entropy), softmax.tp_group)
+        ctx.save_for_backward(hidden, weight, targets, combined.log_z, combined.entropy)
         ctx.softmax = softmax
-        return found.log_prob, found.entropy
+        return combined.log_prob, combined.entropy
 
     @staticmethod
     def backward(ctx: Any, grad_log_prob: Tensor, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -117,10 +117,10 @@ class HeadCrossEntropy(torch.autograd.Function):
 
         def gradient(chunk: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
             mine = sums_of_logits(logits, rows, targets[chunk])
-            found = combine(mine, softmax.tp_group)
-            total.sub_(found.log_prob.sum())
+            combined = combine(mine, softmax.tp_group)
+            total.sub_(combined.log_prob.sum())
             # The logits have become exp(z - m).
-            return logits.mul_((mine.largest - found.log_z).exp()[:, None]), torch.full_like(found.log_prob, -1.0)
+            return logits.mul_((mine.largest - combined.log_z).exp()[:, None]), torch.full_like(combined.log_prob, -1.0)
 
         ctx.save_for_backward(*head_gradients(hidden, rows, targets, gradient))
         return total

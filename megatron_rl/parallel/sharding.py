@@ -35,7 +35,7 @@ class Segment(NamedTuple):
 class LogicalTensor:
     """A tensor of the whole model, as the rollout engine names it and stacks its segments.
 
-    tp_dim: the dim that tensor parallelism cuts and along which segments are stacked; None where every rank holds all.
+    tp_dim: the dim that tensor parallelism cuts and along which segments are stacked; None if every rank holds all.
     is_expert: dim 0 counts experts, cut by expert parallelism, and `tp_dim` is cut by expert tensor parallelism.
     is_vocab: rows are padded, so that the last ranks' shards may hold rows that are no token's.
     """

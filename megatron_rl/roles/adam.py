@@ -65,14 +65,14 @@ class AdamState:
 
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor of the optimizer's state; some several times. Includes parameters that are their own masters."""
-        found = self.since_first_step()
+        tensors = self.since_first_step()
         for part in self._parts:
             inner = part.optimizer
-            found += [main for group in inner.param_groups for main in group["params"]]
-            found += [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+            tensors += [main for group in inner.param_groups for main in group["params"]]
+            tensors += [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
             if isinstance(inner, HybridDeviceOptimizer):
-                found += [*inner.gpu_params_map_cpu_copy.values(), *inner.param_to_fp32_param.values()]
-        return found
+                tensors += [*inner.gpu_params_map_cpu_copy.values(), *inner.param_to_fp32_param.values()]
+        return tensors
 
     def runs(self) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, torch.Tensor]]]:
         """Yield (parameter, first element, state) for each run of a flattened shard that this rank updates.

@@ -67,8 +67,8 @@ class RankEnvironment:
         the user has set stays. Raises ConfigError as `interface_of`.
         """
         if GLOO_INTERFACE not in os.environ:
-            found = {name: [entry.address for entry in entries] for name, entries in psutil.net_if_addrs().items()}
-            os.environ[GLOO_INTERFACE] = interface_of(self.node_address, found)
+            addresses = {name: [entry.address for entry in entries] for name, entries in psutil.net_if_addrs().items()}
+            os.environ[GLOO_INTERFACE] = interface_of(self.node_address, addresses)
         if not self.node_address.startswith(LOOPBACK_PREFIX):
             os.environ.setdefault(NCCL_INTERFACE, f"={os.environ[GLOO_INTERFACE]}")  # "=": no other that begins alike
 

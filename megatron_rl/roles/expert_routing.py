@@ -175,9 +175,9 @@ class ExpertRouting:
         own: what `finish` gave; experts: ragged [B, (T), L, K]; input_ids: ragged [B, (L)].
         """
         mine = experts.values()[:, self.layers]
-        found = num_others(mine, row_lengths(experts), own, row_lengths(input_ids)).to(self.device)
-        dist.all_reduce(found, group=self.groups.pp_group)
-        return found.cpu()
+        counts = num_others(mine, row_lengths(experts), own, row_lengths(input_ids)).to(self.device)
+        dist.all_reduce(counts, group=self.groups.pp_group)
+        return counts.cpu()
 
     def gathered(self, own: Tensor) -> Tensor | None:
         """`finish`'s answer of all stages: [N, L, K] on the last stage's rank that speaks for it; None elsewhere."""
@@ -203,9 +203,9 @@ class ExpertRouting:
         """int64 [L, E] of the pass: tokens of all ranks that each expert was sent. All ranks must call."""
         counts = torch.zeros(len(self.routed), self.num_experts, dtype=torch.int64, device=self.device)
         for chunk in self.chunks:
-            found = chunk.counts()
-            if found is not None:
-                counts[chunk.layers] += found
+            of_chunk = chunk.counts()
+            if of_chunk is not None:
+                counts[chunk.layers] += of_chunk
         dist.all_reduce(counts)
         return counts.cpu() if self._is_cut else counts.cpu() // self.groups.grid.tp_size
 
@@ -213,9 +213,9 @@ class ExpertRouting:
         """float64 [L, 2] of the pass: the aux loss of every layer, and its z loss, over all ranks. All must call."""
         sums = torch.zeros(len(self.routed), 2, dtype=torch.float64, device=self.device)
         for chunk in self.chunks:
-            found = chunk.losses()
-            if found is not None:
-                sums[chunk.layers] += found
+            of_chunk = chunk.losses()
+            if of_chunk is not None:
+                sums[chunk.layers] += of_chunk
         dist.all_reduce(sums)
         copies = 1 if self._is_cut else self.groups.grid.tp_size
         return sums.cpu() / copies / torch.tensor(self._totals)

@@ -30,8 +30,8 @@ class RewardModel(FrozenRole):
 
         transformers' `...ForSequenceClassification` gives the same to a right-padded row.
         """
-        found = self.pipeline.score(with_one_more_token(sequences), self.cut, response_values)
-        return None if found is None else SequenceScores(found.scores.values(), batch_size=sequences.batch_size)
+        passed = self.pipeline.score(with_one_more_token(sequences), self.cut, response_values)
+        return None if passed is None else SequenceScores(passed.scores.values(), batch_size=sequences.batch_size)
 
 
 def with_one_more_token(sequences: Sequences) -> Sequences:

@@ -36,10 +36,10 @@ class TokenScorer:
 
         C: context-parallel ranks, all of which must call, and get the same.
         """
-        found = self.head.log_probs_and_entropy(block.scored(hidden), block.targets)
+        statistics = self.head.log_probs_and_entropy(block.scored(hidden), block.targets)
         if block.share is None:
-            return found
-        log_probs, entropy = block.whole(torch.stack(found, -1)).unbind(-1)
+            return statistics
+        log_probs, entropy = block.whole(torch.stack(statistics, -1)).unbind(-1)
         return log_probs, entropy
 
     def log_probs(self, hidden: Tensor, block: MicroBatch) -> Tensor:
@@ -50,8 +50,8 @@ class TokenScorer:
         counts = block.counts
         if counts is None:
             return block.whole(self.head.log_probs(block.scored(hidden), block.targets))
-        found = self.head.log_probs(block.scored(hidden)[counts], block.targets[counts])
-        return block.whole(found.new_zeros(len(counts)).masked_scatter(counts, found))
+        log_probs = self.head.log_probs(block.scored(hidden)[counts], block.targets[counts])
+        return block.whole(log_probs.new_zeros(len(counts)).masked_scatter(counts, log_probs))
 
     def cross_entropy(self, hidden: Tensor, block: MicroBatch) -> Tensor:
         """hidden [b, S / C, H] -> -(sum of the log-probs of the block's tokens that count), a float32 scalar.
@@ -80,11 +80,11 @@ class TokenScorer:
             values = [statistics.log_prob, *(getattr(statistics, column) for column in columns)]
             return block.whole(torch.stack(values, -1))
 
-        found = self.pipeline.forward(sequences, cut, per_token)
-        if found is None:
+        columns_of_tokens = self.pipeline.forward(sequences, cut, per_token)
+        if columns_of_tokens is None:
             return None
         lengths = sequences.response_lengths
-        scores, *others = (ragged_from_lengths(values.contiguous(), lengths) for values in found.T)
+        scores, *others = (ragged_from_lengths(values.contiguous(), lengths) for values in columns_of_tokens.T)
         known = dict(zip(columns, others, strict=True))
         squares, entropy = known.get("sum_pi_squared"), known.get("entropy")
         return TokenScores(scores, squares, entropy=entropy, batch_size=sequences.batch_size)

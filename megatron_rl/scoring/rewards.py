@@ -156,7 +156,7 @@ class Rewards:
         return dataclasses.replace(scored, scores=scored.scores + penalty)
 
     def components(self, scored: ScoredAnswers) -> torch.Tensor | None:
-        """float32 [B, K]: the numbers of each answer that `algorithm.gdpo_reward_keys` names; None where the estimator
+        """float32 [B, K]: the numbers of each answer that `algorithm.gdpo_reward_keys` names; None if the estimator
         does not read them. Raises RewardError.
         """
         if not needs_of(self.config).components:
@@ -195,7 +195,7 @@ def reward_shaping(config: RunConfig) -> RewardShaping:
 
 
 def scored_rows(spec: RoleSpec, prompts: Prompts) -> torch.Tensor | None:
-    """int64: the rows whose answers a reward model scores; None where it scores all sources."""
+    """int64: the rows whose answers a reward model scores; None if it scores all sources."""
     if spec.settings.data_sources is None:
         return None
     mine = set(spec.settings.data_sources)

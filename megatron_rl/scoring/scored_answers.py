@@ -81,7 +81,7 @@ class ScoredAnswers:
         return column
 
     def predictions(self) -> list[str | None]:
-        """Return each answer as the reward function understood it, its "pred"; None where the result has none."""
+        """Return each answer as the reward function understood it, its "pred"; None if the result has none."""
         return self._extras(str).get("pred", [None] * len(self.outcomes))
 
     def table(self, questions: list[str], step: int) -> list[dict[str, Any]]:
@@ -95,7 +95,7 @@ class ScoredAnswers:
         ]
 
     def _extras(self, kind: type) -> dict[str, list[Any]]:
-        """Name -> value per row, of the extras of one type; None where a row lacks it."""
+        """Name -> value per row, of the extras of one type; None if a row lacks it."""
         names = {name for outcome in self.outcomes for name, value in outcome.extras.items() if type(value) is kind}
         columns = {name: [outcome.extras.get(name) for outcome in self.outcomes] for name in sorted(names)}
         return {name: [v if type(v) is kind else None for v in column] for name, column in columns.items()}
@@ -115,9 +115,9 @@ def join(parts: Sequence[ScoredAnswers]) -> ScoredAnswers:
 class ModelScores:
     """The scores that one reward model gives B answers, float32 [B], and their weight in the sum.
 
-    is_cut: bool [B], True where the model does not read the end of a conversation; None where it reads the actor's
+    is_cut: bool [B], True where the model does not read the end of a conversation; None if it reads the actor's
     tokens. shaped: rewards that training takes instead of the scores; None: training takes the scores. rows: int64 [B],
-    the numbers of these answers in the batch; None where the model scores the whole batch.
+    the numbers of these answers in the batch; None if the model scores the whole batch.
     """
 
     name: str

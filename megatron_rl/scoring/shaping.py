@@ -79,7 +79,7 @@ class RewardShaping:
         self._running = {name: RunningMoments() for name, shape in self.shapes.items() if shape.is_running}
 
     def __call__(self, name: str, scores: Tensor, counts: bool) -> Shaped | None:
-        """Shape a model's scores [n], finite; None where the model's scores are not shaped.
+        """Shape a model's scores [n], finite; None if the model's scores are not shaped.
 
         counts: add the scores to the running moments first.
         """

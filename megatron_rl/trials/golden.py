@@ -95,13 +95,13 @@ class Golden:
         return dataclasses.replace(self, metrics=bands)
 
     def _compared(self, metric: str, band: Band, recorded: Recorded) -> Iterator[Comparison]:
-        found = [recorded.get(step, {}).get(metric) for step in range(1, self.steps + 1)]
+        values = [recorded.get(step, {}).get(metric) for step in range(1, self.steps + 1)]
         if band.over == "median":
-            known = [value for value in found if value is not None]
+            known = [value for value in values if value is not None]
             median = statistics.median(known) if known else None
             yield Comparison(metric, None, band.values[0], *band.limits(band.values[0]), median)
             return
-        for step, (golden, value) in enumerate(zip(band.values, found, strict=True), start=1):
+        for step, (golden, value) in enumerate(zip(band.values, values, strict=True), start=1):
             yield Comparison(metric, step, golden, *band.limits(golden), value)
 
 

@@ -24,7 +24,7 @@ def control_groups() -> Path | None:
 
 
 def new_group() -> Path | None:
-    """A control group without processes; None where none can be made."""
+    """A control group without processes; None if none can be made."""
     mounted = control_groups()
     if mounted is None:
         return None

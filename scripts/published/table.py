@@ -51,7 +51,7 @@ def _solve(seconds: Callable[[float], float], wanted: float, slowest: float, fas
 @dataclass(frozen=True)
 class Judged:
     """A point, and the clock's number for it times its cluster's scalar: the median of published / estimate of all
-    other points there. scalar: None where there is no other one.
+    other points there. scalar: None if there is no other one.
     """
 
     point: Point

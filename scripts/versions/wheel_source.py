@@ -39,7 +39,7 @@ class WheelSource:
 
     @cache  # noqa: B019  (one wheel a run)
     def module(self, name: str) -> ast.Module | None:
-        """The parsed source of a module or package; None where there is none."""
+        """The parsed source of a module or package; None if there is none."""
         for path in (f"{name.replace('.', '/')}.py", f"{name.replace('.', '/')}/__init__.py"):
             if path in self._names:
                 return ast.parse((self._files / path).read_text(encoding="utf-8"))

@@ -2,7 +2,7 @@
 
 Reason: `moe_utils` imports `te_general_gemm` inside a `try` without a fallback, and the router tests whether the name
 is None. Without TransformerEngine that is a NameError.
-What it does: the name is None where TransformerEngine did not set it, so the router uses `torch.mm`.
+What it does: the name is None if TransformerEngine did not set it, so the router uses `torch.mm`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def check(config: Any) -> None:
 
 
 def rows_of_step(runner: Any, output: Any) -> dict[str, Any] | None:
-    """Return the connector's rows of the step that has just run; None where this rank keeps no rows."""
+    """Return the connector's rows of the step that has just run; None if this rank keeps no rows."""
     names = list(output.req_ids)
     batch = SimpleNamespace(
         req_ids=names,

@@ -133,7 +133,7 @@ def stale_groups(key: str, target: str, value: Any, given: Mapping[str, Any]) ->
 def mini_batches_per_transfer(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
     """Optimizer steps from one transfer of weights to the next, which verl 0.9 asks to be those of one batch.
 
-    None where they are not: verl refuses that, too.
+    None if they are not: verl refuses that, too.
     """
     if (reason := _of_another_mode(key, given)) is not None:
         return reason
@@ -153,7 +153,7 @@ def repeatable(key: str, target: str, value: Any, given: Mapping[str, Any]) -> O
 
 
 def _of_another_mode(key: str, given: Mapping[str, Any]) -> str | None:
-    """Why a setting of `trainer.v1.MODE` changes nothing; None where it counts."""
+    """Why a setting of `trainer.v1.MODE` changes nothing; None if it counts."""
     mode = key.removeprefix(f"{V1}.").partition(".")[0]
     if mode != trainer_mode(given):
         return f"it counts with {V1}.trainer_mode={mode} alone"

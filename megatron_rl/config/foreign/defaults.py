@@ -27,7 +27,7 @@ class Default:
 
 @dataclass(frozen=True)
 class Difference:
-    """A key that nobody has set: its value here and verl's."""
+    """A key that is not set: its value here and verl's."""
 
     default: Default
     here: Any
@@ -46,10 +46,10 @@ def verl_defaults() -> tuple[Default, ...]:
 
 def differences(config: RunConfig, given: Collection[str]) -> list[Difference]:
     """The differences that count in a configuration. given: keys that were set."""
-    found = []
+    different = []
     for default in verl_defaults():
         here = value_of(config, default.key)
         counts = all(value_of(config, key) == value for key, value in default.counts_if.items())
         if default.key not in given and counts and not alike(here, default.verl):
-            found.append(Difference(default, here))
-    return found
+            different.append(Difference(default, here))
+    return different

@@ -69,7 +69,7 @@ class KeyRow:
         return [compiled(key) for key in self.keys]
 
     def match(self, key: str) -> re.Match[str] | None:
-        """Match the whole key with the first pattern that fits it; None where none does."""
+        """Match the whole key with the first pattern that fits it; None if none does."""
         for pattern in self.patterns:
             match = pattern.fullmatch(key)
             if match is not None and (self.only is None or match[1] in self.only):

@@ -110,7 +110,7 @@ def _note(setting: Setting, given: Mapping[str, Any], is_known: Callable[[str], 
 
 
 def _by_row(row: KeyRow, match: re.Match[str], setting: Setting, given: Mapping[str, Any]) -> Note | None:
-    """The note that a row makes of a setting; None where it has none for this value."""
+    """The note that a row makes of a setting; None if it has none for this value."""
     key, value, why = setting.key, setting.value, filled(row.why, match)
     for theirs, ours in row.values.items():
         if alike(value, theirs):

@@ -81,7 +81,7 @@ class Finalists:
         return best[:number]
 
     def candidate(self, placed: Placed) -> Candidate | None:
-        """Count one placement; None where preflight refuses it or it does not fit."""
+        """Count one placement; None if preflight refuses it or it does not fit."""
         settings = settings_of_placement(self.work, self.names, placed)
         config = configured(self.work.config, settings)
         violations = preflight(config, config_only=True)

@@ -232,7 +232,7 @@ class Pools:
         yield PoolChoice(block, units, shape, grid, options, None, score, update, 0.0, reshard)
 
     def _fastest(self, roles: Sequence[OnGrid], room: list[int]) -> dict[str, dict[str, Option]] | None:
-        """Return role -> kind of pass -> the fastest option that fits; None where a pass has none."""
+        """Return role -> kind of pass -> the fastest option that fits; None if a pass has none."""
         options: dict[str, dict[str, Option]] = {}
         for role in roles:
             picked = {kind: role.first_fit(kind, room) for kind in role.kinds}
@@ -401,7 +401,7 @@ class Pools:
     def _cache_bytes(self, tp: int, shape: GridShape, room: int) -> int | None:
         """Return the bytes of the cache: for all sequences of a replica, or as many as fit in steps of a sixteenth.
 
-        None where not even the longest sequence fits, or a kept value does not.
+        None if not even the longest sequence fits, or a kept value does not.
         """
         work, key = self.work, "actor_rollout_ref.rollout.kv_cache_memory_bytes"
         cache, load = work.cache(tp), work.load

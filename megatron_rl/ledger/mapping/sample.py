@@ -43,7 +43,7 @@ def sampled(request: MapRequest, number: int, seed: int = 0) -> list[Candidate]:
 
 
 def drawn(search: Search, random: Random) -> Placed | None:
-    """Draw one placement; None where the drawn pools have no layout."""
+    """Draw one placement; None if the drawn pools have no layout."""
     partition = random.choice(search.partitions)
     sizes = list(allocations(search, partition, search.work.cluster.num_units))
     if not sizes:

@@ -24,7 +24,7 @@ def model_folder(path: str) -> Path:
 
 
 def cached_model(name: str) -> Path | None:
-    """Return the newest snapshot of a model in the local cache; None where there is none."""
+    """Return the newest snapshot of a model in the local cache; None if there is none."""
     from huggingface_hub import try_to_load_from_cache  # reads where the cache is from the environment
 
     file = try_to_load_from_cache(name, "config.json")

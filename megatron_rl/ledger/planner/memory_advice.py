@@ -60,7 +60,7 @@ def advice(config: RunConfig, models: RunModels, hardware: Hardware) -> list[Cha
 def recomputing_everything(config: RunConfig, models: RunModels, hardware: Hardware) -> Change | None:
     """Return the change that recomputes all layers of trained models in the pools that do not fit.
 
-    None where they already do, or where preflight refuses it.
+    None if they already do, or where preflight refuses it.
     """
     settings: dict[str, Any] = {}
     usable = usable_bytes(hardware)
@@ -81,7 +81,7 @@ class Tried:
 
 
 def tried(config: RunConfig, models: RunModels | None, settings: dict[str, Any], usable: int) -> Tried | None:
-    """Plan with changed settings; None where preflight refuses them. models: None where the layout changes."""
+    """Plan with changed settings; None if preflight refuses them. models: None if the layout changes."""
     changed = copy.deepcopy(config)
     for key, value in settings.items():
         put(changed, key, value)
@@ -184,7 +184,7 @@ def cut_over(config: RunConfig, pool: PoolSpec, cp_size: int) -> dict[str, Any]:
 def cutting_sequences(config: RunConfig, models: RunModels, hardware: Hardware) -> Change | None:
     """Return the change to the smallest context parallelism with which the plan fits, alone or with recomputing.
 
-    None where no size fits, or preflight refuses all.
+    None if no size fits, or preflight refuses all.
     """
     usable = usable_bytes(hardware)
     pools = set(excess(plan_pools(models), usable))

@@ -126,7 +126,7 @@ class ModelSizes:
 def read_model_folder(
     key: str, path: str, known: Mapping[str, Family] = FAMILIES, *, config_only: bool = False
 ) -> tuple[ModelSizes | None, list[Violation]]:
-    """Return the sizes of the model in `path` (None where they cannot be read) and everything wrong with the folder.
+    """Return the sizes of the model in `path` (None if they cannot be read) and everything wrong with the folder.
 
     key: configuration key to name in messages. known: allowed architectures and their families. config_only: weights
     and tokenizer may be missing.
@@ -174,7 +174,7 @@ def _no_folder(key: str, path: str, folder: Path) -> Violation:
 def _described(
     key: str, path: str, folder: Path, known: Mapping[str, Family]
 ) -> tuple[_Described | None, list[Violation]]:
-    """Return the model of config.json, None where it describes none, and everything wrong with it."""
+    """Return the model of config.json, None if it describes none, and everything wrong with it."""
     file, given = folder / "config.json", {key: path}
     lacks = instead_of_file(file)
     if lacks == ABSENT:
