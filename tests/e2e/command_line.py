@@ -20,14 +20,15 @@ from megatron_rl.cluster.scratch import SEGMENTS
 
 REPOSITORY = Path(__file__).parents[2]
 TAG = "MEGATRON_RL_TEST_TAG"
+LIMIT = 300.0
+"""Seconds that a test waits for what a busy machine does later; none waits so long on an idle one."""
 
 
 class CommandLine:
     """One `megatron_rl train` on the demo assets, in its own session; every process it starts carries a tag.
 
     Several in one `folder`, one after the other, are lives of the same run, whose own folder is `run`. The command is
-    forked from a server that has its imports, unless it is `typed`, or has variables for Ray, whose library reads them
-    when it is imported.
+    forked from a server that has its imports.
     """
 
     def __init__(
@@ -39,12 +40,10 @@ class CommandLine:
         variables: Mapping[str, str] | None = None,
         names_folder: bool = True,
         stage: str = "train",
-        typed: bool = False,
     ) -> None:
         """`command`: what takes the overrides, instead of `megatron_rl train`; `variables`: its environment.
 
-        names_folder: tell it where its run goes. stage: sft, reward or dpo instead of train. typed: start it as a user
-        does, with all its imports.
+        names_folder: tell it where its run goes. stage: sft, reward or dpo instead of train.
         """
         self.tag = uuid.uuid4().hex
         self.folder = folder
@@ -55,8 +54,7 @@ class CommandLine:
         arguments = [*overrides, *([f"trainer.default_local_dir={self.run}"] if names_folder else [])]
         self.process: subprocess.Popen | ForkedRun
         environment = {TAG: self.tag, "COLUMNS": "200"} | dict(variables or {})
-        typed = typed or any(name.startswith("RAY_") for name in environment)
-        if not command and not typed:
+        if not command:
             self.process = ForkedRun([stage, "--config", config, *arguments], REPOSITORY, environment, self.output)
             return
         self.process = subprocess.Popen(

@@ -70,6 +70,14 @@ def typed_paths(cwd: Path) -> list[str]:
     return [str(cwd), *found.splitlines()[1:]]
 
 
+def let_ray_read_again() -> None:
+    """What the server's Ray library has read of its own environment when it was imported: its settings and a token."""
+    from ray._raylet import AuthenticationTokenLoader, Config
+
+    AuthenticationTokenLoader.instance().reset_cache()
+    Config.initialize("")
+
+
 def command_line(
     arguments: list[str], cwd: str, paths: list[str], variables: dict[str, str], output: str, typed: str
 ) -> None:
@@ -86,6 +94,7 @@ def command_line(
     tempfile.tempdir = None  # the server has its own
     sys.path[:] = paths
     sys.argv = ["megatron_rl", *arguments]
+    let_ray_read_again()
     import torch
 
     from megatron_rl.cli import main

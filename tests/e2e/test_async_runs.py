@@ -112,7 +112,7 @@ def test_a_recorded_run_is_repeated_bit_for_bit(command_line) -> None:
     Would not catch a replica that was lost; a longer test does.
     """
     small = (*SMALL, "--local", "--collapse", "trainer.total_training_steps=3", "trainer.val_before_train=false")
-    small = (*small, "actor_rollout_ref.rollout.max_num_seqs=48", "async_training.slice_steps=3")
+    small = (*small, "trainer.test_freq=0", "actor_rollout_ref.rollout.max_num_seqs=48", "async_training.slice_steps=3")
     run = command_line(*small, config=ASYNC)
     assert run.wait(200) == 0, run.text()
     again = command_line(*small, f"--replay={run.run}", config=ASYNC)
@@ -126,7 +126,7 @@ def test_a_recorded_run_is_repeated_bit_for_bit(command_line) -> None:
 def test_no_step_ahead_is_the_synchronous_run(command_line) -> None:
     """In one process, bit for bit. Would not catch a difference that several replicas make; a longer test does."""
     small = (*SMALL, "--local", "--collapse", "trainer.total_training_steps=2", "trainer.rollout_ahead=0")
-    small = (*small, "trainer.val_before_train=false")
+    small = (*small, "trainer.val_before_train=false", "trainer.test_freq=0")
     sliced = command_line(*small, "async_training.partial_rollout=true", config=ASYNC)
     plain = command_line(*small, "async_training.partial_rollout=false", config=ASYNC)
     assert sliced.wait(200) == 0, sliced.text()

@@ -97,6 +97,7 @@ def test_float16_goes_on_with_its_loss_scale(command_line) -> None:
         "algorithm.adv_estimator=grpo",
         "algorithm.use_kl_in_reward=false",
         "trainer.save_freq=1",
+        "trainer.export_hf=false",
     )
     first = command_line(*ONE_STEP, *half)
     assert first.wait(240) == 0, first.text()

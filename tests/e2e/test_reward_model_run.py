@@ -83,20 +83,17 @@ def test_a_reward_model_alone(command_line, layout, tmp_path: Path) -> None:
     assert "held-out reward" in run.text() and run.left_over() == []
 
 
-@pytest.mark.parametrize(
-    "options", [("--local", "--collapse"), pytest.param((), marks=pytest.mark.exhaustive)], ids=["local", "pools"]
-)
-def test_two_reward_models_on_pools_of_their_own(command_line, options, tmp_path: Path) -> None:
+@pytest.mark.exhaustive
+def test_two_reward_models_on_pools_of_their_own(command_line, tmp_path: Path) -> None:
     """One by verl's keys, one by name, beside the rule: the score is the weighted sum of all three.
 
     Both read the same folder, so that their scores are equal whatever pool computed them. Would not catch two models
-    whose scores are exchanged.
+    whose scores are exchanged; in one process test_text_reward_model_run.py does.
     """
     tables, folder = tmp_path / "tables", save_reward_model(tmp_path / "reward")
     run = command_line(
         *SHORT,
         *ONE,
-        *options,
         "algorithm.adv_estimator=grpo",
         "actor_rollout_ref.rollout.n=2",
         "reward_model.enable=true",

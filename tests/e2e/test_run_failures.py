@@ -72,7 +72,8 @@ def test_failing_samples_of_a_reward_function(command_line, one, kinds: tuple[st
     """Prompts raise, return NaN, sleep for ever in C, or end their process: counted, and the run goes on.
 
     The last two take processes of their own, which a run in one process has not; without runs, tests/scoring has all
-    four. Would not catch a failed sample whose score reaches another row.
+    four. The first step trains the critic alone, and of steps and epochs the smaller number counts. Would not catch a
+    failed sample whose score reaches another row, nor an actor that has moved without an update of its own.
     """
     reward, tables = tmp_path / "reward.py", tmp_path / "tables"
     reward.write_text(
@@ -95,12 +96,15 @@ def test_failing_samples_of_a_reward_function(command_line, one, kinds: tuple[st
         "reward_model.timeout_s=0.5",
         "reward_model.failed_score=-1",
         "trainer.total_training_steps=2",
+        "trainer.critic_warmup=2",
+        "trainer.total_epochs=1",
         f"trainer.rollout_data_dir={tables}",
     )
     run.wait_for((run.run / "summary.json").exists, timeout=200, may_end=True)
     assert_clean_end(run, 0, "samples could not be scored; the first: the reward function")
     logged = [metrics for metrics in map(json.loads, run.metrics().splitlines()) if "reward/failed_ratio" in metrics]
-    assert len(logged) == 2
+    assert len(logged) == 2 and all(step["critic/grad_norm"] > 0 for step in logged)
+    assert ["actor/grad_norm" in step for step in logged] == [False, True]
     for kind in kinds:
         assert sum(metrics[f"reward/{kind}"] for metrics in logged) > 0
     rows = [json.loads(line) for line in (tables / "1.jsonl").read_text().splitlines()]

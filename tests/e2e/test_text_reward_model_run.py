@@ -66,7 +66,8 @@ def judged(folder: Path, rows: list[dict]) -> list[float]:
     "options", [LOCAL, pytest.param(ONE, marks=pytest.mark.exhaustive)], ids=["local", "pool of its own"]
 )
 def test_a_reward_model_of_another_vocabulary(command_line, options, tmp_path: Path) -> None:
-    """Two steps, on a pool of its own the third after a restart: scores are the classifier's and move the policy.
+    """Two steps, on a pool of its own the third after a restart: the score is the weighted sum of the classifier's, of
+    a second model's and of the rule's, and moves the policy.
 
     Would not catch a judge that was trained with another template.
     """
@@ -76,9 +77,8 @@ def test_a_reward_model_of_another_vocabulary(command_line, options, tmp_path: P
         *options,
         "algorithm.adv_estimator=grpo",
         "actor_rollout_ref.rollout.n=2",
-        "custom_reward_function.path=null",
-        "custom_reward_function.name=null",
         "reward_model.enable=true",
+        "reward_model.rule_weight=2",
         f"reward_model.model.path={judge}",
         f"reward_model.model.input_tokenizer={DEMO / 'model'}",
         f"reward_model.max_length={LONGEST}",
@@ -101,7 +101,9 @@ def test_a_reward_model_of_another_vocabulary(command_line, options, tmp_path: P
         rows = [json.loads(line) for line in (tables / f"{step}.jsonl").read_text().splitlines()]
         assert len(rows) == 16 and len({row["rm_score"] for row in rows}) > 4
         assert [row["rm_score"] for row in rows] == pytest.approx(judged(judge, rows), rel=1e-4, abs=1e-5)
-        assert all(row["score"] == pytest.approx(row["rm_score"] + 0.25 * row["strict_score"]) for row in rows)
+        for row in rows:
+            total = 2 * row["rule_score"] + row["rm_score"] + 0.25 * row["strict_score"]
+            assert row["score"] == pytest.approx(total, abs=1e-5)
         cut = [float(len(row["input"]) + len(row["output"]) + 5 > LONGEST) for row in rows]
         assert [row["rm_truncated"] for row in rows] == cut
         assert logged[step]["reward/rm_truncated/mean"] == pytest.approx(sum(cut) / len(cut))
