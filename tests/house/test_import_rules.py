@@ -8,7 +8,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -142,6 +143,12 @@ def is_in(room: str, rooms: tuple[str, ...]) -> bool:
     return room in rooms or room.split(".")[0] in rooms
 
 
+@cache
+def imported_by(path: Path) -> tuple[str, ...]:
+    """What a file imports; several tests ask."""
+    return tuple(imported_modules(path.read_text()))
+
+
 def imported_modules(source: str) -> Iterator[str]:
     """Dotted names a source imports, wherever the statement stands; `from a import b` gives both a and a.b."""
     for node in ast.walk(ast.parse(source)):
@@ -152,10 +159,10 @@ def imported_modules(source: str) -> Iterator[str]:
             yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
 
 
-def forbidden_imports(path: Path, source: str) -> list[str]:
+def forbidden_imports(path: Path, imported: Iterable[str]) -> list[str]:
     room, name = room_of(path), path.relative_to(REPOSITORY / PACKAGE).as_posix()
     found = []
-    for module in imported_modules(source):
+    for module in imported:
         top, _, below = module.partition(".")
         row = row_of(below)
         if top == PACKAGE and row != room and row in ROOMS:
@@ -174,7 +181,7 @@ def test_every_import_is_allowed():
     """Would not catch an import made by name, with importlib."""
     unknown = {room_of(path) for path in SOURCES if path.stem != "__init__"} - set(ROOMS)
     assert not unknown, f"new rooms need a row in the table: {unknown}"
-    found = [line for path in SOURCES if room_of(path) in ROOMS for line in forbidden_imports(path, path.read_text())]
+    found = [line for path in SOURCES if room_of(path) in ROOMS for line in forbidden_imports(path, imported_by(path))]
     assert not found, "\n".join(sorted(set(found)))
 
 
@@ -211,13 +218,13 @@ def test_imports_by_name_are_known():
 )
 def test_checker_sees_forbidden_imports(file, source):
     """The rule book bites. Would not catch a rule that is missing from the table."""
-    assert forbidden_imports(REPOSITORY / PACKAGE / file, source)
+    assert forbidden_imports(REPOSITORY / PACKAGE / file, imported_modules(source))
 
 
 def test_checker_allows_the_pure_parts_to_the_planner():
     """Would not catch a pure part that grows an impure import of its own; importing the planner without torch does."""
     file = REPOSITORY / PACKAGE / "ledger" / "planner" / "x.py"
-    assert not forbidden_imports(file, "from megatron_rl.parallel.rank_grid import TrainGrid")
+    assert not forbidden_imports(file, imported_modules("from megatron_rl.parallel.rank_grid import TrainGrid"))
 
 
 def test_no_cycles_between_rooms():
@@ -225,9 +232,7 @@ def test_no_cycles_between_rooms():
     graph: dict[str, set[str]] = {}
     for path in SOURCES:
         room = path.relative_to(REPOSITORY / PACKAGE).with_suffix("").parts[0]
-        rooms = {
-            module.split(".")[1] for module in imported_modules(path.read_text()) if module.startswith(f"{PACKAGE}.")
-        }
+        rooms = {module.split(".")[1] for module in imported_by(path) if module.startswith(f"{PACKAGE}.")}
         graph.setdefault(room, set()).update((rooms & TOP) - {room})
     floors: dict[str, int] = {}
     for room in TopologicalSorter(graph).static_order():
@@ -243,7 +248,7 @@ def test_no_circles_of_files():
     graph = {}
     for path in SOURCES:
         module = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
-        imported = set(imported_modules(path.read_text())) & modules
+        imported = set(imported_by(path)) & modules
         packages = {name.rpartition(".")[0] for name in imported}  # of `from package import module`
         graph[module] = imported - packages - {module}
     TopologicalSorter(graph).prepare()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,23 @@ def name(path: Path) -> str:
     return path.relative_to(REPOSITORY).as_posix()
 
 
-def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+@cache
+def parsed(path: Path) -> ast.Module:
+    """A file, which several tests read."""
+    return ast.parse(path.read_text())
+
+
+KINDS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler, ast.Attribute)
+
+
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """What the tests look at, wherever it stands in a file; the rest, most of a tree, is gone through once."""
+    return tuple(node for node in ast.walk(parsed(path)) if isinstance(node, KINDS))
+
+
+def functions(found: Iterable[ast.AST]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    yield from (node for node in found if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -45,7 +61,7 @@ def test_functions_are_short():
     long = {
         f"{name(path)}:{function.lineno} {function.name}": count
         for path in SOURCES
-        for function in functions(ast.parse(path.read_text()))
+        for function in functions(nodes(path))
         if (count := code_lines(function)) > MAX_FUNCTION_LINES
     }
     assert not long
@@ -61,7 +77,7 @@ def test_functions_are_short():
 )
 def test_code_lines_leave_the_docstring_out(source, lines):
     """Counted by hand. Would not catch comments, which count as code."""
-    assert code_lines(next(functions(ast.parse(source)))) == lines
+    assert code_lines(next(functions(ast.walk(ast.parse(source))))) == lines
 
 
 def test_names_say_something():
@@ -74,7 +90,7 @@ def test_no_bare_except():
     bare = [
         f"{name(path)}:{node.lineno}"
         for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.ExceptHandler) and node.type is None
     ]
     assert not bare
@@ -91,7 +107,7 @@ def test_public_functions_and_modules_have_docstrings():
     for path in SOURCES:
         if not name(path).startswith("megatron_rl/") or name(path) in SCHEMAS:
             continue  # the schema documents each field instead
-        tree = ast.parse(path.read_text())
+        tree = parsed(path)
         if ast.get_docstring(tree) is None:
             silent.append(name(path))
         silent += [
@@ -115,7 +131,7 @@ def test_a_name_means_one_thing():
     for path in SOURCES:
         if not name(path).startswith("megatron_rl/") or path.stem == "__init__":
             continue
-        classes = [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+        classes = [node.name for node in parsed(path).body if isinstance(node, ast.ClassDef)]
         for defined in [*classes, *({path.stem} - SAME_SUBJECT)]:
             places.setdefault(defined, []).append(name(path))
     assert not {defined: where for defined, where in places.items() if len(where) > 1}
@@ -127,7 +143,7 @@ def test_environment_is_read_in_few_places():
         f"{name(path)}:{node.lineno}"
         for path in SOURCES
         if name(path).startswith("megatron_rl/") and not name(path).startswith(READS_THE_ENVIRONMENT)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv")
     ]
     assert not readers
@@ -159,7 +175,7 @@ def classes() -> Iterator[tuple[str, ast.ClassDef]]:
         if name(path).startswith("megatron_rl/") and name(path) not in SCHEMAS:
             yield from (
                 (f"{name(path)}:{node.lineno} {node.name}", node)
-                for node in ast.walk(ast.parse(path.read_text()))
+                for node in nodes(path)
                 if isinstance(node, ast.ClassDef)
             )
 
