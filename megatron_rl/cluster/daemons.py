@@ -9,19 +9,22 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 
 import psutil
 
+from megatron_rl.cluster.leftovers import end
 from megatron_rl.errors import WorkerFailure
 
 SERVER_PATIENCE_S = 40.0
 """Seconds that a cluster's server may be unreachable, as while it restarts. Ray aborts the driver after 60 s."""
 
 LOOK_S = 2.0
-LAST_RESORT_S = 15.0
-"""Seconds that the driver has to clean up, because a call into Ray may never return."""
+LAST_RESORT_S, START_RESORT_S = 15.0, 5.0
+"""Seconds that the driver has to clean up, because a call into Ray may never return; the latter while Ray starts."""
+
+_START_LOOK_S = 0.2
 
 _SIGNAL = signal.SIGRTMIN + 3
 
@@ -29,24 +32,35 @@ _SIGNAL = signal.SIGRTMIN + 3
 class DaemonMonitor:
     """A thread that ends the run when one of Ray's processes has ended; the main thread makes and stops it.
 
-    daemons: pid -> name. server: (host, port) of the server of a cluster that was joined; None: it is a daemon here.
-    on_loss: called first. Then the main thread leaves its `with` blocks with SystemExit; `lost` is the reason.
+    It is made before Ray is started, as Ray waits a minute for a daemon that dies meanwhile, and looks for the daemons
+    that this process starts until `watch` names those that the run needs. After a loss it calls `end_processes` and
+    the main thread leaves its `with` blocks with SystemExit; `lost` is the reason.
+
+    end_processes: ends the run's processes but for the pids it is given: the other daemons, as long as the main thread
+    may be in a call into Ray, which ends this process with code 1 and no message when the raylet dies.
     """
 
-    def __init__(self, daemons: Mapping[int, str], server: tuple[str, int] | None, on_loss: Callable[[], None]) -> None:
+    def __init__(self, end_processes: Callable[[Collection[int]], None]) -> None:
         self.lost = ""
-        self._server, self._on_loss = server, on_loss
+        self._end_processes = end_processes
+        self._needed: Mapping[int, str] | None = None
+        self._server: tuple[str, int] | None = None
         self._stopped = threading.Event()
         self._wake, self._woken = os.pipe()
-        self._ends: dict[int, tuple[str, int]] = {}
-        for pid, name in daemons.items():
-            with suppress(ProcessLookupError):
-                self._ends[os.pidfd_open(pid)] = (name, pid)
+        self._ends: dict[int, tuple[str, int]] = {}  # used by the thread alone, until it has ended
         self._interrupts = threading.current_thread() is threading.main_thread()
         if self._interrupts:
             signal.signal(_SIGNAL, self._leave)
         self._thread = threading.Thread(target=self._run, name="daemons", daemon=True)
         self._thread.start()
+
+    def watch(self, daemons: Mapping[int, str], server: tuple[str, int] | None) -> None:
+        """Say that Ray has started.
+
+        daemons: pid -> name. server: (host, port) of the server of a cluster that was joined; None: it is a daemon
+        here.
+        """
+        self._server, self._needed = server, daemons
 
     def stop(self) -> str:
         """Stop the thread; return the loss, "" if nothing was lost. Call it before Ray is shut down."""
@@ -63,21 +77,31 @@ class DaemonMonitor:
         self.lost = self._await_loss()
         if not self.lost:
             return
-        self._on_loss()
+        daemons = {pid for _, pid in self._ends.values()}
+        agents = _below(daemons)
+        self._end_processes(daemons)
         if self._interrupts:
             main = threading.main_thread().ident
             assert main is not None  # it runs
             signal.pthread_kill(main, _SIGNAL)
-        if not self._stopped.wait(LAST_RESORT_S):
+        if not self._stopped.wait(START_RESORT_S if self._needed is None else LAST_RESORT_S):
+            self._end_processes(())
+            end(lambda: agents, patience_s=0.0)
             with suppress(OSError):
                 os.write(2, f"\n{self.lost}\n".encode())
             os._exit(WorkerFailure.exit_code)
 
     def _await_loss(self) -> str:
         """Wait for a loss and return it; "" when the monitor was stopped."""
-        answered = time.monotonic()
+        answered, has_started = time.monotonic(), False
         while True:
-            ready, _, _ = select.select([self._wake, *self._ends], [], [], None if self._server is None else LOOK_S)
+            if not has_started:
+                has_started = self._needed is not None
+                for pid, name in (self._needed or children()).items():
+                    if not self._has_pidfd(pid, name):
+                        return _sentence(f"Ray's {name} (process {pid}) has ended")
+            limit = _START_LOOK_S if not has_started else None if self._server is None else LOOK_S
+            ready, _, _ = select.select([self._wake, *self._ends], [], [], limit)
             if self._stopped.is_set():
                 return ""
             for descriptor in ready:
@@ -89,6 +113,15 @@ class DaemonMonitor:
                 host, port = self._server
                 return _sentence(f"Ray's server at {host}:{port} has not answered for {SERVER_PATIENCE_S:g} s")
 
+    def _has_pidfd(self, pid: int, name: str) -> bool:
+        """Whether a daemon is watched, from here on if not before; it is not if it has gone."""
+        if pid not in {watched for _, watched in self._ends.values()}:
+            try:
+                self._ends[os.pidfd_open(pid)] = (name, pid)
+            except ProcessLookupError:
+                return False
+        return True
+
     def _leave(self, number: int, frame: object) -> None:
         if not self._stopped.is_set():
             raise SystemExit(WorkerFailure.exit_code)
@@ -98,6 +131,15 @@ def children() -> dict[int, str]:
     """Return pid -> name of the necessary Ray processes that this process has started."""
     names = {child.pid: child.name() for child in psutil.Process().children()}
     return {pid: name for pid, name in names.items() if name in ("gcs_server", "raylet")}
+
+
+def _below(daemons: Collection[int]) -> list[psutil.Process]:
+    """Return the processes below daemons: agents overwrite their variables with their names, and have no other mark."""
+    found = []
+    for pid in daemons:
+        with suppress(psutil.Error):
+            found += psutil.Process(pid).children(recursive=True)
+    return found
 
 
 def owner(path: str) -> int:

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Empty, Queue
@@ -70,7 +70,7 @@ class RaySession:
         self._variables: dict[str, str] = {}  # Ray's variables before the start
 
     def __enter__(self) -> Self:
-        """Raises ConfigError when Ray cannot be started or joined."""
+        """Raises ConfigError when Ray cannot be joined, and WorkerFailure when it does not start or dies meanwhile."""
         try:
             if not ray.is_initialized():
                 self._start()
@@ -98,6 +98,7 @@ class RaySession:
         address = os.environ.get("RAY_ADDRESS") or "local"
         self._variables = variables()
         self._reaper = Reaper()
+        self._monitor = DaemonMonitor(self._end_processes)
         with self._reaper.watching():
             if address == "local":
                 # One CPU per rank, however many ranks there are: ranks on CPU share the cores of this machine.
@@ -105,12 +106,13 @@ class RaySession:
                 daemons, server = daemon_children(), None
             else:
                 daemons, server = join(address)
-        self._monitor = DaemonMonitor(daemons, server, self._kill_processes)
+        self._monitor.watch(daemons, server)
 
-    def _kill_processes(self) -> None:
+    def _end_processes(self, spared: Collection[int]) -> None:
         reaper = self._reaper
         if reaper is not None:
-            end(lambda: processes_with(reaper.scratch.run_id), patience_s=0.0)
+            run_id = reaper.scratch.run_id
+            end(lambda: [left for left in processes_with(run_id) if left.pid not in spared], patience_s=0.0)
 
     def _release(self, error: BaseException | None) -> None:
         """Shut Ray down and remove its files. Raises WorkerFailure where Ray itself was lost, whatever `error` says."""
@@ -136,13 +138,22 @@ def _exit_without_ray() -> None:
 
 
 def start(num_cpus: int, folder: Path) -> None:
-    """Start Ray with its session in `folder` and its own token. Raises ConfigError for an unknown version of Ray."""
+    """Start Ray with its session in `folder` and its own token.
+
+    Raises ConfigError for an unknown version of Ray, and WorkerFailure when it does not start.
+    """
     try:
         apply_patches("driver")
     except PatchError as error:
         raise ConfigError(str(error)) from None
     with _own_token():
-        init(address="local", num_cpus=num_cpus, include_dashboard=False, _temp_dir=str(folder))
+        try:
+            init(address="local", num_cpus=num_cpus, include_dashboard=False, _temp_dir=str(folder))
+        except Exception as error:  # Ray raises bare ones
+            raise WorkerFailure(
+                f"Ray did not start on this machine: {_last_line(error)}; nearest: the same command again with less "
+                "other work beside it, as Ray's own time limits are short"
+            ) from error
 
 
 def join(address: str) -> tuple[dict[int, str], tuple[str, int] | None]:

@@ -1,0 +1,77 @@
+"""One of Ray's daemons dies at a random instant, from its own start on."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_rl.cluster.leftovers import RUN_ID, living, processes_with, variable_of
+from megatron_rl.errors import WorkerFailure
+
+pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(600)]
+
+DRIVER = Path(__file__).with_name("doomed_driver.py")
+DAEMONS = ("gcs_server", "raylet")
+LATEST_S = 6.0
+"""Seconds from a daemon's start: Ray starts in two, the pool in another one, and then the driver waits in a call."""
+
+PATIENCE_S = 120.0
+
+
+def kill_daemon(
+    driver: subprocess.Popen[str], name: str, after_s: float
+) -> tuple[int, str | None, list[psutil.Process]]:
+    """SIGKILL a daemon of the driver some seconds after its start; its pid, its run, all processes below the driver."""
+    deadline, process = time.monotonic() + PATIENCE_S, psutil.Process(driver.pid)
+    while not (found := [child for child in process.children() if child.name() == name]):
+        assert driver.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    time.sleep(after_s)
+    tree, run_id = process.children(recursive=True), variable_of(found[0], RUN_ID)
+    found[0].kill()
+    return found[0].pid, run_id, tree
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [range(first, first + 8) for first in range(0, 40, 8)],
+    ids=lambda seeds: str(seeds)[5:],
+)
+def test_a_daemon_may_die_at_any_instant(seeds: range) -> None:
+    """While Ray starts, the pool starts, and in a call: code 3, the sentence that names the daemon, and no process is
+    left. Would not catch an instant that 40 draws miss.
+    """
+    path = os.pathsep.join([str(DRIVER.parent), *filter(None, sys.path)])
+    for seed in seeds:
+        draw = random.Random(seed)
+        victim, after_s = draw.choice(DAEMONS), draw.uniform(0.0, LATEST_S)
+        driver = subprocess.Popen(
+            [sys.executable, DRIVER, "600"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": path, "HOME": "/proc/none"},
+            start_new_session=True,
+        )
+        try:
+            pid, run_id, tree = kill_daemon(driver, victim, after_s)
+            said = driver.communicate(timeout=PATIENCE_S)[1]
+        finally:
+            driver.kill()
+            driver.wait()
+        case = f"seed {seed}: {victim} {after_s:.2f} s after its start: {said}"
+        assert driver.returncode == WorkerFailure.exit_code, case
+        named = [line for line in said.splitlines() if line.startswith(f"Ray's {victim} (process {pid}) ")]
+        assert len(named) == 1 and "Traceback" not in said, case
+        assert run_id is not None, case
+        deadline = time.monotonic() + PATIENCE_S
+        while (left := living([*tree, *processes_with(run_id)])) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert left == [], case
