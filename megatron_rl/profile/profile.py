@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -111,14 +110,13 @@ def requested(device: str | None, num_ranks: int | None, num_gpus: int) -> Profi
 def profile(request: ProfileRequest, say: Callable[[str], None], short_run: bool = True) -> Measured:
     """Measure this machine, which takes minutes. Raises WorkerFailure where a rank or the run fails."""
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="megatron-rl-profile-") as name:
-        folder = Path(name)
+    with Worlds(request.num_ranks) as ranks:
+        folder = ranks.folder
         say("making two small models")
         probes.save_data(folder)
         for layers in (probes.SHALLOW, probes.DEEP):
             probes.save_model(folder / f"model_{layers}", layers, request.device)
-        with Worlds(request.num_ranks) as ranks:
-            worlds = [_measure(task, folder, ranks, say) for task in tasks(request, folder)]
+        worlds = [_measure(task, folder, ranks, say) for task in tasks(request, folder)]
         hardware, missed = _fitted(worlds, request, folder)
         measured = Measured(hardware, worlds, missed, 0.0)
         if short_run:

@@ -7,12 +7,12 @@ import socket
 import subprocess
 import sys
 import time
-import uuid
 from contextlib import ExitStack
 from pathlib import Path
 
 from megatron_rl.cluster.fork_server import fork_command
-from megatron_rl.cluster.leftovers import end, processes_with
+from megatron_rl.cluster.leftovers import RUN_ID
+from megatron_rl.cluster.reaper import Reaper
 from megatron_rl.errors import WorkerFailure
 from megatron_rl.profile.samples import MeasuringTask, World, read_samples, slowest, write_task
 from megatron_rl.roles.environment import started_with, worker_environment
@@ -23,25 +23,32 @@ LOOPBACK = "127.0.0.1"
 POLL_S = 0.1
 TAIL = 12
 """Lines of a failed rank's output that are shown."""
-PROFILE_MARK = "MEGATRON_RL_PROFILE"
-"""The environment variable that every process of a profile starts with."""
 
 
 class Worlds:
-    """Starts worlds of ranks on this machine, one after the other; ends whatever they leave behind.
+    """Starts worlds of ranks on this machine, one after the other; ends whatever they leave behind, also when this
+    process is killed.
 
     ranks_per_machine: that a rank's threads are counted for.
     """
 
     def __init__(self, ranks_per_machine: int) -> None:
         self._ranks_per_machine = ranks_per_machine
-        self._mark = uuid.uuid4().hex
+        self._reaper: Reaper
 
     def __enter__(self) -> Worlds:
-        return self
+        """Raises ConfigError where there is no place for files."""
+        self._reaper = Reaper()
+        with self._reaper.watching():
+            return self
 
     def __exit__(self, *error: object) -> None:
-        end(lambda: processes_with(self._mark, PROFILE_MARK))
+        self._reaper.stop()
+
+    @property
+    def folder(self) -> Path:
+        """A folder for files that must not outlive the profile."""
+        return self._reaper.scratch.folder
 
     def run(self, task: MeasuringTask, config: Path, folder: Path, time_limit_s: float) -> World:
         """Run every rank of the task's world in a process of its own.
@@ -78,7 +85,7 @@ class Worlds:
     def _python(self, device: str) -> tuple[list[str], dict[str, str]]:
         """Return the command prefix and the variables of a rank. On CPUs ranks are forked, as in a run."""
         shared = worker_environment(device, self._ranks_per_machine)
-        shared |= {"TORCH_CPP_LOG_LEVEL": "ERROR", PROFILE_MARK: self._mark}
+        shared |= {"TORCH_CPP_LOG_LEVEL": "ERROR", RUN_ID: self._reaper.scratch.run_id}
         modules = preloaded(device, generates=True)
         return shlex.split(fork_command(modules, shared)) if modules else [sys.executable], shared
 

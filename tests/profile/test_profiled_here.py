@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 import uuid
 from pathlib import Path
 
@@ -84,6 +86,45 @@ def test_ranks_that_take_too_long_are_ended(world):
     with pytest.raises(WorkerFailure, match="measuring took longer than 1 s"):
         world(1.0)
     assert nothing_left()
+
+
+@pytest.mark.dist
+@pytest.mark.exhaustive
+@pytest.mark.timeout(200)
+def test_nothing_outlives_a_killed_profile(tmp_path, monkeypatch):
+    """SIGKILL while ranks measure: no process and no folder is left. Would not catch what a kill of the companion too
+    leaves, which the next start of a run removes.
+    """
+    short = Path("/tmp", uuid.uuid4().hex[:4])  # sockets go there
+    short.mkdir(mode=0o700)
+    monkeypatch.setenv("TMPDIR", str(short))
+    whole = [
+        sys.executable,
+        "-m",
+        "megatron_rl",
+        "profile",
+        "--ranks",
+        "2",
+        "--hardware-file",
+        str(tmp_path / "h.yaml"),
+    ]
+    with (tmp_path / "output.txt").open("w") as output:
+        driver = subprocess.Popen(whole, cwd=REPOSITORY, stdout=output, stderr=output)
+    try:
+        # A world begins with its configuration; there are the command, what ends its processes, and a rank.
+        while not [*short.glob("megatron_rl-*/*/world_*.yaml")] or len(processes_with(os.environ[TAG], TAG)) < 3:
+            assert driver.poll() is None, (tmp_path / "output.txt").read_text()
+            time.sleep(0.1)
+        driver.kill()
+        driver.wait()
+        deadline = time.monotonic() + 60
+        while (not nothing_left() or [*short.glob("megatron_rl-*/*/")]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert nothing_left() and not [*short.glob("megatron_rl-*/*/")]
+    finally:
+        driver.kill()
+        driver.wait()
+        shutil.rmtree(short)
 
 
 def nothing_left() -> bool:
