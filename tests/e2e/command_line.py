@@ -13,15 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from forked_run import ForkedRun
+from forked_run import LIMIT, ForkedRun
 
 from megatron_rl.cluster.leftovers import RUN_ID, end, processes_with
 from megatron_rl.cluster.scratch import SEGMENTS
 
 REPOSITORY = Path(__file__).parents[2]
 TAG = "MEGATRON_RL_TEST_TAG"
-LIMIT = 300.0
-"""Seconds that a test waits for what a busy machine does later; none waits so long on an idle one."""
 
 
 class CommandLine:
@@ -93,7 +91,7 @@ class CommandLine:
                 found.append(" ".join(process.cmdline()))
         return found
 
-    def wait_for(self, condition, timeout: float, may_end: bool = False, interval: float = 0.2) -> None:
+    def wait_for(self, condition, timeout: float = LIMIT, may_end: bool = False, interval: float = 0.2) -> None:
         """Poll until `condition()` is true; AssertionError with the output when the run ends first or it is too late.
 
         may_end: the condition itself makes the run end, so both may be seen at once. interval: seconds between looks.
@@ -105,7 +103,7 @@ class CommandLine:
             assert time.monotonic() < deadline, f"waited {timeout} s:\n{self.text()}"
             time.sleep(interval)
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float = LIMIT) -> int:
         """Exit code; AssertionError when it takes longer."""
         try:
             return self.process.wait(timeout)
@@ -127,7 +125,7 @@ class CommandLine:
         segments = [path for run_id in self.run_ids for path in SEGMENTS.glob(f"megatron_rl-{run_id}-*")]
         return [str(path) for path in folders + segments]
 
-    def left_over(self, patience: float = 10) -> list[str]:
+    def left_over(self, patience: float = 60) -> list[str]:
         """Command lines of processes, and files, that outlive the run by more than `patience` seconds."""
         deadline = time.monotonic() + patience
         while (left := [*self.files(), *self.titles()]) and time.monotonic() < deadline:

@@ -22,7 +22,7 @@ SHORT = (
 ONE = ("trainer.n_gpus_per_node=1", *(f"{MEGATRON}.{axis}_model_parallel_size=1" for axis in ("tensor", "pipeline")))
 TP2 = ("trainer.n_gpus_per_node=2", f"{MEGATRON}.pipeline_model_parallel_size=1")
 LOCAL = (*ONE, "--local")
-"""The whole run in one process, without Ray: the same numbers, as test_local_runs.py proves."""
+"""The whole run in one process, without Ray: the same numbers, as test_resumed_runs.py proves."""
 THROUGH = [pytest.param(LOCAL, id="local"), pytest.param(ONE, id="ray", marks=pytest.mark.exhaustive)]
 """For tests of what must hold either way, the second of which costs Ray's start."""
 CLOCKED = ("timing_s/", "perf/", "reshard/")

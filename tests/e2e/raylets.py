@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from forked_run import without_ray
+from forked_run import LIMIT, without_ray
 
 from megatron_rl.cluster.leftovers import end, processes_with
 from megatron_rl.cluster.worker_process import listen
@@ -99,7 +99,7 @@ class Raylets:
             stdout=output.open("w"),
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            timeout=120,
+            timeout=LIMIT,
         )
         assert done.returncode == 0, output.read_text()
 
@@ -116,7 +116,7 @@ class Raylets:
                     found[int(process.environ()["RANK"])] = process
         return found
 
-    def left_over(self, patience: float = 10) -> dict[int, psutil.Process]:
+    def left_over(self, patience: float = 60) -> dict[int, psutil.Process]:
         """Ranks that outlive their run by more than `patience` seconds, on any node."""
         deadline = time.monotonic() + patience
         while True:

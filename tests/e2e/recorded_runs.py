@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from command_line import LIMIT, CommandLine
+from command_line import CommandLine
 
 DONE = "done"
 """The file that says that a run has ended well and may be read."""
@@ -81,7 +81,7 @@ def record(shared: Path, name: str, overrides: tuple[str, ...], **how: str) -> R
     def make(place: Path) -> None:
         run = CommandLine(place, *overrides, **how)
         try:
-            assert run.wait(LIMIT) == 0, run.text()
+            assert run.wait() == 0, run.text()
         finally:
             run.kill_all()
         for path in run.run.rglob("*"):

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 from command_line import CommandLine
+from recorded_runs import RecordedRun
 from safetensors.torch import load_file
 
 SHORT = (
@@ -50,7 +51,7 @@ def command_of(stage: str) -> str:
     return {"dpo on the fly": "dpo", "kto": "dpo"}.get(stage, stage)
 
 
-def weights_apart(run: CommandLine, other: CommandLine) -> float:
+def weights_apart(run: CommandLine | RecordedRun, other: CommandLine | RecordedRun) -> float:
     """Of the exported models the mean difference of the tensor with most.
 
     Without biases of keys: attention does not depend on them, so Adam makes full steps of their rounding noise.

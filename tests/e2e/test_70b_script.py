@@ -32,12 +32,12 @@ def test_killed_tiny_70b_goes_on(command_line, tmp_path) -> None:
     }
     keys = ("trainer.export_hf=false", "trainer.logger=[jsonl]")
     killed = command_line(*keys, "trainer.total_training_steps=1000", **script)
-    killed.wait_for((killed.run / "global_step_1").exists, timeout=270)
+    killed.wait_for((killed.run / "global_step_1").exists)
     ranks = {process.environ()["RANK"] for process in killed.workers()}
     assert ranks == {str(rank) for rank in range(8)}
     killed.process.kill()
-    assert killed.wait(60) == -9
-    assert killed.left_over(patience=60) == []
+    assert killed.wait() == -9
+    assert killed.left_over() == []
     saved = steps_saved(killed)[0]
 
     resumed = command_line(*keys, f"trainer.total_training_steps={saved + 1}", folder=killed.folder, **script)

@@ -12,6 +12,7 @@ from random import Random
 
 import psutil
 import pytest
+from command_line import LIMIT
 from safetensors.torch import load_file
 
 from megatron_rl.cluster.leftovers import variable_of
@@ -25,7 +26,7 @@ SMALL = (
     *("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1", "trainer.test_freq=2"),
 )
 ROWS = 16 * 4
-NUM_LOSSES, MANY_STEPS = 8, 120
+NUM_LOSSES, MANY_STEPS = 4, 60
 """Enough for the losses and as many starts."""
 MEASURED = ("timing_s/", "perf/", "reshard/", "memory/", "rollout/", "trainer/")
 """Metrics of clocks and memory, and of who waited for whom."""
@@ -80,32 +81,6 @@ def events(run, kind: str) -> list[dict]:
     return [line for line in lines if line["event"] == kind]
 
 
-@pytest.mark.exhaustive
-def test_a_run_that_lost_a_replica_goes_on_and_is_repeated(command_line, tmp_path: Path) -> None:
-    """Three steps ahead with partial rollouts. No token is older, all rows are trained, the lost replica starts again,
-    and a replay has the same metrics and weights.
-
-    Would not catch a loss inside a transfer; random kills do.
-    """
-    ahead = (*SMALL, "trainer.rollout_ahead=3", "trainer.total_training_steps=8", "trainer.val_before_train=false")
-    run = command_line(*ahead, f"trainer.rollout_data_dir={tmp_path / 'samples'}", config=ASYNC)
-    run.wait_for(lambda: len(events(run, "taken")) >= 2, 300, interval=0.01)
-    replicas(run)[0].kill()
-    assert run.wait(300) == 0, run.text()
-    assert "starts again, others go on" in run.text()
-    assert len(events(run, "lost")) == 1 and run.left_over() == []
-    steps = [line for line in numbers(run) if "staleness/max" in line]
-    assert len(steps) == 8 and max(line["staleness/max"] for line in steps) <= 3
-    assert any(line["staleness/max"] > 0 for line in steps)
-    assert sum(trained(tmp_path / "samples").values()) == 8 * ROWS
-    assert [one["step"] for one in events(run, "taken")] == list(range(1, 9))
-
-    again = command_line(*ahead, f"--replay={run.run}", config=ASYNC)
-    assert again.wait(300) == 0, again.text()
-    assert_same_bits(again, run)
-    assert counts(again) == counts(run) and sum(map(sum, counts(run))) > 0
-
-
 def test_a_recorded_run_is_repeated_bit_for_bit(command_line) -> None:
     """In one process, where answers of two versions go on from step to step; another configuration is refused.
 
@@ -114,13 +89,13 @@ def test_a_recorded_run_is_repeated_bit_for_bit(command_line) -> None:
     small = (*SMALL, "--local", "--collapse", "trainer.total_training_steps=3", "trainer.val_before_train=false")
     small = (*small, "trainer.test_freq=0", "actor_rollout_ref.rollout.max_num_seqs=48", "async_training.slice_steps=3")
     run = command_line(*small, config=ASYNC)
-    assert run.wait(200) == 0, run.text()
+    assert run.wait() == 0, run.text()
     again = command_line(*small, f"--replay={run.run}", config=ASYNC)
     other = command_line(*small, f"--replay={run.run}", "trainer.seed=9", config=ASYNC)
-    assert again.wait(200) == 0, again.text()
+    assert again.wait() == 0, again.text()
     assert any(line.get("staleness/mixed_answers", 0) > 0 for line in numbers(run))
     assert_same_bits(again, run)
-    assert other.wait(200) == 2 and "seed was 1, is 9" in other.text(), other.text()
+    assert other.wait() == 2 and "seed was 1, is 9" in other.text(), other.text()
 
 
 def test_no_step_ahead_is_the_synchronous_run(command_line) -> None:
@@ -129,8 +104,8 @@ def test_no_step_ahead_is_the_synchronous_run(command_line) -> None:
     small = (*small, "trainer.val_before_train=false", "trainer.test_freq=0")
     sliced = command_line(*small, "async_training.partial_rollout=true", config=ASYNC)
     plain = command_line(*small, "async_training.partial_rollout=false", config=ASYNC)
-    assert sliced.wait(200) == 0, sliced.text()
-    assert plain.wait(200) == 0, plain.text()
+    assert sliced.wait() == 0, sliced.text()
+    assert plain.wait() == 0, plain.text()
     assert without_staleness(sliced) == numbers(plain)
     assert weights_equal(sliced, plain)
 
@@ -144,7 +119,7 @@ def test_a_replica_that_is_lost_again_while_it_starts(command_line, tmp_path: Pa
     ahead = (*SMALL, "trainer.rollout_ahead=3", "trainer.total_training_steps=80", "trainer.val_before_train=false")
     ahead = (*ahead, "trainer.test_freq=0", "trainer.heartbeat_timeout_s=10", "async_training.partial_rollout=false")
     run = command_line(*ahead, f"trainer.rollout_data_dir={tmp_path / 'samples'}", config=ASYNC)
-    run.wait_for(lambda: len(events(run, "taken")) >= 2, 300, interval=0.01)
+    run.wait_for(lambda: len(events(run, "taken")) >= 2, interval=0.01)
     before = replicas(run)
     before[0].kill()
 
@@ -158,8 +133,8 @@ def test_a_replica_that_is_lost_again_while_it_starts(command_line, tmp_path: Pa
                     return True
         return False
 
-    run.wait_for(lambda: caught("build", signal.SIGKILL), 300, interval=0.001)
-    run.wait_for(lambda: caught("rollout_join_bridge", signal.SIGSTOP), 300, interval=0.001)
+    run.wait_for(lambda: caught("build", signal.SIGKILL), interval=0.001)
+    run.wait_for(lambda: caught("rollout_join_bridge", signal.SIGSTOP), interval=0.001)
     assert run.wait(600) == 0, run.text()
     assert run.text().count("starts again, others go on") >= 3 and run.left_over() == []
     assert sum(trained(tmp_path / "samples").values()) == 80 * ROWS
@@ -172,7 +147,13 @@ def test_the_demo_is_learnt(command_line, tmp_path: Path) -> None:
 
     Would not catch slower learning than the synchronous run's.
     """
-    run = command_line(f"trainer.rollout_data_dir={tmp_path / 'samples'}", "trainer.rollout_ahead=1", config=ASYNC)
+    run = command_line(
+        f"trainer.rollout_data_dir={tmp_path / 'samples'}",
+        "trainer.rollout_ahead=1",
+        "trainer.test_freq=0",
+        "trainer.val_before_train=false",
+        config=ASYNC,
+    )
     assert run.wait(800) == 0, run.text()
     lines = [line for line in numbers(run) if "staleness/max" in line]
     assert len(lines) == 20 and max(line["staleness/max"] for line in lines) <= 1
@@ -192,17 +173,18 @@ def test_interrupted_runs_go_on_bit_for_bit(command_line) -> None:
     settings = (
         *(*SMALL, "trainer.rollout_ahead=2", "async_training.deterministic=true", "trainer.total_training_steps=6"),
         "trainer.save_freq=2",
+        *("trainer.test_freq=0", "trainer.val_before_train=false"),
     )
     whole = command_line(*settings, config=ASYNC)
-    assert whole.wait(400) == 0, whole.text()
+    assert whole.wait() == 0, whole.text()
     folder = None
     for kind, number in (("saved", 1), ("taken", 4)):
         life = command_line(*settings, folder=folder, config=ASYNC)
         folder = life.folder
-        life.wait_for(lambda: len(events(life, kind)) >= number, 400, interval=0.01)  # noqa: B023
+        life.wait_for(lambda: len(events(life, kind)) >= number, interval=0.01)  # noqa: B023
         life.kill_all()
     last = command_line(*settings, folder=folder, config=ASYNC)
-    assert last.wait(400) == 0, last.text()
+    assert last.wait() == 0, last.text()
     assert "going on after step 2" in last.text()
     assert weights_equal(last, whole)
     assert numbers(last)[-3:] == numbers(whole)[-3:]
@@ -211,36 +193,42 @@ def test_interrupted_runs_go_on_bit_for_bit(command_line) -> None:
 @pytest.mark.exhaustive
 def test_no_step_ahead_on_replicas_is_the_split_synchronous_run(command_line) -> None:
     """Two replicas, bit for bit. Would not catch a replica that gets more rows than the other in both."""
-    small = (*SMALL, "trainer.total_training_steps=3", "trainer.rollout_ahead=0")
+    small = (*SMALL, "trainer.total_training_steps=2", "trainer.rollout_ahead=0")
+    small = (*small, "trainer.test_freq=0", "trainer.val_before_train=false")
     sliced = command_line(*small, config=ASYNC)
-    assert sliced.wait(400) == 0, sliced.text()
+    assert sliced.wait() == 0, sliced.text()
     plain = command_line(*small, "async_training.partial_rollout=false", config=ASYNC)
-    assert plain.wait(400) == 0, plain.text()
+    assert plain.wait() == 0, plain.text()
     assert without_staleness(sliced) == numbers(plain) and weights_equal(sliced, plain)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(2400)
-def test_eight_replicas_are_lost(command_line, tmp_path: Path) -> None:
-    """Killed or stopped at random moments of a run, one after the other: it ends, nothing is lost or trained twice, and
-    a replay in which nothing dies has the same bits.
+@pytest.mark.timeout(1800)
+def test_a_run_that_lost_replicas_goes_on_and_is_repeated(command_line, tmp_path: Path) -> None:
+    """Three steps ahead with partial rollouts, replicas killed or stopped at random moments, one after the other. No
+    token is older, no row is lost or trained twice, each lost replica starts again, and a replay in which nothing dies
+    has the same metrics and weights.
 
     Would not catch two losses at once.
     """
     rng = Random(7)
-    settings = (*SMALL, "trainer.rollout_ahead=2", "async_training.max_replica_restarts=100", "trainer.test_freq=0")
+    settings = (*SMALL, "trainer.rollout_ahead=3", "async_training.max_replica_restarts=100", "trainer.test_freq=0")
     settings = (*settings, "trainer.heartbeat_timeout_s=10", f"trainer.total_training_steps={MANY_STEPS}")
+    settings = (*settings, "trainer.val_before_train=false")
     run = command_line(*settings, f"trainer.rollout_data_dir={tmp_path / 'samples'}", config=ASYNC)
     for lost in range(NUM_LOSSES):
-        run.wait_for(lambda: len(events(run, "back")) == lost and events(run, "taken"), 300, interval=0.05)  # noqa: B023
+        run.wait_for(lambda: len(events(run, "back")) == lost and events(run, "taken"), LIMIT, interval=0.05)  # noqa: B023
         time.sleep(rng.uniform(0.0, 2.0))
         victim = rng.choice(replicas(run))
         victim.send_signal(rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]))
     assert run.wait(900) == 0, run.text()
+    assert "starts again, others go on" in run.text()
     assert len(events(run, "lost")) == NUM_LOSSES and run.left_over() == []
     assert [one["step"] for one in events(run, "taken")] == list(range(1, MANY_STEPS + 1))
     assert sum(trained(tmp_path / "samples").values()) == MANY_STEPS * ROWS
-    assert max(line["staleness/max"] for line in numbers(run) if "staleness/max" in line) <= 2
+    staleness = [line["staleness/max"] for line in numbers(run) if "staleness/max" in line]
+    assert len(staleness) == MANY_STEPS and 0 < max(staleness) <= 3
     again = command_line(*settings, f"--replay={run.run}", config=ASYNC)
     assert again.wait(600) == 0, again.text()
     assert_same_bits(again, run)
+    assert counts(again) == counts(run) and sum(map(sum, counts(run))) > 0

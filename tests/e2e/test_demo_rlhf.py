@@ -49,7 +49,7 @@ def test_the_three_stages(command_line, data: Path, tmp_path: Path) -> None:
         done = command_line(
             *SHORT, *keys, folder=tmp_path / name, config=f"configs/stages/{name}_cpu.yaml", stage=stage
         )
-        assert done.wait(180) == 0, done.text()
+        assert done.wait() == 0, done.text()
         return done
 
     def files(kind: str) -> tuple[str, str]:

@@ -50,7 +50,7 @@ def test_a_kept_checkpoint_goes_on(command_line, tmp_path: Path, recipe: str) ->
     shutil.copytree(kept / "global_step_2", folder / "run/global_step_2")
     stage = "train" if recipe == "ppo" else recipe
     run = command_line("--local", folder=folder, config=str(KEPT / f"{recipe}.yaml"), stage=stage)
-    assert run.wait(200) == 0, run.text()
+    assert run.wait() == 0, run.text()
     assert "going on after step 2" in run.text()
     assert_goes_on_as_recorded(run.run, kept, after=2)
 
@@ -59,5 +59,5 @@ def test_a_kept_schedule_is_repeated(command_line) -> None:
     """Slices, versions and answers as recorded. Would not catch a lost replica: none was lost."""
     kept = REPOSITORY / KEPT / "ahead"
     run = command_line("--local", "--collapse", f"--replay={kept}", config=str(KEPT / "ahead.yaml"))
-    assert run.wait(200) == 0, run.text()
+    assert run.wait() == 0, run.text()
     assert_goes_on_as_recorded(run.run, kept, after=0)

@@ -1,12 +1,10 @@
-"""The whole run in one process: the same numbers as through Ray, bit for bit, and a debugger in a loss.
+"""The whole run in one process: a debugger in a loss, and what it refuses.
 
-Metrics and resumed runs of one rank are compared here, where a run costs no processes; other layouts are compared with
-each other in tests/dist.
+That its numbers are those through Ray, bit for bit, is in test_resumed_runs.py.
 """
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import textwrap
@@ -14,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from forked_run import ForkedRun
-from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
 
@@ -40,40 +37,6 @@ def run(folder: Path, *arguments: str, code: int = 0) -> str:
     )
     assert finished.returncode == code, finished.stdout[-2000:] + finished.stderr[-4000:]
     return finished.stdout + finished.stderr
-
-
-def metrics(folder: Path) -> list[dict]:
-    """Every step's numbers without those that clocks and memory make."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    measured = ("timing_s/", "perf/", "reshard/exchange_s", "reshard/verify_s")
-    return [{name: value for name, value in line.items() if not name.startswith(measured)} for line in lines]
-
-
-def weights(folder: Path) -> dict:
-    return load_file(folder / "hf_model" / "model.safetensors")
-
-
-@pytest.mark.exhaustive
-def test_five_local_steps_are_those_of_ray_and_so_are_resumed_ones(tmp_path):
-    """Metrics and weights bit for bit; the local run also in two lives. Would not catch what both do wrong.
-
-    `make test` has a local run that a killed one through Ray equals, in test_resumed_runs.py.
-    """
-    through_ray, local, resumed = (tmp_path / name for name in ("ray", "local", "resumed"))
-    run(through_ray, "trainer.total_training_steps=5")
-    run(local, "trainer.total_training_steps=5", "--local")
-    run(resumed, "trainer.total_training_steps=2", "--local")
-    said = run(resumed, "trainer.total_training_steps=5", "--local")
-    assert "going on after step 2" in said
-    expected = metrics(through_ray)
-    assert [line["step"] for line in expected] == [1, 2, 3, 4, 5]
-    for folder in (local, resumed):
-        found = metrics(folder)
-        assert found[:1] + found[2:] == expected[:1] + expected[2:]
-        # The first life of the resumed run ends with step 2, which is therefore validated, too.
-        assert expected[1].items() <= found[1].items()
-        for name, tensor in weights(through_ray).items():
-            assert tensor.equal(weights(folder)[name]), name
 
 
 LOSS = """
@@ -102,7 +65,7 @@ def test_a_breakpoint_in_a_loss_stops_and_steps(tmp_path):
         f"trainer.default_local_dir={tmp_path / 'run'}",
     ]
     debugged = ForkedRun(arguments, REPOSITORY, {}, output, typed)
-    assert debugged.wait(200) == 1, output.read_text()
+    assert debugged.wait() == 1, output.read_text()
     said = output.read_text()
     assert "(Pdb) True" in said and "-> return terms" in said and "stepped to PolicyTerms" in said
     assert "BdbQuit" in said

@@ -1,4 +1,4 @@
-"""scripts/nightly.sh on one process: a golden pass with a preemption, and an injected regression, crash and hang."""
+"""scripts/nightly.sh on one process: a golden pass with a preemption, and an injected regression and hang."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def report(tmp_path) -> str:
 def test_golden_pass_after_a_preemption(nightly, tmp_path) -> None:
     """Code 0, with a first life that saved after SIGTERM. Would not catch a run that passes by luck of wide bands."""
     run = nightly(stop_after_step=1)
-    assert run.wait(200) == 0, run.text()
+    assert run.wait() == 0, run.text()
     assert report(tmp_path).startswith("# Nightly: pass (exit code 0)")
     assert "SIGTERM, then exit code 2" in report(tmp_path)
     assert sorted(read_metrics(tmp_path / "night/run/metrics.jsonl")) == [1, 2]
@@ -55,22 +55,21 @@ def test_golden_pass_after_a_preemption(nightly, tmp_path) -> None:
     ("body", "code", "says"),
     [
         ("return 0.0", 10, "| critic/score/mean | 1 | 0 | 0.6 | 0.3 to inf | **out** |"),
-        ("raise ValueError('injected')", 11, "RewardError"),
         (
             "pathlib.Path({metrics}).is_file() and pathlib.Path({metrics}).read_text() and time.sleep(600)",
             12,
             "s without a step",
         ),
     ],
-    ids=["regression", "crash", "hang"],
+    ids=["regression", "hang"],
 )
 def test_injected_fault_has_its_code(nightly, tmp_path, body: str, code: int, says: str) -> None:
-    """A reward that is always 0, one that raises, one that sleeps in step 2. Nothing is left running.
+    """A reward that is always 0, one that sleeps in step 2. Nothing is left running.
 
-    `make test` has the verdicts and the watch on a process in tests/trials. Would not catch a hang before the first
-    step other than by the longer limit, which is the same code.
+    test_ablation.py has a run that crashes; `make test` has the verdicts and the watch on a process in tests/trials.
+    Would not catch a hang before the first step other than by the longer limit, which is the same code.
     """
     run = nightly(body, step_within_s=10.0 if code == 12 else 120.0)
-    assert run.wait(150) == code, run.text()
+    assert run.wait() == code, run.text()
     assert says in report(tmp_path)
-    assert run.left_over(patience=30) == []
+    assert run.left_over() == []

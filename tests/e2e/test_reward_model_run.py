@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from command_line import REPOSITORY
-from lives import LOCAL, MEGATRON, ONE, SHORT, metrics
+from lives import LOCAL, ONE, SHORT, metrics
 from transformers import AutoConfig, Qwen2ForSequenceClassification
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
@@ -37,11 +37,7 @@ def without_ground_truth(file: Path, target: Path) -> Path:
     return target
 
 
-PP2 = ("trainer.n_gpus_per_node=2", f"{MEGATRON}.tensor_model_parallel_size=1")
-
-
-@pytest.mark.parametrize("layout", [LOCAL, pytest.param(PP2, marks=pytest.mark.exhaustive)], ids=["local", "PP2"])
-def test_a_reward_model_alone(command_line, layout, tmp_path: Path) -> None:
+def test_a_reward_model_alone(command_line, tmp_path: Path) -> None:
     """ReMax, whose greedy answers it scores too; it rests while generating; mini-batches are uneven.
 
     Would not catch a wrong score; `tests/dist/test_reward_model.py` does.
@@ -49,7 +45,7 @@ def test_a_reward_model_alone(command_line, layout, tmp_path: Path) -> None:
     tables = tmp_path / "tables"
     run = command_line(
         *SHORT,
-        *layout,
+        *LOCAL,
         f"data.train_files={without_ground_truth(DEMO / 'train.parquet', tmp_path / 'train.jsonl')}",
         f"data.val_files={without_ground_truth(DEMO / 'test.parquet', tmp_path / 'test.jsonl')}",
         "custom_reward_function.path=null",
@@ -64,7 +60,7 @@ def test_a_reward_model_alone(command_line, layout, tmp_path: Path) -> None:
         "trainer.total_training_steps=2",
         f"trainer.rollout_data_dir={tables}",
     )
-    assert run.wait(180) == 0, run.text()
+    assert run.wait() == 0, run.text()
     logged = metrics(run)
     for step in (1, 2):
         rows = [json.loads(line) for line in (tables / f"{step}.jsonl").read_text().splitlines()]
@@ -112,7 +108,7 @@ def test_two_reward_models_on_pools_of_their_own(command_line, tmp_path: Path) -
         "trainer.export_hf=false",
         f"trainer.rollout_data_dir={tables}",
     )
-    assert run.wait(240) == 0, run.text()
+    assert run.wait() == 0, run.text()
     rows = [json.loads(line) for line in (tables / "1.jsonl").read_text().splitlines()]
     assert len(rows) == 16 and len({row["rm_score"] for row in rows}) > 4
     for row in rows:

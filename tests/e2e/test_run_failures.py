@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from command_line import REPOSITORY
-from lives import LOCAL, ONE, THROUGH, TP2
+from lives import LOCAL, ONE, TP2
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 
@@ -46,8 +46,7 @@ def test_user_errors(command_line, overrides: list[str], fragments: list[str]) -
     assert_clean_end(command_line(*overrides), 2, *fragments)
 
 
-@pytest.mark.parametrize("one", THROUGH)
-def test_raising_reward_function(command_line, one, tmp_path: Path) -> None:
+def test_raising_reward_function(command_line, tmp_path: Path) -> None:
     """On every sample: the user's own exception is named; would not catch a function that raises when validating."""
     reward, reached = tmp_path / "reward.py", tmp_path / "reached"
     reward.write_text(
@@ -56,8 +55,8 @@ def test_raising_reward_function(command_line, one, tmp_path: Path) -> None:
         f"    pathlib.Path({str(reached)!r}).touch()\n"
         "    raise KeyError('no such rule')\n"
     )
-    run = command_line(*SMALL, *one, f"custom_reward_function.path={reward}")
-    run.wait_for(reached.exists, timeout=150, may_end=True)
+    run = command_line(*SMALL, *LOCAL, f"custom_reward_function.path={reward}")
+    run.wait_for(reached.exists, may_end=True)
     assert_clean_end(run, 4, "KeyError", "no such rule", "demo/addition")
 
 
@@ -100,7 +99,7 @@ def test_failing_samples_of_a_reward_function(command_line, one, kinds: tuple[st
         "trainer.total_epochs=1",
         f"trainer.rollout_data_dir={tables}",
     )
-    run.wait_for((run.run / "summary.json").exists, timeout=200, may_end=True)
+    run.wait_for((run.run / "summary.json").exists, may_end=True)
     assert_clean_end(run, 0, "samples could not be scored; the first: the reward function")
     logged = [metrics for metrics in map(json.loads, run.metrics().splitlines()) if "reward/failed_ratio" in metrics]
     assert len(logged) == 2 and all(step["critic/grad_norm"] > 0 for step in logged)
@@ -109,24 +108,6 @@ def test_failing_samples_of_a_reward_function(command_line, one, kinds: tuple[st
         assert sum(metrics[f"reward/{kind}"] for metrics in logged) > 0
     rows = [json.loads(line) for line in (tables / "1.jsonl").read_text().splitlines()]
     assert len(rows) == 64 and all((row["score"] == -1) == bool(row["failure"]) for row in rows)
-
-
-@pytest.mark.exhaustive
-def test_killed_controller_while_a_reward_function_hangs(command_line, tmp_path: Path) -> None:
-    """kill -9 while the function sleeps in C, beside a child of its own; would not catch files it leaves."""
-    reward, reached = tmp_path / "reward.py", tmp_path / "reached"
-    reward.write_text(
-        "import ctypes, pathlib, subprocess\n"
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
-        f"    pathlib.Path({str(reached)!r}).touch()\n"
-        "    ctypes.CDLL(None).sleep(1000)\n"
-    )
-    run = command_line(*SMALL, *ONE, f"custom_reward_function.path={reward}", "reward_model.timeout_s=1000")
-    run.wait_for(reached.exists, timeout=150)
-    run.process.kill()
-    assert run.wait(LIMIT) == -9
-    assert run.left_over(patience=LIMIT) == []
 
 
 def test_damaged_prompt_file(command_line, tmp_path: Path) -> None:
@@ -148,26 +129,17 @@ def test_raising_worker(command_line, tmp_path: Path) -> None:
     loss.write_text("def broken(tokens, config):\n    raise RuntimeError('no such loss')\n")
     key = "actor_rollout_ref.actor.policy_loss"
     run = command_line(*SMALL, *ONE, f"{key}.loss_mode=broken", f"{key}.custom.path={loss}")
-    run.wait_for(lambda: "raised" in run.text(), timeout=150, may_end=True)
+    run.wait_for(lambda: "raised" in run.text(), may_end=True)
     assert_clean_end(run, 3, "(actor)", "in update", "Traceback", "no such loss")
 
 
-@pytest.mark.exhaustive
-def test_killed_worker(command_line) -> None:
-    """kill -9 of one rank in the middle of training; would not catch a worker that hangs without dying.
-
-    `make test` kills one in test_split_runs.py and, without a model, in tests/cluster/test_worker_failures.py.
-    """
-    run = command_line(*SMALL, *TP2, "trainer.total_training_steps=1000", "trainer.test_freq=0")
-    run.wait_for(lambda: '"step": 2' in run.metrics(), timeout=240)
-    victim = next(process for process in run.workers() if process.environ()["RANK"] == "1")
-    victim.kill()
-    assert_clean_end(run, 3, "rank 1", "died")
-
-
-@pytest.mark.parametrize("one", THROUGH)
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.exhaustive)]
+    ("one", "number", "code"),
+    [
+        pytest.param(LOCAL, signal.SIGINT, 130, id="SIGINT-local"),
+        pytest.param(LOCAL, signal.SIGTERM, 143, id="SIGTERM-local", marks=pytest.mark.exhaustive),
+        pytest.param(ONE, signal.SIGINT, 130, id="SIGINT-ray", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_interrupted_controller(command_line, one, number: int, code: int) -> None:
     """Ctrl-C and a scheduler's SIGTERM; would not catch a signal that arrives before the run has begun.
@@ -175,20 +147,29 @@ def test_interrupted_controller(command_line, one, number: int, code: int) -> No
     A driver that waits for Ray gets them in tests/cluster/test_driver_death.py, too.
     """
     run = command_line(*SMALL, *one, "trainer.total_training_steps=1000", "trainer.test_freq=0")
-    run.wait_for(lambda: '"step": 1' in run.metrics(), timeout=240)
+    run.wait_for(lambda: '"step": 1' in run.metrics())
     run.process.send_signal(number)
     assert_clean_end(run, code)
 
 
 @pytest.mark.exhaustive
-def test_killed_controller(command_line) -> None:
-    """kill -9 of the controller takes all of Ray and all workers along, their sockets and their shared memory.
+def test_killed_controller(command_line, tmp_path: Path) -> None:
+    """kill -9 of the controller, while a reward function sleeps in C beside a child of its own, takes all of Ray and
+    all workers along, their sockets and their shared memory.
 
     Whatever the ranks have made says to which run it belongs, and nothing in a rank listens on all interfaces. `make
     test` kills one in test_resumed_runs.py. Would not catch what is made and gone meanwhile.
     """
-    run = command_line(*SMALL, *TP2, "trainer.total_training_steps=1000", "trainer.test_freq=0")
-    run.wait_for(lambda: '"step": 1' in run.metrics(), timeout=240)
+    reward, reached = tmp_path / "reward.py", tmp_path / "reached"
+    reward.write_text(
+        "import ctypes, pathlib, subprocess\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
+        f"    pathlib.Path({str(reached)!r}).touch()\n"
+        "    ctypes.CDLL(None).sleep(1000)\n"
+    )
+    run = command_line(*SMALL, *TP2, f"custom_reward_function.path={reward}", "reward_model.timeout_s=1000")
+    run.wait_for(reached.exists)
     assert len(run.workers()) == 2
     sockets, segments = opened(run.workers())
     [run_id] = run.run_ids

@@ -6,17 +6,12 @@ import json
 
 import pytest
 from command_line import REPOSITORY
-from lives import metrics
+from lives import LOCAL, metrics
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 
 DIFFERENCE = "training/rollout_logprob_diff_max"
 MEGATRON = "actor_rollout_ref.actor.megatron"
-LAYOUTS = [
-    pytest.param(1, 1, 1, 1, ("--local",), id="one-process"),
-    pytest.param(4, 2, 1, 2, (), id="TP2xDP2", marks=pytest.mark.exhaustive),
-]
-"""(ranks, TP, PP, rollout TP, options). TP2xPP2, the demo's own, and TP4 to TP2 are in test_several_nodes.py."""
 ONE_PROCESS = ("--local", "--collapse")
 SHORT = (
     "data.train_batch_size=16",
@@ -26,29 +21,20 @@ SHORT = (
 )
 
 
-@pytest.mark.parametrize(("world_size", "tp_size", "pp_size", "rollout_tp_size", "options"), LAYOUTS)
-def test_layout_by_overrides(command_line, world_size, tp_size, pp_size, rollout_tp_size, options) -> None:
-    """Two steps with parity checks on; would not catch a layout that learns worse only later."""
-    run = command_line(
-        *SHORT,
-        *options,
-        f"trainer.n_gpus_per_node={world_size}",
-        f"{MEGATRON}.tensor_model_parallel_size={tp_size}",
-        f"{MEGATRON}.pipeline_model_parallel_size={pp_size}",
-        f"actor_rollout_ref.rollout.tensor_model_parallel_size={rollout_tp_size}",
-        validates_all=True,
-    )
-    assert run.wait(180) == 0, run.text()
+def test_one_process_by_overrides(command_line) -> None:
+    """Two steps with parity checks on. TP2xPP2, the demo's own, and TP4 to TP2 are in test_several_nodes.py; would not
+    catch a layout that learns worse only later.
+    """
+    run = command_line(*SHORT, *LOCAL, validates_all=True)
+    assert run.wait() == 0, run.text()
     folder = run.run
     summary = json.loads((folder / "summary.json").read_text())
-    expected = {"world_size": world_size, "tp": tp_size, "pp": pp_size, "dp": world_size // (tp_size * pp_size)}
-    expected["cp"] = 1
-    assert summary["layout"] == expected | {"rollout_tp": rollout_tp_size}
+    assert summary["layout"] == {"world_size": 1, "tp": 1, "pp": 1, "cp": 1, "dp": 1, "rollout_tp": 1}
     assert summary["steps"] == 2
     assert 0 < summary["rollout_logprob_diff_max"] < 5e-5
     assert summary["hf_export_logit_diff_max"] < 1e-4
     assert summary["transition_bytes_received_per_rank"] == summary["transition_bytes_lower_bound_per_rank"]
-    assert (sum(summary["transition_bytes_received_per_rank"]) > 0) == (pp_size > 1 or rollout_tp_size < tp_size)
+    assert sum(summary["transition_bytes_received_per_rank"]) == 0
     # The same questions, the same greedy answers: what `transformers` scored at its making, but for ties.
     made = json.loads((REPOSITORY / "assets/demo/assets.json").read_text())
     assert summary["val_accuracy_before"] == pytest.approx(made["greedy_accuracy"], abs=0.003)
@@ -62,25 +48,24 @@ def test_layout_by_overrides(command_line, world_size, tp_size, pp_size, rollout
 @pytest.mark.exhaustive
 @pytest.mark.timeout(950)
 def test_context_parallelism_by_overrides(command_line) -> None:
-    """PP2 x CP2 against one process, and going on from its first step as PP2: the same samples, losses and norms.
+    """PP2 x CP2 against one process, which also goes on from its first step: the same samples, losses and norms.
 
     Would not catch a difference below 1e-3 of a metric; tests/dist/test_context_parallel.py does.
     """
     layout = (f"{MEGATRON}.tensor_model_parallel_size=1", f"{MEGATRON}.pipeline_model_parallel_size=2")
     keys = (*SHORT, *layout, "actor_rollout_ref.rollout.tensor_model_parallel_size=1", "trainer.save_freq=1")
-    plain = (*keys, "trainer.n_gpus_per_node=2")
     cut = command_line(*keys, "trainer.n_gpus_per_node=4", f"{MEGATRON}.context_parallel_size=2")
-    assert cut.wait(300) == 0, cut.text()
+    assert cut.wait() == 0, cut.text()
     summary = json.loads((cut.run / "summary.json").read_text())
     assert summary["layout"] == {"world_size": 4, "tp": 1, "cp": 2, "pp": 2, "dp": 1, "rollout_tp": 1}
     received = summary["transition_bytes_received_per_rank"]
     assert received == summary["transition_bytes_lower_bound_per_rank"] and sum(received) > 0
     whole = command_line(*keys, *ONE_PROCESS)
     resumed = command_line(
-        *plain, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={cut.run / 'global_step_1'}"
+        *keys, *ONE_PROCESS, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={cut.run / 'global_step_1'}"
     )
-    assert whole.wait(300) == 0, whole.text()
-    assert resumed.wait(300) == 0, resumed.text()
+    assert whole.wait() == 0, whole.text()
+    assert resumed.wait() == 0, resumed.text()
     assert f"{MEGATRON}.context_parallel_size was 2, is 1" in resumed.text()
     theirs, ours, further = metrics(whole), metrics(cut), metrics(resumed)
     assert ours.keys() == theirs.keys() == {0, 1, 2} and further.keys() == {2}

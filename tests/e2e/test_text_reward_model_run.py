@@ -92,10 +92,10 @@ def test_a_reward_model_of_another_vocabulary(command_line, options, tmp_path: P
     )
     num_steps = 2
     run = again = command_line(*keys, *(OWN_POOL if options is ONE else ()), "trainer.total_training_steps=2")
-    assert run.wait(200) == 0, run.text()
+    assert run.wait() == 0, run.text()
     if options is ONE:
         num_steps, again = 3, command_line(*keys, *OWN_POOL, "trainer.total_training_steps=3")
-        assert again.wait(200) == 0, again.text()
+        assert again.wait() == 0, again.text()
     logged = metrics(again)
     for step in range(1, num_steps + 1):
         rows = [json.loads(line) for line in (tables / f"{step}.jsonl").read_text().splitlines()]
@@ -133,5 +133,5 @@ def test_mistakes_are_said_before_any_process(command_line, override, said, tmp_
         f"reward_model.model.input_tokenizer={DEMO / 'model'}",
         override,
     )
-    assert run.wait(100) == 2 and said in run.text(), run.text()
+    assert run.wait() == 2 and said in run.text(), run.text()
     assert run.left_over() == []
