@@ -25,6 +25,21 @@ def megatron_rl(*arguments: str) -> subprocess.CompletedProcess:
 
 
 @pytest.fixture
+def planned(monkeypatch, capsys):
+    """`megatron-rl plan` in this process, which has what it imports: code, stdout and stderr."""
+
+    def planned(*arguments: str) -> subprocess.CompletedProcess:
+        monkeypatch.chdir(REPOSITORY)
+        monkeypatch.setattr(sys, "argv", ["megatron-rl", "plan", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        printed = capsys.readouterr()
+        return subprocess.CompletedProcess(sys.argv, ended.value.code, printed.out, printed.err)
+
+    return planned
+
+
+@pytest.fixture
 def small_run(tmp_path) -> list[str]:
     """Arguments of a valid run, with its own tiny files."""
     (tmp_path / "model").mkdir()
@@ -63,22 +78,22 @@ def test_plan_prints_the_table_of_a_valid_run(small_run):
     assert "train.parquet" not in finished.stdout and "note: data.train_files has 1 prompts" in finished.stdout
 
 
-def test_plan_prints_table_and_violations(small_run):
+def test_plan_prints_table_and_violations(planned, small_run):
     """Would not catch a table that breaks on another violation."""
     broken = ["actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=3", "trainer.device=tpu"]
-    finished = megatron_rl("plan", "--config", DEMO, *small_run, *broken)
+    finished = planned("--config", DEMO, *small_run, *broken)
     assert finished.returncode == 2 and "samples per step" in finished.stdout
     assert "tp(2) * pp(3) must divide the 4 ranks" in finished.stderr and "trainer.device=tpu" in finished.stderr
 
 
-def test_plan_as_json_needs_no_prose(small_run):
+def test_plan_as_json_needs_no_prose(planned, small_run):
     """A misspelt key, a wrong type and a broken rule in one object. Would not catch a value that JSON cannot hold."""
     broken = [
         "trainer.nnode=1",
         "data.shuffle=maybe",
         "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=3",
     ]
-    finished = megatron_rl("plan", "--json", "--config", DEMO, *small_run, *broken)
+    finished = planned("--json", "--config", DEMO, *small_run, *broken)
     said = json.loads(finished.stdout)
     assert finished.returncode == 2 and not said["valid"] and finished.stderr == ""
     found = [(violation["settings"], violation["nearest"]) for violation in said["violations"]]
@@ -86,27 +101,27 @@ def test_plan_as_json_needs_no_prose(small_run):
     assert found[:2] == [({"trainer.nnode": 1}, {"trainer.nnodes": 1}), ({"data.shuffle": "maybe"}, {})]
     sizes = {f"{megatron}.tensor_model_parallel_size": 2, f"{megatron}.pipeline_model_parallel_size": 3}
     assert sizes in [settings for settings, _ in found]
-    finished = megatron_rl("plan", "--json", "--config", "configs/absent.yaml")
+    finished = planned("--json", "--config", "configs/absent.yaml")
     assert finished.returncode == 2 and "no configuration file" in json.loads(finished.stdout)["violations"][0]["text"]
 
 
-def test_plan_as_json_holds_the_whole_plan(small_run):
+def test_plan_as_json_holds_the_whole_plan(planned, small_run):
     """Of a run without faults, on other hardware. Would not catch a wrong number; the planner's own tests do."""
-    arguments = ["plan", "--json", "--hardware", "a100", "--response-length", "5", "--config", DEMO, *small_run]
-    said = json.loads(megatron_rl(*arguments).stdout)
+    arguments = ["--json", "--hardware", "a100", "--response-length", "5", "--config", DEMO, *small_run]
+    said = json.loads(planned(*arguments).stdout)
     assert said["valid"] and said["plan"]["memory"]["hardware"] == "a100" and said["plan"]["memory"]["fits"]
     assert said["plan"]["time"]["mean_response_length"] == 5
     assert {"batch", "pools", "groups", "memory", "transition", "time", "lacking_files"} == set(said["plan"])
-    finished = megatron_rl("plan", "--hardware", "b10", "--config", DEMO, *small_run)
+    finished = planned("--hardware", "b10", "--config", DEMO, *small_run)
     assert finished.returncode == 2 and "must be one of a100, b200, cpu, h100, h200" in finished.stderr
 
 
-def test_plan_before_the_download(small_run, tmp_path):
+def test_plan_before_the_download(planned, small_run, tmp_path):
     """Only config.json is there. Would not catch a plan that reads more of the folder."""
     for name in ("model/model.safetensors", "model/tokenizer.json", "train.parquet", "test.parquet"):
         (tmp_path / name).unlink()
-    assert megatron_rl("plan", "--config", DEMO, *small_run).returncode == 2
-    finished = megatron_rl("plan", "--without-files", "--config", DEMO, *small_run)
+    assert planned("--config", DEMO, *small_run).returncode == 2
+    finished = planned("--without-files", "--config", DEMO, *small_run)
     assert (finished.returncode, finished.stderr) == (0, "")
 
 

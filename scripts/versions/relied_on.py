@@ -6,6 +6,7 @@ import ast
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
@@ -146,13 +147,14 @@ WRITTEN_DOWN = (
 """What no import, call or patch shows."""
 
 
-def needs() -> list[Need]:
+@cache
+def needs() -> tuple[Need, ...]:
     """All of it, of every source file; the same path of several users as often."""
     found = list(WRITTEN_DOWN)
     for folder in FOLDERS:
         for file in sorted((REPOSITORY / folder).rglob("*.py")):
             found += read_needs(file.read_text(), file.relative_to(REPOSITORY).as_posix())
-    return found
+    return tuple(found)
 
 
 def read_needs(source: str, user: str) -> Iterator[Need]:

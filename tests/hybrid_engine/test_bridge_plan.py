@@ -96,7 +96,7 @@ def pools(draw):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(pools=pools())
 def test_every_element_leaves_training_once_and_reaches_every_receiver_once(pools) -> None:
     """Random pools on random nodes, every element counted at both ends. Would not catch errors of `shard_of`."""
@@ -153,7 +153,7 @@ SCHEDULES = {
 }
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(**SCHEDULES)
 def test_nothing_is_passed_on_before_it_came_and_no_rank_blocks(**arguments) -> None:
     """Whatever order messages come in. Would not catch an executor that does not keep to `Step.after`."""

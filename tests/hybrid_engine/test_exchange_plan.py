@@ -89,7 +89,7 @@ EXCHANGES = {
 }
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(**EXCHANGES)
 def test_every_needed_element_arrives_once_and_nothing_else(**drawn):
     """Right values at the right places, bytes = needed - held, no blocking. Would not catch errors of `shard_of`."""
@@ -124,7 +124,7 @@ def check_exchange(case, message_numel: int, direct_numel: int) -> None:
             assert received[i] == (lacking > 0).sum() == mine.numel_lacking
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(case=cases())
 def test_what_crosses_to_a_node_crosses_once(case):
     """Each piece reaches a node in phase 0 from one rank at most. Would not catch an unfair choice of that rank."""

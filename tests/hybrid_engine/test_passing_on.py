@@ -36,7 +36,7 @@ def is_right_when_late(case, nodes, message_numel, direct_numel, seed, laziness)
     return is_right(plan, execute(plan, schedules, model, random.Random(seed), laziness), model)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(**SLOW_MESSAGES)
 def test_no_rank_passes_on_what_has_not_come(**drawn) -> None:
     """Whatever nodes ranks sit on and however long messages take: right elements, and no rank waits for ever.
@@ -54,7 +54,7 @@ def test_no_rank_passes_on_what_has_not_come_in_many_layouts(**drawn) -> None:
     assert is_right_when_late(**drawn)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     case=cases(),
     nodes=st.lists(st.integers(0, 3), min_size=1, max_size=16),

@@ -12,6 +12,7 @@ from placing import gpu, request, reward_model_like, write_model
 from megatron_rl.errors import ConfigError
 from megatron_rl.ledger.mapping.finalists import Finalists
 from megatron_rl.ledger.mapping.mapped import find_placements
+from megatron_rl.ledger.mapping.request import MapRequest
 from megatron_rl.ledger.mapping.search import Search
 from megatron_rl.ledger.planner.memory_report import memory_report
 from megatron_rl.ledger.planner.preflight import preflight
@@ -55,21 +56,33 @@ def runs(draw):
     return make
 
 
-SLOWLY = settings(
-    max_examples=12,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-    phases=(Phase.explicit, Phase.generate),  # shrinking would take minutes
-)
+def slowly(max_examples: int) -> settings:
+    return settings(
+        max_examples=max_examples,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+        phases=(Phase.explicit, Phase.generate),  # shrinking would take minutes
+    )
 
 
-@SLOWLY
+@slowly(6)
 @given(runs())
 def test_what_is_offered_passes_preflight_fits_and_takes_what_plan_says(tmp_path, make):
     """The first four of each: all rules, every stage of the ledger with the real schedule of messages, and RunPlan's
     own seconds. Would not catch a rule that preflight lacks.
     """
-    asked = make(tmp_path)
+    check_what_is_offered(make(tmp_path))
+
+
+@pytest.mark.exhaustive
+@slowly(24)
+@given(runs())
+def test_what_is_offered_to_many_more_runs(tmp_path, make):
+    """The same, four times as often."""
+    check_what_is_offered(make(tmp_path))
+
+
+def check_what_is_offered(asked: MapRequest) -> None:
     try:
         mapped = find_placements(asked, 4)
     except ConfigError as error:
@@ -91,14 +104,25 @@ def test_what_is_offered_passes_preflight_fits_and_takes_what_plan_says(tmp_path
         assert candidate.seconds == pytest.approx(expected)
 
 
-@SLOWLY
+@slowly(6)
 @given(runs())
 def test_closed_forms_agree_with_ledger_and_clock(tmp_path, make):
     """Of the placements that the search keeps: none is refused by a rule or too large for the ledger, none takes 4%
     less or more than estimated where generation does not run ahead. Would not catch layouts that are left out for
     memory they have.
     """
-    asked = make(tmp_path)
+    check_closed_forms(make(tmp_path))
+
+
+@pytest.mark.exhaustive
+@slowly(24)
+@given(runs())
+def test_closed_forms_of_many_more_runs(tmp_path, make):
+    """The same, four times as often."""
+    check_closed_forms(make(tmp_path))
+
+
+def check_closed_forms(asked: MapRequest) -> None:
     work = asked.work
     search = Search(work)
     found = search.run()
