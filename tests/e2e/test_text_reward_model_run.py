@@ -66,8 +66,8 @@ def judged(folder: Path, rows: list[dict]) -> list[float]:
     "options", [LOCAL, pytest.param(ONE, marks=pytest.mark.exhaustive)], ids=["local", "pool of its own"]
 )
 def test_a_reward_model_of_another_vocabulary(command_line, options, tmp_path: Path) -> None:
-    """Two steps, on a pool of its own the third after a restart: the score is the weighted sum of the classifier's, of
-    a second model's and of the rule's, and moves the policy.
+    """Two steps, and after those on a pool of its own a third in one process: the score is the weighted sum of the
+    classifier's, of a second model's and of the rule's, and moves the policy.
 
     Would not catch a judge that was trained with another template.
     """
@@ -94,7 +94,7 @@ def test_a_reward_model_of_another_vocabulary(command_line, options, tmp_path: P
     run = again = command_line(*keys, *(OWN_POOL if options is ONE else ()), "trainer.total_training_steps=2")
     assert run.wait() == 0, run.text()
     if options is ONE:
-        num_steps, again = 3, command_line(*keys, *OWN_POOL, "trainer.total_training_steps=3")
+        num_steps, again = 3, command_line(*keys, "--local", "trainer.total_training_steps=3", folder=run.folder)
         assert again.wait() == 0, again.text()
     logged = metrics(again)
     for step in range(1, num_steps + 1):
