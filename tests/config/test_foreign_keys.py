@@ -110,7 +110,7 @@ def typos(draw) -> str:
 KEYS_THAT_NOBODY_HAS = {"key": st.one_of(typos(), st.sampled_from(SAMPLES)), "value": VALUES}
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(**KEYS_THAT_NOBODY_HAS)
 @example(key=f"{MEGATRON}.qat.enable", value=True)
 @example(key="trainer.total_epoch", value=15)

@@ -118,7 +118,7 @@ def test_a_shell_script_is_run_without_what_it_starts(tmp_path, monkeypatch):
 )  # fmt: skip
 def test_what_cannot_be_resolved_is_named(tmp_path, monkeypatch, text, expected):
     """Variable and line. Would not catch a variable that another program would have set."""
-    monkeypatch.setattr("megatron_rl.port.shell.TIME_LIMIT_S", 2.0 if "while" in text else 20.0)
+    monkeypatch.setattr("megatron_rl.port.shell.TIME_LIMIT_S", 0.3 if "while" in text else 20.0)
     with pytest.raises(ConfigError, match=expected):
         port(written(tmp_path, text), [], {})
 

@@ -61,7 +61,7 @@ def samples(*answers):
     return [Sample("unit", answer, "ab", {}) for answer in answers]
 
 
-def gone(processes, patience_s=5.0):
+def gone(processes, patience_s=60.0):
     """Whether all of them end in time; ended and not yet waited for counts."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
