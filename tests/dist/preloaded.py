@@ -15,6 +15,7 @@ MODULES = (
     "megatron_rl.cluster.local_cluster",
     "megatron_rl.observe.tensorboard",
     "megatron_rl.train",
+    "clean_rank",
     "pytest",
     "ranks",
     "tiny_models",
