@@ -37,7 +37,6 @@ DRIVER_PATCHES = (
     "third_party_patches.ray.few_daemons",
     "third_party_patches.ray.on_loopback",
     "third_party_patches.ray.own_session",
-    "third_party_patches.ray.quick_setup",
 )
 
 VLLM = "third_party_patches.vllm."

@@ -1,27 +1,20 @@
-"""Send calls to a pool's ranks, wait for their answers, and report the ranks that failed or hang.
-
-The driver spends some 0.3 ms on every message and its answer. In a large world it therefore calls one rank of each
-node, which calls the other ranks of its node. The heartbeat reports failures of those ranks, because the rank that
-calls them may wait for them in a collective.
-"""
+"""Send calls to a pool's ranks, wait for their answers, and report the ranks that failed or hang."""
 
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
-import ray
-from ray import ObjectRef
-from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayError
 
-from megatron_rl.cluster.call_arguments import Message
 from megatron_rl.cluster.failures import RankFailure
-from megatron_rl.cluster.heartbeat_monitor import Connection, Hang, HeartbeatLimits, HeartbeatMonitor, waits_for_peers
-from megatron_rl.cluster.worker_process import Call, ProcessInfo, read_failure
+from megatron_rl.cluster.heartbeat_monitor import Hang, HeartbeatLimits, HeartbeatMonitor, waits_for_peers
+from megatron_rl.cluster.launcher import ProcessInfo, RankProcess
+from megatron_rl.cluster.rank_messages import ProcessDied, RankFailed
 from megatron_rl.errors import WorkerStall
 
 LOOK_S = 1.0
@@ -29,6 +22,14 @@ LOOK_S = 1.0
 
 STACKS_TIMEOUT_S = 5.0
 """A rank that answers at all does so within INTERVAL_S; reading the stacks of many ranks takes a moment."""
+
+
+class Call(NamedTuple):
+    """A call of a method on one rank."""
+
+    rank: int
+    role: str
+    method: str
 
 
 class CallsFailed(Exception):
@@ -40,62 +41,38 @@ class CallsFailed(Exception):
 
 
 class RankCalls:
-    """Calls the ranks behind `handles`, in rank order, and keeps every call that has not been waited for.
+    """Calls the ranks of `processes`, in rank order, and keeps every call that has not been waited for.
 
-    node_size: consecutive ranks that the driver calls through the first of them; 1: the driver calls each rank.
-    grace_s: seconds in which the peers of a failed rank may report their own failures.
+    infos: where they run. grace_s: seconds in which the peers of a failed rank may report their own failures.
     """
 
     def __init__(
         self,
-        handles: Sequence[ActorHandle],
-        processes: Sequence[ProcessInfo],
+        processes: Sequence[RankProcess],
+        infos: Sequence[ProcessInfo],
         monitor: HeartbeatMonitor,
-        node_size: int,
         grace_s: float,
     ) -> None:
-        self._handles = handles
         self._processes = processes
+        self._infos = infos
         self._monitor = monitor
-        self._node_size = node_size
         self._grace_s = grace_s
-        self._open: dict[ObjectRef, tuple[Call, ...]] = {}
-        if node_size > 1:
-            nodes = [handles[first : first + node_size] for first in range(0, len(handles), node_size)]
-            ray.get([leader.meet.remote(peers) for leader, *peers in nodes])
+        self._open: dict[Future[Any], Call] = {}
 
-    def construct(self, role: str, env: Sequence[dict[str, str]], *arguments: Any) -> list[ObjectRef]:
-        """Have all ranks construct their hosts, each with its own environment variables."""
-        ranks = zip(self._handles, env, strict=True)
-        answers = [handle.construct.remote(role, variables, *arguments) for handle, variables in ranks]
-        self._open |= {answer: (Call(rank, role, "__init__"),) for rank, answer in enumerate(answers)}
-        return answers
-
-    def send(self, role: str, method: str, ray_method: str, messages: Mapping[int, Message]) -> list[ObjectRef]:
-        """Have every rank, or rank 0 alone, run a method on its message. Returns the answers for `wait`.
-
-        ray_method: the name of the method on the Ray actor.
-        """
-        size = self._node_size if len(messages) > 1 else 1
-        answers = []
-        for first in range(0, len(messages), size):
-            ranks = range(first, first + size)
-            if size == 1:
-                answer = getattr(self._handles[first], ray_method).remote(*messages[first])
-            else:
-                answer = self._handles[first].relay.remote(role, method, ray_method, [messages[rank] for rank in ranks])
-            self._open[answer] = tuple(Call(rank, role, method) for rank in ranks)
-            answers.append(answer)
-        return answers
+    def send(self, role: str, method: str, messages: Mapping[int, Any]) -> list[Future[Any]]:
+        """Send ranks their messages, each of which has them run a method. Returns the answers for `wait`."""
+        calls = {self._processes[rank].send(message): Call(rank, role, method) for rank, message in messages.items()}
+        self._open |= calls
+        return list(calls)
 
     def wait_for_all(self, look: Callable[[], None]) -> None:
         """Wait for all open calls. Raises CallsFailed."""
         self.wait("the calls still running", list(self._open), None, look)
 
     def wait(
-        self, what: str, answers: Sequence[ObjectRef], timeout: float | None, look: Callable[[], None]
+        self, what: str, answers: Sequence[Future[Any]], timeout: float | None, look: Callable[[], None]
     ) -> list[Any]:
-        """Return the ranks' answers, in rank order. Raises CallsFailed, also for another call that is still open.
+        """Return the ranks' answers, in their order. Raises CallsFailed, also for another call that is still open.
 
         look: called every LOOK_S; raises for failures elsewhere. Raises TimeoutError after `timeout` seconds; the call
         continues.
@@ -103,78 +80,62 @@ class RankCalls:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             left = LOOK_S if deadline is None else min(LOOK_S, max(0.0, deadline - time.monotonic()))
-            try:
-                got = ray.get(list(answers), timeout=left)  # raises as soon as one of them has failed
-            except GetTimeoutError:
-                self._raise_for_heartbeats()
-                look()
-                if deadline is not None and time.monotonic() >= deadline:
-                    _, missing = ray.wait(list(answers), num_returns=len(answers), timeout=0)
-                    ranks = sorted(call.rank for answer in missing for call in self._open[answer])
-                    raise TimeoutError(f"{what}: no report from ranks {ranks} in {timeout:g} s") from None
-            except RayError:
-                raise CallsFailed(self.failures(self._grace_s)) from None
-            else:
-                calls = [self._open.pop(answer, ()) for answer in answers]
-                pairs = zip(got, calls, strict=True)
-                return [answer for value, ranks in pairs for answer in (value if len(ranks) > 1 else [value])]
+            done, missing = wait(answers, left, FIRST_EXCEPTION)
+            if any(answer.exception() is not None for answer in done):
+                raise CallsFailed(self.failures(self._grace_s))
+            if not missing:
+                for answer in answers:
+                    self._open.pop(answer, None)
+                return [answer.result() for answer in answers]
+            self._raise_for_heartbeats()
+            look()
+            if deadline is not None and time.monotonic() >= deadline:
+                ranks = sorted(self._open[answer].rank for answer in missing)
+                raise TimeoutError(f"{what}: no report from ranks {ranks} in {timeout:g} s")
 
     def raise_if_failed(self) -> None:
-        """Raise CallsFailed for failures in open calls, which may never be waited for."""
+        """Raise CallsFailed for failures in open calls, which may never be waited for, and for ended processes."""
         self._raise_for_heartbeats()
-        if self._open and self._answered_failures(timeout=0):
+        if self._failures_so_far():
             raise CallsFailed(self.failures(self._grace_s))
 
     def _raise_for_heartbeats(self) -> None:
-        if self._monitor.failures or self._dead_processes(self._grace_s):
-            raise CallsFailed(self.failures(self._grace_s))
         if hangs := dict(self._monitor.hangs):
-            calls = [call for answer in self._running() for call in self._open[answer]]
-            raise CallsFailed(failures_of(hangs, self._monitor, self._processes, calls))
+            running = [call for answer, call in self._open.items() if not answer.done()]
+            raise CallsFailed(failures_of(hangs, self._monitor, self._infos, running))
 
     def failures(self, grace_s: float) -> list[RankFailure]:
-        """Return the failures of all ranks until `grace_s` seconds from now, one for each rank.
+        """Return the failures of all ranks until `grace_s` seconds from now, one for each rank."""
+        wait(self._open, grace_s)
+        return self._failures_so_far()
 
-        They come from the ranks' answers, from the heartbeat, and from processes that are gone.
-        """
-        relayed = {call.rank for calls in self._open.values() for call in calls[1:]}
-        deadline = time.monotonic() + grace_s
-        failures = self._answered_failures(grace_s)
-        while relayed - {failure.rank for failure in self._monitor.failures} and time.monotonic() < deadline:
-            time.sleep(0.05)
-        failures += self._dead_processes(grace_s)
-        ranks = {failure.rank for failure in failures}
-        return failures + [failure for failure in self._monitor.failures if failure.rank not in ranks]
+    def _failures_so_far(self) -> list[RankFailure]:
+        failures: dict[int, RankFailure] = {}
+        for answer, call in self._open.items():
+            error = answer.exception() if answer.done() else None
+            if error is not None and call.rank not in failures:
+                failures[call.rank] = failure_of(error, call, self._infos[call.rank])
+        for rank, process in enumerate(self._processes):
+            if process.ended.done() and rank not in failures:
+                running = (call for call in self._open.values() if call.rank == rank)
+                call = next(running, Call(rank, "host", ""))
+                failures[rank] = failure_of(ProcessDied(process.ended.result()), call, self._infos[rank])
+        return list(failures.values())
 
-    def _dead_processes(self, timeout: float) -> list[RankFailure]:
-        """Ask Ray for ranks that another rank calls and whose connection broke; return those whose process is gone."""
-        calls = {call.rank: call for calls in self._open.values() for call in calls[1:]}
-        broken = [rank for rank, sign in self._monitor.signs.items() if sign.connection is Connection.BROKEN]
-        probes = {self._handles[rank].describe_process.remote(): calls[rank] for rank in broken if rank in calls}
-        if not probes:
-            return []
-        answered, _ = ray.wait(list(probes), num_returns=len(probes), timeout=timeout, fetch_local=False)
-        return self._read(answered, {probe: (call,) for probe, call in probes.items()})
 
-    def _running(self) -> list[ObjectRef]:
-        """Return the open calls without an answer."""
-        if not self._open:
-            return []
-        running: list[ObjectRef]
-        _, running = ray.wait(list(self._open), num_returns=len(self._open), timeout=0, fetch_local=False)
-        return running
-
-    def _answered_failures(self, timeout: float) -> list[RankFailure]:
-        """Return the failures among the answers that are ready after `timeout`, or as soon as all are ready."""
-        if not self._open:
-            return []
-        ready, _ = ray.wait(list(self._open), num_returns=len(self._open), timeout=timeout, fetch_local=False)
-        return self._read(ready, self._open)
-
-    def _read(self, answers: Sequence[ObjectRef], calls: Mapping[ObjectRef, tuple[Call, ...]]) -> list[RankFailure]:
-        first = {answer: calls[answer][0] for answer in answers}
-        read = [read_failure(answer, call, self._processes[call.rank].where) for answer, call in first.items()]
-        return [failure for failure in read if failure is not None]
+def failure_of(error: BaseException, call: Call, process: ProcessInfo) -> RankFailure:
+    """Describe the failure of a call, also where the process has died and can no longer report it."""
+    if isinstance(error, RankFailed):
+        return error.failure
+    died = isinstance(error, ProcessDied)
+    return RankFailure(
+        *call,
+        error_type=type(error).__name__,
+        message=f"It was {process.where}; {error}" if died else str(error),
+        traceback="" if died else "".join(traceback.format_exception(error)),
+        wall_time=time.time(),
+        died=died,
+    )
 
 
 def failures_of(

@@ -51,11 +51,16 @@ def adopting_orphans() -> Iterator[None]:
     """Make this process, instead of the machine's first one, the parent of every descendant that loses its parent."""
     was = ctypes.c_int()
     _prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(was))
-    _prctl(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
+    adopt_orphans()
     try:
         yield
     finally:
         _prctl(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(was.value))
+
+
+def adopt_orphans() -> None:
+    """Do as `adopting_orphans`, until this process ends."""
+    _prctl(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
 
 
 def _prctl(option: int, argument: object) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import NoReturn, Protocol
 
 from megatron_rl.cluster.failures import RankFailure, to_error
@@ -33,7 +32,7 @@ class FailureDomain:
     with the error once a failure has ended the pools. named: messages name the pool of a rank, as they also do where
     several pools share the domain.
 
-    Any thread may call `decide`, `inside` and `wait_until_left`; the rest is for the thread that calls the pools.
+    Any thread may call `decide`; the rest is for the thread that calls the pools.
     """
 
     def __init__(self, named: bool = False) -> None:
@@ -41,8 +40,7 @@ class FailureDomain:
         self.on_end: list[Callable[[MegatronRLError], None]] = []
         self._named = named
         self._pools: list[PoolInDomain] = []
-        self._num_inside = 0
-        self._changed = threading.Condition()
+        self._deciding = threading.Lock()
 
     def share(self, pool: PoolInDomain) -> None:
         """Add a pool."""
@@ -69,7 +67,7 @@ class FailureDomain:
 
     def decide(self, error: MegatronRLError) -> bool:
         """Set the error that ended the pools, unless another is set; return whether this error is it."""
-        with self._changed:
+        with self._deciding:
             is_first = self.error is None
             if is_first:
                 self.error = error
@@ -79,21 +77,3 @@ class FailureDomain:
         """Raise the error that ended the pools, if they have ended."""
         if self.error is not None:
             raise self.error.with_traceback(None)
-
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Enclose every call of Ray for one of the pools. Raises like `raise_if_ended`."""
-        with self._changed:
-            self.raise_if_ended()
-            self._num_inside += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_inside -= 1
-                self._changed.notify_all()
-
-    def wait_until_left(self, timeout_s: float) -> bool:
-        """After `decide`: wait until no thread is `inside`; False where one is still inside after `timeout_s`."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._num_inside, timeout_s)

@@ -10,8 +10,7 @@ import re
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from megatron_rl import errors
 
@@ -24,7 +23,7 @@ _LOST_PEER = re.compile(
 
 @dataclass(frozen=True)
 class RankFailure:
-    """One rank's failure in one method, in plain values: an arbitrary exception may not pickle.
+    """One rank's failure in one method, or in none (""), in plain values: an arbitrary exception may not pickle.
 
     wall_time: seconds since the epoch when it happened, by the clock of the node that noticed it. died: the process is
     gone; otherwise it raised `error_type` and is alive. error_class: the class that the driver raises; the rank's own
@@ -41,16 +40,6 @@ class RankFailure:
     died: bool = False
     error_class: type[errors.MegatronRLError] = errors.WorkerFailure
     pool: str = ""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the fields as plain values; the class by its name."""
-        return asdict(self) | {"error_class": self.error_class.__name__}
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> RankFailure:
-        """Build from the result of `as_json`. Raises KeyError or TypeError for other content."""
-        classes = {name: value for name, value in vars(errors).items() if isinstance(value, type)}
-        return cls(**(content | {"error_class": classes[content["error_class"]]}))
 
     @property
     def looks_secondary(self) -> bool:
@@ -90,7 +79,8 @@ def to_error(failures: Sequence[RankFailure], name_pools: bool = False) -> error
     written_for_user = cause.error_class is not errors.WorkerFailure
     where = f"{f'pool {cause.pool}, ' if name_pools else ''}rank {cause.rank} ({cause.role})"
     if cause.died:
-        message = f"{where}: the process died during {cause.method}. {cause.message}"
+        moment = f"during {cause.method}" if cause.method else "between two calls"
+        message = f"{where}: the process died {moment}. {cause.message}"
     elif written_for_user:
         message = f"{where}, in {cause.method}: {cause.message}"
     else:

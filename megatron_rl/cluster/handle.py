@@ -25,11 +25,6 @@ class Target:
     phase: str
 
     @property
-    def ray_method(self) -> str:
-        """The name of the rank's Ray method: letters and digits; `ps` shows it."""
-        return self.method if self.role == HOST else f"{self.role}_{self.method}"
-
-    @property
     def who(self) -> str:
         """The role's name in messages."""
         return self.role or "host"

@@ -4,7 +4,6 @@ One JSON object a line over one TCP connection, which the rank opens; the token 
 
     rank -> driver   {"rank": 3, "token": ...}, then every INTERVAL_S {"role": .., "method": .., "idle_s": ..}
     driver -> rank   any line asks for {"stacks": "..."}
-    rank -> driver   {"failure": {...}} at once, as the rank's answer may go to another rank first
 """
 
 from __future__ import annotations
@@ -50,8 +49,6 @@ class Heartbeat:
         self._num_methods = 0
         self._mark: tuple[int, int] = (0, 0)
         self._changed_at = time.monotonic()
-        self._failure: dict[str, object] | None = None
-        self._woken, self._waking = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -64,11 +61,6 @@ class Heartbeat:
             yield
         finally:
             self._doing = None
-
-    def report_failure(self, failure: dict[str, object]) -> None:
-        """Send the driver this rank's failure now."""
-        self._failure = failure
-        self._waking.send(b"!")
 
     def _run(self) -> None:
         while True:
@@ -87,11 +79,8 @@ class Heartbeat:
         _send(connection, self._sign())
         until = time.monotonic() + INTERVAL_S
         while (left := until - time.monotonic()) > 0:
-            readable, _, _ = select.select([connection, self._woken], [], [], left)
-            if self._woken in readable:
-                self._woken.recv(1)
-                _send(connection, {"failure": self._failure})
-            if connection in readable:
+            readable, _, _ = select.select([connection], [], [], left)
+            if readable:
                 if not connection.recv(1024):
                     return False
                 _send(connection, {"stacks": stacks_of_threads(leave_out=self._thread)})

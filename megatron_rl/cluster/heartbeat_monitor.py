@@ -22,7 +22,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_rl.cluster.failures import RankFailure
 from megatron_rl.cluster.heartbeat import INTERVAL_S, MonitorAddress
 
 RECONNECT_S = 10.0
@@ -133,13 +132,12 @@ def waits_for_peers(stacks: str) -> bool:
 class HeartbeatMonitor:
     """Listens on `host` for the signs of life of `num_ranks` ranks, in a thread, until `close`.
 
-    hangs: the last result of `judge`, at most a second old. failures: those that ranks have reported.
+    hangs: the last result of `judge`, at most a second old.
     """
 
     def __init__(self, host: str, num_ranks: int, limits: HeartbeatLimits) -> None:
         self.limits = limits
         self.hangs: dict[int, Hang] = {}
-        self.failures: list[RankFailure] = []
         self.token = secrets.token_hex(16)
         now = time.monotonic()
         self._signs = {rank: Sign(now) for rank in range(num_ranks)}
@@ -194,8 +192,6 @@ class HeartbeatMonitor:
         """Process a message of a rank."""
         if "stacks" in content:
             self._stacks[rank] = str(content["stacks"])
-        elif "failure" in content:
-            self.failures.append(RankFailure.from_json(content["failure"]))
         else:
             doing, idle_s = (str(content["role"]), str(content["method"])), float(content["idle_s"])
             self._signs[rank] = Sign(time.monotonic(), Connection.OPEN, *doing, idle_s)

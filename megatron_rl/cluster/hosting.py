@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +19,7 @@ class PoolOptions:
     env: variables of every rank. work: balances the rows of balanced methods between data-parallel ranks; None: rows
     keep their order. limits: when a rank counts as hung. phases: role -> the phases that "score" and "update" stand for
     in the role's methods. grace_s: seconds that the peers of a failed rank have to report before all processes are
-    killed. direct_ranks: a larger world is called through one rank of each node. sees_node: a rank sees the GPUs of its
-    world's other ranks on its node (`ranks.gpu_variables`). preload: modules that a node imports once for all its ranks
-    (see `fork_server`); without any, each process starts by itself.
+    killed. sees_node: a rank sees the GPUs of its world's other ranks on its node (`ranks.gpu_variables`).
     """
 
     env: Mapping[str, str] = field(default_factory=dict)
@@ -30,16 +28,14 @@ class PoolOptions:
     phases: Mapping[str, dict[str, str]] = field(default_factory=dict)
     observer: Observer = Nobody()
     grace_s: float = 3.0
-    direct_ranks: int = 128
     sees_node: bool = False
-    preload: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class Hosting(PoolOptions):
     """The classes on every rank of every pool, with the options of all pools.
 
-    host_class(*args, pool_name): one rank's host (see `RayPool`). kinds: role -> its class. device_kind: "cpu" or
+    host_class(*args, pool_name): one rank's host (see `ProcessPool`). kinds: role -> its class. device_kind: "cpu" or
     "cuda". replicated: pool name -> number of ranks of each of its replicas (see `replicas`). replica_observer: hears
     the calls of replicas, in the thread that makes them.
     """

@@ -1,57 +1,14 @@
-"""Ranks that a pool runs on: all ranks of a reservation, or the consecutive ones of one replica; and their places."""
+"""The ranks of one replica of a pool, and the places of ranks among nodes and GPUs."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_rl.cluster.launcher import ProcessInfo, RankProcess, Ranks
 from megatron_rl.cluster.leftovers import REPLICA
-from megatron_rl.cluster.worker_process import ProcessInfo
 
 LOOPBACK = "127.0.0.1"
-
-
-class Ranks(ABC):
-    """Reserved ranks, numbered from 0 in the world that they form.
-
-    num_ranks_per_node: consecutive ranks that are sure to be on one node. first: number of rank 0 in the reservation,
-    which has `node_size` ranks on each node.
-    """
-
-    def __init__(self, world_size: int, num_ranks_per_node: int, first: int, node_size: int) -> None:
-        self.world_size, self.num_ranks_per_node = world_size, num_ranks_per_node
-        self.first, self._node_size = first, node_size
-
-    def local_rank(self, rank: int) -> int:
-        """Index of a rank among the ranks of this world on its node."""
-        return rank - self._on_node(rank).start
-
-    def local_world_size(self, rank: int) -> int:
-        """Number of ranks of this world on the node of `rank`."""
-        return len(self._on_node(rank))
-
-    @abstractmethod
-    def device_index(self, rank: int) -> int:
-        """Index of a rank's device among the devices that its process sees."""
-
-    @abstractmethod
-    def actor_options(self, rank: int) -> dict[str, Any]:
-        """Ray actor options that place an actor on the reserved place of `rank`."""
-
-    @property
-    @abstractmethod
-    def is_lost(self) -> bool:
-        """Whether Ray itself is gone, so that no call into it would return."""
-
-    @property
-    @abstractmethod
-    def variables(self) -> dict[str, str]:
-        """Environment variables of every rank, on every machine."""
-
-    def _on_node(self, rank: int) -> range:
-        start = (self.first + rank) // self._node_size * self._node_size - self.first
-        return range(max(0, start), min(self.world_size, start + self._node_size))
 
 
 class ReplicaRanks(Ranks):
@@ -74,12 +31,23 @@ class ReplicaRanks(Ranks):
         """The reservation's index where each process sees its own device only, else the `local_rank`."""
         return min(self._whole.device_index(self.first + rank), self.local_rank(rank))
 
-    def actor_options(self, rank: int) -> dict[str, Any]:
-        return self._whole.actor_options(self.first + rank)
+    def start(self, rank: int, variables: Mapping[str, str]) -> RankProcess:
+        return self._whole.start(self.first + rank, variables)
+
+    def share(self, message: bytes) -> Any:
+        return self._whole.share(message)
+
+    @property
+    def address(self) -> str:
+        return self._whole.address
 
     @property
     def is_lost(self) -> bool:
         return self._whole.is_lost
+
+    @property
+    def run_id(self) -> str:
+        return self._whole.run_id
 
     @property
     def variables(self) -> dict[str, str]:

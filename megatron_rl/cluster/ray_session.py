@@ -12,8 +12,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from queue import Empty, Queue
 from types import TracebackType
@@ -31,10 +32,12 @@ from ray.exceptions import AuthenticationError, RayError
 from megatron_rl.cluster import ray_address
 from megatron_rl.cluster.daemons import DaemonMonitor, owner
 from megatron_rl.cluster.daemons import children as daemon_children
-from megatron_rl.cluster.leftovers import RUN_ID, end, processes_with
-from megatron_rl.cluster.reaper import Reaper
+from megatron_rl.cluster.launcher import ProcessInfo
+from megatron_rl.cluster.leftovers import RUN_ID, descendants, end, processes_with
+from megatron_rl.cluster.scratch import Scratch
 from megatron_rl.cluster.signals import keeping_sigterm_handler
-from megatron_rl.errors import ConfigError, RewardError, StoppedAfterStep, StoppedBeforeStep, WorkerFailure
+from megatron_rl.cluster.supervision import NO_FAULT_OF_PROCESSES, Supervision
+from megatron_rl.errors import ConfigError, WorkerFailure
 from third_party_patches import PatchError, apply_patches
 
 CONNECT_LIMIT_S = 5.0
@@ -52,28 +55,30 @@ _SETTINGS = {
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # answers of a failed call that are never read
 }
 
-_NO_FAULT_OF_PROCESSES = (ConfigError, RewardError, StoppedAfterStep, StoppedBeforeStep)
-"""Errors whose reason is not in the logs of Ray's processes."""
-
 
 class RaySession:
     """Ray inside a `with` block. Leaving it shuts Ray down, unless this process had initialised Ray before, and
     restores Ray's environment variables.
 
-    num_ranks: of all pools; a Ray started here has a CPU for each rank.
+    num_ranks: of all pools; a Ray started here has a CPU for each rank. modules, variables: see `Supervision`; the
+    supervisor of this machine starts here, so that it imports them while Ray starts.
     """
 
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-        self._reaper: Reaper | None = None  # None, like the monitor, where this process had initialised Ray before
-        self._monitor: DaemonMonitor | None = None
+    def __init__(self, num_ranks: int, modules: Sequence[str] = (), variables: Mapping[str, str] | None = None) -> None:
+        self._num_ranks, self._modules, self._supervised = num_ranks, modules, variables
+        self._supervision: Supervision | None = None
+        self._monitor: DaemonMonitor | None = None  # None where this process had initialised Ray before
         self._variables: dict[str, str] = {}  # Ray's variables before the start
+        self._node_id = ""
 
     def __enter__(self) -> Self:
         """Raises ConfigError when Ray cannot be joined, and WorkerFailure when it does not start or dies meanwhile."""
         try:
+            scratch, modules = Scratch.begin(), self._modules if self.is_own else ()
+            self._supervision = Supervision(scratch, modules, self._supervised, owns_run=True)
             if not ray.is_initialized():
-                self._start()
+                self._start(self._supervision)
+            self._node_id = ray.get_runtime_context().get_node_id()
         except BaseException as error:
             self._release(error)
             raise
@@ -90,43 +95,62 @@ class RaySession:
         return self._monitor is not None and self._monitor.lost != ""
 
     @property
-    def variables(self) -> dict[str, str]:
-        """Environment variables of every rank, on every machine."""
-        return {RUN_ID: self._reaper.scratch.run_id} if self._reaper is not None else {}
+    def is_own(self) -> bool:
+        """Whether Ray is started here, so that its only node is this machine."""
+        return _address() == "local"
 
-    def _start(self) -> None:
-        address = os.environ.get("RAY_ADDRESS") or "local"
-        self._variables = variables()
-        self._reaper = Reaper()
+    @property
+    def run_id(self) -> str:
+        """The run that marks every process."""
+        assert self._supervision is not None, "the session was not entered"
+        return self._supervision.scratch.run_id
+
+    def describe(self, process: ProcessInfo) -> ProcessInfo:
+        """Note whether a process runs on this node."""
+        return replace(process, is_local=process.node_id == self._node_id)
+
+    def _start(self, supervision: Supervision) -> None:
+        address = _address()
+        self._variables, before = variables(), descendants()
         self._monitor = DaemonMonitor(self._end_processes)
-        with self._reaper.watching():
-            if address == "local":
+        os.environ[RUN_ID] = supervision.scratch.run_id
+        try:
+            if self.is_own:
                 # One CPU per rank, however many ranks there are: ranks on CPU share the cores of this machine.
-                start(self._num_ranks, self._reaper.scratch.ray_folder)
+                start(self._num_ranks, supervision.scratch.ray_folder)
                 daemons, server = daemon_children(), None
             else:
                 daemons, server = join(address)
+        finally:
+            del os.environ[RUN_ID]
+            supervision.watch([process.pid for process in descendants() - before])
         self._monitor.watch(daemons, server)
 
     def _end_processes(self, spared: Collection[int]) -> None:
-        reaper = self._reaper
-        if reaper is not None:
-            run_id = reaper.scratch.run_id
-            end(lambda: [left for left in processes_with(run_id) if left.pid not in spared], patience_s=0.0)
+        supervision = self._supervision
+        if supervision is not None:
+            run_id, kept = supervision.scratch.run_id, {supervision.pid, *spared}  # the supervisor ends the rest
+            end(lambda: [left for left in processes_with(run_id) if left.pid not in kept], patience_s=0.0)
 
     def _release(self, error: BaseException | None) -> None:
         """Shut Ray down and remove its files. Raises WorkerFailure where Ray itself was lost, whatever `error` says."""
         lost = self._monitor.stop() if self._monitor is not None else ""
-        self._monitor = None
-        if self._reaper is not None:
-            if not lost:
+        is_ours, self._monitor = self._monitor is not None, None
+        if self._supervision is not None:
+            if is_ours and not lost:
                 ray.shutdown()
-            self._reaper.stop(clean=not isinstance(error, Exception) or isinstance(error, _NO_FAULT_OF_PROCESSES))
-            self._reaper = None
+            supervision, self._supervision = self._supervision, None
+            supervision.close(keeps_folder=True)
+            is_clean = not isinstance(error, Exception) or isinstance(error, NO_FAULT_OF_PROCESSES)
+            supervision.scratch.remove(keep_logs=not is_clean)
             put_back(self._variables)
         if lost:
             atexit.register(_exit_without_ray)
             raise WorkerFailure(lost) from None
+
+
+def _address() -> str:
+    return os.environ.get("RAY_ADDRESS") or "local"
 
 
 def _exit_without_ray() -> None:

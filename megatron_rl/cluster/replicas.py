@@ -14,27 +14,23 @@ One thread drives all replicas: only it uses them, their handles and their futur
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
 from megatron_rl.cluster.failure_domain import FailureDomain
 from megatron_rl.cluster.handle import HOST, Handle
-from megatron_rl.cluster.leftovers import REPLICA, RUN_ID, end, processes_with, variable_of
-from megatron_rl.cluster.ranks import Ranks, ReplicaRanks
-from megatron_rl.cluster.ray_pool import START_TIMEOUT_S, RayPool
+from megatron_rl.cluster.launcher import ProcessInfo, Ranks
+from megatron_rl.cluster.leftovers import REPLICA, end, processes_with, variable_of
+from megatron_rl.cluster.pool import START_TIMEOUT_S, ProcessPool
+from megatron_rl.cluster.ranks import ReplicaRanks
 from megatron_rl.cluster.waiting import PoolFuture
-from megatron_rl.cluster.worker_process import ProcessInfo
 from megatron_rl.errors import MegatronRLError, WorkerFailure
-
-LEAVE_TIMEOUT_S = 5.0
-"""A thread that waits for a killed replica leaves Ray at once; a thread that waits for a lost Ray perhaps never."""
 
 LEFTOVERS_S = 5.0
 """Seconds to wait for killed processes that the kernel cannot end at once."""
 
 Kind = TypeVar("Kind")
-MakePool = Callable[[str, Ranks, FailureDomain], RayPool]
+MakePool = Callable[[str, Ranks, FailureDomain], ProcessPool]
 """(name, ranks, failure domain) -> a pool that is not yet spawned."""
 
 
@@ -45,7 +41,7 @@ class ClusterEnded(WorkerFailure):
 class Replica:
     """Consecutive ranks of a pool. number: its index among the replicas; name: the pool's name and the number.
 
-    pool: the pool of its present start. make: makes the pool of each start. numbered: see `RayPool.begin`.
+    pool: the pool of its present start. make: makes the pool of each start. numbered: see `ProcessPool.begin`.
     """
 
     def __init__(
@@ -70,7 +66,7 @@ class Replica:
         return self.pool.failure_domain.error
 
     def handle(self, role: str, kind: type[Kind]) -> Kind:
-        """Like `RayPool.handle`; after a restart its methods call the new processes."""
+        """Like `ProcessPool.handle`; after a restart its methods call the new processes."""
         return cast(Kind, Handle(kind, self.pool.targets(role), lambda *call: self.pool.submit(*call)))
 
     def host(self, kind: type[Kind]) -> Kind:
@@ -118,19 +114,15 @@ class Replica:
     def _end(self, reason: str) -> None:
         """Kill the processes, and all that they have started on this node; reason: for later calls."""
         self.pool.shutdown(WorkerFailure(reason))
-        run_id = self._ranks.variables.get(RUN_ID)
-        if run_id is not None:
-            end(
-                lambda: [left for left in processes_with(run_id) if variable_of(left, REPLICA) == self.name],
-                LEFTOVERS_S,
-            )
+        run_id = self._ranks.run_id
+        end(lambda: [left for left in processes_with(run_id) if variable_of(left, REPLICA) == self.name], LEFTOVERS_S)
 
-    def _new_pool(self) -> RayPool:
+    def _new_pool(self) -> ProcessPool:
         return self._make(self.name, self._ranks, FailureDomain(named=True))
 
 
 class ReplicatedPool:
-    """All replicas of one pool, of `size` ranks each. numbered: see `RayPool.begin`; all pools share the list.
+    """All replicas of one pool, of `size` ranks each. numbered: see `ProcessPool.begin`; all pools share the list.
 
     Raises ValueError where `size` does not divide the ranks.
     """
@@ -160,14 +152,10 @@ class ReplicatedPool:
     def end(self, reason: MegatronRLError | None = None) -> None:
         """Kill all processes in whatever state they are, and start no others; from any thread, and repeatedly.
 
-        Returns once the processes on this node are gone and no thread is in a call of Ray for a replica, or after
-        LEAVE_TIMEOUT_S.
+        Returns once the processes are gone, or after some 10 s for each replica where they do not end.
         """
         why = f", because {reason}" if reason is not None else ""
         for replica in self.replicas:
             replica.kill(ClusterEnded(f"the replica {replica.name} ended with its cluster{why}"))
         for replica in self.replicas:
             replica.pool.shutdown()
-        deadline = time.monotonic() + LEAVE_TIMEOUT_S
-        for replica in self.replicas:
-            replica.pool.failure_domain.wait_until_left(max(0.0, deadline - time.monotonic()))

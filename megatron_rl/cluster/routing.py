@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from tensordict import is_tensor_collection
 
-from megatron_rl.cluster.call_arguments import Payload
+from megatron_rl.cluster.rank_messages import Payload
 from megatron_rl.dispatch import Coordinates, Dispatch, ExtraBatch
 from megatron_rl.parallel.balance import SequenceWork, share_out
 from megatron_rl.records import row_lengths

@@ -33,7 +33,7 @@ EXIT_PATIENCE_S = 5.0
 """Seconds in which killed processes, which can no longer be found, close their files."""
 
 LAST_FAILURE = "last_failure"
-"""The folder, next to the runs' folders, with the logs of Ray's processes of the last run that failed."""
+"""The folder, next to the runs' folders, with the logs of ranks and of Ray's processes of the last run that failed."""
 
 
 def of_dead_runs(entries: Iterable[tuple[str, int]], uid: int, dead: Container[str]) -> list[str]:
@@ -76,13 +76,19 @@ class Scratch:
         """The folder of Ray's session. Ray makes it writable for everybody, so it is not `folder` itself."""
         return self.folder / "ray"
 
-    def claim(self) -> int | None:
-        """Return a descriptor to the first process of the run on this machine that asks while no descriptor is open."""
-        claim = os.open(self.folder / "claim", os.O_RDWR | os.O_CREAT, 0o600)
+    def claim(self, name: str) -> int | None:
+        """Return a descriptor to the first process that claims the name while no descriptor of it is open."""
+        claim = os.open(self.folder / f"{name}.claim", os.O_RDWR | os.O_CREAT, 0o600)
         if _is_free(claim):
             return claim
         os.close(claim)
         return None
+
+    def release(self) -> None:
+        """Let go of the folder without removing it; a second call does nothing."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def remove(self, keep_logs: bool = False) -> None:
         """Remove the folder and the run's segments, unless another process holds it; a second call does nothing.
@@ -98,8 +104,7 @@ class Scratch:
                 if is_free:
                     _remove(self.folder)
             if is_free or time.monotonic() > deadline:
-                os.close(self._lock)
-                self._lock = -1
+                self.release()
             else:
                 time.sleep(0.05)
 
@@ -139,11 +144,17 @@ def _remove(folder: Path) -> None:
 
 
 def _keep_logs(folder: Path, target: Path) -> None:
-    logs = [path for path in folder.glob("ray/session_2*/logs") if path.is_dir()]
-    if logs:
-        shutil.rmtree(target, ignore_errors=True)
-        logs[0].rename(target)
-        target.chmod(0o700)
+    of_ray = [path for path in folder.glob("ray/session_2*/logs") if path.is_dir()]
+    written = [path for path in folder.glob("*.log") if path.stat().st_size]
+    if not of_ray and not written:
+        return
+    shutil.rmtree(target, ignore_errors=True)
+    if of_ray:
+        of_ray[0].rename(target)
+    target.mkdir(exist_ok=True)
+    target.chmod(0o700)
+    for path in written:
+        path.rename(target / path.name)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ SHORTEST_TIMER_S = 1e-6
 """A timer of 0 s would never ring."""
 
 CLEANUP_S = 45.0
-"""Seconds to shut Ray and the ranks down, which normally takes a few; a rank that does not end is killed after 10."""
+"""Seconds to end Ray and the ranks, which normally takes a few."""
 
 _LOOK_S = 0.5
 
@@ -38,7 +38,7 @@ _LOOK_S = 0.5
 class LastResort:
     """A thread that, once armed, ends this process at a deadline even if its main thread hangs in a library.
 
-    Then the companion process (`reaper`) kills the processes that the driver leaves. A signal handler may call both
+    Then the supervisor kills the processes that the driver leaves. A signal handler may call both
     methods: they only set attributes.
     """
 

@@ -1,21 +1,19 @@
 """Wait for futures of several pools: for the first that is ready or has failed.
 
-One thread can so drive many pools that fail separately. Ray wakes it when an answer arrives; between answers it looks
-at the heartbeat of each pool once every LOOK_S.
+One thread can so drive many pools that fail separately. An answer that arrives wakes it; between answers it looks at
+the heartbeat of each pool once every LOOK_S.
 """
 
 from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED
+from concurrent.futures import Future as RankAnswer
+from concurrent.futures import wait as wait_for_answers
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
-
-import ray
-from ray import ObjectRef
-from ray.exceptions import RayError
 
 from megatron_rl.cluster.calls import LOOK_S
 from megatron_rl.cluster.failure_domain import FailureDomain, PoolInDomain
@@ -42,11 +40,11 @@ class PoolFuture(Future[Answer]):
         self.pool = pool
 
     @abstractmethod
-    def missing(self) -> list[ObjectRef]:
+    def missing(self) -> list[RankAnswer[Any]]:
         """Look at the pool; return the answers that are still missing. Once it is empty, `get` does not wait."""
 
     @abstractmethod
-    def arrived(self, answer: ObjectRef) -> None:
+    def arrived(self, answer: RankAnswer[Any]) -> None:
         """Note that one of `missing` is ready or has failed."""
 
 
@@ -54,12 +52,12 @@ class CallFuture(PoolFuture[Answer]):
     """The future of a call. answers: one of each rank that the driver called."""
 
     def __init__(
-        self, fetch: Callable[[float | None], Answer], pool: PoolOfFuture, answers: Sequence[ObjectRef]
+        self, fetch: Callable[[float | None], Answer], pool: PoolOfFuture, answers: Sequence[RankAnswer[Any]]
     ) -> None:
         super().__init__(fetch, pool)
         self._missing = list(answers)
 
-    def missing(self) -> list[ObjectRef]:
+    def missing(self) -> list[RankAnswer[Any]]:
         try:
             self.pool.look_if_due()
             self.pool.failure_domain.raise_if_ended()
@@ -67,9 +65,9 @@ class CallFuture(PoolFuture[Answer]):
             return []
         return self._missing
 
-    def arrived(self, answer: ObjectRef) -> None:
+    def arrived(self, answer: RankAnswer[Any]) -> None:
         self._missing = [other for other in self._missing if other != answer]
-        if self._missing and is_failure(answer, self.pool.failure_domain):  # the other answers may never arrive
+        if self._missing and answer.exception() is not None:  # the other answers may never arrive
             try:
                 self.pool.raise_if_failed()
             except MegatronRLError:
@@ -82,7 +80,7 @@ class WaitStep:
 
     things: str
     done: str
-    answers: list[ObjectRef]
+    answers: list[RankAnswer[Any]]
 
 
 class StartFuture(PoolFuture[None]):
@@ -95,19 +93,19 @@ class StartFuture(PoolFuture[None]):
         super().__init__(self._wait, pool)
         self._steps, self._timeout_s = steps, timeout_s
         self._deadline = time.monotonic() + timeout_s
-        self._step, self._missing = WaitStep("", "", []), list[ObjectRef]()
+        self._step, self._missing = WaitStep("", "", []), list[RankAnswer[Any]]()
         self._error: BaseException | None = None
         self._is_over = False
 
-    def missing(self) -> list[ObjectRef]:
+    def missing(self) -> list[RankAnswer[Any]]:
         if self._is_over:
             return []
         try:
-            with self.pool.failure_domain.inside():
-                self.pool.look_if_due()
-                while not self._missing:
-                    self._step = next(self._steps)
-                    self._missing = list(self._step.answers)
+            self.pool.failure_domain.raise_if_ended()
+            self.pool.look_if_due()
+            while not self._missing:
+                self._step = next(self._steps)
+                self._missing = list(self._step.answers)
             if time.monotonic() > self._deadline:
                 raise self._late()
         except StopIteration:
@@ -120,9 +118,9 @@ class StartFuture(PoolFuture[None]):
                 raise
         return list(self._missing)
 
-    def arrived(self, answer: ObjectRef) -> None:
+    def arrived(self, answer: RankAnswer[Any]) -> None:
         self._missing = [other for other in self._missing if other != answer]
-        if self._missing and is_failure(answer, self.pool.failure_domain):
+        if self._missing and answer.exception() is not None:
             self._missing = []  # the next step reads the failure and those of its peers
 
     def _wait(self, timeout: float | None) -> None:
@@ -143,8 +141,8 @@ class StartFuture(PoolFuture[None]):
 def wait_any(futures: Sequence[Future[Any]], timeout: float | None = None) -> list[Future[Any]]:
     """Wait until one of `futures` is ready; return all whose `get` does not wait, [] after `timeout` seconds.
 
-    futures: at least one start or answer of a `RayPool` or `Replica`. Raises TypeError for others. A pool whose ranks
-    fail or hang meanwhile is ended, and its futures are among those returned.
+    futures: at least one start or answer of a `ProcessPool` or `Replica`. Raises TypeError for others. A pool whose
+    ranks fail or hang meanwhile is ended, and its futures are among those returned.
     """
     ours = [future for future in futures if isinstance(future, PoolFuture)]
     if len(ours) != len(futures) or not ours:
@@ -157,7 +155,7 @@ def wait_any(futures: Sequence[Future[Any]], timeout: float | None = None) -> li
             return ready
         left = LOOK_S if deadline is None else min(LOOK_S, max(0.0, deadline - time.monotonic()))
         owners = {answer: future for future, answers in missing for answer in answers}
-        arrived = first_arrived(list(owners), {future.pool.failure_domain for future in ours}, left)
+        arrived, _ = wait_for_answers(owners, left, FIRST_COMPLETED)
         for answer in arrived:
             owners[answer].arrived(answer)
         if not arrived and deadline is not None and time.monotonic() >= deadline:
@@ -171,27 +169,3 @@ def get_all(futures: Sequence[Future[Any]]) -> None:
         for future in wait_any(waiting):
             future.get()
             waiting.remove(future)
-
-
-def first_arrived(answers: list[ObjectRef], domains: Iterable[FailureDomain], timeout_s: float) -> list[ObjectRef]:
-    """Wait until one of `answers` is ready; return all that are, [] after `timeout_s` or where a domain has ended."""
-    try:
-        with ExitStack() as entered:
-            for failure_domain in domains:
-                entered.enter_context(failure_domain.inside())
-            arrived, _ = ray.wait(answers, num_returns=1, timeout=timeout_s, fetch_local=False)
-            if arrived and len(answers) > 1:
-                arrived, _ = ray.wait(answers, num_returns=len(answers), timeout=0, fetch_local=False)
-            return list(arrived)
-    except MegatronRLError:
-        return []
-
-
-def is_failure(answer: ObjectRef, failure_domain: FailureDomain) -> bool:
-    """Whether a ready answer is a failure, or its pool has ended."""
-    try:
-        with failure_domain.inside():
-            ray.get(answer)
-    except (RayError, MegatronRLError):
-        return True
-    return False

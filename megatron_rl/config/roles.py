@@ -107,8 +107,8 @@ class PoolSize:
 
     num_nodes: int
     num_ranks_per_node: int
-    nodes_key: str
-    ranks_key: str
+    nodes_key: str = "trainer.nnodes"
+    ranks_key: str = "trainer.n_gpus_per_node"
 
     @property
     def world_size(self) -> int:

@@ -15,6 +15,9 @@ GLOBAL_POOL = "global_pool"
 
 RESUME_MODES = ("auto", "disable", "resume_path")
 
+RAY, LOCAL = "ray", "local"
+"""Values of `trainer.launcher`."""
+
 MOST_RANKS = 100_000
 """Most machines, ranks per machine, and ranks of a pool. More are a typing error, and plans iterate over ranks."""
 
@@ -33,6 +36,9 @@ class TrainerConfig:
     experiment_name: str = "run"
     device: Annotated[str, OneOf(("cpu", "cuda"))] = "cuda"
     """cpu | cuda. On cpu one process stands for one GPU."""
+    launcher: Annotated[str, OneOf((RAY, LOCAL))] = RAY
+    """ray | local. ray: starts ranks on this machine or on those of a cluster. local: starts them on this machine, in
+    fewer seconds, without Ray."""
     nnodes: Annotated[int, RANKS] = 1
     """Machines of global_pool."""
     n_gpus_per_node: Annotated[int, RANKS] = 8

@@ -13,7 +13,7 @@ from megatron_rl.cluster.heartbeat_monitor import STACKS_FILE, HeartbeatLimits
 from megatron_rl.cluster.hosting import Hosting
 from megatron_rl.config.roles import ROLLOUT, Placement
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.trainer import TrainerConfig
+from megatron_rl.config.trainer import LOCAL, TrainerConfig
 from megatron_rl.controller.lifecycle import Lifecycle, Stateful, StopPolicy
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.dispatch import CallInterval, RemoteMethod
@@ -72,7 +72,7 @@ class RunPools:
         A rollout that is cut into replicas is built later, by the thread that drives the replicas.
         """
         hosting = hosting_of(logger.config, placement, CallObserver(stop_policy, logger))
-        cluster = opened.enter_context(make_cluster(placement, hosting, local))
+        cluster = opened.enter_context(make_cluster(logger.config, placement, hosting, local))
         hosts = {name: pool.host(RankHost) for name, pool in cluster.pools.items()}
         building = []
         for role in placement.roles.values():
@@ -121,15 +121,24 @@ class CallObserver:
         self.logger.clock.ran(interval.pool, interval.phase, interval.start, interval.stop, interval.seconds)
 
 
-def make_cluster(placement: Placement, hosting: Hosting, local: bool) -> Cluster:
-    """The cluster that a run's pools are started in. Only the chosen kind is imported."""
+def make_cluster(config: RunConfig, placement: Placement, hosting: Hosting, local: bool) -> Cluster:
+    """Return the cluster that a run's pools are started in. Only the chosen kind is imported."""
     if local:
-        from megatron_rl.cluster.local_cluster import LocalCluster
+        from megatron_rl.cluster.in_process import InProcessCluster
 
-        return LocalCluster(placement.pools, hosting)
-    from megatron_rl.cluster.ray_cluster import RayCluster
+        return InProcessCluster(placement.pools, hosting)
+    from megatron_rl.cluster.process_cluster import ProcessCluster
 
-    return RayCluster(list(placement.pools.values()), hosting)
+    specs, device = list(placement.pools.values()), config.trainer.device
+    modules = preloaded(device, generates=placement.generates)
+    if config.trainer.launcher == LOCAL:
+        from megatron_rl.cluster.local_launcher import LocalLauncher
+
+        return ProcessCluster(LocalLauncher(device, modules, hosting.env), specs, hosting)
+    from megatron_rl.cluster.ray_launcher import RayLauncher
+
+    num_ranks = sum(spec.world_size for spec in specs)
+    return ProcessCluster(RayLauncher(num_ranks, device, modules, hosting.env), specs, hosting)
 
 
 def hosting_of(config: RunConfig, placement: Placement, observer: CallObserver) -> Hosting:
@@ -151,7 +160,6 @@ def hosting_of(config: RunConfig, placement: Placement, observer: CallObserver) 
         observer=observer,
         replicated=replicated_pools(config, placement),
         sees_node=sees_node,
-        preload=preloaded(trainer.device, generates=placement.generates),
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -24,9 +24,11 @@ from megatron_rl.ledger.planner.time import ModelCost
 from megatron_rl.profile import probe as probes
 from megatron_rl.profile.fit import Probe, base_hardware, errors, fit_collectives, fit_context, fit_overheads, quantile
 from megatron_rl.profile.samples import Case, MeasuringTask, World
-from megatron_rl.profile.world_launch import Worlds
 from megatron_rl.trials.trial import TimeLimits, Trial
 from megatron_rl.trials.trial_outcome import TrialOutcome
+
+if TYPE_CHECKING:
+    from megatron_rl.profile.world_launch import Worlds
 
 
 class DeviceKind(StrEnum):
@@ -109,8 +111,10 @@ def requested(device: str | None, num_ranks: int | None, num_gpus: int) -> Profi
 
 def profile(request: ProfileRequest, say: Callable[[str], None], short_run: bool = True) -> Measured:
     """Measure this machine, which takes minutes. Raises WorkerFailure where a rank or the run fails."""
+    from megatron_rl.profile.world_launch import Worlds  # torch comes with it, which commands that plan do not need
+
     started = time.monotonic()
-    with Worlds(request.num_ranks) as ranks:
+    with Worlds(request.device, request.num_ranks) as ranks:
         folder = ranks.folder
         say("making two small models")
         probes.save_data(folder)
@@ -154,7 +158,7 @@ def _measure(task: MeasuringTask, folder: Path, ranks: Worlds, say: Callable[[st
     content = probes.settings(folder, Path(task.model), task.device, task.world_size, probes.LONGEST_RESPONSE)
     content = probes.cut(content, task.tp_size, task.cp_size)
     config = probes.write_config(content, folder / f"{name}.yaml")
-    return ranks.run(task, config, folder / name, WORLD_LIMIT_S)
+    return ranks.run(task, config, WORLD_LIMIT_S)
 
 
 def _fitted(worlds: list[World], request: ProfileRequest, folder: Path) -> tuple[Hardware, list[float]]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 SCORE, UPDATE, GENERATE = "score", "update", "generate"
 """Kinds of samples of roles."""
@@ -84,28 +82,6 @@ class World:
     def of(self, *kinds: str) -> list[MeasuredSample]:
         """Return the samples of some kinds."""
         return [sample for sample in self.samples if sample.kind in kinds]
-
-
-def write_task(task: MeasuringTask, file: Path) -> None:
-    """Write a task for `read_task`."""
-    file.write_text(json.dumps(asdict(task)))
-
-
-def read_task(file: Path) -> MeasuringTask:
-    """Read what `write_task` wrote."""
-    content = json.loads(file.read_text())
-    cases = {name: tuple(Case(**case) for case in content[name]) for name in ("passes", "generations")}
-    return MeasuringTask(**(content | cases | {"collectives": tuple(content["collectives"])}))
-
-
-def write_samples(samples: Iterable[MeasuredSample], file: Path) -> None:
-    """Write samples for `read_samples`."""
-    file.write_text(json.dumps([asdict(sample) for sample in samples]))
-
-
-def read_samples(file: Path) -> list[MeasuredSample]:
-    """Read what `write_samples` wrote."""
-    return [MeasuredSample(**content) for content in json.loads(file.read_text())]
 
 
 def slowest(ranks: Sequence[Sequence[MeasuredSample]]) -> list[MeasuredSample]:

@@ -1,4 +1,4 @@
-"""Modules that a node imports once, for all ranks that are forked there (`cluster/fork_server.py`)."""
+"""Modules that a node imports once, for all ranks that are forked there (`cluster/supervisor.py`)."""
 
 from __future__ import annotations
 

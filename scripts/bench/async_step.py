@@ -32,7 +32,8 @@ import torch
 from sleeping_roles import SleepingActor, SleepingHost, SleepingRollout, Sleeps
 
 from megatron_rl.cluster.hosting import Hosting
-from megatron_rl.cluster.ray_cluster import RayCluster
+from megatron_rl.cluster.local_launcher import LocalLauncher
+from megatron_rl.cluster.process_cluster import ProcessCluster
 from megatron_rl.cluster.waiting import get_all
 from megatron_rl.config.roles import ACTOR, ROLLOUT, PoolSize, PoolSpec
 from megatron_rl.records import Prompts, Sampling, ragged
@@ -109,7 +110,7 @@ def mean_step(ends: list[float]) -> float:
 
 
 @contextmanager
-def sleeping_cluster() -> Iterator[RayCluster]:
+def sleeping_cluster() -> Iterator[ProcessCluster]:
     """A trainer of one rank, and twice as many replicas as `ahead` uses."""
 
     def spec(role: str, kind: type, num_ranks: int) -> PoolSpec:
@@ -121,7 +122,7 @@ def sleeping_cluster() -> Iterator[RayCluster]:
     kinds = {ACTOR: SleepingActor, ROLLOUT: SleepingRollout}
     hosting = Hosting(SleepingHost, (SLEEPS,), kinds, "cpu", {ROLLOUT: 1}, env={"OMP_NUM_THREADS": "1"})
     specs = [spec(ROLLOUT, SleepingRollout, 2 * REPLICAS), spec(ACTOR, SleepingActor, 1)]
-    with RayCluster(specs, hosting) as cluster:
+    with ProcessCluster(LocalLauncher("cpu"), specs, hosting) as cluster:
         yield cluster
 
 
@@ -143,7 +144,7 @@ class Measured:
     reports: list[SliceReport]
 
 
-def drawn_ahead(cluster: RayCluster, shape: Shape, folder: Path) -> Measured:
+def drawn_ahead(cluster: ProcessCluster, shape: Shape, folder: Path) -> Measured:
     """Steps as `AsyncSampler` and the loop around it do them."""
     rules, costs, measured = shape.rules, shape.costs, Measured([], [], [])
     answers = OpenAnswers(rules.batch_rows, lambda *place: 0)
@@ -182,7 +183,7 @@ def drawn_ahead(cluster: RayCluster, shape: Shape, folder: Path) -> Measured:
     return measured
 
 
-def on_all_ranks(cluster: RayCluster, shape: Shape, num_steps: int) -> float:
+def on_all_ranks(cluster: ProcessCluster, shape: Shape, num_steps: int) -> float:
     """Mean seconds of a step. All ranks draw a batch in equal chunks, then all train it; prompts and answers become
     records as they do in the other arms.
     """
@@ -207,7 +208,7 @@ def on_all_ranks(cluster: RayCluster, shape: Shape, num_steps: int) -> float:
     return (time.monotonic() - start) / num_steps
 
 
-def in_turns(cluster: RayCluster, shape: Shape, folder: Path, num_steps: int) -> float:
+def in_turns(cluster: ProcessCluster, shape: Shape, folder: Path, num_steps: int) -> float:
     """Mean seconds of a step of the same split without anything drawn ahead, not counting the first."""
     rules = replace(shape.rules, ahead=0, num_steps_total=num_steps)
     ends = drawn_ahead(cluster, replace(shape, rules=rules), folder).ends
@@ -224,7 +225,7 @@ class Figures:
     sending: list[float]
 
 
-def measure(cluster: RayCluster, shape: Shape, rounds: int, num_synchronous: int, turns: bool = True) -> Figures:
+def measure(cluster: ProcessCluster, shape: Shape, rounds: int, num_synchronous: int, turns: bool = True) -> Figures:
     """All arms in turn, so many times. num_synchronous: steps of the arms that need no warming up."""
     found = Figures([], [], [], [])
 

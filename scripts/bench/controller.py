@@ -2,9 +2,9 @@
 
     python scripts/bench/controller.py [--ranks 2 4 16 64] [--rounds 200] [--json FILE]
 
-No-op: a method of a RayPool's hosts beside a bare Ray call of an actor that does nothing, on as many ranks. Round trip:
-a batch split over as many data-parallel ranks as there are ranks, beside bare Ray calls that each get the whole batch
-as one stored object. The arms take turns within one run; figures are medians, with the quartiles.
+No-op: a method of hosts that each launcher has started beside a bare Ray call of an actor that does nothing, on as many
+ranks. Round trip: a batch split over as many data-parallel ranks as there are ranks, beside bare Ray calls that get
+the whole batch as one stored object. The arms take turns within one run; figures are medians, with the quartiles.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ import torch
 from tensordict import TensorClass
 
 from megatron_rl.cluster.hosting import PoolOptions
-from megatron_rl.cluster.ray_pool import RayPool
-from megatron_rl.cluster.resource_pool import ResourcePool
+from megatron_rl.cluster.local_launcher import LocalLauncher
+from megatron_rl.cluster.pool import ProcessPool
+from megatron_rl.cluster.ray_launcher import RayLauncher
+from megatron_rl.config.roles import PoolSize
 from megatron_rl.dispatch import Coordinates, Dispatch, remote_method
 
 MIB = 1 << 20
@@ -111,41 +113,53 @@ def interleaved(arms: Mapping[str, Callable[[], object]], rounds: int) -> dict[s
 
 
 def measure(num_ranks: int, rounds: int, worker: type, arms_of: Callable) -> dict[str, list[float]]:
-    """Both arms on `num_ranks` processes each."""
-    options = PoolOptions(env={"OMP_NUM_THREADS": "1"})
+    """All arms on `num_ranks` processes each."""
+    options, variables = PoolOptions(env={"OMP_NUM_THREADS": "1"}), {"OMP_NUM_THREADS": "1"}
+    size, modules = PoolSize(1, num_ranks), (Path(__file__).stem,)
     with (
-        ResourcePool(1, num_ranks, "cpu", ready_timeout_s=60) as ranks,
-        RayPool("bench", ranks, worker, options=options) as pool,
+        RayLauncher(num_ranks, "cpu", modules, variables) as through_ray,
+        LocalLauncher("cpu", modules, variables) as here,
+        through_ray.reserve(size) as ranks,
+        here.reserve(size) as ranks_here,
+        ProcessPool("bench", ranks, worker, options=options) as pool,
+        ProcessPool("bench", ranks_here, worker, options=options) as pool_here,
     ):
-        return interleaved(arms_of(pool.host(worker), bare_actors(num_ranks)), rounds)
+        groups = {"ray": pool.host(worker), "local": pool_here.host(worker)}
+        return interleaved(arms_of(groups, bare_actors(num_ranks)), rounds)
 
 
-def noop_arms(group: NoOpWorker, actors: list) -> dict[str, Callable[[], object]]:
+def noop_arms(groups: Mapping[str, NoOpWorker], actors: list) -> dict[str, Callable[[], object]]:
     """A call of every rank that does nothing."""
-    return {"ours": lambda: group.noop().get(), "ray": lambda: ray.get([actor.noop.remote() for actor in actors])}
+    arms = {name: lambda group=group: group.noop().get() for name, group in groups.items()}
+    return arms | {"bare": lambda: ray.get([actor.noop.remote() for actor in actors])}
 
 
-def round_trip_arms(group: BatchWorker, actors: list) -> dict[str, Callable[[], object]]:
+def round_trip_arms(groups: Mapping[str, BatchWorker], actors: list) -> dict[str, Callable[[], object]]:
     """40 MiB to the ranks and a column back."""
     torch.manual_seed(0)
     width = BATCH_MIB * MIB // (4 * ROWS)
     batch = Batch(torch.rand(ROWS, width), torch.arange(ROWS, dtype=torch.float32), batch_size=[ROWS])
 
-    def ours() -> torch.Tensor:
-        return group.column(batch).get().column
+    arms = {name: lambda group=group: group.column(batch).get().column for name, group in groups.items()}
 
     def whole() -> torch.Tensor:
         stored = ray.put(batch)
         parts = ray.get([actor.column.remote(stored, rank, len(actors)) for rank, actor in enumerate(actors)])
         return torch.cat(parts).column
 
-    assert torch.equal(ours(), whole()), "the arms must do the same"
-    return {"ours": ours, "ray": whole}
+    assert all(torch.equal(arm(), whole()) for arm in arms.values()), "the arms must do the same"
+    return arms | {"bare": whole}
 
 
 def row(seconds: list[float], scale: float) -> str:
     low, middle, high = (quartile * scale for quartile in statistics.quantiles(seconds, n=4))
     return f"{middle:9.2f} ({low:.2f} to {high:.2f})"
+
+
+def report(ranks: int, seconds: Mapping[str, list[float]], scale: float) -> dict[str, float]:
+    """Print the arms of one world; return arm -> its median."""
+    print(f"{ranks:3} ranks", "".join(f"  {arm} {row(times, scale)}" for arm, times in seconds.items()))
+    return {arm: statistics.median(times) * scale for arm, times in seconds.items()}
 
 
 def slope(medians: Mapping[int, float]) -> tuple[float, float]:
@@ -165,16 +179,12 @@ def main() -> None:
     print("no-op, us: median (quartiles)")
     for ranks in options.ranks:
         seconds = measure(ranks, max(MIN_ROUNDS, options.rounds * 2 // ranks), NoOpWorker, noop_arms)
-        ours, bare = (statistics.median(seconds[arm]) for arm in ("ours", "ray"))
-        medians[ranks] = ours
-        found["noop"][str(ranks)] = {"ours_us": ours * 1e6, "ray_us": bare * 1e6, "ratio": ours / bare}
-        print(f"{ranks:3} ranks  ours {row(seconds['ours'], 1e6)}  ray {row(seconds['ray'], 1e6)}  {ours / bare:.2f}")
+        found["noop"][str(ranks)] = report(ranks, seconds, 1e6)
+        medians[ranks] = found["noop"][str(ranks)]["ray"] / 1e6
     print(f"round trip of {BATCH_MIB} MiB, ms: median (quartiles)")
     for ranks in [ranks for ranks in options.ranks if ranks <= MOST_ROUND_TRIP_RANKS]:
         seconds = measure(ranks, max(10, options.rounds // 10), BatchWorker, round_trip_arms)
-        ours, bare = (statistics.median(seconds[arm]) for arm in ("ours", "ray"))
-        found["roundtrip"][str(ranks)] = {"ours_ms": ours * 1e3, "ray_ms": bare * 1e3, "ratio": ours / bare}
-        print(f"{ranks:3} ranks  ours {row(seconds['ours'], 1e3)}  ray {row(seconds['ray'], 1e3)}  {ours / bare:.2f}")
+        found["roundtrip"][str(ranks)] = report(ranks, seconds, 1e3)
     if len(medians) > 1:
         per_rank, fixed = slope(medians)
         cost = CALLS_PER_STEP * (per_rank * LARGE_WORLD + fixed)

@@ -11,9 +11,10 @@ from contextlib import ExitStack
 import ray
 
 from megatron_rl.cluster.hosting import PoolOptions
+from megatron_rl.cluster.pool import ProcessPool
 from megatron_rl.cluster.ranks import ReplicaRanks
-from megatron_rl.cluster.ray_pool import RayPool
-from megatron_rl.cluster.resource_pool import ResourcePool
+from megatron_rl.cluster.ray_launcher import RayLauncher
+from megatron_rl.config.roles import PoolSize
 from megatron_rl.dispatch import Coordinates, Dispatch, remote_method
 
 
@@ -35,9 +36,15 @@ def main() -> None:
     """No GPU is there, and nobody uses one."""
     ray.init(address="local", num_cpus=4, num_gpus=4, include_dashboard=False, log_to_driver=False)
     try:
-        with ResourcePool(1, 2, "cuda") as whole, ResourcePool(1, 2, "cuda") as cut, ExitStack() as opened:
+        size = PoolSize(1, 2)
+        with (
+            RayLauncher(4, "cuda") as launcher,
+            launcher.reserve(size) as whole,
+            launcher.reserve(size) as cut,
+            ExitStack() as opened,
+        ):
             worlds = [(whole, PoolOptions()), (ReplicaRanks("toys/0", cut, 0, 2), PoolOptions(sees_node=True))]
-            pools = [opened.enter_context(RayPool("toys", ranks, EveryRank, options=how)) for ranks, how in worlds]
+            pools = [opened.enter_context(ProcessPool("toys", ranks, EveryRank, options=how)) for ranks, how in worlds]
             print(json.dumps([pool.host(EveryRank).seen().get() for pool in pools]))
     finally:
         ray.shutdown()

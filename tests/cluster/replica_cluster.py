@@ -9,12 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
+from launchers import LOCAL, make_launcher
 from replica_worker import ROLE, ReplicaHost, Sampler
 
 from megatron_rl.cluster.heartbeat_monitor import HeartbeatLimits
 from megatron_rl.cluster.hosting import Hosting
 from megatron_rl.cluster.leftovers import RUN_ID, living, processes_with
-from megatron_rl.cluster.ray_cluster import RayCluster
+from megatron_rl.cluster.process_cluster import ProcessCluster
 from megatron_rl.cluster.replicas import Replica
 from megatron_rl.config.roles import PoolSize, PoolSpec
 
@@ -35,10 +36,11 @@ def cluster_of(
     limits: HeartbeatLimits | None = None,
     slow: Path = Path("/nowhere"),
     num_nodes: int = 1,
-) -> RayCluster:
+    kind: str = LOCAL,
+) -> ProcessCluster:
     """Replicas of `size` ranks, and one rank that trains; a host that is built while `slow` exists takes a minute.
 
-    num_nodes: of the replicas, whose ranks are reserved first.
+    num_nodes: of the replicas, whose ranks are reserved first. kind: of launcher.
     """
     hosting = Hosting(
         ReplicaHost,
@@ -47,16 +49,16 @@ def cluster_of(
         "cpu",
         limits=limits or HeartbeatLimits(),
         replicated={ROLLOUT: size},
-        preload=("replica_worker",),
     )
-    return RayCluster([spec(ROLLOUT, num_replicas * size // num_nodes, num_nodes), spec(TRAIN, 1)], hosting)
+    pools = [spec(ROLLOUT, num_replicas * size // num_nodes, num_nodes), spec(TRAIN, 1)]
+    return ProcessCluster(make_launcher(kind, ["replica_worker"], num_replicas * size + 1), pools, hosting)
 
 
-def trainer(cluster: RayCluster) -> Sampler:
+def trainer(cluster: ProcessCluster) -> Sampler:
     return cluster.pools[TRAIN].handle(ROLE, Sampler)
 
 
-def replicas(cluster: RayCluster) -> list[Replica]:
+def replicas(cluster: ProcessCluster) -> list[Replica]:
     return cluster.replicated[ROLLOUT].replicas
 
 

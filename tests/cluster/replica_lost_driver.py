@@ -16,7 +16,7 @@ from megatron_rl.errors import MegatronRLError
 def main(victim: str) -> None:
     thread = None
     try:
-        with cluster_of(2, 1) as cluster:
+        with cluster_of(2, 1, kind="ray") as cluster:
             thread = Driver(lambda: drive(replicas(cluster), threading.Event()))
             [process] = [one for one in psutil.Process().children() if one.name() == victim]
             threading.Timer(2.0, process.kill).start()

@@ -18,7 +18,7 @@ RESTART_LIMIT_S = 15.0
 
 
 def main() -> None:
-    with cluster_of(2, 2, HeartbeatLimits(heartbeat_timeout_s=20), num_nodes=2) as cluster:
+    with cluster_of(2, 2, HeartbeatLimits(heartbeat_timeout_s=20), num_nodes=2, kind="ray") as cluster:
         both = replicas(cluster)
         places = [one.host(ReplicaHost).where().get()[0][1] for one in both]
         train_node = cluster.pools["train"].host(ReplicaHost).where().get()[0][1].node

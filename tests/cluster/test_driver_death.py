@@ -17,9 +17,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from launchers import BOTH
+from replica_cluster import eventually
 
 from megatron_rl.cluster.leftovers import RUN_ID, end, living
-from megatron_rl.cluster.reaper import Reaper
 from megatron_rl.cluster.scratch import SEGMENTS
 from megatron_rl.errors import GraceOver, WorkerFailure
 
@@ -65,20 +66,34 @@ def driven(*arguments: str) -> Iterator[tuple[subprocess.Popen, list[psutil.Proc
         assert end(lambda: living(tree)) == []
 
 
+ENDS = {
+    "SIGINT": ([], os.kill, [signal.SIGINT], 130),
+    "SIGTERM": ([], os.killpg, [signal.SIGTERM], 143),
+    "grace over": (["1"], os.killpg, [signal.SIGTERM], GraceOver.exit_code),
+    "second signal SIGINT": (["600"], os.kill, [signal.SIGTERM, signal.SIGINT], 130),
+    "second signal SIGTERM": (["600"], os.kill, [signal.SIGINT, signal.SIGTERM], 143),
+    "SIGKILL": ([], os.kill, [signal.SIGKILL], -signal.SIGKILL),
+}
+OFTEN = {("local", "SIGKILL"), ("ray", "second signal SIGINT")}
+"""Those of `make test`."""
+
+
 @pytest.mark.parametrize(
     ("doomed", "send", "signals", "exit_code"),
     [
-        pytest.param([], os.kill, [signal.SIGINT], 130, marks=pytest.mark.exhaustive),
-        pytest.param([], os.killpg, [signal.SIGTERM], 143, marks=pytest.mark.exhaustive),
-        pytest.param(["1"], os.killpg, [signal.SIGTERM], GraceOver.exit_code, marks=pytest.mark.exhaustive),
-        (["600"], os.kill, [signal.SIGTERM, signal.SIGINT], 130),
-        pytest.param(["600"], os.kill, [signal.SIGINT, signal.SIGTERM], 143, marks=pytest.mark.exhaustive),
+        pytest.param(
+            [kind, *grace],
+            *how,
+            id=f"{kind} {name}",
+            marks=[] if (kind, name) in OFTEN else pytest.mark.exhaustive,
+        )
+        for kind in ("local", "ray")
+        for name, (grace, *how) in ENDS.items()
     ],
     indirect=["doomed"],
-    ids=["SIGINT", "SIGTERM", "grace over", "second signal SIGINT", "second signal SIGTERM"],
 )
 def test_nothing_outlives_a_killed_driver(doomed: tuple, send: Callable, signals: list[int], exit_code: int) -> None:
-    """While it waits in a Ray call; `os.killpg`: its process group is signalled, as schedulers do it.
+    """While it waits for an answer; `os.killpg`: its process group is signalled, as schedulers do it.
 
     Would not catch what is left on another node of a cluster.
     """
@@ -116,7 +131,7 @@ def scratch_of(tree: list[psutil.Process]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("doomed", [["600"]], indirect=True, ids=[""])
+@pytest.mark.parametrize("doomed", [["ray", "600"]], indirect=True, ids=[""])
 @pytest.mark.parametrize("victim", ["gcs_server", pytest.param("raylet", marks=pytest.mark.exhaustive)])
 def test_without_ray_the_run_ends_with_one_message(doomed: tuple, victim: str) -> None:
     """At once, with code 3, and nothing is left. Would not catch a driver that is just putting an object into Ray's
@@ -135,14 +150,28 @@ def test_without_ray_the_run_ends_with_one_message(doomed: tuple, victim: str) -
     assert not folder.exists()
 
 
+@pytest.mark.parametrize("kind", BOTH)
+def test_without_its_supervisor_the_run_ends_with_one_message(kind: str) -> None:
+    """Its ranks end with it, which the run notices. Would not catch what an orphan of a rank starts meanwhile."""
+    with driven(kind, "600") as (driver, tree):
+        folder = scratch_of(tree)
+        [supervisor] = [one for one in tree if one.is_running() and "megatron_rl.cluster.supervisor" in one.cmdline()]
+        supervisor.kill()
+        assert driver.wait(timeout=PATIENCE_S) == WorkerFailure.exit_code
+        text = driver.stderr.read()
+        assert text.startswith("rank 0 (host): the process died ") and "SIGKILL" in text, text
+        assert eventually(lambda: not any(one.is_running() for one in tree)) and not folder.exists()
+
+
 @pytest.mark.exhaustive
-def test_the_next_start_removes_what_nobody_could(own_temporary: None) -> None:
-    """Driver, workers, Ray and the companion are killed at once, as with a whole control group; of the next one the
+@pytest.mark.parametrize("kind", ["local", "ray"])
+def test_the_next_start_removes_what_nobody_could(kind: str, own_temporary: None) -> None:
+    """Driver, ranks, Ray and the supervisor are killed at once, as with a whole control group; of the next one the
     driver alone, which leaves nothing.
 
     Would not catch what the run had on another node.
     """
-    with driven() as (driver, tree):
+    with driven(kind) as (driver, tree):
         folder = scratch_of(tree)
         for process in [driver, *tree]:
             process.send_signal(signal.SIGSTOP)
@@ -152,23 +181,7 @@ def test_the_next_start_removes_what_nobody_could(own_temporary: None) -> None:
         psutil.wait_procs(tree, timeout=PATIENCE_S)
     segment = SEGMENTS / f"megatron_rl-{folder.name}-queue"
     segment.touch()  # as vLLM's would be
-    assert list(folder.glob("ray/session_*/sockets/*"))
-    with driven() as (driver, tree):
+    assert folder.exists()
+    with driven(kind) as (driver, tree):
         assert not folder.exists() and not segment.exists()
         assert_nothing_is_left(driver, tree, os.kill, [signal.SIGKILL], -signal.SIGKILL)
-
-
-def test_a_child_whose_parents_died_first_is_found_by_its_mark() -> None:
-    """The order of deaths that a busy machine makes: nobody is left to know the grandchild's pid.
-
-    Would not catch a process that was started with an emptied environment.
-    """
-    reaper = Reaper()
-    with reaper.watching():
-        script = "import subprocess as s; print(s.Popen(['sleep', '600'], stdout=s.DEVNULL).pid)"
-        orphan = psutil.Process(int(subprocess.check_output([sys.executable, "-c", script])))
-    assert RUN_ID not in os.environ
-    assert orphan.is_running()
-    reaper.stop()
-    psutil.wait_procs([orphan], timeout=PATIENCE_S)
-    assert not orphan.is_running()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_rl.cluster.launcher import ProcessInfo
 from megatron_rl.cluster.ranks import place_variables
-from megatron_rl.cluster.worker_process import ProcessInfo
 
 
 def test_nodes_are_numbered_by_their_first_ranks() -> None:

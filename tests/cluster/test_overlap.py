@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from launchers import reserved
 from sleepers import SleepingActor, SleepingCritic, SleepingHost, SleepingReference
 
 from megatron_rl.cluster.failure_domain import FailureDomain
 from megatron_rl.cluster.hosting import PoolOptions
-from megatron_rl.cluster.ray_pool import RayPool
-from megatron_rl.cluster.ray_session import RaySession
-from megatron_rl.cluster.resource_pool import ResourcePool
+from megatron_rl.cluster.launcher import Launcher
+from megatron_rl.cluster.pool import ProcessPool
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.dispatch import CallInterval, Nobody
 from megatron_rl.records import Sequences, ragged
@@ -80,7 +80,7 @@ def overlap(first: CallInterval, second: CallInterval) -> float:
     return min(first.stop, second.stop) - max(first.start, second.start)
 
 
-def test_a_step_takes_as_long_as_its_slowest_chain() -> None:
+def test_a_step_takes_as_long_as_its_slowest_chain(launcher: Launcher) -> None:
     """At most a tenth more, and intervals of different pools overlap. Would not catch two roles of one pool that could
     run at once, which cannot.
     """
@@ -88,13 +88,12 @@ def test_a_step_takes_as_long_as_its_slowest_chain() -> None:
     kinds = {"train": {"actor": SleepingActor, "reference": SleepingReference}, "critic": {"critic": SleepingCritic}}
     failure_domain, options = FailureDomain(), PoolOptions(observer=heard)
     with (
-        RaySession(2) as session,
-        ResourcePool(1, 1, "cpu", session=session) as first,
-        ResourcePool(1, 1, "cpu", session=session) as second,
-        RayPool(
+        reserved(launcher, 1) as first,
+        reserved(launcher, 1) as second,
+        ProcessPool(
             "train", first, SleepingHost, roles=kinds["train"], options=options, failure_domain=failure_domain
         ) as train,
-        RayPool(
+        ProcessPool(
             "critic", second, SleepingHost, roles=kinds["critic"], options=options, failure_domain=failure_domain
         ) as critic,
     ):

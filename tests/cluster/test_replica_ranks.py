@@ -1,29 +1,25 @@
-"""How a reservation is cut into replicas, and what ends the waits of a thread: no processes."""
+"""How a reservation is cut into replicas: no processes."""
 
 from __future__ import annotations
-
-import threading
-import time
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.cluster.failure_domain import FailureDomain
 from megatron_rl.cluster.hosting import Hosting
+from megatron_rl.cluster.in_process import InProcessCluster
 from megatron_rl.cluster.leftovers import REPLICA
-from megatron_rl.cluster.local_cluster import LocalCluster
+from megatron_rl.cluster.local_launcher import LocalLauncher
+from megatron_rl.cluster.process_cluster import ProcessCluster
 from megatron_rl.cluster.ranks import ReplicaRanks
-from megatron_rl.cluster.ray_cluster import RayCluster
+from megatron_rl.cluster.ray_ranks import RayRanks
+from megatron_rl.cluster.ray_session import RaySession
 from megatron_rl.cluster.replicas import ReplicatedPool
-from megatron_rl.cluster.resource_pool import ResourcePool
 from megatron_rl.config.roles import PoolSize, PoolSpec
-from megatron_rl.errors import WorkerFailure
 
 
 def parts(num_nodes: int, per_node: int, size: int, device: str = "cpu") -> list[ReplicaRanks]:
-    whole = ResourcePool(num_nodes, per_node, device)
+    whole = RayRanks(PoolSize(num_nodes, per_node), device, RaySession(1))
     return [ReplicaRanks(f"rollout/{n}", whole, n, size) for n in range(whole.world_size // size)]
 
 
@@ -52,13 +48,12 @@ def test_places_within_a_replica(
 def test_every_process_on_a_gpu_sees_its_own_device_only() -> None:
     """Would not catch a cluster that hides no devices."""
     assert [[one.device_index(rank) for rank in range(2)] for one in parts(1, 4, 2, "cuda")] == [[0, 0], [0, 0]]
-    assert [one.actor_options(1)["num_gpus"] for one in parts(1, 4, 2, "cuda")] == [1.0, 1.0]
 
 
 @given(st.integers(1, 4), st.integers(1, 8), st.integers(1, 8))
 def test_replicas_share_out_all_ranks(num_nodes: int, per_node: int, size: int) -> None:
     """Each rank once, placed on the bundle of its number. Would not catch wrong variables of a rank."""
-    whole = ResourcePool(num_nodes, per_node, "cpu")
+    whole = RayRanks(PoolSize(num_nodes, per_node), "cpu", RaySession(1))
     if whole.world_size % size:
         with pytest.raises(ValueError, match=f"{whole.world_size} ranks have no replica 0 of {size} ranks"):
             ReplicaRanks("rollout/0", whole, 0, size)
@@ -66,12 +61,7 @@ def test_replicas_share_out_all_ranks(num_nodes: int, per_node: int, size: int) 
             ReplicatedPool("rollout", whole, size, lambda *_: None, [])
         return
     found = parts(num_nodes, per_node, size)
-    bundles = [
-        one.actor_options(rank)["scheduling_strategy"].placement_group_bundle_index
-        for one in found
-        for rank in range(size)
-    ]
-    assert bundles == [rank // per_node for rank in range(num_nodes * per_node)]
+    assert [rank for one in found for rank in range(one.first, one.first + size)] == list(range(num_nodes * per_node))
     for number, one in enumerate(found):
         assert one.variables == {
             REPLICA: f"rollout/{number}",
@@ -93,36 +83,6 @@ def test_clusters_refuse_what_they_cannot_replicate() -> None:
     hosting = Hosting(object, (), {}, "cpu", replicated={"rollout": 1})
     pool = PoolSpec("train", PoolSize(1, 1, "nodes", "ranks"), ())
     with pytest.raises(ValueError, match=r"there are no pools \['rollout'\] to replicate"):
-        RayCluster([pool], hosting)
+        ProcessCluster(LocalLauncher("cpu"), [pool], hosting)
     with pytest.raises(ValueError, match=r"no pool in this process can be replicated, and \['rollout'\] is to be"):
-        LocalCluster({"train": pool}, hosting)
-
-
-def test_who_ends_a_failure_domain_waits_for_those_inside_and_lets_nobody_in() -> None:
-    """Would not catch a thread that calls Ray without being inside."""
-    failure_domain, left = FailureDomain(), threading.Event()
-    first, second = WorkerFailure("first"), WorkerFailure("second")
-
-    def stay() -> None:
-        with failure_domain.inside():
-            left.wait(60)
-
-    thread = threading.Thread(target=stay)
-    thread.start()
-    until(lambda: not failure_domain.wait_until_left(0))
-    assert failure_domain.decide(first) and not failure_domain.decide(second) and failure_domain.error is first
-    assert not failure_domain.wait_until_left(0.1)
-    with pytest.raises(WorkerFailure, match="first"), failure_domain.inside():
-        raise AssertionError("inside an ended failure domain")
-    left.set()
-    assert failure_domain.wait_until_left(60)
-    thread.join(60)
-    with pytest.raises(WorkerFailure, match="first"):
-        failure_domain.look()
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+        InProcessCluster({"train": pool}, hosting)

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from launchers import BOTH, RAY
 from replica_cluster import ROLLOUT, Driver, are_gone, cluster_of, replicas, sampler, trainer
 from replica_worker import ReplicaHost
 
 from megatron_rl.cluster.heartbeat_monitor import HeartbeatLimits
 from megatron_rl.cluster.leftovers import living
-from megatron_rl.cluster.ray_cluster import RayCluster
+from megatron_rl.cluster.process_cluster import ProcessCluster
 from megatron_rl.cluster.replicas import ClusterEnded
 from megatron_rl.cluster.waiting import wait_any
 from megatron_rl.dispatch import Future
@@ -32,15 +33,17 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("hosts") / "slow"
 
 
-@pytest.fixture(scope="module")
-def cluster(slow: Path) -> Iterator[RayCluster]:
+@pytest.fixture(scope="module", params=BOTH)
+def cluster(request: pytest.FixtureRequest, slow: Path) -> Iterator[ProcessCluster]:
     """Two replicas of two ranks each."""
+    if request.param == RAY:
+        request.getfixturevalue("running_ray")
     limits = HeartbeatLimits(LIMIT_S, HEARTBEAT_S, slow.with_name("stacks.txt"))
-    with cluster_of(2, 2, limits, slow) as cluster:
+    with cluster_of(2, 2, limits, slow, kind=request.param) as cluster:
         yield cluster
 
 
-def test_a_replica_is_a_world_of_its_own_and_knows_its_number(cluster: RayCluster) -> None:
+def test_a_replica_is_a_world_of_its_own_and_knows_its_number(cluster: ProcessCluster) -> None:
     """By hand. Would not catch a wrong device on a machine with GPUs."""
     assert list(cluster.pools) == ["train"] and list(cluster.replicated) == [ROLLOUT]
     first, second = replicas(cluster)
@@ -61,7 +64,7 @@ def test_a_replica_is_a_world_of_its_own_and_knows_its_number(cluster: RayCluste
     assert (pool, place.replica, place.num_replicas, place.first_rank + place.rank) == ("train", 0, 1, 0)
 
 
-def test_a_killed_rank_ends_its_replica_alone_and_a_restart_brings_it_back(cluster: RayCluster, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_its_replica_alone_and_it_comes_back(cluster: ProcessCluster, tmp_path: Path) -> None:
     """While all are in calls. Would not catch memory of a device that the killed process still holds."""
     first, second = replicas(cluster)
     train_pids, first_pids, second_pids = cluster.pools["train"].pids, first.pids, second.pids
@@ -92,7 +95,7 @@ def test_a_killed_rank_ends_its_replica_alone_and_a_restart_brings_it_back(clust
     assert (cluster.pools["train"].pids, second.pids) == (train_pids, second_pids)
 
 
-def test_a_failing_verb_names_replica_and_peers_and_a_slow_start_fails(cluster: RayCluster, slow: Path) -> None:
+def test_a_failing_verb_names_replica_and_peers_and_a_slow_start_fails(cluster: ProcessCluster, slow: Path) -> None:
     """Both ranks raise; then hosts are never built, which takes no longer than it may; the next start succeeds.
 
     Would not catch a rank that raises long after its peer, nor a driver that is late itself.
@@ -119,7 +122,7 @@ def test_a_failing_verb_names_replica_and_peers_and_a_slow_start_fails(cluster: 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stopped", [True, False], ids=["SIGSTOP", "sleeps"])
-def test_a_replica_that_hangs_is_ended_while_the_other_answers(cluster: RayCluster, slow: Path, stopped: bool) -> None:
+def test_a_replica_that_hangs_ends_while_the_other_answers(cluster: ProcessCluster, slow: Path, stopped: bool) -> None:
     """Within two time-outs. Would not catch a machine that is unplugged."""
     first, second = replicas(cluster)
     pids = first.pids
@@ -144,7 +147,7 @@ def test_a_replica_that_hangs_is_ended_while_the_other_answers(cluster: RayClust
     assert other.get() == [(answers, second.pids[0])]
 
 
-def test_a_wait_ends_at_its_time_out_and_takes_futures_of_pools_only(cluster: RayCluster) -> None:
+def test_a_wait_ends_at_its_time_out_and_takes_futures_of_pools_only(cluster: ProcessCluster) -> None:
     """Would not catch a wait that is late by less than a second."""
     first, second = replicas(cluster)
     slow = [sampler(first).count(0, 2.0), sampler(second).count(1, 2.0)]
@@ -159,7 +162,7 @@ def test_a_wait_ends_at_its_time_out_and_takes_futures_of_pools_only(cluster: Ra
         wait_any([])
 
 
-def test_a_failed_training_pool_ends_the_replicas_and_the_thread_that_waits_for_them(cluster: RayCluster) -> None:
+def test_a_failed_training_pool_ends_the_replicas_and_the_thread_that_waits_for_them(cluster: ProcessCluster) -> None:
     """It ends the shared cluster. Would not catch a thread that waits for something else than a replica."""
     pids = [pid for pool in (cluster.pools["train"], *replicas(cluster)) for pid in pool.pids]
     calls: list[Future] = [sampler(replica).count(0, 600.0) for replica in replicas(cluster)]

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from launchers import BOTH
 from replica_cluster import Driver, cluster_of, eventually, nothing_left, replicas, run_id_of, sampler, trainer
 from replica_worker import ReplicaHost
 
@@ -25,12 +26,13 @@ from megatron_rl.errors import WorkerFailure
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
 
-def test_a_cluster_may_be_left_in_any_state_of_its_replicas(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_cluster_may_be_left_in_any_state_of_its_replicas(kind: str, tmp_path: Path) -> None:
     """In a call, dead unnoticed, stopped, processes coming up, hosts being built, and a child of a rank's own; each
     waited for by a thread. Would not catch what is left on another machine.
     """
     slow = tmp_path / "slow"
-    with cluster_of(5, 1, slow=slow) as cluster:
+    with cluster_of(5, 1, slow=slow, kind=kind) as cluster:
         in_call, dead, stopped, coming_up, in_construction = replicas(cluster)
         run_id = run_id_of(cluster.pools["train"].pids[0])
         in_call.host(ReplicaHost).start_child().get()
@@ -73,12 +75,13 @@ def test_without_ray_the_thread_that_calls_replicas_ends_too(victim: str) -> Non
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-def test_random_kills_and_stops() -> None:
+@pytest.mark.parametrize("kind", ["local", "ray"])
+def test_random_kills_and_stops(kind: str) -> None:
     """Random ranks of 2 replicas of 2, at random times, starts included, until 8 starts have followed; a thread drives
     them all, and the training pool answers throughout. Would not catch a hang that takes a longer pause to come about.
     """
     draw = random.Random(5)
-    with cluster_of(2, 2, HeartbeatLimits(stall_timeout_s=12, heartbeat_timeout_s=10)) as cluster:
+    with cluster_of(2, 2, HeartbeatLimits(stall_timeout_s=12, heartbeat_timeout_s=10), kind=kind) as cluster:
         run_id, both = run_id_of(cluster.pools["train"].pids[0]), replicas(cluster)
         over = threading.Event()
         thread = Driver(lambda: drive(both, over))

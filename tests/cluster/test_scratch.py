@@ -116,9 +116,11 @@ def test_logs_of_a_failed_run_are_kept_once(place: Path) -> None:
         logs = held.ray_folder / "session_2026" / "logs"
         logs.mkdir(parents=True)
         (logs / "worker.err").write_text(text)
+        (held.folder / "rank_0_1.log").write_text(text)
         held.remove(keep_logs=True)
         assert not held.folder.exists()
     kept = held.folder.parent / scratch.LAST_FAILURE
+    assert (kept / "rank_0_1.log").read_text() == "second"
     assert (kept / "worker.err").read_text() == "second" and kept.stat().st_mode & 0o777 == 0o700
 
 

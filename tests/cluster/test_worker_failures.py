@@ -10,46 +10,42 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 from fragile_worker import FailsToUnpickle, FragileWorker
+from launchers import BOTH, reserved
 
 from megatron_rl.cluster.heartbeat_monitor import HeartbeatLimits
 from megatron_rl.cluster.hosting import PoolOptions
-from megatron_rl.cluster.ray_pool import RayPool
-from megatron_rl.cluster.ray_session import RaySession
-from megatron_rl.cluster.resource_pool import ResourcePool
+from megatron_rl.cluster.launcher import Launcher, Ranks
+from megatron_rl.cluster.pool import ProcessPool
 from megatron_rl.errors import ConfigError, WorkerFailure, WorkerStall
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
-FORKED = PoolOptions(preload=("fragile_worker",))
+
+@pytest.fixture(scope="module", params=BOTH)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def session() -> Iterator[RaySession]:
-    with RaySession(5) as session:
-        yield session
+def pool(launcher: Launcher) -> Iterator[Ranks]:
+    with reserved(launcher, 3) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="module")
-def pool(session: RaySession) -> Iterator[ResourcePool]:
-    with ResourcePool(1, 3, "cpu", session=session) as pool:
-        yield pool
+def pair(launcher: Launcher) -> Iterator[Ranks]:
+    with reserved(launcher, 2) as ranks:
+        yield ranks
 
 
-@pytest.fixture(scope="module")
-def pair(session: RaySession) -> Iterator[ResourcePool]:
-    with ResourcePool(1, 2, "cpu", session=session) as pool:
-        yield pool
-
-
-def test_an_exception_names_its_rank_and_ends_the_group(pool: ResourcePool) -> None:
+def test_an_exception_names_its_rank_and_ends_the_group(pool: Ranks) -> None:
     """Would not catch a failure on a rank whose clock is far off."""
-    with RayPool("toys", pool, FragileWorker, options=FORKED) as group:
+    with ProcessPool("toys", pool, FragileWorker) as group:
         pids = group.pids
         earlier = group.host(FragileWorker).nap(0)
         broken = group.host(FragileWorker).divide_by_zero_on(2)
@@ -66,9 +62,9 @@ def test_an_exception_names_its_rank_and_ends_the_group(pool: ResourcePool) -> N
             assert str(again.value) == message
 
 
-def test_a_killed_rank_is_named_while_its_peers_hang_in_a_barrier(pool: ResourcePool) -> None:
+def test_a_killed_rank_is_named_while_its_peers_hang_in_a_barrier(pool: Ranks) -> None:
     """Would not catch a rank that hangs without dying."""
-    with RayPool("toys", pool, FragileWorker, options=FORKED) as group:
+    with ProcessPool("toys", pool, FragileWorker) as group:
         waiting = group.host(FragileWorker).barrier_all_but(1)
         with pytest.raises(TimeoutError):
             waiting.get(timeout=2)
@@ -80,19 +76,19 @@ def test_a_killed_rank_is_named_while_its_peers_hang_in_a_barrier(pool: Resource
         assert not any(psutil.pid_exists(pid) for pid in group.pids)
 
 
-def test_a_failure_nobody_asked_about_surfaces_at_the_next_call(pool: ResourcePool) -> None:
+def test_a_failure_nobody_asked_about_surfaces_at_the_next_call(pool: Ranks) -> None:
     """Would not catch a failure that happens after the last call, unless the group is left by its `with` block."""
-    with RayPool("toys", pool, FragileWorker, options=FORKED) as group:
+    with ProcessPool("toys", pool, FragileWorker) as group:
         group.host(FragileWorker).answer_with_lock()
-        with pytest.raises(WorkerFailure, match=r"rank 0 \(host\).*answer_with_lock: TypeError: cannot pickle"):
+        with pytest.raises(WorkerFailure, match=r"rank 0 \(host\) raised TypeError in answer_with_lock: cannot pickle"):
             for _ in range(100):
                 group.host(FragileWorker).nap(0.05)
                 time.sleep(0.05)
 
 
-def test_an_interrupted_driver_takes_its_workers_along(pool: ResourcePool) -> None:
+def test_an_interrupted_driver_takes_its_workers_along(pool: Ranks) -> None:
     """Would not catch an interrupt outside of `get`, where only the `with` block helps."""
-    with RayPool("toys", pool, FragileWorker, options=FORKED) as group:
+    with ProcessPool("toys", pool, FragileWorker) as group:
         pids = group.pids
         with pytest.raises(KeyboardInterrupt):
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -100,27 +96,27 @@ def test_an_interrupted_driver_takes_its_workers_along(pool: ResourcePool) -> No
         assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_a_failing_constructor_is_reported_as_its_own_error(pool: ResourcePool) -> None:
+def test_a_failing_constructor_is_reported_as_its_own_error(pool: Ranks) -> None:
     """Would not catch a constructor that hangs."""
-    group = RayPool("toys", pool, FragileWorker, 2, options=FORKED)
+    group = ProcessPool("toys", pool, FragileWorker, 2)
     with pytest.raises(ConfigError) as raised:
         group.start()
     assert str(raised.value) == "rank 2 (FragileWorker), in __init__: tp(3) does not divide num_heads(8)"
     assert len(group.pids) == 3 and not any(psutil.pid_exists(pid) for pid in group.pids)
 
 
-def test_a_failing_import_on_the_ranks_is_reported(pool: ResourcePool) -> None:
+def test_a_failing_import_on_the_ranks_is_reported(pool: Ranks) -> None:
     """Would not catch a module that imports on the ranks but in another version."""
     with pytest.raises(
         WorkerFailure, match=r"\(FragileWorker\) raised ImportError in __init__: no module named 'missing"
     ):
-        RayPool("toys", pool, FragileWorker, FailsToUnpickle(), options=FORKED).start()
+        ProcessPool("toys", pool, FragileWorker, FailsToUnpickle()).start()
 
 
-def test_the_rank_that_its_peers_wait_for_is_named_with_its_stack(pair: ResourcePool, tmp_path: Path) -> None:
+def test_the_rank_that_its_peers_wait_for_is_named_with_its_stack(pair: Ranks, tmp_path: Path) -> None:
     """One sleeps, the other is in a barrier. Would not catch two ranks that wait for each other."""
     limits = HeartbeatLimits(stall_timeout_s=10, stacks_file=tmp_path / "stacks.txt")
-    with RayPool("toys", pair, FragileWorker, -1, True, options=FORKED) as group:
+    with ProcessPool("toys", pair, FragileWorker, -1, True) as group:
         group._monitor.limits = limits  # not before: to import torch may take longer
         pids = group.pids
         with pytest.raises(WorkerStall) as raised:
@@ -134,10 +130,10 @@ def test_the_rank_that_its_peers_wait_for_is_named_with_its_stack(pair: Resource
         assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_a_stopped_process_is_named_and_removed(pair: ResourcePool) -> None:
+def test_a_stopped_process_is_named_and_removed(pair: Ranks) -> None:
     """In no method of its own: its peer stalls first. Would not catch a machine that is unplugged."""
-    options = replace(FORKED, limits=HeartbeatLimits(stall_timeout_s=600, heartbeat_timeout_s=10))
-    with RayPool("toys", pair, FragileWorker, options=options) as group:
+    options = PoolOptions(limits=HeartbeatLimits(stall_timeout_s=600, heartbeat_timeout_s=10))
+    with ProcessPool("toys", pair, FragileWorker, options=options) as group:
         pids = group.pids
         group.host(FragileWorker).nap(0).get()
         os.kill(pids[0], signal.SIGSTOP)

@@ -27,9 +27,11 @@ from typing import Any
 import pytest
 from clean_rank import CleanRank
 
+from megatron_rl.cluster.leftovers import RUN_ID
+from megatron_rl.cluster.rank_worker import listen
 from megatron_rl.cluster.ranks import LOOPBACK
-from megatron_rl.cluster.reaper import Reaper
-from megatron_rl.cluster.worker_process import listen
+from megatron_rl.cluster.scratch import Scratch
+from megatron_rl.cluster.supervision import Supervision
 from megatron_rl.roles.environment import worker_environment
 
 FRESH_WORLDS = "MEGATRON_RL_FRESH_WORLDS"
@@ -46,8 +48,10 @@ def fork_server() -> ForkServerContext:
 
     The ranks are a run of their own: they keep their temporary files in its scratch folder, and none outlives pytest.
     """
-    reaper = Reaper()
-    Finalize(None, reaper.stop, exitpriority=-200)  # after multiprocessing has removed its own temporary folder
+    scratch = Scratch.begin()
+    supervision = Supervision(scratch, owns_run=True)
+    Finalize(None, scratch.remove, exitpriority=-300)
+    Finalize(None, supervision.close, [True], exitpriority=-200)  # after multiprocessing has removed its own folder
     os.environ |= worker_environment("cpu", ranks_per_node=os.cpu_count())
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["preloaded"])
@@ -55,9 +59,10 @@ def fork_server() -> ForkServerContext:
     others = os.environ.get("PYTHONPATH")
     variables = {
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, [others])]),
-        "TMPDIR": str(reaper.scratch.folder),
+        "TMPDIR": str(scratch.folder),
+        RUN_ID: scratch.run_id,
     }
-    with pytest.MonkeyPatch.context() as patch, reaper.watching():
+    with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(name, value)
         patch.setattr(tempfile, "tempdir", variables["TMPDIR"])  # where the server's own socket goes

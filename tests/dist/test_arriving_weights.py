@@ -19,7 +19,7 @@ from ranks import run_ranks
 from sliced_checks import in_slices, joined, largest_difference, nudge, plain_log_probs, starts
 from tiny_models import run_config, save_llama
 
-from megatron_rl.cluster.worker_process import listen
+from megatron_rl.cluster.rank_worker import listen
 from megatron_rl.rollout.slices import Slice
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(150)]

@@ -19,7 +19,7 @@ from joined_pools import Pools, RolloutRank, TrainingRank, join
 from late_messages import LateMessages
 from ranks import fork_server, run_ranks
 
-from megatron_rl.cluster.worker_process import listen
+from megatron_rl.cluster.rank_worker import listen
 from megatron_rl.device import Device
 from megatron_rl.hybrid_engine import bridge_plan, schedule
 from megatron_rl.hybrid_engine.bridge import BridgeReceiver

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from joined_pools import Pools, RolloutRank, TrainingRank, join, killed_after, own_transport
 from ranks import run_ranks
 
-from megatron_rl.cluster.worker_process import listen
+from megatron_rl.cluster.rank_worker import listen
 from megatron_rl.device import Device
 from megatron_rl.hybrid_engine.allgather_pp import FlatParameters
 from megatron_rl.hybrid_engine.bridge import BridgeSender, BrokenBridgeError

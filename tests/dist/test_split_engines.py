@@ -172,7 +172,7 @@ def one_rank(config, num_train: int, num_rollout: int, ports, exported: Path, me
 
 def run_placed(placed: Placed, folder: Path, flips: bool = False) -> tuple[str, list[dict], list[dict]]:
     """The model's folder, and what the ranks of training and of the rollout say."""
-    from megatron_rl.cluster.worker_process import listen
+    from megatron_rl.cluster.rank_worker import listen
 
     path = placed.save(folder / "model")
     num_rollout = placed.tp * placed.replicas

@@ -75,11 +75,11 @@ class CommandLine:
         return members
 
     def workers(self) -> list[psutil.Process]:
-        """The processes of the ranks; their own children inherit RANK too, but not Ray's process title."""
+        """The processes of the ranks."""
         found = []
         for process in self.family():
             with suppress(psutil.Error):  # it has just ended
-                if "RANK" in process.environ() and process.name().startswith("ray::"):
+                if is_rank(process):
                     found.append(process)
         return found
 
@@ -134,3 +134,13 @@ class CommandLine:
 
     def kill_all(self) -> None:
         assert end(self.family) == []
+
+
+def is_rank(process: psutil.Process) -> bool:
+    """Whether a process is a rank's, and not one that it has started."""
+    return bool(process.name().startswith("rank "))
+
+
+def is_in(process: psutil.Process, method: str) -> bool:
+    """Whether a rank is in a method, ROLE.METHOD, as its title says: rank 1 of global_pool: actor.update."""
+    return bool(process.cmdline()[0].endswith(f": {method}"))

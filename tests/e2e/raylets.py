@@ -12,10 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+from command_line import is_rank
 from forked_run import LIMIT, without_ray
 
 from megatron_rl.cluster.leftovers import end, processes_with
-from megatron_rl.cluster.worker_process import listen
+from megatron_rl.cluster.rank_worker import listen
 
 NODE = "MEGATRON_RL_TEST_NODE"
 SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0"}
@@ -112,8 +113,8 @@ class Raylets:
         found = {}
         for process in self.family(node):
             with suppress(psutil.Error):  # it has just ended
-                if "RANK" in process.environ() and process.name().startswith("ray::"):
-                    found[int(process.environ()["RANK"])] = process
+                if is_rank(process):
+                    found[int(process.name().split()[1])] = process
         return found
 
     def left_over(self, patience: float = 60) -> dict[int, psutil.Process]:

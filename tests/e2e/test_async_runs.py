@@ -12,10 +12,8 @@ from random import Random
 
 import psutil
 import pytest
-from command_line import LIMIT
+from command_line import LIMIT, is_in
 from safetensors.torch import load_file
-
-from megatron_rl.cluster.leftovers import variable_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
@@ -71,8 +69,8 @@ def trained(folder: Path) -> Counter[tuple[str, ...]]:
 
 
 def replicas(run) -> list[psutil.Process]:
-    """The processes that generate: of the second pool, whose ranks are told their replica."""
-    return [process for process in run.workers() if variable_of(process, "POOL_REPLICA") is not None]
+    """The processes that generate: of the second pool, whose titles have its name and their replica's number."""
+    return [process for process in run.workers() if " of rollout_pool" in process.cmdline()[0]]
 
 
 def events(run, kind: str) -> list[dict]:
@@ -125,16 +123,15 @@ def test_a_replica_that_is_lost_again_while_it_starts(command_line, tmp_path: Pa
 
     def caught(method: str, how: int) -> bool:
         for one in replicas(run):
-            # Ray may have started a process too many, which ends.
             with suppress(psutil.Error):
-                if one not in before and one.cmdline()[:1] == [f"ray::RankHost.{method}"]:
+                if one not in before and is_in(one, method):
                     one.send_signal(how)
                     before.append(one)
                     return True
         return False
 
-    run.wait_for(lambda: caught("build", signal.SIGKILL), interval=0.001)
-    run.wait_for(lambda: caught("rollout_join_bridge", signal.SIGSTOP), interval=0.001)
+    run.wait_for(lambda: caught("host.build", signal.SIGKILL), interval=0.001)
+    run.wait_for(lambda: caught("rollout.join_bridge", signal.SIGSTOP), interval=0.001)
     assert run.wait(600) == 0, run.text()
     assert run.text().count("starts again, others go on") >= 3 and run.left_over() == []
     assert sum(trained(tmp_path / "samples").values()) == 80 * ROWS

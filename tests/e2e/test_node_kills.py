@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import psutil
 import pytest
-from command_line import LIMIT
+from command_line import LIMIT, is_in
 from lives import LOCAL, MEGATRON, SHORT, steps_saved
 from raylets import Raylets
 
@@ -27,11 +27,6 @@ KEYS = (*SHORT, "trainer.save_freq=1", "trainer.export_hf=false", "trainer.total
 DIED = re.compile(
     r"WorkerFailure: rank (\d+) \(\w+\): the process died during (\w+)\. It was process \d+ on node (\S+)\. "
 )
-
-
-def is_in(process: psutil.Process, method: str) -> bool:
-    """Whether Ray shows the method, as the parameters below have it, as the title of a rank's process."""
-    return process.cmdline()[:1] == [f"ray::RankHost.{method}"]
 
 
 def lose_node_in(cluster: Raylets, node: int, run, method: str) -> list[int]:
@@ -57,9 +52,9 @@ def lose_node_in(cluster: Raylets, node: int, run, method: str) -> list[int]:
 @pytest.mark.parametrize(
     ("layout", "moments"),
     [
-        pytest.param(PP2, ("begin_save", "actor_update"), id="PP2"),
-        pytest.param(TP2PP2, ("rollout_enter",), id="TP2xPP2"),
-        pytest.param(PP3, ("rollout_generate",), id="PP3-on-three-nodes"),
+        pytest.param(PP2, ("host.begin_save", "actor.update"), id="PP2"),
+        pytest.param(TP2PP2, ("rollout.enter",), id="TP2xPP2"),
+        pytest.param(PP3, ("rollout.generate",), id="PP3-on-three-nodes"),
     ],
 )
 def test_a_lost_node_ends_the_run_and_the_next_start_goes_on(command_line, layout, moments) -> None:

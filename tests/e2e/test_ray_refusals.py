@@ -16,7 +16,7 @@ from forked_run import without_ray
 from raylets import Raylets, free_port
 
 from megatron_rl.cluster import ray_session
-from megatron_rl.cluster.resource_pool import asked, shortage
+from megatron_rl.cluster.ray_ranks import asked, shortage
 from megatron_rl.config.roles import PoolSize
 from megatron_rl.errors import ConfigError
 
@@ -87,10 +87,11 @@ def test_something_else_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 JOIN = """
 import sys
-from megatron_rl.cluster.resource_pool import ResourcePool
+from megatron_rl.cluster.ray_launcher import RayLauncher
+from megatron_rl.config.roles import PoolSize
 from megatron_rl.errors import MegatronRLError
 try:
-    with ResourcePool(int(sys.argv[1]), 1, "cpu"):
+    with RayLauncher(1, "cpu") as launcher, launcher.reserve(PoolSize(int(sys.argv[1]), 1)):
         print("joined")
 except MegatronRLError as error:
     print(error)

@@ -109,9 +109,9 @@ def assert_only_nodes_are_let_in(of_nodes: set[tuple[str, str, int]], of_driver:
     client server.
     """
     everywhere = {name for name, address, _ in of_nodes if address in WILDCARDS}
-    assert everywhere == {"gcs_server", "raylet", "ray::RankHost"}
+    assert everywhere == {"gcs_server", "raylet", "ray::NodeAgent"}
     others = {(name, port) for name, _, port in open_to_others(of_nodes) if name not in everywhere}
-    assert {name for name, _ in others} <= {"ray::RuntimeEnvAgent", "python"}
+    assert {name.split()[0] for name, _ in others} <= {"ray::RuntimeEnvAgent", "python", "rank"}
     assert {port for name, port in others if name == "python"} <= {CLIENT_PORT}
     assert len(open_to_others(of_driver)) <= 2, "Ray's, and that for signs of life"
 

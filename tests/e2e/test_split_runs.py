@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from command_line import is_in
 from lives import ONE
 from safetensors.torch import load_file
 
@@ -106,9 +107,9 @@ def caught_in(run, method: str):
     """A rank's process that is in a method, stopped there; None where there is none now."""
     for process in run.workers():
         with suppress(psutil.Error):  # it has just ended
-            if process.cmdline()[:1] == [f"ray::RankHost.{method}"]:
+            if is_in(process, method):
                 process.suspend()
-                if process.cmdline()[:1] == [f"ray::RankHost.{method}"]:
+                if is_in(process, method):
                     return process
                 process.resume()
     return None
@@ -121,8 +122,8 @@ def test_a_rank_of_one_pool_that_dies_ends_all_pools(command_line) -> None:
     caught: list[psutil.Process] = []
     # A look at all processes takes a good part of a core: not while the run starts.
     run.wait_for(lambda: '"step": 1' in run.metrics())
-    run.wait_for(lambda: caught.extend(filter(None, [caught_in(run, "critic_update")])) or caught, interval=0.005)
-    rank = caught[0].environ()["RANK"]
+    run.wait_for(lambda: caught.extend(filter(None, [caught_in(run, "critic.update")])) or caught, interval=0.005)
+    rank = caught[0].name().split()[1]
     caught[0].kill()
     assert run.wait() == 3, run.text()
     assert f"pool critic, rank {rank} (critic): the process died during update" in run.text(), run.text()

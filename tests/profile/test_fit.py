@@ -44,9 +44,7 @@ from megatron_rl.profile.samples import (
     MeasuredSample,
     MeasuringTask,
     World,
-    read_task,
     slowest,
-    write_task,
 )
 
 MICRO_BATCH = 16
@@ -200,8 +198,6 @@ def test_worlds_of_a_request(tmp_path):
     assert [task.kernels for task in found] == [True, False, True, False, False]
     assert [task.world_size for task in tasks(ProfileRequest("cpu", 3), tmp_path)] == [1, 1, 3]
     assert len(tasks(ProfileRequest("cpu", 1), tmp_path)) == 2
-    write_task(found[2], tmp_path / "task.json")
-    assert read_task(tmp_path / "task.json") == found[2]
 
 
 def test_the_slowest_rank_counts():

@@ -45,8 +45,8 @@ def world(tmp_path):
     task = MeasuringTask("cpu", "model", 2, 2, 2, True, (2,), (case,), (case,), repeats=1, alone=True)
 
     def measured(limit=150.0):
-        with Worlds(2) as worlds:
-            return worlds.run(task, config, tmp_path / "world", limit)
+        with Worlds("cpu", 2) as worlds:
+            return worlds.run(task, config, limit)
 
     return measured
 

@@ -12,7 +12,7 @@ from statistics import median
 import pytest
 from async_step import Figures, Shape, measure, shapes, sleeping_cluster
 
-from megatron_rl.cluster.ray_cluster import RayCluster
+from megatron_rl.cluster.process_cluster import ProcessCluster
 
 MOST_ROUNDS = 3
 MOST_BEHIND = 1.1
@@ -21,12 +21,12 @@ wait for in either, and what differs is the controller and the transfers."""
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
+def cluster() -> Iterator[ProcessCluster]:
     with sleeping_cluster() as cluster:
         yield cluster
 
 
-def quickest(cluster: RayCluster, shape: Shape, turns: bool, holds: Callable[[Figures], bool]) -> Figures:
+def quickest(cluster: ProcessCluster, shape: Shape, turns: bool, holds: Callable[[Figures], bool]) -> Figures:
     """Figures of as many rounds as it takes until `holds` does."""
     found = Figures([], [], [], [])
     for _ in range(MOST_ROUNDS):
@@ -42,7 +42,7 @@ def quickest(cluster: RayCluster, shape: Shape, turns: bool, holds: Callable[[Fi
 @pytest.mark.exhaustive
 @pytest.mark.quiet
 @pytest.mark.timeout(240)
-def test_long_tailed_answers_hardly_hold_the_trainer_up(cluster: RayCluster) -> None:
+def test_long_tailed_answers_hardly_hold_the_trainer_up(cluster: ProcessCluster) -> None:
     """At most 1.10 of the optimum, and 1.8 times as fast as all ranks that generate and then train.
 
     Would not catch costs of real engines, nor a controller that is slow only with many replicas.
@@ -57,7 +57,7 @@ def test_long_tailed_answers_hardly_hold_the_trainer_up(cluster: RayCluster) -> 
 @pytest.mark.exhaustive
 @pytest.mark.quiet
 @pytest.mark.timeout(240)
-def test_short_equal_answers_are_not_slower_ahead(cluster: RayCluster) -> None:
+def test_short_equal_answers_are_not_slower_ahead(cluster: ProcessCluster) -> None:
     """Than the same split in turns, and to within a tenth than all ranks together, which have nothing to lose there.
 
     Would not catch slices far longer than a training step.
@@ -72,7 +72,7 @@ def test_short_equal_answers_are_not_slower_ahead(cluster: RayCluster) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.quiet
 @pytest.mark.timeout(400)
-def test_medians_of_the_whole_bench(cluster: RayCluster) -> None:
+def test_medians_of_the_whole_bench(cluster: ProcessCluster) -> None:
     """The same bounds for medians of three rounds and longer runs, on a machine that does nothing else. Would not catch
     a spread that is wide for other reasons.
     """

@@ -10,7 +10,6 @@ import pytest
 from listeners import listening, open_to_others
 
 from megatron_rl.cluster.ray_session import RaySession, variables
-from third_party_patches.ray.workers import setup_worker
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -57,12 +56,6 @@ def test_nobody_else_can_reach_it(daemons: list[psutil.Process], earlier: set[tu
     names = {"gcs_server", "raylet", "ray::RuntimeEnvAg", worker.name(), psutil.Process().name()}
     assert names <= {name[:17] for name, *_ in found}
     assert open_to_others(found) == set()
-
-
-def test_raylets_set_workers_up_quickly(daemons: list[psutil.Process]) -> None:
-    """With our file, in the place of Ray's."""
-    [raylet] = [process for process in daemons if process.name() == "raylet"]
-    assert f" {setup_worker.__file__} " in commands([raylet])
 
 
 def test_daemons_lead_their_sessions(daemons: list[psutil.Process]) -> None:

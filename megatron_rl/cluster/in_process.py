@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Kind = TypeVar("Kind")
 
 
-class LocalPool:
+class InProcessPool:
     """The only rank of the only pool. Calls return when the method has returned, and raise what it raises."""
 
     def __init__(self, spec: PoolSpec, hosting: Hosting) -> None:
@@ -61,7 +61,7 @@ class LocalPool:
         return lambda *args, **kwargs: self._host.run(target.role, target.method, args, kwargs)
 
 
-class LocalCluster:
+class InProcessCluster:
     """A cluster of one pool of one rank: this process. Raises ValueError for more ranks, pools or replicas."""
 
     def __init__(self, specs: Mapping[str, PoolSpec], hosting: Hosting) -> None:
@@ -72,7 +72,7 @@ class LocalCluster:
             raise ValueError(f"no pool in this process can be replicated, and {sorted(hosting.replicated)} is to be")
         (self._spec,) = specs.values()
         self._hosting = hosting
-        self.pools: dict[str, LocalPool] = {}
+        self.pools: dict[str, InProcessPool] = {}
         self.replicated: dict[str, ReplicatedPool] = {}
 
     def __enter__(self) -> Self:
@@ -80,7 +80,7 @@ class LocalCluster:
         place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0"}
         place |= {"NODE_ADDRESS": LOOPBACK, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0"}
         os.environ |= {**self._hosting.env, **place}
-        self.pools[self._spec.name] = LocalPool(self._spec, self._hosting)
+        self.pools[self._spec.name] = InProcessPool(self._spec, self._hosting)
         return self
 
     def __exit__(

@@ -1,4 +1,4 @@
-"""Pools of processes that Ray starts, on one machine or many. The failure of a rank ends all pools or its replica."""
+"""Pools of processes, on one machine or many. The failure of a rank ends all pools or its replica."""
 
 from __future__ import annotations
 
@@ -11,37 +11,36 @@ from typing import Self
 
 from megatron_rl.cluster.failure_domain import FailureDomain
 from megatron_rl.cluster.hosting import Hosting, phases_of
-from megatron_rl.cluster.ranks import Ranks
-from megatron_rl.cluster.ray_pool import RayPool
-from megatron_rl.cluster.ray_session import RaySession
+from megatron_rl.cluster.launcher import Launcher, ProcessInfo, Ranks
+from megatron_rl.cluster.pool import ProcessPool
 from megatron_rl.cluster.replicas import ReplicatedPool
-from megatron_rl.cluster.resource_pool import ResourcePool
 from megatron_rl.cluster.waiting import PoolFuture, get_all
-from megatron_rl.cluster.worker_process import ProcessInfo
 from megatron_rl.config.roles import PoolSpec
 
 
-class RayCluster:
-    """All pools of a run, started together. Raises the errors of `RaySession`, `ResourcePool` and `RayPool`.
+class ProcessCluster:
+    """All pools of a run, started together by a launcher. Raises its errors and those of `ProcessPool`.
 
     pools, replicated: by name. A failure in one of `pools` ends all pools; a failure in a replica ends that replica.
     """
 
-    def __init__(self, specs: Sequence[PoolSpec], hosting: Hosting) -> None:
+    def __init__(self, launcher: Launcher, specs: Sequence[PoolSpec], hosting: Hosting) -> None:
         """Raises ValueError when a pool to replicate does not exist."""
         if unknown := hosting.replicated.keys() - {spec.name for spec in specs}:
             raise ValueError(f"there are no pools {sorted(unknown)} to replicate")
-        self.pools: dict[str, RayPool] = {}
+        self.pools: dict[str, ProcessPool] = {}
         self.replicated: dict[str, ReplicatedPool] = {}
-        self._specs, self._hosting = specs, hosting
+        self._launcher, self._specs, self._hosting = launcher, specs, hosting
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as opened:
-            session = opened.enter_context(RaySession(sum(spec.world_size for spec in self._specs)))
+            opened.enter_context(self._launcher)
             failure_domain, numbered = FailureDomain(named=len(self._specs) > 1), list[ProcessInfo]()
             # The cluster must have room for all pools before a process starts.
-            ranks = {spec.name: opened.enter_context(self._reserved(spec, session)) for spec in self._specs}
+            others = {spec.name: [other.size for other in self._specs if other is not spec] for spec in self._specs}
+            reserved = {spec.name: self._launcher.reserve(spec.size, others[spec.name]) for spec in self._specs}
+            ranks = {name: opened.enter_context(places) for name, places in reserved.items()}
             for spec in self._specs:
                 if spec.name in self._hosting.replicated:
                     self._replicate(spec, ranks[spec.name], failure_domain, numbered, opened)
@@ -49,7 +48,7 @@ class RayCluster:
                     self.pools[spec.name] = pool = self._pool(spec, spec.name, ranks[spec.name], failure_domain)
                     opened.push(pool)
                     pool.spawn()
-            spawned: dict[str, RayPool | ReplicatedPool] = {**self.pools, **self.replicated}
+            spawned: dict[str, ProcessPool | ReplicatedPool] = {**self.pools, **self.replicated}
             numbered += [process for spec in self._specs for process in spawned[spec.name].wait_for_processes()]
             starts: list[PoolFuture[None]] = [pool.begin(numbered) for pool in self.pools.values()]
             starts += [start for pool in self.replicated.values() for start in pool.begin()]
@@ -68,27 +67,15 @@ class RayCluster:
             for pool in self.pools.values():  # before any pool is shut down
                 pool.settle()
 
-    def _reserved(self, spec: PoolSpec, session: RaySession) -> ResourcePool:
-        size = spec.size
-        return ResourcePool(
-            size.num_nodes,
-            size.num_ranks_per_node,
-            self._hosting.device_kind,
-            session=session,
-            nodes_key=size.nodes_key,
-            ranks_key=size.ranks_key,
-            others=[other.size for other in self._specs if other is not spec],
-        )
-
     def _replicate(
         self,
         spec: PoolSpec,
-        ranks: ResourcePool,
+        ranks: Ranks,
         failure_domain: FailureDomain,
         numbered: list[ProcessInfo],
         opened: ExitStack,
     ) -> None:
-        def make(name: str, part: Ranks, own: FailureDomain) -> RayPool:
+        def make(name: str, part: Ranks, own: FailureDomain) -> ProcessPool:
             return self._pool(spec, name, part, own)
 
         pool = ReplicatedPool(spec.name, ranks, self._hosting.replicated[spec.name], make, numbered)
@@ -97,14 +84,14 @@ class RayCluster:
         failure_domain.on_end.append(pool.end)
         pool.spawn()
 
-    def _pool(self, spec: PoolSpec, name: str, ranks: Ranks, failure_domain: FailureDomain) -> RayPool:
+    def _pool(self, spec: PoolSpec, name: str, ranks: Ranks, failure_domain: FailureDomain) -> ProcessPool:
         """name: the pool's, or its replica's."""
         hosting = self._hosting
         limits = hosting.limits
         if limits.stacks_file is not None and (len(self._specs) > 1 or name != spec.name):
             limits = replace(limits, stacks_file=stacks_file(limits.stacks_file, name))
         observer = hosting.observer if name == spec.name else hosting.replica_observer
-        return RayPool(
+        return ProcessPool(
             name,
             ranks,
             hosting.host_class,

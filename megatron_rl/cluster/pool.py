@@ -1,12 +1,14 @@
 """One process per rank of a pool, called role by role: a method of a role is a method of the role's handle.
 
-    with ResourcePool(1, 4, "cpu") as ranks, RayPool("train", ranks, Host, config, roles={"actor": Actor}) as pool:
+    with LocalLauncher("cpu") as launcher, launcher.reserve(PoolSize(1, 4)) as ranks:
+        pool = ProcessPool("train", ranks, Host, config, roles={"actor": Actor})
+        pool.start()
         actor = pool.handle("actor", Actor)
         log_probs = actor.log_probs(sequences)  # returns at once
         ...
         log_probs.get()                         # waits; raises what went wrong on any rank
 
-A call splits its records into chunks and stores each once, sends every rank one message, waits for one answer of each
+A call splits its records into chunks and pickles each once, sends every rank one message, waits for one answer of each
 rank and joins the answers of the collectors (the others are empty). A failure on one rank ends the pool, because the
 other ranks would wait for that rank in their next collective. A rank that stops answering or makes no progress
 (`HeartbeatMonitor`) also ends the pool. A pool that ends takes the pools of its `FailureDomain` with it.
@@ -20,36 +22,37 @@ import threading
 import time
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future as RankAnswer
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar, cast
 
-import ray
-from ray import ObjectRef, cloudpickle
-from ray.exceptions import RayError
-
-from megatron_rl.cluster.call_arguments import pack
 from megatron_rl.cluster.calls import LOOK_S, CallsFailed, RankCalls
 from megatron_rl.cluster.failure_domain import FailureDomain
 from megatron_rl.cluster.failures import RankFailure
 from megatron_rl.cluster.handle import HOST, Handle, Target, all_targets
 from megatron_rl.cluster.heartbeat_monitor import HeartbeatMonitor
 from megatron_rl.cluster.hosting import PoolOptions
+from megatron_rl.cluster.launcher import ProcessInfo, Ranks
 from megatron_rl.cluster.processes import Processes
-from megatron_rl.cluster.ranks import LOOPBACK, Ranks, gpu_variables, node_addresses, place_variables
+from megatron_rl.cluster.rank_messages import ProcessDied, dumps
+from megatron_rl.cluster.rank_worker import Answered
+from megatron_rl.cluster.ranks import LOOPBACK, gpu_variables, node_addresses, place_variables
 from megatron_rl.cluster.routing import Route, Split, join_answers, route_call, split_call
 from megatron_rl.cluster.waiting import CallFuture, StartFuture, WaitStep
-from megatron_rl.cluster.worker_process import Answered, ProcessInfo, with_methods
 from megatron_rl.dispatch import CallInterval, Coordinates, Dispatch, Future
 from megatron_rl.errors import MegatronRLError, WorkerFailure
 
 START_TIMEOUT_S = 300.0
 """Generous: ranks come up in time unless another pool occupies them or their node is gone."""
 
+CALL_LIMIT_S = 5.0
+"""Seconds that a thread may be in a call of the launcher while another thread ends the pool."""
+
 Kind = TypeVar("Kind")
 
 
-class RayPool:
+class ProcessPool:
     """One `host_class(*args)` on every rank; call `start` or use it as a context manager.
 
     ranks: where the processes run; it must have been entered. host_class must have the ONE_TO_ALL method
@@ -80,7 +83,7 @@ class RayPool:
         coordinates = self._targets[HOST].get("coordinates")
         if coordinates is None or coordinates.mark.dispatch is not Dispatch.ONE_TO_ALL:
             raise TypeError(f"{host_class.__name__} must have a ONE_TO_ALL method `coordinates`")
-        self._processes = Processes(ranks, self._options.env, self._options.preload)
+        self._processes = Processes(name, ranks, self._options.env)
         self._monitor: HeartbeatMonitor | None = None
         self._routes: dict[Dispatch, Route] = {}
         self._calls: RankCalls | None = None  # once the processes are up
@@ -90,7 +93,7 @@ class RayPool:
         self.failure_domain = failure_domain or FailureDomain()
         self.failure_domain.share(self)
 
-    def __enter__(self) -> RayPool:
+    def __enter__(self) -> ProcessPool:
         self.start()
         return self
 
@@ -142,17 +145,16 @@ class RayPool:
         if self._is_begun:
             raise RuntimeError(f"the pool {self.name} was started before")
         self._is_begun = True
-        if not self._processes.handles:
+        if not self._processes.started:
             self.spawn()
         return StartFuture(self, self._starting([] if numbered is None else numbered), timeout_s)
 
     def spawn(self) -> None:
         """Start the processes and do not wait for them."""
-        methods = {target.ray_method: target for methods in self._targets.values() for target in methods.values()}
-        process_class = with_methods(self._host_class.__name__, methods)
         try:
-            with self._ending, self.failure_domain.inside():
-                self._processes.spawn(process_class)
+            with self._ending:
+                self.failure_domain.raise_if_ended()
+                self._processes.spawn()
         except BaseException:
             self.shutdown()
             raise
@@ -163,7 +165,7 @@ class RayPool:
         return self._processes.infos
 
     def _coming_up(self) -> Iterator[WaitStep]:
-        yield WaitStep("processes", "came up", self._processes.descriptions)
+        yield WaitStep("processes", "came up", self._processes.coming_up())
         with self._needing_processes():
             self._processes.describe()
 
@@ -171,37 +173,35 @@ class RayPool:
     def _needing_processes(self) -> Iterator[None]:
         try:
             yield
-        except RayError as error:
-            why = str(error).strip().splitlines()[-1]
-            raise WorkerFailure(f"the processes of pool {self.name} did not come up: {why}") from error
+        except ProcessDied as error:
+            raise WorkerFailure(f"the processes of pool {self.name} did not come up: {error}") from None
 
     def _starting(self, numbered: list[ProcessInfo]) -> Iterator[WaitStep]:
         """Run the start after `spawn`, one step after the other."""
         yield from self._coming_up()
-        handles, processes = self._processes.handles, self._processes.infos
-        options, world_size = self._options, self._ranks.world_size
+        started, processes = self._processes.started, self._processes.infos
+        options, ranks = self._options, self._ranks
         nodes = {process.node_id for process in numbered}
         numbered += [process for process in processes if process.node_id not in nodes]
-        listening = handles[0].listen_for_ranks.remote(node_addresses(processes, numbered)[0])
+        listening = started[0].send(dumps(("listen_for_ranks", (node_addresses(processes, numbered)[0],))))
         yield WaitStep("first ranks", "listened", [listening])
         with self._needing_processes():
-            variables = place_variables(processes, ray.get(listening), numbered)
-            if options.sees_node:
-                variables = [place | gpus for place, gpus in zip(variables, gpu_variables(processes), strict=True)]
+            variables = place_variables(processes, listening.result(), numbered)
+        if options.sees_node:
+            variables = [place | gpus for place, gpus in zip(variables, gpu_variables(processes), strict=True)]
         only_here = all(process.is_local for process in processes)
         with self._ending:
             self.failure_domain.raise_if_ended()
-            self._monitor = HeartbeatMonitor(
-                LOOPBACK if only_here else ray.util.get_node_ip_address(), world_size, options.limits
+            self._monitor = monitor = HeartbeatMonitor(
+                LOOPBACK if only_here else ranks.address, ranks.world_size, options.limits
             )
-        node_size = self._ranks.num_ranks_per_node if world_size > options.direct_ranks else 1
-        with self._needing_processes():
-            self._calls = calls = RankCalls(handles, processes, self._monitor, node_size, options.grace_s)
-        pickled = ray.put(cloudpickle.dumps((self._host_class, self._args)))
-        answers = calls.construct(self._host_class.__name__, variables, pickled, self._monitor.address)
+        self._calls = calls = RankCalls(started, processes, monitor, options.grace_s)
+        name, pickled = self._host_class.__name__, dumps((self._host_class, self._args))
+        messages = [dumps(("construct", (name, place, pickled, monitor.address))) for place in variables]
+        answers = calls.send(name, "__init__", dict(enumerate(messages)))
         yield WaitStep("hosts", "were constructed", answers)
         coordinates: list[Coordinates] = self._collect(calls, "__init__", answers)
-        self._routes = {dispatch: route_call(dispatch, world_size, coordinates) for dispatch in Dispatch}
+        self._routes = {dispatch: route_call(dispatch, ranks.world_size, coordinates) for dispatch in Dispatch}
 
     def settle(self) -> None:
         """Wait for all running calls. Raises the errors of `Future.get`."""
@@ -217,24 +217,27 @@ class RayPool:
         reason: raised by later calls and by calls that another thread waits for, unless the pool has ended before.
         """
         self.kill(reason)
-        with self._ending:
-            self._processes.wait_until_gone()
+        self._processes.wait_until_gone()
 
     def kill(self, reason: MegatronRLError | None = None) -> None:
         """Shut down without waiting."""
         self.failure_domain.decide(reason or WorkerFailure("the pool was shut down"))
-        with self._ending:
+        is_free = self._ending.acquire(timeout=CALL_LIMIT_S)  # a call into a lost launcher may never return
+        try:
             if self._monitor is not None:
                 self._monitor.close()
             self._processes.kill()
+        finally:
+            if is_free:
+                self._ending.release()
 
     def raise_if_failed(self) -> None:
         """Raise, and end all pools of the domain, if a rank has failed in any call, waited for or not."""
         self._looked_at = time.monotonic()
         if self._calls is not None:
             try:
-                with self.failure_domain.inside():
-                    self._calls.raise_if_failed()
+                self.failure_domain.raise_if_ended()
+                self._calls.raise_if_failed()
             except CallsFailed as error:
                 self._end(error.failures)
 
@@ -255,7 +258,8 @@ class RayPool:
             raise RuntimeError(f"start the pool {self.name} before calling {target.method}")
         self._options.observer.before(target.mark)
         self.raise_if_failed()
-        with self.failure_domain.inside():
+        with self._ending:
+            self.failure_domain.raise_if_ended()
             return self._send(self._calls, target, args, kwargs)
 
     def _send(self, calls: RankCalls, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFuture[Any]:
@@ -266,11 +270,12 @@ class RayPool:
         split = split_call(args, kwargs, len(route.collectors), work) if splits else Split([(args, kwargs)])
         # Without records, all chunks are one payload, which is packed once.
         distinct = {id(payload): payload for payload in split.payloads}
-        packed = {key: pack(payload, split.sizes is not None) for key, payload in distinct.items()}
+        place = (target.role, target.method, mark.dispatch)
+        packed = {key: self._ranks.share(dumps(("run", (*place, payload)))) for key, payload in distinct.items()}
         chunks = [packed[id(payload)] for payload in split.payloads]
         ranks = sorted(route.chunk_of_rank)
         messages = {rank: chunks[route.chunk_of_rank[rank]] for rank in ranks}
-        answers = calls.send(target.who, target.method, target.ray_method, messages)
+        answers = calls.send(target.who, target.method, messages)
 
         def fetch(timeout: float | None) -> Any:
             with self._options.observer.waiting(target.phase):
@@ -292,12 +297,12 @@ class RayPool:
         self._options.observer.ran(interval)
 
     def _collect(
-        self, calls: RankCalls, method: str, answers: Sequence[ObjectRef], timeout: float | None = None
+        self, calls: RankCalls, method: str, answers: Sequence[RankAnswer[Any]], timeout: float | None = None
     ) -> list[Any]:
         """Call `RankCalls.wait`; a failure or an interrupt ends all pools of the domain."""
         try:
-            with self.failure_domain.inside():
-                return calls.wait(method, answers, timeout, self.failure_domain.look)
+            self.failure_domain.raise_if_ended()
+            return calls.wait(method, answers, timeout, self.failure_domain.look)
         except CallsFailed as error:
             self._end(error.failures)
         except (KeyboardInterrupt, SystemExit):

@@ -1,0 +1,115 @@
+"""The launcher's interface: it reserves places for ranks and starts a process on each.
+
+Two launchers have it: `LocalLauncher` starts the ranks of one machine, `RayLauncher` those of a cluster. Pools, calls,
+failures, heartbeats, replicas and ends above it are the same for both.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_rl.config.roles import PoolSize
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """Where a rank's process runs. gpus: the GPUs that it sees, in the form of CUDA_VISIBLE_DEVICES.
+
+    is_local: it runs on the node of the driver.
+    """
+
+    pid: int
+    node_id: str
+    host: str
+    gpus: str = ""
+    is_local: bool = True
+
+    @property
+    def where(self) -> str:
+        """The process's name in messages."""
+        return f"process {self.pid} on node {self.host}"
+
+
+class RankProcess(Protocol):
+    """The driver's end of one rank's process. Its methods return at once.
+
+    info: where it runs, once it is up. ended: how it has ended, once it has. Both raise ProcessDied where the process
+    could not be started.
+    """
+
+    info: Future[ProcessInfo]
+    ended: Future[str]
+
+    def send(self, message: Any) -> Future[Any]:
+        """Send a result of `Ranks.share`; the future has the rank's answer, or raises RankFailed or ProcessDied."""
+
+    def kill(self) -> None:
+        """Kill it and all processes of its group. Does nothing where it has ended."""
+
+
+class Ranks(ABC):
+    """Reserved ranks, numbered from 0 in the world that they form.
+
+    num_ranks_per_node: consecutive ranks that are sure to be on one node. first: number of rank 0 in the reservation,
+    which has `node_size` ranks on each node.
+    """
+
+    def __init__(self, world_size: int, num_ranks_per_node: int, first: int, node_size: int) -> None:
+        self.world_size, self.num_ranks_per_node = world_size, num_ranks_per_node
+        self.first, self._node_size = first, node_size
+
+    def local_rank(self, rank: int) -> int:
+        """Index of a rank among the ranks of this world on its node."""
+        return rank - self._on_node(rank).start
+
+    def local_world_size(self, rank: int) -> int:
+        """Number of ranks of this world on the node of `rank`."""
+        return len(self._on_node(rank))
+
+    @abstractmethod
+    def device_index(self, rank: int) -> int:
+        """Index of a rank's device among the devices that its process sees."""
+
+    @abstractmethod
+    def start(self, rank: int, variables: Mapping[str, str]) -> RankProcess:
+        """Start a process on the reserved place of `rank`, with these environment variables; do not wait for it."""
+
+    @abstractmethod
+    def share(self, message: bytes) -> Any:
+        """Return what `RankProcess.send` takes for a message to several ranks."""
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """The address of the driver's node for processes of other nodes."""
+
+    @property
+    @abstractmethod
+    def is_lost(self) -> bool:
+        """Whether the launcher itself is gone, so that no call into it would return."""
+
+    @property
+    @abstractmethod
+    def run_id(self) -> str:
+        """The run that marks every process."""
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables of every rank, on every machine."""
+        return {}
+
+    def _on_node(self, rank: int) -> range:
+        start = (self.first + rank) // self._node_size * self._node_size - self.first
+        return range(max(0, start), min(self.world_size, start + self._node_size))
+
+
+class Launcher(AbstractContextManager["Launcher"], Protocol):
+    """When it is left, no process of the run is left on this machine."""
+
+    def reserve(self, size: PoolSize, others: Sequence[PoolSize]) -> AbstractContextManager[Ranks]:
+        """Reserve places; others: pools that will be reserved too and must also have room. Raises ConfigError."""

@@ -1,0 +1,113 @@
+"""Ranks of one machine, without Ray: the run's supervisor starts them, and pipes carry the calls."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from megatron_rl.cluster.launcher import ProcessInfo, Ranks
+from megatron_rl.cluster.scratch import Scratch
+from megatron_rl.cluster.supervision import NO_FAULT_OF_PROCESSES, LocalRankProcess, Supervision
+from megatron_rl.config.roles import PoolSize
+from megatron_rl.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+
+
+class LocalLauncher:
+    """Starts ranks on this machine. device_kind: "cpu" or "cuda"; on CUDA each rank gets a GPU of its own.
+
+    modules, variables: see `Supervision`.
+    """
+
+    def __init__(
+        self, device_kind: str, modules: Sequence[str] = (), variables: Mapping[str, str] | None = None
+    ) -> None:
+        self._modules, self._variables = modules, dict(variables or {})
+        self._gpus = visible_gpus() if device_kind == "cuda" else None
+        self._supervision: Supervision
+
+    def __enter__(self) -> Self:
+        """Raises ConfigError where there is no place for the run's files."""
+        self._supervision = Supervision(Scratch.begin(), self._modules, self._variables, owns_run=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        is_clean = not isinstance(error, Exception) or isinstance(error, NO_FAULT_OF_PROCESSES)
+        self._supervision.close(keeps_folder=True)
+        self._supervision.scratch.remove(keep_logs=not is_clean)
+
+    @property
+    def folder(self) -> Path:
+        """The run's scratch folder; the launcher must have been entered."""
+        return self._supervision.scratch.folder
+
+    @contextmanager
+    def reserve(self, size: PoolSize, others: Sequence[PoolSize] = ()) -> Iterator[LocalRanks]:
+        """Reserve ranks. Raises ConfigError for a second node, and where there are too few GPUs for all pools."""
+        if size.num_nodes > 1:
+            raise ConfigError(
+                f"{size.nodes_key}={size.num_nodes} with trainer.launcher=local, which starts ranks on this machine "
+                f"alone; nearest: {size.nodes_key}=1, or trainer.launcher=ray"
+            )
+        world_size = size.num_ranks_per_node
+        gpus = None
+        if self._gpus is not None:
+            if len(self._gpus) < world_size:
+                raise ConfigError(
+                    f"{size.ranks_key}={world_size}, and {len(self._gpus)} GPUs of this machine are left for it; "
+                    f"nearest: {size.ranks_key}={max(1, len(self._gpus))}, or trainer.launcher=ray on more machines"
+                )
+            gpus, self._gpus = self._gpus[:world_size], self._gpus[world_size:]
+        yield LocalRanks(world_size, self._supervision, gpus)
+        self._gpus = None if gpus is None else [*gpus, *(self._gpus or ())]
+
+
+class LocalRanks(Ranks):
+    """Ranks on this machine; gpus: one for each, None on CPUs."""
+
+    def __init__(self, world_size: int, supervision: Supervision, gpus: Sequence[str] | None) -> None:
+        super().__init__(world_size, world_size, 0, world_size)
+        self._supervision, self._gpus = supervision, gpus
+
+    def device_index(self, rank: int) -> int:
+        return rank if self._gpus is None else 0
+
+    def start(self, rank: int, variables: Mapping[str, str]) -> LocalRankProcess:
+        gpu = "" if self._gpus is None else self._gpus[rank]
+        seen = {VISIBLE_GPUS: gpu} if gpu else {}
+        host = socket.gethostname()
+        return self._supervision.start({**variables, **seen}, lambda pid: ProcessInfo(pid, host, host, gpu))
+
+    def share(self, message: bytes) -> bytes:
+        return message
+
+    @property
+    def address(self) -> str:
+        return LOOPBACK
+
+    @property
+    def is_lost(self) -> bool:
+        return False
+
+    @property
+    def run_id(self) -> str:
+        return self._supervision.scratch.run_id
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs that this process may use, in the form of CUDA_VISIBLE_DEVICES; no GPU is touched."""
+    named = os.environ.get(VISIBLE_GPUS)
+    if named is not None:
+        return [name for name in named.split(",") if name]
+    import torch
+
+    return [str(number) for number in range(torch.cuda.device_count())]

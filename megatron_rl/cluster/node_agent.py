@@ -1,0 +1,88 @@
+"""A Ray actor on one node of a pool: it has the node's supervisor start the pool's ranks, and passes messages on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import ray
+
+from megatron_rl.cluster.launcher import ProcessInfo
+from megatron_rl.cluster.scratch import Scratch
+from megatron_rl.cluster.supervision import OF_DRIVER, LocalRankProcess, Supervision
+
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+
+
+class AgentRank:
+    """One rank of an agent. Ray may deliver calls in another order than they were made: these wait for their turn."""
+
+    def __init__(self) -> None:
+        self._process: LocalRankProcess | None = None
+        self._next = 0
+        self._changed = asyncio.Condition()
+
+    async def started(self, process: LocalRankProcess) -> None:
+        """Note the rank's process."""
+        async with self._changed:
+            self._process = process
+            self._changed.notify_all()
+
+    async def process(self) -> LocalRankProcess:
+        """Return the rank's process, once it was started."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._process is not None)
+        assert self._process is not None
+        return self._process
+
+    async def send(self, number: int, message: bytes) -> bytes:
+        """Send the message, after those with smaller numbers; return the reply. Raises ProcessDied."""
+        process = await self.process()
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._next == number)
+            answer = process.send(message)
+            self._next += 1
+            self._changed.notify_all()
+        reply: bytes = await asyncio.wrap_future(answer)
+        return reply
+
+
+class NodeAgent:
+    """Starts ranks on its node and passes messages on; `key` names a rank, `number` counts the rank's messages.
+
+    run_id, modules, variables: see `Scratch.join` and `Supervision`. is_own: the node is that of a Ray which the driver
+    has started, and the driver's supervisor starts the ranks.
+    """
+
+    def __init__(self, run_id: str, modules: Sequence[str], variables: Mapping[str, str], is_own: bool) -> None:
+        name = OF_DRIVER if is_own else f"{OF_DRIVER}_{ray.get_runtime_context().get_node_id()[:12]}"
+        self._supervision = Supervision(Scratch.join(run_id), modules, variables, name=name)
+        self._ranks: defaultdict[int, AgentRank] = defaultdict(AgentRank)
+
+    async def start(self, key: int, local_rank: int, variables: dict[str, str]) -> ProcessInfo:
+        """Start a rank and describe it once it is up; local_rank: the index of its GPU."""
+        gpus = [gpu for gpu in os.environ.get(VISIBLE_GPUS, "").split(",") if gpu]
+        gpu = gpus[local_rank] if gpus else ""
+        node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+
+        def info(pid: int) -> ProcessInfo:
+            return ProcessInfo(pid, node, host, gpu, is_local=False)
+
+        process = self._supervision.start(variables | ({VISIBLE_GPUS: gpu} if gpu else {}), info, read=bytes)
+        await self._ranks[key].started(process)
+        return await asyncio.wrap_future(process.info)
+
+    async def send(self, key: int, number: int, message: bytes) -> bytes:
+        """Return the rank's reply to a message. Raises ProcessDied."""
+        return await self._ranks[key].send(number, message)
+
+    async def end_of(self, key: int) -> str:
+        """Return how a rank has ended, once it has."""
+        process = await self._ranks[key].process()
+        return await asyncio.wrap_future(process.ended)
+
+    async def kill(self, key: int) -> None:
+        """Kill a rank."""
+        (await self._ranks[key].process()).kill()

@@ -1,0 +1,238 @@
+"""Ranks on the nodes of a Ray cluster: for each a CPU, and a GPU on CUDA; an agent on each node starts them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any
+
+import numpy
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megatron_rl.cluster.launcher import ProcessInfo, RankProcess, Ranks
+from megatron_rl.cluster.leftovers import RUN_ID
+from megatron_rl.cluster.node_agent import NodeAgent
+from megatron_rl.cluster.rank_messages import ProcessDied, answer_of
+from megatron_rl.cluster.ray_session import JOIN_LIMIT_S, RaySession
+from megatron_rl.config.roles import PoolSize
+from megatron_rl.errors import ConfigError
+
+INLINE_BYTES = 64 << 10
+"""Messages up to this size are sent inside the calls; larger ones are stored once for all ranks."""
+
+OWN_GPU_ONLY = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
+"""Where a node has it set to 1, Ray shows every process all GPUs, and each rank would use the first."""
+
+
+class RayRanks(Ranks):
+    """`size.world_size` reserved ranks, numbered node by node; use it as a context manager.
+
+    Each node's ranks are one bundle, kept together on one machine; Ray puts each bundle on a machine of its own while
+    there are enough, and two on one that is large enough where there are not. `device_kind` is "cpu" or "cuda".
+    session: an entered session. others: pools that will be reserved too and must also have room. modules, variables:
+    see `Supervision`. On leaving, the agents are killed, with all their ranks, and the reservation is given back.
+    """
+
+    def __init__(
+        self,
+        size: PoolSize,
+        device_kind: str,
+        session: RaySession,
+        *,
+        others: Sequence[PoolSize] = (),
+        modules: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+        ready_timeout_s: float = 30.0,
+    ) -> None:
+        num_ranks_per_node = size.num_ranks_per_node
+        super().__init__(size.num_nodes * num_ranks_per_node, num_ranks_per_node, 0, num_ranks_per_node)
+        self._size, self._others = size, list(others)
+        self._bundle = {"CPU": 1.0, "GPU": 1.0} if device_kind == "cuda" else {"CPU": 1.0}
+        self._session, self._ready_timeout_s = session, ready_timeout_s
+        self._modules, self._supervised = list(modules), dict(variables or {})
+        self._group: PlacementGroup | None = None
+        self._agents: dict[int, ActorHandle] = {}
+        self._keys = itertools.count()
+
+    def __enter__(self) -> RayRanks:
+        """Reserve the ranks. Raises ConfigError when the cluster does not have them within `ready_timeout_s`."""
+        try:
+            self._reserve()
+        except BaseException:
+            self._give_back()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._give_back()
+
+    def device_index(self, rank: int) -> int:
+        """0 on CUDA, where each process sees its own GPU only, else the `local_rank`."""
+        return 0 if "GPU" in self._bundle else self.local_rank(rank)
+
+    def start(self, rank: int, variables: Mapping[str, str]) -> RankProcess:
+        """The pool must have been entered."""
+        agent = self._agent(rank // self.num_ranks_per_node)
+        return RayRankProcess(agent, next(self._keys), self.local_rank(rank), dict(variables), self._session)
+
+    def share(self, message: bytes) -> Any:
+        if len(message) <= INLINE_BYTES:
+            return message
+        return ray.put(numpy.frombuffer(message, numpy.uint8))  # Ray would copy bytes
+
+    @property
+    def address(self) -> str:
+        address: str = ray.util.get_node_ip_address()
+        return address
+
+    @property
+    def is_lost(self) -> bool:
+        return self._session.is_lost
+
+    @property
+    def run_id(self) -> str:
+        return self._session.run_id
+
+    def _agent(self, node: int) -> ActorHandle:
+        """Return the agent of a node's bundle; it holds the bundle's GPUs."""
+        if node not in self._agents:
+            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=node)
+            path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+            variables = {"PYTHONPATH": path, RUN_ID: self.run_id} | (OWN_GPU_ONLY if "GPU" in self._bundle else {})
+            options = {
+                "scheduling_strategy": strategy,
+                "num_cpus": 0,
+                "num_gpus": self._bundle.get("GPU", 0) * self.num_ranks_per_node,
+                "max_restarts": 0,
+                "runtime_env": {"env_vars": variables},
+            }
+            agent = ray.remote(NodeAgent).options(**options)
+            self._agents[node] = agent.remote(self.run_id, self._modules, self._supervised, self._session.is_own)
+        return self._agents[node]
+
+    def _reserve(self) -> None:
+        """Raises ConfigError: soon where the cluster is too small, after a longer wait where it is occupied."""
+        node = {kind: count * self.num_ranks_per_node for kind, count in self._bundle.items()}
+        self._require_enough()
+        self._group = placement_group([node] * self._size.num_nodes, strategy="SPREAD")
+        if not self._group.wait(self._ready_timeout_s):
+            raise ConfigError(
+                f"the cluster cannot give {asked(self._size)} x [{listing(self._bundle)}] each within "
+                f"{self._ready_timeout_s:g} s: it has [{listing(ray.cluster_resources())}] in all, "
+                f"[{listing(ray.available_resources())}] free"
+            )
+
+    def _require_enough(self) -> None:
+        """Wait until the cluster could hold the ranks if it were empty; nodes may still be joining."""
+        deadline = time.monotonic() + min(JOIN_LIMIT_S, self._ready_timeout_s)
+        while missing := self._shortage():
+            if time.monotonic() > deadline:
+                raise ConfigError(missing)
+            time.sleep(0.5)
+
+    def _shortage(self) -> str:
+        living = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        return shortage(living, [self._size, *self._others], self._bundle)
+
+    def _give_back(self) -> None:
+        agents, self._agents = self._agents, {}
+        if not self.is_lost and ray.is_initialized():
+            for agent in agents.values():
+                ray.kill(agent)
+            if self._group is not None:
+                remove_placement_group(self._group)
+        self._group = None
+
+
+class RayRankProcess:
+    """A rank that an agent has started (see `launcher.RankProcess`)."""
+
+    def __init__(
+        self, agent: ActorHandle, key: int, local_rank: int, variables: dict[str, str], session: RaySession
+    ) -> None:
+        self._agent, self._key, self._session = agent, key, session
+        self._numbers = itertools.count()
+        self.info: Future[ProcessInfo] = future_of(agent.start.remote(key, local_rank, variables), session.describe)
+        self.ended: Future[str] = Future()
+        ended = future_of(agent.end_of.remote(key))
+        ended.add_done_callback(lambda done: self.ended.set_result(str(done.exception() or done.result())))
+
+    def send(self, message: Any) -> Future[Any]:
+        return future_of(self._agent.send.remote(self._key, next(self._numbers), message), answer_of)
+
+    def kill(self) -> None:
+        # Without Ray it is gone, and a call would start Ray again, or wait for a server that is gone.
+        if ray.is_initialized() and not self._session.is_lost:
+            self._agent.kill.remote(self._key)
+
+
+def future_of(answer: ObjectRef, read: Callable[[Any], Any] = lambda value: value) -> Future[Any]:
+    """Return the future of a call of an agent; it raises ProcessDied also where the agent, or its node, has died."""
+    future: Future[Any] = Future()
+
+    def pass_on(done: Future[Any]) -> None:
+        try:
+            future.set_result(read(done.result()))
+        except RayTaskError as error:
+            future.set_exception(error.cause if isinstance(error.cause, ProcessDied) else ProcessDied(str(error)))
+        except RayError as error:
+            details = [line for line in str(error).splitlines()[1:] if not line.startswith("\t")]
+            future.set_exception(ProcessDied("\n".join(details) or str(error)))
+        except Exception as error:
+            future.set_exception(error)
+
+    answer.future().add_done_callback(pass_on)
+    return future
+
+
+def asked(size: PoolSize) -> str:
+    """Name a pool's ranks in a message."""
+    return f"{size.nodes_key}={size.num_nodes} node(s) with {size.ranks_key}={size.num_ranks_per_node}"
+
+
+def shortage(nodes: Iterable[Mapping[str, float]], pools: Sequence[PoolSize], rank: Mapping[str, float]) -> str:
+    """Return the message when living nodes have no room for all pools at once, else "".
+
+    nodes: resource -> total amount, of each node. rank: resource -> amount that one rank needs. Larger groups are
+    placed first, each on the fullest node that still has room.
+    """
+    nodes = list(nodes)
+    room = [min(int(node.get(kind, 0) // count) for kind, count in rank.items()) for node in nodes]
+    placed = [0] * len(pools)
+    for number, pool in sorted(enumerate(pools), key=lambda pair: -pair[1].num_ranks_per_node):
+        for _ in range(pool.num_nodes):
+            fitting = [node for node, free in enumerate(room) if free >= pool.num_ranks_per_node]
+            if not fitting:
+                break
+            room[min(fitting, key=lambda node: room[node])] -= pool.num_ranks_per_node
+            placed[number] += 1
+    lacking = [number for number, pool in enumerate(pools) if placed[number] < pool.num_nodes]
+    if not lacking:
+        return ""
+    have = "; ".join(listing(node) for node in nodes) or "none"
+    places, pool = placed[lacking[0]], pools[lacking[0]]
+    others = [asked(other) for number, other in enumerate(pools) if number != lacking[0]]
+    beside = f" beside {', '.join(others)}" if others else ""
+    nearest = f"{pool.nodes_key}={places}" if places else f"a smaller {pool.ranks_key}"
+    return (
+        f"the cluster cannot give {asked(pool)} x [{listing(rank)}] each{beside}: "
+        f"its {len(nodes)} node(s) have [{have}], which is room for {places}; "
+        f"nearest: {nearest}, or more nodes (`ray start --address=...` on each)"
+    )
+
+
+def listing(resources: Mapping[str, float]) -> str:
+    """Name CPUs and GPUs in a message."""
+    return ", ".join(f"{kind} {resources.get(kind, 0):g}" for kind in ("CPU", "GPU"))

@@ -1,0 +1,259 @@
+"""A client's end of the supervisor of a run on this machine, and of the ranks that it starts there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.cluster.compiled import VARIABLE, folder_of_ranks
+from megatron_rl.cluster.launcher import ProcessInfo
+from megatron_rl.cluster.leftovers import RUN_ID, end, processes_with
+from megatron_rl.cluster.rank_messages import ProcessDied, answer_of
+from megatron_rl.cluster.scratch import Scratch
+from megatron_rl.cluster.supervisor import LARGEST, kill_group
+from megatron_rl.errors import ConfigError, RewardError, StoppedAfterStep, StoppedBeforeStep, WorkerFailure
+
+OF_DRIVER = "supervisor"
+"""The name of the supervisor that the driver starts."""
+
+CONNECT_LIMIT_S = 60.0
+END_LIMIT_S = 40.0
+"""Seconds that a supervisor has to end a run's processes on its machine."""
+
+NO_FAULT_OF_PROCESSES = (ConfigError, RewardError, StoppedAfterStep, StoppedBeforeStep)
+"""Errors whose reason is not in the logs of processes."""
+
+
+class Supervision:
+    """Connects to the supervisor of a run on this node and starts one where there is none; `close` ends both.
+
+    modules: a supervisor that is started here imports them and forks ranks; without any, each rank imports for itself.
+    variables: environment variables that the modules read on import. A supervisor that is there already keeps its own.
+    name: of the supervisor among those of the run on this machine. owns_run: this is the driver.
+    """
+
+    def __init__(
+        self,
+        scratch: Scratch,
+        modules: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
+        *,
+        name: str = OF_DRIVER,
+        owns_run: bool = False,
+    ) -> None:
+        self.scratch = scratch
+        self._process = _start(scratch, name, modules, variables or {})
+        self._control = _connect(scratch.folder / name)
+        self._requests = threading.Lock()
+        self._starting: deque[LocalRankProcess] = deque()
+        self._running: dict[int, LocalRankProcess] = {}
+        self._reader = threading.Thread(target=self._read, name="supervision", daemon=True)
+        self._reader.start()
+        if owns_run:
+            self._send({"owns": True})
+
+    @property
+    def pid(self) -> int | None:
+        """The supervisor's process id; None where another client has started it."""
+        return None if self._process is None else self._process.pid
+
+    def start(
+        self, variables: Mapping[str, str], info: Callable[[int], ProcessInfo], read: Callable[[bytes], Any] = answer_of
+    ) -> LocalRankProcess:
+        """Start a rank with these variables; do not wait for it.
+
+        info: makes the description of a pid. read: makes an answer from a reply. Raises WorkerFailure where the
+        supervisor is gone.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            log = self.scratch.folder / f"rank_{variables['RANK']}_{time.time_ns()}.log"
+            place = {"TMPDIR": str(self.scratch.folder), VARIABLE: os.environ.get(VARIABLE, folder_of_ranks())}
+            request = json.dumps({"start": {**place, **variables}, "log": str(log)}).encode()
+            process = LocalRankProcess(ours, info, read)
+            with self._requests:
+                self._starting.append(process)
+                try:
+                    socket.send_fds(self._control, [request], [theirs.fileno()])
+                except OSError:
+                    self._starting.pop()
+                    raise WorkerFailure("the supervisor of this machine's ranks is gone; start the run again") from None
+        return process
+
+    def watch(self, pids: Sequence[int]) -> None:
+        """Have processes killed when this process ends."""
+        self._send({"watch": list(pids)})
+
+    def close(self, keeps_folder: bool = False) -> None:
+        """End the ranks that were started here, and, with the last client, all processes of the run on this machine.
+
+        keeps_folder: the caller removes the scratch folder. A second call does nothing.
+        """
+        if keeps_folder:
+            self._send({"keeps": True})
+        with suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
+        self._reader.join()
+        self._control.close()
+        if self._process is not None:
+            process, self._process = self._process, None
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=END_LIMIT_S)
+            if process.returncode != 0:  # it was killed, or hangs
+                end(lambda: processes_with(self.scratch.run_id), END_LIMIT_S)
+
+    def _send(self, request: dict[str, Any]) -> None:
+        with suppress(OSError), self._requests:
+            self._control.sendall(json.dumps(request).encode())
+
+    def _read(self) -> None:
+        """Pass the supervisor's answers on until it, or this end, is closed; then every rank is killed."""
+        while True:
+            content = b""
+            with suppress(OSError):
+                content = self._control.recv(LARGEST)
+            if not content:
+                break
+            answer = json.loads(content)
+            if "ended" in answer:
+                self._running.pop(answer["ended"]).end(answer["status"])
+            else:
+                process = self._starting.popleft()
+                self._running[answer["pid"]] = process
+                process.begin(answer["pid"])
+        for process in (*self._running.values(), *self._starting):
+            process.end(signal.SIGKILL)
+
+
+class LocalRankProcess:
+    """A rank on this machine (see `launcher.RankProcess`)."""
+
+    def __init__(self, pipe: socket.socket, info: Callable[[int], ProcessInfo], read: Callable[[bytes], Any]) -> None:
+        self.info: Future[ProcessInfo] = Future()
+        self.ended: Future[str] = Future()
+        self._describe, self._read_reply = info, read
+        self._pipe = pipe
+        self._connection = Connection(os.dup(pipe.fileno()))
+        self._waiting: deque[Future[Any]] = deque()
+        self._changing = threading.Lock()
+        self._kills = False
+        # A rank reads a message when it has answered those before; until then a large one fills the pipe.
+        self._writer = ThreadPoolExecutor(1, "rank writer")
+        threading.Thread(target=self._read, name="rank reader", daemon=True).start()
+
+    def send(self, message: bytes) -> Future[Any]:
+        answer: Future[Any] = Future()
+        with self._changing:
+            if self.ended.done():
+                answer.set_exception(ProcessDied(self.ended.result()))
+                return answer
+            self._waiting.append(answer)
+            self._writer.submit(self._write, message)
+        return answer
+
+    def kill(self) -> None:
+        with self._changing:
+            self._kills = True
+            if self.info.done() and not self.ended.done():
+                kill_group(self.info.result().pid)
+
+    def begin(self, pid: int) -> None:
+        """Note that the process is up."""
+        with self._changing:
+            self.info.set_result(self._describe(pid))
+            if self._kills:
+                kill_group(pid)
+
+    def end(self, status: int) -> None:
+        """Note how the process has ended, as `os.waitpid` says."""
+        how = ending_of(status)
+        with self._changing:
+            self.ended.set_result(how)
+            if not self.info.done():
+                self.info.set_exception(ProcessDied(how))
+        with suppress(OSError):  # its children may hold the other end open
+            self._pipe.shutdown(socket.SHUT_RDWR)
+        self._writer.shutdown(wait=False, cancel_futures=True)
+
+    def _write(self, message: bytes) -> None:
+        with suppress(OSError):  # the reader reports it
+            self._connection.send_bytes(message)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                reply = self._connection.recv_bytes()
+            except (EOFError, OSError):
+                break
+            answer = self._waiting.popleft()
+            try:
+                answer.set_result(self._read_reply(reply))
+            except Exception as error:
+                answer.set_exception(error)
+        how = self.ended.result()  # the supervisor notices every end
+        with self._changing:
+            waiting, self._waiting = self._waiting, deque()
+        for answer in waiting:
+            answer.set_exception(ProcessDied(how))
+        self._connection.close()
+        self._pipe.close()
+
+
+def ending_of(status: int) -> str:
+    """Say how a process ended."""
+    if os.WIFSIGNALED(status):
+        return f"it was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"it exited with code {os.waitstatus_to_exitcode(status)}"
+
+
+def _start(
+    scratch: Scratch, name: str, modules: Sequence[str], variables: Mapping[str, str]
+) -> subprocess.Popen[bytes] | None:
+    """Start a supervisor; None if the run has one of that name on this machine."""
+    claim = scratch.claim(name)
+    if claim is None:
+        return None
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+    own = {**os.environ, "PYTHONPATH": path, **variables, RUN_ID: scratch.run_id}
+    own["TMPDIR"] = str(scratch.folder.parents[1])  # where the run's folder is found
+    command = [sys.executable, "-m", "megatron_rl.cluster.supervisor", name, ",".join(modules)]
+    log = os.open(scratch.folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    # Signals to the driver's process group must not end it: its own session. Ranks are not stopped by a SIGTERM either.
+    try:
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=own, pass_fds=[claim], start_new_session=True
+        )
+    finally:
+        os.close(claim)
+        os.close(log)
+
+
+def _connect(path: Path) -> socket.socket:
+    """Connect to a supervisor, which may still be starting. Raises WorkerFailure where none listens."""
+    deadline = time.monotonic() + CONNECT_LIMIT_S
+    while True:
+        control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            control.connect(str(path))
+        except OSError as error:
+            control.close()
+            if time.monotonic() > deadline:
+                raise WorkerFailure(
+                    f"no supervisor answers at {path} ({error.strerror}): see {path.name}.log"
+                ) from None
+            time.sleep(0.02)
+        else:
+            return control

@@ -1,0 +1,154 @@
+"""A group of four processes: what arrives where, and what comes back, whatever has launched them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import torch
+from launchers import RAY, reserved
+from replica_cluster import eventually
+from toy_worker import Toy, ToyWorker
+
+from megatron_rl.cluster.hosting import PoolOptions
+from megatron_rl.cluster.launcher import Launcher, Ranks
+from megatron_rl.cluster.pool import ProcessPool
+from megatron_rl.errors import WorkerFailure
+from megatron_rl.records import ragged
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module", params=["local", RAY])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def pool(launcher: Launcher, kind: str) -> Iterator[Ranks]:
+    """Four ranks, through Ray on two nodes of two."""
+    with reserved(launcher, *((2, 2) if kind == RAY else (4,))) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def group(pool: Ranks) -> Iterator[ProcessPool]:
+    with ProcessPool("toys", pool, ToyWorker, options=PoolOptions(env={"TOY_COLOUR": "red"})) as group:
+        yield group
+
+
+def toy(num_rows: int) -> Toy:
+    tokens = ragged([torch.full((row + 1,), row) for row in range(num_rows)])
+    return Toy(torch.arange(num_rows), tokens, torch.ones(num_rows), batch_size=[num_rows])
+
+
+def test_dp_splits_rows_unevenly_and_collects_one_answer_per_dp_rank(group: ProcessPool) -> None:
+    """Would not catch a worker that mixes rows within its chunk."""
+    doubled = group.host(ToyWorker).double(toy(5)).get()
+    assert doubled.row.tolist() == [0, 1, 2, 3, 4]
+    assert doubled.weight.tolist() == [0, 0, 0, 2, 2]
+    assert [row.tolist() for row in doubled.tokens.unbind()] == [[2 * row] * (row + 1) for row in range(5)]
+    rows = [received[0] for received in group.host(ToyWorker).last_received().get()]
+    assert rows == [[0, 1, 2], [0, 1, 2], [3, 4], [3, 4]]
+
+
+def test_fewer_rows_than_chunks_are_padded_neutrally_and_unpadded(group: ProcessPool) -> None:
+    """Would not catch padding in an argument that is not a record."""
+    doubled = group.host(ToyWorker).double_by_replica(toy(3)).get()
+    assert doubled.row.tolist() == [0, 1, 2] and doubled.weight.tolist() == [3, 2, 1]
+    assert group.host(ToyWorker).last_received().get() == [([0], [0.0]), ([2], [1.0]), ([1], [1.0]), ([0], [1.0])]
+
+
+def test_other_answers_come_from_the_collectors(group: ProcessPool) -> None:
+    """Would not catch metrics that differ between ranks, since the first collector's count."""
+    assert group.host(ToyWorker).describe("dict", batch=toy(3)).get() == {"rank": 0}
+    assert group.host(ToyWorker).describe("list", batch=toy(3)).get() == [[0, 0, 1], [2, 2]]
+    assert group.host(ToyWorker).describe("none", batch=toy(3)).get() is None
+
+
+def test_calls_overlap_and_a_time_out_leaves_the_group_alive(group: ProcessPool) -> None:
+    """Would not catch calls that run one after the other but fast."""
+    nap = group.host(ToyWorker).nap(1.0)
+    behind = group.host(ToyWorker).environment("RANK")
+    with pytest.raises(TimeoutError, match=r"nap: no report from ranks \[0, 1, 2, 3\] in 0.1 s"):
+        nap.get(timeout=0.1)
+    assert behind.get() == ["0"]
+    assert nap.get() == nap.get() == [0, 1, 2, 3]
+
+
+def test_workers_find_their_place_in_the_environment(group: ProcessPool) -> None:
+    """Two "nodes" on one machine are one. Would not catch a master port that is taken before it is used."""
+    num_local = group._ranks.num_ranks_per_node
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TOY_COLOUR", "NODE_RANK", "NODE_ADDRESS")
+    *place, node, address = group.host(ToyWorker).environment(*names).get()
+    assert place == ["0", "4", "0", str(num_local), "red"]
+    assert (node, address) == ("0", "127.0.0.1")
+    master, port = group.host(ToyWorker).environment("MASTER_ADDR", "MASTER_PORT").get()
+    assert master == "127.0.0.1" and 1024 < int(port) < 65536
+
+
+def test_the_title_of_a_process_says_what_it_does(group: ProcessPool) -> None:
+    """As `ps` shows it, in a method and between two. Would not catch a title that is cut off."""
+    [rank] = [psutil.Process(pid) for pid in group.pids[3:]]
+    nap = group.host(ToyWorker).nap(1.0)
+    assert eventually(lambda: rank.cmdline()[0] == "rank 3 of toys: host.nap")
+    nap.get()
+    assert eventually(lambda: rank.cmdline()[0] == "rank 3 of toys") and rank.name() == "rank 3"
+
+
+def test_large_and_many_messages_arrive_in_order(group: ProcessPool) -> None:
+    """Messages of 8 MB, which no pipe holds, while the ranks are busy; each answer is that of its own call."""
+    nap = group.host(ToyWorker).nap(0.5)
+    calls = []
+    for number in range(6):
+        tokens = ragged([torch.full((500_000,), number), torch.full((500_000,), number)])
+        calls.append(group.host(ToyWorker).double(Toy(torch.full((2,), number), tokens, torch.ones(2), batch_size=[2])))
+    for number, call in enumerate(calls):
+        answer = call.get()
+        assert answer.row.tolist() == [number] * 2 and answer.tokens.values().eq(2 * number).all()
+    assert nap.get() == [0, 1, 2, 3]
+
+
+def test_verbs_are_visible_and_unknown_ones_name_them(group: ProcessPool) -> None:
+    """Would not catch a call with wrong arguments, which only the worker refuses."""
+    assert list(inspect.signature(group.host(ToyWorker).double).parameters) == ["batch"]
+    assert group.host(ToyWorker).double.__doc__ == ToyWorker.double.__doc__
+    with pytest.raises(AttributeError, match="no method 'triple'.*: .*double, double_by_replica"):
+        group.host(ToyWorker).triple()
+
+
+def test_a_mistake_in_the_call_does_not_end_the_group(group: ProcessPool) -> None:
+    """Would not catch a mistake that only shows on the worker, which does end it."""
+    with pytest.raises(ValueError, match="same number of rows"):
+        group.host(ToyWorker).double(toy(3), toy(2))
+    assert group.host(ToyWorker).nap(0).get() == [0, 1, 2, 3]
+
+
+def test_shutdown_leaves_no_process_and_later_calls_say_so(group: ProcessPool) -> None:
+    """Would not catch processes left on another node. It ends the shared group."""
+    pids = group.pids
+    assert all(psutil.pid_exists(pid) for pid in pids)
+    group.shutdown()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    with pytest.raises(WorkerFailure, match="shut down"):
+        group.host(ToyWorker).nap(0)
+
+
+def test_worker_classes_that_cannot_be_a_group_are_refused(pool: Ranks) -> None:
+    """Would not catch a `coordinates` method that answers with something else."""
+
+    class Unplaced:
+        pass
+
+    with pytest.raises(TypeError, match="Unplaced must have a ONE_TO_ALL method `coordinates`"):
+        ProcessPool("toys", pool, Unplaced)
+    with pytest.raises(RuntimeError, match="start the pool toys before calling nap"):
+        ProcessPool("toys", pool, ToyWorker).host(ToyWorker).nap(0)
+
+
+def test_a_start_raises_what_it_has_failed_with(launcher: Launcher) -> None:
+    """Also what is no error of ours: a host that takes itself for one of four ranks, on a pool of two."""
+    with reserved(launcher, 2) as two, pytest.raises(ValueError, match="DP needs one collector"):
+        ProcessPool("toys", two, ToyWorker).start()

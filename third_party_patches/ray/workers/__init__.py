@@ -1,1 +1,0 @@
-"""Files that Ray runs in the place of its own."""
