@@ -12,7 +12,7 @@ from megatron_rl.roles.preloaded import preloaded
 MODULES = (
     *preloaded("cpu", generates=True),
     "megatron_rl.cli",
-    "megatron_rl.cluster.local_cluster",
+    "megatron_rl.cluster.in_process",
     "megatron_rl.observe.tensorboard",
     "megatron_rl.train",
     "clean_rank",
