@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from launchers import LOCAL, RAY, make_launcher
+from launchers import LOCAL, RAY, SHARED_RAY, make_launcher
 
 from megatron_rl.cluster.launcher import Launcher
 
@@ -11,12 +11,15 @@ MODULES = ("toy_worker", "fragile_worker", "replica_worker", "sleepers")
 
 
 @pytest.fixture(scope="session")
-def running_ray() -> Iterator[None]:
-    """One Ray for all tests of a session that kill none of its processes."""
-    from megatron_rl.cluster.ray_session import RaySession
+def ends_ray() -> Iterator[None]:
+    yield
+    SHARED_RAY.end()
 
-    with RaySession(16):
-        yield
+
+@pytest.fixture(scope="module")
+def running_ray(ends_ray: None) -> None:
+    """The shared Ray runs."""
+    SHARED_RAY.start()
 
 
 @pytest.fixture(scope="module")

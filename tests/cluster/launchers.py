@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -23,6 +23,30 @@ def make_launcher(kind: str, modules: Sequence[str] = (), num_ranks: int = 16) -
     from megatron_rl.cluster.ray_launcher import RayLauncher
 
     return RayLauncher(num_ranks, "cpu", modules)
+
+
+class SharedRay:
+    """One Ray for all tests of a process that kill none of its processes; started when it is first needed."""
+
+    def __init__(self) -> None:
+        self._open = ExitStack()
+        self._is_open = False
+
+    def start(self) -> None:
+        """No-op where it runs."""
+        if not self._is_open:
+            from megatron_rl.cluster.ray_session import RaySession
+
+            self._open.enter_context(RaySession(16))
+            self._is_open = True
+
+    def end(self) -> None:
+        """For tests of Ray's own start; no-op where it does not run."""
+        self._open.close()
+        self._is_open = False
+
+
+SHARED_RAY = SharedRay()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from launchers import SHARED_RAY
 from listeners import listening, open_to_others
 
 from megatron_rl.cluster.ray_session import RaySession, variables
@@ -23,6 +24,7 @@ def earlier() -> set[tuple[str, str, int]]:
 @pytest.fixture(scope="module")
 def daemons(earlier: set[tuple[str, str, int]]) -> Iterator[list[psutil.Process]]:
     """The processes that `ray.init` has started; when it has ended, Ray's variables are as they were."""
+    SHARED_RAY.end()
     before, kept = set(psutil.Process().children()), variables()
     with RaySession(1):
         yield [child for child in psutil.Process().children() if child not in before]
