@@ -23,7 +23,7 @@ from megatron_rl.config.roles import (
     rollout_pool,
 )
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.trainer import GLOBAL_POOL, MOST_RANKS, RANKS
+from megatron_rl.config.trainer import GLOBAL_POOL, LOCAL, MOST_RANKS, RANKS, RAY
 from megatron_rl.errors import Violation, shown
 
 OWN_POOLS = {
@@ -56,6 +56,7 @@ def pool_problems(config: RunConfig) -> Iterable[Violation]:
     yield from _name_problems(config)
     sizes, roles = pool_sizes(config), list(roles_of(config))
     yield from _product_problems(sizes)
+    yield from _launcher_problems(config, [sizes[pool] for pool in {role.pool: 0 for role in roles} if pool in sizes])
     offered = set()
     for role in roles:
         if role.pool not in sizes:
@@ -100,6 +101,15 @@ def _product_problems(sizes: dict[str, PoolSize]) -> Iterable[Violation]:
             rule = f"are {size.world_size} ranks of pool {name}, and must be at most {MOST_RANKS}"
             nearest = {size.nodes_key: MOST_RANKS // ranks, size.ranks_key: ranks}
             yield Violation({size.nodes_key: nodes, size.ranks_key: ranks}, rule, nearest)
+
+
+def _launcher_problems(config: RunConfig, sizes: list[PoolSize]) -> Iterable[Violation]:
+    """Pools of several machines with a launcher of one."""
+    for size in sizes if config.trainer.launcher == LOCAL else ():
+        if size.num_nodes > 1:
+            settings = {size.nodes_key: size.num_nodes, "trainer.launcher": LOCAL}
+            rule = "do not go together: local starts ranks on this machine alone"
+            yield Violation(settings, rule, {"trainer.launcher": RAY}, f"or set {size.nodes_key}=1")
 
 
 def _without_role(name: str, size: PoolSize) -> Violation:

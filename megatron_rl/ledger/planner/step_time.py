@@ -27,8 +27,6 @@ CALL_SECONDS = Overheads().call
 """Controller time for each rank that it calls directly: the slope of the table in docs/architecture.md, on two
 cores.
 """
-MOST_DIRECT = 128
-"""Up to this many ranks all are called directly, as in `cluster.calls`."""
 
 
 @dataclass(frozen=True)
@@ -142,14 +140,8 @@ def step_time(models: RunModels, hardware: Hardware, load: Load, transition: Tra
 
 
 def dispatch_seconds(num_nodes: int, per_node: int, hardware: Hardware) -> float:
-    """Return the seconds of one call of all ranks of a pool, one after the other.
-
-    Above MOST_DIRECT ranks the controller calls nodes, and these call their ranks.
-    """
-    num_direct = num_nodes * per_node
-    if num_direct > MOST_DIRECT:
-        num_direct = num_nodes + per_node
-    return hardware.overheads.call * num_direct
+    """Return the seconds of one call of all ranks of a pool, one after the other."""
+    return hardware.overheads.call * num_nodes * per_node
 
 
 def calls(models: RunModels, load: Load) -> dict[str, int]:
