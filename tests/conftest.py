@@ -27,15 +27,3 @@ def pytest_collection() -> Generator[None, object, object]:
     """What all test files import stays, and is never looked through for garbage."""
     with without_collections():
         return (yield)
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """docs/testing.md says when."""
-    parser.addoption(
-        "--fresh-worlds", action="store_true", help="ranks of tests/dist are processes of their own in every call"
-    )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--fresh-worlds"):
-        os.environ["MEGATRON_RL_FRESH_WORLDS"] = "1"  # read by tests/dist/ranks.py

@@ -15,7 +15,6 @@ MODULES = (
     "megatron_rl.cluster.in_process",
     "megatron_rl.observe.tensorboard",
     "megatron_rl.train",
-    "clean_rank",
     "pytest",
     "ranks",
     "tiny_models",

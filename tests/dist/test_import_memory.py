@@ -25,8 +25,7 @@ def folder(tmp_path_factory) -> Iterator[str]:
 
 
 def grown(folder: str, tp_size: int, load_first: bool = False) -> list[Growth]:
-    # What earlier functions have left free in a process would hide what this one takes.
-    return run_ranks(tp_size, measure_import, import_config(folder, tp_size, 1, "bfloat16"), load_first, fresh=True)
+    return run_ranks(tp_size, measure_import, import_config(folder, tp_size, 1, "bfloat16"), load_first)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

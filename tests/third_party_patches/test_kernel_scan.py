@@ -38,4 +38,4 @@ def without_and_with() -> tuple[list[str], list[str]]:
 
 def test_only_vllm_is_looked_through() -> None:
     """Would not catch a kernel that a module of somebody else names."""
-    assert run_ranks(1, without_and_with, timeout=100, fresh=True) == [(list(NAMES), list(NAMES[:2]))]
+    assert run_ranks(1, without_and_with, timeout=100) == [(list(NAMES), list(NAMES[:2]))]

@@ -178,24 +178,24 @@ def check_experts_of_other_ranks() -> None:
 
 def test_router_gemm() -> None:
     """Without: a missing name. With: values and gradients of a product. Would not catch a router in bfloat16."""
-    run_ranks(1, check_router_gemm, timeout=100, fresh=True)
+    run_ranks(1, check_router_gemm, timeout=100)
 
 
 def test_token_counts() -> None:
     """Without: all-to-all refuses its sizes. With: 2 ranks' experts answer all tokens. Would not catch capacities."""
-    run_ranks(2, check_token_counts, timeout=100, fresh=True)
+    run_ranks(2, check_token_counts, timeout=100)
 
 
 def test_uneven_gather() -> None:
     """Without: gloo refuses. With: pieces of 2, 0 and 3 rows, forward and backward. Would not catch other dtypes."""
-    run_ranks(3, check_uneven_gather, timeout=100, fresh=True)
+    run_ranks(3, check_uneven_gather, timeout=100)
 
 
 def test_unpacked_experts() -> None:
     """Without: weights are padded, packed, copied. With: read where they lie. Would not catch biases: refused."""
-    run_ranks(1, check_unpacked_experts, timeout=100, fresh=True)
+    run_ranks(1, check_unpacked_experts, timeout=100)
 
 
 def test_experts_of_other_ranks() -> None:
     """-1 is nobody's; weighted inputs; bfloat16. Would not catch an expert map that vLLM makes wrongly."""
-    run_ranks(1, check_experts_of_other_ranks, timeout=100, fresh=True)
+    run_ranks(1, check_experts_of_other_ranks, timeout=100)

@@ -38,7 +38,7 @@ def test_partial_prompts(tmp_path) -> None:
     in_parts = run_config(
         path, 1, 1, actor_rollout_ref__rollout__max_num_batched_tokens=40, actor_rollout_ref__rollout__max_num_seqs=4
     )
-    [failure] = run_ranks(1, sample, in_parts, False, timeout=60, fresh=True)
+    [failure] = run_ranks(1, sample, in_parts, False, timeout=60)
     assert "offset" in failure
     [whole] = run_ranks(1, sample, run_config(path, 1, 1), True, timeout=60)
     [found] = run_ranks(1, sample, in_parts, True, timeout=60)

@@ -405,17 +405,17 @@ def check_rank_order():
 
 def test_cpu_matmul():
     """Both linears of megatron-core, forward and backward, and which kernel ran. Would not catch one that is slower."""
-    run_ranks(1, check_cpu_matmul, timeout=100, fresh=True)
+    run_ranks(1, check_cpu_matmul, timeout=100)
 
 
 def test_cpu_offloaded_adam():
     """Without: a KeyError. With: torch's AdamW, in copies. Would not catch streams of a GPU that overtake."""
-    run_ranks(1, check_cpu_offloaded_adam, timeout=100, fresh=True)
+    run_ranks(1, check_cpu_offloaded_adam, timeout=100)
 
 
 def test_cpu_torch():
     """Without: building asks for CUDA. With: one exact Adam step. Would not catch a Megatron path we do not take."""
-    run_ranks(1, check_cpu_torch, timeout=100, fresh=True)
+    run_ranks(1, check_cpu_torch, timeout=100)
 
 
 def test_cpu_rng():
@@ -423,17 +423,17 @@ def test_cpu_rng():
 
     Would not catch states that megatron-core keeps on the device for CUDA graphs.
     """
-    run_ranks(1, check_cpu_rng, timeout=100, fresh=True)
+    run_ranks(1, check_cpu_rng, timeout=100)
 
 
 def test_unpacked_linear():
     """Without: the weight is emptied and copied. With: it is read where it lies. Would not catch MoE layers."""
-    run_ranks(1, check_unpacked_linear, timeout=100, fresh=True)
+    run_ranks(1, check_unpacked_linear, timeout=100)
 
 
 def test_shm_group_name():
     """Without: two jobs share a name. With: each has its own. Would not catch two jobs with one port on two nodes."""
-    run_ranks(1, check_shm_group_name, timeout=100, fresh=True)
+    run_ranks(1, check_shm_group_name, timeout=100)
 
 
 def test_queue_name():
@@ -441,7 +441,7 @@ def test_queue_name():
 
     Would not catch shared memory of another part of vLLM.
     """
-    [(without, with_patch, opened)] = run_ranks(1, check_queue_name, timeout=100, fresh=True)
+    [(without, with_patch, opened)] = run_ranks(1, check_queue_name, timeout=100)
     assert without.startswith("psm_")
     assert with_patch == opened and with_patch.startswith("megatron_rl-0123456789-")
 
@@ -451,12 +451,12 @@ def test_shm_lifetime():
 
     Would not catch a kill in the moment between making a segment and mapping it.
     """
-    for without, with_patch in run_ranks(2, check_shm_lifetime, timeout=100, fresh=True):
+    for without, with_patch in run_ranks(2, check_shm_lifetime, timeout=100):
         assert len(without) == 2 and with_patch == []
 
 
 def test_rank_order():
     """Without: runs of ranks. With: the given order while it is active. Would not catch a group made elsewhere."""
     consecutive, strided = [[0, 1], [0, 1], [2, 3], [2, 3]], [[0, 2], [1, 3], [0, 2], [1, 3]]
-    found = run_ranks(4, check_rank_order, timeout=100, fresh=True)
+    found = run_ranks(4, check_rank_order, timeout=100)
     assert [list(groups) for groups in zip(*found, strict=True)] == [consecutive, strided, consecutive]

@@ -50,7 +50,7 @@ def test_the_runner_on_cpu_returns_experts(path) -> None:
 
     Would not catch an engine that names other experts than it uses: `test_router_replay.py` does.
     """
-    [refused] = run_ranks(1, sample, config_of(path, 1), ON_CPU, timeout=90, fresh=True)
+    [refused] = run_ranks(1, sample, config_of(path, 1), ON_CPU, timeout=90)
     assert "requires Model Runner V2" in refused
     in_parts = config_of(path, 1, **{f"{ROLLOUT}max_num_batched_tokens": 40, f"{ROLLOUT}max_num_seqs": 4})
     [whole], [parts] = (run_ranks(1, sample, config, None, timeout=90) for config in (config_of(path, 1), in_parts))
@@ -64,6 +64,6 @@ def test_every_rank_of_a_group_keeps_them(path) -> None:
     Would not catch an engine whose scheduler is another process.
     """
     with pytest.raises(AssertionError, match="(?s)rank 1 failed:.*auxiliary output worker output is missing"):
-        run_ranks(2, sample, config_of(path, 2), EVERYWHERE, timeout=90, fresh=True)
+        run_ranks(2, sample, config_of(path, 2), EVERYWHERE, timeout=90)
     first, second = run_ranks(2, sample, config_of(path, 2), None, timeout=90)
     assert torch.equal(first, second) and len(first) > 100

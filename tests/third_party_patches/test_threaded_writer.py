@@ -49,4 +49,4 @@ def check_threaded_writer(folder: Path) -> None:
 
 def test_threaded_writer(tmp_path: Path) -> None:
     """Would not catch a slower write, or a thread that a killed rank leaves: there is none without its process."""
-    run_ranks(1, check_threaded_writer, tmp_path, timeout=60, fresh=True)
+    run_ranks(1, check_threaded_writer, tmp_path, timeout=60)
