@@ -9,12 +9,11 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import psutil
 
-from megatron_rl.cluster.leftovers import end
 from megatron_rl.errors import WorkerFailure
 
 SERVER_PATIENCE_S = 40.0
@@ -33,16 +32,16 @@ class DaemonMonitor:
     """A thread that ends the run when one of Ray's processes has ended; the main thread makes and stops it.
 
     It is made before Ray is started, as Ray waits a minute for a daemon that dies meanwhile, and looks for the daemons
-    that this process starts until `watch` names those that the run needs. After a loss it calls `end_processes` and
-    the main thread leaves its `with` blocks with SystemExit; `lost` is the reason.
+    that this process starts until `watch` names those that the run needs. After a loss it calls `end_ranks` and the
+    main thread leaves its `with` blocks with SystemExit; `lost` is the reason.
 
-    end_processes: ends the run's processes but for the pids it is given: the other daemons, as long as the main thread
-    may be in a call into Ray, which ends this process with code 1 and no message when the raylet dies.
+    end_ranks: ends the ranks alone. Ray's other processes live as long as this one, which may be in a call into Ray:
+    without the raylet, which an end of its agents ends too, Ray ends it with code 1 and no message.
     """
 
-    def __init__(self, end_processes: Callable[[Collection[int]], None]) -> None:
+    def __init__(self, end_ranks: Callable[[], None]) -> None:
         self.lost = ""
-        self._end_processes = end_processes
+        self._end_ranks = end_ranks
         self._needed: Mapping[int, str] | None = None
         self._server: tuple[str, int] | None = None
         self._stopped = threading.Event()
@@ -77,16 +76,12 @@ class DaemonMonitor:
         self.lost = self._await_loss()
         if not self.lost:
             return
-        daemons = {pid for _, pid in self._ends.values()}
-        agents = _below(daemons)
-        self._end_processes(daemons)
+        self._end_ranks()
         if self._interrupts:
             main = threading.main_thread().ident
             assert main is not None  # it runs
             signal.pthread_kill(main, _SIGNAL)
         if not self._stopped.wait(START_RESORT_S if self._needed is None else LAST_RESORT_S):
-            self._end_processes(())
-            end(lambda: agents, patience_s=0.0)
             with suppress(OSError):
                 os.write(2, f"\n{self.lost}\n".encode())
             os._exit(WorkerFailure.exit_code)
@@ -129,16 +124,20 @@ class DaemonMonitor:
 
 def children() -> dict[int, str]:
     """Return pid -> name of the necessary Ray processes that this process has started."""
-    names = {child.pid: child.name() for child in psutil.Process().children()}
+    names = {}
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):  # it has gone meanwhile
+            names[child.pid] = child.name()
     return {pid: name for pid, name in names.items() if name in ("gcs_server", "raylet")}
 
 
-def _below(daemons: Collection[int]) -> list[psutil.Process]:
-    """Return the processes below daemons: agents overwrite their variables with their names, and have no other mark."""
-    found = []
-    for pid in daemons:
+def family() -> set[psutil.Process]:
+    """Return the necessary Ray processes that this process has started, and all below them: agents, workers."""
+    found = set()
+    for pid in children():
         with suppress(psutil.Error):
-            found += psutil.Process(pid).children(recursive=True)
+            daemon = psutil.Process(pid)
+            found |= {daemon, *daemon.children(recursive=True)}
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
 import os
 import platform
@@ -12,14 +11,16 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from queue import Empty, Queue
 from types import TracebackType
 from typing import Self
 
+import psutil
 import ray
 from ray._common.usage.usage_lib import get_cluster_metadata
 from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
@@ -30,7 +31,7 @@ from ray.core.generated.gcs_pb2 import GcsNodeInfo
 from ray.exceptions import AuthenticationError, RayError
 
 from megatron_rl.cluster import ray_address
-from megatron_rl.cluster.daemons import DaemonMonitor, owner
+from megatron_rl.cluster.daemons import DaemonMonitor, family, owner
 from megatron_rl.cluster.daemons import children as daemon_children
 from megatron_rl.cluster.launcher import ProcessInfo
 from megatron_rl.cluster.leftovers import RUN_ID, descendants, end, processes_with
@@ -112,7 +113,7 @@ class RaySession:
     def _start(self, supervision: Supervision) -> None:
         address = _address()
         self._variables, before = variables(), descendants()
-        self._monitor = DaemonMonitor(self._end_processes)
+        self._monitor = DaemonMonitor(partial(_end_ranks, supervision, before))
         os.environ[RUN_ID] = supervision.scratch.run_id
         try:
             if self.is_own:
@@ -126,27 +127,32 @@ class RaySession:
             supervision.watch([process.pid for process in descendants() - before])
         self._monitor.watch(daemons, server)
 
-    def _end_processes(self, spared: Collection[int]) -> None:
-        supervision = self._supervision
-        if supervision is not None:
-            run_id, kept = supervision.scratch.run_id, {supervision.pid, *spared}  # the supervisor ends the rest
-            end(lambda: [left for left in processes_with(run_id) if left.pid not in kept], patience_s=0.0)
-
     def _release(self, error: BaseException | None) -> None:
         """Shut Ray down and remove its files. Raises WorkerFailure where Ray itself was lost, whatever `error` says."""
         lost = self._monitor.stop() if self._monitor is not None else ""
+        if lost:  # the supervisor ends the rest of Ray, and removes its files, once this process has ended
+            put_back(self._variables)
+            atexit.register(_exit_without_ray)
+            raise WorkerFailure(lost) from None
         is_ours, self._monitor = self._monitor is not None, None
         if self._supervision is not None:
-            if is_ours and not lost:
+            if is_ours:
                 ray.shutdown()
             supervision, self._supervision = self._supervision, None
             supervision.close(keeps_folder=True)
             is_clean = not isinstance(error, Exception) or isinstance(error, NO_FAULT_OF_PROCESSES)
             supervision.scratch.remove(keep_logs=not is_clean)
             put_back(self._variables)
-        if lost:
-            atexit.register(_exit_without_ray)
-            raise WorkerFailure(lost) from None
+
+
+def _end_ranks(supervision: Supervision, before: Set[psutil.Process]) -> None:
+    """Kill the run's processes here but for the supervisor and Ray's, which the supervisor ends after this process.
+
+    before: the processes below this one when Ray was not yet started.
+    """
+    run_id = supervision.scratch.run_id
+    supervision.watch([process.pid for process in descendants() - before])
+    end(lambda: set(processes_with(run_id)) - family() - {psutil.Process(supervision.pid)}, patience_s=0.0)
 
 
 def _address() -> str:
@@ -316,7 +322,7 @@ def _own_token() -> Iterator[None]:
         del os.environ["RAY_AUTH_TOKEN"]
 
 
-@functools.cache
+@cache
 def _token() -> str:
     """Make one token for this process, as Ray reads it once."""
     return secrets.token_hex(32)
