@@ -42,7 +42,8 @@ class Supervision:
 
     modules: a supervisor that is started here imports them and forks ranks; without any, each rank imports for itself.
     variables: environment variables that the modules read on import. A supervisor that is there already keeps its own.
-    name: of the supervisor among those of the run on this machine. owns_run: this is the driver.
+    name: of the supervisor among those of the run on this machine. owns_run: this is the driver. Raises WorkerFailure
+    where no supervisor answers; the driver's folder is removed then.
     """
 
     def __init__(
@@ -56,7 +57,13 @@ class Supervision:
     ) -> None:
         self.scratch = scratch
         self._process = _start(scratch, name, modules, variables or {})
-        self._control = _connect(scratch.folder / name)
+        try:
+            self._control = _connect(scratch.folder / name, self._process)
+        except WorkerFailure:
+            self._end_supervisor()
+            if owns_run:
+                scratch.remove(keep_logs=True)
+            raise
         self._requests = threading.Lock()
         self._starting: deque[LocalRankProcess] = deque()
         self._running: dict[int, LocalRankProcess] = {}
@@ -108,6 +115,10 @@ class Supervision:
             self._control.shutdown(socket.SHUT_RDWR)
         self._reader.join()
         self._control.close()
+        self._end_supervisor()
+
+    def _end_supervisor(self) -> None:
+        """Tell the supervisor that its starter has ended, and wait for its end; no-op where another one started it."""
         if self._process is not None:
             process, self._process = self._process, None
             with suppress(subprocess.TimeoutExpired):
@@ -241,8 +252,11 @@ def _start(
         os.close(log)
 
 
-def _connect(path: Path) -> socket.socket:
-    """Connect to a supervisor, which may still be starting. Raises WorkerFailure where none listens."""
+def _connect(path: Path, process: subprocess.Popen[bytes] | None) -> socket.socket:
+    """Connect to a supervisor, which may still be starting. Raises WorkerFailure where none listens.
+
+    process: the supervisor, where this process has started it.
+    """
     deadline = time.monotonic() + CONNECT_LIMIT_S
     while True:
         control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -250,6 +264,15 @@ def _connect(path: Path) -> socket.socket:
             control.connect(str(path))
         except OSError as error:
             control.close()
+            if process is not None and process.poll() is not None:
+                code, log = process.returncode, path.with_name(f"{path.name}.log")
+                said = log.read_text(errors="replace").split("\n")
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+                why = "".join(f": {line}" for line in said[-2:-1])
+                raise WorkerFailure(
+                    f"the supervisor of this machine's ranks (process {process.pid}) {how} while it started{why}; "
+                    "start the run again"
+                ) from None
             if time.monotonic() > deadline:
                 raise WorkerFailure(
                     f"no supervisor answers at {path} ({error.strerror}): see {path.name}.log"

@@ -1,6 +1,6 @@
 """A driver to be killed: starts a group, prints the pids of its whole process tree, waits in a call.
 
-Arguments: local or ray, and, optional, the seconds it may take to save after a signal.
+Arguments: local or ray; the seconds it may take to save after a signal, if it may; modules that ranks are forked with.
 """
 
 import json
@@ -15,10 +15,10 @@ from megatron_rl.cluster.signals import graceful_signals
 from megatron_rl.errors import MegatronRLError
 
 
-def wait(kind: str, grace_s: float | None) -> None:
+def wait(kind: str, grace_s: float | None, modules: list[str]) -> None:
     with (
         graceful_signals(grace_s),
-        make_launcher(kind, num_ranks=1) as launcher,
+        make_launcher(kind, modules, num_ranks=1) as launcher,
         reserved(launcher, 1) as ranks,
         ProcessPool("toys", ranks, FragileWorker) as group,
     ):
@@ -30,7 +30,7 @@ def wait(kind: str, grace_s: float | None) -> None:
 
 if __name__ == "__main__":
     try:
-        wait(sys.argv[1], float(sys.argv[2]) if sys.argv[2:] else None)
+        wait(sys.argv[1], float(sys.argv[2]) if sys.argv[2:] else None, sys.argv[3:])
     except KeyboardInterrupt:
         sys.exit(130)
     except MegatronRLError as error:
