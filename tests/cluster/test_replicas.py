@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from launchers import BOTH, RAY
-from replica_cluster import ROLLOUT, Driver, are_gone, cluster_of, replicas, sampler, trainer
+from replica_cluster import ROLLOUT, Driver, are_gone, cluster_of, eventually, replicas, sampler, trainer
 from replica_worker import ReplicaHost
 
 from megatron_rl.cluster.heartbeat_monitor import HeartbeatLimits
@@ -145,6 +145,32 @@ def test_a_replica_that_hangs_ends_while_the_other_answers(cluster: ProcessClust
     first.restart().get()
     assert sampler(first).count(8).get() == [(8, first.pids[0])]
     assert other.get() == [(answers, second.pids[0])]
+
+
+def test_a_rank_that_is_stopped_in_its_constructor_is_noticed(cluster: ProcessCluster, slow: Path) -> None:
+    """The start fails long before its own limit; the other replica answers. Would not catch one that is stopped before
+    it has its message to construct.
+    """
+    first, second = replicas(cluster)
+    slow.touch()
+    starting = first.restart()
+    assert eventually(lambda: not wait_any([starting], timeout=0.2) and builds_its_host(first.pids))
+    pids = first.pids
+    os.kill(pids[1], signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(WorkerStall, match=r"rank 1 \(ReplicaHost\), in __init__: .* no sign of life "):
+        starting.get()
+    assert time.monotonic() - began < 40  # not the minute that the host would take
+    assert are_gone(pids)
+    slow.unlink()
+    assert sampler(second).count(5).get() == [(5, second.pids[0])]
+    first.restart().get()
+    assert sampler(first).count(6).get() == [(6, first.pids[0])]
+
+
+def builds_its_host(pids: list[int]) -> bool:
+    """Whether the last of a replica's ranks, whose title names its method, is in its host's constructor."""
+    return pids != [] and psutil.Process(pids[-1]).cmdline()[0].endswith("__init__")
 
 
 def test_a_wait_ends_at_its_time_out_and_takes_futures_of_pools_only(cluster: ProcessCluster) -> None:
