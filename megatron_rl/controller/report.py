@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from megatron_rl.checkpoint.hf_folder import removing_unfinished
 from megatron_rl.checkpoint.storage import storing
@@ -18,10 +18,8 @@ from megatron_rl.config.roles import ROLLOUT
 from megatron_rl.controller.opening import OpenRun
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.errors import ParityError
-from megatron_rl.observe.curves import plot_curves
 from megatron_rl.observe.loggers import METRICS_FILE
 from megatron_rl.observe.summary import before_after_table, write_summary
-from megatron_rl.observe.timeline import plot_timeline
 from megatron_rl.records import Sequences
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.tuned import TunedPolicy
@@ -99,6 +97,8 @@ def finish(
 
 def draw(logger: RunLogger) -> None:
     """Draw the curves of the whole run; warns where the picture cannot be written, and the run still ends well."""
+    from megatron_rl.observe.curves import plot_curves  # matplotlib, like transformers' models, is not for the start
+
     try:
         plot_curves(logger.folder.path / METRICS_FILE, logger.folder.path / "curves.png")
     except OSError as error:
@@ -107,6 +107,8 @@ def draw(logger: RunLogger) -> None:
 
 def draw_steps(logger: RunLogger) -> None:
     """Write the timeline of the last steps, one row for each pool, as a picture and as numbers. Warns like `draw`."""
+    from megatron_rl.observe.timeline import plot_timeline
+
     calls, folder = logger.clock.recent, logger.folder.path
     try:
         (folder / "timeline.json").write_text(json.dumps([asdict(call) for call in calls], indent=1) + "\n")
@@ -201,6 +203,8 @@ def hf_model(folder: Path | str) -> Any:
 
     A model whose attention logits are capped needs transformers' eager attention: the others leave the cap out.
     """
+    from transformers import AutoModelForCausalLM  # as late as possible: it imports every kind of layer
+
     settings = AutoConfig.from_pretrained(folder)
     capped = getattr(settings, "attn_logit_softcapping", None) is not None
     options = {"attn_implementation": "eager"} if capped else {}

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForSequenceClassification
 
 from megatron_rl.checkpoint.score_statistics import ScoreStatistics, write_statistics
 from megatron_rl.controller.report import export_and_compare, finish
@@ -60,5 +59,7 @@ def export_scorer(run: TaskRun, scorer: TrainedScorer, batch: AnswerBatch, stati
 @torch.no_grad()
 def hf_scores(folder: Path, batch: AnswerBatch) -> torch.Tensor:
     """Float32 scores [N] of the answers by a Hugging Face classifier with one label, without the token after each."""
+    from transformers import AutoModelForSequenceClassification  # as late as possible: it imports every kind of layer
+
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     return torch.cat([model(ids[None, :-1]).logits[:, 0] for ids in batch.rows().input_ids.unbind()])

@@ -24,9 +24,7 @@ from megatron_rl.ledger.planner.transition import TransitionPlan
 from megatron_rl.parallel.context_packs import needed_size
 
 CALL_SECONDS = Overheads().call
-"""Controller time for each rank that it calls directly: the slope of the table in docs/architecture.md, on two
-cores.
-"""
+"""Controller time for each rank that it calls, on two cores (`scripts/bench/controller.py`)."""
 
 
 @dataclass(frozen=True)
