@@ -23,6 +23,8 @@ ONE = ("trainer.n_gpus_per_node=1", *(f"{MEGATRON}.{axis}_model_parallel_size=1"
 TP2 = ("trainer.n_gpus_per_node=2", f"{MEGATRON}.pipeline_model_parallel_size=1")
 LOCAL = (*ONE, "--local")
 """The whole run in one process, without Ray: the same numbers, as test_resumed_runs.py proves."""
+WITHOUT_RAY = "trainer.launcher=local"
+"""Ranks are processes of this machine, which a supervisor starts: what Ray runs, too, as test_launchers.py proves."""
 THROUGH = [pytest.param(LOCAL, id="local"), pytest.param(ONE, id="ray", marks=pytest.mark.exhaustive)]
 """For tests of what must hold either way, the second of which costs Ray's start."""
 CLOCKED = ("timing_s/", "perf/", "reshard/")

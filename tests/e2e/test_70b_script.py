@@ -6,7 +6,7 @@ import json
 import sys
 
 import pytest
-from lives import reached, steps_saved
+from lives import WITHOUT_RAY, reached, steps_saved
 
 pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
@@ -30,7 +30,7 @@ def test_killed_tiny_70b_goes_on(command_line, tmp_path) -> None:
         "command": ("bash", "scripts/run_70b_ppo.sh"),
         "variables": {"SCALE": "tiny", "PYTHON": sys.executable, "VAL_FILES": str(held_out)},
     }
-    keys = ("trainer.export_hf=false", "trainer.logger=[jsonl]")
+    keys = (WITHOUT_RAY, "trainer.export_hf=false", "trainer.logger=[jsonl]")
     killed = command_line(*keys, "trainer.total_training_steps=1000", **script)
     killed.wait_for((killed.run / "global_step_1").exists)
     ranks = {process.name().split()[1] for process in killed.workers()}

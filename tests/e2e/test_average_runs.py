@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from command_line import REPOSITORY
 from forked_run import ForkedRun
-from lives import ONE, TP2
+from lives import ONE, TP2, WITHOUT_RAY
 from safetensors.torch import load_file
 from stage_files import keys_of
 
@@ -27,7 +27,7 @@ def test_checkpoints_of_two_layouts(command_line, files: Path, tmp_path: Path) -
     that export misreads, too."""
     keys = ("trainer.total_training_steps=4", "trainer.export_hf=false", "trainer.save_best=false")
     short = (*keys_of(files, "sft"), *keys)
-    two = command_line(*short, *TP2, stage="sft")
+    two = command_line(*short, *TP2, WITHOUT_RAY, stage="sft")
     assert two.wait() == 0, two.text()
     one = command_line(*short, *ONE, "--local", "trainer.seed=3", "trainer.total_training_steps=2", stage="sft")
     assert one.wait() == 0, one.text()

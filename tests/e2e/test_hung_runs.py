@@ -9,6 +9,7 @@ from contextlib import suppress
 import psutil
 import pytest
 from command_line import LIMIT, is_in
+from lives import WITHOUT_RAY
 
 from megatron_rl.cluster.heartbeat_monitor import STACKS_FILE
 
@@ -48,10 +49,14 @@ def stop_rank_in(run, method: str) -> psutil.Process:
     raise AssertionError(f"no rank was seen in {method}: {run.text()}")
 
 
-@pytest.mark.parametrize("method", ["rollout.generate", "rollout.enter"])
-def test_a_stopped_rank_is_named(command_line, method: str) -> None:
-    """Would not catch a rank that is stopped for less than the limit and then goes on."""
-    run = command_line(*TWO, "trainer.heartbeat_timeout_s=15")
+@pytest.mark.parametrize(
+    ("method", "launcher"),
+    [("rollout.generate", "trainer.launcher=ray"), ("rollout.enter", WITHOUT_RAY)],
+    ids=["generate-ray", "enter-local"],
+)
+def test_a_stopped_rank_is_named(command_line, method: str, launcher: str) -> None:
+    """Once through Ray. Would not catch a rank that is stopped for less than the limit and then goes on."""
+    run = command_line(*TWO, launcher, "trainer.heartbeat_timeout_s=15")
     stopped = stop_rank_in(run, method)
     rank = stopped.name().split()[1]
     assert run.wait() == 3, run.text()
@@ -66,7 +71,7 @@ def test_a_signal_ends_a_run_with_a_stopped_rank(command_line) -> None:
     """The grace of a run that saves is over before the rank is missed. Would not catch a driver that is stopped."""
     keys = ("trainer.save_freq=1000", "trainer.stop_grace_s=5")
     missed = (f"trainer.{name}_timeout_s={MISSED_S}" for name in ("heartbeat", "stall"))
-    run = command_line(*TWO, *missed, *keys)
+    run = command_line(*TWO, WITHOUT_RAY, *missed, *keys)
     stop_rank_in(run, "actor.update")
     run.process.send_signal(signal.SIGTERM)
     assert run.wait(MISSED_S / 2) == 22, run.text()

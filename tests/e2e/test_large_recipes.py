@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from lives import MEGATRON, metrics
+from lives import MEGATRON, WITHOUT_RAY, metrics
 from test_several_nodes import tiny_moe
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 TINY = (
+    WITHOUT_RAY,
     *("data.train_files=assets/demo/train.parquet", "data.max_prompt_length=16", "data.max_response_length=8"),
     *("data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=4", f"{ROLLOUT}.n=4"),
     *("custom_reward_function.path=scripts/demo_reward.py", "trainer.device=cpu", "trainer.nnodes=1"),

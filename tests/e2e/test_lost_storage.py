@@ -7,13 +7,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-from lives import LOCAL, SHORT, TP2, reached, steps_saved
+from lives import LOCAL, SHORT, TP2, WITHOUT_RAY, reached, steps_saved
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize(
-    ("layout", "rank"), [(LOCAL, 0), pytest.param(TP2, 1, marks=pytest.mark.exhaustive)], ids=["local", "TP2"]
+    ("layout", "rank"),
+    [(LOCAL, 0), pytest.param((*TP2, WITHOUT_RAY), 1, marks=pytest.mark.exhaustive)],
+    ids=["local", "TP2"],
 )
 def test_a_folder_vanishes_and_then_the_disk_is_full(command_line, layout, rank: int, tmp_path: Path) -> None:
     """Deleted after step 1; from step 3 on the last rank can write only small files, and the save after step 4 fails.

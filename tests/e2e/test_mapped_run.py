@@ -11,6 +11,7 @@ import sys
 import pytest
 import yaml
 from command_line import REPOSITORY
+from lives import WITHOUT_RAY
 
 pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(480)]
 
@@ -23,7 +24,7 @@ def test_the_printed_command_starts_the_winner(tmp_path, command_line, few_promp
     """
     kept = ["trainer.total_training_steps=1", "trainer.test_freq=0", f"data.val_files={few_prompts / 'test.parquet'}"]
     kept += ["trainer.val_before_train=false", "trainer.export_hf=false", f"trainer.default_local_dir={tmp_path}/0/run"]
-    options = ["--gpus", "4", "--out", str(tmp_path / "best.yaml"), "--keep", *kept]
+    options = ["--gpus", "4", "--out", str(tmp_path / "best.yaml"), "--keep", WITHOUT_RAY, *kept]
     finished = subprocess.run(
         [*MAP, *options], cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False, env=os.environ
     )

@@ -1,11 +1,11 @@
-"""scripts/nightly.sh on one process: a golden pass with a preemption, and an injected regression and hang."""
+"""scripts/nightly.sh on one rank: a golden pass with a preemption, and an injected regression and hang."""
 
 from __future__ import annotations
 
 import sys
 
 import pytest
-from lives import ONE, SHORT
+from lives import ONE, SHORT, WITHOUT_RAY
 
 from megatron_rl.trials.golden import Band, Golden, write_golden
 from megatron_rl.trials.metrics_file import read_metrics
@@ -30,7 +30,7 @@ def nightly(command_line, tmp_path):
         write_golden(Golden(2, stop_after_step, 200.0, step_within_s, SCORES), golden)
         reward.write_text(REWARD.format(body=body.format(metrics=repr(str(tmp_path / "night/run/metrics.jsonl")))))
         variables = {"PYTHON": sys.executable, "GOLDEN": str(golden), "FOLDER": str(tmp_path / "night")}
-        keys = (*SHORT, *ONE, f"custom_reward_function.path={reward}", "reward_model.timeout_s=600")
+        keys = (*SHORT, *ONE, WITHOUT_RAY, f"custom_reward_function.path={reward}", "reward_model.timeout_s=600")
         script = ("bash", "scripts/nightly.sh")
         return command_line(*keys, "trainer.export_hf=false", command=script, variables=variables)
 

@@ -10,7 +10,7 @@ import random
 from pathlib import Path
 
 import pytest
-from lives import LOCAL, ONE, SHORT, TP2, metrics, reached, steps_saved
+from lives import LOCAL, ONE, SHORT, TP2, WITHOUT_RAY, metrics, reached, steps_saved
 from recorded_runs import RecordedRun
 from test_reward_model_run import save_reward_model
 
@@ -110,7 +110,7 @@ def test_layouts_give_the_same(command_line, whole, keys) -> None:
     first steps within rounding. Would not catch what only larger grids do, which tests/dist go through."""
     few = (*keys, "trainer.total_training_steps=2", "trainer.save_freq=-1")
     dp2 = (*ONE, "trainer.n_gpus_per_node=2")
-    runs = [command_line(*few, *layout) for layout in (TP2, dp2)]
+    runs = [command_line(*few, *layout, WITHOUT_RAY) for layout in (TP2, dp2)]
     for run in runs:
         assert run.wait() == 0, run.text()
     expected = metrics(whole)

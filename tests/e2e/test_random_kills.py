@@ -17,22 +17,24 @@ from pathlib import Path
 import psutil
 import pytest
 from command_line import CommandLine
-from lives import LOCAL, ONE, SHORT, metrics, steps_saved
+from lives import LOCAL, ONE, SHORT, WITHOUT_RAY, metrics, steps_saved
 
 from megatron_rl.checkpoint.folders import find
 
 pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(1500)]
 
-NUM_KILLS = 2
 MANY_KILLS = 4
 """Of runs in one process, whose lives cost little."""
 KEYS = (*SHORT, "trainer.save_freq=1", "trainer.max_ckpt_to_keep=2", "trainer.export_hf=false")
 ASYNC = "actor_rollout_ref.actor.checkpoint.async_save"
 Kill = Callable[[CommandLine], None]
+RANK = (*ONE, WITHOUT_RAY)
+RAYS_RANK = ONE
 
 
 def test_killed_while_saving(command_line, tmp_path: Path) -> None:
-    """A rank while a checkpoint is being written beside training, then the controller: metrics as if never killed.
+    """A rank that Ray started, while a checkpoint is being written beside training, then the controller of one that it
+    did not: metrics as if never killed.
 
     Would not catch what happens at other moments; see above.
     """
@@ -46,47 +48,53 @@ def test_killed_while_saving(command_line, tmp_path: Path) -> None:
         wait_until_it_saves(run)
         run.process.kill()
 
-    last = live_and_die(command_line, tmp_path / "run", [kill_a_rank, kill_the_controller], beside_training=True)
+    kills = [(kill_a_rank, RAYS_RANK), (kill_the_controller, RANK)]
+    last = live_and_die(command_line, tmp_path / "run", kills, beside_training=True)
     assert_never_killed(command_line, [last])
 
 
 def test_killed_at_random_moments(command_line, tmp_path: Path) -> None:
     """Kills of the controller or the worker, half of them while a checkpoint is being written, in two runs at once: one
-    through Ray, saved by the way, and one in one process, saved beside training.
+    with a rank of its own, once through Ray, saved by the way, and one in one process, saved beside training.
 
     At the end each has the metrics of a run that was never killed. Would not catch what only a power cut loses.
     """
-    kinds = [(NUM_KILLS, False, ONE), (MANY_KILLS, True, LOCAL)]
+    kinds = [(False, [RANK, RAYS_RANK]), (True, [LOCAL] * MANY_KILLS)]
     with ThreadPoolExecutor(len(kinds)) as pool:
         chains = [
-            pool.submit(live_and_die, command_line, tmp_path / str(seed), random_kills(seed, number), beside, layout)
-            for seed, (number, beside, layout) in enumerate(kinds)
+            pool.submit(live_and_die, command_line, tmp_path / str(seed), random_kills(seed, layouts), beside)
+            for seed, (beside, layouts) in enumerate(kinds)
         ]
         survivors = [chain.result() for chain in chains]
     assert_never_killed(command_line, survivors)
 
 
-def random_kills(seed: int, number: int) -> list[Kill]:
-    """Of the controller or the worker, when the next checkpoint is being written or at any instant, in turns."""
+def random_kills(seed: int, layouts: list[tuple[str, ...]]) -> list[tuple[Kill, tuple[str, ...]]]:
+    """With the layout of each life. Of the controller or the worker, when the next checkpoint is being written or at
+    any instant, in turns.
+    """
     chance = random.Random(seed)
 
     def kill(run: CommandLine, while_saving: bool) -> None:
         wait_for_the_moment(run, chance, while_saving)
         chance.choice([psutil.Process(run.process.pid), *run.workers()]).kill()
 
-    return [lambda run, number=number: kill(run, while_saving=number % 2 == 0) for number in range(number)]
+    return [
+        (lambda run, number=number: kill(run, while_saving=number % 2 == 0), layout)
+        for number, layout in enumerate(layouts)
+    ]
 
 
 def live_and_die(
-    command_line, folder: Path, kills: list[Kill], beside_training: bool, layout: tuple[str, ...] = ONE
+    command_line, folder: Path, kills: list[tuple[Kill, tuple[str, ...]]], beside_training: bool
 ) -> CommandLine:
     """Let each of `kills` end one life of a run, then let it come to its end in one process; its last life."""
-    keys = (*KEYS, *layout, f"{ASYNC}={str(beside_training).lower()}")
+    keys = (*KEYS, f"{ASYNC}={str(beside_training).lower()}")
     # A save beside training is complete one step later.
     most_lost = 2 if beside_training else 1
     saved: list[int] = []
-    for kill in kills:
-        run = command_line(*keys, "trainer.total_training_steps=1000", folder=folder)
+    for kill, layout in kills:
+        run = command_line(*keys, *layout, "trainer.total_training_steps=1000", folder=folder)
         kill(run)
         if saved:
             assert f"going on after step {saved[0]}," in run.text().replace("\n", " ")

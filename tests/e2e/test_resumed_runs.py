@@ -11,7 +11,7 @@ import torch
 from command_line import REPOSITORY, CommandLine
 from forked_run import ForkedRun
 from listeners import listening, open_to_others
-from lives import LOCAL, MEGATRON, ONE, SHORT, TP2, metrics, reached, steps_saved
+from lives import LOCAL, MEGATRON, ONE, SHORT, TP2, WITHOUT_RAY, metrics, reached, steps_saved
 from recorded_runs import RecordedRun
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 
 
-TP2_TO_TP1 = (*TP2, "actor_rollout_ref.rollout.tensor_model_parallel_size=1")
+TP2_TO_TP1 = (*TP2, WITHOUT_RAY, "actor_rollout_ref.rollout.tensor_model_parallel_size=1")
 
 
 SAVING = ("trainer.save_freq=2", "actor_rollout_ref.actor.checkpoint.async_save=true")
@@ -31,10 +31,12 @@ def five_steps(recorded) -> RecordedRun:
     return recorded("five steps", *SHORT, *LOCAL, *SAVING)
 
 
-@pytest.mark.parametrize("layout", [LOCAL, pytest.param(ONE, marks=pytest.mark.exhaustive)], ids=["local", "ray"])
+@pytest.mark.parametrize(
+    "layout", [LOCAL, pytest.param((*ONE, WITHOUT_RAY), marks=pytest.mark.exhaustive)], ids=["local", "a rank"]
+)
 def test_killed_run_goes_on_exactly(command_line, five_steps, layout) -> None:
     """`kill -9` in step 5, after a save at 2 or 4: all metrics and the exported model are the bits of a run in one
-    process that was left alone, whether the killed one is in one process or through Ray.
+    process that was left alone, whether the killed one is in one process or has a rank of its own.
 
     Saved beside training. Would not catch a clock that starts anew: those are left out.
     """
@@ -176,7 +178,7 @@ def test_step_is_given_up_when_time_is_short(command_line, tmp_path: Path) -> No
 def test_grace_is_bounded(command_line, tmp_path: Path) -> None:
     """A step that hangs ends with the grace: code 22, nothing left. Would not catch a worker that ignores SIGKILL."""
     reward, asleep = slow_reward(tmp_path, 600)
-    run = command_line(*SHORT, *ONE, "trainer.save_freq=1", "trainer.stop_grace_s=2", reward)
+    run = command_line(*SHORT, *ONE, WITHOUT_RAY, "trainer.save_freq=1", "trainer.stop_grace_s=2", reward)
     run.wait_for(asleep.exists)
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 22, run.text()

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from command_line import REPOSITORY
-from lives import LOCAL, ONE, SHORT, metrics
+from lives import LOCAL, ONE, SHORT, WITHOUT_RAY, metrics
 from transformers import AutoConfig, Qwen2ForSequenceClassification
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
@@ -90,6 +90,7 @@ def test_two_reward_models_on_pools_of_their_own(command_line, tmp_path: Path) -
     run = command_line(
         *SHORT,
         *ONE,
+        WITHOUT_RAY,
         "algorithm.adv_estimator=grpo",
         "actor_rollout_ref.rollout.n=2",
         "reward_model.enable=true",

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from lives import MEGATRON, metrics
+from lives import MEGATRON, WITHOUT_RAY, metrics
 from test_several_nodes import tiny_moe
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
@@ -47,11 +47,15 @@ def test_the_engines_experts_are_replayed(command_line, tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mode", "is_on_policy", "options"),
-    [("disabled", True, ("--local", "--collapse")), ("R2", True, ("--local", "--collapse")), ("R3", False, ())],
+    [
+        ("disabled", True, ("--local", "--collapse")),
+        ("R2", True, ("--local", "--collapse")),
+        ("R3", False, (WITHOUT_RAY,)),
+    ],
 )
 def test_modes(mode, is_on_policy, options, command_line, tmp_path: Path) -> None:
     """The engine's experts are known in every mode, also where a step's only update makes the old log-probs; one
-    through Ray on EP2, the others in one process. Would not catch a mode that does nothing.
+    on EP2, the others in one process. Would not catch a mode that does nothing.
     """
     keys = (f"{ACTOR}.router_replay.mode={mode}", f"{ROLLOUT}.enable_rollout_routing_replay=true")
     if is_on_policy:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from command_line import REPOSITORY
-from lives import LOCAL, ONE, TP2
+from lives import LOCAL, ONE, TP2, WITHOUT_RAY
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 
@@ -64,7 +64,12 @@ def test_raising_reward_function(command_line, tmp_path: Path) -> None:
     ("one", "kinds"),
     [
         pytest.param(LOCAL, ("raised", "no_score"), id="local"),
-        pytest.param(ONE, ("raised", "no_score", "timed_out", "crashed"), id="ray", marks=pytest.mark.exhaustive),
+        pytest.param(
+            (*ONE, WITHOUT_RAY),
+            ("raised", "no_score", "timed_out", "crashed"),
+            id="a rank",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_failing_samples_of_a_reward_function(command_line, one, kinds: tuple[str, ...], tmp_path: Path) -> None:
@@ -128,7 +133,7 @@ def test_raising_worker(command_line, tmp_path: Path) -> None:
     loss = tmp_path / "loss.py"
     loss.write_text("def broken(tokens, config):\n    raise RuntimeError('no such loss')\n")
     key = "actor_rollout_ref.actor.policy_loss"
-    run = command_line(*SMALL, *ONE, f"{key}.loss_mode=broken", f"{key}.custom.path={loss}")
+    run = command_line(*SMALL, *ONE, WITHOUT_RAY, f"{key}.loss_mode=broken", f"{key}.custom.path={loss}")
     run.wait_for(lambda: "raised" in run.text(), may_end=True)
     assert_clean_end(run, 3, "(actor)", "in update", "Traceback", "no such loss")
 

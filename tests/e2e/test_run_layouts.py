@@ -6,7 +6,7 @@ import json
 
 import pytest
 from command_line import REPOSITORY
-from lives import LOCAL, metrics
+from lives import LOCAL, WITHOUT_RAY, metrics
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 
@@ -54,7 +54,7 @@ def test_context_parallelism_by_overrides(command_line) -> None:
     """
     layout = (f"{MEGATRON}.tensor_model_parallel_size=1", f"{MEGATRON}.pipeline_model_parallel_size=2")
     keys = (*SHORT, *layout, "actor_rollout_ref.rollout.tensor_model_parallel_size=1", "trainer.save_freq=1")
-    cut = command_line(*keys, "trainer.n_gpus_per_node=4", f"{MEGATRON}.context_parallel_size=2")
+    cut = command_line(*keys, WITHOUT_RAY, "trainer.n_gpus_per_node=4", f"{MEGATRON}.context_parallel_size=2")
     assert cut.wait() == 0, cut.text()
     summary = json.loads((cut.run / "summary.json").read_text())
     assert summary["layout"] == {"world_size": 4, "tp": 1, "cp": 2, "pp": 2, "dp": 1, "rollout_tp": 1}

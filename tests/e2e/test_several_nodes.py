@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 from command_line import REPOSITORY
 from listeners import listening, open_to_others
-from lives import CLOCKED, MEGATRON, reached
+from lives import CLOCKED, MEGATRON, WITHOUT_RAY, reached
 from raylets import Raylets
 
 from megatron_rl.config.load import load_config
@@ -170,12 +170,12 @@ def test_the_demo_trains_on_two_nodes(command_line, tmp_path) -> None:
 @pytest.mark.parametrize("layout", OTHERS, ids=lambda layout: layout.name)
 def test_nodes_train_as_one_does(layout, command_line, tmp_path) -> None:
     """All printed digits of two steps, for stages, tensor ranks, data-parallel ranks and experts that lie on different
-    nodes, and for three. Would not catch what only a real network does.
+    nodes, and for three; the one has no Ray. Would not catch what only a real network does.
     """
     overrides = layout.overrides(tmp_path)
     spread, summary = run_on_nodes(layout, overrides, command_line)
     assert 0 < summary["rollout_logprob_diff_max"] < 5e-5
-    alone = command_line(*overrides, *layout.one_node)
+    alone = command_line(*overrides, *layout.one_node, WITHOUT_RAY)
     assert alone.wait() == 0, alone.text()
     assert printed(spread) == printed(alone)
     on_one_node = json.loads((alone.run / "summary.json").read_text())["transition_network_bytes_per_rank"]

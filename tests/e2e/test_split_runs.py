@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from command_line import is_in
-from lives import ONE
+from lives import ONE, WITHOUT_RAY
 from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
@@ -57,11 +57,14 @@ def overlap(run, first: str, second: str) -> float:
 
 @pytest.mark.parametrize(
     ("keys", "num_receivers"),
-    [pytest.param(THREE_RANKS, 1, id="three"), pytest.param((), 2, id="six", marks=pytest.mark.exhaustive)],
+    [
+        pytest.param((*THREE_RANKS, WITHOUT_RAY), 1, id="three"),
+        pytest.param((), 2, id="six", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_several_pools_compute_what_one_process_does(command_line, tmp_path: Path, keys, num_receivers: int) -> None:
-    """Three, or the six of configs/split_cpu.yaml: the same samples; log-probs, values, losses, gradient norms and
-    weights to 1e-5; bytes at their bound; and what does not depend on each other overlaps.
+    """Three, or through Ray the six of configs/split_cpu.yaml: the same samples; log-probs, values, losses, gradient
+    norms and weights to 1e-5; bytes at their bound; and what does not depend on each other overlaps.
 
     The whole model in one process is the other run. Would not catch what all layouts compute wrong; the references in
     tests/dist do.
@@ -118,7 +121,7 @@ def caught_in(run, method: str):
 @pytest.mark.exhaustive
 def test_a_rank_of_one_pool_that_dies_ends_all_pools(command_line) -> None:
     """Killed in an update: one message with pool, rank, role and method. Would not catch a node that dies."""
-    run = command_line(*SMALL, *TWO_RANKS, "trainer.total_training_steps=50")
+    run = command_line(*SMALL, *TWO_RANKS, WITHOUT_RAY, "trainer.total_training_steps=50")
     caught: list[psutil.Process] = []
     # A look at all processes takes a good part of a core: not while the run starts.
     run.wait_for(lambda: '"step": 1' in run.metrics())

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from lives import LOCAL, TP2, metrics, reached, steps_saved
+from lives import LOCAL, TP2, WITHOUT_RAY, metrics, reached, steps_saved
 from raylets import Raylets
 from stage_files import keys_of, weights_apart
 
@@ -69,10 +69,10 @@ def test_a_signal_ends_the_scoring_of_the_reference(command_line, files: Path) -
 
 
 def test_a_scheduler_stops_a_stage_which_ends_in_one_process(command_line, files: Path) -> None:
-    """SIGTERM to the process group of sft on two ranks of TP, through Ray; the rest of the steps on one rank, within
+    """SIGTERM to the process group of sft on two ranks of TP; the rest of the steps on one rank, within
     rounding of all of them there. Would not catch a signal before the first step."""
     keys = (*keys_of(files, "sft"), MANY, SLOWLY, "trainer.save_freq=1000", "trainer.test_freq=10")
-    stopped = command_line(*keys, *TP2, stage="sft")
+    stopped = command_line(*keys, *TP2, WITHOUT_RAY, stage="sft")
     stopped.wait_for(reached(stopped, 2))
     os.killpg(stopped.process.pid, signal.SIGTERM)
     assert stopped.wait() == 20, stopped.text()

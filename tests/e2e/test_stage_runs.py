@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from lives import LOCAL, ONE, TP2, metrics, reached, steps_saved
+from lives import LOCAL, ONE, TP2, WITHOUT_RAY, metrics, reached, steps_saved
 from recorded_runs import RecordedRun
 from stage_files import STAGES, command_of, keys_of, weights_apart
 from transformers import AutoModelForSequenceClassification
@@ -61,7 +61,7 @@ def test_reward_goes_on_in_another_layout(command_line, five_steps, files: Path)
     """Saved at step 2 on two ranks of TP, finished on one: losses within rounding. test_stage_ends.py has sft and dpo.
     Would not catch what only larger grids do, which tests/dist go through."""
     keys, stage = keys_of(files, "reward"), "reward"
-    whole, two = five_steps(stage), command_line(*keys, *TP2, stage=stage)
+    whole, two = five_steps(stage), command_line(*keys, *TP2, WITHOUT_RAY, stage=stage)
     assert two.wait() == 0, two.text()
     other = command_line(
         *(*keys, *ONE, "--local", "trainer.resume_mode=resume_path"),

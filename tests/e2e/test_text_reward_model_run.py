@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import REPOSITORY
-from lives import LOCAL, ONE, SHORT, metrics
+from lives import LOCAL, ONE, SHORT, WITHOUT_RAY, metrics
 from test_reward_model_run import save_reward_model
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
@@ -18,7 +18,12 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 DEMO = REPOSITORY / "assets/demo"
 OWN = ["<s>", "?", "<user>", "<assistant>", "<end>", *"=+9876543210"]
 TEMPLATE = "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}"
-OWN_POOL = ("reward_model.enable_resource_pool=true", "reward_model.nnodes=1", "reward_model.n_gpus_per_node=1")
+OWN_POOL = (
+    WITHOUT_RAY,
+    "reward_model.enable_resource_pool=true",
+    "reward_model.nnodes=1",
+    "reward_model.n_gpus_per_node=1",
+)
 LONGEST = 14
 """A sum has 10 tokens without the answer's: answers of more than 4 digits are cut."""
 
