@@ -143,4 +143,16 @@ def is_rank(process: psutil.Process) -> bool:
 
 def is_in(process: psutil.Process, method: str) -> bool:
     """Whether a rank is in a method, ROLE.METHOD, as its title says: rank 1 of global_pool: actor.update."""
-    return bool(process.cmdline()[0].endswith(f": {method}"))
+    return "".join(process.cmdline()[:1]).endswith(f": {method}")
+
+
+def stopped_in(ranks: Sequence[psutil.Process], method: str) -> psutil.Process | None:
+    """The first of the ranks' processes that is in a method, stopped there; None where there is none now."""
+    for process in ranks:
+        with suppress(psutil.Error):  # it has just ended
+            if is_in(process, method):
+                process.suspend()
+                if is_in(process, method):
+                    return process
+                process.resume()
+    return None

@@ -61,7 +61,7 @@ def test_a_stopped_rank_is_named(command_line, method: str, launcher: str) -> No
     rank = stopped.name().split()[1]
     assert run.wait() == 3, run.text()
     text = " ".join(run.text().split())
-    assert f"rank {rank} (" in text and f"in {method.partition('_')[2]}: process {stopped.pid} on node " in text, text
+    assert f"rank {rank} (" in text and f"in {method.partition('.')[2]}: process {stopped.pid} on node " in text, text
     assert "no sign of life" in text and "was stopped by a signal" in text, text
     assert "thread MainThread" in (run.run / STACKS_FILE).read_text()
     assert run.left_over() == []

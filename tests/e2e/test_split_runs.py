@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
-from command_line import is_in
+from command_line import stopped_in
 from lives import ONE, WITHOUT_RAY
 from safetensors.torch import load_file
 
@@ -106,18 +105,6 @@ def test_several_pools_compute_what_one_process_does(command_line, tmp_path: Pat
     assert (split.run / "timeline.png").stat().st_size > 10_000
 
 
-def caught_in(run, method: str):
-    """A rank's process that is in a method, stopped there; None where there is none now."""
-    for process in run.workers():
-        with suppress(psutil.Error):  # it has just ended
-            if is_in(process, method):
-                process.suspend()
-                if is_in(process, method):
-                    return process
-                process.resume()
-    return None
-
-
 @pytest.mark.exhaustive
 def test_a_rank_of_one_pool_that_dies_ends_all_pools(command_line) -> None:
     """Killed in an update: one message with pool, rank, role and method. Would not catch a node that dies."""
@@ -125,7 +112,9 @@ def test_a_rank_of_one_pool_that_dies_ends_all_pools(command_line) -> None:
     caught: list[psutil.Process] = []
     # A look at all processes takes a good part of a core: not while the run starts.
     run.wait_for(lambda: '"step": 1' in run.metrics())
-    run.wait_for(lambda: caught.extend(filter(None, [caught_in(run, "critic.update")])) or caught, interval=0.005)
+    run.wait_for(
+        lambda: caught.extend(filter(None, [stopped_in(run.workers(), "critic.update")])) or caught, interval=0.005
+    )
     rank = caught[0].name().split()[1]
     caught[0].kill()
     assert run.wait() == 3, run.text()
