@@ -90,6 +90,8 @@ class DaemonMonitor:
         """Wait for a loss and return it; "" when the monitor was stopped."""
         answered, has_started = time.monotonic(), False
         while True:
+            # Ray keeps this thread waiting while it starts a daemon: look once more, as its failure may have a cause.
+            looks_last = self._stopped.is_set()
             if not has_started:
                 has_started = self._needed is not None
                 for pid, name in (self._needed or children()).items():
@@ -97,11 +99,13 @@ class DaemonMonitor:
                         return _sentence(f"Ray's {name} (process {pid}) has ended")
             limit = _START_LOOK_S if not has_started else None if self._server is None else LOOK_S
             ready, _, _ = select.select([self._wake, *self._ends], [], [], limit)
-            if self._stopped.is_set():
+            if has_started and self._stopped.is_set():
                 return ""
-            for descriptor in ready:
+            for descriptor in set(ready) - {self._wake}:
                 name, pid = self._ends[descriptor]
                 return _sentence(f"Ray's {name} (process {pid}) {_how(descriptor)}")
+            if looks_last:
+                return ""
             if self._server is None or _answers(self._server):
                 answered = time.monotonic()
             elif time.monotonic() - answered > SERVER_PATIENCE_S:
