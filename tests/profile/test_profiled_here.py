@@ -93,7 +93,7 @@ def test_ranks_that_take_too_long_are_ended(world):
 @pytest.mark.exhaustive
 @pytest.mark.timeout(200)
 def test_nothing_outlives_a_killed_profile(tmp_path, monkeypatch):
-    """SIGKILL while ranks measure: no process and no folder is left. Would not catch what a kill of the companion too
+    """SIGKILL while ranks measure: no process and no folder is left. Would not catch what a kill of the supervisor too
     leaves, which the next start of a run removes.
     """
     short = Path("/tmp", uuid.uuid4().hex[:4])  # sockets go there
