@@ -174,7 +174,8 @@ class ProcessPool:
         try:
             yield
         except ProcessDied as error:
-            raise WorkerFailure(f"the processes of pool {self.name} did not come up: {error}") from None
+            why = str(error).strip().splitlines()[-1]
+            raise WorkerFailure(f"the processes of pool {self.name} did not come up: {why}") from None
 
     def _starting(self, numbered: list[ProcessInfo]) -> Iterator[WaitStep]:
         """Run the start after `spawn`, one step after the other."""

@@ -84,8 +84,9 @@ class RayRanks(Ranks):
 
     def start(self, rank: int, variables: Mapping[str, str]) -> RankProcess:
         """The pool must have been entered."""
-        agent = self._agent(rank // self.num_ranks_per_node)
-        return RayRankProcess(agent, next(self._keys), self.local_rank(rank), dict(variables), self._session)
+        node = rank // self.num_ranks_per_node
+        agent, place = self._agent(node), (next(self._keys), self.local_rank(rank), dict(variables))
+        return RayRankProcess(agent, *place, self._session, lambda: self._forget(node, agent))
 
     def share(self, message: bytes) -> Any:
         if len(message) <= INLINE_BYTES:
@@ -122,6 +123,11 @@ class RayRanks(Ranks):
             self._agents[node] = agent.remote(self.run_id, self._modules, self._supervised, self._session.is_own)
         return self._agents[node]
 
+    def _forget(self, node: int, agent: ActorHandle) -> None:
+        """Have the next start on a node make an agent anew, as this one is gone."""
+        if self._agents.get(node) is agent:
+            del self._agents[node]
+
     def _reserve(self) -> None:
         """Raises ConfigError: soon where the cluster is too small, after a longer wait where it is occupied."""
         node = {kind: count * self.num_ranks_per_node for kind, count in self._bundle.items()}
@@ -157,16 +163,22 @@ class RayRanks(Ranks):
 
 
 class RayRankProcess:
-    """A rank that an agent has started (see `launcher.RankProcess`)."""
+    """A rank that an agent has started (see `launcher.RankProcess`). lost: called when the agent is gone."""
 
     def __init__(
-        self, agent: ActorHandle, key: int, local_rank: int, variables: dict[str, str], session: RaySession
+        self,
+        agent: ActorHandle,
+        key: int,
+        local_rank: int,
+        variables: dict[str, str],
+        session: RaySession,
+        lost: Callable[[], None],
     ) -> None:
         self._agent, self._key, self._session = agent, key, session
         self._numbers = itertools.count()
         self.info: Future[ProcessInfo] = future_of(agent.start.remote(key, local_rank, variables), session.describe)
         self.ended: Future[str] = Future()
-        ended = future_of(agent.end_of.remote(key))
+        ended = future_of(agent.end_of.remote(key), lost=lost)
         ended.add_done_callback(lambda done: self.ended.set_result(str(done.exception() or done.result())))
 
     def send(self, message: Any) -> Future[Any]:
@@ -178,8 +190,13 @@ class RayRankProcess:
             self._agent.kill.remote(self._key)
 
 
-def future_of(answer: ObjectRef, read: Callable[[Any], Any] = lambda value: value) -> Future[Any]:
-    """Return the future of a call of an agent; it raises ProcessDied also where the agent, or its node, has died."""
+def future_of(
+    answer: ObjectRef, read: Callable[[Any], Any] = lambda value: value, lost: Callable[[], None] = lambda: None
+) -> Future[Any]:
+    """Return the future of a call of an agent; it raises ProcessDied also where the agent, or its node, has died.
+
+    lost: called then, before the future is ready.
+    """
     future: Future[Any] = Future()
 
     def pass_on(done: Future[Any]) -> None:
@@ -188,6 +205,7 @@ def future_of(answer: ObjectRef, read: Callable[[Any], Any] = lambda value: valu
         except RayTaskError as error:
             future.set_exception(error.cause if isinstance(error.cause, ProcessDied) else ProcessDied(str(error)))
         except RayError as error:
+            lost()
             details = [line for line in str(error).splitlines()[1:] if not line.startswith("\t")]
             future.set_exception(ProcessDied("\n".join(details) or str(error)))
         except Exception as error:

@@ -25,7 +25,7 @@ PP3 = (3, 1, (f"{TP}=1", *STAGES))
 KEYS = (*SHORT, "trainer.save_freq=1", "trainer.export_hf=false", "trainer.total_training_steps=1000")
 
 DIED = re.compile(
-    r"WorkerFailure: rank (\d+) \(\w+\): the process died during (\w+)\. It was process \d+ on node (\S+)\. "
+    r"WorkerFailure: rank (\d+) \(\w+\): the process died during (\w+)\. It was process \d+ on node (\S+); "
 )
 
 
