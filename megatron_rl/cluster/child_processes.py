@@ -46,6 +46,11 @@ def die_with(parent: int) -> None:
         os._exit(0)
 
 
+def how_ended(code: int) -> str:
+    """Say how a process with this return code, as of `subprocess.Popen`, has ended."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
 @contextmanager
 def adopting_orphans() -> Iterator[None]:
     """Make this process, instead of the machine's first one, the parent of every descendant that loses its parent."""

@@ -14,6 +14,7 @@ from contextlib import suppress
 
 import psutil
 
+from megatron_rl.cluster.child_processes import how_ended
 from megatron_rl.errors import WorkerFailure
 
 SERVER_PATIENCE_S = 40.0
@@ -35,8 +36,8 @@ class DaemonMonitor:
     that this process starts until `watch` names those that the run needs. After a loss it calls `end_ranks` and the
     main thread leaves its `with` blocks with SystemExit; `lost` is the reason.
 
-    end_ranks: ends the ranks alone. Ray's other processes live as long as this one, which may be in a call into Ray:
-    without the raylet, which an end of its agents ends too, Ray ends it with code 1 and no message.
+    end_ranks: ends the ranks alone. Ray's other processes go on as long as this one, which may be in a call into Ray:
+    if the raylet ends, and it does if one of its agents does, Ray ends this process with code 1 and no message.
     """
 
     def __init__(self, end_ranks: Callable[[], None]) -> None:
@@ -137,12 +138,12 @@ def children() -> dict[int, str]:
 
 def family() -> set[psutil.Process]:
     """Return the necessary Ray processes that this process has started, and all below them: agents, workers."""
-    found = set()
+    processes = set()
     for pid in children():
-        with suppress(psutil.Error):
+        with suppress(psutil.Error):  # it has gone meanwhile
             daemon = psutil.Process(pid)
-            found |= {daemon, *daemon.children(recursive=True)}
-    return found
+            processes |= {daemon, *daemon.children(recursive=True)}
+    return processes
 
 
 def owner(path: str) -> int:
@@ -159,9 +160,7 @@ def _how(descriptor: int) -> str:
     with suppress(ChildProcessError):
         ended = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is not None:
-            if ended.si_code == os.CLD_EXITED:
-                return f"exited with code {ended.si_status}"
-            return f"was killed by {signal.Signals(ended.si_status).name}"
+            return how_ended(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
     return "has ended"
 
 

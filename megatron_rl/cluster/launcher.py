@@ -15,10 +15,12 @@ from typing import Any, Protocol
 
 from megatron_rl.config.roles import PoolSize
 
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """Where a rank's process runs. gpus: the GPUs that it sees, in the form of CUDA_VISIBLE_DEVICES.
+    """Where a rank's process runs. gpus: the GPUs that it sees, in the form of VISIBLE_GPUS.
 
     is_local: it runs on the node of the driver.
     """

@@ -10,14 +10,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from megatron_rl.cluster.launcher import ProcessInfo, Ranks
+from megatron_rl.cluster.launcher import VISIBLE_GPUS, Ranks
+from megatron_rl.cluster.ranks import LOOPBACK
 from megatron_rl.cluster.scratch import Scratch
-from megatron_rl.cluster.supervision import NO_FAULT_OF_PROCESSES, LocalRankProcess, Supervision
+from megatron_rl.cluster.supervision import LocalRankProcess, Supervision
 from megatron_rl.config.roles import PoolSize
 from megatron_rl.errors import ConfigError
-
-LOOPBACK = "127.0.0.1"
-VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 class LocalLauncher:
@@ -41,9 +39,7 @@ class LocalLauncher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        is_clean = not isinstance(error, Exception) or isinstance(error, NO_FAULT_OF_PROCESSES)
-        self._supervision.close(keeps_folder=True)
-        self._supervision.scratch.remove(keep_logs=not is_clean)
+        self._supervision.end_run(error)
 
     @property
     def folder(self) -> Path:
@@ -82,10 +78,8 @@ class LocalRanks(Ranks):
         return rank if self._gpus is None else 0
 
     def start(self, rank: int, variables: Mapping[str, str]) -> LocalRankProcess:
-        gpu = "" if self._gpus is None else self._gpus[rank]
-        seen = {VISIBLE_GPUS: gpu} if gpu else {}
         host = socket.gethostname()
-        return self._supervision.start({**variables, **seen}, lambda pid: ProcessInfo(pid, host, host, gpu))
+        return self._supervision.start(variables, host, host, "" if self._gpus is None else self._gpus[rank])
 
     def share(self, message: bytes) -> bytes:
         return message

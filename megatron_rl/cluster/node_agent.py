@@ -9,11 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import ray
 
-from megatron_rl.cluster.launcher import ProcessInfo
+from megatron_rl.cluster.launcher import VISIBLE_GPUS, ProcessInfo
 from megatron_rl.cluster.scratch import Scratch
 from megatron_rl.cluster.supervision import OF_DRIVER, LocalRankProcess, Supervision
-
-VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 class AgentRank:
@@ -66,11 +64,7 @@ class NodeAgent:
         gpus = [gpu for gpu in os.environ.get(VISIBLE_GPUS, "").split(",") if gpu]
         gpu = gpus[local_rank] if gpus else ""
         node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
-
-        def info(pid: int) -> ProcessInfo:
-            return ProcessInfo(pid, node, host, gpu, is_local=False)
-
-        process = self._supervision.start(variables | ({VISIBLE_GPUS: gpu} if gpu else {}), info, read=bytes)
+        process = self._supervision.start(variables, node, host, gpu, read=bytes)
         await self._ranks[key].started(process)
         return await asyncio.wrap_future(process.info)
 

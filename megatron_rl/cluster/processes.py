@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 
 from megatron_rl.cluster.launcher import ProcessInfo, RankProcess, Ranks
+from megatron_rl.cluster.loading import import_path
 
 _EXIT_TIMEOUT_S = 10.0
 
@@ -51,7 +50,7 @@ class Processes:
     def _variables(self, rank: int) -> dict[str, str]:
         ranks = self._ranks
         return {
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            "PYTHONPATH": import_path(),
             **self._env,
             **ranks.variables,
             "RANK": str(rank),

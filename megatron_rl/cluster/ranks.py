@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_rl.cluster.launcher import ProcessInfo, RankProcess, Ranks
+from megatron_rl.cluster.launcher import VISIBLE_GPUS, ProcessInfo, RankProcess, Ranks
 from megatron_rl.cluster.leftovers import REPLICA
 
 LOOPBACK = "127.0.0.1"
@@ -76,7 +76,7 @@ def gpu_variables(processes: Sequence[ProcessInfo]) -> list[dict[str, str]]:
     """
     mates = [[mate for mate in processes if mate.node_id == process.node_id] for process in processes]
     return [
-        {"CUDA_VISIBLE_DEVICES": ",".join(mate.gpus for mate in here), "LOCAL_RANK": str(here.index(process))}
+        {VISIBLE_GPUS: ",".join(mate.gpus for mate in here), "LOCAL_RANK": str(here.index(process))}
         for process, here in zip(processes, mates, strict=True)
     ]
 

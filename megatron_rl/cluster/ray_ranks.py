@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -21,6 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_rl.cluster.launcher import ProcessInfo, RankProcess, Ranks
 from megatron_rl.cluster.leftovers import RUN_ID
+from megatron_rl.cluster.loading import import_path
 from megatron_rl.cluster.node_agent import NodeAgent
 from megatron_rl.cluster.rank_messages import ProcessDied, answer_of
 from megatron_rl.cluster.ray_session import JOIN_LIMIT_S, RaySession
@@ -29,6 +28,9 @@ from megatron_rl.errors import ConfigError
 
 INLINE_BYTES = 64 << 10
 """Messages up to this size are sent inside the calls; larger ones are stored once for all ranks."""
+
+READY_LIMIT_S = 30.0
+"""Seconds for the cluster to give a reservation that fits it; another run may be about to end."""
 
 OWN_GPU_ONLY = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
 """Where a node has it set to 1, Ray shows every process all GPUs, and each rank would use the first."""
@@ -39,8 +41,8 @@ class RayRanks(Ranks):
 
     Each node's ranks are one bundle, kept together on one machine; Ray puts each bundle on a machine of its own while
     there are enough, and two on one that is large enough where there are not. `device_kind` is "cpu" or "cuda".
-    session: an entered session. others: pools that will be reserved too and must also have room. modules, variables:
-    see `Supervision`. On leaving, the agents are killed, with all their ranks, and the reservation is given back.
+    session: an entered session. others: pools that will be reserved too and must also have room. On leaving, the agents
+    are killed, with all their ranks, and the reservation is given back.
     """
 
     def __init__(
@@ -50,22 +52,18 @@ class RayRanks(Ranks):
         session: RaySession,
         *,
         others: Sequence[PoolSize] = (),
-        modules: Sequence[str] = (),
-        variables: Mapping[str, str] | None = None,
-        ready_timeout_s: float = 30.0,
     ) -> None:
         num_ranks_per_node = size.num_ranks_per_node
         super().__init__(size.num_nodes * num_ranks_per_node, num_ranks_per_node, 0, num_ranks_per_node)
         self._size, self._others = size, list(others)
         self._bundle = {"CPU": 1.0, "GPU": 1.0} if device_kind == "cuda" else {"CPU": 1.0}
-        self._session, self._ready_timeout_s = session, ready_timeout_s
-        self._modules, self._supervised = list(modules), dict(variables or {})
+        self._session = session
         self._group: PlacementGroup | None = None
         self._agents: dict[int, ActorHandle] = {}
         self._keys = itertools.count()
 
     def __enter__(self) -> RayRanks:
-        """Reserve the ranks. Raises ConfigError when the cluster does not have them within `ready_timeout_s`."""
+        """Reserve the ranks. Raises ConfigError when the cluster does not have them within READY_LIMIT_S."""
         try:
             self._reserve()
         except BaseException:
@@ -110,8 +108,8 @@ class RayRanks(Ranks):
         """Return the agent of a node's bundle; it holds the bundle's GPUs."""
         if node not in self._agents:
             strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=node)
-            path = os.pathsep.join(path or os.getcwd() for path in sys.path)
-            variables = {"PYTHONPATH": path, RUN_ID: self.run_id} | (OWN_GPU_ONLY if "GPU" in self._bundle else {})
+            own_gpu = OWN_GPU_ONLY if "GPU" in self._bundle else {}
+            variables = {"PYTHONPATH": import_path(), RUN_ID: self.run_id, **own_gpu}
             options = {
                 "scheduling_strategy": strategy,
                 "num_cpus": 0,
@@ -119,8 +117,8 @@ class RayRanks(Ranks):
                 "max_restarts": 0,
                 "runtime_env": {"env_vars": variables},
             }
-            agent = ray.remote(NodeAgent).options(**options)
-            self._agents[node] = agent.remote(self.run_id, self._modules, self._supervised, self._session.is_own)
+            agent, session = ray.remote(NodeAgent).options(**options), self._session
+            self._agents[node] = agent.remote(session.run_id, session.modules, session.import_variables, session.is_own)
         return self._agents[node]
 
     def _forget(self, node: int, agent: ActorHandle) -> None:
@@ -133,16 +131,16 @@ class RayRanks(Ranks):
         node = {kind: count * self.num_ranks_per_node for kind, count in self._bundle.items()}
         self._require_enough()
         self._group = placement_group([node] * self._size.num_nodes, strategy="SPREAD")
-        if not self._group.wait(self._ready_timeout_s):
+        if not self._group.wait(READY_LIMIT_S):
             raise ConfigError(
                 f"the cluster cannot give {asked(self._size)} x [{listing(self._bundle)}] each within "
-                f"{self._ready_timeout_s:g} s: it has [{listing(ray.cluster_resources())}] in all, "
+                f"{READY_LIMIT_S:g} s: it has [{listing(ray.cluster_resources())}] in all, "
                 f"[{listing(ray.available_resources())}] free"
             )
 
     def _require_enough(self) -> None:
         """Wait until the cluster could hold the ranks if it were empty; nodes may still be joining."""
-        deadline = time.monotonic() + min(JOIN_LIMIT_S, self._ready_timeout_s)
+        deadline = time.monotonic() + JOIN_LIMIT_S
         while missing := self._shortage():
             if time.monotonic() > deadline:
                 raise ConfigError(missing)

@@ -37,7 +37,7 @@ from megatron_rl.cluster.launcher import ProcessInfo
 from megatron_rl.cluster.leftovers import RUN_ID, descendants, end, processes_with
 from megatron_rl.cluster.scratch import Scratch
 from megatron_rl.cluster.signals import keeping_sigterm_handler
-from megatron_rl.cluster.supervision import NO_FAULT_OF_PROCESSES, Supervision
+from megatron_rl.cluster.supervision import Supervision
 from megatron_rl.errors import ConfigError, WorkerFailure
 from third_party_patches import PatchError, apply_patches
 
@@ -66,17 +66,18 @@ class RaySession:
     """
 
     def __init__(self, num_ranks: int, modules: Sequence[str] = (), variables: Mapping[str, str] | None = None) -> None:
-        self._num_ranks, self._modules, self._supervised = num_ranks, modules, variables
+        self.modules, self.import_variables = list(modules), dict(variables or {})
+        self._num_ranks = num_ranks
         self._supervision: Supervision | None = None
-        self._monitor: DaemonMonitor | None = None  # None where this process had initialised Ray before
+        self._monitor: DaemonMonitor | None = None  # None if this process had initialised Ray before
         self._variables: dict[str, str] = {}  # Ray's variables before the start
         self._node_id = ""
 
     def __enter__(self) -> Self:
         """Raises ConfigError when Ray cannot be joined, and WorkerFailure when it does not start or dies meanwhile."""
         try:
-            scratch, modules = Scratch.begin(), self._modules if self.is_own else ()
-            self._supervision = Supervision(scratch, modules, self._supervised, owns_run=True)
+            scratch, modules = Scratch.begin(), self.modules if self.is_own else ()
+            self._supervision = Supervision(scratch, modules, self.import_variables, owns_run=True)
             if not ray.is_initialized():
                 self._start(self._supervision)
             self._node_id = ray.get_runtime_context().get_node_id()
@@ -139,9 +140,7 @@ class RaySession:
             if is_ours:
                 ray.shutdown()
             supervision, self._supervision = self._supervision, None
-            supervision.close(keeps_folder=True)
-            is_clean = not isinstance(error, Exception) or isinstance(error, NO_FAULT_OF_PROCESSES)
-            supervision.scratch.remove(keep_logs=not is_clean)
+            supervision.end_run(error)
             put_back(self._variables)
 
 

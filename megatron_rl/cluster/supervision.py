@@ -14,13 +14,16 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.cluster.child_processes import how_ended
 from megatron_rl.cluster.compiled import VARIABLE, folder_of_ranks
-from megatron_rl.cluster.launcher import ProcessInfo
+from megatron_rl.cluster.launcher import VISIBLE_GPUS, ProcessInfo
 from megatron_rl.cluster.leftovers import RUN_ID, end, processes_with
+from megatron_rl.cluster.loading import import_path
 from megatron_rl.cluster.rank_messages import ProcessDied, answer_of
 from megatron_rl.cluster.scratch import Scratch
 from megatron_rl.cluster.supervisor import LARGEST, kill_group
@@ -38,12 +41,12 @@ NO_FAULT_OF_PROCESSES = (ConfigError, RewardError, StoppedAfterStep, StoppedBefo
 
 
 class Supervision:
-    """Connects to the supervisor of a run on this node and starts one where there is none; `close` ends both.
+    """Connects to the supervisor of a run on this node and starts one if there is none; `close` ends both.
 
     modules: a supervisor that is started here imports them and forks ranks; without any, each rank imports for itself.
     variables: environment variables that the modules read on import. A supervisor that is there already keeps its own.
     name: of the supervisor among those of the run on this machine. owns_run: this is the driver. Raises WorkerFailure
-    where no supervisor answers; the driver's folder is removed then.
+    if no supervisor answers; the driver's folder is removed then.
     """
 
     def __init__(
@@ -74,23 +77,29 @@ class Supervision:
 
     @property
     def pid(self) -> int | None:
-        """The supervisor's process id; None where another client has started it."""
+        """The supervisor's process id; None if another client has started it."""
         return None if self._process is None else self._process.pid
 
     def start(
-        self, variables: Mapping[str, str], info: Callable[[int], ProcessInfo], read: Callable[[bytes], Any] = answer_of
+        self,
+        variables: Mapping[str, str],
+        node_id: str,
+        host: str,
+        gpu: str = "",
+        read: Callable[[bytes], Any] = answer_of,
     ) -> LocalRankProcess:
-        """Start a rank with these variables; do not wait for it.
+        """Start a rank with these variables, which sees this GPU alone; do not wait for it.
 
-        info: makes the description of a pid. read: makes an answer from a reply. Raises WorkerFailure where the
-        supervisor is gone.
+        node_id, host: this node, for `ProcessInfo`. gpu: "" on CPUs. read: makes an answer from a reply. Raises
+        WorkerFailure if the supervisor is gone.
         """
         ours, theirs = socket.socketpair()
         with theirs:
             log = self.scratch.folder / f"rank_{variables['RANK']}_{time.time_ns()}.log"
             place = {"TMPDIR": str(self.scratch.folder), VARIABLE: os.environ.get(VARIABLE, folder_of_ranks())}
-            request = json.dumps({"start": {**place, **variables}, "log": str(log)}).encode()
-            process = LocalRankProcess(ours, info, read)
+            seen = {VISIBLE_GPUS: gpu} if gpu else {}
+            request = json.dumps({"start": {**place, **variables, **seen}, "log": str(log)}).encode()
+            process = LocalRankProcess(ours, partial(ProcessInfo, node_id=node_id, host=host, gpus=gpu), read)
             with self._requests:
                 self._starting.append(process)
                 try:
@@ -103,6 +112,11 @@ class Supervision:
     def watch(self, pids: Sequence[int]) -> None:
         """Have processes killed when this process ends."""
         self._send({"watch": list(pids)})
+
+    def end_run(self, error: BaseException | None) -> None:
+        """Close, and remove the run's folder; keep the logs of processes if they may tell the reason of an error."""
+        self.close(keeps_folder=True)
+        self.scratch.remove(keep_logs=isinstance(error, Exception) and not isinstance(error, NO_FAULT_OF_PROCESSES))
 
     def close(self, keeps_folder: bool = False) -> None:
         """End the ranks that were started here, and, with the last client, all processes of the run on this machine.
@@ -190,7 +204,7 @@ class LocalRankProcess:
 
     def end(self, status: int) -> None:
         """Note how the process has ended, as `os.waitpid` says."""
-        how = ending_of(status)
+        how = f"it {how_ended(os.waitstatus_to_exitcode(status))}"
         with self._changing:
             self.ended.set_result(how)
             if not self.info.done():
@@ -223,13 +237,6 @@ class LocalRankProcess:
         self._pipe.close()
 
 
-def ending_of(status: int) -> str:
-    """Say how a process ended."""
-    if os.WIFSIGNALED(status):
-        return f"it was killed by {signal.Signals(os.WTERMSIG(status)).name}"
-    return f"it exited with code {os.waitstatus_to_exitcode(status)}"
-
-
 def _start(
     scratch: Scratch, name: str, modules: Sequence[str], variables: Mapping[str, str]
 ) -> subprocess.Popen[bytes] | None:
@@ -237,8 +244,7 @@ def _start(
     claim = scratch.claim(name)
     if claim is None:
         return None
-    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-    own = {**os.environ, "PYTHONPATH": path, **variables, RUN_ID: scratch.run_id}
+    own = {**os.environ, "PYTHONPATH": import_path(), **variables, RUN_ID: scratch.run_id}
     own["TMPDIR"] = str(scratch.folder.parents[1])  # where the run's folder is found
     command = [sys.executable, "-m", "megatron_rl.cluster.supervisor", name, ",".join(modules)]
     log = os.open(scratch.folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -265,10 +271,8 @@ def _connect(path: Path, process: subprocess.Popen[bytes] | None) -> socket.sock
         except OSError as error:
             control.close()
             if process is not None and process.poll() is not None:
-                code, log = process.returncode, path.with_name(f"{path.name}.log")
-                said = log.read_text(errors="replace").split("\n")
-                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-                why = "".join(f": {line}" for line in said[-2:-1])
+                lines = path.with_name(f"{path.name}.log").read_text(errors="replace").split("\n")
+                how, why = how_ended(process.returncode), "".join(f": {line}" for line in lines[-2:-1])
                 raise WorkerFailure(
                     f"the supervisor of this machine's ranks (process {process.pid}) {how} while it started{why}; "
                     "start the run again"

@@ -103,7 +103,7 @@ def eventually(holds: Callable[[], bool], seconds: float = GONE_S) -> bool:
     return True
 
 
-def lives(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Not where it is dead, and its parent has not noticed."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
+from drivers import running
 
 from megatron_rl.cluster.leftovers import RUN_ID, living, processes_with, variable_of
 from megatron_rl.errors import WorkerFailure
 
 pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
-WAITING, PUTTING = (Path(__file__).with_name(f"{name}_driver.py") for name in ("doomed", "putting"))
+WAITING, PUTTING = ("doomed_driver.py", "ray", "600"), ("putting_driver.py",)
+"""Scripts with their arguments: one driver waits in a call, the other one puts objects."""
 DAEMONS = ("gcs_server", "raylet")
 LATEST_S = 6.0
 """Seconds from a daemon's start: Ray starts in two, the pool in another one, and then the driver waits in a call."""
@@ -30,13 +29,13 @@ def kill_daemon(
 ) -> tuple[int, str | None, list[psutil.Process]]:
     """SIGKILL a daemon of the driver some seconds after its start; its pid, its run, all processes below the driver."""
     deadline, process = time.monotonic() + PATIENCE_S, psutil.Process(driver.pid)
-    while not (found := [child for child in process.children() if child.name() == name]):
+    while not (daemons := [child for child in process.children() if child.name() == name]):
         assert driver.poll() is None and time.monotonic() < deadline
         time.sleep(0.005)
     time.sleep(after_s)
-    tree, run_id = process.children(recursive=True), variable_of(found[0], RUN_ID)
-    found[0].kill()
-    return found[0].pid, run_id, tree
+    tree, run_id = process.children(recursive=True), variable_of(daemons[0], RUN_ID)
+    daemons[0].kill()
+    return daemons[0].pid, run_id, tree
 
 
 @pytest.mark.parametrize(
@@ -55,34 +54,22 @@ def test_a_daemon_may_die_at_any_instant(seeds: range) -> None:
 
 def test_a_driver_that_is_in_a_call_to_its_raylet_says_what_died() -> None:
     """The GCS server dies while the driver puts objects, 8 times: the raylet, without which Ray ends the driver with
-    code 1 and no word, lives until the driver has left. Would not catch a raylet that dies itself.
+    code 1 and no message, ends after the driver. Would not catch a raylet that dies itself.
     """
     draw = random.Random(0)
     for _ in range(8):
         check_death(PUTTING, "gcs_server", draw.uniform(LATEST_S / 2, LATEST_S))
 
 
-def check_death(script: Path, victim: str, after_s: float) -> None:
-    """Of one driver."""
-    path = os.pathsep.join([str(script.parent), *filter(None, sys.path)])
-    driver = subprocess.Popen(
-        [sys.executable, script, "600"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": path, "HOME": "/proc/none"},
-        start_new_session=True,
-    )
-    try:
+def check_death(script: tuple[str, ...], victim: str, after_s: float) -> None:
+    """Kill a daemon of one driver, and check how the driver ends and what is left."""
+    with running(*script) as driver:
         pid, run_id, tree = kill_daemon(driver, victim, after_s)
-        said = driver.communicate(timeout=PATIENCE_S)[1]
-    finally:
-        driver.kill()
-        driver.wait()
-    case = f"{victim} {after_s:.2f} s after its start: {said}"
+        errors = driver.communicate(timeout=PATIENCE_S)[1]
+    case = f"{victim} {after_s:.2f} s after its start: {errors}"
     assert driver.returncode == WorkerFailure.exit_code, case
-    named = [line for line in said.splitlines() if line.startswith(f"Ray's {victim} (process {pid}) ")]
-    assert len(named) == 1 and "Traceback" not in said, case
+    named = [line for line in errors.splitlines() if line.startswith(f"Ray's {victim} (process {pid}) ")]
+    assert len(named) == 1 and "Traceback" not in errors, case
     assert run_id is not None, case
     deadline = time.monotonic() + PATIENCE_S
     while (left := living([*tree, *processes_with(run_id)])) and time.monotonic() < deadline:

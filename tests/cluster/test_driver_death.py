@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from drivers import running
 from launchers import BOTH
 from replica_cluster import eventually
 
@@ -50,19 +50,14 @@ def own_temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @contextmanager
 def driven(*arguments: str) -> Iterator[tuple[subprocess.Popen, list[psutil.Process]]]:
     """A driver with a worker in a call, and its whole process tree; its home folder is none and cannot be made."""
-    script = Path(__file__).with_name("doomed_driver.py")
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "HOME": "/proc/none"}
-    command, pipe = [sys.executable, script, *arguments], subprocess.PIPE
-    driver = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env, start_new_session=True)
     tree: list[psutil.Process] = []
     try:
-        told = json.loads(driver.stdout.readline())
-        tree = [psutil.Process(pid) for pid in told["tree"]]
-        assert set(told["workers"] + told["children"]) <= set(told["tree"])
-        yield driver, tree
+        with running("doomed_driver.py", *arguments, stdout=subprocess.PIPE) as driver:
+            told = json.loads(driver.stdout.readline())
+            tree = [psutil.Process(pid) for pid in told["tree"]]
+            assert set(told["workers"] + told["children"]) <= set(told["tree"])
+            yield driver, tree
     finally:
-        driver.kill()
-        driver.wait()
         assert end(lambda: living(tree)) == []
 
 
@@ -75,7 +70,7 @@ ENDS = {
     "SIGKILL": ([], os.kill, [signal.SIGKILL], -signal.SIGKILL),
 }
 OFTEN = {("local", "SIGKILL"), ("ray", "second signal SIGINT")}
-"""Those of `make test`."""
+"""The launcher and the end of each case that is no sweep."""
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from replica_cluster import eventually, lives
+from replica_cluster import eventually, is_alive
 
-from megatron_rl.cluster.launcher import ProcessInfo
 from megatron_rl.cluster.leftovers import end, processes_with
 from megatron_rl.cluster.rank_messages import dumps
 from megatron_rl.cluster.scratch import Scratch
@@ -34,14 +33,13 @@ time.sleep(float(os.environ.get("TAKES", "0")))
 """
 CLIENT = """
 import sys, time
-from megatron_rl.cluster.launcher import ProcessInfo
 from megatron_rl.cluster.scratch import Scratch
 from megatron_rl.cluster.supervision import Supervision
 run_id, name, owns, module = sys.argv[1:]
 kept = Supervision(Scratch.join(run_id), [module] * bool(module), {}, name=name, owns_run=bool(owns))
 if not module:
     place = {"RANK": "0", "POOL_NAME": "toys"}
-    print(kept.start(place, lambda pid: ProcessInfo(pid, "", "")).info.result().pid)
+    print(kept.start(place, "here", "here").info.result().pid)
 print("connected", flush=True)
 time.sleep(600)
 """
@@ -87,7 +85,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 def start(supervision: Supervision, rank: int, **variables: str) -> LocalRankProcess:
     place = {"RANK": str(rank), "POOL_NAME": "toys", **variables}
-    return supervision.start(place, lambda pid: ProcessInfo(pid, "here", "here"))
+    return supervision.start(place, "here", "here")
 
 
 def ask(rank: LocalRankProcess, code: str, *arguments: object) -> object:
@@ -166,7 +164,7 @@ def test_an_orphan_without_a_mark_does_not_outlive_the_run(node: Node) -> None:
     code = f"__import__('subprocess').run({ORPHAN!r}, shell=True, capture_output=True, text=True).stdout"
     orphan = int(value(rank, node.folder, code))
     assert eventually(lambda: psutil.Process(orphan).ppid() == supervision.pid)
-    assert node.close(supervision) and not lives(orphan)
+    assert node.close(supervision) and not is_alive(orphan)
 
 
 def test_ranks_end_with_their_client_and_others_go_on(node: Node) -> None:
@@ -175,8 +173,8 @@ def test_ranks_end_with_their_client_and_others_go_on(node: Node) -> None:
     second, second_rank = node.client("supervisor_a")
     first.kill()
     first.wait()
-    assert eventually(lambda: not lives(first_rank))
-    assert lives(second_rank)
+    assert eventually(lambda: not is_alive(first_rank))
+    assert is_alive(second_rank)
     second.kill()
     second.wait()
     assert eventually(lambda: not processes_with(node.scratch.run_id))
@@ -189,12 +187,12 @@ def test_the_end_of_one_node_is_not_that_of_another(node: Node) -> None:
     agent, of_agent = node.client("supervisor_b")
     agent.kill()
     agent.wait()
-    assert eventually(lambda: not lives(of_agent))
-    assert lives(rank.info.result(60).pid)
+    assert eventually(lambda: not is_alive(of_agent))
+    assert is_alive(rank.info.result(60).pid)
     agent, of_agent = node.client("supervisor_c")
-    assert not eventually(lambda: not lives(of_agent), 0.5)
+    assert not eventually(lambda: not is_alive(of_agent), 0.5)
     supervision.close()
-    assert eventually(lambda: not lives(of_agent))
+    assert eventually(lambda: not is_alive(of_agent))
     agent.kill()
     agent.wait()
 
@@ -211,7 +209,7 @@ def test_a_kill_leaves_nothing(node: Node, how: str) -> None:
     elif how == "supervisor":
         killed = psutil.Process(rank).parent().kill
     killed()
-    assert eventually(lambda: rank == 0 or not lives(rank))
+    assert eventually(lambda: rank == 0 or not is_alive(rank))
     if how == "supervisor":
         assert driver.poll() is None
         driver.kill()
