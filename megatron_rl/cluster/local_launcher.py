@@ -32,7 +32,7 @@ class LocalLauncher:
         self._supervision: Supervision
 
     def __enter__(self) -> Self:
-        """Raises ConfigError where there is no place for the run's files."""
+        """Raises ConfigError if there is no place for the run's files."""
         self._supervision = Supervision(Scratch.begin(), self._modules, self._variables, owns_run=True)
         return self
 

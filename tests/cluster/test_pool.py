@@ -90,7 +90,7 @@ def test_workers_find_their_place_in_the_environment(group: ProcessPool) -> None
 
 
 def test_the_title_of_a_process_says_what_it_does(group: ProcessPool) -> None:
-    """As `ps` shows it, in a method and between two. Would not catch a title that is cut off."""
+    """`ps` shows the title, in a method and between two methods. Would not catch a title that is cut off."""
     [rank] = [psutil.Process(pid) for pid in group.pids[3:]]
     nap = group.host(ToyWorker).nap(1.0)
     assert eventually(lambda: rank.cmdline()[0] == "rank 3 of toys: host.nap")

@@ -141,7 +141,7 @@ def test_ranks_are_forked_with_what_was_imported_once(node: Node) -> None:
 
 
 def test_a_rank_is_a_python_of_its_own_where_nothing_is_imported(node: Node) -> None:
-    """As on GPUs. Its title takes the place of its command line."""
+    """Ranks on GPUs are started so. The title takes the place of its command line."""
     supervision = node.supervise()
     rank = start(supervision, 0, COLOUR="blue")
     assert value(rank, node.folder, "(os.environ['COLOUR'], 'loud' in sys.modules)") == str(("blue", False))

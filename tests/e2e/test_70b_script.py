@@ -6,7 +6,7 @@ import json
 import sys
 
 import pytest
-from lives import WITHOUT_RAY, reached, steps_saved
+from short_runs import WITHOUT_RAY, reached, steps_saved
 
 pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(600)]
 

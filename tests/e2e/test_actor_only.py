@@ -11,8 +11,8 @@ import pytest
 import torch
 from command_line import REPOSITORY
 from forked_run import ForkedRun
-from lives import LOCAL, SHORT, metrics, steps_saved
 from safetensors.torch import load_file
+from short_runs import LOCAL, SHORT, metrics, steps_saved
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 

@@ -13,8 +13,8 @@ from random import Random
 import psutil
 import pytest
 from command_line import LIMIT, is_in, stopped_in
-from lives import WITHOUT_RAY, steps_saved
 from safetensors.torch import load_file
+from short_runs import WITHOUT_RAY, steps_saved
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 

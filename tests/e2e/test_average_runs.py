@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from command_line import REPOSITORY
 from forked_run import ForkedRun
-from lives import ONE, TP2, WITHOUT_RAY
 from safetensors.torch import load_file
+from short_runs import ONE, TP2, WITHOUT_RAY
 from stage_files import keys_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600), pytest.mark.exhaustive]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from command_line import REPOSITORY
-from lives import metrics
 from safetensors.torch import load_file
+from short_runs import metrics
 
 pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(480)]
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 import psutil
 import pytest
 from command_line import LIMIT, is_in
-from lives import WITHOUT_RAY
+from short_runs import WITHOUT_RAY
 
 from megatron_rl.cluster.heartbeat_monitor import STACKS_FILE
 

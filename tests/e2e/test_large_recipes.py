@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from lives import MEGATRON, WITHOUT_RAY, metrics
+from short_runs import MEGATRON, WITHOUT_RAY, metrics
 from test_several_nodes import tiny_moe
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]

@@ -6,7 +6,7 @@ import os
 import signal
 
 import pytest
-from lives import SHORT, TP2, WITHOUT_RAY, metrics, reached, steps_saved
+from short_runs import SHORT, TP2, WITHOUT_RAY, metrics, reached, steps_saved
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from lives import LOCAL, SHORT, metrics
+from short_runs import LOCAL, SHORT, metrics
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from lives import LOCAL, SHORT, TP2, WITHOUT_RAY, reached, steps_saved
+from short_runs import LOCAL, SHORT, TP2, WITHOUT_RAY, reached, steps_saved
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 import yaml
 from command_line import REPOSITORY
-from lives import WITHOUT_RAY
+from short_runs import WITHOUT_RAY
 
 pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(480)]
 

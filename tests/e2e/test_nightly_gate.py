@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from lives import ONE, SHORT, WITHOUT_RAY
+from short_runs import ONE, SHORT, WITHOUT_RAY
 
 from megatron_rl.trials.golden import Band, Golden, write_golden
 from megatron_rl.trials.metrics_file import read_metrics

@@ -9,8 +9,8 @@ from contextlib import suppress
 import psutil
 import pytest
 from command_line import LIMIT, is_in
-from lives import LOCAL, MEGATRON, SHORT, steps_saved
 from raylets import Raylets
+from short_runs import LOCAL, MEGATRON, SHORT, steps_saved
 
 pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 

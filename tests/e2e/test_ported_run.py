@@ -7,7 +7,7 @@ import shlex
 import pytest
 from command_line import REPOSITORY
 from forked_run import ForkedRun
-from lives import metrics
+from short_runs import metrics
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 

@@ -10,8 +10,8 @@ import random
 from pathlib import Path
 
 import pytest
-from lives import LOCAL, ONE, SHORT, TP2, WITHOUT_RAY, metrics, reached, steps_saved
 from recorded_runs import RecordedRun
+from short_runs import LOCAL, ONE, SHORT, TP2, WITHOUT_RAY, metrics, reached, steps_saved
 from test_reward_model_run import save_reward_model
 
 from megatron_rl.checkpoint.score_statistics import ScoreStatistics, write_statistics

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from command_line import CommandLine
-from lives import LOCAL, ONE, SHORT, WITHOUT_RAY, metrics, steps_saved
+from short_runs import LOCAL, ONE, SHORT, WITHOUT_RAY, metrics, steps_saved
 
 from megatron_rl.checkpoint.folders import find
 

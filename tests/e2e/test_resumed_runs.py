@@ -11,9 +11,9 @@ import torch
 from command_line import REPOSITORY, CommandLine
 from forked_run import ForkedRun
 from listeners import listening, open_to_others
-from lives import LOCAL, MEGATRON, ONE, SHORT, TP2, WITHOUT_RAY, metrics, reached, steps_saved
 from recorded_runs import RecordedRun
 from safetensors.torch import load_file
+from short_runs import LOCAL, MEGATRON, ONE, SHORT, TP2, WITHOUT_RAY, metrics, reached, steps_saved
 from transformers import AutoModelForSequenceClassification
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]

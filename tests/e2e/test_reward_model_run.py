@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from command_line import REPOSITORY
-from lives import LOCAL, ONE, SHORT, WITHOUT_RAY, metrics
+from short_runs import LOCAL, ONE, SHORT, WITHOUT_RAY, metrics
 from transformers import AutoConfig, Qwen2ForSequenceClassification
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from command_line import REPOSITORY
-from lives import LOCAL, ONE, TP2, WITHOUT_RAY
+from short_runs import LOCAL, ONE, TP2, WITHOUT_RAY
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from command_line import REPOSITORY
-from lives import LOCAL, WITHOUT_RAY, metrics
+from short_runs import LOCAL, WITHOUT_RAY, metrics
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 

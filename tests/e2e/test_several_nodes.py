@@ -12,8 +12,8 @@ import pyarrow.parquet
 import pytest
 from command_line import REPOSITORY
 from listeners import listening, open_to_others
-from lives import CLOCKED, MEGATRON, WITHOUT_RAY, reached
 from raylets import Raylets
+from short_runs import CLOCKED, MEGATRON, WITHOUT_RAY, reached
 
 from megatron_rl.config.load import load_config
 from megatron_rl.ledger.planner.run_models import RunModels

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 from command_line import stopped_in
-from lives import ONE, WITHOUT_RAY
 from safetensors.torch import load_file
+from short_runs import ONE, WITHOUT_RAY
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 

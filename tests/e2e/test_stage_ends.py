@@ -8,8 +8,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from lives import LOCAL, TP2, WITHOUT_RAY, metrics, reached, steps_saved
 from raylets import Raylets
+from short_runs import LOCAL, TP2, WITHOUT_RAY, metrics, reached, steps_saved
 from stage_files import keys_of, weights_apart
 
 pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(900)]

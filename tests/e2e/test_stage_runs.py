@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from lives import LOCAL, ONE, TP2, WITHOUT_RAY, metrics, reached, steps_saved
 from recorded_runs import RecordedRun
+from short_runs import LOCAL, ONE, TP2, WITHOUT_RAY, metrics, reached, steps_saved
 from stage_files import STAGES, command_of, keys_of, weights_apart
 from transformers import AutoModelForSequenceClassification
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import REPOSITORY
-from lives import LOCAL, ONE, SHORT, WITHOUT_RAY, metrics
+from short_runs import LOCAL, ONE, SHORT, WITHOUT_RAY, metrics
 from test_reward_model_run import save_reward_model
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast

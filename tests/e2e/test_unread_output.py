@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from lives import SHORT, THROUGH
+from short_runs import SHORT, THROUGH
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 

@@ -1,4 +1,4 @@
-"""What the lives of one run leave behind, for tests that end some of them early."""
+"""Settings of short runs, and readers of the metrics and checkpoints that one run leaves over several starts."""
 
 from __future__ import annotations
 
