@@ -211,10 +211,10 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def load(modules: Sequence[str], starter: int) -> None:
+def load(modules: Sequence[str], starter: int, scratch: Scratch) -> None:
     """Import the modules; a module that fails is left to the ranks, which report it. End if the starter ends."""
     loaded, is_loaded = os.pipe()
-    watch = threading.Thread(target=_end_with_starter, args=(starter, loaded), daemon=True)
+    watch = threading.Thread(target=_end_with_starter, args=(starter, loaded, scratch), daemon=True)
     watch.start()
     with without_collections():
         for module in modules:
@@ -225,19 +225,19 @@ def load(modules: Sequence[str], starter: int) -> None:
     os.close(loaded)
 
 
-def _end_with_starter(starter: int, loaded: int) -> None:
+def _end_with_starter(starter: int, loaded: int, scratch: Scratch) -> None:
     ready, _, _ = select.select([starter, loaded], [], [])
     if loaded not in ready:
-        finish(owns_run=False, keeps_folder=False)
+        finish(scratch, owns_run=False, keeps_folder=False)
 
 
-def finish(owns_run: bool, keeps_folder: bool) -> NoReturn:
+def finish(scratch: Scratch, owns_run: bool, keeps_folder: bool) -> NoReturn:
     """Kill all processes of the run, or of this node, but this one; remove the scratch folder unless a client will."""
-    run_id, own = os.environ[RUN_ID], os.getpid()
-    mark = (run_id, RUN_ID) if owns_run else (os.environ[SUPERVISOR], SUPERVISOR)
+    own = os.getpid()
+    mark = (scratch.run_id, RUN_ID) if owns_run else (os.environ[SUPERVISOR], SUPERVISOR)
     end(lambda: [*living(descendants()), *(left for left in processes_with(*mark) if left.pid != own)])
     if not keeps_folder:
-        Scratch.join(run_id).remove(keep_logs=True)
+        scratch.remove(keep_logs=True)
         compiled = os.environ.get(VARIABLE, "")
         if compiled.endswith(f"torchinductor_{os.getuid()}"):  # else the user has named it
             remove_if_empty(compiled)
@@ -278,13 +278,12 @@ def main(name: str, modules: Sequence[str]) -> None:
     listener.bind(str(scratch.folder / name))
     listener.listen(socket.SOMAXCONN)
     if modules:
-        load(modules, STDIN)
+        load(modules, STDIN, scratch)
     supervisor, own = Supervisor(listener, STDIN), os.getpid()
     request = supervisor.serve()
     if request is not None:
         become(request, own, bool(modules))
-    scratch.release()
-    finish(supervisor.owns_run, supervisor.keeps_folder)
+    finish(scratch, supervisor.owns_run, supervisor.keeps_folder)
 
 
 if __name__ == "__main__":
