@@ -6,13 +6,15 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
+from storage_meter import StorageMeter
 
 from megatron_rl.config.keys import put
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.ledger.planner.activations import LayerBlock, LayerSizes, in_flight
 from megatron_rl.ledger.planner.hardware import load_hardware
-from megatron_rl.ledger.planner.memory import plan_stages
+from megatron_rl.ledger.planner.memory import LargestGradients, optimizer_temporaries, plan_stages
 from megatron_rl.ledger.planner.memory_advice import advice
 from megatron_rl.ledger.planner.memory_report import memory_report
 from megatron_rl.ledger.planner.preflight import preflight
@@ -208,6 +210,25 @@ def test_recomputation_keeps_inputs_and_what_is_made_again(config, method, numbe
     kept = 2 * (inputs * hidden + layers * saved + 2 * hidden)
     assert phases["update_actor"]["activations"] == int(kept + made * saved + running)
     assert phases["update_critic"]["activations"] == int(2 * (16 * saved + 2 * hidden) + running)
+
+
+@pytest.mark.parametrize(("foreach", "device"), [(True, "cuda"), (False, "cpu")])
+def test_adams_temporaries_are_those_of_torch(config, foreach, device):
+    """Two steps of torch's own AdamW over three weights, its tensors followed. Would not catch another Adam, as that of
+    transformer-engine, nor what kernels take inside."""
+    sizes = (30_000, 1_000, 7_000)  # the largest first: on a CPU a quotient lives until the next one replaces it
+    weights = [torch.randn(size, requires_grad=True) for size in sizes]
+    optimizer = torch.optim.AdamW(weights, foreach=foreach)
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    kept = [tensor for weight in weights for tensor in (weight, weight.grad, *optimizer.state[weight].values())]
+    with StorageMeter(kept, lambda: 0) as meter:
+        optimizer.step()
+    models = RunModels(config("llama-2-7b", "actor_rollout_ref.rollout.kv_cache_memory_bytes=4000000000"))
+    role = models.training.spec.megatron_roles[0]
+    planned = optimizer_temporaries(role, sum(sizes), LargestGradients(max(sizes) * 4, 0), 4, device)
+    assert planned <= meter.peak <= 1.001 * planned
 
 
 def test_recomputing_is_offered_where_it_makes_the_plan_fit(config):

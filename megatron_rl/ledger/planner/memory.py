@@ -456,10 +456,16 @@ def update_held(
 
 
 def optimizer_temporaries(role: RoleSpec, share: int, gradients: LargestGradients, element: int, device: str) -> int:
-    """Return the bytes of Adam's temporaries: of the whole shard on a GPU (foreach), else of one parameter."""
+    """Return the bytes of Adam's temporaries.
+
+    On a GPU torch's foreach form makes one copy of the shard, the second moments' roots, and changes it in place;
+    weight decay is decoupled, so gradients are not copied. On a CPU the loop over parameters makes two, of one
+    parameter: the root and its quotient. That the quotient of the parameter before is still there is not counted.
+    """
+    if device == "cuda":
+        return int(share * FP32 * (1 - offloaded_share(role)))
     largest = max(gradients.layers, gradients.others) // element * FP32
-    foreach = int(share * FP32 * (1 - offloaded_share(role)))
-    return 2 * (foreach if device == "cuda" else min(share * FP32, largest))
+    return 2 * min(share * FP32, largest)
 
 
 def offloaded_share(role: RoleSpec) -> float:
