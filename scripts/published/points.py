@@ -1,7 +1,8 @@
 """Published seconds with known settings, read from `cases/*.yaml`, and the clock's estimate of each.
 
 Every point names its source, its model, GPUs and layout, what is asked of them, and the phases whose seconds were
-published. `sets` marks the points that calibrate a number of the clock; all others are held out.
+published. `sets` marks the points that calibrate a number of the clock; all others are held out. Those of
+`unseen/*.yaml` were read later, when all numbers stood.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from published.ahead import seconds_ahead
 
 from megatron_rl.ledger.planner.hardware import FOLDER, Hardware, load_hardware
 from megatron_rl.ledger.planner.run_models import PlannedModel
@@ -30,9 +32,10 @@ class Point:
     """One published number: seconds, or, with `against`, seconds of one layout over those of another.
 
     phases: of the estimate, that add up to it; roles beside the actor are of its size. drawing: GPUs that generate,
-    where others train; 0: all do both. cache_share: of memory, for the engine's weights and cache; 0: enough. searched:
-    where the source has looked for the best layout and does not name it, those of which the fastest by the clock
-    counts. sets: the number that this point calibrates.
+    where others train; 0: all do both. ahead: steps that they run ahead, with weights that arrive in flight; 0: in
+    turns. cache_share: of memory, for the engine's weights and cache; 0: enough. searched: where the source has looked
+    for the best layout and does not name it, those of which the fastest by the clock counts. sets: the number that this
+    point calibrates.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Point:
     published: float
     phases: tuple[str, ...]
     drawing: int = 0
+    ahead: int = 0
     cache_share: float = 0.0
     against: Layout | None = None
     searched: tuple[Layout, ...] = ()
@@ -66,7 +70,12 @@ class Point:
             "generation": lambda: drawer.generate(self._fitting(load, layout, gpu)),
             "transition": lambda: transition_seconds(self.model, layout, gpu),
         }
-        return sum(methods[phase]() for phase in self.phases)
+        seconds = {phase: methods[phase]() for phase in self.phases}
+        if not self.ahead:
+            return sum(seconds.values())
+        sent = transfer_seconds(self.model.num_params * BF16, training.num_gpus, layout.rollout_tp, gpu)
+        in_turns = {"transition": sent, "generation": seconds.pop("generation"), "training": sum(seconds.values())}
+        return seconds_ahead(drawer, self._fitting(load, layout, gpu), training.num_gpus, self.ahead, in_turns)
 
     def _fitting(self, load: Load, layout: Layout, gpu: Hardware) -> Load:
         """With as many sequences of a replica at once as its cache holds."""
@@ -81,6 +90,11 @@ def transition_seconds(model: ModelCost, layout: Layout, gpu: Hardware) -> float
     """Seconds of a transition in place over the network, by HybridFlow's Table 2: a rank receives what it lacks."""
     lacking = 1 / layout.rollout_tp - 1 / (layout.tp * layout.pp)
     return model.num_params * BF16 * lacking / gpu.network_bandwidth / LINK_EFFICIENCY
+
+
+def transfer_seconds(num_bytes: float, senders: int, rollout_tp: int, gpu: Hardware) -> float:
+    """Seconds of a transfer to other ranks: each receives its shard, and the senders share the model between them."""
+    return num_bytes / min(rollout_tp, senders) / gpu.network_bandwidth / LINK_EFFICIENCY
 
 
 @cache
@@ -106,9 +120,15 @@ def merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def points() -> tuple[Point, ...]:
-    """All of them, those that calibrate first, then file by file."""
+    """All of `cases`, those that calibrate first, then file by file."""
     found = [point for file in sorted((HERE / "cases").glob("*.yaml")) for point in _of_file(file)]
     return tuple(sorted(found, key=lambda point: point.sets is None))
+
+
+@cache
+def unseen_points() -> tuple[Point, ...]:
+    """All of `unseen`, file by file."""
+    return tuple(point for file in sorted((HERE / "unseen").glob("*.yaml")) for point in _of_file(file))
 
 
 def _of_file(file: Path) -> Iterator[Point]:
@@ -134,7 +154,8 @@ def _written(sizes: Mapping[str, Any]) -> ModelCost:
 def _point(system: str, source: str, values: Mapping[str, Any], model: ModelCost) -> Point:
     gpu = hardware_of(values["hardware"])
     sizes = (values["gpus"], values["per_node"])
-    layout = Layout(*sizes, **values.get("layout", {}))
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in values.get("layout", {}).items()}
+    layout = Layout(*sizes, **given)
     against = Layout(*sizes, **values["against"]) if "against" in values else None
     searched = tuple(Layout(*sizes, **one) for one in values.get("searched", []))
     load = _load(values)
@@ -143,10 +164,11 @@ def _point(system: str, source: str, values: Mapping[str, Any], model: ModelCost
         published = load.num_tokens / values["rate"] / values["gpus"]
     phases = tuple(values["phases"])
     what = "" if len(phases) > 3 else " + ".join(phases)
-    parts = (system, values.get("name", ""), values["model"], what or "step")
+    ahead = values.get("ahead", 0)
+    parts = (system, values.get("name", ""), values["model"], what or "step", f"{ahead} off" if ahead else "")
     name = f"{' '.join(part for part in parts if part)}, {values['gpus']} {gpu.name.upper()}"
     cluster = f"{system} {gpu.name.upper()}"
-    extra = (values.get("drawing", 0), values.get("cache_share", 0.0), against, searched, values.get("sets"))
+    extra = (values.get("drawing", 0), ahead, values.get("cache_share", 0.0), against, searched, values.get("sets"))
     return Point(name, source, cluster, model, gpu, layout, load, published, phases, *extra)
 
 
