@@ -2,7 +2,7 @@
 
 Legend: B rows (samples), P prompt tokens, R response tokens, L = P + R.
 `[B, (R)]` is a ragged tensor: `torch.nested` in jagged layout, one row per sample, nothing padded.
-Every record slices, indexes, splits and concatenates along B (it is a tensordict `TensorClass`).
+Every record slices, indexes and concatenates along B: a `Batch`, or a tensordict `TensorClass`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, overload
 
 import torch
 from tensordict import NonTensorStack, TensorClass
+
+from megatron_rl.columns import COLUMNS
 
 
 def ragged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -45,12 +47,6 @@ def to_padded(batch: torch.Tensor, length: int) -> torch.Tensor:
     dense = torch.zeros((lengths.numel(), length), dtype=batch.dtype)
     dense[torch.arange(length)[None] < lengths[:, None]] = batch.values()
     return dense
-
-
-def no_responses(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(zero response lengths [B], empty float32 ragged field [B, (0)]) for rows that do not count."""
-    lengths = torch.zeros(num_rows, dtype=torch.int64)
-    return lengths, ragged_from_lengths(torch.empty(0), lengths)
 
 
 def known(field: torch.Tensor | None) -> torch.Tensor:
@@ -139,38 +135,166 @@ class Generations(TensorClass):
     routed_experts: torch.Tensor | None = None
 
 
-class Sequences(TensorClass):
-    """Token rows to score: input_ids int64 [B, (L)] = prompt then response; response_lengths int64 [B].
+class Batch:
+    """B rows with columns by name, which `columns.COLUMNS` declares: their shapes and dtypes, who makes and reads them.
 
-    routed_experts: uint8 or int16 [B, (T), layers, K], the experts of the first T <= L tokens of each row, or None.
+    A row is a trajectory: its tokens, and where the policy drew them. Columns of sampled tokens have an element for
+    each True of `sampled`, in the row's order. Column arguments that are None are left out.
     """
 
-    input_ids: torch.Tensor
-    response_lengths: torch.Tensor
-    routed_experts: torch.Tensor | None = None
+    def __init__(self, **columns: torch.Tensor | None) -> None:
+        """Raises ValueError as `add`."""
+        self._columns: dict[str, torch.Tensor] = {}
+        self.add(**columns)
+
+    def add(self, columns: Batch | None = None, /, **named: torch.Tensor | None) -> None:
+        """Add columns, or replace them. Raises ValueError for a column that is not declared or does not fit."""
+        added = {name: column for name, column in named.items() if column is not None}
+        self._columns |= added if columns is None else columns._columns | added
+        num_sampled = self.num_sampled if "sampled" in self else None
+        for name in added:
+            column, shape = self._columns[name], COLUMNS[name].shape
+            if len(column) != len(self):
+                raise ValueError(f"column {name} has {len(column)} rows, the batch {len(self)}")
+            if name == "sampled" and ((first_true(column) == 0) & (counts_in_rows(column) > 0)).any():
+                raise ValueError("the first token of a row cannot be sampled: nothing comes before it")
+            if shape == "sampled token" and num_sampled is not None and (row_lengths(column) != num_sampled).any():
+                raise ValueError(
+                    f"column {name} must have an element for each sampled token, {num_sampled.tolist()} in its rows; "
+                    f"it has {row_lengths(column).tolist()}"
+                )
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(next(iter(self._columns.values())))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._columns
+
+    @overload
+    def __getitem__(self, key: str) -> torch.Tensor: ...
+
+    @overload
+    def __getitem__(self, key: torch.Tensor | slice) -> Batch: ...
+
+    def __getitem__(self, key: str | torch.Tensor | slice) -> torch.Tensor | Batch:
+        """Return a column by its name, or a batch of some rows, which shares no memory.
+
+        Raises ValueError for a column that is not there.
+        """
+        if isinstance(key, str):
+            if key not in self:
+                raise ValueError(f"column {key} is needed before it was made, by: {COLUMNS[key].maker}")
+            return self._columns[key]
+        rows = torch.arange(len(self))[key]
+        return self._like({name: rows_of(column, rows) for name, column in self._columns.items()})
+
+    def get(self, name: str) -> torch.Tensor | None:
+        """Return a column, or None if it is not there."""
+        return self._columns.get(name)
+
+    def flat(self, name: str) -> torch.Tensor:
+        """Return the elements of a ragged column end to end. Raises ValueError for a column that is not there."""
+        return self[name].values()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the columns that are there."""
+        return tuple(self._columns)
+
+    @property
+    def num_sampled(self) -> torch.Tensor:
+        """int64 [B]: sampled tokens of each row."""
+        return counts_in_rows(self["sampled"])
+
+    def per_sampled_token(self, values: torch.Tensor) -> torch.Tensor:
+        """View values [N, ...] of the sampled tokens of all rows, end to end, as a column."""
+        return ragged_from_lengths(values, self.num_sampled)
+
+    def select(self, *names: str) -> Batch:
+        """Return a batch of those of the named columns that are there."""
+        return self._like({name: column for name, column in self._columns.items() if name in names})
+
+    def without(self, *names: str) -> Batch:
+        """Return a batch of all other columns."""
+        return self._like({name: column for name, column in self._columns.items() if name not in names})
+
+    def read_by(self, reader: str) -> Batch:
+        """Return a batch of the columns that a reader declares, such as `columns.ACTOR_UPDATE`."""
+        return self.select(*COLUMNS.read_by(reader))
+
+    def neutral(self) -> Batch:
+        """Return a copy in which no token is sampled: it fills up a split and adds nothing to a loss.
+
+        Experts that are not its own are left out.
+        """
+        nothing = torch.zeros(len(self), dtype=torch.int64)
+        columns = self.without("routed_experts")._columns
+        for name, column in columns.items():
+            if COLUMNS[name].shape == "sampled token":
+                columns[name] = ragged_from_lengths(column.values()[:0], nothing)
+        mask = self["sampled"]
+        columns["sampled"] = ragged_from_lengths(torch.zeros_like(mask.values()), row_lengths(mask))
+        return self._like(columns)
+
+    @staticmethod
+    def joined(batches: Sequence[Batch]) -> Batch:
+        """Return the rows of several batches of the same columns, one after the other."""
+        columns = {name: [batch[name] for batch in batches] for name in batches[0].names}
+        return Batch._like({name: joined_columns(parts) for name, parts in columns.items()})
+
+    @staticmethod
+    def _like(columns: dict[str, torch.Tensor]) -> Batch:
+        batch = Batch()
+        batch._columns = columns
+        return batch
 
 
-class TokenScores(TensorClass):
-    """One float per response token, from a model role: scores float32 [B, (R)].
-
-    sum_pi_squared: float32 [B, (R)], the sum of squared probabilities of every token's distribution, if the estimator
-    needs it; else None. entropy: float32 [B, (R)], of these distributions, if the policy loss chooses tokens by it.
-    routed_experts: uint8 or int16 [B, (L), layers, K], the experts of every token, if they are recorded; else None.
-    num_other_experts: int64 [B], how many of a row's recorded experts the routers would not have chosen; None without
-    recorded experts.
-    """
-
-    scores: torch.Tensor
-    sum_pi_squared: torch.Tensor | None = None
-    routed_experts: torch.Tensor | None = None
-    num_other_experts: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
+def rows_of(column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return the rows with these numbers (int64) of a ragged or dense column."""
+    if not column.is_nested:
+        return column[rows]
+    lengths = row_lengths(column)
+    return ragged_from_lengths(column.values()[elements_of(rows, lengths)], lengths[rows])
 
 
-class SequenceScores(TensorClass):
-    """One float per row, from a model role: scores float32 [B]."""
+def joined_columns(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the rows of several ragged or dense columns, one after the other."""
+    if not parts[0].is_nested:
+        return torch.cat(list(parts))
+    return ragged_from_lengths(torch.cat([part.values() for part in parts]), torch.cat([*map(row_lengths, parts)]))
 
-    scores: torch.Tensor
+
+def elements_of(rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """int64: the places of the elements of `rows`, row after row, among rows of `lengths` that lie end to end."""
+    taken = lengths[rows]
+    shift = (lengths.cumsum(0) - lengths)[rows] - (taken.cumsum(0) - taken)
+    return torch.arange(int(taken.sum())) + shift.repeat_interleave(taken)
+
+
+def counts_in_rows(mask: torch.Tensor) -> torch.Tensor:
+    """int64 [B]: how many elements of each row of a ragged bool tensor are True."""
+    lengths = row_lengths(mask)
+    counted = torch.zeros(len(mask.values()) + 1, dtype=torch.int64)
+    torch.cumsum(mask.values(), 0, out=counted[1:])
+    ends = lengths.cumsum(0)
+    return counted[ends] - counted[ends - lengths]
+
+
+def first_true(mask: torch.Tensor) -> torch.Tensor:
+    """int64 [B]: place of the first True in each row of a ragged bool tensor; the row's length where there is none."""
+    lengths, is_true = row_lengths(mask), mask.values()
+    place = torch.arange(len(is_true)) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    rows = torch.repeat_interleave(lengths)
+    return lengths.scatter_reduce(0, rows[is_true], place[is_true], "amin")
+
+
+def single_turn(input_ids: torch.Tensor, num_sampled: torch.Tensor, **columns: torch.Tensor | None) -> Batch:
+    """Return rows whose last `num_sampled` (int64 [B]) tokens are sampled. input_ids: ragged int64 [B, (L)]."""
+    lengths = row_lengths(input_ids)
+    place = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    sampled = place >= (lengths - num_sampled).repeat_interleave(lengths)
+    return Batch(input_ids=input_ids, sampled=ragged_from_lengths(sampled, lengths), **columns)
 
 
 class AnswerScores(TensorClass):
@@ -179,83 +303,18 @@ class AnswerScores(TensorClass):
     scores: torch.Tensor
 
 
-class ActorBatch(TensorClass):
-    """The input of one policy update. Ragged response fields are float32 [B, (R)]; see `Sequences` for the tokens.
-
-    old_log_probs: None if the update computes them itself. ref_log_probs: if the loss has a KL to the reference, else
-    None. rollout_weights: importance weights of the tokens; kept: 1 for tokens that count; both None without rollout
-    correction. routed_experts: see `Sequences`; the update sends each token to these experts. trained: 1 for tokens
-    that the policy loss trains; KL, entropy bonus and denominators have all tokens that count; None: all.
-    """
-
-    input_ids: torch.Tensor
-    response_lengths: torch.Tensor
-    old_log_probs: torch.Tensor | None
-    advantages: torch.Tensor
-    ref_log_probs: torch.Tensor | None = None
-    rollout_weights: torch.Tensor | None = None
-    kept: torch.Tensor | None = None
-    routed_experts: torch.Tensor | None = None
-    trained: torch.Tensor | None = None
-
-    def neutral(self) -> ActorBatch:
-        """A copy with empty responses, which fills up a split and adds nothing to a loss."""
-        zero, empty = no_responses(len(self))
-        fields = (self.old_log_probs, self.ref_log_probs, self.rollout_weights, self.kept, None, self.trained)
-        old, *others = (None if field is None else empty for field in fields)
-        return ActorBatch(self.input_ids, zero, old, empty, *others, batch_size=self.batch_size)
-
-
-class CriticBatch(TensorClass):
-    """The input of one value update. Ragged response fields are float32 [B, (R)]; see `Sequences` for the tokens.
-
-    kept: see `ActorBatch`.
-    """
-
-    input_ids: torch.Tensor
-    response_lengths: torch.Tensor
-    old_values: torch.Tensor
-    returns: torch.Tensor
-    kept: torch.Tensor | None = None
-
-    def neutral(self) -> CriticBatch:
-        """A copy with empty responses, which fills up a split and adds nothing to a loss."""
-        zero, empty = no_responses(len(self))
-        kept = None if self.kept is None else empty
-        return CriticBatch(self.input_ids, zero, empty, empty, kept, batch_size=self.batch_size)
-
-
-class TokenBatch(TensorClass):
-    """The input of a cross-entropy update: see `Sequences`. The response begins with the first token that counts.
-
-    kept: float32 [B, (R)], 1 for tokens that count.
-    """
-
-    input_ids: torch.Tensor
-    response_lengths: torch.Tensor
-    kept: torch.Tensor
-
-    def neutral(self) -> TokenBatch:
-        """A copy with empty responses, which fills up a split and adds nothing to a loss."""
-        return TokenBatch(self.input_ids, *no_responses(len(self)), batch_size=self.batch_size)
-
-    def sequences(self) -> Sequences:
-        """The token rows alone."""
-        return Sequences(self.input_ids, self.response_lengths, batch_size=self.batch_size)
-
-
 class AnswerBatch(TensorClass):
     """Answers that are compared with each other. A row has all answers to one prompt, so that no split separates them.
 
-    G prompts with n answers each. input_ids: int64 [G, (T)], the whole sequences, prompt first, end to end. lengths,
-    response_lengths: int64 [G, (n)], of each sequence and of its scored end. kept: float32 [G, (R)], 1 for scored
-    tokens that count. given, labels: float32 [G, (n)], arguments of the loss for each answer (`losses.objectives`).
-    weights: float32 [G], 0 for a row that fills up a split.
+    G prompts with n answers each. input_ids: int64 [G, (T)], the whole sequences, prompt first, end to end; sampled:
+    bool [G, (T)], True for scored tokens. lengths: int64 [G, (n)], of each sequence. kept: float32 [G, (R)], 1 for
+    scored tokens that count. given, labels: float32 [G, (n)], arguments of the loss for each answer
+    (`losses.objectives`). weights: float32 [G], 0 for a row that fills up a split.
     """
 
     input_ids: torch.Tensor
+    sampled: torch.Tensor
     lengths: torch.Tensor
-    response_lengths: torch.Tensor
     kept: torch.Tensor
     given: torch.Tensor
     labels: torch.Tensor
@@ -272,88 +331,26 @@ class AnswerBatch(TensorClass):
         """int64 [G]: number of answers of each prompt."""
         return row_lengths(self.lengths)
 
-    def rows(self) -> TokenBatch:
+    def rows(self) -> Batch:
         """The answers as one row each, prompt after prompt."""
-        lengths = self.response_lengths.values()
-        return TokenBatch(
-            ragged_from_lengths(self.input_ids.values(), self.lengths.values()),
-            lengths,
-            ragged_from_lengths(self.kept.values(), lengths),
-            batch_size=[len(lengths)],
+        lengths = self.lengths.values()
+        sampled = ragged_from_lengths(self.sampled.values(), lengths)
+        return Batch(
+            input_ids=ragged_from_lengths(self.input_ids.values(), lengths),
+            sampled=sampled,
+            kept=ragged_from_lengths(self.kept.values(), counts_in_rows(sampled)),
         )
 
 
-class Experience(TensorClass):
-    """All data of one step's samples. The loop fills fields as it computes them; they are None until then.
-
-    input_ids int64 [B, (L)], response_lengths int64 [B], groups int64 [B] (equal for the samples of one prompt);
-    truncated: bool [B], as of `Generations`;
-    scores, greedy_scores: float32 [B], the task reward, and that of the greedy answer to the same prompt;
-    components: float32 [B, K], values of the reward function that are normalised separately;
-    versions int64 [B, (R)], the weights that drew each token; None if all are the newest;
-    routed_experts (see `Sequences`): those of the engine, or with R2 those of the pass for old log-probs;
-    rollout_log_probs, old_log_probs, sum_pi_squared, ref_log_probs, old_values, rewards, advantages, returns,
-    rollout_weights, kept, trained: float32 [B, (R)].
-    """
-
-    input_ids: torch.Tensor
-    response_lengths: torch.Tensor
-    rollout_log_probs: torch.Tensor
-    versions: torch.Tensor | None = None
-    groups: torch.Tensor | None = None
-    truncated: torch.Tensor | None = None
-    scores: torch.Tensor | None = None
-    greedy_scores: torch.Tensor | None = None
-    components: torch.Tensor | None = None
-    old_log_probs: torch.Tensor | None = None
-    sum_pi_squared: torch.Tensor | None = None
-    ref_log_probs: torch.Tensor | None = None
-    old_values: torch.Tensor | None = None
-    rewards: torch.Tensor | None = None
-    advantages: torch.Tensor | None = None
-    returns: torch.Tensor | None = None
-    rollout_weights: torch.Tensor | None = None
-    kept: torch.Tensor | None = None
-    routed_experts: torch.Tensor | None = None
-    trained: torch.Tensor | None = None
-
-    def sequences(self, with_experts: bool = False) -> Sequences:
-        """The token rows for a role that scores them, with the experts of their tokens if `with_experts`."""
-        experts = self.routed_experts if with_experts else None
-        return Sequences(self.input_ids, self.response_lengths, experts, batch_size=self.batch_size)
-
-    def actor_batch(self, with_reference: bool = False, with_experts: bool = False) -> ActorBatch:
-        """The input of a policy update; needs `advantages`, and `ref_log_probs` if `with_reference`."""
-        return ActorBatch(
-            self.input_ids,
-            self.response_lengths,
-            self.old_log_probs,
-            known(self.advantages),
-            self.ref_log_probs if with_reference else None,
-            self.rollout_weights,
-            self.kept,
-            self.routed_experts if with_experts else None,
-            self.trained,
-            batch_size=self.batch_size,
-        )
-
-    def critic_batch(self) -> CriticBatch:
-        """The input of a value update; needs `old_values` and `returns`."""
-        fields = known(self.old_values), known(self.returns), self.kept
-        return CriticBatch(self.input_ids, self.response_lengths, *fields, batch_size=self.batch_size)
-
-
-Record = TypeVar("Record", bound=TensorClass)
+Record = TypeVar("Record", bound=Batch | TensorClass)
 
 
 def concatenate(records: Sequence[Record]) -> Record:
-    """The rows of several records of one class, one after the other."""
+    """The rows of several records of one class, one after the other; batches must have the same columns."""
+    if isinstance(records[0], Batch):
+        return cast(Record, Batch.joined(cast(Sequence[Batch], records)))
     parts: Any = records  # torch types no more than tensors here; tensordict joins its classes
     return cast(Record, torch.cat(parts))
-
-
-TokenRows = Sequences | ActorBatch | CriticBatch | TokenBatch
-"""Records with `input_ids` and `response_lengths`, which model roles read."""
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.columns import ACTOR_SCORES, SCORING
 from megatron_rl.config.algorithms import bypasses, scores_old_log_probs
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.controller.report import finish_run
 from megatron_rl.controller.run import Run, open_run
 from megatron_rl.dispatch import Future
-from megatron_rl.records import Experience
+from megatron_rl.records import Batch
 from megatron_rl.sampling.sampler import SampledBatch
 
 
@@ -45,12 +46,12 @@ def take_step(run: Run, step: int) -> dict[str, float]:
     return metrics | run.validation.after(step)
 
 
-def score(run: Run, batch: SampledBatch, step: int) -> Experience:
+def score(run: Run, batch: SampledBatch, step: int) -> Batch:
     """Score a batch with every role and reward. Old log-probs are skipped if the update computes them itself."""
     roles, rewards, algorithm = run.roles, run.rewards, run.algorithm
     prompts, generations, greedy = batch.prompts, batch.generations, batch.greedy
     experience = batch.experience()
-    sequences, with_experts = experience.sequences(), experience.sequences(with_experts=True)
+    sequences, with_experts = experience.read_by(SCORING), experience.read_by(ACTOR_SCORES)
     old_log_probs = roles.actor.log_probs(with_experts) if scores_old_log_probs(run.config) else None
     unreplayed = roles.actor.log_probs_without_replay(sequences) if algorithm.compares_replay(step) else None
     ref_log_probs = roles.reference.log_probs(sequences) if roles.reference is not None else None
@@ -60,31 +61,30 @@ def score(run: Run, batch: SampledBatch, step: int) -> Experience:
     greedy_pending = rewards.start(prompts.one_per_group(), greedy) if greedy is not None else []
     if batch.scored is None:
         batch.scored = rewards.training_scores(prompts, generations, pending)
-    experience.scores = batch.scored.scores
-    experience.components = rewards.components(batch.scored)
+    experience.add(scores=batch.scored.scores, components=rewards.components(batch.scored))
     if greedy is not None:
-        experience.greedy_scores = rewards.greedy_scores(prompts, greedy, greedy_pending)
+        experience.add(greedy_scores=rewards.greedy_scores(prompts, greedy, greedy_pending))
     if bypasses(run.config):
-        experience.old_log_probs = experience.rollout_log_probs
+        experience.add(old_log_probs=experience["rollout_log_probs"])
     elif old_log_probs is not None:
         batch.metrics |= algorithm.take_scores(experience, old_log_probs.get())
     if unreplayed is not None:
         batch.metrics |= algorithm.compare_unreplayed(experience, unreplayed.get())
     if ref_log_probs is not None:
-        experience.ref_log_probs = ref_log_probs.get().scores
+        experience.add(ref_log_probs.get())
     if old_values is not None:
-        experience.old_values = old_values.get().scores
+        experience.add(old_values.get())
     return experience
 
 
-def update(run: Run, experience: Experience, step: int) -> dict[str, float]:
+def update(run: Run, experience: Batch, step: int) -> dict[str, float]:
     """Update critic and actor for several epochs of mini-batches; metrics are means over optimizer steps."""
     roles, algorithm = run.roles, run.algorithm
     metrics: dict[str, float] = {}
     critic_updates, actor_updates = list[Future[dict[str, float]]](), list[Future[dict[str, float]]]()
     if roles.critic is not None:
         critic_updates = [roles.critic.update(batch) for batch in algorithm.critic_batches(experience, step)]
-    if experience.old_log_probs is None:
+    if "old_log_probs" not in experience:
         batch, rows = algorithm.on_policy_batch(experience, step)
         actor_metrics, log_probs = roles.actor.update_on_policy(batch, run.pretraining.next()).get()
         metrics |= algorithm.take_old_log_probs(experience, log_probs, rows, step)

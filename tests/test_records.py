@@ -7,16 +7,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE, SCORING
 from megatron_rl.experience.micro_batches import micro_batches
 from megatron_rl.losses.aggregate import BatchTotals, counted, token_weights
 from megatron_rl.records import (
-    ActorBatch,
-    Experience,
     Prompts,
+    concatenate,
     non_tensor,
     ragged,
     ragged_from_lengths,
     row_lengths,
+    single_turn,
     to_padded,
 )
 
@@ -45,15 +46,14 @@ def three_prompts():
 
 
 def two_samples():
-    return Experience(
-        input_ids=tokens([[1, 2, 3], [4, 5, 6, 7]]),
-        response_lengths=torch.tensor([1, 2]),
+    return single_turn(
+        tokens([[1, 2, 3], [4, 5, 6, 7]]),
+        torch.tensor([1, 2]),
         rollout_log_probs=ragged([torch.tensor([-0.5]), torch.tensor([-1.0, -2.0])]),
         old_log_probs=ragged([torch.tensor([0.1]), torch.tensor([0.2, 0.3])]),
         advantages=ragged([torch.tensor([1.1]), torch.tensor([1.2, 1.3])]),
         old_values=ragged([torch.tensor([2.1]), torch.tensor([2.2, 2.3])]),
         returns=ragged([torch.tensor([3.1]), torch.tensor([3.2, 3.3])]),
-        batch_size=[2],
     )
 
 
@@ -129,17 +129,22 @@ def test_pickle_keeps_ragged_rows():
     assert list(copy.extra_info) == [{"k": 2}, {"k": 3}]
 
 
-def test_experience_hands_each_role_its_fields():
-    """Values tell the fields apart. Would not catch a role that reads the wrong record."""
+def test_each_pass_reads_its_columns():
+    """Values tell the fields apart. Would not catch a role that reads the wrong pass's."""
     experience = two_samples()
-    actor, critic, sequences = experience.actor_batch(), experience.critic_batch(), experience.sequences()
+    actor, critic, sequences = (
+        experience.read_by(ACTOR_UPDATE),
+        experience.read_by(CRITIC_UPDATE),
+        experience.read_by(SCORING),
+    )
+    assert "returns" not in actor and "advantages" not in critic and sequences.names == ("input_ids", "sampled")
     for batch in (actor, critic, sequences):
-        assert as_lists(batch.input_ids) == [[1, 2, 3], [4, 5, 6, 7]]
-        assert batch.response_lengths.tolist() == [1, 2]
-    assert torch.equal(actor.old_log_probs.values(), torch.tensor([0.1, 0.2, 0.3]))
-    assert torch.equal(actor.advantages.values(), torch.tensor([1.1, 1.2, 1.3]))
-    assert torch.equal(critic.old_values.values(), torch.tensor([2.1, 2.2, 2.3]))
-    assert torch.equal(critic.returns.values(), torch.tensor([3.1, 3.2, 3.3]))
+        assert as_lists(batch["input_ids"]) == [[1, 2, 3], [4, 5, 6, 7]]
+        assert batch.num_sampled.tolist() == [1, 2]
+    assert torch.equal(actor.flat("old_log_probs"), torch.tensor([0.1, 0.2, 0.3]))
+    assert torch.equal(actor.flat("advantages"), torch.tensor([1.1, 1.2, 1.3]))
+    assert torch.equal(critic.flat("old_values"), torch.tensor([2.1, 2.2, 2.3]))
+    assert torch.equal(critic.flat("returns"), torch.tensor([3.1, 3.2, 3.3]))
 
 
 def test_the_critic_trains_on_what_is_kept():
@@ -148,26 +153,26 @@ def test_the_critic_trains_on_what_is_kept():
     Would not catch a role that reads the wrong record.
     """
     experience = two_samples()
-    experience.kept = ragged([torch.tensor([1.0]), torch.tensor([1.0, 0.0])])
-    for batch in (experience.actor_batch(), experience.critic_batch()):
-        (block,) = micro_batches(torch.cat([batch, batch[:1].neutral()]), [[0, 1, 2]], remove_padding=True)
-        totals = BatchTotals(*counted(block.kept, block.response_lengths).tolist())
+    experience.add(kept=ragged([torch.tensor([1.0]), torch.tensor([1.0, 0.0])]))
+    for batch in (experience.read_by(ACTOR_UPDATE), experience.read_by(CRITIC_UPDATE)):
+        (block,) = micro_batches(concatenate([batch, batch[:1].neutral()]), [[0, 1, 2]], remove_padding=True)
+        totals = BatchTotals(*counted(block.kept, block.num_sampled).tolist())
         assert totals == BatchTotals(tokens=2, rows=2)
-        weights = token_weights(block.kept, block.response_lengths, totals, "token-mean", 8)
+        weights = token_weights(block.kept, block.num_sampled, totals, "token-mean", 8)
         assert float((weights * torch.tensor([1.0, 2.0, 100.0])).sum()) == 1.5
 
 
-@pytest.mark.parametrize("make", [Experience.actor_batch, Experience.critic_batch])
-def test_neutral_rows_keep_tokens_and_lose_responses(make):
+@pytest.mark.parametrize(
+    ("reader", "columns"), [(ACTOR_UPDATE, ("old_log_probs", "advantages")), (CRITIC_UPDATE, ("old_values", "returns"))]
+)
+def test_neutral_rows_keep_tokens_and_lose_responses(reader, columns):
     """Same tokens, no response positions, and they concatenate. Would not catch a loss that counts rows."""
-    batch = make(two_samples())
+    batch = two_samples().read_by(reader)
     neutral = batch.neutral()
-    assert type(neutral) is type(batch)
-    assert as_lists(neutral.input_ids) == [[1, 2, 3], [4, 5, 6, 7]]
-    assert neutral.response_lengths.tolist() == [0, 0]
-    joined = torch.cat([batch, neutral[:1]])
-    assert joined.response_lengths.tolist() == [1, 2, 0]
-    ragged_names = {"old_log_probs", "advantages"} if isinstance(batch, ActorBatch) else {"old_values", "returns"}
-    for name in ragged_names:
-        assert as_lists(joined.get(name))[2] == []
-        assert torch.equal(joined.get(name).values(), batch.get(name).values())
+    assert as_lists(neutral["input_ids"]) == [[1, 2, 3], [4, 5, 6, 7]]
+    assert neutral.num_sampled.tolist() == [0, 0]
+    joined = concatenate([batch, neutral[:1]])
+    assert joined.num_sampled.tolist() == [1, 2, 0]
+    for name in columns:
+        assert as_lists(joined[name])[2] == []
+        assert torch.equal(joined.flat(name), batch.flat(name))

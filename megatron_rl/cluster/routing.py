@@ -21,7 +21,7 @@ from tensordict import is_tensor_collection
 from megatron_rl.cluster.rank_messages import Payload
 from megatron_rl.dispatch import Coordinates, Dispatch, ExtraBatch
 from megatron_rl.parallel.balance import SequenceWork, share_out
-from megatron_rl.records import row_lengths
+from megatron_rl.records import Batch, concatenate, row_lengths
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def route_call(dispatch: Dispatch, world_size: int, coordinates: Sequence[Coordi
 
 
 def is_record(value: object) -> bool:
-    """Whether a call's argument or answer is a batch of rows (a TensorClass or TensorDict)."""
-    return is_tensor_collection(value) and not isinstance(value, type)
+    """Whether a call's argument or answer is a batch of rows (a Batch, a TensorClass or TensorDict)."""
+    return isinstance(value, Batch) or (is_tensor_collection(value) and not isinstance(value, type))
 
 
 def chunk_sizes(num_rows: int, num_chunks: int) -> list[int]:
@@ -126,7 +126,8 @@ def _order(record: Any, sizes: list[int], work: SequenceWork | None) -> torch.Te
     """Return row numbers, chunk after chunk, that give chunks of these sizes about equal work; None: no reordering."""
     if work is None or len(sizes) == 1:
         return None
-    costs = work(row_lengths(record.input_ids).tolist())
+    input_ids = record["input_ids"] if isinstance(record, Batch) else record.input_ids
+    costs = work(row_lengths(input_ids).tolist())
     shares = share_out(costs, [1] * len(costs), sizes)
     assert shares is not None  # weights of one always fill the sizes
     return torch.tensor([row for part in shares for row in part])
@@ -159,10 +160,10 @@ def _chunk(value: Any, start: int, stop: int, number: int = 0) -> Any:
         return value.chunks[number]
     if not is_record(value):
         return value
-    if start == stop:
-        padding = value[:1].clone()
-        return padding.neutral() if hasattr(type(value), "neutral") else padding
-    return value[start:stop].clone()  # a bare slice would pickle the storage of the whole batch
+    rows = value[start:stop] if start < stop else value[:1]
+    if not isinstance(rows, Batch):
+        rows = rows.clone()  # a bare slice would pickle the storage of the whole batch
+    return rows.neutral() if start == stop and hasattr(type(value), "neutral") else rows
 
 
 def join_answers(answers: Sequence[Any], split: Split) -> Any:
@@ -178,7 +179,7 @@ def join_answers(answers: Sequence[Any], split: Split) -> Any:
     if all(answer is None for answer in real):
         return None
     if all(is_record(answer) for answer in real):
-        joined = torch.cat(real)
+        joined = concatenate(real)
         return joined if split.order is None else joined[split.order.argsort()]
     if all(isinstance(answer, dict) for answer in real):
         return real[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.config.declarations import ESTIMATORS, POLICY_LOSSES, EstimatorNeeds
+from megatron_rl.config.declarations import ESTIMATORS, POLICY_LOSSES, EstimatorTraits
 from megatron_rl.config.schema import ActorConfig, RunConfig
 
 
@@ -11,15 +11,17 @@ def policy_agg_mode(actor: ActorConfig) -> str:
     return POLICY_LOSSES.traits(actor.policy_loss.loss_mode, None) or actor.loss_agg_mode
 
 
-def needs_of(config: RunConfig) -> EstimatorNeeds:
-    """Return what the configured estimator needs. One from the user's file gets values with `critic.enable`."""
-    return ESTIMATORS.traits(config.algorithm.adv_estimator, EstimatorNeeds())
+def estimator_traits(config: RunConfig) -> EstimatorTraits:
+    """Return what the configured estimator declares. One from the user's file declares no columns, and gets those that
+    are made: values with `critic.enable`.
+    """
+    return ESTIMATORS.traits(config.algorithm.adv_estimator, EstimatorTraits())
 
 
 def scored_columns(config: RunConfig) -> tuple[str, ...]:
-    """Columns of `TokenScores` that the algorithm needs from the pass for old log-probs."""
+    """Further columns that the algorithm needs from the pass for old log-probs."""
     needed = {
-        "sum_pi_squared": needs_of(config).sum_pi_squared,
+        "sum_pi_squared": "sum_pi_squared" in estimator_traits(config).reads,
         "entropy": config.actor_rollout_ref.actor.policy_loss.top_entropy_quantile < 1,
     }
     return tuple(column for column, is_needed in needed.items() if is_needed)
@@ -28,7 +30,7 @@ def scored_columns(config: RunConfig) -> tuple[str, ...]:
 def uses_critic(config: RunConfig) -> bool:
     """Whether a critic is built and trained: as `critic.enable` says, or where the estimator needs one."""
     enable = config.critic.enable
-    return needs_of(config).critic if enable is None else enable
+    return "old_values" in estimator_traits(config).reads if enable is None else enable
 
 
 def uses_reference(config: RunConfig) -> bool:

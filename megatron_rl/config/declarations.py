@@ -17,26 +17,22 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from megatron_rl.columns import COLUMNS
+
 Traits = TypeVar("Traits")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
-class EstimatorNeeds:
-    """Inputs of an advantage estimator beside token rewards.
+class EstimatorTraits:
+    """Inputs of an advantage estimator beside `rewards` and `scores`.
 
-    critic: values of a trained critic. group: it compares the samples of a prompt, and has no baseline for a lone one.
-    second: two samples per prompt or more. greedy: the score of one greedy answer per prompt. sum_pi_squared: for every
-    token the sum of squared probabilities over the vocabulary, from the trainer's pass for old log-probs.
-    components: the numbers of the reward function that `algorithm.gdpo_reward_keys` names.
+    reads: columns of `columns.COLUMNS`, which a run with this estimator makes. One that reads `groups` compares the
+    samples of a prompt, and has no baseline for a lone one. second: two samples per prompt or more.
     """
 
-    critic: bool = False
-    group: bool = False
+    reads: tuple[str, ...] = ()
     second: bool = False
-    greedy: bool = False
-    sum_pi_squared: bool = False
-    components: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,7 +126,7 @@ def import_modules_of(package: str) -> None:
 
 LOSSES, BUILT_IN_REWARDS = "megatron_rl.losses", "megatron_rl.scoring.built_in"
 
-ESTIMATORS = Declarations[EstimatorNeeds](LOSSES)
+ESTIMATORS = Declarations[EstimatorTraits](LOSSES)
 """Choices of `algorithm.adv_estimator`; functions are `losses.estimators.Estimator`."""
 POLICY_LOSSES = Declarations[str | None](LOSSES)
 """Choices of `actor_rollout_ref.actor.policy_loss.loss_mode`; functions are `losses.policy.PolicyLoss`.
@@ -148,10 +144,14 @@ REWARDS = Declarations[RewardTraits](BUILT_IN_REWARDS)
 
 
 def estimator(
-    *names: str, needs: EstimatorNeeds = EstimatorNeeds(), keys: tuple[str, ...] = ()
+    *names: str, reads: tuple[str, ...] = (), second: bool = False, keys: tuple[str, ...] = ()
 ) -> Callable[[Function], Function]:
-    """Declare an advantage estimator; keys are those of `algorithm`."""
-    return ESTIMATORS.add(names, needs, keys)
+    """Declare an advantage estimator (see `EstimatorTraits`); keys are those of `algorithm`.
+
+    Raises ValueError for a column that is not declared.
+    """
+    columns = tuple(COLUMNS[name].name for name in reads)
+    return ESTIMATORS.add(names, EstimatorTraits(columns, second), keys)
 
 
 def policy_loss(

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE
 from megatron_rl.config.algorithms import bypasses
 from megatron_rl.config.schema import ActorConfig, CriticConfig, KlCtrlConfig, RolloutConfig, RunConfig
 from megatron_rl.errors import ParityError
@@ -24,7 +25,7 @@ from megatron_rl.losses.kl import AdaptiveKL, FixedKL
 from megatron_rl.losses.policy import load_policy_loss
 from megatron_rl.observe.batch_metrics import parity_metrics
 from megatron_rl.observe.phase_clock import PhaseClock
-from megatron_rl.records import ActorBatch, CriticBatch, Experience, TokenScores, known
+from megatron_rl.records import Batch
 
 
 class Algorithm:
@@ -41,22 +42,22 @@ class Algorithm:
         self.kl_ctrl = kl_controller(config.algorithm.kl_ctrl)
         self.logprob_diff_max = 0.0
 
-    def add_advantages(self, experience: Experience, step: int) -> dict[str, float]:
+    def add_advantages(self, experience: Batch, step: int) -> dict[str, float]:
         """Fill rewards, advantages, returns and the weights of rollout correction; returns metrics.
 
         If the update computes the old log-probs itself, nothing here depends on them, and `compare` follows the update.
         Raises ParityError as `compare`.
         """
-        metrics = {} if experience.old_log_probs is None else self.compare(experience, step)
+        metrics = {} if "old_log_probs" not in experience else self.compare(experience, step)
         with self._clock.phase("adv"):
-            if experience.old_log_probs is None:
+            if "old_log_probs" not in experience:
                 add_rewards(experience, 0.0)
             add_advantages(experience, self.estimator, self.config.algorithm)
             if self.config.algorithm.mask_truncated_completions:
                 leave_out_truncated(experience)
         return metrics
 
-    def compare(self, experience: Experience, step: int) -> dict[str, float]:
+    def compare(self, experience: Batch, step: int) -> dict[str, float]:
         """Compare the old log-probs with the rollout's and the reference's: metrics, corrections, and rewards with KL.
 
         Raises ParityError if the rollout's log-probs differ from the trainer's.
@@ -66,20 +67,22 @@ class Algorithm:
             metrics |= add_rollout_correction(experience, self.config.algorithm.rollout_correction)
             return metrics | self.penalise_kl(experience)
 
-    def actor_batches(self, experience: Experience, step: int) -> Iterator[ActorBatch]:
+    def actor_batches(self, experience: Batch, step: int) -> Iterator[Batch]:
         """The mini-batches of a step's actor update, of several epochs."""
         actor = self.config.actor_rollout_ref.actor
-        batch = experience.actor_batch(actor.use_kl_loss, with_experts=actor.router_replay.mode != "disabled")
+        batch = experience.read_by(ACTOR_UPDATE)
+        if actor.router_replay.mode == "disabled":
+            batch = batch.without("routed_experts")
         return (batch[rows] for rows in mini_batch_rows(len(experience), *self.mini_batching(actor, step)))
 
-    def on_policy_batch(self, experience: Experience, step: int) -> tuple[ActorBatch, Tensor]:
+    def on_policy_batch(self, experience: Batch, step: int) -> tuple[Batch, Tensor]:
         """(the only mini-batch of a step's actor update, the row numbers of the experience in its order)."""
         actor = self.config.actor_rollout_ref.actor
         (rows,) = mini_batch_rows(len(experience), *self.mini_batching(actor, step))
-        return experience.actor_batch(actor.use_kl_loss, with_experts=True)[rows], rows
+        return experience.read_by(ACTOR_UPDATE)[rows], rows
 
     def take_old_log_probs(
-        self, experience: Experience, log_probs: TokenScores | None, rows: Tensor, step: int
+        self, experience: Batch, log_probs: Batch | None, rows: Tensor, step: int
     ) -> dict[str, float]:
         """Store the old log-probs that the update of `on_policy_batch` computed, in the order of `rows`, and `compare`.
 
@@ -89,22 +92,20 @@ class Algorithm:
             raise ValueError("the actor's update has answered without log-probs")
         return self.take_scores(experience, log_probs[rows.argsort()]) | self.compare(experience, step)
 
-    def take_scores(self, experience: Experience, scores: TokenScores) -> dict[str, float]:
+    def take_scores(self, experience: Batch, scores: Batch) -> dict[str, float]:
         """Store what the pass for old log-probs gave: also the experts, which updates replay, and the tokens to train.
 
         Returns `training/rollout_experts_diff`: the share of the experts used by the engine that the trainer's routers
         would not have chosen; only if the engine returns its experts.
         """
         metrics = {}
-        experience.old_log_probs, experience.sum_pi_squared = scores.scores, scores.sum_pi_squared
-        if scores.entropy is not None:
-            loss = self.config.actor_rollout_ref.actor.policy_loss
-            experience.trained = highest_entropy(scores.entropy, loss.top_entropy_quantile)
-        if scores.num_other_experts is not None:
-            share = float(scores.num_other_experts.sum()) / known(experience.routed_experts).values().numel()
+        if "num_other_experts" in scores:
+            share = float(scores["num_other_experts"].sum()) / experience.flat("routed_experts").numel()
             metrics["training/rollout_experts_diff"] = share
-        if scores.routed_experts is not None:
-            experience.routed_experts = scores.routed_experts
+        experience.add(scores)
+        if "entropy" in scores:
+            loss = self.config.actor_rollout_ref.actor.policy_loss
+            experience.add(trained=highest_entropy(scores["entropy"], loss.top_entropy_quantile))
         return metrics
 
     def compares_replay(self, step: int) -> bool:
@@ -112,15 +113,15 @@ class Algorithm:
         every = self.config.actor_rollout_ref.actor.router_replay.compare_freq
         return every > 0 and step % every == 0
 
-    def compare_unreplayed(self, experience: Experience, scores: TokenScores) -> dict[str, float]:
+    def compare_unreplayed(self, experience: Batch, scores: Batch) -> dict[str, float]:
         """Compare the rollout's log-probs with a pass without replay; metric names end in `_without_replay`."""
-        metrics = parity_metrics(experience.rollout_log_probs.values(), scores.scores.values())
+        metrics = parity_metrics(experience.flat("rollout_log_probs"), scores.flat("old_log_probs"))
         return {f"{name}_without_replay": value for name, value in metrics.items()}
 
-    def critic_batches(self, experience: Experience, step: int) -> Iterator[CriticBatch]:
+    def critic_batches(self, experience: Batch, step: int) -> Iterator[Batch]:
         """The mini-batches of a step's critic update, of several epochs."""
         critic = self.config.critic
-        batch = experience.critic_batch()
+        batch = experience.read_by(CRITIC_UPDATE)
         return (batch[rows] for rows in mini_batch_rows(len(experience), *self.mini_batching(critic, step)))
 
     def mini_batching(self, role: ActorConfig | CriticConfig, step: int) -> tuple[int, int, int | None]:
@@ -129,7 +130,7 @@ class Algorithm:
         seed = self.config.trainer.seed * 1_000_003 + step * role.ppo_epochs
         return rows, role.ppo_epochs, seed if role.shuffle else None
 
-    def check_rollout_parity(self, experience: Experience, step: int) -> dict[str, float]:
+    def check_rollout_parity(self, experience: Batch, step: int) -> dict[str, float]:
         """Compare the engine's log-probs of its samples with the trainer's, on answers that the newest weights drew.
 
         Raises ParityError as `require_parity`; not if top_p or top_k cut the engine's distribution, because then the
@@ -139,23 +140,21 @@ class Algorithm:
             return {}
         rollout = self.config.actor_rollout_ref.rollout
         fresh = is_fresh(experience, step)
-        metrics = parity_metrics(
-            experience.rollout_log_probs.values()[fresh], known(experience.old_log_probs).values()[fresh]
-        )
+        metrics = parity_metrics(experience.flat("rollout_log_probs")[fresh], experience.flat("old_log_probs")[fresh])
         if rollout.top_p == 1.0 and rollout.top_k == -1:
             largest = metrics.get("training/rollout_logprob_diff_max", 0.0)  # of no token there is nothing to compare
             self.logprob_diff_max = max(self.logprob_diff_max, largest)
             require_parity(metrics, rollout)
         return metrics
 
-    def penalise_kl(self, experience: Experience) -> dict[str, float]:
+    def penalise_kl(self, experience: Batch) -> dict[str, float]:
         """Fill `rewards`, update the KL coefficient for the next step, and report KL and coefficient as verl does."""
         algorithm = self.config.algorithm
         kl_coef = self.kl_ctrl.coef if algorithm.use_kl_in_reward else 0.0
         kl = add_rewards(experience, kl_coef, algorithm.kl_penalty)
         if kl is None:
             return {}
-        self.kl_ctrl.update(float(kl), int((experience.response_lengths > 0).sum()))
+        self.kl_ctrl.update(float(kl), int((experience.num_sampled > 0).sum()))
         return {"actor/reward_kl_penalty": float(kl), "actor/reward_kl_penalty_coeff": kl_coef}
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_rl.checkpoint.storage import storing
 from megatron_rl.cluster.replicas import ReplicatedPool
-from megatron_rl.config.algorithms import needs_of
+from megatron_rl.config.algorithms import estimator_traits
 from megatron_rl.config.roles import ROLLOUT, Placement
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.controller.run_folder import RunFolder
@@ -30,7 +30,8 @@ def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Rules:
     ahead, rollout = config.async_training, config.actor_rollout_ref.rollout
     sizes = config.batch_sizes
     return Rules(
-        batch_rows=sizes.num_generated_samples + (sizes.num_generated_prompts if needs_of(config).greedy else 0),
+        batch_rows=sizes.num_generated_samples
+        + (sizes.num_generated_prompts if "greedy_scores" in estimator_traits(config).reads else 0),
         num_steps_total=config.trainer.num_steps,
         ahead=config.trainer.rollout_ahead,
         sync_every=ahead.trigger_parameter_sync_step,

@@ -21,7 +21,7 @@ from megatron_rl.data.reading_options import ReadingOptions
 from megatron_rl.dispatch import ExtraBatch
 from megatron_rl.errors import ConfigError
 from megatron_rl.ledger.planner.config_json import model_facts
-from megatron_rl.records import TokenBatch
+from megatron_rl.records import Batch
 
 SHARED = {field.name for field in fields(ReadingOptions)} & {field.name for field in fields(PretrainingConfig)}
 """Keys of `ptx` that the tasks have under `data`."""
@@ -48,7 +48,7 @@ class Pretraining:
             )
         self.notes = [f"pretraining: {in_ptx(line)}" for line in report.lines()]
 
-    def next(self) -> ExtraBatch[TokenBatch] | None:
+    def next(self) -> ExtraBatch[Batch] | None:
         """The next batch, of which every data-parallel rank gets its share besides the samples."""
         if self._cursor is None:
             return None

@@ -20,7 +20,7 @@ from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.errors import ParityError
 from megatron_rl.observe.loggers import METRICS_FILE
 from megatron_rl.observe.summary import before_after_table, write_summary
-from megatron_rl.records import Sequences
+from megatron_rl.records import Batch
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.tuned import TunedPolicy
 
@@ -149,17 +149,17 @@ def export_actor(run: Run) -> float:
     return export_policy(run, run.roles.actor, run.validation.parity_rows)
 
 
-def export_policy(run: OpenRun, policy: Actor | TunedPolicy, rows: Sequences) -> float:
+def export_policy(run: OpenRun, policy: Actor | TunedPolicy, rows: Batch) -> float:
     """Export a policy; largest logit difference to the trainer on these rows. Raises as `export_and_compare`."""
 
     def logits() -> torch.Tensor:
-        parts: Any = policy.response_logits(rows).get()  # no records, so one of each data-parallel rank
+        parts: Any = policy.sampled_logits(rows).get()  # no records, so one of each data-parallel rank
         return torch.cat(parts)
 
     def write(target: Path) -> None:
         policy.export_hf(target).get()
 
-    return export_and_compare(run, "logits", write, logits, lambda target: hf_response_logits(target, rows))
+    return export_and_compare(run, "logits", write, logits, lambda target: hf_sampled_logits(target, rows))
 
 
 def export_and_compare(
@@ -212,8 +212,8 @@ def hf_model(folder: Path | str) -> Any:
 
 
 @torch.no_grad()
-def hf_response_logits(folder: Path, sequences: Sequences) -> torch.Tensor:
-    """Float32 logits [response tokens, vocab_size] of a Hugging Face folder, row after row."""
+def hf_sampled_logits(folder: Path, batch: Batch) -> torch.Tensor:
+    """Float32 logits [sampled tokens, vocab_size] of a Hugging Face folder, row after row."""
     model = hf_model(folder)
-    rows = zip(sequences.input_ids.unbind(), sequences.response_lengths.tolist(), strict=True)
-    return torch.cat([model(ids[None]).logits[0, len(ids) - length - 1 : -1] for ids, length in rows])
+    rows = zip(batch["input_ids"].unbind(), batch["sampled"].unbind(), strict=True)
+    return torch.cat([model(ids[None]).logits[0, :-1][sampled[1:]] for ids, sampled in rows])

@@ -38,7 +38,7 @@ from megatron_rl.ledger.planner.hardware import Hardware, planned_hardware
 from megatron_rl.ledger.planner.memory import planned_memory
 from megatron_rl.ledger.planner.memory_report import with_kv_cache
 from megatron_rl.ledger.planner.planned_steps import PlannedSteps
-from megatron_rl.records import Experience
+from megatron_rl.records import Batch
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.critic import Critic
 from megatron_rl.roles.reference import Reference
@@ -97,14 +97,14 @@ class Run(OpenRun):
     validation: PromptValidation
     planned: PlannedSteps | None = None
 
-    def describe(self, batch: SampledBatch, experience: Experience, step: int) -> dict[str, float]:
+    def describe(self, batch: SampledBatch, experience: Batch, step: int) -> dict[str, float]:
         """Metrics of a step besides its updates: samples, seconds and memory. Also writes the table of its answers."""
-        prompts, generations, scored = batch.prompts, batch.generations, batch.scored
+        prompts, scored = batch.prompts, batch.scored
         if scored is None:
             raise ValueError("the batch has no scores yet")
         metrics = self.rollouts.describe() | batch.metrics  # while the step's clock runs
         metrics |= self.rewards.shaping.metrics()
-        metrics |= self.logger.step_metrics(prompts, generations, experience, scored)
+        metrics |= self.logger.step_metrics(experience, scored)
         if self.planned is not None:
             planned, departures = self.planned.note(metrics)
             metrics |= planned

@@ -27,7 +27,7 @@ from megatron_rl.observe.progress import RunProgress
 from megatron_rl.observe.services import Services
 from megatron_rl.observe.summary import write_sample_table
 from megatron_rl.observe.updates import SkippedUpdates, update_means
-from megatron_rl.records import Experience, Generations, Prompts, known, row_lengths
+from megatron_rl.records import Batch, Prompts, first_true
 from megatron_rl.roles.host import RankHost
 from megatron_rl.scoring.scored_answers import ScoredAnswers
 
@@ -125,18 +125,19 @@ class RunLogger:
             self.warn(f"{skipped} update(s) of the {role} skipped in this step: gradient or loss not finite")
         return metrics
 
-    def step_metrics(
-        self, prompts: Prompts, generations: Generations, experience: Experience, scored: ScoredAnswers
-    ) -> dict[str, float]:
-        """Statistics of one step's samples, cost of its transition, and seconds by phase."""
-        lengths = (row_lengths(prompts.prompt_ids), row_lengths(generations.response_ids))
-        values = None if experience.old_values is None else experience.old_values.values()
-        returns, advantages = known(experience.returns).values(), known(experience.advantages).values()
-        scores = known(experience.scores)
-        totals = total_rows(known(experience.rewards).values(), experience.response_lengths, scores)
-        timings = self.time_metrics(experience.input_ids.values().numel())
+    def step_metrics(self, experience: Batch, scored: ScoredAnswers) -> dict[str, float]:
+        """Statistics of one step's samples, cost of its transition, and seconds by phase.
+
+        A prompt are the tokens before the first sampled one, a response the sampled tokens.
+        """
+        lengths = (first_true(experience["sampled"]), experience.num_sampled)
+        values = experience.flat("old_values") if "old_values" in experience else None
+        returns, advantages = experience.flat("returns"), experience.flat("advantages")
+        scores = experience["scores"]
+        totals = total_rows(experience.flat("rewards"), experience.num_sampled, scores)
+        timings = self.time_metrics(experience.flat("input_ids").numel())
         return (
-            length_metrics(*lengths, generations.truncated)
+            length_metrics(*lengths, experience["truncated"])
             | score_metrics(scores, totals, advantages, returns, values)
             | transition_metrics(self.transitions)
             | scored.metrics()

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_rl.cluster.signals import StopRequest
+from megatron_rl.columns import SCORING
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.steps import is_validation_step
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.experience.assemble import assemble
 from megatron_rl.observe.validation_metrics import validation_metrics
-from megatron_rl.records import Sequences
+from megatron_rl.records import Batch
 from megatron_rl.sampling.sampler import Sampler
 from megatron_rl.scoring.rewards import Rewards
 
@@ -65,7 +66,7 @@ class PromptValidation(Validation):
     ) -> None:
         super().__init__(config, logger, stop)
         self.data, self.rollouts, self.rewards = data, rollouts, rewards
-        self.parity_rows: Sequences | None = None
+        self.parity_rows: Batch | None = None
 
     def run(self, step: int) -> dict[str, float]:
         """Validate now; keeps mean reward, mean accuracy and a few rows."""
@@ -80,7 +81,7 @@ class PromptValidation(Validation):
             self.logger.val_rewards.append(mean(variables["reward"]))
             if "acc" in variables:
                 self.logger.accuracies.append(mean(variables["acc"]))
-            self.parity_rows = assemble(prompts[:NUM_PARITY_ROWS], generations[:NUM_PARITY_ROWS]).sequences()
+            self.parity_rows = assemble(prompts[:NUM_PARITY_ROWS], generations[:NUM_PARITY_ROWS]).read_by(SCORING)
             sources, predictions = list(prompts.data_source), scored.predictions()
             metrics = validation_metrics(sources, prompts.index.tolist(), variables, predictions)
         return metrics | self.logger.clock.take("testing")

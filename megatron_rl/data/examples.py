@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_rl.data.row_problems import RowPlace
-from megatron_rl.records import TokenBatch, ragged
+from megatron_rl.records import Batch, ragged, single_turn
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +72,8 @@ class ScoredExample:
     where: RowPlace
 
 
-def token_batch(examples: Sequence[Example]) -> TokenBatch:
-    """The record of which cross-entropy is computed: the tokens of each example up to the last that counts.
+def token_batch(examples: Sequence[Example]) -> Batch:
+    """The batch of which cross-entropy is computed: the tokens of each example up to the last that counts.
 
     Raises ValueError for an example without a token that counts.
     """
@@ -86,4 +86,4 @@ def token_batch(examples: Sequence[Example]) -> TokenBatch:
         rows.append(example.tokens[:end])
         responses.append(end - first)
         kept.append(example.loss_mask[first:end].float())
-    return TokenBatch(ragged(rows), torch.tensor(responses), ragged(kept), batch_size=[len(rows)])
+    return single_turn(ragged(rows), torch.tensor(responses), kept=ragged(kept))

@@ -20,10 +20,10 @@ from torch import Tensor
 from megatron_rl.experience.routed_tokens import RoutedTokens, routed_tokens
 from megatron_rl.parallel.balance import SequenceWork, pack
 from megatron_rl.parallel.zigzag import ContextShare
-from megatron_rl.records import TokenRows, ragged_from_lengths, row_lengths, to_padded
+from megatron_rl.records import Batch, elements_of, first_true, ragged_from_lengths, row_lengths, to_padded
 
-NO_RESPONSE_FIELDS = ("input_ids", "response_lengths", "routed_experts")
-"""Fields of a record that are not one float per response token."""
+NO_FIELDS = ("input_ids", "sampled", "routed_experts")
+"""Columns that are not one float per sampled token."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,12 @@ def together(prompts: Sequence[int], lengths: Sequence[int], most: int, max_toke
 
 @dataclass
 class MicroBatch:
-    """Rows for one pass through the model. Legend: n rows, N their response tokens, b x S the block they lie in.
+    """Rows for one pass through the model. Legend: n rows, N their sampled tokens, b x S the block they lie in.
 
     input_ids: int64 [b, S]. Padded: b = n, aligned left, filled up with 0. Packed: b = 1, end to end, then filler.
-    predicts_response: bool [b, S - 1], true where the *next* token belongs to the response of the same row.
-    response_lengths: int64 [n]. rows: int64 [n], their numbers in the record, in the order they lie here.
-    fields: the record's ragged float fields of these rows, flattened row by row to [N].
+    predicts_sampled: bool [b, S - 1], true where the *next* token is a sampled one, of the same row.
+    num_sampled: int64 [n]. rows: int64 [n], their numbers in the record, in the order they lie here.
+    fields: the batch's float columns of sampled tokens, of these rows, flattened row by row to [N].
     segments: lengths of what lies end to end, filler included, adding up to S; None when padded.
     prefixes: of the first segments, (first column, columns) of what comes before them and lies elsewhere in the block:
     their prompt but for its last token; 0 columns where a segment is whole.
@@ -124,8 +124,8 @@ class MicroBatch:
     """
 
     input_ids: Tensor
-    predicts_response: Tensor
-    response_lengths: Tensor
+    predicts_sampled: Tensor
+    num_sampled: Tensor
     rows: Tensor
     fields: dict[str, Tensor]
     segments: tuple[int, ...] | None = None
@@ -137,16 +137,16 @@ class MicroBatch:
 
     @property
     def targets(self) -> Tensor:
-        """int64 [N]: the response tokens, row by row; of a share those that are predicted there, [n]."""
-        targets = self.input_ids[:, 1:][self.predicts_response]
+        """int64 [N]: the sampled tokens, row by row; of a share those that are predicted there, [n]."""
+        targets = self.input_ids[:, 1:][self.predicts_sampled]
         return targets if self.share is None else targets[self.share.numbers]
 
     def scored(self, output: Tensor) -> Tensor:
-        """output [b, S, ...] of a model -> [N, ...], where the response tokens are predicted, as `targets`.
+        """output [b, S, ...] of a model -> [N, ...], where the sampled tokens are predicted, as `targets`.
 
         Of a share output is [b, its columns, ...], and [n, ...] comes out.
         """
-        return output[:, :-1][self.predicts_response] if self.share is None else output[self.share.scored]
+        return output[:, :-1][self.predicts_sampled] if self.share is None else output[self.share.scored]
 
     def whole(self, values: Tensor) -> Tensor:
         """values [n, ...] of the tokens in `targets` -> [N, ...], of all of the block's.
@@ -157,13 +157,13 @@ class MicroBatch:
 
     @property
     def kept(self) -> Tensor:
-        """float32 [N]: 1 for each response token that counts in a loss; all of them where the record does not say."""
-        default = self.predicts_response.new_ones(int(self.response_lengths.sum()), dtype=torch.float32)
+        """float32 [N]: 1 for each sampled token that counts in a loss; all of them where the batch does not say."""
+        default = self.predicts_sampled.new_ones(int(self.num_sampled.sum()), dtype=torch.float32)
         return self.fields.get("kept", default)
 
     @property
     def counts(self) -> Tensor | None:
-        """bool, of each token in `targets`: whether it counts in a loss; None: all do, as the record does not say."""
+        """bool, of each token in `targets`: whether it counts in a loss; None: all do, as the batch does not say."""
         if "kept" not in self.fields:
             return None
         kept = self.fields["kept"].bool()
@@ -174,8 +174,8 @@ class MicroBatch:
         return replace(
             self,
             input_ids=self.input_ids.to(device),
-            predicts_response=self.predicts_response.to(device),
-            response_lengths=self.response_lengths.to(device),
+            predicts_sampled=self.predicts_sampled.to(device),
+            num_sampled=self.num_sampled.to(device),
             rows=self.rows.to(device),
             fields={name: field.to(device) for name, field in self.fields.items()},
             share=None,
@@ -186,8 +186,8 @@ class MicroBatch:
         return replace(
             self,
             input_ids=self.input_ids * 0,
-            predicts_response=torch.zeros_like(self.predicts_response),
-            response_lengths=self.response_lengths[:0],
+            predicts_sampled=torch.zeros_like(self.predicts_sampled),
+            num_sampled=self.num_sampled[:0],
             rows=self.rows[:0],
             fields={name: field[:0] for name, field in self.fields.items()},
             share=None,
@@ -200,21 +200,21 @@ class MicroBatch:
         return replace(
             nothing,
             input_ids=nothing.input_ids.new_zeros(1, num_columns),
-            predicts_response=nothing.predicts_response.new_zeros(1, num_columns - 1),
+            predicts_sampled=nothing.predicts_sampled.new_zeros(1, num_columns - 1),
             segments=(num_columns,),
             prefixes=(),
             num_sharing=1,
         )
 
 
-def prompt_numbers(record: TokenRows, experts: Tensor | None = None) -> list[int]:
-    """Number the prompts of the rows: rows with the same prompt have the same number.
+def prompt_numbers(batch: Batch, experts: Tensor | None = None) -> list[int]:
+    """Number the prompts of the rows: rows with the same tokens before the first sampled one have the same number.
 
     experts: ragged [B, (T), layers, K], to which the tokens will be sent; prompts with other experts are other prompts.
     Experts of a prompt's last token, which rows do not share, do not matter.
     """
-    tokens, lengths = record.input_ids.values().numpy(), row_lengths(record.input_ids)
-    starts, num_prompt_tokens = lengths.cumsum(0) - lengths, lengths - record.response_lengths
+    tokens, lengths = batch.flat("input_ids").numpy(), row_lengths(batch["input_ids"])
+    starts, num_prompt_tokens = lengths.cumsum(0) - lengths, first_true(batch["sampled"])
     sent = [b""] * len(lengths)
     if experts is not None:
         counts = (num_prompt_tokens - 1).clamp(min=0).tolist()
@@ -227,7 +227,7 @@ def prompt_numbers(record: TokenRows, experts: Tensor | None = None) -> list[int
 
 
 def micro_batches(
-    record: TokenRows,
+    batch: Batch,
     plan: Sequence[Sequence[int]],
     remove_padding: bool,
     column_multiple: int = 1,
@@ -235,100 +235,91 @@ def micro_batches(
     segment_multiple: int = 1,
     with_tokens: bool = False,
 ) -> list[MicroBatch]:
-    """Return the blocks that `plan` lists, of a record with `input_ids`, `response_lengths` and ragged float fields.
+    """Return the blocks that `plan` lists, of a batch with `input_ids`, `sampled` and float columns of sampled tokens.
 
     A block is as wide as its content needs, rounded up to a multiple of `column_multiple`. prompts: `prompt_numbers` of
     the rows, where rows of a packed block share prompts. segment_multiple divides column_multiple; the length of every
-    packed row is rounded up to a multiple of it. with_tokens: fill `MicroBatch.tokens`, with the record's
+    packed row is rounded up to a multiple of it. with_tokens: fill `MicroBatch.tokens`, with the batch's
     `routed_experts` where it has them.
     """
-    # Flat from here on: indexing and slicing a record costs more than a small block's pass.
+    # Flat from here on: indexing and slicing a batch costs more than a small block's pass.
     order = torch.tensor([row for rows in plan for row in rows])
-    names = [name for name in record.to_dict(retain_none=False) if name not in NO_RESPONSE_FIELDS]
-    lengths, num_tokens = row_lengths(record.input_ids), record.response_lengths
-    tokens = record.input_ids.values()[elements_of(order, lengths)]
-    of_responses = elements_of(order, num_tokens)
-    fields = {name: record.get(name).values()[of_responses] for name in names}
-    lengths, num_tokens = lengths[order], num_tokens[order]
+    lengths, num_sampled, before = row_lengths(batch["input_ids"]), batch.num_sampled, first_true(batch["sampled"])
+    of_tokens, of_sampled = elements_of(order, lengths), elements_of(order, num_sampled)
+    fields = {name: batch.flat(name)[of_sampled] for name in batch.names if name not in NO_FIELDS}
+    lengths, num_sampled = lengths[order], num_sampled[order]
     counts = [len(rows) for rows in plan]
-    sizes, field_sizes = ([int(part.sum()) for part in of.split(counts)] for of in (lengths, num_tokens))
-    parts = zip(plan, tokens.split(sizes), lengths.split(counts), num_tokens.split(counts), strict=True)
+    sizes, field_sizes = ([int(part.sum()) for part in of.split(counts)] for of in (lengths, num_sampled))
+    per_token = (batch.flat(name)[of_tokens].split(sizes) for name in ("input_ids", "sampled"))
+    per_row = (of.split(counts) for of in (lengths, num_sampled, before[order]))
     split_fields = {name: field.split(field_sizes) for name, field in fields.items()}
     blocks = []
-    for number, (rows, of_block, long, answered) in enumerate(parts):
+    for number, (rows, tokens, sampled, long, drawn, first) in enumerate(zip(plan, *per_token, *per_row, strict=True)):
         mine = {name: field[number] for name, field in split_fields.items()}
         if remove_padding:
-            of_rows = None if prompts is None else [prompts[row] for row in rows]
-            multiples = (column_multiple, segment_multiple)
-            input_ids, predicts, segments, prefixes = packed(of_block, long, answered, *multiples, of_rows)
-            blocks.append(MicroBatch(input_ids, predicts, answered, torch.tensor(rows), mine, segments, prefixes))
+            left_out = None
+            if prompts is not None:
+                left_out = shared_prefixes([prompts[row] for row in rows], long.tolist(), first.tolist())
+            content = packed(tokens, sampled, long, column_multiple, segment_multiple, left_out)
+            input_ids, predicts, segments, prefixes = content
+            blocks.append(MicroBatch(input_ids, predicts, drawn, torch.tensor(rows), mine, segments, prefixes))
         else:
-            input_ids, predicts = padded(of_block, long, answered, column_multiple)
-            blocks.append(MicroBatch(input_ids, predicts, answered, torch.tensor(rows), mine))
+            input_ids, predicts = padded(tokens, sampled, long, column_multiple)
+            blocks.append(MicroBatch(input_ids, predicts, drawn, torch.tensor(rows), mine))
     if with_tokens:
-        known = routed_tokens(getattr(record, "routed_experts", None), record.input_ids, record.response_lengths, plan)
+        known = routed_tokens(batch, plan)
         blocks = [replace(block, tokens=tokens) for block, tokens in zip(blocks, known, strict=True)]
     return blocks
 
 
-def elements_of(rows: Tensor, lengths: Tensor) -> Tensor:
-    """int64: the places of the elements of `rows`, row after row, among rows of `lengths` that lie end to end."""
-    taken = lengths[rows]
-    shift = (lengths.cumsum(0) - lengths)[rows] - (taken.cumsum(0) - taken)
-    return torch.arange(int(taken.sum())) + shift.repeat_interleave(taken)
-
-
-def padded(tokens: Tensor, lengths: Tensor, response_lengths: Tensor, column_multiple: int) -> tuple[Tensor, Tensor]:
-    """(input_ids, predicts_response) of rows under each other, from their tokens end to end."""
+def padded(tokens: Tensor, sampled: Tensor, lengths: Tensor, column_multiple: int) -> tuple[Tensor, Tensor]:
+    """(input_ids, predicts_sampled) of rows under each other, from their tokens end to end."""
     width = round_up(int(lengths.max()), column_multiple)
-    column = torch.arange(width - 1)[None]
-    first = (lengths - response_lengths - 1)[:, None]
-    input_ids = to_padded(ragged_from_lengths(tokens, lengths), width)
-    return input_ids, (column >= first) & (column < (lengths - 1)[:, None])
+    input_ids, is_sampled = (to_padded(ragged_from_lengths(part, lengths), width) for part in (tokens, sampled))
+    return input_ids, is_sampled[:, 1:].contiguous()
 
 
 def packed(
     tokens: Tensor,
+    sampled: Tensor,
     lengths: Tensor,
-    response_lengths: Tensor,
     column_multiple: int,
     segment_multiple: int = 1,
-    prompts: Sequence[int] | None = None,
+    prefixes: tuple[tuple[int, int], ...] | None = None,
 ) -> tuple[Tensor, Tensor, tuple[int, ...], tuple[tuple[int, int], ...]]:
-    """(input_ids, predicts_response, segments, prefixes) of rows end to end.
+    """(input_ids, predicts_sampled, segments, prefixes) of rows end to end.
 
     The filler of a row, up to segment_multiple, ends its segment; that of the block is a segment of its own.
-    prompts: numbers of the rows' prompts. A prompt that an earlier row has is left out, but for its last token, which
-    another token follows in every row.
+    prefixes: from `shared_prefixes`, what is left out at the beginning of each row.
     """
-    prefixes: tuple[tuple[int, int], ...] = ()
-    if prompts is not None:
-        prefixes = shared_prefixes(prompts, lengths.tolist(), response_lengths.tolist())
+    if prefixes is not None:
         left_out = torch.tensor([length for _, length in prefixes])
         column = torch.arange(len(tokens)) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-        tokens, lengths = tokens[column >= left_out.repeat_interleave(lengths)], lengths - left_out
+        stays = column >= left_out.repeat_interleave(lengths)
+        tokens, sampled, lengths = tokens[stays], sampled[stays], lengths - left_out
     room = -(-lengths // segment_multiple) * segment_multiple
     starts, num_tokens = room.cumsum(0) - room, int(room.sum())
     num_columns = round_up(num_tokens, column_multiple)
     filler = num_columns - num_tokens
     segments = (*room.tolist(), *([filler] if filler else []))
-    # Where the tokens go, and the last one of the row of each.
     position = torch.arange(len(tokens)) + (starts - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
-    last = (starts + lengths - 1).repeat_interleave(lengths)
-    input_ids, predicts = tokens.new_zeros(num_columns), torch.zeros(num_columns, dtype=torch.bool)
-    input_ids[position] = tokens
-    predicts[position] = (position >= last - response_lengths.repeat_interleave(lengths)) & (position < last)
-    return input_ids[None], predicts[None, :-1], segments, prefixes
+    input_ids, is_sampled = tokens.new_zeros(num_columns), torch.zeros(num_columns, dtype=torch.bool)
+    input_ids[position], is_sampled[position] = tokens, sampled
+    return input_ids[None], is_sampled[None, 1:], segments, prefixes or ()
 
 
 def shared_prefixes(
-    prompts: Sequence[int], lengths: Sequence[int], response_lengths: Sequence[int]
+    prompts: Sequence[int], lengths: Sequence[int], num_prompt_tokens: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
-    """For each of the rows end to end, (first column, columns) of the prompt that it shares with an earlier row."""
+    """For each of the rows end to end, (first column, columns) of the prompt that it shares with an earlier row.
+
+    prompts: numbers of the rows' prompts. A prompt that an earlier row has is left out, but for its last token, which
+    another token follows in every row.
+    """
     first_column: dict[int, int] = {}
     prefixes, column = [], 0
-    for prompt, length, response in zip(prompts, lengths, response_lengths, strict=True):
-        shared = max(length - response - 1, 0) if prompt in first_column else 0
+    for prompt, length, before in zip(prompts, lengths, num_prompt_tokens, strict=True):
+        shared = max(before - 1, 0) if prompt in first_column else 0
         prefixes.append((first_column.setdefault(prompt, column) if shared else 0, shared))
         first_column.setdefault(prompt, column)
         column += length - shared
@@ -361,7 +352,7 @@ def widened(block: MicroBatch, num_columns: int, num_rows: int | None = None) ->
     return replace(
         block,
         input_ids=torch.nn.functional.pad(block.input_ids, room),
-        predicts_response=torch.nn.functional.pad(block.predicts_response, room),
+        predicts_sampled=torch.nn.functional.pad(block.predicts_sampled, room),
         segments=segments,
     )
 
@@ -369,7 +360,7 @@ def widened(block: MicroBatch, num_columns: int, num_rows: int | None = None) ->
 def in_row_order(values: Tensor, blocks: Sequence[MicroBatch]) -> Tensor:
     """values [tokens of all blocks, ...], block after block -> the same, row after row of the record."""
     rows = torch.cat([block.rows for block in blocks])
-    return rows_in_order(values, rows, torch.cat([block.response_lengths for block in blocks]))
+    return rows_in_order(values, rows, torch.cat([block.num_sampled for block in blocks]))
 
 
 def reported_rows(values: Iterable[tuple[MicroBatch, Tensor]], lengths: Tensor, like: Tensor) -> Tensor:

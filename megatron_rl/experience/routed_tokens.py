@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.records import row_lengths
+from megatron_rl.records import Batch, row_lengths
 
 
 @dataclass(frozen=True)
 class RoutedTokens:
     """The tokens of the n rows of a block, and their experts as far as they are known; on the CPU.
 
-    lengths: int64 [n], tokens of each. answered: bool [n], rows with a response; others fill up a split.
+    lengths: int64 [n], tokens of each. answered: bool [n], rows with a sampled token; others fill up a split.
     experts: uint8 or int16 [sum(num_known), L, K] of the first tokens of each row, row after row; None: of none.
     num_known: int64 [n].
     """
@@ -33,18 +33,15 @@ class RoutedTokens:
         return RoutedTokens(self.lengths[:0], self.answered[:0])
 
 
-def routed_tokens(
-    experts: Tensor | None, input_ids: Tensor, response_lengths: Tensor, plan: Sequence[Sequence[int]]
-) -> list[RoutedTokens]:
-    """Return the tokens of every block. experts: ragged [B, (T), L, K] or None; input_ids: ragged [B, (L)]."""
-    lengths, blocks = row_lengths(input_ids), [torch.tensor(rows) for rows in plan]
+def routed_tokens(batch: Batch, plan: Sequence[Sequence[int]]) -> list[RoutedTokens]:
+    """Return the tokens of every block, with `routed_experts` where the batch has them."""
+    experts, lengths = batch.get("routed_experts"), row_lengths(batch["input_ids"])
+    answered, blocks = batch.num_sampled > 0, [torch.tensor(rows) for rows in plan]
     if experts is None:
-        return [RoutedTokens(lengths[rows], response_lengths[rows] > 0) for rows in blocks]
+        return [RoutedTokens(lengths[rows], answered[rows]) for rows in blocks]
     num_known, parts = row_lengths(experts), experts.unbind()
     return [
-        RoutedTokens(
-            lengths[rows], response_lengths[rows] > 0, torch.cat([parts[row] for row in rows.tolist()]), num_known[rows]
-        )
+        RoutedTokens(lengths[rows], answered[rows], torch.cat([parts[row] for row in rows.tolist()]), num_known[rows])
         for rows in blocks
     ]
 

@@ -41,14 +41,14 @@ def known_tokens(block: MicroBatch) -> RoutedTokens:
 
 
 def num_rows_at(block: MicroBatch) -> Tensor:
-    """int64 [S * b]: of the rows with a response, how many have their token in each place."""
+    """int64 [S * b]: of the rows with a sampled token, how many have their token in each place."""
     tokens = known_tokens(block)
     taken = places(block)[tokens.answered.repeat_interleave(tokens.lengths)]
     return taken.bincount(minlength=block.input_ids.numel())
 
 
 def places_of_rows(block: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """(place [n], row [n], lengths [rows]), int64, of every token of the rows with a response, row after row."""
+    """(place [n], row [n], lengths [rows]), int64, of every token of the rows with a sampled token, row after row."""
     tokens = known_tokens(block)
     taken = places(block)[tokens.answered.repeat_interleave(tokens.lengths)]
     lengths = tokens.lengths[tokens.answered]

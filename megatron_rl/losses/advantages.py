@@ -1,6 +1,6 @@
 """Advantages of tokens, from a critic or from rewards to go.
 
-Legend: B rows, R response positions, right-padded; `mask [B, R]` is true on real tokens.
+Legend: B rows, R sampled tokens, right-padded; `mask [B, R]` is true on real tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al., arXiv:1506.02438), over response tokens.
+    """Generalised advantage estimation (Schulman et al., arXiv:1506.02438), over sampled tokens.
 
     delta_t = r_t + gamma * V_{t+1} - V_t with V = 0 after the last token;  A_t = delta_t + gamma * lam * A_{t+1}.
     rewards, values [B, R] float, R >= 0; lam: a number, or one for each row [B]. Returns (advantages [B, R], returns

@@ -2,7 +2,7 @@
 
 Names and definitions are verl's; where verl averages over answers, empty ones are left out here.
 
-Legend: B answers, T > 0 response tokens of all answers, laid end to end; `lengths` int64 [B]. rho = p_trainer /
+Legend: B answers, T > 0 sampled tokens of all answers, laid end to end; `lengths` int64 [B]. rho = p_trainer /
 p_rollout.
 """
 

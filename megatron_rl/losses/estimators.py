@@ -1,6 +1,6 @@
 """Arguments and results of advantage estimators, and the estimators of tokens; those of groups have files of their own.
 
-Legend: B answers, T response tokens of all answers, laid end to end.
+Legend: B answers, T sampled tokens of all answers, laid end to end.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_rl.config.declarations import ESTIMATORS, EstimatorNeeds, estimator
+from megatron_rl.config.declarations import ESTIMATORS, estimator
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.config.user_functions import load_function
 from megatron_rl.losses.advantages import gae, rewards_to_go, whiten
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Samples:
-    """The answers of one step, as estimators read them.
+    """The answers of one step, as estimators read them: their sampled tokens alone, turn after turn.
 
-    rewards: float [T], the score of an answer on its last token, minus KL penalties where they enter the reward.
+    rewards: float [T], the score of an answer on its last sampled token, minus KL penalties where they enter the reward.
     lengths: int64 [B]; an answer may have no token. groups: int64 [B], equal for the answers to one prompt.
     scores: float [B], without penalties.
-    The other fields are None unless the estimator needs them (`EstimatorNeeds`), or the run has them.
+    The other fields are None unless the estimator reads them (`EstimatorTraits`), or the run has them.
     values: float [T], of the critic. greedy_scores: float [B], of the greedy answer to each answer's prompt.
     components: float [B, K], the numbers that `algorithm.gdpo_reward_keys` names.
     old_log_probs: float [T], of the sampled tokens. sum_pi_squared: float [T], the sum of squared probabilities over
@@ -91,7 +91,7 @@ def load_estimator(config: AlgorithmConfig) -> Estimator:
     return load_function(path, "algorithm.custom_adv_estimator.path", name, ("samples", "config"))
 
 
-@estimator("gae", needs=EstimatorNeeds(critic=True), keys=("gamma", "lam", "adaptive_lam_alpha"))
+@estimator("gae", reads=("old_values",), keys=("gamma", "lam", "adaptive_lam_alpha"))
 def estimate_gae(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation with a critic, whitened over all tokens of the batch; returns are not.
 
@@ -118,7 +118,7 @@ def estimate_reinforce_plus_plus(samples: Samples, config: AlgorithmConfig) -> t
     return whiten(returns), returns
 
 
-@estimator("remax", needs=EstimatorNeeds(greedy=True))
+@estimator("remax", reads=("greedy_scores",))
 def estimate_remax(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """Rewards to go, without discount, minus the score of a greedy answer, one more per prompt and step.
 

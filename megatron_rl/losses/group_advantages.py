@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_rl.config.declarations import EstimatorNeeds, estimator
+from megatron_rl.config.declarations import estimator
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.losses.advantages import whiten
 from megatron_rl.losses.estimators import Samples, required
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 EPSILON = 1e-6
-GROUP = EstimatorNeeds(group=True)
+GROUPS = ("groups",)
 BY_STD = ("norm_adv_by_std_in_grpo",)
 
 
-@estimator("grpo", "grpo_vectorized", needs=GROUP, keys=(*BY_STD, "scale_rewards"))
+@estimator("grpo", "grpo_vectorized", reads=GROUPS, keys=(*BY_STD, "scale_rewards"))
 def estimate_grpo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """(r - group mean) / (group std + 1e-6), std unbiased; `norm_adv_by_std_in_grpo=false`: without the division.
 
@@ -38,7 +38,7 @@ def estimate_grpo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Te
     return samples.on_tokens(normalised(samples.totals, samples.groups, config.norm_adv_by_std_in_grpo))
 
 
-@estimator("rloo", "rloo_vectorized", needs=GROUP)
+@estimator("rloo", "rloo_vectorized", reads=GROUPS)
 def estimate_rloo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """r - mean of the group's other answers, which is n / (n - 1) * (r - group mean); r of a lone answer.
 
@@ -47,7 +47,7 @@ def estimate_rloo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Te
     return samples.on_tokens(rloo(samples.totals, samples.groups))
 
 
-@estimator("opo", needs=GROUP)
+@estimator("opo", reads=GROUPS)
 def estimate_opo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """r - length-weighted mean of the group: sum(l r) / sum(l), l in tokens.
 
@@ -61,7 +61,7 @@ def estimate_opo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Ten
     return samples.on_tokens(advantages.where(~_all_equal(scores, index, sizes), 0.0))
 
 
-@estimator("gpg", needs=GROUP)
+@estimator("gpg", reads=GROUPS)
 def estimate_gpg(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """(r - group mean) * answers / answers with r != 0, counted over the batch.
 
@@ -72,7 +72,7 @@ def estimate_gpg(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Ten
     return samples.on_tokens(gains / scores.count_nonzero().clamp(min=1))
 
 
-@estimator("grpo_passk", needs=EstimatorNeeds(group=True, second=True), keys=BY_STD)
+@estimator("grpo_passk", reads=GROUPS, second=True, keys=BY_STD)
 def estimate_grpo_passk(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """For the group's best answer r - the second best r, over (group std + 1e-6); 0 for all others.
 
@@ -91,7 +91,7 @@ def estimate_grpo_passk(samples: Samples, config: AlgorithmConfig) -> tuple[Tens
     return samples.on_tokens(gains)
 
 
-@estimator("reinforce_plus_plus_baseline", needs=GROUP)
+@estimator("reinforce_plus_plus_baseline", reads=GROUPS)
 def estimate_reinforce_plus_plus_baseline(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """r - group mean, whitened over all tokens of the batch.
 
@@ -103,7 +103,7 @@ def estimate_reinforce_plus_plus_baseline(samples: Samples, config: AlgorithmCon
 
 @estimator(
     "gdpo",
-    needs=EstimatorNeeds(group=True, components=True),
+    reads=(*GROUPS, "components"),
     keys=("gdpo_reward_keys", "gdpo_reward_weights", *BY_STD),
 )
 def estimate_gdpo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:

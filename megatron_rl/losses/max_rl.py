@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_rl.config.declarations import EstimatorNeeds, estimator
+from megatron_rl.config.declarations import estimator
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.losses.estimators import Samples
 from megatron_rl.losses.group_advantages import EPSILON, minus_group_mean, numbered
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@estimator("max_rl", needs=EstimatorNeeds(group=True))
+@estimator("max_rl", reads=("groups",))
 def estimate_max_rl(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """(r - group mean) / (group mean + 1e-6); 0 where the group mean is not above 0; r of a lone answer.
 

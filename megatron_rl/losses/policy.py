@@ -1,6 +1,6 @@
 """Arguments and results of policy losses, and the clipped ones of PPO and GSPO; others have files of their own.
 
-Legend: N response tokens of b answers, laid end to end. sg[x]: x without its gradient.
+Legend: N sampled tokens of b answers, laid end to end. sg[x]: x without its gradient.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Policy losses that bound or weigh the ratio r = p / p_old otherwise than PPO's clip does, or do without it.
 
-Legend: N response tokens of b answers, laid end to end; A: advantage; sg[x]: x without its gradient. Every function is
+Legend: N sampled tokens of b answers, laid end to end; A: advantage; sg[x]: x without its gradient. Every function is
 a `policy.PolicyLoss`.
 """
 

@@ -6,7 +6,7 @@ Framework Secretly Brings You Off-Policy RL Training" (2025) for token-level tru
 Stability" (2025) for whole answers and masks; IcePop's weights: Ling Team, "Every Step Evolves", arXiv:2510.18855.
 Names of the keys are verl's.
 
-Legend: B answers, T response tokens of all answers, laid end to end; `lengths` int64 [B].
+Legend: B answers, T sampled tokens of all answers, laid end to end; `lengths` int64 [B].
 """
 
 from __future__ import annotations

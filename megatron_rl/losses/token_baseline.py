@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_rl.config.declarations import EstimatorNeeds, estimator
+from megatron_rl.config.declarations import estimator
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.losses.advantages import rewards_to_go
 from megatron_rl.losses.estimators import Samples, required
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 EPSILON = 1e-8
 
 
-# With several turns their tokens are laid end to end first, which tir_ names; answers here have one turn.
+# tir_ names the case of several turns, whose sampled tokens lie end to end here anyway.
 @estimator(
     "optimal_token_baseline",
     "tir_optimal_token_baseline",
-    needs=EstimatorNeeds(group=True, sum_pi_squared=True),
+    reads=("groups", "old_log_probs", "sum_pi_squared"),
 )
 def estimate_optimal_token_baseline(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """Rewards to go - their mean at the same place of the group's answers, weighed by W.

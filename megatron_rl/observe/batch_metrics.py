@@ -1,6 +1,6 @@
 """The metrics of one step, computed from its tensors, under verl's names. Pure.
 
-Legend: B samples, T response tokens of all samples, concatenated.
+Legend: B samples, T sampled tokens of all samples, concatenated.
 """
 
 from __future__ import annotations

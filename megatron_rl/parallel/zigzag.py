@@ -49,10 +49,10 @@ def zigzag_columns(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tensor
 
 @dataclass(frozen=True)
 class ContextShare:
-    """A context-parallel rank's part of one block. Legend: b x S the whole block, N its response tokens, n those here.
+    """A context-parallel rank's part of one block. Legend: b x S the whole block, N its sampled tokens, n those here.
 
     columns: int64 [S / cp_size], the columns that this rank reads of every row. scored: bool [b, S / cp_size], whether
-    a response token is predicted there. numbers: int64 [n], the numbers of those tokens among the N.
+    a sampled token is predicted there. numbers: int64 [n], the numbers of those tokens among the N.
     """
 
     columns: Tensor
@@ -62,9 +62,9 @@ class ContextShare:
     group: dist.ProcessGroup
 
     @classmethod
-    def of(cls, columns: Tensor, predicts_response: Tensor, group: dist.ProcessGroup) -> ContextShare:
-        """predicts_response: bool [b, S - 1] of the whole block, on the device of `columns`."""
-        whole = torch.nn.functional.pad(predicts_response, (0, 1))
+    def of(cls, columns: Tensor, predicts_sampled: Tensor, group: dist.ProcessGroup) -> ContextShare:
+        """predicts_sampled: bool [b, S - 1] of the whole block, on the device of `columns`."""
+        whole = torch.nn.functional.pad(predicts_sampled, (0, 1))
         scored = whole[:, columns]
         numbers = (whole.flatten().cumsum(0) - 1).view_as(whole)[:, columns][scored]
         return cls(columns, scored, numbers, int(whole.sum()), group)

@@ -8,10 +8,19 @@ from typing import Any
 
 import torch
 
+from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE, SCORING
 from megatron_rl.device import Device
 from megatron_rl.profile.kernels import timed
 from megatron_rl.profile.samples import GENERATE, SCORE, SCORE_ALONE, UPDATE, Case, MeasuredSample, MeasuringTask
-from megatron_rl.records import Experience, Prompts, Sampling, non_tensor, ragged, ragged_from_lengths
+from megatron_rl.records import (
+    Batch,
+    Prompts,
+    Sampling,
+    non_tensor,
+    ragged,
+    ragged_from_lengths,
+    single_turn,
+)
 from megatron_rl.roles.host import RankHost
 
 FIRST_TOKEN, LAST_TOKEN = 8, 60
@@ -27,12 +36,12 @@ def build(host: RankHost, task: MeasuringTask) -> None:
 def pass_samples(host: RankHost, device: Device, task: MeasuringTask) -> Iterator[MeasuredSample]:
     """Measure scores and updates of actor and critic; all ranks must call."""
     for case in task.passes:
-        batch = experience(case, host.groups.dp_rank)
+        batch = random_batch(case, host.groups.dp_rank)
         calls: list[tuple[str, str, str, Any]] = [
-            (SCORE, "actor", "log_probs", batch.sequences()),
-            (SCORE, "critic", "values", batch.sequences()),
-            (UPDATE, "actor", "update", batch.actor_batch()),
-            (UPDATE, "critic", "update", batch.critic_batch()),
+            (SCORE, "actor", "log_probs", batch.read_by(SCORING)),
+            (SCORE, "critic", "values", batch.read_by(SCORING)),
+            (UPDATE, "actor", "update", batch.read_by(ACTOR_UPDATE)),
+            (UPDATE, "critic", "update", batch.read_by(CRITIC_UPDATE)),
         ]
         for kind, role, method, argument in calls:
             body = partial(host.run, role, method, (argument,), {})
@@ -55,8 +64,8 @@ def generation_samples(host: RankHost, device: Device, task: MeasuringTask) -> I
     host.run("rollout", "exit", (), {})
 
 
-def experience(case: Case, seed: int) -> Experience:
-    """Return random tokens of a case's lengths, with every field that an update reads."""
+def random_batch(case: Case, seed: int) -> Batch:
+    """Return random tokens of a case's lengths, with every column that an update reads."""
     generator = torch.Generator().manual_seed(seed)
     responses = torch.full((case.rows,), case.response)
 
@@ -64,15 +73,13 @@ def experience(case: Case, seed: int) -> Experience:
         values = torch.randn(case.rows * case.response, generator=generator)
         return ragged_from_lengths(0.1 * values, responses)
 
-    return Experience(
-        input_ids=ragged([tokens(case.prompt + case.response, generator) for _ in range(case.rows)]),
-        response_lengths=responses,
-        rollout_log_probs=noise(),
+    return single_turn(
+        ragged([tokens(case.prompt + case.response, generator) for _ in range(case.rows)]),
+        responses,
         old_log_probs=noise(),
         old_values=noise(),
         advantages=noise(),
         returns=noise(),
-        batch_size=[case.rows],
     )
 
 

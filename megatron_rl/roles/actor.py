@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,7 @@ from megatron_rl.losses.policy import PolicyTerms, PolicyTokens, load_policy_los
 from megatron_rl.losses.rollout_correction import current_correction
 from megatron_rl.losses.sequence_mask import sequence_mask
 from megatron_rl.observe.batch_metrics import balance_metrics, expert_load_metrics
-from megatron_rl.records import ActorBatch, Sequences, TokenBatch, TokenScores, ragged_from_lengths, row_lengths
+from megatron_rl.records import Batch, ragged_from_lengths, row_lengths
 from megatron_rl.roles.bridge_address import BridgeAddress, BridgeStore, join_bridge
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.role import TrainedRole
@@ -68,47 +67,43 @@ class Actor(TrainedRole):
         self.sender: BridgeSender | None = None
 
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
-    def log_probs(self, sequences: Sequences) -> TokenScores | None:
-        """Log-prob of each response token, as the trainer computes it; None before the last stage.
+    def log_probs(self, batch: Batch) -> Batch | None:
+        """`old_log_probs`, the log-prob of each sampled token; None before the last stage.
 
-        Adds the columns that `scored_columns` names. With R3 tokens go to the experts that the record names. If it
-        names some, the scores count how many of these the routers would not have chosen; with R2 they hold the choices.
+        Adds the columns that `scored_columns` names. With R3 tokens go to the batch's `routed_experts`. Where it has
+        them, `num_other_experts` says how many of these the routers would not have chosen; with R2 `routed_experts` are
+        the routers' choices.
         """
-        return self._scored(sequences, replays=self.config.router_replay.mode == "R3")
+        return self._scored(batch, replays=self.config.router_replay.mode == "R3")
 
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
-    def log_probs_without_replay(self, sequences: Sequences) -> TokenScores | None:
-        """Log-prob of each response token without router replay; None before the last stage."""
-        return self._scored(sequences, replays=False)
+    def log_probs_without_replay(self, batch: Batch) -> Batch | None:
+        """`old_log_probs` without router replay; None before the last stage."""
+        return self._scored(batch, replays=False)
 
-    def _scored(self, sequences: Sequences, replays: bool) -> TokenScores | None:
-        score = partial(self.scorer.score_with, self.columns) if self.columns else self.scorer.score
-        named = None
+    def _scored(self, batch: Batch, replays: bool) -> Batch | None:
         keeps = self.config.router_replay.mode == "R2"
         if self.routing is not None:
-            named = sequences.routed_experts
-            self.routing.begin(replays=replays, records=keeps or named is not None)
-        scores = score(sequences, self.score_cut)
-        return scores if self.routing is None else self._with_choices(scores, sequences, keeps)
+            self.routing.begin(replays=replays, records=keeps or "routed_experts" in batch)
+        scores = self.scorer.score("old_log_probs", batch, self.score_cut, self.columns)
+        return scores if self.routing is None else self._with_choices(scores, batch, keeps)
 
-    def _with_choices(
-        self, scores: TokenScores | None, read: Sequences | ActorBatch, keeps: bool
-    ) -> TokenScores | None:
-        """Add the choices of the routers to the scores of a pass over `read`; all ranks must call."""
+    def _with_choices(self, scores: Batch | None, batch: Batch, keeps: bool) -> Batch | None:
+        """Add the choices of the routers to the scores of a pass over a batch; all ranks must call."""
         assert self.routing is not None
-        own = self.routing.finish(row_lengths(read.input_ids))
+        input_ids, named = batch["input_ids"], batch.get("routed_experts")
+        own = self.routing.finish(row_lengths(input_ids))
         if own is None:
             return scores
-        named, lengths = read.routed_experts, row_lengths(read.input_ids)
-        others = None if named is None else self.routing.others(own, named, read.input_ids)
+        others = None if named is None else self.routing.others(own, named, input_ids)
         whole = self.routing.gathered(own) if keeps else None
         if scores is not None:
-            scores.num_other_experts = others
-            scores.routed_experts = None if whole is None else ragged_from_lengths(whole, lengths)
+            experts = None if whole is None else ragged_from_lengths(whole, row_lengths(input_ids))
+            scores.add(num_other_experts=others, routed_experts=experts)
         return scores
 
     @remote_method(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
-    def update(self, batch: ActorBatch, pretraining: ExtraBatch[TokenBatch] | None = None) -> dict[str, float]:
+    def update(self, batch: Batch, pretraining: ExtraBatch[Batch] | None = None) -> dict[str, float]:
         """One optimizer step on one mini-batch, unless it is skipped; metrics (complete on the last stage).
 
         pretraining: examples whose cross-entropy, times `ptx.coef`, joins the loss.
@@ -117,13 +112,11 @@ class Actor(TrainedRole):
 
     @remote_method(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
     def update_on_policy(
-        self, batch: ActorBatch, pretraining: ExtraBatch[TokenBatch] | None = None
-    ) -> tuple[dict[str, float], TokenScores | None]:
+        self, batch: Batch, pretraining: ExtraBatch[Batch] | None = None
+    ) -> tuple[dict[str, float], Batch | None]:
         """`update` with a batch whose old log-probs are those of this pass; also returns them, as `log_probs` does."""
         metrics, own = self._gradients(batch, pretraining)
-        scores = None
-        if own is not None:
-            scores = TokenScores(ragged_from_lengths(own, batch.response_lengths), batch_size=batch.batch_size)
+        scores = None if own is None else Batch(old_log_probs=batch.per_sampled_token(own))
         if self.routing is not None:
             scores = self._with_choices(scores, batch, keeps=False)
         return metrics | self._step(), scores
@@ -137,11 +130,11 @@ class Actor(TrainedRole):
         return update.metrics("actor")
 
     @remote_method(Dispatch.DP, phase="export")
-    def response_logits(self, sequences: Sequences) -> Tensor | None:
-        """Float32 logits [response tokens, vocab_size], for parity checks; None before the last stage."""
+    def sampled_logits(self, batch: Batch) -> Tensor | None:
+        """Float32 logits [sampled tokens, vocab_size], for parity checks; None before the last stage."""
         if self.routing is not None:
             self.routing.begin(replays=False, records=False)
-        return self.scorer.logits(sequences, self.score_cut)
+        return self.scorer.logits(batch, self.score_cut)
 
     # Weights for a rollout in another pool
 
@@ -234,26 +227,22 @@ class Actor(TrainedRole):
             )
         return self.sender.send(version)
 
-    def compute_gradients(
-        self, batch: ActorBatch, pretraining: ExtraBatch[TokenBatch] | None = None
-    ) -> dict[str, float]:
+    def compute_gradients(self, batch: Batch, pretraining: ExtraBatch[Batch] | None = None) -> dict[str, float]:
         """Gradients of one mini-batch's loss, aggregated over all its tokens on all ranks. Metrics on the last stage.
 
         Losses among the metrics are aggregated like the loss itself; the others are means over tokens.
         """
         metrics = self._gradients(batch, pretraining)[0]
         if self.routing is not None:
-            self.routing.finish(row_lengths(batch.input_ids))
+            self.routing.finish(row_lengths(batch["input_ids"]))
         return metrics
 
-    def _gradients(
-        self, batch: ActorBatch, pretraining: ExtraBatch[TokenBatch] | None
-    ) -> tuple[dict[str, float], Tensor | None]:
-        """(metrics, the log-prob of every response token if the batch has no old ones), both on the last stage."""
+    def _gradients(self, batch: Batch, pretraining: ExtraBatch[Batch] | None) -> tuple[dict[str, float], Tensor | None]:
+        """(metrics, the log-prob of every sampled token if the batch has no old ones), both on the last stage."""
         own: list[Tensor] = []
-        is_own = batch.old_log_probs is None
+        is_own = "old_log_probs" not in batch
         if self.routing is not None:
-            mode, named = self.config.router_replay.mode, batch.routed_experts is not None
+            mode, named = self.config.router_replay.mode, "routed_experts" in batch
             # With R2 an update that computes the old log-probs itself does not replay.
             replays = named and (mode == "R3" or (mode == "R2" and not is_own))
             self.routing.begin(replays=replays, records=named and is_own)
@@ -294,7 +283,7 @@ class Actor(TrainedRole):
         self, hidden: Tensor, block: MicroBatch, totals: BatchTotals, own: list[Tensor]
     ) -> tuple[Tensor, MetricParts]:
         """(loss of a block, its parts of metrics); log-probs are appended to `own` if the block has no old ones."""
-        config, fields, lengths = self.config, block.fields, block.response_lengths
+        config, fields, lengths = self.config, block.fields, block.num_sampled
         log_probs, entropy = self.scorer.log_probs_and_entropy(hidden, block)
         old_log_probs = fields.get("old_log_probs")
         if old_log_probs is None:
@@ -326,7 +315,7 @@ class Actor(TrainedRole):
         self, log_probs: Tensor, old_log_probs: Tensor, block: MicroBatch
     ) -> tuple[PolicyTerms, Tensor, Tensor]:
         """(the policy loss's terms, its losses with the rollout's weights [N], 1 where a token counts in it [N])."""
-        config, correction, fields, lengths = self.config, self.correction, block.fields, block.response_lengths
+        config, correction, fields, lengths = self.config, self.correction, block.fields, block.num_sampled
         kept, rollout_weights = block.kept, fields.get("rollout_weights")
         metrics: dict[str, Tensor] = {}
         if correction.bypass_mode:

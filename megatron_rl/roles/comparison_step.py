@@ -33,7 +33,7 @@ class AnswerLearner:
         flat = pipeline.forward(rows, cut, self.per_token)
         if flat is None:
             return None
-        numbers = self.total(flat, rows.kept.values(), rows.response_lengths)
+        numbers = self.total(flat, rows.flat("kept"), rows.num_sampled)
         return AnswerScores(ragged_from_lengths(numbers, batch.sizes), batch_size=batch.batch_size)
 
     def compute_gradients(
@@ -50,7 +50,7 @@ class AnswerLearner:
         weights, shift = batch.weights.to(device), torch.tensor(baseline, device=device)
 
         def loss(output: Tensor, block: MicroBatch) -> tuple[Tensor, MetricParts]:
-            numbers = self.total(self.per_token(output, block), block.kept, block.response_lengths)
+            numbers = self.total(self.per_token(output, block), block.kept, block.num_sampled)
             prompts, sizes = prompt_of_row[block.rows].unique_consecutive(return_counts=True)
             answers = Answers(numbers, given[block.rows], labels[block.rows], sizes, shift)
             terms = self.objective(answers)

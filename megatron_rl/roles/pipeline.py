@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatron_rl.columns import ACTOR_SCORES
 from megatron_rl.device import shares_prompts
 from megatron_rl.experience.micro_batches import (
     MicroBatch,
@@ -37,19 +38,11 @@ from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.context_packs import plan_packs
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.parallel.zigzag import ContextShare, segment_multiple, zigzag_columns
-from megatron_rl.records import (
-    CriticBatch,
-    Sequences,
-    TokenBatch,
-    TokenRows,
-    TokenScores,
-    ragged_from_lengths,
-    row_lengths,
-)
+from megatron_rl.records import Batch, row_lengths
 from megatron_rl.roles.expert_routing import ExpertRouting
 
 PerToken = Callable[[Tensor, MicroBatch], Tensor]
-"""(model output [b, S, ...], its micro-batch) -> one float32 per response token, [N]."""
+"""(model output [b, S, ...], its micro-batch) -> one float32 per sampled token, [N]."""
 
 Loss = Callable[[Tensor, MicroBatch], tuple[Tensor, MetricParts]]
 """(model output [b, S, ...], its micro-batch) -> (loss summed over its tokens, its parts of metrics by name)."""
@@ -64,10 +57,8 @@ class Pipeline:
         self.device = device
         self.routing: ExpertRouting | None = None  # for models with experts
 
-    def micro_batches(
-        self, record: TokenRows, cut: MicroBatching, sizes: Sequence[int] | None = None
-    ) -> list[MicroBatch]:
-        """Cut a record into blocks that this pipeline can run; all ranks must call.
+    def micro_batches(self, batch: Batch, cut: MicroBatching, sizes: Sequence[int] | None = None) -> list[MicroBatch]:
+        """Cut a batch into blocks that this pipeline can run; all ranks must call.
 
         Under sequence parallelism the columns spread evenly over TP ranks, and under context parallelism every segment
         over twice as many chunks as there are ranks. Where data-parallel ranks hold different experts they need each
@@ -75,17 +66,17 @@ class Pipeline:
         number everywhere, so that no rank waits for another's. Packed rows share prompts where attention can. sizes: of
         neighbouring rows that must lie in one block.
 
-        Where passes choose how many ranks share them, these are the blocks of this rank, of the same record as all
+        Where passes choose how many ranks share them, these are the blocks of this rank, of the same batch as all
         others', and rows lie anywhere.
         """
         grid = self.groups.grid
         if grid.most_sharing is not None:
-            return self._own_packs(record, cut)
+            return self._own_packs(batch, cut)
         per_segment = segment_multiple(grid.cp_size)
-        lengths = [round_up(length, per_segment) for length in row_lengths(record.input_ids).tolist()]
+        lengths = [round_up(length, per_segment) for length in row_lengths(batch["input_ids"]).tolist()]
         per_share = grid.tp_size if self.chunks[0].config.sequence_parallel else 1
         multiples = (math.lcm(per_segment, grid.cp_size * per_share), per_segment)
-        prompts = self._prompts(record) if cut.remove_padding and self._shares_prompts else None
+        prompts = self._prompts(batch) if cut.remove_padding and self._shares_prompts else None
         with_tokens = self.routing is not None
 
         def planned(num_blocks: int) -> list[list[int]]:
@@ -95,19 +86,19 @@ class Pipeline:
 
         plan = planned(1)
         if not (cut.is_dynamic or grid.experts_join_dp_ranks):
-            return micro_batches(record, plan, cut.remove_padding, multiples[0], prompts, multiples[1], with_tokens)
+            return micro_batches(batch, plan, cut.remove_padding, multiples[0], prompts, multiples[1], with_tokens)
         agreed = 0
         # A rank that needs more blocks than were agreed on, which is rare, makes all of them try once more.
         while (most := self._most_blocks(plan)) != agreed:
             agreed = most
             if len(plan) != agreed:
                 plan = planned(agreed)
-        blocks = micro_batches(record, plan, cut.remove_padding, multiples[0], prompts, multiples[1], with_tokens)
+        blocks = micro_batches(batch, plan, cut.remove_padding, multiples[0], prompts, multiples[1], with_tokens)
         return [*blocks, *[blocks[0].neutral()] * (agreed - len(blocks))]
 
-    def _own_packs(self, record: TokenRows, cut: MicroBatching) -> list[MicroBatch]:
+    def _own_packs(self, batch: Batch, cut: MicroBatching) -> list[MicroBatch]:
         """This rank's part of the plan that all ranks of its context-parallel group make."""
-        grid, lengths = self.groups.grid, row_lengths(record.input_ids).tolist()
+        grid, lengths = self.groups.grid, row_lengths(batch["input_ids"]).tolist()
         assert cut.max_tokens is not None and grid.most_sharing is not None  # preflight asks for both
         plan = plan_packs(lengths, cut.work(lengths), cut.max_tokens, grid.cp_size, grid.most_sharing)
         per_share = grid.tp_size if self.chunks[0].config.sequence_parallel else 1
@@ -116,7 +107,7 @@ class Pipeline:
             # Any row does for what an idle pass is made of.
             parts, per_segment = [list(one.rows) or [0] for one in packs], segment_multiple(size)
             multiple = math.lcm(per_segment, size * per_share)
-            blocks += micro_batches(record, parts, True, multiple, None, per_segment, with_tokens)
+            blocks += micro_batches(batch, parts, True, multiple, None, per_segment, with_tokens)
         blocks = [
             replace(block, num_sharing=one.size, is_reported=one.first == self.groups.cp_rank)
             if one.rows
@@ -129,11 +120,10 @@ class Pipeline:
         blocks = [widened(block, width * (block.num_sharing or 1)) for block in blocks]
         return [*blocks, *[blocks[0].idle(width)] * (-len(blocks) % self._round_size)]
 
-    def _prompts(self, record: TokenRows) -> list[int]:
+    def _prompts(self, batch: Batch) -> list[int]:
         """A prompt is computed once for rows whose tokens go to the same experts."""
-        if self.routing is None or not self.routing.replays or isinstance(record, CriticBatch | TokenBatch):
-            return prompt_numbers(record)
-        return prompt_numbers(record, record.routed_experts)
+        replays = self.routing is not None and self.routing.replays
+        return prompt_numbers(batch, batch.get("routed_experts") if replays else None)
 
     @property
     def _shares_prompts(self) -> bool:
@@ -158,12 +148,12 @@ class Pipeline:
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
 
     @torch.no_grad()
-    def forward(self, record: TokenRows, cut: MicroBatching, per_token: PerToken) -> Tensor | None:
-        """`per_token` of every response token, row by row of the record, on the CPU: [all tokens, ...] float32.
+    def forward(self, batch: Batch, cut: MicroBatching, per_token: PerToken) -> Tensor | None:
+        """`per_token` of every sampled token, row by row of the batch, on the CPU: [all tokens, ...] float32.
 
         On the last stage; None before. All ranks must call.
         """
-        blocks = self.micro_batches(record, cut)
+        blocks = self.micro_batches(batch, cut)
 
         def step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
             block = self._read_by_this_rank(next(iterator))
@@ -171,26 +161,24 @@ class Pipeline:
             return self._run(model, block), lambda output, non_loss_data: per_token(output, block).cpu()
 
         outputs = self._schedule(step, self._scheduled(blocks), forward_only=True, collect_non_loss_data=True)
-        return self.in_row_order(torch.cat(outputs), blocks, record) if self.groups.is_last_stage else None
+        return self.in_row_order(torch.cat(outputs), blocks, batch) if self.groups.is_last_stage else None
 
-    def in_row_order(self, values: Tensor, blocks: list[MicroBatch], record: TokenRows) -> Tensor:
-        """values [response tokens of the blocks, ...] on the CPU, block after block -> of the record, row after row.
+    def in_row_order(self, values: Tensor, blocks: list[MicroBatch], batch: Batch) -> Tensor:
+        """values [sampled tokens of the blocks, ...] on the CPU, block after block -> of the batch, row after row.
 
         Where ranks have blocks of their own all context-parallel ranks of the stage must call.
         """
         if self.groups.grid.most_sharing is None:
             return in_row_order(values, blocks)
-        parts = values.split([int(block.response_lengths.sum()) for block in blocks])
-        whole = reported_rows(zip(blocks, parts, strict=True), record.response_lengths, values).to(self.device)
+        parts = values.split([int(block.num_sampled.sum()) for block in blocks])
+        whole = reported_rows(zip(blocks, parts, strict=True), batch.num_sampled, values).to(self.device)
         dist.all_reduce(whole, group=self.groups.cp_group)
         return whole.cpu()
 
-    def score(self, sequences: Sequences, cut: MicroBatching, per_token: PerToken) -> TokenScores | None:
-        """Compute `per_token` of every response token of `sequences`; the record on the last stage, None before."""
-        flat = self.forward(sequences, cut, per_token)
-        if flat is None:
-            return None
-        return TokenScores(ragged_from_lengths(flat, sequences.response_lengths), batch_size=sequences.batch_size)
+    def score(self, column: str, batch: Batch, cut: MicroBatching, per_token: PerToken) -> Batch | None:
+        """Compute `per_token` of every sampled token, as a column of this name; on the last stage, None before."""
+        flat = self.forward(batch.read_by(ACTOR_SCORES), cut, per_token)
+        return None if flat is None else Batch(**{column: batch.per_sampled_token(flat)})
 
     def forward_backward(self, blocks: list[MicroBatch], loss: Loss) -> dict[str, Tensor] | None:
         """Accumulate gradients of the sum of all blocks' losses over all data-parallel ranks.
@@ -233,7 +221,7 @@ class Pipeline:
             return block
         group = self.groups.pack_groups.get(num_sharing, group)
         columns = zigzag_columns(self._segments(block), group.size(), group.rank()).to(self.device)
-        return replace(block, share=ContextShare.of(columns, block.predicts_response, group))
+        return replace(block, share=ContextShare.of(columns, block.predicts_sampled, group))
 
     @staticmethod
     def _segments(block: MicroBatch) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_rl.config.roles import RoleSpec
 from megatron_rl.dispatch import Dispatch, Stop, remote_method
-from megatron_rl.records import Sequences, TokenScores
+from megatron_rl.records import Batch
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.role import FrozenRole
 
@@ -22,6 +22,6 @@ class Reference(FrozenRole):
         )
 
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
-    def log_probs(self, sequences: Sequences) -> TokenScores | None:
-        """Log-prob of each response token; None before the last stage."""
-        return self.scorer.score(sequences, self.cut)
+    def log_probs(self, batch: Batch) -> Batch | None:
+        """`ref_log_probs`, the log-prob of each sampled token; None before the last stage."""
+        return self.scorer.score("ref_log_probs", batch, self.cut)

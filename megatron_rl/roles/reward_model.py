@@ -8,8 +8,8 @@ from megatron_rl.config.roles import RoleSpec
 from megatron_rl.dispatch import Dispatch, Stop, remote_method
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import is_reward_model
-from megatron_rl.records import Sequences, SequenceScores, ragged
-from megatron_rl.roles.critic import response_values
+from megatron_rl.records import Batch, ragged, single_turn
+from megatron_rl.roles.critic import values_before
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.role import FrozenRole
 
@@ -25,17 +25,16 @@ class RewardModel(FrozenRole):
         super().__init__(spec, rank, source.value_model(head_seed=0))
 
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
-    def scores(self, sequences: Sequences) -> SequenceScores | None:
-        """The head's output at the last token of each row, answer or not; the record on the last stage, None before.
+    def scores(self, batch: Batch) -> Batch | None:
+        """`scores`, the head's output at the last token of each row, sampled or not; None before the last stage.
 
         transformers' `...ForSequenceClassification` gives the same to a right-padded row.
         """
-        passed = self.pipeline.score(with_one_more_token(sequences), self.cut, response_values)
-        return None if passed is None else SequenceScores(passed.scores.values(), batch_size=sequences.batch_size)
+        flat = self.pipeline.forward(with_one_more_token(batch), self.cut, values_before)
+        return None if flat is None else Batch(scores=flat)
 
 
-def with_one_more_token(sequences: Sequences) -> Sequences:
-    """Rows whose whole response is a token after the last one: the value *before* it is the value of the sequence."""
-    rows = [torch.cat([row, row.new_zeros(1)]) for row in sequences.input_ids.unbind()]
-    lengths = torch.ones_like(sequences.response_lengths)
-    return Sequences(ragged(rows), lengths, batch_size=sequences.batch_size)
+def with_one_more_token(batch: Batch) -> Batch:
+    """Rows in which one token after the last counts as sampled: the value *before* it is the value of the sequence."""
+    rows = [torch.cat([row, row.new_zeros(1)]) for row in batch["input_ids"].unbind()]
+    return single_turn(ragged(rows), torch.ones(len(rows), dtype=torch.int64))

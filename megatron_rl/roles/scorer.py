@@ -6,7 +6,7 @@ from megatron_rl.config.roles import CRITIC, RoleSpec
 from megatron_rl.dispatch import Dispatch, Stop, remote_method
 from megatron_rl.losses.objectives import reward_objective
 from megatron_rl.records import AnswerBatch, AnswerScores
-from megatron_rl.roles.critic import response_values
+from megatron_rl.roles.critic import values_before
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.role import TrainedRole
 
@@ -20,7 +20,7 @@ class TrainedScorer(TrainedRole):
         source = rank.source(spec)
         super().__init__(spec, rank, source, source.value_model(head_seed=rank.config.trainer.seed))
         objective = reward_objective(rank.config.reward_training)
-        self.learner = AnswerLearner(self.trainable, response_values, objective, means=False)
+        self.learner = AnswerLearner(self.trainable, values_before, objective, means=False)
 
     @remote_method(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
     def update(self, batch: AnswerBatch, num_prompts: int) -> dict[str, float]:

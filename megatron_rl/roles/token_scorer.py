@@ -1,4 +1,4 @@
-"""Log-probabilities of response tokens under one language model, for actor, reference and tuned policy."""
+"""Log-probabilities of sampled tokens under one language model, for actor, reference and tuned policy."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from megatron_rl.columns import ACTOR_SCORES
 from megatron_rl.experience.micro_batches import MicroBatch, MicroBatching
 from megatron_rl.losses.cross_entropy import cross_entropy
 from megatron_rl.model.families import head_cap
 from megatron_rl.model.log_probs import VocabSoftmax
 from megatron_rl.model.vocab_head import VocabHead
-from megatron_rl.records import Sequences, TokenScores, ragged_from_lengths
+from megatron_rl.records import Batch
 from megatron_rl.roles.pipeline import Pipeline
 
 
 class TokenScorer:
-    """Log-probabilities of response tokens under one language model, at the sampling temperature.
+    """Log-probabilities of sampled tokens under one language model, at the sampling temperature.
 
     models: the chunks of this rank's stage, of which the last stage's last one has the head. settings: config.json's.
     """
@@ -32,7 +33,7 @@ class TokenScorer:
         self.head = VocabHead(models[-1], softmax)
 
     def log_probs_and_entropy(self, hidden: Tensor, block: MicroBatch) -> tuple[Tensor, Tensor]:
-        """hidden [b, S / C, H] -> (log-prob [N], entropy [N]) of the block's response tokens, float32.
+        """hidden [b, S / C, H] -> (log-prob [N], entropy [N]) of the block's sampled tokens, float32.
 
         C: context-parallel ranks, all of which must call, and get the same.
         """
@@ -43,7 +44,7 @@ class TokenScorer:
         return log_probs, entropy
 
     def log_probs(self, hidden: Tensor, block: MicroBatch) -> Tensor:
-        """hidden [b, S / C, H] -> log-prob [N] of the block's response tokens, float32; 0 of those that do not count.
+        """hidden [b, S / C, H] -> log-prob [N] of the block's sampled tokens, float32; 0 of those that do not count.
 
         The head is applied only to tokens that count. C and calls are those of `log_probs_and_entropy`.
         """
@@ -68,31 +69,27 @@ class TokenScorer:
         total = self.head.cross_entropy(rows, targets)
         return total if block.share is None else block.share.total(total)
 
-    def score(self, sequences: Sequences, cut: MicroBatching) -> TokenScores | None:
-        """Log-prob of every response token; the record on the last stage, None before. All ranks must call."""
-        return self.pipeline.score(sequences, cut, self.log_probs)
+    def score(self, column: str, batch: Batch, cut: MicroBatching, others: Sequence[str] = ()) -> Batch | None:
+        """Log-prob of every sampled token as a column of this name; on the last stage, None before.
 
-    def score_with(self, columns: Sequence[str], sequences: Sequences, cut: MicroBatching) -> TokenScores | None:
-        """`score`, with these columns of `TokenScores` too: "entropy", "sum_pi_squared"."""
+        others: further columns, "entropy" and "sum_pi_squared" or one of them. All ranks must call.
+        """
+        if not others:
+            return self.pipeline.score(column, batch, cut, self.log_probs)
 
         def per_token(hidden: Tensor, block: MicroBatch) -> Tensor:
-            statistics = self.head.statistics(block.scored(hidden), block.targets, columns)
-            values = [statistics.log_prob, *(getattr(statistics, column) for column in columns)]
+            statistics = self.head.statistics(block.scored(hidden), block.targets, others)
+            values = [statistics.log_prob, *(getattr(statistics, name) for name in others)]
             return block.whole(torch.stack(values, -1))
 
-        columns_of_tokens = self.pipeline.forward(sequences, cut, per_token)
-        if columns_of_tokens is None:
+        of_tokens = self.pipeline.forward(batch.read_by(ACTOR_SCORES), cut, per_token)
+        if of_tokens is None:
             return None
-        lengths = sequences.response_lengths
-        scores, *others = (ragged_from_lengths(values.contiguous(), lengths) for values in columns_of_tokens.T)
-        known = dict(zip(columns, others, strict=True))
-        squares, entropy = known.get("sum_pi_squared"), known.get("entropy")
-        return TokenScores(scores, squares, entropy=entropy, batch_size=sequences.batch_size)
+        columns = (batch.per_sampled_token(values.contiguous()) for values in of_tokens.T)
+        return Batch(**dict(zip((column, *others), columns, strict=True)))
 
-    def logits(self, sequences: Sequences, cut: MicroBatching) -> Tensor | None:
-        """Float32 logits [response tokens, vocab_size] on the CPU, for parity checks; None before the last stage."""
+    def logits(self, batch: Batch, cut: MicroBatching) -> Tensor | None:
+        """Float32 logits [sampled tokens, vocab_size] on the CPU, for parity checks; None before the last stage."""
         return self.pipeline.forward(
-            sequences,
-            cut,
-            lambda hidden, block: block.whole(self.head.logits(block.scored(hidden))),
+            batch, cut, lambda hidden, block: block.whole(self.head.logits(block.scored(hidden)))
         )

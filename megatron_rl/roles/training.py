@@ -233,7 +233,7 @@ class TrainableModel:
 
     def totals(self, blocks: list[MicroBatch]) -> BatchTotals:
         """Rows and tokens that count in one optimizer step, over all ranks' blocks; losses are divided by them."""
-        counts_of_blocks = [counted(block.kept, block.response_lengths) * block.is_reported for block in blocks]
+        counts_of_blocks = [counted(block.kept, block.num_sampled) * block.is_reported for block in blocks]
         counts = torch.stack(counts_of_blocks).sum(0).to(self.device)
         dist.all_reduce(counts, group=self.groups.row_group)
         return BatchTotals(*counts.tolist())

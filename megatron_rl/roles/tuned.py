@@ -13,7 +13,7 @@ from megatron_rl.experience.micro_batches import MicroBatch
 from megatron_rl.losses.metrics import MetricParts
 from megatron_rl.losses.objectives import preference_objective
 from megatron_rl.losses.terms import sum_answers
-from megatron_rl.records import AnswerBatch, AnswerScores, Sequences, SequenceScores, TokenBatch
+from megatron_rl.records import AnswerBatch, AnswerScores, Batch
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.role import TrainedRole
 
@@ -34,12 +34,12 @@ class TunedPolicy(TrainedRole):
         self.learner = AnswerLearner(self.trainable, self.scorer.log_probs, preference_objective(preferences), means)
 
     @remote_method(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
-    def update(self, batch: TokenBatch) -> dict[str, float]:
+    def update(self, batch: Batch) -> dict[str, float]:
         """One optimizer step on the cross-entropy of all tokens that count, unless it is skipped; metrics (complete on
         the last stage)."""
         return self.compute_gradients(batch) | self.trainable.step().metrics(ACTOR)
 
-    def compute_gradients(self, batch: TokenBatch) -> dict[str, float]:
+    def compute_gradients(self, batch: Batch) -> dict[str, float]:
         """Gradients of the mean over the tokens that count, on all ranks. Metrics on the last stage."""
         blocks = self.trainable.pipeline.micro_batches(batch, self.cut)
         totals = self.trainable.totals(blocks)
@@ -51,13 +51,10 @@ class TunedPolicy(TrainedRole):
         return self.trainable.compute_gradients(blocks, totals, loss) or {}
 
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
-    def log_likelihoods(self, batch: TokenBatch) -> SequenceScores | None:
-        """Sum of the log-probs of the counted tokens of each row; None before the last stage."""
+    def log_likelihoods(self, batch: Batch) -> Batch | None:
+        """`scores`: the sum of the log-probs of the counted tokens of each row; None before the last stage."""
         flat = self.trainable.pipeline.forward(batch, self.score_cut, self.scorer.log_probs)
-        if flat is None:
-            return None
-        summed = sum_answers(flat, batch.kept.values(), batch.response_lengths)
-        return SequenceScores(summed, batch_size=batch.batch_size)
+        return None if flat is None else Batch(scores=sum_answers(flat, batch.flat("kept"), batch.num_sampled))
 
     @remote_method(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
     def update_preferences(self, batch: AnswerBatch, num_prompts: int, baseline: float = 0.0) -> dict[str, float]:
@@ -74,6 +71,6 @@ class TunedPolicy(TrainedRole):
         return self.learner.scores(batch, self.score_cut)
 
     @remote_method(Dispatch.DP, phase="export")
-    def response_logits(self, sequences: Sequences) -> torch.Tensor | None:
-        """Float32 logits [response tokens, vocab_size], for parity checks; None before the last stage."""
-        return self.scorer.logits(sequences, self.score_cut)
+    def sampled_logits(self, batch: Batch) -> torch.Tensor | None:
+        """Float32 logits [sampled tokens, vocab_size], for parity checks; None before the last stage."""
+        return self.scorer.logits(batch, self.score_cut)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_rl.config.algorithms import needs_of
+from megatron_rl.config.algorithms import estimator_traits
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.prompt_mixture import MixtureCursor
@@ -19,7 +19,7 @@ from megatron_rl.experience.assemble import assemble
 from megatron_rl.experience.groups import differing, first_groups
 from megatron_rl.hybrid_engine.hybrid_engine import TransitionReport
 from megatron_rl.observe.phase_clock import PhaseClock
-from megatron_rl.records import Experience, Generations, Prompts, Sampling, concatenate, known
+from megatron_rl.records import Batch, Generations, Prompts, Sampling, concatenate, known
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.rollout import Rollout
 from megatron_rl.scoring.rewards import Rewards
@@ -46,7 +46,7 @@ class SampledBatch:
     greedy: Generations | None
     metrics: dict[str, float]
 
-    def experience(self) -> Experience:
+    def experience(self) -> Batch:
         """Prompts and answers joined; the loop fills the other fields as it computes them."""
         return assemble(self.prompts, self.generations)
 
@@ -81,7 +81,7 @@ class Sampler:
         self.train_data, self.cursor = sources.train_data, sources.cursor
         self._rollout, self.rewards, self.logger = sources.rollout, sources.rewards, sources.logger
         self._sender = sender
-        self.needs_greedy = needs_of(sources.config).greedy
+        self.needs_greedy = "greedy_scores" in estimator_traits(sources.config).reads
 
     @property
     def rollout(self) -> Rollout:

@@ -12,7 +12,8 @@ import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from megatron_rl.checkpoint.score_statistics import StatisticsError, read_statistics
-from megatron_rl.config.algorithms import needs_of
+from megatron_rl.columns import SCORING
+from megatron_rl.config.algorithms import estimator_traits
 from megatron_rl.config.reward_keys import HELD_OUT, RUNNING
 from megatron_rl.config.roles import REWARD_MODEL, RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig
@@ -22,7 +23,7 @@ from megatron_rl.dispatch import Future
 from megatron_rl.errors import ConfigError
 from megatron_rl.experience.assemble import assemble
 from megatron_rl.observe.phase_clock import PhaseClock
-from megatron_rl.records import Generations, Prompts, Sequences, SequenceScores, known, row_lengths
+from megatron_rl.records import Batch, Generations, Prompts, known, row_lengths
 from megatron_rl.scoring.rule import NoRule, RuleReward
 from megatron_rl.scoring.scored_answers import ModelScores, ScoredAnswers, combine
 from megatron_rl.scoring.shaping import ModelShaping, RewardShaping, Shaped, overlong_penalty
@@ -32,7 +33,7 @@ from megatron_rl.scoring.text_reader import TextReader
 class SequenceScorer(Protocol):
     """The calls of a reward model that the controller makes."""
 
-    def scores(self, sequences: Sequences) -> Future[SequenceScores]: ...
+    def scores(self, batch: Batch) -> Future[Batch]: ...
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,13 @@ class PendingScores:
     """A running call of a reward model. is_cut and rows: see `ModelScores`."""
 
     spec: RoleSpec
-    scores: Future[SequenceScores]
+    scores: Future[Batch]
     is_cut: torch.Tensor | None
     rows: torch.Tensor | None = None
 
     def get(self) -> ModelScores:
         """Wait for the scores."""
-        scores, weight = self.scores.get().scores, self.spec.settings.weight
+        scores, weight = self.scores.get()["scores"], self.spec.settings.weight
         return ModelScores(self.spec.name, scores, weight, self.is_cut, rows=self.rows)
 
 
@@ -92,13 +93,13 @@ class Rewards:
                 continue
             asked, answers = (prompts, generations) if rows is None else (prompts[rows], generations[rows])
             if spec.name not in self._readers:
-                sequences = assemble(asked, answers).sequences()
-                pending.append(PendingScores(spec, model.scores(sequences), None, rows))
+                batch = assemble(asked, answers).read_by(SCORING)
+                pending.append(PendingScores(spec, model.scores(batch), None, rows))
                 continue
             with self._clock.phase("reward"):
                 read = self._readers[spec.name].read(asked, answers)
             self._warn_of_cuts(self._readers[spec.name], read.is_cut)
-            pending.append(PendingScores(spec, model.scores(read.sequences), read.is_cut, rows))
+            pending.append(PendingScores(spec, model.scores(read.batch), read.is_cut, rows))
         return pending
 
     def _warn_of_cuts(self, reader: TextReader, is_cut: torch.Tensor) -> None:
@@ -159,7 +160,7 @@ class Rewards:
         """float32 [B, K]: the numbers of each answer that `algorithm.gdpo_reward_keys` names; None if the estimator
         does not read them. Raises RewardError.
         """
-        if not needs_of(self.config).components:
+        if "components" not in estimator_traits(self.config).reads:
             return None
         keys, failed = self.config.algorithm.gdpo_reward_keys or [], self.config.reward_model.failed_score
         return torch.tensor([scored.numbers(key, failed) for key in keys], dtype=torch.float32).T.contiguous()

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.data.template_process import Renderer, TemplateRefusal
 from megatron_rl.errors import ConfigError, RewardError
-from megatron_rl.records import Conversation, Generations, Prompts, Sequences, ragged
+from megatron_rl.records import Batch, Conversation, Generations, Prompts, ragged, single_turn
 
 ROWS_AT_ONCE = 4096
 """Prompts checked in one call of the tokenizer."""
@@ -23,9 +23,9 @@ ROWS_AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class ReadText:
-    """B token rows that a reward model reads; none has a response. is_cut: bool [B], True where the end is left out."""
+    """B token rows that a reward model reads; no token is sampled. is_cut: bool [B], True where the end is left out."""
 
-    sequences: Sequences
+    batch: Batch
     is_cut: torch.Tensor
 
 
@@ -59,7 +59,7 @@ class TextReader:
         rows = ragged([torch.tensor(ids[: self.max_length], dtype=torch.int64) for ids in whole])
         nothing = torch.zeros(len(whole), dtype=torch.int64)
         is_cut = torch.tensor([len(ids) > self.max_length for ids in whole])
-        return ReadText(Sequences(rows, nothing, batch_size=[len(whole)]), is_cut)
+        return ReadText(single_turn(rows, nothing), is_cut)
 
     def token_ids(
         self,

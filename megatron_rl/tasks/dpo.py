@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_rl.columns import SCORING
 from megatron_rl.config.roles import ACTOR
 from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.controller.report import export_policy
@@ -30,5 +31,5 @@ def dpo(config: TaskConfig, local: bool = False) -> dict[str, Any]:
             metrics = run.logger.update_metrics(ACTOR, [updated])
             metrics |= run.describe(batch.input_ids.values().numel())
             run.logger.log(metrics | run.held_out.after(step), step)
-        rows = preference_batch(run.data.val[:NUM_PARITY_ROWS]).rows().sequences()
+        rows = preference_batch(run.data.val[:NUM_PARITY_ROWS]).rows().read_by(SCORING)
         return finish_task(run, lambda: export_policy(run, policy, rows))

@@ -62,4 +62,4 @@ def hf_scores(folder: Path, batch: AnswerBatch) -> torch.Tensor:
     from transformers import AutoModelForSequenceClassification  # as late as possible: it imports every kind of layer
 
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-    return torch.cat([model(ids[None, :-1]).logits[:, 0] for ids in batch.rows().input_ids.unbind()])
+    return torch.cat([model(ids[None, :-1]).logits[:, 0] for ids in batch.rows()["input_ids"].unbind()])

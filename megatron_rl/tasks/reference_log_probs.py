@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.columns import SCORING
 from megatron_rl.data.examples import Labelled, Ranking
 from megatron_rl.errors import ConfigError
 from megatron_rl.losses.objectives import preference_objective
@@ -78,8 +79,8 @@ class Preferences:
             batch.given = self.run.stored.ragged(name, numbers)
         elif reference is not None:
             rows = batch.rows()
-            log_probs = reference.log_probs(rows.sequences()).get().scores.values()
-            summed = sum_answers(log_probs, rows.kept.values(), rows.response_lengths)
+            log_probs = reference.log_probs(rows.read_by(SCORING)).get().flat("ref_log_probs")
+            summed = sum_answers(log_probs, rows.flat("kept"), rows.num_sampled)
             batch.given = ragged_from_lengths(summed, batch.sizes)
         return batch
 

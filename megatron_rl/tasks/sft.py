@@ -9,6 +9,7 @@ import math
 from functools import partial
 from typing import Any
 
+from megatron_rl.columns import SCORING
 from megatron_rl.config.roles import ACTOR
 from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.controller.report import export_policy
@@ -26,7 +27,7 @@ def sft(config: TaskConfig, local: bool = False) -> dict[str, Any]:
         run.held_out.begin(partial(measured, run), run.life.is_resumed)
         for step in run.life.steps():
             run.logger.log(take_step(run) | run.held_out.after(step), step)
-        rows = token_batch(run.data.val[:NUM_PARITY_ROWS]).sequences()
+        rows = token_batch(run.data.val[:NUM_PARITY_ROWS]).read_by(SCORING)
         return finish_task(run, lambda: export_policy(run, policy, rows))
 
 
@@ -34,12 +35,12 @@ def take_step(run: TaskRun) -> dict[str, float]:
     """Take one optimizer step on the next batch; returns its metrics."""
     batch = token_batch(run.data.next())
     metrics = run.logger.update_metrics(ACTOR, [run.role(TunedPolicy).update(batch)])
-    return metrics | run.describe(batch.input_ids.values().numel())
+    return metrics | run.describe(batch["input_ids"].values().numel())
 
 
 def measured(run: TaskRun) -> dict[str, float]:
     """Cross-entropy per token of all held-out examples, and perplexity."""
     batch = token_batch(run.data.val)
-    summed = run.role(TunedPolicy).log_likelihoods(batch).get().scores.double().sum()
-    loss = -float(summed / batch.kept.values().double().sum())
+    summed = run.role(TunedPolicy).log_likelihoods(batch).get()["scores"].double().sum()
+    loss = -float(summed / batch.flat("kept").double().sum())
     return {LOSS: loss, "val/perplexity": math.exp(min(loss, 700.0))}

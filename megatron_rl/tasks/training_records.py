@@ -44,14 +44,19 @@ def answer_batch(
     zeros = [[0.0] * len(answers) for answers in prompts]
     return AnswerBatch(
         ragged([torch.cat([tokens for tokens, _, _ in answers]) for answers in prompts]),
+        ragged([torch.cat([at_end(len(tokens), scored) for tokens, scored, _ in answers]) for answers in prompts]),
         ragged([torch.tensor([len(tokens) for tokens, _, _ in answers]) for answers in prompts]),
-        ragged([torch.tensor([response for _, response, _ in answers]) for answers in prompts]),
         ragged([torch.cat([kept for _, _, kept in answers]) for answers in prompts]),
         ragged([torch.tensor(list(numbers), dtype=torch.float32) for numbers in given or zeros]),
         ragged([torch.tensor(list(numbers), dtype=torch.float32) for numbers in labels or zeros]),
         torch.ones(len(prompts)),
         batch_size=[len(prompts)],
     )
+
+
+def at_end(length: int, number: int) -> Tensor:
+    """bool [length]: True for the last `number` of them."""
+    return torch.arange(length) >= length - number
 
 
 def reward_batch(records: Sequence[Ranking] | Sequence[ScoredExample]) -> AnswerBatch:

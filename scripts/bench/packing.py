@@ -28,7 +28,7 @@ from transformers import LlamaConfig
 from megatron_rl.cluster.routing import chunk_sizes
 from megatron_rl.experience.micro_batches import MicroBatch, MicroBatching, micro_batches
 from megatron_rl.parallel.balance import SequenceWork, share_out
-from megatron_rl.records import Sequences, ragged
+from megatron_rl.records import Batch, ragged, single_turn
 
 LONGEST = 8192
 WORK = SequenceWork(attention_parity=49152.0)
@@ -45,11 +45,11 @@ def draw(distribution: str, num_rows: int, scale: float = 1.0) -> list[int]:
     return [min(max(int(DISTRIBUTIONS[distribution](rng) * scale), 2), LONGEST) for _ in range(num_rows)]
 
 
-def sequences(lengths: list[int]) -> Sequences:
+def sequences(lengths: list[int]) -> Batch:
     """Random rows whose second half is the response."""
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(1, 500, (length,), generator=generator) for length in lengths]
-    return Sequences(ragged(rows), torch.tensor(lengths) // 2, batch_size=[len(lengths)])
+    return single_turn(ragged(rows), torch.tensor(lengths) // 2)
 
 
 def unevenness(parts: list[list[int]], work: list[float]) -> float:

@@ -9,6 +9,8 @@ import step
 import torch
 from models import random_rows, save
 
+from megatron_rl.columns import SCORING
+
 NEEDED = ("vllm", "tensordict", "omegaconf", "psutil")
 LENGTHS = (3, 9, 17, 100)
 LONGEST_ANSWER = 24
@@ -110,7 +112,10 @@ def differences(host: Any, answers: list[Any]) -> dict[str, float]:
     from megatron_rl.experience.assemble import assemble
     from megatron_rl.observe.batch_metrics import parity_metrics
 
-    scores = [host.roles["actor"].log_probs(assemble(questions(), one).sequences()).scores.values() for one in answers]
+    scores = [
+        host.roles["actor"].log_probs(assemble(questions(), one).read_by(SCORING)).flat("old_log_probs")
+        for one in answers
+    ]
     metrics = parity_metrics(torch.cat([one.rollout_log_probs.values() for one in answers]), torch.cat(scores).cpu())
     return {name: metrics[f"training/rollout_logprob_diff_{name}"] for name in ("mean", "p99", "max")}
 

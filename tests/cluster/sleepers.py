@@ -8,41 +8,41 @@ from typing import Any
 import torch
 
 from megatron_rl.dispatch import Coordinates, Dispatch, remote_method
-from megatron_rl.records import Sequences, TokenScores, ragged
+from megatron_rl.records import Batch, ragged
 
 
-def zeros(sequences: Sequences) -> TokenScores:
-    rows = [torch.zeros(int(length)) for length in sequences.response_lengths]
-    return TokenScores(ragged(rows), batch_size=sequences.batch_size)
+def zeros(column: str, sequences: Batch) -> Batch:
+    rows = [torch.zeros(int(length)) for length in sequences.num_sampled]
+    return Batch(**{column: ragged(rows)})
 
 
 class SleepingActor:
     @remote_method(Dispatch.DP, phase="old_log_prob")
-    def log_probs(self, sequences: Sequences) -> TokenScores:
+    def log_probs(self, sequences: Batch) -> Batch:
         time.sleep(0.4)
-        return zeros(sequences)
+        return zeros("old_log_probs", sequences)
 
     @remote_method(Dispatch.DP, phase="update_actor")
-    def update(self, batch: Sequences, pretraining: None = None) -> dict[str, float]:
+    def update(self, batch: Batch, pretraining: None = None) -> dict[str, float]:
         time.sleep(0.6)
         return {"actor/slept": 0.6}
 
 
 class SleepingReference:
     @remote_method(Dispatch.DP, phase="ref")
-    def log_probs(self, sequences: Sequences) -> TokenScores:
+    def log_probs(self, sequences: Batch) -> Batch:
         time.sleep(0.5)
-        return zeros(sequences)
+        return zeros("ref_log_probs", sequences)
 
 
 class SleepingCritic:
     @remote_method(Dispatch.DP, phase="values")
-    def values(self, sequences: Sequences) -> TokenScores:
+    def values(self, sequences: Batch) -> Batch:
         time.sleep(0.7)
-        return zeros(sequences)
+        return zeros("old_values", sequences)
 
     @remote_method(Dispatch.DP, phase="update_critic")
-    def update(self, batch: Sequences) -> dict[str, float]:
+    def update(self, batch: Batch) -> dict[str, float]:
         time.sleep(0.4)
         return {"critic/slept": 0.4}
 

@@ -19,7 +19,7 @@ from megatron_rl.cluster.launcher import Launcher
 from megatron_rl.cluster.pool import ProcessPool
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.dispatch import CallInterval, Nobody
-from megatron_rl.records import Sequences, ragged
+from megatron_rl.records import Batch, ragged, single_turn
 from megatron_rl.train import score, update
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
@@ -41,8 +41,8 @@ class Intervals(Nobody):
         self.all.append(interval)
 
 
-def sequences(with_experts: bool = False) -> Sequences:
-    return Sequences(ragged([torch.arange(3), torch.arange(3)]), torch.ones(2, dtype=torch.int64), batch_size=[2])
+def sequences() -> Batch:
+    return single_turn(ragged([torch.arange(3), torch.arange(3)]), torch.ones(2, dtype=torch.int64))
 
 
 class OneBatch:
@@ -52,13 +52,13 @@ class OneBatch:
         self.prompts = self.generations = self.greedy = self.scored = None
         self.metrics: dict[str, float] = {}
 
-    def experience(self) -> SimpleNamespace:
-        return SimpleNamespace(sequences=sequences)
+    def experience(self) -> Batch:
+        return sequences()
 
 
-def take_scores(experience: SimpleNamespace, scores) -> dict[str, float]:
+def take_scores(experience: Batch, scores: Batch) -> dict[str, float]:
     """What `score` asks of the algorithm once log-probs are there."""
-    experience.old_log_probs = scores.scores
+    experience.add(scores)
     return {}
 
 

@@ -11,7 +11,7 @@ from toy_worker import Toy
 from megatron_rl.cluster.routing import Split, chunk_sizes, join_answers, route_call, split_call
 from megatron_rl.dispatch import Coordinates, Dispatch, ExtraBatch
 from megatron_rl.parallel.balance import SequenceWork
-from megatron_rl.records import ActorBatch, Prompts, Sequences, non_tensor, ragged
+from megatron_rl.records import Batch, Prompts, non_tensor, ragged, single_turn
 
 
 def toy(num_rows: int) -> Toy:
@@ -115,13 +115,13 @@ def test_a_record_beside_is_shared_out_by_itself() -> None:
     assert [one.row.tolist() for one in beside] == [[0], [1], [0]]
     assert [one.weight.tolist() for one in beside] == [[1], [1], [0]]
 
-    def rows(lengths: list[int]) -> Sequences:
+    def rows(lengths: list[int]) -> Batch:
         tokens = ragged([torch.full((length,), row) for row, length in enumerate(lengths)])
-        return Sequences(tokens, torch.ones(len(lengths), dtype=torch.int64), batch_size=[len(lengths)])
+        return single_turn(tokens, torch.zeros(len(lengths), dtype=torch.int64))
 
     balanced = split_call((rows([9, 9]),), {"beside": ExtraBatch(rows([1, 1, 1, 30]))}, 2, SequenceWork(100.0))
     lengths = [
-        sorted(len(row) for row in kwargs["beside"].record.input_ids.unbind()) for _, kwargs in balanced.payloads
+        sorted(len(row) for row in kwargs["beside"].record["input_ids"].unbind()) for _, kwargs in balanced.payloads
     ]
     assert sorted(lengths) == [[1, 1], [1, 30]]
 
@@ -129,10 +129,10 @@ def test_a_record_beside_is_shared_out_by_itself() -> None:
 def test_actor_batches_pad_with_empty_responses() -> None:
     """Would not catch a loss that divides by a number of rows that includes the padding."""
     response = ragged([torch.ones(2)])
-    batch = ActorBatch(ragged([torch.arange(5)]), torch.tensor([2]), response, response, batch_size=[1])
+    batch = single_turn(ragged([torch.arange(5)]), torch.tensor([2]), old_log_probs=response, advantages=response)
     padding = split_call((batch,), {}, 2).payloads[1][0][0]
-    assert padding.response_lengths.tolist() == [0] and padding.advantages.values().numel() == 0
-    assert padding.input_ids.values().tolist() == [0, 1, 2, 3, 4]
+    assert padding.num_sampled.tolist() == [0] and padding.flat("advantages").numel() == 0
+    assert padding.flat("input_ids").tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -158,16 +158,16 @@ def test_rows_are_shared_out_by_their_work_and_come_back_in_order() -> None:
     """Five rows of very different lengths on two ranks, by hand. Would not catch work of the wrong model."""
     lengths = [1, 50, 1, 49, 2]
     tokens = ragged([torch.full((length,), row) for row, length in enumerate(lengths)])
-    sequences = Sequences(tokens, torch.ones(5, dtype=torch.int64), batch_size=[5])
+    sequences = single_turn(tokens, torch.zeros(5, dtype=torch.int64))
     split = split_call((sequences, 0.5), {}, 2, SequenceWork(100.0))
     assert split.sizes == [3, 2]
     chunks = [args[0] for args, _ in split.payloads]
-    sums = [chunk.input_ids.values().numel() for chunk in chunks]
+    sums = [chunk.flat("input_ids").numel() for chunk in chunks]
     assert sums == [52, 51] and all(args[1] == 0.5 for args, _ in split.payloads)
     answers = [
         Toy(
-            torch.stack([row[0] for row in chunk.input_ids.unbind()]),
-            chunk.input_ids,
+            torch.stack([row[0] for row in chunk["input_ids"].unbind()]),
+            chunk["input_ids"],
             torch.ones(len(chunk)),
             batch_size=[len(chunk)],
         )
@@ -185,9 +185,9 @@ def test_parts_of_tuples_are_joined_by_themselves() -> None:
     """
     work = SequenceWork(attention_parity=float("inf"))
     ids = ragged([torch.arange(length) for length in (2, 9, 4)])
-    split = split_call((Sequences(ids, torch.tensor([1, 2, 3]), batch_size=[3]),), {}, 2, work)
+    split = split_call((single_turn(ids, torch.tensor([1, 2, 3])),), {}, 2, work)
     assert split.order is not None and split.order.tolist() != [0, 1, 2]
     answers = [({"loss": 1.0}, args[0]) for args, _ in split.payloads]
     told, rows = join_answers(answers, split)
-    assert told == {"loss": 1.0} and rows.response_lengths.tolist() == [1, 2, 3]
+    assert told == {"loss": 1.0} and rows.num_sampled.tolist() == [1, 2, 3]
     assert join_answers([({"loss": 1.0}, None)] * 2, split) == ({"loss": 1.0}, None)

@@ -45,7 +45,7 @@ def texts(folder: Path, count: int = 5) -> Path:
 
 
 def rows_of(mix: Pretraining) -> list[list[int]]:
-    return [row.tolist() for row in mix.next().record.input_ids.unbind()]
+    return [row.tolist() for row in mix.next().record["input_ids"].unbind()]
 
 
 def test_order_goes_on(tmp_path: Path, tokenizer) -> None:
@@ -76,7 +76,7 @@ def test_conversations_count_the_answers(tmp_path: Path, tokenizer) -> None:
     tests/data have."""
     file = write(tmp_path / "answers.jsonl", [{"prompt": "1+1=", "response": "2"}])
     record = Pretraining(config("ptx.coef=1", f"ptx.files={file}", "ptx.mini_batch_size=1"), tokenizer).next().record
-    (kept,), (row,) = record.kept.unbind(), record.input_ids.unbind()
+    (kept,), (row,) = record["kept"].unbind(), record["input_ids"].unbind()
     assert kept.tolist() == [1.0, 1.0] and tokenizer.decode(row[-2:-1]) == "2"
 
 

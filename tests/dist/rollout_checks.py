@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron_rl.columns import SCORING
 from megatron_rl.records import Generations, Prompts, Sampling, non_tensor, ragged
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=12, salt=0)
@@ -46,10 +47,10 @@ def logprob_difference_for(worker, asked: Prompts, generations: Generations) -> 
     """The same for the prompts that were asked."""
     from megatron_rl.experience.assemble import assemble
 
-    scores = worker.roles["actor"].log_probs(assemble(asked, generations).sequences())
+    scores = worker.roles["actor"].log_probs(assemble(asked, generations).read_by(SCORING))
     if scores is None:
         return None
-    return float((scores.scores.values() - generations.rollout_log_probs.values()).abs().max())
+    return float((scores.flat("old_log_probs") - generations.rollout_log_probs.values()).abs().max())
 
 
 def round_trip(worker, sampling: Sampling) -> tuple[Generations, object]:

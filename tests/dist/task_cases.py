@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from megatron_rl.config.task_config import for_task
 from megatron_rl.config.tasks import DPO, REWARD, SFT
 from megatron_rl.losses.terms import ItemTerms
-from megatron_rl.records import AnswerBatch, TokenBatch, ragged
+from megatron_rl.records import AnswerBatch, Batch, ragged, single_turn
 
 NUM_ROWS = 11
 NAMES = {SFT: "actor", DPO: "actor", REWARD: "critic"}
@@ -26,7 +26,7 @@ def in_pairs(layouts: Iterable[str]) -> list[tuple[str, str, str]]:
 
 
 @functools.cache
-def token_batch() -> TokenBatch:
+def token_batch() -> Batch:
     """Rows of 4 to 30 tokens, in which tokens that do not count lie between those that do, as in a conversation."""
     generator = torch.Generator().manual_seed(3)
 
@@ -39,11 +39,10 @@ def token_batch() -> TokenBatch:
         counts = (torch.rand(response, generator=generator) < 0.7).float()
         counts[0] = 1.0
         kept.append(counts)
-    return TokenBatch(
+    return single_turn(
         ragged([torch.randint(2, 70, (sum(pair),), generator=generator) for pair in lengths]),
         torch.tensor([response for _, response in lengths]),
-        ragged(kept),
-        batch_size=[NUM_ROWS],
+        kept=ragged(kept),
     )
 
 
@@ -55,7 +54,7 @@ def answer_batch(sizes: tuple[int, ...], score_token: bool) -> AnswerBatch:
         return int(torch.randint(low, high, (), generator=generator))
 
     rows: dict[str, list[torch.Tensor]] = {
-        name: [] for name in ("ids", "lengths", "responses", "kept", "given", "labels")
+        name: [] for name in ("ids", "sampled", "lengths", "kept", "given", "labels")
     }
     for size in sizes:
         prompt = torch.randint(2, 70, (draw(2, 10),), generator=generator)
@@ -63,7 +62,8 @@ def answer_batch(sizes: tuple[int, ...], score_token: bool) -> AnswerBatch:
         tail = [torch.zeros(1, dtype=torch.int64)] if score_token else []
         rows["ids"].append(torch.cat([part for answer in answers for part in (prompt, answer, *tail)]))
         responses = torch.tensor([len(answer) + score_token for answer in answers])
-        rows["responses"].append(responses)
+        ends = [torch.arange(len(prompt) + length) >= len(prompt) for length in responses.tolist()]
+        rows["sampled"].append(torch.cat(ends))
         rows["lengths"].append(responses + len(prompt))
         last = [torch.eye(length)[-1] if score_token else torch.ones(length) for length in responses.tolist()]
         rows["kept"].append(torch.cat(last))
@@ -71,7 +71,7 @@ def answer_batch(sizes: tuple[int, ...], score_token: bool) -> AnswerBatch:
         values[-1] *= not score_token  # a margin to the next answer, of which the last has none
         rows["given"].append(values if score_token else -5 - 5 * values)
         rows["labels"].append(torch.randint(0, 2, (size,), generator=generator).float())
-    fields = [ragged(rows[name]) for name in ("ids", "lengths", "responses", "kept", "given", "labels")]
+    fields = [ragged(rows[name]) for name in ("ids", "sampled", "lengths", "kept", "given", "labels")]
     return AnswerBatch(*fields, torch.ones(len(sizes)), batch_size=[len(sizes)])
 
 
@@ -101,7 +101,7 @@ def one_update(config, batch, *arguments) -> dict:
         return (
             None
             if found is None or not len(rows)
-            else (found.scores.values() if found.scores.is_nested else found.scores)
+            else (found["scores"] if isinstance(found, Batch) else found.scores.values())
         )
 
     result = {"where": where, "before": scored(), name: update(mine, *arguments), "after": scored()}
@@ -169,7 +169,7 @@ def assert_equals_plain(results: list[dict], plain: PlainLoop, told: tuple[float
 def answers_of(batch: AnswerBatch) -> list[tuple[torch.Tensor, int]]:
     """(tokens, response length) of every answer."""
     rows = batch.rows()
-    return list(zip(rows.input_ids.unbind(), rows.response_lengths.tolist(), strict=True))
+    return list(zip(rows["input_ids"].unbind(), rows.num_sampled.tolist(), strict=True))
 
 
 def mean_loss(terms: ItemTerms) -> torch.Tensor:

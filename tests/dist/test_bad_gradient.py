@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_models import random_experience, run_config, save_qwen2, save_qwen3_moe
+from tiny_models import random_batch, run_config, save_qwen2, save_qwen3_moe
+
+from megatron_rl.columns import ACTOR_UPDATE
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -42,19 +44,19 @@ def train_through_nan(config, sick_field: str | None) -> dict:
     worker.build("actor")
     worker.build("critic")
     rank, last = worker.groups.dp_rank, worker.groups.grid.dp_size - 1
-    first, second = (random_experience(4, seed=rank + step) for step in (0, 10))
+    first, second = (random_batch(4, seed=rank + step) for step in (0, 10))
     for experience in (first, second):
-        experience.old_log_probs = experience.rollout_log_probs
+        experience.add(old_log_probs=experience["rollout_log_probs"])
     found = {}
     for role in ("actor", "critic"):
         trainable, update = worker.roles[role].trainable, worker.roles[role].update
-        batches = [getattr(experience, f"{role}_batch")() for experience in (first, second)]
+        batches = [experience.read_by(f"{role}.update") for experience in (first, second)]
         update(batches[0])
         before = everything(trainable)
         if sick_field is not None:
-            sick = batches[1].clone()
+            sick = batches[1][:]
             if rank == last:
-                sick.get({"critic": "returns"}.get(role, sick_field)).values()[0] = math.nan
+                sick.flat({"critic": "returns"}.get(role, sick_field))[0] = math.nan
             metrics = update(sick)
             found[f"{role} skipped"] = metrics[f"{role}/skipped_updates"], metrics[f"{role}/empty_updates"]
             found[f"{role} unchanged"] = bit_equal(everything(trainable), before) and clear(trainable)
@@ -92,9 +94,9 @@ def step_with_nan_in(config, where: str) -> tuple[bool, bool]:
     worker.build("actor")
     trainable = worker.roles["actor"].trainable
     before = everything(trainable)
-    batch = random_experience(4)
-    batch.old_log_probs = batch.advantages
-    worker.roles["actor"].compute_gradients(batch.actor_batch())
+    batch = random_batch(4)
+    batch.add(old_log_probs=batch["advantages"])
+    worker.roles["actor"].compute_gradients(batch.read_by(ACTOR_UPDATE))
     if worker.groups.rank == 1:
         expert = where == "an expert"
         buffers = trainable.chunks[-1].expert_parallel_buffers if expert else trainable.param_buffers

@@ -11,6 +11,8 @@ from test_layout_parity import OPTIMIZER, assert_same, often, one_update, relati
 from test_moe_parity import EP2, ETP1, SP
 from tiny_models import run_config, save_deepseek_v3, save_glm4_moe, save_qwen3_moe
 
+from megatron_rl.columns import ACTOR_UPDATE, SCORING
+
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 OPTIONS = "override_transformer_config__moe_"
@@ -80,17 +82,17 @@ def test_sigmoid_routers_in_layouts(save: Callable[..., str], tmp_path) -> None:
 
 def router_gradients(config) -> dict:
     """One process, one mini-batch with no advantage and so no policy loss: metrics, and every gradient."""
-    from tiny_models import random_experience
+    from tiny_models import random_batch
 
     from megatron_rl.roles.host import RankHost
     from megatron_rl.roles.model_source import named_parameters
 
     worker = RankHost(config)
     worker.build("actor")
-    experience = random_experience(5)
-    experience.old_log_probs = worker.roles["actor"].log_probs(experience.sequences()).scores
-    experience.advantages = experience.advantages * 0
-    metrics = worker.roles["actor"].compute_gradients(experience.actor_batch())
+    experience = random_batch(5)
+    experience.add(old_log_probs=worker.roles["actor"].log_probs(experience.read_by(SCORING))["old_log_probs"])
+    experience.add(advantages=experience["advantages"] * 0)
+    metrics = worker.roles["actor"].compute_gradients(experience.read_by(ACTOR_UPDATE))
     gradients = {
         name: p.main_grad.clone() for name, p in named_parameters(worker.roles["actor"].trainable.models).items()
     }
@@ -100,11 +102,11 @@ def router_gradients(config) -> dict:
 
 def written_out(path: str) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
     """(aux and z loss of every layer, gradients of their weighted sum) with transformers' own router logits."""
-    from tiny_models import random_experience
+    from tiny_models import random_batch
 
     from megatron_rl.controller.report import hf_model
 
-    model, rows = hf_model(path), random_experience(5).input_ids.unbind()
+    model, rows = hf_model(path), random_batch(5)["input_ids"].unbind()
     num_tokens = sum(map(len, rows))
     losses = torch.zeros(model.config.num_hidden_layers, 2)
     for ids in rows:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from ranks import run_ranks
 from storage_meter import StorageMeter
-from tiny_models import random_experience, run_config, save_llama
+from tiny_models import random_batch, run_config, save_llama
 
+from megatron_rl.columns import ACTOR_UPDATE
 from megatron_rl.ledger.planner.memory import plan_stages
 from megatron_rl.ledger.planner.run_models import RunModels
 from megatron_rl.records import ragged, ragged_from_lengths
@@ -35,15 +36,15 @@ def peak_of_gradients(config) -> int:
 
     worker = RankHost(config)
     worker.build("actor")
-    actor, experience = worker.roles["actor"], random_experience(1)
-    experience.input_ids = ragged([torch.randint(2, 70, (PROMPT + RESPONSE,))])
-    experience.response_lengths = torch.tensor([RESPONSE])
+    actor, experience = worker.roles["actor"], random_batch(1)
+    experience.add(input_ids=ragged([torch.randint(2, 70, (PROMPT + RESPONSE,))]))
+    experience.num_sampled = torch.tensor([RESPONSE])
     for name in ("rollout_log_probs", "old_values", "advantages", "returns", "old_log_probs", "ref_log_probs"):
-        experience.set(name, ragged_from_lengths(torch.randn(RESPONSE), experience.response_lengths))
+        experience.set(name, ragged_from_lengths(torch.randn(RESPONSE), experience.num_sampled))
     owned = [tensor for b in actor.trainable.param_buffers for tensor in (b.param_data, b.grad_data)]
     meter = StorageMeter(owned, lambda: 0)
     with meter:
-        actor.compute_gradients(experience.actor_batch())
+        actor.compute_gradients(experience.read_by(ACTOR_UPDATE))
     return meter.peak
 
 

@@ -1,4 +1,4 @@
-"""Sequences cut over context-parallel ranks: one batch and one update give the numbers of one process."""
+"""Batch cut over context-parallel ranks: one batch and one update give the numbers of one process."""
 
 from __future__ import annotations
 

@@ -12,7 +12,9 @@ from ranks import run_ranks
 from test_balanced_routers import LOSSES
 from test_context_parallel import A2A, ACTOR, ALL_GATHER, CP, EP2, ETP1, FULL, MEGATRON, P2P, SELECTIVE, SP, VPP2
 from test_layout_parity import OPTIMIZER, assert_same, often, one_update
-from tiny_models import random_experience, run_config, save_qwen2, save_qwen3_moe
+from tiny_models import random_batch, run_config, save_qwen2, save_qwen3_moe
+
+from megatron_rl.columns import ACTOR_UPDATE, SCORING
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -111,14 +113,14 @@ def own_blocks(config) -> tuple[list[tuple[int, int, bool]], torch.Tensor | None
 
     worker = RankHost(config)
     worker.build("actor")
-    actor, experience = worker.roles["actor"], random_experience(11)
-    batch = experience.actor_batch()
-    batch.old_log_probs = None
+    actor, experience = worker.roles["actor"], random_batch(11)
+    batch = experience.read_by(ACTOR_UPDATE)
+    batch.add(old_log_probs=None)
     blocks = actor.trainable.pipeline.micro_batches(batch, actor.cut)
-    before = actor.log_probs(experience.sequences())
+    before = actor.log_probs(experience.read_by(SCORING))
     _, scores = actor.update_on_policy(batch)
     found = [(block.num_sharing, len(block.rows), block.is_reported) for block in blocks]
-    return found, scores.scores.values(), before.scores.values()
+    return found, scores.flat("old_log_probs"), before.flat("old_log_probs")
 
 
 def test_packs_of_the_batch(model_path) -> None:

@@ -12,9 +12,10 @@ from rollout_checks import GREEDY, hugging_face_greedy, round_trip, tokens
 from safetensors.torch import load_file
 from test_layout_parity import NUM_ROWS
 from test_moe_parity import EP2, ETP1, SP
-from tiny_models import random_experience, run_config, save_glm4_moe
+from tiny_models import random_batch, run_config, save_glm4_moe
 
 from megatron_rl.checkpoint.export_saved import export_saved
+from megatron_rl.columns import ACTOR_UPDATE
 from megatron_rl.controller.lifecycle import copy_model_files
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300), pytest.mark.exhaustive]
@@ -46,9 +47,9 @@ def updated(config, folder: Path, saved: Path | None = None) -> dict:
         worker.load_checkpoint(saved, {"actor": RoleState(**states)})
     else:
         rows = torch.arange(NUM_ROWS).tensor_split(worker.groups.grid.dp_size)[worker.groups.dp_rank]
-        mine = random_experience(NUM_ROWS)[rows]
-        mine.old_log_probs = mine.advantages.clone()
-        metrics = actor.update(mine.actor_batch())
+        mine = random_batch(NUM_ROWS)[rows]
+        mine.add(old_log_probs=mine["advantages"].clone())
+        metrics = actor.update(mine.read_by(ACTOR_UPDATE))
     greedy, _ = round_trip(worker, GREEDY)
     actor.export_hf(folder / "exported")
     if saved is None:

@@ -12,8 +12,10 @@ import torch
 from ranks import run_ranks
 from rollout_checks import EOS, GREEDY, hugging_face_greedy, prompts
 from safetensors.torch import load_file
-from tiny_models import random_experience, run_config, save_llama, save_mixtral, save_qwen2, save_qwen3_moe
+from tiny_models import random_batch, run_config, save_llama, save_mixtral, save_qwen2, save_qwen3_moe
 from transformers import AutoModelForCausalLM
+
+from megatron_rl.columns import ACTOR_UPDATE, SCORING
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
 
@@ -29,11 +31,11 @@ def export_before_and_after_update(config, folder: Path) -> torch.Tensor | None:
     worker = RankHost(config)
     worker.build("actor")
     worker.roles["actor"].export_hf(folder / "untouched")
-    experience = random_experience(NUM_ROWS)
-    experience.old_log_probs = experience.advantages
-    worker.roles["actor"].update(experience.actor_batch())
+    experience = random_batch(NUM_ROWS)
+    experience.add(old_log_probs=experience["advantages"])
+    worker.roles["actor"].update(experience.read_by(ACTOR_UPDATE))
     worker.roles["actor"].export_hf(folder / "trained")
-    return worker.roles["actor"].response_logits(experience.sequences())
+    return worker.roles["actor"].sampled_logits(experience.read_by(SCORING))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,7 @@ def export_before_and_after_update(config, folder: Path) -> torch.Tensor | None:
 )
 def test_export(save_model, world_size, tp_size, keys, tmp_path) -> None:
     """Byte-identical when untouched, 1e-4 in logits when trained; would not catch a wrong tokenizer (none here)."""
-    from megatron_rl.controller.report import hf_response_logits
+    from megatron_rl.controller.report import hf_sampled_logits
 
     path = save_model(tmp_path / "model")
     keys = {f"actor_rollout_ref__actor__megatron__{key}": value for key, value in keys.items()}
@@ -58,10 +60,10 @@ def test_export(save_model, world_size, tp_size, keys, tmp_path) -> None:
     assert not list(tmp_path.glob("*/*.index.json")), "a small model is one file"
 
     trainer_logits = next(logits for logits in results if logits is not None)
-    sequences = random_experience(NUM_ROWS).sequences()
-    trained = hf_response_logits(tmp_path / "trained", sequences)
+    sequences = random_batch(NUM_ROWS).read_by(SCORING)
+    trained = hf_sampled_logits(tmp_path / "trained", sequences)
     assert (trained - trainer_logits).abs().max() < 1e-4
-    assert (hf_response_logits(Path(path), sequences) - trainer_logits).abs().max() > 1e-4
+    assert (hf_sampled_logits(Path(path), sequences) - trainer_logits).abs().max() > 1e-4
     assert not list(tmp_path.glob("*.unfinished"))
 
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 from ranks import run_ranks
 from rollout_checks import GREEDY, round_trip, tokens, weights
-from tiny_models import random_experience, run_config, save_llama, save_qwen2
+from tiny_models import random_batch, run_config, save_llama, save_qwen2
+
+from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE, SCORING
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
 
@@ -76,9 +78,9 @@ def test_a_flipped_bit_stops_every_rank_before_generation(tmp_path) -> None:
 def failing_engine_rank(config) -> dict:
     """vLLM fails to wake, later to sleep; the training copy is dropped meanwhile, everything else sent away."""
     worker = build(config)
-    rows = random_experience(8)
-    rows.old_log_probs = rows.rollout_log_probs
-    worker.roles["actor"].update(rows.actor_batch())
+    rows = random_batch(8)
+    rows.add(old_log_probs=rows["rollout_log_probs"])
+    worker.roles["actor"].update(rows.read_by(ACTOR_UPDATE))
     before = weights(worker)
     moments = [tensor.clone() for tensor in worker.roles["actor"].trainable.optimizer_state()]
     expected = tokens(round_trip(worker, GREEDY)[0])
@@ -132,17 +134,17 @@ def resting_rank(config, num_rounds: int) -> dict:
     worker = build(config, "critic", "reference")
     held = []
     for _ in range(num_rounds):
-        rows = random_experience(8)
-        rows.old_log_probs = rows.rollout_log_probs
-        worker.roles["critic"].update(rows.critic_batch())
-        worker.roles["actor"].update(rows.actor_batch())
+        rows = random_batch(8)
+        rows.add(old_log_probs=rows["rollout_log_probs"])
+        worker.roles["critic"].update(rows.read_by(CRITIC_UPDATE))
+        worker.roles["actor"].update(rows.read_by(ACTOR_UPDATE))
         worker.roles["rollout"].enter()
         critic, reference = worker.roles["critic"].trainable, worker.roles["reference"].pipeline.parameters()
         tensors = [*critic.pipeline.parameters(), *critic.optimizer_state(), *reference]
         tensors += [buffer.grad_data for buffer in critic.param_buffers]
         held.append(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
         worker.roles["rollout"].exit()
-    scores = worker.roles["reference"].log_probs(random_experience(8).sequences())
+    scores = worker.roles["reference"].log_probs(random_batch(8).read_by(SCORING))
     return {
         "held": held,
         "weights": [
@@ -150,7 +152,7 @@ def resting_rank(config, num_rounds: int) -> dict:
             for m in (worker.roles["actor"], worker.roles["critic"])
             for p in m.trainable.pipeline.parameters()
         ],
-        "reference": scores.scores.values(),
+        "reference": scores.flat("ref_log_probs"),
     }
 
 

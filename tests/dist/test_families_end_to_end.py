@@ -16,7 +16,7 @@ from ranks import run_ranks
 from rollout_checks import GREEDY, hugging_face_greedy, round_trip, tokens
 from safetensors.torch import load_file
 from tiny_models import (
-    random_experience,
+    random_batch,
     run_config,
     save_deepseek_v2,
     save_deepseek_v3,
@@ -36,7 +36,8 @@ from tiny_models import (
     save_qwen3_moe_with_dense_layers,
 )
 
-from megatron_rl.controller.report import hf_response_logits
+from megatron_rl.columns import SCORING
+from megatron_rl.controller.report import hf_sampled_logits
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -93,7 +94,7 @@ def reference(tmp_path_factory) -> Callable[[Callable], Reference]:
     def of(save: Callable) -> Reference:
         if save not in known:
             path = save(tmp_path_factory.mktemp("model"))
-            logits = hf_response_logits(Path(path), random_experience(NUM_ROWS).sequences())
+            logits = hf_sampled_logits(Path(path), random_batch(NUM_ROWS).read_by(SCORING))
             known[save] = Reference(path, hugging_face_greedy(path), logits)
         return known[save]
 
@@ -109,11 +110,11 @@ def through_the_engine(config, exported: Path) -> dict:
     worker.build("rollout")
     generations, _ = round_trip(worker, GREEDY)
     worker.roles["actor"].export_hf(exported, max_shard_bytes=MAX_SHARD_BYTES)
-    rows = random_experience(NUM_ROWS)[worker.groups.dp_rank :: worker.groups.grid.dp_size]
+    rows = random_batch(NUM_ROWS)[worker.groups.dp_rank :: worker.groups.grid.dp_size]
     return {
         "greedy": tokens(generations),
         "dp_rank": worker.groups.dp_rank,
-        "logits": worker.roles["actor"].response_logits(rows.sequences()),
+        "logits": worker.roles["actor"].sampled_logits(rows.read_by(SCORING)),
     }
 
 
@@ -139,7 +140,7 @@ def test_family_goes_in_and_comes_out(save, layout, reference, tmp_path) -> None
 
 def rows_of(logits: torch.Tensor, dp_rank: int, dp_size: int) -> torch.Tensor:
     """The part of the reference's logits that belongs to the rows of a data-parallel rank."""
-    by_row = logits.split(random_experience(NUM_ROWS).response_lengths.tolist())
+    by_row = logits.split(random_batch(NUM_ROWS).num_sampled.tolist())
     return torch.cat(by_row[dp_rank::dp_size])
 
 

@@ -9,7 +9,9 @@ from ranks import run_ranks
 from rollout_checks import GREEDY, RANDOM, hugging_face_greedy, logprob_difference, round_trip, tokens
 from test_layout_parity import NUM_ROWS, assert_same, relative, run_layout, whole_weights
 from test_moe_parity import EP2, ETP1, SP, hugging_face_gradients, policy_gradients
-from tiny_models import random_experience, run_config, save_gemma2, save_gemma3, save_glm4_moe
+from tiny_models import random_batch, run_config, save_gemma2, save_gemma3, save_glm4_moe
+
+from megatron_rl.columns import ACTOR_UPDATE
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -64,9 +66,9 @@ def before_and_after(config, exported: Path) -> list[list[list[int]]]:
     worker.build("actor")
     worker.build("rollout")
     before, _ = round_trip(worker, GREEDY)
-    rows = random_experience(NUM_ROWS)[worker.groups.dp_rank :: worker.groups.grid.dp_size]
-    rows.old_log_probs = rows.advantages.clone()
-    worker.roles["actor"].update(rows.actor_batch())
+    rows = random_batch(NUM_ROWS)[worker.groups.dp_rank :: worker.groups.grid.dp_size]
+    rows.add(old_log_probs=rows["advantages"].clone())
+    worker.roles["actor"].update(rows.read_by(ACTOR_UPDATE))
     after, _ = round_trip(worker, GREEDY)
     worker.roles["actor"].export_hf(exported)
     return [tokens(before), tokens(after)]

@@ -6,7 +6,9 @@ import pytest
 import torch
 from ranks import run_ranks
 from test_bad_gradient import bit_equal, clear, everything
-from tiny_models import random_experience, run_config, save_qwen2
+from tiny_models import random_batch, run_config, save_qwen2
+
+from megatron_rl.columns import ACTOR_UPDATE, SCORING
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
@@ -21,9 +23,9 @@ def two_updates(config) -> dict:
     worker.build("actor")
     actor = worker.roles["actor"]
     trainable, scaling = actor.trainable, actor.trainable.loss_scaling
-    experience = random_experience(4, seed=worker.groups.dp_rank)
-    experience.old_log_probs = actor.log_probs(experience.sequences()).scores
-    batch = experience.actor_batch()
+    experience = random_batch(4, seed=worker.groups.dp_rank)
+    experience.add(old_log_probs=actor.log_probs(experience.read_by(SCORING))["old_log_probs"])
+    batch = experience.read_by(ACTOR_UPDATE)
     found = {"first": scaling.scale}
     if scaling.scale:
         trainable.adam.create()

@@ -6,13 +6,14 @@ import pytest
 import torch
 from ranks import run_ranks
 from test_layout_parity import often, relative, whole_weights
-from tiny_models import random_experience, run_config, save_qwen2
+from tiny_models import random_batch, run_config, save_qwen2
 
+from megatron_rl.columns import ACTOR_UPDATE
 from megatron_rl.config.correction import RolloutCorrectionConfig
 from megatron_rl.config.schema import ActorConfig
 from megatron_rl.experience.micro_batches import MicroBatching
 from megatron_rl.parallel.balance import SequenceWork
-from megatron_rl.records import ActorBatch, ragged_from_lengths
+from megatron_rl.records import Batch, ragged_from_lengths
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -63,29 +64,29 @@ def hugging_face_model(path: str) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-def actor_batch(path: str) -> ActorBatch:
+def actor_batch(path: str) -> Batch:
     """Seven rows with everything a policy loss can read; some tokens, and all of row 5, are left out."""
-    experience = random_experience(NUM_ROWS)
+    experience = random_batch(NUM_ROWS)
     generator = torch.Generator().manual_seed(1)
 
     def field(values: torch.Tensor) -> torch.Tensor:
-        return ragged_from_lengths(values, experience.response_lengths)
+        return ragged_from_lengths(values, experience.num_sampled)
 
-    num_tokens = int(experience.response_lengths.sum())
+    num_tokens = int(experience.num_sampled.sum())
     # Near the model's own, so that ratios fall on both sides of the clip.
     model, own = hugging_face_model(path), []
-    for ids, length in zip(experience.input_ids.unbind(), experience.response_lengths.tolist(), strict=True):
+    for ids, length in zip(experience["input_ids"].unbind(), experience.num_sampled.tolist(), strict=True):
         with torch.no_grad():
             own.append(row_log_probs(model, ids, length).gather(-1, ids[-length:, None])[:, 0])
     own = torch.cat(own)
-    experience.old_log_probs = field(own + 0.3 * torch.randn(num_tokens, generator=generator))
-    experience.ref_log_probs = field(own + 0.3 * torch.randn(num_tokens, generator=generator))
-    experience.rollout_weights = field(0.5 + torch.rand(num_tokens, generator=generator))
+    experience.add(old_log_probs=field(own + 0.3 * torch.randn(num_tokens, generator=generator)))
+    experience.add(ref_log_probs=field(own + 0.3 * torch.randn(num_tokens, generator=generator)))
+    experience.add(rollout_weights=field(0.5 + torch.rand(num_tokens, generator=generator)))
     kept = (torch.rand(num_tokens, generator=generator) > 0.2).float()
-    rows = torch.repeat_interleave(experience.response_lengths)
-    experience.kept = field(torch.where(rows == 5, 0.0, kept))
-    experience.trained = field((torch.rand(num_tokens, generator=generator) > 0.3).float())
-    return experience.actor_batch(with_reference=True)
+    rows = torch.repeat_interleave(experience.num_sampled)
+    experience.add(kept=field(torch.where(rows == 5, 0.0, kept)))
+    experience.add(trained=field((torch.rand(num_tokens, generator=generator) > 0.3).float()))
+    return experience.read_by(ACTOR_UPDATE)
 
 
 def configure(actor, loss_mode: str, cut: MicroBatching) -> None:
@@ -124,9 +125,9 @@ def all_gradients(config) -> dict[tuple[str, str], dict]:
     mine = actor_batch(config.actor_rollout_ref.model.path)[
         torch.arange(NUM_ROWS).tensor_split(where.dp_size)[where.dp_rank]
     ]
-    found, trained = {}, mine.trained
+    found, whole = {}, mine
     for loss_mode in MODES:
-        mine.trained = trained if loss_mode == "vespo" else None
+        mine = whole if loss_mode == "vespo" else whole.without("trained")
         for name in CUTS_OF[loss_mode]:
             configure(worker.roles["actor"], loss_mode, CUTS[name])
             found[loss_mode, name] = {
@@ -213,10 +214,10 @@ def hugging_face_gradients(path: str, loss_mode: str) -> dict[str, torch.Tensor]
     """The whole loss once more, row by row and token by token, on transformers' own model."""
     model, batch = hugging_face_model(path), actor_batch(path)
     names = ("old_log_probs", "ref_log_probs", "advantages", "rollout_weights", "kept", "trained")
-    fields = zip(*(batch.get(name).unbind() for name in names), strict=True)
+    fields = zip(*(batch[name].unbind() for name in names), strict=True)
     answers: list[list[torch.Tensor]] = []
     whole_answers: list[torch.Tensor] = []
-    for ids, length, row in zip(batch.input_ids.unbind(), batch.response_lengths.tolist(), fields, strict=True):
+    for ids, length, row in zip(batch["input_ids"].unbind(), batch.num_sampled.tolist(), fields, strict=True):
         all_log_probs = row_log_probs(model, ids, length)
         log_probs = all_log_probs.gather(-1, ids[-length:, None])[:, 0]
         entropies = -(all_log_probs.exp() * all_log_probs).sum(-1)

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_models import random_experience, run_config, save_qwen2
+from tiny_models import random_batch, run_config, save_qwen2
+
+from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE, SCORING
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -37,13 +39,13 @@ def one_update(config) -> dict:
     worker.build("critic")
     worker.build("reference")
     where = worker.coordinates()
-    experience = random_experience(NUM_ROWS)
+    experience = random_batch(NUM_ROWS)
     rows = torch.arange(NUM_ROWS).tensor_split(where.dp_size)[where.dp_rank]
     mine = experience[rows]
 
     def score(method) -> torch.Tensor | None:
-        scores = method(mine.sequences())
-        return None if scores is None else scores.scores.values()
+        scores = method(mine.read_by(SCORING))
+        return None if scores is None else scores.flat(scores.names[0])
 
     result = {
         "where": where,
@@ -53,11 +55,11 @@ def one_update(config) -> dict:
     result["ref_log_probs"] = score(worker.roles["reference"].log_probs)
     old = result["log_probs"]
     # Stages before the last never compute log-probs; their loss closures do not run, so any values do.
-    shape_only = mine.advantages.values() * 0
-    mine.old_log_probs = mine.advantages.clone()
-    mine.old_log_probs.values().copy_((shape_only if old is None else old) - 0.1 * mine.advantages.values())
-    result["actor"] = worker.roles["actor"].update(mine.actor_batch())
-    result["critic"] = worker.roles["critic"].update(mine.critic_batch())
+    shape_only = mine.flat("advantages") * 0
+    mine.add(old_log_probs=mine["advantages"].clone())
+    mine.flat("old_log_probs").copy_((shape_only if old is None else old) - 0.1 * mine.flat("advantages"))
+    result["actor"] = worker.roles["actor"].update(mine.read_by(ACTOR_UPDATE))
+    result["critic"] = worker.roles["critic"].update(mine.read_by(CRITIC_UPDATE))
     result["log_probs_after"] = score(worker.roles["actor"].log_probs)
     result["values_after"] = score(worker.roles["critic"].values)
     for role, trainable in (("actor", worker.roles["actor"].trainable), ("critic", worker.roles["critic"].trainable)):
@@ -161,9 +163,9 @@ def hugging_face_log_probs(path: str, model: torch.nn.Module | None = None) -> t
 
     if model is None:
         model = hf_model(path).requires_grad_(False)
-    experience = random_experience(NUM_ROWS)
+    experience = random_batch(NUM_ROWS)
     expected = []
-    for ids, length in zip(experience.input_ids.unbind(), experience.response_lengths.tolist(), strict=True):
+    for ids, length in zip(experience["input_ids"].unbind(), experience.num_sampled.tolist(), strict=True):
         log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
         expected.append(log_probs.gather(-1, ids[1:, None])[-length:, 0])
     return torch.cat(expected)
@@ -174,5 +176,5 @@ def score_only(config) -> torch.Tensor | None:
 
     worker = RankHost(config)
     worker.build("actor")
-    scores = worker.roles["actor"].log_probs(random_experience(NUM_ROWS).sequences())
-    return None if scores is None else scores.scores.values()
+    scores = worker.roles["actor"].log_probs(random_batch(NUM_ROWS).read_by(SCORING))
+    return None if scores is None else scores.flat(scores.names[0])

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_models import random_experience, run_config, save_qwen2, save_qwen3_moe
+from tiny_models import random_batch, run_config, save_qwen2, save_qwen3_moe
 
+from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE, SCORING
 from megatron_rl.config.megatron import OverrideDDPConfig, OverrideOptimizerConfig, OverrideTransformerConfig
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
@@ -59,19 +60,19 @@ def update_some_times(worker, option: object | None) -> dict:
     worker.build("actor")
     worker.build("critic")
     where = worker.coordinates()
-    mine = random_experience(NUM_ROWS)[torch.arange(NUM_ROWS).tensor_split(where.dp_size)[where.dp_rank]]
-    old = worker.run("actor", "log_probs", (mine.sequences(),), {})
-    mine.old_log_probs = mine.advantages.clone()  # stages before the last do not read them
+    mine = random_batch(NUM_ROWS)[torch.arange(NUM_ROWS).tensor_split(where.dp_size)[where.dp_rank]]
+    old = worker.run("actor", "log_probs", (mine.read_by(SCORING),), {})
+    mine.add(old_log_probs=mine["advantages"].clone())  # stages before the last do not read them
     if old is not None:
-        mine.old_log_probs.values().copy_(old.scores.values() - 0.1 * mine.advantages.values())
+        mine.flat("old_log_probs").copy_(old.flat("old_log_probs") - 0.1 * mine.flat("advantages"))
     found = {}
-    for role, batch in (("actor", mine.actor_batch()), ("critic", mine.critic_batch())):
+    for role, batch in (("actor", mine.read_by(ACTOR_UPDATE)), ("critic", mine.read_by(CRITIC_UPDATE))):
         trainable = worker.roles[role].trainable
         found[f"{role} buckets"] = [len(buffer.buckets) for buffer in trainable.param_buffers]
         for number in range(NUM_UPDATES):
             found[f"{role} metrics {number}"] = worker.run(role, "update", (batch,), {})
-    after = worker.run("actor", "log_probs", (mine.sequences(),), {})
-    found["scores"] = None if after is None else after.scores.values()
+    after = worker.run("actor", "log_probs", (mine.read_by(SCORING),), {})
+    found["scores"] = None if after is None else after.flat("old_log_probs")
     worker._settle_parameters()
     for role in ("actor", "critic"):
         trainable = worker.roles[role].trainable

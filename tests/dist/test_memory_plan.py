@@ -9,7 +9,7 @@ import torch
 from ranks import run_ranks
 from storage_meter import StorageMeter
 from tiny_models import (
-    random_experience,
+    random_batch,
     run_config,
     save_deepseek_v3,
     save_gemma2,
@@ -20,6 +20,7 @@ from tiny_models import (
     save_reward_model,
 )
 
+from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE, SCORING
 from megatron_rl.config.megatron import OverrideTransformerConfig
 from megatron_rl.ledger.planner.memory import StageMemory, plan_stages
 from megatron_rl.ledger.planner.run_models import RunModels
@@ -33,10 +34,10 @@ SIZES = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 512, "max_
 
 def full_experience(num_rows: int):
     """Every sequence as long as it may get, as the plan takes it."""
-    experience = random_experience(num_rows)
+    experience = random_batch(num_rows)
     lengths = torch.full((num_rows,), RESPONSE)
-    experience.input_ids = ragged([torch.randint(2, 70, (PROMPT + RESPONSE,)) for _ in range(num_rows)])
-    experience.response_lengths = lengths
+    experience.add(input_ids=ragged([torch.randint(2, 70, (PROMPT + RESPONSE,)) for _ in range(num_rows)]))
+    experience.num_sampled = lengths
     for name in ("rollout_log_probs", "old_values", "advantages", "returns", "old_log_probs", "ref_log_probs"):
         experience.set(name, ragged_from_lengths(torch.randn(num_rows * RESPONSE), lengths))
     return experience
@@ -56,14 +57,14 @@ def measured_phases(config, folder: Path) -> tuple[int, dict[str, int], dict[str
     prompts = Prompts(
         index=torch.arange(count),
         sample=torch.zeros(count, dtype=torch.int64),
-        prompt_ids=ragged([ids[:PROMPT] for ids in experience.input_ids.unbind()]),
+        prompt_ids=ragged([ids[:PROMPT] for ids in experience["input_ids"].unbind()]),
         data_source=non_tensor(["test"] * count),
         ground_truth=non_tensor([""] * count),
         extra_info=non_tensor([{}] * count),
         batch_size=[count],
     )
-    worker.roles["critic"].update(experience.critic_batch())
-    worker.roles["actor"].update(experience.actor_batch())  # moments exist from here on
+    worker.roles["critic"].update(experience.read_by(CRITIC_UPDATE))
+    worker.roles["actor"].update(experience.read_by(ACTOR_UPDATE))  # moments exist from here on
     ledger = {phase: memory.owned for phase, memory in worker.take_memory().items()}
     peaks: dict[str, int] = {}
 
@@ -87,12 +88,12 @@ def measured_phases(config, folder: Path) -> tuple[int, dict[str, int], dict[str
     measure("gen", "rollout", "generate", prompts, Sampling(1.0, 1.0, -1, RESPONSE, 0))
     worker.roles["rollout"].exit()
     if has_reward:
-        measure("rm_scores", "reward_model", "scores", experience.sequences())
-    measure("old_log_prob", "actor", "log_probs", experience.sequences())
-    measure("ref", "reference", "log_probs", experience.sequences())
-    measure("values", "critic", "values", experience.sequences())
-    measure("update_critic", "critic", "update", experience.critic_batch())
-    measure("update_actor", "actor", "update", experience.actor_batch())
+        measure("rm_scores", "reward_model", "scores", experience.read_by(SCORING))
+    measure("old_log_prob", "actor", "log_probs", experience.read_by(SCORING))
+    measure("ref", "reference", "log_probs", experience.read_by(SCORING))
+    measure("values", "critic", "values", experience.read_by(SCORING))
+    measure("update_critic", "critic", "update", experience.read_by(CRITIC_UPDATE))
+    measure("update_actor", "actor", "update", experience.read_by(ACTOR_UPDATE))
     (folder / "actor").mkdir(parents=True, exist_ok=True)
     (folder / "critic").mkdir(exist_ok=True)
     with_meter("save", lambda: worker.begin_save(folder))

@@ -17,7 +17,9 @@ from test_layout_parity import (
     score_only,
     whole_weights,
 )
-from tiny_models import random_experience, run_config, save_qwen3, save_qwen3_moe
+from tiny_models import random_batch, run_config, save_qwen3, save_qwen3_moe
+
+from megatron_rl.columns import ACTOR_UPDATE, SCORING
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -112,9 +114,9 @@ def policy_gradients(config) -> dict:
 
     worker = RankHost(config)
     worker.build("actor")
-    experience = random_experience(NUM_ROWS)
-    experience.old_log_probs = worker.roles["actor"].log_probs(experience.sequences()).scores
-    worker.roles["actor"].compute_gradients(experience.actor_batch())
+    experience = random_batch(NUM_ROWS)
+    experience.add(old_log_probs=worker.roles["actor"].log_probs(experience.read_by(SCORING))["old_log_probs"])
+    worker.roles["actor"].compute_gradients(experience.read_by(ACTOR_UPDATE))
     gradients = {
         name: p.main_grad.clone() for name, p in named_parameters(worker.roles["actor"].trainable.models).items()
     }
@@ -126,7 +128,7 @@ def hugging_face_gradients(path: str) -> dict[str, torch.Tensor]:
     from megatron_rl.controller.report import hf_model
 
     model = hf_model(path)
-    advantages = random_experience(NUM_ROWS).advantages.values()
+    advantages = random_batch(NUM_ROWS)["advantages"].values()
     (-hugging_face_log_probs(path, model) * advantages).mean().backward()
     gradients = {}
     for name, parameter in model.named_parameters():

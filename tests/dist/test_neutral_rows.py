@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_models import random_experience, run_config, save_qwen2, save_qwen3_moe
+from tiny_models import random_batch, run_config, save_qwen2, save_qwen3_moe
+
+from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(150)]
 
@@ -17,9 +19,9 @@ def update_one_row(config) -> tuple[dict, dict]:
     worker = RankHost(config)
     worker.build("actor")
     worker.build("critic")
-    row = random_experience(3)[:1].clone()
-    row.old_log_probs = row.advantages
-    actor_batch, critic_batch = row.actor_batch(), row.critic_batch()
+    row = random_batch(3)[:1]
+    row.add(old_log_probs=row["advantages"])
+    actor_batch, critic_batch = row.read_by(ACTOR_UPDATE), row.read_by(CRITIC_UPDATE)
     if worker.groups.dp_rank > 0:
         actor_batch, critic_batch = actor_batch.neutral(), critic_batch.neutral()
     metrics = worker.roles["actor"].update(actor_batch), worker.roles["critic"].update(critic_batch)

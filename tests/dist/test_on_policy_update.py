@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_models import random_experience, run_config, save_qwen2
+from tiny_models import random_batch, run_config, save_qwen2
+
+from megatron_rl.columns import ACTOR_UPDATE, SCORING
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -30,16 +32,16 @@ def updated(config, on_policy: bool, num_rows: int) -> dict:
     worker.build("actor")
     where, actor = worker.coordinates(), worker.roles["actor"]
     rows = torch.arange(num_rows).tensor_split(where.dp_size)[where.dp_rank]
-    mine = random_experience(num_rows)[rows]
-    mine.ref_log_probs = mine.rollout_log_probs
+    mine = random_batch(num_rows)[rows]
+    mine.add(ref_log_probs=mine["rollout_log_probs"])
     if on_policy:
-        metrics, own = actor.update_on_policy(mine.actor_batch(with_reference=True))
+        metrics, own = actor.update_on_policy(mine.read_by(ACTOR_UPDATE))
     else:
-        own = actor.log_probs(mine.sequences())
+        own = actor.log_probs(mine.read_by(SCORING))
         # Stages before the last read none, but blocks have the field on all of them.
-        mine.old_log_probs = mine.advantages if own is None else own.scores
-        metrics = actor.update(mine.actor_batch(with_reference=True))
-    log_probs = None if own is None else [row.tolist() for row in own.scores.unbind()]
+        mine.add(old_log_probs=mine["advantages"] if own is None else own["old_log_probs"])
+        metrics = actor.update(mine.read_by(ACTOR_UPDATE))
+    log_probs = None if own is None else [row.tolist() for row in own["old_log_probs"].unbind()]
     weights = {name: p.detach().clone() for name, p in named_parameters(actor.trainable.models).items()}
     return {"metrics": metrics, "log_probs": log_probs, "weights": weights}
 
@@ -66,7 +68,7 @@ def test_as_with_a_pass_for_old_log_probs(layout, model_path) -> None:
         assert mine["log_probs"] == other["log_probs"]
         assert all(torch.equal(weight, other["weights"][name]) for name, weight in mine["weights"].items())
     assert ours[-1]["metrics"]["actor/ppo_kl"] == 0.0 and ours[-1]["metrics"]["actor/kl_loss"] > 0
-    assert [len(row) for row in ours[-1]["log_probs"]] == random_experience(NUM_ROWS).response_lengths.tolist()[
+    assert [len(row) for row in ours[-1]["log_probs"]] == random_batch(NUM_ROWS).num_sampled.tolist()[
         -len(ours[-1]["log_probs"]) :
     ]
 
@@ -92,14 +94,14 @@ def updated_with_a_neutral_row(config) -> dict:
 
     worker = RankHost(config)
     worker.build("actor")
-    batch = random_experience(1).actor_batch()
+    batch = random_batch(1).read_by(ACTOR_UPDATE)
     if worker.coordinates().dp_rank == 1:
         batch = batch.neutral()
-        assert batch.old_log_probs is None
+        assert "old_log_probs" not in batch
     metrics, own = worker.roles["actor"].update_on_policy(batch)
     weights = named_parameters(worker.roles["actor"].trainable.models)
     return {
         "metrics": metrics,
-        "log_probs": [row.tolist() for row in own.scores.unbind()],
+        "log_probs": [row.tolist() for row in own["old_log_probs"].unbind()],
         "weights": {name: p.detach().clone() for name, p in weights.items()},
     }

@@ -8,6 +8,7 @@ from ranks import run_ranks
 from rollout_checks import prompts
 from tiny_models import run_config, save_llama
 
+from megatron_rl.columns import SCORING
 from megatron_rl.config.load import DIFF_BOUNDS
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.controller.algorithm import require_parity
@@ -44,7 +45,7 @@ def parity_of_faults(config) -> dict[str, dict[str, float]]:
     parameters = dict(actor.trainable.models[0].named_parameters())
 
     def parity() -> dict[str, float]:
-        scores = [actor.log_probs(assemble(prompts(), one).sequences()).scores.values() for one in drawn]
+        scores = [actor.log_probs(assemble(prompts(), one).read_by(SCORING)).flat("old_log_probs") for one in drawn]
         return parity_metrics(torch.cat([one.rollout_log_probs.values() for one in drawn]), torch.cat(scores))
 
     found = {"sound": parity()}

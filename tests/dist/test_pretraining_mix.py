@@ -9,10 +9,11 @@ import torch
 from ranks import run_ranks
 from task_cases import PlainLoop, token_batch
 from test_layout_parity import LAYOUTS, NUM_ROWS, OPTIMIZER, relative, whole_weights
-from tiny_models import random_experience, run_config, save_qwen2, save_qwen3_moe
+from tiny_models import random_batch, run_config, save_qwen2, save_qwen3_moe
 
+from megatron_rl.columns import ACTOR_UPDATE
 from megatron_rl.dispatch import ExtraBatch
-from megatron_rl.records import ActorBatch, TokenBatch, ragged_from_lengths
+from megatron_rl.records import Batch
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -21,16 +22,18 @@ PACKED = "actor_rollout_ref__model__use_remove_padding"
 COEF = 0.25
 
 
-def samples(advantage: float) -> ActorBatch:
+def samples(advantage: float) -> Batch:
     """A batch whose advantages are `advantage` times noise, and whose old log-probs are near those of a fresh model."""
-    found = random_experience(NUM_ROWS)
-    old = -math.log(70) + 0.05 * found.rollout_log_probs.values()
-    found.old_log_probs = ragged_from_lengths(old, found.response_lengths)
-    found.advantages = ragged_from_lengths(advantage * found.advantages.values(), found.response_lengths)
-    return found.actor_batch()
+    found = random_batch(NUM_ROWS)
+    old = -math.log(70) + 0.05 * found.flat("rollout_log_probs")
+    found.add(
+        old_log_probs=found.per_sampled_token(old),
+        advantages=found.per_sampled_token(advantage * found.flat("advantages")),
+    )
+    return found.read_by(ACTOR_UPDATE)
 
 
-def one_mix(config, batch: ActorBatch, examples: TokenBatch | None) -> dict:
+def one_mix(config, batch: Batch, examples: Batch | None) -> dict:
     """What one rank knows after one update of the actor on its share of both."""
     from megatron_rl.roles.host import RankHost
     from megatron_rl.roles.model_source import named_parameters
@@ -72,9 +75,9 @@ def test_one_process_equals_a_plain_loop(model_path: str) -> None:
     """Without advantages all that is left is coef * mean cross-entropy, at temperature 1 although samples have 1.3, in
     three passes beside three of samples. Would not catch a sum of both losses in which one disturbs the other."""
     plain, batch = PlainLoop(model_path), token_batch()
-    rows = zip(batch.input_ids.unbind(), batch.response_lengths.tolist(), batch.kept.unbind(), strict=True)
+    rows = zip(batch["input_ids"].unbind(), batch.num_sampled.tolist(), batch["kept"].unbind(), strict=True)
     summed = sum((plain.log_probs(ids, length) * kept).sum() for ids, length, kept in rows)
-    loss, norm = plain.step(-COEF * summed / batch.kept.values().sum())
+    loss, norm = plain.step(-COEF * summed / batch.flat("kept").sum())
     found = run_mix(model_path, (1, 1, 1), samples(0.0), batch)
     assert told(found)["actor/ptx_loss"] == pytest.approx(loss / COEF, rel=1e-5)
     assert told(found)["actor/grad_norm"] == pytest.approx(norm, rel=1e-5) and told(found)["actor/pg_loss"] == 0.0

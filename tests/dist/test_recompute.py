@@ -6,8 +6,9 @@ import pytest
 import torch
 from ranks import run_ranks
 from test_layout_parity import often
-from tiny_models import random_experience, run_config, save_qwen2, save_qwen3_moe
+from tiny_models import random_batch, run_config, save_qwen2, save_qwen3_moe
 
+from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE, SCORING
 from megatron_rl.config.megatron import OverrideTransformerConfig
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
@@ -40,15 +41,15 @@ def update_both(worker, override: OverrideTransformerConfig) -> dict:
     worker.build("actor")
     worker.build("critic")
     where = worker.coordinates()
-    mine = random_experience(NUM_ROWS)[torch.arange(NUM_ROWS).tensor_split(where.dp_size)[where.dp_rank]]
-    old = worker.roles["actor"].log_probs(mine.sequences())
-    values = worker.roles["critic"].values(mine.sequences())
-    found = {"log_probs": None if old is None else old.scores.values()}
-    found["values"] = None if values is None else values.scores.values()
-    mine.old_log_probs = mine.advantages.clone()  # stages before the last do not read them
+    mine = random_batch(NUM_ROWS)[torch.arange(NUM_ROWS).tensor_split(where.dp_size)[where.dp_rank]]
+    old = worker.roles["actor"].log_probs(mine.read_by(SCORING))
+    values = worker.roles["critic"].values(mine.read_by(SCORING))
+    found = {"log_probs": None if old is None else old.flat("old_log_probs")}
+    found["values"] = None if values is None else values.flat("old_values")
+    mine.add(old_log_probs=mine["advantages"].clone())  # stages before the last do not read them
     if old is not None:
-        mine.old_log_probs.values().copy_(old.scores.values() - 0.1 * mine.advantages.values())
-    for role, batch in (("actor", mine.actor_batch()), ("critic", mine.critic_batch())):
+        mine.flat("old_log_probs").copy_(old.flat("old_log_probs") - 0.1 * mine.flat("advantages"))
+    for role, batch in (("actor", mine.read_by(ACTOR_UPDATE)), ("critic", mine.read_by(CRITIC_UPDATE))):
         trainable = worker.roles[role].trainable
         layers = [layer for chunk in trainable.models for layer in chunk.decoder.layers]
         runs = dict.fromkeys(range(len(layers)), 0)

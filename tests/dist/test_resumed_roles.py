@@ -10,7 +10,9 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
-from tiny_models import random_experience, run_config, save_llama, save_qwen2, save_qwen3_moe
+from tiny_models import random_batch, run_config, save_llama, save_qwen2, save_qwen3_moe
+
+from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -39,11 +41,12 @@ def train(
     if target is not None and last < first:
         save = start_saving(worker, target)
     for step in range(first, last + 1):
-        experience = random_experience(NUM_ROWS, seed=step)
-        experience.old_log_probs = experience.advantages
+        experience = random_batch(NUM_ROWS, seed=step)
+        experience.add(old_log_probs=experience["advantages"])
         mine = experience[torch.arange(NUM_ROWS).tensor_split(where.dp_size)[where.dp_rank]]
         metrics.append(
-            worker.roles["actor"].update(mine.actor_batch()) | worker.roles["critic"].update(mine.critic_batch())
+            worker.roles["actor"].update(mine.read_by(ACTOR_UPDATE))
+            | worker.roles["critic"].update(mine.read_by(CRITIC_UPDATE))
         )
         if target is not None and step == (after or last):
             save = start_saving(worker, target)

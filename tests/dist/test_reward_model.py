@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_models import random_experience, run_config, save_llama, save_reward_model
+from tiny_models import random_batch, run_config, save_llama, save_reward_model
 
-from megatron_rl.records import Sequences, ragged
+from megatron_rl.records import Batch, ragged, single_turn
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
 
@@ -23,11 +23,11 @@ LAYOUTS = {
 }
 
 
-def sequences() -> Sequences:
+def sequences() -> Batch:
     """Seven answers to seven prompts, and a prompt without an answer."""
-    rows = random_experience(7)
-    lengths = torch.cat([rows.response_lengths, torch.tensor([0])])
-    return Sequences(ragged([*rows.input_ids.unbind(), torch.tensor([9, 8, 7])]), lengths, batch_size=[8])
+    rows = random_batch(7)
+    lengths = torch.cat([rows.num_sampled, torch.tensor([0])])
+    return single_turn(ragged([*rows["input_ids"].unbind(), torch.tensor([9, 8, 7])]), lengths)
 
 
 def scores(config) -> tuple[int, torch.Tensor] | None:
@@ -41,9 +41,9 @@ def scores(config) -> tuple[int, torch.Tensor] | None:
     assert not any(tensor.untyped_storage().nbytes() for tensor in worker.roles["reward_model"].pipeline.parameters())
     offloaded.reload()
     where = worker.coordinates()
-    mine = sequences()[torch.arange(8).tensor_split(where.dp_size)[where.dp_rank]].clone()
+    mine = sequences()[torch.arange(8).tensor_split(where.dp_size)[where.dp_rank]]
     record = worker.roles["reward_model"].scores(mine)
-    return (where.dp_rank, record.scores) if where.dp_collector else None
+    return (where.dp_rank, record["scores"]) if where.dp_collector else None
 
 
 @torch.no_grad()
@@ -52,7 +52,7 @@ def classifier_scores(folder: str) -> torch.Tensor:
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-    rows = sequences().input_ids.unbind()
+    rows = sequences()["input_ids"].unbind()
     padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=model.config.pad_token_id)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     return model(padded, attention_mask=mask).logits[:, 0]

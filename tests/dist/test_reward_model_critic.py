@@ -8,7 +8,9 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
-from tiny_models import random_experience, run_config, save_llama, save_reward_model
+from tiny_models import random_batch, run_config, save_llama, save_reward_model
+
+from megatron_rl.columns import CRITIC_UPDATE, SCORING
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
 
@@ -22,13 +24,13 @@ def values_and_export(config, folder: Path) -> tuple[torch.Tensor, torch.Tensor]
 
     worker = RankHost(config)
     worker.build("critic")
-    experience = random_experience(NUM_ROWS)
-    scores = worker.roles["critic"].values(experience.sequences())
+    experience = random_batch(NUM_ROWS)
+    scores = worker.roles["critic"].values(experience.read_by(SCORING))
     worker.roles["critic"].export_hf(folder / "untouched")
-    worker.roles["critic"].update(experience.critic_batch())
-    trained = worker.roles["critic"].values(experience.sequences())
+    worker.roles["critic"].update(experience.read_by(CRITIC_UPDATE))
+    trained = worker.roles["critic"].values(experience.read_by(SCORING))
     worker.roles["critic"].export_hf(folder / "trained")
-    return None if scores is None else (scores.scores.values(), trained.scores.values())
+    return None if scores is None else (scores.flat("old_values"), trained.flat("old_values"))
 
 
 @torch.no_grad()
@@ -38,9 +40,9 @@ def hugging_face_values(folder: Path) -> torch.Tensor:
 
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     assert model.num_labels == 1
-    rows = random_experience(NUM_ROWS)
+    rows = random_batch(NUM_ROWS)
     values = []
-    for ids, length in zip(rows.input_ids.unbind(), rows.response_lengths.tolist(), strict=True):
+    for ids, length in zip(rows["input_ids"].unbind(), rows.num_sampled.tolist(), strict=True):
         hidden = model.base_model(ids[None]).last_hidden_state
         values.append(model.score(hidden)[0, len(ids) - length - 1 : -1, 0])
         # The same number as the classifier's own answer, which is the score of the last token.

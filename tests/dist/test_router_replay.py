@@ -11,9 +11,10 @@ import torch
 from ranks import run_ranks
 from rollout_checks import RANDOM, prompts
 from test_layout_parity import often
-from tiny_models import random_experience, run_config, save_qwen3_moe, tie_routers
+from tiny_models import random_batch, run_config, save_qwen3_moe, tie_routers
 
-from megatron_rl.records import ragged_from_lengths, row_lengths
+from megatron_rl.columns import ACTOR_SCORES, ACTOR_UPDATE, SCORING
+from megatron_rl.records import ragged, ragged_from_lengths, row_lengths, single_turn
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -48,16 +49,16 @@ def differences(config) -> dict | None:
     worker.roles["rollout"].exit()
     lengths = row_lengths(found.routed_experts)
     experience = assemble(asked, found)
-    assert torch.equal(lengths, row_lengths(experience.input_ids) - 1)
-    told = experience.sequences(with_experts=True)
+    assert torch.equal(lengths, row_lengths(experience["input_ids"]) - 1)
+    told = experience.read_by(ACTOR_SCORES)
     with_replay, without = actor.log_probs(told), actor.log_probs_without_replay(told)
     if with_replay is None:
         return None
     by_engine = found.rollout_log_probs.values()
-    counts = with_replay.num_other_experts
+    counts = with_replay["num_other_experts"]
     return {
-        "with": float((with_replay.scores.values() - by_engine).abs().max()),
-        "without": float((without.scores.values() - by_engine).abs().max()),
+        "with": float((with_replay.flat("old_log_probs") - by_engine).abs().max()),
+        "without": float((without.flat("old_log_probs") - by_engine).abs().max()),
         "others": int(counts.sum()) / found.routed_experts.values().numel(),
     }
 
@@ -101,17 +102,18 @@ def experience_with_choices():
 
     Rows 0 to 3 have one prompt, whose tokens go to the same experts in rows 0, 1 and 3.
     """
-    experience = random_experience(NUM_ROWS)
-    lengths, answers = row_lengths(experience.input_ids), experience.response_lengths
-    rows, prompt = list(experience.input_ids.unbind()), experience.input_ids.unbind()[0][: lengths[0] - answers[0]]
+    experience = random_batch(NUM_ROWS)
+    lengths, answers = row_lengths(experience["input_ids"]), experience.num_sampled
+    rows = list(experience["input_ids"].unbind())
+    prompt = rows[0][: lengths[0] - answers[0]]
     for row in (1, 2, 3):
         rows[row] = torch.cat([prompt, rows[row][lengths[row] - answers[row] :]])
     lengths = torch.tensor([len(row) for row in rows])
     choices = list(random_choices(lengths - 1, seed=2).unbind())
     for row in (1, 3):
         choices[row][: len(prompt) - 1] = choices[0][: len(prompt) - 1]
-    experience.input_ids = ragged_from_lengths(torch.cat(rows), lengths)
-    experience.routed_experts = ragged_from_lengths(torch.cat(choices), lengths - 1)
+    experience.add(single_turn(ragged(rows), answers))
+    experience.add(routed_experts=ragged_from_lengths(torch.cat(choices), lengths - 1))
     return experience
 
 
@@ -129,16 +131,16 @@ def one_update(config) -> dict:
     worker = RankHost(config)
     worker.build("actor")
     actor, mine = worker.roles["actor"], share(worker)
-    scores = actor.log_probs(mine.sequences(with_experts=True))
-    mine.old_log_probs = mine.advantages.clone()  # stages before the last do not read them
+    scores = actor.log_probs(mine.read_by(ACTOR_SCORES))
+    mine.add(old_log_probs=mine["advantages"].clone())  # stages before the last do not read them
     found = {"where": worker.coordinates()}
     if scores is not None:
-        mine.old_log_probs.values().copy_(scores.scores.values() - 0.1 * mine.advantages.values())
-        found |= {"log_probs": scores.scores.values(), "others": scores.num_other_experts}
-        if scores.routed_experts is not None:
-            assert torch.equal(row_lengths(scores.routed_experts), row_lengths(mine.input_ids))
-            found["recorded"] = scores.routed_experts.values()
-    found["actor"] = actor.update(mine.actor_batch(with_experts=True))
+        mine.flat("old_log_probs").copy_(scores.flat("old_log_probs") - 0.1 * mine.flat("advantages"))
+        found |= {"log_probs": scores.flat("old_log_probs"), "others": scores.get("num_other_experts")}
+        if "routed_experts" in scores:
+            assert torch.equal(row_lengths(scores["routed_experts"]), row_lengths(mine["input_ids"]))
+            found["recorded"] = scores.flat("routed_experts")
+    found["actor"] = actor.update(mine.read_by(ACTOR_UPDATE))
     parameters = named_parameters(actor.trainable.models)
     found["actor_weights"] = {name: p.detach().clone() for name, p in parameters.items()}
     found["place"] = worker.groups.grid.place(worker.groups.rank, vocab_multiple=64)
@@ -238,11 +240,12 @@ def gradients(worker, override, of_routers: bool, names_experts: bool) -> dict[s
     actor_config.megatron.override_transformer_config = OverrideTransformerConfig(*override)
     worker.build("actor")
     actor, mine = worker.roles["actor"], share(worker)
-    mine.old_log_probs = 0.1 * mine.advantages
+    mine.add(old_log_probs=0.1 * mine["advantages"])
     if of_routers:
-        scores = actor.log_probs(mine.sequences())
-        mine.routed_experts = scores.routed_experts
-    metrics = actor.compute_gradients(mine.actor_batch(with_experts=names_experts))
+        scores = actor.log_probs(mine.read_by(SCORING))
+        mine.add(routed_experts=scores["routed_experts"])
+    batch = mine.read_by(ACTOR_UPDATE)
+    metrics = actor.compute_gradients(batch if names_experts else batch.without("routed_experts"))
     found = {name: p.main_grad.clone() for name, p in named_parameters(actor.trainable.models).items()}
     assert all(value.abs().max() > 0 for name, value in found.items() if "experts" not in name)
     return found | {f"metric {name}": torch.tensor(value) for name, value in metrics.items()}

@@ -18,7 +18,9 @@ import pytest
 import torch
 from ranks import run_ranks
 from rollout_checks import GREEDY, hugging_face_greedy, prompts, tokens
-from tiny_models import random_experience, run_config, save_llama, save_qwen2, save_qwen3, save_qwen3_moe
+from tiny_models import random_batch, run_config, save_llama, save_qwen2, save_qwen3, save_qwen3_moe
+
+from megatron_rl.columns import ACTOR_UPDATE
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -114,10 +116,10 @@ def train_and_send(config, exported: Path, meeting: Path, flips: bool) -> dict:
             actor.send_weights(version=0)
         return {"sent": []}
     sent = [actor.send_weights(version=0)]
-    experience = random_experience(NUM_ROWS)
-    experience.old_log_probs = experience.advantages
+    experience = random_batch(NUM_ROWS)
+    experience.add(old_log_probs=experience["advantages"])
     mine = experience[torch.arange(NUM_ROWS).tensor_split(host.groups.grid.dp_size)[host.groups.dp_rank]]
-    actor.update(mine.actor_batch())
+    actor.update(mine.read_by(ACTOR_UPDATE))
     sent.append(actor.send_weights(version=1))
     actor.export_hf(exported)
     return {"sent": sent}

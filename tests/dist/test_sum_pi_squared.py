@@ -6,7 +6,10 @@ import pytest
 import torch
 from ranks import run_ranks
 from test_global_normalisation import hugging_face_model, row_log_probs
-from tiny_models import random_experience, run_config, save_qwen2
+from tiny_models import random_batch, run_config, save_qwen2
+
+from megatron_rl.columns import SCORING
+from megatron_rl.records import concatenate
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -22,13 +25,13 @@ def scored(config) -> list[list[torch.Tensor]] | None:
 
     worker = RankHost(config)
     worker.build("actor")
-    sequences = random_experience(5).sequences()
-    sequences = torch.cat([sequences, sequences[:2]])
+    sequences = random_batch(5).read_by(SCORING)
+    sequences = concatenate([sequences, sequences[:2]])
     found = worker.roles["actor"].log_probs(sequences)
     if found is None:
         return None
-    found = torch.cat([found[:3], found[3:]])  # as answers of several ranks are joined
-    columns = (found.scores, found.sum_pi_squared, found.entropy)
+    found = concatenate([found[:3], found[3:]])  # as answers of several ranks are joined
+    columns = (found["old_log_probs"], found["sum_pi_squared"], found["entropy"])
     return [[row.clone() for row in column.unbind()] for column in columns]
 
 
@@ -38,8 +41,8 @@ def test_as_transformers_has_them(layout, tmp_path) -> None:
     path = save_qwen2(tmp_path)
     ranks = run_ranks(2, scored, run_config(path, *layout, **BOTH))
     log_probs, squares, entropies = next(found for found in reversed(ranks) if found is not None)
-    model, experience = hugging_face_model(path), random_experience(5)
-    rows = list(zip(experience.input_ids.unbind(), experience.response_lengths.tolist(), strict=True))
+    model, experience = hugging_face_model(path), random_batch(5)
+    rows = list(zip(experience["input_ids"].unbind(), experience.num_sampled.tolist(), strict=True))
     for number, (ids, length) in enumerate([*rows, *rows[:2]]):
         with torch.no_grad():
             expected = row_log_probs(model, ids, length)
@@ -60,6 +63,6 @@ def without(config) -> bool:
 
     worker = RankHost(config)
     worker.build("actor")
-    found = worker.roles["actor"].log_probs(random_experience(4).sequences())
-    joined = torch.cat([found[:2], found[2:]])
-    return joined.sum_pi_squared is None and joined.entropy is None
+    found = worker.roles["actor"].log_probs(random_batch(4).read_by(SCORING))
+    joined = concatenate([found[:2], found[2:]])
+    return joined.names == ("old_log_probs",)

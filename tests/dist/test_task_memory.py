@@ -11,6 +11,7 @@ from storage_meter import StorageMeter
 from test_memory_plan import SIZES, owned_otherwise_than_planned
 from tiny_models import run_config, save_llama
 
+from megatron_rl.columns import SCORING
 from megatron_rl.config.task_config import for_task
 from megatron_rl.config.tasks import DPO, REWARD, SFT
 from megatron_rl.data.examples import Example, Ranking, token_batch
@@ -60,7 +61,7 @@ def measured(config, folder: Path) -> tuple[int, dict[str, int], dict[str, dict[
     methods = {(name, "score"): (score, batch), (name, "update"): (update, batch, *told)}
     if config.holds_reference:
         owned += worker.roles["reference"].pipeline.parameters()
-        methods[("reference", "score")] = ("log_probs", batch.rows().sequences())
+        methods[("reference", "score")] = ("log_probs", batch.rows().read_by(SCORING))
     fixed, peaks = sum(worker.owned_memory().values()), {}
     for (role, label), (method, *arguments) in methods.items():
         with StorageMeter(owned, lambda: fixed) as meter:

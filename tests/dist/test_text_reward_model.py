@@ -84,9 +84,9 @@ def scores(config: RunConfig) -> tuple[int, torch.Tensor] | None:
     worker = RankHost(config)
     worker.build("reward_model")
     where = worker.coordinates()
-    mine = read(config).sequences[torch.arange(len(ANSWERS)).tensor_split(where.dp_size)[where.dp_rank]].clone()
+    mine = read(config).batch[torch.arange(len(ANSWERS)).tensor_split(where.dp_size)[where.dp_rank]]
     record = worker.roles["reward_model"].scores(mine)
-    return (where.dp_rank, record.scores) if where.dp_collector else None
+    return (where.dp_rank, record["scores"]) if where.dp_collector else None
 
 
 @torch.no_grad()

@@ -23,8 +23,10 @@ from rollout_checks import (
     tokens,
     weights,
 )
-from tiny_models import random_experience, run_config
+from tiny_models import random_batch, run_config
 from transition_cases import CASES, Case, often
+
+from megatron_rl.columns import ACTOR_UPDATE
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -39,9 +41,9 @@ def resident_bytes() -> int:
 
 
 def train(worker, seed: int) -> None:
-    rows = random_experience(8, seed)[worker.groups.dp_rank :: worker.groups.grid.dp_size]
-    rows.old_log_probs = rows.rollout_log_probs
-    worker.roles["actor"].update(rows.actor_batch())
+    rows = random_batch(8, seed)[worker.groups.dp_rank :: worker.groups.grid.dp_size]
+    rows.add(old_log_probs=rows["rollout_log_probs"])
+    worker.roles["actor"].update(rows.read_by(ACTOR_UPDATE))
 
 
 def said_of_a_moved_weight(worker) -> str:

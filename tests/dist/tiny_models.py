@@ -36,7 +36,7 @@ from transformers import (
 )
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.records import Experience, ragged, ragged_from_lengths
+from megatron_rl.records import Batch, ragged, ragged_from_lengths, single_turn
 
 # 70 tokens are padded to 128 rows, so at TP2 the second rank holds 6 real rows and 58 of padding.
 SIZES = {
@@ -298,7 +298,7 @@ def run_config(model_path: str, tp_size: int, pp_size: int, **overrides) -> RunC
     return OmegaConf.to_object(config)
 
 
-def random_experience(num_rows: int, seed: int = 0) -> Experience:
+def random_batch(num_rows: int, seed: int = 0) -> Batch:
     """Ragged random sequences with every field a role reads; row lengths 4 to 24."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -311,12 +311,11 @@ def random_experience(num_rows: int, seed: int = 0) -> Experience:
     def noise(scale: float) -> torch.Tensor:
         return ragged_from_lengths(scale * torch.randn(int(responses.sum()), generator=generator), responses)
 
-    return Experience(
-        input_ids=ragged([torch.randint(2, 70, (sum(pair),), generator=generator) for pair in lengths]),
-        response_lengths=responses,
+    return single_turn(
+        ragged([torch.randint(2, 70, (sum(pair),), generator=generator) for pair in lengths]),
+        responses,
         rollout_log_probs=noise(1.0),
         old_values=noise(1.0),
         advantages=noise(1.0),
         returns=noise(1.0),
-        batch_size=[num_rows],
     )

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_rl.columns import ACTOR_UPDATE
 from megatron_rl.config.correction import RolloutCorrectionConfig
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.errors import ConfigError
@@ -16,7 +17,7 @@ from megatron_rl.experience.assemble import (
 )
 from megatron_rl.losses.estimators import estimate_gae
 from megatron_rl.losses.group_advantages import estimate_grpo
-from megatron_rl.records import Experience, Generations, Prompts, non_tensor, ragged, ragged_from_lengths
+from megatron_rl.records import Generations, Prompts, non_tensor, ragged, ragged_from_lengths, single_turn
 
 
 @pytest.fixture
@@ -39,10 +40,10 @@ def experience():
         batch_size=[2],
     )
     experience = assemble(prompts, generations)
-    experience.scores = torch.tensor([1.0, -1.0])
-    experience.old_log_probs = ragged([torch.tensor([-0.5]), torch.tensor([-1.0, -2.0])])
-    experience.ref_log_probs = ragged([torch.tensor([-1.0]), torch.tensor([-1.5, -1.0])])
-    experience.old_values = ragged([torch.tensor([0.25]), torch.tensor([0.5, 1.0])])
+    experience.add(scores=torch.tensor([1.0, -1.0]))
+    experience.add(old_log_probs=ragged([torch.tensor([-0.5]), torch.tensor([-1.0, -2.0])]))
+    experience.add(ref_log_probs=ragged([torch.tensor([-1.0]), torch.tensor([-1.5, -1.0])]))
+    experience.add(old_values=ragged([torch.tensor([0.25]), torch.tensor([0.5, 1.0])]))
     return experience
 
 
@@ -52,25 +53,25 @@ def rows(batch):
 
 def test_assemble_joins_prompt_and_response(experience):
     """Tokens, lengths, log-probs row by row. Would not catch a row order that differs between the two records."""
-    assert [row.tolist() for row in experience.input_ids.unbind()] == [[1, 2, 3], [5, 6, 7]]
-    assert experience.response_lengths.tolist() == [1, 2]
-    assert [row.tolist() for row in experience.rollout_log_probs.unbind()] == [[-0.5], [-1.0, -2.0]]
-    assert experience.rewards is None and len(experience) == 2
+    assert [row.tolist() for row in experience["input_ids"].unbind()] == [[1, 2, 3], [5, 6, 7]]
+    assert experience.num_sampled.tolist() == [1, 2]
+    assert [row.tolist() for row in experience["rollout_log_probs"].unbind()] == [[-0.5], [-1.0, -2.0]]
+    assert "rewards" not in experience and len(experience) == 2
 
 
 def test_rewards_are_the_score_last_and_a_penalty_everywhere(experience):
     """kl_coef 0.2 on differences 0.5 | 0.5, -1.0. Would not catch a wrong estimator."""
     penalty = add_rewards(experience, kl_coef=0.2)
-    assert rows(experience.rewards) == [[0.9], [-0.1, -0.8]]
+    assert rows(experience["rewards"]) == [[0.9], [-0.1, -0.8]]
     # Differences 0.5 | 0.5, -1.0: the means 0.5 and -0.25, and their mean
     assert float(penalty) == pytest.approx(0.125, abs=1e-6)
-    assert experience.scores.tolist() == [1.0, -1.0]
-    assert rows(experience.old_log_probs) == [[-0.5], [-1.0, -2.0]]
+    assert experience["scores"].tolist() == [1.0, -1.0]
+    assert rows(experience["old_log_probs"]) == [[-0.5], [-1.0, -2.0]]
 
 
 def test_reported_kl(experience):
     """Differences 0.5 | 0.5, 1.0 give (0.5 + 0.75) / 2 whatever kl_coef is. Would not catch a wrong KL estimator."""
-    experience.ref_log_probs = ragged([torch.tensor([-1.0]), torch.tensor([-1.5, -3.0])])
+    experience.add(ref_log_probs=ragged([torch.tensor([-1.0]), torch.tensor([-1.5, -3.0])]))
     assert float(add_rewards(experience, kl_coef=0.2)) == pytest.approx(0.625, abs=1e-6)
     assert float(add_rewards(experience, kl_coef=0.0)) == pytest.approx(0.625, abs=1e-6)
 
@@ -81,18 +82,18 @@ def test_advantages_and_returns(experience):
     add_advantages(experience, estimate_gae, AlgorithmConfig(gamma=0.5, lam=0.5))
     # Row 1: 1 - 0.25. Row 2: last -1 - 1 = -2; first 0.5*1 - 0.5 = 0, plus 0.25 * -2.
     # Advantages 0.75 | -0.5, -2: mean -7/12, unbiased standard deviation 1.376893.
-    assert rows(experience.returns) == [[1.0], [0.0, -1.0]]
-    assert rows(experience.advantages) == [[0.968364], [0.060523, -1.028887]]
+    assert rows(experience["returns"]) == [[1.0], [0.0, -1.0]]
+    assert rows(experience["advantages"]) == [[0.968364], [0.060523, -1.028887]]
 
 
 def test_without_reference_and_critic(experience):
     """Rewards are scores alone, no KL is reported, groups make advantages. Would not catch a role that is built."""
-    experience.ref_log_probs = experience.old_values = None
-    experience.groups = torch.tensor([3, 3])
+    experience = experience.without("ref_log_probs", "old_values")
+    experience.add(groups=torch.tensor([3, 3]))
     assert add_rewards(experience, kl_coef=0.2) is None
-    assert rows(experience.rewards) == [[1.0], [0.0, -1.0]]
+    assert rows(experience["rewards"]) == [[1.0], [0.0, -1.0]]
     add_advantages(experience, estimate_grpo, AlgorithmConfig(norm_adv_by_std_in_grpo=False))
-    assert rows(experience.advantages) == [[1.0], [-1.0, -1.0]]
+    assert rows(experience["advantages"]) == [[1.0], [-1.0, -1.0]]
 
 
 @pytest.mark.parametrize("value", [torch.ones(2), torch.tensor([1.0, torch.nan, 1.0])])
@@ -106,7 +107,7 @@ def test_estimator_that_returns_something_else(experience, value):
 def test_kl_in_reward_by_another_estimator(experience):
     """mse: half the squared differences 0.5 | 0.5, -1. Would not catch a name that is not passed on."""
     kl = add_rewards(experience, kl_coef=1.0, kl_type="mse")
-    assert rows(experience.rewards) == [[1 - 0.125], [-0.125, -1 - 0.5]]
+    assert rows(experience["rewards"]) == [[1 - 0.125], [-0.125, -1 - 0.5]]
     assert float(kl) == pytest.approx((0.125 + 0.3125) / 2)
 
 
@@ -114,30 +115,29 @@ def test_rollout_correction_fills_what_is_configured(experience):
     """Trainer and rollout differ by log 4 on one token. Would not catch a wrong formula; its own tests do."""
     measured = add_rollout_correction(experience, RolloutCorrectionConfig())
     assert measured["rollout_corr/kl"] == 0 and measured["rollout_corr/ppl_ratio"] == 1
-    assert experience.rollout_weights is None and experience.kept is None
+    assert "rollout_weights" not in experience and "kept" not in experience
     assert add_rollout_correction(experience, RolloutCorrectionConfig(rollout_is="token", bypass_mode=True)) == {}
-    assert experience.rollout_weights is None
-    experience.old_log_probs = ragged([torch.tensor([-0.5]), torch.tensor([-1.0, -2.0 + 1.3862944])])
+    assert "rollout_weights" not in experience
+    experience.add(old_log_probs=ragged([torch.tensor([-0.5]), torch.tensor([-1.0, -2.0 + 1.3862944])]))
     config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=3.0, rollout_rs="token")
     metrics = add_rollout_correction(experience, config)
-    assert rows(experience.rollout_weights) == [[1.0], [1.0, 3.0]] and rows(experience.kept) == [[1.0], [1.0, 0.0]]
+    assert rows(experience["rollout_weights"]) == [[1.0], [1.0, 3.0]]
+    assert rows(experience["kept"]) == [[1.0], [1.0, 0.0]]
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 / 3)
-    experience.advantages, experience.trained = experience.old_values, experience.kept
-    batch = experience[:1].actor_batch()
-    assert batch.neutral().kept is not None and batch.neutral().trained is not None and batch.ref_log_probs is None
+    experience.add(advantages=experience["old_values"], trained=experience["kept"])
+    batch = experience[:1].read_by(ACTOR_UPDATE)
+    assert {"kept", "trained"} <= set(batch.neutral().names) and "old_values" not in batch
 
 
 def test_truncated_answers_are_left_out(experience):
     """The second, then the first; what a criterion left out stays so. Would not catch an advantage that it changes."""
-    experience.truncated = torch.tensor([False, True])
+    experience.add(truncated=torch.tensor([False, True]))
     leave_out_truncated(experience)
-    assert rows(experience.kept) == [[1.0], [0.0, 0.0]]
-    experience.truncated, experience.kept = (
-        torch.tensor([True, False]),
-        ragged_from_lengths(torch.tensor([1.0, 0.0, 1.0]), experience.response_lengths),
-    )
+    assert rows(experience["kept"]) == [[1.0], [0.0, 0.0]]
+    kept = experience.per_sampled_token(torch.tensor([1.0, 0.0, 1.0]))
+    experience.add(truncated=torch.tensor([True, False]), kept=kept)
     leave_out_truncated(experience)
-    assert rows(experience.kept) == [[0.0], [0.0, 1.0]]
+    assert rows(experience["kept"]) == [[0.0], [0.0, 1.0]]
 
 
 @pytest.mark.parametrize(
@@ -167,26 +167,25 @@ def test_empty_responses(experience):
     Would not catch a role that cannot score such a row; `tests/dist/test_empty_responses.py` does.
     """
     three = torch.tensor([1, 0, 2])
-    mixed = Experience(
-        input_ids=ragged([torch.tensor([1, 2, 3]), torch.tensor([9]), torch.tensor([5, 6, 7])]),
-        response_lengths=three,
-        rollout_log_probs=ragged_from_lengths(experience.rollout_log_probs.values(), three),
+    mixed = single_turn(
+        ragged([torch.tensor([1, 2, 3]), torch.tensor([9]), torch.tensor([5, 6, 7])]),
+        three,
+        rollout_log_probs=ragged_from_lengths(experience.flat("rollout_log_probs"), three),
         groups=torch.tensor([0, 0, 1]),
         scores=torch.tensor([1.0, 5.0, -1.0]),
-        old_log_probs=ragged_from_lengths(experience.old_log_probs.values(), three),
-        ref_log_probs=ragged_from_lengths(experience.ref_log_probs.values(), three),
-        batch_size=[3],
+        old_log_probs=ragged_from_lengths(experience.flat("old_log_probs"), three),
+        ref_log_probs=ragged_from_lengths(experience.flat("ref_log_probs"), three),
     )
     assert float(add_rewards(mixed, kl_coef=0.2)) == pytest.approx(0.125, abs=1e-6)
-    assert rows(mixed.rewards) == [[0.9], [], [-0.1, -0.8]]
+    assert rows(mixed["rewards"]) == [[0.9], [], [-0.1, -0.8]]
     add_advantages(mixed, estimate_grpo, AlgorithmConfig(norm_adv_by_std_in_grpo=False))
-    assert rows(mixed.advantages) == [[0.9 - 2.95], [], [-0.9, -0.9]]  # the last is alone in its group
+    assert rows(mixed["advantages"]) == [[0.9 - 2.95], [], [-0.9, -0.9]]  # the last is alone in its group
     config = RolloutCorrectionConfig(rollout_is="sequence", rollout_rs="geometric", rollout_token_veto_threshold=1e-4)
     metrics = add_rollout_correction(mixed, config)
     assert metrics["rollout_corr/rollout_is_veto_fraction"] == metrics["rollout_corr/rollout_rs_masked_fraction"] == 0
 
     empty = mixed[1:2]
-    assert add_rewards(empty, kl_coef=0.2) is None and empty.rewards.values().numel() == 0
+    assert add_rewards(empty, kl_coef=0.2) is None and empty.flat("rewards").numel() == 0
     add_advantages(empty, estimate_grpo, AlgorithmConfig())
     assert add_rollout_correction(empty, config) == {}
-    assert empty.actor_batch(with_reference=True).advantages.values().numel() == 0
+    assert empty.read_by(ACTOR_UPDATE).flat("advantages").numel() == 0

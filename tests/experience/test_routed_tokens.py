@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from megatron_rl.experience.micro_batches import in_one_shape, micro_batches, prompt_numbers, rows_in_order
 from megatron_rl.experience.routed_tokens import first_of_rows, num_others
 from megatron_rl.experience.token_places import num_rows_at, places, recorded_experts
-from megatron_rl.records import Sequences, ragged, ragged_from_lengths
+from megatron_rl.records import Batch, ragged, ragged_from_lengths, single_turn
 
 LAYERS, TOP_K = 3, 2
 
 
-def record(prompts: list[int], answers: list[int], seed: int = 0, known: int = 1) -> Sequences:
+def record(prompts: list[int], answers: list[int], seed: int = 0, known: int = 1) -> Batch:
     """Rows with the numbered prompts (of 3 tokens more than their number); all but `known` last tokens have experts."""
     generator = torch.Generator().manual_seed(seed)
     rows = [
@@ -28,7 +28,7 @@ def record(prompts: list[int], answers: list[int], seed: int = 0, known: int = 1
     experts = [torch.stack([row.cumsum(0)[:-known] * 3 % 7] * LAYERS * TOP_K, -1) for row in rows]
     offsets = torch.arange(LAYERS * TOP_K)
     values = (torch.cat(experts) + offsets).view(-1, LAYERS, TOP_K).to(torch.uint8)
-    return Sequences(ragged(rows), torch.tensor(answers), ragged_from_lengths(values, lengths), batch_size=[len(rows)])
+    return single_turn(ragged(rows), torch.tensor(answers), routed_experts=ragged_from_lengths(values, lengths))
 
 
 def test_places_by_hand() -> None:
@@ -37,7 +37,7 @@ def test_places_by_hand() -> None:
     Would not catch a router that sees them in another order: the tests of layouts do.
     """
     rows = record([0, 0], [1, 0])
-    rows.response_lengths = torch.tensor([2, 1])
+    rows.add(single_turn(rows["input_ids"], torch.tensor([2, 1])))
     [padded] = micro_batches(rows, [[0, 1]], remove_padding=False, with_tokens=True)
     assert places(padded).tolist() == [0, 2, 4, 6, 1, 3, 5]
     assert num_rows_at(padded).tolist() == [1] * 7 + [0]
@@ -61,7 +61,7 @@ def test_what_is_told_is_taken_down_again(rows, remove_padding, data) -> None:
     order = data.draw(st.permutations(range(len(rows))))
     size = data.draw(st.integers(1, len(rows)))
     plan = [list(order[start : start + size]) for start in range(0, len(order), size)]
-    prompts = prompt_numbers(sequences, sequences.routed_experts) if remove_padding else None
+    prompts = prompt_numbers(sequences, sequences["routed_experts"]) if remove_padding else None
     blocks = micro_batches(sequences, plan, remove_padding, 2, prompts, with_tokens=True)
     if data.draw(st.booleans()):
         blocks = [*in_one_shape(blocks), in_one_shape(blocks)[0].neutral()]
@@ -81,7 +81,7 @@ def test_what_is_told_is_taken_down_again(rows, remove_padding, data) -> None:
         lengths.append(known_rows)
     numbers = torch.cat([block.rows for block in blocks])
     values = rows_in_order(torch.cat(found), numbers, torch.cat(lengths))
-    assert torch.equal(values, sequences.routed_experts.values()[:, layers])
+    assert torch.equal(values, sequences.flat("routed_experts")[:, layers])
 
 
 def test_other_experts_make_another_prompt() -> None:
@@ -90,7 +90,7 @@ def test_other_experts_make_another_prompt() -> None:
     Would not catch a prompt that is equal by chance.
     """
     rows = record([1, 1, 1, 1], [2, 2, 1, 3])
-    experts = [part.clone() for part in rows.routed_experts.unbind()]
+    experts = [part.clone() for part in rows["routed_experts"].unbind()]
     experts[1][2, 0, 1] += 1
     experts[2][3] += 1
     told = ragged_from_lengths(torch.cat(experts), torch.tensor([len(part) for part in experts]))
@@ -113,10 +113,10 @@ def test_blocks_without_known_experts_tell_nothing() -> None:
     assert replace(block, tokens=None).tokens is None
 
 
-def without_answer(rows: Sequences) -> Sequences:
+def without_answer(rows: Batch) -> Batch:
     """The second row fills up a split."""
-    return Sequences(rows.input_ids, torch.tensor([2, 0]), rows.routed_experts, batch_size=rows.batch_size)
+    return single_turn(rows["input_ids"], torch.tensor([2, 0]), routed_experts=rows["routed_experts"])
 
 
-def replace_experts(rows: Sequences) -> Sequences:
-    return Sequences(rows.input_ids, rows.response_lengths, batch_size=rows.batch_size)
+def replace_experts(rows: Batch) -> Batch:
+    return rows.without("routed_experts")

@@ -8,21 +8,20 @@ import pytest
 import torch
 
 from megatron_rl.experience.staleness import is_fresh, staleness, staleness_metrics
-from megatron_rl.records import Experience, ragged
+from megatron_rl.records import Batch, ragged, single_turn
 
 
-def experience(versions: list[list[int]] | None, log_ratio: list[float]) -> Experience:
+def experience(versions: list[list[int]] | None, log_ratio: list[float]) -> Batch:
     """Rows of 2, 1 and 0 tokens; the trainer's log-probs are the rollout's plus `log_ratio`."""
     lengths = torch.tensor([2, 1, 0])
     rollout = torch.tensor([-1.0, -2.0, -0.5])
     old = (rollout + torch.tensor(log_ratio)).split(lengths.tolist())
-    return Experience(
-        input_ids=ragged([torch.zeros(3, dtype=torch.int64)] * 3),
-        response_lengths=lengths,
+    return single_turn(
+        ragged([torch.zeros(3, dtype=torch.int64)] * 3),
+        lengths,
         rollout_log_probs=ragged(list(rollout.split(lengths.tolist()))),
         versions=None if versions is None else ragged([torch.tensor(row, dtype=torch.int64) for row in versions]),
         old_log_probs=ragged(list(old)),
-        batch_size=[3],
     )
 
 

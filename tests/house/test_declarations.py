@@ -54,13 +54,13 @@ def test_declared_keys_exist(table):
 
 NEW = '''
 """A loss, an estimator and a reward in one file."""
-from megatron_rl.config.declarations import EstimatorNeeds, estimator, policy_loss
+from megatron_rl.config.declarations import estimator, policy_loss
 
 @policy_loss("quarter", aggregation="token-sum", keys=("clip_ratio_low",))
 def quarter_loss(tokens, config):
     """-A r / 4. Nobody, arXiv:0000.00000."""
 
-@estimator("own_values", needs=EstimatorNeeds(critic=True))
+@estimator("own_values", reads=("old_values",))
 def estimate_own_values(samples, config):
     """The critic's values."""
 '''
@@ -77,7 +77,7 @@ from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, PolicyLossCo
 from megatron_rl.ledger.planner import algorithm_rules
 print("quarter" in declarations.POLICY_LOSSES, declarations.POLICY_LOSSES["quarter"].papers[0])
 print(policy_agg_mode(ActorConfig(policy_loss=PolicyLossConfig("quarter"))))
-print(declarations.ESTIMATORS["own_values"].traits.critic)
+print("old_values" in declarations.ESTIMATORS["own_values"].traits.reads)
 """)
     assert printed == ["True", "0000.00000", "token-sum", "True"]
 

@@ -26,7 +26,7 @@ SCHEDULE = {
 """What decides who draws what under which weights: counts and plain data, which the planner simulates."""
 
 GROUND = {
-    *("errors", "dispatch", "device", "records", "config", "observe"),
+    *("errors", "dispatch", "device", "columns", "records", "config", "observe"),
     *("parallel.balance", "rollout.slices", "cluster.child_processes"),
 }
 PARTS = GROUND | {"parallel", "losses", "data", "scoring"}
@@ -36,11 +36,12 @@ ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "dispatch": set(),
     "device": set(),
-    "records": set(),
+    "columns": set(),
+    "records": {"columns"},
     "parallel.balance": set(),
     "cluster.child_processes": set(),
     "rollout.slices": {"records"},
-    "config": {"errors"},
+    "config": {"errors", "columns"},
     "observe": {"errors"},
     **dict.fromkeys(("parallel", "losses"), GROUND),
     "data": GROUND,
@@ -118,9 +119,31 @@ LIBRARIES: dict[str, set[str]] = {
 }
 """Library -> rooms (or single files) that may import it."""
 
-WITHOUT_TORCH = ("errors", "dispatch", "parallel.balance", "config", "ledger", "port", "trials", "cli", "__main__")
+WITHOUT_TORCH = (
+    "errors",
+    "columns",
+    "dispatch",
+    "parallel.balance",
+    "config",
+    "ledger",
+    "port",
+    "trials",
+    "cli",
+    "__main__",
+)
 PURE = (
-    *("errors", "dispatch", "config", "records", "parallel.balance", "rollout.slices", "observe", "losses", "data"),
+    *(
+        "errors",
+        "columns",
+        "dispatch",
+        "config",
+        "records",
+        "parallel.balance",
+        "rollout.slices",
+        "observe",
+        "losses",
+        "data",
+    ),
     *("scoring", "ledger", "experience", *sorted(SCHEDULE)),
 )
 """Rooms and parts without Ray, vLLM and Megatron. `scoring.rewards`, which reads checkpoints, has a row of its own."""

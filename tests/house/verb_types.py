@@ -9,26 +9,26 @@ from __future__ import annotations
 
 from megatron_rl.controller.run import Run
 from megatron_rl.dispatch import Future
-from megatron_rl.records import ActorBatch, Sequences, TokenScores
+from megatron_rl.records import AnswerBatch, Batch
 from megatron_rl.roles.bridge_address import BridgeAddress
 
 
-def right(run: Run, batch: ActorBatch, sequences: Sequences) -> None:
+def right(run: Run, batch: Batch) -> None:
     """Calls without a fault."""
     metrics: Future[dict[str, float]] = run.roles.actor.update(batch)
-    scores: Future[TokenScores] = run.roles.actor.log_probs(sequences)
+    scores: Future[Batch] = run.roles.actor.log_probs(batch)
     address: Future[BridgeAddress] = run.roles.actor.offer_bridge(4)
     reasons: Future[list[str]] = run.roles.actor.join_bridge(address.get())
     del metrics, scores, reasons
 
 
-def wrong(run: Run, batch: ActorBatch, sequences: Sequences) -> None:
+def wrong(run: Run, batch: Batch, answers: AnswerBatch) -> None:
     """Each line has one fault: another record, no argument, an answer that was not waited for, an unknown method, and a
     role that a run may lack.
     """
-    run.roles.actor.update(sequences)  # type: ignore[arg-type]
+    run.roles.actor.update(answers)  # type: ignore[arg-type]
     run.roles.actor.update()  # type: ignore[call-arg]
     _ = run.roles.actor.update(batch)[0]  # type: ignore[index]
-    _ = run.roles.actor.log_probs(sequences).scores  # type: ignore[attr-defined]
+    _ = run.roles.actor.log_probs(batch)["old_log_probs"]  # type: ignore[index]
     run.roles.actor.upgrade(batch)  # type: ignore[attr-defined]
-    run.roles.critic.values(sequences)  # type: ignore[union-attr]
+    run.roles.critic.values(batch)  # type: ignore[union-attr]

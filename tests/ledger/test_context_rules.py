@@ -67,7 +67,7 @@ def test_ulysses_needs_heads(config):
 
 
 def test_tokens_of_a_gpu_are_its_part(config):
-    """Sequences of 64 tokens want 32 on each of two ranks. Would not catch filler, for which there is room anyway."""
+    """Batch of 64 tokens want 32 on each of two ranks. Would not catch filler, for which there is room anyway."""
     config.trainer.n_gpus_per_node = 12
     set_all(config, context_parallel_size=2)
     config.actor_rollout_ref.actor.use_dynamic_bsz = True

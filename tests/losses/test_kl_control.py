@@ -9,7 +9,7 @@ from megatron_rl.config.schema import KlCtrlConfig, RunConfig
 from megatron_rl.controller.algorithm import Algorithm
 from megatron_rl.losses.kl import AdaptiveKL, FixedKL
 from megatron_rl.observe.phase_clock import PhaseClock
-from megatron_rl.records import Experience, ragged, ragged_from_lengths
+from megatron_rl.records import ragged, ragged_from_lengths, single_turn
 
 
 def test_fixed_stays() -> None:
@@ -46,14 +46,13 @@ def test_answers_without_a_token_are_no_samples() -> None:
     config.algorithm.kl_ctrl = KlCtrlConfig("adaptive", kl_coef=0.01, target_kl=0.1, horizon=10)
     algorithm = Algorithm(config, PhaseClock(lambda phase: None))
     lengths = torch.tensor([1, 0])
-    experience = Experience(
-        input_ids=ragged([torch.tensor([1, 2]), torch.tensor([3])]),
-        response_lengths=lengths,
+    experience = single_turn(
+        ragged([torch.tensor([1, 2]), torch.tensor([3])]),
+        lengths,
         rollout_log_probs=ragged_from_lengths(torch.tensor([-1.0]), lengths),
         scores=torch.zeros(2),
         old_log_probs=ragged_from_lengths(torch.tensor([-1.0]), lengths),
         ref_log_probs=ragged_from_lengths(torch.tensor([-1.12]), lengths),
-        batch_size=[2],
     )
     metrics = algorithm.penalise_kl(experience)
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.12, abs=1e-6)

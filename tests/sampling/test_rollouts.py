@@ -14,7 +14,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.dispatch import Future
 from megatron_rl.observe.phase_clock import PhaseClock
-from megatron_rl.records import Generations, Prompts, Sampling, Sequences, SequenceScores, non_tensor, ragged
+from megatron_rl.records import Batch, Generations, Prompts, Sampling, non_tensor, ragged
 from megatron_rl.sampling.sampler import Sampler, Sources
 from megatron_rl.scoring.outcome import Outcome, Sample
 from megatron_rl.scoring.rewards import Rewards
@@ -159,11 +159,11 @@ class Judge:
     def __init__(self, favourite: int) -> None:
         self.favourite = favourite
 
-    def scores(self, sequences: Sequences) -> Future:
-        assert sequences.response_lengths.tolist() == [1] * len(sequences)
-        firsts = [row[0].item() for row in sequences.input_ids.unbind()]
+    def scores(self, sequences: Batch) -> Future:
+        assert sequences.num_sampled.tolist() == [1] * len(sequences)
+        firsts = [row[0].item() for row in sequences["input_ids"].unbind()]
         scores = [float(row) if first == self.favourite else 0.0 for row, first in enumerate(firsts)]
-        return Future.done(SequenceScores(torch.tensor(scores), batch_size=[len(scores)]))
+        return Future.done(Batch(scores=torch.tensor(scores)))
 
 
 def test_groups_are_compared_by_the_rule_and_two_reward_models_together():
@@ -231,10 +231,10 @@ class Reading:
     def __init__(self) -> None:
         self.rows: list[list[int]] = []
 
-    def scores(self, sequences: Sequences) -> Future:
-        self.rows = [row.tolist() for row in sequences.input_ids.unbind()]
+    def scores(self, sequences: Batch) -> Future:
+        self.rows = [row.tolist() for row in sequences["input_ids"].unbind()]
         lengths = [float(len(row)) for row in self.rows]
-        return Future.done(SequenceScores(torch.tensor(lengths), batch_size=[len(lengths)]))
+        return Future.done(Batch(scores=torch.tensor(lengths)))
 
 
 def test_each_reward_model_reads_in_its_own_way():

@@ -73,7 +73,7 @@ def batch(raw, prompt_ids, response_ids) -> tuple[Prompts, Generations]:
 
 
 def rows_of(read) -> list[list[int]]:
-    return [row.tolist() for row in read.sequences.input_ids.unbind()]
+    return [row.tolist() for row in read.batch["input_ids"].unbind()]
 
 
 def test_conversations_by_hand():
@@ -95,7 +95,7 @@ def test_conversations_by_hand():
         [S, USER, A, END, ASSISTANT, END],
     ]
     assert read.is_cut.tolist() == [False] * 4
-    assert read.sequences.response_lengths.tolist() == [0] * 4
+    assert read.batch.num_sampled.tolist() == [0] * 4
 
 
 def test_what_is_too_long_loses_its_end():

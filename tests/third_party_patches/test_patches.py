@@ -42,7 +42,7 @@ def train_one_step(groups):
     from megatron_rl.device import Device
     from megatron_rl.experience.micro_batches import micro_batches
     from megatron_rl.model.gpt import build_language_model, transformer_config
-    from megatron_rl.records import Sequences, ragged
+    from megatron_rl.records import ragged, single_turn
     from megatron_rl.roles.training import TrainableModel
 
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -58,7 +58,7 @@ def train_one_step(groups):
     device = torch.device("cpu")
     trainable = TrainableModel([model], lambda: None, optim, 1, MegatronConfig(), groups, device)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    rows = Sequences(ragged([torch.tensor([5, 6, 7, 8]), torch.tensor([9, 10])]), torch.tensor([2, 1]), batch_size=[2])
+    rows = single_turn(ragged([torch.tensor([5, 6, 7, 8]), torch.tensor([9, 10])]), torch.tensor([2, 1]))
 
     def loss(hidden, block):
         return (hidden @ model.output_layer.weight.t()).square().mean(), {"ones": torch.ones(())}

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.config.algorithms import needs_of, uses_critic
-from megatron_rl.config.declarations import ESTIMATORS, POLICY_LOSSES, EstimatorNeeds
+from megatron_rl.config.algorithms import estimator_traits, uses_critic
+from megatron_rl.config.declarations import ESTIMATORS, POLICY_LOSSES, EstimatorTraits
 from megatron_rl.config.keys import ACTOR, ROLLOUT
 from megatron_rl.config.problems import nearest_name, violations_of
 from megatron_rl.config.schema import RunConfig
@@ -43,12 +43,12 @@ def algorithm_problems(config: RunConfig) -> Iterable[Violation]:
 
 def _needed(config: RunConfig, nearest: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that the suggested estimator needs and the configuration lacks."""
-    needs = ESTIMATORS.traits(nearest.get("algorithm.adv_estimator", ""), EstimatorNeeds())
-    needed: dict[str, Any] = {SAMPLES: 2} if needs.second and config.actor_rollout_ref.rollout.n == 1 else {}
-    if needs.components:
+    traits = ESTIMATORS.traits(nearest.get("algorithm.adv_estimator", ""), EstimatorTraits())
+    needed: dict[str, Any] = {SAMPLES: 2} if traits.second and config.actor_rollout_ref.rollout.n == 1 else {}
+    if "components" in traits.reads:
         needed |= {"algorithm.gdpo_reward_keys": config.algorithm.gdpo_reward_keys or ["score"]}
         needed |= {"algorithm.use_kl_in_reward": False} if config.algorithm.use_kl_in_reward else {}
-    return needed | ({"critic.enable": None} if needs.critic and config.critic.enable is False else {})
+    return needed | ({"critic.enable": None} if "old_values" in traits.reads and config.critic.enable is False else {})
 
 
 def _name_problems(
@@ -77,11 +77,11 @@ def _name_problems(
 
 def _estimator_problems(config: RunConfig) -> Iterable[Violation]:
     name, samples = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
-    needs = needs_of(config)
-    if needs.second and samples == 1:
+    traits = estimator_traits(config)
+    if traits.second and samples == 1:
         rule = f"must be >= 2: algorithm.adv_estimator={name} compares the best sample of a prompt with the second"
         yield Violation({SAMPLES: samples}, rule, {SAMPLES: 2})
-    if needs.critic and not uses_critic(config):
+    if "old_values" in traits.reads and not uses_critic(config):
         rule = f"must be null or true: algorithm.adv_estimator={name} needs a critic's values"
         yield Violation({"critic.enable": False}, rule, {"critic.enable": None})
 
@@ -105,7 +105,7 @@ def _component_problems(config: RunConfig) -> Iterable[Violation]:
     algorithm = config.algorithm
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
     keys_key, weights_key = "algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"
-    if not needs_of(config).components:
+    if "components" not in estimator_traits(config).reads:
         return
     name = f"algorithm.adv_estimator={algorithm.adv_estimator}"
     if not keys:
@@ -143,7 +143,7 @@ def _sampling_problems(config: RunConfig) -> Iterable[Violation]:
                 f"must give at least data.train_batch_size={data.train_batch_size} prompts, or no step could be filled"
             )
             yield Violation({key: most} | size, rule, {key: -(-data.train_batch_size // data.gen_batch_size)})
-        if samples == 1 and not needs_of(config).second:
+        if samples == 1 and not estimator_traits(config).second:
             rule = "must be >= 2: algorithm.filter_groups.enable=true compares the samples of a prompt"
             yield Violation({SAMPLES: samples}, rule, {SAMPLES: 2})
     elif data.gen_batch_size != data.train_batch_size:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron_rl.config.algorithms import needs_of
+from megatron_rl.config.algorithms import estimator_traits
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.roles import PoolSize, pool_sizes, roles_of, rollout_pool
 from megatron_rl.config.schema import DataConfig, RunConfig, as_list
@@ -134,7 +134,7 @@ def repeat_notes(data: DataConfig, sizes: Sequence[int]) -> list[str]:
 def group_notes(config: RunConfig) -> list[str]:
     """Return a sentence where an estimator compares the samples of a prompt and there is only one of each."""
     algorithm, samples = config.algorithm, config.actor_rollout_ref.rollout.n
-    if samples > 1 or not needs_of(config).group:
+    if samples > 1 or "groups" not in estimator_traits(config).reads:
         return []
     return [
         f"note: algorithm.adv_estimator={algorithm.adv_estimator} compares the samples of a prompt, and "

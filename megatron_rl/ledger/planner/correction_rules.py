@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from megatron_rl.config.algorithms import needs_of
+from megatron_rl.config.algorithms import estimator_traits
 from megatron_rl.config.correction import (
     CRITERIA,
     DIVERGENCE_CRITERIA,
@@ -89,7 +89,7 @@ def _bypass_problems(config: RunConfig) -> Iterable[Violation]:
         key = f"{ACTOR}.policy_loss.top_entropy_quantile"
         rule = f"must be 1.0 with {bypass_key}=true, where no pass of the trainer measures entropies before the update"
         yield Violation({key: loss.top_entropy_quantile}, rule, {key: 1.0})
-    if needs_of(config).sum_pi_squared:
+    if "sum_pi_squared" in estimator_traits(config).reads:
         rule = f"must be false: algorithm.adv_estimator={config.algorithm.adv_estimator} needs a pass of the trainer"
         nearest: dict[str, Any] = {bypass_key: False}
         nearest |= {type_key: "ppo_clip"} if correction.loss_type == "reinforce" else {}
