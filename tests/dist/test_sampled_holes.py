@@ -1,0 +1,247 @@
+"""Rows in which tokens that were not drawn lie between drawn ones: scores, losses and gradients of a plain loop.
+
+The loop goes through transformers' model row by row and token by token, without padding, packing or masks. The critic,
+and experts that are replayed, are compared with rows of which the end counts as sampled and a mask leaves tokens out.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_global_normalisation import hugging_face_model, reduced_gradients, token_loss
+from test_layout_parity import often, whole_weights
+from test_router_replay import random_choices
+from tiny_models import run_config, save_qwen2, save_qwen3_moe
+
+from megatron_rl.columns import ACTOR_SCORES, ACTOR_UPDATE, CRITIC_UPDATE, SCORING
+from megatron_rl.experience.micro_batches import MicroBatching
+from megatron_rl.records import Batch, first_true, ragged, ragged_from_lengths, row_lengths, single_turn
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+MEGATRON = "actor_rollout_ref__actor__megatron"
+CP2 = {f"{MEGATRON}__context_parallel_size": 2}
+LAYOUTS = {
+    "one": ((1, 1, 1), {}),
+    "DP2": ((2, 1, 1), {}),
+    "TP2": ((2, 2, 1), {}),
+    "PP2": ((2, 1, 2), {}),
+    "CP2": ((2, 1, 1), CP2),
+}
+"""Name -> (ranks, tp, pp), further keys."""
+CUTS = {"packed": MicroBatching(3), "padded": MicroBatching(3, remove_padding=False), "packed alone": MicroBatching(1)}
+NUM_ROWS, KL, ENTROPY = 8, 0.1, 0.01
+
+
+def rows_with_holes() -> Batch:
+    """Tokens and masks: every other token or so is sampled. Rows 1 and 2 have one prompt, row 4 has no sampled token,
+    and in row 5 the middle alone is sampled.
+    """
+    generator = torch.Generator().manual_seed(11)
+    rows = [torch.randint(2, 70, (length,), generator=generator) for length in (9, 14, 20, 6, 7, 12, 17, 4)]
+    masks = [torch.rand(len(row), generator=generator) < 0.5 for row in rows]
+    rows[2][:6] = rows[1][:6]
+    for row in (1, 2):
+        masks[row][:6], masks[row][6] = False, True
+    masks[4][:] = masks[5][:] = False
+    masks[5][4:7] = True
+    for mask in masks:
+        mask[0] = False
+    return Batch(input_ids=ragged(rows), sampled=ragged(masks))
+
+
+def filled(batch: Batch, own: torch.Tensor) -> Batch:
+    """The batch with everything that updates read. own: the model's log-probs of the sampled tokens, flat."""
+    generator = torch.Generator().manual_seed(12)
+
+    def near(values: torch.Tensor, scale: float) -> torch.Tensor:
+        return batch.per_sampled_token(values + scale * torch.randn(len(values), generator=generator))
+
+    zeros = torch.zeros_like(own)
+    names = {"old_log_probs": own, "ref_log_probs": own, "advantages": zeros, "old_values": zeros, "returns": zeros}
+    batch.add(**{name: near(values, 0.3 if values is own else 1.0) for name, values in names.items()})
+    return batch
+
+
+def plain_rows(model: torch.nn.Module, batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(log-prob, entropy) of the sampled tokens of each row."""
+    found = []
+    for ids, sampled in zip(batch["input_ids"].unbind(), batch["sampled"].unbind(), strict=True):
+        log_probs = model(ids[None]).logits[0].log_softmax(-1)
+        places = [place for place in range(1, len(ids)) if sampled[place]]
+        drawn = [log_probs[place - 1, ids[place]] for place in places]
+        entropies = [-(log_probs[place - 1].exp() * log_probs[place - 1]).sum() for place in places]
+        found.append(tuple(torch.stack(each) if each else torch.zeros(0) for each in (drawn, entropies)))
+    return found
+
+
+def batch_of(path: str) -> Batch:
+    with torch.no_grad():
+        own = torch.cat([log_probs for log_probs, _ in plain_rows(hugging_face_model(path), rows_with_holes())])
+    return filled(rows_with_holes(), own)
+
+
+def plain_gradients(path: str) -> tuple[dict[str, float], dict[str, torch.Tensor], torch.Tensor]:
+    """(losses, gradients by name, log-probs) of PPO's clipped loss, a KL and the entropy, as means over tokens."""
+    model, batch = hugging_face_model(path), batch_of(path)
+    columns = (batch[name].unbind() for name in ("old_log_probs", "ref_log_probs", "advantages"))
+    policy, kls, entropies, scores = [], [], [], []
+    for (log_probs, entropy), old, ref, advantages in zip(plain_rows(model, batch), *columns, strict=True):
+        scores.append(log_probs.detach())
+        for t in range(len(log_probs)):
+            policy.append(token_loss((log_probs[t] - old[t]).exp(), float(advantages[t])))
+            kls.append((ref[t] - log_probs[t]).exp() - 1 - (ref[t] - log_probs[t]))
+            entropies.append(entropy[t])
+    losses = {
+        "actor/pg_loss": torch.stack(policy).mean(),
+        "actor/kl_loss": torch.stack(kls).mean(),
+        "actor/entropy": torch.stack(entropies).mean(),
+    }
+    total = losses["actor/pg_loss"] + KL * losses["actor/kl_loss"] - ENTROPY * losses["actor/entropy"]
+    total.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: float(loss.detach()) for name, loss in losses.items()}, gradients, torch.cat(scores)
+
+
+def as_suffix(batch: Batch) -> Batch:
+    """The same rows, sampled from the first sampled token to the end; `kept` is 0 where none was drawn."""
+    mask, lengths = batch.flat("sampled"), row_lengths(batch["sampled"])
+    suffix = single_turn(batch["input_ids"], lengths - first_true(batch["sampled"]))
+    in_suffix = suffix.flat("sampled")
+
+    def widened(values: torch.Tensor) -> torch.Tensor:
+        whole = torch.full((len(mask),), 7.0)  # nothing may read it
+        whole[mask] = values
+        return suffix.per_sampled_token(whole[in_suffix])
+
+    names = [name for name in batch.names if name not in ("input_ids", "sampled", "routed_experts")]
+    suffix.add(**{name: widened(batch.flat(name)) for name in names}, routed_experts=batch.get("routed_experts"))
+    suffix.add(kept=suffix.per_sampled_token(mask[in_suffix].float()))
+    return suffix
+
+
+def of_holes(values: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """values [N] of the sampled tokens of `as_suffix(batch)` -> of those of the batch."""
+    return values[batch.flat("sampled")[as_suffix(batch).flat("sampled")]]
+
+
+def gradients_of(role, batch: Batch, group) -> dict:
+    metrics = role.compute_gradients(batch)
+    return {"metrics": metrics, "gradients": {k: v.clone() for k, v in reduced_gradients(role, group).items()}}
+
+
+def all_cuts(config) -> dict[str, dict]:
+    """What a rank has of its data-parallel rank's rows: scores, metrics and gradients of both roles, for each cut."""
+    from megatron_rl.roles.host import RankHost
+
+    worker = RankHost(config)
+    worker.build("actor")
+    worker.build("critic")
+    actor, critic, where = worker.roles["actor"], worker.roles["critic"], worker.coordinates()
+    settings = actor.config
+    settings.use_kl_loss, settings.kl_loss_coef, settings.entropy_coeff = True, KL, ENTROPY
+    mine = batch_of(config.actor_rollout_ref.model.path)[
+        torch.arange(NUM_ROWS).tensor_split(where.dp_size)[where.dp_rank]
+    ]
+    # Ranks of a context-parallel group have parts of the optimizer, too.
+    group = worker.groups.dp_group if worker.groups.grid.cp_size == 1 else None
+    found = {}
+    for name, cut in CUTS.items():
+        actor.cut = actor.score_cut = critic.cut = critic.score_cut = cut
+        scores, values = actor.log_probs(mine.read_by(SCORING)), critic.values(mine.read_by(SCORING))
+        values_of_all = critic.values(as_suffix(mine).read_by(SCORING))
+        found[name] = {
+            "where": where,
+            "log_probs": None if scores is None else scores.flat("old_log_probs"),
+            "values": None if values is None else values.flat("old_values"),
+            "values of all": None if values_of_all is None else of_holes(values_of_all.flat("old_values"), mine),
+            "actor": gradients_of(actor, mine.read_by(ACTOR_UPDATE), group),
+            "critic": gradients_of(critic, mine.read_by(CRITIC_UPDATE), group),
+            "critic of all": gradients_of(critic, as_suffix(mine).read_by(CRITIC_UPDATE), group),
+            "place": worker.groups.grid.place(worker.groups.rank, vocab_multiple=64),
+        }
+    return found
+
+
+def whole(ranks: list[dict], name: str, role: str, path: str) -> dict[str, torch.Tensor]:
+    held = [{f"{role}_weights": rank[name]["gradients"], "place": rank["place"]} for rank in ranks]
+    return whole_weights(held, role, path)
+
+
+def assert_close(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Within 1e-5 of the largest gradient, and of each one's own largest where that is not rounding."""
+    assert ours.keys() == expected.keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in expected.items():
+        assert float((ours[name] - gradient).abs().max()) < 1e-5 * largest, name
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory) -> str:
+    return save_qwen2(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def plain(model_path) -> tuple:
+    return plain_gradients(model_path)
+
+
+@pytest.mark.parametrize("layout", often(LAYOUTS, ("one",)))
+def test_holes_as_a_plain_loop(layout: str, model_path: str, plain: tuple) -> None:
+    """Packed with shared prompts, padded and alone: within 1e-5. Would not catch a column that no loss here reads."""
+    (world_size, tp_size, pp_size), keys = LAYOUTS[layout]
+    losses, gradients, log_probs = plain
+    ranks = run_ranks(world_size, all_cuts, run_config(model_path, tp_size, pp_size, **keys))
+    for cut in CUTS:
+        ours = [rank[cut] for rank in ranks]
+        collectors = sorted((r for r in ours if r["where"].dp_collector), key=lambda r: r["where"].dp_rank)
+        torch.testing.assert_close(torch.cat([r["log_probs"] for r in collectors]), log_probs, atol=1e-5, rtol=1e-5)
+        metrics = collectors[0]["actor"]["metrics"]
+        assert {name: metrics[name] for name in losses} == pytest.approx(losses, rel=1e-5, abs=1e-6), cut
+        assert_close(whole(ours, "actor", "actor", model_path), gradients)
+        for rank in collectors:
+            torch.testing.assert_close(rank["values"], rank["values of all"], atol=1e-5, rtol=1e-5)
+            assert rank["critic"]["metrics"] == pytest.approx(rank["critic of all"]["metrics"], rel=1e-5, abs=1e-6)
+        critic = (whole(ours, name, "critic", model_path) for name in ("critic", "critic of all"))
+        assert_close(*critic)
+
+
+def replayed(config) -> dict[str, torch.Tensor]:
+    """Scores and gradients of rows with holes, and of `as_suffix`, whose tokens go to given experts."""
+    from megatron_rl.roles.host import RankHost
+    from megatron_rl.roles.model_source import named_parameters
+
+    worker = RankHost(config)
+    worker.build("actor")
+    actor, batch = worker.roles["actor"], rows_with_holes()
+    lengths = row_lengths(batch["input_ids"])
+    choices = list(random_choices(lengths - 1, seed=2).unbind())
+    choices[2][:5] = choices[1][:5]
+    batch.add(routed_experts=ragged_from_lengths(torch.cat(choices), lengths - 1))
+    scores = actor.log_probs(batch.read_by(ACTOR_SCORES))
+    batch = filled(batch, scores.flat("old_log_probs"))
+    scores_of_all = actor.log_probs(as_suffix(batch).read_by(ACTOR_SCORES))
+    found = {
+        "scores": scores.flat("old_log_probs"),
+        "scores of all": of_holes(scores_of_all.flat("old_log_probs"), batch),
+        "others": scores["num_other_experts"],
+        "others of all": scores_of_all["num_other_experts"],
+    }
+    for end, rows in (("", batch), (" of all", as_suffix(batch))):
+        metrics = actor.compute_gradients(rows.read_by(ACTOR_UPDATE))
+        found[f"metrics{end}"] = torch.tensor([metrics[name] for name in sorted(metrics)])
+        parameters = named_parameters(actor.trainable.models)
+        found[f"gradients{end}"] = torch.cat([p.main_grad.flatten() for p in parameters.values()])
+    return found
+
+
+def test_replayed_experts_know_no_holes(tmp_path) -> None:
+    """One process, packed: every token goes to its experts, sampled or not. Would not catch experts on other ranks."""
+    keys = {"actor_rollout_ref__actor__router_replay__mode": "R3"}
+    [found] = run_ranks(1, replayed, run_config(save_qwen3_moe(tmp_path), 1, 1, **keys))
+    assert found["others"].sum() > 0 and torch.equal(found["others"], found["others of all"])
+    for name in ("scores", "metrics"):
+        torch.testing.assert_close(found[name], found[f"{name} of all"], atol=1e-5, rtol=1e-5)
+    largest = float(found["gradients of all"].abs().max())
+    assert float((found["gradients"] - found["gradients of all"]).abs().max()) < 1e-5 * largest
