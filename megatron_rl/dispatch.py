@@ -23,14 +23,13 @@ class Dispatch(enum.Enum):
 
     ONE_TO_ALL: every rank gets every argument whole; returns all answers, as a list in rank order. DP: records are
     split over data-parallel ranks (all tp/pp ranks of one get the same rows); returns the joined answers of each
-    data-parallel rank's collector (tp_rank 0 of the last pipeline stage). ROLLOUT_DP: records are split over rollout
-    replicas; returns the joined answers of one rank of each. REPLICAS: every rank gets every argument whole; returns
-    the answers of one rank of each rollout replica, as a list. RANK_ZERO: only rank 0 is called; returns its answer.
+    data-parallel rank's collector (tp_rank 0 of the last pipeline stage). REPLICAS: in a pool of several rollout
+    replicas the ranks of each get, of every dict, only the entry under its number, and other arguments whole; returns
+    the answers of one rank of each replica, as a list. RANK_ZERO: only rank 0 is called; returns its answer.
     """
 
     ONE_TO_ALL = "one_to_all"
     DP = "dp"
-    ROLLOUT_DP = "rollout_dp"
     REPLICAS = "replicas"
     RANK_ZERO = "rank_zero"
 
@@ -166,7 +165,7 @@ def is_collector(dispatch: Dispatch, place: Coordinates) -> bool:
     match dispatch:
         case Dispatch.DP:
             return place.dp_collector
-        case Dispatch.ROLLOUT_DP | Dispatch.REPLICAS:
+        case Dispatch.REPLICAS:
             return place.replica_collector
     return True
 
@@ -191,7 +190,7 @@ def remote_method(
 
 @overload
 def remote_method(
-    dispatch: Literal[Dispatch.DP, Dispatch.ROLLOUT_DP], *, phase: str = ..., balanced: bool = ..., stop: Stop = ...
+    dispatch: Literal[Dispatch.DP], *, phase: str = ..., balanced: bool = ..., stop: Stop = ...
 ) -> Callable[
     [Callable[Concatenate[Owner, Params], Answer | None]], Callable[Concatenate[Owner, Params], Future[Answer]]
 ]: ...

@@ -107,7 +107,8 @@ class Prompts(TensorClass):
 class Sampling:
     """Sampling parameters: temperature 0 is greedy; `max_tokens` counts the end token.
 
-    salt: a part of every request's seed that differs between batches.
+    salt: a part of every request's seed that differs between batches. with_experts: return the experts of each token
+    too, from an engine that can, of answers that are drawn in one slice.
     """
 
     temperature: float
@@ -115,6 +116,7 @@ class Sampling:
     top_k: int
     max_tokens: int
     salt: int
+    with_experts: bool = False
 
 
 class Generations(TensorClass):

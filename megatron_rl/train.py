@@ -38,10 +38,10 @@ def train(config: RunConfig, local: bool = False, replay: Path | None = None) ->
 
 def take_step(run: Run, step: int) -> dict[str, float]:
     """Take one step of the loop; returns its metrics."""
-    batch = run.rollouts.next(step)
+    batch = run.sampler.next(step)
     experience = score(run, batch, step)
     metrics = run.algorithm.add_advantages(experience, step) | update(run, experience, step)
-    run.rollouts.load_weights(step)
+    run.sampler.load_weights(step)
     metrics |= run.describe(batch, experience, step)
     return metrics | run.validation.after(step)
 

@@ -48,7 +48,7 @@ class InProcessPool:
         stop = time.time()
         observer.ran(CallInterval(self.name, target.role, target.method, target.phase, start, stop, stop - start))
         match target.mark.dispatch:
-            case Dispatch.DP | Dispatch.ROLLOUT_DP:
+            case Dispatch.DP:
                 return Future.done(join_answers([answer], Split([(args, kwargs)])))
             case Dispatch.ONE_TO_ALL | Dispatch.REPLICAS:
                 return Future.done([answer])

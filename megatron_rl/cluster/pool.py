@@ -38,7 +38,7 @@ from megatron_rl.cluster.processes import Processes
 from megatron_rl.cluster.rank_messages import ProcessDied, dumps
 from megatron_rl.cluster.rank_worker import Answered
 from megatron_rl.cluster.ranks import LOOPBACK, gpu_variables, node_addresses, place_variables
-from megatron_rl.cluster.routing import Route, Split, join_answers, route_call, split_call
+from megatron_rl.cluster.routing import Route, Split, join_answers, payloads_of_replicas, route_call, split_call
 from megatron_rl.cluster.waiting import CallFuture, StartFuture, WaitStep
 from megatron_rl.dispatch import CallInterval, Coordinates, Dispatch, Future
 from megatron_rl.errors import MegatronRLError, WorkerFailure
@@ -265,11 +265,14 @@ class ProcessPool:
 
     def _send(self, calls: RankCalls, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFuture[Any]:
         mark = target.mark
-        splits = mark.dispatch in (Dispatch.DP, Dispatch.ROLLOUT_DP)
+        splits = mark.dispatch is Dispatch.DP
         route = self._routes[mark.dispatch]
         work = self._options.work if mark.balanced else None
-        split = split_call(args, kwargs, len(route.collectors), work) if splits else Split([(args, kwargs)])
-        # Without records, all chunks are one payload, which is packed once.
+        if splits:
+            split = split_call(args, kwargs, len(route.collectors), work)
+        else:
+            split = Split(payloads_of_replicas(args, kwargs, len(set(route.chunk_of_rank.values()))))
+        # Where nothing is cut, all chunks are one payload, which is packed once.
         distinct = {id(payload): payload for payload in split.payloads}
         place = (target.role, target.method, mark.dispatch)
         packed = {key: self._ranks.share(dumps(("run", (*place, payload)))) for key, payload in distinct.items()}

@@ -28,8 +28,8 @@ from megatron_rl.records import Batch, concatenate, row_lengths
 class Route:
     """The ranks that run a call, the chunk of each, and the ranks whose answers count.
 
-    chunk_of_rank: called rank -> index of its chunk. collectors: for a dispatch that splits, the answering rank of each
-    chunk, in chunk order; for REPLICAS that of each replica; else all called ranks.
+    chunk_of_rank: called rank -> index of its chunk. collectors: for DP and REPLICAS the answering rank of each
+    chunk, in chunk order; else all called ranks.
     """
 
     chunk_of_rank: dict[int, int]
@@ -49,15 +49,13 @@ def route_call(dispatch: Dispatch, world_size: int, coordinates: Sequence[Coordi
         case Dispatch.DP:
             places = [(place.rank, place.dp_rank, place.dp_collector) for place in coordinates]
             num_chunks = coordinates[0].dp_size
-        case Dispatch.ROLLOUT_DP | Dispatch.REPLICAS:
+        case Dispatch.REPLICAS:
             places = [(place.rank, place.replica, place.replica_collector) for place in coordinates]
             num_chunks = coordinates[0].num_replicas
     collectors = sorted((chunk, rank) for rank, chunk, collects in places if collects)
     if [chunk for chunk, _ in collectors] != list(range(num_chunks)):
         raise ValueError(f"{dispatch.name} needs one collector for each of {num_chunks} chunks, got {collectors}")
-    splits = dispatch is not Dispatch.REPLICAS
-    chunk_of_rank = {rank: chunk if splits else 0 for rank, chunk, _ in places}
-    return Route(chunk_of_rank, tuple(rank for _, rank in collectors))
+    return Route({rank: chunk for rank, chunk, _ in places}, tuple(rank for _, rank in collectors))
 
 
 def is_record(value: object) -> bool:
@@ -120,6 +118,24 @@ def split_call(
         )
         start = stop
     return Split(payloads, sizes, order)
+
+
+def payloads_of_replicas(args: tuple[Any, ...], kwargs: dict[str, Any], num_chunks: int) -> list[Payload]:
+    """Return the payload of each chunk of a call whose records are not split.
+
+    With several chunks, which are rollout replicas, each gets of every dict only the entry under its number.
+    """
+    values = (*args, *kwargs.values())
+    if num_chunks == 1 or not any(isinstance(value, dict) for value in values):
+        return [(args, kwargs)] * num_chunks
+
+    def cut(value: Any, number: int) -> Any:
+        return {key: entry for key, entry in value.items() if key == number} if isinstance(value, dict) else value
+
+    return [
+        (tuple(cut(value, number) for value in args), {name: cut(value, number) for name, value in kwargs.items()})
+        for number in range(num_chunks)
+    ]
 
 
 def _order(record: Any, sizes: list[int], work: SequenceWork | None) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""Choose how a run samples: synchronously, in slices on the training ranks, or asynchronously on replicas."""
+"""Choose how a run samples: between training steps on one pool, or on replicas while training runs."""
 
 from __future__ import annotations
 
@@ -16,23 +16,29 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.errors import ConfigError
 from megatron_rl.roles.actor import Actor
+from megatron_rl.roles.rollout import Rollout
+from megatron_rl.sampling.group_filter import GroupFilter
 from megatron_rl.sampling.journal import SCHEDULE_FILE, Began, Event, Journal, Recorder, Resumed, read_events
+from megatron_rl.sampling.pool_sampler import PoolSampler
 from megatron_rl.sampling.replay import Replay
+from megatron_rl.sampling.replica_sampler import ReplicaSampler
 from megatron_rl.sampling.rules import Decider, Rules
-from megatron_rl.sampling.sampler import Sampler, Sources
+from megatron_rl.sampling.sampler import Sampler, Schedule, Sources
 from megatron_rl.sampling.saved_answers import read_schedule
 from megatron_rl.sampling.scheduler import Scheduler
-from megatron_rl.sampling.sliced_sampler import AsyncSampler, ColocatedSampler, Schedule
 
 
 def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Rules:
-    """Rules of the schedule for a run whose next step is `first_step`."""
+    """Rules of the schedule for a run whose next step is `first_step`; without `ahead` no answer outlives its step."""
     ahead, rollout = config.async_training, config.actor_rollout_ref.rollout
-    sizes = config.batch_sizes
+    sizes, num_steps = config.batch_sizes, config.trainer.num_steps
+    greedy = sizes.num_generated_prompts if "greedy_scores" in estimator_traits(config).reads else 0
+    batch_rows = sizes.num_generated_samples + greedy
+    if not config.samples_in_slices:
+        return Rules(batch_rows, num_steps, ahead=0, first_step=first_step)
     return Rules(
-        batch_rows=sizes.num_generated_samples
-        + (sizes.num_generated_prompts if "greedy_scores" in estimator_traits(config).reads else 0),
-        num_steps_total=config.trainer.num_steps,
+        batch_rows=batch_rows,
+        num_steps_total=num_steps,
         ahead=config.trainer.rollout_ahead,
         sync_every=ahead.trigger_parameter_sync_step,
         first_step=first_step,
@@ -95,17 +101,17 @@ def read_schedule_file(run: Path) -> list[Event]:
 
 def open_schedule(
     config: RunConfig, placement: Placement, folder: RunFolder, opened: ExitStack, replay: Path | None = None
-) -> Schedule | None:
-    """Build the scheduler, new, resumed or replayed; None for synchronous runs.
+) -> Schedule:
+    """Build the scheduler, new, resumed or replayed.
 
     replay: the folder of a run whose schedule is repeated. Raises ConfigError if it has none or one of other settings,
     and for a damaged checkpoint.
     """
-    if not config.samples_in_slices:
-        return None
     start = folder.start
     rules = rules_of(config, placement, start.step + 1)
     num_replicas = placement.pool_of(ROLLOUT).world_size // config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    if not config.samples_in_slices:
+        return Schedule(rules, Scheduler(rules, num_replicas), None, num_replicas, start.step, None)
     settings, last_batch = settings_of(rules, config), rules.last_batch(start.step)
     saved = None if start.path is None else read_schedule(start.path)
     decider: Decider
@@ -124,22 +130,21 @@ def open_schedule(
 
 
 def open_sampler(
-    schedule: Schedule | None,
+    schedule: Schedule,
     sources: Sources,
     actor: Actor,
-    replicas: ReplicatedPool | None,
+    rollout: Rollout | ReplicatedPool,
     checks: tuple[Callable[[], None], Callable[[], None]],
     opened: ExitStack,
 ) -> Sampler:
-    """Build the sampler, ready for `load_weights`. replicas: those of the rollout's pool, if it is cut into replicas.
+    """Build the sampler, ready for `load_weights`. rollout: all its ranks, or its replicas if it has some.
 
     checks: called while the asynchronous sampler waits; one raises failures of pools, one raises if the run is to stop.
     """
-    if schedule is None:
-        return Sampler(sources, None if Placement.of(sources.config).is_colocated else actor)
-    if replicas is None:
-        return ColocatedSampler(schedule, sources)
-    ahead = AsyncSampler(schedule, sources, replicas.replicas, actor, *checks)
+    if not isinstance(rollout, ReplicatedPool):
+        kind = GroupFilter if sources.config.algorithm.filter_groups.enable else PoolSampler
+        return kind(schedule, sources, rollout, None if Placement.of(sources.config).is_colocated else actor)
+    ahead = ReplicaSampler(schedule, sources, rollout.replicas, actor, *checks)
     opened.enter_context(ahead.driver)
     ahead.weights.open()
     return ahead

@@ -60,15 +60,14 @@ NEXT_BATCH = RemoteMethod(Dispatch.ONE_TO_ALL, "gen", stop=Stop.BEFORE)
 class Roles:
     """The handle of every role; None for a role that the run does not have.
 
-    replicas: the rollout's, where its pool is cut into them; `rollout` is None then.
+    rollout: all its ranks, or its replicas where its pool is cut into them.
     """
 
     actor: Actor
-    rollout: Rollout | None
+    rollout: Rollout | ReplicatedPool
     reference: Reference | None
     critic: Critic | None
     reward_models: list[tuple[RoleSpec, RewardModel]]
-    replicas: ReplicatedPool | None = None
 
     @classmethod
     def of(cls, pools: RunPools, logger: RunLogger) -> Roles:
@@ -78,11 +77,11 @@ class Roles:
         reference = pools.handle(REFERENCE, Reference) if REFERENCE in placement.roles else None
         critic = pools.handle(CRITIC, Critic) if CRITIC in placement.roles else None
         scorers = [(spec, pools.handle(spec.name, RewardModel)) for spec in placement.reward_models]
-        actor, rollout = pools.handle(ACTOR, Actor), pools.handle(ROLLOUT, Rollout) if replicas is None else None
-        if rollout is not None and not placement.is_colocated:
+        actor, rollout = pools.handle(ACTOR, Actor), replicas or pools.handle(ROLLOUT, Rollout)
+        if not (isinstance(rollout, ReplicatedPool) or placement.is_colocated):
             with logger.clock.waiting("build bridge"):
                 connect(actor, rollout, placement.pool_of(ROLLOUT).world_size)
-        return cls(actor, rollout, reference, critic, scorers, replicas)
+        return cls(actor, rollout, reference, critic, scorers)
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class Run(OpenRun):
     """The parts of a PPO run. planned: None without a hardware file."""
 
     roles: Roles
-    rollouts: Sampler
+    sampler: Sampler
     rewards: Rewards
     algorithm: Algorithm
     pretraining: Pretraining
@@ -102,7 +101,7 @@ class Run(OpenRun):
         prompts, scored = batch.prompts, batch.scored
         if scored is None:
             raise ValueError("the batch has no scores yet")
-        metrics = self.rollouts.describe() | batch.metrics  # while the step's clock runs
+        metrics = self.sampler.describe() | batch.metrics  # while the step's clock runs
         metrics |= self.rewards.shaping.metrics()
         metrics |= self.logger.step_metrics(experience, scored)
         if self.planned is not None:
@@ -144,16 +143,16 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         pools = RunPools.open(opened, placement, logger, stop_policy, local)
         roles = Roles.of(pools, logger)
         rewards = Rewards(config, rules, roles.reward_models, logger.warn, logger.clock, readers, shaping)
-        sources = Sources(config, data.train, data.cursor, roles.rollout, rewards, logger)
+        sources = Sources(config, data.train, data.cursor, rewards, logger)
         checks = (partial(raise_failures, pools.cluster), partial(stop_policy.before, NEXT_BATCH))
-        rollouts = open_sampler(schedule, sources, roles.actor, roles.replicas, checks, opened)
-        validation = PromptValidation(config, logger, stop, data.val, rollouts, rewards)
-        life = Lifecycle(logger, pools.hosts, parts, stop_policy, rollouts)
+        sampler = open_sampler(schedule, sources, roles.actor, roles.rollout, checks, opened)
+        validation = PromptValidation(config, logger, stop, data.val, sampler, rewards)
+        life = Lifecycle(logger, pools.hosts, parts, stop_policy, sampler)
         life.restore()
-        rollouts.load_weights(folder.start.step)
+        sampler.load_weights(folder.start.step)
         planned = None if trainer.hardware_file is None else PlannedSteps(config, hardware_here(config))
         with life:
-            ppo_parts = (roles, rollouts, rewards, algorithm, pretraining, validation, planned)
+            ppo_parts = (roles, sampler, rewards, algorithm, pretraining, validation, planned)
             yield Run(config, pools, life, logger, started, *ppo_parts)
 
 

@@ -61,18 +61,18 @@ class PromptValidation(Validation):
         logger: RunLogger,
         stop: StopRequest,
         data: PromptDataset,
-        rollouts: Sampler,
+        sampler: Sampler,
         rewards: Rewards,
     ) -> None:
         super().__init__(config, logger, stop)
-        self.data, self.rollouts, self.rewards = data, rollouts, rewards
+        self.data, self.sampler, self.rewards = data, sampler, rewards
         self.parity_rows: Batch | None = None
 
     def run(self, step: int) -> dict[str, float]:
         """Validate now; keeps mean reward, mean accuracy and a few rows."""
         prompts = self.data.batch(range(len(self.data))).repeat(self.config.actor_rollout_ref.rollout.val_kwargs.n)
         with self.logger.clock.phase("testing"):
-            generations = self.rollouts.generate(prompts, self.rollouts.val_sampling())
+            generations = self.sampler.answer(prompts, self.sampler.val_sampling())
             pending = self.rewards.start(prompts, generations)
             scored = self.rewards.task_scores(prompts, generations, pending)
             self.logger.save_samples(self.config.trainer.validation_data_dir, prompts, scored, step)

@@ -17,7 +17,6 @@ from megatron_rl.hybrid_engine.hybrid_engine import HybridEngine, TransitionRepo
 from megatron_rl.hybrid_engine.rng import swap
 from megatron_rl.model.families import VOCAB_PADDING, rollout_settings, routed_layers
 from megatron_rl.parallel.rank_grid import RolloutGrid
-from megatron_rl.records import Generations, Prompts, Sampling
 from megatron_rl.roles.bridge_address import AcrossBridge, BridgeAddress
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.received_weights import Arrival, Arrivals, ReceivedWeights, received_weights
@@ -131,11 +130,6 @@ class Rollout(Role):
         except BrokenBridgeError as error:
             return str(error)
         return ""
-
-    @remote_method(Dispatch.ROLLOUT_DP, phase="gen")
-    def generate(self, prompts: Prompts, sampling: Sampling, with_experts: bool = False) -> Generations:
-        """One response per row of this replica's prompts; rollout mode only. with_experts: see `RolloutEngine`."""
-        return self.generator.generate(prompts, sampling, with_experts)
 
     @remote_method(Dispatch.REPLICAS, phase="gen")
     def advance(self, slices: dict[int, Slice]) -> SliceReport:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from vllm import LLM, ModelRegistry
-from vllm.outputs import CompletionOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from megatron_rl.config.schema import RolloutConfig
@@ -17,13 +17,11 @@ from megatron_rl.device import Device, keep_current_stream
 from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.parallel.vllm_ps import RolloutGroups, rank_order, read_rollout_groups
-from megatron_rl.records import Generations, Prompts, Sampling, ragged, ragged_from_lengths
 from megatron_rl.rollout.addresses import must_stay, places
 from megatron_rl.rollout.arguments import engine_arguments
 from megatron_rl.rollout.kv_cache import KVCache
-from megatron_rl.rollout.seeds import request_seed
 from megatron_rl.rollout.shared_weights import register_shared_loader
-from megatron_rl.rollout.sliced import SlicedGeneration, forget_prefixes, of_ranks, sampling_params, token_log_probs
+from megatron_rl.rollout.sliced import SlicedGeneration, forget_prefixes, of_ranks
 from megatron_rl.rollout.slices import Drawn, Slice
 from third_party_patches.vllm.rank_order import using_rank_order
 
@@ -51,7 +49,7 @@ class RolloutEngine:
     tensors: vLLM parameter name -> tensor of this rank's shard. They must be readable during construction, which may
     capture graphs over them, and must never move again.
     hf_overrides: settings that replace those of the folder's config.json.
-    routed_layers: the layers that have experts, if `generate` must be able to return the experts of every token; else
+    routed_layers: the layers that have experts, if the engine must be able to return the experts of every token; else
     None. is_latent: the model has latent attention.
     """
 
@@ -71,8 +69,6 @@ class RolloutEngine:
         routed_layers: Sequence[int] | None = None,
         is_latent: bool = False,
     ) -> None:
-        self.seed, self.routed_layers = seed, routed_layers or ()
-        self.eos_token_ids = eos_token_ids
         inspect_in_process(architecture)
         register_shared_loader(tensors)
         returns_experts = routed_layers is not None
@@ -88,7 +84,7 @@ class RolloutEngine:
         report_steps(self.llm.llm_engine)
         self.kv_cache = KVCache(list(runner.kv_caches))
         self._places = places(self.model, self.kv_cache.tensors)
-        self.sliced = SlicedGeneration(self.llm.llm_engine, eos_token_ids)
+        self.sliced = SlicedGeneration(self.llm.llm_engine, eos_token_ids, routed_layers or ())
 
     def wake(self) -> None:
         """Allocate the KV cache and drop cached prefixes. Raises RuntimeError if the engine still has requests, and
@@ -111,61 +107,19 @@ class RolloutEngine:
                 f"the KV cache cannot go while requests are unfinished: {numbers}; a slice that drops them comes first"
             )
 
-    def generate(self, prompts: Prompts, sampling: Sampling, with_experts: bool = False) -> Generations:
-        """One response per prompt row, with the engine's own log-prob of each token after temperature and filters.
-
-        with_experts: return the experts of each token too; needs `routed_layers`.
-        Raises RuntimeError while requests of slices are unfinished.
-        """
-        if self.sliced.unfinished:
-            raise RuntimeError(f"generate() while requests of slices are unfinished: {list(self.sliced.unfinished)}")
-        # Weights may have changed since `wake`, and these requests have no version.
-        forget_prefixes(self.llm.llm_engine)
-        params = [
-            sampling_params(
-                sampling,
-                request_seed(self.seed, sampling.salt, index, sample),
-                self.eos_token_ids,
-                sampling.max_tokens,
-            )
-            for index, sample in zip(prompts.index.tolist(), prompts.sample.tolist(), strict=True)
-        ]
-        requests = [{"prompt_token_ids": row.tolist()} for row in prompts.prompt_ids.unbind()]
-        answers = [answer.outputs[0] for answer in self.llm.generate(requests, params, use_tqdm=False)]
-        generations = to_record(answers)
-        if with_experts:
-            generations.routed_experts = experts_of_tokens(answers, self.routed_layers)
-        return generations
-
     def advance(self, order: Slice) -> tuple[dict[int, Drawn], int]:
         """Run a slice: see `SlicedGeneration.advance`. Raises RuntimeError if the ranks of the replica differ in it."""
         drawn, num_steps = self.sliced.advance(order)
-        results = of_ranks(f"{num_steps} steps, {hashlib.sha256(repr(drawn).encode()).hexdigest()[:16]}")
+        results = of_ranks(f"{num_steps} steps, {digest(drawn)}")
         if len(set(results)) > 1:
             raise RuntimeError(f"the ranks of one replica drew different tokens or log-probs in one slice: {results}")
         return drawn, num_steps
 
 
-def to_record(answers: Sequence[CompletionOutput]) -> Generations:
-    """The record of vLLM's answers. An answer that was aborted before its first token is an empty row."""
-    log_probs = [token_log_probs(answer) for answer in answers]
-    return Generations(
-        response_ids=ragged([torch.tensor(answer.token_ids, dtype=torch.int64) for answer in answers]),
-        rollout_log_probs=ragged([torch.tensor(row, dtype=torch.float32) for row in log_probs]),
-        truncated=torch.tensor([answer.finish_reason == "length" for answer in answers]),
-        batch_size=[len(answers)],
-    )
-
-
-def experts_of_tokens(answers: Sequence[CompletionOutput], layers: Sequence[int]) -> torch.Tensor:
-    """The experts of each row's tokens: uint8 or int16 [B, (T), layers, K].
-
-    T counts prompt and response without the last token, which the engine has not read. layers: the layers of the model
-    that have experts. Raises RuntimeError if an answer comes without experts.
-    """
-    rows = [answer.routed_experts for answer in answers]
-    if any(row is None for row in rows):
-        raise RuntimeError("vLLM has returned an answer without the experts of its tokens")
-    # vLLM returns more than 256 experts as uint16, which torch hardly supports.
-    tensors = [torch.from_numpy(row if row.itemsize == 1 else row.astype("int16")) for row in rows]
-    return ragged_from_lengths(torch.cat(tensors)[:, list(layers)], torch.tensor([len(row) for row in tensors]))
+def digest(drawn: dict[int, Drawn]) -> str:
+    """Sixteen digits that tell apart other tokens, log-probs or ends, in the order in which requests were reported."""
+    content = hashlib.sha256()
+    for request, new in drawn.items():
+        content.update(f"{request} {len(new.token_ids)} {new.finish}".encode())
+        content.update(array("q", new.token_ids).tobytes() + array("d", new.log_probs).tobytes())
+    return content.hexdigest()[:16]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from vllm import SamplingParams
 from vllm.distributed import parallel_state
@@ -21,11 +22,7 @@ from megatron_rl.rollout.slices import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Dra
 
 
 def sampling_params(
-    sampling: Sampling,
-    seed: int,
-    eos_token_ids: Sequence[int],
-    max_tokens: int,
-    kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY,
+    sampling: Sampling, seed: int, eos_token_ids: Sequence[int], max_tokens: int, kind: RequestOutputKind
 ) -> SamplingParams:
     """vLLM's parameters of one request; the engine returns its log-prob of each token after temperature and filters."""
     return SamplingParams(
@@ -59,14 +56,15 @@ def token_log_probs(answer: CompletionOutput) -> list[float]:
 class SlicedGeneration:
     """The unfinished requests of one engine. All ranks of a rollout TP group must make the same calls.
 
+    routed_layers: the layers that have experts, of an engine that returns the experts of every token.
     Raises ValueError if the engine schedules asynchronously, because a step would end while another one runs.
     """
 
-    def __init__(self, engine: LLMEngine, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, engine: LLMEngine, eos_token_ids: Sequence[int], routed_layers: Sequence[int] = ()) -> None:
         if engine.vllm_config.scheduler_config.async_scheduling:
             raise ValueError("counted steps need an engine without asynchronous scheduling (async_scheduling=False)")
         self._engine = engine
-        self._eos_token_ids = eos_token_ids
+        self._eos_token_ids, self._routed_layers = eos_token_ids, list(routed_layers)
         self._names: dict[int, str] = {}  # request -> vLLM's own name for it
 
     @property
@@ -87,11 +85,15 @@ class SlicedGeneration:
             self._engine.abort_request([self._names.pop(request)], internal=True)
         if not self._names:
             forget_prefixes(self._engine)
+        # A slice that ends with its last request reports each once, at its end: reports of single steps cost time.
+        kind = RequestOutputKind.FINAL_ONLY if order.num_steps is None else RequestOutputKind.DELTA
         for start in order.starts:
-            self._start(start, order.version)
+            self._start(start, order.version, kind)
         tokens: dict[int, list[int]] = {}
         log_probs: dict[int, list[float]] = {}
         finish: dict[int, str] = {}
+        experts: dict[int, torch.Tensor] = {}
+        with_experts = {start.request for start in order.starts if start.sampling.with_experts}
         num_steps = 0
         while self._names and num_steps != order.num_steps:
             for output in self._engine.step():
@@ -102,9 +104,11 @@ class SlicedGeneration:
                 if output.finished:
                     finish[request] = finish_of(request, answer)
                     del self._names[request]
+                    if request in with_experts:
+                        experts[request] = experts_of_tokens(answer, self._routed_layers)
             num_steps += 1
         drawn = {
-            request: Drawn(tuple(new), tuple(log_probs[request]), finish.get(request, ""))
+            request: Drawn(tuple(new), tuple(log_probs[request]), finish.get(request, ""), experts.get(request))
             for request, new in tokens.items()
         }
         return drawn, num_steps
@@ -120,13 +124,24 @@ class SlicedGeneration:
                 raise ValueError(f"request {start.request} cannot be started: it is unfinished here")
             here.add(start.request)
 
-    def _start(self, start: Start, version: int) -> None:
-        params = sampling_params(
-            start.sampling, start.seed, self._eos_token_ids, start.max_tokens, RequestOutputKind.DELTA
-        )
+    def _start(self, start: Start, version: int, kind: RequestOutputKind) -> None:
+        params = sampling_params(start.sampling, start.seed, self._eos_token_ids, start.max_tokens, kind)
         # A cached prefix of other weights must not match.
         prompt = {"prompt_token_ids": list(start.token_ids), "cache_salt": f"version {version}"}
         self._names[start.request] = self._engine.add_request(str(start.request), prompt, params)
+
+
+def experts_of_tokens(answer: CompletionOutput, layers: Sequence[int]) -> torch.Tensor:
+    """The experts of an answer's tokens: uint8 or int16 [T, layers, K].
+
+    T counts prompt and response without the last token, which the engine has not read. layers: the layers of the model
+    that have experts. Raises RuntimeError if the answer comes without experts.
+    """
+    rows = answer.routed_experts
+    if rows is None:
+        raise RuntimeError("vLLM has returned an answer without the experts of its tokens")
+    # vLLM returns more than 256 experts as uint16, which torch hardly supports.
+    return torch.from_numpy(rows if rows.itemsize == 1 else rows.astype("int16"))[:, layers]
 
 
 def finish_of(request: int, answer: CompletionOutput) -> str:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 from megatron_rl.records import Sampling
 
 FINISHED_BY_STOP, FINISHED_BY_LENGTH = "stop", "length"
@@ -47,11 +49,16 @@ class Slice:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Additions of one slice to a request: tokens, the engine's log-prob of each, and why the answer ended, or ""."""
+    """Additions of one slice to a request: tokens, the engine's log-prob of each, and why the answer ended, or "".
+
+    experts: uint8 or int16 [T, layers, K], as of `Generations`, of an answer that has ended; None unless
+    `Sampling.with_experts`.
+    """
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     finish: str = ""
+    experts: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

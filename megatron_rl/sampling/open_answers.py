@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_rl.records import Generations, Prompts, Sampling, ragged
+from megatron_rl.records import Generations, Prompts, Sampling, ragged, ragged_from_lengths
 from megatron_rl.rollout.slices import FINISHED_BY_LENGTH, Drawn, Start
 
 SeedOf = Callable[[int, int, int, int, int], int]
@@ -17,7 +17,7 @@ SeedOf = Callable[[int, int, int, int, int], int]
 @dataclass
 class OpenAnswer:
     """The answer of one request. attempt: number of restarts with another seed. finish: why it ended; "" before
-    that.
+    that. experts: those of a finished answer, if they were asked for.
     """
 
     prompt_ids: tuple[int, ...]
@@ -29,6 +29,7 @@ class OpenAnswer:
     versions: list[int] = field(default_factory=list)
     finish: str = ""
     attempt: int = 0
+    experts: torch.Tensor | None = None
 
     def forget(self) -> None:
         """Drop the tokens."""
@@ -50,8 +51,9 @@ class OpenAnswers:
     The number of a request is (step - 1) * batch_rows + row; greedy answers are the last rows.
     """
 
-    def __init__(self, batch_rows: int, seed_of: SeedOf) -> None:
-        self.batch_rows, self._seed_of = batch_rows, seed_of
+    def __init__(self, batch_rows: int, seed_of: SeedOf, with_versions: bool = True) -> None:
+        """with_versions: of tokens; False where all of a batch are of the newest weights."""
+        self.batch_rows, self._seed_of, self._with_versions = batch_rows, seed_of, with_versions
         self._batches: dict[int, OpenBatch] = {}
 
     def add(self, step: int, prompts: Prompts, sampling: Sampling, greedy: Prompts | None, greedily: Sampling) -> None:
@@ -75,7 +77,7 @@ class OpenAnswers:
             answer.token_ids.extend(new.token_ids)
             answer.log_probs.extend(new.log_probs)
             answer.versions.extend([version] * len(new.token_ids))
-            answer.finish = new.finish
+            answer.finish, answer.experts = new.finish, new.experts
 
     def forget(self, requests: Iterable[int]) -> None:
         """Drop the tokens of requests, which are drawn again with the same seeds."""
@@ -101,8 +103,8 @@ class OpenAnswers:
         if unfinished:
             raise ValueError(f"rows {unfinished[:8]} of batch {step} are not finished")
         num_rows = len(batch.prompts)
-        greedy = None if batch.greedy is None else generations(batch.answers[num_rows:])
-        return batch.prompts, generations(batch.answers[:num_rows]), greedy
+        greedy = None if batch.greedy is None else generations(batch.answers[num_rows:], self._with_versions)
+        return batch.prompts, generations(batch.answers[:num_rows], self._with_versions), greedy
 
     def trained(self, step: int) -> None:
         """Drop the batches up to that of `step`."""
@@ -164,12 +166,16 @@ def _empty(prompts: Prompts | None, sampling: Sampling) -> list[OpenAnswer]:
     return [OpenAnswer(tuple(ids.tolist()), index, sample, sampling) for index, sample, ids in places]
 
 
-def generations(answers: list[OpenAnswer]) -> Generations:
-    """One row per answer; an answer without tokens is an empty row."""
+def generations(answers: list[OpenAnswer], with_versions: bool) -> Generations:
+    """One row per answer; an answer without tokens is an empty row. Experts are there if all answers have them."""
+    experts = [answer.experts for answer in answers if answer.experts is not None]
+    lengths = torch.tensor([len(rows) for rows in experts], dtype=torch.int64)
+    versions = [torch.tensor(answer.versions, dtype=torch.int64) for answer in answers]
     return Generations(
         response_ids=ragged([torch.tensor(answer.token_ids, dtype=torch.int64) for answer in answers]),
         rollout_log_probs=ragged([torch.tensor(answer.log_probs, dtype=torch.float32) for answer in answers]),
         truncated=torch.tensor([answer.finish == FINISHED_BY_LENGTH for answer in answers]),
-        versions=ragged([torch.tensor(answer.versions, dtype=torch.int64) for answer in answers]),
+        versions=ragged(versions) if with_versions else None,
+        routed_experts=ragged_from_lengths(torch.cat(experts), lengths) if len(experts) == len(answers) else None,
         batch_size=[len(answers)],
     )

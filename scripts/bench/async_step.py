@@ -145,7 +145,7 @@ class Measured:
 
 
 def drawn_ahead(cluster: ProcessCluster, shape: Shape, folder: Path) -> Measured:
-    """Steps as `AsyncSampler` and the loop around it do them."""
+    """Steps as `ReplicaSampler` and the loop around it do them."""
     rules, costs, measured = shape.rules, shape.costs, Measured([], [], [])
     answers = OpenAnswers(rules.batch_rows, lambda *place: 0)
     actor = cluster.pools[ACTOR].handle(ACTOR, SleepingActor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +99,18 @@ def questions() -> Any:
 def generate(host: Any, temperature: float, salt: int) -> Any:
     """One stay in rollout mode."""
     from megatron_rl.records import Sampling
+    from megatron_rl.rollout.seeds import request_seed
+    from megatron_rl.rollout.slices import Slice
+    from megatron_rl.sampling.asked import Asked
 
     sampling = Sampling(temperature=temperature, top_p=1.0, top_k=-1, max_tokens=LONGEST_ANSWER, salt=salt)
     rollout = host.roles["rollout"]
     rollout.enter()
-    answers = rollout.generate(questions(), sampling)
+    asked = Asked(questions(), sampling, partial(request_seed, 0))
+    (share,) = asked.shares(1)
+    asked.note([rollout.advance({0: Slice(0, None, share)})])
     rollout.exit()
-    return answers
+    return asked.generations()
 
 
 def differences(host: Any, answers: list[Any]) -> dict[str, float]:

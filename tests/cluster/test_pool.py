@@ -56,9 +56,15 @@ def test_dp_splits_rows_unevenly_and_collects_one_answer_per_dp_rank(group: Proc
 
 def test_fewer_rows_than_chunks_are_padded_neutrally_and_unpadded(group: ProcessPool) -> None:
     """Would not catch padding in an argument that is not a record."""
-    doubled = group.host(ToyWorker).double_by_replica(toy(3)).get()
-    assert doubled.row.tolist() == [0, 1, 2] and doubled.weight.tolist() == [3, 2, 1]
-    assert group.host(ToyWorker).last_received().get() == [([0], [0.0]), ([2], [1.0]), ([1], [1.0]), ([0], [1.0])]
+    doubled = group.host(ToyWorker).double(toy(1)).get()
+    assert doubled.row.tolist() == [0] and doubled.weight.tolist() == [0]
+    assert group.host(ToyWorker).last_received().get() == [([0], [1.0])] * 2 + [([0], [0.0])] * 2
+
+
+def test_each_replica_gets_its_own_entry(group: ProcessPool) -> None:
+    """Rank r is replica 3 - r. Would not catch an entry that travels to a rank and is dropped there."""
+    answers = group.host(ToyWorker).given({0: "a", 2: "c"}, every="all").get()
+    assert answers == [(3, {0: "a"}, "all"), (2, {}, "all"), (1, {2: "c"}, "all"), (0, {}, "all")]
 
 
 def test_other_answers_come_from_the_collectors(group: ProcessPool) -> None:
@@ -115,7 +121,7 @@ def test_verbs_are_visible_and_unknown_ones_name_them(group: ProcessPool) -> Non
     """Would not catch a call with wrong arguments, which only the worker refuses."""
     assert list(inspect.signature(group.host(ToyWorker).double).parameters) == ["batch"]
     assert group.host(ToyWorker).double.__doc__ == ToyWorker.double.__doc__
-    with pytest.raises(AttributeError, match="no method 'triple'.*: .*double, double_by_replica"):
+    with pytest.raises(AttributeError, match="no method 'triple'.*: .*double, environment"):
         group.host(ToyWorker).triple()
 
 

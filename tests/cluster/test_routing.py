@@ -8,7 +8,14 @@ import pytest
 import torch
 from toy_worker import Toy
 
-from megatron_rl.cluster.routing import Split, chunk_sizes, join_answers, route_call, split_call
+from megatron_rl.cluster.routing import (
+    Split,
+    chunk_sizes,
+    join_answers,
+    payloads_of_replicas,
+    route_call,
+    split_call,
+)
 from megatron_rl.dispatch import Coordinates, Dispatch, ExtraBatch
 from megatron_rl.parallel.balance import SequenceWork
 from megatron_rl.records import Batch, Prompts, non_tensor, ragged, single_turn
@@ -41,10 +48,8 @@ def test_routes_follow_the_coordinates() -> None:
     """Would not catch coordinates that are consistent but wrong about the process groups."""
     dp = route_call(Dispatch.DP, 4, coordinates())
     assert dp.chunk_of_rank == {0: 0, 1: 0, 2: 1, 3: 1} and dp.collectors == (1, 3)
-    rollout = route_call(Dispatch.ROLLOUT_DP, 4, coordinates())
-    assert rollout.chunk_of_rank == {0: 2, 1: 1, 2: 1, 3: 0} and rollout.collectors == (3, 2, 0)
     replicas = route_call(Dispatch.REPLICAS, 4, coordinates())
-    assert set(replicas.chunk_of_rank.values()) == {0} and replicas.collectors == (3, 2, 0)
+    assert replicas.chunk_of_rank == {0: 2, 1: 1, 2: 1, 3: 0} and replicas.collectors == (3, 2, 0)
     assert route_call(Dispatch.ONE_TO_ALL, 4, []).collectors == (0, 1, 2, 3)
     assert route_call(Dispatch.RANK_ZERO, 4, []).chunk_of_rank == {0: 0}
 
@@ -64,6 +69,23 @@ def test_split_keeps_order_and_shares_what_is_no_record() -> None:
         assert args[0].row.tolist() == rows and kwargs["second"].row.tolist() == rows
         assert [row.tolist() for row in args[0].tokens.unbind()] == [[10 * r + i for i in range(r + 1)] for r in rows]
         assert args[1] is shared
+
+
+def test_each_replica_gets_its_entry_of_every_dict() -> None:
+    """In a pool of several; a replica that is a pool of its own gets the whole, under its number in the run.
+
+    Would not catch a dict inside a list, which is passed whole on purpose.
+    """
+    args, kwargs = ({0: "a", 2: "c"}, "all"), {"more": {1: "b"}}
+    assert payloads_of_replicas(args, kwargs, 3) == [
+        (({0: "a"}, "all"), {"more": {}}),
+        (({}, "all"), {"more": {1: "b"}}),
+        (({2: "c"}, "all"), {"more": {}}),
+    ]
+    ((only, _),) = payloads_of_replicas(({7: "a"},), {}, 1)
+    assert only == ({7: "a"},)
+    first, second = payloads_of_replicas(("all",), {}, 2)
+    assert first is second  # packed once
 
 
 def test_split_of_a_call_without_records_copies_the_payload_to_every_chunk() -> None:

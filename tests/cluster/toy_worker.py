@@ -51,10 +51,10 @@ class ToyWorker:
         """Tokens doubled, `weight` the rank that did it."""
         return self._double(batch)
 
-    @remote_method(Dispatch.ROLLOUT_DP)
-    def double_by_replica(self, batch: Toy) -> Toy:
-        """As `double`."""
-        return self._double(batch)
+    @remote_method(Dispatch.REPLICAS)
+    def given(self, entries: dict[int, str], every: str) -> tuple[int, dict[int, str], str]:
+        """The rank, and what it got."""
+        return self.rank, entries, every
 
     @remote_method(Dispatch.DP)
     def describe(self, what: str, *, batch: Toy) -> dict | list | None:

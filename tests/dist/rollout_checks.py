@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from megatron_rl.columns import SCORING
@@ -27,6 +29,18 @@ def prompts() -> Prompts:
         extra_info=non_tensor([{}] * count),
         batch_size=[count],
     )
+
+
+def ask(rollout, asked: Prompts, sampling: Sampling, seed: int = 1) -> Generations:
+    """The answers of one rank's engine, in rollout mode, by one slice with the weights that it has."""
+    from megatron_rl.rollout.seeds import request_seed
+    from megatron_rl.rollout.slices import Slice
+    from megatron_rl.sampling.asked import Asked
+
+    questions = Asked(asked, sampling, partial(request_seed, seed))
+    (share,) = questions.shares(1)
+    questions.note([rollout.advance({rollout.replica: Slice(max(rollout._version, 0), None, share)})])
+    return questions.generations()
 
 
 def tokens(generations: Generations) -> list[list[int]]:
@@ -55,7 +69,7 @@ def logprob_difference_for(worker, asked: Prompts, generations: Generations) -> 
 
 def round_trip(worker, sampling: Sampling) -> tuple[Generations, object]:
     report = worker.roles["rollout"].enter()
-    generations = worker.roles["rollout"].generate(prompts(), sampling)
+    generations = ask(worker.roles["rollout"], prompts(), sampling)
     worker.roles["rollout"].exit()
     return generations, report
 

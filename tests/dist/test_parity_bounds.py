@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import run_ranks
-from rollout_checks import prompts
+from rollout_checks import ask, prompts
 from tiny_models import run_config, save_llama
 
 from megatron_rl.columns import SCORING
@@ -40,7 +40,7 @@ def parity_of_faults(config) -> dict[str, dict[str, float]]:
     actor, rollout = worker.roles["actor"], worker.roles["rollout"]
     samples = [Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=24, salt=salt) for salt in range(8)]
     rollout.enter()
-    drawn = [rollout.generate(prompts(), sampling) for sampling in samples]
+    drawn = [ask(rollout, prompts(), sampling) for sampling in samples]
     rollout.exit()
     parameters = dict(actor.trainable.models[0].named_parameters())
 

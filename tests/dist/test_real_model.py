@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from ranks import run_ranks
-from rollout_checks import logprob_difference_for, tokens
+from rollout_checks import ask, logprob_difference_for, tokens
 from safetensors.torch import load_file
 from tiny_models import run_config
 
@@ -70,7 +70,7 @@ def through_the_engine(config, exported: Path) -> dict:
     worker.build("actor")
     worker.build("rollout")
     worker.roles["rollout"].enter()
-    answers: Generations = worker.roles["rollout"].generate(reviews(), GREEDY)
+    answers: Generations = ask(worker.roles["rollout"], reviews(), GREEDY)
     worker.roles["rollout"].exit()
     distance = logprob_difference_for(worker, reviews(), answers)
     worker.roles["actor"].export_hf(exported)

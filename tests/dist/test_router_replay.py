@@ -6,10 +6,12 @@ of three experts a token goes to is decided by the order in which a library adds
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from ranks import run_ranks
-from rollout_checks import RANDOM, prompts
+from rollout_checks import RANDOM, ask, prompts
 from test_layout_parity import often
 from tiny_models import random_batch, run_config, save_qwen3_moe, tie_routers
 
@@ -45,7 +47,7 @@ def differences(config) -> dict | None:
     worker.build("rollout")
     actor, asked = worker.roles["actor"], prompts().repeat(3)
     worker.roles["rollout"].enter()
-    found = worker.roles["rollout"].generate(asked, RANDOM, True)
+    found = ask(worker.roles["rollout"], asked, dataclasses.replace(RANDOM, with_experts=True))
     worker.roles["rollout"].exit()
     lengths = row_lengths(found.routed_experts)
     experience = assemble(asked, found)

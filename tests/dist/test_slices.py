@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from ranks import run_ranks
-from rollout_checks import prompts, tokens
 from sliced_checks import (
     SAMPLED,
     in_slices,
@@ -46,20 +45,34 @@ def refused(call, *arguments) -> str:
     return str(raised.value)
 
 
+def by_vllm(generator, first) -> dict[int, tuple[list[int], list[float]]]:
+    """Tokens and log-probs of each request by vLLM's own `generate`, which steps the engine itself."""
+    from vllm.sampling_params import RequestOutputKind
+
+    from megatron_rl.rollout.sliced import forget_prefixes, sampling_params, token_log_probs
+
+    forget_prefixes(generator.llm.llm_engine)
+    ends = generator.sliced._eos_token_ids
+    params = [
+        sampling_params(start.sampling, start.seed, ends, start.max_tokens, RequestOutputKind.FINAL_ONLY)
+        for start in first
+    ]
+    prompts = [{"prompt_token_ids": list(start.token_ids)} for start in first]
+    answers = [answer.outputs[0] for answer in generator.llm.generate(prompts, params, use_tqdm=False)]
+    return {
+        start.request: (list(answer.token_ids), token_log_probs(answer))
+        for start, answer in zip(first, answers, strict=True)
+    }
+
+
 def sliced_rank(config) -> dict:
-    """Answers of `generate`, of one slice, of slices of several lengths, and after a full engine was emptied."""
+    """Answers of vLLM's `generate`, of one slice, of slices of several lengths, and after a full engine was emptied."""
     host = host_of(config)
     rollout, first = host.roles["rollout"], starts(config.trainer.seed)
     found = {"train mode": refused(rollout.advance, {0: Slice(0, 1, first)})}
     rollout.enter()
     generator = rollout.generator
-    answers = rollout.generate(prompts(), SAMPLED)
-    found["generated"] = {
-        start.request: (row.tolist(), log_probs.tolist())
-        for start, row, log_probs in zip(
-            first, answers.response_ids.unbind(), answers.rollout_log_probs.unbind(), strict=True
-        )
-    }
+    found["generated"] = by_vllm(generator, first)
     report = rollout.advance({0: Slice(0, None, first), 5: Slice(9, 1)})
     found["report"] = dataclasses.replace(report, start=0.0, stop=0.0, swap_seconds=0.0)
     found["times"] = report.stop - report.start, report.swap_seconds
@@ -75,7 +88,6 @@ def sliced_rank(config) -> dict:
     found["unknown drop"] = refused(generator.advance, Slice(0, 1, (), (12,)))
     found["second start"] = refused(generator.advance, Slice(0, 1, tuple(other[:1])))
     found["dropped twice"] = refused(generator.advance, Slice(0, 1, (), (11, 11)))
-    found["generate"] = refused(rollout.generate, prompts(), SAMPLED)
     found["sleep"] = refused(generator.sleep)
     found["exit"] = refused(rollout.exit)
     found["still unfinished"] = generator.sliced.unfinished
@@ -86,12 +98,12 @@ def sliced_rank(config) -> dict:
     short = [dataclasses.replace(start, max_tokens=1) for start in first]
     found["short"] = generator.advance(Slice(0, 5, tuple(short)))
     end = found["short"][0][100].token_ids[0]
-    generator.sliced._eos_token_ids = [end]
+    ends, generator.sliced._eos_token_ids = generator.sliced._eos_token_ids, [end]
     found["end"] = generator.advance(Slice(0, 5, first[:1]))
-    generator.sliced._eos_token_ids = generator.eos_token_ids
+    generator.sliced._eos_token_ids = ends
     rollout.exit()
     rollout.enter()
-    found["again"] = tokens(rollout.generate(prompts(), SAMPLED))
+    found["again"] = rollout.advance({0: Slice(0, None, first)}).drawn
     rollout.exit()
     return found
 
@@ -103,8 +115,10 @@ def sliced(request, tmp_path_factory):
 
 
 def test_slices_draw_what_one_call_draws(sliced) -> None:
-    """Tokens and log-probs bit for bit, by `generate`, in one slice and in many. Would not catch an engine that draws
-    wrong in all of them alike; nor one that depends on which requests run together, which these do not change.
+    """Tokens and log-probs bit for bit, by vLLM's own `generate`, in one slice and in many.
+
+    Would not catch an engine that draws wrong in all of them alike; nor one that depends on which requests run
+    together, which these do not change.
     """
     for rank in sliced:
         whole = rank["report"].drawn
@@ -113,7 +127,7 @@ def test_slices_draw_what_one_call_draws(sliced) -> None:
         ]
         assert all(rank["slices"][num_steps] == whole for num_steps in SLICE_STEPS)
         assert rank["after drops"] == whole
-        assert rank["again"] == [ids for ids, _ in rank["generated"].values()]
+        assert rank["again"] == whole
         assert rank["report"].num_steps == max(len(new.token_ids) for new in whole.values()) > max(SLICE_STEPS)
         assert {new.finish for new in whole.values()} <= {FINISHED_BY_LENGTH, FINISHED_BY_STOP}
         assert all(
@@ -159,7 +173,6 @@ def test_what_cannot_be_done_is_refused_and_changes_nothing(sliced) -> None:
         assert rank["unknown drop"] == "request 12 cannot be dropped: unfinished here are [10, 11, 13]"
         assert rank["second start"] == "request 10 cannot be started: it is unfinished here"
         assert rank["dropped twice"] == "request 11 cannot be dropped: unfinished here are [10, 13]"
-        assert rank["generate"] == "generate() while requests of slices are unfinished: [11, 13, 10]"
         assert rank["sleep"] == rank["exit"]
         assert rank["sleep"].startswith("the KV cache cannot go while requests are unfinished: 11, 13, 10")
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from ranks import run_ranks
-from rollout_checks import GREEDY, hugging_face_greedy, prompts, tokens
+from rollout_checks import GREEDY, ask, hugging_face_greedy, prompts, tokens
 from tiny_models import random_batch, run_config, save_llama, save_qwen2, save_qwen3, save_qwen3_moe
 
 from megatron_rl.columns import ACTOR_UPDATE
@@ -160,7 +160,7 @@ def receive_and_generate(config, meeting: Path, flips: bool) -> dict:
     for _ in range(2):
         received.append(rollout.receive_weights())
         rollout.enter()
-        answers.append(tokens(rollout.generate(prompts(), GREEDY)))
+        answers.append(tokens(ask(rollout, prompts(), GREEDY)))
         rollout.exit()
     return {"received": received, "answers": answers, "memory": host.owned_memory()}
 

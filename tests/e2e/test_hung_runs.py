@@ -51,7 +51,7 @@ def stop_rank_in(run, method: str) -> psutil.Process:
 
 @pytest.mark.parametrize(
     ("method", "launcher"),
-    [("rollout.generate", "trainer.launcher=ray"), ("rollout.enter", WITHOUT_RAY)],
+    [("rollout.advance", "trainer.launcher=ray"), ("rollout.enter", WITHOUT_RAY)],
     ids=["generate-ray", "enter-local"],
 )
 def test_a_stopped_rank_is_named(command_line, method: str, launcher: str) -> None:

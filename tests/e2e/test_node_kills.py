@@ -54,7 +54,7 @@ def lose_node_in(cluster: Raylets, node: int, run, method: str) -> list[int]:
     [
         pytest.param(PP2, ("host.begin_save", "actor.update"), id="PP2"),
         pytest.param(TP2PP2, ("rollout.enter",), id="TP2xPP2"),
-        pytest.param(PP3, ("rollout.generate",), id="PP3-on-three-nodes"),
+        pytest.param(PP3, ("rollout.advance",), id="PP3-on-three-nodes"),
     ],
 )
 def test_a_lost_node_ends_the_run_and_the_next_start_goes_on(command_line, layout, moments) -> None:

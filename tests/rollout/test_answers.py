@@ -1,4 +1,4 @@
-"""From vLLM's answers to our record. The engine is imported where it is needed: whoever collects does not need it."""
+"""What is read of vLLM's answers. The engine is imported where it is needed: whoever collects does not need it."""
 
 from __future__ import annotations
 
@@ -30,27 +30,43 @@ def answer(token_ids: list[int], reason: str, logprobs: FlatLogprobs | list | No
 
 
 @pytest.mark.parametrize("none", [None, []])
-def test_answers_become_rows(none):
-    """A whole one, one without a token as an aborted request has it, one cut off. Would not catch what vLLM aborts."""
-    from megatron_rl.rollout.engine import to_record
+def test_log_probs_of_answers(none):
+    """A whole one, and one without a token as an aborted request has it. Would not catch what vLLM aborts."""
+    from megatron_rl.rollout.sliced import token_log_probs
 
     steps = flat((3, -0.5), (4, -0.25))
-    answers = [answer([3, 4], "stop", steps), answer([], "abort", none), answer([4], "length", steps[1:])]
-    record = to_record(answers)
-    assert [row.tolist() for row in record.response_ids.unbind()] == [[3, 4], [], [4]]
-    assert record.response_ids.dtype == torch.int64
-    assert [row.tolist() for row in record.rollout_log_probs.unbind()] == [[-0.5, -0.25], [], [-0.25]]
-    assert record.truncated.tolist() == [False, False, True]
-    lone = to_record([answer([], "abort", none)])
-    assert lone.response_ids.dtype == torch.int64 and lone.rollout_log_probs.dtype == torch.float32
+    assert token_log_probs(answer([3, 4], "stop", steps)) == [-0.5, -0.25]
+    assert token_log_probs(answer([4], "length", steps[1:])) == [-0.25]
+    assert token_log_probs(answer([], "abort", none)) == []
 
 
 def test_log_probs_of_other_tokens_are_refused():
     """In another form, of another token, and missing. Would not catch two tokens' numbers exchanged."""
     from vllm.logprobs import Logprob
 
-    from megatron_rl.rollout.engine import to_record
+    from megatron_rl.rollout.sliced import token_log_probs
 
     for found in ([{3: Logprob(-0.5)}], flat((4, -0.5)), None):
         with pytest.raises(RuntimeError, match="not those of the tokens"):
-            to_record([answer([3], "stop", found)])
+            token_log_probs(answer([3], "stop", found))
+
+
+def test_experts_of_tokens():
+    """Some layers of one answer, in a type that torch has; an answer without is refused.
+
+    Would not catch another order of layers in the engine: `test_router_replay.py` does.
+    """
+    import numpy
+
+    from megatron_rl.rollout.sliced import experts_of_tokens
+
+    rows = numpy.arange(12, dtype="uint16").reshape(2, 3, 2)
+    given = answer([3], "stop", None)
+    given.routed_experts = rows
+    found = experts_of_tokens(given, [0, 2])
+    assert found.dtype == torch.int16 and found.tolist() == [[[0, 1], [4, 5]], [[6, 7], [10, 11]]]
+    given.routed_experts = rows.astype("uint8")
+    assert experts_of_tokens(given, [1]).dtype == torch.uint8
+    given.routed_experts = None
+    with pytest.raises(RuntimeError, match="without the experts"):
+        experts_of_tokens(given, [1])

@@ -15,7 +15,12 @@ from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.dispatch import Future
 from megatron_rl.observe.phase_clock import PhaseClock
 from megatron_rl.records import Batch, Generations, Prompts, Sampling, non_tensor, ragged
-from megatron_rl.sampling.sampler import Sampler, Sources
+from megatron_rl.rollout.slices import Drawn, Slice, SliceReport
+from megatron_rl.sampling.group_filter import GroupFilter
+from megatron_rl.sampling.pool_sampler import PoolSampler
+from megatron_rl.sampling.rules import Rules
+from megatron_rl.sampling.sampler import Schedule, Sources
+from megatron_rl.sampling.scheduler import Scheduler
 from megatron_rl.scoring.outcome import Outcome, Sample
 from megatron_rl.scoring.rewards import Rewards
 from megatron_rl.scoring.scored_answers import ScoredAnswers
@@ -31,7 +36,7 @@ def scored(scores: list[float]) -> ScoredAnswers:
 
 
 class OneToken:
-    """A rollout whose answers are their prompt's number, and which remembers the seeds it was asked with."""
+    """A rollout of one replica whose answers are their prompt's number, and which remembers the salts it got."""
 
     def __init__(self) -> None:
         self.salts: list[int] = []
@@ -42,15 +47,12 @@ class OneToken:
     def exit(self) -> Future:
         return Future.done([])
 
-    def generate(self, prompts: Prompts, sampling: Sampling, with_experts: bool = False) -> Future:
-        self.salts.append(sampling.salt)
-        answers = Generations(
-            response_ids=ragged([torch.tensor([int(i)]) for i in prompts.index]),
-            rollout_log_probs=ragged([torch.zeros(1)] * len(prompts)),
-            truncated=torch.zeros(len(prompts), dtype=torch.bool),
-            batch_size=prompts.batch_size,
-        )
-        return Future.done(answers)
+    def advance(self, slices: dict[int, Slice]) -> Future:
+        """Prompts of `Pairs` end in their number."""
+        (order,) = slices.values()
+        self.salts.append(order.starts[0].sampling.salt)
+        drawn = {start.request: Drawn((start.token_ids[-1],), (0.0,), "stop") for start in order.starts}
+        return Future.done([SliceReport(0, order.version, 1, drawn)])
 
 
 class Pairs:
@@ -60,7 +62,7 @@ class Pairs:
         return Prompts(
             index=index,
             sample=torch.zeros(2, dtype=torch.int64),
-            prompt_ids=ragged([torch.tensor([1]), torch.tensor([2])]),
+            prompt_ids=ragged([torch.tensor([row + 1, int(number)]) for row, number in enumerate(index)]),
             data_source=non_tensor(["a", "a"]),
             ground_truth=non_tensor(["x", "y"]),
             extra_info=non_tensor([{}, {}]),
@@ -89,11 +91,14 @@ def run_config(most: int = 10) -> RunConfig:
     return config
 
 
-def streaming(config: RunConfig, rule, models=()) -> tuple[Sampler, OneToken]:
+def streaming(config: RunConfig, rule, models=()) -> tuple[PoolSampler, OneToken]:
     """A stream of batches whose answers `rule` scores; models: (role, handle)."""
     rollout, logger = OneToken(), SimpleNamespace(note_transition=lambda reports: None)
     rewards = Rewards(config, rule, list(models), warn=print, clock=PhaseClock(lambda name: None))
-    return Sampler(Sources(config, Pairs(), Counting(), rollout, rewards, logger)), rollout
+    rules = Rules(batch_rows=4, num_steps_total=9, ahead=0, first_step=1)
+    schedule = Schedule(rules, Scheduler(rules, 1), None, 1, rules.first_step - 1, None)
+    kind = GroupFilter if config.algorithm.filter_groups.enable else PoolSampler
+    return kind(schedule, Sources(config, Pairs(), Counting(), rewards, logger), rollout), rollout
 
 
 def mixed_rule(mixed: set[int]):
@@ -119,7 +124,7 @@ def test_batches_until_enough_prompts_differ(mixed, most, chosen, noted):
     """Whole groups, in order, their answers and scores with them. Would not catch a prompt that is drawn twice."""
     rule = mixed_rule(mixed)
     rollouts, rollout = streaming(run_config(most), rule)
-    batch = rollouts.next(step=7)
+    batch = rollouts.next(step=1)
     assert batch.prompts.index.tolist() == [index for index in chosen for _ in range(2)]
     assert batch.generations.response_ids.values().tolist() == batch.prompts.index.tolist()
     expected = rule(batch.prompts, batch.generations)
@@ -127,7 +132,7 @@ def test_batches_until_enough_prompts_differ(mixed, most, chosen, noted):
     assert (batch.scored.samples, batch.scored.outcomes) == (expected.samples, expected.outcomes)
     assert len(batch.prompts.uid.unique()) == 2
     assert batch.metrics == {"train/num_gen_batches": noted[0], "train/differing_groups": noted[1]}
-    assert len(set(rollout.salts)) == noted[0] and rollout.salts[0] == 7
+    assert len(set(rollout.salts)) == noted[0] and rollout.salts[0] == 1
 
 
 def test_without_filter_one_batch():
@@ -144,11 +149,11 @@ def test_scores_of_greedy_answers_reach_their_groups():
     config = run_config()
     config.reward_model.overlong_buffer.enable, config.reward_model.overlong_buffer.len = True, 1
     rollouts, rollout = streaming(config, lambda p, g: scored(g.response_ids.values().float().tolist()))
-    prompts = torch.cat([rollouts._next_prompts(), rollouts._next_prompts()])
+    prompts = torch.cat([rollouts.next_prompts(rollouts.cursor) for _ in range(2)])
     prompts.uid = torch.tensor([8, 8, 3, 3, 5, 5, 9, 9])
     one = prompts.one_per_group()
     assert one.uid.tolist() == [3, 5, 8, 9] and one.index.tolist() == [1, 2, 0, 3] and one.sample.tolist() == [0] * 4
-    greedy = rollout.generate(one, rollouts.greedy()).get()
+    greedy = rollouts.answer(one, rollouts.greedy())
     found = rollouts.rewards.greedy_scores(prompts, greedy, [])
     assert found.tolist() == [-1.0, -1.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
 
@@ -186,7 +191,7 @@ def test_groups_are_compared_by_the_rule_and_two_reward_models_together():
 
     config.reward_model.overlong_buffer.enable, config.reward_model.overlong_buffer.len = True, 1
     questions = batch.prompts.one_per_group()
-    greedy = rollout.generate(questions, rollouts.greedy()).get()
+    greedy = rollouts.answer(questions, rollouts.greedy())
     pending = rollouts.rewards.start(questions, greedy)
     assert rollouts.rewards.greedy_scores(batch.prompts, greedy, pending).tolist() == [1.0, 1.0, 0.0, 0.0]
 
@@ -212,7 +217,7 @@ def test_a_rule_of_validation_is_not_asked_in_training():
     rewards = Rewards(config, Rule(), list(models), warn=print, clock=PhaseClock(lambda name: None))
     prompts = Pairs().batch(torch.tensor([0, 0]))
     prompts.prompt_ids = ragged([torch.tensor([1]), torch.tensor([1])])
-    answers = OneToken().generate(prompts, Sampling(1.0, 1.0, -1, 1, 0)).get()
+    answers = streaming(config, Rule())[0].answer(prompts, Sampling(1.0, 1.0, -1, 1, 0))
     trained = rewards.training_scores(prompts, answers, rewards.start(prompts, answers))
     assert trained.scores.tolist() == [0.0, 0.5] and asked == []
     assert trained.metrics() == {"reward/rm_score/mean": 0.5} and "acc" not in trained.variables()
@@ -251,6 +256,7 @@ def test_each_reward_model_reads_in_its_own_way():
     rule, clock = (lambda p, g: scored([0.0] * len(p))), PhaseClock(lambda name: None)
     rewards = Rewards(config, rule, models, warnings.append, clock, {"reward_model": reader})
     prompts = Pairs().batch(torch.tensor([0, 1]))
+    prompts.prompt_ids = ragged([torch.tensor([1]), torch.tensor([2])])
     prompts.raw_prompt = non_tensor([[{"role": "user", "content": "1+"}], "="])
     answers = Generations(
         response_ids=ragged([torch.tensor([5, 14, 1]), torch.tensor([5, 1])]),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from ranks import run_ranks
-from rollout_checks import RANDOM, prompts
+from rollout_checks import RANDOM, ask, prompts
 from tiny_models import run_config, save_qwen3_moe
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
@@ -28,7 +30,7 @@ def sample(config, without: str | None) -> str | torch.Tensor:
     try:
         worker.build("rollout")
         worker.roles["rollout"].enter()
-        found = worker.roles["rollout"].generate(prompts().repeat(3), RANDOM, True)
+        found = ask(worker.roles["rollout"], prompts().repeat(3), dataclasses.replace(RANDOM, with_experts=True))
     except ValueError as error:
         return str(error)
     return found.routed_experts.values()

@@ -1,0 +1,67 @@
+"""Dynamic sampling: draw batches until enough groups have scores that differ."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.experience.groups import differing, first_groups
+from megatron_rl.records import Generations, Prompts, concatenate, known
+from megatron_rl.roles.actor import Actor
+from megatron_rl.roles.rollout import Rollout
+from megatron_rl.sampling.pool_sampler import PoolSampler
+from megatron_rl.sampling.sampler import SampledBatch, Schedule, Sources
+from megatron_rl.scoring.scored_answers import ScoredAnswers, join
+
+SALT_STRIDE = 1_000_003
+"""Difference of the salts of two batches of one step; more than a run has steps."""
+
+
+class GroupFilter(PoolSampler):
+    """Sample as `algorithm.filter_groups` says. Every batch is answered beside the schedule, and scored at once."""
+
+    def __init__(self, schedule: Schedule, sources: Sources, rollout: Rollout, sender: Actor | None = None) -> None:
+        super().__init__(schedule, sources, rollout, sender)
+        self.rewards = sources.rewards
+
+    def next(self, step: int) -> SampledBatch:
+        """The batch of a step, with scores. After `max_num_gen_batches` batches groups with equal scores fill it up."""
+        batch = self._filtered(step)
+        if self.needs_greedy:
+            batch.greedy = self.answer(batch.prompts.one_per_group(), self.greedy())
+        return batch
+
+    def _filtered(self, step: int) -> SampledBatch:
+        wanted, most = self.config.batch_sizes.num_prompts, self.config.algorithm.filter_groups.max_num_gen_batches
+        batches: list[tuple[Prompts, Generations, ScoredAnswers]] = []
+        while True:
+            prompts = self.next_prompts(self.cursor)
+            # Group numbers are unique over all batches.
+            prompts.uid = known(prompts.uid) + sum(len(earlier) for earlier, _, _ in batches)
+            generations = self.answer(prompts, self.sampling(step + SALT_STRIDE * len(batches)))
+            pending = self.rewards.start(prompts, generations)
+            batches.append((prompts, generations, self.rewards.training_scores(prompts, generations, pending)))
+            prompts = concatenate([part for part, _, _ in batches])
+            generations = concatenate([part for _, part, _ in batches])
+            groups = known(prompts.uid)
+            scored = join([part for _, _, part in batches])
+            differ = differing(compared(scored, self.config.algorithm.filter_groups.metric), groups)
+            num_differing = len(groups[differ].unique())
+            if num_differing >= wanted or len(batches) == most:
+                rows = first_groups(groups, differ, wanted)
+                metrics = {
+                    "train/num_gen_batches": float(len(batches)),
+                    "train/differing_groups": min(num_differing, wanted) / wanted,
+                }
+                return SampledBatch(prompts[rows], generations[rows], scored[rows], None, metrics)
+
+
+def compared(scored: ScoredAnswers, metric: str) -> torch.Tensor:
+    """float32 [B]: the values that dynamic sampling compares, score or acc. Raises ConfigError if there is no acc."""
+    if metric == "score":
+        return scored.scores
+    values = scored.variables().get(metric)
+    if values is None:
+        rule = "needs a rule: without one an answer has a score and no accuracy; nearest: score"
+        raise ConfigError(f"algorithm.filter_groups.metric={metric} {rule}")
+    return torch.tensor([0.0 if value is None else value for value in values])

@@ -1,0 +1,88 @@
+"""Sample on one pool, in rounds of slices until a batch is complete: the actor's own ranks, or ranks that it sends to.
+
+Without answers that outlive a step a batch is one round, in which each replica draws its share to the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megatron_rl.records import Generations, Prompts, Sampling
+from megatron_rl.roles.actor import Actor
+from megatron_rl.roles.rollout import Rollout
+from megatron_rl.rollout.slices import Slice
+from megatron_rl.sampling.asked import Asked
+from megatron_rl.sampling.sampler import SampledBatch, Sampler, Schedule, Sources
+
+
+class PoolSampler(Sampler):
+    """Generate between two training steps. The ranks are in rollout mode only inside `next` and `answer`.
+
+    sender: the actor, if the rollout has weights of its own, which it receives. Unfinished answers of later batches
+    continue in the next step, with newer weights.
+    """
+
+    def __init__(self, schedule: Schedule, sources: Sources, rollout: Rollout, sender: Actor | None = None) -> None:
+        super().__init__(schedule, sources)
+        self.rollout, self._sender = rollout, sender
+        self._version = self.rules.first_step - 1
+
+    def next(self, step: int) -> SampledBatch:
+        """The batch of a step, which is generated now as far as it is not yet complete."""
+        self.begin_batches(self.rules.last_batch(step - 1))
+        if not self.backlog.decider.is_complete(step):
+            with self._rollout_mode():
+                self._run_slices(step)
+        return self.take(step)
+
+    def load_weights(self, step: int) -> None:
+        """Send the weights after `step` to the rollout, unless it is in the actor's pool and reads them there."""
+        self._version = step
+        if self._sender is not None:
+            sending, receiving = self._sender.send_weights(step), self.rollout.receive_weights()
+            self.logger.note_transition(receiving.get())
+            sending.get()
+
+    def answer(self, prompts: Prompts, sampling: Sampling) -> Generations:
+        asked = Asked(prompts, sampling, self.seed_of)
+        shares = asked.shares(len(self.backlog.engines))
+        slices = {replica: Slice(self._version, None, share) for replica, share in enumerate(shares) if share}
+        with self._rollout_mode():
+            asked.note(self.rollout.advance(slices).get())
+        return asked.generations()
+
+    @contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        yield
+        self.backlog.decider.saved(step)
+
+    @contextmanager
+    def _rollout_mode(self) -> Iterator[None]:
+        reports = self.rollout.enter().get()
+        yield
+        self.rollout.exit().get()
+        if self._sender is None:
+            self.logger.note_transition(reports)
+
+    def _run_slices(self, step: int) -> None:
+        """Generate until the batch of `step` is complete, then empty the engines, whose caches are released."""
+        backlog = self.backlog
+        backlog.decider.version_ready(self._version)
+        while not backlog.decider.is_complete(step):
+            orders = {replica: backlog.next_slice(replica) for replica in range(len(backlog.engines))}
+            slices = {replica: order for replica, order in orders.items() if order is not None}
+            if not slices:
+                raise RuntimeError(f"batch {step} is not complete and no replica has anything to do")
+            for report in self.rollout.advance(slices).get():
+                if report.replica in slices:
+                    backlog.done(report)
+        drops = {
+            replica: Slice(self._version, 0, drops=tuple(sorted(engine)))
+            for replica, engine in enumerate(backlog.engines)
+            if engine
+        }
+        if drops:
+            self.rollout.advance(drops).get()
+        for engine in backlog.engines:
+            engine.clear()

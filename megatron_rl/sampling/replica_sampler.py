@@ -1,0 +1,124 @@
+"""Sample on replicas of their own, in slices, while training runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from megatron_rl.cluster.replicas import Replica
+from megatron_rl.config.steps import is_save_step, is_validation_step
+from megatron_rl.records import Generations, Prompts, Sampling
+from megatron_rl.roles.actor import Actor
+from megatron_rl.sampling.asked import Asked, ask_replicas
+from megatron_rl.sampling.async_metrics import AsyncMetrics, SpeedWarning
+from megatron_rl.sampling.driver import Driver
+from megatron_rl.sampling.journal import Counted
+from megatron_rl.sampling.replica_states import ReplicaSlots
+from megatron_rl.sampling.sampler import SampledBatch, Sampler, Schedule, Sources
+from megatron_rl.sampling.weight_sync import ReplicaWeights
+
+
+class ReplicaSampler(Sampler):
+    """Generate on replicas of their own while the main thread trains. Enter `driver`, then call `weights.open()`."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        sources: Sources,
+        replicas: Sequence[Replica],
+        actor: Actor,
+        check_pools: Callable[[], None],
+        check_stop: Callable[[], None],
+    ) -> None:
+        """check_pools: raises if another pool has failed. check_stop: raises if the run is to stop instead of
+        waiting.
+        """
+        super().__init__(schedule, sources)
+        keys = self.config.async_training
+        slots = ReplicaSlots(replicas, keys.max_replica_restarts, self.logger.warn)
+        self.driver = Driver(slots, self.backlog, check_pools, keys.second_buffer)
+        self.weights = ReplicaWeights(actor, self.driver, keys.second_buffer, self.rules.first_step - 1)
+        self.metrics = AsyncMetrics(slots, self.logger.clock.ran, self.backlog.decider.counts)
+        self.speed_warning = SpeedWarning(self.rules.ahead)
+        self._check_stop = check_stop
+
+    def next(self, step: int) -> SampledBatch:
+        """The batch of a step, once it is complete."""
+        self._announce()
+        start = time.time()
+        self._wait_for(step)
+        while not self.backlog.decider.is_complete(step):
+            self.send_weights(step - 1)
+            self._announce()
+            self._wait_for(step)
+        self.metrics.waited(start, time.time())
+        with self.driver.locked():
+            return self.take(step)
+
+    def load_weights(self, step: int) -> None:
+        """Send the weights after `step` while slices run, if the schedule sends them."""
+        if not self.rules.sends(step):
+            return
+        self.driver.wait_until(lambda: self.backlog.decider.may_send(step))
+        self.send_weights(step)
+        # A save or validation after this step comes before the replicas take these weights.
+        if not (self.rules.in_rounds and self._is_interrupted_after(step)):
+            self._announce()
+
+    def send_weights(self, version: int) -> None:
+        """Send the weights after step `version` now, also to restarted replicas."""
+        self.logger.note_transition(self.weights.send(version, self.backlog))
+
+    def answer(self, prompts: Prompts, sampling: Sampling) -> Generations:
+        """Answers to all prompt rows; open requests continue afterwards."""
+        version, asked = self.weights.version, Asked(prompts, sampling, self.seed_of)
+        with self.driver.holding(version, drained=not self.rules.partial):
+            while not self.driver.ask(lambda: ask_replicas(self.driver, asked, version)):
+                self.driver.wait_until(lambda: self.weights.is_wanted)
+                self.send_weights(version)
+            with self.driver.locked() as backlog:
+                backlog.decider.saved(version, interrupted=True)
+        return asked.generations()
+
+    @contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        """Wrap a checkpoint: no slice runs; unfinished requests restart afterwards, as they do after a resume."""
+        with self.driver.holding(step):
+            yield
+            with self.driver.locked() as backlog:
+                backlog.decider.saved(step)
+
+    def describe(self) -> dict[str, float]:
+        with self.driver.locked() as backlog:
+            metrics = self.metrics.take(backlog)
+            if self.journal is not None:
+                self.journal.append(Counted(dict(backlog.decider.counts)))
+        warning = self.speed_warning.note(metrics["trainer/idle_share"], metrics["rollout/idle_share"])
+        if warning is not None:
+            self.logger.warn(warning)
+        return metrics
+
+    def _wait_for(self, step: int) -> None:
+        """Wait until the batch is complete, or until a restarted replica can be given weights.
+
+        Between two transfers the actor's weights are newer than those of the other replicas. A restarted replica then
+        waits for the next transfer, unless no other replica is left.
+        """
+        decider, weights, slots = self.backlog.decider, self.weights, self.driver.slots
+
+        def can_join() -> bool:
+            return weights.is_wanted and (weights.version == step - 1 or not slots.generating)
+
+        self.driver.wait_until(lambda: decider.is_complete(step) or can_join(), self._check_stop)
+
+    def _announce(self) -> None:
+        """Let replicas take the newest weights that were sent, and begin the batches that these allow."""
+        version = self.weights.version
+        with self.driver.locked() as backlog:
+            self.begin_batches(self.rules.last_batch(version))
+            backlog.decider.version_ready(version)
+
+    def _is_interrupted_after(self, step: int) -> bool:
+        trainer = self.config.trainer
+        return is_save_step(trainer, step) or is_validation_step(trainer, step)
