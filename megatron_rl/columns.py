@@ -18,6 +18,7 @@ SCORING, ACTOR_SCORES, ACTOR_UPDATE, CRITIC_UPDATE = "scoring", "actor.log_probs
 """Passes of model roles. SCORING: every pass without gradients but the actor's own, which may replay experts."""
 PASSES = (SCORING, ACTOR_SCORES, ACTOR_UPDATE, CRITIC_UPDATE)
 ESTIMATOR, KL, CORRECTION, METRICS = "every estimator", "KL in the reward", "rollout correction", "metrics"
+ENTROPY, MASK = "choice of tokens by entropy", "mask of truncated answers"
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Column:
 class ColumnTable(Mapping[str, Column]):
     """Declared columns by name."""
 
-    def __init__(self, columns: tuple[Column, ...] = ()) -> None:
+    def __init__(self, *columns: Column) -> None:
         self._by_name: dict[str, Column] = {}
         for column in columns:
             self.declare(column)
@@ -69,127 +70,36 @@ class ColumnTable(Mapping[str, Column]):
         return tuple(column.name for column in self.values() if reader in column.readers)
 
 
+TOKEN: Shape = "token"
+DRAWN: Shape = "sampled token"
+ROW: Shape = "row"
+F32, I64 = "float32", "int64"
+ENGINE_OR_R2 = "rollout; actor.log_probs with router replay R2"
+OLD = "actor.log_probs; actor.update where it is a step's only one; rollout with bypass_mode"
+EXPERTS = "[B, (T), layers, K]: experts of the first T <= L tokens, in every layer that has experts"
+MASKS = "rollout correction; mask of truncated answers"
+
 COLUMNS = ColumnTable(
-    (
-        Column("input_ids", "token", "int64", "rollout", (*PASSES, METRICS), "the tokens of a row, its prompt first"),
-        Column("sampled", "token", "bool", "rollout", PASSES, "True where the policy drew the token; never the first"),
-        Column(
-            "routed_experts",
-            "token",
-            "uint8 or int16",
-            "rollout; actor.log_probs with router replay R2",
-            (ACTOR_SCORES, ACTOR_UPDATE),
-            "[B, (T), layers, K]: the K experts, in every layer that has experts, of the first T <= L tokens of a row",
-        ),
-        Column(
-            "rollout_log_probs",
-            "sampled token",
-            "float32",
-            "rollout",
-            (CORRECTION, METRICS),
-            "the engine's log-prob of the token",
-        ),
-        Column(
-            "versions",
-            "sampled token",
-            "int64",
-            "rollout",
-            (METRICS,),
-            "the weights that drew the token, in training steps; absent: all are the newest",
-        ),
-        Column("groups", "row", "int64", "prompts", (), "equal for the answers to one prompt"),
-        Column("truncated", "row", "bool", "rollout", (METRICS,), "the answer was cut off before its end"),
-        Column("scores", "row", "float32", "rewards", (ESTIMATOR, METRICS), "the reward of the task"),
-        Column("greedy_scores", "row", "float32", "rewards", (), "of the greedy answer to the row's prompt"),
-        Column(
-            "components",
-            "row",
-            "float32",
-            "rewards",
-            (),
-            "[B, K]: values of the reward function that are normalised separately",
-        ),
-        Column(
-            "old_log_probs",
-            "sampled token",
-            "float32",
-            "actor.log_probs; actor.update where it is the only one of a step; rollout with bypass_mode",
-            (ACTOR_UPDATE, KL, CORRECTION, METRICS),
-            "log-prob under the policy before the step's updates",
-        ),
-        Column(
-            "sum_pi_squared",
-            "sampled token",
-            "float32",
-            "actor.log_probs",
-            (),
-            "sum of squared probabilities of the token's distribution",
-        ),
-        Column(
-            "entropy",
-            "sampled token",
-            "float32",
-            "actor.log_probs",
-            ("choice of tokens by entropy",),
-            "entropy of the token's distribution",
-        ),
-        Column(
-            "num_other_experts",
-            "row",
-            "int64",
-            "actor.log_probs",
-            (METRICS,),
-            "recorded experts of the row that the trainer's routers would not have chosen",
-        ),
-        Column(
-            "ref_log_probs",
-            "sampled token",
-            "float32",
-            "reference.log_probs",
-            (ACTOR_UPDATE, KL),
-            "log-prob under the reference",
-        ),
-        Column(
-            "old_values",
-            "sampled token",
-            "float32",
-            "critic.values",
-            (CRITIC_UPDATE, METRICS),
-            "the critic's value before the token",
-        ),
-        Column(
-            "rewards",
-            "sampled token",
-            "float32",
-            "KL in the reward",
-            (ESTIMATOR, METRICS),
-            "the score on the last sampled token of a row, minus the KL penalty of each token",
-        ),
-        Column("advantages", "sampled token", "float32", "estimator", (ACTOR_UPDATE, METRICS), "of the token"),
-        Column("returns", "sampled token", "float32", "estimator", (CRITIC_UPDATE, METRICS), "what the critic learns"),
-        Column(
-            "rollout_weights",
-            "sampled token",
-            "float32",
-            "rollout correction",
-            (ACTOR_UPDATE, ESTIMATOR),
-            "importance weight of the token",
-        ),
-        Column(
-            "kept",
-            "sampled token",
-            "float32",
-            "rollout correction; mask of truncated answers; files of examples",
-            (ACTOR_UPDATE, CRITIC_UPDATE),
-            "1 where the token counts in losses, else 0; absent: all count",
-        ),
-        Column(
-            "trained",
-            "sampled token",
-            "float32",
-            "choice of tokens by entropy",
-            (ACTOR_UPDATE,),
-            "1 where the policy loss trains the token, else 0; KL and denominators have all that count",
-        ),
-    )
+    Column("input_ids", TOKEN, I64, "rollout", (*PASSES, METRICS), "the tokens of a row, its prompt first"),
+    Column("sampled", TOKEN, "bool", "rollout", (*PASSES, METRICS), "the policy drew it; False for a row's first"),
+    Column("routed_experts", TOKEN, "uint8 or int16", ENGINE_OR_R2, (ACTOR_SCORES, ACTOR_UPDATE), EXPERTS),
+    Column("rollout_log_probs", DRAWN, F32, "rollout", (CORRECTION, METRICS), "the engine's log-prob of the token"),
+    Column("versions", DRAWN, I64, "rollout", (METRICS,), "the step whose weights drew it; absent: the newest"),
+    Column("groups", ROW, I64, "prompts", (), "equal for the answers to one prompt"),
+    Column("truncated", ROW, "bool", "rollout", (MASK, METRICS), "the answer was cut off before its end"),
+    Column("scores", ROW, F32, "rewards", (ESTIMATOR, METRICS), "the reward of the task"),
+    Column("greedy_scores", ROW, F32, "rewards", (), "the reward of the prompt's greedy answer"),
+    Column("components", ROW, F32, "rewards", (), "[B, K]: numbers that gdpo normalises one by one"),
+    Column("old_log_probs", DRAWN, F32, OLD, (ACTOR_UPDATE, KL, CORRECTION, METRICS), "log-prob before the updates"),
+    Column("sum_pi_squared", DRAWN, F32, ACTOR_SCORES, (), "sum of squared probabilities of its distribution"),
+    Column("entropy", DRAWN, F32, ACTOR_SCORES, (ENTROPY,), "entropy of the token's distribution"),
+    Column("num_other_experts", ROW, I64, ACTOR_SCORES, (METRICS,), "recorded experts that routers would not choose"),
+    Column("ref_log_probs", DRAWN, F32, "reference.log_probs", (ACTOR_UPDATE, KL), "log-prob under the reference"),
+    Column("old_values", DRAWN, F32, "critic.values", (CRITIC_UPDATE, METRICS), "the critic's value before the token"),
+    Column("rewards", DRAWN, F32, KL, (ESTIMATOR, METRICS), "-KL penalty; the score on a row's last one"),
+    Column("advantages", DRAWN, F32, "estimator", (ACTOR_UPDATE, METRICS), "advantage of the token"),
+    Column("returns", DRAWN, F32, "estimator", (CRITIC_UPDATE, METRICS), "what the critic learns to predict"),
+    Column("rollout_weights", DRAWN, F32, CORRECTION, (ACTOR_UPDATE, ESTIMATOR), "importance weight of the token"),
+    Column("kept", DRAWN, F32, MASKS, (ACTOR_UPDATE, CRITIC_UPDATE), "1 where it counts in losses, else 0; absent: 1"),
+    Column("trained", DRAWN, F32, ENTROPY, (ACTOR_UPDATE,), "1 where the policy loss trains it, else 0"),
 )

@@ -41,14 +41,6 @@ def row_lengths(batch: torch.Tensor) -> torch.Tensor:
     return lengths
 
 
-def to_padded(batch: torch.Tensor, length: int) -> torch.Tensor:
-    """Dense `[B, length]` copy of a ragged tensor, right-padded with zeros; rows must not exceed `length`."""
-    lengths = row_lengths(batch)
-    dense = torch.zeros((lengths.numel(), length), dtype=batch.dtype)
-    dense[torch.arange(length)[None] < lengths[:, None]] = batch.values()
-    return dense
-
-
 def known(field: torch.Tensor | None) -> torch.Tensor:
     """A field that must be filled. Raises ValueError if it is None."""
     if field is None:
@@ -309,15 +301,13 @@ class AnswerBatch(TensorClass):
     """Answers that are compared with each other. A row has all answers to one prompt, so that no split separates them.
 
     G prompts with n answers each. input_ids: int64 [G, (T)], the whole sequences, prompt first, end to end; sampled:
-    bool [G, (T)], True for scored tokens. lengths: int64 [G, (n)], of each sequence. kept: float32 [G, (R)], 1 for
-    scored tokens that count. given, labels: float32 [G, (n)], arguments of the loss for each answer
-    (`losses.objectives`). weights: float32 [G], 0 for a row that fills up a split.
+    bool [G, (T)], True for scored tokens. lengths: int64 [G, (n)], of each sequence. given, labels: float32 [G, (n)],
+    arguments of the loss for each answer (`losses.objectives`). weights: float32 [G], 0 where a row fills up a split.
     """
 
     input_ids: torch.Tensor
     sampled: torch.Tensor
     lengths: torch.Tensor
-    kept: torch.Tensor
     given: torch.Tensor
     labels: torch.Tensor
     weights: torch.Tensor
@@ -336,12 +326,8 @@ class AnswerBatch(TensorClass):
     def rows(self) -> Batch:
         """The answers as one row each, prompt after prompt."""
         lengths = self.lengths.values()
-        sampled = ragged_from_lengths(self.sampled.values(), lengths)
-        return Batch(
-            input_ids=ragged_from_lengths(self.input_ids.values(), lengths),
-            sampled=sampled,
-            kept=ragged_from_lengths(self.kept.values(), counts_in_rows(sampled)),
-        )
+        input_ids, sampled = (ragged_from_lengths(part.values(), lengths) for part in (self.input_ids, self.sampled))
+        return Batch(input_ids=input_ids, sampled=sampled)
 
 
 Record = TypeVar("Record", bound=Batch | TensorClass)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_rl.data.row_problems import RowPlace
-from megatron_rl.records import Batch, ragged, single_turn
+from megatron_rl.records import Batch, ragged
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,13 +77,12 @@ def token_batch(examples: Sequence[Example]) -> Batch:
 
     Raises ValueError for an example without a token that counts.
     """
-    rows, responses, kept = [], [], []
+    rows, masks = [], []
     for example in examples:
         counted = example.loss_mask.nonzero()[:, 0]
         if not len(counted):
             raise ValueError(f"{example.where}: no token counts in the loss")
-        first, end = int(counted[0]), int(counted[-1]) + 1
+        end = int(counted[-1]) + 1
         rows.append(example.tokens[:end])
-        responses.append(end - first)
-        kept.append(example.loss_mask[first:end].float())
-    return single_turn(ragged(rows), torch.tensor(responses), kept=ragged(kept))
+        masks.append(example.loss_mask[:end])
+    return Batch(input_ids=ragged(rows), sampled=ragged(masks))

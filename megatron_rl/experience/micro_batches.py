@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_rl.experience.routed_tokens import RoutedTokens, routed_tokens
 from megatron_rl.parallel.balance import SequenceWork, pack
 from megatron_rl.parallel.zigzag import ContextShare
-from megatron_rl.records import Batch, elements_of, first_true, ragged_from_lengths, row_lengths, to_padded
+from megatron_rl.records import Batch, elements_of, first_true, row_lengths
 
 NO_FIELDS = ("input_ids", "sampled", "routed_experts")
 """Columns that are not one float per sampled token."""
@@ -161,14 +161,6 @@ class MicroBatch:
         default = self.predicts_sampled.new_ones(int(self.num_sampled.sum()), dtype=torch.float32)
         return self.fields.get("kept", default)
 
-    @property
-    def counts(self) -> Tensor | None:
-        """bool, of each token in `targets`: whether it counts in a loss; None: all do, as the batch does not say."""
-        if "kept" not in self.fields:
-            return None
-        kept = self.fields["kept"].bool()
-        return kept if self.share is None else kept[self.share.numbers]
-
     def to(self, device: torch.device) -> MicroBatch:
         """Return the block on another device."""
         return replace(
@@ -275,8 +267,18 @@ def micro_batches(
 def padded(tokens: Tensor, sampled: Tensor, lengths: Tensor, column_multiple: int) -> tuple[Tensor, Tensor]:
     """(input_ids, predicts_sampled) of rows under each other, from their tokens end to end."""
     width = round_up(int(lengths.max()), column_multiple)
-    input_ids, is_sampled = (to_padded(ragged_from_lengths(part, lengths), width) for part in (tokens, sampled))
-    return input_ids, is_sampled[:, 1:].contiguous()
+    input_ids, is_sampled = laid_out(tokens, sampled, lengths, torch.arange(len(lengths)) * width, len(lengths) * width)
+    return input_ids.view(-1, width), is_sampled.view(-1, width)[:, 1:]
+
+
+def laid_out(
+    tokens: Tensor, sampled: Tensor, lengths: Tensor, starts: Tensor, num_columns: int
+) -> tuple[Tensor, Tensor]:
+    """Return tokens and their mask in so many columns, each row from its start on; filler is 0 and not sampled."""
+    position = torch.arange(len(tokens)) + (starts - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
+    input_ids, is_sampled = tokens.new_zeros(num_columns), torch.zeros(num_columns, dtype=torch.bool)
+    input_ids[position], is_sampled[position] = tokens, sampled
+    return input_ids, is_sampled
 
 
 def packed(
@@ -302,9 +304,7 @@ def packed(
     num_columns = round_up(num_tokens, column_multiple)
     filler = num_columns - num_tokens
     segments = (*room.tolist(), *([filler] if filler else []))
-    position = torch.arange(len(tokens)) + (starts - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
-    input_ids, is_sampled = tokens.new_zeros(num_columns), torch.zeros(num_columns, dtype=torch.bool)
-    input_ids[position], is_sampled[position] = tokens, sampled
+    input_ids, is_sampled = laid_out(tokens, sampled, lengths, starts, num_columns)
     return input_ids[None], is_sampled[None, 1:], segments, prefixes or ()
 
 
@@ -357,29 +357,13 @@ def widened(block: MicroBatch, num_columns: int, num_rows: int | None = None) ->
     )
 
 
-def in_row_order(values: Tensor, blocks: Sequence[MicroBatch]) -> Tensor:
-    """values [tokens of all blocks, ...], block after block -> the same, row after row of the record."""
-    rows = torch.cat([block.rows for block in blocks])
-    return rows_in_order(values, rows, torch.cat([block.num_sampled for block in blocks]))
+def in_row_order(values: Iterable[tuple[MicroBatch, Tensor]], lengths: Tensor, like: Tensor) -> Tensor:
+    """(block, values [elements of its rows, ...]) -> all rows of a batch end to end, with zeros for unreported ones.
 
-
-def reported_rows(values: Iterable[tuple[MicroBatch, Tensor]], lengths: Tensor, like: Tensor) -> Tensor:
-    """(block, values [elements of its rows, ...]) -> all rows of a record end to end, with zeros for the rows of no
-    reported block. lengths: int64, elements of every row of the record. like: has the values' dtype and further dims.
+    lengths: int64, elements of every row of the batch. like: has the values' dtype and further dims.
     """
     whole = like.new_zeros(int(lengths.sum()), *like.shape[1:])
     for block, part in values:
         if block.is_reported:
             whole[elements_of(block.rows.cpu(), lengths)] = part
     return whole
-
-
-def rows_in_order(values: Tensor, rows: Tensor, lengths: Tensor) -> Tensor:
-    """values [sum(lengths), ...] of rows with these numbers, end to end -> the same in the order of the numbers."""
-    place = torch.empty_like(lengths)
-    place[rows] = lengths
-    starts = place.cumsum(0) - place
-    shift = (starts[rows] - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
-    ordered = torch.empty_like(values)
-    ordered[torch.arange(len(values)) + shift] = values
-    return ordered

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Samples:
     """The answers of one step, as estimators read them: their sampled tokens alone, turn after turn.
 
-    rewards: float [T], the score of an answer on its last sampled token, minus KL penalties where they enter the reward.
+    rewards: float [T], the score of an answer on its last token, minus KL penalties where they enter the reward.
     lengths: int64 [B]; an answer may have no token. groups: int64 [B], equal for the answers to one prompt.
     scores: float [B], without penalties.
     The other fields are None unless the estimator reads them (`EstimatorTraits`), or the run has them.

@@ -30,6 +30,11 @@ def mean_rows(values: Tensor, lengths: Tensor) -> Tensor:
     return sum_rows(values, lengths) / lengths.clamp(min=1)
 
 
+def last_of_rows(values: Tensor, lengths: Tensor) -> Tensor:
+    """values [T] -> the last of each row [B]; rows must not be empty. Differentiable."""
+    return values[lengths.cumsum(0) - 1]
+
+
 def max_rows(values: Tensor, lengths: Tensor) -> Tensor:
     """values [T] -> the largest of each row [B]; 0 for an empty row."""
     largest = values.new_zeros(lengths.numel())

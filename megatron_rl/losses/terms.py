@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_rl.losses.rows import mean_counted, sum_rows
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -58,20 +56,6 @@ def log_sigmoid(values: Tensor) -> Tensor:
     from torch.nn.functional import logsigmoid
 
     return logsigmoid(values)
-
-
-def sum_answers(log_probs: Tensor, counted: Tensor, lengths: Tensor) -> Tensor:
-    """log_probs [T] -> their sum in each answer [B] over the tokens where `counted` [T] is 1; 0 where there is none.
-
-    What is not counted may be anything, infinities and NaN too. Differentiable.
-    """
-    return sum_rows(log_probs.where(counted.bool(), 0.0), lengths)
-
-
-def mean_answers(log_probs: Tensor, counted: Tensor, lengths: Tensor) -> Tensor:
-    """`sum_answers`, divided by the number of tokens that count; 0 where there is none."""
-    kept = counted.to(log_probs.dtype)
-    return mean_counted(log_probs.where(counted.bool(), 0.0), kept, lengths)
 
 
 def mean_metric(values: Tensor, kept: Tensor | None = None) -> Tensor:

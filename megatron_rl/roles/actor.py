@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -263,7 +262,7 @@ class Actor(TrainedRole):
         load = {} if self.routing is None else self._expert_metrics(self.routing)
         if metrics is None:
             return {}, None
-        log_probs = self.trainable.pipeline.in_row_order(torch.cat(own), blocks, batch) if is_own else None
+        log_probs = self.trainable.pipeline.in_row_order(own, blocks, batch) if is_own else None
         weight = {"actor/kl_coef": self.config.kl_loss_coef} if self.config.use_kl_loss else {}
         return metrics | load | weight, log_probs
 
@@ -276,7 +275,7 @@ class Actor(TrainedRole):
     def _pretraining_loss(self, hidden: Tensor, block: MicroBatch, totals: BatchTotals) -> tuple[Tensor, MetricParts]:
         """(ptx.coef * cross-entropy of a block's examples, the cross-entropy as a metric)."""
         log_probs, _ = self.reader.log_probs_and_entropy(hidden, block)
-        value = cross_entropy(log_probs, block.kept, float(totals.tokens))
+        value = cross_entropy(log_probs, totals.tokens)
         return self.rank.config.ptx.coef * value, {"actor/ptx_loss": value.detach()}
 
     def _loss(

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_rl.experience.micro_batches import MicroBatch, MicroBatching
 from megatron_rl.losses.metrics import MetricParts
 from megatron_rl.losses.objectives import Objective
-from megatron_rl.losses.terms import Answers, mean_answers, sum_answers
+from megatron_rl.losses.terms import Answers
 from megatron_rl.records import AnswerBatch, AnswerScores, ragged_from_lengths
 from megatron_rl.roles.pipeline import PerToken
 from megatron_rl.roles.training import TrainableModel
@@ -19,12 +19,18 @@ from megatron_rl.roles.training import TrainableModel
 class AnswerLearner:
     """Gradients and scores of answers under one model; all ranks must call.
 
-    per_token: one number per scored token. means: an answer's number is the mean over counted tokens, else their sum.
+    per_token: one number per scored token. of_rows: an answer's number [B] from those of its tokens [T] and their
+    counts [B].
     """
 
-    def __init__(self, trainable: TrainableModel, per_token: PerToken, objective: Objective, means: bool) -> None:
-        self.trainable, self.per_token, self.objective = trainable, per_token, objective
-        self.total: Callable[[Tensor, Tensor, Tensor], Tensor] = mean_answers if means else sum_answers
+    def __init__(
+        self,
+        trainable: TrainableModel,
+        per_token: PerToken,
+        objective: Objective,
+        of_rows: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
+        self.trainable, self.per_token, self.objective, self.of_rows = trainable, per_token, objective, of_rows
 
     def scores(self, batch: AnswerBatch, cut: MicroBatching) -> AnswerScores | None:
         """The number of each answer; the record on the last stage, None before."""
@@ -33,7 +39,7 @@ class AnswerLearner:
         flat = pipeline.forward(rows, cut, self.per_token)
         if flat is None:
             return None
-        numbers = self.total(flat, rows.flat("kept"), rows.num_sampled)
+        numbers = self.of_rows(flat, rows.num_sampled)
         return AnswerScores(ragged_from_lengths(numbers, batch.sizes), batch_size=batch.batch_size)
 
     def compute_gradients(
@@ -50,7 +56,7 @@ class AnswerLearner:
         weights, shift = batch.weights.to(device), torch.tensor(baseline, device=device)
 
         def loss(output: Tensor, block: MicroBatch) -> tuple[Tensor, MetricParts]:
-            numbers = self.total(self.per_token(output, block), block.kept, block.num_sampled)
+            numbers = self.of_rows(self.per_token(output, block), block.num_sampled)
             prompts, sizes = prompt_of_row[block.rows].unique_consecutive(return_counts=True)
             answers = Answers(numbers, given[block.rows], labels[block.rows], sizes, shift)
             terms = self.objective(answers)

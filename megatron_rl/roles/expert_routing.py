@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config.megatron import OverrideTransformerConfig
-from megatron_rl.experience.micro_batches import MicroBatch, reported_rows, rows_in_order
+from megatron_rl.experience.micro_batches import MicroBatch, in_row_order
 from megatron_rl.experience.routed_tokens import num_others
-from megatron_rl.experience.token_places import known_tokens, num_rows_at, places, places_of_rows, recorded_experts
+from megatron_rl.experience.token_places import num_rows_at, places, places_of_rows, recorded_experts
 from megatron_rl.model.experts import has_experts
 from megatron_rl.model.router_balance import Balance
 from megatron_rl.model.router_replay import ChunkRouters, RoutingPlan
@@ -140,14 +140,13 @@ class ExpertRouting:
 
     def _rows(self, kept: list[tuple[MicroBatch, Tensor]], lengths: Tensor) -> Tensor:
         parts = [self._whole(own, block)[places(block)] for block, own in kept]
-        values = torch.cat(parts)
-        if self.groups.grid.most_sharing is not None:
-            blocks = (block for block, _ in kept)
-            whole = reported_rows(zip(blocks, parts, strict=True), lengths, values).to(self.device, torch.int32)
-            dist.all_reduce(whole, group=self.groups.cp_group)
-            return whole.cpu().to(values.dtype)
-        rows = torch.cat([block.rows.cpu() for block, _ in kept])
-        return rows_in_order(values, rows, torch.cat([known_tokens(block).lengths for block, _ in kept]))
+        blocks = (block for block, _ in kept)
+        whole = in_row_order(zip(blocks, parts, strict=True), lengths, parts[0])
+        if self.groups.grid.most_sharing is None:
+            return whole
+        summed = whole.to(self.device, torch.int32)
+        dist.all_reduce(summed, group=self.groups.cp_group)
+        return summed.cpu().to(whole.dtype)
 
     def _whole(self, own: Tensor, block: MicroBatch) -> Tensor:
         """This rank's part of [S * b, ...] -> all of it, on the CPU."""

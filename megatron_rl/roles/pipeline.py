@@ -27,7 +27,6 @@ from megatron_rl.experience.micro_batches import (
     in_row_order,
     micro_batches,
     prompt_numbers,
-    reported_rows,
     round_up,
     widened,
 )
@@ -161,17 +160,18 @@ class Pipeline:
             return self._run(model, block), lambda output, non_loss_data: per_token(output, block).cpu()
 
         outputs = self._schedule(step, self._scheduled(blocks), forward_only=True, collect_non_loss_data=True)
-        return self.in_row_order(torch.cat(outputs), blocks, batch) if self.groups.is_last_stage else None
+        return self.in_row_order(outputs, blocks, batch) if self.groups.is_last_stage else None
 
-    def in_row_order(self, values: Tensor, blocks: list[MicroBatch], batch: Batch) -> Tensor:
-        """values [sampled tokens of the blocks, ...] on the CPU, block after block -> of the batch, row after row.
+    def in_row_order(self, parts: Sequence[Tensor], blocks: Sequence[MicroBatch], batch: Batch) -> Tensor:
+        """Values [sampled tokens, ...] of each block, on the CPU -> of the batch, row after row.
 
         Where ranks have blocks of their own all context-parallel ranks of the stage must call.
         """
+        with_parts = zip(blocks, parts, strict=False)  # the schedule may have added blocks without rows
+        whole = in_row_order(with_parts, batch.num_sampled, parts[0])
         if self.groups.grid.most_sharing is None:
-            return in_row_order(values, blocks)
-        parts = values.split([int(block.num_sampled.sum()) for block in blocks])
-        whole = reported_rows(zip(blocks, parts, strict=True), batch.num_sampled, values).to(self.device)
+            return whole
+        whole = whole.to(self.device)
         dist.all_reduce(whole, group=self.groups.cp_group)
         return whole.cpu()
 

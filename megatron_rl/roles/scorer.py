@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_rl.config.roles import CRITIC, RoleSpec
 from megatron_rl.dispatch import Dispatch, Stop, remote_method
 from megatron_rl.losses.objectives import reward_objective
+from megatron_rl.losses.rows import last_of_rows
 from megatron_rl.records import AnswerBatch, AnswerScores
 from megatron_rl.roles.critic import values_before
 from megatron_rl.roles.rank import Rank
@@ -20,7 +21,7 @@ class TrainedScorer(TrainedRole):
         source = rank.source(spec)
         super().__init__(spec, rank, source, source.value_model(head_seed=rank.config.trainer.seed))
         objective = reward_objective(rank.config.reward_training)
-        self.learner = AnswerLearner(self.trainable, values_before, objective, means=False)
+        self.learner = AnswerLearner(self.trainable, values_before, objective, last_of_rows)
 
     @remote_method(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
     def update(self, batch: AnswerBatch, num_prompts: int) -> dict[str, float]:

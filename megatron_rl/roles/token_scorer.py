@@ -44,29 +44,19 @@ class TokenScorer:
         return log_probs, entropy
 
     def log_probs(self, hidden: Tensor, block: MicroBatch) -> Tensor:
-        """hidden [b, S / C, H] -> log-prob [N] of the block's sampled tokens, float32; 0 of those that do not count.
-
-        The head is applied only to tokens that count. C and calls are those of `log_probs_and_entropy`.
-        """
-        counts = block.counts
-        if counts is None:
-            return block.whole(self.head.log_probs(block.scored(hidden), block.targets))
-        log_probs = self.head.log_probs(block.scored(hidden)[counts], block.targets[counts])
-        return block.whole(log_probs.new_zeros(len(counts)).masked_scatter(counts, log_probs))
+        """hidden [b, S / C, H] -> log-prob [N] of the block's sampled tokens, float32; C as `log_probs_and_entropy`."""
+        return block.whole(self.head.log_probs(block.scored(hidden), block.targets))
 
     def cross_entropy(self, hidden: Tensor, block: MicroBatch) -> Tensor:
-        """hidden [b, S / C, H] -> -(sum of the log-probs of the block's tokens that count), a float32 scalar.
+        """hidden [b, S / C, H] -> -(sum of the log-probs of the block's sampled tokens), a float32 scalar.
 
         C and calls are those of `log_probs_and_entropy`. Logits are computed only once where possible.
         """
         # Interleaved stages run several blocks forward before the first comes back, and float16 has no room for
         # gradients that are scaled later.
         if len(self.pipeline.chunks) > 1 or hidden.dtype == torch.float16:
-            return cross_entropy(self.log_probs(hidden, block), block.kept, 1.0)
-        rows, targets, counts = block.scored(hidden), block.targets, block.counts
-        if counts is not None:
-            rows, targets = rows[counts], targets[counts]
-        total = self.head.cross_entropy(rows, targets)
+            return cross_entropy(self.log_probs(hidden, block), 1)
+        total = self.head.cross_entropy(block.scored(hidden), block.targets)
         return total if block.share is None else block.share.total(total)
 
     def score(self, column: str, batch: Batch, cut: MicroBatching, others: Sequence[str] = ()) -> Batch | None:

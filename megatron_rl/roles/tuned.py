@@ -12,7 +12,7 @@ from megatron_rl.dispatch import Dispatch, Stop, remote_method
 from megatron_rl.experience.micro_batches import MicroBatch
 from megatron_rl.losses.metrics import MetricParts
 from megatron_rl.losses.objectives import preference_objective
-from megatron_rl.losses.terms import sum_answers
+from megatron_rl.losses.rows import mean_rows, sum_rows
 from megatron_rl.records import AnswerBatch, AnswerScores, Batch
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.role import TrainedRole
@@ -31,16 +31,17 @@ class TunedPolicy(TrainedRole):
         self.scorer = TokenScorer(self.trainable.pipeline, self.trainable.models, settings, temperature=1.0)
         preferences = rank.config.dpo
         means = rank.config.trainer.stage == DPO and PREFERENCE_LOSSES[preferences.loss].traits.means
-        self.learner = AnswerLearner(self.trainable, self.scorer.log_probs, preference_objective(preferences), means)
+        objective, of_rows = preference_objective(preferences), mean_rows if means else sum_rows
+        self.learner = AnswerLearner(self.trainable, self.scorer.log_probs, objective, of_rows)
 
     @remote_method(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
     def update(self, batch: Batch) -> dict[str, float]:
-        """One optimizer step on the cross-entropy of all tokens that count, unless it is skipped; metrics (complete on
+        """One optimizer step on the cross-entropy of all sampled tokens, unless it is skipped; metrics (complete on
         the last stage)."""
         return self.compute_gradients(batch) | self.trainable.step().metrics(ACTOR)
 
     def compute_gradients(self, batch: Batch) -> dict[str, float]:
-        """Gradients of the mean over the tokens that count, on all ranks. Metrics on the last stage."""
+        """Gradients of the mean over the sampled tokens, on all ranks. Metrics on the last stage."""
         blocks = self.trainable.pipeline.micro_batches(batch, self.cut)
         totals = self.trainable.totals(blocks)
 
@@ -52,9 +53,9 @@ class TunedPolicy(TrainedRole):
 
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def log_likelihoods(self, batch: Batch) -> Batch | None:
-        """`scores`: the sum of the log-probs of the counted tokens of each row; None before the last stage."""
+        """`scores`: the sum of the log-probs of the sampled tokens of each row; None before the last stage."""
         flat = self.trainable.pipeline.forward(batch, self.score_cut, self.scorer.log_probs)
-        return None if flat is None else Batch(scores=sum_answers(flat, batch.flat("kept"), batch.num_sampled))
+        return None if flat is None else Batch(scores=sum_rows(flat, batch.num_sampled))
 
     @remote_method(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
     def update_preferences(self, batch: AnswerBatch, num_prompts: int, baseline: float = 0.0) -> dict[str, float]:

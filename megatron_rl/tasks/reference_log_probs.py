@@ -13,7 +13,8 @@ from megatron_rl.data.examples import Labelled, Ranking
 from megatron_rl.errors import ConfigError
 from megatron_rl.losses.objectives import preference_objective
 from megatron_rl.losses.preferences import kto_baseline
-from megatron_rl.losses.terms import Answers, sum_answers
+from megatron_rl.losses.rows import sum_rows
+from megatron_rl.losses.terms import Answers
 from megatron_rl.records import AnswerBatch, ragged_from_lengths
 from megatron_rl.roles.tuned import TunedPolicy
 from megatron_rl.tasks.held_out import LOSS
@@ -80,7 +81,7 @@ class Preferences:
         elif reference is not None:
             rows = batch.rows()
             log_probs = reference.log_probs(rows.read_by(SCORING)).get().flat("ref_log_probs")
-            summed = sum_answers(log_probs, rows.flat("kept"), rows.num_sampled)
+            summed = sum_rows(log_probs, rows.num_sampled)
             batch.given = ragged_from_lengths(summed, batch.sizes)
         return batch
 

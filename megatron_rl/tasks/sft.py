@@ -42,5 +42,5 @@ def measured(run: TaskRun) -> dict[str, float]:
     """Cross-entropy per token of all held-out examples, and perplexity."""
     batch = token_batch(run.data.val)
     summed = run.role(TunedPolicy).log_likelihoods(batch).get()["scores"].double().sum()
-    loss = -float(summed / batch.flat("kept").double().sum())
+    loss = -float(summed / float(batch.num_sampled.sum()))
     return {LOSS: loss, "val/perplexity": math.exp(min(loss, 700.0))}

@@ -14,49 +14,40 @@ ONE_MORE = torch.zeros(1, dtype=torch.int64)
 """A token after the last one: the value before it is the score of the whole sequence."""
 
 
-def scored_answer(example: Example) -> tuple[Tensor, int, Tensor]:
-    """An answer for a reward model: (tokens, number of scored tokens at the end, 1 where a token counts).
-
-    One token is appended; the value before it is the answer's score, so only the last counts.
-    """
-    response = len(example.tokens) - max(example.prompt_length, 1) + 1
-    kept = torch.zeros(response)
-    kept[-1] = 1.0
-    return torch.cat([example.tokens, ONE_MORE]), response, kept
+ScoredTokens = tuple[Tensor, Tensor]
+"""An answer after its prompt: (tokens int64 [L], bool [L]: True where they are scored)."""
 
 
-def preferred_answer(example: Example) -> tuple[Tensor, int, Tensor]:
-    """An answer for a policy, in the form of `scored_answer`: every token after the prompt is scored."""
-    first = max(example.prompt_length, 1)
-    return example.tokens, len(example.tokens) - first, example.loss_mask[first:].float()
+def scored_answer(example: Example) -> ScoredTokens:
+    """An answer for a reward model, with one token appended: the value before it, the last of all, is the score."""
+    tokens = torch.cat([example.tokens, ONE_MORE])
+    return tokens, torch.arange(len(tokens)) >= max(example.prompt_length, 1)
+
+
+def preferred_answer(example: Example) -> ScoredTokens:
+    """An answer for a policy: the tokens that count are scored."""
+    return example.tokens, example.loss_mask
 
 
 def answer_batch(
-    prompts: Sequence[Sequence[tuple[Tensor, int, Tensor]]],
+    prompts: Sequence[Sequence[ScoredTokens]],
     given: Sequence[Sequence[float]] | None = None,
     labels: Sequence[Sequence[float]] | None = None,
 ) -> AnswerBatch:
-    """Put the answers of several prompts into one record.
+    """Put the answers to several prompts into one record.
 
-    prompts: the answers to each, from `scored_answer` or `preferred_answer`. given, labels: as in
-    `losses.objectives.Answers`; None: 0.
+    given, labels: as in `losses.objectives.Answers`; None: 0.
     """
     zeros = [[0.0] * len(answers) for answers in prompts]
     return AnswerBatch(
-        ragged([torch.cat([tokens for tokens, _, _ in answers]) for answers in prompts]),
-        ragged([torch.cat([at_end(len(tokens), scored) for tokens, scored, _ in answers]) for answers in prompts]),
-        ragged([torch.tensor([len(tokens) for tokens, _, _ in answers]) for answers in prompts]),
-        ragged([torch.cat([kept for _, _, kept in answers]) for answers in prompts]),
+        ragged([torch.cat([tokens for tokens, _ in answers]) for answers in prompts]),
+        ragged([torch.cat([scored for _, scored in answers]) for answers in prompts]),
+        ragged([torch.tensor([len(tokens) for tokens, _ in answers]) for answers in prompts]),
         ragged([torch.tensor(list(numbers), dtype=torch.float32) for numbers in given or zeros]),
         ragged([torch.tensor(list(numbers), dtype=torch.float32) for numbers in labels or zeros]),
         torch.ones(len(prompts)),
         batch_size=[len(prompts)],
     )
-
-
-def at_end(length: int, number: int) -> Tensor:
-    """bool [length]: True for the last `number` of them."""
-    return torch.arange(length) >= length - number
 
 
 def reward_batch(records: Sequence[Ranking] | Sequence[ScoredExample]) -> AnswerBatch:

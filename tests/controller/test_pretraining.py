@@ -76,8 +76,8 @@ def test_conversations_count_the_answers(tmp_path: Path, tokenizer) -> None:
     tests/data have."""
     file = write(tmp_path / "answers.jsonl", [{"prompt": "1+1=", "response": "2"}])
     record = Pretraining(config("ptx.coef=1", f"ptx.files={file}", "ptx.mini_batch_size=1"), tokenizer).next().record
-    (kept,), (row,) = record["kept"].unbind(), record["input_ids"].unbind()
-    assert kept.tolist() == [1.0, 1.0] and tokenizer.decode(row[-2:-1]) == "2"
+    (mask,), (row,) = record["sampled"].unbind(), record["input_ids"].unbind()
+    assert mask.tolist() == [False] * (len(row) - 2) + [True, True] and tokenizer.decode(row[-2:-1]) == "2"
 
 
 @pytest.mark.parametrize(

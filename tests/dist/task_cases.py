@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from megatron_rl.config.task_config import for_task
 from megatron_rl.config.tasks import DPO, REWARD, SFT
 from megatron_rl.losses.terms import ItemTerms
-from megatron_rl.records import AnswerBatch, Batch, ragged, single_turn
+from megatron_rl.records import AnswerBatch, Batch, ragged
 
 NUM_ROWS = 11
 NAMES = {SFT: "actor", DPO: "actor", REWARD: "critic"}
@@ -34,16 +34,13 @@ def token_batch() -> Batch:
         return int(torch.randint(low, high, (), generator=generator))
 
     lengths = [(draw(3, 14), draw(1, 16)) for _ in range(NUM_ROWS)]
-    kept = []
-    for _, response in lengths:
-        counts = (torch.rand(response, generator=generator) < 0.7).float()
-        counts[0] = 1.0
-        kept.append(counts)
-    return single_turn(
-        ragged([torch.randint(2, 70, (sum(pair),), generator=generator) for pair in lengths]),
-        torch.tensor([response for _, response in lengths]),
-        kept=ragged(kept),
-    )
+    masks = []
+    for prompt, response in lengths:
+        counts = torch.rand(response, generator=generator) < 0.7
+        counts[0] = True
+        masks.append(torch.cat([torch.zeros(prompt, dtype=torch.bool), counts]))
+    tokens = [torch.randint(2, 70, (len(mask),), generator=generator) for mask in masks]
+    return Batch(input_ids=ragged(tokens), sampled=ragged(masks))
 
 
 def answer_batch(sizes: tuple[int, ...], score_token: bool) -> AnswerBatch:
@@ -53,9 +50,7 @@ def answer_batch(sizes: tuple[int, ...], score_token: bool) -> AnswerBatch:
     def draw(low: int, high: int) -> int:
         return int(torch.randint(low, high, (), generator=generator))
 
-    rows: dict[str, list[torch.Tensor]] = {
-        name: [] for name in ("ids", "sampled", "lengths", "kept", "given", "labels")
-    }
+    rows: dict[str, list[torch.Tensor]] = {name: [] for name in ("ids", "sampled", "lengths", "given", "labels")}
     for size in sizes:
         prompt = torch.randint(2, 70, (draw(2, 10),), generator=generator)
         answers = [torch.randint(2, 70, (draw(1, 12),), generator=generator) for _ in range(size)]
@@ -65,13 +60,11 @@ def answer_batch(sizes: tuple[int, ...], score_token: bool) -> AnswerBatch:
         ends = [torch.arange(len(prompt) + length) >= len(prompt) for length in responses.tolist()]
         rows["sampled"].append(torch.cat(ends))
         rows["lengths"].append(responses + len(prompt))
-        last = [torch.eye(length)[-1] if score_token else torch.ones(length) for length in responses.tolist()]
-        rows["kept"].append(torch.cat(last))
         values = torch.rand(size, generator=generator)
         values[-1] *= not score_token  # a margin to the next answer, of which the last has none
         rows["given"].append(values if score_token else -5 - 5 * values)
         rows["labels"].append(torch.randint(0, 2, (size,), generator=generator).float())
-    fields = [ragged(rows[name]) for name in ("ids", "sampled", "lengths", "kept", "given", "labels")]
+    fields = [ragged(rows[name]) for name in ("ids", "sampled", "lengths", "given", "labels")]
     return AnswerBatch(*fields, torch.ones(len(sizes)), batch_size=[len(sizes)])
 
 

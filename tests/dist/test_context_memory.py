@@ -6,12 +6,12 @@ import pytest
 import torch
 from ranks import run_ranks
 from storage_meter import StorageMeter
-from tiny_models import random_batch, run_config, save_llama
+from tiny_models import run_config, save_llama
 
 from megatron_rl.columns import ACTOR_UPDATE
 from megatron_rl.ledger.planner.memory import plan_stages
 from megatron_rl.ledger.planner.run_models import RunModels
-from megatron_rl.records import ragged, ragged_from_lengths
+from megatron_rl.records import ragged, single_turn
 
 pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(300)]
 
@@ -36,11 +36,10 @@ def peak_of_gradients(config) -> int:
 
     worker = RankHost(config)
     worker.build("actor")
-    actor, experience = worker.roles["actor"], random_batch(1)
-    experience.add(input_ids=ragged([torch.randint(2, 70, (PROMPT + RESPONSE,))]))
-    experience.num_sampled = torch.tensor([RESPONSE])
+    actor = worker.roles["actor"]
+    experience = single_turn(ragged([torch.randint(2, 70, (PROMPT + RESPONSE,))]), torch.tensor([RESPONSE]))
     for name in ("rollout_log_probs", "old_values", "advantages", "returns", "old_log_probs", "ref_log_probs"):
-        experience.set(name, ragged_from_lengths(torch.randn(RESPONSE), experience.num_sampled))
+        experience.add(**{name: experience.per_sampled_token(torch.randn(RESPONSE))})
     owned = [tensor for b in actor.trainable.param_buffers for tensor in (b.param_data, b.grad_data)]
     meter = StorageMeter(owned, lambda: 0)
     with meter:

@@ -9,7 +9,6 @@ import torch
 from ranks import run_ranks
 from storage_meter import StorageMeter
 from tiny_models import (
-    random_batch,
     run_config,
     save_deepseek_v3,
     save_gemma2,
@@ -24,7 +23,7 @@ from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE, SCORING
 from megatron_rl.config.megatron import OverrideTransformerConfig
 from megatron_rl.ledger.planner.memory import StageMemory, plan_stages
 from megatron_rl.ledger.planner.run_models import RunModels
-from megatron_rl.records import non_tensor, ragged, ragged_from_lengths
+from megatron_rl.records import non_tensor, ragged, single_turn
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 PROMPT, RESPONSE, ROWS = 136, 24, 8
@@ -34,12 +33,10 @@ SIZES = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 512, "max_
 
 def full_experience(num_rows: int):
     """Every sequence as long as it may get, as the plan takes it."""
-    experience = random_batch(num_rows)
-    lengths = torch.full((num_rows,), RESPONSE)
-    experience.add(input_ids=ragged([torch.randint(2, 70, (PROMPT + RESPONSE,)) for _ in range(num_rows)]))
-    experience.num_sampled = lengths
+    rows = [torch.randint(2, 70, (PROMPT + RESPONSE,)) for _ in range(num_rows)]
+    experience = single_turn(ragged(rows), torch.full((num_rows,), RESPONSE))
     for name in ("rollout_log_probs", "old_values", "advantages", "returns", "old_log_probs", "ref_log_probs"):
-        experience.set(name, ragged_from_lengths(torch.randn(num_rows * RESPONSE), lengths))
+        experience.add(**{name: experience.per_sampled_token(torch.randn(num_rows * RESPONSE))})
     return experience
 
 

@@ -75,9 +75,9 @@ def test_one_process_equals_a_plain_loop(model_path: str) -> None:
     """Without advantages all that is left is coef * mean cross-entropy, at temperature 1 although samples have 1.3, in
     three passes beside three of samples. Would not catch a sum of both losses in which one disturbs the other."""
     plain, batch = PlainLoop(model_path), token_batch()
-    rows = zip(batch["input_ids"].unbind(), batch.num_sampled.tolist(), batch["kept"].unbind(), strict=True)
-    summed = sum((plain.log_probs(ids, length) * kept).sum() for ids, length, kept in rows)
-    loss, norm = plain.step(-COEF * summed / batch.flat("kept").sum())
+    rows = zip(batch["input_ids"].unbind(), batch["sampled"].unbind(), strict=True)
+    summed = sum(plain.log_probs(ids, len(ids) - 1)[mask[1:]].sum() for ids, mask in rows)
+    loss, norm = plain.step(-COEF * summed / batch.num_sampled.sum())
     found = run_mix(model_path, (1, 1, 1), samples(0.0), batch)
     assert told(found)["actor/ptx_loss"] == pytest.approx(loss / COEF, rel=1e-5)
     assert told(found)["actor/grad_norm"] == pytest.approx(norm, rel=1e-5) and told(found)["actor/pg_loss"] == 0.0

@@ -34,9 +34,9 @@ def alone(model_path) -> list[dict]:
 def test_one_process_equals_a_plain_loop(model_path: str, alone: list[dict]) -> None:
     """Would not catch a mask that is wrong in the file's reader, which is tested apart."""
     plain, batch = PlainLoop(model_path), token_batch()
-    rows = zip(batch["input_ids"].unbind(), batch.num_sampled.tolist(), batch["kept"].unbind(), strict=True)
-    summed = sum((plain.log_probs(ids, length) * kept).sum() for ids, length, kept in rows)
-    told = plain.step(-summed / batch.flat("kept").sum())
+    rows = zip(batch["input_ids"].unbind(), batch["sampled"].unbind(), strict=True)
+    summed = sum(plain.log_probs(ids, len(ids) - 1)[mask[1:]].sum() for ids, mask in rows)
+    told = plain.step(-summed / batch.num_sampled.sum())
     assert_equals_plain(alone, plain, told, "actor", model_path)
 
 

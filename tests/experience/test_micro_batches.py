@@ -33,6 +33,10 @@ def actor_batch(rows):
     )
 
 
+def in_order(parts, blocks, batch):
+    return in_row_order(zip(blocks, parts, strict=True), batch.num_sampled, parts[0])
+
+
 THREE = [([1, 2], [3, 4]), ([5], [6]), ([7, 8], [9])]
 
 
@@ -59,8 +63,8 @@ def test_three_packed_rows_in_another_order():
     assert first.targets.tolist() == [9, 3, 4] and first.num_sampled.tolist() == [1, 2]
     assert first.fields["old_log_probs"].tolist() == [3, 0, 1] and first.rows.tolist() == [2, 0]
     assert second.input_ids.tolist() == [[5, 6]] and second.targets.tolist() == [6] and second.segments == (2,)
-    values = torch.tensor([30.0, 0.0, 1.0, 20.0])
-    assert in_row_order(values, [first, second]).tolist() == [0, 1, 20, 30]
+    values = [torch.tensor([30.0, 0.0, 1.0]), torch.tensor([20.0])]
+    assert in_order(values, [first, second], actor_batch(THREE)).tolist() == [0, 1, 20, 30]
 
 
 def test_packed_rows_of_a_multiple_and_what_each_rank_scores():
@@ -182,7 +186,7 @@ def test_shared_prompts_leave_every_response_token_in_place(rows, cut, num_block
     assert len(plan) <= len(cut.plan(lengths, num_blocks))
     blocks = micro_batches(batch, plan, True, prompts=numbers)
     expected = [token for _, response in rows for token in response]
-    assert in_row_order(torch.cat([block.targets for block in blocks]), blocks).tolist() == expected
+    assert in_order([block.targets for block in blocks], blocks, batch).tolist() == expected
     for block, members in zip(blocks, plan, strict=True):
         assert cut.max_tokens is None or sum(lengths[row] for row in members) <= cut.max_tokens
         column, tokens = 0, block.input_ids[0].tolist()
@@ -201,10 +205,9 @@ def test_blocks_together_hold_every_response_token_once(rows, cut, column_multip
     assert sorted(row for block in plan for row in block) == list(range(len(rows)))
     blocks = micro_batches(batch, plan, cut.remove_padding, column_multiple)
     expected = [token for _, response in rows for token in response]
-    assert in_row_order(torch.cat([block.targets for block in blocks]), blocks).tolist() == expected
+    assert in_order([block.targets for block in blocks], blocks, batch).tolist() == expected
     for name in ("old_log_probs", "advantages"):
-        joined = torch.cat([block.fields[name] for block in blocks])
-        assert in_row_order(joined, blocks).tolist() == batch.flat(name).tolist()
+        assert in_order([block.fields[name] for block in blocks], blocks, batch).tolist() == batch.flat(name).tolist()
     for block, members in zip(blocks, plan, strict=True):
         assert int(block.predicts_sampled.sum()) == int(block.num_sampled.sum()) == len(block.fields["advantages"])
         tokens = sum(lengths[row] for row in members)
@@ -241,7 +244,7 @@ def test_tokens_between_sampled_ones_are_no_targets(rows, cut, copies, size, sha
     multiple = 2 * size
     blocks = micro_batches(batch, plan, cut.remove_padding, multiple, numbers, multiple if numbers is None else 1)
     drawn = torch.cat([ids[mask] for ids, mask in zip(tokens, masks, strict=True)])
-    assert in_row_order(torch.cat([block.targets for block in blocks]), blocks).tolist() == drawn.tolist()
+    assert in_order([block.targets for block in blocks], blocks, batch).tolist() == drawn.tolist()
     for block in blocks:
         before = block.scored(block.input_ids)
         assert (block.targets - before == 1).all() and len(before) == int(block.num_sampled.sum())

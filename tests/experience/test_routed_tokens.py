@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.experience.micro_batches import in_one_shape, micro_batches, prompt_numbers, rows_in_order
+from megatron_rl.experience.micro_batches import in_one_shape, in_row_order, micro_batches, prompt_numbers
 from megatron_rl.experience.routed_tokens import first_of_rows, num_others
 from megatron_rl.experience.token_places import num_rows_at, places, recorded_experts
-from megatron_rl.records import Batch, ragged, ragged_from_lengths, single_turn
+from megatron_rl.records import Batch, ragged, ragged_from_lengths, row_lengths, single_turn
 
 LAYERS, TOP_K = 3, 2
 
@@ -66,7 +66,7 @@ def test_what_is_told_is_taken_down_again(rows, remove_padding, data) -> None:
     if data.draw(st.booleans()):
         blocks = [*in_one_shape(blocks), in_one_shape(blocks)[0].neutral()]
     layers = [2, 0]
-    found, lengths = [], []
+    found = []
     for block in blocks:
         told = recorded_experts(block, layers)
         if told is None:
@@ -77,10 +77,8 @@ def test_what_is_told_is_taken_down_again(rows, remove_padding, data) -> None:
         known_rows = block.tokens.num_known
         there = places(block)[first_of_rows(known_rows, block.tokens.lengths)]
         assert known[there].all()
-        found.append(experts[there])
-        lengths.append(known_rows)
-    numbers = torch.cat([block.rows for block in blocks])
-    values = rows_in_order(torch.cat(found), numbers, torch.cat(lengths))
+        found.append((block, experts[there]))
+    values = in_row_order(found, row_lengths(sequences["routed_experts"]), found[0][1])
     assert torch.equal(values, sequences.flat("routed_experts")[:, layers])
 
 

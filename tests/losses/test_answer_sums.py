@@ -1,4 +1,4 @@
-"""Cross-entropy, and one number per answer from its tokens: masks with holes, empty answers, cut-up mini-batches."""
+"""Cross-entropy, and one number per answer from its tokens: empty answers, cut-up mini-batches."""
 
 from __future__ import annotations
 
@@ -12,35 +12,24 @@ from slopes import slopes
 
 from megatron_rl.losses.cross_entropy import cross_entropy
 from megatron_rl.losses.metrics import add_parts
-from megatron_rl.losses.terms import mean_answers, mean_metric, pair_metrics, sum_answers
+from megatron_rl.losses.rows import last_of_rows, mean_rows, sum_rows
+from megatron_rl.losses.terms import mean_metric, pair_metrics
 
-token = st.tuples(st.floats(-6, 0), st.booleans())
-answers = st.lists(st.lists(token, max_size=5), min_size=1, max_size=5)
+answers = st.lists(st.lists(st.floats(-6, 0), max_size=5), min_size=1, max_size=5)
 
 
 def tensors(rows):
-    flat = [one for row in rows for one in row]
-    log_probs = torch.tensor([value for value, _ in flat], dtype=torch.float64, requires_grad=True)
-    counted = torch.tensor([kept for _, kept in flat], dtype=torch.bool)
-    return log_probs, counted, torch.tensor([len(row) for row in rows])
+    log_probs = torch.tensor([value for row in rows for value in row], dtype=torch.float64, requires_grad=True)
+    return log_probs, torch.tensor([len(row) for row in rows])
 
 
 def test_cross_entropy_by_hand():
-    """-(-1 - 4) / 2, and the gradient of each of the two tokens that count. Would not catch a wrong total."""
-    log_probs = torch.tensor([-1.0, -2.0, -4.0], requires_grad=True)
-    loss = cross_entropy(log_probs, torch.tensor([1, 0, 1]), 2)
+    """-(-1 - 4) / 2, and the gradient of each token; of no token 0. Would not catch a wrong total."""
+    log_probs = torch.tensor([-1.0, -4.0], requires_grad=True)
+    loss = cross_entropy(log_probs, 2)
     assert loss.item() == 2.5
-    assert torch.autograd.grad(loss, log_probs)[0].tolist() == [-0.5, 0.0, -0.5]
-
-
-@pytest.mark.parametrize("total", [0, 0.0])
-def test_nothing_counted_is_no_loss(total):
-    """An empty micro-batch, and one whose tokens are masked and infinite. Would not catch NaN among what counts."""
-    assert cross_entropy(torch.empty(0), torch.empty(0), total).item() == 0.0
-    log_probs = torch.tensor([-math.inf, math.nan], requires_grad=True)
-    loss = cross_entropy(log_probs, torch.zeros(2), total)
-    assert loss.item() == 0.0
-    assert torch.autograd.grad(loss, log_probs)[0].tolist() == [0.0, 0.0]
+    assert torch.autograd.grad(loss, log_probs)[0].tolist() == [-0.5, -0.5]
+    assert cross_entropy(torch.empty(0), 0).item() == 0.0
 
 
 @settings(max_examples=50, deadline=None)
@@ -50,47 +39,35 @@ def test_cut_up_mini_batches_have_the_mean_over_all_their_tokens(rows, cuts):
 
     Would not catch a trainer that gives each of them its own total.
     """
-    log_probs, counted, _ = tensors(rows)
-    kept = [value for row in rows for value, one in row if one]
-    total = len(kept)
-    borders = [0, *sorted(min(cut, len(log_probs)) for cut in cuts), len(log_probs)]
-    loss = sum(cross_entropy(log_probs[a:b], counted[a:b], total) for a, b in zip(borders, borders[1:], strict=False))
-    assert loss.item() == pytest.approx(-math.fsum(kept) / max(total, 1), rel=1e-12, abs=1e-12)
+    log_probs, _ = tensors(rows)
+    total = len(log_probs)
+    borders = [0, *sorted(min(cut, total) for cut in cuts), total]
+    loss = sum(cross_entropy(log_probs[a:b], total) for a, b in zip(borders, borders[1:], strict=False))
+    assert loss.item() == pytest.approx(-math.fsum(log_probs.tolist()) / max(total, 1), rel=1e-12, abs=1e-12)
     gradient = torch.autograd.grad(loss, log_probs)[0].tolist()
-    assert gradient == pytest.approx([-one / max(total, 1) for row in rows for _, one in row])
+    assert gradient == pytest.approx([-1 / max(total, 1)] * total)
 
 
 @settings(max_examples=60, deadline=None)
 @given(rows=answers)
-def test_sums_and_means_of_answers_agree_with_a_loop(rows):
-    """Holes in masks and empty answers, values and gradients, in float64. Would not catch rounding in float32."""
-    log_probs, counted, lengths = tensors(rows)
-    sums = [math.fsum(value for value, one in row if one) for row in rows]
-    numbers = [max(sum(one for _, one in row), 1) for row in rows]
-    found = sum_answers(log_probs, counted, lengths)
-    assert found.tolist() == pytest.approx(sums, rel=1e-12, abs=1e-12)
-    means = mean_answers(log_probs, counted, lengths)
-    assert means.tolist() == pytest.approx([s / n for s, n in zip(sums, numbers, strict=True)], rel=1e-12, abs=1e-12)
+def test_sums_means_and_last_numbers_of_answers_agree_with_a_loop(rows):
+    """Values and gradients in float64, of empty answers too. Would not catch rounding in float32."""
+    log_probs, lengths = tensors(rows)
+    means = mean_rows(log_probs, lengths)
+    assert sum_rows(log_probs, lengths).tolist() == pytest.approx(
+        [math.fsum(row) for row in rows], rel=1e-12, abs=1e-12
+    )
+    expected = [math.fsum(row) / max(len(row), 1) for row in rows]
+    assert means.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
     def squares(flat: list[float]) -> float:
-        values, total = iter(flat), 0.0
-        for row, number in zip(rows, numbers, strict=True):
-            kept = [value for value, (_, one) in zip((next(values) for _ in row), row, strict=True) if one]
-            total += (math.fsum(kept) / number) ** 2
-        return total
+        values = iter(flat)
+        return sum((math.fsum(next(values) for _ in row) / max(len(row), 1)) ** 2 for row in rows)
 
-    expected = slopes(squares, log_probs.tolist())
-    assert torch.autograd.grad(means.square().sum(), log_probs)[0].tolist() == pytest.approx(expected, abs=1e-6)
-
-
-def test_what_does_not_count_may_be_anything():
-    """NaN and -inf in holes reach neither sums nor gradients. Would not catch them among what counts."""
-    log_probs = torch.tensor([-1.0, math.nan, -3.0, -math.inf], requires_grad=True)
-    counted, lengths = torch.tensor([1, 0, 1, 0]), torch.tensor([3, 0, 1])
-    found = sum_answers(log_probs, counted, lengths)
-    assert found.tolist() == [-4.0, 0.0, 0.0]
-    assert mean_answers(log_probs, counted, lengths).tolist() == [-2.0, 0.0, 0.0]
-    assert torch.autograd.grad(found.sum(), log_probs)[0].tolist() == [1.0, 0.0, 1.0, 0.0]
+    slope = torch.autograd.grad(means.square().sum(), log_probs)[0].tolist()
+    assert slope == pytest.approx(slopes(squares, log_probs.tolist()), abs=1e-6)
+    full = [row for row in rows if row] or [[-1.0]]
+    assert last_of_rows(*tensors(full)).tolist() == [row[-1] for row in full]
 
 
 def test_metrics_add_up():

@@ -26,8 +26,7 @@ def test_what_comes_after_the_last_counted_token_is_left_out() -> None:
     """Two turns of which the second ends before the row does. Would not catch a wrong mask in the file's reader."""
     batch = token_batch([example([5, 6, 7, 8, 9, 10], [2, 4]), example([1, 2], [1])])
     assert rows(batch["input_ids"]) == [[5, 6, 7, 8, 9], [1, 2]]
-    assert batch.num_sampled.tolist() == [3, 1]
-    assert rows(batch["kept"]) == [[1.0, 0.0, 1.0], [1.0]]
+    assert rows(batch["sampled"]) == [[False, False, True, False, True], [False, True]]
 
 
 def test_an_example_without_a_counted_token_is_named() -> None:
@@ -42,7 +41,7 @@ def test_a_reward_model_reads_one_token_more() -> None:
     batch = reward_batch([Ranking(answers, (0.5, 1.0), HERE)])
     assert rows(batch.input_ids) == [[1, 2, 3, 0, 1, 2, 4, 5, 0, 1, 2, 6, 0]]
     assert rows(batch.lengths) == [[4, 5, 4]] and batch.rows().num_sampled.tolist() == [2, 3, 2]
-    assert rows(batch.kept) == [[0, 1, 0, 0, 1, 0, 1]]
+    assert rows(batch.rows()["sampled"]) == [[False] * 2 + [True] * number for number in (2, 3, 2)]
     assert rows(batch.given) == [[0.5, 1.0, 0.0]] and batch.weights.tolist() == [1.0]
     one = reward_batch([ScoredExample(answers[1], 0.25, HERE)])
     assert rows(one.given) == [[0.25]] and rows(one.lengths) == [[5]]
@@ -53,7 +52,7 @@ def test_preferences_score_what_counts_after_the_prompt() -> None:
     """Pairs, and a labelled answer without a prompt. Would not catch a prompt that the answers do not share."""
     pair = Ranking((example([1, 2, 3], [2], 2), example([1, 2, 4, 5], [2, 3], 2)), (0.0,), HERE)
     batch = preference_batch([pair])
-    assert batch.rows().num_sampled.tolist() == [1, 2] and rows(batch.kept) == [[1, 1, 1]]
+    assert rows(batch.sampled) == [[False, False, True, False, False, True, True]]
     assert rows(batch.labels) == [[0.0, 0.0]]
     labelled = preference_batch([Labelled(example([7, 8], [1]), True, HERE)])
     assert labelled.rows().num_sampled.tolist() == [1] and rows(labelled.labels) == [[1.0]]
