@@ -36,11 +36,8 @@ def clear(trainable) -> bool:
     return not any(buffer.grad_data.any() for buffer in trainable.param_buffers)
 
 
-def train_through_nan(config, sick_field: str | None) -> dict:
+def train_through_nan(worker, sick_field: str | None) -> dict:
     """Of each role a good update, one with NaN on the last DP rank (not if `sick_field` is None), a good update."""
-    from megatron_rl.roles.host import RankHost
-
-    worker = RankHost(config)
     worker.build("actor")
     worker.build("critic")
     rank, last = worker.groups.dp_rank, worker.groups.grid.dp_size - 1
@@ -65,6 +62,14 @@ def train_through_nan(config, sick_field: str | None) -> dict:
     return found
 
 
+def disturbed_and_calm(config, sick_field: str) -> tuple[dict, dict]:
+    """`train_through_nan` with NaN and without, by roles built anew."""
+    from megatron_rl.roles.host import RankHost
+
+    worker = RankHost(config)
+    return train_through_nan(worker, sick_field), train_through_nan(worker, None)
+
+
 @pytest.mark.parametrize(
     ("world_size", "pp_size", "sick_field"), [(2, 1, "advantages"), (2, 2, "old_log_probs")], ids=["DP2", "PP2"]
 )
@@ -75,9 +80,7 @@ def test_a_skipped_update_leaves_no_trace(world_size: int, pp_size: int, sick_fi
     gradient.
     """
     config = run_config(save_qwen2(tmp_path), 1, pp_size, **RATES)
-    disturbed = run_ranks(world_size, train_through_nan, config, sick_field)
-    calm = run_ranks(world_size, train_through_nan, config, None)
-    for ours, theirs in zip(disturbed, calm, strict=True):
+    for ours, theirs in run_ranks(world_size, disturbed_and_calm, config, sick_field):
         for role in ("actor", "critic"):
             assert ours[f"{role} skipped"] == (1.0, 0.0)
             assert ours[f"{role} unchanged"]

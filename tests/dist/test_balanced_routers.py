@@ -1,4 +1,11 @@
-"""Losses that keep the load of experts even: by their formula, and the same however a mini-batch is cut and spread."""
+"""Losses that keep the load of experts even: by their formula, and the same however a mini-batch is cut and spread.
+
+Why: the auxiliary loss is a mean over rows of a product of two means over the row's tokens, so a row's term needs that
+row alone; under CP or SP its tokens' counts are summed over the ranks that share the row. The z-loss is a mean over
+tokens. Both are divided by numbers of the whole mini-batch, and a layer's loss is computed by the stage that holds it.
+
+Not exercised: balance over a whole batch instead of a row (`aux_loss` of Megatron), which is refused.
+"""
 
 from __future__ import annotations
 

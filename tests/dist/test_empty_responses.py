@@ -63,8 +63,8 @@ def reported(results: list[dict]) -> list[dict]:
     return sorted((r for r in results if r["dp_rank"] is not None), key=lambda r: r["dp_rank"])
 
 
-@pytest.mark.parametrize(("world_size", "pp_size", "at"), [(1, 1, 0), (2, 1, 2), (2, 2, 1)], ids=["one", "DP2", "PP2"])
-def test_empty_rows_change_nothing(world_size: int, pp_size: int, at: int, tmp_path) -> None:
+@pytest.mark.parametrize(("pp_size", "at"), [(1, 2), (2, 1)], ids=["DP2", "PP2"])
+def test_empty_rows_change_nothing(pp_size: int, at: int, tmp_path) -> None:
     """4 rows and 2 empty ones against the 4 alone on one process, 1e-5; micro-batches of 2, so one is empty.
 
     Would not catch a baseline that forgets the empty answer's score; `tests/losses` does.
@@ -73,7 +73,7 @@ def test_empty_rows_change_nothing(world_size: int, pp_size: int, at: int, tmp_p
     whole = random_batch(4)
     [expected] = run_ranks(1, go_through_all_roles, run_config(path, 1, 1, **keys), whole)
     config = run_config(path, 1, pp_size, **keys)
-    found = reported(run_ranks(world_size, go_through_all_roles, config, with_empty_rows(whole, at)))
+    found = reported(run_ranks(2, go_through_all_roles, config, with_empty_rows(whole, at)))
     for name, scores in expected["scores"].items():
         assert (torch.cat([rank["scores"][name] for rank in found]) - scores).abs().max() < 1e-5
     assert expected["metrics"]["actor/grad_norm"] > 0 and not expected["unchanged"]

@@ -1,4 +1,23 @@
-"""One batch, one update: log-probs, values, losses, gradient norms and new weights are the same in every layout."""
+"""One batch, one update: log-probs, values, losses, gradient norms and new weights are the same in every layout.
+
+Why no number can depend on the layout, but for rounding:
+
+- TP: a column-parallel matrix computes its own outputs from the whole input; a row-parallel one computes its part of a
+  sum over inputs, which an all-reduce completes. A token's log-prob is its logit minus a logarithm of a sum over the
+  vocabulary, whose maximum and sum are all-reduced.
+- PP: a stage applies its layers to what the stage before it sent, so all stages apply the one function in its order.
+  Backwards, each gets the gradient of what it sent. Embeddings that two stages share sum both gradients.
+- DP: a loss is a sum over the mini-batch's tokens, divided by a number that is counted over the whole mini-batch first.
+  So its gradient is a sum over rows, and over ranks.
+- The gradient norm is the root of a sum of squares in which every element counts once. Adam treats each element alone,
+  and every rank that holds it takes the same step.
+
+So TP2xPP2 against one process proves TP and PP, too: an error of either axis is one of both. Sums are taken in another
+order in each layout, hence the bound of 1e-5.
+
+Not exercised: dropout, of which there is none; more than one update, over which rounding grows; long rows; kernels of
+CUDA; errors that one process has, too.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +34,10 @@ from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE, SCORING
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
-LAYOUTS = {"TP2": (2, 2, 1), "PP2": (2, 1, 2), "TP2xPP2": (4, 2, 2), "TP2xDP2": (4, 2, 1), "DP2": (2, 1, 1)}
-OFTEN = ("TP2xPP2", "TP2xDP2")
-"""What `make test` goes through: every axis, TP with each of the others."""
+LAYOUTS = {"TP2xPP2": (4, 2, 2), "TP2xDP2": (4, 2, 1)}
+"""Every axis, TP with each of the others."""
+OFTEN = ("TP2xPP2",)
+"""What `make test` goes through; of DP it has an update of experts, `test_moe_parity.py`, and one by cross-entropy."""
 NUM_ROWS = 11
 # Adam divides by the root of the squared gradient, which blows rounding noise up wherever the true gradient is zero.
 # With a large epsilon the step is proportional to the gradient, so comparing new weights compares gradients.
@@ -169,12 +189,3 @@ def hugging_face_log_probs(path: str, model: torch.nn.Module | None = None) -> t
         log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
         expected.append(log_probs.gather(-1, ids[1:, None])[-length:, 0])
     return torch.cat(expected)
-
-
-def score_only(config) -> torch.Tensor | None:
-    from megatron_rl.roles.host import RankHost
-
-    worker = RankHost(config)
-    worker.build("actor")
-    scores = worker.roles["actor"].log_probs(random_batch(NUM_ROWS).read_by(SCORING))
-    return None if scores is None else scores.flat(scores.names[0])

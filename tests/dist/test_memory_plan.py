@@ -128,7 +128,7 @@ CP2 = {f"{MEGATRON}context_parallel_size": 2}
 GATHER = {f"{MEGATRON}override_transformer_config__cp_comm_type": "all_gather"}
 LAYOUTS = {
     "one rank, packed": (1, 1, 1, {}),
-    "TP2 x PP2, padded, SP": (4, 2, 2, SP | {"actor_rollout_ref__model__use_remove_padding": False}),
+    "TP2, padded, SP": (2, 2, 1, SP | {"actor_rollout_ref__model__use_remove_padding": False}),
     "experts, EP2, DP2": (2, 1, 1, EP2),
     "PP2, recomputed": (2, 1, 2, RECOMPUTED),
     "PP2, parts, buckets, host Adam": (2, 1, 2, PARTS | BUCKETS | HOST_ADAM),
@@ -146,6 +146,7 @@ MODELS |= {"bounds and windows": save_gemma2, "half turned": save_glm4_moe}
 RARELY = (
     "PP2, recomputed",
     "experts, EP2, DP2",
+    "experts, EP2, DP2, router again",
     "PP2, CP2",
     "CP2, padded, gathered",
     "shared experts, EP2, DP2",

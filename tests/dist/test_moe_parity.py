@@ -1,4 +1,14 @@
-"""Qwen3 and its experts: one batch and one update give the same numbers however layers and experts are spread."""
+"""Qwen3 and its experts: one batch and one update give the same numbers however layers and experts are spread.
+
+Why, on top of what `test_layout_parity.py` says: a router chooses by its token alone, and an expert's answer depends on
+its token alone. So it does not matter on which rank an expert lies, nor beside which tokens: EP sends a token to its
+experts' ranks and adds up, with the router's weights, what comes back. ETP cuts an expert's two matrices as TP cuts a
+dense layer's. SP gives each TP rank a part of the tokens between the matrices, where only norms are taken, a token at a
+time. The gradient of an expert is a sum over the tokens of all ranks that send it some, divided as all others.
+
+Not exercised: capacities, with which a token's fate depends on its neighbours (none are dropped here); losses of
+routers (`test_balanced_routers.py`); ties between experts (`test_router_replay.py`); grouped kernels of CUDA.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +24,6 @@ from test_layout_parity import (
     often,
     relative,
     run_layout,
-    score_only,
     whole_weights,
 )
 from tiny_models import random_batch, run_config, save_qwen3, save_qwen3_moe
@@ -25,19 +34,21 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 SP = {"sequence_parallel": True}
 EP2, ETP1 = {"expert_model_parallel_size": 2}, {"expert_tensor_parallel_size": 1}
+VPP2 = {"virtual_pipeline_model_parallel_size": 2}
 MOE_LAYOUTS = {
-    "PP2": ((2, 1, 2), {}, (6, 96, 128)),
-    "DP2, EP2": ((2, 1, 1), EP2, (3, 96, 128)),
-    "PP2, VPP2, DP2, EP2": ((4, 1, 2), EP2 | {"virtual_pipeline_model_parallel_size": 2}, (3, 96, 128)),
-    "TP2, ETP2": ((2, 2, 1), SP, (6, 48, 128)),
+    "PP2, VPP2, DP2, EP2": ((4, 1, 2), EP2 | VPP2, (3, 96, 128)),
     "TP2, ETP1": ((2, 2, 1), SP | ETP1, (6, 96, 128)),
     "TP2, EP2, ETP1": ((2, 2, 1), SP | EP2 | ETP1, (3, 96, 128)),
-    "TP2, DP2, EP2, ETP2": ((4, 2, 1), SP | EP2, (3, 48, 128)),
+    "TP2, DP2, EP2, ETP2": ((4, 2, 1), SP | EP2 | {"micro_batch": 5}, (3, 48, 128)),
 }
-"""Name -> (ranks, tp, pp), further sizes, and what a rank holds of the 6 experts' [gate; up] of 2 x 48 rows."""
-OFTEN = ("PP2, VPP2, DP2, EP2", "TP2, EP2, ETP1", "TP2, DP2, EP2, ETP2", "TP2, PP2, SP")
-"""What `make test` goes through: every axis, and each pair of them that has a layout."""
-DENSE_LAYOUTS = {"TP2": ((2, 2, 1), {}), "TP2, SP": ((2, 2, 1), SP), "TP2, PP2, SP": ((4, 2, 2), SP)}
+"""Name -> (ranks, tp, pp), further sizes, and what a rank holds of the 6 experts' [gate; up] of 2 x 48 rows.
+
+Of the last, data-parallel ranks have 6 and 5 rows in blocks of 5: two passes and one, and experts on both.
+"""
+OFTEN = ("PP2, VPP2, DP2, EP2", "TP2, DP2, EP2, ETP2")
+"""What `make test` goes through: every axis, and each pair of them that has a layout. ETP1 is in
+`test_balanced_routers.py`.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -70,16 +81,9 @@ def test_moe_layouts_equal_one_process(layout, moe_path, moe_reference) -> None:
     assert_same(results, moe_reference, moe_path)
 
 
-@pytest.mark.parametrize("layout", often(DENSE_LAYOUTS, OFTEN))
-def test_dense_layouts_equal_one_process(layout, dense_path, dense_reference) -> None:
-    """Query and key norms, sequence parallelism, the value head. Would not catch what all layouts share."""
-    ranks, sizes = DENSE_LAYOUTS[layout]
-    assert_same(run_layout(dense_path, *ranks, **sizes), dense_reference, dense_path)
-
-
-def test_data_parallel_ranks_run_the_same_number_of_passes(moe_path, moe_reference) -> None:
-    """6 and 5 rows in blocks of 5: two passes and one, and experts on both ranks. Would not catch lost time."""
-    assert_same(run_layout(moe_path, 2, 1, 1, micro_batch=5, **EP2), moe_reference, moe_path)
+def test_a_dense_model_in_stages_of_chunks_with_sequence_parallelism(dense_path, dense_reference) -> None:
+    """TP2xPP2, VPP2, SP: query and key norms, the value head. Would not catch what all layouts share."""
+    assert_same(run_layout(dense_path, 4, 2, 2, **SP, **VPP2), dense_reference, dense_path)
 
 
 def test_update_moves_experts_and_router(moe_path, moe_reference) -> None:
@@ -98,17 +102,8 @@ def test_log_probs_equal_hugging_face(family, request) -> None:
         assert (ours - hugging_face_log_probs(path)).abs().max() < 2e-5
 
 
-@pytest.mark.parametrize("normalised", [True, False])
-def test_router_weights_equal_hugging_face(normalised, tmp_path) -> None:
-    """TP2 x DP2, both rules for the chosen experts' weights. Would not catch a tie between two experts."""
-    path = save_qwen3_moe(tmp_path, norm_topk_prob=normalised)
-    sizes = {f"actor_rollout_ref__actor__megatron__{key}": value for key, value in (SP | EP2 | ETP1).items()}
-    ours = next(scores for scores in run_ranks(4, score_only, run_config(path, 2, 1, **sizes)) if scores is not None)
-    assert (ours - hugging_face_log_probs(path)).abs().max() < 2e-5
-
-
 def policy_gradients(config) -> dict:
-    """One process: gradients of the policy loss where old and new log-probs are equal."""
+    """One process: log-probs, and gradients of the policy loss where old ones are equal to them."""
     from megatron_rl.roles.host import RankHost
     from megatron_rl.roles.model_source import named_parameters
 
@@ -120,7 +115,8 @@ def policy_gradients(config) -> dict:
     gradients = {
         name: p.main_grad.clone() for name, p in named_parameters(worker.roles["actor"].trainable.models).items()
     }
-    return {"actor_weights": gradients, "place": worker.groups.grid.place(0, vocab_multiple=64)}
+    place = worker.groups.grid.place(0, vocab_multiple=64)
+    return {"actor_weights": gradients, "place": place, "log_probs": experience.old_log_probs.values()}
 
 
 def hugging_face_gradients(path: str) -> dict[str, torch.Tensor]:
@@ -144,10 +140,14 @@ def hugging_face_gradients(path: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("normalised", [True, False])
-def test_gradients_equal_hugging_face(normalised, tmp_path) -> None:
-    """Experts, router, norms and the rest, before clipping. Would not catch errors of splitting: layouts do."""
+def test_log_probs_and_gradients_equal_hugging_face(normalised, tmp_path) -> None:
+    """Both rules for the chosen experts' weights: log-probs, and gradients of experts, router, norms and the rest,
+    before clipping. Would not catch errors of splitting: layouts do; nor a tie between two experts.
+    """
     path = save_qwen3_moe(tmp_path, norm_topk_prob=normalised)
-    ours = whole_weights(run_ranks(1, policy_gradients, run_config(path, 1, 1)), "actor", path)
+    [found] = run_ranks(1, policy_gradients, run_config(path, 1, 1))
+    assert (found["log_probs"] - hugging_face_log_probs(path)).abs().max() < 2e-5
+    ours = whole_weights([found], "actor", path)
     expected = hugging_face_gradients(path)
     assert ours.keys() == expected.keys()
     for name, gradient in expected.items():

@@ -1,4 +1,8 @@
-"""Transitions of ranks that are said to sit on several nodes, with late messages; the ranks share a machine."""
+"""Transitions of ranks that are said to sit on several nodes, with late messages; the ranks share a machine.
+
+Why nodes cannot matter: an element's value is copied, directly or through one rank of the node that passes it on, and
+never computed. A mapping to nodes changes by which way it comes.
+"""
 
 from __future__ import annotations
 
@@ -133,19 +137,18 @@ def of(name: str) -> Case:
     return next(case for case in CASES if case.name == name)
 
 
-@pytest.mark.parametrize("case", [of("TP2PP2-TP2"), of("PP4-TP1")], ids=lambda case: case.name)
-def test_nodes_change_the_way_of_weights_and_nothing_else(case, tmp_path) -> None:
-    """Every mapping of four ranks to nodes: the shards of one node, bit for bit, however late messages are.
+def test_nodes_change_the_way_of_weights_and_nothing_else(tmp_path) -> None:
+    """Every mapping of the ranks of TP2xPP2 to nodes: the shards of one node, bit for bit, however late messages are.
 
     What a node lacks crosses to it once, counted where messages are received. Would not catch what only a real
     network does; runs over two Ray nodes are in tests/e2e.
     """
-    check(case, tmp_path, seeds=range(2))
+    check(of("TP2PP2-TP2"), tmp_path, seeds=range(2))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in CASES if case.name != "TP2PP2-TP2"], ids=lambda case: case.name)
 def test_every_layout_on_every_mapping(case, tmp_path) -> None:
-    """The same for all layouts of the transition tests, twice as often."""
-    check(case, tmp_path, seeds=range(4))
+    """The same for all layouts of the transition tests."""
+    check(case, tmp_path, seeds=range(2))

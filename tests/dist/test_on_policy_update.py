@@ -1,4 +1,9 @@
-"""An update that takes its own log-probs for the old ones does what one after a pass for old log-probs does."""
+"""An update that takes its own log-probs for the old ones does what one after a pass for old log-probs does.
+
+Why, bit for bit: both run the same forward with the same weights on the same blocks, so the old log-probs are the new
+ones in value. That holds on each rank; layouts change where they come from: other rows under DP, the last chunk under
+VPP. TP changes what a log-prob is made of, in both alike, and is left out.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +19,24 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 NUM_ROWS = 7
 VPP2 = {"actor_rollout_ref__actor__megatron__virtual_pipeline_model_parallel_size": 2}
 LAYOUTS = {
-    "one": (1, 1, 1, {}),
     "DP2": (2, 1, 1, {}),
-    "TP2": (2, 2, 1, {}),
-    "PP2": (2, 1, 2, {}),
     "PP2, VPP2": (2, 1, 2, VPP2),
     "dynamic": (1, 1, 1, {"actor_rollout_ref__actor__use_dynamic_bsz": True}),
 }
 
 
-def updated(config, on_policy: bool, num_rows: int) -> dict:
-    """Metrics, log-probs of this rank's rows, and this rank's weights, after one update with a KL in the loss."""
+def both_ways(config, num_rows: int) -> tuple[dict, dict]:
+    """`updated` by own log-probs, and after a pass, each by an actor built anew."""
     from megatron_rl.roles.host import RankHost
-    from megatron_rl.roles.model_source import named_parameters
 
     worker = RankHost(config)
+    return updated(worker, True, num_rows), updated(worker, False, num_rows)
+
+
+def updated(worker, on_policy: bool, num_rows: int) -> dict:
+    """Metrics, log-probs of this rank's rows, and this rank's weights, after one update with a KL in the loss."""
+    from megatron_rl.roles.model_source import named_parameters
+
     worker.build("actor")
     where, actor = worker.coordinates(), worker.roles["actor"]
     rows = torch.arange(num_rows).tensor_split(where.dp_size)[where.dp_rank]
@@ -61,8 +69,7 @@ def test_as_with_a_pass_for_old_log_probs(layout, model_path) -> None:
     changes = changes | {"actor_rollout_ref__actor__use_kl_loss": True, "actor_rollout_ref__actor__kl_loss_coef": 0.1}
     config = run_config(model_path, tp_size, pp_size, **changes)
     config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz = config.actor_rollout_ref.actor.use_dynamic_bsz
-    ours = run_ranks(world_size, updated, config, True, NUM_ROWS)
-    theirs = run_ranks(world_size, updated, config, False, NUM_ROWS)
+    ours, theirs = zip(*run_ranks(world_size, both_ways, config, NUM_ROWS), strict=True)
     for mine, other in zip(ours, theirs, strict=True):
         assert mine["metrics"] == other["metrics"] and mine["metrics"]["actor/grad_norm"] > 0.01
         assert mine["log_probs"] == other["log_probs"]
@@ -76,7 +83,7 @@ def test_as_with_a_pass_for_old_log_probs(layout, model_path) -> None:
 def test_a_rank_without_rows_runs_along(model_path) -> None:
     """DP2 with a neutral row on one rank updates as one process does. Would not catch a row that adds below 1e-6."""
     config = run_config(model_path, 1, 1)
-    (alone,) = run_ranks(1, updated, config, True, 1)
+    [(alone, _)] = run_ranks(1, both_ways, config, 1)
     ranks = run_ranks(2, updated_with_a_neutral_row, config)
     for rank in ranks:
         for name, weight in alone["weights"].items():

@@ -1,4 +1,11 @@
-"""Activations that are made again for the backward pass: an update comes out as with activations that were kept."""
+"""Activations that are made again for the backward pass: an update comes out as with activations that were kept.
+
+Why, bit for bit: a layer's forward is run a second time on the same input, with the same weights and the same kernels
+in the same order, so it gives the same activations; nothing here is drawn, so no random state has to come back. This
+holds on every rank by itself, so a layout changes only which layers and tokens a rank has.
+
+Not exercised: dropout; kernels of CUDA that add up in no fixed order.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +35,7 @@ LAYOUTS = {
     "experts, TP2, EP2, SP": (save_qwen3_moe, (2, 2, 1), EP2 | ETP1 | SP, True, [(UNIFORM, 2)]),
 }
 """Name -> model, (ranks, tp, pp), further sizes, whether rows are packed, and the (method, number of layers) tried."""
-OFTEN = ("one process, packed", "TP2, SP, packed", "PP2, VPP2, packed", "experts, TP2, EP2, SP")
+OFTEN = ("one process, packed", "PP2, VPP2, packed", "experts, TP2, EP2, SP")
 """What `make test` goes through: every axis, every method, both models."""
 
 

@@ -15,10 +15,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
 DYNAMIC = {"reward_model__use_dynamic_bsz": True, "reward_model__forward_max_token_len_per_gpu": 24}
 DYNAMIC |= {"data__max_prompt_length": 12, "data__max_response_length": 12}
 LAYOUTS = {
-    "one process": (1, 1, 1, {}),
     "TP2": (2, 2, 1, {"actor_rollout_ref__actor__megatron__sequence_parallel": True}),
     "PP2": (2, 1, 2, {}),
-    "DP2": (2, 1, 1, {}),
     "DP2 dynamic": (2, 1, 1, DYNAMIC),
 }
 

@@ -1,4 +1,7 @@
-"""A critic that starts from a reward model's folder gives that model's scores, and can be written as such a folder."""
+"""A critic that starts from a reward model's folder gives that model's scores, and can be written as such a folder.
+
+Both layouts are compared with transformers; one of them has stages, TP, SP and experts, the other none and is dense.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +53,7 @@ def hugging_face_values(folder: Path) -> torch.Tensor:
     return torch.cat(values)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", ["Llama", "Mixtral"])
+@pytest.mark.parametrize(("family", "layout"), [("Llama", "one process"), ("Mixtral", "TP2xPP2")])
 def test_values_equal_the_reward_models_scores(family, layout, tmp_path) -> None:
     """Before and after an update, 2e-5; bytes equal when untouched. Would not catch what the trainer never reads."""
     path = save_reward_model(tmp_path / "model", family)

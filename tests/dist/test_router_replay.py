@@ -1,5 +1,9 @@
 """Experts chosen in one pass and replayed in another: engine to trainer, old log-probs to update, in every layout.
 
+Why layouts agree: a choice belongs to a token and a layer. It goes wherever the token and the layer are, so once it is
+given, a pass is a function of weights and tokens that `test_moe_parity.py` derives to be the same everywhere; choices
+that no router makes show that they are given.
+
 The models' routers are made to tie: their rows come in threes that differ by less than rounding does, so that which two
 of three experts a token goes to is decided by the order in which a library adds up.
 """
@@ -70,7 +74,6 @@ EP2, ETP1 = {"expert_model_parallel_size": 2}, {"expert_tensor_parallel_size": 1
 VPP2 = {"virtual_pipeline_model_parallel_size": 2}
 ENGINES = {
     "one process": ((1, 1, 1), {}, 1),
-    "TP2 to TP2": ((2, 2, 1), SP | ETP1, 2),
     "PP2, VPP2 to TP1": ((2, 1, 2), VPP2, 1),
     "DP2, EP2 to TP2": ((2, 1, 1), EP2, 2),
 }
@@ -154,13 +157,9 @@ DYNAMIC = {"dynamic_context_parallel": True}
 """Each pass over one rank or two, of sequences of 8 to 19 tokens."""
 UNEVEN = {"num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 1}
 LAYOUTS = {
-    "TP2": ((2, 2, 1), SP | ETP1),
-    "PP2": ((2, 1, 2), UNEVEN),
     "DP2, EP2": ((2, 1, 1), EP2),
-    "PP2, VPP2": ((2, 1, 2), VPP2),
     "TP2, PP2, EP2": ((4, 2, 2), SP | EP2 | ETP1),
     "TP2, PP2, VPP2": ((4, 2, 2), SP | ETP1 | VPP2),
-    "CP2": ((2, 1, 1), CP2),
     "TP2, CP2, SP": ((4, 2, 1), SP | ETP1 | CP2),
     "PP2, up to CP2": ((4, 1, 2), UNEVEN | CP2 | DYNAMIC),
 }
@@ -192,7 +191,7 @@ def one_process(plain) -> dict[str, list[dict]]:
     return {mode: run_layout(plain, mode, (1, 1, 1)) for mode in ("R2", "R3")}
 
 
-@pytest.mark.parametrize("mode", ["R2", "R3"])
+@pytest.mark.parametrize("mode", often(["R2", "R3"], ["R2"]))
 @pytest.mark.parametrize("layout", often(LAYOUTS, ("TP2, PP2, VPP2",)))
 def test_layouts_equal_one_process(layout, mode, plain, one_process) -> None:
     """Log-probs, experts that differ, recorded experts, metrics and new weights, with experts that no router chooses.
@@ -289,7 +288,6 @@ def recomputed(config, overrides: list) -> dict[str, list[str]]:
 
 RECOMPUTED = {
     "one process": ((1, 1, 1), {}, [FULL, BLOCK, SELECTIVE]),
-    "PP2": ((2, 1, 2), {}, [FULL, BLOCK, SELECTIVE]),
     "PP2, VPP2": ((2, 1, 2), VPP2, [FULL, SELECTIVE]),
     "TP2, EP2": ((2, 2, 1), SP | EP2 | ETP1, [FULL, SELECTIVE]),
 }

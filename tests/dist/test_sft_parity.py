@@ -1,4 +1,11 @@
-"""One batch, one update by cross-entropy: as a plain loop of transformers and torch, and the same in every layout."""
+"""One batch, one update by cross-entropy: as a plain loop of transformers and torch, and the same in every layout.
+
+Why the layout cannot matter: the loss is the sum of the counted tokens' negative log-probs, divided by their number in
+the whole batch. That number is known before the first pass, so a pass adds its tokens' terms whatever others hold, and
+the rest is as in `test_layout_parity.py`. A padded token and a prompt's token weigh nothing.
+
+Not exercised: a rank without a counted token in a pass of context parallelism; other families than Qwen2 and Qwen3-MoE.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +18,7 @@ from megatron_rl.config.tasks import SFT
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
-LAYOUTS = {"TP2": (2, 2, 1), "PP2": (2, 1, 2), "TP2xPP2": (4, 2, 2), "DP2": (2, 1, 1), "TP2xDP2": (4, 2, 1)}
+LAYOUTS = {"TP2xPP2": (4, 2, 2), "TP2xDP2": (4, 2, 1)}
 MICRO_BATCH = "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu"
 PACKED = "actor_rollout_ref__model__use_remove_padding"
 
@@ -40,32 +47,16 @@ def test_one_process_equals_a_plain_loop(model_path: str, alone: list[dict]) -> 
     assert_equals_plain(alone, plain, told, "actor", model_path)
 
 
-CASES = {
-    "TP2xPP2 padded": ("TP2xPP2", {PACKED: False}),
-    "TP2xDP2 packed, one pass": ("TP2xDP2", {MICRO_BATCH: 16}),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_layouts_equal_one_process(case: str, model_path: str, alone: list[dict]) -> None:
-    """Every axis, both ways to lay rows out, several micro-batches and one. Would not catch an error that every layout
-    shares with one process, which the plain loop does."""
-    layout, overrides = CASES[case]
-    assert_same(run_layout(model_path, *LAYOUTS[layout], **overrides), alone, "actor", model_path)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("layout", "rows", "passes"), in_pairs(LAYOUTS))
-def test_all_layouts(layout: str, rows: str, passes: str, model_path: str, alone: list[dict]) -> None:
+@pytest.mark.parametrize(("layout", "rows", "passes"), in_pairs(LAYOUTS, ("TP2xDP2", "packed", "at once")))
+def test_layouts_equal_one_process(layout: str, rows: str, passes: str, model_path: str, alone: list[dict]) -> None:
     """Every pair of an axis, a way to lay rows out, and several passes or one. Would not catch what only three of them
-    together do, nor other families."""
+    together do, nor an error that every layout shares with one process, which the plain loop does."""
     overrides = {PACKED: rows == "packed", MICRO_BATCH: 3 if passes == "accumulated" else 16}
     assert_same(run_layout(model_path, *LAYOUTS[layout], **overrides), alone, "actor", model_path)
 
 
 MEGATRON = "actor_rollout_ref__actor__megatron__"
 FURTHER = {
-    "CP2": ((2, 1, 1), {f"{MEGATRON}context_parallel_size": 2}),
     "TP2xCP2": ((4, 2, 1), {f"{MEGATRON}context_parallel_size": 2}),
     "PP2, VPP2": ((2, 1, 2), {f"{MEGATRON}virtual_pipeline_model_parallel_size": 2}),
 }
@@ -87,13 +78,13 @@ def test_blocks_by_tokens(model_path: str, alone: list[dict]) -> None:
         "actor_rollout_ref__actor__use_dynamic_bsz": True,
         "actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 40,
     }
-    assert_same(run_layout(model_path, *LAYOUTS["DP2"], **overrides), alone, "actor", model_path)
+    assert_same(run_layout(model_path, 2, 1, 1, **overrides), alone, "actor", model_path)
 
 
 @pytest.mark.exhaustive
 def test_expert_parallel_equals_one_process(tmp_path) -> None:
-    """EP2 over DP2, and that with TP2. Would not catch an auxiliary loss, which there is none of."""
+    """EP2 over DP2. Would not catch an auxiliary loss, which there is none of."""
     path = save_qwen3_moe(tmp_path)
     alone = run_layout(path, 1, 1, 1)
     expert = {"actor_rollout_ref__actor__megatron__expert_model_parallel_size": 2}
-    assert_same(run_layout(path, *LAYOUTS["DP2"], **expert), alone, "actor", path)
+    assert_same(run_layout(path, 2, 1, 1, **expert), alone, "actor", path)

@@ -75,7 +75,7 @@ FIRST = [
     Placed(save_qwen2, (2, 2, 1), UNEVEN, 1, 2),  # tied embeddings, t_g below t
     Placed(save_qwen3_moe, (1, 1, 2), EP2, 2, 1),  # experts, t_g above t
 ]
-MORE = drawn(12, seed=7)
+MORE = drawn(6, seed=7)
 
 
 def pool_of(rank: int, num_train: int, num_rollout: int, ports: tuple[int, int]) -> str:

@@ -104,9 +104,7 @@ def classifier_scores(folder: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("world_size", "options"), [(1, {}), (2, {}), (2, DYNAMIC)], ids=["one process", "DP2", "DP2 dynamic"]
-)
+@pytest.mark.parametrize(("world_size", "options"), [(1, {}), (2, DYNAMIC)], ids=["one process", "DP2 dynamic"])
 def test_scores_equal_the_classifiers_of_the_rendered_conversation(world_size, options, tmp_path: Path) -> None:
     """Relative 1e-5 in float32; one conversation is cut. Would not catch a template that the model never saw."""
     policy, judge = tmp_path / "policy", save_judge(tmp_path / "judge")

@@ -2,6 +2,11 @@
 
 One case is one layout and one model; which of them `make test` has, transition_cases.py says. Each enters, generates,
 trains, enters again, and goes in and out many times.
+
+Why answers cannot depend on the layout: a rollout rank's shard is a set of elements of the whole tensors, each of which
+some training rank holds; the exchange copies elements and computes none. So vLLM has the same weights to the bit from
+any training layout, and TP in vLLM changes sums' order alone. A draw depends on its seed, sample and place, not on
+ranks. Not exercised: near-ties, at which another order of sums could change a token.
 """
 
 from __future__ import annotations
