@@ -69,7 +69,7 @@ ENDS = {
     "second signal SIGTERM": (["600"], os.kill, [signal.SIGINT, signal.SIGTERM], 143),
     "SIGKILL": ([], os.kill, [signal.SIGKILL], -signal.SIGKILL),
 }
-OFTEN = {("local", "SIGKILL"), ("ray", "second signal SIGINT")}
+OFTEN = {("local", "SIGKILL")}
 """The launcher and the end of each case that is no sweep."""
 
 

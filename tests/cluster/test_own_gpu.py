@@ -13,6 +13,7 @@ import pytest
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(150)]
 
 
+@pytest.mark.exhaustive
 def test_ranks_see_their_own_gpu_or_their_worlds_whatever_the_node_says() -> None:
     """Though the node asks Ray to hide none, a rank sees one, which is its number 0; or, where it is to share memory
     with them, those of its world in rank order, and knows its own by LOCAL_RANK. Worlds on one node have no GPU in

@@ -147,6 +147,7 @@ def test_a_replica_that_hangs_ends_while_the_other_answers(cluster: ProcessClust
     assert other.get() == [(answers, second.pids[0])]
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_is_stopped_in_its_constructor_is_noticed(cluster: ProcessCluster, slow: Path) -> None:
     """The start fails long before its own limit; the other replica answers. Would not catch one that is stopped before
     it has its message to construct.

@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from launchers import BOTH
 from replica_cluster import Driver, cluster_of, eventually, nothing_left, replicas, run_id_of, sampler, trainer
 from replica_worker import ReplicaHost
 
@@ -26,7 +25,8 @@ from megatron_rl.errors import WorkerFailure
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
 
-@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["local", "ray"])
 def test_a_cluster_may_be_left_in_any_state_of_its_replicas(kind: str, tmp_path: Path) -> None:
     """In a call, dead unnoticed, stopped, processes coming up, hosts being built, and a child of a rank's own; each
     waited for by a thread. Would not catch what is left on another machine.

@@ -118,7 +118,7 @@ def value(rank: LocalRankProcess, folder: Path, code: str) -> str:
 
 def test_ranks_are_forked_with_what_was_imported_once(node: Node) -> None:
     """Each has its own variables, process group, title and log; all are in the supervisor's session."""
-    supervision = node.supervise("loud")
+    supervision = node.supervise("loud", "megatron_rl.cluster.rank_worker")
     ranks = [start(supervision, rank, COLOUR=f"red {rank}") for rank in range(3)]
     [supervisor] = {psutil.Process(rank.info.result(60).pid).ppid() for rank in ranks}
     assert node.importers() == [supervisor] == [supervision.pid]
@@ -218,6 +218,7 @@ def test_a_kill_leaves_nothing(node: Node, how: str) -> None:
     assert how == "supervisor" or eventually(lambda: not node.scratch.folder.exists())
 
 
+@pytest.mark.exhaustive
 def test_what_is_imported_for_ranks() -> None:
     """No vLLM where nobody generates, and it is not dragged in; the engine's modules beside the others where somebody
     does; nothing on GPUs. Would not catch what a rank imports besides, which costs time alone.

@@ -136,6 +136,7 @@ def test_a_recorded_run_is_repeated_bit_for_bit(command_line) -> None:
     assert other.wait() == 2 and "seed was 1, is 9" in other.text(), other.text()
 
 
+@pytest.mark.exhaustive
 def test_no_step_ahead_is_the_synchronous_run(command_line) -> None:
     """In one process, bit for bit. Would not catch a difference that several replicas make; a longer test does."""
     small = (*SMALL, "--local", "--collapse", "trainer.total_training_steps=2", "trainer.rollout_ahead=0")

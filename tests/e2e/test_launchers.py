@@ -41,6 +41,7 @@ def test_either_launcher_goes_on_from_the_other(command_line) -> None:
     assert resumed.left_over() == whole.left_over() == []
 
 
+@pytest.mark.exhaustive
 def test_ends_without_ray(command_line) -> None:
     """Ctrl-C in a terminal reaches every process of two ranks: the step is saved, code 20. The next life goes on from
     there, and loses a rank: one sentence with its number, code 3. Nothing is left of either.

@@ -86,6 +86,7 @@ def test_bypass_and_parts_of_the_score(command_line, tmp_path) -> None:
     assert names == {f"rollout_corr/{name}" for name in of_the_update}
 
 
+@pytest.mark.exhaustive
 def test_float16_goes_on_with_its_loss_scale(command_line) -> None:
     """A step, and one more from its checkpoint, with weights that vLLM reads as float16, too.
 

@@ -37,6 +37,7 @@ def without_ground_truth(file: Path, target: Path) -> Path:
     return target
 
 
+@pytest.mark.exhaustive
 def test_a_reward_model_alone(command_line, tmp_path: Path) -> None:
     """ReMax, whose greedy answers it scores too; it rests while generating; mini-batches are uneven.
 

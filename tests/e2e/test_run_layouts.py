@@ -21,6 +21,7 @@ SHORT = (
 )
 
 
+@pytest.mark.exhaustive
 def test_one_process_by_overrides(command_line) -> None:
     """Two steps with parity checks on. TP2xPP2, the demo's own, and TP4 to TP2 are in test_several_nodes.py; would not
     catch a layout that learns worse only later.

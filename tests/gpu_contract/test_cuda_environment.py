@@ -35,6 +35,7 @@ def test_what_cuda_has_and_the_cpu_has_not(on_cuda: dict[str, str]) -> None:
     assert set(on_cpu) - set(on_cuda) == {"VLLM_CPU_OMP_THREADS_BIND", "TORCHDYNAMO_DISABLE"}
 
 
+@pytest.mark.exhaustive
 def test_vllm_knows_and_reads_every_variable(on_cuda: dict[str, str]) -> None:
     """A misspelt name would be ignored in silence. Would not catch a variable whose meaning has changed."""
     from vllm import envs
@@ -61,6 +62,7 @@ def test_memory_that_processes_share_is_not_of_expandable_segments(monkeypatch: 
     assert alone == shared
 
 
+@pytest.mark.exhaustive
 def test_expandable_segments_go_together_with_vllm(
     on_cuda: dict[str, str], vllm_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).parents[2]
@@ -37,6 +38,7 @@ def is_requirement(line: str) -> bool:
     return bool(line.strip()) and not line.startswith(("#", "-"))
 
 
+@pytest.mark.exhaustive
 def test_megatron_imports_without_transformer_engine() -> None:
     """In a process that cannot find it. Would not catch one that is there and broken."""
     program = (

@@ -210,6 +210,7 @@ def test_vllms_sleep_mode_is_not_for_us() -> None:
     assert scene.vllms.get_current_usage() == 3 * MIB
 
 
+@pytest.mark.exhaustive
 def test_only_the_kv_cache_is_made_in_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all tags that vLLM's worker asks for, through our worker's method. Would not catch one made elsewhere."""
     from megatron_rl.rollout import cuda_worker
@@ -249,6 +250,7 @@ def test_both_runners_make_the_cache_in_the_context_that_they_are_given() -> Non
     assert "with allocation_context:" in inspect.getsource(attn_utils.init_kv_cache)
 
 
+@pytest.mark.exhaustive
 def test_cuda_takes_our_worker(vllm_config: Any, cuda_platform: type) -> None:
     """It is in vLLM's configuration, can be imported by its name, and CUDA's platform leaves it. Would not catch what a
     method that it inherits does there.

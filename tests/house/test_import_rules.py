@@ -317,6 +317,7 @@ def test_pure_rooms_import_where_libraries_are_absent(rooms, absent):
     assert int(finished.stdout.split()[0]) >= len(rooms) - 1
 
 
+@pytest.mark.exhaustive
 def test_absent_libraries_really_are_absent():
     """The harness of the test above refuses a room that needs Ray. Would not catch one that only looks for it."""
     finished = import_rooms(("cluster",), ("ray",))

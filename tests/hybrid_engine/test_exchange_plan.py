@@ -204,7 +204,14 @@ def test_missing_elements_are_named():
         make_plan(tensors_of(specs), members, share_memory=[True])
 
 
-@pytest.mark.parametrize(("world_size", "tp", "pp", "rollout_tp"), [(512, 8, 4, 4), (512, 8, 4, 1), (4096, 8, 16, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "tp", "pp", "rollout_tp"),
+    [
+        (512, 8, 4, 4),
+        pytest.param(512, 8, 4, 1, marks=pytest.mark.exhaustive),
+        pytest.param(4096, 8, 16, 2, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_plans_of_70b_take_seconds(world_size, tp, pp, rollout_tp):
     """Every rank's part of 512 and of 4096 ranks: bytes by formula. Would not catch a plan that is slow to bind."""
     start = time.perf_counter()

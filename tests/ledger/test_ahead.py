@@ -159,7 +159,11 @@ def test_the_plan_of_a_large_run(config):
 
 @pytest.mark.parametrize(
     ("rollout", "overrides"),
-    [(32, ()), (0, ("async_training.partial_rollout=true",)), (0, ())],
+    [
+        (32, ()),
+        pytest.param(0, ("async_training.partial_rollout=true",), marks=pytest.mark.exhaustive),
+        pytest.param(0, (), marks=pytest.mark.exhaustive),
+    ],
     ids=["split", "colocated, partial", "colocated"],
 )
 def test_nothing_new_where_nothing_runs_ahead(config, rollout, overrides):

@@ -231,6 +231,7 @@ def test_adams_temporaries_are_those_of_torch(config, foreach, device):
     assert planned <= meter.peak <= 1.001 * planned
 
 
+@pytest.mark.exhaustive
 def test_recomputing_is_offered_where_it_makes_the_plan_fit(config):
     """The keys that are offered are valid and come to what is said, in the actor's and the critic's time too.
 

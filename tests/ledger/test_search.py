@@ -123,6 +123,7 @@ def test_batches_short_of_ranks_stand_alone(equal):
     assert len(found.choices) >= 4
 
 
+@pytest.mark.exhaustive
 def test_a_large_critic_has_ranks_apart_from_the_actor(equal):
     """13B actor, 70B critic and reward model, in HybridFlow's space, which has no context parallelism. Would not catch
     a critic that should be alone.

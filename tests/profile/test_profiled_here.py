@@ -81,6 +81,7 @@ def test_ranks_measure(world):
 
 
 @pytest.mark.dist
+@pytest.mark.exhaustive
 @pytest.mark.timeout(60)
 def test_ranks_that_take_too_long_are_ended(world):
     """With a limit that nothing meets. Would not catch a rank that cannot be killed."""

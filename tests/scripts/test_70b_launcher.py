@@ -78,6 +78,7 @@ def test_dry_run_prints_the_commands_of_every_node(dry_run):
     assert train[1:6] == ["-m", "megatron_rl", "train", "--config", CONFIG] and train[-1] == "trainer.seed=7"
 
 
+@pytest.mark.exhaustive
 def test_what_is_printed_is_what_is_run():
     """Names, ports and an override with blanks come through whole. Would not catch another quoting than the shell's."""
     hosts = " ".join(f"gpu-{node}" for node in range(8))
@@ -111,6 +112,7 @@ def test_faults_of_a_launch_exit_with_2():
     assert no_files.returncode == 2 and "there is none" in no_files.stderr and "*.safetensors" in no_files.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_stage_is_started_by_the_same_script():
     """Command, configuration, nodes and layout of the stage, under the keys of its role; a plan that fits; code 2 for
     an unknown stage and for a layout that does not. Would not catch a stage that fails on GPUs."""

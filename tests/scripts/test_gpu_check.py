@@ -26,6 +26,7 @@ def check(tmp_path: Path, *options: str, timeout: float) -> tuple[int, str, dict
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
+@pytest.mark.exhaustive
 def test_steps_pass_or_say_why_not(tmp_path: Path) -> None:
     """One that a CPU has, one that it has not. Would not catch what only a GPU can show."""
     code, text, found = check(tmp_path, "--only", "rounds,streams", timeout=100)

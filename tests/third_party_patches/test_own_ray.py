@@ -12,7 +12,7 @@ from listeners import listening, open_to_others
 
 from megatron_rl.cluster.ray_session import RaySession, variables
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(120)]
 
 
 @pytest.fixture(scope="module")

@@ -60,6 +60,7 @@ def test_the_runner_on_cpu_returns_experts(path) -> None:
     assert torch.equal(parts, whole)
 
 
+@pytest.mark.exhaustive
 def test_every_rank_of_a_group_keeps_them(path) -> None:
     """Without: a rank other than the first stops. With: both have the same rows.
 
