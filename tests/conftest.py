@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Generator
 
 import pytest
@@ -18,8 +19,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # a hundred times as long as alone. Read by OpenMP when torch is loaded, here and in every process that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# Tests start hundreds of processes, each of which would compile this package anew.
+# Tests start hundreds of processes, each of which would compile this package anew; and each worker all files of tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 @pytest.hookimpl(wrapper=True)

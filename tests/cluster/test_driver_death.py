@@ -71,6 +71,11 @@ ENDS = {
 }
 OFTEN = {("local", "SIGKILL")}
 """The launcher and the end of each case that is no sweep."""
+SWEPT = {
+    *(("local", end) for end in ("SIGINT", "grace over", "second signal SIGTERM")),
+    *(("ray", end) for end in ("SIGTERM", "second signal SIGINT", "SIGKILL")),
+}
+"""Each end through one launcher, and a kill through both; `test_signals.py` has every pair of signals."""
 
 
 @pytest.mark.parametrize(
@@ -84,6 +89,7 @@ OFTEN = {("local", "SIGKILL")}
         )
         for kind in ("local", "ray")
         for name, (grace, *how) in ENDS.items()
+        if (kind, name) in OFTEN | SWEPT
     ],
     indirect=["doomed"],
 )
@@ -126,8 +132,9 @@ def scratch_of(tree: list[psutil.Process]) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("doomed", [["ray", "600"]], indirect=True, ids=[""])
-@pytest.mark.parametrize("victim", ["gcs_server", pytest.param("raylet", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("victim", ["gcs_server", "raylet"])
 def test_without_ray_the_run_ends_with_one_message(doomed: tuple, victim: str) -> None:
     """At once, with code 3, and nothing is left. Would not catch a driver that is just putting an object into Ray's
     memory when the raylet dies: Ray ends that process itself.

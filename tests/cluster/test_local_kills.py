@@ -44,7 +44,7 @@ def rank_of(driver: psutil.Process) -> psutil.Process | None:
     ("victim", "modules", "seed"),
     [
         pytest.param(victim, modules, seed, id=f"{name} {seed}")
-        for seed in range(5)
+        for seed in range(3)
         for name, victim, modules in (
             ("supervisor", supervisor_of, []),
             ("supervisor that imports", supervisor_of, ["fragile_worker", "torch"]),
@@ -56,7 +56,7 @@ def rank_of(driver: psutil.Process) -> psutil.Process | None:
 def test_the_supervisor_or_a_rank_may_die_at_any_instant(
     victim: Callable[[psutil.Process], psutil.Process | None], modules: list[str], seed: int
 ) -> None:
-    """SIGKILL: code 3, one line on stderr, neither process nor folder is left. Would not catch an instant that 5 draws
+    """SIGKILL: code 3, one line on stderr, neither process nor folder is left. Would not catch an instant that 3 draws
     miss.
     """
     after_s = random.Random(seed).uniform(0.0, LATEST_S)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 import torch
-from launchers import RAY, reserved
+from launchers import BOTH, RAY, reserved
 from replica_cluster import eventually
 from toy_worker import Toy, ToyWorker
 
@@ -21,7 +21,7 @@ from megatron_rl.records import ragged
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
 
-@pytest.fixture(scope="module", params=["local", RAY])
+@pytest.fixture(scope="module", params=BOTH)
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 

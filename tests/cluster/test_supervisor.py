@@ -140,6 +140,7 @@ def test_ranks_are_forked_with_what_was_imported_once(node: Node) -> None:
     assert node.close(supervision)
 
 
+@pytest.mark.exhaustive
 def test_a_rank_is_a_python_of_its_own_where_nothing_is_imported(node: Node) -> None:
     """Ranks on GPUs are started so. The title takes the place of its command line."""
     supervision = node.supervise()
@@ -150,6 +151,7 @@ def test_a_rank_is_a_python_of_its_own_where_nothing_is_imported(node: Node) -> 
     assert node.close(supervision)
 
 
+@pytest.mark.exhaustive
 def test_an_import_that_fails_is_left_to_the_ranks(node: Node) -> None:
     supervision = node.supervise("loud", "no_such_module", FAILS="1")
     rank = start(supervision, 0)
@@ -180,6 +182,7 @@ def test_ranks_end_with_their_client_and_others_go_on(node: Node) -> None:
     assert eventually(lambda: not processes_with(node.scratch.run_id))
 
 
+@pytest.mark.exhaustive
 def test_the_end_of_one_node_is_not_that_of_another(node: Node) -> None:
     """Two nodes of one machine, as tests have them; then the driver's end, which is that of everything."""
     supervision = node.supervise()

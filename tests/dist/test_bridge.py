@@ -89,7 +89,9 @@ def transfer_rank(pools: Pools, make_transport=Transport) -> dict:
     return found
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+@pytest.mark.parametrize(
+    "late", [pytest.param(False, marks=pytest.mark.exhaustive, id=""), pytest.param(True, id="late")]
+)
 @pytest.mark.parametrize("pools", CASES, ids=lambda pools: pools.name)
 def test_every_rollout_rank_gets_its_shard_and_not_a_byte_more(pools, late) -> None:
     """Element by element, twice; bytes counted where messages begin. Would not catch padding inside gloo."""

@@ -63,7 +63,9 @@ def reported(results: list[dict]) -> list[dict]:
     return sorted((r for r in results if r["dp_rank"] is not None), key=lambda r: r["dp_rank"])
 
 
-@pytest.mark.parametrize(("pp_size", "at"), [(1, 2), (2, 1)], ids=["DP2", "PP2"])
+@pytest.mark.parametrize(
+    ("pp_size", "at"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.exhaustive)], ids=["DP2", "PP2"]
+)
 def test_empty_rows_change_nothing(pp_size: int, at: int, tmp_path) -> None:
     """4 rows and 2 empty ones against the 4 alone on one process, 1e-5; micro-batches of 2, so one is empty.
 

@@ -61,22 +61,17 @@ LAYOUTS = {
 }
 OFTEN = (
     (save_llama, "TP2xPP2"),
-    (save_llama31, "one process"),
-    (save_qwen3, "PP2"),
-    (save_mistral, "TP2"),
     (save_mixtral, "TP2"),
     (save_qwen2_moe, "EP2"),
     (save_deepseek_v2, "PP2"),
-    (save_gemma2, "TP2"),
     (save_gemma3, "PP2"),
-    (save_glm4_moe, "EP2"),
-    (save_qwen2_with_windows, "PP2"),
 )
-"""What `make test` goes through: every family once, of those with latent attention one, but for Qwen2 and Qwen3-MoE,
-which `test_hybrid_engine.py`, `test_transitions.py` and `test_export.py` have; every layout, TP2 with and without
-experts.
+"""What `make test` goes through: what families are built of (biases, shared experts, latent attention, windows), and
+every layout, dense and with experts. Qwen2, Qwen3 and Qwen3-MoE are in `test_hybrid_engine.py`, `test_moe_parity.py`,
+`test_transitions.py` and `test_export.py`; the tensors of every family in tests/model.
 """
 FURTHER = [(save, "TP2xPP2") for save in (*DENSE, *WITH_EXPERTS)] + [(save, "EP2") for save in WITH_EXPERTS]
+FURTHER += [(save_llama31, "one process"), (save_qwen2_with_windows, "PP2")]
 """What the sweeps have: each family cut along all of its axes, and its experts spread."""
 CASES = [
     pytest.param(*case, marks=[] if case in OFTEN else pytest.mark.exhaustive, id=f"{case[0].__name__}-{case[1]}")

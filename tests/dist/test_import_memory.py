@@ -9,7 +9,7 @@ import pytest
 from import_memory import Growth, import_config, make_folder, measure_import
 from ranks import run_ranks
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(200)]
 
 NUM_BYTES = 800_000_000
 BOUND_BYTES = 200_000_000
@@ -28,7 +28,7 @@ def grown(folder: str, tp_size: int, load_first: bool = False) -> list[Growth]:
     return run_ranks(tp_size, measure_import, import_config(folder, tp_size, 1, "bfloat16"), load_first)
 
 
-@pytest.mark.parametrize("tp_size", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
+@pytest.mark.parametrize("tp_size", [1, 2])
 def test_an_import_takes_a_shard_and_little_more(folder, tp_size) -> None:
     """Peak resident set, mapped file pages too. Would not catch what the optimizer's creation takes afterwards."""
     for growth in grown(folder, tp_size):
@@ -36,7 +36,6 @@ def test_an_import_takes_a_shard_and_little_more(folder, tp_size) -> None:
         assert growth.beyond_shard < BOUND_BYTES
 
 
-@pytest.mark.exhaustive
 def test_two_copies_would_be_noticed(folder) -> None:
     """Weights read before DDP has a place for them are there twice. Would not catch a smaller waste than the bound."""
     [growth] = grown(folder, 1, load_first=True)

@@ -60,7 +60,7 @@ def parity_of_faults(config) -> dict[str, dict[str, float]]:
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.exhaustive), "bfloat16"])
 def test_bounds_let_rounding_pass_and_stop_a_wrong_weight(tmp_path, dtype) -> None:
     """One matrix of four layers at a time. Rounding has three times and more of room.
 

@@ -72,9 +72,10 @@ def drawn(number: int, seed: int) -> list[Placed]:
 
 
 FIRST = [
-    Placed(save_qwen2, (2, 2, 1), UNEVEN, 1, 2),  # tied embeddings, t_g below t
     Placed(save_qwen3_moe, (1, 1, 2), EP2, 2, 1),  # experts, t_g above t
+    Placed(save_qwen2, (2, 2, 1), UNEVEN, 1, 2),  # tied embeddings, t_g below t
 ]
+"""`make test` has the first."""
 MORE = drawn(6, seed=7)
 
 
@@ -197,8 +198,8 @@ def run_placed(placed: Placed, folder: Path, flips: bool = False) -> tuple[str, 
 @pytest.mark.parametrize(
     "placed",
     [
-        *(pytest.param(placed, id=placed.name) for placed in FIRST),
-        *(pytest.param(placed, id=placed.name, marks=pytest.mark.exhaustive) for placed in MORE),
+        pytest.param(FIRST[0], id=FIRST[0].name),
+        *(pytest.param(placed, id=placed.name, marks=pytest.mark.exhaustive) for placed in [*FIRST[1:], *MORE]),
     ],
 )
 def test_a_rollout_elsewhere_generates_from_the_actors_weights(placed: Placed, tmp_path: Path) -> None:

@@ -81,11 +81,9 @@ FLY = {"dpo__reference": "on_the_fly"}
 BY_TOKENS = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 700, "forward_max_token_len_per_gpu": 700}
 CASES = {
     "sft, TP2 x PP2": (SFT, 4, 2, 2, {}),
-    "sft, DP2": (SFT, 2, 1, 1, {}),
     "reward, TP2 x PP2": (REWARD, 4, 2, 2, {}),
     "reward, DP2, by tokens": (REWARD, 2, 1, 1, {f"critic__{key}": value for key, value in BY_TOKENS.items()}),
     "dpo, PP2, padded": (DPO, 2, 1, 2, PADDED),
-    "dpo, TP2": (DPO, 2, 2, 1, {}),
     "dpo on the fly, DP2": (DPO, 2, 1, 1, FLY),
 }
 

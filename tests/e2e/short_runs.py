@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
 from command_line import CommandLine
 
 from megatron_rl.checkpoint.folders import find
@@ -24,9 +23,7 @@ TP2 = ("trainer.n_gpus_per_node=2", f"{MEGATRON}.pipeline_model_parallel_size=1"
 LOCAL = (*ONE, "--local")
 """The whole run in one process, without Ray: the same numbers, as test_resumed_runs.py proves."""
 WITHOUT_RAY = "trainer.launcher=local"
-"""Ranks are processes of this machine, which a supervisor starts: what Ray runs, too, as test_launchers.py proves."""
-THROUGH = [pytest.param(LOCAL, id="local"), pytest.param(ONE, id="ray", marks=pytest.mark.exhaustive)]
-"""For tests of what must hold either way, the second of which costs Ray's start."""
+"""Ranks are processes of this machine, which a supervisor starts: with Ray's bits, as test_resumed_runs.py proves."""
 CLOCKED = ("timing_s/", "perf/", "reshard/")
 """Metrics that measure the machine."""
 

@@ -26,7 +26,7 @@ SMALL = (
 )
 ROWS = 16 * 4
 FEW_STEPS = 20
-NUM_LOSSES, MANY_STEPS = 4, 60
+NUM_LOSSES, MANY_STEPS = 2, 30
 """Enough for the losses and as many starts."""
 MEASURED = ("timing_s/", "perf/", "reshard/", "memory/", "rollout/", "trainer/")
 """Metrics of clocks and memory, and of who waited for whom."""
@@ -134,19 +134,6 @@ def test_a_recorded_run_is_repeated_bit_for_bit(command_line) -> None:
     assert any(line.get("staleness/mixed_answers", 0) > 0 for line in numbers(run))
     assert_same_bits(again, run)
     assert other.wait() == 2 and "seed was 1, is 9" in other.text(), other.text()
-
-
-@pytest.mark.exhaustive
-def test_no_step_ahead_is_the_synchronous_run(command_line) -> None:
-    """In one process, bit for bit. Would not catch a difference that several replicas make; a longer test does."""
-    small = (*SMALL, "--local", "--collapse", "trainer.total_training_steps=2", "trainer.rollout_ahead=0")
-    small = (*small, "trainer.val_before_train=false", "trainer.test_freq=0")
-    sliced = command_line(*small, "async_training.partial_rollout=true", config=ASYNC)
-    plain = command_line(*small, "async_training.partial_rollout=false", config=ASYNC)
-    assert sliced.wait() == 0, sliced.text()
-    assert plain.wait() == 0, plain.text()
-    assert without_staleness(sliced) == numbers(plain)
-    assert weights_equal(sliced, plain)
 
 
 @pytest.mark.exhaustive

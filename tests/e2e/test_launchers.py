@@ -1,4 +1,4 @@
-"""Ranks of one machine without Ray: the bits that they have through Ray, and the same ends."""
+"""Ranks of one machine without Ray: the same ends as through Ray. The same bits: `test_resumed_runs.py`."""
 
 from __future__ import annotations
 
@@ -10,35 +10,8 @@ from short_runs import SHORT, TP2, WITHOUT_RAY, metrics, reached, steps_saved
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 
-THROUGH_RAY = "trainer.launcher=ray"
 KEYS = (*SHORT, *TP2, "trainer.save_freq=1")
 FOR_EVER = "trainer.total_training_steps=1000"
-
-
-@pytest.mark.exhaustive
-def test_either_launcher_goes_on_from_the_other(command_line) -> None:
-    """`kill -9` of a driver whose ranks it started itself, after the checkpoint of step 2; through Ray to the end. All
-    metrics and the exported model are the bits of a run without Ray that was left alone; nothing is left of either.
-
-    Would not catch what both launchers do wrong; runs in one process do.
-    """
-    killed = command_line(*KEYS, WITHOUT_RAY, FOR_EVER)
-    killed.wait_for((killed.run / "global_step_2").exists, interval=0.02)
-    assert not [title for title in killed.titles() if "raylet" in title or "gcs_server" in title]
-    killed.process.kill()
-    assert killed.wait() == -9
-    assert killed.left_over() == []
-    saved = steps_saved(killed)[0]
-    last = f"trainer.total_training_steps={saved + 1}"
-    resumed = command_line(*KEYS, THROUGH_RAY, last, folder=killed.folder)
-    assert resumed.wait() == 0, resumed.text()
-    assert f"going on after step {saved}" in resumed.text()
-    whole = command_line(*KEYS, WITHOUT_RAY, last)
-    assert whole.wait() == 0, whole.text()
-    assert metrics(resumed) == metrics(whole)
-    exported = [(run.run / "hf_model/model.safetensors").read_bytes() for run in (resumed, whole)]
-    assert exported[0] == exported[1]
-    assert resumed.left_over() == whole.left_over() == []
 
 
 @pytest.mark.exhaustive

@@ -19,8 +19,6 @@ NOTICED_S = 60
 TP = f"{MEGATRON}.tensor_model_parallel_size"
 PP2 = (2, 1, (f"{TP}=1",))
 TP2PP2 = (2, 2, (f"{TP}=2",))
-STAGES = (f"{MEGATRON}.pipeline_model_parallel_size=3", f"{MEGATRON}.num_layers_in_first_pipeline_stage=2")
-PP3 = (3, 1, (f"{TP}=1", *STAGES))
 """Nodes, ranks of each, and the layout on them."""
 KEYS = (*SHORT, "trainer.save_freq=1", "trainer.export_hf=false", "trainer.total_training_steps=1000")
 
@@ -54,13 +52,12 @@ def lose_node_in(cluster: Raylets, node: int, run, method: str) -> list[int]:
     [
         pytest.param(PP2, ("host.begin_save", "actor.update"), id="PP2"),
         pytest.param(TP2PP2, ("rollout.enter",), id="TP2xPP2"),
-        pytest.param(PP3, ("rollout.advance",), id="PP3-on-three-nodes"),
     ],
 )
 def test_a_lost_node_ends_the_run_and_the_next_start_goes_on(command_line, layout, moments) -> None:
     """One error that names a rank of the lost node and the method; nothing left on the others; then a node comes back.
 
-    Each life but the last, which is in one process, loses a node: each of four Ray methods of a rank once, as a role's
+    Each life but the last, which is in one process, loses a node: each of three Ray methods of a rank once, as a role's
     method comes after its name. The head stays: without it there is no cluster. Would not catch a node that is cut off
     from the network and lives on.
     """

@@ -34,6 +34,7 @@ SHRUNK = (
 """The demo's model, data and lengths in place of a 7B model's; a batch of 8 prompts."""
 
 
+@pytest.mark.exhaustive
 def test_a_script_of_verl_trains(command_line, tmp_path) -> None:
     """Two steps of GRPO with a KL loss; nothing of substance is lost. Would not catch steps that differ from verl's."""
     script, config = tmp_path / "run.sh", tmp_path / "run.yaml"

@@ -46,12 +46,14 @@ def test_killed_run_goes_on_exactly(command_line, five_steps, layout) -> None:
 
 @pytest.mark.exhaustive
 def test_killed_run_of_two_ranks_goes_on_exactly_and_elsewhere(command_line, tmp_path: Path) -> None:
-    """The same of TP2 that generates on TP1, against a run of two ranks, too, whose export is its model; the checkpoint
-    of step 2 goes on in one process, with the same samples. Would not catch other layouts: tests/dist have them.
+    """The same of TP2 that generates on TP1 without Ray, killed there and resumed through Ray, against a run of two
+    ranks, too, that was left alone without Ray and whose export is its model; the checkpoint of step 2 goes on in one
+    process, with the same samples. Would not catch other layouts, which tests/dist have, nor what both launchers do
+    wrong: runs in one process do.
     """
     keys = (*SHORT, *TP2_TO_TP1, *SAVING)
     whole = command_line(*keys)
-    resumed = killed_and_resumed(command_line, *keys)
+    resumed = killed_and_resumed(command_line, *keys, then=("trainer.launcher=ray",))
     assert whole.wait() == 0, whole.text()
     assert_same(resumed, whole)
     assert_exported(whole, tmp_path)
@@ -70,18 +72,19 @@ def test_killed_run_of_two_ranks_goes_on_exactly_and_elsewhere(command_line, tmp
     )
 
 
-def killed_and_resumed(command_line, *keys: str) -> CommandLine:
-    """The second life of a run that was killed in step 5, at its end."""
+def killed_and_resumed(command_line, *keys: str, then: tuple[str, ...] = ()) -> CommandLine:
+    """The second life, with the keys `then`, too, of a run that was killed in step 5, at its end."""
     killed = command_line(*keys)
     killed.wait_for(reached(killed, 4), interval=0.02)
+    assert not [title for title in killed.titles() if "raylet" in title or "gcs_server" in title]
     killed.process.kill()
     assert killed.wait() == -9
     assert killed.left_over() == []
     saved = steps_saved(killed)[0]
     assert saved in (2, 4)
-    resumed = command_line(*keys, folder=killed.folder)
+    resumed = command_line(*keys, *then, folder=killed.folder)
     assert resumed.wait() == 0, resumed.text()
-    assert f"going on after step {saved}" in resumed.text()
+    assert f"going on after step {saved}" in resumed.text() and resumed.left_over() == []
     return resumed
 
 

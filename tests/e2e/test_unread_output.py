@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from short_runs import SHORT, THROUGH
+from short_runs import LOCAL, SHORT
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -15,8 +15,7 @@ TRAIN = (sys.executable, "-m", "megatron_rl", "train", "--config", "configs/demo
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("one", THROUGH)
-def test_a_reader_that_leaves_and_a_closed_stderr(command_line, one, tmp_path: Path) -> None:
+def test_a_reader_that_leaves_and_a_closed_stderr(command_line, tmp_path: Path) -> None:
     """`2>&- | head -1`, a reward function that prints, a folder with a dash, a space and an umlaut in its name.
 
     Would not catch a reader that stays and stops reading: then any program waits.
@@ -31,7 +30,7 @@ def test_a_reader_that_leaves_and_a_closed_stderr(command_line, one, tmp_path: P
     )
     run = command_line(
         *SHORT,
-        *one,
+        *LOCAL,
         f"custom_reward_function.path={reward}",
         "trainer.total_training_steps=2",
         "trainer.save_freq=2",

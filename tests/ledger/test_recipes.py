@@ -46,7 +46,10 @@ def test_there_is_one_for_each_algorithm_and_one_with_pools():
     assert {path.stem.removesuffix("_cpu") for path in RECIPES} == expected
 
 
-@pytest.mark.parametrize("recipe", LARGE, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(path, marks=[] if path != LARGE[-1] else pytest.mark.exhaustive, id=path.stem) for path in LARGE],
+)
 def test_large_recipes_fit_their_gpus(recipe, monkeypatch):
     """As `plan --without-files` says for H100s of 80 GB. Would not catch what the memory plan forgets."""
     monkeypatch.chdir(REPOSITORY)

@@ -65,6 +65,7 @@ def test_a_cut_leaves_the_settings_as_they_are(tmp_path):
 
 @pytest.mark.dist
 @pytest.mark.timeout(200)
+@pytest.mark.exhaustive
 def test_ranks_measure(world):
     """Every kind of sample, each of a time above 0 and none of seconds; no process is left. Would not catch numbers
     that are wrong by less.
