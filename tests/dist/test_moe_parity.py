@@ -116,7 +116,7 @@ def policy_gradients(config) -> dict:
         name: p.main_grad.clone() for name, p in named_parameters(worker.roles["actor"].trainable.models).items()
     }
     place = worker.groups.grid.place(0, vocab_multiple=64)
-    return {"actor_weights": gradients, "place": place, "log_probs": experience.old_log_probs.values()}
+    return {"actor_weights": gradients, "place": place, "log_probs": experience["old_log_probs"].values()}
 
 
 def hugging_face_gradients(path: str) -> dict[str, torch.Tensor]:
