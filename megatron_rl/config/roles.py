@@ -5,7 +5,7 @@ Preflight, memory plan, time estimate and the ranks read this table; none of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,6 +48,14 @@ class PassSpec:
 
 
 @dataclass(frozen=True)
+class Makes:
+    """The column that a role makes of every batch of PPO, by a method that takes the batch."""
+
+    column: str
+    method: str
+
+
+@dataclass(frozen=True)
 class Mixed:
     """Examples that join the samples of every optimizer step. longest: tokens of the longest one; all may count."""
 
@@ -61,6 +69,7 @@ class RoleSpec:
 
     megatron: its training layout; for the rollout the actor's, which names the dtype. score, update: its passes; a role
     with `update` is trained and saved. settings: the group itself. mixed: further examples that its update reads.
+    makes: the column that it adds to every batch; None: none, or not in every run.
     """
 
     name: str
@@ -74,6 +83,7 @@ class RoleSpec:
     score: PassSpec | None = None
     update: PassSpec | None = None
     mixed: Mixed | None = None
+    makes: Makes | None = None
 
     @property
     def is_trained(self) -> bool:
@@ -238,18 +248,8 @@ def roles_of(config: RunConfig) -> Iterator[RoleSpec]:
     if isinstance(config, TaskConfig):
         yield from _task_roles(config)
         return
-    shared, reward = config.actor_rollout_ref, config.reward_model
-    yield _actor(config)
-    if uses_reference(config):
-        yield _reference(config)
-    if uses_critic(config):
-        yield _critic(config)
-    longest = config.longest_sequence
-    if reward.enable:
-        yield _reward_model(REWARD_MODEL, REWARD_MODEL, reward, reward_pool(config), "rm_scores", longest)
-    for name, further in config.reward_models.items():
-        yield _reward_model(name, f"reward_models.{name}", further, further.pool, f"rm_scores_{name}", longest)
-    yield _policy(config, ROLLOUT, "actor_rollout_ref.rollout", rollout_pool(config), shared.rollout)
+    for rows in ROWS:
+        yield from rows(config)
 
 
 def _task_roles(config: TaskConfig) -> Iterator[RoleSpec]:
@@ -319,7 +319,8 @@ def pretraining_length(config: RunConfig) -> int:
 def _reference(config: RunConfig) -> RoleSpec:
     shared, key = config.actor_rollout_ref, "actor_rollout_ref.ref"
     role = _policy(config, REFERENCE, key, shared.ref.pool, shared.ref)
-    return replace(role, score=_pass("ref", shared.model.use_remove_padding, key, shared.ref, LOG_PROB_KEYS))
+    score = _pass("ref", shared.model.use_remove_padding, key, shared.ref, LOG_PROB_KEYS)
+    return replace(role, score=score, makes=Makes("ref_log_probs", "log_probs"))
 
 
 def _critic(config: RunConfig) -> RoleSpec:
@@ -329,7 +330,20 @@ def _critic(config: RunConfig) -> RoleSpec:
         *(CRITIC, CRITIC, CRITIC, critic.pool, critic.model.path, "critic.model.path", critic.megatron, critic),
         score=_pass("values", packed, CRITIC, critic, VALUE_KEYS),
         update=_pass("update_critic", packed, CRITIC, critic, UPDATE_KEYS),
+        makes=Makes("old_values", "values"),
     )
+
+
+def _reward_models(config: RunConfig) -> Iterator[RoleSpec]:
+    reward, longest = config.reward_model, config.longest_sequence
+    if reward.enable:
+        yield _reward_model(REWARD_MODEL, REWARD_MODEL, reward, reward_pool(config), "rm_scores", longest)
+    for name, further in config.reward_models.items():
+        yield _reward_model(name, f"reward_models.{name}", further, further.pool, f"rm_scores_{name}", longest)
+
+
+def _rollout(config: RunConfig) -> RoleSpec:
+    return _policy(config, ROLLOUT, "actor_rollout_ref.rollout", rollout_pool(config), config.actor_rollout_ref.rollout)
 
 
 def _reward_model(name: str, key: str, settings: Any, pool: str, phase: str, longest: int) -> RoleSpec:
@@ -346,3 +360,14 @@ def _reward_model(name: str, key: str, settings: Any, pool: str, phase: str, lon
         score=replace(score, extra_tokens=1, longest=own),
     )
     return replace(role, score=_with_room(role, (own or longest) + 1))
+
+
+ROWS: list[Callable[[RunConfig], Iterable[RoleSpec]]] = [
+    lambda config: [_actor(config)],
+    lambda config: [_reference(config)] if uses_reference(config) else [],
+    lambda config: [_critic(config)] if uses_critic(config) else [],
+    _reward_models,
+    lambda config: [_rollout(config)],
+]
+"""The roles of PPO: each row gives those that a configuration asks for. A role that only scores is one row: it has
+`makes`."""

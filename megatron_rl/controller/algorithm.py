@@ -90,33 +90,25 @@ class Algorithm:
         """
         if log_probs is None:
             raise ValueError("the actor's update has answered without log-probs")
-        return self.take_scores(experience, log_probs[rows.argsort()]) | self.compare(experience, step)
+        scores, metrics = self.scores_of_actor(experience, log_probs[rows.argsort()])
+        experience.add(scores)
+        return metrics | self.compare(experience, step)
 
-    def take_scores(self, experience: Batch, scores: Batch) -> dict[str, float]:
-        """Store what the pass for old log-probs gave: also the experts, which updates replay, and the tokens to train.
+    def scores_of_actor(self, experience: Batch, scores: Batch) -> tuple[Batch, dict[str, float]]:
+        """(columns, metrics) of the actor's pass for old log-probs: also the experts, which updates replay, and the
+        tokens to train.
 
-        Returns `training/rollout_experts_diff`: the share of the experts used by the engine that the trainer's routers
-        would not have chosen; only if the engine returns its experts.
+        `training/rollout_experts_diff` is the share of the experts used by the engine that the trainer's routers would
+        not have chosen; only if the engine returns its experts.
         """
         metrics = {}
         if "num_other_experts" in scores:
             share = float(scores["num_other_experts"].sum()) / experience.flat("routed_experts").numel()
             metrics["training/rollout_experts_diff"] = share
-        experience.add(scores)
         if "entropy" in scores:
             loss = self.config.actor_rollout_ref.actor.policy_loss
-            experience.add(trained=highest_entropy(scores["entropy"], loss.top_entropy_quantile))
-        return metrics
-
-    def compares_replay(self, step: int) -> bool:
-        """Whether a step makes a pass without replay as well."""
-        every = self.config.actor_rollout_ref.actor.router_replay.compare_freq
-        return every > 0 and step % every == 0
-
-    def compare_unreplayed(self, experience: Batch, scores: Batch) -> dict[str, float]:
-        """Compare the rollout's log-probs with a pass without replay; metric names end in `_without_replay`."""
-        metrics = parity_metrics(experience.flat("rollout_log_probs"), scores.flat("old_log_probs"))
-        return {f"{name}_without_replay": value for name, value in metrics.items()}
+            scores.add(trained=highest_entropy(scores["entropy"], loss.top_entropy_quantile))
+        return scores, metrics
 
     def critic_batches(self, experience: Batch, step: int) -> Iterator[Batch]:
         """The mini-batches of a step's critic update, of several epochs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_rl.cluster.replicas import ReplicatedPool
 from megatron_rl.cluster.signals import graceful_signals
 from megatron_rl.config.algorithms import trains_on_rule, uses_rule
-from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, ROLLOUT, Placement, RoleSpec, roles_of
+from megatron_rl.config.roles import ACTOR, CRITIC, ROLLOUT, Placement, RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig, as_list
 from megatron_rl.config.steps import with_steps
 from megatron_rl.controller.algorithm import Algorithm
@@ -26,6 +26,7 @@ from megatron_rl.controller.opening import OpenRun, RunPools, raise_failures, st
 from megatron_rl.controller.pretraining import Pretraining
 from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.controller.run_logger import RunLogger
+from megatron_rl.controller.run_scorers import scorers_of
 from megatron_rl.controller.validation import PromptValidation
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.prompt_mixture import MixtureCursor
@@ -38,18 +39,18 @@ from megatron_rl.ledger.planner.hardware import Hardware, planned_hardware
 from megatron_rl.ledger.planner.memory import planned_memory
 from megatron_rl.ledger.planner.memory_report import with_kv_cache
 from megatron_rl.ledger.planner.planned_steps import PlannedSteps
-from megatron_rl.records import Batch
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.critic import Critic
-from megatron_rl.roles.reference import Reference
 from megatron_rl.roles.reward_model import RewardModel
 from megatron_rl.roles.rollout import Rollout
-from megatron_rl.sampling.sampler import SampledBatch, Sampler, Sources
+from megatron_rl.sampling.sampler import Sampler, Sources
+from megatron_rl.scoring.batch_scorers import HeldOutScorer, Scorer
 from megatron_rl.scoring.function import RewardSource
 from megatron_rl.scoring.keeper import KeeperSettings
 from megatron_rl.scoring.reward_processes import RewardHere, RewardProcesses
 from megatron_rl.scoring.rewards import Rewards, reward_shaping, text_readers
 from megatron_rl.scoring.rule import NoRule, RuleReward
+from megatron_rl.scoring.sampled_batch import SampledBatch
 from megatron_rl.scoring.sources import check_sources
 
 NEXT_BATCH = RemoteMethod(Dispatch.ONE_TO_ALL, "gen", stop=Stop.BEFORE)
@@ -58,14 +59,13 @@ NEXT_BATCH = RemoteMethod(Dispatch.ONE_TO_ALL, "gen", stop=Stop.BEFORE)
 
 @dataclass(frozen=True)
 class Roles:
-    """The handle of every role; None for a role that the run does not have.
+    """Handles of roles; None for a role that the run does not have. Roles that only score are scorers.
 
     rollout: all its ranks, or its replicas where its pool is cut into them.
     """
 
     actor: Actor
     rollout: Rollout | ReplicatedPool
-    reference: Reference | None
     critic: Critic | None
     reward_models: list[tuple[RoleSpec, RewardModel]]
 
@@ -74,14 +74,13 @@ class Roles:
         """Take the handles, and connect an actor and a rollout of two pools. Raises WorkerFailure as `connect`."""
         placement = pools.placement
         replicas = pools.cluster.replicated.get(placement.roles[ROLLOUT].pool)
-        reference = pools.handle(REFERENCE, Reference) if REFERENCE in placement.roles else None
         critic = pools.handle(CRITIC, Critic) if CRITIC in placement.roles else None
-        scorers = [(spec, pools.handle(spec.name, RewardModel)) for spec in placement.reward_models]
+        models = [(spec, pools.handle(spec.name, RewardModel)) for spec in placement.reward_models]
         actor, rollout = pools.handle(ACTOR, Actor), replicas or pools.handle(ROLLOUT, Rollout)
         if not (isinstance(rollout, ReplicatedPool) or placement.is_colocated):
             with logger.clock.waiting("build bridge"):
                 connect(actor, rollout, placement.pool_of(ROLLOUT).world_size)
-        return cls(actor, rollout, reference, critic, scorers)
+        return cls(actor, rollout, critic, models)
 
 
 @dataclass(frozen=True)
@@ -90,26 +89,23 @@ class Run(OpenRun):
 
     roles: Roles
     sampler: Sampler
-    rewards: Rewards
+    scorers: Sequence[Scorer]
     algorithm: Algorithm
     pretraining: Pretraining
     validation: PromptValidation
     planned: PlannedSteps | None = None
 
-    def describe(self, batch: SampledBatch, experience: Batch, step: int) -> dict[str, float]:
+    def describe(self, batch: SampledBatch) -> dict[str, float]:
         """Metrics of a step besides its updates: samples, seconds and memory. Also writes the table of its answers."""
-        prompts, scored = batch.prompts, batch.scored
-        if scored is None:
-            raise ValueError("the batch has no scores yet")
+        scored = batch.all_scored
         metrics = self.sampler.describe() | batch.metrics  # while the step's clock runs
-        metrics |= self.rewards.shaping.metrics()
-        metrics |= self.logger.step_metrics(experience, scored)
+        metrics |= self.logger.step_metrics(batch.rows, scored)
         if self.planned is not None:
             planned, departures = self.planned.note(metrics)
             metrics |= planned
             for sentence in departures:
                 self.logger.warn(sentence)
-        self.logger.save_samples(self.config.trainer.rollout_data_dir, prompts, scored, step)
+        self.logger.save_samples(self.config.trainer.rollout_data_dir, batch.prompts, scored, batch.step)
         return metrics | self.logger.memory_metrics(self.pools.hosts)
 
 
@@ -143,16 +139,17 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         pools = RunPools.open(opened, placement, logger, stop_policy, local)
         roles = Roles.of(pools, logger)
         rewards = Rewards(config, rules, roles.reward_models, logger.warn, logger.clock, readers, shaping)
-        sources = Sources(config, data.train, data.cursor, rewards, logger)
+        scorers = scorers_of(config, pools, algorithm, rewards)
+        sources = Sources(config, data.train, data.cursor, scorers[-1], logger)
         checks = (partial(raise_failures, pools.cluster), partial(stop_policy.before, NEXT_BATCH))
         sampler = open_sampler(schedule, sources, roles.actor, roles.rollout, checks, opened)
-        validation = PromptValidation(config, logger, stop, data.val, sampler, rewards)
+        validation = PromptValidation(config, logger, stop, data.val, sampler, [HeldOutScorer(rewards)])
         life = Lifecycle(logger, pools.hosts, parts, stop_policy, sampler)
         life.restore()
         sampler.load_weights(folder.start.step)
         planned = None if trainer.hardware_file is None else PlannedSteps(config, hardware_here(config))
         with life:
-            ppo_parts = (roles, sampler, rewards, algorithm, pretraining, validation, planned)
+            ppo_parts = (roles, sampler, scorers, algorithm, pretraining, validation, planned)
             yield Run(config, pools, life, logger, started, *ppo_parts)
 
 

@@ -10,11 +10,11 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.steps import is_validation_step
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.data.prompt_dataset import PromptDataset
-from megatron_rl.experience.assemble import assemble
 from megatron_rl.observe.validation_metrics import validation_metrics
 from megatron_rl.records import Batch
 from megatron_rl.sampling.sampler import Sampler
-from megatron_rl.scoring.rewards import Rewards
+from megatron_rl.scoring.batch_scorers import Scorer, score
+from megatron_rl.scoring.sampled_batch import SampledBatch
 
 NUM_PARITY_ROWS = 32
 """Held-out rows on which the exported model is compared with the trainer."""
@@ -62,26 +62,26 @@ class PromptValidation(Validation):
         stop: StopRequest,
         data: PromptDataset,
         sampler: Sampler,
-        rewards: Rewards,
+        scorers: Sequence[Scorer],
     ) -> None:
         super().__init__(config, logger, stop)
-        self.data, self.sampler, self.rewards = data, sampler, rewards
+        self.data, self.sampler, self.scorers = data, sampler, scorers
         self.parity_rows: Batch | None = None
 
     def run(self, step: int) -> dict[str, float]:
         """Validate now; keeps mean reward, mean accuracy and a few rows."""
         prompts = self.data.batch(range(len(self.data))).repeat(self.config.actor_rollout_ref.rollout.val_kwargs.n)
         with self.logger.clock.phase("testing"):
-            generations = self.sampler.answer(prompts, self.sampler.val_sampling())
-            pending = self.rewards.start(prompts, generations)
-            scored = self.rewards.task_scores(prompts, generations, pending)
+            batch = SampledBatch(step, prompts, self.sampler.answer(prompts, self.sampler.val_sampling()))
+            score(self.scorers, batch)
+            scored = batch.all_scored
             self.logger.save_samples(self.config.trainer.validation_data_dir, prompts, scored, step)
             self.logger.save_generations(prompts, scored, step)
             variables = scored.variables()
             self.logger.val_rewards.append(mean(variables["reward"]))
             if "acc" in variables:
                 self.logger.accuracies.append(mean(variables["acc"]))
-            self.parity_rows = assemble(prompts[:NUM_PARITY_ROWS], generations[:NUM_PARITY_ROWS]).read_by(SCORING)
+            self.parity_rows = batch.rows[:NUM_PARITY_ROWS].read_by(SCORING)
             sources, predictions = list(prompts.data_source), scored.predictions()
             metrics = validation_metrics(sources, prompts.index.tolist(), variables, predictions)
         return metrics | self.logger.clock.take("testing")

@@ -15,7 +15,9 @@ class Reference(FrozenRole):
     def __init__(self, spec: RoleSpec, rank: Rank) -> None:
         from megatron_rl.roles.token_scorer import TokenScorer
 
-        source = rank.source(spec)
+        if spec.makes is None:
+            raise ValueError(f"the row of role {spec.name} does not say which column it makes")
+        self.column, source = spec.makes.column, rank.source(spec)
         super().__init__(spec, rank, source.language_model())
         self.scorer = TokenScorer(
             self.pipeline, self.pipeline.chunks, source.hf_config.to_dict(), rank.config.temperature
@@ -23,5 +25,5 @@ class Reference(FrozenRole):
 
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def log_probs(self, batch: Batch) -> Batch | None:
-        """`ref_log_probs`, the log-prob of each sampled token; None before the last stage."""
-        return self.scorer.score("ref_log_probs", batch, self.cut)
+        """The log-prob of each sampled token, in the column of the role's row; None before the last stage."""
+        return self.scorer.score(self.column, batch, self.cut)

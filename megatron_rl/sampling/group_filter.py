@@ -6,11 +6,13 @@ import torch
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.experience.groups import differing, first_groups
-from megatron_rl.records import Generations, Prompts, concatenate, known
+from megatron_rl.records import concatenate, known
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.rollout import Rollout
 from megatron_rl.sampling.pool_sampler import PoolSampler
-from megatron_rl.sampling.sampler import SampledBatch, Schedule, Sources
+from megatron_rl.sampling.sampler import Schedule, Sources
+from megatron_rl.scoring.batch_scorers import score
+from megatron_rl.scoring.sampled_batch import SampledBatch
 from megatron_rl.scoring.scored_answers import ScoredAnswers, join
 
 SALT_STRIDE = 1_000_003
@@ -22,7 +24,7 @@ class GroupFilter(PoolSampler):
 
     def __init__(self, schedule: Schedule, sources: Sources, rollout: Rollout, sender: Actor | None = None) -> None:
         super().__init__(schedule, sources, rollout, sender)
-        self.rewards = sources.rewards
+        self.scorer = sources.scorer
 
     def next(self, step: int) -> SampledBatch:
         """The batch of a step, with scores. After `max_num_gen_batches` batches groups with equal scores fill it up."""
@@ -32,28 +34,32 @@ class GroupFilter(PoolSampler):
         return batch
 
     def _filtered(self, step: int) -> SampledBatch:
-        wanted, most = self.config.batch_sizes.num_prompts, self.config.algorithm.filter_groups.max_num_gen_batches
-        batches: list[tuple[Prompts, Generations, ScoredAnswers]] = []
+        wanted, keys = self.config.batch_sizes.num_prompts, self.config.algorithm.filter_groups
+        batches: list[SampledBatch] = []
         while True:
-            prompts = self.next_prompts(self.cursor)
-            # Group numbers are unique over all batches.
-            prompts.uid = known(prompts.uid) + sum(len(earlier) for earlier, _, _ in batches)
-            generations = self.answer(prompts, self.sampling(step + SALT_STRIDE * len(batches)))
-            pending = self.rewards.start(prompts, generations)
-            batches.append((prompts, generations, self.rewards.training_scores(prompts, generations, pending)))
-            prompts = concatenate([part for part, _, _ in batches])
-            generations = concatenate([part for _, part, _ in batches])
-            groups = known(prompts.uid)
-            scored = join([part for _, _, part in batches])
-            differ = differing(compared(scored, self.config.algorithm.filter_groups.metric), groups)
+            batches.append(self._scored_batch(step, batches))
+            prompts = concatenate([batch.prompts for batch in batches])
+            scored, groups = join([batch.all_scored for batch in batches]), known(prompts.uid)
+            differ = differing(compared(scored, keys.metric), groups)
             num_differing = len(groups[differ].unique())
-            if num_differing >= wanted or len(batches) == most:
-                rows = first_groups(groups, differ, wanted)
-                metrics = {
-                    "train/num_gen_batches": float(len(batches)),
-                    "train/differing_groups": min(num_differing, wanted) / wanted,
-                }
-                return SampledBatch(prompts[rows], generations[rows], scored[rows], None, metrics)
+            if num_differing >= wanted or len(batches) == keys.max_num_gen_batches:
+                break
+        rows = first_groups(groups, differ, wanted)
+        metrics = {
+            "train/num_gen_batches": float(len(batches)),
+            "train/differing_groups": min(num_differing, wanted) / wanted,
+        }
+        generations = concatenate([batch.generations for batch in batches])
+        return SampledBatch(step, prompts[rows], generations[rows], scored=scored[rows], metrics=metrics)
+
+    def _scored_batch(self, step: int, earlier: list[SampledBatch]) -> SampledBatch:
+        """One more batch of a step, with scores. Its group numbers and seeds are none of an earlier one's."""
+        prompts = self.next_prompts(self.cursor)
+        prompts.uid = known(prompts.uid) + sum(len(batch.prompts) for batch in earlier)
+        generations = self.answer(prompts, self.sampling(step + SALT_STRIDE * len(earlier)))
+        batch = SampledBatch(step, prompts, generations)
+        score([self.scorer], batch)
+        return batch
 
 
 def compared(scored: ScoredAnswers, metric: str) -> torch.Tensor:

@@ -13,7 +13,8 @@ from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.rollout import Rollout
 from megatron_rl.rollout.slices import Slice
 from megatron_rl.sampling.asked import Asked
-from megatron_rl.sampling.sampler import SampledBatch, Sampler, Schedule, Sources
+from megatron_rl.sampling.sampler import Sampler, Schedule, Sources
+from megatron_rl.scoring.sampled_batch import SampledBatch
 
 
 class PoolSampler(Sampler):

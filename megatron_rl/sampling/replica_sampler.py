@@ -15,8 +15,9 @@ from megatron_rl.sampling.async_metrics import AsyncMetrics, SpeedWarning
 from megatron_rl.sampling.driver import Driver
 from megatron_rl.sampling.journal import Counted
 from megatron_rl.sampling.replica_states import ReplicaSlots
-from megatron_rl.sampling.sampler import SampledBatch, Sampler, Schedule, Sources
+from megatron_rl.sampling.sampler import Sampler, Schedule, Sources
 from megatron_rl.sampling.weight_sync import ReplicaWeights
+from megatron_rl.scoring.sampled_batch import SampledBatch
 
 
 class ReplicaSampler(Sampler):

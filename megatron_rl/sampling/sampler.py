@@ -19,40 +19,20 @@ from megatron_rl.config.algorithms import estimator_traits
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.prompt_mixture import MixtureCursor
-from megatron_rl.experience.assemble import assemble
 from megatron_rl.hybrid_engine.hybrid_engine import TransitionReport
 from megatron_rl.observe.phase_clock import PhaseClock
-from megatron_rl.records import Batch, Generations, Prompts, Sampling
+from megatron_rl.records import Generations, Prompts, Sampling
 from megatron_rl.rollout.seeds import request_seed
 from megatron_rl.sampling.backlog import Backlog
 from megatron_rl.sampling.journal import Journal
 from megatron_rl.sampling.open_answers import OpenAnswers
 from megatron_rl.sampling.rules import Decider, Rules
 from megatron_rl.sampling.saved_answers import ROLLOUTS_FILE, read_answers, write_rollouts
-from megatron_rl.scoring.rewards import Rewards
-from megatron_rl.scoring.scored_answers import ScoredAnswers
+from megatron_rl.scoring.batch_scorers import Scorer
+from megatron_rl.scoring.sampled_batch import SampledBatch
 
 FIXED_SALT = -1
 """Validation samples, where they are sampled, use the same seeds every time."""
-
-
-@dataclass
-class SampledBatch:
-    """One step's prompts and answers, B rows.
-
-    scored: the scores, if they were needed to choose the answers. greedy: one answer per group, if the estimator needs
-    it. metrics: of the sampling itself.
-    """
-
-    prompts: Prompts
-    generations: Generations
-    scored: ScoredAnswers | None
-    greedy: Generations | None
-    metrics: dict[str, float]
-
-    def experience(self) -> Batch:
-        """Prompts and answers joined; the loop fills the other fields as it computes them."""
-        return assemble(self.prompts, self.generations)
 
 
 class SamplingLogger(Protocol):
@@ -67,12 +47,12 @@ class SamplingLogger(Protocol):
 
 @dataclass(frozen=True)
 class Sources:
-    """Sources of batches."""
+    """Sources of batches. scorer: of answers, where batches are chosen by their scores."""
 
     config: RunConfig
     train_data: PromptDataset
     cursor: MixtureCursor
-    rewards: Rewards
+    scorer: Scorer
     logger: SamplingLogger
 
 
@@ -174,4 +154,4 @@ class Sampler:
         """The complete batch of a step, which is trained now."""
         prompts, generations, greedy = self.backlog.batch(step)
         self.cursor.next_indices()  # these are the prompts of the batch: the cursor moves behind them
-        return SampledBatch(prompts, generations, None, greedy, {})
+        return SampledBatch(step, prompts, generations, greedy)

@@ -31,7 +31,13 @@ GROUND = {
 }
 PARTS = GROUND | {"parallel", "losses", "data", "scoring"}
 HELD = {"rollout", "experience", "checkpoint"}
-SAMPLED = PARTS | HELD | {"hybrid_engine", "roles", "cluster", "scoring.rewards"} | SCHEDULE
+SAMPLED = (
+    PARTS
+    | HELD
+    | {"hybrid_engine", "roles", "cluster", "scoring.rewards", "scoring.sampled_batch"}
+    | SCHEDULE
+    | {"scoring.batch_scorers"}
+)
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "dispatch": set(),
@@ -52,6 +58,8 @@ ROOMS: dict[str, set[str]] = {
     "cluster": GROUND,
     **dict.fromkeys(SCHEDULE, {"errors", "records", "rollout.slices", "observe"} | SCHEDULE),
     "scoring.rewards": PARTS | HELD,
+    "scoring.sampled_batch": PARTS | HELD,
+    "scoring.batch_scorers": PARTS | HELD | {"scoring.rewards", "scoring.sampled_batch"},
     "sampling": SAMPLED,
     "ledger.planner": GROUND | {"parallel", "hybrid_engine", "model", "checkpoint", "data"} | SCHEDULE,
     "ledger.mapping": {
@@ -146,7 +154,7 @@ PURE = (
     ),
     *("scoring", "ledger", "experience", *sorted(SCHEDULE)),
 )
-"""Rooms and parts without Ray, vLLM and Megatron. `scoring.rewards`, which reads checkpoints, has a row of its own."""
+"""Rooms and parts without Ray, vLLM and Megatron. Parts of `scoring` with rows of their own are not."""
 
 
 def row_of(module: str) -> str:
@@ -282,7 +290,7 @@ def import_rooms(rooms: tuple[str, ...], absent: tuple[str, ...]) -> subprocess.
     modules = [
         ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
         for path in SOURCES
-        if is_in(room_of(path), rooms) and room_of(path) != "scoring.rewards" and path.stem != "__main__"
+        if is_in(room_of(path), rooms) and not room_of(path).startswith("scoring.") and path.stem != "__main__"
     ]
     script = f"""
 import importlib, sys

@@ -21,6 +21,7 @@ from megatron_rl.sampling.pool_sampler import PoolSampler
 from megatron_rl.sampling.rules import Rules
 from megatron_rl.sampling.sampler import Schedule, Sources
 from megatron_rl.sampling.scheduler import Scheduler
+from megatron_rl.scoring.batch_scorers import RewardScorer
 from megatron_rl.scoring.outcome import Outcome, Sample
 from megatron_rl.scoring.rewards import Rewards
 from megatron_rl.scoring.scored_answers import ScoredAnswers
@@ -98,7 +99,7 @@ def streaming(config: RunConfig, rule, models=()) -> tuple[PoolSampler, OneToken
     rules = Rules(batch_rows=4, num_steps_total=9, ahead=0, first_step=1)
     schedule = Schedule(rules, Scheduler(rules, 1), None, 1, rules.first_step - 1, None)
     kind = GroupFilter if config.algorithm.filter_groups.enable else PoolSampler
-    return kind(schedule, Sources(config, Pairs(), Counting(), rewards, logger), rollout), rollout
+    return kind(schedule, Sources(config, Pairs(), Counting(), RewardScorer(rewards), logger), rollout), rollout
 
 
 def mixed_rule(mixed: set[int]):
@@ -154,7 +155,7 @@ def test_scores_of_greedy_answers_reach_their_groups():
     one = prompts.one_per_group()
     assert one.uid.tolist() == [3, 5, 8, 9] and one.index.tolist() == [1, 2, 0, 3] and one.sample.tolist() == [0] * 4
     greedy = rollouts.answer(one, rollouts.greedy())
-    found = rollouts.rewards.greedy_scores(prompts, greedy, [])
+    found = rollouts.scorer.rewards.greedy_scores(prompts, greedy, [])
     assert found.tolist() == [-1.0, -1.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
 
 
@@ -192,8 +193,9 @@ def test_groups_are_compared_by_the_rule_and_two_reward_models_together():
     config.reward_model.overlong_buffer.enable, config.reward_model.overlong_buffer.len = True, 1
     questions = batch.prompts.one_per_group()
     greedy = rollouts.answer(questions, rollouts.greedy())
-    pending = rollouts.rewards.start(questions, greedy)
-    assert rollouts.rewards.greedy_scores(batch.prompts, greedy, pending).tolist() == [1.0, 1.0, 0.0, 0.0]
+    rewards = rollouts.scorer.rewards
+    pending = rewards.start(questions, greedy)
+    assert rewards.greedy_scores(batch.prompts, greedy, pending).tolist() == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_a_rule_of_validation_is_not_asked_in_training():

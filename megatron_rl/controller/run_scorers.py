@@ -1,0 +1,98 @@
+"""The scorers of a run: the passes of its roles, the actor's old log-probs, and its rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_rl.columns import ACTOR_SCORES, SCORING
+from megatron_rl.config.algorithms import bypasses, scores_old_log_probs
+from megatron_rl.config.roles import ACTOR
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.controller.algorithm import Algorithm
+from megatron_rl.controller.opening import RunPools
+from megatron_rl.dispatch import Future
+from megatron_rl.observe.batch_metrics import parity_metrics
+from megatron_rl.records import Batch
+from megatron_rl.roles.actor import Actor
+from megatron_rl.roles.kinds import KINDS
+from megatron_rl.scoring.batch_scorers import RewardScorer, RoleScorer, Scorer
+from megatron_rl.scoring.rewards import Rewards
+from megatron_rl.scoring.sampled_batch import SampledBatch
+
+
+def scorers_of(config: RunConfig, pools: RunPools, algorithm: Algorithm, rewards: Rewards) -> list[Scorer]:
+    """Every scorer of a run, in the order in which they start.
+
+    Rewards come last, because conversations may have to be tokenised for reward models first.
+    """
+    actor = pools.handle(ACTOR, Actor)
+    return [*_actor_scorers(config, actor, algorithm), *role_scorers(pools), RewardScorer(rewards)]
+
+
+def role_scorers(pools: RunPools) -> Iterator[Scorer]:
+    """A scorer for each role whose row in `config.roles` says which column it makes."""
+    for spec in pools.placement.roles.values():
+        if spec.makes is not None:
+            handle: Any = pools.handle(spec.name, KINDS[spec.kind])
+            yield RoleScorer(getattr(handle, spec.makes.method))
+
+
+def _actor_scorers(config: RunConfig, actor: Actor, algorithm: Algorithm) -> Iterator[Scorer]:
+    """Old log-probs are left to the update where that computes them itself."""
+    if bypasses(config):
+        yield SampledLogProbs()
+    elif scores_old_log_probs(config):
+        yield OldLogProbs(actor, algorithm)
+    every = config.actor_rollout_ref.actor.router_replay.compare_freq
+    if every > 0:
+        yield UnreplayedLogProbs(actor, every)
+
+
+class SampledLogProbs:
+    """`old_log_probs` are those of the rollout."""
+
+    def start(self, batch: SampledBatch) -> None:
+        self._rows = batch.rows
+
+    def take(self) -> Batch:
+        return Batch(old_log_probs=self._rows["rollout_log_probs"])
+
+
+class OldLogProbs:
+    """`old_log_probs` of the actor, with what else its pass makes: see `Algorithm.scores_of_actor`."""
+
+    def __init__(self, actor: Actor, algorithm: Algorithm) -> None:
+        self._actor, self._algorithm = actor, algorithm
+
+    def start(self, batch: SampledBatch) -> None:
+        self._batch = batch
+        self._scores = self._actor.log_probs(batch.rows.read_by(ACTOR_SCORES))
+
+    def take(self) -> Batch:
+        scores, metrics = self._algorithm.scores_of_actor(self._batch.rows, self._scores.get())
+        self._batch.metrics |= metrics
+        return scores
+
+
+class UnreplayedLogProbs:
+    """Compare the rollout's log-probs with a pass without router replay, every so many steps; makes no column.
+
+    Names of its metrics end in `_without_replay`.
+    """
+
+    def __init__(self, actor: Actor, every: int) -> None:
+        self._actor, self._every = actor, every
+
+    def start(self, batch: SampledBatch) -> None:
+        self._batch = batch
+        self._scores: Future[Batch] | None = None
+        if batch.step % self._every == 0:
+            self._scores = self._actor.log_probs_without_replay(batch.rows.read_by(SCORING))
+
+    def take(self) -> Batch:
+        if self._scores is not None:
+            rows, scores = self._batch.rows, self._scores.get()
+            metrics = parity_metrics(rows.flat("rollout_log_probs"), scores.flat("old_log_probs"))
+            self._batch.metrics |= {f"{name}_without_replay": value for name, value in metrics.items()}
+        return Batch()

@@ -1,0 +1,36 @@
+"""One step's prompts and answers, with their rows, to which every scorer adds columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron_rl.experience.assemble import assemble
+from megatron_rl.records import Batch, Generations, Prompts
+from megatron_rl.scoring.scored_answers import ScoredAnswers
+
+
+@dataclass
+class SampledBatch:
+    """Prompts and answers of `step`, B rows.
+
+    greedy: one answer per group, in the order of `one_per_group`, if the estimator needs it. scored: the answers'
+    scores, once they are there. metrics: of sampling and scoring. rows: prompts and answers joined.
+    """
+
+    step: int
+    prompts: Prompts
+    generations: Generations
+    greedy: Generations | None = None
+    scored: ScoredAnswers | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    rows: Batch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = assemble(self.prompts, self.generations)
+
+    @property
+    def all_scored(self) -> ScoredAnswers:
+        """The scores. Raises ValueError before they are there."""
+        if self.scored is None:
+            raise ValueError("the batch has no scores yet")
+        return self.scored
