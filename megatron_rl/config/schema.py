@@ -122,7 +122,7 @@ class CheckpointConfig:
 @dataclass
 class UserFileConfig:
     path: FilePath | None = None
-    """Python file that defines the function."""
+    """Python file that defines the function, or the class of a scorer."""
 
 
 @dataclass
@@ -423,6 +423,8 @@ class RunConfig:
     pools: dict[str, PoolConfig] = field(default_factory=dict)
     """Pools of ranks beside global_pool, by names of the user's own; each role's `pool` key names its pool."""
     custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
+    custom_scorers: dict[str, UserFileConfig] = field(default_factory=dict)
+    """Scorers of the user's own: the name of a class, and the file that defines it."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     async_training: AsyncTrainingConfig = field(default_factory=AsyncTrainingConfig)
     ptx: PretrainingConfig = field(default_factory=PretrainingConfig)

@@ -1,4 +1,4 @@
-"""Functions from a Python file of the user's: which there are, read without running it, and the function itself."""
+"""Functions and classes from a Python file of the user's: which there are, read without running it, and one of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from megatron_rl.errors import ConfigError, Violation
 
 
 def functions_in(path: str, key: str) -> list[str]:
-    """Names of the functions defined at the top of the file, which is only parsed.
+    """Names of the functions defined at the top of the file; as `definitions_in`."""
+    return definitions_in(path, key, ast.FunctionDef)
+
+
+def definitions_in(path: str, key: str, kind: type[ast.FunctionDef | ast.ClassDef]) -> list[str]:
+    """Names of the functions, or classes, defined at the top of the file, which is only parsed.
 
     Raises ConfigError, naming the configuration key `key`, when it is missing or is no Python.
     """
@@ -27,7 +32,7 @@ def functions_in(path: str, key: str) -> list[str]:
         tree = ast.parse(file.read_text())
     except (SyntaxError, ValueError, UnicodeDecodeError) as error:
         raise refused(Violation({key: path}, f"must be a Python file: {error}")) from error
-    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return [node.name for node in tree.body if isinstance(node, kind)]
 
 
 def load_function(path: str, key: str, name: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
@@ -46,6 +51,21 @@ def load_function(path: str, key: str, name: str, arguments: tuple[str, ...]) ->
         wanted = f"{name}({', '.join(arguments)})"
         raise ConfigError(f"{key}={path}: {name}{inspect.signature(function)} must be callable as {wanted}") from error
     return function
+
+
+def load_class(path: str, key: str, name: str, methods: tuple[str, ...]) -> type:
+    """Run the file and return its class `name`, which must have `methods`.
+
+    Raises ConfigError, naming the configuration key `key`, when the file fails to run or has no such class.
+    """
+    names = definitions_in(path, key, ast.ClassDef)
+    if name not in names:
+        raise ConfigError(f"{key}={path} must define the class {name}; it defines {', '.join(names) or 'no class'}")
+    found: type = vars(_run(Path(path).expanduser(), key))[name]
+    lacking = [method for method in methods if not callable(getattr(found, method, None))]
+    if lacking:
+        raise ConfigError(f"{key}={path}: {name} must have the methods {', '.join(methods)}; it lacks {lacking[0]}")
+    return found
 
 
 def import_file(file: Path, prefix: str) -> ModuleType | None:

@@ -26,7 +26,7 @@ from megatron_rl.controller.opening import OpenRun, RunPools, raise_failures, st
 from megatron_rl.controller.pretraining import Pretraining
 from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.controller.run_logger import RunLogger
-from megatron_rl.controller.run_scorers import scorers_of
+from megatron_rl.controller.run_scorers import scorers_of, user_scorers
 from megatron_rl.controller.validation import PromptValidation
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.prompt_mixture import MixtureCursor
@@ -126,7 +126,7 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         rules = rule_reward(config, tokenizer, data.judged_sources(config), local)
         readers, template_notes = text_readers(config, tokenizer, (data.train, data.val))
         shaping = reward_shaping(config)
-        pretraining = Pretraining(config, tokenizer)
+        own_scorers, pretraining = user_scorers(config), Pretraining(config, tokenizer)
         folder = RunFolder(config)
         logger = RunLogger(config, folder, tokenizer, planned_memory(config))
         algorithm = Algorithm(config, logger.clock)
@@ -139,7 +139,7 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         pools = RunPools.open(opened, placement, logger, stop_policy, local)
         roles = Roles.of(pools, logger)
         rewards = Rewards(config, rules, roles.reward_models, logger.warn, logger.clock, readers, shaping)
-        scorers = scorers_of(config, pools, algorithm, rewards)
+        scorers = scorers_of(config, pools, algorithm, rewards, own_scorers)
         sources = Sources(config, data.train, data.cursor, scorers[-1], logger)
         checks = (partial(raise_failures, pools.cluster), partial(stop_policy.before, NEXT_BATCH))
         sampler = open_sampler(schedule, sources, roles.actor, roles.rollout, checks, opened)

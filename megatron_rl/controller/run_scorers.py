@@ -1,33 +1,45 @@
-"""The scorers of a run: the passes of its roles, the actor's old log-probs, and its rewards."""
+"""The scorers of a run: the passes of its roles, the actor's old log-probs, the user's own, and its rewards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from megatron_rl.columns import ACTOR_SCORES, SCORING
 from megatron_rl.config.algorithms import bypasses, scores_old_log_probs
 from megatron_rl.config.roles import ACTOR
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.user_functions import load_class
 from megatron_rl.controller.algorithm import Algorithm
 from megatron_rl.controller.opening import RunPools
 from megatron_rl.dispatch import Future
+from megatron_rl.errors import ConfigError, RewardError
 from megatron_rl.observe.batch_metrics import parity_metrics
 from megatron_rl.records import Batch
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.kinds import KINDS
 from megatron_rl.scoring.batch_scorers import RewardScorer, RoleScorer, Scorer
+from megatron_rl.scoring.outcome import describe_error, quote
 from megatron_rl.scoring.rewards import Rewards
 from megatron_rl.scoring.sampled_batch import SampledBatch
 
 
-def scorers_of(config: RunConfig, pools: RunPools, algorithm: Algorithm, rewards: Rewards) -> list[Scorer]:
-    """Every scorer of a run, in the order in which they start.
+def scorers_of(
+    config: RunConfig, pools: RunPools, algorithm: Algorithm, rewards: Rewards, own: Sequence[Scorer]
+) -> list[Scorer]:
+    """Every scorer of a run, in the order in which they start. own: the user's.
 
-    Rewards come last, because conversations may have to be tokenised for reward models first.
+    Rewards come last, because conversations may have to be tokenised for reward models first, and because their columns
+    are there when the user's scorers give theirs.
     """
     actor = pools.handle(ACTOR, Actor)
-    return [*_actor_scorers(config, actor, algorithm), *role_scorers(pools), RewardScorer(rewards)]
+    return [*_actor_scorers(config, actor, algorithm), *role_scorers(pools), *own, RewardScorer(rewards)]
+
+
+def user_scorers(config: RunConfig) -> list[Scorer]:
+    """The scorers of `custom_scorers`. Raises ConfigError for a class that cannot be loaded or made."""
+    return [UserScorer(name, file.path, config) for name, file in config.custom_scorers.items()]
 
 
 def role_scorers(pools: RunPools) -> Iterator[Scorer]:
@@ -47,6 +59,38 @@ def _actor_scorers(config: RunConfig, actor: Actor, algorithm: Algorithm) -> Ite
     every = config.actor_rollout_ref.actor.router_replay.compare_freq
     if every > 0:
         yield UnreplayedLogProbs(actor, every)
+
+
+class UserScorer:
+    """A class of the user's, made once with the run's configuration. What it raises becomes a RewardError."""
+
+    def __init__(self, name: str, path: str | None, config: RunConfig) -> None:
+        key = f"custom_scorers.{name}.path"
+        if path is None:
+            raise ConfigError(f"{key}=null must be a Python file that defines the class {name}")
+        kind, self._name = load_class(path, key, name, ("start", "take")), f"the scorer {name} of {path}"
+        try:
+            self._scorer: Scorer = kind(config)
+        except Exception as error:
+            raise ConfigError(f"{key}={path}: {name}(config) raised {describe_error(error)}") from error
+
+    def start(self, batch: SampledBatch) -> None:
+        with self._errors():
+            self._scorer.start(batch)
+
+    def take(self) -> Batch:
+        with self._errors():
+            columns = self._scorer.take()
+        if not isinstance(columns, Batch):
+            raise RewardError(f"{self._name} must return a megatron_rl.records.Batch; it returned {quote(columns)}")
+        return columns
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise RewardError(f"{self._name} raised {describe_error(error)}") from error
 
 
 class SampledLogProbs:
