@@ -12,16 +12,9 @@ from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE, SCORING
 from megatron_rl.device import Device
 from megatron_rl.profile.kernels import timed
 from megatron_rl.profile.samples import GENERATE, SCORE, SCORE_ALONE, UPDATE, Case, MeasuredSample, MeasuringTask
-from megatron_rl.records import (
-    Batch,
-    Prompts,
-    Sampling,
-    non_tensor,
-    ragged,
-    ragged_from_lengths,
-    single_turn,
-)
+from megatron_rl.records import Batch, Sampling, ragged, ragged_from_lengths, single_turn
 from megatron_rl.roles.host import RankHost
+from megatron_rl.rollout.slices import Slice, Start
 
 FIRST_TOKEN, LAST_TOKEN = 8, 60
 """Range of token ids in the probe's vocabulary, without special tokens."""
@@ -54,11 +47,11 @@ def pass_samples(host: RankHost, device: Device, task: MeasuringTask) -> Iterato
 
 def generation_samples(host: RankHost, device: Device, task: MeasuringTask) -> Iterator[MeasuredSample]:
     """Measure generation in rollout mode, with a fixed number of tokens per row; all ranks must call."""
+    rollout: Any = host.roles["rollout"]
     host.run("rollout", "enter", (), {})
     for case in task.generations:
-        prompts = random_prompts(case)
-        sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=case.response, salt=0)
-        body = partial(host.run, "rollout", "generate", (prompts, sampling), {})
+        answers = {rollout.replica: Slice(version=0, num_steps=None, starts=random_starts(case))}
+        body = partial(host.run, "rollout", "advance", (answers,), {})
         seconds = timed(body, device.torch_device, task.repeats)
         yield MeasuredSample(GENERATE, seconds, case.rows, case.prompt, case.response)
     host.run("rollout", "exit", (), {})
@@ -83,18 +76,12 @@ def random_batch(case: Case, seed: int) -> Batch:
     )
 
 
-def random_prompts(case: Case) -> Prompts:
-    """Return random prompts, equal on all ranks."""
+def random_starts(case: Case) -> tuple[Start, ...]:
+    """Return requests with random prompts, equal on all ranks."""
     generator = torch.Generator().manual_seed(0)
-    return Prompts(
-        index=torch.arange(case.rows),
-        sample=torch.zeros(case.rows, dtype=torch.int64),
-        prompt_ids=ragged([tokens(case.prompt, generator) for _ in range(case.rows)]),
-        data_source=non_tensor(["probe"] * case.rows),
-        ground_truth=non_tensor([""] * case.rows),
-        extra_info=non_tensor([{}] * case.rows),
-        batch_size=[case.rows],
-    )
+    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=case.response, salt=0)
+    prompts = (tuple(tokens(case.prompt, generator).tolist()) for _ in range(case.rows))
+    return tuple(Start(row, prompt, row, case.response, sampling) for row, prompt in enumerate(prompts))
 
 
 def tokens(number: int, generator: torch.Generator) -> torch.Tensor:

@@ -23,7 +23,7 @@ from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE, SCORING
 from megatron_rl.config.megatron import OverrideTransformerConfig
 from megatron_rl.ledger.planner.memory import StageMemory, plan_stages
 from megatron_rl.ledger.planner.run_models import RunModels
-from megatron_rl.records import non_tensor, ragged, single_turn
+from megatron_rl.records import ragged, single_turn
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 PROMPT, RESPONSE, ROWS = 136, 24, 8
@@ -42,24 +42,18 @@ def full_experience(num_rows: int):
 
 def measured_phases(config, folder: Path) -> tuple[int, dict[str, int], dict[str, dict[str, int]]]:
     """(stage, phase -> bytes at the peak, phase -> what the ledger says) of one rank, in its second step."""
-    from megatron_rl.records import Prompts, Sampling
+    from megatron_rl.records import Sampling
     from megatron_rl.roles.host import RankHost
+    from megatron_rl.rollout.slices import Slice, Start
 
     worker = RankHost(config)
     has_reward = config.reward_model.enable
     for role in ("actor", "reference", "critic", *(["reward_model"] if has_reward else []), "rollout"):
         worker.build(role)
     experience = full_experience(ROWS // worker.groups.grid.dp_size)
-    count = len(experience)
-    prompts = Prompts(
-        index=torch.arange(count),
-        sample=torch.zeros(count, dtype=torch.int64),
-        prompt_ids=ragged([ids[:PROMPT] for ids in experience["input_ids"].unbind()]),
-        data_source=non_tensor(["test"] * count),
-        ground_truth=non_tensor([""] * count),
-        extra_info=non_tensor([{}] * count),
-        batch_size=[count],
-    )
+    prompts = [tuple(ids[:PROMPT].tolist()) for ids in experience["input_ids"].unbind()]
+    sampling = Sampling(1.0, 1.0, -1, RESPONSE, 0)
+    starts = tuple(Start(row, prompt, row, RESPONSE, sampling) for row, prompt in enumerate(prompts))
     worker.roles["critic"].update(experience.read_by(CRITIC_UPDATE))
     worker.roles["actor"].update(experience.read_by(ACTOR_UPDATE))  # moments exist from here on
     ledger = {phase: memory.owned for phase, memory in worker.take_memory().items()}
@@ -82,7 +76,7 @@ def measured_phases(config, folder: Path) -> tuple[int, dict[str, int], dict[str
         with_meter(phase, lambda: worker.run(role, method, arguments, {}))
 
     measure("reshard", "rollout", "enter")
-    measure("gen", "rollout", "generate", prompts, Sampling(1.0, 1.0, -1, RESPONSE, 0))
+    measure("gen", "rollout", "advance", {worker.roles["rollout"].replica: Slice(0, None, starts)})
     worker.roles["rollout"].exit()
     if has_reward:
         measure("rm_scores", "reward_model", "scores", experience.read_by(SCORING))
