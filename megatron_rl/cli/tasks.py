@@ -141,7 +141,7 @@ def check_replay(config: RunConfig, replay: Path) -> None:
     Raises ConfigError for a configuration without a schedule, and for the folder that is to be repeated.
     """
     trainer = config.trainer
-    if not config.samples_in_slices:
+    if not config.samples_ahead:
         raise ConfigError(
             "--replay needs the configuration of the run that it repeats: this one has trainer.rollout_ahead=0"
         )

@@ -458,7 +458,7 @@ class RunConfig:
         return self.actor_rollout_ref.rollout.temperature
 
     @property
-    def samples_in_slices(self) -> bool:
+    def samples_ahead(self) -> bool:
         """Whether generation goes on from step to step: ahead of training, or with answers that outlive a step."""
         return self.trainer.rollout_ahead > 0 or self.async_training.partial_rollout
 

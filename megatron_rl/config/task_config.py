@@ -75,7 +75,7 @@ class TaskConfig(RunConfig):
         return 1.0
 
     @property
-    def samples_in_slices(self) -> bool:
+    def samples_ahead(self) -> bool:
         """False."""
         return False
 

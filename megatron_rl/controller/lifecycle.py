@@ -1,7 +1,7 @@
 """The lifecycle of a run: which steps it takes, where it resumes, when it saves, and how a signal ends it.
 
 global_step_N/  manifest.json          every file's size and checksum; written last
-                rollouts.safetensors   answers drawn for later steps, if generation goes in slices
+                rollouts.safetensors   answers drawn for later steps, if they outlive a step
                 run.json               step, prompt cursor, KL controller, logger, configuration
                 actor/ critic/         megatron-core's sharded files, role.json, `huggingface/` with config and
                                        tokenizer; one folder for each trained role

@@ -34,7 +34,7 @@ def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Rules:
     sizes, num_steps = config.batch_sizes, config.trainer.num_steps
     greedy = sizes.num_generated_prompts if "greedy_scores" in estimator_traits(config).reads else 0
     batch_rows = sizes.num_generated_samples + greedy
-    if not config.samples_in_slices:
+    if not config.samples_ahead:
         return Rules(batch_rows, num_steps, ahead=0, first_step=first_step)
     return Rules(
         batch_rows=batch_rows,
@@ -110,7 +110,7 @@ def open_schedule(
     start = folder.start
     rules = rules_of(config, placement, start.step + 1)
     num_replicas = placement.pool_of(ROLLOUT).world_size // config.actor_rollout_ref.rollout.tensor_model_parallel_size
-    if not config.samples_in_slices:
+    if not config.samples_ahead:
         return Schedule(rules, Scheduler(rules, num_replicas), None, num_replicas, start.step, None)
     settings, last_batch = settings_of(rules, config), rules.last_batch(start.step)
     saved = None if start.path is None else read_schedule(start.path)

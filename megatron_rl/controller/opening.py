@@ -165,7 +165,7 @@ def hosting_of(config: RunConfig, placement: Placement, observer: CallObserver) 
 
 def replicated_pools(config: RunConfig, placement: Placement) -> dict[str, int]:
     """Pool that is cut into replicas -> ranks of each. A replica may die and be restarted alone."""
-    if not config.samples_in_slices or placement.is_colocated:
+    if not config.samples_ahead or placement.is_colocated:
         return {}
     role = placement.roles[ROLLOUT]
     return {role.pool: role.settings.tensor_model_parallel_size}

@@ -21,8 +21,8 @@ from megatron_rl.rollout.addresses import must_stay, places
 from megatron_rl.rollout.arguments import engine_arguments
 from megatron_rl.rollout.kv_cache import KVCache
 from megatron_rl.rollout.shared_weights import register_shared_loader
-from megatron_rl.rollout.sliced import SlicedGeneration, forget_prefixes, of_ranks
 from megatron_rl.rollout.slices import Drawn, Slice
+from megatron_rl.rollout.unfinished import UnfinishedRequests, forget_prefixes, of_ranks
 from third_party_patches.vllm.rank_order import using_rank_order
 
 
@@ -84,7 +84,7 @@ class RolloutEngine:
         report_steps(self.llm.llm_engine)
         self.kv_cache = KVCache(list(runner.kv_caches))
         self._places = places(self.model, self.kv_cache.tensors)
-        self.sliced = SlicedGeneration(self.llm.llm_engine, eos_token_ids, routed_layers or ())
+        self.requests = UnfinishedRequests(self.llm.llm_engine, eos_token_ids, routed_layers or ())
 
     def wake(self) -> None:
         """Allocate the KV cache and drop cached prefixes. Raises RuntimeError if the engine still has requests, and
@@ -101,15 +101,15 @@ class RolloutEngine:
 
     def must_be_idle(self) -> None:
         """Raise RuntimeError while requests of slices are unfinished."""
-        if self.sliced.unfinished:
-            numbers = ", ".join(map(str, self.sliced.unfinished))
+        if self.requests.unfinished:
+            numbers = ", ".join(map(str, self.requests.unfinished))
             raise RuntimeError(
                 f"the KV cache cannot go while requests are unfinished: {numbers}; a slice that drops them comes first"
             )
 
     def advance(self, order: Slice) -> tuple[dict[int, Drawn], int]:
-        """Run a slice: see `SlicedGeneration.advance`. Raises RuntimeError if the ranks of the replica differ in it."""
-        drawn, num_steps = self.sliced.advance(order)
+        """Run a slice: see `UnfinishedRequests`. Raises RuntimeError if the ranks of the replica differ in it."""
+        drawn, num_steps = self.requests.advance(order)
         results = of_ranks(f"{num_steps} steps, {digest(drawn)}")
         if len(set(results)) > 1:
             raise RuntimeError(f"the ranks of one replica drew different tokens or log-probs in one slice: {results}")

@@ -110,7 +110,7 @@ def test_keys_of_ppo_do_not_matter(config, task: str) -> None:
     assert list(constraint_problems(found)) == list(magnitude_problems(found)) == list(value_problems(found)) == []
     assert [role.name for role in roles_of(found)] == [role.name for role in roles_of(plain)]
     assert pool_sizes(found) == pool_sizes(plain) and found.batch_sizes == plain.batch_sizes
-    assert (found.longest_sequence, found.temperature, found.samples_in_slices) == (40, 1.0, False)
+    assert (found.longest_sequence, found.temperature, found.samples_ahead) == (40, 1.0, False)
     assert not any(role.mixed for role in roles_of(found))
 
 

@@ -51,7 +51,7 @@ def joined(parts: Sequence[dict[int, Drawn]]) -> dict[int, Drawn]:
 def in_slices(generator, first: Sequence[Start], num_steps: int | None, version: int = 0) -> dict[int, Drawn]:
     """All requests started at once, then slices of equal length until all are finished."""
     parts = [generator.advance(Slice(version, num_steps, tuple(first)))[0]]
-    while generator.sliced.unfinished:
+    while generator.requests.unfinished:
         drawn, taken = generator.advance(Slice(version, num_steps))
         assert 0 < taken <= num_steps
         parts.append(drawn)

@@ -49,10 +49,10 @@ def by_vllm(generator, first) -> dict[int, tuple[list[int], list[float]]]:
     """Tokens and log-probs of each request by vLLM's own `generate`, which steps the engine itself."""
     from vllm.sampling_params import RequestOutputKind
 
-    from megatron_rl.rollout.sliced import forget_prefixes, sampling_params, token_log_probs
+    from megatron_rl.rollout.unfinished import forget_prefixes, sampling_params, token_log_probs
 
     forget_prefixes(generator.llm.llm_engine)
-    ends = generator.sliced._eos_token_ids
+    ends = generator.requests._eos_token_ids
     params = [
         sampling_params(start.sampling, start.seed, ends, start.max_tokens, RequestOutputKind.FINAL_ONLY)
         for start in first
@@ -84,23 +84,23 @@ def sliced_rank(config) -> dict:
     other = [dataclasses.replace(start, request=start.request - 90, seed=5, max_tokens=24) for start in first]
     generator.advance(Slice(0, 3, tuple(other[1:])))
     generator.advance(Slice(0, 2, tuple(other[:1]), (12,)))
-    found["unfinished"] = generator.sliced.unfinished
+    found["unfinished"] = generator.requests.unfinished
     found["unknown drop"] = refused(generator.advance, Slice(0, 1, (), (12,)))
     found["second start"] = refused(generator.advance, Slice(0, 1, tuple(other[:1])))
     found["dropped twice"] = refused(generator.advance, Slice(0, 1, (), (11, 11)))
     found["sleep"] = refused(generator.sleep)
     found["exit"] = refused(rollout.exit)
-    found["still unfinished"] = generator.sliced.unfinished
-    drawn, _ = generator.advance(Slice(0, None, first, tuple(generator.sliced.unfinished)))
+    found["still unfinished"] = generator.requests.unfinished
+    drawn, _ = generator.advance(Slice(0, None, first, tuple(generator.requests.unfinished)))
     found["after drops"] = drawn
 
     # Answers of one token: by their length, and because it is the end token.
     short = [dataclasses.replace(start, max_tokens=1) for start in first]
     found["short"] = generator.advance(Slice(0, 5, tuple(short)))
     end = found["short"][0][100].token_ids[0]
-    ends, generator.sliced._eos_token_ids = generator.sliced._eos_token_ids, [end]
+    ends, generator.requests._eos_token_ids = generator.requests._eos_token_ids, [end]
     found["end"] = generator.advance(Slice(0, 5, first[:1]))
-    generator.sliced._eos_token_ids = ends
+    generator.requests._eos_token_ids = ends
     rollout.exit()
     rollout.enter()
     found["again"] = rollout.advance({0: Slice(0, None, first)}).drawn
@@ -199,7 +199,7 @@ def changed_rank(config, exported: str) -> dict:
     put_back()
     before, _ = generator.advance(Slice(0, NUM_OLD, first))
     nudge(parameters, seed=1)
-    unfinished = generator.sliced.unfinished
+    unfinished = generator.requests.unfinished
     anew = tuple(resumed(start, before[start.request], seed=9) for start in first if start.request in unfinished)
     found["recomputed"] = joined([before, generator.advance(Slice(1, None, anew, unfinished))[0]])
 

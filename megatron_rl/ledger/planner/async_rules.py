@@ -20,7 +20,7 @@ def async_problems(config: RunConfig) -> Iterable[Violation]:
     if config.trainer.rollout_ahead < 0 or config.async_training.trigger_parameter_sync_step < 1:
         return
     yield from _sync_problems(config)
-    if not config.samples_in_slices:
+    if not config.samples_ahead:
         return
     yield from _stale_problems(config)
     if config.algorithm.filter_groups.enable:

@@ -119,7 +119,7 @@ class MemoryOfStage:
             held |= self._trained(role) if role.is_trained else self._frozen(role)
         if self.generates and self.is_split:
             held["rollout weights"] = self.models.rollout_weights_bytes
-            if self.config.samples_in_slices and self.config.async_training.second_buffer:
+            if self.config.samples_ahead and self.config.async_training.second_buffer:
                 held["arriving weights"] = self.models.rollout_weights_bytes
         phases = {
             INIT: {

@@ -47,7 +47,7 @@ class PlannedSteps:
         lengths = (max(1.0, prompt), min(max(1.0, response), bound))
         load = step_load(self._config, self._memory.kv_tokens, lengths)
         time = step_time(self._models, self._hardware, load, self._transition)
-        ahead = {GEN, RESHARD} if self._config.samples_in_slices else set()
+        ahead = {GEN, RESHARD} if self._config.samples_ahead else set()
         return {name: bar.stop - bar.start for name, bar in time.timeline.bars.items() if name not in ahead}
 
     def note(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:

@@ -43,9 +43,9 @@ def replay_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable
             yield Violation({RETURNS: True}, f"must be false: {why}", {RETURNS: False})
     if replay.mode == RECORDED and bypasses(config):
         rule = f"must be {OFF} or {ENGINES} with {CORRECTION}.bypass_mode=true: no pass makes old log-probs"
-        nearest = OFF if config.samples_in_slices else ENGINES
+        nearest = OFF if config.samples_ahead else ENGINES
         yield Violation({MODE: RECORDED}, rule, {MODE: nearest})
-    if config.samples_in_slices:
+    if config.samples_ahead:
         why = (
             f"where generation goes on from step to step ({asked_ahead(config)}) it hands out no experts of its tokens"
         )

@@ -1,4 +1,4 @@
-"""Generation in slices: vLLM runs a counted number of steps; requests start and stop only between slices.
+"""Unfinished requests of an engine: vLLM runs a counted number of steps, and requests start and stop only between.
 
 One engine step draws one token for each running request. Nothing runs between two slices, so weights may be changed
 there in place. An unfinished request continues with the keys and values that it has.
@@ -53,7 +53,7 @@ def token_log_probs(answer: CompletionOutput) -> list[float]:
     return log_probs
 
 
-class SlicedGeneration:
+class UnfinishedRequests:
     """The unfinished requests of one engine. All ranks of a rollout TP group must make the same calls.
 
     routed_layers: the layers that have experts, of an engine that returns the experts of every token.
