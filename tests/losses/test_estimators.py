@@ -230,8 +230,8 @@ def test_groups_of_one_by_hand(name):
 
 def test_every_estimator_of_groups_says_what_a_lone_answer_is_worth():
     """But for Pass@k, which preflight refuses. Would not catch an estimator of the user's."""
-    traits = ((name, declared.traits) for name, declared in DECLARED.items())
-    compare = {name for name, needs in traits if needs.group and not needs.second}
+    declared = ((name, entry.traits) for name, entry in DECLARED.items())
+    compare = {name for name, traits in declared if "groups" in traits.reads and not traits.second}
     assert compare == GROUPS_OF_ONE.keys()
 
 
