@@ -111,24 +111,6 @@ class Sampling:
     with_experts: bool = False
 
 
-class Generations(TensorClass):
-    """The rollout engine's answers to B prompts.
-
-    response_ids: int64 [B, (R)], with the end-of-sequence token when the model produced one.
-    rollout_log_probs: float32 [B, (R)], the engine's own log-probability of each sampled token.
-    truncated: bool [B], the response reached `max_response_length` before its end.
-    versions: int64 [B, (R)], the weights that drew each token, in training steps; None if all are the newest.
-    routed_experts: uint8 or int16 [B, (T), layers, K], the K experts of each token in every layer that has experts. The
-    T = L - 1 tokens are those that the engine has read, all but the last. None if the engine does not return them.
-    """
-
-    response_ids: torch.Tensor
-    rollout_log_probs: torch.Tensor
-    truncated: torch.Tensor
-    versions: torch.Tensor | None = None
-    routed_experts: torch.Tensor | None = None
-
-
 class Batch:
     """B rows with columns by name, which `columns.COLUMNS` declares: their shapes and dtypes, who makes and reads them.
 
@@ -200,6 +182,11 @@ class Batch:
     def num_sampled(self) -> torch.Tensor:
         """int64 [B]: sampled tokens of each row."""
         return counts_in_rows(self["sampled"])
+
+    @property
+    def sampled_ids(self) -> torch.Tensor:
+        """Ragged int64 [B, (N)]: the sampled tokens of each row, turn after turn."""
+        return self.per_sampled_token(self.flat("input_ids")[self.flat("sampled")])
 
     def per_sampled_token(self, values: torch.Tensor) -> torch.Tensor:
         """View values [N, ...] of the sampled tokens of all rows, end to end, as a column."""

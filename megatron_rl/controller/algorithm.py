@@ -11,14 +11,14 @@ from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE
 from megatron_rl.config.algorithms import bypasses
 from megatron_rl.config.schema import ActorConfig, CriticConfig, KlCtrlConfig, RolloutConfig, RunConfig
 from megatron_rl.errors import ParityError
-from megatron_rl.experience.assemble import (
+from megatron_rl.experience.batches import mini_batch_rows
+from megatron_rl.experience.derived_columns import (
     add_advantages,
     add_rewards,
     add_rollout_correction,
     highest_entropy,
     leave_out_truncated,
 )
-from megatron_rl.experience.batches import mini_batch_rows
 from megatron_rl.experience.staleness import is_fresh, staleness_metrics
 from megatron_rl.losses.estimators import load_estimator
 from megatron_rl.losses.kl import AdaptiveKL, FixedKL

@@ -51,7 +51,7 @@ class Slice:
 class Drawn:
     """Additions of one slice to a request: tokens, the engine's log-prob of each, and why the answer ended, or "".
 
-    experts: uint8 or int16 [T, layers, K], as of `Generations`, of an answer that has ended; None unless
+    experts: uint8 or int16 [T, layers, K], of all tokens but the last, of an answer that has ended; None unless
     `Sampling.with_experts`.
     """
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from megatron_rl.cluster.routing import chunk_sizes
-from megatron_rl.records import Generations, Prompts, Sampling
+from megatron_rl.records import Batch, Prompts, Sampling
 from megatron_rl.rollout.slices import Drawn, Slice, SliceReport, Start
 from megatron_rl.sampling.driver import Driver, advance
-from megatron_rl.sampling.open_answers import OpenAnswer, generations
+from megatron_rl.sampling.open_answers import OpenAnswer, rows_of_answers
 
 
 class Asked:
@@ -44,10 +44,10 @@ class Asked:
         for report in reports:
             self._drawn.update(report.drawn)
 
-    def generations(self) -> Generations:
-        """One answer per row. Raises KeyError while one is missing."""
+    def rows(self) -> Batch:
+        """Prompts with their answers. Raises KeyError while one is missing."""
         drawn = [(start, self._drawn[start.request]) for start in self._starts]
-        return generations(
+        return rows_of_answers(
             [
                 OpenAnswer(
                     start.token_ids,

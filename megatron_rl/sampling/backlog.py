@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megatron_rl.records import Generations, Prompts
+from megatron_rl.records import Batch, Prompts
 from megatron_rl.rollout.slices import Slice, SliceReport
 from megatron_rl.sampling.open_answers import OpenAnswers
 from megatron_rl.sampling.rules import Decider, Order
@@ -48,7 +48,7 @@ class Backlog:
         self.decider.replica_lost(replica)
         self.apply_decisions()
 
-    def batch(self, step: int) -> tuple[Prompts, Generations, Generations | None]:
+    def batch(self, step: int) -> tuple[Prompts, Batch, Batch | None]:
         """Hand a complete batch to the trainer: prompts, answers, and greedy answers or None."""
         self.decider.step_taken(step)
         self.apply_decisions()

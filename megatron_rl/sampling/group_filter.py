@@ -49,15 +49,15 @@ class GroupFilter(PoolSampler):
             "train/num_gen_batches": float(len(batches)),
             "train/differing_groups": min(num_differing, wanted) / wanted,
         }
-        generations = concatenate([batch.generations for batch in batches])
-        return SampledBatch(step, prompts[rows], generations[rows], scored=scored[rows], metrics=metrics)
+        answers = concatenate([batch.rows for batch in batches])
+        return SampledBatch(step, prompts[rows], answers[rows], scored=scored[rows], metrics=metrics)
 
     def _scored_batch(self, step: int, earlier: list[SampledBatch]) -> SampledBatch:
         """One more batch of a step, with scores. Its group numbers and seeds are none of an earlier one's."""
         prompts = self.next_prompts(self.cursor)
         prompts.uid = known(prompts.uid) + sum(len(batch.prompts) for batch in earlier)
-        generations = self.answer(prompts, self.sampling(step + SALT_STRIDE * len(earlier)))
-        batch = SampledBatch(step, prompts, generations)
+        rows = self.answer(prompts, self.sampling(step + SALT_STRIDE * len(earlier)))
+        batch = SampledBatch(step, prompts, rows)
         score([self.scorer], batch)
         return batch
 

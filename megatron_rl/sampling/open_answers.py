@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_rl.records import Generations, Prompts, Sampling, ragged, ragged_from_lengths
+from megatron_rl.records import Batch, Prompts, Sampling, ragged, ragged_from_lengths, single_turn
 from megatron_rl.rollout.slices import FINISHED_BY_LENGTH, Drawn, Start
 
 SeedOf = Callable[[int, int, int, int, int], int]
@@ -94,8 +94,8 @@ class OpenAnswers:
         answer.forget()
         answer.attempt += 1
 
-    def batch(self, step: int) -> tuple[Prompts, Generations, Generations | None]:
-        """Prompts of a step, their answers, and greedy answers or None. Raises ValueError if an answer is not
+    def batch(self, step: int) -> tuple[Prompts, Batch, Batch | None]:
+        """Prompts of a step, their rows, and greedy answers or None. Raises ValueError if an answer is not
         finished.
         """
         batch = self._batches[step]
@@ -103,8 +103,8 @@ class OpenAnswers:
         if unfinished:
             raise ValueError(f"rows {unfinished[:8]} of batch {step} are not finished")
         num_rows = len(batch.prompts)
-        greedy = None if batch.greedy is None else generations(batch.answers[num_rows:], self._with_versions)
-        return batch.prompts, generations(batch.answers[:num_rows], self._with_versions), greedy
+        greedy = None if batch.greedy is None else rows_of_answers(batch.answers[num_rows:], self._with_versions)
+        return batch.prompts, rows_of_answers(batch.answers[:num_rows], self._with_versions), greedy
 
     def trained(self, step: int) -> None:
         """Drop the batches up to that of `step`."""
@@ -166,16 +166,16 @@ def _empty(prompts: Prompts | None, sampling: Sampling) -> list[OpenAnswer]:
     return [OpenAnswer(tuple(ids.tolist()), index, sample, sampling) for index, sample, ids in places]
 
 
-def generations(answers: list[OpenAnswer], with_versions: bool) -> Generations:
-    """One row per answer; an answer without tokens is an empty row. Experts are there if all answers have them."""
+def rows_of_answers(answers: list[OpenAnswer], with_versions: bool) -> Batch:
+    """One row per answer, prompt first, a single turn. Experts are there if all answers have them."""
     experts = [answer.experts for answer in answers if answer.experts is not None]
     lengths = torch.tensor([len(rows) for rows in experts], dtype=torch.int64)
     versions = [torch.tensor(answer.versions, dtype=torch.int64) for answer in answers]
-    return Generations(
-        response_ids=ragged([torch.tensor(answer.token_ids, dtype=torch.int64) for answer in answers]),
+    return single_turn(
+        ragged([torch.tensor([*answer.prompt_ids, *answer.token_ids], dtype=torch.int64) for answer in answers]),
+        torch.tensor([len(answer.token_ids) for answer in answers]),
         rollout_log_probs=ragged([torch.tensor(answer.log_probs, dtype=torch.float32) for answer in answers]),
         truncated=torch.tensor([answer.finish == FINISHED_BY_LENGTH for answer in answers]),
         versions=ragged(versions) if with_versions else None,
         routed_experts=ragged_from_lengths(torch.cat(experts), lengths) if len(experts) == len(answers) else None,
-        batch_size=[len(answers)],
     )

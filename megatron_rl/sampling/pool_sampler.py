@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron_rl.records import Generations, Prompts, Sampling
+from megatron_rl.records import Batch, Prompts, Sampling
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.rollout import Rollout
 from megatron_rl.rollout.slices import Slice
@@ -45,13 +45,13 @@ class PoolSampler(Sampler):
             self.logger.note_transition(receiving.get())
             sending.get()
 
-    def answer(self, prompts: Prompts, sampling: Sampling) -> Generations:
+    def answer(self, prompts: Prompts, sampling: Sampling) -> Batch:
         asked = Asked(prompts, sampling, self.seed_of)
         shares = asked.shares(len(self.backlog.engines))
         slices = {replica: Slice(self._version, None, share) for replica, share in enumerate(shares) if share}
         with self._rollout_mode():
             asked.note(self.rollout.advance(slices).get())
-        return asked.generations()
+        return asked.rows()
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:

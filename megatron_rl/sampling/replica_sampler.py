@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from megatron_rl.cluster.replicas import Replica
 from megatron_rl.config.steps import is_save_step, is_validation_step
-from megatron_rl.records import Generations, Prompts, Sampling
+from megatron_rl.records import Batch, Prompts, Sampling
 from megatron_rl.roles.actor import Actor
 from megatron_rl.sampling.asked import Asked, ask_replicas
 from megatron_rl.sampling.async_metrics import AsyncMetrics, SpeedWarning
@@ -71,7 +71,7 @@ class ReplicaSampler(Sampler):
         """Send the weights after step `version` now, also to restarted replicas."""
         self.logger.note_transition(self.weights.send(version, self.backlog))
 
-    def answer(self, prompts: Prompts, sampling: Sampling) -> Generations:
+    def answer(self, prompts: Prompts, sampling: Sampling) -> Batch:
         """Answers to all prompt rows; open requests continue afterwards."""
         version, asked = self.weights.version, Asked(prompts, sampling, self.seed_of)
         with self.driver.holding(version, drained=not self.rules.partial):
@@ -80,7 +80,7 @@ class ReplicaSampler(Sampler):
                 self.send_weights(version)
             with self.driver.locked() as backlog:
                 backlog.decider.saved(version, interrupted=True)
-        return asked.generations()
+        return asked.rows()
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:

@@ -21,7 +21,7 @@ from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.prompt_mixture import MixtureCursor
 from megatron_rl.hybrid_engine.hybrid_engine import TransitionReport
 from megatron_rl.observe.phase_clock import PhaseClock
-from megatron_rl.records import Generations, Prompts, Sampling
+from megatron_rl.records import Batch, Prompts, Sampling
 from megatron_rl.rollout.seeds import request_seed
 from megatron_rl.sampling.backlog import Backlog
 from megatron_rl.sampling.journal import Journal
@@ -100,7 +100,7 @@ class Sampler:
         """Let generation have the weights after `step`."""
         raise NotImplementedError
 
-    def answer(self, prompts: Prompts, sampling: Sampling) -> Generations:
+    def answer(self, prompts: Prompts, sampling: Sampling) -> Batch:
         """Answers to all prompt rows, at once and beside the schedule, with the newest weights that the rollout has."""
         raise NotImplementedError
 
@@ -152,6 +152,6 @@ class Sampler:
 
     def take(self, step: int) -> SampledBatch:
         """The complete batch of a step, which is trained now."""
-        prompts, generations, greedy = self.backlog.batch(step)
+        prompts, rows, greedy = self.backlog.batch(step)
         self.cursor.next_indices()  # these are the prompts of the batch: the cursor moves behind them
-        return SampledBatch(step, prompts, generations, greedy)
+        return SampledBatch(step, prompts, rows, greedy)

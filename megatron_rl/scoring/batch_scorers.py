@@ -65,7 +65,7 @@ class RewardScorer:
         """Raises RewardError as `Rewards.start`."""
         self._batch, start = batch, self.rewards.start
         if batch.scored is None:
-            self._pending = start(batch.prompts, batch.generations)
+            self._pending = start(batch.prompts, batch.rows)
         if batch.greedy is not None:
             self._greedy = start(batch.prompts.one_per_group(), batch.greedy)
 
@@ -73,7 +73,7 @@ class RewardScorer:
         """Raises RewardError as `Rewards.training_scores`."""
         batch, rewards = self._batch, self.rewards
         if batch.scored is None:
-            batch.scored = rewards.training_scores(batch.prompts, batch.generations, self._pending)
+            batch.scored = rewards.training_scores(batch.prompts, batch.rows, self._pending)
         greedy = None if batch.greedy is None else rewards.greedy_scores(batch.prompts, batch.greedy, self._greedy)
         batch.metrics |= rewards.shaping.metrics()
         components = rewards.components(batch.scored)
@@ -88,10 +88,10 @@ class HeldOutScorer:
 
     def start(self, batch: SampledBatch) -> None:
         """Raises RewardError as `Rewards.start`."""
-        self._batch, self._pending = batch, self.rewards.start(batch.prompts, batch.generations)
+        self._batch, self._pending = batch, self.rewards.start(batch.prompts, batch.rows)
 
     def take(self) -> Batch:
         """Raises RewardError as `Rewards.task_scores`."""
         batch = self._batch
-        batch.scored = self.rewards.task_scores(batch.prompts, batch.generations, self._pending)
+        batch.scored = self.rewards.task_scores(batch.prompts, batch.rows, self._pending)
         return Batch(scores=batch.scored.scores)

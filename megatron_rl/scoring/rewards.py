@@ -21,9 +21,8 @@ from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.dispatch import Future
 from megatron_rl.errors import ConfigError
-from megatron_rl.experience.assemble import assemble
 from megatron_rl.observe.phase_clock import PhaseClock
-from megatron_rl.records import Batch, Generations, Prompts, known, row_lengths
+from megatron_rl.records import Batch, Prompts, known
 from megatron_rl.scoring.rule import NoRule, RuleReward
 from megatron_rl.scoring.scored_answers import ModelScores, ScoredAnswers, combine
 from megatron_rl.scoring.shaping import ModelShaping, RewardShaping, Shaped, overlong_penalty
@@ -80,7 +79,7 @@ class Rewards:
         self._warn, self._clock = warn, clock
         self._warned_of_cuts: set[str] = set()
 
-    def start(self, prompts: Prompts, generations: Generations) -> Pending:
+    def start(self, prompts: Prompts, answers: Batch) -> Pending:
         """Start every reward model on the answers of its sources; do not wait.
 
         Raises RewardError where a reward model with a chat template of its own cannot read a conversation.
@@ -91,15 +90,14 @@ class Rewards:
             rows = scored_rows(spec, prompts)
             if rows is not None and not len(rows):
                 continue
-            asked, answers = (prompts, generations) if rows is None else (prompts[rows], generations[rows])
+            asked, read = (prompts, answers) if rows is None else (prompts[rows], answers[rows])
             if spec.name not in self._readers:
-                batch = assemble(asked, answers).read_by(SCORING)
-                pending.append(PendingScores(spec, model.scores(batch), None, rows))
+                pending.append(PendingScores(spec, model.scores(read.read_by(SCORING)), None, rows))
                 continue
             with self._clock.phase("reward"):
-                read = self._readers[spec.name].read(asked, answers)
-            self._warn_of_cuts(self._readers[spec.name], read.is_cut)
-            pending.append(PendingScores(spec, model.scores(read.batch), read.is_cut, rows))
+                text = self._readers[spec.name].read(asked, read)
+            self._warn_of_cuts(self._readers[spec.name], text.is_cut)
+            pending.append(PendingScores(spec, model.scores(text.batch), text.is_cut, rows))
         return pending
 
     def _warn_of_cuts(self, reader: TextReader, is_cut: torch.Tensor) -> None:
@@ -111,25 +109,25 @@ class Rewards:
                 f"{reader.length_key}={reader.max_length} in tokens of {reader.name}, which does not read their ends"
             )
 
-    def task_scores(self, prompts: Prompts, generations: Generations, pending: Pending) -> ScoredAnswers:
+    def task_scores(self, prompts: Prompts, answers: Batch, pending: Pending) -> ScoredAnswers:
         """Score answers with the rule, then wait for the reward models; warn of samples that the rule could not score.
 
         For held-out prompts, and for training prompts where the rule scores those too. The models' scores are not
         shaped, so that they can be compared over a run. Raises RewardError when the rule could score no sample, or when
         a reward model gives no number.
         """
-        return self._combined(self.rules, prompts, generations, pending, lambda name, scores: None)
+        return self._combined(self.rules, prompts, answers, pending, lambda name, scores: None)
 
     def _combined(
         self,
         rules: RuleReward | NoRule,
         prompts: Prompts,
-        generations: Generations,
+        answers: Batch,
         pending: Pending,
         shape: Callable[[str, torch.Tensor], Shaped | None],
     ) -> ScoredAnswers:
         with self._clock.phase("reward"):
-            scored = rules(prompts, generations)
+            scored = rules(prompts, answers)
             if scored.first_failure is not None:
                 failed = sum(outcome.failure != "" for outcome in scored.outcomes)
                 first = scored.first_failure
@@ -138,21 +136,19 @@ class Rewards:
             models = [dataclasses.replace(model, shaped=shape(model.name, model.scores)) for model in models]
             return combine(scored, models, self._rule_weight)
 
-    def training_scores(
-        self, prompts: Prompts, generations: Generations, pending: Pending, counts: bool = True
-    ) -> ScoredAnswers:
+    def training_scores(self, prompts: Prompts, answers: Batch, pending: Pending, counts: bool = True) -> ScoredAnswers:
         """Score answers for training: as `task_scores`, with the models' scores normalised and clipped as configured,
         minus the penalty of overlong answers if configured.
 
         counts: add the models' scores to their running means.
         """
         scored = self._combined(
-            self._training_rules, prompts, generations, pending, lambda name, scores: self.shaping(name, scores, counts)
+            self._training_rules, prompts, answers, pending, lambda name, scores: self.shaping(name, scores, counts)
         )
         overlong = self.config.reward_model.overlong_buffer
         if not overlong.enable:
             return scored
-        lengths, longest = row_lengths(generations.response_ids), self.config.data.max_response_length
+        lengths, longest = answers.num_sampled, self.config.data.max_response_length
         penalty = overlong_penalty(lengths, longest, overlong.len, overlong.penalty_factor)
         return dataclasses.replace(scored, scores=scored.scores + penalty)
 
@@ -165,12 +161,12 @@ class Rewards:
         keys, failed = self.config.algorithm.gdpo_reward_keys or [], self.config.reward_model.failed_score
         return torch.tensor([scored.numbers(key, failed) for key in keys], dtype=torch.float32).T.contiguous()
 
-    def greedy_scores(self, prompts: Prompts, generations: Generations, pending: Pending) -> torch.Tensor:
-        """float32 [B]: for each row of `prompts` the score of its group's greedy answer; `generations` holds one answer
+    def greedy_scores(self, prompts: Prompts, answers: Batch, pending: Pending) -> torch.Tensor:
+        """float32 [B]: for each row of `prompts` the score of its group's greedy answer; `answers` has one
         per group, in the order of `one_per_group`.
         """
         _, group = known(prompts.uid).unique(return_inverse=True)
-        return self.training_scores(prompts.one_per_group(), generations, pending, counts=False).scores[group]
+        return self.training_scores(prompts.one_per_group(), answers, pending, counts=False).scores[group]
 
 
 def reward_shaping(config: RunConfig) -> RewardShaping:

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.errors import RewardError
-from megatron_rl.records import Generations, Prompts
+from megatron_rl.records import Batch, Prompts
 from megatron_rl.scoring.outcome import Outcome, Sample, describe
 from megatron_rl.scoring.reward_processes import RewardHere, RewardProcesses
 from megatron_rl.scoring.scored_answers import ScoredAnswers
@@ -38,12 +38,12 @@ class RuleReward:
         """End the processes."""
         self.processes.__exit__(*failure)
 
-    def __call__(self, prompts: Prompts, generations: Generations) -> ScoredAnswers:
+    def __call__(self, prompts: Prompts, answers: Batch) -> ScoredAnswers:
         """Score B answers. Their text has no special tokens (EOS, padding); an empty answer is the text "".
 
         Raises RewardError, naming the first sample, if all of them fail, unless that is allowed.
         """
-        samples = read_samples(prompts, generations, self.tokenizer)
+        samples = read_samples(prompts, answers, self.tokenizer)
         outcomes = self.processes.score(samples)
         failures = [row for row, outcome in enumerate(outcomes) if outcome.failure]
         first_failure = None
@@ -64,15 +64,15 @@ class NoRule(contextlib.nullcontext[Any]):
         super().__init__(self)
         self.tokenizer = tokenizer
 
-    def __call__(self, prompts: Prompts, generations: Generations) -> ScoredAnswers:
+    def __call__(self, prompts: Prompts, answers: Batch) -> ScoredAnswers:
         """Return B answers without a score."""
-        samples = read_samples(prompts, generations, self.tokenizer)
+        samples = read_samples(prompts, answers, self.tokenizer)
         return ScoredAnswers(torch.zeros(len(samples)), samples, [Outcome(None) for _ in samples], None)
 
 
-def read_samples(prompts: Prompts, generations: Generations, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+def read_samples(prompts: Prompts, answers: Batch, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     """Return the arguments of a reward function for B answers, their text without special tokens."""
-    response_ids = [row.tolist() for row in generations.response_ids.unbind()]
+    response_ids = [row.tolist() for row in answers.sampled_ids.unbind()]
     solutions = tokenizer.batch_decode(response_ids, skip_special_tokens=True)
     columns = (prompts.data_source, solutions, prompts.ground_truth, prompts.extra_info)
     return [Sample(*row) for row in zip(*columns, strict=True)]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_rl.experience.assemble import assemble
-from megatron_rl.records import Batch, Generations, Prompts
+from megatron_rl.records import Batch, Prompts
 from megatron_rl.scoring.scored_answers import ScoredAnswers
 
 
@@ -13,20 +12,20 @@ from megatron_rl.scoring.scored_answers import ScoredAnswers
 class SampledBatch:
     """Prompts and answers of `step`, B rows.
 
-    greedy: one answer per group, in the order of `one_per_group`, if the estimator needs it. scored: the answers'
-    scores, once they are there. metrics: of sampling and scoring. rows: prompts and answers joined.
+    rows: prompts with their answers, to which scorers add columns. greedy: one answer per group, in the order of
+    `one_per_group`, if the estimator needs it. scored: the answers' scores, once they are there. metrics: of sampling
+    and scoring.
     """
 
     step: int
     prompts: Prompts
-    generations: Generations
-    greedy: Generations | None = None
+    rows: Batch
+    greedy: Batch | None = None
     scored: ScoredAnswers | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    rows: Batch = field(init=False)
 
     def __post_init__(self) -> None:
-        self.rows = assemble(self.prompts, self.generations)
+        self.rows.add(groups=self.prompts.uid)
 
     @property
     def all_scored(self) -> ScoredAnswers:

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.data.template_process import Renderer, TemplateRefusal
 from megatron_rl.errors import ConfigError, RewardError
-from megatron_rl.records import Batch, Conversation, Generations, Prompts, ragged, single_turn
+from megatron_rl.records import Batch, Conversation, Prompts, ragged, single_turn
 
 ROWS_AT_ONCE = 4096
 """Prompts checked in one call of the tokenizer."""
@@ -48,12 +48,12 @@ class TextReader:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_template", Renderer(self.own, {"add_generation_prompt": False}))
 
-    def read(self, prompts: Prompts, generations: Generations) -> ReadText:
+    def read(self, prompts: Prompts, answers: Batch) -> ReadText:
         """Read prompts that carry `raw_prompt`. Raises RewardError where the chat template refuses a conversation."""
         if prompts.raw_prompt is None:
             raise ValueError("these prompts do not carry their conversations")
         prompt_ids, response_ids = (
-            [row.tolist() for row in column.unbind()] for column in (prompts.prompt_ids, generations.response_ids)
+            [row.tolist() for row in column.unbind()] for column in (prompts.prompt_ids, answers.sampled_ids)
         )
         whole = self.token_ids(list(prompts.raw_prompt), prompt_ids, response_ids)
         rows = ragged([torch.tensor(ids[: self.max_length], dtype=torch.int64) for ids in whole])

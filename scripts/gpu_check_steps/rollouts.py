@@ -110,19 +110,15 @@ def generate(host: Any, temperature: float, salt: int) -> Any:
     (share,) = asked.shares(1)
     asked.note([rollout.advance({0: Slice(0, None, share)})])
     rollout.exit()
-    return asked.generations()
+    return asked.rows()
 
 
 def differences(host: Any, answers: list[Any]) -> dict[str, float]:
     """Differences between vLLM's log-probs and the trainer's: mean, 99% and largest."""
-    from megatron_rl.experience.assemble import assemble
     from megatron_rl.observe.batch_metrics import parity_metrics
 
-    scores = [
-        host.roles["actor"].log_probs(assemble(questions(), one).read_by(SCORING)).flat("old_log_probs")
-        for one in answers
-    ]
-    metrics = parity_metrics(torch.cat([one.rollout_log_probs.values() for one in answers]), torch.cat(scores).cpu())
+    scores = [host.roles["actor"].log_probs(one.read_by(SCORING)).flat("old_log_probs") for one in answers]
+    metrics = parity_metrics(torch.cat([one.flat("rollout_log_probs") for one in answers]), torch.cat(scores).cpu())
     return {name: metrics[f"training/rollout_logprob_diff_{name}"] for name in ("mean", "p99", "max")}
 
 
@@ -144,7 +140,7 @@ def rounds(kind: str, small: bool, dtype: str, figures: dict[str, Any], eager: b
     host = build(kind, folder, dtype, figures, eager)
     noted = addresses(host)
     figures["addresses kept"] = len(noted)
-    greedy = [row.tolist() for row in generate(host, 0.0, 0).response_ids.unbind()]
+    greedy = [row.tolist() for row in generate(host, 0.0, 0).sampled_ids.unbind()]
     expected = transformers_greedy(folder, kind, dtype)
     figures["greedy tokens as transformers'"] = sum(map(equal_tokens, greedy, expected)) / sum(map(len, expected))
     found = []

@@ -20,7 +20,9 @@ from megatron_rl.cluster.pool import ProcessPool
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.dispatch import CallInterval, Nobody
 from megatron_rl.records import Batch, ragged, single_turn
-from megatron_rl.train import score, update
+from megatron_rl.scoring.batch_scorers import RoleScorer, score
+from megatron_rl.scoring.sampled_batch import SampledBatch
+from megatron_rl.train import update
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
@@ -45,35 +47,15 @@ def sequences() -> Batch:
     return single_turn(ragged([torch.arange(3), torch.arange(3)]), torch.ones(2, dtype=torch.int64))
 
 
-class OneBatch:
-    """What `score` asks of a batch."""
-
-    def __init__(self) -> None:
-        self.prompts = self.generations = self.greedy = self.scored = None
-        self.metrics: dict[str, float] = {}
-
-    def experience(self) -> Batch:
-        return sequences()
-
-
-def take_scores(experience: Batch, scores: Batch) -> dict[str, float]:
-    """What `score` asks of the algorithm once log-probs are there."""
-    experience.add(scores)
-    return {}
-
-
 class SleepingRule:
-    """What `score` asks of rewards."""
+    """A scorer that works in this process."""
 
-    def start(self, prompts, generations) -> list:
-        return []
+    def start(self, batch: SampledBatch) -> None:
+        pass
 
-    def training_scores(self, prompts, generations, pending) -> SimpleNamespace:
+    def take(self) -> Batch:
         time.sleep(0.3)
-        return SimpleNamespace(scores=torch.zeros(2))
-
-    def components(self, scored) -> None:
-        return None
+        return Batch(scores=torch.zeros(2))
 
 
 def overlap(first: CallInterval, second: CallInterval) -> float:
@@ -105,16 +87,18 @@ def test_a_step_takes_as_long_as_its_slowest_chain(launcher: Launcher) -> None:
         algorithm = SimpleNamespace(
             actor_batches=lambda experience, step: [sequences()] * 2,
             critic_batches=lambda experience, step: [sequences()] * 2,
-            compares_replay=lambda step: False,
-            take_scores=take_scores,
         )
         logger = SimpleNamespace(update_metrics=lambda role, updates: {role: [one.get() for one in updates]})
-        parts = {"roles": roles, "rewards": SleepingRule(), "algorithm": algorithm, "logger": logger}
+        parts = {"roles": roles, "algorithm": algorithm, "logger": logger}
+        passes = (roles.actor.log_probs, roles.reference.log_probs, roles.critic.values)
+        scorers = [*map(RoleScorer, passes), SleepingRule()]
         run = SimpleNamespace(config=RunConfig(), pretraining=SimpleNamespace(next=lambda: None), **parts)
         seconds = []
         for step in range(NUM_STEPS):
             start = time.monotonic()
-            update(run, score(run, OneBatch(), step), step)
+            batch = SampledBatch(step, SimpleNamespace(uid=None), sequences())
+            score(scorers, batch)
+            update(run, batch.rows, step)
             seconds.append(time.monotonic() - start)
     print(f"steps of {[round(one, 3) for one in seconds]} s; slowest chain {SLOWEST_CHAIN_S} s, sum {SUM_S} s")
     assert SLOWEST_CHAIN_S <= min(seconds) <= 1.10 * SLOWEST_CHAIN_S < SUM_S

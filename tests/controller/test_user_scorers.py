@@ -11,7 +11,7 @@ from megatron_rl.config.load import read_config
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.controller.run_scorers import user_scorers
 from megatron_rl.errors import ConfigError, RewardError
-from megatron_rl.records import Batch, Generations, Prompts, non_tensor, ragged
+from megatron_rl.records import Batch, Prompts, non_tensor, ragged, single_turn
 from megatron_rl.scoring.batch_scorers import score
 from megatron_rl.scoring.sampled_batch import SampledBatch
 
@@ -65,13 +65,8 @@ def batch() -> SampledBatch:
         uid=torch.arange(2),
         batch_size=[2],
     )
-    answers = Generations(
-        response_ids=ragged([torch.tensor([1]), torch.tensor([3, 1])]),
-        rollout_log_probs=ragged([torch.zeros(1), torch.zeros(2)]),
-        truncated=torch.zeros(2, dtype=torch.bool),
-        batch_size=[2],
-    )
-    return SampledBatch(7, prompts, answers)
+    rows = single_turn(ragged([torch.tensor([5, 1]), torch.tensor([5, 6, 3, 1])]), torch.tensor([1, 2]))
+    return SampledBatch(7, prompts, rows)
 
 
 def test_columns_of_a_class_in_a_file(tmp_path: Path) -> None:

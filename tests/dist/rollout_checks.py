@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from megatron_rl.columns import SCORING
-from megatron_rl.records import Generations, Prompts, Sampling, non_tensor, ragged
+from megatron_rl.records import Batch, Prompts, Sampling, non_tensor, ragged
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=12, salt=0)
 RANDOM = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12, salt=3)
@@ -31,7 +31,7 @@ def prompts() -> Prompts:
     )
 
 
-def ask(rollout, asked: Prompts, sampling: Sampling, seed: int = 1) -> Generations:
+def ask(rollout, asked: Prompts, sampling: Sampling, seed: int = 1) -> Batch:
     """The answers of one rank's engine, in rollout mode, by one slice with the weights that it has."""
     from megatron_rl.rollout.seeds import request_seed
     from megatron_rl.rollout.slices import Slice
@@ -40,11 +40,11 @@ def ask(rollout, asked: Prompts, sampling: Sampling, seed: int = 1) -> Generatio
     questions = Asked(asked, sampling, partial(request_seed, seed))
     (share,) = questions.shares(1)
     questions.note([rollout.advance({rollout.replica: Slice(max(rollout._version, 0), None, share)})])
-    return questions.generations()
+    return questions.rows()
 
 
-def tokens(generations: Generations) -> list[list[int]]:
-    return [row.tolist() for row in generations.response_ids.unbind()]
+def tokens(answers: Batch) -> list[list[int]]:
+    return [row.tolist() for row in answers.sampled_ids.unbind()]
 
 
 def weights(worker) -> list[torch.Tensor]:
@@ -52,26 +52,19 @@ def weights(worker) -> list[torch.Tensor]:
     return [p.detach().clone() for p in worker.roles["actor"].trainable.pipeline.parameters()]
 
 
-def logprob_difference(worker, generations: Generations) -> float | None:
-    """Largest |vLLM - trainer| over the tokens sampled for `prompts()`; None before the last stage."""
-    return logprob_difference_for(worker, prompts(), generations)
-
-
-def logprob_difference_for(worker, asked: Prompts, generations: Generations) -> float | None:
-    """The same for the prompts that were asked."""
-    from megatron_rl.experience.assemble import assemble
-
-    scores = worker.roles["actor"].log_probs(assemble(asked, generations).read_by(SCORING))
+def logprob_difference(worker, answers: Batch) -> float | None:
+    """Largest |vLLM - trainer| over the sampled tokens; None before the last stage."""
+    scores = worker.roles["actor"].log_probs(answers.read_by(SCORING))
     if scores is None:
         return None
-    return float((scores.flat("old_log_probs") - generations.rollout_log_probs.values()).abs().max())
+    return float((scores.flat("old_log_probs") - answers.flat("rollout_log_probs")).abs().max())
 
 
-def round_trip(worker, sampling: Sampling) -> tuple[Generations, object]:
+def round_trip(worker, sampling: Sampling) -> tuple[Batch, object]:
     report = worker.roles["rollout"].enter()
-    generations = ask(worker.roles["rollout"], prompts(), sampling)
+    answers = ask(worker.roles["rollout"], prompts(), sampling)
     worker.roles["rollout"].exit()
-    return generations, report
+    return answers, report
 
 
 def addresses(worker) -> dict[str, int]:

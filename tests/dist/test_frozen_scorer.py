@@ -13,37 +13,28 @@ from megatron_rl.columns import COLUMNS, Column
 from megatron_rl.config import roles
 from megatron_rl.config.roles import REFERENCE, Makes, Placement
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.records import Batch, Generations, Prompts, non_tensor, ragged
+from megatron_rl.records import Batch, Prompts, non_tensor, ragged, row_lengths
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
 
 TEACHER = "teacher_log_probs"
 
 
-def sampled() -> tuple[Prompts, Generations]:
+def sampled() -> tuple[Prompts, Batch]:
     """Seven answers to prompts of their own."""
     rows = random_batch(7)
-    pairs = [
-        (tokens[: len(tokens) - number], tokens[len(tokens) - number :])
-        for tokens, number in zip(rows["input_ids"].unbind(), rows.num_sampled.tolist(), strict=True)
-    ]
+    lengths = (row_lengths(rows["input_ids"]) - rows.num_sampled).tolist()
     prompts = Prompts(
         index=torch.arange(7),
         sample=torch.zeros(7, dtype=torch.int64),
-        prompt_ids=ragged([prompt for prompt, _ in pairs]),
+        prompt_ids=ragged([ids[:length] for ids, length in zip(rows["input_ids"].unbind(), lengths, strict=True)]),
         data_source=non_tensor(["a"] * 7),
         ground_truth=non_tensor([""] * 7),
         extra_info=non_tensor([{}] * 7),
         uid=torch.arange(7),
         batch_size=[7],
     )
-    answers = Generations(
-        response_ids=ragged([answer for _, answer in pairs]),
-        rollout_log_probs=rows["rollout_log_probs"],
-        truncated=torch.zeros(7, dtype=torch.bool),
-        batch_size=[7],
-    )
-    return prompts, answers
+    return prompts, rows.select("input_ids", "sampled", "rollout_log_probs")
 
 
 def columns_of_a_step(config: RunConfig, teacher: str) -> Batch:

@@ -31,7 +31,6 @@ FAULTS = {
 
 def parity_of_faults(config) -> dict[str, dict[str, float]]:
     """Metrics of parity with sound weights, and with each fault in the weights of one side."""
-    from megatron_rl.experience.assemble import assemble
     from megatron_rl.roles.host import RankHost
 
     worker = RankHost(config)
@@ -45,8 +44,8 @@ def parity_of_faults(config) -> dict[str, dict[str, float]]:
     parameters = dict(actor.trainable.models[0].named_parameters())
 
     def parity() -> dict[str, float]:
-        scores = [actor.log_probs(assemble(prompts(), one).read_by(SCORING)).flat("old_log_probs") for one in drawn]
-        return parity_metrics(torch.cat([one.rollout_log_probs.values() for one in drawn]), torch.cat(scores))
+        scores = [actor.log_probs(one.read_by(SCORING)).flat("old_log_probs") for one in drawn]
+        return parity_metrics(torch.cat([one.flat("rollout_log_probs") for one in drawn]), torch.cat(scores))
 
     found = {"sound": parity()}
     for name, (suffix, change) in FAULTS.items():

@@ -11,11 +11,11 @@ import pyarrow.parquet
 import pytest
 import torch
 from ranks import run_ranks
-from rollout_checks import ask, logprob_difference_for, tokens
+from rollout_checks import ask, logprob_difference, tokens
 from safetensors.torch import load_file
 from tiny_models import run_config
 
-from megatron_rl.records import Generations, Prompts, Sampling, non_tensor, ragged
+from megatron_rl.records import Batch, Prompts, Sampling, non_tensor, ragged
 
 REAL = Path(__file__).parents[2] / "assets/real"
 pytestmark = [
@@ -70,9 +70,9 @@ def through_the_engine(config, exported: Path) -> dict:
     worker.build("actor")
     worker.build("rollout")
     worker.roles["rollout"].enter()
-    answers: Generations = ask(worker.roles["rollout"], reviews(), GREEDY)
+    answers: Batch = ask(worker.roles["rollout"], reviews(), GREEDY)
     worker.roles["rollout"].exit()
-    distance = logprob_difference_for(worker, reviews(), answers)
+    distance = logprob_difference(worker, answers)
     worker.roles["actor"].export_hf(exported)
     return {"greedy": tokens(answers), "distance": distance}
 

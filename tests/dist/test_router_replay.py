@@ -43,7 +43,6 @@ def tied_config(path: str, tp_size: int = 1, pp_size: int = 1, **changes):
 
 def differences(config) -> dict | None:
     """Of what the engine sampled: the trainer's log-probs against its own, with replay and without; last stage only."""
-    from megatron_rl.experience.assemble import assemble
     from megatron_rl.roles.host import RankHost
 
     worker = RankHost(config)
@@ -53,19 +52,17 @@ def differences(config) -> dict | None:
     worker.roles["rollout"].enter()
     found = ask(worker.roles["rollout"], asked, dataclasses.replace(RANDOM, with_experts=True))
     worker.roles["rollout"].exit()
-    lengths = row_lengths(found.routed_experts)
-    experience = assemble(asked, found)
-    assert torch.equal(lengths, row_lengths(experience["input_ids"]) - 1)
-    told = experience.read_by(ACTOR_SCORES)
+    assert torch.equal(row_lengths(found["routed_experts"]), row_lengths(found["input_ids"]) - 1)
+    told = found.read_by(ACTOR_SCORES)
     with_replay, without = actor.log_probs(told), actor.log_probs_without_replay(told)
     if with_replay is None:
         return None
-    by_engine = found.rollout_log_probs.values()
+    by_engine = found.flat("rollout_log_probs")
     counts = with_replay["num_other_experts"]
     return {
         "with": float((with_replay.flat("old_log_probs") - by_engine).abs().max()),
         "without": float((without.flat("old_log_probs") - by_engine).abs().max()),
-        "others": int(counts.sum()) / found.routed_experts.values().numel(),
+        "others": int(counts.sum()) / found.flat("routed_experts").numel(),
     }
 
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.records import Generations, ragged
+from megatron_rl.records import ragged, single_turn
 from megatron_rl.scoring.text_reader import ReadText
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
@@ -68,13 +68,9 @@ def read(config: RunConfig) -> ReadText:
     assert notes == []
     prompts = data.batch(range(len(data)))
     answers = [torch.tensor([*tokenizer(text)["input_ids"], 0]) for text in ANSWERS]
-    generations = Generations(
-        response_ids=ragged(answers),
-        rollout_log_probs=ragged([torch.zeros(len(answer)) for answer in answers]),
-        truncated=torch.zeros(len(answers), dtype=torch.bool),
-        batch_size=[len(answers)],
-    )
-    return readers["reward_model"].read(prompts, generations)
+    pairs = zip(prompts.prompt_ids.unbind(), answers, strict=True)
+    rows = single_turn(ragged([torch.cat(pair) for pair in pairs]), torch.tensor([len(answer) for answer in answers]))
+    return readers["reward_model"].read(prompts, rows)
 
 
 def scores(config: RunConfig) -> tuple[int, torch.Tensor] | None:

@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 from megatron_rl.config.correction import RolloutCorrectionConfig
 from megatron_rl.config.declarations import ESTIMATORS
 from megatron_rl.config.schema import AlgorithmConfig
-from megatron_rl.experience.assemble import add_advantages, add_rewards, add_rollout_correction, leave_out_truncated
+from megatron_rl.experience.derived_columns import (
+    add_advantages,
+    add_rewards,
+    add_rollout_correction,
+    leave_out_truncated,
+)
 from megatron_rl.experience.staleness import staleness_metrics
 from megatron_rl.records import Batch, ragged, single_turn
 

@@ -68,11 +68,11 @@ def test_a_complete_batch_says_which_weights_drew_each_token() -> None:
         answers.batch(1)
     answers.truncate(1)
     _, found, greedy = answers.batch(1)
-    assert [row.tolist() for row in found.response_ids.unbind()] == [[5, 6, 2], [7]]
-    assert [row.tolist() for row in found.versions.unbind()] == [[0, 0, 1], [0]]
-    assert [row.tolist() for row in found.rollout_log_probs.unbind()] == [[-1.0, -2.0, -0.5], [-3.0]]
-    assert found.truncated.tolist() == [False, True]
-    assert greedy is not None and [row.tolist() for row in greedy.response_ids.unbind()] == [[2]]
+    assert [row.tolist() for row in found.sampled_ids.unbind()] == [[5, 6, 2], [7]]
+    assert [row.tolist() for row in found["versions"].unbind()] == [[0, 0, 1], [0]]
+    assert [row.tolist() for row in found["rollout_log_probs"].unbind()] == [[-1.0, -2.0, -0.5], [-3.0]]
+    assert found["truncated"].tolist() == [False, True]
+    assert greedy is not None and [row.tolist() for row in greedy.sampled_ids.unbind()] == [[2]]
 
 
 def test_a_checkpoint_keeps_what_is_drawn_after_its_step(tmp_path: Path) -> None:
@@ -91,8 +91,8 @@ def test_a_checkpoint_keeps_what_is_drawn_after_its_step(tmp_path: Path) -> None
     assert read.start(0).token_ids == (1, 2)  # trained: not kept
     read.extend({3: Drawn((), (), "stop"), 4: Drawn((1,), (0.0,), "stop"), 5: Drawn((1,), (0.0,), "stop")}, version=9)
     _, found, _ = read.batch(2)
-    assert found.rollout_log_probs.unbind()[0].tolist() == torch.tensor([-0.1, -0.2]).tolist()
-    assert [row.tolist() for row in found.versions.unbind()] == [[4, 4], [9]]
+    assert found["rollout_log_probs"].unbind()[0].tolist() == torch.tensor([-0.1, -0.2]).tolist()
+    assert [row.tolist() for row in found["versions"].unbind()] == [[4, 4], [9]]
 
 
 def test_a_damaged_file_is_a_sentence(tmp_path: Path) -> None:

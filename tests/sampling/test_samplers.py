@@ -14,7 +14,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.dispatch import Future
 from megatron_rl.observe.phase_clock import PhaseClock
-from megatron_rl.records import Batch, Generations, Prompts, Sampling, non_tensor, ragged
+from megatron_rl.records import Batch, Prompts, Sampling, non_tensor, ragged, single_turn
 from megatron_rl.rollout.slices import Drawn, Slice, SliceReport
 from megatron_rl.sampling.group_filter import GroupFilter
 from megatron_rl.sampling.pool_sampler import PoolSampler
@@ -105,7 +105,7 @@ def streaming(config: RunConfig, rule, models=()) -> tuple[PoolSampler, OneToken
 def mixed_rule(mixed: set[int]):
     """Only prompts whose number is in `mixed` get scores that differ."""
 
-    def rule(prompts: Prompts, generations: Generations) -> ScoredAnswers:
+    def rule(prompts: Prompts, answers: Batch) -> ScoredAnswers:
         rows = zip(prompts.index.tolist(), prompts.sample.tolist(), strict=True)
         return scored([float(index in mixed and sample == 1) for index, sample in rows])
 
@@ -127,8 +127,8 @@ def test_batches_until_enough_prompts_differ(mixed, most, chosen, noted):
     rollouts, rollout = streaming(run_config(most), rule)
     batch = rollouts.next(step=1)
     assert batch.prompts.index.tolist() == [index for index in chosen for _ in range(2)]
-    assert batch.generations.response_ids.values().tolist() == batch.prompts.index.tolist()
-    expected = rule(batch.prompts, batch.generations)
+    assert batch.rows.sampled_ids.values().tolist() == batch.prompts.index.tolist()
+    expected = rule(batch.prompts, batch.rows)
     assert batch.scored.scores.tolist() == expected.scores.tolist()
     assert (batch.scored.samples, batch.scored.outcomes) == (expected.samples, expected.outcomes)
     assert len(batch.prompts.uid.unique()) == 2
@@ -149,7 +149,7 @@ def test_scores_of_greedy_answers_reach_their_groups():
     """One answer per group, for all its samples; overlong ones are penalised. Would not catch a sampled baseline."""
     config = run_config()
     config.reward_model.overlong_buffer.enable, config.reward_model.overlong_buffer.len = True, 1
-    rollouts, rollout = streaming(config, lambda p, g: scored(g.response_ids.values().float().tolist()))
+    rollouts, rollout = streaming(config, lambda p, g: scored(g.sampled_ids.values().float().tolist()))
     prompts = torch.cat([rollouts.next_prompts(rollouts.cursor) for _ in range(2)])
     prompts.uid = torch.tensor([8, 8, 3, 3, 5, 5, 9, 9])
     one = prompts.one_per_group()
@@ -211,7 +211,7 @@ def test_a_rule_of_validation_is_not_asked_in_training():
     class Rule:
         tokenizer = load_tokenizer(str(REPOSITORY / "assets/demo/model"))
 
-        def __call__(self, prompts: Prompts, generations: Generations) -> ScoredAnswers:
+        def __call__(self, prompts: Prompts, answers: Batch) -> ScoredAnswers:
             asked.append(len(prompts))
             return scored([1.0, 0.0])
 
@@ -260,12 +260,7 @@ def test_each_reward_model_reads_in_its_own_way():
     prompts = Pairs().batch(torch.tensor([0, 1]))
     prompts.prompt_ids = ragged([torch.tensor([1]), torch.tensor([2])])
     prompts.raw_prompt = non_tensor([[{"role": "user", "content": "1+"}], "="])
-    answers = Generations(
-        response_ids=ragged([torch.tensor([5, 14, 1]), torch.tensor([5, 1])]),
-        rollout_log_probs=ragged([torch.zeros(3), torch.zeros(2)]),
-        truncated=torch.zeros(2, dtype=torch.bool),
-        batch_size=[2],
-    )
+    answers = single_turn(ragged([torch.tensor([1, 5, 14, 1]), torch.tensor([2, 5, 1])]), torch.tensor([3, 2]))
     for _ in range(2):
         metrics = rewards.task_scores(prompts, answers, rewards.start(prompts, answers)).metrics()
     assert text.rows == [[5, 14, 5], [15, 5]] and tokens.rows == [[1, 5, 14, 1], [2, 5, 1]]

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.errors import ConfigError, RewardError
-from megatron_rl.records import Generations, Prompts, non_tensor, ragged
+from megatron_rl.records import Prompts, non_tensor, ragged, single_turn
 from megatron_rl.scoring.function import RewardSource, load_reward_function
 from megatron_rl.scoring.outcome import OWN_NAMES, score_sample
 from megatron_rl.scoring.rule import RuleReward
@@ -56,13 +56,8 @@ def batch(*responses):
         extra_info=non_tensor([{"row": row} for row in range(count)]),
         batch_size=[count],
     )
-    generations = Generations(
-        response_ids=ragged(rows),
-        rollout_log_probs=ragged([torch.zeros(len(row)) for row in rows]),
-        truncated=torch.zeros(count, dtype=torch.bool),
-        batch_size=[count],
-    )
-    return prompts, generations
+    whole = [torch.cat([torch.tensor([1]), row]) for row in rows]
+    return prompts, single_turn(ragged(whole), torch.tensor([len(row) for row in rows]))
 
 
 def exact(data_source, solution_str, ground_truth, extra_info=None):

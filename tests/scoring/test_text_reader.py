@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.errors import ConfigError, RewardError
-from megatron_rl.records import Generations, Prompts, non_tensor, ragged
+from megatron_rl.records import Batch, Prompts, non_tensor, ragged, single_turn
 from megatron_rl.scoring.text_reader import TextReader, without_end
 
 # The policy reads characters: <eos> 0, <pad> 1, <think> 2 (all special), a 3, b 4, c 5, a space 6.
@@ -49,7 +49,7 @@ def user(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def batch(raw, prompt_ids, response_ids) -> tuple[Prompts, Generations]:
+def batch(raw, prompt_ids, response_ids) -> tuple[Prompts, Batch]:
     rows = torch.arange(len(raw))
     told = non_tensor(["x"] * len(raw))
     prompts = Prompts(
@@ -62,14 +62,8 @@ def batch(raw, prompt_ids, response_ids) -> tuple[Prompts, Generations]:
         raw_prompt=non_tensor(raw),
         batch_size=[len(raw)],
     )
-    answers = [torch.tensor(ids, dtype=torch.int64) for ids in response_ids]
-    generations = Generations(
-        response_ids=ragged(answers),
-        rollout_log_probs=ragged([torch.zeros(len(ids)) for ids in answers]),
-        truncated=torch.zeros(len(raw), dtype=torch.bool),
-        batch_size=[len(raw)],
-    )
-    return prompts, generations
+    whole = [torch.tensor([*ids, *answer]) for ids, answer in zip(prompt_ids, response_ids, strict=True)]
+    return prompts, single_turn(ragged(whole), torch.tensor([len(answer) for answer in response_ids]))
 
 
 def rows_of(read) -> list[list[int]]:
@@ -82,12 +76,12 @@ def test_conversations_by_hand():
     The answer "ab" <eos> <pad> loses both special tokens; <think> before other tokens stays, as text that is no word.
     Text gets <s> from the tokenizer, a template does not get a second one. Would not catch a template of real models.
     """
-    prompts, generations = batch(
+    prompts, answers = batch(
         [user("a b"), "ab ", [{"role": "system", "content": "c"}, *user("abc")], user("a")],
         [[3, 6, 4], [3, 4, 6], [5, 3, 4, 5], [3]],
         [[3, 4, 0, 1], [5, 0], [2, 6, 4, 0], []],
     )
-    read = reader().read(prompts, generations)
+    read = reader().read(prompts, answers)
     assert rows_of(read) == [
         [S, USER, A, B, END, ASSISTANT, AB, END],
         [S, AB, C],
@@ -100,17 +94,17 @@ def test_conversations_by_hand():
 
 def test_what_is_too_long_loses_its_end():
     """verl's side. A row of exactly the limit is whole. Would not catch a limit that counts padding."""
-    prompts, generations = batch([user("a b"), user("a")], [[3, 6, 4], [3]], [[3, 4, 0], [0]])
-    read = reader(max_length=6).read(prompts, generations)
+    prompts, answers = batch([user("a b"), user("a")], [[3, 6, 4], [3]], [[3, 4, 0], [0]])
+    read = reader(max_length=6).read(prompts, answers)
     assert rows_of(read) == [[S, USER, A, B, END, ASSISTANT], [S, USER, A, END, ASSISTANT, END]]
     assert read.is_cut.tolist() == [True, False]
 
 
 def test_without_a_chat_template_messages_are_text():
     """What the policy reads of them, without its special tokens. Would not catch roles that only a template tells."""
-    prompts, generations = batch([user("a b")], [[1, 3, 6, 4, 6, 2]], [[3, 4, 0]])
+    prompts, answers = batch([user("a b")], [[1, 3, 6, 4, 6, 2]], [[3, 4, 0]])
     one = reader(template=None)
-    assert rows_of(one.read(prompts, generations)) == [[S, A, B, AB]]
+    assert rows_of(one.read(prompts, answers)) == [[S, A, B, AB]]
     assert one.check([user("a b")], [[3, 6, 4]]) == [
         "note: the tokenizer of reward_model has no chat_template, so it reads messages as plain text"
     ]
@@ -123,9 +117,9 @@ def test_a_template_that_refuses():
     """
     system = [{"role": "system", "content": "c"}, *user("a")]
     one = reader(template=ALTERNATING)
-    prompts, generations = batch([user("a"), system], [[3], [5, 3]], [[3], [4]])
+    prompts, answers = batch([user("a"), system], [[3], [5, 3]], [[3], [4]])
     with pytest.raises(RewardError, match=r"chat_template of reward_model refuses .*system.*: no system role"):
-        one.read(prompts, generations)
+        one.read(prompts, answers)
     with pytest.raises(ConfigError, match="no system role: change the prompt, or the chat_template"):
         one.check([user("a"), system], [[3], [5, 3]])
 
@@ -161,10 +155,10 @@ def test_only_the_end_loses_special_tokens():
 
 def test_prompts_without_their_text():
     """Would not catch a run that forgets to keep it; its first step does."""
-    prompts, generations = batch([user("a")], [[3]], [[3]])
+    prompts, answers = batch([user("a")], [[3]], [[3]])
     prompts.raw_prompt = None
     with pytest.raises(ValueError, match="do not carry their conversations"):
-        reader().read(prompts, generations)
+        reader().read(prompts, answers)
 
 
 def test_conversations_follow_their_rows():

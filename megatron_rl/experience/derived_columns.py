@@ -1,4 +1,4 @@
-"""Turn prompts, generations and scores into experience, and experience into rewards and advantages."""
+"""Columns of a batch that follow from others: rewards, advantages, importance weights and masks."""
 
 from __future__ import annotations
 
@@ -11,21 +11,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.losses.estimators import Estimator, Samples
 from megatron_rl.losses.rollout_correction import correct_rollout
 from megatron_rl.losses.rows import mean_rows, spread
-from megatron_rl.records import Batch, Generations, Prompts, ragged, ragged_from_lengths, row_lengths, single_turn
-
-
-def assemble(prompts: Prompts, generations: Generations) -> Batch:
-    """Join each prompt row with its response, a single turn; other columns are added as they are computed."""
-    rows = zip(prompts.prompt_ids.unbind(), generations.response_ids.unbind(), strict=True)
-    return single_turn(
-        ragged([torch.cat(pair) for pair in rows]),
-        row_lengths(generations.response_ids),
-        rollout_log_probs=generations.rollout_log_probs,
-        versions=generations.versions,
-        routed_experts=generations.routed_experts,
-        groups=prompts.uid,
-        truncated=generations.truncated,
-    )
+from megatron_rl.records import Batch, ragged_from_lengths, row_lengths
 
 
 def add_rewards(experience: Batch, kl_coef: float, kl_type: str = "kl") -> torch.Tensor | None:

@@ -7,39 +7,28 @@ from megatron_rl.columns import ACTOR_UPDATE
 from megatron_rl.config.correction import RolloutCorrectionConfig
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.experience.assemble import (
+from megatron_rl.experience.derived_columns import (
     add_advantages,
     add_rewards,
     add_rollout_correction,
-    assemble,
     highest_entropy,
     leave_out_truncated,
 )
 from megatron_rl.losses.estimators import estimate_gae
 from megatron_rl.losses.group_advantages import estimate_grpo
-from megatron_rl.records import Generations, Prompts, non_tensor, ragged, ragged_from_lengths, single_turn
+from megatron_rl.records import ragged, ragged_from_lengths, single_turn
 
 
 @pytest.fixture
 def experience():
     """Prompts [1, 2] and [5]; responses [3] and [6, 7]."""
-    prompts = Prompts(
-        index=torch.tensor([0, 1]),
-        sample=torch.tensor([0, 0]),
-        prompt_ids=ragged([torch.tensor([1, 2]), torch.tensor([5])]),
-        data_source=non_tensor(["a", "a"]),
-        ground_truth=non_tensor(["x", "y"]),
-        extra_info=non_tensor([{}, {}]),
-        uid=torch.tensor([0, 1]),
-        batch_size=[2],
-    )
-    generations = Generations(
-        response_ids=ragged([torch.tensor([3]), torch.tensor([6, 7])]),
+    experience = single_turn(
+        ragged([torch.tensor([1, 2, 3]), torch.tensor([5, 6, 7])]),
+        torch.tensor([1, 2]),
         rollout_log_probs=ragged([torch.tensor([-0.5]), torch.tensor([-1.0, -2.0])]),
+        groups=torch.tensor([0, 1]),
         truncated=torch.tensor([False, True]),
-        batch_size=[2],
     )
-    experience = assemble(prompts, generations)
     experience.add(scores=torch.tensor([1.0, -1.0]))
     experience.add(old_log_probs=ragged([torch.tensor([-0.5]), torch.tensor([-1.0, -2.0])]))
     experience.add(ref_log_probs=ragged([torch.tensor([-1.0]), torch.tensor([-1.5, -1.0])]))
@@ -49,14 +38,6 @@ def experience():
 
 def rows(batch):
     return [pytest.approx(row.tolist(), abs=1e-6) for row in batch.unbind()]
-
-
-def test_assemble_joins_prompt_and_response(experience):
-    """Tokens, lengths, log-probs row by row. Would not catch a row order that differs between the two records."""
-    assert [row.tolist() for row in experience["input_ids"].unbind()] == [[1, 2, 3], [5, 6, 7]]
-    assert experience.num_sampled.tolist() == [1, 2]
-    assert [row.tolist() for row in experience["rollout_log_probs"].unbind()] == [[-0.5], [-1.0, -2.0]]
-    assert "rewards" not in experience and len(experience) == 2
 
 
 def test_rewards_are_the_score_last_and_a_penalty_everywhere(experience):
