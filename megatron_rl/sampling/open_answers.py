@@ -170,12 +170,12 @@ def rows_of_answers(answers: list[OpenAnswer], with_versions: bool) -> Batch:
     """One row per answer, prompt first, a single turn. Experts are there if all answers have them."""
     experts = [answer.experts for answer in answers if answer.experts is not None]
     lengths = torch.tensor([len(rows) for rows in experts], dtype=torch.int64)
-    versions = [torch.tensor(answer.versions, dtype=torch.int64) for answer in answers]
+    drawn_by = [answer.versions for answer in answers] if with_versions else []
     return single_turn(
         ragged([torch.tensor([*answer.prompt_ids, *answer.token_ids], dtype=torch.int64) for answer in answers]),
         torch.tensor([len(answer.token_ids) for answer in answers]),
         rollout_log_probs=ragged([torch.tensor(answer.log_probs, dtype=torch.float32) for answer in answers]),
         truncated=torch.tensor([answer.finish == FINISHED_BY_LENGTH for answer in answers]),
-        versions=ragged(versions) if with_versions else None,
+        versions=ragged([torch.tensor(row, dtype=torch.int64) for row in drawn_by]) if drawn_by else None,
         routed_experts=ragged_from_lengths(torch.cat(experts), lengths) if len(experts) == len(answers) else None,
     )

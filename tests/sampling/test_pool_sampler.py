@@ -78,8 +78,8 @@ def test_a_batch_is_one_round_of_contiguous_shares(tmp_path: Path) -> None:
         assert [start.sampling.temperature for start in rollout.calls[-1][2].starts] == [0.0]
         assert batch.prompts.index.tolist() == [2 * step - 2] * 2 + [2 * step - 1] * 2
         answers = [[number] * 2 for number in batch.prompts.index.tolist()]
-        assert [row.tolist() for row in batch.generations.response_ids.unbind()] == answers
-        assert batch.generations.versions is None and batch.generations.routed_experts is None
+        assert [row.tolist() for row in batch.rows.sampled_ids.unbind()] == answers
+        assert "versions" not in batch.rows and "routed_experts" not in batch.rows
         assert batch.greedy is not None and len(batch.greedy) == 2
         assert sampler.cursor.next == 2 * step and not rollout.in_rollout
         with sampler.saving(step):
@@ -100,6 +100,6 @@ def test_prompts_beside_the_schedule_leave_it_alone() -> None:
     answers = sampler.answer(prompts, sampler.greedy())
     assert shares(rollout.calls[-1]) == {0: (-1,), 1: (-2,), 2: (-3,)}
     assert {order.version for order in rollout.calls[-1].values()} == {1}
-    assert [row.tolist() for row in answers.response_ids.unbind()] == [[0, 0], [0, 0], [1, 1]]
-    assert torch.equal(answers.rollout_log_probs.values(), torch.tensor([0.0, -1.0] * 3))
+    assert [row.tolist() for row in answers.sampled_ids.unbind()] == [[0, 0], [0, 0], [1, 1]]
+    assert torch.equal(answers.flat("rollout_log_probs"), torch.tensor([0.0, -1.0] * 3))
     assert sampler.next(2).prompts.index.tolist() == [2, 2, 3, 3]
