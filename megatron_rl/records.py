@@ -1,7 +1,7 @@
 """Typed records that roles and the controller exchange, with their shapes.
 
-Legend: B rows (samples), P prompt tokens, R response tokens, L = P + R.
-`[B, (R)]` is a ragged tensor: `torch.nested` in jagged layout, one row per sample, nothing padded.
+Legend: B rows (samples), P prompt tokens, L tokens of a row, of which N are sampled.
+`[B, (L)]` is a ragged tensor: `torch.nested` in jagged layout, one row per sample, nothing padded.
 Every record slices, indexes and concatenates along B: a `Batch`, or a tensordict `TensorClass`.
 """
 
