@@ -121,18 +121,22 @@ class Batch:
     def __init__(self, **columns: torch.Tensor | None) -> None:
         """Raises ValueError as `add`."""
         self._columns: dict[str, torch.Tensor] = {}
+        self._num_sampled: torch.Tensor | None = None
         self.add(**columns)
 
     def add(self, columns: Batch | None = None, /, **named: torch.Tensor | None) -> None:
         """Add columns, or replace them. Raises ValueError for a column that is not declared or does not fit."""
         added = {name: column for name, column in named.items() if column is not None}
-        self._columns |= added if columns is None else columns._columns | added
+        new = added if columns is None else columns._columns | added
+        self._columns |= new
+        if "sampled" in new:
+            self._num_sampled = None
         num_sampled = self.num_sampled if "sampled" in self else None
         for name in added:
             column, shape = self._columns[name], COLUMNS[name].shape
             if len(column) != len(self):
                 raise ValueError(f"column {name} has {len(column)} rows, the batch {len(self)}")
-            if name == "sampled" and ((first_true(column) == 0) & (counts_in_rows(column) > 0)).any():
+            if name == "sampled" and ((first_true(column) == 0) & (self.num_sampled > 0)).any():
                 raise ValueError("the first token of a row cannot be sampled: nothing comes before it")
             if shape == "sampled token" and num_sampled is not None and (row_lengths(column) != num_sampled).any():
                 raise ValueError(
@@ -181,7 +185,9 @@ class Batch:
     @property
     def num_sampled(self) -> torch.Tensor:
         """int64 [B]: sampled tokens of each row."""
-        return counts_in_rows(self["sampled"])
+        if self._num_sampled is None:
+            self._num_sampled = counts_in_rows(self["sampled"])
+        return self._num_sampled
 
     @property
     def sampled_ids(self) -> torch.Tensor:
