@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.checkpoint.hf_import import HFFolder
-from megatron_rl.model.families import Constant, ModelShape, constant_map, family_of
+from megatron_rl.model.families import Constant, Model, family_of, routing_of
 
 FILE = "constants.safetensors"
 """The file of constants next to a checkpoint's config.json, where no other tensors are."""
@@ -23,10 +23,9 @@ FILE = "constants.safetensors"
 
 def constants_of(settings: Mapping[str, Any]) -> dict[str, Constant]:
     """Megatron name -> constant for the model of a config.json, which may leave out keys with defaults."""
-    family = family_of(settings["architectures"])
-    if family.experts is None:
-        return {}
-    return constant_map(family, ModelShape.from_hf(settings))
+    # Only routers have some; a config.json without experts may leave sizes out.
+    routing = routing_of(family_of(settings["architectures"]), settings)
+    return {} if routing is None else Model.of(settings).constants
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from megatron_rl.checkpoint.saved_tensors import BIAS, OPTIMIZER_PREFIX, SavedTe
 from megatron_rl.checkpoint.score_statistics import saved_statistics, write_statistics
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.errors import StorageError
-from megatron_rl.model.families import ModelShape, constant_map, family_of, param_map, value_param_map
+from megatron_rl.model.families import constant_map, family_of, param_map, shape_of, value_param_map
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def saved_model(checkpoint: Path, role: str) -> StoredModel:
     """Open the actor's language model, or the critic as a reward model, of a complete checkpoint."""
     source = checkpoint / role / HF_FOLDER
     settings = AutoConfig.from_pretrained(source).to_dict()
-    family, shape = family_of(settings["architectures"]), ModelShape.from_hf(settings)
+    family, shape = family_of(settings["architectures"]), shape_of(settings)
     is_critic = role == "critic"
     specs = value_param_map(family, shape) if is_critic else param_map(family, shape)
     tensors = {tensor.name: tensor for tensor in hf_tensors(specs)}

@@ -15,7 +15,6 @@ from megatron_rl.checkpoint.weight_files import StoredTensor, WeightFileError, r
 from megatron_rl.model.families import (
     REWARD_FAMILIES,
     Family,
-    Routing,
     attention_shape,
     family_of,
     head_cap,
@@ -23,6 +22,7 @@ from megatron_rl.model.families import (
     rope_type,
     ropes_of,
     rotary_share,
+    routing_of,
     sliding_window,
 )
 
@@ -32,9 +32,8 @@ SAMPLED_TENSORS, BLOCK = 256, 4096
 """Tensors of which bytes are compared, and how many bytes of each."""
 SHOWN = 12
 """Hexadecimal digits of a digest, of 64."""
-EPS, THETA, END, DEEPSEEK_V3_END = 1e-6, 1e4, 2, 1
-MIXTRAL = {"rms_norm_eps": 1e-5, "rope_theta": 1e6}
-"""transformers' values where config.json has none; Mixtral's are others."""
+EPS, THETA, END = 1e-6, 1e4, 2
+"""transformers' values where config.json has none and the family has no defaults of its own."""
 
 
 def computed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,12 +43,12 @@ def computed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     family = family_of(settings["architectures"])
     settings = family.given(settings)
-    rope, defaults = rope_of(settings), _defaults(family)
+    rope = rope_of(settings)
     theta = rope.get("rope_theta", settings.get("rope_theta"))
     spelling = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
     facts: dict[str, Any] = {
-        "rms_norm_eps": settings.get("rms_norm_eps") or defaults["rms_norm_eps"],
-        "rope_theta": theta or defaults["rope_theta"],
+        "rms_norm_eps": settings.get("rms_norm_eps") or EPS,
+        "rope_theta": theta or THETA,
         "rope_type": rope_type(settings),
         "rope_scaling": {name: rope[name] for name in sorted(rope) if name not in spelling},
         "sliding_window": sliding_window(family, settings),
@@ -57,8 +56,7 @@ def computed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     if ropes := ropes_of(family.attention, settings):
         facts |= {"rope_theta": None, "rope_type": None, "rope_scaling": ropes}
     facts |= _attention_choices(family, settings)
-    if family.is_moe:
-        routing = Routing.from_hf(family, settings)
+    if (routing := routing_of(family, settings)) is not None:
         facts |= {"num_experts_per_tok": routing.experts_per_token, "norm_topk_prob": routing.normalised}
         facts |= {"dense_layers": list(routing.dense_layers)} if routing.dense_layers else {}
         if routing.scoring is not None:
@@ -138,16 +136,6 @@ def _place(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
 
-def _defaults(family: Family) -> dict[str, float]:
-    return {"rms_norm_eps": EPS, "rope_theta": THETA} | (MIXTRAL if family.architecture.startswith("Mixtral") else {})
-
-
 def _end(settings: Mapping[str, Any]) -> int | None:
-    """transformers' end token where config.json names none: most have one, Qwen's have none."""
-    family = family_of(settings["architectures"])
-    architecture = family.architecture
-    if "eos_token_id" in family.defaults:
-        return cast("int | None", family.defaults["eos_token_id"])
-    if architecture.startswith("DeepseekV3"):
-        return DEEPSEEK_V3_END
-    return None if architecture.startswith("Qwen") else END
+    """transformers' end token where config.json names none."""
+    return cast("int | None", family_of(settings["architectures"]).defaults.get("eos_token_id", END))

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, singledispatch
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.model.attention import CausalAttention, StackedQKVSelfAttention
+from megatron_rl.model.context_attention import ContextAttention
+from megatron_rl.model.experts import SharedExpertsLayer, StackedExperts
 from megatron_rl.model.families import (
-    LatentAttention,
-    ModelShape,
     Routing,
     family_of,
     rope_problem,
     rope_type,
     ropes_of,
     rotary_share,
+    shape_of,
     softmax_growth,
 )
 from megatron_rl.model.families.family import Style
 from megatron_rl.model.grouped_router import GroupedRouter
 from megatron_rl.model.latent_attention import LatentSelfAttention
 from megatron_rl.model.norm import RMSNorm, ZeroCentredNorm
+from megatron_rl.model.parts import ExpertsMLP, GatedMLP, GroupedAttention, LatentAttention, LayerPart
 from megatron_rl.model.router_balance import BalancedRouter
 
 
@@ -35,35 +39,61 @@ def norm_of(style: Style) -> type[RMSNorm]:
     return ZeroCentredNorm if style.zero_centred_norms else RMSNorm
 
 
-def put_attention(layer: ModuleSpec, hf_config: PretrainedConfig) -> None:
-    """Put the family's attention into a layer: latent attention, or plain attention with the model's variants.
+@singledispatch
+def put_part(part: LayerPart, layer: ModuleSpec, config: TransformerConfig, hf_config: PretrainedConfig) -> None:
+    """Put the module of a part into a layer. A new kind of part registers a function of its own."""
+    raise NotImplementedError(f"{type(part).__name__} has no module: register one with put_part.register")
 
-    The rotary embedding must be supported.
-    """
-    settings, family = hf_config.to_dict(), family_of(hf_config.architectures)
-    if not family.latent_attention:
-        attention, shape = layer.submodules.self_attention, ModelShape.from_hf(settings).attention
-        norm_after = norm_of(family.style) if family.style.norms_after else None
-        attention.params = {**attention.params, "shape": shape, "norm_after": norm_after}
-        attention.submodules.core_attention.params = {"shape": shape}
-        return
+
+@put_part.register
+def put_grouped_attention(
+    part: GroupedAttention, layer: ModuleSpec, config: TransformerConfig, hf_config: PretrainedConfig
+) -> None:
+    """Put plain attention with the model's variants into a layer."""
+    settings, style = hf_config.to_dict(), family_of(hf_config.architectures).style
+    shape, attention = shape_of(settings).attention, layer.submodules.self_attention
+    norm_after = norm_of(style) if style.norms_after else None
+    attention.module = StackedQKVSelfAttention
+    attention.params = {**attention.params, "shape": shape, "norm_after": norm_after}
+    core = ContextAttention if config.context_parallel_size > 1 else CausalAttention
+    attention.submodules.core_attention = ModuleSpec(module=core, params={"shape": shape})
+    if part.qk_norm:
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = norm_of(style)
+
+
+@put_part.register
+def put_latent_attention(
+    part: LatentAttention, layer: ModuleSpec, config: TransformerConfig, hf_config: PretrainedConfig
+) -> None:
+    """Put latent attention into a layer. The rotary embedding must be supported."""
+    settings = hf_config.to_dict()
     kind, turn_scale = rope_type(settings), 1.0
     if kind != "default":
         _, turn_scale = ROPE_INIT_FUNCTIONS[kind](hf_config, device="cpu")
-    sizes: dict[str, Any] = {
-        "latent": LatentAttention.from_hf(settings),
-        "growth": softmax_growth(settings),
-        "turn_scale": turn_scale,
-    }
+    sizes: dict[str, Any] = {"latent": part, "growth": softmax_growth(settings), "turn_scale": turn_scale}
     layer.submodules.self_attention = ModuleSpec(module=LatentSelfAttention, params=sizes)
 
 
-def put_router(block: Any, hf_config: PretrainedConfig) -> None:
-    """Put a router into a layer: a `BalancedRouter`, or a `GroupedRouter` if the family scores in groups. block: the
-    submodules of the layer's experts.
-    """
+@put_part.register
+def put_mlp(part: GatedMLP, layer: ModuleSpec, config: TransformerConfig, hf_config: PretrainedConfig) -> None:
+    """Megatron's MLP stays; `gate_sparingly` gives it a gate of ours once it is built."""
+
+
+@put_part.register
+def put_experts(part: ExpertsMLP, layer: ModuleSpec, config: TransformerConfig, hf_config: PretrainedConfig) -> None:
+    """Put stacked experts into a layer, with a `BalancedRouter`, or a `GroupedRouter` where scores are in groups."""
     routing = Routing.from_hf(family_of(hf_config.architectures), hf_config.to_dict())
+    block = moe_submodules(layer.submodules.mlp)
+    block.experts = StackedExperts
+    block.shared_experts.module = SharedExpertsLayer
     block.router = BalancedRouter if routing.scoring is None else partial(GroupedRouter, routing=routing)
+
+
+def moe_submodules(mlp: Any) -> Any:
+    """The submodules of a layer with experts, which is a `partial` in newer versions of Megatron and a spec in
+    older.
+    """
+    return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
 
 
 def scale_embedding(model: GPTModel, style: Style) -> None:
@@ -87,12 +117,10 @@ def rotary_frequencies(hf_config: PretrainedConfig, head_size: int) -> torch.Ten
     """
     settings = hf_config.to_dict()
     family = family_of(hf_config.architectures or ["LlamaForCausalLM"])
-    problem = rope_problem(settings, is_latent=family.latent_attention, keys=family.attention)
+    problem = rope_problem(settings, family.attention)
     if problem is not None:
         raise ConfigError(problem)
-    turned = head_size
-    if not family.latent_attention:
-        turned = int(head_size * rotary_share(family.attention, settings))
+    turned = int(head_size * rotary_share(family.attention, settings))
     ropes = ropes_of(family.attention, settings)
     if not ropes:
         return _frequencies(hf_config, hf_config.rope_parameters, turned, None)

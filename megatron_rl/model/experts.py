@@ -17,20 +17,23 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
 from megatron_rl.device import has_grouped_mm
-from megatron_rl.model.families import Routing
+from megatron_rl.model.families import Model, Routing
 from megatron_rl.model.mlp import SiluGate
 from megatron_rl.parallel.rank_grid import TrainGrid
 
 
-def moe_settings(routing: Routing, num_layers: int, grid: TrainGrid) -> dict[str, Any]:
-    """The part of Megatron's configuration that only a model with experts has.
+def moe_settings(model: Model, hf_settings: dict[str, Any], grid: TrainGrid) -> dict[str, Any]:
+    """The part of Megatron's configuration that only a model with experts has; {} for others.
 
     No token is dropped and no balancing loss is added: log-probs must be those of the rollout engine, and the policy
     loss alone moves the router.
     """
-    settings: dict[str, Any] = {}
-    if routing.dense_layers:
-        settings["moe_layer_freq"] = [int(layer not in routing.dense_layers) for layer in range(num_layers)]
+    with_experts = [layer.has_experts for layer in model.layers]
+    if not any(with_experts):
+        return {}
+    routing, settings = Routing.from_hf(model.family, model.family.given(hf_settings)), dict[str, Any]()
+    if not all(with_experts):
+        settings["moe_layer_freq"] = list(map(int, with_experts))
     if routing.shared_size:
         settings["moe_shared_expert_intermediate_size"] = routing.shared_size
         settings["moe_shared_expert_gate"] = routing.shared_gate

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
@@ -18,12 +15,11 @@ from transformers import PretrainedConfig
 
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.device import Device
-from megatron_rl.model.attention import CausalAttention, StackedQKVSelfAttention
-from megatron_rl.model.context_attention import ContextAttention
-from megatron_rl.model.described_layers import norm_of, put_attention, put_router, rotary_frequencies, scale_embedding
-from megatron_rl.model.experts import SharedExpertsLayer, StackedExperts, has_experts, moe_settings
-from megatron_rl.model.families import ModelShape, Routing, family_of
+from megatron_rl.model.described_layers import norm_of, put_part, rotary_frequencies, scale_embedding
+from megatron_rl.model.experts import moe_settings
+from megatron_rl.model.families import Model, family_of
 from megatron_rl.model.mlp import gate_sparingly
+from megatron_rl.model.parts import Layer
 from megatron_rl.model.value_head import ValueHead
 from megatron_rl.model.vocab_head import pass_hidden_states
 from megatron_rl.parallel.mpu import TrainGroups
@@ -39,18 +35,14 @@ def transformer_config(
     Raises ConfigError for an unknown architecture, ValueError if the layers cannot be split over the stages.
     """
     dtype = getattr(torch, megatron.dtype)
-    family, settings = family_of(hf_config.architectures), hf_config.to_dict()
+    settings = hf_config.to_dict()
+    model = Model.of(settings)
     stages = StagePlan.from_config(hf_config.num_hidden_layers, megatron)
-    routing = Routing.from_hf(family, settings) if family.is_moe else None
-    shape = ModelShape.from_hf(settings)
     override = megatron.override_transformer_config
     return TransformerConfig(
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
         num_attention_heads=hf_config.num_attention_heads,
-        num_query_groups=shape.num_kv_heads,
-        # Megatron computes the angles, so of latent attention it needs only the rotated part.
-        kv_channels=shape.latent.rope if shape.latent else shape.head_size,
         ffn_hidden_size=hf_config.intermediate_size,
         tensor_model_parallel_size=groups.grid.tp_size,
         pipeline_model_parallel_size=groups.grid.pp_size,
@@ -69,8 +61,6 @@ def transformer_config(
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=family.qkv_bias or shape.qkv_bias,
-        qk_layernorm=family.qk_norm or shape.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         recompute_granularity=override.recompute_granularity,
@@ -88,7 +78,8 @@ def transformer_config(
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
         batch_p2p_comm=device.batched_p2p,
-        **(moe_settings(routing, hf_config.num_hidden_layers, groups.grid) if routing else {}),
+        **model.attention.megatron_settings(),
+        **moe_settings(model, settings, groups.grid),
     )
 
 
@@ -100,39 +91,24 @@ def uses_sequence_parallel(megatron: MegatronConfig) -> bool:
 def layer_spec(config: TransformerConfig, vp_stage: int, hf_config: PretrainedConfig) -> TransformerBlockSubmodules:
     """The layers of one chunk of this rank's stage: Megatron's, with our attention, norms and experts."""
     first = get_transformer_layer_offset(config, vp_stage)
-    layers = range(first, first + get_num_layers_to_build(config, vp_stage))
-    kinds = {with_experts: one_layer(config, with_experts, hf_config) for with_experts in (False, True)}
-    specs = [kinds[has_experts(config, layer)] for layer in layers]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm_of(family_of(hf_config.architectures).style))
+    model = Model.of(hf_config.to_dict())
+    specs = {layer: one_layer(config, layer, hf_config) for layer in model.kinds}
+    layers = model.layers[first : first + get_num_layers_to_build(config, vp_stage)]
+    return TransformerBlockSubmodules(
+        layer_specs=[specs[layer] for layer in layers], layer_norm=norm_of(model.family.style)
+    )
 
 
-def one_layer(config: TransformerConfig, with_experts: bool, hf_config: PretrainedConfig) -> ModuleSpec:
-    """The spec of a layer with or without experts."""
-    num_experts = config.num_moe_experts if with_experts else None
+def one_layer(config: TransformerConfig, layer: Layer, hf_config: PretrainedConfig) -> ModuleSpec:
+    """The spec of one kind of layer: Megatron's, into which each part puts its module."""
+    num_experts = config.num_moe_experts if layer.has_experts else None
     norm = norm_of(family_of(hf_config.architectures).style)
-    layer = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    layer.submodules.input_layernorm = norm
-    layer.submodules.pre_mlp_layernorm = norm
-    layer.submodules.self_attention.module = StackedQKVSelfAttention
-    attention = layer.submodules.self_attention.submodules
-    core_attention = ContextAttention if config.context_parallel_size > 1 else CausalAttention
-    attention.core_attention = ModuleSpec(module=core_attention)
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = norm
-    put_attention(layer, hf_config)
-    if num_experts:
-        block = moe_submodules(layer.submodules.mlp)
-        block.experts = StackedExperts
-        block.shared_experts.module = SharedExpertsLayer
-        put_router(block, hf_config)
-    return layer
-
-
-def moe_submodules(mlp: Any) -> Any:
-    """The submodules of a layer with experts, which is a `partial` in newer versions of Megatron and a spec in
-    older.
-    """
-    return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
+    spec = get_gpt_layer_local_spec(num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    spec.submodules.input_layernorm = norm
+    spec.submodules.pre_mlp_layernorm = norm
+    for part in layer.parts:
+        put_part(part, spec, config, hf_config)
+    return spec
 
 
 def build_language_model(

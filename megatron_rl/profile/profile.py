@@ -17,10 +17,10 @@ from megatron_rl.config.problems import raise_problems
 from megatron_rl.errors import ConfigError, WorkerFailure
 from megatron_rl.ledger.planner.hardware import Hardware
 from megatron_rl.ledger.planner.planned_steps import PlannedSteps
-from megatron_rl.ledger.planner.run_models import PlannedModel
 from megatron_rl.ledger.planner.run_plan import RunPlan
 from megatron_rl.ledger.planner.step_time import calls, step_load
 from megatron_rl.ledger.planner.time import ModelCost
+from megatron_rl.model.families import Model
 from megatron_rl.profile import probe as probes
 from megatron_rl.profile.fit import Probe, base_hardware, errors, fit_collectives, fit_context, fit_overheads, quantile
 from megatron_rl.profile.samples import Case, MeasuringTask, World
@@ -164,8 +164,7 @@ def _measure(task: MeasuringTask, folder: Path, ranks: Worlds, say: Callable[[st
 def _fitted(worlds: list[World], request: ProfileRequest, folder: Path) -> tuple[Hardware, list[float]]:
     dtype = probes.dtype_of(request.device)
     costs = {
-        layers: ModelCost.of(PlannedModel.read(str(folder / f"model_{layers}")))
-        for layers in (probes.SHALLOW, probes.DEEP)
+        layers: ModelCost.of(Model.read(str(folder / f"model_{layers}"))) for layers in (probes.SHALLOW, probes.DEEP)
     }
     probes_of_worlds = [Probe(world, costs[world.task.num_layers], dtype, probes.MICRO_BATCH) for world in worlds]
     together = next((world for world in worlds if world.task.world_size > 1 and world.task.kernels), None)

@@ -52,14 +52,14 @@ class Actor(TrainedRole):
         self.reader = TokenScorer(self.trainable.pipeline, self.trainable.models, settings, temperature=1.0)
         self.rank = rank
         self.routing: ExpertRouting | None = None
-        if source.family.is_moe:
+        if source.model.shape.num_experts:
             options = spec.megatron.override_transformer_config
             self.routing = ExpertRouting(self.trainable.models, rank.groups, rank.device.torch_device, options)
             self.trainable.pipeline.routing = self.routing
-        if source.constants:
+        if source.model.constants:
             buffers = named_buffers(self.trainable.models)
             device = rank.device.torch_device
-            self.checkpoint.bias = ExpertBias(buffers, source.constants, rank.groups, device)
+            self.checkpoint.bias = ExpertBias(buffers, source.model.constants, rank.groups, device)
         self._load: Tensor | None = None  # of experts, in the last pass
         # On rank 0, if the rollout has pools of its own: the bridge's store, and older ones that ranks may still use.
         self.bridge_stores: list[BridgeStore] = []
@@ -171,8 +171,8 @@ class Actor(TrainedRole):
 
         rollout, source = self.rank.config.actor_rollout_ref.rollout, self.source
         self.sender = BridgeSender(
-            flat_parameters(self.trainable, source.specs, source.place, None, self.rank.node),
-            {spec.tensor.name: spec.tensor for spec in source.specs.values()},
+            flat_parameters(self.trainable, source.model.specs, source.place, None, self.rank.node),
+            {spec.tensor.name: spec.tensor for spec in source.model.specs.values()},
             join_bridge(address, self.rank.groups.rank, self.rank.device, self.rank.timeout),
             bucket_bytes=rollout.update_weights_bucket_megabytes << 20,
             verify_every=rollout.verify_weights_every,

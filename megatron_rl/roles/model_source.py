@@ -18,18 +18,7 @@ from megatron_rl.checkpoint.constants import load_constants
 from megatron_rl.checkpoint.hf_import import HFFolder, global_name, load_hf_weights
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.device import Device
-from megatron_rl.model.families import (
-    HEAD,
-    Constant,
-    Family,
-    ModelShape,
-    ParamSpec,
-    constant_map,
-    family_of,
-    is_reward_model,
-    param_map,
-    value_param_map,
-)
+from megatron_rl.model.families import HEAD, Model, ParamSpec, is_reward_model
 from megatron_rl.model.gpt import build_language_model, build_value_model, transformer_config
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.parallel.sharding import Place, vocab_multiple
@@ -54,7 +43,7 @@ class UnloadedModel:
         parameters = {name: p for name, p in named_parameters(self.chunks).items() if name not in self.drawn}
         folder = HFFolder(self.source.path)
         load_hf_weights(parameters, self.specs, folder, self.source.place)
-        load_constants(named_buffers(self.chunks), self.source.constants, folder)
+        load_constants(named_buffers(self.chunks), self.source.model.constants, folder)
 
 
 @dataclass(frozen=True)
@@ -72,30 +61,10 @@ class ModelSource:
         """Read the folder's config.json."""
         return cls(Path(path), AutoConfig.from_pretrained(path), groups, device, megatron)
 
-    @property
-    def family(self) -> Family:
-        """The model's architecture."""
-        return family_of(self.hf_config.architectures)
-
-    @property
-    def shape(self) -> ModelShape:
-        """The model's sizes."""
-        return ModelShape.from_hf(self.hf_config.to_dict())
-
     @cached_property
-    def specs(self) -> dict[str, ParamSpec]:
-        """Global Megatron name -> what it is made of, for the whole language model."""
-        return param_map(self.family, self.shape)
-
-    @cached_property
-    def value_specs(self) -> dict[str, ParamSpec]:
-        """`specs` of the value model: the trunk and a head of one value."""
-        return value_param_map(self.family, self.shape)
-
-    @cached_property
-    def constants(self) -> dict[str, Constant]:
-        """Global Megatron name -> tensor that training reads and never changes."""
-        return constant_map(self.family, self.shape)
+    def model(self) -> Model:
+        """The model as its parts: sizes, parameters, constants."""
+        return Model.of(self.hf_config.to_dict())
 
     @property
     def vocab_multiple(self) -> int:
@@ -111,7 +80,7 @@ class ModelSource:
         """This rank's stage of the language model."""
         config = transformer_config(self.hf_config, self.groups, self.megatron, self.device)
         chunks = build_language_model(self.hf_config, config, self.groups, self.vocab_multiple)
-        return self._unloaded(chunks, self.specs)
+        return self._unloaded(chunks, self.model.specs)
 
     def value_model(self, head_seed: int) -> UnloadedModel:
         """This rank's stage of the trunk; the last stage ends in a value head.
@@ -121,7 +90,7 @@ class ModelSource:
         config = transformer_config(self.hf_config, self.groups, self.megatron, self.device)
         chunks = build_value_model(self.hf_config, config, self.groups, self.vocab_multiple, head_seed)
         drawn = frozenset() if is_reward_model(self.hf_config.architectures) else frozenset({HEAD})
-        return self._unloaded(chunks, self.value_specs, drawn)
+        return self._unloaded(chunks, self.model.value_specs, drawn)
 
     def _unloaded(
         self, chunks: list[GPTModel], specs: dict[str, ParamSpec], drawn: frozenset[str] = frozenset()

@@ -14,7 +14,7 @@ from megatron_rl.config.roles import PassSpec, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.device import Device
 from megatron_rl.experience.micro_batches import MicroBatching, round_up
-from megatron_rl.model.families import ModelShape
+from megatron_rl.model.families import Model
 from megatron_rl.observe.memory_ledger import MemoryLedger
 from megatron_rl.parallel.balance import SequenceWork
 from megatron_rl.parallel.mpu import TrainGroups
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def sequence_work(model_path: str) -> SequenceWork:
     """Cost of a sequence under the model in a Hugging Face folder."""
-    return SequenceWork(ModelShape.from_hf(AutoConfig.from_pretrained(model_path).to_dict()).attention_parity)
+    return SequenceWork(Model.of(AutoConfig.from_pretrained(model_path).to_dict()).attention_parity)
 
 
 def in_optimizer_steps(optim: OptimConfig, num_steps: int, num_optimizer_steps: int) -> OptimConfig:

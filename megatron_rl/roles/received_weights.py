@@ -235,7 +235,7 @@ def received_weights(
     """Memory for the rollout shard that will come over a bridge."""
     receiver = BridgeReceiver(
         grid.place(rank.groups.rank, VOCAB_PADDING),
-        {param.tensor.name: param.tensor for param in source.specs.values()},
+        {param.tensor.name: param.tensor for param in source.model.specs.values()},
         torch_dtype(spec.megatron.dtype),
         rank.device.torch_device,
         bucket_bytes=spec.settings.update_weights_bucket_megabytes << 20,

@@ -91,7 +91,7 @@ class TrainedRole(Role):
     @property
     def architecture(self) -> str:
         """transformers' class of the exported model."""
-        family = self.source.family
+        family = self.source.model.family
         return family.reward_architecture if self.spec.has_value_head else family.architecture
 
     def memory(self) -> dict[str, int]:
@@ -116,7 +116,7 @@ class TrainedRole(Role):
         from megatron_rl.roles.model_source import named_parameters
 
         source, bias = self.source, self.checkpoint.bias
-        constants = read_constants(source.constants.values(), source.path, torch.device("cpu"), dtype=None)
+        constants = read_constants(source.model.constants.values(), source.path, torch.device("cpu"), dtype=None)
         if bias is not None and bias.has_moved:
             constants = {name: row.cpu() for name, row in bias.whole().items()}
         with writing(target):

@@ -46,7 +46,7 @@ class Rollout(Role):
         self._held: int | None = None  # the version that this stay in rollout mode reads in the actor's memory
         grid = RolloutGrid(rank.groups.grid, spec.settings.tensor_model_parallel_size)
         self._actor = None if bridge is not None else cast("Actor", neighbours[ACTOR])
-        self._constants = read_constants(source.constants.values(), source.path, rank.device.torch_device)
+        self._constants = read_constants(source.model.constants.values(), source.path, rank.device.torch_device)
         self.weights: AllGatherPPModel | ReceivedWeights
         if bridge is None:
             self.weights = shared_weights(cast("Actor", neighbours[ACTOR]), spec, rank, source, grid)
@@ -68,10 +68,10 @@ class Rollout(Role):
             tensors=self.weights.tensors | self._constants,
             seed=rank.config.trainer.seed,
             # Preflight lets a window pass that cuts nothing off; vLLM cannot build one in some layers only.
-            hf_overrides=rollout_settings(source.family, settings) | overridden_settings(rank.config),
+            hf_overrides=rollout_settings(source.model.family, settings) | overridden_settings(rank.config),
             device=rank.device,
-            routed_layers=routed_layers(source.family, settings) if rank.config.returns_experts else None,
-            is_latent=source.family.latent_attention,
+            routed_layers=routed_layers(source.model.family, settings) if rank.config.returns_experts else None,
+            attention=source.model.attention,
         )
         rank.ledger.note("init", self.memory())  # this role is not among the host's yet
         self.generator.sleep()
@@ -200,8 +200,8 @@ def shared_weights(
 
     wanted = grid.place(rank.groups.rank, VOCAB_PADDING)
     return AllGatherPPModel(
-        flat_parameters(actor.trainable, source.specs, source.place, wanted, rank.node),
-        {param.tensor.name: param.tensor for param in source.specs.values()},
+        flat_parameters(actor.trainable, source.model.specs, source.place, wanted, rank.node),
+        {param.tensor.name: param.tensor for param in source.model.specs.values()},
         Transport(rank.groups.exchange_group),
         bucket_bytes=spec.settings.update_weights_bucket_megabytes << 20,
         drop_train_weights=spec.settings.drop_train_weights,

@@ -5,19 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.model.parts import AttentionPart
 
 LOAD_FORMAT = "megatron_rl_shared"
 """The name under which vLLM knows the loader of `shared_weights.py`."""
 
 LEAST_UTILIZATION = 1e-6
 """Share of a GPU that vLLM requires to be free. It accepts no zero."""
-
-CPU_BLOCK_SIZE = 32
-"""Tokens per block of the KV cache on CPU, where vLLM's default is 128. A block holds tokens of one answer only, and
-the samples of a group share whole blocks of their prompt. The kernel accepts multiples of 32.
-"""
-LATENT_CPU_BLOCK_SIZE = 16
-"""Tokens per block for latent attention on CPU, the only size that its kernel accepts."""
 
 
 def engine_arguments(
@@ -28,8 +22,8 @@ def engine_arguments(
     dtype: str,
     seed: int,
     hf_overrides: dict[str, Any],
+    attention: AttentionPart,
     returns_experts: bool = False,
-    is_latent: bool = False,
 ) -> dict[str, Any]:
     """Keyword arguments of `vllm.LLM`. device_kind: "cpu" or "cuda"; the others: see `RolloutEngine`."""
     arguments: dict[str, Any] = {
@@ -55,12 +49,10 @@ def engine_arguments(
         "enable_return_routed_experts": returns_experts,
     }
     if device_kind == "cpu":
-        arguments["block_size"] = LATENT_CPU_BLOCK_SIZE if is_latent else CPU_BLOCK_SIZE
-        if is_latent:
-            # On CPUs with matrix tiles another backend would pack copies of the weights and drop the trainer's.
-            arguments["attention_backend"] = "CPU_MLA"
-            # vLLM's rotary kernel on CPU rotates wrong elements if pairs are adjacent in several heads.
-            arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+        # vLLM's default is 128. A block holds tokens of one answer only, and samples of a group share whole blocks of
+        # their prompt.
+        arguments["block_size"] = attention.block_sizes["cpu"]
+        arguments |= attention.cpu_engine_arguments
     else:
         arguments |= {
             # vLLM compares it with free memory even if the cache size is given, and the trainer holds much memory.

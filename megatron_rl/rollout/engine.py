@@ -14,6 +14,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.device import Device, keep_current_stream
+from megatron_rl.model.parts import AttentionPart
 from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.parallel.vllm_ps import RolloutGroups, rank_order, read_rollout_groups
@@ -50,7 +51,7 @@ class RolloutEngine:
     capture graphs over them, and must never move again.
     hf_overrides: settings that replace those of the folder's config.json.
     routed_layers: the layers that have experts, if the engine must be able to return the experts of every token; else
-    None. is_latent: the model has latent attention.
+    None. attention: of the model; its blocks of the cache and its arguments are the engine's.
     """
 
     def __init__(
@@ -66,14 +67,14 @@ class RolloutEngine:
         seed: int,
         hf_overrides: dict[str, Any],
         device: Device,
+        attention: AttentionPart,
         routed_layers: Sequence[int] | None = None,
-        is_latent: bool = False,
     ) -> None:
         inspect_in_process(architecture)
         register_shared_loader(tensors)
         returns_experts = routed_layers is not None
         arguments = engine_arguments(
-            device.kind, model_path, config, max_model_len, dtype, seed, hf_overrides, returns_experts, is_latent
+            device.kind, model_path, config, max_model_len, dtype, seed, hf_overrides, attention, returns_experts
         )
         keep_current_stream(device.torch_device)
         with using_rank_order(rank_order(grid)):

@@ -28,7 +28,7 @@ from transformers import LlamaConfig
 from megatron_rl.checkpoint.hf_folder import file_names, plan_files, save_tensors, write_index
 from megatron_rl.checkpoint.hf_tensors import hf_tensors
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.model.families import ModelShape, family_of, param_map
+from megatron_rl.model.families import family_of, param_map, shape_of
 from megatron_rl.roles.environment import worker_environment
 
 BOUND_BYTES = 300_000_000
@@ -67,7 +67,7 @@ def make_folder(folder: Path, num_bytes: int, dtype: str) -> None:
         dtype=dtype,
     )
     config.save_pretrained(folder)
-    specs = param_map(family_of(config.architectures), ModelShape.from_hf(config.to_dict()))
+    specs = param_map(family_of(config.architectures), shape_of(config.to_dict()))
     shapes = {tensor.name: tensor.shape for tensor in hf_tensors(specs)}
     sizes = {name: torch.Size(shape).numel() * itemsize for name, shape in shapes.items()}
     groups = plan_files(sizes, FILE_BYTES)

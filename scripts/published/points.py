@@ -18,8 +18,8 @@ import yaml
 from published.ahead import seconds_ahead
 
 from megatron_rl.ledger.planner.hardware import FOLDER, Hardware, load_hardware
-from megatron_rl.ledger.planner.run_models import PlannedModel
 from megatron_rl.ledger.planner.time import BF16, LINK_EFFICIENCY, Estimator, Layout, Load, ModelCost
+from megatron_rl.model.families import Model
 
 HERE = Path(__file__).parent
 MODELS = (HERE.parents[1] / "configs" / "models", HERE / "models")
@@ -100,7 +100,7 @@ def transfer_seconds(num_bytes: float, senders: int, rollout_tp: int, gpu: Hardw
 @cache
 def cost(name: str) -> ModelCost:
     """A model whose config.json comes with the project, or with these cases."""
-    return ModelCost.of(PlannedModel.read(str(next(folder / name for folder in MODELS if (folder / name).is_dir()))))
+    return ModelCost.of(Model.read(str(next(folder / name for folder in MODELS if (folder / name).is_dir()))))
 
 
 @cache

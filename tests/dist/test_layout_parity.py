@@ -98,11 +98,11 @@ def collected(results: list[dict], field: str) -> torch.Tensor:
 def whole_weights(results: list[dict], role: str, model_path: str) -> dict[str, torch.Tensor]:
     """Unsharded, unfused weights under HF names (the value head as a classifier's)."""
     from megatron_rl.checkpoint.hf_tensors import hf_tensors, pieces, put_together
-    from megatron_rl.model.families import ModelShape, family_of, param_map, value_param_map
+    from megatron_rl.model.families import family_of, param_map, shape_of, value_param_map
 
     settings = json.loads(Path(model_path, "config.json").read_text())
     params = {"actor": param_map, "critic": value_param_map}[role]
-    specs = params(family_of(settings["architectures"]), ModelShape.from_hf(settings))
+    specs = params(family_of(settings["architectures"]), shape_of(settings))
     held = {rank: r[f"{role}_weights"] for rank, r in enumerate(results)}
     places = {rank: r["place"] for rank, r in enumerate(results)}
     whole = {}

@@ -30,9 +30,11 @@ def moe_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def cuda_arguments(moe_folder: str) -> dict[str, Any]:
     """What `LLM` is called with on CUDA, for a rollout of one rank in bfloat16."""
     from megatron_rl.config.schema import RolloutConfig
+    from megatron_rl.model.families import Model
     from megatron_rl.rollout.arguments import engine_arguments
 
-    return engine_arguments("cuda", moe_folder, RolloutConfig(tensor_model_parallel_size=1), 64, "bfloat16", 1, {})
+    config, attention = RolloutConfig(tensor_model_parallel_size=1), Model.read(moe_folder).attention
+    return engine_arguments("cuda", moe_folder, config, 64, "bfloat16", 1, {}, attention)
 
 
 @pytest.fixture(scope="session")

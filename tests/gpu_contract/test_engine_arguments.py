@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.model.parts import GroupedAttention
 from megatron_rl.roles.environment import worker_environment
 from megatron_rl.rollout.arguments import engine_arguments
 
 pytestmark = pytest.mark.timeout(120)
 
 GIB = 1 << 30
+
+PLAIN = GroupedAttention(64, num_heads=4, num_kv_heads=2, head_size=16)
 
 
 def on_gpu(total_gib: int, free_gib: float) -> Any:
@@ -34,12 +37,12 @@ def custom_all_reduce(arguments: dict[str, Any]) -> bool:
 def test_vllms_own_all_reduce_is_the_users_choice() -> None:
     """Would not catch GPUs that cannot reach each other's memory, which vLLM itself looks at."""
     asked = RolloutConfig(disable_custom_all_reduce=False)
-    assert custom_all_reduce(engine_arguments("cuda", "gpt2", asked, 64, "bfloat16", 1, {})) is True
+    assert custom_all_reduce(engine_arguments("cuda", "gpt2", asked, 64, "bfloat16", 1, {}, PLAIN)) is True
 
 
 def test_only_cuda_has_arguments_of_its_own(cuda_arguments: dict[str, Any]) -> None:
     """The CPU has a block size, CUDA vLLM's own. Would not catch one that both need and neither has."""
-    on_cpu = engine_arguments("cpu", cuda_arguments["model"], RolloutConfig(), 64, "bfloat16", 1, {})
+    on_cpu = engine_arguments("cpu", cuda_arguments["model"], RolloutConfig(), 64, "bfloat16", 1, {}, PLAIN)
     own = {"gpu_memory_utilization", "disable_custom_all_reduce", "moe_backend", "worker_cls"}
     assert set(cuda_arguments) - set(on_cpu) == own
     assert set(on_cpu) - set(cuda_arguments) == {"block_size"}

@@ -76,7 +76,7 @@ ROOMS: dict[str, set[str]] = {
     "train": SAMPLED | {"sampling", "controller"},
     "port": {"errors", "config", "ledger.planner"},
     "trials": {"errors", "config", "observe", "checkpoint", "ledger.planner", "cluster", "cluster.child_processes"},
-    "profile": GROUND | {"ledger.planner", "roles", "cluster", "trials"},
+    "profile": GROUND | {"ledger.planner", "model", "roles", "cluster", "trials"},
     "cli": GROUND
     | {"train", "tasks", "controller", "roles", "cluster", "checkpoint", "data", "trials", "port", "profile"}
     | {"ledger.planner", "ledger.mapping"},
@@ -108,6 +108,7 @@ PURE_PARTS = (
     f"{PACKAGE}.checkpoint.weight_files",
     f"{PACKAGE}.model.chunks",
     f"{PACKAGE}.model.families",
+    f"{PACKAGE}.model.parts",
     f"{PACKAGE}.data.row_files",
     f"{PACKAGE}.sampling.engine_model",
     f"{PACKAGE}.sampling.estimates",

@@ -9,8 +9,8 @@ import torch
 
 from megatron_rl.hybrid_engine.layout import FOREIGN, Slot
 from megatron_rl.hybrid_engine.plan import ALIGNMENT, ExchangePlan, Member, make_plan
-from megatron_rl.ledger.planner.weights import stage_params, tensors_of
-from megatron_rl.model.families import FAMILIES, ModelShape, ParamSpec, param_map
+from megatron_rl.ledger.planner.weights import stage_params
+from megatron_rl.model.families import FAMILIES, ModelShape, ParamSpec, param_map, tensors_of
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
 from megatron_rl.parallel.sharding import LogicalTensor, box_index, shard_of
 from megatron_rl.parallel.stages import StagePlan

@@ -74,7 +74,7 @@ def test_a_family_with_a_bias(moe_config, tmp_path):
     sizes, found = read_model_folder("model", path)
     assert found == [] and sizes is not None and sizes.has_expert_bias
     config = json.loads(Path(path, "config.json").read_text())
-    assert sizes.attention.turned == 16 and config["head_dim"] == 32
+    assert sizes.parts.shape.attention.turned == 16 and config["head_dim"] == 32
     moe_config.actor_rollout_ref.model.path = path
     options = moe_config.actor_rollout_ref.actor.megatron.override_transformer_config
     options.moe_router_enable_expert_bias = True

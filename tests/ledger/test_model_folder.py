@@ -340,7 +340,7 @@ def test_latent_attention_that_can_be_trained(moe_config, tmp_path):
         write_model(tmp_path / "model", **LATENT | changes)
         assert problems(moe_config) == []
     sizes, _ = read_model_folder("model", write_model(tmp_path / "model", **LATENT))
-    assert (sizes.head_size, sizes.latent.cached, sizes.num_key_value_heads) == (96, 576, 12)
+    assert (sizes.parts.shape.head_size, sizes.attention.cached, sizes.num_key_value_heads) == (96, 576, 12)
     assert (
         sizes.tp_divides["n_shared_experts * moe_intermediate_size"] == 40
         and sizes.tp_divides["intermediate_size"] == 192

@@ -12,7 +12,7 @@ from transformers import Qwen2MoeConfig
 
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.ledger.planner.weights import TrainedWeights
-from megatron_rl.model.families import ModelShape, family_of, param_map, value_param_map
+from megatron_rl.model.families import family_of, param_map, shape_of, value_param_map
 from megatron_rl.parallel.rank_grid import TrainGrid
 from megatron_rl.parallel.sharding import vocab_multiple
 from megatron_rl.parallel.stages import StagePlan
@@ -180,7 +180,7 @@ def test_every_rank_has_the_planned_number_of_parameters(tmp_path, every: int):
     (answers,) = run_ranks(1, all_counts, jobs, timeout=280)
     for (folder, world_size, megatron), real in zip(jobs, answers, strict=True):
         settings = json.loads((Path(folder) / "config.json").read_text())
-        family, shape = family_of(settings["architectures"]), ModelShape.from_hf(settings)
+        family, shape = family_of(settings["architectures"]), shape_of(settings)
         stages, grid = StagePlan.from_config(shape.num_layers, megatron), grid_of(world_size, megatron)
         vocab = vocab_multiple(megatron.make_vocab_size_divisible_by, grid.tp_size)
         policy = TrainedWeights(param_map(family, shape), stages, grid, vocab)

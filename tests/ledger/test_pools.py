@@ -16,7 +16,6 @@ from rich.console import Console
 from megatron_rl.config.keys import put
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.ledger.planner.activations import LayerBlock, LayerSizes
 from megatron_rl.ledger.planner.batch_arithmetic import batch_table
 from megatron_rl.ledger.planner.hardware import load_hardware
 from megatron_rl.ledger.planner.memory import plan_pools, planned_memory
@@ -28,6 +27,7 @@ from megatron_rl.ledger.planner.run_models import RunModels
 from megatron_rl.ledger.planner.run_plan import RunPlan
 from megatron_rl.ledger.planner.step_time import CALL_SECONDS, StepTime
 from megatron_rl.ledger.planner.time import LINK_EFFICIENCY, Estimator, Layout, Load, ModelCost
+from megatron_rl.model.parts import LayerBlock
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 MEGATRON, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout"
@@ -255,7 +255,7 @@ def test_reward_models_read_one_token_more(config, tmp_path):
     assert list(phases)[:5] == ["init", "reshard", "gen", "rm_scores", "rm_scores_helpful"]
     judge, helpful = phases["rm_scores"], phases["rm_scores_helpful"]
     assert judge["reward_model parameters"] == judge["helpful parameters"] > 0
-    layer = LayerSizes.of(models.actor.family, models.actor.shape, None, 1, 1, False, 4)
+    layer = models.training.layer(models.actor)
     # 194 tokens are room for 2 of 65, not for 3
     for held in (judge, helpful):
         block = LayerBlock(130, 130, 96, is_packed=True)
@@ -280,7 +280,7 @@ def test_reward_models_that_read_text_have_lengths_of_their_own(config, tmp_path
         f"reward_model.model.input_tokenizer={tmp_path / 'model'}", model=write_model(tmp_path / "model"),
     )  # fmt: skip
     models = RunModels(given)
-    layer = LayerSizes.of(models.actor.family, models.actor.shape, None, 1, 1, False, 4)
+    layer = models.training.layer(models.actor)
     block = LayerBlock(258, 258, 96, is_packed=True)
     held = planned_memory(given)["global_pool"]["rm_scores"]
     assert held["activations"] == int(2 * 258 * 384 * 4 + layer.transient_bytes(block, backward=False))

@@ -12,7 +12,7 @@ from storage_meter import StorageMeter
 from megatron_rl.config.keys import put
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.ledger.planner.activations import LayerBlock, LayerSizes, in_flight
+from megatron_rl.ledger.planner.activations import MeanLayer, in_flight
 from megatron_rl.ledger.planner.hardware import load_hardware
 from megatron_rl.ledger.planner.memory import LargestGradients, optimizer_temporaries, plan_stages
 from megatron_rl.ledger.planner.memory_advice import advice
@@ -21,6 +21,7 @@ from megatron_rl.ledger.planner.preflight import preflight
 from megatron_rl.ledger.planner.run_models import RunModels
 from megatron_rl.ledger.planner.run_plan import RunPlan
 from megatron_rl.ledger.planner.transition import TransitionPlan
+from megatron_rl.model.parts import Cut, GatedMLP, GroupedAttention, Layer, LayerBlock
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 MEGATRON = "actor_rollout_ref.actor.megatron"
@@ -162,22 +163,19 @@ def test_plan_as_json_has_every_number(config):
     assert [table.title for table in plan.tables()][0] == "Layout and batch"
 
 
-LAYER = LayerSizes(
-    hidden=64, q=32, kv=16, num_heads=4, num_kv_heads=2, head=8, ffn=96, element=4, sequence_share=1.0, qk_norm=False,
-    routed=0.0, num_experts=0,
-)  # fmt: skip
+LAYER = Layer(64, GroupedAttention(64, num_heads=8, num_kv_heads=4, head_size=8), GatedMLP(64, 192))
 
 
 @pytest.mark.parametrize(
-    ("share", "expected"),
-    [(1.0, 6 * 10752 + 2 * 168), (0.5, 6 * 5376 + 2 * 84)],
+    ("sequence_parallel", "expected"),
+    [(False, 6 * 10752 + 2 * 168), (True, 6 * 5376 + 2 * 84)],
 )
-def test_saved_tensors_of_one_layer(share, expected):
+def test_saved_tensors_of_one_layer(sequence_parallel, expected):
     """As they were read off a real layer at TP2, packed: 42 tokens of 4 segments in 56 slots, with and without SP.
 
     Would not catch a kernel that keeps other tensors, as on CUDA.
     """
-    layer = dataclasses.replace(LAYER, sequence_share=share)
+    layer = MeanLayer(((LAYER, 1),), Cut(tp_size=2, sequence_parallel=sequence_parallel))
     attention = 2 * 3584 + 2 * 7168 + 896 + 5376
     mlp = 32256 + 16128
     assert layer.saved_bytes(LayerBlock(42, 56, 17, is_packed=True)) == expected + attention + mlp
@@ -205,7 +203,7 @@ def test_recomputation_keeps_inputs_and_what_is_made_again(config, method, numbe
     models = RunModels(config)
     phases = plan_stages(models)[0].phases
     hidden, block = 2 * 2048 * 4096 * 4, LayerBlock(4096, 4096, 2048, is_packed=True)
-    layer = LayerSizes.of(models.actor.family, models.actor.shape, None, 1, 1, False, 4)
+    layer = models.training.layer(models.actor)
     saved, running = layer.saved_bytes(block), layer.transient_bytes(block, backward=True)
     kept = 2 * (inputs * hidden + layers * saved + 2 * hidden)
     assert phases["update_actor"]["activations"] == int(kept + made * saved + running)

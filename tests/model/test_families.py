@@ -25,6 +25,7 @@ from megatron_rl.model.families import (
     param_map,
     rollout_settings,
     routing_problem,
+    shape_of,
     sliding_window,
     value_param_map,
 )
@@ -130,11 +131,11 @@ def test_family_of_takes_the_first_known_and_lists_the_known():
 def test_shape_is_read_from_config_json():
     """Explicit and implicit head sizes; an MoE's expert size. Would not catch a config with other key names."""
     llama = LlamaConfig(architectures=["LlamaForCausalLM"], hidden_size=64, num_attention_heads=4, num_hidden_layers=3)
-    read = ModelShape.from_hf(llama.to_dict())
+    read = shape_of(llama.to_dict())
     assert (read.num_layers, read.num_heads, read.num_kv_heads, read.head_size) == (3, 4, 4, 16)
     assert (read.ffn_size, read.num_experts, read.tied) == (llama.intermediate_size, 0, False)
     moe = Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"], moe_intermediate_size=48, num_experts=6, head_dim=10)
-    read = ModelShape.from_hf(moe.to_dict())
+    read = shape_of(moe.to_dict())
     assert (read.ffn_size, read.num_experts, read.head_size) == (48, 6, 10)
 
 
@@ -187,7 +188,7 @@ def test_every_tensor_of_transformers_is_claimed_once(architecture, tied):
     family, is_classifier = family_of([architecture]), architecture in REWARD_FAMILIES
     model_class = getattr(transformers, architecture)
     assert model_class.config_class.model_type == family.model_type
-    known = {name: size for name, size in SIZES.items() if family.is_moe or "expert" not in name}
+    known = {name: size for name, size in SIZES.items() if family.experts or "expert" not in name}
     config = model_class.config_class(**known, tie_word_embeddings=tied, num_labels=1, architectures=[architecture])
     with torch.device("meta"):
         model = model_class(config)
@@ -202,9 +203,9 @@ def test_every_tensor_of_transformers_is_claimed_once(architecture, tied):
         expected = {name.replace("mlp.gate.", f"{names.block}.gate."): shape for name, shape in expected.items()}
     if tied and not is_classifier:
         del expected["lm_head.weight"]
-    specs = (value_param_map if is_classifier else param_map)(family, ModelShape.from_hf(config.to_dict()))
+    specs = (value_param_map if is_classifier else param_map)(family, shape_of(config.to_dict()))
     claimed = hf_tensors(specs)
-    constants = constant_map(family, ModelShape.from_hf(config.to_dict()))
+    constants = constant_map(family, shape_of(config.to_dict()))
     found = {tensor.name: tensor.shape for tensor in claimed}
     assert found | {constant.name: constant.shape for constant in constants.values()} == expected
     assert len(claimed) + len(constants) == len(expected)
@@ -267,7 +268,7 @@ def test_a_latent_layer_by_hand():
     sizes |= {"n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_shared_experts": 2}
     family, attention = FAMILIES["DeepseekV2ForCausalLM"], "decoder.layers.0.self_attention."
     for q_rank, fused, query in ((12, "fused_qkv_a_proj", "linear_q_up"), (None, "kv_a_proj_with_mqa", "linear_q")):
-        params = param_map(family, ModelShape.from_hf(sizes | {"q_lora_rank": q_rank}))
+        params = param_map(family, shape_of(sizes | {"q_lora_rank": q_rank}))
         down, up = (params[f"{attention}{name}.weight"].tensor for name in ("linear_down", query))
         assert down.name == f"model.layers.0.self_attn.{fused}.weight" and not down.is_split
         for rank in range(2):

@@ -11,9 +11,13 @@ import pytest
 import torch
 
 from megatron_rl.config.trainer import LARGEST_SEED
-from megatron_rl.ledger.planner.cache_rules import BLOCK_SIZES
-from megatron_rl.ledger.planner.engine_rules import CPU_HEAD_SIZES, CPU_TP_SIZES, CUDA_HEAD_MULTIPLE, CUDA_LARGEST_HEAD
-from megatron_rl.rollout.arguments import CPU_BLOCK_SIZE
+from megatron_rl.ledger.planner.engine_rules import CPU_TP_SIZES
+from megatron_rl.model.parts.grouped_attention import (
+    BLOCK_SIZES,
+    CPU_HEAD_SIZES,
+    CUDA_HEAD_MULTIPLE,
+    CUDA_LARGEST_HEAD,
+)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -60,11 +64,6 @@ def attention_is_right(size: int) -> bool:
 def test_head_sizes_are_those_of_the_kernels():
     """Multiples of 4 up to 576: those of the list are computed, no other is. Would not catch bfloat16's kernels."""
     assert tuple(size for size in range(4, 577, 4) if attention_is_right(size)) == CPU_HEAD_SIZES
-
-
-def test_the_planners_blocks_are_the_engines():
-    """On CPU, where the size is ours to give. Would not catch vLLM's own on CUDA."""
-    assert BLOCK_SIZES["cpu"] == CPU_BLOCK_SIZE
 
 
 def test_head_sizes_of_cuda_are_flash_attentions():

@@ -144,10 +144,10 @@ def expert_axis(grid: Grid, room: Room) -> Iterator[Grid]:
 def context_axis(grid: Grid, room: Room) -> Iterator[Grid]:
     """Yield CP 1 first, then the sizes that divide the copies of the model and whose ranks share a node or fill nodes.
 
-    Latent attention has no context parallelism here.
+    Attention that ranks cannot share (`AttentionPart.not_cut`) has none.
     """
     yield grid
-    if any(model.latent is not None for model in room.models):
+    if any(model.attention.not_cut for model in room.models):
         return
     for cp in divisors(room.shape.num_ranks // (grid.tp * grid.pp))[1:]:
         across, node = grid.tp * cp, room.shape.per_node

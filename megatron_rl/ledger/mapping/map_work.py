@@ -24,9 +24,10 @@ from megatron_rl.ledger.planner.layout_rules import rollout_misfits
 from megatron_rl.ledger.planner.memory_report import usable_bytes
 from megatron_rl.ledger.planner.model_folder import ModelSizes
 from megatron_rl.ledger.planner.preflight import read_models
-from megatron_rl.ledger.planner.run_models import ELEMENT_BYTES, PlannedModel
+from megatron_rl.ledger.planner.run_models import ELEMENT_BYTES
 from megatron_rl.ledger.planner.step_time import scored_load, step_load, updated_load
 from megatron_rl.ledger.planner.time import Estimator, Layout, Load, ModelCost
+from megatron_rl.model.families import Model
 from megatron_rl.parallel.stages import StagePlan
 
 
@@ -77,7 +78,7 @@ class RoleWork:
     """One role on Megatron's grid, its model and its cost. element: bytes of a parameter."""
 
     spec: RoleSpec
-    model: PlannedModel
+    model: Model
     sizes: ModelSizes
     cost: ModelCost
     element: int
@@ -151,7 +152,7 @@ class MapWork:
         self.device = config.trainer.device
         sizes = {model.path: model for model in read_models(config, config_only=True)[0]}
         specs = list(roles_of(config))
-        models = {path: PlannedModel.read(path) for path in dict.fromkeys(spec.model_path for spec in specs)}
+        models = {path: Model.read(path) for path in dict.fromkeys(spec.model_path for spec in specs)}
         costs = {path: ModelCost.of(model) for path, model in models.items()}
         self.roles = {
             spec.name: RoleWork(

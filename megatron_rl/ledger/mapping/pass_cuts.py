@@ -13,7 +13,7 @@ from megatron_rl.config.roles import PassSpec
 from megatron_rl.ledger.mapping.grids import Grid, GridShape
 from megatron_rl.ledger.mapping.map_work import MapWork, RoleWork
 from megatron_rl.ledger.mapping.shards import ModelShards, StageHeld, held, sampled_stages, stage_counts
-from megatron_rl.ledger.planner.activations import CHUNKS_BACKWARD, CHUNKS_FORWARD, LayerSizes, Recompute, in_flight
+from megatron_rl.ledger.planner.activations import CHUNKS_BACKWARD, CHUNKS_FORWARD, MeanLayer, Recompute, in_flight
 from megatron_rl.ledger.planner.memory import (
     Held,
     Passes,
@@ -25,6 +25,7 @@ from megatron_rl.ledger.planner.memory import (
     update_held,
 )
 from megatron_rl.ledger.planner.step_time import dispatch_seconds
+from megatron_rl.model.parts import Cut
 from megatron_rl.parallel.sharding import padded_vocab_size, vocab_multiple
 
 MULTIPLES = (1, 2, 4, 8, 16, 32)
@@ -144,7 +145,7 @@ class OnGrid:
     def _recomputed(self, recompute: OverrideTransformerConfig) -> float:
         settings = self._of(recompute)
         sizes = [size for stage in self.role.chunks(self.grid) for size in stage]
-        return settings.share(sizes) + settings.share_of_layer(self.layer)
+        return settings.share(sizes) + self.layer.share_again(settings.parts)
 
     def least_cut(self, kind: str, cp: int) -> float:
         """Return a lower bound of the seconds of a pass on this layout with CP of `cp` or more, for all micro-batches.
@@ -169,11 +170,11 @@ class OnGrid:
         return seconds / filling * share / math.ceil(share - 1e-9) + calls * self.call_seconds
 
     @cached_property
-    def layer(self) -> LayerSizes:
-        """Sizes of one layer on a rank."""
-        model, grid = self.role.model, self.grid
-        sizes = (grid.tp, grid.expert_tp, grid.sequence_parallel, self.role.element)
-        return LayerSizes.of(model.family, model.shape, model.routing, *sizes)
+    def layer(self) -> MeanLayer:
+        """Costs of one layer on a rank."""
+        grid = self.grid
+        cut = Cut(grid.tp, grid.expert_tp, grid.sequence_parallel, self.role.element)
+        return MeanLayer(tuple(self.role.model.kinds.items()), cut)
 
     # Bytes of a pass in addition to permanent bytes
 

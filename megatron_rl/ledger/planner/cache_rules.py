@@ -11,10 +11,7 @@ from megatron_rl.errors import Violation
 from megatron_rl.ledger.planner.model_folder import ModelSizes
 from megatron_rl.ledger.planner.run_models import ELEMENT_BYTES
 
-BLOCK_SIZES = {"cpu": 32, "cuda": 16}
-"""Tokens of one block of vLLM's cache, by device."""
-LATENT_BLOCK_SIZES = {"cpu": 16, "cuda": 64}
-"""Tokens of one block with latent attention. On CUDA kernels take 16 to 128 by the GPU, most of them 64."""
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -33,14 +30,8 @@ class KVCacheSize:
 
     @classmethod
     def at(cls, model: ModelSizes, tp_size: int, element: int, device: str) -> KVCacheSize:
-        """Keys and values of all layers, for a rank's share of the key/value heads, at least one head.
-
-        Latent attention has one latent vector for all heads, on every rank. element: bytes.
-        """
-        if model.latent is not None:
-            return cls(LATENT_BLOCK_SIZES[device], model.num_hidden_layers * model.latent.cached * element)
-        heads = max(1, model.num_key_value_heads // tp_size)
-        return cls(BLOCK_SIZES[device], 2 * model.num_hidden_layers * heads * model.head_size * element)
+        """What all layers keep of a token on a rank. element: bytes."""
+        return cls(model.attention.block_sizes[device], model.parts.cached_elements(tp_size) * element)
 
     @property
     def block_bytes(self) -> int:
@@ -69,7 +60,7 @@ def cache_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[
     model = next((model for model in models if model.path == config.actor_rollout_ref.model.path), None)
     numbers = (rollout.tensor_model_parallel_size, data.max_prompt_length, data.max_response_length)
     given = rollout.kv_cache_memory_bytes
-    is_known = config.trainer.device in BLOCK_SIZES and config.actor_rollout_ref.actor.megatron.dtype in ELEMENT_BYTES
+    is_known = config.trainer.device in DEVICES and config.actor_rollout_ref.actor.megatron.dtype in ELEMENT_BYTES
     if rollout.gpu_memory_utilization is not None and config.trainer.device == "cuda":
         return  # the cache is made large enough
     if model is None or min(*numbers, given) < 1 or not is_known:

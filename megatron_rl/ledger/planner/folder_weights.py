@@ -20,6 +20,7 @@ from megatron_rl.model.families import (
     ModelShape,
     constant_map,
     param_map,
+    shape_of,
     value_param_map,
 )
 
@@ -70,7 +71,7 @@ class FolderWeights:
     @classmethod
     def of(cls, tensors: Mapping[str, StoredTensor], settings: Mapping[str, Any], family: Family) -> FolderWeights:
         """Sort the tensors of a folder. settings: of a config.json that preflight has accepted."""
-        shape = ModelShape.from_hf(settings)
+        shape = shape_of(settings)
         is_reward_model = any(name in REWARD_FAMILIES for name in settings["architectures"])
         reads = ReadTensors.of(family, shape, is_reward_model)
         ahead = 0 if family.ahead_key is None else settings.get(family.ahead_key) or 0

@@ -17,15 +17,15 @@ from megatron_rl.hybrid_engine.plan import covers_training
 from megatron_rl.ledger.planner.activations import (
     CHUNKS_BACKWARD,
     CHUNKS_FORWARD,
-    FP32,
-    LayerBlock,
-    LayerSizes,
+    MeanLayer,
     Recompute,
     in_flight,
 )
-from megatron_rl.ledger.planner.run_models import PlannedModel, RunModels
+from megatron_rl.ledger.planner.run_models import RunModels
 from megatron_rl.ledger.planner.weights import TrainedWeights
 from megatron_rl.model.chunks import chunk_tokens
+from megatron_rl.model.families import Model
+from megatron_rl.model.parts import FP32, LayerBlock
 
 GEN, RESHARD, INIT, SAVE = "gen", "reshard", "init", "save"
 """Phases outside of the roles' passes; `PassSpec.phase` names the others."""
@@ -329,16 +329,15 @@ def trained_held(role: RoleSpec, numel: int, share: int, element: int, device: s
     }
 
 
-def engine_bytes(config: RunConfig, model: PlannedModel, element: int, tp: int) -> int:
+def engine_bytes(config: RunConfig, model: Model, element: int, tp: int) -> int:
     """Return an estimate of what vLLM needs besides weights and cache: the tokens of a step through one layer, and the
     gathered float32 logits of all sequences, with a copy for filtering and one for log-probs.
     """
-    rollout, shape, routing = config.actor_rollout_ref.rollout, model.shape, model.routing
-    columns = (shape.ffn_size * (routing.experts_per_token if routing else 1) + shape.shared_size) // tp
-    heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size // tp
+    rollout, shape = config.actor_rollout_ref.rollout, model.shape
     # A step takes at most whole prompts, or one token of each sequence.
     tokens = min(rollout.max_num_batched_tokens, rollout.max_num_seqs * config.data.max_prompt_length)
-    layer = tokens * (4 * shape.hidden_size + heads + 3 * columns) * element
+    parts = max(sum(part.engine_elements(tp) for part in layer.parts) for layer in model.kinds)
+    layer = tokens * (4 * shape.hidden_size + parts) * element
     return layer + 3 * rollout.max_num_seqs * shape.vocab_size * FP32
 
 
@@ -394,17 +393,14 @@ def largest_of(passes: Sequence[Passes]) -> Passes:
     return Passes(largest, max(each.num_blocks for each in passes))
 
 
-def exchanged_bytes(layer: LayerSizes, cp_size: int, way: str, block: LayerBlock, *, backward: bool) -> float:
+def exchanged_bytes(layer: MeanLayer, cp_size: int, way: str, block: LayerBlock, *, backward: bool) -> float:
     """Return the bytes of other context-parallel ranks' keys and values while a layer attends to them.
 
     way: `cp_comm_type`.
     """
     if cp_size == 1 or way == "a2a":
         return 0.0
-    ranks = 2 if way == "p2p" else cp_size
-    # Keys and values in the model's dtype; their gradients and this rank's output accumulate in float32.
-    pairs = ranks * block.tokens * 2 * layer.kv * (layer.element + (FP32 if backward else 0))
-    return pairs + block.tokens * layer.q * FP32
+    return layer.exchanged_bytes(block, 2 if way == "p2p" else cp_size, backward=backward)
 
 
 def head_held(hidden: int, rows: int, block: LayerBlock, num_chunks: int, element: int) -> Held:
@@ -414,7 +410,7 @@ def head_held(hidden: int, rows: int, block: LayerBlock, num_chunks: int, elemen
     return {"logits chunk": num_chunks * logits + scored}
 
 
-def forward_held(layer: LayerSizes, block: LayerBlock, head: Held, exchanged: float = 0.0) -> Held:
+def forward_held(layer: MeanLayer, block: LayerBlock, head: Held, exchanged: float = 0.0) -> Held:
     """Return what a forward pass holds: hidden states, and one layer at a time or the head.
 
     exchanged: bytes of other ranks' keys and values while a layer attends to them.
@@ -425,7 +421,7 @@ def forward_held(layer: LayerSizes, block: LayerBlock, head: Held, exchanged: fl
 
 
 def update_held(
-    layer: LayerSizes,
+    layer: MeanLayer,
     block: LayerBlock,
     recompute: Recompute,
     num_layers: int,

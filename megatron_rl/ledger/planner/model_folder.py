@@ -28,22 +28,20 @@ from megatron_rl.model.families import (
     FAMILIES,
     REWARD_FAMILIES,
     VOCAB_PADDING,
-    AttentionShape,
     Family,
-    LatentAttention,
+    Model,
     Routing,
-    attention_shape,
     dense_layers_problem,
     experts_of,
     num_experts_key,
     num_labels,
     rope_problem,
     rotary_share,
+    routing_of,
     routing_problem,
     sliding_window,
 )
-from megatron_rl.model.families.attention_parts import SIZE_KEYS
-from megatron_rl.model.families.family import SharedExperts
+from megatron_rl.model.parts import AttentionPart, SharedExperts
 from megatron_rl.parallel.sharding import padded_vocab_size
 
 SIZES = (
@@ -66,8 +64,8 @@ class ModelSizes:
     config.json. padded_vocab_size: as generation pads it. sliding_window: positions that a token attends to; None: all
     before it. even_heads: `head_dim` is given, or the hidden size divides into heads. has_dense_layers: some layers of
     a model with experts have none. shared_experts: name and columns of the MLP of shared experts, which TP shards like
-    a dense one; None: there is none. latent: sizes of latent attention, where head_size is a query's; None: other
-    attention, described by `attention`. has_expert_bias: experts are chosen by score plus bias. unread: one line that
+    a dense one; None: there is none. has_expert_bias: experts are chosen by score plus bias. model: as its parts;
+    None: only these numbers are known. unread: one line that
     names weights which are not read but may have been meant; None: there are none, or weights were not checked.
     """
 
@@ -83,14 +81,24 @@ class ModelSizes:
     moe_intermediate_size: int = 0
     expert_size_key: str = "moe_intermediate_size"
     sliding_window: int | None = None
-    head_size: int = 1
     even_heads: bool = True
     has_dense_layers: bool = False
     shared_experts: tuple[str, int] | None = None
-    latent: LatentAttention | None = None
-    attention: AttentionShape | None = None
     has_expert_bias: bool = False
     unread: str | None = None
+    model: Model | None = None
+
+    @property
+    def parts(self) -> Model:
+        """The model as its parts. Raises ValueError for numbers without a folder."""
+        if self.model is None:
+            raise ValueError(f"{self.path} was not read")
+        return self.model
+
+    @property
+    def attention(self) -> AttentionPart:
+        """The attention of its layers."""
+        return self.parts.attention
 
     @property
     def rollout_tp_divides(self) -> dict[str, int]:
@@ -240,15 +248,15 @@ def _read_settings(
         wanted = (*SIZES, num_experts_key(family, settings), family.experts.size_key, "num_experts_per_tok")
         shared = family.experts.shared
         wanted += () if shared is None else (shared.size_key,)
-    wanted += SIZE_KEYS if family.latent_attention else ()
+    wanted += family.attention.size_keys
     lacking = {name: settings.get(name) for name in dict.fromkeys(wanted) if not is_size(settings.get(name))}
     if lacking:
         return None, [*problems, _in_file(file, lacking, "must be whole numbers >= 1")]
     beyond = too_large(settings, (*wanted, "num_key_value_heads", "head_dim"))
     if beyond:
         return None, [*problems, *(_in_file(file, {k: settings[k]}, f"must be <= {beyond[k]}") for k in beyond)]
-    problems += [] if family.latent_attention else _head_problems(file, settings, family)
-    routing = None if family.experts is None else Routing.from_hf(family, settings)
+    problems += _head_problems(file, settings, family) if family.attention.shares_hidden else []
+    routing = routing_of(family, settings)
     if routing is not None:
         problems += _routing_problems(file, routing, family)
         wrong = dense_layers_problem(family, settings)
@@ -289,24 +297,21 @@ def _sizes(path: str, settings: dict[str, Any], family: Family, routing: Routing
             "has_expert_bias": routing.scoring is not None and routing.scoring.bias is not None,
             "shared_experts": (name_of_size(shared), routing.shared_size) if shared and routing.shared_size else None,
         }
-    heads, latent = settings["num_attention_heads"], None
-    head_size = settings.get("head_dim") or settings["hidden_size"] // heads
-    if family.latent_attention:
-        latent = LatentAttention.from_hf(settings)
+    model = Model.of(settings)
+    heads, shape = settings["num_attention_heads"], model.shape
+    has_size = bool(settings.get("head_dim")) or not family.attention.shares_hidden
     return ModelSizes(
         path=path,
         num_attention_heads=heads,
-        num_key_value_heads=heads if latent else settings.get("num_key_value_heads") or heads,
+        num_key_value_heads=shape.num_kv_heads,
         intermediate_size=settings["intermediate_size"],
         padded_vocab_size=padded_vocab_size(vocab_size, VOCAB_PADDING),
-        num_hidden_layers=settings["num_hidden_layers"],
+        num_hidden_layers=shape.num_layers,
         max_position_embeddings=settings["max_position_embeddings"],
         vocab_size=vocab_size,
         sliding_window=sliding_window(family, settings),
-        head_size=latent.query if latent else head_size,
-        even_heads=bool(latent or settings.get("head_dim")) or settings["hidden_size"] % heads == 0,
-        latent=latent,
-        attention=None if latent else attention_shape(family.attention, settings, head_size),
+        even_heads=has_size or settings["hidden_size"] % heads == 0,
+        model=model,
         **experts,
     )
 
@@ -332,7 +337,7 @@ def _routing_problems(file: Path, routing: Routing, family: Family) -> list[Viol
 
 
 def _unsupported(file: Path, settings: dict[str, Any], family: Family) -> Iterable[Violation]:
-    problem = rope_problem(settings, is_latent=family.latent_attention, keys=family.attention)
+    problem = rope_problem(settings, family.attention)
     if problem is not None:
         key = "rope_parameters" if settings.get("rope_parameters") else "rope_scaling"
         yield _in_file(file, {key: settings.get(key)}, f"cannot be used: {problem}")

@@ -116,7 +116,7 @@ def _context_problems(role: RoleSpec, model: ModelSizes | None) -> Iterable[Viol
     if how not in WAYS:
         yield Violation({key: how}, f"must be one of {', '.join(WAYS)}", {key: nearest_name(str(how), WAYS)})
     cp_size, tp_size = megatron.context_parallel_size, megatron.tensor_model_parallel_size
-    whole = None if model is None else _what_is_not_cut(model)
+    whole = "" if model is None else model.attention.not_cut
     if model is not None and whole and cp_size > 1:
         size_key = f"{role.key}.megatron.context_parallel_size"
         rule = f"must be 1: {whole}, as of {model.path}, is not cut over context-parallel ranks"
@@ -134,15 +134,6 @@ def _context_problems(role: RoleSpec, model: ModelSizes | None) -> Iterable[Viol
         fitting = ", ".join(map(str, divisors(heads)))
         hint = f"a2a goes with context_parallel_size of {fitting}"
         yield Violation({key: how}, rule, {key: "p2p"}, hint, subject=subject)
-
-
-def _what_is_not_cut(model: ModelSizes) -> str | None:
-    """The kind of attention for which every rank needs whole sequences; None if a model has no such attention."""
-    if model.latent is not None:
-        return "latent attention"
-    if model.attention is None or model.attention.is_whole:
-        return None
-    return "attention with windows or bounded products"
 
 
 def _dynamic_problems(config: RunConfig) -> Iterable[Violation]:

@@ -35,8 +35,7 @@ def replay_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable
         if returns:
             yield Violation({RETURNS: True}, f"must be false: {why}", {RETURNS: False})
         return
-    if actor is not None and actor.latent is not None and config.trainer.device == "cpu":
-        why = "on trainer.device=cpu vLLM keeps no prefixes of latent attention, without which it hands out no experts"
+    if actor is not None and (why := actor.attention.unreplayable.get(config.trainer.device, "")):
         if replay.mode == ENGINES:
             yield Violation({MODE: ENGINES}, f"must be {OFF} or {RECORDED}: {why}", _without(config, RECORDED))
         if returns:

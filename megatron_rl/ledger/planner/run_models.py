@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 from megatron_rl.config.roles import ROLLOUT, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.plan import ExchangePlan, plan_memory
 from megatron_rl.hybrid_engine.schedule import make_schedule
-from megatron_rl.ledger.planner.activations import LayerSizes
-from megatron_rl.ledger.planner.weights import LAYER, TrainedWeights, aligned, bucket_numel, tensors_of
-from megatron_rl.model.families import (
-    VOCAB_PADDING,
-    Family,
-    ModelShape,
-    ParamSpec,
-    Routing,
-    family_of,
-    param_map,
-    value_param_map,
-)
+from megatron_rl.ledger.planner.activations import MeanLayer
+from megatron_rl.ledger.planner.weights import LAYER, TrainedWeights, aligned, bucket_numel
+from megatron_rl.model.families import VOCAB_PADDING, Model, ParamSpec, tensors_of
+from megatron_rl.model.parts import Cut
 from megatron_rl.parallel.rank_grid import RolloutGrid, train_grid
 from megatron_rl.parallel.sharding import shard_of, vocab_multiple
 from megatron_rl.parallel.stages import StagePlan
@@ -34,54 +23,13 @@ NUM_SCRATCH = 4
 """Messages in flight during a transition, as in `hybrid_engine.exchange`."""
 
 
-@dataclass(frozen=True)
-class PlannedModel:
-    """One model: its family and shape. routing: None for a dense model."""
-
-    family: Family
-    shape: ModelShape
-    routing: Routing | None
-
-    @classmethod
-    def read(cls, path: str) -> PlannedModel:
-        """Read a folder's config.json, which preflight has accepted. Missing settings take their defaults."""
-        settings: Mapping[str, Any] = json.loads((Path(path).expanduser() / "config.json").read_text())
-        family = family_of(settings["architectures"])
-        settings = family.given(settings)
-        routing = Routing.from_hf(family, settings) if family.is_moe else None
-        return cls(family, ModelShape.from_hf(settings), routing)
-
-    @cached_property
-    def specs(self) -> dict[str, ParamSpec]:
-        """The language model's parameters."""
-        return param_map(self.family, self.shape)
-
-    @cached_property
-    def value_specs(self) -> dict[str, ParamSpec]:
-        """The value model's parameters."""
-        return value_param_map(self.family, self.shape)
-
-    @property
-    def num_params(self) -> int:
-        """Parameters of the language model without padding; a tied matrix counts once."""
-        return sum(tensor.numel for tensor in tensors_of(self.specs).values())
-
-    @property
-    def num_active_params(self) -> int:
-        """Parameters that one token uses: of the experts only those that it is routed to."""
-        experts = sum(tensor.numel for tensor in tensors_of(self.specs).values() if tensor.is_expert)
-        if self.routing is None:
-            return self.num_params
-        return self.num_params - experts + experts * self.routing.experts_per_token // self.routing.num_experts
-
-
 class PoolModels:
     """One pool's roles on its ranks: the grids of training and of generation, and what each stage holds.
 
     The ranks of a pool with nothing but the rollout are one stage of TP 1.
     """
 
-    def __init__(self, spec: PoolSpec, models: Mapping[str, PlannedModel]) -> None:
+    def __init__(self, spec: PoolSpec, models: Mapping[str, Model]) -> None:
         """models: path of a folder -> model."""
         self.spec = spec
         self.megatron = spec.layout
@@ -94,19 +42,19 @@ class PoolModels:
         self._models = models
         self._weights: dict[tuple[str, bool, int | None], TrainedWeights] = {}
 
-    def model(self, role: RoleSpec) -> PlannedModel:
+    def model(self, role: RoleSpec) -> Model:
         """Return the model of a role."""
         return self._models[role.model_path]
 
-    def stages(self, model: PlannedModel) -> StagePlan:
+    def stages(self, model: Model) -> StagePlan:
         """Return the pipeline stages of a model."""
         return StagePlan.from_config(model.shape.num_layers, self.megatron)
 
-    def layer(self, model: PlannedModel) -> LayerSizes:
-        """Return the sizes of one layer of a model on a rank of this pool."""
-        grid, sequence_parallel = self.grid, self.megatron.sequence_parallel
-        sizes = (grid.tp_size, grid.expert_tp_size, sequence_parallel, self.element)
-        return LayerSizes.of(model.family, model.shape, model.routing, *sizes)
+    def layer(self, model: Model) -> MeanLayer:
+        """Return the costs of one layer of a model on a rank of this pool."""
+        grid = self.grid
+        cut = Cut(grid.tp_size, grid.expert_tp_size, self.megatron.sequence_parallel, self.element)
+        return MeanLayer(tuple(model.kinds.items()), cut)
 
     def weights(self, role: RoleSpec) -> TrainedWeights:
         """Return the parameters of a role. Roles with the same model and buckets share one object."""
@@ -191,7 +139,7 @@ class RunModels:
         """alike: of a configuration with the same models and layouts; its exchange plan is reused."""
         self.config = config
         self.placement = Placement.of(config)
-        models = {path: PlannedModel.read(path) for path in {r.model_path for r in self.placement.roles.values()}}
+        models = {path: Model.read(path) for path in {r.model_path for r in self.placement.roles.values()}}
         self.pools = {name: PoolModels(spec, models) for name, spec in self.placement.pools.items()}
         self.training = self.pools[self.placement.leader.pool]
         self.grid, self.megatron = self.training.grid, self.training.megatron

@@ -34,9 +34,10 @@ from megatron_rl.ledger.planner.plan_tables import (
     usable_amount,
 )
 from megatron_rl.ledger.planner.replay_rules import replay_notes
-from megatron_rl.ledger.planner.run_models import PlannedModel, RunModels
+from megatron_rl.ledger.planner.run_models import RunModels
 from megatron_rl.ledger.planner.step_time import StepTime, generation, step_load, step_time
 from megatron_rl.ledger.planner.transition import TransitionPlan
+from megatron_rl.model.families import Model
 from megatron_rl.observe.summary import layout_table, plain_table
 
 
@@ -188,7 +189,7 @@ class RunPlan:
         path = self.config.actor_rollout_ref.model.path
         notes = [f"{path} {rule} before the run can start" for rule in self.lacking]
         notes += [*repeat_notes(self.config.data, self.train_rows), *group_notes(self.config)]
-        notes += replay_notes(self.config, PlannedModel.read(path).shape)
+        notes += replay_notes(self.config, Model.read(path).shape)
         notes += [] if self.ahead is None else [self.ahead.advice]
         if not self.memory.fits:
             over = amount(self.memory.peak - self.memory.usable)

@@ -250,4 +250,4 @@ def recomputed_share(pool: PoolModels, role: RoleSpec) -> float:
     model, recompute = pool.model(role), Recompute.of(role.megatron)
     stages = pool.stages(model)
     sizes = [len(chunk) for pp_rank in range(stages.pp_size) for chunk in stages.layers(pp_rank)]
-    return recompute.share(sizes) + recompute.share_of_layer(pool.layer(model))
+    return recompute.share(sizes) + pool.layer(model).share_again(recompute.parts)

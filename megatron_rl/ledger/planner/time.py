@@ -17,9 +17,8 @@ import math
 from dataclasses import dataclass
 
 from megatron_rl.ledger.planner.hardware import Hardware, Overheads, latency
-from megatron_rl.ledger.planner.run_models import PlannedModel
 from megatron_rl.ledger.planner.weights import EMBEDDING, is_tied
-from megatron_rl.model.families import HEAD
+from megatron_rl.model.families import HEAD, Model
 
 BF16, FP32 = 2, 4
 MEMORY_EFFICIENCY = 0.8
@@ -72,22 +71,20 @@ class ModelCost:
     head_params: int = 0
 
     @classmethod
-    def of(cls, model: PlannedModel) -> ModelCost:
+    def of(cls, model: Model) -> ModelCost:
         """Read the sizes of a model, in bfloat16. An embedding is a lookup: unless tied, it multiplies nothing."""
-        shape, routing = model.shape, model.routing
+        shape = model.shape
         embedding = 0 if is_tied(model.specs) else model.specs[EMBEDDING].tensor.numel
-        experts = sum(spec.tensor.numel for spec in model.specs.values() if spec.tensor.is_expert)
-        cached = 2 * shape.num_kv_heads * shape.head_size if shape.latent is None else shape.latent.cached
         return cls(
             num_params=model.num_params,
             matrix_params=model.num_active_params - embedding,
             num_layers=shape.num_layers,
             hidden=shape.hidden_size,
-            q_size=shape.num_heads * shape.head_size,
-            kv_bytes_per_token=shape.num_layers * cached * BF16,
-            num_experts=routing.num_experts if routing else 0,
-            experts_per_token=routing.experts_per_token if routing else 0,
-            experts_share=experts / model.num_params,
+            q_size=model.query_columns // shape.num_layers,
+            kv_bytes_per_token=model.cached_elements(1) * BF16,
+            num_experts=shape.num_experts,
+            experts_per_token=shape.experts_per_token,
+            experts_share=model.num_expert_params / model.num_params,
             head_params=model.specs[HEAD].tensor.numel,
         )
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from megatron_rl.ledger.planner.hardware import Hardware
 from megatron_rl.ledger.planner.run_models import RunModels
 from megatron_rl.ledger.planner.time import LINK_EFFICIENCY
-from megatron_rl.ledger.planner.weights import stage_params, tensors_of
-from megatron_rl.model.families import VOCAB_PADDING
+from megatron_rl.ledger.planner.weights import stage_params
+from megatron_rl.model.families import VOCAB_PADDING, tensors_of
 from megatron_rl.parallel.sharding import box_numel, shard_of
 
 

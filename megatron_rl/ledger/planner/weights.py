@@ -16,7 +16,7 @@ from megatron_rl.hybrid_engine.layout import Slot
 from megatron_rl.hybrid_engine.plan import ALIGNMENT, Member
 from megatron_rl.model.families import HEAD, ParamSpec
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
-from megatron_rl.parallel.sharding import LogicalTensor, shard_of
+from megatron_rl.parallel.sharding import shard_of
 from megatron_rl.parallel.stages import StagePlan
 
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -56,11 +56,6 @@ def stage_params(specs: dict[str, ParamSpec], stages: StagePlan, pp_rank: int) -
 def is_tied(specs: dict[str, ParamSpec]) -> bool:
     """Return whether the head shares the embedding's weight."""
     return specs[EMBEDDING] == specs[HEAD]
-
-
-def tensors_of(specs: dict[str, ParamSpec]) -> dict[str, LogicalTensor]:
-    """Return name -> logical tensor of a model; a tied matrix once."""
-    return {spec.tensor.name: spec.tensor for spec in specs.values()}
 
 
 @dataclass(frozen=True)

@@ -4,22 +4,13 @@ Preflight, the model builder, import, export and the rollout binding all read th
 entry in `registry.py`.
 """
 
-from megatron_rl.model.families.attention_parts import AttentionShape, LatentAttention, attention_shape, rotary_share
+from megatron_rl.model.families.attention_keys import attention_shape, rotary_share
 from megatron_rl.model.families.family import Family
-from megatron_rl.model.families.params import (
-    CORRECTION,
-    HEAD,
-    VOCAB_PADDING,
-    Constant,
-    ParamSpec,
-    constant_map,
-    param_map,
-    value_param_map,
-)
+from megatron_rl.model.families.model import Model, tensors_of
+from megatron_rl.model.families.params import HEAD, VOCAB_PADDING, constant_map, param_map, value_param_map
 from megatron_rl.model.families.registry import FAMILIES, REWARD_FAMILIES, family_of, is_reward_model
 from megatron_rl.model.families.rope import rope_of, rope_problem, rope_type, ropes_of, softmax_growth
 from megatron_rl.model.families.shape import (
-    ModelShape,
     Routing,
     dense_layers_problem,
     experts_of,
@@ -29,9 +20,12 @@ from megatron_rl.model.families.shape import (
     num_labels,
     rollout_settings,
     routed_layers,
+    routing_of,
     routing_problem,
+    shape_of,
     sliding_window,
 )
+from megatron_rl.model.parts import CORRECTION, AttentionShape, Constant, LatentAttention, ModelShape, ParamSpec
 
 __all__ = [
     "CORRECTION",
@@ -44,6 +38,7 @@ __all__ = [
     "constant_map",
     "rollout_settings",
     "routed_layers",
+    "routing_of",
     "routing_problem",
     "softmax_growth",
     "FAMILIES",
@@ -51,6 +46,7 @@ __all__ = [
     "REWARD_FAMILIES",
     "VOCAB_PADDING",
     "Family",
+    "Model",
     "ModelShape",
     "ParamSpec",
     "Routing",
@@ -67,5 +63,7 @@ __all__ = [
     "rope_type",
     "ropes_of",
     "sliding_window",
+    "shape_of",
+    "tensors_of",
     "value_param_map",
 ]

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.model.families.attention_parts import AttentionKeys
+from megatron_rl.model.families.attention_keys import AttentionKeys
+from megatron_rl.model.parts import Experts
 
 WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 """The positions in a name such as Qwen2Moe where a word begins."""
@@ -59,65 +60,6 @@ def first_rule(absent: int) -> dict[str, object]:
 
 
 @dataclass(frozen=True)
-class SharedExperts:
-    """An MLP beside the experts that every token passes.
-
-    block: its name in the experts' block. gate: the name there of a matrix of one row; its sigmoid scales a token's
-    output; None: the output is not scaled. size_key: the config.json key of its columns. count_key: the key of the
-    number of such MLPs that are fused into one; None: one.
-    """
-
-    block: str
-    size_key: str
-    gate: str | None = None
-    count_key: str | None = None
-
-
-@dataclass(frozen=True)
-class Scoring:
-    """How experts are chosen by scores in groups: the best experts of the best groups.
-
-    function: "softmax" or "sigmoid", from logits to scores. best: the score of a group is the sum of its `best` largest
-    scores. method: a config.json key and value; with another value all experts are one group; None: groups always
-    apply. bias: a tensor of the experts' block that is added to scores for the choice alone and that no loss changes;
-    None: there is no such tensor. scale, normalised: defaults of routed_scaling_factor and norm_topk_prob.
-    """
-
-    function: str
-    best: int
-    method: tuple[str, str] | None = None
-    bias: str | None = None
-    scale: float = 1.0
-    normalised: bool = False
-
-
-@dataclass(frozen=True)
-class Experts:
-    """How an architecture names its experts, in config.json and in its tensors.
-
-    block: the part of a layer that has the router (`gate`) and the experts.
-    gate, up, down: the three matrices of one expert, down(silu(gate(x)) * up(x)).
-    count_keys: config.json keys of the number of experts; which one transformers writes depends on its version.
-    size_key: the config.json key of one expert's columns.
-    norm_topk_prob: whether the weights of a token's experts add up to 1; None: config.json says it, by default false.
-    dense_keys: the config.json keys that say which layers have a dense MLP instead -> their defaults (`dense_layers`).
-    shared: an MLP that every token passes beside its experts; None: the family has none.
-    scoring: how experts are chosen; None: the largest values of a softmax over all experts.
-    """
-
-    block: str = "mlp"
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-    count_keys: tuple[str, ...] = ("num_experts", "num_local_experts")
-    size_key: str = "moe_intermediate_size"
-    norm_topk_prob: bool | None = None
-    dense_keys: Mapping[str, object] = field(default_factory=dict, hash=False)
-    shared: SharedExperts | None = None
-    scoring: Scoring | None = None
-
-
-@dataclass(frozen=True)
 class Window:
     """How config.json asks for attention to the last `sliding_window` positions only.
 
@@ -136,8 +78,7 @@ class Family:
     architecture: the language model. reward_architecture: the same trunk with a classification head, `score.weight`.
     qkv_bias: q, k and v projections have biases. qk_norm: queries and keys are normalised per head. qkv_bias_key,
     qk_norm_key: the config.json key that says so, in families where it is a choice.
-    attention: how attention differs from plain attention. style: how a layer is built from its parts.
-    latent_attention: keys and values are made from a short latent vector (`LatentAttention`).
+    attention: what config.json says of attention, and the part that it makes. style: how a layer joins its parts.
     experts: MLPs are routers over experts, in all layers or in those that config.json names; None: all are dense.
     window: sliding-window attention that config.json may ask for; None: the architecture has none.
     fixed: further config.json settings that may have one value only (or be absent).
@@ -156,7 +97,6 @@ class Family:
     qk_norm_key: str | None = None
     attention: AttentionKeys = AttentionKeys()
     style: Style = Style()
-    latent_attention: bool = False
     experts: Experts | None = None
     window: Window | None = None
     fixed: Mapping[str, object] = field(default_factory=dict, hash=False)
@@ -173,11 +113,6 @@ class Family:
     def given(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of a config.json with defaults for absent ones."""
         return {"tie_word_embeddings": False} | dict(self.defaults) | dict(settings)
-
-    @property
-    def is_moe(self) -> bool:
-        """Whether the MLPs are experts."""
-        return self.experts is not None
 
     @property
     def fixed_settings(self) -> dict[str, object]:

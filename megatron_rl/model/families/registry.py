@@ -8,19 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.families.attention_parts import AttentionKeys
-from megatron_rl.model.families.family import (
-    STEP_RULE,
-    Experts,
-    Family,
-    Scoring,
-    SharedExperts,
-    Style,
-    Window,
-    first_rule,
-)
+from megatron_rl.model.families.attention_keys import AttentionKeys, LatentKeys
+from megatron_rl.model.families.family import STEP_RULE, Family, Style, Window, first_rule
+from megatron_rl.model.parts import Experts, Scoring, SharedExperts
 
 QWEN_WINDOW = Window(switch="use_sliding_window", default=4096)
+NO_END = {"eos_token_id": None}
 DEEPSEEK_SHARED = SharedExperts("shared_experts", size_key="moe_intermediate_size", count_key="n_shared_experts")
 DEEPSEEK_BIAS = "gate.e_score_correction_bias"
 GEMMA_STYLE = Style("gelu_pytorch_tanh", True, True, True, "final_logit_softcapping")
@@ -37,7 +30,7 @@ ALL = (
     Family(
         "DeepseekV2ForCausalLM",
         "DeepseekV2ForSequenceClassification",
-        latent_attention=True,
+        attention=LatentKeys(),
         experts=Experts(
             count_keys=("n_routed_experts",),
             norm_topk_prob=False,
@@ -52,7 +45,7 @@ ALL = (
     Family(
         "DeepseekV3ForCausalLM",
         "DeepseekV3ForSequenceClassification",
-        latent_attention=True,
+        attention=LatentKeys(),
         experts=Experts(
             count_keys=("n_routed_experts",),
             dense_keys=first_rule(absent=3),
@@ -66,6 +59,7 @@ ALL = (
             "rope_interleave": True,
         },
         rollout={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        defaults={"eos_token_id": 1},
         ahead_key="num_nextn_predict_layers",
     ),
     # Gemma-2: windows in every second layer, bounded products and logits, norms around every part of a layer.
@@ -137,9 +131,10 @@ ALL = (
             norm_topk_prob=True,
         ),
         window=Window(),
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
     ),
     # Qwen2 and Qwen2.5.
-    Family("Qwen2ForCausalLM", "Qwen2ForSequenceClassification", qkv_bias=True, window=QWEN_WINDOW),
+    Family("Qwen2ForCausalLM", "Qwen2ForSequenceClassification", qkv_bias=True, window=QWEN_WINDOW, defaults=NO_END),
     # Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention, and a gated MLP for every token beside the experts.
     Family(
         "Qwen2MoeForCausalLM",
@@ -152,10 +147,11 @@ ALL = (
             ),
         ),
         window=QWEN_WINDOW,
+        defaults=NO_END,
         fixed={"qkv_bias": True},
     ),
     # Qwen3, dense.
-    Family("Qwen3ForCausalLM", "Qwen3ForSequenceClassification", qk_norm=True, window=QWEN_WINDOW),
+    Family("Qwen3ForCausalLM", "Qwen3ForSequenceClassification", qk_norm=True, window=QWEN_WINDOW, defaults=NO_END),
     # Qwen3 with experts, in all layers or in those that config.json names.
     Family(
         "Qwen3MoeForCausalLM",
@@ -163,6 +159,7 @@ ALL = (
         qk_norm=True,
         experts=Experts(dense_keys=STEP_RULE),
         window=QWEN_WINDOW,
+        defaults=NO_END,
     ),
 )
 

@@ -6,17 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.model.families.attention_parts import GLOBAL, LOCAL, AttentionKeys
-
-ROPE_TYPES: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-"""Supported type -> settings that it needs. The frequencies do not depend on the length of a sequence."""
-YARN = "yarn"
-LATENT_TYPES = {"default": (), YARN: ("factor", "original_max_position_embeddings")}
-"""`ROPE_TYPES` of latent attention; yarn also scales its softmax (Peng et al., arXiv:2309.00071)."""
+from megatron_rl.model.families.attention_keys import GLOBAL, LOCAL, YARN, AttentionKeys
 
 
 def rope_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -48,12 +38,10 @@ def rope_type(settings: Mapping[str, Any]) -> str:
     return kind
 
 
-def rope_problem(
-    settings: Mapping[str, Any], *, is_latent: bool = False, keys: AttentionKeys | None = None
-) -> str | None:
+def rope_problem(settings: Mapping[str, Any], keys: AttentionKeys | None = None) -> str | None:
     """Why the rotary embedding of a config.json is not supported; None if it is.
 
-    is_latent: the model has latent attention. keys: those of the family; None: plain attention.
+    keys: those of the family; None: plain attention.
     """
     keys = keys or AttentionKeys()
     odd = [kind for kind in (GLOBAL, LOCAL) if not isinstance(rope_of(settings).get(kind) or {}, Mapping)]
@@ -65,7 +53,7 @@ def rope_problem(
             return f"of {kind} {problem}"
     if keys.thetas is not None:
         return None
-    kind, rope, known = rope_type(settings), rope_of(settings), LATENT_TYPES if is_latent else ROPE_TYPES
+    kind, rope, known = rope_type(settings), rope_of(settings), keys.rope_types
     if not isinstance(kind, str) or kind not in known:
         return f"rope_type={kind!r} is not supported; known: {', '.join(known)}"
     lacking = [name for name in known[kind] if not _is_above_0(rope.get(name))]

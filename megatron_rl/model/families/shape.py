@@ -1,4 +1,4 @@
-"""The sizes of one model, read from its config.json, under one set of names for all families."""
+"""Read the sizes and settings of one model from its config.json."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.model.families.attention_parts import AttentionShape, LatentAttention, attention_shape
-from megatron_rl.model.families.family import FIRST, LISTED, STEP, Experts, Family, Scoring
+from megatron_rl.model.families.family import FIRST, LISTED, STEP, Family
 from megatron_rl.model.families.registry import family_of
+from megatron_rl.model.parts import Experts, ModelShape, Scoring
 
 DEFAULT_NUM_LABELS = 2
 """transformers writes no labels for a classifier that has two."""
@@ -56,6 +56,11 @@ class Routing:
             groups_per_token=groups[1],
             scale=settings.get("routed_scaling_factor", scoring.scale) if scoring else 1.0,
         )
+
+
+def routing_of(family: Family, settings: Mapping[str, Any]) -> Routing | None:
+    """How tokens are routed in a family with experts; None in others."""
+    return None if family.experts is None else Routing.from_hf(family, settings)
 
 
 def groups_of(scoring: Scoring | None, settings: Mapping[str, Any]) -> tuple[int, int]:
@@ -135,79 +140,27 @@ def num_experts_key(family: Family, settings: Mapping[str, Any]) -> str:
     return next((key for key in keys if settings.get(key) is not None), keys[0])
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes of one model. ffn_size: columns of the dense MLP, or of one expert.
-
-    num_experts to dense_ffn_size are for models with experts: `dense_ffn_size` are the columns of the MLPs of
-    `dense_layers`, `shared_size` those of the shared experts. latent: sizes of latent attention, where `head_size` is
-    that of a query; None: the model has none. qkv_bias, qk_norm: config.json asks for them (see `Family`). attention:
-    None with latent attention.
-    """
-
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    ffn_size: int
-    vocab_size: int
-    tied: bool
-    num_experts: int = 0
-    experts_per_token: int = 0
-    shared_size: int = 0
-    dense_layers: tuple[int, ...] = ()
-    dense_ffn_size: int = 0
-    latent: LatentAttention | None = None
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    attention: AttentionShape | None = None
-
-    @property
-    def num_routed_layers(self) -> int:
-        """Number of layers that have experts; 0 in a dense model."""
-        return self.num_layers - len(self.dense_layers) if self.num_experts else 0
-
-    @property
-    def attention_parity(self) -> float:
-        """The length L at which causal attention, 2 L A FLOPs per token and layer, costs as much as the matrices, 2 P.
-
-        A: elements of all heads; P: elements of the matrices that a token passes in a layer.
-        """
-        queries, keys = self.num_heads * self.head_size, self.num_kv_heads * self.head_size
-        columns = self.ffn_size * max(self.experts_per_token, 1) + self.shared_size
-        share = len(self.dense_layers) / self.num_layers
-        mlp = 3 * self.hidden_size * ((1 - share) * columns + share * self.dense_ffn_size)
-        return (2 * self.hidden_size * (queries + keys) + mlp) / queries
-
-    @classmethod
-    def from_hf(cls, settings: Mapping[str, Any]) -> ModelShape:
-        """Read it from the settings of a config.json. Raises ConfigError for an unknown architecture."""
-        family = family_of(settings["architectures"])
-        settings = family.given(settings)
-        heads = settings["num_attention_heads"]
-        routing = Routing.from_hf(family, settings) if family.is_moe else None
-        latent = LatentAttention.from_hf(settings) if family.latent_attention else None
-        head_size = settings.get("head_dim") or settings["hidden_size"] // heads
-        return cls(
-            num_layers=settings["num_hidden_layers"],
-            hidden_size=settings["hidden_size"],
-            num_heads=heads,
-            num_kv_heads=heads if latent else settings.get("num_key_value_heads") or heads,
-            head_size=latent.query if latent else head_size,
-            ffn_size=routing.ffn_size if routing else settings["intermediate_size"],
-            vocab_size=settings["vocab_size"],
-            tied=settings["tie_word_embeddings"],
-            num_experts=routing.num_experts if routing else 0,
-            experts_per_token=routing.experts_per_token if routing else 0,
-            shared_size=routing.shared_size if routing else 0,
-            dense_layers=routing.dense_layers if routing else (),
-            dense_ffn_size=settings["intermediate_size"] if routing and routing.dense_layers else 0,
-            latent=latent,
-            qkv_bias=is_on(settings, family.qkv_bias_key),
-            qk_norm=is_on(settings, family.qk_norm_key),
-            attention=None if latent else attention_shape(family.attention, settings, head_size),
-        )
+def shape_of(settings: Mapping[str, Any]) -> ModelShape:
+    """Read a model's sizes from the settings of its config.json. Raises ConfigError for an unknown architecture."""
+    family = family_of(settings["architectures"])
+    settings = family.given(settings)
+    routing = routing_of(family, settings)
+    return ModelShape(
+        num_layers=settings["num_hidden_layers"],
+        hidden_size=settings["hidden_size"],
+        num_heads=settings["num_attention_heads"],
+        ffn_size=routing.ffn_size if routing else settings["intermediate_size"],
+        vocab_size=settings["vocab_size"],
+        tied=settings["tie_word_embeddings"],
+        num_experts=routing.num_experts if routing else 0,
+        experts_per_token=routing.experts_per_token if routing else 0,
+        shared_size=routing.shared_size if routing else 0,
+        dense_layers=routing.dense_layers if routing else (),
+        dense_ffn_size=settings["intermediate_size"] if routing and routing.dense_layers else 0,
+        qkv_bias=is_on(settings, family.qkv_bias_key),
+        qk_norm=is_on(settings, family.qk_norm_key),
+        **family.attention.sizes(settings),
+    )
 
 
 def is_on(settings: Mapping[str, Any], key: str | None) -> bool:

@@ -1,0 +1,109 @@
+"""One model as its parts: family, sizes, layers, parameters and counts."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.model.families.family import Family
+from megatron_rl.model.families.params import constant_map, layer_of, param_map, value_param_map
+from megatron_rl.model.families.registry import family_of
+from megatron_rl.model.families.shape import shape_of
+from megatron_rl.model.parts import AttentionPart, Constant, Layer, ModelShape, ParamSpec
+from megatron_rl.parallel.sharding import LogicalTensor
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model: its family and its sizes. Everything else follows from the parts that the family composes."""
+
+    family: Family
+    shape: ModelShape
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Model:
+        """Read the settings of a config.json; absent ones have the family's defaults.
+
+        Raises ConfigError for an unknown architecture.
+        """
+        return cls(family_of(settings["architectures"]), shape_of(settings))
+
+    @classmethod
+    def read(cls, path: str) -> Model:
+        """Read a folder's config.json, which preflight has accepted."""
+        return cls.of(json.loads((Path(path).expanduser() / "config.json").read_text()))
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """The layers, in order."""
+        return tuple(layer_of(self.family, self.shape, number) for number in range(self.shape.num_layers))
+
+    @cached_property
+    def kinds(self) -> dict[Layer, int]:
+        """Kind of layer -> how many there are."""
+        return dict(Counter(self.layers))
+
+    @property
+    def attention(self) -> AttentionPart:
+        """The attention of the first layer. All layers have the same kind of cache."""
+        return self.layers[0].attention
+
+    @cached_property
+    def specs(self) -> dict[str, ParamSpec]:
+        """Megatron name (layers counted over the whole model) -> spec, of the language model."""
+        return param_map(self.family, self.shape)
+
+    @cached_property
+    def value_specs(self) -> dict[str, ParamSpec]:
+        """`specs` of the value model: the trunk and a head of one value."""
+        return value_param_map(self.family, self.shape)
+
+    @cached_property
+    def constants(self) -> dict[str, Constant]:
+        """Megatron name -> tensor that training reads and never changes."""
+        return constant_map(self.family, self.shape)
+
+    @cached_property
+    def num_params(self) -> int:
+        """Parameters of the language model without padding; a tied matrix counts once."""
+        return sum(tensor.numel for tensor in tensors_of(self.specs).values())
+
+    @cached_property
+    def num_expert_params(self) -> int:
+        """Parameters of experts, of which a token uses experts_per_token / num_experts."""
+        return sum(tensor.numel for tensor in tensors_of(self.specs).values() if tensor.is_expert)
+
+    @property
+    def num_active_params(self) -> int:
+        """Parameters that one token uses: of the experts only those that it is routed to."""
+        experts, shape = self.num_expert_params, self.shape
+        used = experts * shape.experts_per_token // shape.num_experts if experts else 0
+        return self.num_params - experts + used
+
+    @property
+    def query_columns(self) -> int:
+        """Columns of queries of all layers: products of one token with L keys take 2 L of this, forward."""
+        return sum(number * layer.attention.query_columns for layer, number in self.kinds.items())
+
+    def cached_elements(self, tp_size: int) -> int:
+        """Elements of one token in the rollout engine's cache, on one of `tp_size` ranks."""
+        return sum(number * layer.attention.cached_elements(tp_size) for layer, number in self.kinds.items())
+
+    @property
+    def attention_parity(self) -> float:
+        """The length L at which causal attention, 2 L A FLOPs per token and layer, costs as much as the matrices, 2 P.
+
+        A: columns of all queries; P: elements of the matrices that a token passes in a layer; means over the layers.
+        """
+        matrices = sum(number * layer.token_elements for layer, number in self.kinds.items())
+        return matrices / self.query_columns
+
+
+def tensors_of(specs: Mapping[str, ParamSpec]) -> dict[str, LogicalTensor]:
+    """Return name -> logical tensor of a model; a tied matrix once."""
+    return {spec.tensor.name: spec.tensor for spec in specs.values()}

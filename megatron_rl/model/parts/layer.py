@@ -1,0 +1,77 @@
+"""A decoder layer: attention and an MLP around the residual stream, with norms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.model.parts.expert_mlp import ExpertsMLP
+from megatron_rl.model.parts.param_spec import Constant, ParamSpec, whole
+from megatron_rl.model.parts.part import FP32, AttentionPart, Cut, LayerBlock, LayerPart
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer. norms_after: outputs of attention and MLP are normalised before they are added.
+
+    Two layers are of one kind if they are equal.
+    """
+
+    hidden: int
+    attention: AttentionPart
+    mlp: LayerPart
+    norms_after: bool = False
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether tokens are routed to experts."""
+        return isinstance(self.mlp, ExpertsMLP)
+
+    @property
+    def parts(self) -> tuple[LayerPart, ...]:
+        return (self.attention, self.mlp)
+
+    def params(self, mega: str, hf: str) -> dict[str, ParamSpec]:
+        """Megatron name -> spec, in the order of the folder. mega, hf: prefixes of the layer's names."""
+        names = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+        if self.norms_after:
+            names |= {
+                "self_attention.post_layernorm": "post_attention_layernorm",
+                "pre_mlp_layernorm": "pre_feedforward_layernorm",
+                "mlp.post_layernorm": "post_feedforward_layernorm",
+            }
+        params = {
+            f"{mega}{ours}.weight": whole(f"{hf}{theirs}.weight", (self.hidden,)) for ours, theirs in names.items()
+        }
+        return params | self.attention.params(mega, hf) | self.mlp.params(mega, hf)
+
+    def constants(self, mega: str, hf: str) -> dict[str, Constant]:
+        """Megatron name -> tensor that no update changes."""
+        return self.attention.constants(mega, hf) | self.mlp.constants(mega, hf)
+
+    def kept_bytes(self, block: LayerBlock, cut: Cut) -> float:
+        """Bytes that the layer keeps between forward and backward."""
+        # A norm after attention or MLP keeps its input.
+        norms = 2 if self.norms_after else 0
+        own = block.tokens * cut.sequence_share
+        residual = own * ((6 + norms) * self.hidden * cut.element + (2 + norms) * FP32)
+        return residual + sum(part.kept_bytes(block, cut) for part in self.parts)
+
+    def again_bytes(self, block: LayerBlock, cut: Cut, module: str) -> float:
+        """How many of `kept_bytes` are not kept where `module` of `recompute_modules` is recomputed."""
+        return sum(part.again_bytes(block, cut, module) for part in self.parts)
+
+    def running_bytes(self, block: LayerBlock, cut: Cut, *, backward: bool) -> float:
+        """Bytes that the running layer holds for a moment: the widest step of its parts."""
+        widest = max(part.widest_elements(block, cut, backward=backward) for part in self.parts)
+        products = sum(part.products_bytes(block, cut, backward=backward) for part in self.parts)
+        return (widest + 2 * self.hidden * block.tokens) * cut.element + products
+
+    def share_again(self, cut: Cut, modules: tuple[str, ...]) -> float:
+        """Share of the layer's matrix products in recomputed modules; core attention counts as none."""
+        columns = {part.recomputed_as: part.columns(cut) for part in self.parts}
+        return columns[self.mlp.recomputed_as] / sum(columns.values()) if self.mlp.recomputed_as in modules else 0.0
+
+    @property
+    def token_elements(self) -> int:
+        """Elements of the matrices that one token passes, over all ranks."""
+        return sum(part.token_elements for part in self.parts)

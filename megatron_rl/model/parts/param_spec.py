@@ -1,0 +1,51 @@
+"""One parameter of Megatron: the logical tensor that it is a shard of, and its names in a Hugging Face folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.parallel.sharding import LogicalTensor, Segment
+
+CORRECTION = "correction_bias"
+"""The router's name of the bias that is added to scores for the choice of experts alone."""
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A tensor of the folder that no update changes. vLLM has it under the same name, in float32."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One Megatron parameter: the logical tensor it is a shard of, and the Hugging Face tensor of each segment.
+
+    Two Megatron parameters with the same tensor (a tied head on the last pipeline stage) are copies. The names of an
+    expert tensor contain `{expert}` for the expert's number; each expert is one slice along dim 0.
+    """
+
+    tensor: LogicalTensor
+    hf_names: tuple[str, ...]
+
+
+def single(name: str, segment: Segment, tp_dim: int) -> ParamSpec:
+    """A tensor of one segment, under the same name in Hugging Face and the rollout engine."""
+    return ParamSpec(LogicalTensor(name, (segment,), tp_dim), (name,))
+
+
+def by_heads(name: str, num_heads: int, size: int, columns: int) -> ParamSpec:
+    """A matrix with `size` rows for each head, sharded by heads."""
+    return single(name, Segment("heads", (num_heads * size, columns), num_heads), 0)
+
+
+def whole(name: str, shape: tuple[int, ...]) -> ParamSpec:
+    """A tensor that every TP rank holds whole."""
+    return ParamSpec(LogicalTensor(name, (Segment("all", shape, 1),), None), (name,))
+
+
+def vocab_matrix(name: str, vocab_size: int, hidden: int) -> ParamSpec:
+    """A matrix with a row for each token of the vocabulary, sharded by rows."""
+    rows = Segment("rows", (vocab_size, hidden), vocab_size)
+    return ParamSpec(LogicalTensor(name, (rows,), tp_dim=0, is_vocab=True), (name,))
