@@ -55,7 +55,8 @@ class ModelCost:
     """The sizes of a model that decide the cost of a pass.
 
     num_params: all parameters. matrix_params: those that a token is multiplied with. head_params: of these the
-    vocabulary head's, on the last stage; 0: counted as spread evenly. experts_share: share of `num_params` in experts,
+    vocabulary head's, on the last stage; 0: counted as spread evenly. kv_ranks: the most TP ranks of generation that
+    share the cache: more repeat it; None: any number do. experts_share: share of `num_params` in experts,
     of which a token uses experts_per_token / num_experts.
     """
 
@@ -69,6 +70,7 @@ class ModelCost:
     experts_per_token: int = 0
     experts_share: float = 0.0
     head_params: int = 0
+    kv_ranks: int | None = None
 
     @classmethod
     def of(cls, model: Model) -> ModelCost:
@@ -86,6 +88,7 @@ class ModelCost:
             experts_per_token=shape.experts_per_token,
             experts_share=model.num_expert_params / model.num_params,
             head_params=model.specs[HEAD].tensor.numel,
+            kv_ranks=model.cached_elements(1) // model.cached_elements(1 << 20),
         )
 
     def forward_flops(self, length: float) -> float:
@@ -422,8 +425,8 @@ class Estimator:
         overhead.
         """
         tp, gpu = self.layout.rollout_tp, self.hardware
-        cache = sequences * context * self.model.kv_bytes_per_token
-        read = (self.model.read_bytes(sequences) + cache) / tp / (gpu.memory_bandwidth * MEMORY_EFFICIENCY)
+        cache = sequences * context * self.model.kv_bytes_per_token / min(tp, self.model.kv_ranks or tp)
+        read = (self.model.read_bytes(sequences) / tp + cache) / (gpu.memory_bandwidth * MEMORY_EFFICIENCY)
         flops = sequences * self.model.forward_flops(context) / tp
         compute = flops / (gpu.flops(self.dtype) * gpu.matmul_efficiency)
         traffic = 0.0
