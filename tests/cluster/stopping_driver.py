@@ -13,7 +13,7 @@ from megatron_rl.errors import MegatronRLError, StoppedAfterStep
 def run(stop: StopRequest, step_s: float, cleaning_s: float) -> None:
     try:
         while True:
-            print("step", flush=True)
+            print("step\n", end="", flush=True)
             time.sleep(step_s)
             if stop.is_set:
                 stop.fulfil(StoppedAfterStep.exit_code)

@@ -33,7 +33,7 @@ def sample(config, without: str | None) -> str | torch.Tensor:
         found = ask(worker.roles["rollout"], prompts().repeat(3), dataclasses.replace(RANDOM, with_experts=True))
     except ValueError as error:
         return str(error)
-    return found.routed_experts.values()
+    return found["routed_experts"].values()
 
 
 @pytest.fixture(scope="module")
