@@ -18,11 +18,15 @@ from dataclasses import dataclass
 from megatron_rl.ledger.mapping.grids import Grid, GridShape
 from megatron_rl.ledger.mapping.map_work import MapWork, RoleWork
 from megatron_rl.ledger.planner.memory import LargestGradients, trained_held
+from megatron_rl.ledger.planner.run_models import one_layer_of_each
 from megatron_rl.ledger.planner.time import LINK_EFFICIENCY
 from megatron_rl.ledger.planner.weights import BUCKET_MULTIPLE, EMBEDDING, LAYER, aligned, is_tied
-from megatron_rl.model.families import HEAD, VOCAB_PADDING
+from megatron_rl.model.families import HEAD, VOCAB_PADDING, tensors_of
 from megatron_rl.parallel.sharding import Place, shard_of, vocab_multiple
+from megatron_rl.parallel.stages import StagePlan
 
+HF_LAYER = "model.layers."
+"""A part of the names of tensors that belong to a layer."""
 SLACK = 1.002
 """Factor for what buckets, foreign slots and rounding may take beyond the closed form."""
 
@@ -155,17 +159,11 @@ class ActorBytes:
 
     @classmethod
     def of(cls, role: RoleWork) -> ActorBytes:
-        """Count without padding; a tied head is the embedding."""
-        sizes = {"embedding": 0, "layer": 0, "tail": 0}
-        tied = is_tied(role.model.specs)
-        for name, spec in role.model.specs.items():
-            match = LAYER.match(name)
-            if (match and int(match[1])) or (tied and name == HEAD):
-                continue
-            kind = "layer" if match else "embedding" if name == EMBEDDING else "tail"
-            sizes[kind] += spec.tensor.numel * role.element
-        model = sizes["embedding"] + sizes["tail"] + sizes["layer"] * role.sizes.num_hidden_layers
-        return cls(model, sizes["embedding"], sizes["layer"], sizes["tail"])
+        """Count without padding; a tied head is the embedding. A layer is the mean of all."""
+        tensors, num_layers = tensors_of(role.model.specs), role.sizes.num_hidden_layers
+        in_layers = sum(tensor.numel for name, tensor in tensors.items() if HF_LAYER in name) * role.element
+        model, embedding = role.model.num_params * role.element, role.model.specs[EMBEDDING].tensor.numel * role.element
+        return cls(model, embedding, in_layers // num_layers, model - embedding - in_layers)
 
     def stage(self, role: RoleWork, grid: Grid, pp_rank: int) -> int:
         """Return the bytes of a whole stage, over all of its TP ranks."""
@@ -176,15 +174,10 @@ class ActorBytes:
 
 def rollout_shard(role: RoleWork, tp: int) -> int:
     """Return the bytes of the policy on each rank of a rollout at TP `tp`, rows of padding included."""
-    place, numel_of_rank = Place(0, tp, VOCAB_PADDING, 0, 1, 0, tp), 0
-    tensors = {spec.tensor.name: (name, spec.tensor) for name, spec in role.model.specs.items()}
-    for name, tensor in tensors.values():
-        layer = LAYER.match(name)
-        if layer and int(layer[1]):
-            continue
-        numel = aligned(shard_of(tensor, place).numel)
-        numel_of_rank += numel * (role.sizes.num_hidden_layers if layer else 1)
-    return numel_of_rank * role.element
+    place = Place(0, tp, VOCAB_PADDING, 0, 1, 0, tp)
+    specs, counts = one_layer_of_each(role.model.specs, StagePlan(role.sizes.num_hidden_layers, 1))
+    numels = {name: aligned(shard_of(tensor, place).numel) for name, tensor in tensors_of(specs).items()}
+    return sum(numel * counts[name] for name, numel in numels.items()) * role.element
 
 
 def in_place_seconds(work: MapWork, actor: ActorBytes, grid: Grid, shape: GridShape, rollout_tp: int) -> float:
