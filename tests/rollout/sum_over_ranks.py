@@ -25,10 +25,13 @@ def said_by(rank: int, num_ranks: int, name: str, together: Barrier) -> str:
         together.wait(PATIENCE_S)  # until all have made their part
         torch.ops._C.join_shm_manager(handle, name)
         together.wait(PATIENCE_S)
-        tensor = torch.full((64,), float(rank + 1))
-        torch.ops._C.shm_allreduce(handle, tensor)
     except RuntimeError as error:
         together.abort()  # the others would wait for this rank
+        return str(error).partition("\n")[0]
+    tensor = torch.full((64,), float(rank + 1))
+    try:
+        torch.ops._C.shm_allreduce(handle, tensor)
+    except RuntimeError as error:  # nobody waits any more, and rank 0 may not have left the last wait
         return str(error).partition("\n")[0]
     return "right" if bool((tensor == num_ranks * (num_ranks + 1) / 2).all()) else "wrong"
 
