@@ -259,6 +259,11 @@ def elements_of(rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return torch.arange(int(taken.sum())) + shift.repeat_interleave(taken)
 
 
+def places_in_rows(lengths: torch.Tensor) -> torch.Tensor:
+    """int64 [sum(lengths)]: the place of every element in its row, from 0, where rows of `lengths` lie end to end."""
+    return torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+
+
 def counts_in_rows(mask: torch.Tensor) -> torch.Tensor:
     """int64 [B]: how many elements of each row of a ragged bool tensor are True."""
     lengths = row_lengths(mask)
@@ -269,9 +274,9 @@ def counts_in_rows(mask: torch.Tensor) -> torch.Tensor:
 
 
 def first_true(mask: torch.Tensor) -> torch.Tensor:
-    """int64 [B]: place of the first True in each row of a ragged bool tensor; the row's length where there is none."""
+    """int64 [B]: place of the first True in each row of a ragged bool tensor; a row without one gives its length."""
     lengths, is_true = row_lengths(mask), mask.values()
-    place = torch.arange(len(is_true)) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    place = places_in_rows(lengths)
     rows = torch.repeat_interleave(lengths)
     return lengths.scatter_reduce(0, rows[is_true], place[is_true], "amin")
 
@@ -279,7 +284,7 @@ def first_true(mask: torch.Tensor) -> torch.Tensor:
 def single_turn(input_ids: torch.Tensor, num_sampled: torch.Tensor, **columns: torch.Tensor | None) -> Batch:
     """Return rows whose last `num_sampled` (int64 [B]) tokens are sampled. input_ids: ragged int64 [B, (L)]."""
     lengths = row_lengths(input_ids)
-    place = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    place = places_in_rows(lengths)
     sampled = place >= (lengths - num_sampled).repeat_interleave(lengths)
     return Batch(input_ids=input_ids, sampled=ragged_from_lengths(sampled, lengths), **columns)
 

@@ -5,10 +5,11 @@ A row is what the function declares: its names, the first paragraph of its docst
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from marked_tables import write_or_check
 
 from megatron_rl.config.declarations import ESTIMATORS, POLICY_LOSSES, Declaration
 
@@ -31,24 +32,6 @@ def markdown_table(head: str, declarations: Mapping[str, Declaration[Any]]) -> s
     return "\n".join(rows)
 
 
-def with_tables(text: str) -> str:
-    """The document with each table between its two marks."""
-    for title, table in TABLES.items():
-        begin, end = (f"<!-- {edge} of {title}, by scripts/algorithm_tables.py -->" for edge in ("begin", "end"))
-        before, _, rest = text.partition(begin)
-        _, _, after = rest.partition(end)
-        text = f"{before}{begin}\n{markdown_table(*table)}\n{end}{after}"
-    return text
-
-
-def main() -> None:
-    """Write the document, or with --check exit with a message when it is not current."""
-    text = DOCUMENT.read_text()
-    if "--check" not in sys.argv[1:]:
-        DOCUMENT.write_text(with_tables(text))
-    elif text != with_tables(text):
-        sys.exit(f"{DOCUMENT} is not current: run python scripts/algorithm_tables.py")
-
-
 if __name__ == "__main__":
-    main()
+    made = {title: markdown_table(*table) for title, table in TABLES.items()}
+    write_or_check(DOCUMENT, made, Path(__file__).name)

@@ -205,7 +205,7 @@ def columns_command(
     for column, readers in rows:
         say(f"{column.name}: {column.dtype}, one per {column.shape}; {column.text}")
         say(f"    made by {column.maker}")
-        say(f"    read by {', '.join(readers) or 'nobody'}")
+        say(f"    read by {', '.join(readers) or 'no pass and no estimator'}")
 
 
 def readers_of(column: Column) -> list[str]:

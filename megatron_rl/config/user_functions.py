@@ -61,11 +61,11 @@ def load_class(path: str, key: str, name: str, methods: tuple[str, ...]) -> type
     names = definitions_in(path, key, ast.ClassDef)
     if name not in names:
         raise ConfigError(f"{key}={path} must define the class {name}; it defines {', '.join(names) or 'no class'}")
-    found: type = vars(_run(Path(path).expanduser(), key))[name]
-    lacking = [method for method in methods if not callable(getattr(found, method, None))]
+    user_class: type = vars(_run(Path(path).expanduser(), key))[name]
+    lacking = [method for method in methods if not callable(getattr(user_class, method, None))]
     if lacking:
         raise ConfigError(f"{key}={path}: {name} must have the methods {', '.join(methods)}; it lacks {lacking[0]}")
-    return found
+    return user_class
 
 
 def import_file(file: Path, prefix: str) -> ModuleType | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_rl.experience.routed_tokens import RoutedTokens, routed_tokens
 from megatron_rl.parallel.balance import SequenceWork, pack
 from megatron_rl.parallel.zigzag import ContextShare
-from megatron_rl.records import Batch, elements_of, first_true, row_lengths
+from megatron_rl.records import Batch, elements_of, first_true, places_in_rows, row_lengths
 
 NO_FIELDS = ("input_ids", "sampled", "routed_experts")
 """Columns that are not one float per sampled token."""
@@ -296,7 +296,7 @@ def packed(
     """
     if prefixes is not None:
         left_out = torch.tensor([length for _, length in prefixes])
-        column = torch.arange(len(tokens)) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+        column = places_in_rows(lengths)
         stays = column >= left_out.repeat_interleave(lengths)
         tokens, sampled, lengths = tokens[stays], sampled[stays], lengths - left_out
     room = -(-lengths // segment_multiple) * segment_multiple

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_rl.experience.micro_batches import MicroBatch
 from megatron_rl.experience.routed_tokens import RoutedTokens, first_of_rows
+from megatron_rl.records import places_in_rows
 
 
 def places(block: MicroBatch) -> Tensor:
@@ -22,7 +23,7 @@ def places(block: MicroBatch) -> Tensor:
     """
     lengths = known_tokens(block).lengths
     num_rows, width = block.input_ids.shape
-    column = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    column = places_in_rows(lengths)
     if block.segments is None:
         return column * num_rows + torch.arange(len(lengths)).repeat_interleave(lengths)
     given = block.prefixes[: len(lengths)]

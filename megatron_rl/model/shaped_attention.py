@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LARGEST_TILE = 1 << 24
-"""Largest number of products that exist at once."""
+from megatron_rl.model.parts.grouped_attention import LARGEST_TILE
 
 
 class ShapedAttention(torch.autograd.Function):

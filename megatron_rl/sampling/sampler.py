@@ -60,8 +60,8 @@ class Sources:
 class Schedule:
     """The decider of a run and its state. checkpoint: the folder to resume from if it has answers, else None.
 
-    last_batch: the last batch that is begun there. journal: None where no answer outlives its step, so that there is
-    nothing to record or to save.
+    last_batch: the last batch that the checkpoint has begun. journal: None if no answer outlives its step: then nothing
+    is recorded or saved.
     """
 
     rules: Rules

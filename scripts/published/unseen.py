@@ -24,15 +24,15 @@ def judged_unseen() -> list[Judged]:
         if one.point.against is None:
             known.setdefault(one.point.cluster, []).append(one.point.published / one.estimate)
     estimates = {point: point.estimate() for point in unseen_points()}
-    found = []
+    steps = []
     for point, estimate in estimates.items():
         ratios = known.get(point.cluster) or [
             other.published / seconds
             for other, seconds in estimates.items()
             if other is not point and other.cluster == point.cluster
         ]
-        found.append(Judged(point, estimate, statistics.median(ratios) if ratios else None))
-    return found
+        steps.append(Judged(point, estimate, statistics.median(ratios) if ratios else None))
+    return steps
 
 
 @dataclass(frozen=True)
@@ -89,31 +89,31 @@ class Transfer:
 @cache
 def transfers() -> tuple[Transfer, ...]:
     """All of `transfers.yaml`."""
-    found = []
+    published = []
     for group in yaml.safe_load((HERE / "transfers.yaml").read_text()):
         for way, rows in group["ways"].items():
             for row in rows:
                 params = row["params"] if "params" in row else cost(row["model"]).num_params
                 gpu, num_bytes = hardware_of(row.get("hardware", "h100")), params * row.get("element", BF16)
                 ends = (row["senders"], row["rollout_tp"], row["seconds"])
-                found.append(Transfer(group["system"], way, row["model"], group["source"], gpu, num_bytes, *ends))
-    return tuple(found)
+                published.append(Transfer(group["system"], way, row["model"], group["source"], gpu, num_bytes, *ends))
+    return tuple(published)
 
 
-def steps_table(found: Sequence[Judged]) -> list[str]:
+def steps_table(steps: Sequence[Judged]) -> list[str]:
     """Lines of the steps."""
     lines = ["| step | published | estimate | error | after scalar | source |", "|---|---|---|---|---|---|"]
-    for one in found:
+    for one in steps:
         after = "-" if one.scalar is None else f"{one.scaled_error:+.0%} ({one.scalar:.2f})"
         numbers = f"{one.point.published:.1f} s | {one.estimate:.1f} s | {one.error:+.0%} | {after}"
         lines.append(f"| {one.point.name} | {numbers} | {one.point.source} |")
     return lines
 
 
-def errors_table(found: Sequence[Judged]) -> list[str]:
+def errors_table(steps: Sequence[Judged]) -> list[str]:
     """Lines of median errors of each cluster: on policy and ahead, and of latent attention apart."""
     groups: dict[str, list[Judged]] = {}
-    for one in found:
+    for one in steps:
         latent = "DeepSeek-V3" if "deepseek" in one.point.name else "grouped attention"
         when = "ahead" if one.point.ahead else "in turns"
         groups.setdefault(f"{one.point.cluster}, {latent}, {when}", []).append(one)
@@ -125,14 +125,14 @@ def errors_table(found: Sequence[Judged]) -> list[str]:
     return lines
 
 
-def transfers_table(found: Iterable[Transfer]) -> list[str]:
+def transfers_table(rows: Iterable[Transfer]) -> list[str]:
     """Lines of the transfers."""
     lines = [
         "| transfer | senders | a rank's shard | published | GB/s a rank | share of its link | estimate | error | "
         "after scalar | source |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for one in found:
+    for one in rows:
         size, rate = f"{one.needed / 1e9:.1f} GB (1/{one.rollout_tp})", f"{one.rate / 1e9:.1f}"
         share = f"{one.rate / one.gpu.network_bandwidth:.0%}"
         after = "-" if one.scaled_error is None else f"{one.scaled_error:+.0%} ({one.scalar:.1f})"
@@ -153,16 +153,17 @@ def missing_table() -> list[str]:
 
 def markdown_tables() -> str:
     """The tables of docs/planner.md."""
-    found, moved = judged_unseen(), transfers()
-    overall, inside = rank_correlations(found)
-    raw = statistics.median(abs(one.error) for one in found)
-    within = sum(abs(one.scaled_error) <= 0.15 for one in found if one.counts)
+    unseen, moved = judged_unseen(), transfers()
+    overall, inside = rank_correlations(unseen)
+    raw = statistics.median(abs(one.error) for one in unseen)
+    within = sum(abs(one.scaled_error) <= 0.15 for one in unseen if one.counts)
     off = statistics.median(abs(one.error) for one in moved)
     scaled = statistics.median(abs(one.scaled_error) for one in moved if one.scaled_error is not None)
     steps = (
-        f"Of {len(found)} steps: median error {median_error(found):.0%} after the scalar, {raw:.0%} without; {within} "
-        f"are within 15%. Kendall's tau is {overall:.2f} over all pairs, and {inside:.2f} over pairs of one cluster."
+        f"Of {len(unseen)} steps: median error {median_error(unseen):.0%} after the scalar, {raw:.0%} without; "
+        f"{within} are within 15%. Kendall's tau is {overall:.2f} over all pairs, and {inside:.2f} over pairs of one "
+        "cluster."
     )
     sent = f"Of {len(moved)} transfers: median error {scaled:.0%} after the scalar, {off:.0%} without."
-    parts = (steps_table(found), [steps], errors_table(found), transfers_table(moved), [sent], missing_table())
+    parts = (steps_table(unseen), [steps], errors_table(unseen), transfers_table(moved), [sent], missing_table())
     return "\n\n".join("\n".join(part) for part in parts)

@@ -78,7 +78,6 @@ class RoleWork:
     """One role on Megatron's grid, its model and its cost. element: bytes of a parameter."""
 
     spec: RoleSpec
-    model: Model
     sizes: ModelSizes
     cost: ModelCost
     element: int
@@ -86,6 +85,11 @@ class RoleWork:
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @property
+    def model(self) -> Model:
+        """The model as its parts."""
+        return self.sizes.parts
 
     @property
     def group(self) -> str:
@@ -152,12 +156,10 @@ class MapWork:
         self.device = config.trainer.device
         sizes = {model.path: model for model in read_models(config, config_only=True)[0]}
         specs = list(roles_of(config))
-        models = {path: Model.read(path) for path in dict.fromkeys(spec.model_path for spec in specs)}
-        costs = {path: ModelCost.of(model) for path, model in models.items()}
+        costs = {path: ModelCost.of(model.parts) for path, model in sizes.items()}
         self.roles = {
             spec.name: RoleWork(
                 spec,
-                models[spec.model_path],
                 sizes[spec.model_path],
                 costs[spec.model_path],
                 ELEMENT_BYTES[spec.megatron.dtype],

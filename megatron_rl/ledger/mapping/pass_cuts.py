@@ -17,7 +17,6 @@ from megatron_rl.ledger.planner.activations import CHUNKS_BACKWARD, CHUNKS_FORWA
 from megatron_rl.ledger.planner.memory import (
     Held,
     Passes,
-    exchanged_bytes,
     forward_held,
     head_held,
     optimizer_temporaries,
@@ -197,7 +196,7 @@ class OnGrid:
             chunks = CHUNKS_BACKWARD if is_update else CHUNKS_FORWARD
             head = head_held(role.model.shape.hidden_size, rows, passes.block, chunks, role.element)
         way = role.spec.megatron.override_transformer_config.cp_comm_type
-        exchanged = exchanged_bytes(self.layer, self.grid.cp, way, passes.block, backward=is_update)
+        exchanged = self.layer.exchanged_bytes(passes.block, self.grid.cp, way, backward=is_update)
         if option.recompute is None:
             return forward_held(self.layer, passes.block, head, exchanged)
         gradients = self.shards.gradients

@@ -25,8 +25,6 @@ from megatron_rl.model.families import HEAD, VOCAB_PADDING, tensors_of
 from megatron_rl.parallel.sharding import Place, shard_of, vocab_multiple
 from megatron_rl.parallel.stages import StagePlan
 
-HF_LAYER = "model.layers."
-"""A part of the names of tensors that belong to a layer."""
 SLACK = 1.002
 """Factor for what buckets, foreign slots and rounding may take beyond the closed form."""
 
@@ -160,10 +158,10 @@ class ActorBytes:
     @classmethod
     def of(cls, role: RoleWork) -> ActorBytes:
         """Count without padding; a tied head is the embedding. A layer is the mean of all."""
-        tensors, num_layers = tensors_of(role.model.specs), role.sizes.num_hidden_layers
-        in_layers = sum(tensor.numel for name, tensor in tensors.items() if HF_LAYER in name) * role.element
-        model, embedding = role.model.num_params * role.element, role.model.specs[EMBEDDING].tensor.numel * role.element
-        return cls(model, embedding, in_layers // num_layers, model - embedding - in_layers)
+        specs, element = role.model.specs, role.element
+        in_layers = sum(spec.tensor.numel for name, spec in specs.items() if LAYER.match(name)) * element
+        model, embedding = role.model.num_params * element, specs[EMBEDDING].tensor.numel * element
+        return cls(model, embedding, in_layers // role.sizes.num_hidden_layers, model - embedding - in_layers)
 
     def stage(self, role: RoleWork, grid: Grid, pp_rank: int) -> int:
         """Return the bytes of a whole stage, over all of its TP ranks."""

@@ -56,8 +56,14 @@ class MeanLayer:
         """Return the bytes that a running layer holds for a moment."""
         return max(layer.running_bytes(block, self.cut, backward=backward) for layer, _ in self.kinds)
 
-    def exchanged_bytes(self, block: LayerBlock, num_ranks: int, *, backward: bool) -> float:
-        """Return the bytes of other context-parallel ranks' keys and values while a layer attends to them."""
+    def exchanged_bytes(self, block: LayerBlock, cp_size: int, way: str, *, backward: bool) -> float:
+        """Return the bytes of other context-parallel ranks' keys and values while a layer attends to them.
+
+        way: `cp_comm_type`.
+        """
+        if cp_size == 1 or way == "a2a":
+            return 0.0
+        num_ranks = 2 if way == "p2p" else cp_size
         return max(
             layer.attention.exchanged_bytes(block, self.cut, num_ranks, backward=backward) for layer, _ in self.kinds
         )

@@ -11,8 +11,6 @@ from megatron_rl.errors import Violation
 from megatron_rl.ledger.planner.model_folder import ModelSizes
 from megatron_rl.ledger.planner.run_models import ELEMENT_BYTES
 
-DEVICES = ("cpu", "cuda")
-
 
 @dataclass(frozen=True)
 class KVCacheSize:
@@ -60,10 +58,12 @@ def cache_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[
     model = next((model for model in models if model.path == config.actor_rollout_ref.model.path), None)
     numbers = (rollout.tensor_model_parallel_size, data.max_prompt_length, data.max_response_length)
     given = rollout.kv_cache_memory_bytes
-    is_known = config.trainer.device in DEVICES and config.actor_rollout_ref.actor.megatron.dtype in ELEMENT_BYTES
     if rollout.gpu_memory_utilization is not None and config.trainer.device == "cuda":
         return  # the cache is made large enough
-    if model is None or min(*numbers, given) < 1 or not is_known:
+    if model is None or min(*numbers, given) < 1:
+        return
+    dtype, device = config.actor_rollout_ref.actor.megatron.dtype, config.trainer.device
+    if device not in model.attention.block_sizes or dtype not in ELEMENT_BYTES:
         return
     length = data.max_prompt_length + data.max_response_length
     if any(length > limit for limit in model.longest.values()):

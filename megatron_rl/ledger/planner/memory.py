@@ -244,7 +244,7 @@ class MemoryOfStage:
         """Return the bytes of other context-parallel ranks' keys and values."""
         grid, way = self.pool.grid, role.megatron.override_transformer_config.cp_comm_type
         layer = self.pool.layer(self.pool.model(role))
-        return exchanged_bytes(layer, grid.most_sharing or grid.cp_size, way, block, backward=backward)
+        return layer.exchanged_bytes(block, grid.most_sharing or grid.cp_size, way, backward=backward)
 
     def _head(self, role: RoleSpec, block: LayerBlock, num_chunks: int) -> Held:
         """Return the logits that exist at the same time, and the hidden states of the scored tokens."""
@@ -391,16 +391,6 @@ def largest_of(passes: Sequence[Passes]) -> Passes:
         max(block.longest for block in blocks),
     )
     return Passes(largest, max(each.num_blocks for each in passes))
-
-
-def exchanged_bytes(layer: MeanLayer, cp_size: int, way: str, block: LayerBlock, *, backward: bool) -> float:
-    """Return the bytes of other context-parallel ranks' keys and values while a layer attends to them.
-
-    way: `cp_comm_type`.
-    """
-    if cp_size == 1 or way == "a2a":
-        return 0.0
-    return layer.exchanged_bytes(block, 2 if way == "p2p" else cp_size, backward=backward)
 
 
 def head_held(hidden: int, rows: int, block: LayerBlock, num_chunks: int, element: int) -> Held:

@@ -37,7 +37,6 @@ from megatron_rl.ledger.planner.replay_rules import replay_notes
 from megatron_rl.ledger.planner.run_models import RunModels
 from megatron_rl.ledger.planner.step_time import StepTime, generation, step_load, step_time
 from megatron_rl.ledger.planner.transition import TransitionPlan
-from megatron_rl.model.families import Model
 from megatron_rl.observe.summary import layout_table, plain_table
 
 
@@ -189,7 +188,7 @@ class RunPlan:
         path = self.config.actor_rollout_ref.model.path
         notes = [f"{path} {rule} before the run can start" for rule in self.lacking]
         notes += [*repeat_notes(self.config.data, self.train_rows), *group_notes(self.config)]
-        notes += replay_notes(self.config, Model.read(path).shape)
+        notes += replay_notes(self.config, self.models.actor.shape)
         notes += [] if self.ahead is None else [self.ahead.advice]
         if not self.memory.fits:
             over = amount(self.memory.peak - self.memory.usable)

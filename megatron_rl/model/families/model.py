@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.model.families.family import Family
-from megatron_rl.model.families.params import constant_map, layer_of, param_map, value_param_map
+from megatron_rl.model.families.params import constant_map, layers_of, param_map, value_param_map
 from megatron_rl.model.families.registry import family_of
 from megatron_rl.model.families.shape import shape_of
 from megatron_rl.model.parts import AttentionPart, Constant, Layer, ModelShape, ParamSpec
@@ -38,10 +38,10 @@ class Model:
         """Read a folder's config.json, which preflight has accepted."""
         return cls.of(json.loads((Path(path).expanduser() / "config.json").read_text()))
 
-    @cached_property
+    @property
     def layers(self) -> tuple[Layer, ...]:
         """The layers, in order."""
-        return tuple(layer_of(self.family, self.shape, number) for number in range(self.shape.num_layers))
+        return layers_of(self.family, self.shape)
 
     @cached_property
     def kinds(self) -> dict[Layer, int]:

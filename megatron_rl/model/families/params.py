@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from megatron_rl.model.families.family import Family
 from megatron_rl.model.parts import Constant, ExpertsMLP, GatedMLP, Layer, LayerPart, ModelShape, ParamSpec
@@ -15,11 +16,19 @@ HEAD = "output_layer.weight"
 """Megatron's name of the weight of a vocabulary head and of a value head."""
 
 
-def layer_of(family: Family, shape: ModelShape, number: int) -> Layer:
-    """Compose one layer of its parts; number: counted over the whole model from 0."""
+@lru_cache(maxsize=16)
+def layers_of(family: Family, shape: ModelShape) -> tuple[Layer, ...]:
+    """Compose the layers of a model of their parts, in order. Kept, as all that reads a model asks for them."""
     shape = replace(shape, qkv_bias=family.qkv_bias or shape.qkv_bias, qk_norm=family.qk_norm or shape.qk_norm)
-    attention = family.attention.part(shape, number)
-    return Layer(shape.hidden_size, attention, _mlp(family, shape, number), family.style.norms_after)
+    return tuple(
+        Layer(
+            shape.hidden_size,
+            family.attention.part(shape, number),
+            _mlp(family, shape, number),
+            family.style.norms_after,
+        )
+        for number in range(shape.num_layers)
+    )
 
 
 def _mlp(family: Family, shape: ModelShape, number: int) -> LayerPart:
@@ -39,8 +48,8 @@ def param_map(family: Family, shape: ModelShape) -> dict[str, ParamSpec]:
     embedding = vocab_matrix("model.embed_tokens.weight", shape.vocab_size, shape.hidden_size)
     head = embedding if shape.tied else vocab_matrix("lm_head.weight", shape.vocab_size, shape.hidden_size)
     params = {"embedding.word_embeddings.weight": embedding}
-    for number in range(shape.num_layers):
-        params |= layer_of(family, shape, number).params(*_prefixes(number))
+    for number, layer in enumerate(layers_of(family, shape)):
+        params |= layer.params(*_prefixes(number))
     return params | {"decoder.final_layernorm.weight": whole("model.norm.weight", (shape.hidden_size,)), HEAD: head}
 
 
@@ -53,8 +62,8 @@ def value_param_map(family: Family, shape: ModelShape) -> dict[str, ParamSpec]:
 def constant_map(family: Family, shape: ModelShape) -> dict[str, Constant]:
     """Megatron name -> tensor that training reads and no update changes; {} in most families."""
     constants: dict[str, Constant] = {}
-    for number in range(shape.num_layers):
-        constants |= layer_of(family, shape, number).constants(*_prefixes(number))
+    for number, layer in enumerate(layers_of(family, shape)):
+        constants |= layer.constants(*_prefixes(number))
     return constants
 
 
