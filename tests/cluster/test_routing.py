@@ -210,6 +210,6 @@ def test_parts_of_tuples_are_joined_by_themselves() -> None:
     split = split_call((single_turn(ids, torch.tensor([1, 2, 3])),), {}, 2, work)
     assert split.order is not None and split.order.tolist() != [0, 1, 2]
     answers = [({"loss": 1.0}, args[0]) for args, _ in split.payloads]
-    told, rows = join_answers(answers, split)
-    assert told == {"loss": 1.0} and rows.num_sampled.tolist() == [1, 2, 3]
+    metrics, rows = join_answers(answers, split)
+    assert metrics == {"loss": 1.0} and rows.num_sampled.tolist() == [1, 2, 3]
     assert join_answers([({"loss": 1.0}, None)] * 2, split) == ({"loss": 1.0}, None)

@@ -1,8 +1,8 @@
 """Passes that each have their own number of context-parallel ranks: one batch, one update, one process's numbers.
 
-Why: within a pass the argument is that of `test_context_parallel.py`. Every sequence is in one pass, told once by the
-ranks that share it, and a rank without a sequence adds a pass that weighs nothing; so sums over passes and ranks have
-each token once, whatever the sizes are. Not exercised: long sequences; kernels of CUDA; whether time is saved.
+Why: within a pass the argument is that of `test_context_parallel.py`. Every sequence is in one pass, reported once by
+the ranks that share it, and a rank without a sequence adds a pass that weighs nothing; so sums over passes and ranks
+have each token once, whatever the sizes are. Not exercised: long sequences; kernels of CUDA; whether time is saved.
 
 The 11 sequences have 8 to 19 tokens: a limit of 12 tokens on a rank takes packs of one, two and four ranks, and one of
 14 on four ranks, of which at most two share a pack, packs of one and two, and a rank that is idle for a pass.

@@ -6,7 +6,7 @@ experts' ranks and adds up, with the router's weights, what comes back. ETP cuts
 dense layer's. SP gives each TP rank a part of the tokens between the matrices, where only norms are taken, a token at a
 time. The gradient of an expert is a sum over the tokens of all ranks that send it some, divided as all others.
 
-Not exercised: capacities, with which a token's fate depends on its neighbours (none are dropped here); losses of
+Not exercised: capacities, with which neighbours decide whether a token is dropped (none are dropped here); losses of
 routers (`test_balanced_routers.py`); ties between experts (`test_router_replay.py`); grouped kernels of CUDA.
 """
 

@@ -150,5 +150,5 @@ def test_nodes_change_the_way_of_weights_and_nothing_else(tmp_path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", [case for case in CASES if case.name != "TP2PP2-TP2"], ids=lambda case: case.name)
 def test_every_layout_on_every_mapping(case, tmp_path) -> None:
-    """The same for all layouts of the transition tests."""
+    """Every mapping of ranks to nodes, for all layouts of the transition tests: the shards of one node, bit for bit."""
     check(case, tmp_path, seeds=range(2))

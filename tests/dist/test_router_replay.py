@@ -53,8 +53,8 @@ def differences(config) -> dict | None:
     found = ask(worker.roles["rollout"], asked, dataclasses.replace(RANDOM, with_experts=True))
     worker.roles["rollout"].exit()
     assert torch.equal(row_lengths(found["routed_experts"]), row_lengths(found["input_ids"]) - 1)
-    told = found.read_by(ACTOR_SCORES)
-    with_replay, without = actor.log_probs(told), actor.log_probs_without_replay(told)
+    columns = found.read_by(ACTOR_SCORES)
+    with_replay, without = actor.log_probs(columns), actor.log_probs_without_replay(columns)
     if with_replay is None:
         return None
     by_engine = found.flat("rollout_log_probs")

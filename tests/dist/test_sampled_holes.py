@@ -105,7 +105,7 @@ def plain_gradients(path: str) -> tuple[dict[str, float], dict[str, torch.Tensor
 
 
 def as_suffix(batch: Batch) -> Batch:
-    """The same rows, sampled from the first sampled token to the end; `kept` is 0 where none was drawn."""
+    """Return rows that are sampled from their first sampled token to the end; `kept` is 0 in the former holes."""
     mask, lengths = batch.flat("sampled"), row_lengths(batch["sampled"])
     suffix = single_turn(batch["input_ids"], lengths - first_true(batch["sampled"]))
     in_suffix = suffix.flat("sampled")
