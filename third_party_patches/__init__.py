@@ -39,6 +39,12 @@ DRIVER_PATCHES = (
     "third_party_patches.ray.own_session",
 )
 
+REHEARSAL_PATCHES = (
+    "third_party_patches.torch.pretended_cuda",
+    "third_party_patches.torch.fake_parameters",
+    "third_party_patches.torch.fake_worlds",
+)
+
 VLLM = "third_party_patches.vllm."
 
 __all__ = ["Patch", "PatchError", "apply_patches", "modules_for", "patches_for", "require_version"]
@@ -46,12 +52,17 @@ __all__ = ["Patch", "PatchError", "apply_patches", "modules_for", "patches_for",
 
 def modules_for(kind: str, generates: bool = True) -> list[str]:
     """Return the names of the modules of `patches_for` without importing them."""
-    modules = {"cpu": COMMON_PATCHES + CPU_PATCHES, "cuda": COMMON_PATCHES, "driver": DRIVER_PATCHES}[kind]
+    modules = {
+        "cpu": COMMON_PATCHES + CPU_PATCHES,
+        "cuda": COMMON_PATCHES,
+        "driver": DRIVER_PATCHES,
+        "rehearsal": COMMON_PATCHES + REHEARSAL_PATCHES,
+    }[kind]
     return [name for name in modules if generates or not name.startswith(VLLM)]
 
 
 def patches_for(kind: str, generates: bool = True) -> list[Patch]:
-    """Return the patches for a worker on "cpu" or "cuda", or for a "driver", in the order of application.
+    """Return the patches for a worker on "cpu" or "cuda", a "driver" or a "rehearsal", in the order of application.
 
     generates: False where no engine is ever built; then vLLM is not imported.
     """

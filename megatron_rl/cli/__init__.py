@@ -1,5 +1,5 @@
-"""The command line: megatron-rl sft | reward | dpo | train | plan | map | profile | columns | ablate | export |
-average | nightly | port.
+"""The command line: megatron-rl sft | reward | dpo | train | plan | map | profile | rehearse | columns | ablate |
+export | average | nightly | port.
 
 Configuration mistakes are reported before torch, Ray or vLLM is imported; exit codes are those of `errors.py`.
 """
@@ -16,6 +16,7 @@ from rich.text import Text
 from megatron_rl.cli.models import average_command, export_command
 from megatron_rl.cli.planning import columns_command, map_command, plan_command, profile_command
 from megatron_rl.cli.porting import port_command
+from megatron_rl.cli.rehearsing import rehearse_command
 from megatron_rl.cli.tasks import dpo_command, reward_command, sft_command, train_command
 from megatron_rl.cli.trials import ablate_command, nightly_command
 from megatron_rl.cluster.compiled import leaving_none_empty
@@ -38,6 +39,7 @@ app.command("port", context_settings={"ignore_unknown_options": True})(port_comm
 app.command("plan")(plan_command)
 app.command("map")(map_command)
 app.command("profile")(profile_command)
+app.command("rehearse")(rehearse_command)
 app.command("columns")(columns_command)
 app.command("export")(export_command)
 app.command("average")(average_command)

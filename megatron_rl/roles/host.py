@@ -44,23 +44,20 @@ class RankHost:
     """
 
     def __init__(
-        self, config: RunConfig, collective_timeout: timedelta = default_pg_timeout, pool: str = GLOBAL_POOL
+        self,
+        config: RunConfig,
+        collective_timeout: timedelta = default_pg_timeout,
+        pool: str = GLOBAL_POOL,
+        environment: RankEnvironment | None = None,
     ) -> None:
-        environment = RankEnvironment.read()
+        """environment: this rank's place; None: as the launcher's variables say."""
+        environment = environment or RankEnvironment.read()
         placement = Placement.of(config)
         self.config = config
         self.spec = placement.pools[pool]
         self.device = Device(config.trainer.device, environment.local_rank)
         self.device.activate()
-        apply_patches(self.device.kind, placement.generates)
-        environment.choose_interfaces()
-        dist.init_process_group(
-            self.device.backend,
-            timeout=collective_timeout,
-            store=open_store(environment, collective_timeout),
-            rank=environment.rank,
-            world_size=environment.world_size,
-        )
+        self.join_world(environment, collective_timeout, placement.generates)
         self.groups = initialize_pool(self.spec, environment.world_size, config.trainer.seed, collective_timeout)
         self.ledger = MemoryLedger(self.owned_memory, self.device.reset_peak_memory, self.device.peak_memory_bytes)
         self.rank = Rank(
@@ -68,6 +65,18 @@ class RankHost:
         )
         self.roles: dict[str, Role] = {}
         self.unfinished: UnfinishedSave | None = None
+
+    def join_world(self, environment: RankEnvironment, timeout: timedelta, generates: bool) -> None:
+        """Patch the libraries of this process and join the pool's world."""
+        apply_patches(self.device.kind, generates)
+        environment.choose_interfaces()
+        dist.init_process_group(
+            self.device.backend,
+            timeout=timeout,
+            store=open_store(environment, timeout),
+            rank=environment.rank,
+            world_size=environment.world_size,
+        )
 
     @remote_method(Dispatch.ONE_TO_ALL)
     def coordinates(self) -> Coordinates:

@@ -77,7 +77,9 @@ ROOMS: dict[str, set[str]] = {
     "port": {"errors", "config", "ledger.planner"},
     "trials": {"errors", "config", "observe", "checkpoint", "ledger.planner", "cluster", "cluster.child_processes"},
     "profile": GROUND | {"ledger.planner", "model", "roles", "cluster", "trials"},
+    "rehearse": GROUND | {"ledger.planner", "parallel", "model", "hybrid_engine", "roles"},
     "cli": GROUND
+    | {"rehearse"}
     | {"train", "tasks", "controller", "roles", "cluster", "checkpoint", "data", "trials", "port", "profile"}
     | {"ledger.planner", "ledger.mapping"},
     "__main__": {"cli", "cluster"},
@@ -123,8 +125,8 @@ PURE_ROOMS = GROUND | {"ledger.planner"}
 LIBRARIES: dict[str, set[str]] = {
     "ray": {"cluster"},
     "vllm": {"rollout", "parallel/vllm_ps.py", "hybrid_engine/cuda_memory.py"},
-    "megatron": {"parallel", "model", "checkpoint", "roles"},
-    "third_party_patches": {"cluster", "roles", "rollout"},
+    "megatron": {"parallel", "model", "checkpoint", "roles", "rehearse"},
+    "third_party_patches": {"cluster", "roles", "rollout", "rehearse"},
 }
 """Library -> rooms (or single files) that may import it."""
 

@@ -43,6 +43,17 @@ def dry_run() -> subprocess.CompletedProcess:
     return launcher("trainer.seed=7", DRY_RUN="1")
 
 
+def test_rehearse_hands_its_variables_on():
+    """REHEARSE starts the rehearsal with the script's settings, and nothing else: its rule on ranks is broken here.
+
+    Would not catch a rehearsal that goes wrong; tests/rehearse has some.
+    """
+    answer = launcher(REHEARSE="1", RANKS="64", LAYERS="2", NNODES="8")
+    assert answer.returncode == 2 and answer.stdout == ""
+    assert "--ranks 64 must be below 64" in answer.stderr
+    assert "makes 84 layers" in launcher(REHEARSE="1", RANKS="0", LAYERS="21").stderr
+
+
 def test_dry_run_prints_the_plan(dry_run):
     """Figures of the 8 x 8 GPUs, without a download. The transition is (141.1 GB / 8) x 3/4 = 13.23 GB a GPU.
 

@@ -13,6 +13,7 @@ from third_party_patches import (
     COMMON_PATCHES,
     CPU_PATCHES,
     DRIVER_PATCHES,
+    REHEARSAL_PATCHES,
     Patch,
     PatchError,
     patches_for,
@@ -77,7 +78,10 @@ def test_a_patch_that_is_not_needed_is_left_out(monkeypatch):
     assert third_party_patches.apply_patches("cpu") == applied == ["later"]
 
 
-@pytest.mark.parametrize("name", COMMON_PATCHES + CPU_PATCHES + DRIVER_PATCHES)
+ALL_PATCHES = COMMON_PATCHES + CPU_PATCHES + DRIVER_PATCHES + REHEARSAL_PATCHES
+
+
+@pytest.mark.parametrize("name", ALL_PATCHES)
 def test_every_patch_says_why_what_and_how_long(name):
     """Docstring and declaration, installed here. Would not catch a reason that is no longer true."""
     module = importlib.import_module(name)
@@ -91,16 +95,16 @@ def test_every_patch_file_is_listed_once():
     """No patch is forgotten in the package. Would not catch one applied from elsewhere."""
     files = {path for path in ROOT.glob("*/*.py") if path.name != "__init__.py"}
     names = [str(path.relative_to(ROOT.parent).with_suffix("")).replace("/", ".") for path in files]
-    assert sorted(names) == sorted(COMMON_PATCHES + CPU_PATCHES + DRIVER_PATCHES)
+    assert sorted(names) == sorted(ALL_PATCHES)
     kinds = (("cpu", COMMON_PATCHES + CPU_PATCHES), ("cuda", COMMON_PATCHES), ("driver", DRIVER_PATCHES))
-    for kind, expected in kinds:
+    for kind, expected in (*kinds, ("rehearsal", COMMON_PATCHES + REHEARSAL_PATCHES)):
         found = [f"third_party_patches.{patch.name}" for patch in patches_for(kind)]
         assert found == list(expected)
 
 
 def test_importing_changes_nothing():
     """No engine is loaded and torch is as it was. Would not catch a change made only when CUDA is present."""
-    names = ["third_party_patches", *COMMON_PATCHES, *CPU_PATCHES, *DRIVER_PATCHES]
+    names = ["third_party_patches", *ALL_PATCHES]
     program = f"""
 import sys, importlib, torch
 before = torch.Tensor.cuda, torch.Tensor.type, torch.nn.Module.cuda, torch.zeros, torch.cuda

@@ -1,0 +1,126 @@
+"""The rehearsing process: `python -m megatron_rl.rehearse.child REQUEST`. One fork for each rank.
+
+The pretended device comes before torch; what all ranks need is imported once, before the first fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.cluster.child_processes import die_with
+from megatron_rl.rehearse.rehearsal_request import RankOfPool, RehearsalRequest, rank_file
+from third_party_patches.torch import pretended_cuda
+
+
+def main(request_file: str) -> int:
+    """Rehearse all ranks of a request; returns how many failed. Each writes its file, with `failure` if it failed."""
+    request = RehearsalRequest.read(Path(request_file))
+    die_with(os.getppid())
+    pretended_cuda.load(Path(request.library))
+    _import_all()
+    waiting, running, failed, own = list(request.ranks), set[int](), 0, os.getpid()
+    while waiting or running:
+        while waiting and len(running) < request.jobs:
+            rank = waiting.pop(0)
+            sys.stdout.flush()
+            child = os.fork()
+            if child == 0:
+                _in_child(request, rank, own)
+            running.add(child)
+        ended, status = os.wait()
+        running.discard(ended)
+        failed += status != 0
+    return failed
+
+
+def _in_child(request: RehearsalRequest, rank: RankOfPool, parent: int) -> None:
+    """Rehearse a rank, and end the process."""
+    status = 1
+    die_with(parent)
+    try:
+        report = rehearsed(request, rank)
+        status = 0
+    except BaseException:
+        report = {"failure": traceback.format_exc()}
+    finally:
+        file = rank_file(Path(request.out), rank.number)
+        with contextlib.suppress(OSError):
+            file.write_text(json.dumps({"number": rank.number, "pool": rank.pool, "rank": rank.rank} | report))
+        os._exit(status)
+
+
+def _import_all() -> None:
+    """Import what every rank needs, and what torch imports at its first fake operations."""
+    import torch
+    import torch._inductor.utils
+    import torch.nested._internal.nested_tensor
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    import megatron_rl.rehearse.rehearsed_rank
+    import megatron_rl.rehearse.stand_ins
+    import megatron_rl.roles.preloaded  # noqa: F401
+
+    pretended_cuda.apply()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        torch.empty(4, 4, device="cuda:0").mm(torch.empty(4, 4, device="cuda:0")).bernoulli()
+
+
+def rehearsed(request: RehearsalRequest, rank: RankOfPool) -> dict[str, Any]:
+    """Return the report of one rank, in a process of its own."""
+    import torch
+
+    from megatron_rl.config.load import read_run
+    from megatron_rl.config.roles import Placement
+    from megatron_rl.ledger.planner.checked import planned_task
+    from megatron_rl.rehearse.dispatch_mode import RehearsalMode
+    from megatron_rl.rehearse.live_memory import LiveMemory
+    from megatron_rl.rehearse.rehearsed_rank import RehearsedRank
+    from megatron_rl.rehearse.stand_ins import stand_in
+
+    config = read_run(Path(request.config), request.overrides, request.task).config
+    assert config is not None  # the parent has checked it
+    config = planned_task(config, request.task)
+    size = Placement.of(config).pools[rank.pool].size
+    environment = _environment(rank, size.world_size, size.num_ranks_per_node)
+    gpu = pretended_cuda.GPU
+    mode = RehearsalMode(torch.device("cuda", 0), LiveMemory(gpu.allocate))
+    gpu.on_wait = mode.wait
+    follow_resizes(mode.memory.resized)
+    stand_in(mode)
+    with mode:
+        one = RehearsedRank(config, rank.pool, environment, mode)
+        one.run()
+    return one.report() | mode.report()
+
+
+def follow_resizes(told: Callable[[Any], None]) -> None:
+    """Tell of every storage whose size was changed in place, which no operation shows."""
+    import torch
+
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage: Any, size: int) -> Any:
+        answer = resize(storage, size)
+        told(storage)
+        return answer
+
+    setattr(torch.UntypedStorage, "resize_", resize_)  # noqa: B010  mypy: it is a method
+
+
+def _environment(rank: RankOfPool, world_size: int, ranks_per_node: int) -> Any:
+    """Return a rank's place. The launcher shows a rank its own GPU alone."""
+    from megatron_rl.roles.environment import RankEnvironment
+
+    node = rank.rank // ranks_per_node
+    return RankEnvironment(rank.rank, world_size, 0, node, "127.0.0.1", "127.0.0.1", 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]) != 0)

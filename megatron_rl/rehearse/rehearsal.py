@@ -1,0 +1,60 @@
+"""The command's side of a rehearsal: build the pretended device, start the process, read what the ranks wrote."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.errors import ConfigError, MegatronRLError
+from megatron_rl.rehearse.rehearsal_request import RankOfPool, RehearsalRequest, rank_file
+
+
+class RehearsalError(MegatronRLError):
+    """A rank's code failed, needs more memory than planned, or has calls that do not fit those of other ranks."""
+
+    exit_code = 1
+
+
+def rehearse(request: RehearsalRequest, scratch: Path) -> list[dict[str, Any]]:
+    """Rehearse the ranks and return their reports, in order of their numbers. scratch: an empty folder.
+
+    Raises ConfigError where no compiler is installed, RehearsalError where a rank failed, with its traceback.
+    """
+    if shutil.which("g++") is None:
+        raise ConfigError("a rehearsal builds a small library with g++, which is not installed; nearest: install g++")
+    from third_party_patches.torch.pretended_cuda import build
+
+    out = Path(request.out)
+    out.mkdir(parents=True, exist_ok=True)
+    for rank in request.ranks:
+        rank_file(out, rank.number).unlink(missing_ok=True)
+    request_file, log = scratch / "request.json", out / "log.txt"
+    replace(request, library=str(build(scratch))).write(request_file)
+    with log.open("w") as output:
+        command = [sys.executable, "-m", "megatron_rl.rehearse.child", str(request_file)]
+        subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False)
+    return read_reports(out, request.ranks, log)
+
+
+def read_reports(out: Path, ranks: Sequence[RankOfPool], log: Path) -> list[dict[str, Any]]:
+    """Return the reports of these ranks. Raises RehearsalError for the first that failed, or wrote none."""
+    reports = []
+    for rank in sorted(ranks, key=lambda one: one.number):
+        file = rank_file(out, rank.number)
+        if not file.exists():
+            raise RehearsalError(f"rank {rank.number} wrote no report; the process said, in {log}:\n{_end_of(log)}")
+        report: dict[str, Any] = json.loads(file.read_text())
+        if "failure" in report:
+            raise RehearsalError(f"rank {rank.number} could not be rehearsed:\n{report['failure']}")
+        reports.append(report)
+    return reports
+
+
+def _end_of(log: Path) -> str:
+    return log.read_text()[-2000:]

@@ -1,0 +1,60 @@
+"""A run whose models have few layers: the same layout, shapes and collectives at a fraction of the time. No torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.roles import Placement, RoleSpec
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import ConfigError
+
+LAYERS = "num_hidden_layers"
+
+
+def shortened(config: RunConfig, layers_per_stage: int, folder: Path) -> list[str]:
+    """Write folders with the config.json of every model, cut to so many layers a stage; returns overrides with them.
+
+    layers_per_stage: layers of each chunk of a stage. Settings with an entry for each layer are cut, too. Raises
+    ConfigError where a model has fewer layers than that.
+    """
+    overrides: dict[str, str] = {}
+    for role in Placement.of(config).roles.values():
+        wanted = layers_per_stage * num_chunks(config, role)
+        target = folder / role.name
+        settings = read_settings(role.model_path)
+        if settings[LAYERS] < wanted:
+            raise ConfigError(
+                f"--layers {layers_per_stage} makes {wanted} layers of role {role.name}, whose model has "
+                f"{settings[LAYERS]}; nearest: leave --layers out"
+            )
+        target.mkdir(exist_ok=True)
+        (target / "config.json").write_text(json.dumps(cut_settings(settings, wanted)))
+        overrides.setdefault(role.model_key, str(target))
+    return [f"{key}={path}" for key, path in overrides.items()]
+
+
+def num_chunks(config: RunConfig, role: RoleSpec) -> int:
+    """Return the chunks of a role's model over all stages of its pool."""
+    placement = Placement.of(config)
+    leader = placement.leader if role.model_key == placement.leader.model_key else role
+    layout = placement.pool_of(leader.name).layout
+    return layout.pipeline_model_parallel_size * (layout.virtual_pipeline_model_parallel_size or 1)
+
+
+def cut_settings(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """Return config.json's settings of a model with fewer layers, the first ones."""
+    before = settings[LAYERS]
+    per_layer = {key: value[:num_layers] for key, value in settings.items() if _is_per_layer(value, before)}
+    return settings | per_layer | {LAYERS: num_layers}
+
+
+def read_settings(model_path: str) -> dict[str, Any]:
+    """Return the content of a model folder's config.json."""
+    settings: dict[str, Any] = json.loads((Path(model_path) / "config.json").read_text())
+    return settings
+
+
+def _is_per_layer(value: Any, num_layers: int) -> bool:
+    return isinstance(value, list) and len(value) == num_layers

@@ -1,0 +1,247 @@
+"""Let a CPU build of torch take fake tensors on "cuda", and let `torch.cuda` answer for a GPU that is not there.
+
+Reason: a rehearsal runs a rank's own code with device cuda where there is none. torch's fake tensors allow that only in
+a build with CUDA: elsewhere autograd ends the process, and `torch.cuda` raises.
+What it does: `load` brings a library (`pretended_cuda.cpp`) with a device guard and hooks for cuda into the process,
+before torch is imported; `apply` then gives `torch.cuda` the answers of `GPU`. Streams and events order nothing.
+For a process of its own that ends when its rehearsal ends: nothing is undone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from third_party_patches.guard import TORCH, Patch, require_version
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+NUM_DEVICES = 8
+HOPPER = (9, 0)
+
+
+@dataclass
+class PretendedGPU:
+    """What `torch.cuda` says in this process. allocated, peak: bytes, which somebody else counts.
+
+    on_wait: told of every wait of the host for the device, by what it waits for.
+    """
+
+    total_memory: int = 80 * 10**9
+    device: int = 0
+    allocated: int = 0
+    peak: int = 0
+    on_wait: Callable[[str], None] = lambda what: None
+
+    def allocate(self, now: int) -> None:
+        """Say that `now` bytes are allocated."""
+        self.allocated, self.peak = now, max(self.peak, now)
+
+    def reset_peak(self) -> None:
+        """Begin a new measurement of `peak`."""
+        self.peak = self.allocated
+
+
+GPU = PretendedGPU()
+"""The GPU of this process."""
+
+
+def build(folder: Path) -> Path:
+    """Compile the library into a folder; two seconds of g++. Raises FileNotFoundError where there is no g++."""
+    torch_folder, library = _torch_folder(), folder / "libpretended_cuda.so"
+    command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{torch_folder}/include", str(SOURCE)]
+    command += ["-o", str(library), f"-L{torch_folder}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch_folder}/lib"]
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+    return library
+
+
+def load(library: Path) -> None:
+    """Load the built library. Raises RuntimeError where torch was imported before, and looked for CUDA in vain."""
+    require_version(PATCH)
+    if "torch" in sys.modules or ctypes.CDLL(str(library)).register_pretended_cuda() != NUM_DEVICES:
+        raise RuntimeError("the pretended device must be loaded before torch is imported")
+
+
+def _torch_folder() -> str:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError("torch is not installed", name="torch")
+    return str(spec.submodule_search_locations[0])
+
+
+class PretendedEvent:
+    """An event that is always over."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        """Record nothing."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Let the device wait: it costs the host nothing."""
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        GPU.on_wait("event.synchronize")
+
+    def query(self) -> bool:
+        """Say that all work before it is done."""
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        """Milliseconds between two events."""
+        return 0.0
+
+
+class PretendedStream:
+    """A stream whose work is always done."""
+
+    cuda_stream = stream_id = device_index = priority = 0
+    device_type = 1
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        import torch
+
+        self.device = torch.device("cuda", GPU.device)
+
+    def __enter__(self) -> PretendedStream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        """Let the device wait: it costs the host nothing."""
+
+    def wait_event(self, event: Any) -> None:
+        """Let the device wait: it costs the host nothing."""
+
+    def record_event(self, event: Any = None) -> Any:
+        """Return the event, or a new one."""
+        return event or PretendedEvent()
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        GPU.on_wait("stream.synchronize")
+
+    def query(self) -> bool:
+        """Say that all its work is done."""
+        return True
+
+
+def apply() -> None:
+    """Give `torch.cuda`, and what is below it, the answers of `GPU`; `load` comes before."""
+    import torch
+
+    for name, answer in {**_device_answers(), **_stream_answers(), **_memory_answers(), **_random_answers()}.items():
+        setattr(torch.cuda, name, answer)
+    for name, answer in _answers_below().items():
+        setattr(torch._C, name, answer)
+    for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
+        setattr(torch.cuda.nvtx, name, lambda *args, **options: 0)
+    setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)  # noqa: B010  mypy: it is a method
+
+
+def _index(device: Any) -> int:
+    import torch
+
+    index = device if isinstance(device, int) else torch.device(device).index
+    return GPU.device if index is None else int(index)
+
+
+def _device_answers() -> dict[str, Any]:
+    properties = SimpleNamespace(
+        name="NVIDIA H100 80GB HBM3",
+        major=HOPPER[0],
+        minor=HOPPER[1],
+        total_memory=GPU.total_memory,
+        multi_processor_count=132,
+        is_integrated=False,
+        warp_size=32,
+        max_threads_per_multi_processor=2048,
+        shared_memory_per_block_optin=232448,
+    )
+    return {
+        "_is_compiled": lambda: True,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_lazy_init": lambda: None,
+        "init": lambda: None,
+        "device_count": lambda: NUM_DEVICES,
+        "current_device": lambda: GPU.device,
+        "set_device": lambda device: setattr(GPU, "device", _index(device)),
+        "get_device_capability": lambda device=None: HOPPER,
+        "get_device_properties": lambda device=None: properties,
+        "get_device_name": lambda device=None: properties.name,
+        "is_bf16_supported": lambda *args, **options: True,
+    }
+
+
+def _stream_answers() -> dict[str, Any]:
+    made: list[PretendedStream] = []
+
+    def current_stream(device: Any = None) -> PretendedStream:
+        if not made:
+            made.append(PretendedStream())
+        return made[0]
+
+    return {
+        "Stream": PretendedStream,
+        "Event": PretendedEvent,
+        "current_stream": current_stream,
+        "default_stream": current_stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "set_stream": lambda stream: None,
+        "synchronize": lambda device=None: GPU.on_wait("device.synchronize"),
+        "is_current_stream_capturing": lambda: False,
+    }
+
+
+def _memory_answers() -> dict[str, Any]:
+    return {
+        "empty_cache": lambda: None,
+        "ipc_collect": lambda: None,
+        "memory_allocated": lambda device=None: GPU.allocated,
+        "max_memory_allocated": lambda device=None: GPU.peak,
+        "memory_reserved": lambda device=None: GPU.allocated,
+        "max_memory_reserved": lambda device=None: GPU.peak,
+        "reset_peak_memory_stats": lambda device=None: GPU.reset_peak(),
+        "mem_get_info": lambda device=None: (GPU.total_memory - GPU.allocated, GPU.total_memory),
+        "memory_stats": lambda device=None: {},
+    }
+
+
+def _random_answers() -> dict[str, Any]:
+    import torch
+
+    generator = torch.Generator()
+    return {
+        "manual_seed": generator.manual_seed,
+        "manual_seed_all": generator.manual_seed,
+        "initial_seed": generator.initial_seed,
+        "get_rng_state": lambda device=None: generator.get_state(),
+        "set_rng_state": lambda state, device=None: generator.set_state(state),
+        "default_generators": (generator,) * NUM_DEVICES,
+    }
+
+
+def _answers_below() -> dict[str, Any]:
+    return {
+        "_cuda_getDevice": lambda: GPU.device,
+        "_cuda_getDeviceCount": lambda: NUM_DEVICES,
+        "_cuda_getCurrentRawStream": lambda device: 0,
+        "_cuda_setDevice": lambda device: None,
+        "_cuda_exchangeDevice": lambda device: GPU.device,
+        "_cuda_maybeExchangeDevice": lambda device: GPU.device,
+    }
+
+
+PATCH = Patch(TORCH, apply, drop_when="a CPU build of torch runs autograd on fake tensors of cuda by itself")
