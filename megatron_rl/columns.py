@@ -87,6 +87,8 @@ COLUMNS = ColumnTable(
     Column("versions", DRAWN, I64, "rollout", (METRICS,), "the step whose weights drew it; absent: the newest"),
     Column("groups", ROW, I64, "prompts", (), "equal for the answers to one prompt"),
     Column("truncated", ROW, "bool", "rollout", (MASK, METRICS), "the answer was cut off before its end"),
+    Column("environment_rewards", ROW, F32, "rollout", ("rewards",), "the sum of the rewards of an episode's turns"),
+    Column("failed", ROW, "bool", "rollout", ("rewards", METRICS), "the episode failed: no token of it is trained"),
     Column("scores", ROW, F32, "rewards", (ESTIMATOR, METRICS), "the reward of the task"),
     Column("greedy_scores", ROW, F32, "rewards", (), "the reward of the prompt's greedy answer"),
     Column("components", ROW, F32, "rewards", (), "[B, K]: numbers that gdpo normalises one by one"),

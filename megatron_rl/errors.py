@@ -109,6 +109,10 @@ class NonFiniteUpdates(MegatronRLError):
     exit_code = 6
 
 
+class ReplayError(MegatronRLError):
+    """A recorded schedule cannot be replayed, or the run differs from it."""
+
+
 class StorageError(MegatronRLError):
     """Files could not be written: the disk is full, read-only or broken, or a folder has gone."""
 

@@ -22,7 +22,7 @@ class CustomRewardFunctionConfig:
     name: str | None = "compute_score"
     """Function in that file: (data_source, solution_str, ground_truth, extra_info=None) -> float, or a dict with the
     float under "score" and further numbers to log. Built-in ones: exact_match | math | compute_score, which chooses by
-    data source. null, with a reward model: no rule; then prompts need no ground truth."""
+    data source. null, with a reward model or an environment: no rule; then prompts need no ground truth."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further keyword arguments of every call."""
     validation_only: bool = False

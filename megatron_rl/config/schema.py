@@ -33,6 +33,7 @@ from megatron_rl.config.constraints import (
 from megatron_rl.config.correction import RolloutCorrectionConfig
 from megatron_rl.config.declarations import KL_ESTIMATES
 from megatron_rl.config.megatron import MegatronConfig, OptimConfig, follow_actor, follows
+from megatron_rl.config.multi_turn import MultiTurnConfig
 from megatron_rl.config.pretraining import PretrainingConfig
 from megatron_rl.config.reward_keys import CustomRewardFunctionConfig, RewardModelConfig, ScoringModelConfig
 from megatron_rl.config.tasks import DPOConfig, RewardTrainingConfig, TaskDataConfig
@@ -297,6 +298,7 @@ class RolloutConfig:
     """Largest allowed mean of that difference over those tokens. Unless it is set: 1e-4 for float32, 0.05 for bfloat16,
     0.005 for float16."""
     val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
+    multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
 
 
 @dataclass
@@ -461,6 +463,11 @@ class RunConfig:
     def samples_ahead(self) -> bool:
         """Whether generation goes on from step to step: ahead of training, or with answers that outlive a step."""
         return self.trainer.rollout_ahead > 0 or self.async_training.partial_rollout
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether an environment answers the policy's turns."""
+        return self.generates and self.actor_rollout_ref.rollout.multi_turn.enable
 
     @property
     def returns_experts(self) -> bool:

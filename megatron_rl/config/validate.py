@@ -43,6 +43,7 @@ def value_problems(config: RunConfig) -> Iterable[Violation]:
         yield Violation({key: False}, rule, {key: True})
     yield from _optimizer_problems(config)
     yield from reward_problems(config)
+    yield from turn_problems(config)
     yield from data_problems(config)
 
 
@@ -77,6 +78,18 @@ def reward_problems(config: RunConfig) -> Iterable[Violation]:
         yield Violation({key: custom.reward_kwargs[name]}, "is given by each row", hint="leave it out, or rename it")
 
 
+def turn_problems(config: RunConfig) -> Iterable[Violation]:
+    """Violations of episodes of several turns."""
+    if not config.has_turns:
+        return
+    key = "actor_rollout_ref.rollout.multi_turn"
+    if config.actor_rollout_ref.rollout.multi_turn.environment.path is None:
+        yield Violation({f"{key}.environment.path": None}, f"must be a Python file, as {key}.enable=true")
+    if config.returns_experts:
+        rule = "must be false: the engine returns experts of a turn, and not of an episode"
+        yield Violation({f"{key}.enable": True}, rule, {f"{key}.enable": False})
+
+
 def _reward_model_problems(config: RunConfig) -> Iterable[Violation]:
     """Violations of the reward models and their weights in the score."""
     reward, has_rule = config.reward_model, uses_rule(config)
@@ -86,7 +99,7 @@ def _reward_model_problems(config: RunConfig) -> Iterable[Violation]:
     yield from _further_model_problems(config)
     has_model = reward.enable or bool(config.reward_models)
     key, name = "custom_reward_function.name", "compute_score"
-    if not has_model and not has_rule:
+    if not has_model and not has_rule and not config.has_turns:
         rule = "must be a function, as reward_model.enable=false: nothing would be rewarded"
         yield Violation({key: None}, rule, {key: name})
     elif not has_rule and config.custom_reward_function.path is not None:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.agents.episode import Reply
 from megatron_rl.checkpoint.storage import storing
 from megatron_rl.cluster.replicas import ReplicatedPool
 from megatron_rl.config.algorithms import estimator_traits
@@ -18,7 +19,16 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.rollout import Rollout
 from megatron_rl.sampling.group_filter import GroupFilter
-from megatron_rl.sampling.journal import SCHEDULE_FILE, Began, Event, Journal, Recorder, Resumed, read_events
+from megatron_rl.sampling.journal import (
+    SCHEDULE_FILE,
+    Began,
+    Event,
+    Journal,
+    Recorder,
+    Resumed,
+    TurnAnswered,
+    read_events,
+)
 from megatron_rl.sampling.pool_sampler import PoolSampler
 from megatron_rl.sampling.replay import Replay
 from megatron_rl.sampling.replica_sampler import ReplicaSampler
@@ -35,7 +45,8 @@ def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Rules:
     greedy = sizes.num_generated_prompts if "greedy_scores" in estimator_traits(config).reads else 0
     batch_rows = sizes.num_generated_samples + greedy
     if not config.samples_ahead:
-        return Rules(batch_rows, num_steps, ahead=0, first_step=first_step)
+        slice_steps, has_turns = ahead.slice_steps, config.has_turns
+        return Rules(batch_rows, num_steps, 0, first_step=first_step, slice_steps=slice_steps, has_turns=has_turns)
     return Rules(
         batch_rows=batch_rows,
         num_steps_total=num_steps,
@@ -52,12 +63,14 @@ def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Rules:
         straggler_policy=ahead.straggler_policy,
         straggler_slices=ahead.straggler_slices,
         straggler_attempts=ahead.straggler_attempts,
+        has_turns=config.has_turns,
     )
 
 
 def settings_of(rules: Rules, config: RunConfig) -> dict[str, Any]:
     """Settings that a replayed schedule must have in common with the run that recorded it."""
-    return {name: value for name, value in asdict(rules).items() if name != "first_step"} | {
+    left_out = {"first_step", *(() if rules.has_turns else ("has_turns",))}
+    return {name: value for name, value in asdict(rules).items() if name not in left_out} | {
         "seed": config.trainer.seed
     }
 
@@ -115,18 +128,20 @@ def open_schedule(
     settings, last_batch = settings_of(rules, config), rules.last_batch(start.step)
     saved = None if start.path is None else read_schedule(start.path)
     decider: Decider
+    replies: list[tuple[int, Reply]] | None = None
     if replay is None:
         decider = Scheduler(rules, num_replicas, saved)
     else:
         events = read_schedule_file(replay)
         refuse_other_settings(replay, events, settings)
         decider = Replay(rules, num_replicas, events)
+        replies = [(event.request, event.reply) for event in events if isinstance(event, TurnAnswered)]
     if saved is not None:
         last_batch = max(last_batch, rules.batch_of(saved["next_new"] - 1))
     journal = open_journal(folder, saved, settings)
     opened.callback(journal.close)
     checkpoint = None if saved is None else start.path
-    return Schedule(rules, Recorder(decider, journal), journal, num_replicas, last_batch, checkpoint)
+    return Schedule(rules, Recorder(decider, journal), journal, num_replicas, last_batch, checkpoint, replies)
 
 
 def open_sampler(

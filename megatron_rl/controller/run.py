@@ -21,6 +21,7 @@ from megatron_rl.config.schema import RunConfig, as_list
 from megatron_rl.config.steps import with_steps
 from megatron_rl.controller.algorithm import Algorithm
 from megatron_rl.controller.lifecycle import Lifecycle, StopPolicy
+from megatron_rl.controller.open_episodes import open_episodes
 from megatron_rl.controller.open_sampler import open_sampler, open_schedule
 from megatron_rl.controller.opening import OpenRun, RunPools, raise_failures, stop_grace_s, take_folder
 from megatron_rl.controller.pretraining import Pretraining
@@ -46,7 +47,6 @@ from megatron_rl.roles.rollout import Rollout
 from megatron_rl.sampling.sampler import Sampler, Sources
 from megatron_rl.scoring.batch_scorers import HeldOutScorer, Scorer
 from megatron_rl.scoring.function import RewardSource
-from megatron_rl.scoring.keeper import KeeperSettings
 from megatron_rl.scoring.reward_processes import RewardHere, RewardProcesses
 from megatron_rl.scoring.rewards import Rewards, reward_shaping, text_readers
 from megatron_rl.scoring.rule import NoRule, RuleReward
@@ -127,6 +127,7 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         readers, template_notes = text_readers(config, tokenizer, (data.train, data.val))
         shaping = reward_shaping(config)
         own_scorers, pretraining = user_scorers(config), Pretraining(config, tokenizer)
+        episodes = open_episodes(config, tokenizer, data.train.are_chats | data.val.are_chats, local, opened)
         folder = RunFolder(config)
         logger = RunLogger(config, folder, tokenizer, planned_memory(config))
         algorithm = Algorithm(config, logger.clock)
@@ -140,7 +141,7 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         roles = Roles.of(pools, logger)
         rewards = Rewards(config, rules, roles.reward_models, logger.warn, logger.clock, readers, shaping)
         scorers = scorers_of(config, pools, algorithm, rewards, own_scorers)
-        sources = Sources(config, data.train, data.cursor, scorers[-1], logger)
+        sources = Sources(config, data.train, data.cursor, scorers[-1], logger, episodes)
         checks = (partial(raise_failures, pools.cluster), partial(stop_policy.before, NEXT_BATCH))
         sampler = open_sampler(schedule, sources, roles.actor, roles.rollout, checks, opened)
         validation = PromptValidation(config, logger, stop, data.val, sampler, [HeldOutScorer(rewards)])
@@ -223,6 +224,6 @@ def rule_reward(
         return NoRule(tokenizer)
     source = RewardSource(custom.path, custom.name, custom.reward_kwargs)
     source.check(data_sources)
-    settings = KeeperSettings(source, reward.num_workers, reward.timeout_s, give_up=reward.stop_if_all_failed)
-    processes = RewardHere(source) if local else RewardProcesses(settings)
-    return RuleReward(processes, tokenizer, reward.failed_score, reward.stop_if_all_failed)
+    stops = reward.stop_if_all_failed
+    processes = RewardHere(source) if local else RewardProcesses(source, reward.num_workers, reward.timeout_s, stops)
+    return RuleReward(processes, tokenizer, reward.failed_score, stops)

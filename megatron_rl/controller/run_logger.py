@@ -128,8 +128,12 @@ class RunLogger:
     def step_metrics(self, experience: Batch, scored: ScoredAnswers) -> dict[str, float]:
         """Statistics of one step's samples, cost of its transition, and seconds by phase.
 
-        A prompt are the tokens before the first sampled one, a response the sampled tokens.
+        A prompt are the tokens before the first sampled one, a response the sampled tokens. Episodes that failed do not
+        count, unless all did.
         """
+        if "failed" in experience and not experience["failed"].all():
+            ended = (~experience["failed"]).nonzero()[:, 0]
+            experience, scored = experience[ended], scored[ended]
         lengths = (first_true(experience["sampled"]), experience.num_sampled)
         values = experience.flat("old_values") if "old_values" in experience else None
         returns, advantages = experience.flat("returns"), experience.flat("advantages")

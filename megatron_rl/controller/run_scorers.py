@@ -20,9 +20,9 @@ from megatron_rl.records import Batch
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.kinds import KINDS
 from megatron_rl.scoring.batch_scorers import RewardScorer, RoleScorer, Scorer
-from megatron_rl.scoring.outcome import describe_error, quote
 from megatron_rl.scoring.rewards import Rewards
 from megatron_rl.scoring.sampled_batch import SampledBatch
+from megatron_rl.user_code.plain_values import describe_error, quote
 
 
 def scorers_of(

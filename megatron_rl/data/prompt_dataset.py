@@ -100,6 +100,11 @@ class PromptDataset:
         """The data sources of all prompts."""
         return {prompt.row.data_source for prompt in self._prompts}
 
+    @property
+    def are_chats(self) -> set[bool]:
+        """Whether its prompts are messages, whether they are texts, or both."""
+        return {not isinstance(prompt.row.prompt, str) for prompt in self._prompts}
+
     def texts(self, data_sources: Collection[str] | None = None) -> tuple[list[Conversation], list[list[int]]]:
         """The prompts of these data sources, or of all, as their files have them, and their tokens."""
         kept = [prompt for prompt in self._prompts if data_sources is None or prompt.row.data_source in data_sources]

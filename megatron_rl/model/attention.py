@@ -101,13 +101,13 @@ class StackedQKVSelfAttention(SelfAttention):
     def _turn(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         """Rotate the first elements of each head of x [S, B, N, D]."""
         if self.turned == x.shape[-1]:
-            whole: Tensor = Turn.apply(x, cosine, sine)
+            whole: Tensor = RotaryTurn.apply(x, cosine, sine)
             return whole
         turning, still = x.split([self.turned, x.shape[-1] - self.turned], dim=-1)
-        return torch.cat([Turn.apply(turning, cosine, sine), still], dim=-1)
+        return torch.cat([RotaryTurn.apply(turning, cosine, sine), still], dim=-1)
 
 
-class Turn(torch.autograd.Function):
+class RotaryTurn(torch.autograd.Function):
     """Rotary embedding (Su et al., arXiv:2104.09864): rotate x [S, B, N, D] by angles with the given cosine and sine
     [S, 1, 1, D / 2]. Elements i and i + D / 2 are a pair.
     """
@@ -124,7 +124,7 @@ class Turn(torch.autograd.Function):
 
 
 def turned(x: Tensor, cosine: Tensor, sine: Tensor, direction: float) -> Tensor:
-    """x rotated forward (1) or back (-1); other arguments: see `Turn`."""
+    """x rotated forward (1) or back (-1); other arguments: see `RotaryTurn`."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     first, second = x.chunk(2, -1)
     out_first, out_second = out.chunk(2, -1)

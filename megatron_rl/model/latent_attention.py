@@ -27,7 +27,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_rl.device import has_varlen_attention
-from megatron_rl.model.attention import CausalAttention, Turn
+from megatron_rl.model.attention import CausalAttention, RotaryTurn
 from megatron_rl.model.families import LatentAttention
 from megatron_rl.model.norm import RMSNorm
 from megatron_rl.model.segments import Segments, turns_of
@@ -168,5 +168,5 @@ def _turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     first, which changes no product of a query with a key.
     """
     halves = torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
-    turned: Tensor = Turn.apply(halves, cosine.to(x.dtype), sine.to(x.dtype))
+    turned: Tensor = RotaryTurn.apply(halves, cosine.to(x.dtype), sine.to(x.dtype))
     return turned

@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 
+from megatron_rl.agents.episode import rows_of
+from megatron_rl.agents.episodes import Episodes
 from megatron_rl.cluster.routing import chunk_sizes
 from megatron_rl.records import Batch, Prompts, Sampling
-from megatron_rl.rollout.slices import Drawn, Slice, SliceReport, Start
+from megatron_rl.rollout.slices import Slice, SliceReport, Start
 from megatron_rl.sampling.driver import Driver, advance
-from megatron_rl.sampling.open_answers import OpenAnswer, rows_of_answers
+from megatron_rl.sampling.open_answers import SeedOf, new_episodes, start_of
 
 
 class Asked:
     """One request per row of prompts, numbered -1, -2, ...; the schedule's requests are numbered from 0 on.
 
-    seed_of: (salt, prompt index, sample) -> seed.
+    Turns of all rows are drawn together, and then answered together.
     """
 
-    def __init__(self, prompts: Prompts, sampling: Sampling, seed_of: Callable[[int, int, int], int]) -> None:
-        places = zip(prompts.index.tolist(), prompts.sample.tolist(), prompts.prompt_ids.unbind(), strict=True)
-        self._starts = [
-            Start(-1 - row, tuple(ids.tolist()), seed_of(sampling.salt, index, sample), sampling.max_tokens, sampling)
-            for row, (index, sample, ids) in enumerate(places)
-        ]
-        self._drawn: dict[int, Drawn] = {}
+    def __init__(self, prompts: Prompts, sampling: Sampling, seed_of: SeedOf, episodes: Episodes | None) -> None:
+        """episodes: answers turns; None: the first turn is the last."""
+        self._rows = {-1 - row: episode for row, episode in enumerate(new_episodes(prompts, sampling))}
+        self._seed_of, self._episodes = seed_of, episodes
 
     @property
     def is_answered(self) -> bool:
-        return len(self._drawn) == len(self._starts)
+        return all(episode.finish for episode in self._rows.values())
 
     def shares(self, num_replicas: int) -> list[tuple[Start, ...]]:
         """The unanswered requests in contiguous shares, one for each replica; the first ones have one more."""
-        waiting = [start for start in self._starts if start.request not in self._drawn]
+        waiting = [
+            start_of(request, episode, self._seed_of) for request, episode in self._rows.items() if not episode.finish
+        ]
         shares, first = [], 0
         for size in chunk_sizes(len(waiting), num_replicas):
             shares.append(tuple(waiting[first : first + size]))
@@ -40,29 +41,18 @@ class Asked:
         return shares
 
     def note(self, reports: Iterable[SliceReport]) -> None:
-        """Take the answers of slices that ran until nothing was left."""
+        """Take the turns of slices that ran until nothing was left, and have them answered."""
         for report in reports:
-            self._drawn.update(report.drawn)
+            for request, new in report.drawn.items():
+                self._rows[request].extend(new, report.version, self._episodes is not None)
+        waiting = {request: episode for request, episode in self._rows.items() if episode.waits}
+        if self._episodes is not None and waiting:
+            for request, reply in self._episodes.play(waiting):
+                waiting[request].take(reply, self._episodes.max_turns)
 
     def rows(self) -> Batch:
-        """Prompts with their answers. Raises KeyError while one is missing."""
-        drawn = [(start, self._drawn[start.request]) for start in self._starts]
-        return rows_of_answers(
-            [
-                OpenAnswer(
-                    start.token_ids,
-                    index=0,
-                    sample=0,
-                    sampling=start.sampling,
-                    token_ids=list(new.token_ids),
-                    log_probs=list(new.log_probs),
-                    finish=new.finish,
-                    experts=new.experts,
-                )
-                for start, new in drawn
-            ],
-            with_versions=False,
-        )
+        """Prompts with their answers."""
+        return rows_of(list(self._rows.values()), with_versions=False, has_turns=self._episodes is not None)
 
 
 def ask_replicas(driver: Driver, asked: Asked, version: int) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from megatron_rl.agents.episodes import Episodes
 from megatron_rl.records import Batch, Prompts
 from megatron_rl.rollout.slices import Slice, SliceReport
 from megatron_rl.sampling.open_answers import OpenAnswers
@@ -15,13 +16,18 @@ class Backlog:
     """Turns orders into slices and reports into facts. Threads that share it need a lock of their own.
 
     engines: replica -> requests in its engine. reports: those of finished slices, without tokens, for metrics.
+    episodes: answers turns; None: the first turn of a request is its last.
     """
 
-    def __init__(self, decider: Decider, answers: OpenAnswers, num_replicas: int) -> None:
-        self.decider, self.answers = decider, answers
+    def __init__(
+        self, decider: Decider, answers: OpenAnswers, num_replicas: int, episodes: Episodes | None = None
+    ) -> None:
+        self.decider, self.answers, self.episodes = decider, answers, episodes
         self.engines: list[set[int]] = [set() for _ in range(num_replicas)]
         self.reports: list[SliceReport] = []
         self.apply_decisions()  # a checkpoint may have left some
+        for request in answers.away:
+            self._submit(request)
 
     def next_slice(self, replica: int) -> Slice | None:
         """The next slice of a replica, which must be sent to it; None: there is none yet."""
@@ -34,13 +40,36 @@ class Backlog:
         """
         if report.broken:
             raise RuntimeError(f"replica {report.replica} lacks announced weights: {report.broken}")
-        finished = [request for request, drawn in report.drawn.items() if drawn.finish]
-        self.engines[report.replica] -= set(finished)
-        self.answers.extend(report.drawn, report.version)
+        ended = [request for request, drawn in report.drawn.items() if drawn.finish]
+        self.engines[report.replica] -= set(ended)
+        away = self.answers.extend(report.drawn, report.version)
+        finished = [request for request in ended if request not in away]
         counts: Mapping[int, int] = {request: len(drawn.token_ids) for request, drawn in report.drawn.items()}
-        self.decider.slice_done(report.replica, report.num_steps, counts, finished)
+        self.decider.slice_done(report.replica, report.num_steps, counts, finished, away)
         self.apply_decisions()
         self.reports.append(replace(report, drawn={}))
+        for request in away:
+            if self.answers.episode(request).waits:  # a schedule that is repeated may drop its tokens here
+                self._submit(request)
+        self._forget(finished)
+
+    @property
+    def has_turns_open(self) -> bool:
+        """Whether a turn waits for its answer."""
+        return self.episodes is not None and self.episodes.is_open
+
+    def take_replies(self, waits: bool = False) -> bool:
+        """Take the answers to turns that are there; returns whether there was one. waits: until there is one, if a turn
+        waits for its answer.
+        """
+        replies = [] if self.episodes is None else self.episodes.take(waits and self.episodes.is_open)
+        for request, reply in replies:
+            is_finished = self.answers.take(request, reply)
+            self.decider.returned(request, is_finished)
+            self.apply_decisions()
+            if is_finished:
+                self._forget([request])
+        return bool(replies)
 
     def lost(self, replica: int) -> None:
         """A replica died, with its engine."""
@@ -65,6 +94,18 @@ class Backlog:
                     self.answers.resample(decision.request)
                 case "forget":
                     self.answers.forget([decision.request])
+            self._forget([decision.request])
+
+    def _forget(self, requests: Iterable[int]) -> None:
+        """Drop the environments of requests that have ended or begin again."""
+        if self.episodes is not None:
+            for request in requests:
+                self.episodes.forget(request)
+
+    def _submit(self, request: int) -> None:
+        if self.episodes is None:
+            raise RuntimeError("a turn waits for its answer, and nothing answers turns")
+        self.episodes.submit(request, self.answers.episode(request))
 
     def _slice(self, order: Order) -> Slice:
         engine = self.engines[order.replica]

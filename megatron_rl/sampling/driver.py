@@ -150,7 +150,8 @@ class Driver:
         if not self._calls:
             with self._changed:
                 if not self._jobs and not self._ends:
-                    self._changed.wait(max(timeout, IDLE_S))  # whatever changes wakes it
+                    waits = timeout if self.backlog.has_turns_open else max(timeout, IDLE_S)
+                    self._changed.wait(waits)  # whatever changes wakes it
             return
         for future in wait_any(list(self._calls), timeout):
             if future not in self._calls:
@@ -173,6 +174,7 @@ class Driver:
                 self._do_jobs()
                 self._give_orders()
                 self.collect(TICK_S)
+                self._take_replies()
                 self._check_replicas()
         except BaseException as error:
             with self._changed:
@@ -189,6 +191,11 @@ class Driver:
                 slot.replica.raise_if_failed()
             except MegatronRLError as error:
                 self._lost(slot, error)
+
+    def _take_replies(self) -> None:
+        with self._changed:
+            if self.backlog.take_replies():
+                self._changed.notify_all()
 
     def _do_jobs(self) -> None:
         while self._jobs:

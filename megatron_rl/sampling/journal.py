@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
+from megatron_rl.agents.as_json import answer_from_json, turn_from_json
+from megatron_rl.agents.episode import Reply
 from megatron_rl.observe.appended_file import AppendedFile, replace_file
 from megatron_rl.sampling.rules import Decider, Decision, Order
 
@@ -27,7 +29,9 @@ class Began:
 
 @dataclass(frozen=True)
 class SliceDone:
-    """A replica answered a slice. num_steps: engine steps taken. finished: requests that ended in it."""
+    """A replica answered a slice. num_steps: engine steps taken. finished: requests that ended in it; away: requests of
+    which a turn ended in it.
+    """
 
     event: ClassVar[str] = "slice"
     replica: int
@@ -36,6 +40,27 @@ class SliceDone:
     starts: tuple[int, ...] = ()
     drops: tuple[int, ...] = ()
     finished: tuple[int, ...] = ()
+    away: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class TurnAnswered:
+    """A turn of a request got its answer, and token_ids of it are read next. Requests of a validation are below 0."""
+
+    event: ClassVar[str] = "turn"
+    request: int
+    turn: dict[str, Any]
+    answer: dict[str, Any]
+    token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, request: int, reply: Reply) -> TurnAnswered:
+        return cls(request, asdict(reply.turn), asdict(reply.answer), reply.token_ids)
+
+    @property
+    def reply(self) -> Reply:
+        """The answer. Raises ValueError for a line that no run writes."""
+        return Reply(turn_from_json(self.turn), answer_from_json(self.answer), self.token_ids)
 
 
 @dataclass(frozen=True)
@@ -108,6 +133,7 @@ class Resumed:
 Event = (
     Began
     | SliceDone
+    | TurnAnswered
     | ReplicaLost
     | ReplicaBack
     | VersionReady
@@ -195,10 +221,6 @@ class Questions:
         self.counts = decider.counts
 
     @property
-    def is_drawn(self) -> bool:
-        return self._decider.is_drawn
-
-    @property
     def admits(self) -> bool:
         return self._decider.admits
 
@@ -237,11 +259,21 @@ class Recorder(Questions):
             self._orders[replica] = order
         return order
 
-    def slice_done(self, replica: int, num_steps: int, drawn: Mapping[int, int], finished: Collection[int]) -> None:
-        self._decider.slice_done(replica, num_steps, drawn, finished)
+    def slice_done(
+        self,
+        replica: int,
+        num_steps: int,
+        drawn: Mapping[int, int],
+        finished: Collection[int],
+        away: Collection[int] = (),
+    ) -> None:
+        self._decider.slice_done(replica, num_steps, drawn, finished, away)
         order = self._orders.pop(replica)
-        ended = tuple(sorted(finished))
-        self._journal.append(SliceDone(replica, order.version, num_steps, order.starts, order.drops, ended))
+        ended, left = tuple(sorted(finished)), tuple(sorted(away))
+        self._journal.append(SliceDone(replica, order.version, num_steps, order.starts, order.drops, ended, left))
+
+    def returned(self, request: int, is_finished: bool) -> None:
+        self._decider.returned(request, is_finished)
 
     def sending(self, version: int) -> None:
         self._decider.sending(version)

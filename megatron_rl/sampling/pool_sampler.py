@@ -46,11 +46,12 @@ class PoolSampler(Sampler):
             sending.get()
 
     def answer(self, prompts: Prompts, sampling: Sampling) -> Batch:
-        asked = Asked(prompts, sampling, self.seed_of)
-        shares = asked.shares(len(self.backlog.engines))
-        slices = {replica: Slice(self._version, None, share) for replica, share in enumerate(shares) if share}
+        asked = Asked(prompts, sampling, self.seed_of, self.episodes)
         with self._rollout_mode():
-            asked.note(self.rollout.advance(slices).get())
+            while not asked.is_answered:
+                shares = asked.shares(len(self.backlog.engines))
+                slices = {replica: Slice(self._version, None, share) for replica, share in enumerate(shares) if share}
+                asked.note(self.rollout.advance(slices).get())
         return asked.rows()
 
     @contextmanager
@@ -73,11 +74,14 @@ class PoolSampler(Sampler):
         while not backlog.decider.is_complete(step):
             orders = {replica: backlog.next_slice(replica) for replica in range(len(backlog.engines))}
             slices = {replica: order for replica, order in orders.items() if order is not None}
+            if not slices and backlog.take_replies(waits=True):
+                continue
             if not slices:
                 raise RuntimeError(f"batch {step} is not complete and no replica has anything to do")
             for report in self.rollout.advance(slices).get():
                 if report.replica in slices:
                     backlog.done(report)
+            backlog.take_replies()
         drops = {
             replica: Slice(self._version, 0, drops=tuple(sorted(engine)))
             for replica, engine in enumerate(backlog.engines)

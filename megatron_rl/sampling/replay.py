@@ -13,13 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.errors import MegatronRLError
+from megatron_rl.errors import ReplayError
 from megatron_rl.sampling.journal import Counted, Event, Interrupted, ReplicaLost, Resumed, SliceDone
 from megatron_rl.sampling.rules import Decision, Order, Rules
-
-
-class ReplayError(MegatronRLError):
-    """A recorded schedule cannot be replayed, or the run differs from it."""
 
 
 @dataclass
@@ -30,6 +26,7 @@ class _Slice:
 
     order: Order
     finished: tuple[int, ...]
+    away: tuple[int, ...] = ()
     needs: dict[int, int] = field(default_factory=dict)
     decisions: list[Decision] = field(default_factory=list)
 
@@ -47,6 +44,7 @@ class _JournalReader:
         self._abandoned: dict[int, set[int]] = defaultdict(set)
         self._owner: dict[int, int] = {}
         self._left_after: dict[int, int] = {}
+        self._away_since: dict[int, int] = {}
 
     def read(self, event: Event) -> None:
         """Read the next event; events that decide nothing are skipped."""
@@ -62,6 +60,8 @@ class _JournalReader:
                     self._lose(replica)
             case Decision():
                 slices = self.slices[self._owner[event.request]] if event.request in self._owner else []
+                if event.request in self._away_since:  # before the answer to its turn could come
+                    slices = slices[: self._away_since[event.request]]
                 (slices[-1].decisions if slices else self.decisions).append(event)
 
     def forget_slices(self) -> None:
@@ -70,7 +70,10 @@ class _JournalReader:
         for finished, decisions in done:
             ended = [*finished, *(decision.request for decision in decisions if decision.kind == "truncate")]
             self.num_finished.update(self.rules.batch_of(request) for request in ended)
-        for known in (self.slices, self._inside, self._abandoned, self._owner, self._left_after):
+        for known in (
+            *(self.slices, self._inside, self._abandoned),
+            *(self._owner, self._left_after, self._away_since),
+        ):
             known.clear()
         self.interruptions = []
         self.decisions = []
@@ -103,17 +106,20 @@ class _JournalReader:
             if other != replica:
                 needs[other] = max(needs.get(other, 0), self._left_after[request])
             self._owner[request] = replica
+            self._away_since.pop(request, None)
         held = slices[-1].order.version if slices else self.rules.first_step - 1
         if self.rules.colocated and event.version != held:  # the engine was offloaded, and so is empty
             self._inside[replica].clear()
             self._abandoned.pop(replica, None)
         drops = tuple(sorted(self._abandoned.pop(replica, set()).union(event.drops)))
         order = Order(replica, event.version, event.num_steps, event.starts, drops)
-        slices.append(_Slice(order, event.finished, needs))
+        slices.append(_Slice(order, event.finished, event.away, needs))
         inside = self._inside[replica]
         inside.difference_update(event.drops)
         inside.update(event.starts)
-        inside.difference_update(event.finished)
+        inside.difference_update(event.finished, event.away)
+        self._left_after |= dict.fromkeys(event.away, len(slices))
+        self._away_since |= dict.fromkeys(event.away, len(slices))
 
 
 class Replay:
@@ -148,6 +154,7 @@ class Replay:
         self._interruptions = deque(
             [before.get(replica, 0) for replica in range(num_replicas)] for before in reader.interruptions
         )
+        self.away: set[int] = set()
         self.admits = True  # without effect: the record says when requests start
         self._num_given = [0] * num_replicas
         self._num_done = [0] * num_replicas
@@ -163,25 +170,34 @@ class Replay:
             return None
         known = self._slices[replica][number]
         waits = any(self._num_done[other] < num for other, num in known.needs.items())
+        waits = waits or bool(self.away & set(known.order.starts))
         if waits or known.order.version > max(self._held[replica], self._ready):
             return None
         self._num_given[replica] += 1
         self._held[replica] = known.order.version
         return known.order
 
-    def slice_done(self, replica: int, num_steps: int, drawn: Mapping[int, int], finished: Collection[int]) -> None:
-        """Raises ReplayError if engine steps or finished requests differ from the recorded ones."""
+    def slice_done(
+        self,
+        replica: int,
+        num_steps: int,
+        drawn: Mapping[int, int],
+        finished: Collection[int],
+        away: Collection[int] = (),
+    ) -> None:
+        """Raises ReplayError if engine steps, or requests that ended or went away, differ from the recorded ones."""
         number = self._num_done[replica]
         if number == self._num_given[replica]:
             raise ValueError(f"replica {replica} has no outstanding order")
         known = self._slices[replica][number]
-        now = (num_steps, tuple(sorted(finished)))
-        if now != (known.order.num_steps, known.finished):
+        now = (num_steps, tuple(sorted(finished)), tuple(sorted(away)))
+        recorded = (known.order.num_steps, known.finished, known.away)
+        if now != recorded:
             raise ReplayError(
                 f"slice {number} of replica {replica}, version {known.order.version}: recorded were "
-                f"{known.order.num_steps} engine steps and finished requests {list(known.finished)}, now there are "
-                f"{now[0]} and {list(now[1])}"
+                f"{_in_words(recorded)}, now there are {_in_words(now)}"
             )
+        self.away.update(away)
         self._num_done[replica] += 1
         self._decisions += known.decisions
         ended = list(known.finished)
@@ -189,18 +205,25 @@ class Replay:
             self.counts["truncated"] += self._counts_itself and decision.kind == "truncate"
             self.counts["resampled"] += self._counts_itself and decision.kind == "resample"
             ended += [decision.request] if decision.kind == "truncate" else []
+            self.away.discard(decision.request)
         self._num_finished.update(self.rules.batch_of(request) for request in ended)
+
+    def returned(self, request: int, is_finished: bool) -> None:
+        """A request that was away has the answer to its turn."""
+        self.away.remove(request)
+        self._num_finished[self.rules.batch_of(request)] += is_finished
 
     def is_complete(self, step: int) -> bool:
         """Whether batch `step` is finished. Raises ReplayError if the recorded run ended before that."""
         if self._num_finished[step] == self.rules.batch_rows:
             return True
-        if all(num == len(slices) for num, slices in zip(self._num_done, self._slices, strict=True)):
+        ended = all(num == len(slices) for num, slices in zip(self._num_done, self._slices, strict=True))
+        if ended and not self.away:
             raise ReplayError(f"the recorded schedule ends before batch {step} is complete")
         return False
 
     @property
-    def is_drawn(self) -> bool:
+    def _is_drawn(self) -> bool:
         """Whether every request of the run is finished."""
         return self._num_finished.total() == self.rules.num_steps_total * self.rules.batch_rows
 
@@ -256,9 +279,15 @@ class Replay:
 
     def state_dict(self) -> dict[str, Any]:
         """Raises ReplayError before everything is drawn: restarted engines would not give the same bits."""
-        if not self.is_drawn:
+        if not self._is_drawn:
             raise ReplayError("a run that repeats a recorded schedule cannot be saved before its last batch is drawn")
         last, rows = self.rules.num_steps_total, self.rules.batch_rows
         state: dict[str, Any] = {"batch_rows": rows, "taken": last, "next_new": last * rows, "open": []}
         versions = [[held, self._ready] for held in self._held]
         return state | {"versions": versions, "announced": self._ready, "counts": dict(self.counts)}
+
+
+def _in_words(facts: tuple[int | None, tuple[int, ...], tuple[int, ...]]) -> str:
+    num_steps, finished, away = facts
+    ends = f" and turns that ended of {list(away)}" if away else ""
+    return f"{num_steps} engine steps, finished requests {list(finished)}{ends}"

@@ -73,7 +73,7 @@ class ReplicaSampler(Sampler):
 
     def answer(self, prompts: Prompts, sampling: Sampling) -> Batch:
         """Answers to all prompt rows; open requests continue afterwards."""
-        version, asked = self.weights.version, Asked(prompts, sampling, self.seed_of)
+        version, asked = self.weights.version, Asked(prompts, sampling, self.seed_of, self.episodes)
         with self.driver.holding(version, drained=not self.rules.partial):
             while not self.driver.ask(lambda: ask_replicas(self.driver, asked, version)):
                 self.driver.wait_until(lambda: self.weights.is_wanted)

@@ -29,6 +29,7 @@ class Rules:
     on rules and answer lengths alone. colocated: engines are offloaded while training runs and lose their requests.
     straggler_slices: the policy acts on the last missing request of the batch that is trained next after it has been
     the last one for so many slices. straggler_attempts: how often "resample" draws a request again.
+    has_turns: a request may have several turns, and is away between two of them.
     """
 
     batch_rows: int
@@ -46,6 +47,7 @@ class Rules:
     straggler_policy: str = "wait"
     straggler_slices: int = 4
     straggler_attempts: int = 1
+    has_turns: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError for values that cannot work, above all an `ahead` under which the run would block."""
@@ -139,17 +141,25 @@ class Decider(Protocol):
     counts: dict[str, int]
     """For metrics: renewed, moved, truncated, resampled, forgotten_tokens since the run began."""
 
-    @property
-    def is_drawn(self) -> bool:
-        """Whether every request of the run is finished."""
-
     def next_order(self, replica: int) -> Order | None:
         """The replica's next slice, which is outstanding from now on. None: there is none until another fact
         arrives.
         """
 
-    def slice_done(self, replica: int, num_steps: int, drawn: Mapping[int, int], finished: Collection[int]) -> None:
-        """The outstanding order was carried out. drawn: request -> number of new tokens."""
+    def slice_done(
+        self,
+        replica: int,
+        num_steps: int,
+        drawn: Mapping[int, int],
+        finished: Collection[int],
+        away: Collection[int] = (),
+    ) -> None:
+        """The outstanding order was carried out. drawn: request -> number of new tokens. away: requests whose turn has
+        ended, and which wait for its answer outside the engine.
+        """
+
+    def returned(self, request: int, is_finished: bool) -> None:
+        """A request that was away has the answer to its turn. is_finished: it needs no further turn."""
 
     def sending(self, version: int) -> None:
         """`version` begins to overwrite weights that replicas have received but not taken. Ask `may_send` before."""

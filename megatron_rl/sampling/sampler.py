@@ -15,16 +15,19 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from megatron_rl.agents.episode import Reply, episode_metrics
+from megatron_rl.agents.episodes import Episodes, RecordedEpisodes
 from megatron_rl.config.algorithms import estimator_traits
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.prompt_mixture import MixtureCursor
+from megatron_rl.errors import RewardError
 from megatron_rl.hybrid_engine.hybrid_engine import TransitionReport
 from megatron_rl.observe.phase_clock import PhaseClock
 from megatron_rl.records import Batch, Prompts, Sampling
 from megatron_rl.rollout.seeds import request_seed
 from megatron_rl.sampling.backlog import Backlog
-from megatron_rl.sampling.journal import Journal
+from megatron_rl.sampling.journal import Journal, TurnAnswered
 from megatron_rl.sampling.open_answers import OpenAnswers
 from megatron_rl.sampling.rules import Decider, Rules
 from megatron_rl.sampling.saved_answers import ROLLOUTS_FILE, read_answers, write_rollouts
@@ -47,13 +50,16 @@ class SamplingLogger(Protocol):
 
 @dataclass(frozen=True)
 class Sources:
-    """Sources of batches. scorer: of answers, where batches are chosen by their scores."""
+    """Sources of batches. scorer: of answers, where batches are chosen by their scores. episodes: answers turns; None:
+    the first turn of an answer is its last.
+    """
 
     config: RunConfig
     train_data: PromptDataset
     cursor: MixtureCursor
     scorer: Scorer
     logger: SamplingLogger
+    episodes: Episodes | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,7 @@ class Schedule:
     """The decider of a run and its state. checkpoint: the folder to resume from if it has answers, else None.
 
     last_batch: the last batch that the checkpoint has begun. journal: None if no answer outlives its step: then nothing
-    is recorded or saved.
+    is recorded or saved. replies: the answers to turns of a schedule that is repeated, by request, in their order.
     """
 
     rules: Rules
@@ -70,6 +76,7 @@ class Schedule:
     num_replicas: int
     last_batch: int
     checkpoint: Path | None
+    replies: Sequence[tuple[int, Reply]] | None = None
 
 
 class Sampler:
@@ -85,12 +92,24 @@ class Sampler:
         self.needs_greedy = "greedy_scores" in estimator_traits(sources.config).reads
         self.rules, self.journal = schedule.rules, schedule.journal
         self.seed_of = partial(request_seed, self.config.trainer.seed)
-        self.answers = OpenAnswers(self.rules.batch_rows, self.seed_of, with_versions=self.journal is not None)
+        self.episodes = self._episodes(sources.episodes, schedule)
+        max_turns = 0 if self.episodes is None else self.episodes.max_turns
+        self.answers = OpenAnswers(self.rules.batch_rows, self.seed_of, self.journal is not None, max_turns)
         self._cursor_ahead, self._last_begun = copy.deepcopy(self.cursor), self.rules.first_step - 1
         self.begin_batches(schedule.last_batch)
         if schedule.checkpoint is not None:
             read_answers(schedule.checkpoint, self.answers)
-        self.backlog = Backlog(schedule.decider, self.answers, schedule.num_replicas)
+        self.backlog = Backlog(schedule.decider, self.answers, schedule.num_replicas, self.episodes)
+
+    def _episodes(self, live: Episodes | None, schedule: Schedule) -> Episodes | None:
+        """What answers turns: as recorded where a schedule is repeated. Every answer goes to the journal."""
+        if live is None:
+            return None
+        episodes = live if schedule.replies is None else RecordedEpisodes(live.max_turns, schedule.replies)
+        journal = schedule.journal
+        if journal is not None:
+            episodes.record = lambda request, reply: journal.append(TurnAnswered.of(request, reply))
+        return episodes
 
     def next(self, step: int) -> SampledBatch:
         """The batch of a step, once it is complete."""
@@ -154,4 +173,19 @@ class Sampler:
         """The complete batch of a step, which is trained now."""
         prompts, rows, greedy = self.backlog.batch(step)
         self.cursor.next_indices()  # these are the prompts of the batch: the cursor moves behind them
-        return SampledBatch(step, prompts, rows, greedy)
+        batch = SampledBatch(step, prompts, rows, greedy)
+        if self.episodes is not None:
+            batch.metrics |= self._describe_episodes(step)
+        return batch
+
+    def _describe_episodes(self, step: int) -> dict[str, float]:
+        """Metrics of the episodes. Warns of failed ones; raises RewardError where too many have failed."""
+        episodes = self.answers.sampled_episodes(step)
+        metrics, most = episode_metrics(episodes), self.config.actor_rollout_ref.rollout.multi_turn.max_failed_ratio
+        failures = [episode.failure for episode in episodes if episode.failure is not None]
+        if failures:
+            first = f"{len(failures)} of {len(episodes)} episodes failed; the first: {failures[0].reason}"
+            if len(failures) > most * len(episodes):
+                raise RewardError(f"{first}; at most {most:.0%} may fail (multi_turn.max_failed_ratio)")
+            self.logger.warn(first)
+        return metrics

@@ -51,6 +51,7 @@ class Scheduler:
         self._announced = first
         self._planned: dict[int, Order] = {}
         self._decisions: list[Decision] = []
+        self.away: set[int] = set()
         self.admits = True
         if state is not None:
             self._load(state)
@@ -77,7 +78,7 @@ class Scheduler:
         return self._requests.is_complete(step)
 
     @property
-    def is_drawn(self) -> bool:
+    def _is_drawn(self) -> bool:
         """Whether every request of the run is finished."""
         return self._requests.frontier > self.rules.num_steps_total
 
@@ -103,7 +104,7 @@ class Scheduler:
         """Whether weights may be sent now. In rounds it is too early while an earlier version, which all replicas take
         at a fixed place, has not been taken. Otherwise it is never too early.
         """
-        if not self.rules.in_rounds or self.is_drawn:
+        if not self.rules.in_rounds or self._is_drawn:
             return True
         due = self._due()
         return not self._planned and (due >= version or not self._swappers(due))
@@ -114,7 +115,7 @@ class Scheduler:
         In rounds this holds once all replicas wait for the version of `step` or a later one, so `version_ready(step)`
         must not be called before `saved(step)`. Without rounds it always holds.
         """
-        if not self.rules.in_rounds or self.is_drawn:
+        if not self.rules.in_rounds or self._is_drawn:
             return True
         return not self._is_round_open() and self._due() >= step and self._waits_for_due()
 
@@ -125,6 +126,7 @@ class Scheduler:
             "versions": [[replica.held, replica.ready] for replica in self._replicas],
             "announced": self._announced,
             "counts": dict(self.counts),
+            "away": sorted(self.away),
             "open": [
                 [request, owners.get(request), known.drawn, known.attempt, known.version, known.late]
                 for request, known in sorted(self._requests.open.items())
@@ -133,13 +135,22 @@ class Scheduler:
 
     # Facts
 
-    def slice_done(self, replica: int, num_steps: int, drawn: Mapping[int, int], finished: Collection[int]) -> None:
-        """The outstanding order of `replica` was carried out. drawn: request -> number of new tokens."""
+    def slice_done(
+        self,
+        replica: int,
+        num_steps: int,
+        drawn: Mapping[int, int],
+        finished: Collection[int],
+        away: Collection[int] = (),
+    ) -> None:
+        """The outstanding order of `replica` was carried out. drawn: request -> number of new tokens. away: requests
+        whose turn has ended: they have left the engine until `returned`.
+        """
         known = self._replicas[replica]
         order = known.order
         if order is None:
             raise ValueError(f"replica {replica} has no outstanding order")
-        strangers = (set(drawn) | set(finished)) - known.owned
+        strangers = (set(drawn) | set(finished) | set(away)) - known.owned
         if strangers or min(drawn.values(), default=0) < 0:
             raise ValueError(
                 f"replica {replica} does not run requests {sorted(strangers)}, or has drawn less than none"
@@ -149,12 +160,24 @@ class Scheduler:
             if num:
                 self._requests.open[request].drawn += num
                 self._requests.open[request].version = order.version
-        known.inside.difference_update(finished)
+        known.inside.difference_update(finished, away)
+        self.away.update(away)
         for request in sorted(finished):
             self._finish(known, request)
         straggler, known.straggler = known.straggler, None
-        if straggler is not None and straggler in known.owned:
+        if straggler is not None and straggler in known.owned - self.away:
             self._act_on_straggler(known, straggler)
+
+    def returned(self, request: int, is_finished: bool) -> None:
+        """A request that was away has the answer to its turn. is_finished: it needs no further turn."""
+        if request not in self.away:
+            raise ValueError(f"request {request} is not away: these are {sorted(self.away)}")
+        self.away.remove(request)
+        owner = next((replica for replica in self._replicas if request in replica.owned), None)
+        if is_finished:
+            self._finish(owner, request)
+        elif owner is None:
+            self._give_back(request)
 
     def sending(self, version: int) -> None:
         """`version` begins to overwrite weights that replicas have received but not taken. They keep what they hold."""
@@ -182,17 +205,22 @@ class Scheduler:
         interrupted: instead, the engines did something else and are empty.
         """
         for replica in self._replicas:
-            replica.renewed |= replica.owned
-            self.counts["renewed"] += len(replica.owned)
+            replica.renewed |= replica.owned - self.away
+            self.counts["renewed"] += len(replica.owned - self.away)
 
     def replica_lost(self, replica: int) -> None:
-        """The replica died: its requests go to the front of the queue; they keep their tokens only if `partial`."""
+        """The replica died: its requests go to the front of the queue; they keep their tokens only if `partial`.
+
+        Those that are away and keep their tokens go there when they return.
+        """
         known = self._replicas[replica]
         if not known.is_alive:
             raise ValueError(f"replica {replica} is dead already")
         for request in sorted(known.owned):
             self.counts["moved"] += 1
-            self._give_back(request)
+            if not (self.rules.partial and request in self.away):
+                self.away.discard(request)
+                self._give_back(request)
         self._planned.pop(replica, None)
         self._replicas[replica] = _Replica(known.held, known.ready, is_alive=False)
 
@@ -211,7 +239,7 @@ class Scheduler:
         if not self.admits and not self.rules.in_rounds:  # in rounds they drain at their own places
             return 0
         most = self.rules.batch_rows if self.rules.ahead == 0 else self.rules.max_running + self.rules.max_queued
-        return max(0, most - len(replica.owned))
+        return max(0, most - len(replica.owned - self.away))
 
     def _free_version(self, replica: _Replica) -> int:
         """The version of its next slice: the newest; without `partial` only once it has no unfinished request."""
@@ -239,7 +267,7 @@ class Scheduler:
             if takers[:1] == [replica]:
                 share = self._shares(takers, self._requests.num_waiting(version))[0]
                 known.owned.update(self._requests.hand_out(share, version))
-        return self._order(replica, version, self._requests.taken + 1) if known.owned else None
+        return self._order(replica, version, self._requests.taken + 1) if known.owned - self.away else None
 
     def _order(self, replica: int, version: int, next_batch: int) -> Order:
         """The order after which the engine of `replica` runs what it owns, under `version`."""
@@ -251,18 +279,20 @@ class Scheduler:
                 known.renewed |= known.owned & known.inside
                 self.counts["renewed"] += len(known.owned & known.inside)
         drops = (known.inside - known.owned) | (known.inside & known.renewed)
-        starts = known.owned - (known.inside - drops)
+        present = known.owned - self.away
+        starts = present - (known.inside - drops)
         known.held = version
-        known.inside = set(known.owned)
+        known.inside = present
         known.renewed = set()
         known.straggler = self._straggler(known, next_batch)
-        num_steps = None if self.rules.ahead == 0 else self.rules.slice_steps
+        num_steps = None if self.rules.ahead == 0 and not self.rules.has_turns else self.rules.slice_steps
         return Order(replica, version, num_steps, tuple(sorted(starts)), tuple(sorted(drops)))
 
     # Rounds
 
     def _is_round_open(self) -> bool:
-        return bool(self._planned) or any(replica.order is not None for replica in self._replicas)
+        """Whether a slice or an answer to a turn is outstanding: a round admits the answers of all its turns."""
+        return bool(self._planned or self.away) or any(replica.order is not None for replica in self._replicas)
 
     def _due(self) -> int:
         """The version that all replicas should hold by now, in rounds; it depends only on the complete batches."""
@@ -305,17 +335,19 @@ class Scheduler:
 
     # Ends of requests
 
-    def _finish(self, replica: _Replica, request: int) -> None:
+    def _finish(self, replica: _Replica | None, request: int) -> None:
         self._requests.finish(request)
-        replica.owned.discard(request)
-        replica.renewed.discard(request)
+        if replica is not None:
+            replica.owned.discard(request)
+            replica.renewed.discard(request)
 
     def _straggler(self, replica: _Replica, next_batch: int) -> int | None:
         """The last unfinished request of `next_batch` if `replica` has it, else None."""
         is_late = next_batch == self._requests.frontier and self._requests.num_missing(next_batch) == 1
         if self.rules.straggler_policy == "wait" or not is_late:
             return None
-        return next((request for request in replica.owned if self.rules.batch_of(request) == next_batch), None)
+        present = replica.owned - self.away
+        return next((request for request in present if self.rules.batch_of(request) == next_batch), None)
 
     def _act_on_straggler(self, replica: _Replica, request: int) -> None:
         """Count one more slice that has not finished the request, and apply the policy at the limit."""
@@ -351,6 +383,7 @@ class Scheduler:
         self._requests.load(state, {entry[0]: Request(*entry[2:]) for entry in state["open"]})
         self._announced = max(state["announced"], self._announced)
         self.counts |= state["counts"]
+        self.away = set(state.get("away", ()))
         for replica, (held, ready) in zip(self._replicas, state["versions"], strict=False):
             replica.held, replica.ready = max(held, replica.held), max(ready, replica.ready)
         for request, owner, *_ in state["open"]:
@@ -360,9 +393,12 @@ class Scheduler:
         """Leave the request with its replica if that may continue it, else give it back."""
         replica = self._replicas[owner] if owner is not None and owner < len(self._replicas) else None
         if replica is None or self.rules.batch_of(request) > self.rules.last_batch(replica.held):
-            self._give_back(request)
+            if not (self.rules.partial and request in self.away):
+                self.away.discard(request)
+                self._give_back(request)
             return
         known = self._requests.open[request]
         if not self.rules.partial and known.drawn and known.version != replica.held:
+            self.away.discard(request)
             self._forget(request, "forget")
         replica.owned.add(request)

@@ -20,6 +20,10 @@ Lengths = Callable[[int, int], int]
 """(request, attempt) -> tokens of its answer, at least 1."""
 
 
+Turns = Callable[[int], tuple[int, float]]
+"""request -> tokens of each of its turns, and seconds from a turn's end to its answer."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """A replica dies at `at` seconds and restarts `down` seconds later. None: never."""
@@ -70,11 +74,18 @@ class Simulation:
     """The executor on a simulated clock. It counts the tokens of each request by version."""
 
     def __init__(
-        self, decider: Decider, rules: Rules, num_replicas: int, lengths: Lengths, costs: Costs, saves: Collection[int]
+        self,
+        decider: Decider,
+        rules: Rules,
+        num_replicas: int,
+        lengths: Lengths,
+        costs: Costs,
+        saves: Collection[int],
+        turns: Turns | None = None,
     ) -> None:
-        """saves: steps after which a checkpoint is written."""
+        """saves: steps after which a checkpoint is written. turns: of every answer; None: each is a single turn."""
         self.decider, self.rules, self.lengths, self.costs = decider, rules, lengths, costs
-        self.saves = saves
+        self.saves, self.turns = saves, turns
         self.engines: list[Engine | None] = [Engine(rules.first_step - 1) for _ in range(num_replicas)]
         self.outcome = SimulatedRun(orders={replica: [] for replica in range(num_replicas)})
         self.now = 0.0
@@ -86,6 +97,7 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_events = 0
         self._returning: list[int] = []
+        self._away: dict[int, int] = {}
         self._sending = False
 
     def run(self, failures: Sequence[Failure]) -> SimulatedRun:
@@ -142,7 +154,7 @@ class Simulation:
     def _begin_slice(self, replica: int, engine: Engine, order: Order) -> None:
         swaps = engine.follow(order, self.rules.colocated)
         given = sum(num for request in order.starts for _, num in self.tokens.get(request, ()))
-        remaining = {request: self._remaining(request) for request in sorted(engine.requests)}
+        remaining = {request: self._left_in_turn(request) for request in sorted(engine.requests)}
         drawing = draw(remaining, order.num_steps, self.rules.max_running)
         seconds = self.costs.slice_seconds(drawing.stretches) + given * self.costs.prefill_seconds
         seconds += self.costs.overhead_seconds + swaps * self.costs.swap_seconds
@@ -153,18 +165,46 @@ class Simulation:
             engine.requests.difference_update(drawing.finished)
             for request, num in drawing.drawn.items():
                 self.tokens.setdefault(request, []).append((order.version, num))
-            for request in drawing.finished:
+            ended, left = (drawing.finished, []) if self.turns is None else ([], drawing.finished)
+            for request in ended:
                 self._answer(request)
+            for request in left:
+                self.leave(request)
             self._bar(f"replica {replica}", start, self.now, f"version {order.version}")
             self.outcome.orders[replica].append((order, drawing.num_steps))
-            self.decider.slice_done(replica, drawing.num_steps, drawing.drawn, drawing.finished)
+            self.decider.slice_done(replica, drawing.num_steps, drawing.drawn, ended, left)
 
         start = self.now
         self._after(seconds, finish)
 
+    def _drawn(self, request: int) -> int:
+        return sum(num for _, num in self.tokens.get(request, ()))
+
     def _remaining(self, request: int) -> int:
-        drawn = sum(num for _, num in self.tokens.get(request, ()))
-        return self.lengths(request, self.attempts[request]) - drawn
+        return self.lengths(request, self.attempts[request]) - self._drawn(request)
+
+    def _left_in_turn(self, request: int) -> int:
+        """Tokens until the end of the present turn."""
+        remaining = self._remaining(request)
+        if self.turns is None:
+            return remaining
+        each, _ = self.turns(request)
+        return min(remaining, each - self._drawn(request) % each)
+
+    def leave(self, request: int) -> None:
+        """A turn of a request has ended; its answer comes later."""
+        assert self.turns is not None  # else no turn ends
+        self._away[request] = self._num_events
+        self._after(self.turns(request)[1], partial(self._come_back, request, self._num_events))
+
+    def _come_back(self, request: int, number: int) -> None:
+        if self._away.get(request) != number:
+            return  # its tokens were dropped meanwhile
+        del self._away[request]
+        is_finished = self._remaining(request) == 0
+        if is_finished:
+            self._answer(request)
+        self.decider.returned(request, is_finished)
 
     def _answer(self, request: int) -> None:
         if request in self.outcome.answers:
@@ -178,6 +218,7 @@ class Simulation:
                 self._answer(decision.request)
             else:
                 self.tokens.pop(decision.request, None)
+                self._away.pop(decision.request, None)
                 self.attempts[decision.request] = decision.attempt
 
     def _fail(self, failure: Failure) -> None:
@@ -256,10 +297,11 @@ def simulate(
     *,
     failures: Sequence[Failure] = (),
     saves: Collection[int] = (),
+    turns: Turns | None = None,
 ) -> SimulatedRun:
     """Simulate a whole run. decider: for example Scheduler(rules, num_replicas). lengths: of answers, at least 1 token.
 
-    saves: steps after which a checkpoint is written; it takes no time here but restarts unfinished requests. Raises
-    StuckError if the run cannot continue, for example because all replicas are dead.
+    saves: steps after which a checkpoint is written; it takes no time here but restarts unfinished requests. turns: of
+    every answer. Raises StuckError if the run cannot continue, for example because all replicas are dead.
     """
-    return Simulation(decider, rules, num_replicas, lengths, costs, saves).run(failures)
+    return Simulation(decider, rules, num_replicas, lengths, costs, saves, turns).run(failures)

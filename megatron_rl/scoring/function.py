@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +17,8 @@ from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.user_functions import import_file
 from megatron_rl.errors import ConfigError
 from megatron_rl.scoring.built_in.by_data_source import rules_of_sources
-from megatron_rl.scoring.outcome import RewardFunction, describe_error
+from megatron_rl.scoring.outcome import FAILURES, Outcome, RewardFunction, Sample, failed, score_sample
+from megatron_rl.user_code.plain_values import describe_error
 
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None)"
 
@@ -29,11 +31,54 @@ class RewardSource:
     name: str
     kwargs: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def noun(self) -> str:
+        """What the user's code is."""
+        return "the reward function"
+
+    @property
+    def timeout_key(self) -> str:
+        """The key of the time limit."""
+        return "reward_model.timeout_s"
+
+    def load(self) -> Callable[[Sample], Outcome]:
+        """Return what scores a sample. Raises ConfigError as `load_reward_function`."""
+        return functools.partial(score_sample, load_reward_function(self))
+
+    def written(self, answer: Outcome) -> list[Any]:
+        """Return an outcome as JSON values."""
+        return [answer.score, answer.extras, answer.failure, answer.reason]
+
+    def read(self, content: Any) -> Outcome:
+        """Return the outcome of `written`. Raises ValueError for anything else."""
+        try:
+            score, extras, failure, reason = content
+            is_valid = isinstance(failure, str) and isinstance(reason, str) and isinstance(extras, dict)
+            is_valid = is_valid and all(isinstance(value, str) or _is_finite(value) for value in extras.values())
+            is_valid = is_valid and (failure in FAILURES and score is None if failure else _is_finite(score))
+        except (ValueError, TypeError):
+            is_valid = False
+        if not is_valid:
+            raise ValueError(f"{content!r:.80}")
+        return Outcome(score, extras, failure, reason)
+
+    def failed(self, kind: str, reason: str) -> Outcome:
+        """Return the outcome of a sample whose process has failed."""
+        return failed(kind, reason)
+
+    def too_long(self, reason: str) -> Outcome:
+        """Return the outcome in place of one that is too long."""
+        return failed("no_score", reason)
+
     def check(self, data_sources: Iterable[str]) -> None:
         """Load the function once, and see that a built-in one knows all `data_sources`; raises ConfigError."""
         load_reward_function(self)
         if self.path is None:
             check_built_in(self.name, data_sources)
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, float) and math.isfinite(value)
 
 
 def load_reward_function(source: RewardSource) -> RewardFunction:

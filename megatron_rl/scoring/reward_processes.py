@@ -3,80 +3,50 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 from bdb import BdbQuit
 from collections.abc import Sequence
-from multiprocessing import Pipe
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from megatron_rl.errors import RewardError
 from megatron_rl.scoring.function import RewardSource, load_reward_function
-from megatron_rl.scoring.keeper import KeeperSettings
-from megatron_rl.scoring.outcome import Outcome, Sample, score_sample
+from megatron_rl.scoring.outcome import Outcome, Sample, failed, score_sample
+from megatron_rl.user_code.keeper import Job, KeeperSettings
+from megatron_rl.user_code.work import TIMED_OUT
+from megatron_rl.user_code.work_processes import WorkProcesses
 
-KEEPER = """
-import sys
-from multiprocessing.connection import Connection
-driver = Connection(int(sys.argv[1]))
-sys.path[:] = driver.recv()
-from megatron_rl.scoring.keeper import keep
-keep(driver)
-"""
-"""The keeper's program. It needs a fresh interpreter, because a driver with threads cannot fork safely."""
-
-EXIT_TIMEOUT_S = 10.0
+MOST_FRUITLESS_TIMEOUTS = 16
+"""Time-outs in one batch without a single score, after which a run that would stop anyway gives the batch up."""
 
 USERS = (KeyboardInterrupt, SystemExit, BdbQuit)
 """Exceptions with which the user, a signal or a debugger ends the run: they are no failures of the function."""
 
 
-class RewardProcesses:
-    """A context manager: inside it a keeper and its workers wait for samples. The constructor starts nothing."""
+class RewardProcesses(WorkProcesses):
+    """A context manager: inside it processes wait for samples. The constructor starts nothing."""
 
-    def __init__(self, settings: KeeperSettings):
-        self.settings = settings
-
-    def __enter__(self) -> Self:
-        """Start the processes and do not wait for them; they load the reward function meanwhile."""
-        self._connection, theirs = Pipe()
-        # Ctrl-C must not reach the keeper: the driver handles it, and then ends the keeper.
-        self._keeper = subprocess.Popen(
-            [sys.executable, "-c", KEEPER, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        theirs.close()
-        self._connection.send(sys.path)
-        self._connection.send(self.settings)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End all processes, also those that are busy."""
-        self._connection.close()
-        try:
-            self._keeper.wait(EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._keeper.kill()
-            self._keeper.wait()
+    def __init__(self, source: RewardSource, num_workers: int, timeout_s: float, give_up: bool):
+        """timeout_s: seconds a sample may take. give_up: end a batch whose samples all time out."""
+        super().__init__(KeeperSettings(source, num_workers, timeout_s))
+        self._give_up = give_up
 
     def score(self, samples: Sequence[Sample]) -> list[Outcome]:
-        """Return one outcome per sample, in order; takes as long as the slowest sample.
+        """Return one outcome per sample, in order; takes as long as the slowest sample. Raises RewardError as `take`.
 
-        Raises RewardError when no worker can load the function, and when the keeper has been killed.
+        No other job may be open.
         """
-        try:
-            self._connection.send(list(samples))
-            answer: list[Outcome] | str = self._connection.recv()
-        except (EOFError, OSError) as error:
-            raise RewardError("the process that keeps the reward workers has died") from error
-        if isinstance(answer, str):
-            raise RewardError(answer)
-        return answer
+        outcomes: dict[int, Outcome] = {}
+        self.submit([Job(row, sample) for row, sample in enumerate(samples)])
+        while len(outcomes) < len(samples):
+            outcomes.update(self.take(waits=True))
+            if self._give_up and len(outcomes) < len(samples) and _is_fruitless(outcomes.values()):
+                self.cancel()
+                reason = f"not tried, as {MOST_FRUITLESS_TIMEOUTS} samples timed out and none was scored"
+                outcomes = {row: failed(TIMED_OUT, reason) for row in range(len(samples))} | outcomes
+        return [outcomes[row] for row in range(len(samples))]
+
+
+def _is_fruitless(outcomes: Any) -> bool:
+    timeouts = sum(outcome.failure == TIMED_OUT for outcome in outcomes)
+    return timeouts >= MOST_FRUITLESS_TIMEOUTS and all(outcome.failure for outcome in outcomes)
 
 
 class RewardHere(contextlib.nullcontext[Any]):

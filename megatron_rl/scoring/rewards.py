@@ -24,7 +24,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.observe.phase_clock import PhaseClock
 from megatron_rl.records import Batch, Prompts, known
 from megatron_rl.scoring.rule import NoRule, RuleReward
-from megatron_rl.scoring.scored_answers import ModelScores, ScoredAnswers, combine
+from megatron_rl.scoring.scored_answers import ModelScores, ScoredAnswers, combine, with_environment
 from megatron_rl.scoring.shaping import ModelShaping, RewardShaping, Shaped, overlong_penalty
 from megatron_rl.scoring.text_reader import TextReader
 
@@ -134,7 +134,7 @@ class Rewards:
                 self._warn(f"{failed} of {len(scored.outcomes)} samples could not be scored; the first: {first}")
             models = [call.get() for call in pending]
             models = [dataclasses.replace(model, shaped=shape(model.name, model.scores)) for model in models]
-            return combine(scored, models, self._rule_weight)
+            return with_environment(combine(scored, models, self._rule_weight), answers.get("environment_rewards"))
 
     def training_scores(self, prompts: Prompts, answers: Batch, pending: Pending, counts: bool = True) -> ScoredAnswers:
         """Score answers for training: as `task_scores`, with the models' scores normalised and clipped as configured,

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.errors import RewardError
-from megatron_rl.records import Batch, Prompts
+from megatron_rl.records import Batch, Prompts, first_true
 from megatron_rl.scoring.outcome import Outcome, Sample, describe
 from megatron_rl.scoring.reward_processes import RewardHere, RewardProcesses
 from megatron_rl.scoring.scored_answers import ScoredAnswers
@@ -71,8 +71,9 @@ class NoRule(contextlib.nullcontext[Any]):
 
 
 def read_samples(prompts: Prompts, answers: Batch, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """Return the arguments of a reward function for B answers, their text without special tokens."""
-    response_ids = [row.tolist() for row in answers.sampled_ids.unbind()]
+    """Return the arguments of a reward function for B answers: all after the prompt, without special tokens."""
+    starts = first_true(answers["sampled"]).tolist()
+    response_ids = [row[start:].tolist() for row, start in zip(answers["input_ids"].unbind(), starts, strict=True)]
     solutions = tokenizer.batch_decode(response_ids, skip_special_tokens=True)
     columns = (prompts.data_source, solutions, prompts.ground_truth, prompts.extra_info)
     return [Sample(*row) for row in zip(*columns, strict=True)]

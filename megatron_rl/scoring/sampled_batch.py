@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 from megatron_rl.records import Batch, Prompts
 from megatron_rl.scoring.scored_answers import ScoredAnswers
 
@@ -25,7 +27,10 @@ class SampledBatch:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.rows.add(groups=self.prompts.uid)
+        groups, failed = self.prompts.uid, self.rows.get("failed")
+        if groups is not None and failed is not None:  # nothing is compared with an episode that failed
+            groups = torch.where(failed, int(groups.max()) + 1 + torch.arange(len(groups)), groups)
+        self.rows.add(groups=groups)
 
     @property
     def all_scored(self) -> ScoredAnswers:

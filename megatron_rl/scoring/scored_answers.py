@@ -183,3 +183,14 @@ def combine(ruled: ScoredAnswers, models: Sequence[ModelScores], rule_weight: fl
         replace(outcome, extras=outcome.extras | extras) for extras, outcome in zip(parts, ruled.outcomes, strict=True)
     ]
     return replace(ruled, scores=scores, outcomes=outcomes)
+
+
+def with_environment(scored: ScoredAnswers, rewards: torch.Tensor | None) -> ScoredAnswers:
+    """score + the environment's reward, float32 [B], which each answer's extras then hold; None: there is none."""
+    if rewards is None:
+        return scored
+    outcomes = [
+        replace(outcome, extras=outcome.extras | {"environment_reward": reward})
+        for outcome, reward in zip(scored.outcomes, rewards.tolist(), strict=True)
+    ]
+    return replace(scored, scores=scored.scores + rewards, outcomes=outcomes)

@@ -106,7 +106,7 @@ def generate(host: Any, temperature: float, salt: int) -> Any:
     sampling = Sampling(temperature=temperature, top_p=1.0, top_k=-1, max_tokens=LONGEST_ANSWER, salt=salt)
     rollout = host.roles["rollout"]
     rollout.enter()
-    asked = Asked(questions(), sampling, partial(request_seed, 0))
+    asked = Asked(questions(), sampling, partial(request_seed, 0), None)
     (share,) = asked.shares(1)
     asked.note([rollout.advance({0: Slice(0, None, share)})])
     rollout.exit()

@@ -253,7 +253,7 @@ def test_graphs_are_left_out_on_cpus_only():
     [
         ("actor_rollout_ref.model.lora_rank=8", "LoRA"),
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=4", "Ulysses sequence parallelism"),
-        ("actor_rollout_ref.rollout.multi_turn.enable=True", "multi-turn rollouts and tools"),
+        ("actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml", "tools of verl's files"),
         (f"+{MEGATRON}.override_transformer_config.fp8=hybrid", "FP8 training"),
         ("reward_model.reward_manager=batch", "reward managers of other kinds"),
         ("actor_rollout_ref.ref.router_replay.mode=R2", "router replay of other roles than the actor"),

@@ -37,7 +37,7 @@ def ask(rollout, asked: Prompts, sampling: Sampling, seed: int = 1) -> Batch:
     from megatron_rl.rollout.slices import Slice
     from megatron_rl.sampling.asked import Asked
 
-    questions = Asked(asked, sampling, partial(request_seed, seed))
+    questions = Asked(asked, sampling, partial(request_seed, seed), None)
     (share,) = questions.shares(1)
     questions.note([rollout.advance({rollout.replica: Slice(max(rollout._version, 0), None, share)})])
     return questions.rows()

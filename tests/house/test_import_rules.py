@@ -25,18 +25,21 @@ SCHEDULE = {
 } | {"sampling.scheduler", "sampling.simulate"}
 """What decides who draws what under which weights: counts and plain data, which the planner simulates."""
 
+TURNS = {"agents.observation", "agents.as_json", "agents.episode"}
+"""Turns of episodes as plain data."""
+
 GROUND = {
     *("errors", "dispatch", "device", "columns", "records", "config", "observe"),
     *("parallel.balance", "rollout.slices", "cluster.child_processes"),
 }
-PARTS = GROUND | {"parallel", "losses", "data", "scoring"}
+PARTS = GROUND | {"parallel", "losses", "data", "user_code", "scoring"}
 HELD = {"rollout", "experience", "checkpoint"}
 SAMPLED = (
     PARTS
     | HELD
     | {"hybrid_engine", "roles", "cluster", "scoring.rewards", "scoring.sampled_batch"}
     | SCHEDULE
-    | {"scoring.batch_scorers"}
+    | {"scoring.batch_scorers", "agents", *TURNS}
 )
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
@@ -51,12 +54,15 @@ ROOMS: dict[str, set[str]] = {
     "observe": {"errors"},
     **dict.fromkeys(("parallel", "losses"), GROUND),
     "data": GROUND,
-    "scoring": GROUND | {"data"},
+    "user_code": GROUND,
+    "scoring": GROUND | {"data", "user_code"},
+    **dict.fromkeys(TURNS, GROUND | {"user_code"} | TURNS),
+    "agents": GROUND | {"data", "user_code"} | TURNS,
     **dict.fromkeys(("model", "hybrid_engine"), GROUND | {"parallel"}),
     **dict.fromkeys(HELD, PARTS | {"model", "hybrid_engine"}),
     "roles": PARTS | HELD | {"model", "hybrid_engine"},
     "cluster": GROUND,
-    **dict.fromkeys(SCHEDULE, {"errors", "records", "rollout.slices", "observe"} | SCHEDULE),
+    **dict.fromkeys(SCHEDULE, {"errors", "records", "rollout.slices", "observe"} | TURNS | SCHEDULE),
     "scoring.rewards": PARTS | HELD,
     "scoring.sampled_batch": PARTS | HELD,
     "scoring.batch_scorers": PARTS | HELD | {"scoring.rewards", "scoring.sampled_batch"},

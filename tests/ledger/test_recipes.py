@@ -16,7 +16,9 @@ from megatron_rl.config.load import load_config
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = sorted((REPOSITORY / "configs").glob("*_cpu.yaml"))
 STAGES_FOLDER = REPOSITORY / "configs/stages"
+AGENTS = sorted((REPOSITORY / "configs/agents").glob("*.yaml"))
 NEEDS = {"real_cpu": ("assets/real/real.json", "python scripts/make_real_model.py")}
+NEEDS |= {path.stem: (f"assets/{path.stem}/assets.json", "make demo-agent") for path in AGENTS}
 LARGE = sorted((REPOSITORY / "configs/recipes").glob("*.yaml"))
 LARGE += [REPOSITORY / f"configs/{name}.yaml" for name in ("llama3_70b_ppo", "qwen3_235b_a22b_gspo")]
 STAGE_RECIPES = sorted(set(STAGES_FOLDER.glob("*.yaml")) - set(STAGES_FOLDER.glob("*_cpu.yaml")))
@@ -30,7 +32,7 @@ NUM_GPUS = {
 }
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", [*RECIPES, *AGENTS], ids=lambda path: path.stem)
 def test_recipes_can_start(recipe, monkeypatch, tmp_path):
     """Every key and rule, on the demo's assets. Would not catch a recipe that does not learn."""
     needed, made_by = NEEDS.get(recipe.stem, ("assets/demo/assets.json", "make assets"))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.model.attention import Turn
+from megatron_rl.model.attention import RotaryTurn
 from megatron_rl.model.mlp import SiluGate
 from megatron_rl.model.norm import RMSNorm
 from megatron_rl.model.segments import Segments, turns_of
@@ -49,7 +49,7 @@ def test_turn_by_quarter_and_half():
     angles = torch.tensor([[math.pi / 2], [math.pi]], dtype=torch.float64)[:, None, None]
     x = torch.tensor([1.0, 2.0], dtype=torch.float64).expand(2, 1, 3, 2)
     expected = torch.tensor([[-2.0, 1.0], [-1.0, -2.0]], dtype=torch.float64)[:, None, None].expand(2, 1, 3, 2)
-    assert torch.allclose(Turn.apply(x, angles.cos(), angles.sin()), expected, atol=1e-12)
+    assert torch.allclose(RotaryTurn.apply(x, angles.cos(), angles.sin()), expected, atol=1e-12)
 
 
 def test_turn_of_a_view_and_its_gradient():
@@ -59,7 +59,7 @@ def test_turn_of_a_view_and_its_gradient():
     angles = torch.randn(4, 1, 1, 3, generator=generator, dtype=torch.float64)
 
     def turn(mixed):
-        return Turn.apply(mixed[..., :12].reshape(4, 2, 2, 6), angles.cos(), angles.sin())
+        return RotaryTurn.apply(mixed[..., :12].reshape(4, 2, 2, 6), angles.cos(), angles.sin())
 
     assert torch.autograd.gradcheck(turn, wide)
 

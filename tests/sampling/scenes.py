@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_rl.sampling.engine_model import Costs
 from megatron_rl.sampling.rules import Rules
-from megatron_rl.sampling.simulate import Failure, SimulatedRun
+from megatron_rl.sampling.simulate import Failure, SimulatedRun, Turns
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,16 @@ class Scene:
             exposed_seconds=rng.uniform(0, transfer),
             swap_seconds=rng.uniform(0, 1),
         )
+
+    def turns(self, seed: int) -> Turns:
+        """Of one to six tokens; most answers come at once, some late. Another seed means another arrival."""
+
+        def of(request: int) -> tuple[int, float]:
+            tokens = 1 + random.Random(f"{self.seed} tokens {request}").randrange(6)
+            late = random.Random(f"{self.seed} {seed} {request}")
+            return tokens, late.choice([0.0, late.uniform(0, 3), late.uniform(0, 60)])
+
+        return of
 
     def failures(self, seed: int) -> list[Failure]:
         """Up to six; replica 0 always comes back, so that the run can end."""

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl.agents.episode import Reply
+from megatron_rl.agents.observation import EpisodeFailure, Observation, Turn
 from megatron_rl.errors import ConfigError
 from megatron_rl.records import Prompts, Sampling, non_tensor, ragged
 from megatron_rl.rollout.slices import Drawn
@@ -93,6 +95,29 @@ def test_a_checkpoint_keeps_what_is_drawn_after_its_step(tmp_path: Path) -> None
     _, found, _ = read.batch(2)
     assert found["rollout_log_probs"].unbind()[0].tolist() == torch.tensor([-0.1, -0.2]).tolist()
     assert [row.tolist() for row in found["versions"].unbind()] == [[4, 4], [9]]
+
+
+def test_a_checkpoint_keeps_open_episodes(tmp_path: Path) -> None:
+    """One with an answered turn and tokens of the next, one that waits for its answer, one that failed. Would not catch
+    an environment that has moved on: it is played again, and compared.
+    """
+    answers, again = (OpenAnswers(batch_rows=3, seed_of=seed_of, max_turns=4) for _ in range(2))
+    for each in (answers, again):
+        each.add(1, prompts([1, 2], [3], [4]), SAMPLING, None, GREEDILY)
+    observed = Observation(({"role": "user", "content": "more"},), 0.25, counts={"tries": 1.0})
+    away = answers.extend({n: Drawn((5, 6), (-0.5, -0.25), "stop") for n in range(3)}, version=2)
+    assert away == [0, 1, 2]
+    assert not answers.take(0, Reply(Turn("a"), observed, (7,)))
+    assert answers.take(2, Reply(Turn("c"), EpisodeFailure("crashed", "why")))
+    answers.extend({0: Drawn((8,), (-1.0,))}, version=3)
+    write_rollouts(tmp_path, answers, {"taken": 0, "next_new": 3}, step=0)
+    read_answers(tmp_path, again)
+    assert again.away == [1] and again.start(0) == answers.start(0)
+    for number in range(2):
+        ours, theirs = again.episode(number), answers.episode(number)
+        assert (ours.played, ours.is_sampled, ours.versions) == (theirs.played, theirs.is_sampled, theirs.versions)
+        assert ours.turn_ids == theirs.turn_ids and ours.reward == theirs.reward
+    assert again.episode(2).finish == "failed" and again.episode(2).failure == EpisodeFailure("crashed", "why")
 
 
 def test_a_damaged_file_is_a_sentence(tmp_path: Path) -> None:

@@ -34,12 +34,22 @@ def test_every_run_ends_with_every_request_trained_once(seed):
     check(scene, run(scene, failures=scene.failures(0), saves=scene.saves()))
 
 
+@settings(max_examples=1000, deadline=None)
+@given(seeds)
+def test_every_episode_of_several_turns_ends_once(seed):
+    """As above, and every turn leaves its engine until its answer comes, also when its replica has died meanwhile.
+    Would not catch an answer that never comes: time-outs of environments are for that.
+    """
+    scene = random_scene(seed, has_turns=True)
+    check(scene, run(scene, failures=scene.failures(0), saves=scene.saves(), turns=scene.turns(0)))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3000)
 def test_many_more_runs(tmp_path):
     """4,000 runs like those above, each also repeated from its journal. Would not catch what neither would."""
     for seed in range(4_000):
-        check_replay(random_scene(seed), tmp_path / "schedule.jsonl")
+        check_replay(random_scene(seed, has_turns=seed % 2 == 0), tmp_path / "schedule.jsonl")
 
 
 def orders_of(outcome: SimulatedRun) -> dict[int, list[tuple[object, int]]]:
@@ -54,6 +64,10 @@ def test_deterministic_orders_do_not_depend_on_time(seed):
     """
     scene = random_scene(seed, deterministic=True)
     first, second = (run(scene, costs, saves=scene.saves()) for costs in (1, 2))
+    assert orders_of(first) == orders_of(second) and first.answers == second.answers
+    check(scene, first)
+    scene = random_scene(seed, deterministic=True, has_turns=True)
+    first, second = (run(scene, costs, saves=scene.saves(), turns=scene.turns(costs)) for costs in (1, 2))
     assert orders_of(first) == orders_of(second) and first.answers == second.answers
     check(scene, first)
 
@@ -83,10 +97,14 @@ class StopsAtSave(Scheduler):
 
 
 def resume(scene: Scene, before: Simulation, state: str, step: int) -> Simulation:
-    """A new process after `step`: new engines, with the tokens, attempts and answers that the owner had saved."""
-    rules = replace(scene.rules, first_step=step + 1)
+    """A new process after `step`: new engines, with the tokens, attempts and answers that the owner had saved. Turns
+    that wait for their answer are played again.
+    """
+    rules, turns = replace(scene.rules, first_step=step + 1), scene.turns(9) if scene.rules.has_turns else None
     decider = Scheduler(rules, scene.num_replicas, json.loads(state))
-    after = Simulation(decider, rules, scene.num_replicas, scene.lengths, scene.costs(9), scene.saves())
+    after = Simulation(decider, rules, scene.num_replicas, scene.lengths, scene.costs(9), scene.saves(), turns)
+    for request in json.loads(state)["away"]:
+        after.leave(request)
     after.tokens = {request: list(runs) for request, runs in before.tokens.items()}
     after.attempts = before.attempts.copy()
     after.outcome.answers = dict(before.outcome.answers)
@@ -94,25 +112,26 @@ def resume(scene: Scene, before: Simulation, state: str, step: int) -> Simulatio
     return after
 
 
-@settings(max_examples=100, deadline=None)
-@given(seeds)
-def test_a_resumed_run_goes_on_as_the_uninterrupted_one(seed):
+@settings(max_examples=150, deadline=None)
+@given(seeds, st.booleans())
+def test_a_resumed_run_goes_on_as_the_uninterrupted_one(seed, has_turns):
     """Stopped at a random checkpoint. Deterministic: the same answers token run by token run, and the same slices.
     Otherwise: everything is still drawn once and not too old. Would not catch a difference inside an engine.
     """
-    scene = random_scene(seed, num_steps_total=5)
+    scene = random_scene(seed, num_steps_total=5, has_turns=has_turns)
+    turns = scene.turns(1) if has_turns else None
     saves = sorted(scene.saves())
     if not saves:
         return
     scheduler = StopsAtSave(scene.rules, scene.num_replicas)
     scheduler.stop_at = random.Random(seed).choice(saves)
-    before = Simulation(scheduler, scene.rules, scene.num_replicas, scene.lengths, scene.costs(1), saves)
+    before = Simulation(scheduler, scene.rules, scene.num_replicas, scene.lengths, scene.costs(1), saves, turns)
     with pytest.raises(InterruptedError):
         before.run([])
     after = resume(scene, before, scheduler.state, scheduler.stop_at)
     check_answers(scene, after.outcome)
     if scene.rules.in_rounds:
-        whole = run(scene, 2, saves=saves)
+        whole = run(scene, 2, saves=saves, turns=turns)
         assert after.outcome.answers == whole.answers
         for replica, orders in after.outcome.orders.items():
             tail = [(replace(order, drops=()), steps) for order, steps in whole.orders[replica]]
@@ -131,15 +150,16 @@ def check_answers(scene: Scene, outcome: SimulatedRun) -> None:
             assert sum(num for _, num in runs) == scene.lengths(request, 0)
 
 
-@settings(max_examples=100, deadline=None)
-@given(seeds, st.integers(0, 60), st.integers(1, 5))
-def test_a_run_may_be_stopped_at_any_moment(seed, num_events, num_replicas):
+@settings(max_examples=150, deadline=None)
+@given(seeds, st.integers(0, 60), st.integers(1, 5), st.booleans())
+def test_a_run_may_be_stopped_at_any_moment(seed, num_events, num_replicas, has_turns):
     """Stopped with orders outstanding, and resumed with another number of replicas: what was drawn in them is drawn
     again, the rest goes on. Would not catch equality with an uninterrupted run, which nobody promises here.
     """
-    scene = random_scene(seed)
+    scene = random_scene(seed, has_turns=has_turns)
+    turns = scene.turns(1) if has_turns else None
     scheduler = Scheduler(scene.rules, scene.num_replicas)
-    before = Simulation(scheduler, scene.rules, scene.num_replicas, scene.lengths, scene.costs(1), ())
+    before = Simulation(scheduler, scene.rules, scene.num_replicas, scene.lengths, scene.costs(1), (), turns)
     for _ in range(num_events):
         if before.phase == "over":
             return
@@ -156,12 +176,14 @@ def check_replay(scene: Scene, file) -> None:
     journal = Journal(file)
     decider = Recorder(Scheduler(scene.rules, scene.num_replicas), journal)
     args = (scene.rules, scene.num_replicas, scene.lengths)
-    first = simulate(decider, *args, scene.costs(1), failures=scene.failures(0), saves=scene.saves())
+    turns = scene.turns if scene.rules.has_turns else lambda seed: None
+    faults = {"failures": scene.failures(0), "saves": scene.saves()}
+    first = simulate(decider, *args, scene.costs(1), **faults, turns=turns(1))
     journal.close()
     check(scene, first)
     events = read_events(file)
     assert len(events) == journal.num_lines
-    second = simulate(Replay(scene.rules, scene.num_replicas, events), *args, scene.costs(2))
+    second = simulate(Replay(scene.rules, scene.num_replicas, events), *args, scene.costs(2), turns=turns(2))
     assert second.answers == first.answers and second.staleness == first.staleness
     for replica, orders in first.orders.items():
         repeated = [(order, steps) for order, steps in second.orders[replica] if order.num_steps]
@@ -171,11 +193,12 @@ def check_replay(scene: Scene, file) -> None:
         )
 
 
-@settings(max_examples=100, deadline=None)
-@given(seeds)
-def test_a_replay_repeats_a_run_with_losses(tmp_path_factory, seed):
+@settings(max_examples=150, deadline=None)
+@given(seeds, st.booleans())
+def test_a_replay_repeats_a_run_with_losses(tmp_path_factory, seed, has_turns):
     """At other speeds, on replicas that do not die. Would not catch an engine whose bits depend on what it dropped."""
-    check_replay(random_scene(seed), tmp_path_factory.getbasetemp() / "schedule.jsonl")
+    scene = random_scene(seed, has_turns=has_turns)
+    check_replay(scene, tmp_path_factory.getbasetemp() / "schedule.jsonl")
 
 
 def test_a_replay_of_other_lengths_says_where_they_differ(tmp_path):

@@ -12,11 +12,10 @@ import pytest
 
 from megatron_rl.cluster.leftovers import descendants, living
 from megatron_rl.errors import RewardError
-from megatron_rl.scoring import keeper
 from megatron_rl.scoring.function import RewardSource
-from megatron_rl.scoring.keeper import KeeperSettings
 from megatron_rl.scoring.outcome import Sample
 from megatron_rl.scoring.reward_processes import RewardProcesses
+from megatron_rl.user_code import keeper
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -50,9 +49,7 @@ def start(tmp_path):
     def make(text=OBEDIENT, num_workers=2, timeout_s=1.0, give_up=True):
         path = tmp_path / "my_reward.py"
         path.write_text(text)
-        return RewardProcesses(
-            KeeperSettings(RewardSource(str(path), "compute_score"), num_workers, timeout_s, give_up)
-        )
+        return RewardProcesses(RewardSource(str(path), "compute_score"), num_workers, timeout_s, give_up)
 
     return make
 
@@ -158,10 +155,9 @@ def test_nothing_is_left_when_the_driver_is_killed(start, tmp_path):
     processes = start(timeout_s=100)
     script = f"""
 from megatron_rl.scoring.reward_processes import RewardProcesses
-from megatron_rl.scoring.keeper import KeeperSettings
 from megatron_rl.scoring.function import RewardSource
 from megatron_rl.scoring.outcome import Sample
-with RewardProcesses(KeeperSettings({processes.settings.source!r}, 2, 100, True)) as processes:
+with RewardProcesses({processes.settings.work!r}, 2, 100, True) as processes:
     processes.score([Sample("unit", "os.mkdir('reached') or ctypes.CDLL(None).sleep(1000)", "", {{}})])
 """
     driver = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, env={"PYTHONPATH": ":".join(sys.path)})

@@ -66,9 +66,14 @@ def truncated_importance(key: str, target: str, value: Any, given: Mapping[str, 
 
 
 def rule_by_source(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
-    """No name of a function: verl takes the rule of the data source; here that is so only without a reward model."""
+    """No name of a function: verl takes the rule of the data source; here that is so only without a reward model and
+    without an environment, which gives rewards too.
+    """
     models = ("reward_model.enable", "reward.reward_model.enable")
-    if any(given.get(other) is True for other in models) or any(other.startswith("reward_models.") for other in given):
+    environment = given.get("actor_rollout_ref.rollout.multi_turn.environment.path")
+    if any(given.get(other) is True for other in models) or environment is not None:
+        return {key: None}
+    if any(other.startswith("reward_models.") for other in given):
         return {key: None}
     return "without a reward model the rule of the data source judges"
 

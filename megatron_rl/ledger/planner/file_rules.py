@@ -20,6 +20,7 @@ from megatron_rl.config.reward_keys import HELD_OUT, RUNNING, CustomRewardFuncti
 from megatron_rl.config.roles import REWARD_MODEL, roles_of
 from megatron_rl.config.schema import DataConfig, RunConfig, as_list
 from megatron_rl.config.trainer import TrainerConfig
+from megatron_rl.config.user_functions import definitions_in
 from megatron_rl.config.validate import REWARD_ARGUMENTS, is_path_or_paths
 from megatron_rl.data.row_files import column_forms, count_rows
 from megatron_rl.errors import ConfigError, Violation
@@ -27,6 +28,7 @@ from megatron_rl.ledger.planner.hardware import load_hardware
 from megatron_rl.observe.services import absent_services
 
 PROMPT_SUFFIXES = (".parquet", ".jsonl")
+TURNS = "actor_rollout_ref.rollout.multi_turn"
 FOLDERS = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
 OUTPUTS = (*FOLDERS, "data.bad_rows_file", "ptx.bad_rows_file")
 """Keys of folders and files that a run writes."""
@@ -43,6 +45,9 @@ def file_problems(config: RunConfig) -> Iterable[Violation]:
         judged = {"data.train_files": trains_on_rule(config), "data.val_files": uses_rule(config)}
         yield from _prompt_problems(config.data, [key for key, is_judged in judged.items() if is_judged])
         yield from _reward_problems(config.custom_reward_function)
+        if config.has_turns:
+            key, environment = f"{TURNS}.environment", config.actor_rollout_ref.rollout.multi_turn.environment
+            yield from _class_problems(f"{key}.path", environment.path, f"{key}.name", environment.name)
         yield from statistics_problems(config)
     yield from _folder_problems(config.trainer)
     yield from _checkpoint_problems(config)
@@ -194,6 +199,24 @@ def _reward_problems(custom: CustomRewardFunctionConfig) -> Iterable[Violation]:
     function = names[custom.name]
     if isinstance(function, ast.FunctionDef):
         yield from _signature_problems(custom, function)
+
+
+def _class_problems(key: str, path: str | None, name_key: str, name: str) -> Iterable[Violation]:
+    """The file, and the class in it."""
+    if path is None:
+        return
+    wrong = _wrong_file(key, path, (".py",))
+    if wrong is not None:
+        yield wrong
+        return
+    try:
+        names = definitions_in(path, key, ast.ClassDef)
+    except ConfigError as error:
+        yield from error.violations
+        return
+    if name not in names:
+        nearest = {name_key: nearest_name(name, names)} if names else {}
+        yield Violation({name_key: name}, f"must be a class of {path}", nearest, "" if names else "it defines none")
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:

@@ -1,0 +1,1 @@
+"""Environments and tools that the policy acts in, turn after turn."""

@@ -1,0 +1,167 @@
+"""One request from its prompt to its end: turns of the policy, with observations between them.
+
+A single turn is an episode without an environment. The tokens of an episode are only ever appended to: what a turn drew
+is what the next turn is given and what is trained.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_rl.agents.as_json import Played
+from megatron_rl.agents.observation import FAILURES, EpisodeFailure, Observation, TaskRow, Turn
+from megatron_rl.records import Batch, Sampling, ragged, ragged_from_lengths
+from megatron_rl.rollout.slices import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Drawn
+
+FAILED = "failed"
+AWAY = "away"
+STATES = ("", FINISHED_BY_STOP, FINISHED_BY_LENGTH, FAILED, AWAY)
+"""`Episode.state` by its number in checkpoints."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answer to a turn. token_ids: what the policy reads of it before its next turn."""
+
+    turn: Turn
+    answer: Observation | EpisodeFailure
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass
+class Episode:
+    """One request. row: its task.
+
+    token_ids: all tokens after the prompt; is_sampled: of each, whether the policy drew it. log_probs, versions: of
+    the sampled ones. played: the turns that have an answer. waits: a turn has ended and has no answer yet.
+    finish: why it ended, "" before that. attempt: number of restarts with another seed. experts: those of a finished
+    episode, if they were asked for.
+    """
+
+    prompt_ids: tuple[int, ...]
+    row: TaskRow
+    sampling: Sampling
+    token_ids: list[int] = field(default_factory=list)
+    is_sampled: list[bool] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    played: list[Played] = field(default_factory=list)
+    waits: bool = False
+    finish: str = ""
+    attempt: int = 0
+    experts: torch.Tensor | None = None
+    failure: EpisodeFailure | None = None
+
+    @property
+    def state(self) -> str:
+        """Why it ended, `AWAY` if it waits for an answer, else ""."""
+        return AWAY if self.waits else self.finish
+
+    @state.setter
+    def state(self, state: str) -> None:
+        self.waits = state == AWAY
+        self.finish = "" if self.waits else state
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still follow."""
+        return self.sampling.max_tokens - len(self.token_ids)
+
+    @property
+    def turn_ids(self) -> list[int]:
+        """The tokens of the present turn."""
+        observed = [place for place, is_sampled in enumerate(self.is_sampled) if not is_sampled]
+        return self.token_ids[observed[-1] + 1 :] if observed else self.token_ids
+
+    @property
+    def reward(self) -> float:
+        """The sum of the rewards of its turns."""
+        return sum(observation.reward for _, observation in self.played)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """The numbers that its environment counts."""
+        total: Counter[str] = Counter()
+        for _, observation in self.played:
+            total.update(observation.counts)
+        return total
+
+    def extend(self, new: Drawn, version: int, has_turns: bool) -> None:
+        """Add the tokens that a slice drew with the weights of `version`. has_turns: a turn that ends has an answer."""
+        self.token_ids += new.token_ids
+        self.is_sampled += [True] * len(new.token_ids)
+        self.log_probs += new.log_probs
+        self.versions += [version] * len(new.token_ids)
+        self.waits = has_turns and new.finish == FINISHED_BY_STOP
+        self.finish, self.experts = "" if self.waits else new.finish, new.experts
+
+    def take(self, reply: Reply, max_turns: int) -> None:
+        """Add the answer to the turn that has ended. Without room for another turn the episode is cut off.
+
+        max_turns: of the policy. Raises ValueError if no turn waits for an answer.
+        """
+        if not self.waits:
+            raise ValueError("the episode waits for no answer")
+        self.waits = False
+        if isinstance(reply.answer, EpisodeFailure):
+            self.failure, self.finish = reply.answer, FAILED
+            return
+        self.played.append((reply.turn, reply.answer))
+        if reply.answer.is_done:
+            self.finish = FINISHED_BY_STOP
+        elif len(self.played) >= max_turns or len(reply.token_ids) >= self.room:
+            self.finish = FINISHED_BY_LENGTH
+        else:
+            self.token_ids += reply.token_ids
+            self.is_sampled += [False] * len(reply.token_ids)
+
+    def forget(self) -> None:
+        """Drop all but the prompt."""
+        self.token_ids, self.is_sampled, self.log_probs, self.versions, self.played = [], [], [], [], []
+        self.waits, self.finish, self.failure = False, "", None
+
+
+def rows_of(episodes: Sequence[Episode], with_versions: bool, has_turns: bool) -> Batch:
+    """Return one row per episode, its prompt first. Experts are there if all episodes have them.
+
+    has_turns: with the columns `environment_rewards` and `failed`. Of an episode that failed only the prompt is left,
+    so that nothing of it is trained.
+    """
+    kept = [Episode(e.prompt_ids, e.row, e.sampling, finish=e.finish) if e.failure else e for e in episodes]
+    experts = [episode.experts for episode in kept if episode.experts is not None]
+    lengths = torch.tensor([len(rows) for rows in experts], dtype=torch.int64)
+    int64, versions = torch.int64, [episode.versions for episode in kept] if with_versions else []
+    masks = [torch.tensor([False] * len(e.prompt_ids) + e.is_sampled) for e in kept]
+    batch = Batch(
+        input_ids=ragged([torch.tensor([*e.prompt_ids, *e.token_ids], dtype=int64) for e in kept]),
+        sampled=ragged(masks),
+        rollout_log_probs=ragged([torch.tensor(e.log_probs, dtype=torch.float32) for e in kept]),
+        truncated=torch.tensor([e.finish == FINISHED_BY_LENGTH for e in kept]),
+        versions=ragged([torch.tensor(row, dtype=int64) for row in versions]) if versions else None,
+        routed_experts=ragged_from_lengths(torch.cat(experts), lengths) if len(experts) == len(kept) else None,
+    )
+    if has_turns:
+        batch.add(
+            environment_rewards=torch.tensor([e.reward for e in kept], dtype=torch.float32),
+            failed=torch.tensor([e.failure is not None for e in episodes]),
+        )
+    return batch
+
+
+def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Return the metrics of a step's episodes: turns, rewards and counts of the environment, and failures by cause."""
+    ended = [episode for episode in episodes if episode.failure is None]
+    causes = Counter(episode.failure.cause for episode in episodes if episode.failure is not None)
+    metrics = {"episode/failed_ratio": 1 - len(ended) / len(episodes)}
+    metrics |= {f"episode/{cause}": float(causes[cause]) for cause in FAILURES}
+    if not ended:
+        return metrics
+    turns = [max(len(episode.played), 1) for episode in ended]
+    metrics |= {"num_turns/mean": sum(turns) / len(turns), "num_turns/max": max(turns), "num_turns/min": min(turns)}
+    metrics["environment/reward/mean"] = sum(episode.reward for episode in ended) / len(ended)
+    counts: Counter[str] = sum((episode.counts for episode in ended), Counter())
+    return metrics | {f"environment/{name}/mean": number / len(ended) for name, number in sorted(counts.items())}

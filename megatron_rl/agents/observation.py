@@ -1,0 +1,147 @@
+"""Environments: what the policy meets between two of its turns. No torch.
+
+An environment is a class in a file of the user's:
+
+    class Guess:
+        def reset(self, row):           # row: data_source, ground_truth, extra_info, index, sample
+            self.number = int(row["ground_truth"])
+
+        def step(self, turn):           # turn: a `Turn`, what the policy has said
+            return "higher", 0.0, False  # observation, reward, done
+
+The observation is a text, a list of messages, or None. Both methods may be async.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from megatron_rl.user_code.plain_values import finite_number, quote
+
+Message = dict[str, Any]
+TaskRow = Mapping[str, Any]
+"""A row of the dataset: data_source, ground_truth, extra_info, index, and sample, the number among its group."""
+
+FAILURES = ("raised", "timed_out", "crashed", "no_answer", "not_repeatable")
+"""Why an episode failed. no_answer: `step` returned something else. not_repeatable: played again, it differed."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the policy has written: the tool's name and its arguments."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of the policy. text: without special tokens and calls. calls: the tool calls in it, in order."""
+
+    text: str
+    calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True)
+class Observation:
+    """The answer to a turn. messages: what the policy reads next. is_done: the episode ends, and no message is read.
+
+    reward: of this turn; rewards of an episode are added up. counts: numbers to log, summed over an episode.
+    """
+
+    messages: tuple[Message, ...] = ()
+    reward: float = 0.0
+    is_done: bool = False
+    counts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EpisodeFailure:
+    """An episode cannot go on. cause: one of `FAILURES`."""
+
+    cause: str
+    reason: str
+
+
+class Environment(Protocol):
+    """What the user's class has. One object plays one episode."""
+
+    def reset(self, row: TaskRow) -> Any:
+        """Prepare for the task of a row."""
+
+    def step(self, turn: Turn) -> Any:
+        """Answer a turn: observation, reward, done; or an `Observation`."""
+
+
+@dataclass(frozen=True)
+class TextLimit:
+    """longest: characters of one message of an observation. cut: where a longer one loses some: "left" keeps its
+    start, "right" its end, "middle" both.
+    """
+
+    longest: int
+    cut: str = "middle"
+
+    def applied(self, message: Message) -> Message:
+        """Return the message with a text that is not too long, but for a mark where it was cut."""
+        text, longest, mark = message["content"], self.longest, "...(truncated)..."
+        if len(text) <= longest:
+            return message
+        match self.cut:
+            case "left":
+                text = text[:longest] + mark
+            case "right":
+                text = mark + text[-longest:]
+            case _:
+                text = text[: longest // 2] + mark + text[len(text) - longest // 2 :]
+        return message | {"content": text}
+
+
+def observation_of(value: Any, limit: TextLimit) -> Observation:
+    """Return what `step` has returned, checked and within the limit. Raises ValueError, with the rule, for others."""
+    counts: dict[str, Any] = {}
+    if isinstance(value, Observation):
+        value, counts = (value.messages, value.reward, value.is_done), value.counts
+    if not isinstance(value, tuple) or len(value) != 3:
+        raise ValueError(f"step must return (observation, reward, done) or an Observation; it returned {quote(value)}")
+    said, reward, is_done = value
+    numbers = {name: finite_number(number) for name, number in {"": reward, **counts}.items()}
+    for name, number in numbers.items():
+        if number is None:
+            what = f"the count {name}" if name else "the reward"
+            raise ValueError(f"{what} of a step must be a finite number; it is {quote(counts.get(name, reward))}")
+    if not isinstance(is_done, bool):
+        raise ValueError(f"done must be True or False; it is {quote(is_done)}")
+    known = {name: number for name, number in numbers.items() if number is not None}
+    return Observation(tuple(map(limit.applied, messages_of(said))), known.pop(""), is_done, known)
+
+
+def messages_of(said: Any) -> tuple[Message, ...]:
+    """Return an observation as messages: a text is one message of the user. Raises ValueError for anything else."""
+    if said is None:
+        return ()
+    if isinstance(said, str):
+        return ({"role": "user", "content": said},)
+    if isinstance(said, Sequence) and all(map(is_message, said)):
+        return tuple({str(name): str(text) for name, text in message.items()} for message in said)
+    raise ValueError(
+        "an observation must be a text, None, or messages with role user, tool or system and a text as content; it is "
+        f"{quote(said)}"
+    )
+
+
+def is_message(value: Any) -> bool:
+    """Return whether a value is a message that may follow a turn of the policy."""
+    return (
+        isinstance(value, Mapping)
+        and value.get("role") in ("user", "tool", "system")
+        and isinstance(value.get("content"), str)
+    )
+
+
+async def settled(value: Any) -> Any:
+    """Return a value, or what an awaitable gives."""
+    return await value if inspect.isawaitable(value) else value

@@ -1,0 +1,101 @@
+"""Turns as text and observations as tokens, exactly as the tokenizer's chat template joins them.
+
+The tokens that were drawn are kept; nothing is rendered a second time. What follows a turn is rendered behind a
+synthetic conversation whose last message is the policy's, and only what the template writes after that message is
+tokenised. A template that does not append cannot be used so: `append_problem` names the role that breaks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.agents.observation import Message
+from megatron_rl.data.template_process import TemplateRefusal, rendered
+
+QUESTION = {"role": "user", "content": "40817263951"}
+ANSWER = "73920485162"
+"""Texts that templates write unchanged."""
+
+
+class TurnRenderer:
+    """Renders what the policy reads next. Without a template, texts are joined as they are.
+
+    eos_token_ids: tokens that end a turn.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_token_ids: Sequence[int],
+        template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[dict[str, Any]] = (),
+        is_chat: bool = True,
+    ) -> None:
+        """template_kwargs: further variables of the template. is_chat: whether prompts are messages, not text."""
+        self._tokenizer, self._eos = tokenizer, frozenset(eos_token_ids)
+        self._template: str | None = tokenizer.get_chat_template(tools=list(tools) or None) if is_chat else None
+        self._variables = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
+        if tools:
+            self._variables["tools"] = list(tools)
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Return a turn as text, without the token that ended it and other special tokens."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def following(self, messages: Sequence[Message], last_token: int) -> list[int]:
+        """Return the tokens between a turn and the next one: the rest of its end, the messages, and the beginning of
+        an answer.
+
+        last_token: of the turn. Where it is the end mark that the template writes, the mark is not written again.
+        Raises TemplateRefusal where the template refuses the messages or does not append them.
+        """
+        if self._template is None:
+            return self._ids("".join(message["content"] for message in messages))
+        after = self.after_answer([QUESTION], messages)
+        ids = self._ids(after)
+        return ids[1:] if ids[:1] == [last_token] and last_token in self._eos else ids
+
+    def after_answer(self, before: Sequence[Message], messages: Sequence[Message]) -> str:
+        """Return what the template writes after an answer that follows `before`, where `messages` follow the answer.
+
+        Raises TemplateRefusal.
+        """
+        answered = [*before, {"role": "assistant", "content": ANSWER}]
+        text = self._render([*answered, *messages], add_generation_prompt=True)
+        start = self._render(list(before), add_generation_prompt=True)
+        place = text.find(ANSWER)
+        if place < 0 or not text.startswith(start):
+            raise TemplateRefusal("it writes an earlier turn of the assistant otherwise once other messages follow")
+        return text[place + len(ANSWER) :]
+
+    def append_problem(self, role: str) -> str | None:
+        """Return why messages of a role cannot be appended to a conversation token by token; None if they can."""
+        if self._template is None:
+            return None
+        message = {"role": role, "content": QUESTION["content"][::-1]}
+        conversation: list[Message] = [QUESTION, {"role": "assistant", "content": ANSWER}, message]
+        try:
+            first = self._render(conversation, add_generation_prompt=True)
+            answered: list[Message] = [*conversation, {"role": "assistant", "content": ANSWER}]
+            second = self._render([*answered, message], add_generation_prompt=True)
+            self.after_answer([QUESTION], [message])
+        except TemplateRefusal as refusal:
+            return str(refusal)
+        if not second.startswith(first):
+            return f"it does not write a message of role {role} as an addition to the conversation before it"
+        return None
+
+    def _render(self, messages: Sequence[Message], **options: bool) -> str:
+        assert self._template is not None  # callers ask
+        text = rendered(self._template, self._variables | options, [list(messages)])[0]
+        if isinstance(text, TemplateRefusal):
+            raise text
+        return text
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        return ids

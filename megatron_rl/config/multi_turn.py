@@ -1,0 +1,46 @@
+"""Keys of `rollout.multi_turn`: episodes of several turns, with an environment between them. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from annotated_types import Ge
+
+from megatron_rl.config.constraints import FilePath, OneOf, Positive, Size, UnitInterval
+
+TRUNCATE_SIDES = ("left", "middle", "right")
+
+
+@dataclass
+class EnvironmentConfig:
+    """The class of the user's that answers turns."""
+
+    path: FilePath | None = None
+    """Python file with the class that answers turns: reset(row), and step(turn) -> (observation, reward, done)."""
+    name: str = "Environment"
+    """Class in that file."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments with which it is made, once for every episode."""
+
+
+@dataclass
+class MultiTurnConfig:
+    """Episodes of several turns. data.max_response_length bounds all tokens after the prompt, observations too."""
+
+    enable: bool = False
+    """Answer every turn that ends by itself, until the environment is done or there is no room for another turn."""
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    max_assistant_turns: Annotated[int | None, Ge(1)] = None
+    """Turns of the policy in an episode at most; null: as many as there is room for."""
+    max_tool_response_length: Size = 256
+    """Characters of one message of an observation; what is more is cut out."""
+    tool_response_truncate_side: Annotated[str, OneOf(TRUNCATE_SIDES)] = "middle"
+    """Where the text of a longer one is cut: left: its start is kept | middle: both ends | right: its end."""
+    tool_timeout_s: Positive = 60.0
+    """Seconds that an environment may take for one turn; then its process is killed and the episode has failed."""
+    num_workers: Size = 4
+    """Processes in which environments are, in addition to the ranks."""
+    max_failed_ratio: UnitInterval = 0.5
+    """Largest share of a step's episodes that may fail; beyond it the run ends (exit code 4). A failed episode is not
+    trained, and is not compared with the others of its group."""

@@ -1,0 +1,144 @@
+"""Environments of the user's, in this process and in processes of their own: answers, failures, kills, repetition."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_rl.agents.environment_host import TurnJob
+from megatron_rl.agents.environment_source import EnvironmentProcesses, EnvironmentsHere, EnvironmentSource
+from megatron_rl.agents.observation import EpisodeFailure, Observation, TextLimit, Turn
+from megatron_rl.cluster.leftovers import descendants
+from megatron_rl.errors import RewardError
+
+pytestmark = pytest.mark.timeout(120)
+
+COUNTING = """
+import os, time
+from megatron_rl.agents.observation import Observation
+class Environment:
+    def __init__(self, start=0): self.total = start
+    def reset(self, row): self.total += row["extra_info"].get("start", 0)
+    def step(self, turn):
+        self.total += 1
+        return eval(turn.text)
+"""
+ASLEEP = """
+import asyncio
+class Environment:
+    async def reset(self, row): self.number = row["index"]
+    async def step(self, turn):
+        await asyncio.sleep(0.5)
+        return f"{self.number} {turn.text}", 0.5, False
+"""
+SAID = ({"role": "user", "content": "1"},)
+BAD = {
+    "1 / 0": ("raised", "ZeroDivisionError"),
+    "None": ("no_answer", "it returned None"),
+    "('a', float('nan'), False)": ("no_answer", "must be a finite number"),
+    "('a', 0.0, 1)": ("no_answer", "done must be True or False"),
+    "(7, 0.0, False)": ("no_answer", "an observation must be a text"),
+    "([{'role': 'assistant', 'content': 'x'}], 0.0, False)": ("no_answer", "an observation must be a text"),
+    "Observation((), 0.0, False, {'n': 'x'})": ("no_answer", "the count n of a step must be a finite number"),
+    "os._exit(3)": ("crashed", "exited with code 3"),
+    "time.sleep(1000)": ("timed_out", "multi_turn.tool_timeout_s=1"),
+}
+
+
+def source(folder: Path, text: str = COUNTING, **kwargs: object) -> EnvironmentSource:
+    (folder / "env.py").write_text(text)
+    return EnvironmentSource(str(folder / "env.py"), "Environment", "environment.path", kwargs, TextLimit(100))
+
+
+def job(episode: int, text: str, *before: tuple[Turn, Observation], start: int = 0) -> TurnJob:
+    return TurnJob(episode, {"index": episode, "extra_info": {"start": start}}, before, Turn(text))
+
+
+def play(environments: EnvironmentProcesses | EnvironmentsHere, *jobs: TurnJob) -> list[Observation | EpisodeFailure]:
+    for number, each in enumerate(jobs):
+        environments.play(number, each)
+    answers: dict[int, Observation | EpisodeFailure] = {}
+    while len(answers) < len(jobs):
+        answers.update(environments.take(waits=True))
+    return [answers[number] for number in range(len(jobs))]
+
+
+NEXT = "(str(self.total), 0.25, False)"
+
+
+def test_an_environment_lives_from_turn_to_turn(tmp_path):
+    """Here and in processes: one object per episode, made with the kwargs, reset with the row. Would not catch a reset
+    between two turns that leaves everything as it was.
+    """
+    with EnvironmentProcesses(source(tmp_path, start=10), 2, 5.0) as processes:
+        for environments in (processes, EnvironmentsHere(source(tmp_path, start=10).host())):
+            first = play(environments, *(job(number, NEXT, start=number) for number in range(4)))
+            assert [answer.messages[0]["content"] for answer in first] == ["11", "12", "13", "14"]
+            again = play(environments, *(job(n, NEXT, (Turn(NEXT), first[n]), start=n) for n in range(4)))
+            assert [answer.messages[0]["content"] for answer in again] == ["12", "13", "14", "15"]
+            assert {answer.reward for answer in again} == {0.25}
+
+
+def test_every_kind_of_failure_costs_one_episode(tmp_path):
+    """Bad answers among good ones in two processes; the good ones' environments are played again where their process
+    was killed. Would not catch a failure while the file is loaded; the keeper's own tests do.
+    """
+    jobs = [each for n, bad in enumerate(BAD) for each in (job(2 * n, NEXT), job(2 * n + 1, bad))]
+    with EnvironmentProcesses(source(tmp_path), 2, 1.0) as processes:
+        answers = play(processes, *jobs)
+        again = play(processes, *(job(2 * n, NEXT, (Turn(NEXT), answers[2 * n])) for n in range(len(BAD))))
+    assert all(answer == Observation(SAID, 0.25) for answer in answers[::2])
+    for answer, (cause, reason) in zip(answers[1::2], BAD.values(), strict=True):
+        assert isinstance(answer, EpisodeFailure) and answer.cause == cause and reason in answer.reason
+    assert [answer.messages[0]["content"] for answer in again] == ["2"] * len(BAD)
+
+
+def test_a_lost_environment_is_played_again_and_must_answer_as_before(tmp_path):
+    """By hand: a fresh host with a turn that is recorded as it was, and one recorded otherwise."""
+    right = job(1, NEXT, (Turn(NEXT), Observation(SAID, 0.25)))
+    wrong = job(2, NEXT, (Turn(NEXT), Observation(({"role": "user", "content": "8"},), 0.25)))
+    answers = play(EnvironmentsHere(source(tmp_path).host()), right, wrong)
+    assert answers[0] == Observation(({"role": "user", "content": "2"},), 0.25)
+    assert isinstance(answers[1], EpisodeFailure) and answers[1].cause == "not_repeatable"
+
+
+def test_async_environments_wait_side_by_side(tmp_path):
+    """Forty turns of half a second in one process, here one after the other. Would not catch a bound on how many."""
+    with EnvironmentProcesses(source(tmp_path, ASLEEP), 1, 20.0) as processes:
+        play(processes, job(99, "loaded"))
+        start = time.monotonic()
+        answers = play(processes, *(job(number, "x") for number in range(40)))
+        assert time.monotonic() - start < 10
+    assert [answer.messages[0]["content"] for answer in answers] == [f"{number} x" for number in range(40)]
+    (answer,) = play(EnvironmentsHere(source(tmp_path, ASLEEP).host()), job(3, "x"))
+    assert answer == Observation(({"role": "user", "content": "3 x"},), 0.5)
+
+
+def test_a_killed_process_is_replaced_and_a_killed_keeper_is_an_error(tmp_path):
+    """SIGKILL of the only worker while it is at a turn: that episode has failed, and the next turn of another is played
+    in a new process. Would not catch a kill between two turns, which costs nothing.
+    """
+    with EnvironmentProcesses(source(tmp_path), 1, 100.0) as processes:
+        (first,) = play(processes, job(0, NEXT))
+        processes.play(7, job(1, "time.sleep(1000)"))
+        keeper = psutil.Process(processes._keeper.pid)
+        deadline = time.monotonic() + 60
+        while not any(child.status() == "sleeping" for child in keeper.children()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.5)
+        for child in keeper.children():
+            os.kill(child.pid, signal.SIGKILL)
+        [(number, answer)] = processes.take(waits=True)
+        assert number == 7 and isinstance(answer, EpisodeFailure) and answer.cause == "crashed"
+        (second,) = play(processes, job(0, NEXT, (Turn(NEXT), first)))
+        assert second.messages[0]["content"] == "2"
+        family = descendants()
+        os.kill(keeper.pid, signal.SIGKILL)
+        with pytest.raises(RewardError, match="the environment has died"):
+            play(processes, job(2, NEXT))
+        assert family

@@ -1,0 +1,155 @@
+"""Episodes: tokens that are only appended to, limits, failures, rows, and what a checkpoint keeps of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from megatron_rl.agents.environment_source import EnvironmentsHere, EnvironmentSource
+from megatron_rl.agents.episode import Episode, Reply, episode_metrics, rows_of
+from megatron_rl.agents.episodes import LiveEpisodes, RecordedEpisodes
+from megatron_rl.agents.observation import EpisodeFailure, Observation, TextLimit, ToolCall, Turn
+from megatron_rl.agents.turn_renderer import TurnRenderer
+from megatron_rl.errors import ReplayError
+from megatron_rl.records import Sampling
+from megatron_rl.rollout.slices import Drawn
+from megatron_rl.sampling.journal import TurnAnswered, from_json, to_json
+
+SAMPLING = Sampling(1.0, 1.0, -1, 8, salt=1)
+HIGHER = Observation(({"role": "user", "content": "higher"},), 0.5, counts={"tries": 1.0})
+
+
+def episode(*turns: tuple[tuple[int, ...], Reply | None], max_turns: int = 5, max_tokens: int = 8) -> Episode:
+    new = Episode((1, 2), {"index": 0, "sample": 0}, Sampling(1.0, 1.0, -1, max_tokens, salt=1))
+    for drawn, reply in turns:
+        new.extend(Drawn(drawn, tuple(-0.5 for _ in drawn), "stop"), version=3, has_turns=True)
+        if reply is not None:
+            new.take(reply, max_turns)
+    return new
+
+
+def test_tokens_of_turns_and_observations_are_one_row():
+    """By hand: two turns with an observation between them, then done. Would not catch other column orders."""
+    ended = episode(((5, 6), Reply(Turn("a"), HIGHER, (7, 8))), ((9,), Reply(Turn("b"), Observation((), 1.0, True))))
+    assert (ended.token_ids, ended.finish, ended.reward) == ([5, 6, 7, 8, 9], "stop", 1.5)
+    rows = rows_of([ended], with_versions=True, has_turns=True)
+    assert rows["input_ids"].unbind()[0].tolist() == [1, 2, 5, 6, 7, 8, 9]
+    assert rows["sampled"].unbind()[0].tolist() == [False, False, True, True, False, False, True]
+    assert rows["rollout_log_probs"].unbind()[0].tolist() == [-0.5] * 3
+    assert rows["versions"].unbind()[0].tolist() == [3] * 3
+    assert (rows["environment_rewards"].tolist(), rows["failed"].tolist()) == ([1.5], [False])
+    assert rows["truncated"].tolist() == [False]
+
+
+def test_a_turn_begins_behind_the_last_observation():
+    """Before, between and after. Would not catch an observation of no tokens, behind which a turn goes on."""
+    waiting = episode(((5, 6), Reply(Turn("a"), HIGHER, (7, 8))), ((9, 4), None))
+    assert waiting.waits and waiting.turn_ids == [9, 4] and waiting.state == "away"
+    assert episode(((5, 6), None)).turn_ids == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("reply", "limits", "finish", "num_tokens"),
+    [
+        (Reply(Turn("a"), HIGHER, (7, 8, 9, 9, 9)), {}, "", 7),  # one token may still follow
+        (Reply(Turn("a"), HIGHER, (7, 8, 9, 9, 9, 9)), {}, "length", 2),
+        (Reply(Turn("a"), HIGHER, (7,)), {"max_turns": 1}, "length", 2),
+        (Reply(Turn("a"), Observation((), 0.0, True), ()), {"max_turns": 1}, "stop", 2),
+        (Reply(Turn("a"), EpisodeFailure("raised", "why")), {}, "failed", 2),
+    ],
+)
+def test_an_episode_ends_where_nothing_fits(reply, limits, finish, num_tokens):
+    """Eight tokens after the prompt, two of them drawn. Would not catch a limit of the engine's context."""
+    ended = episode(((5, 6), reply), **limits)
+    assert (ended.finish, len(ended.token_ids), ended.waits) == (finish, num_tokens, False)
+
+
+def test_of_a_failed_episode_nothing_is_trained():
+    """Its row keeps the prompt alone, beside one that ended. Would not catch a group that counts it."""
+    failed = episode(((5, 6), Reply(Turn("a"), EpisodeFailure("timed_out", "why"))))
+    rows = rows_of([failed, episode(((5,), Reply(Turn("b"), Observation((), 1.0, True))))], False, True)
+    assert rows.num_sampled.tolist() == [0, 1] and rows["failed"].tolist() == [True, False]
+    assert rows["input_ids"].unbind()[0].tolist() == [1, 2]
+    metrics = episode_metrics([failed, episode(((5,), Reply(Turn("b"), HIGHER, (7,))), ((3,), None))])
+    assert metrics["episode/failed_ratio"] == 0.5 and metrics["episode/timed_out"] == 1.0
+    assert metrics["num_turns/mean"] == 1 and metrics["environment/tries/mean"] == 1.0
+
+
+def test_a_line_of_the_schedule_holds_an_answer_to_the_last_bit():
+    """Calls, counts, a failure. Would not catch floats of another precision: JSON has Python's."""
+    turn = Turn("a", (ToolCall("add", {"x": 0.1}),))
+    for answer in (
+        Observation(({"role": "tool", "content": "\u2028"},), 1 / 3, False, {"n": 2.0}),
+        EpisodeFailure("raised", "x"),
+    ):
+        event = TurnAnswered.of(-3, Reply(turn, answer, (1, 2)))
+        again = from_json(to_json(event))
+        assert isinstance(again, TurnAnswered) and again.reply == event.reply and again.request == -3
+
+
+def test_recorded_answers_come_in_their_order_and_no_others():
+    """Two turns of one request, one of another. Would not catch a turn whose text differs: the engine compares it."""
+    replies = [Reply(Turn(text), HIGHER, (number,)) for number, text in enumerate("abc")]
+    recorded = RecordedEpisodes(5, [(4, replies[0]), (7, replies[1]), (4, replies[2])])
+    waiting = episode(((5,), None))
+    recorded.submit(7, waiting)
+    assert dict(recorded.play({4: waiting})) == {4: replies[0]}
+    assert recorded.take() == [(7, replies[1])]
+    recorded.submit(4, waiting)
+    assert recorded.take() == [(4, replies[2])]
+    with pytest.raises(ReplayError, match="request 4 ended that has no answer"):
+        recorded.submit(4, waiting)
+
+
+LONG = """
+class Environment:
+    def reset(self, row): pass
+    def step(self, turn):
+        return "0123456789", 0.0, False
+"""
+
+
+@pytest.mark.parametrize(
+    ("side", "text"),
+    [("left", "0123...(truncated)..."), ("right", "...(truncated)...6789"), ("middle", "01...(truncated)...89")],
+)
+def test_long_observations_are_cut(tmp_path: Path, side: str, text: str):
+    """Ten characters where four may be; the next turn finds its environment as it was. Would not catch a cut in tokens,
+    which nobody promises.
+    """
+    tokenizer, live = live_episodes(tmp_path, TextLimit(4, side))
+    waiting = episode(((5, tokenizer.eos_token_id), None), max_tokens=100)
+    for _ in range(2):
+        ((number, reply),) = live.play({3: waiting})
+        assert number == 3 and tokenizer.decode(list(reply.token_ids)) == text
+        waiting.take(reply, 5)
+        waiting.extend(Drawn((5, tokenizer.eos_token_id), (-0.5, -0.5), "stop"), 3, has_turns=True)
+
+
+def live_episodes(folder: Path, limit: TextLimit) -> tuple[PreTrainedTokenizerBase, LiveEpisodes]:
+    (folder / "env.py").write_text(LONG)
+    tokenizer = AutoTokenizer.from_pretrained("assets/demo/model")
+    renderer = TurnRenderer(tokenizer, [tokenizer.eos_token_id], is_chat=False)
+    host = EnvironmentSource(str(folder / "env.py"), "Environment", "key", {}, limit).host()
+    return tokenizer, LiveEpisodes(EnvironmentsHere(host), renderer, 5)
+
+
+def test_answers_to_dropped_turns_are_not_taken(tmp_path: Path):
+    """A turn is forgotten while it is open, and its request asks again. Would not catch a second drop."""
+    _, live = live_episodes(tmp_path, TextLimit(100))
+    live.submit(3, episode(((5, 6), None)))
+    live.forget(3)
+    live.submit(3, episode(((5, 9), None)))
+    assert [number for number, _ in live.take()] == [3] and not live.is_open
+
+
+def test_rows_of_single_turns_are_as_without_episodes():
+    """No column of episodes, one turn, a suffix. Would not catch another order of columns."""
+    single = Episode((1, 2), {}, SAMPLING)
+    single.extend(Drawn((5, 6), (-1.0, -2.0), "length"), version=0, has_turns=False)
+    rows = rows_of([single], with_versions=False, has_turns=False)
+    assert set(rows.names) == {"input_ids", "sampled", "rollout_log_probs", "truncated"}
+    assert torch.equal(rows["truncated"], torch.tensor([True]))

@@ -1,0 +1,97 @@
+"""What follows a turn, token by token: the rest of its end, the observation, the beginning of the next answer."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from megatron_rl.agents.turn_renderer import TurnRenderer
+from megatron_rl.data.template_process import TemplateRefusal
+
+CHATML = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+THINKING = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and not loop.last %}{{ m.content[3:] }}"
+    "{% else %}{{ m.content }}{% endif %}<eos> {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SUMMARY = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}{{ messages|length }}"
+OLD_TOOLS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'tool' and not loop.last %}-{% else %}{{ m.content }}"
+    "{% endif %}<eos> {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+NO_TOOLS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained("assets/demo/model")
+
+
+def with_template(tokenizer: PreTrainedTokenizerBase, template: str) -> TurnRenderer:
+    tokenizer.chat_template = template
+    return TurnRenderer(tokenizer, [tokenizer.eos_token_id])
+
+
+def test_a_path_is_the_whole_conversation_as_the_template_writes_it(tokenizer):
+    """Three turns with observations of one and two messages, one of them without an end token before it.
+
+    The path that grows turn by turn has the ids of the conversation rendered at once. Would not catch a template whose
+    text is tokenised otherwise as a whole: the path is what the engine is given then, and what is trained.
+    """
+    renderer = with_template(tokenizer, CHATML)
+    turns = ["7", "12", "9"]
+    observations = [
+        [{"role": "user", "content": "no"}],
+        [{"role": "tool", "content": "1"}, {"role": "user", "content": "?"}],
+    ]
+    messages = [{"role": "user", "content": "guess"}]
+    path = tokenizer("<user>guess<eos> <assistant>", add_special_tokens=False)["input_ids"]
+    for turn, observation in zip(turns, [*observations, []], strict=True):
+        drawn = [*tokenizer(turn, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        assert renderer.text_of(drawn) == turn
+        path += drawn
+        messages.append({"role": "assistant", "content": turn})
+        if observation:
+            path += renderer.following(observation, drawn[-1])
+            messages += observation
+    whole = "".join(f"<{message['role']}>{message['content']}<eos> " for message in messages)
+    assert tokenizer.decode(path) + " " == whole
+    assert path == tokenizer(whole, add_special_tokens=False)["input_ids"][:-1]
+
+
+def test_text_is_joined_as_it_is(tokenizer):
+    """Prompts without messages. Would not catch a tokenizer that puts something before a text."""
+    renderer = TurnRenderer(tokenizer, [tokenizer.eos_token_id], is_chat=False)
+    ids = renderer.following([{"role": "user", "content": "no="}], tokenizer.eos_token_id)
+    assert tokenizer.decode(ids) == "no=" and renderer.append_problem("user") is None
+
+
+@pytest.mark.parametrize(
+    ("template", "role", "reason"),
+    [
+        (CHATML, "user", None),
+        (CHATML, "tool", None),
+        (SUMMARY, "user", "otherwise once other messages follow"),
+        (OLD_TOOLS, "tool", "of role tool as an addition"),
+        (OLD_TOOLS, "user", None),
+        (NO_TOOLS, "user", None),
+        (NO_TOOLS, "tool", "no tools here"),
+    ],
+)
+def test_templates_that_do_not_append_are_named_by_role(tokenizer, template, role, reason):
+    """Would not catch a template that rewrites only what it has not been shown."""
+    problem = with_template(tokenizer, template).append_problem(role)
+    assert problem is None if reason is None else problem is not None and reason in problem
+
+
+def test_a_template_that_drops_thinking_is_refused(tokenizer):
+    """Earlier turns lose three characters. Would not catch a template that keeps short texts."""
+    renderer = with_template(tokenizer, THINKING)
+    assert "otherwise once other messages follow" in (renderer.append_problem("user") or "")
+    with pytest.raises(TemplateRefusal):
+        renderer.following([{"role": "user", "content": "no"}], tokenizer.eos_token_id)

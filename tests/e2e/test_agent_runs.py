@@ -1,0 +1,179 @@
+"""Runs with episodes of several turns, as users start them: layouts, ahead of training, replay, resume, failures."""
+
+from __future__ import annotations
+
+import pytest
+from short_runs import LOCAL, MEGATRON, WITHOUT_RAY, metrics
+from test_async_runs import ASYNC, SMALL, assert_same_bits, events, replicas, stopped_in, weights_equal
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
+
+GRPO = "configs/grpo_cpu.yaml"
+TURNS = "actor_rollout_ref.rollout.multi_turn"
+BOUND = 5e-5
+"""Of single turns: the largest difference of log-probs between rollout and trainer in float32."""
+
+
+def environment(name: str) -> tuple[str, ...]:
+    return (
+        *(f"{TURNS}.enable=true", f"{TURNS}.environment.path=tests/e2e/agents_for_tests.py"),
+        *(f"{TURNS}.environment.name={name}", "custom_reward_function.path=null", "data.max_response_length=16"),
+        *("custom_reward_function.name=null", f"{TURNS}.num_workers=2", "actor_rollout_ref.rollout.temperature=1.5"),
+    )
+
+
+SHORT = (
+    *("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.rollout.n=4"),
+    *("trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.test_freq=2"),
+)
+
+
+def differences(run) -> list[float]:
+    name = "training/rollout_logprob_diff_max"
+    return [line[name] for line in metrics(run).values() if name in line]
+
+
+def test_an_agent_trains_and_its_tokens_are_exact(command_line) -> None:
+    """In one process: several turns, an observation among them, the trainer's log-probs those of the engine. What was
+    drawn, read and trained would differ there by whole units if a token were another.
+
+    Would not catch an observation that is trained; tests of holes do.
+    """
+    run = command_line(*SHORT, *LOCAL, *environment("Retry"), config=GRPO)
+    assert run.wait() == 0, run.text()
+    steps = [line for line in metrics(run).values() if "num_turns/mean" in line]
+    assert len(steps) == 2 and all(line["num_turns/max"] >= 2 and line["num_turns/min"] == 1 for line in steps)
+    assert all(line["episode/failed_ratio"] == 0 for line in steps)
+    assert all(abs(line["critic/score/mean"] - line["environment/reward/mean"]) < 1e-6 for line in steps)
+    assert 0 < max(differences(run)) < BOUND
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "layout",
+    [
+        (2, "tensor_model_parallel_size=2"),
+        (2, "tensor_model_parallel_size=1", "pipeline_model_parallel_size=2"),
+        (2, "tensor_model_parallel_size=1", "context_parallel_size=2"),
+        (4, "tensor_model_parallel_size=2", "pipeline_model_parallel_size=2"),
+    ],
+    ids=["TP2", "PP2", "CP2", "TP2PP2"],
+)
+def test_agents_in_layouts(command_line, layout) -> None:
+    """Two steps each, environments in processes. Weights of the second step come from gradients of the first.
+
+    Would not catch a layout that loses a little: parity of gradients with holes is tested by itself.
+    """
+    ranks, *axes = layout
+    keys = (WITHOUT_RAY, f"trainer.n_gpus_per_node={ranks}", *(f"{MEGATRON}.{axis}" for axis in axes))
+    run = command_line(*SHORT, *keys, *environment("Retry"), config=GRPO)
+    assert run.wait() == 0, run.text()
+    assert 0 < max(differences(run)) < BOUND and run.left_over() == []
+
+
+def test_a_run_of_agents_is_repeated_without_its_environment(command_line) -> None:
+    """Ahead of training in one process, with a validation; the replay has an environment that may not run.
+
+    Would not catch several replicas; the sweep below does.
+    """
+    keys = (
+        *SMALL,
+        "--local",
+        "--collapse",
+        "trainer.total_training_steps=2",
+        "actor_rollout_ref.rollout.max_num_seqs=48",
+    )
+    run = command_line(*keys, *environment("Retry"), config=ASYNC)
+    assert run.wait() == 0, run.text()
+    again = command_line(*keys, *environment("Forbidden"), f"--replay={run.run}", config=ASYNC)
+    assert again.wait() == 0, again.text()
+    assert len(events(run, "turn")) > 100 and events(again, "turn") == events(run, "turn")
+    assert any(event["request"] < 0 for event in events(run, "turn"))
+    assert_same_bits(again, run)
+
+
+@pytest.mark.exhaustive
+def test_a_lost_replica_and_late_answers_are_repeated(command_line) -> None:
+    """Two replicas, two steps ahead with weights that change within episodes, answers that come late, a replica killed
+    while it draws. All is trained once, and a replay without the environment has the same bits.
+
+    Would not catch a death of the keeper, which ends the run.
+    """
+    keys = (*SMALL, "trainer.rollout_ahead=2", "async_training.partial_rollout=true", "trainer.total_training_steps=8")
+    run = command_line(*keys, *environment("Late"), WITHOUT_RAY, config=ASYNC)
+    run.wait_for(lambda: len(events(run, "taken")) >= 2, interval=0.01)
+    known, lost = replicas(run), []
+    run.wait_for(lambda: lost.extend(filter(None, [stopped_in(known, "rollout.advance")])) or lost, interval=0.001)
+    lost[0].kill()
+    assert run.wait() == 0, run.text()
+    assert len(events(run, "lost")) == 1 and run.left_over() == []
+    again = command_line(*keys, *environment("Forbidden"), WITHOUT_RAY, f"--replay={run.run}", config=ASYNC)
+    assert again.wait() == 0, again.text()
+    assert_same_bits(again, run)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["Retry", "Changes"])
+def test_a_killed_run_of_agents_goes_on(command_line, name) -> None:
+    """Two steps ahead, deterministic, killed after a checkpoint that holds open episodes. With an environment that
+    repeats: the bits of the run that was left alone. With one that does not: its open episodes have failed.
+
+    Would not catch turns that had no answer yet: in rounds there are none when a checkpoint is written.
+    """
+    settings = (
+        *(*SMALL, "trainer.rollout_ahead=2", "async_training.deterministic=true", "trainer.total_training_steps=5"),
+        *(WITHOUT_RAY, "trainer.save_freq=2", "trainer.test_freq=0", "trainer.val_before_train=false"),
+        *("async_training.partial_rollout=true", *environment(name)),
+    )
+    life = command_line(*settings, config=ASYNC)
+    life.wait_for(lambda: len(events(life, "saved")) >= 1 and len(events(life, "taken")) >= 3, interval=0.01)
+    life.kill_all()
+    last = command_line(*settings, folder=life.folder, config=ASYNC)
+    assert last.wait() == 0, last.text()
+    assert "going on after step" in last.text()
+    steps = [line for line in metrics(last).values() if "episode/not_repeatable" in line]
+    if name == "Changes":
+        assert any(line["episode/not_repeatable"] > 0 for line in steps)
+        return
+    assert all(line["episode/failed_ratio"] == 0 for line in steps)
+    whole = command_line(*settings, config=ASYNC)
+    assert whole.wait() == 0, whole.text()
+    assert weights_equal(last, whole)
+
+
+def test_failed_episodes_are_left_out_and_counted(command_line) -> None:
+    """Two prompts in sixteen fail in every turn, one of them with its process, which others share. Scores are those of
+    the others alone. More than the share that may fail ends the run with code 4 and the reason.
+
+    Would not catch an episode that fails once in a while.
+    """
+    keys = (*SHORT, WITHOUT_RAY, "trainer.n_gpus_per_node=1", f"{MEGATRON}.tensor_model_parallel_size=1")
+    run = command_line(*keys, *environment("Fails"), config=GRPO)
+    assert run.wait() == 0, run.text()
+    steps = [line for line in metrics(run).values() if "episode/failed_ratio" in line]
+    assert any(line["episode/raised"] > 0 for line in steps) and any(line["episode/crashed"] > 0 for line in steps)
+    for line in steps:
+        failed = sum(line[f"episode/{cause}"] for cause in ("raised", "timed_out", "crashed", "no_answer"))
+        assert line["episode/not_repeatable"] == 0 and line["episode/failed_ratio"] == pytest.approx(failed / 64)
+        assert line["critic/score/mean"] == pytest.approx(line["environment/reward/mean"], abs=1e-6)
+    assert "episodes failed; the first: the environment" in run.text() and run.left_over() == []
+    refused = command_line(*keys, *environment("Fails"), f"{TURNS}.max_failed_ratio=0.01", config=GRPO)
+    assert refused.wait() == 4 and "max_failed_ratio" in refused.text(), refused.text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ((f"{TURNS}.environment.path=null",), "multi_turn.environment.path=null must be a Python file"),
+        ((f"{TURNS}.environment.path=tests/e2e/agents_for_test.py",), "agents_for_tests.py"),
+        ((f"{TURNS}.environment.name=Retries",), "must be a class of tests/e2e/agents_for_tests.py"),
+        ((f"{TURNS}.max_assistant_turns=0",), "max_assistant_turns"),
+        ((f"{TURNS}.tool_response_truncate_side=up",), "tool_response_truncate_side"),
+        ((f"{TURNS}.tool_config_path=tools.yaml",), "tools of verl's files"),
+    ],
+)
+def test_bad_keys_are_refused_by_plan(command_line, changes, sentence) -> None:
+    """Before anything starts, with the nearest. Would not catch a class that cannot be made."""
+    run = command_line(*environment("Retry"), *changes, config=GRPO, stage="plan", names_folder=False)
+    assert run.wait() == 2 and sentence in " ".join(run.text().split()), run.text()
+    assert "Traceback" not in run.text()
