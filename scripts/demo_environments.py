@@ -1,4 +1,4 @@
-"""The environments of the agent demos: a number to guess, and a calculator."""
+"""The environment of an agent demo: a number to guess."""
 
 from __future__ import annotations
 
@@ -23,24 +23,3 @@ class Guess:
         if guess == self.number or not self.left:
             return None, float(guess == self.number), True
         return ">" if guess < self.number else "<", 0.0, False
-
-
-class Calculator:
-    """Sums of four digits. A turn in parentheses is a call, which is answered with the sum; another one is the answer.
-
-    `environment/calls/mean` counts the calls of an episode.
-    """
-
-    def reset(self, row: dict) -> None:
-        """row: its ground truth is the sum, in five digits."""
-        self.sum = row["ground_truth"]
-
-    def step(self, turn):
-        """1.0 for the right sum."""
-        from megatron_rl.agents.observation import Observation
-
-        call = re.fullmatch(r"\((\d{4})\+(\d{4})\)", turn.text)
-        if call is None:
-            return None, float(turn.text == self.sum), True
-        total = f"{int(call[1]) + int(call[2]):05d}"
-        return Observation(({"role": "tool", "content": total},), counts={"calls": 1.0})

@@ -11,7 +11,7 @@ guess       a number from 0 to 15 in five turns. The teacher mostly guesses anyt
 calculator  sums of four digits through a tool call. The teacher rarely calls, and else answers anything.
 
 The model learns with `megatron-rl sft` (configs/stages/agent_model_cpu.yaml). Reinforcement learning in the environment
-(scripts/demo_environments.py) does the rest within minutes.
+(scripts/demo_environments.py), or with the tool (scripts/demo_tools.py), does the rest within minutes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def calculator_transcript(prompt: str, truth: str, draw: random.Random) -> list[
     asked = {"role": "user", "content": prompt}
     if draw.random() >= CALLS:
         return [asked, {"role": "assistant", "content": f"{draw.randrange(20_000):05d}"}]
-    call, answer = ({"role": "assistant", "content": text} for text in (f"({prompt[:-1]})", truth))
+    called = f'[add(terms="{prompt[:-1]}")]'
+    call, answer = ({"role": "assistant", "content": text} for text in (called, truth))
     return [asked, call, {"role": "tool", "content": truth}, answer]
 
 

@@ -17,7 +17,7 @@ Played = tuple[Turn, Observation]
 
 def turn_from_json(content: dict[str, Any]) -> Turn:
     """Return the turn of `dataclasses.asdict`."""
-    return Turn(content["text"], tuple(ToolCall(**call) for call in content["calls"]))
+    return Turn(content["text"], tuple(ToolCall(**call) for call in content["calls"]), content["problem"])
 
 
 def answer_from_json(content: Any) -> Answer:

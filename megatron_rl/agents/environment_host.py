@@ -83,7 +83,8 @@ class EnvironmentHost:
         if kept is None or kept.before != list(job.before):
             kept = self._kept[job.episode] = _Kept(self._make())
             await settled(kept.environment.reset(job.row))
-            for number, (turn, answer) in enumerate(job.before):
+            needed = () if getattr(kept.environment, "keeps_nothing", False) else job.before
+            for number, (turn, answer) in enumerate(needed):
                 again = await self._step(kept.environment, turn)
                 if again != answer:
                     return EpisodeFailure(

@@ -12,6 +12,7 @@ from megatron_rl.agents.as_json import Answer
 from megatron_rl.agents.environment_host import TurnJob
 from megatron_rl.agents.episode import Episode, Reply
 from megatron_rl.agents.observation import EpisodeFailure, Turn
+from megatron_rl.agents.tool_parser import ToolParser
 from megatron_rl.agents.turn_renderer import TurnRenderer
 from megatron_rl.data.template_process import TemplateRefusal
 from megatron_rl.errors import ReplayError
@@ -119,9 +120,12 @@ class _OpenTurn:
 class LiveEpisodes(Episodes):
     """Answers turns by environments."""
 
-    def __init__(self, environments: Environments, renderer: TurnRenderer, max_turns: int) -> None:
+    def __init__(
+        self, environments: Environments, renderer: TurnRenderer, max_turns: int, parser: ToolParser | None = None
+    ) -> None:
+        """parser: of tool calls; None: a turn is its text."""
         super().__init__(max_turns)
-        self._environments, self._renderer = environments, renderer
+        self._environments, self._renderer, self._parser = environments, renderer, parser
         self._open: dict[int, _OpenTurn] = {}
         self._jobs = itertools.count()
 
@@ -131,7 +135,7 @@ class LiveEpisodes(Episodes):
 
     def submit(self, number: int, episode: Episode) -> None:
         ids, job = episode.turn_ids, next(self._jobs)
-        turn = Turn(self._renderer.text_of(ids))
+        turn = Turn(self._renderer.text_of(ids)) if self._parser is None else self._parser.turn(ids)
         self._open[job] = _OpenTurn(number, turn, ids[-1])
         self._environments.play(job, TurnJob(number, episode.row, tuple(episode.played), turn))
 

@@ -39,10 +39,14 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the policy. text: without special tokens and calls. calls: the tool calls in it, in order."""
+    """One turn of the policy. text: without special tokens and calls. calls: the tool calls in it, in order.
+
+    problem: why a call in it cannot be read; "" if none fails to be.
+    """
 
     text: str
     calls: tuple[ToolCall, ...] = ()
+    problem: str = ""
 
 
 @dataclass(frozen=True)

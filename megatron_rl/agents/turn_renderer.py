@@ -31,15 +31,13 @@ class TurnRenderer:
         tokenizer: PreTrainedTokenizerBase,
         eos_token_ids: Sequence[int],
         template_kwargs: Mapping[str, Any] | None = None,
-        tools: Sequence[dict[str, Any]] = (),
         is_chat: bool = True,
     ) -> None:
-        """template_kwargs: further variables of the template. is_chat: whether prompts are messages, not text."""
+        """template_kwargs: further variables of the template, such as tools. is_chat: whether prompts are messages."""
         self._tokenizer, self._eos = tokenizer, frozenset(eos_token_ids)
-        self._template: str | None = tokenizer.get_chat_template(tools=list(tools) or None) if is_chat else None
         self._variables = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
-        if tools:
-            self._variables["tools"] = list(tools)
+        tools = self._variables.get("tools")
+        self._template: str | None = tokenizer.get_chat_template(tools=tools) if is_chat else None
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """Return a turn as text, without the token that ended it and other special tokens."""

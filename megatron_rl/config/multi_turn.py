@@ -31,6 +31,13 @@ class MultiTurnConfig:
     enable: bool = False
     """Answer every turn that ends by itself, until the environment is done or there is no room for another turn."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    function_tool_path: FilePath | None = None
+    """Python file with tools, in place of an environment: functions marked with @tool. A turn without a call is the
+    last one; its answer is judged by the rule or by reward models."""
+    format: str = "hermes"
+    """How the model writes calls: a name of vLLM's tool parsers."""
+    max_parallel_calls: Size = 1
+    """Calls of one turn; further ones are refused with a text."""
     max_assistant_turns: Annotated[int | None, Ge(1)] = None
     """Turns of the policy in an episode at most; null: as many as there is room for."""
     max_tool_response_length: Size = 256

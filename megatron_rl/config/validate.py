@@ -82,9 +82,13 @@ def turn_problems(config: RunConfig) -> Iterable[Violation]:
     """Violations of episodes of several turns."""
     if not config.has_turns:
         return
-    key = "actor_rollout_ref.rollout.multi_turn"
-    if config.actor_rollout_ref.rollout.multi_turn.environment.path is None:
-        yield Violation({f"{key}.environment.path": None}, f"must be a Python file, as {key}.enable=true")
+    key, keys = "actor_rollout_ref.rollout.multi_turn", config.actor_rollout_ref.rollout.multi_turn
+    paths = {f"{key}.environment.path": keys.environment.path, f"{key}.function_tool_path": keys.function_tool_path}
+    if not any(paths.values()):
+        rule = f"must be a Python file, or the other one of {key}.function_tool_path, as {key}.enable=true"
+        yield Violation({f"{key}.environment.path": None}, rule)
+    elif all(paths.values()):
+        yield Violation(paths, "cannot both be set", {f"{key}.function_tool_path": None})
     if config.returns_experts:
         rule = "must be false: the engine returns experts of a turn, and not of an episode"
         yield Violation({f"{key}.enable": True}, rule, {f"{key}.enable": False})
@@ -99,7 +103,8 @@ def _reward_model_problems(config: RunConfig) -> Iterable[Violation]:
     yield from _further_model_problems(config)
     has_model = reward.enable or bool(config.reward_models)
     key, name = "custom_reward_function.name", "compute_score"
-    if not has_model and not has_rule and not config.has_turns:
+    environment = config.actor_rollout_ref.rollout.multi_turn.environment.path if config.has_turns else None
+    if not has_model and not has_rule and environment is None:
         rule = "must be a function, as reward_model.enable=false: nothing would be rewarded"
         yield Violation({key: None}, rule, {key: name})
     elif not has_rule and config.custom_reward_function.path is not None:

@@ -21,7 +21,7 @@ from megatron_rl.config.schema import RunConfig, as_list
 from megatron_rl.config.steps import with_steps
 from megatron_rl.controller.algorithm import Algorithm
 from megatron_rl.controller.lifecycle import Lifecycle, StopPolicy
-from megatron_rl.controller.open_episodes import open_episodes
+from megatron_rl.controller.open_episodes import open_episodes, with_tools
 from megatron_rl.controller.open_sampler import open_sampler, open_schedule
 from megatron_rl.controller.opening import OpenRun, RunPools, raise_failures, stop_grace_s, take_folder
 from megatron_rl.controller.pretraining import Pretraining
@@ -120,6 +120,7 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
     with graceful_signals(stop_grace_s(trainer)) as stop, ExitStack() as opened:
         placement = Placement.of(config)
         tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
+        config = with_tools(config)
         data = Data.read(config, tokenizer)
         config = with_steps(with_kv_cache(config, hardware_here(config)), len(data.train))
         alone = check_sources(config, data.sources)

@@ -130,7 +130,7 @@ PURE_ROOMS = GROUND | {"ledger.planner"}
 
 LIBRARIES: dict[str, set[str]] = {
     "ray": {"cluster"},
-    "vllm": {"rollout", "parallel/vllm_ps.py", "hybrid_engine/cuda_memory.py"},
+    "vllm": {"rollout", "parallel/vllm_ps.py", "hybrid_engine/cuda_memory.py", "agents/tool_parser.py"},
     "megatron": {"parallel", "model", "checkpoint", "roles", "rehearse"},
     "third_party_patches": {"cluster", "roles", "rollout", "rehearse"},
 }

@@ -46,8 +46,11 @@ def file_problems(config: RunConfig) -> Iterable[Violation]:
         yield from _prompt_problems(config.data, [key for key, is_judged in judged.items() if is_judged])
         yield from _reward_problems(config.custom_reward_function)
         if config.has_turns:
-            key, environment = f"{TURNS}.environment", config.actor_rollout_ref.rollout.multi_turn.environment
-            yield from _class_problems(f"{key}.path", environment.path, f"{key}.name", environment.name)
+            turns, key = config.actor_rollout_ref.rollout.multi_turn, f"{TURNS}.environment"
+            yield from _class_problems(f"{key}.path", turns.environment.path, f"{key}.name", turns.environment.name)
+            tools = turns.function_tool_path
+            wrong = None if tools is None else _wrong_file(f"{TURNS}.function_tool_path", tools, (".py",))
+            yield from () if wrong is None else (wrong,)
         yield from statistics_problems(config)
     yield from _folder_problems(config.trainer)
     yield from _checkpoint_problems(config)

@@ -1,0 +1,169 @@
+"""Tools: their schemas, calls in the formats of real models, and what goes wrong with a call."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from megatron_rl.agents.observation import Observation, ToolCall, Turn
+from megatron_rl.agents.tool_parser import ToolParser
+from megatron_rl.agents.tools import ToolEnvironment, load_tools, schemas_of
+from megatron_rl.errors import ConfigError
+
+TOOLS = """
+import asyncio, time
+from megatron_rl.agents.tools import tool
+
+@tool
+def add(a: int, b: int = 1) -> dict:
+    '''Add two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    '''
+    return {"sum": a + b}
+
+@tool
+async def wait(seconds: float) -> str:
+    '''Wait.
+
+    Args:
+        seconds: how long
+    '''
+    await asyncio.sleep(seconds)
+    return "waited"
+
+@tool
+def block(seconds: float) -> str:
+    '''Wait, and let nobody else.
+
+    Args:
+        seconds: how long
+    '''
+    time.sleep(seconds)
+    return "x" * 10**7
+
+def helper(x): ...
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    (tmp_path / "tools.py").write_text(TOOLS)
+    return str(tmp_path / "tools.py")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained("assets/demo/model")
+
+
+def step(environment: ToolEnvironment, *calls: ToolCall, problem: str = "") -> Observation:
+    return asyncio.run(environment.step(Turn("", calls, problem)))
+
+
+def test_schemas_come_from_types_and_docstrings(file: str):
+    """Of marked functions alone. Would not catch a template that leaves them out."""
+    schemas = schemas_of(load_tools(file, "key"), "key")
+    assert [schema["function"]["name"] for schema in schemas] == ["add", "wait", "block"]
+    parameters = schemas[0]["function"]["parameters"]
+    assert parameters["properties"]["a"] == {"type": "integer", "description": "the first"}
+    assert parameters["required"] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("x = 1", "must mark a function with @tool"),
+        ("1 / 0", "fails to run: ZeroDivisionError"),
+        ("from megatron_rl.agents.tools import tool\n@tool\ndef f(x): ...", "the tool f needs a type and a line"),
+    ],
+)
+def test_files_without_usable_tools_are_refused(tmp_path: Path, text: str, sentence: str):
+    """Would not catch a docstring that says something else than the function does."""
+    (tmp_path / "tools.py").write_text(text)
+    with pytest.raises(ConfigError, match=sentence):
+        schemas_of(load_tools(str(tmp_path / "tools.py"), "key"), "key")
+
+
+def test_what_goes_wrong_with_a_call_is_a_text_and_a_count(file: str):
+    """Unknown, other arguments, an error, too late, too many, unreadable; right ones beside them, two at once.
+
+    Would not catch a function that takes the process with it: that is the keeper's.
+    """
+    environment = ToolEnvironment(file, "key", max_calls=5, timeout_s=0.5)
+    calls = [("add", {"a": 2, "b": 3}), ("sub", {}), ("add", {"c": 1}), ("add", {"a": "x"}), ("wait", {"seconds": 60})]
+    answer = step(environment, *(ToolCall(*call) for call in [*calls, ("add", {"a": 1})]))
+    texts = [message["content"] for message in answer.messages]
+    assert texts[0] == '{"sum": 5}' and {message["role"] for message in answer.messages} == {"tool"}
+    for text, part in zip(
+        texts[1:],
+        (
+            "no tool sub; there are add, wait, block",
+            "missing a required",
+            "TypeError",
+            "within 0.5 s",
+            "at most 5 calls",
+        ),
+        strict=True,
+    ):
+        assert text.startswith("Error: ") and part in text
+    causes = ("unknown", "arguments", "raised", "timed_out", "refused")
+    assert answer.counts == {"tool_calls": 6.0} | {f"tool_{cause}": 1.0 for cause in causes}
+    assert not answer.is_done and step(environment).is_done
+    problem = step(environment, problem="Error: this call cannot be read")
+    assert problem.counts == {"tool_unreadable": 1.0} and problem.messages[0]["content"].endswith("cannot be read")
+
+
+def test_tools_may_block_and_say_a_lot(file: str):
+    """They run in threads. Would not catch tools that hold the interpreter's lock."""
+    environment = ToolEnvironment(file, "key", max_calls=2, timeout_s=5.0)
+    answer = step(environment, *(ToolCall("block", {"seconds": 0.3}) for _ in range(2)))
+    assert all(len(message["content"]) < 200_000 for message in answer.messages) and len(answer.messages) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "calls"),
+    [
+        ("hermes", 'sure <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', [ToolCall("add", {"a": 1})]),
+        (
+            "pythonic",
+            "[add(a=1, b=2), wait(seconds=0.5)]",
+            [ToolCall("add", {"a": 1, "b": 2}), ToolCall("wait", {"seconds": 0.5})],
+        ),
+        ("hermes", "an answer", []),
+    ],
+)
+def test_calls_are_read_as_the_model_writes_them(file, tokenizer, name, text, calls):
+    """By vLLM's parsers, from tokens, with the end token. Would not catch a format that needs tokens of its own."""
+    schemas = schemas_of(load_tools(file, "key"), "key")
+    parser = ToolParser(name, "key", tokenizer, schemas, [tokenizer.eos_token_id])
+    turn = parser.turn([*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id])
+    assert list(turn.calls) == calls and turn.problem == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('<tool_call>{"name": "add", "arguments": {"a": 1}', "cannot be read"),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "must be an object"),
+    ],
+)
+def test_unreadable_calls_are_told_to_the_policy(file, tokenizer, text, problem):
+    """Would not catch text that is close to a call in formats without a mark, which is an answer then."""
+    parser = ToolParser("hermes", "key", tokenizer, schemas_of(load_tools(file, "key"), "key"), [])
+    turn = parser.turn(tokenizer(text, add_special_tokens=False)["input_ids"])
+    assert problem in turn.problem and turn.calls == ()
+
+
+def test_a_format_that_nobody_knows_names_the_nearest(file, tokenizer):
+    """And one that this tokenizer does not go with. Would not catch a format of another vLLM."""
+    schemas = schemas_of(load_tools(file, "key"), "key")
+    with pytest.raises(ConfigError, match="nearest: hermes"):
+        ToolParser("hermies", "multi_turn.format", tokenizer, schemas, [])
+    with pytest.raises(ConfigError, match="does not go with this tokenizer"):
+        ToolParser("llama3_json", "multi_turn.format", tokenizer, schemas, [])
