@@ -37,7 +37,7 @@ def scorers_of(
     return [*_actor_scorers(config, actor, algorithm), *role_scorers(pools), *own, RewardScorer(rewards)]
 
 
-def user_scorers(config: RunConfig) -> list[Scorer]:
+def user_scorers(config: RunConfig) -> list[UserScorer]:
     """The scorers of `custom_scorers`. Raises ConfigError for a class that cannot be loaded or made."""
     return [UserScorer(name, file.path, config) for name, file in config.custom_scorers.items()]
 
@@ -62,7 +62,10 @@ def _actor_scorers(config: RunConfig, actor: Actor, algorithm: Algorithm) -> Ite
 
 
 class UserScorer:
-    """A class of the user's, made once with the run's configuration. What it raises becomes a RewardError."""
+    """A class of the user's, made once with the run's configuration. What it raises becomes a RewardError.
+
+    in_validation: whether answers to held-out prompts are scored by it, too, as its attribute of that name says.
+    """
 
     def __init__(self, name: str, path: str | None, config: RunConfig) -> None:
         key = f"custom_scorers.{name}.path"
@@ -73,6 +76,7 @@ class UserScorer:
             self._scorer: Scorer = kind(config)
         except Exception as error:
             raise ConfigError(f"{key}={path}: {name}(config) raised {describe_error(error)}") from error
+        self.in_validation = getattr(self._scorer, "in_validation", False) is True
 
     def start(self, batch: SampledBatch) -> None:
         with self._errors():

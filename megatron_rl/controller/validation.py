@@ -77,13 +77,14 @@ class PromptValidation(Validation):
             scored = batch.all_scored
             self.logger.save_samples(self.config.trainer.validation_data_dir, prompts, scored, step)
             self.logger.save_generations(prompts, scored, step)
-            variables = scored.variables()
+            variables = scored.variables() | {"reward": batch.rows["scores"].tolist()}
             self.logger.val_rewards.append(mean(variables["reward"]))
             if "acc" in variables:
                 self.logger.accuracies.append(mean(variables["acc"]))
             self.parity_rows = batch.rows[:NUM_PARITY_ROWS].read_by(SCORING)
             sources, predictions = list(prompts.data_source), scored.predictions()
             metrics = validation_metrics(sources, prompts.index.tolist(), variables, predictions)
+        metrics |= {f"val-aux/{name}": value for name, value in batch.metrics.items()}
         return metrics | self.logger.clock.take("testing")
 
 

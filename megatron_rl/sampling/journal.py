@@ -6,7 +6,7 @@ A slice is written once its replica has answered. A slice that a dying replica n
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 from megatron_rl.agents.as_json import answer_from_json, turn_from_json
 from megatron_rl.agents.episode import Reply
 from megatron_rl.observe.appended_file import AppendedFile, replace_file
-from megatron_rl.sampling.rules import Decider, Decision, Order
+from megatron_rl.sampling.rules import Counts, Decider, Decision, Numbers, Order
 
 SCHEDULE_FILE = "schedule.jsonl"
 
@@ -259,14 +259,7 @@ class Recorder(Questions):
             self._orders[replica] = order
         return order
 
-    def slice_done(
-        self,
-        replica: int,
-        num_steps: int,
-        drawn: Mapping[int, int],
-        finished: Collection[int],
-        away: Collection[int] = (),
-    ) -> None:
+    def slice_done(self, replica: int, num_steps: int, drawn: Counts, finished: Numbers, away: Numbers = ()) -> None:
         self._decider.slice_done(replica, num_steps, drawn, finished, away)
         order = self._orders.pop(replica)
         ended, left = tuple(sorted(finished)), tuple(sorted(away))

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.errors import ReplayError
 from megatron_rl.sampling.journal import Counted, Event, Interrupted, ReplicaLost, Resumed, SliceDone
-from megatron_rl.sampling.rules import Decision, Order, Rules
+from megatron_rl.sampling.rules import Counts, Decision, Numbers, Order, Rules
 
 
 @dataclass
@@ -177,14 +177,7 @@ class Replay:
         self._held[replica] = known.order.version
         return known.order
 
-    def slice_done(
-        self,
-        replica: int,
-        num_steps: int,
-        drawn: Mapping[int, int],
-        finished: Collection[int],
-        away: Collection[int] = (),
-    ) -> None:
+    def slice_done(self, replica: int, num_steps: int, drawn: Counts, finished: Numbers, away: Numbers = ()) -> None:
         """Raises ReplayError if engine steps, or requests that ended or went away, differ from the recorded ones."""
         number = self._num_done[replica]
         if number == self._num_given[replica]:

@@ -14,6 +14,11 @@ POLICIES = ("wait", "truncate", "resample")
 
 Kind = Literal["truncate", "resample", "forget"]
 
+Counts = Mapping[int, int]
+"""request -> number."""
+Numbers = Collection[int]
+"""Requests."""
+
 
 @dataclass(frozen=True)
 class Rules:
@@ -146,14 +151,7 @@ class Decider(Protocol):
         arrives.
         """
 
-    def slice_done(
-        self,
-        replica: int,
-        num_steps: int,
-        drawn: Mapping[int, int],
-        finished: Collection[int],
-        away: Collection[int] = (),
-    ) -> None:
+    def slice_done(self, replica: int, num_steps: int, drawn: Counts, finished: Numbers, away: Numbers = ()) -> None:
         """The outstanding order was carried out. drawn: request -> number of new tokens. away: requests whose turn has
         ended, and which wait for its answer outside the engine.
         """

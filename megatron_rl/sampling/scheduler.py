@@ -8,13 +8,13 @@ once, when every order of the previous round is answered, from counts that do no
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.sampling.assignment import even_shares
 from megatron_rl.sampling.requests import Request, Requests
-from megatron_rl.sampling.rules import Decision, Kind, Order, Rules
+from megatron_rl.sampling.rules import Counts, Decision, Kind, Numbers, Order, Rules
 
 COUNTS = ("renewed", "moved", "truncated", "resampled", "forgotten_tokens")
 
@@ -135,14 +135,7 @@ class Scheduler:
 
     # Facts
 
-    def slice_done(
-        self,
-        replica: int,
-        num_steps: int,
-        drawn: Mapping[int, int],
-        finished: Collection[int],
-        away: Collection[int] = (),
-    ) -> None:
+    def slice_done(self, replica: int, num_steps: int, drawn: Counts, finished: Numbers, away: Numbers = ()) -> None:
         """The outstanding order of `replica` was carried out. drawn: request -> number of new tokens. away: requests
         whose turn has ended: they have left the engine until `returned`.
         """

@@ -75,6 +75,7 @@ def test_columns_of_a_class_in_a_file(tmp_path: Path) -> None:
     Would not catch a scorer that only fails with ranks beside it.
     """
     scorers = user_scorers(configured(tmp_path, "Shorter", LONG))
+    assert not scorers[0].in_validation
     scored = batch()
     score([*scorers, Ones()], scored)
     assert scored.rows["length"].tolist() == [1.0, 2.0] and scored.rows["scores"].tolist() == [0.75, 0.5]

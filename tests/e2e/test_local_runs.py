@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from forked_run import ForkedRun
+from short_runs import LOCAL, SHORT, metrics
 
 pytestmark = pytest.mark.slow
 
@@ -75,3 +76,32 @@ def test_more_ranks_than_one_are_refused_unless_they_may_be_collapsed(tmp_path):
     """With the pools that are too large. Would not catch a collapsed run that learns something else."""
     said = run(tmp_path / "run", "--local", "trainer.n_gpus_per_node=2", code=2)
     assert "global_pool has 2 (trainer.nnodes=1 * trainer.n_gpus_per_node=2)" in said and "--collapse" in said
+
+
+STRICT = """
+from megatron_rl.records import Batch
+
+class Strict:
+    in_validation = True
+    def __init__(self, config): ...
+    def start(self, batch):
+        self.rows = batch.rows
+        batch.metrics["strict/rows"] = float(len(batch.rows))
+    def take(self):
+        return Batch(scores=self.rows["scores"] - 2.0)
+"""
+
+
+def test_a_scorer_of_the_users_scores_held_out_answers(command_line, tmp_path) -> None:
+    """One that says so takes 2 off every reward, in training and in validation; accuracy is the rule's.
+
+    Would not catch a scorer that does not say so, which is not asked.
+    """
+    (tmp_path / "strict.py").write_text(STRICT)
+    keys = (*SHORT, *LOCAL, "trainer.total_training_steps=1", "trainer.test_freq=1")
+    run = command_line(*keys, f"custom_scorers.Strict.path={tmp_path / 'strict.py'}")
+    assert run.wait() == 0, run.text()
+    line = metrics(run)[1]
+    means = {name.split("/")[-2]: value for name, value in line.items() if name.endswith("/mean@1")}
+    assert means["reward"] == pytest.approx(means["acc"] - 2.0) and line["val-aux/strict/rows"] == 40
+    assert -2.0 <= line["critic/score/mean"] <= -1.0
