@@ -30,7 +30,8 @@ class AsyncTrainingConfig:
     """Compute who generates what with which weights from the configuration and the answers' lengths alone; false: as
     replicas and weights become ready, recorded in schedule.jsonl for `train --replay`."""
     second_buffer: bool = True
-    """Receive new weights into a second buffer while slices go on; false: between two slices."""
+    """Receive new weights into a second buffer while slices go on; false: between two slices. On GPUs only false, which
+    is the default there."""
     straggler_policy: Annotated[str, OneOf(STRAGGLER_POLICIES)] = "wait"
     """Handling of the last answers of a batch once they keep the trainer waiting for more than straggler_slices:
     wait | truncate: take the tokens that are there | resample: draw the answer again with another seed."""

@@ -55,8 +55,9 @@ CUDA_DEFAULTS = {
     DTYPE: "bfloat16",
     "actor_rollout_ref.actor.megatron.sequence_parallel": True,
     "actor_rollout_ref.rollout.enforce_eager": False,
+    "async_training.second_buffer": False,
 }
-"""Defaults on GPUs, which are verl's. On CPUs the schema's defaults hold."""
+"""Defaults on GPUs: verl's, and no transfer beside generation, which no GPU has shown. On CPUs the schema's hold."""
 
 LARGEST_WHOLE = 2**63 - 1
 """The largest integer of torch and numpy."""

@@ -41,6 +41,10 @@ def value_problems(config: RunConfig) -> Iterable[Violation]:
         key = f"{ROLLOUT}.enforce_eager"
         rule = "must be true on trainer.device=cpu: there are no graphs to capture on a CPU"
         yield Violation({key: False}, rule, {key: True})
+    if trainer.device == "cuda" and config.async_training.second_buffer:
+        key = "async_training.second_buffer"
+        rule = "must be false on trainer.device=cuda: no two GPUs have shown yet that NCCL receives beside generation"
+        yield Violation({key: True}, rule, {key: False})
     yield from _optimizer_problems(config)
     yield from reward_problems(config)
     yield from turn_problems(config)
@@ -85,8 +89,8 @@ def turn_problems(config: RunConfig) -> Iterable[Violation]:
     key, keys = "actor_rollout_ref.rollout.multi_turn", config.actor_rollout_ref.rollout.multi_turn
     paths = {f"{key}.environment.path": keys.environment.path, f"{key}.function_tool_path": keys.function_tool_path}
     if not any(paths.values()):
-        rule = f"must be a Python file, or the other one of {key}.function_tool_path, as {key}.enable=true"
-        yield Violation({f"{key}.environment.path": None}, rule)
+        rule = f"must be a Python file, as {key}.enable=true and {key}.function_tool_path=null"
+        yield Violation({f"{key}.environment.path": None}, rule, {f"{key}.enable": False})
     elif all(paths.values()):
         yield Violation(paths, "cannot both be set", {f"{key}.function_tool_path": None})
     if config.returns_experts:

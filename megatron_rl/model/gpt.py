@@ -78,6 +78,7 @@ def transformer_config(
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
         batch_p2p_comm=device.batched_p2p,
+        batch_p2p_sync=False,  # a wait for the device after every message, against a fault of older torch
         **model.attention.megatron_settings(),
         **moe_settings(model, settings, groups.grid),
     )

@@ -2,7 +2,8 @@
 
 A rank's own code runs with device cuda on tensors without memory (torch's fake tensors), in a process of its own in
 which a CPU build of torch pretends to have GPUs (`third_party_patches/torch`). What is learnt: peak memory of every
-phase beside the plan, every collective and whether those of all ranks fit together, and every wait of the host.
+phase beside the plan, every collective, and every wait of the host. Whether the collectives of all ranks fit together
+is not looked at.
 
 rehearsal.py          the command's side: starts the process, reads what ranks wrote
 rehearsal_request.py  which ranks, of which configuration

@@ -16,7 +16,7 @@ from megatron_rl.rehearse.rehearsal_request import RankOfPool, RehearsalRequest,
 
 
 class RehearsalError(MegatronRLError):
-    """A rank's code failed, needs more memory than planned, or has calls that do not fit those of other ranks."""
+    """A rank's code failed, or needs more memory than planned."""
 
     exit_code = 1
 

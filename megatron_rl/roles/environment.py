@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,15 @@ from megatron_rl.errors import ConfigError
 
 LOOPBACK_PREFIX = "127."
 """Start of IPv4 loopback addresses."""
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Names of the allocator's settings. torch and vLLM read the first one before the second."""
+LOGGING_LEVEL, GRAPH_REGISTER = "VLLM_LOGGING_LEVEL", "NCCL_GRAPH_REGISTER"
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-HANDED_ON = ("NCCL_", "TORCH_NCCL_", "CUDA_", "GLOO_")
+HANDED_ON = (
+    *("NCCL_", "TORCH_NCCL_", "CUDA_", "GLOO_"),
+    # Ranks of one engine on two nodes must compile and round alike.
+    *("VLLM_", "NVTE_", "PYTORCH_", "TRITON_", "FLASHINFER_"),
+)
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
@@ -73,6 +80,11 @@ class RankEnvironment:
             os.environ.setdefault(NCCL_INTERFACE, f"={os.environ[GLOO_INTERFACE]}")  # "=": no other that begins alike
 
 
+def choose_logging_level() -> None:
+    """Let vLLM in this process log from the level on that `worker_environment` has given."""
+    logging.getLogger("vllm").setLevel(os.environ.get(LOGGING_LEVEL, "ERROR"))
+
+
 def interface_of(address: str, interfaces: Mapping[str, Sequence[str]]) -> str:
     """The name of the network interface that has `address`; interfaces: name -> its addresses.
 
@@ -92,25 +104,48 @@ def interface_of(address: str, interfaces: Mapping[str, Sequence[str]]) -> str:
 
 
 def handed_on() -> dict[str, str]:
-    """Variables of this process that are passed to every rank on every node: NCCL's, CUDA's and gloo's.
+    """Variables of this process that are passed to every rank on every node: those of NCCL, CUDA, gloo, torch's
+    allocator, vLLM, transformer-engine, Triton and FlashInfer.
 
     Nodes of a Ray cluster have the variables of the shell that started them, not of the one that starts a run. Which
-    GPUs a process sees is decided by Ray.
+    GPUs a process sees is decided by Ray; `worker_environment` sets some variables itself.
     """
-    names = (name for name in os.environ if name.startswith(HANDED_ON) and name != VISIBLE_GPUS)
-    return {name: os.environ[name] for name in sorted(names)}
+    own = {VISIBLE_GPUS, *worker_environment("cpu", 1), *worker_environment("cuda", 1)}
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(HANDED_ON) and name not in own}
+
+
+def allocator_settings(sees_node: bool) -> str:
+    """The settings of torch's allocator on CUDA: the user's, under either name, or the default.
+
+    sees_node: see `worker_environment`. Raises ConfigError where both names are set differently, and for segments that
+    grow where memory is shared, which CUDA cannot do.
+    """
+    given = {name: os.environ[name] for name in ALLOCATOR_NAMES if name in os.environ}
+    if len(set(given.values())) > 1:
+        first, second = (f"{name}={value}" for name, value in given.items())
+        raise ConfigError(f"{first} and {second} are both set and differ; nearest: unset {ALLOCATOR_NAMES[1]}")
+    settings = next(iter(given.values()), f"expandable_segments:{not sees_node}")
+    if sees_node and "expandable_segments:true" in settings.lower():
+        name = next(iter(given))
+        raise ConfigError(
+            f"{name}={settings} does not go with rollout.disable_custom_all_reduce=false, which shares memory between "
+            "processes; nearest: expandable_segments:False"
+        )
+    return settings
 
 
 def worker_environment(device_kind: str, ranks_per_node: int, *, sees_node: bool = False) -> dict[str, str]:
-    """Variables that must be set before a worker imports torch or vLLM; the user's own `ALLOCATOR` is kept.
+    """Variables that must be set before a worker imports torch or vLLM. The user's own allocator settings, vLLM's level
+    of logging and NCCL's registration of graphs are kept.
 
-    sees_node: the worker shares memory with the GPUs of its node (`RolloutConfig.disable_custom_all_reduce`).
+    sees_node: the worker shares memory with the GPUs of its node (`RolloutConfig.disable_custom_all_reduce`). Raises
+    ConfigError as `allocator_settings`.
     """
     threads = max(1, (os.cpu_count() or 1) // ranks_per_node) if device_kind == "cpu" else 1
     variables = {
         # The engine runs in this process; it must not fork a core of its own.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
+        LOGGING_LEVEL: os.environ.get(LOGGING_LEVEL, "ERROR"),
         # What it configures when an engine starts empties the cache of every logger for each of its 350.
         "VLLM_CONFIGURE_LOGGING": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -132,7 +167,10 @@ def worker_environment(device_kind: str, ranks_per_node: int, *, sees_node: bool
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             # Freed memory, of whatever sizes, becomes memory for others; vLLM's own pools turn it off for themselves.
             # CUDA cannot share such memory between processes, as vLLM's all-reduce does with what graphs read.
-            ALLOCATOR: os.environ.get(ALLOCATOR, f"expandable_segments:{not sees_node}"),
+            **dict.fromkeys(ALLOCATOR_NAMES, allocator_settings(sees_node)),
+            # NCCL would register the buffers of captured collectives, which do not stay where segments grow: Megatron
+            # forbids it below compute capability 10.
+            GRAPH_REGISTER: os.environ.get(GRAPH_REGISTER, "0"),
             # vLLM's choice depends on the model, and the two draw other samples from one seed.
             "VLLM_USE_V2_MODEL_RUNNER": "1",
             # These reach for the other ranks' GPUs, too, and have not been tried in a process with a trainer.

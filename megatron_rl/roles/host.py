@@ -23,7 +23,7 @@ from megatron_rl.parallel.mpu import TrainGroups, initialize_mpu
 from megatron_rl.parallel.rank_grid import RolloutGrid, train_grid
 from megatron_rl.records import RoleState
 from megatron_rl.roles.bridge_address import AcrossBridge
-from megatron_rl.roles.environment import RankEnvironment
+from megatron_rl.roles.environment import RankEnvironment, choose_logging_level
 from megatron_rl.roles.kinds import build_role
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.rendezvous import open_store
@@ -70,6 +70,7 @@ class RankHost:
         """Patch the libraries of this process and join the pool's world."""
         apply_patches(self.device.kind, generates)
         environment.choose_interfaces()
+        choose_logging_level()
         dist.init_process_group(
             self.device.backend,
             timeout=timeout,

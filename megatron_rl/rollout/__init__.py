@@ -2,5 +2,6 @@
 
 import logging
 
-# Instead of vLLM's own configuration of logging (`roles/environment.py`); before it is imported.
-logging.getLogger("vllm").setLevel(logging.ERROR)
+# Instead of vLLM's own configuration of logging, before it is imported. A rank's environment may say another level.
+if logging.getLogger("vllm").level == logging.NOTSET:
+    logging.getLogger("vllm").setLevel(logging.ERROR)

@@ -24,8 +24,12 @@ def engine_arguments(
     hf_overrides: dict[str, Any],
     attention: AttentionPart,
     returns_experts: bool = False,
+    tp_rank: int = 0,
 ) -> dict[str, Any]:
-    """Keyword arguments of `vllm.LLM`. device_kind: "cpu" or "cuda"; the others: see `RolloutEngine`."""
+    """Keyword arguments of `vllm.LLM`. device_kind: "cpu" or "cuda"; the others: see `RolloutEngine`.
+
+    tp_rank: this rank's place in its rollout TP group.
+    """
     arguments: dict[str, Any] = {
         "model": model_path,
         "load_format": LOAD_FORMAT,
@@ -63,5 +67,19 @@ def engine_arguments(
             "moe_backend": "triton",
             # The KV cache is released between generations and must keep the addresses in captured graphs.
             "worker_cls": "megatron_rl.rollout.cuda_worker.StableWorker",
+            "compilation_config": compilation(config),
+            # A part of the key under which vLLM keeps compiled code. Without it the key has the rank in the world, and
+            # code for one place in a TP group, with its bounds of the vocabulary, would run in another.
+            "additional_config": {"tp_rank": tp_rank},
         }
     return arguments
+
+
+def compilation(config: RolloutConfig) -> dict[str, Any]:
+    """What vLLM compiles and captures on CUDA: graphs up to the sequences that run together, and all-reduces of NCCL.
+
+    With TP on Hopper vLLM would fuse all-reduce and norm in a kernel that reaches for the other ranks' GPUs.
+    """
+    captured = {} if config.enforce_eager else {"max_cudagraph_capture_size": config.max_num_seqs}
+    passes = {"pass_config": {"fuse_allreduce_rms": False}} if config.disable_custom_all_reduce else {}
+    return captured | passes

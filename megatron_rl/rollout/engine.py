@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from vllm import LLM, ModelRegistry
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -73,9 +74,8 @@ class RolloutEngine:
         inspect_in_process(architecture)
         register_shared_loader(tensors)
         returns_experts = routed_layers is not None
-        arguments = engine_arguments(
-            device.kind, model_path, config, max_model_len, dtype, seed, hf_overrides, attention, returns_experts
-        )
+        given = (model_path, config, max_model_len, dtype, seed, hf_overrides, attention, returns_experts)
+        arguments = engine_arguments(device.kind, *given, grid.tp_rank(dist.get_rank()))
         keep_current_stream(device.torch_device)
         with using_rank_order(rank_order(grid)):
             self.llm = LLM(**arguments)

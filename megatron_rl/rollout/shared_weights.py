@@ -75,6 +75,17 @@ def bind_parameters(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) ->
             module._parameters[local_name] = replacements[id(old)]
 
 
+def must_have_memory(model: torch.nn.Module) -> None:
+    """Raise ValueError, with its name, for a tensor of the model that has no memory.
+
+    `bind_parameters` binds parameters; a layer may have made another tensor while memory was left out.
+    """
+    for name, module in model.named_modules():
+        for own, value in (*module.named_buffers(recurse=False), *vars(module).items()):
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise ValueError(f"{name}.{own} of the rollout engine's model has no memory: nothing was bound to it")
+
+
 def read_as_it_is(gate: torch.nn.Module) -> None:
     """Disable a router's kernels for float32 weights, because its weight has another dtype."""
     for kernel in ("allow_fp32_router_gemm", "allow_bf16x3_router_gemm", "allow_rocm_bf16x3_router_gemm"):
@@ -97,6 +108,7 @@ def register_shared_loader(tensors: dict[str, torch.Tensor]) -> None:
                 model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
             bind_parameters(model, tensors)
             process_weights_after_loading(model, model_config, device)
+            must_have_memory(model)
             ready: torch.nn.Module = model.eval()
             return ready
 

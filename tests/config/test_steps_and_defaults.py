@@ -10,6 +10,7 @@ from megatron_rl.config.load import read_run
 from megatron_rl.config.schema import DataConfig, RunConfig
 from megatron_rl.config.steps import num_steps, with_steps
 from megatron_rl.config.trainer import TrainerConfig
+from megatron_rl.config.validate import value_problems
 
 REQUIRED = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=m"]
 MEGATRON = "actor_rollout_ref.actor.megatron"
@@ -54,7 +55,7 @@ def test_defaults_on_gpus_are_verls(read):
     """
     config = read().config
     assert (config.critic.megatron.dtype, config.actor_rollout_ref.ref.megatron.sequence_parallel) == ("bfloat16", True)
-    assert config.actor_rollout_ref.rollout.enforce_eager is False
+    assert config.actor_rollout_ref.rollout.enforce_eager is False and config.async_training.second_buffer is False
     assert read(EAGER).config.actor_rollout_ref.rollout.enforce_eager is True
     config = read("trainer.device=cpu").config
     assert (config.critic.megatron.dtype, config.actor_rollout_ref.ref.megatron.sequence_parallel) == ("float32", False)
@@ -87,3 +88,9 @@ def test_bounds_of_log_probs_follow_the_type(read):
             assert (rollout.logprob_diff_bound, rollout.logprob_diff_mean_bound) == bounds
     rollout = read("actor_rollout_ref.rollout.logprob_diff_mean_bound=0.7").config.actor_rollout_ref.rollout
     assert (rollout.logprob_diff_bound, rollout.logprob_diff_mean_bound) == (0.5, 0.7)
+
+
+def test_a_second_buffer_is_refused_on_gpus(read):
+    """With the nearest. Would not catch a transfer that overlaps generation all the same."""
+    found = list(value_problems(read("async_training.second_buffer=true").config))
+    assert any("async_training.second_buffer" in wrong.settings and "cuda" in wrong.rule for wrong in found)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from megatron_rl.roles.environment import worker_environment
+from megatron_rl.errors import ConfigError
+from megatron_rl.roles.environment import ALLOCATOR_NAMES, choose_logging_level, worker_environment
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -27,7 +29,9 @@ def test_what_cuda_has_and_the_cpu_has_not(on_cuda: dict[str, str]) -> None:
     on_cpu = worker_environment("cpu", ranks_per_node=8)
     assert {name: value for name, value in on_cuda.items() if name not in on_cpu} == {
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "NCCL_GRAPH_REGISTER": "0",
         "VLLM_USE_V2_MODEL_RUNNER": "1",
         "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
         "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
@@ -55,11 +59,55 @@ def test_the_users_allocator_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_that_processes_share_is_not_of_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA's handles between processes need it so. Would not catch a newer CUDA that shares both."""
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    for name in ALLOCATOR_NAMES:
+        monkeypatch.delenv(name, raising=False)
     alone, shared = (worker_environment("cuda", ranks_per_node=8, sees_node=sees) for sees in (False, True))
-    name = "PYTORCH_CUDA_ALLOC_CONF"
-    assert (alone.pop(name), shared.pop(name)) == ("expandable_segments:True", "expandable_segments:False")
+    for name in ALLOCATOR_NAMES:
+        assert (alone.pop(name), shared.pop(name)) == ("expandable_segments:True", "expandable_segments:False")
     assert alone == shared
+
+
+@pytest.mark.parametrize("name", ALLOCATOR_NAMES)
+def test_either_name_of_the_allocator_counts(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """torch reads one name before the other: a rank has both, alike. Would not catch a third name."""
+    for other in ALLOCATOR_NAMES:
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, "max_split_size_mb:128")
+    variables = worker_environment("cuda", ranks_per_node=1)
+    assert {variables[other] for other in ALLOCATOR_NAMES} == {"max_split_size_mb:128"}
+
+
+def test_contradictions_of_the_allocator_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two names with two values, and segments that grow under memory that is shared. Would not catch other options."""
+    monkeypatch.setenv(ALLOCATOR_NAMES[0], "expandable_segments:True")
+    monkeypatch.delenv(ALLOCATOR_NAMES[1], raising=False)
+    with pytest.raises(ConfigError, match=r"disable_custom_all_reduce=false.*nearest: expandable_segments:False"):
+        worker_environment("cuda", ranks_per_node=8, sees_node=True)
+    monkeypatch.setenv(ALLOCATOR_NAMES[1], "expandable_segments:False")
+    with pytest.raises(ConfigError, match=r"are both set and differ; nearest: unset PYTORCH_CUDA_ALLOC_CONF"):
+        worker_environment("cuda", ranks_per_node=8)
+
+
+def test_graphs_do_not_register_with_nccl_where_segments_grow() -> None:
+    """The reason is Megatron's own assertion, which this reads: without it the variable may go. Would not catch another
+    reason for it.
+    """
+    import inspect
+
+    from megatron.core.transformer import cuda_graphs
+
+    source = inspect.getsource(cuda_graphs)
+    assert "NCCL_GRAPH_REGISTER" in source and "expandable_segments:True" in source
+
+
+def test_the_users_level_of_logging_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM falls back to is said at INFO. Would not catch a level that vLLM does not know."""
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    assert worker_environment("cuda", ranks_per_node=1)["VLLM_LOGGING_LEVEL"] == "INFO"
+    logger = logging.getLogger("vllm")
+    monkeypatch.setattr(logger, "level", logger.level)  # put back afterwards
+    choose_logging_level()
+    assert logger.level == logging.INFO
 
 
 @pytest.mark.exhaustive

@@ -13,7 +13,7 @@ import pytest
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.model.parts import GroupedAttention
 from megatron_rl.roles.environment import worker_environment
-from megatron_rl.rollout.arguments import engine_arguments
+from megatron_rl.rollout.arguments import compilation, engine_arguments
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -44,6 +44,7 @@ def test_only_cuda_has_arguments_of_its_own(cuda_arguments: dict[str, Any]) -> N
     """The CPU has a block size, CUDA vLLM's own. Would not catch one that both need and neither has."""
     on_cpu = engine_arguments("cpu", cuda_arguments["model"], RolloutConfig(), 64, "bfloat16", 1, {}, PLAIN)
     own = {"gpu_memory_utilization", "disable_custom_all_reduce", "moe_backend", "worker_cls"}
+    own |= {"compilation_config", "additional_config"}
     assert set(cuda_arguments) - set(on_cpu) == own
     assert set(on_cpu) - set(cuda_arguments) == {"block_size"}
     assert on_cpu["async_scheduling"] is cuda_arguments["async_scheduling"] is False
@@ -56,6 +57,32 @@ def test_vllm_takes_every_argument(cuda_arguments: dict[str, Any], vllm_config: 
     assert vllm_config.kernel_config.moe_backend == "triton"
     assert vllm_config.scheduler_config.async_scheduling is False
     assert vllm_config.model_config.enforce_eager is True
+
+
+def test_compiled_code_of_two_places_in_a_tp_group_is_kept_apart(
+    cuda_arguments: dict[str, Any], vllm_config_of: Callable[[dict[str, Any]], Any]
+) -> None:
+    """Their keys differ, and are equal for one place. Without `tp_rank` both would have one. Would not catch code that
+    depends on more than the place.
+    """
+    keys = [vllm_config_of(cuda_arguments | {"additional_config": {"tp_rank": n}}).compute_hash() for n in (0, 0, 1)]
+    assert keys[0] == keys[1] != keys[2]
+    plain = {name: value for name, value in cuda_arguments.items() if name != "additional_config"}
+    assert vllm_config_of(plain).compute_hash() == vllm_config_of(plain).compute_hash()
+
+
+def test_graphs_stop_at_the_sequences_that_run_together(
+    cuda_arguments: dict[str, Any], vllm_config_of: Callable[[dict[str, Any]], Any]
+) -> None:
+    """And all-reduces are not fused with norms unless the user wants vLLM's own. Would not catch a pass of another
+    name.
+    """
+    config = RolloutConfig(enforce_eager=False, max_num_seqs=24)
+    compiled = compilation(config)
+    assert compiled == {"max_cudagraph_capture_size": 24, "pass_config": {"fuse_allreduce_rms": False}}
+    assert "pass_config" not in compilation(RolloutConfig(disable_custom_all_reduce=False))
+    taken = vllm_config_of(cuda_arguments | {"compilation_config": compiled}).compilation_config
+    assert taken.pass_config.fuse_allreduce_rms is False
 
 
 @pytest.mark.parametrize("free_gib", [120, 20, 1])

@@ -291,13 +291,10 @@ values("top k", "topk", {f"{ROLLOUT}.top_k": 0}, (f"{ROLLOUT}.top_k", "must be -
 values("save freq", "save", {"trainer.save_freq": 0}, ("trainer.save_freq", "must be -1"))
 EAGER = f"{ROLLOUT}.enforce_eager"
 values("graphs", "eager", {EAGER: False}, (EAGER, "must be true on trainer.device=cpu: there are no graphs to capture"))
-values(
-    "weights",
-    "weights",
-    {"data.train_file_weights": [1.0, -2.0]},
-    ("data.train_file_weights", "one number for each"),
-    ("data.train_file_weights", "must be > 0"),
-)
+TURNS = {f"{ROLLOUT}.multi_turn.enable": True}
+values("turns", "turns", TURNS, (f"{ROLLOUT}.multi_turn.environment.path", "must be a Python file"))
+WEIGHTS = "data.train_file_weights"
+values("weights", "weights", {WEIGHTS: [1.0, -2.0]}, (WEIGHTS, "one number for each"), (WEIGHTS, "must be > 0"))
 RM = "reward_model"
 values("no reward model", RM, {f"{RM}.enable": True}, (f"{RM}.model.path", "must be a model folder"), offer=False)
 values("no reward", RM, {f"{RM}.rule_weight": 0.0}, (f"{RM}.rule_weight", "must not be 0"))

@@ -35,7 +35,7 @@ def test_a_rank_of_the_70b_recipe(tmp_path):
     assert answer.returncode == 0, answer.stdout + answer.stderr
     found = report(tmp_path, 63)
     owned = found["phases"]["update_critic"]["owned"]
-    # 4 layers of 855,638,016 + 1 on the last stage, over TP8, with a head of 128,256 x 8192 and the last norm.
+    # One layer of the last stage, over TP8, with a head of 128,256 x 8192 and the last norm.
     layer = (8192 * (8192 + 2048) + 8192 * 8192 + 3 * 8192 * 28672) // 8 + 2 * 8192
     head = 128256 * 8192 // 8
     actor = 2 * (layer + head + 8192)

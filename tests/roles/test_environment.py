@@ -77,10 +77,15 @@ def test_what_the_user_has_set_stays(no_choice) -> None:
 
 
 def test_what_a_shell_says_of_its_network_and_gpus_reaches_every_rank(monkeypatch) -> None:
-    """All but which GPUs a process sees. Would not catch a variable that a library reads under another name."""
+    """All but which GPUs a process sees, and what every rank gets anyway. Would not catch a variable that a library
+    reads under another name.
+    """
     for name in [name for name in os.environ if name.startswith(HANDED_ON)]:
         monkeypatch.delenv(name)
     given = {"CUDA_LAUNCH_BLOCKING": "1", "NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5", "TORCH_NCCL_ENABLE_TIMING": "1"}
-    for name, value in (given | {"CUDA_VISIBLE_DEVICES": "3", "MY_NCCL_DEBUG": "WARN"}).items():
+    given |= {"VLLM_CACHE_ROOT": "/scratch", "NVTE_FLASH_ATTN": "0", "TRITON_CACHE_DIR": "/scratch/triton"}
+    given |= {"FLASHINFER_WORKSPACE_BASE": "/scratch", "PYTORCH_TUNABLEOP_ENABLED": "0"}
+    ours = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    for name, value in (given | ours | {"CUDA_VISIBLE_DEVICES": "3", "MY_NCCL_DEBUG": "WARN"}).items():
         monkeypatch.setenv(name, value)
     assert handed_on() == given
