@@ -41,7 +41,7 @@ def value_problems(config: RunConfig) -> Iterable[Violation]:
         key = f"{ROLLOUT}.enforce_eager"
         rule = "must be true on trainer.device=cpu: there are no graphs to capture on a CPU"
         yield Violation({key: False}, rule, {key: True})
-    if trainer.device == "cuda" and config.async_training.second_buffer:
+    if trainer.device == "cuda" and config.samples_ahead and config.async_training.second_buffer:
         key = "async_training.second_buffer"
         rule = "must be false on trainer.device=cuda: no two GPUs have shown yet that NCCL receives beside generation"
         yield Violation({key: True}, rule, {key: False})

@@ -92,5 +92,5 @@ def test_bounds_of_log_probs_follow_the_type(read):
 
 def test_a_second_buffer_is_refused_on_gpus(read):
     """With the nearest. Would not catch a transfer that overlaps generation all the same."""
-    found = list(value_problems(read("async_training.second_buffer=true").config))
+    found = list(value_problems(read("async_training.second_buffer=true", "trainer.rollout_ahead=1").config))
     assert any("async_training.second_buffer" in wrong.settings and "cuda" in wrong.rule for wrong in found)
