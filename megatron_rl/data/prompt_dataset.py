@@ -23,7 +23,7 @@ from megatron_rl.data.row_files import Row, column_forms, nearest_hint, needed_v
 from megatron_rl.data.row_problems import BadRow, RowPlace, RowProblem, refuse
 from megatron_rl.data.template_process import Renderer, TemplateRefusal
 from megatron_rl.errors import ConfigError
-from megatron_rl.records import Conversation, Prompts, non_tensor, ragged
+from megatron_rl.records import Conversation, Prompts, ragged
 
 TOKENIZER_ARGUMENTS = {"padding", "truncation", "max_length"}
 """Arguments of `apply_chat_template` that are the tokenizer's, and not the template's."""
@@ -120,11 +120,10 @@ class PromptDataset:
             index=torch.tensor([prompt.index for prompt in prompts]),
             sample=torch.zeros(len(indices), dtype=torch.int64),
             prompt_ids=ragged([prompt.token_ids for prompt in prompts]),
-            data_source=non_tensor([prompt.row.data_source for prompt in prompts]),
-            ground_truth=non_tensor([prompt.row.ground_truth for prompt in prompts]),
-            extra_info=non_tensor([prompt.row.extra_info for prompt in prompts]),
-            raw_prompt=non_tensor([prompt.row.prompt for prompt in prompts]) if self.keeps_text else None,
-            batch_size=[len(indices)],
+            data_source=[prompt.row.data_source for prompt in prompts],
+            ground_truth=[prompt.row.ground_truth for prompt in prompts],
+            extra_info=[prompt.row.extra_info for prompt in prompts],
+            raw_prompt=[prompt.row.prompt for prompt in prompts] if self.keeps_text else None,
         )
 
 

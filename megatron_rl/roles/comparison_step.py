@@ -11,7 +11,7 @@ from megatron_rl.experience.micro_batches import MicroBatch, MicroBatching
 from megatron_rl.losses.metrics import MetricParts
 from megatron_rl.losses.objectives import Objective
 from megatron_rl.losses.terms import Answers
-from megatron_rl.records import AnswerBatch, AnswerScores, ragged_from_lengths
+from megatron_rl.records import Batch, answer_rows, num_answers, ragged_from_lengths
 from megatron_rl.roles.pipeline import PerToken
 from megatron_rl.roles.training import TrainableModel
 
@@ -32,28 +32,29 @@ class AnswerLearner:
     ) -> None:
         self.trainable, self.per_token, self.objective, self.of_rows = trainable, per_token, objective, of_rows
 
-    def scores(self, batch: AnswerBatch, cut: MicroBatching) -> AnswerScores | None:
-        """The number of each answer; the record on the last stage, None before."""
-        rows = batch.rows()
+    def scores(self, batch: Batch, cut: MicroBatching) -> Batch | None:
+        """`answer_scores`: the number of each answer; on the last stage, None before."""
+        rows = answer_rows(batch)
         pipeline = self.trainable.pipeline
         flat = pipeline.forward(rows, cut, self.per_token)
         if flat is None:
             return None
         numbers = self.of_rows(flat, rows.num_sampled)
-        return AnswerScores(ragged_from_lengths(numbers, batch.sizes), batch_size=batch.batch_size)
+        return Batch(answer_scores=ragged_from_lengths(numbers, num_answers(batch)))
 
     def compute_gradients(
-        self, batch: AnswerBatch, cut: MicroBatching, num_prompts: int, baseline: float, role: str
+        self, batch: Batch, cut: MicroBatching, num_prompts: int, baseline: float, role: str
     ) -> dict[str, float]:
         """Gradients of the mean loss over the `num_prompts` of all ranks; answers to one prompt share a micro-batch.
 
         baseline: kto's. Returns metrics, whose names begin with `role`, on the last stage; {} before.
         """
         trainable, device = self.trainable, self.trainable.device
-        blocks = trainable.pipeline.micro_batches(batch.rows(), cut, batch.sizes.tolist())
-        prompt_of_row = torch.repeat_interleave(batch.sizes).to(device)
-        given, labels = batch.given.values().to(device), batch.labels.values().to(device)
-        weights, shift = batch.weights.to(device), torch.tensor(baseline, device=device)
+        num_of_prompt = num_answers(batch)
+        blocks = trainable.pipeline.micro_batches(answer_rows(batch), cut, num_of_prompt.tolist())
+        prompt_of_row = torch.repeat_interleave(num_of_prompt).to(device)
+        given, labels = batch.flat("given").to(device), batch.flat("labels").to(device)
+        weights, shift = batch["weights"].to(device), torch.tensor(baseline, device=device)
 
         def loss(output: Tensor, block: MicroBatch) -> tuple[Tensor, MetricParts]:
             numbers = self.of_rows(self.per_token(output, block), block.num_sampled)

@@ -6,7 +6,7 @@ from megatron_rl.config.roles import CRITIC, RoleSpec
 from megatron_rl.dispatch import Dispatch, Stop, remote_method
 from megatron_rl.losses.objectives import reward_objective
 from megatron_rl.losses.rows import last_of_rows
-from megatron_rl.records import AnswerBatch, AnswerScores
+from megatron_rl.records import Batch
 from megatron_rl.roles.critic import values_before
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.role import TrainedRole
@@ -24,7 +24,7 @@ class TrainedScorer(TrainedRole):
         self.learner = AnswerLearner(self.trainable, values_before, objective, last_of_rows)
 
     @remote_method(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
-    def update(self, batch: AnswerBatch, num_prompts: int) -> dict[str, float]:
+    def update(self, batch: Batch, num_prompts: int) -> dict[str, float]:
         """One optimizer step on the loss of `reward_training.loss`, as the mean over the `num_prompts` of the batch.
 
         A row's last scored token is one after the answer: the value before it is the score. Metrics (complete on the
@@ -34,6 +34,6 @@ class TrainedScorer(TrainedRole):
         return metrics | self.trainable.step().metrics(CRITIC)
 
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
-    def scores(self, batch: AnswerBatch) -> AnswerScores | None:
-        """The score of each answer; the record on the last stage, None before."""
+    def scores(self, batch: Batch) -> Batch | None:
+        """`answer_scores`: the score of each answer; on the last stage, None before."""
         return self.learner.scores(batch, self.score_cut)

@@ -13,7 +13,7 @@ from megatron_rl.experience.micro_batches import MicroBatch
 from megatron_rl.losses.metrics import MetricParts
 from megatron_rl.losses.objectives import preference_objective
 from megatron_rl.losses.rows import mean_rows, sum_rows
-from megatron_rl.records import AnswerBatch, AnswerScores, Batch
+from megatron_rl.records import Batch
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.role import TrainedRole
 
@@ -58,7 +58,7 @@ class TunedPolicy(TrainedRole):
         return None if flat is None else Batch(scores=sum_rows(flat, batch.num_sampled))
 
     @remote_method(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
-    def update_preferences(self, batch: AnswerBatch, num_prompts: int, baseline: float = 0.0) -> dict[str, float]:
+    def update_preferences(self, batch: Batch, num_prompts: int, baseline: float = 0.0) -> dict[str, float]:
         """One optimizer step on the loss of `dpo.loss`, as the mean over the `num_prompts` of the whole batch.
 
         baseline: kto's. Metrics (complete on the last stage).
@@ -67,8 +67,8 @@ class TunedPolicy(TrainedRole):
         return metrics | self.trainable.step().metrics(ACTOR)
 
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
-    def answer_log_probs(self, batch: AnswerBatch) -> AnswerScores | None:
-        """Sum or mean of the tokens' log-probs of each answer, as `dpo.loss` needs; None before the last stage."""
+    def answer_log_probs(self, batch: Batch) -> Batch | None:
+        """`answer_scores`: sum or mean of the tokens' log-probs, as `dpo.loss` needs; None before the last stage."""
         return self.learner.scores(batch, self.score_cut)
 
     @remote_method(Dispatch.DP, phase="export")

@@ -6,7 +6,7 @@ import torch
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.experience.groups import differing, first_groups
-from megatron_rl.records import concatenate, known
+from megatron_rl.records import Batch, Prompts, known
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.rollout import Rollout
 from megatron_rl.sampling.pool_sampler import PoolSampler
@@ -38,7 +38,7 @@ class GroupFilter(PoolSampler):
         batches: list[SampledBatch] = []
         while True:
             batches.append(self._scored_batch(step, batches))
-            prompts = concatenate([batch.prompts for batch in batches])
+            prompts = Prompts.joined([batch.prompts for batch in batches])
             scored, groups = join([batch.all_scored for batch in batches]), known(prompts.uid)
             differ = differing(compared(scored, keys.metric), groups)
             num_differing = len(groups[differ].unique())
@@ -49,7 +49,7 @@ class GroupFilter(PoolSampler):
             "train/num_gen_batches": float(len(batches)),
             "train/differing_groups": min(num_differing, wanted) / wanted,
         }
-        answers = concatenate([batch.rows for batch in batches])
+        answers = Batch.joined([batch.rows for batch in batches])
         return SampledBatch(step, prompts[rows], answers[rows], scored=scored[rows], metrics=metrics)
 
     def _scored_batch(self, step: int, earlier: list[SampledBatch]) -> SampledBatch:

@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from megatron_rl.losses.rankings import pairs_of
-from megatron_rl.records import AnswerBatch, AnswerScores
+from megatron_rl.records import Batch, num_answers
 from megatron_rl.tasks.task_run import TaskRun
 
 NUM_BINS = 10
@@ -56,9 +56,9 @@ def expected_error(bins: Sequence[Bin]) -> float:
     return sum(each.pairs * abs(each.right - each.mean) for each in bins) / max(1, sum(each.pairs for each in bins))
 
 
-def draw_calibration(run: TaskRun, batch: AnswerBatch, scores: AnswerScores) -> None:
+def draw_calibration(run: TaskRun, batch: Batch, scores: Batch) -> None:
     """Write calibration.json and calibration.png of held-out pairs; warns if they cannot be written."""
-    bins = calibration_bins(scores.scores.values(), batch.sizes)
+    bins = calibration_bins(scores.flat("answer_scores"), num_answers(batch))
     if not bins:
         return
     folder = run.logger.folder.path

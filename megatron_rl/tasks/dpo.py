@@ -11,6 +11,7 @@ from megatron_rl.columns import SCORING
 from megatron_rl.config.roles import ACTOR
 from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.controller.report import export_policy
+from megatron_rl.records import answer_rows
 from megatron_rl.roles.tuned import TunedPolicy
 from megatron_rl.tasks.finish import NUM_PARITY_ROWS, finish_task
 from megatron_rl.tasks.reference_log_probs import TRAIN, Preferences
@@ -29,7 +30,7 @@ def dpo(config: TaskConfig, local: bool = False) -> dict[str, Any]:
             batch, baseline = preferences.batch(TRAIN, numbers), preferences.baseline(TRAIN, numbers)
             updated = policy.update_preferences(batch, len(batch), baseline)
             metrics = run.logger.update_metrics(ACTOR, [updated])
-            metrics |= run.describe(batch.input_ids.values().numel())
+            metrics |= run.describe(batch.flat("input_ids").numel())
             run.logger.log(metrics | run.held_out.after(step), step)
-        rows = preference_batch(run.data.val[:NUM_PARITY_ROWS]).rows().read_by(SCORING)
+        rows = answer_rows(preference_batch(run.data.val[:NUM_PARITY_ROWS])).read_by(SCORING)
         return finish_task(run, lambda: export_policy(run, policy, rows))

@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.checkpoint.score_statistics import ScoreStatistics, write_statistics
 from megatron_rl.controller.report import export_and_compare, finish
-from megatron_rl.records import AnswerBatch
+from megatron_rl.records import Batch, answer_rows
 from megatron_rl.roles.scorer import TrainedScorer
 from megatron_rl.tasks.task_run import TaskRun
 
@@ -40,7 +40,7 @@ def finish_task(run: TaskRun, export: Callable[[], float]) -> dict[str, Any]:
     return finish(run, results, {"val_loss": held_out.losses}, {"val_loss": "held-out loss"}, lines)
 
 
-def export_scorer(run: TaskRun, scorer: TrainedScorer, batch: AnswerBatch, statistics: ScoreStatistics) -> float:
+def export_scorer(run: TaskRun, scorer: TrainedScorer, batch: Batch, statistics: ScoreStatistics) -> float:
     """Export a reward model with the statistics of its held-out scores; largest score difference to the trainer.
 
     Raises as `export_and_compare`.
@@ -51,15 +51,15 @@ def export_scorer(run: TaskRun, scorer: TrainedScorer, batch: AnswerBatch, stati
         write_statistics(target, statistics)
 
     def scores() -> torch.Tensor:
-        return scorer.scores(batch).get().scores.values()
+        return scorer.scores(batch).get().flat("answer_scores")
 
     return export_and_compare(run, "scores", write, scores, lambda target: hf_scores(target, batch))
 
 
 @torch.no_grad()
-def hf_scores(folder: Path, batch: AnswerBatch) -> torch.Tensor:
+def hf_scores(folder: Path, batch: Batch) -> torch.Tensor:
     """Float32 scores [N] of the answers by a Hugging Face classifier with one label, without the token after each."""
     from transformers import AutoModelForSequenceClassification  # as late as possible: it imports every kind of layer
 
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-    return torch.cat([model(ids[None, :-1]).logits[:, 0] for ids in batch.rows()["input_ids"].unbind()])
+    return torch.cat([model(ids[None, :-1]).logits[:, 0] for ids in answer_rows(batch)["input_ids"].unbind()])

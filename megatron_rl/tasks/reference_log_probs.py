@@ -15,7 +15,7 @@ from megatron_rl.losses.objectives import preference_objective
 from megatron_rl.losses.preferences import kto_baseline
 from megatron_rl.losses.rows import sum_rows
 from megatron_rl.losses.terms import Answers
-from megatron_rl.records import AnswerBatch, ragged_from_lengths
+from megatron_rl.records import Batch, answer_rows, num_answers, ragged_from_lengths
 from megatron_rl.roles.tuned import TunedPolicy
 from megatron_rl.tasks.held_out import LOSS
 from megatron_rl.tasks.task_run import TaskRun
@@ -69,20 +69,20 @@ class Preferences:
             for first in range(0, len(records), size):
                 self.run.life.check_stop()
                 chunk = preference_batch(records[first : first + size])
-                scores += self.policy.answer_log_probs(chunk).get().scores.unbind()
+                scores += self.policy.answer_log_probs(chunk).get()["answer_scores"].unbind()
             stored.put(name, scores, answers)
 
-    def batch(self, name: str, numbers: Sequence[int]) -> AnswerBatch:
+    def batch(self, name: str, numbers: Sequence[int]) -> Batch:
         """Some prompts of a set, with the reference's log-probs if the loss reads them."""
         batch = preference_batch([self.sets[name][number] for number in numbers])
         reference = self.run.reference
         if self.is_stored:
-            batch.given = self.run.stored.ragged(name, numbers)
+            batch.add(given=self.run.stored.ragged(name, numbers))
         elif reference is not None:
-            rows = batch.rows()
+            rows = answer_rows(batch)
             log_probs = reference.log_probs(rows.read_by(SCORING)).get().flat("ref_log_probs")
             summed = sum_rows(log_probs, rows.num_sampled)
-            batch.given = ragged_from_lengths(summed, batch.sizes)
+            batch.add(given=ragged_from_lengths(summed, num_answers(batch)))
         return batch
 
     def baseline(self, name: str, numbers: Sequence[int]) -> float:
@@ -90,16 +90,16 @@ class Preferences:
         if self.config.loss != "kto":
             return 0.0
         batch = self.batch(f"{name}{MISMATCHED}", numbers)
-        ours = self.policy.answer_log_probs(batch).get().scores.values()
-        return float(kto_baseline((ours - batch.given.values()).sum(), len(batch)))
+        ours = self.policy.answer_log_probs(batch).get().flat("answer_scores")
+        return float(kto_baseline((ours - batch.flat("given")).sum(), len(batch)))
 
     def measured(self) -> dict[str, float]:
         """Loss of all held-out preferences, and the metrics of the loss."""
         numbers = range(len(self.run.data.val))
         batch = self.batch(VAL, numbers)
-        ours = self.policy.answer_log_probs(batch).get().scores.values()
+        ours = self.policy.answer_log_probs(batch).get().flat("answer_scores")
         shift = torch.tensor(self.baseline(VAL, numbers))
-        answers = Answers(ours, batch.given.values(), batch.labels.values(), batch.sizes, shift)
+        answers = Answers(ours, batch.flat("given"), batch.flat("labels"), num_answers(batch), shift)
         terms = preference_objective(self.config)(answers)
         means = {f"val/{name}": float(pair[0] / pair[1]) for name, pair in terms.metrics.items() if pair[1]}
         return {LOSS: float(terms.loss.mean())} | means

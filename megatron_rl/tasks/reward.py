@@ -15,7 +15,7 @@ from megatron_rl.config.roles import CRITIC
 from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.losses.objectives import reward_objective
 from megatron_rl.losses.terms import Answers
-from megatron_rl.records import AnswerBatch, AnswerScores
+from megatron_rl.records import Batch, num_answers
 from megatron_rl.roles.scorer import TrainedScorer
 from megatron_rl.tasks.calibration import draw_calibration
 from megatron_rl.tasks.finish import NUM_PARITY_ROWS, export_scorer, finish_task
@@ -32,7 +32,7 @@ def reward(config: TaskConfig, local: bool = False) -> dict[str, Any]:
         for step in run.life.steps():
             batch = reward_batch(run.data.next())
             metrics = run.logger.update_metrics(CRITIC, [scorer.update(batch, len(batch))])
-            metrics |= run.describe(batch.input_ids.values().numel())
+            metrics |= run.describe(batch.flat("input_ids").numel())
             run.logger.log(metrics | run.held_out.after(step), step)
         held_out = reward_batch(run.data.val)
         scores = scorer.scores(held_out).get()
@@ -47,17 +47,17 @@ def measured(run: TaskRun) -> dict[str, float]:
     return loss_metrics(run.config, batch, run.role(TrainedScorer).scores(batch).get())
 
 
-def loss_metrics(config: TaskConfig, batch: AnswerBatch, scored: AnswerScores) -> dict[str, float]:
+def loss_metrics(config: TaskConfig, batch: Batch, scored: Batch) -> dict[str, float]:
     """`val/loss`, mean and standard deviation of the scores, and the metrics of the loss."""
-    scores = scored.scores.values()
-    answers = Answers(scores, batch.given.values(), batch.labels.values(), batch.sizes, torch.zeros(()))
+    scores = scored.flat("answer_scores")
+    answers = Answers(scores, batch.flat("given"), batch.flat("labels"), num_answers(batch), torch.zeros(()))
     terms = reward_objective(config.reward_training)(answers)
     means = {f"val/{name}": float(pair[0] / pair[1]) for name, pair in terms.metrics.items() if pair[1]}
     statistics = statistics_of(scored)
     return {LOSS: float(terms.loss.mean()), SCORE_MEAN: statistics.mean, SCORE_STD: statistics.std} | means
 
 
-def statistics_of(scored: AnswerScores) -> ScoreStatistics:
+def statistics_of(scored: Batch) -> ScoreStatistics:
     """Mean and standard deviation of all scores; 0 for the latter if there is one score."""
-    scores = scored.scores.values().double()
+    scores = scored.flat("answer_scores").double()
     return ScoreStatistics(float(scores.mean()), float(scores.std()) if scores.numel() > 1 else 0.0)

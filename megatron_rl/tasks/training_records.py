@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.data.examples import Example, Labelled, Ranking, ScoredExample
-from megatron_rl.records import AnswerBatch, ragged
+from megatron_rl.records import Batch, ragged
 
 ONE_MORE = torch.zeros(1, dtype=torch.int64)
 """A token after the last one: the value before it is the score of the whole sequence."""
@@ -33,24 +33,23 @@ def answer_batch(
     prompts: Sequence[Sequence[ScoredTokens]],
     given: Sequence[Sequence[float]] | None = None,
     labels: Sequence[Sequence[float]] | None = None,
-) -> AnswerBatch:
+) -> Batch:
     """Put the answers to several prompts into one record.
 
     given, labels: as in `losses.objectives.Answers`; None: 0.
     """
     zeros = [[0.0] * len(answers) for answers in prompts]
-    return AnswerBatch(
-        ragged([torch.cat([tokens for tokens, _ in answers]) for answers in prompts]),
-        ragged([torch.cat([scored for _, scored in answers]) for answers in prompts]),
-        ragged([torch.tensor([len(tokens) for tokens, _ in answers]) for answers in prompts]),
-        ragged([torch.tensor(list(numbers), dtype=torch.float32) for numbers in given or zeros]),
-        ragged([torch.tensor(list(numbers), dtype=torch.float32) for numbers in labels or zeros]),
-        torch.ones(len(prompts)),
-        batch_size=[len(prompts)],
+    return Batch(
+        input_ids=ragged([torch.cat([tokens for tokens, _ in answers]) for answers in prompts]),
+        sampled=ragged([torch.cat([scored for _, scored in answers]) for answers in prompts]),
+        answer_lengths=ragged([torch.tensor([len(tokens) for tokens, _ in answers]) for answers in prompts]),
+        given=ragged([torch.tensor(list(numbers), dtype=torch.float32) for numbers in given or zeros]),
+        labels=ragged([torch.tensor(list(numbers), dtype=torch.float32) for numbers in labels or zeros]),
+        weights=torch.ones(len(prompts)),
     )
 
 
-def reward_batch(records: Sequence[Ranking] | Sequence[ScoredExample]) -> AnswerBatch:
+def reward_batch(records: Sequence[Ranking] | Sequence[ScoredExample]) -> Batch:
     """A batch for a reward model: rankings with their margins, or answers with their scores."""
     prompts, given = [], []
     for record in records:
@@ -68,7 +67,7 @@ def answers_of(record: Ranking | Labelled) -> tuple[Example, ...]:
     return record.answers if isinstance(record, Ranking) else (record.example,)
 
 
-def preference_batch(records: Sequence[Ranking] | Sequence[Labelled]) -> AnswerBatch:
+def preference_batch(records: Sequence[Ranking] | Sequence[Labelled]) -> Batch:
     """A batch of preferences for a policy, without the reference's log-probs."""
     prompts = [[preferred_answer(answer) for answer in answers_of(record)] for record in records]
     labels = [[float(isinstance(row, Labelled) and row.desirable)] * len(answers_of(row)) for row in records]

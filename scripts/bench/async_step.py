@@ -132,7 +132,7 @@ def batch(shape: Shape, step: int) -> Prompts:
     rows = torch.arange(len(requests))
     lengths = [torch.tensor([shape.lengths(request, 0)]) for request in requests]
     told = [""] * len(requests)
-    return Prompts(rows, rows, ragged(lengths), told, told, [{} for _ in told], rows, batch_size=[len(requests)])
+    return Prompts(rows, rows, ragged(lengths), told, told, [{} for _ in told], rows)
 
 
 @dataclass

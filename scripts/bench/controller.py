@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 import ray
 import torch
-from tensordict import TensorClass
 
 from megatron_rl.cluster.hosting import PoolOptions
 from megatron_rl.cluster.local_launcher import LocalLauncher
@@ -28,6 +27,7 @@ from megatron_rl.cluster.pool import ProcessPool
 from megatron_rl.cluster.ray_launcher import RayLauncher
 from megatron_rl.config.roles import PoolSize
 from megatron_rl.dispatch import Coordinates, Dispatch, remote_method
+from megatron_rl.records import Batch
 
 MIB = 1 << 20
 ROWS, BATCH_MIB = 512, 40
@@ -36,19 +36,6 @@ MOST_ROUND_TRIP_RANKS = 4
 CALLS_PER_STEP = 20
 MIN_ROUNDS = 80
 LARGE_WORLD = 1000
-
-
-class Batch(TensorClass):
-    """tokens float32 [B, n]; column float32 [B]."""
-
-    tokens: torch.Tensor
-    column: torch.Tensor
-
-
-class Column(TensorClass):
-    """column float32 [B]."""
-
-    column: torch.Tensor
 
 
 def coordinates() -> Coordinates:
@@ -73,10 +60,10 @@ class BatchWorker(NoOpWorker):
     """Answers a batch with its column."""
 
     @remote_method(Dispatch.DP)
-    def column(self, batch: Batch) -> Column:
-        """The column of this rank's rows, and one touch of every page of the rest."""
-        batch.tokens[:, ::1024].sum()
-        return Column(batch.column + 1, batch_size=batch.batch_size)
+    def column(self, batch: Batch) -> Batch:
+        """The scores of this rank's rows, and one touch of every page of the rest."""
+        batch["components"][:, ::1024].sum()
+        return Batch(scores=batch["scores"] + 1)
 
 
 class BareActor:
@@ -85,11 +72,11 @@ class BareActor:
     def noop(self) -> None:
         """Nothing."""
 
-    def column(self, batch: Batch, rank: int, size: int) -> Column:
+    def column(self, batch: Batch, rank: int, size: int) -> Batch:
         """The column of one rank's rows."""
         rows = slice(rank * len(batch) // size, (rank + 1) * len(batch) // size)
-        batch.tokens[rows, ::1024].sum()
-        return Column(batch.column[rows] + 1, batch_size=[rows.stop - rows.start])
+        batch["components"][rows, ::1024].sum()
+        return Batch(scores=batch["scores"][rows] + 1)
 
 
 def bare_actors(num: int) -> list:
@@ -138,14 +125,14 @@ def round_trip_arms(groups: Mapping[str, BatchWorker], actors: list) -> dict[str
     """40 MiB to the ranks and a column back."""
     torch.manual_seed(0)
     width = BATCH_MIB * MIB // (4 * ROWS)
-    batch = Batch(torch.rand(ROWS, width), torch.arange(ROWS, dtype=torch.float32), batch_size=[ROWS])
+    batch = Batch(components=torch.rand(ROWS, width), scores=torch.arange(ROWS, dtype=torch.float32))
 
-    arms = {name: lambda group=group: group.column(batch).get().column for name, group in groups.items()}
+    arms = {name: lambda group=group: group.column(batch).get()["scores"] for name, group in groups.items()}
 
     def whole() -> torch.Tensor:
         stored = ray.put(batch)
         parts = ray.get([actor.column.remote(stored, rank, len(actors)) for rank, actor in enumerate(actors)])
-        return torch.cat(parts).column
+        return Batch.joined(parts)["scores"]
 
     assert all(torch.equal(arm(), whole()) for arm in arms.values()), "the arms must do the same"
     return arms | {"bare": whole}

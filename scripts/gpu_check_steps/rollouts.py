@@ -12,7 +12,7 @@ from models import random_rows, save
 
 from megatron_rl.columns import SCORING
 
-NEEDED = ("vllm", "tensordict", "omegaconf", "psutil")
+NEEDED = ("vllm", "omegaconf", "psutil")
 LENGTHS = (3, 9, 17, 100)
 LONGEST_ANSWER = 24
 
@@ -82,17 +82,16 @@ def stream(kind: str) -> str:
 
 def questions() -> Any:
     """One prompt of each length."""
-    from megatron_rl.records import Prompts, non_tensor, ragged
+    from megatron_rl.records import Prompts, ragged
 
     count = len(LENGTHS)
     return Prompts(
         index=torch.arange(count),
         sample=torch.zeros(count, dtype=torch.int64),
         prompt_ids=ragged(random_rows(list(LENGTHS), "cpu")),
-        data_source=non_tensor(["check"] * count),
-        ground_truth=non_tensor([""] * count),
-        extra_info=non_tensor([{}] * count),
-        batch_size=[count],
+        data_source=["check"] * count,
+        ground_truth=[""] * count,
+        extra_info=[{}] * count,
     )
 
 

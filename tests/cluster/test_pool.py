@@ -10,13 +10,13 @@ import pytest
 import torch
 from launchers import BOTH, RAY, reserved
 from replica_cluster import eventually
-from toy_worker import Toy, ToyWorker
+from toy_worker import ToyWorker, toy
 
 from megatron_rl.cluster.hosting import PoolOptions
 from megatron_rl.cluster.launcher import Launcher, Ranks
 from megatron_rl.cluster.pool import ProcessPool
 from megatron_rl.errors import WorkerFailure
-from megatron_rl.records import ragged
+from megatron_rl.records import Batch, ragged
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -39,25 +39,25 @@ def group(pool: Ranks) -> Iterator[ProcessPool]:
         yield group
 
 
-def toy(num_rows: int) -> Toy:
+def toys(num_rows: int) -> Batch:
     tokens = ragged([torch.full((row + 1,), row) for row in range(num_rows)])
-    return Toy(torch.arange(num_rows), tokens, torch.ones(num_rows), batch_size=[num_rows])
+    return toy(torch.arange(num_rows), tokens)
 
 
 def test_dp_splits_rows_unevenly_and_collects_one_answer_per_dp_rank(group: ProcessPool) -> None:
     """Would not catch a worker that mixes rows within its chunk."""
-    doubled = group.host(ToyWorker).double(toy(5)).get()
-    assert doubled.row.tolist() == [0, 1, 2, 3, 4]
-    assert doubled.weight.tolist() == [0, 0, 0, 2, 2]
-    assert [row.tolist() for row in doubled.tokens.unbind()] == [[2 * row] * (row + 1) for row in range(5)]
+    doubled = group.host(ToyWorker).double(toys(5)).get()
+    assert doubled["groups"].tolist() == [0, 1, 2, 3, 4]
+    assert doubled["weights"].tolist() == [0, 0, 0, 2, 2]
+    assert [row.tolist() for row in doubled["input_ids"].unbind()] == [[2 * row] * (row + 1) for row in range(5)]
     rows = [received[0] for received in group.host(ToyWorker).last_received().get()]
     assert rows == [[0, 1, 2], [0, 1, 2], [3, 4], [3, 4]]
 
 
 def test_fewer_rows_than_chunks_are_padded_neutrally_and_unpadded(group: ProcessPool) -> None:
     """Would not catch padding in an argument that is not a record."""
-    doubled = group.host(ToyWorker).double(toy(1)).get()
-    assert doubled.row.tolist() == [0] and doubled.weight.tolist() == [0]
+    doubled = group.host(ToyWorker).double(toys(1)).get()
+    assert doubled["groups"].tolist() == [0] and doubled["weights"].tolist() == [0]
     assert group.host(ToyWorker).last_received().get() == [([0], [1.0])] * 2 + [([0], [0.0])] * 2
 
 
@@ -69,9 +69,9 @@ def test_each_replica_gets_its_own_entry(group: ProcessPool) -> None:
 
 def test_other_answers_come_from_the_collectors(group: ProcessPool) -> None:
     """Would not catch metrics that differ between ranks, since the first collector's count."""
-    assert group.host(ToyWorker).describe("dict", batch=toy(3)).get() == {"rank": 0}
-    assert group.host(ToyWorker).describe("list", batch=toy(3)).get() == [[0, 0, 1], [2, 2]]
-    assert group.host(ToyWorker).describe("none", batch=toy(3)).get() is None
+    assert group.host(ToyWorker).describe("dict", batch=toys(3)).get() == {"rank": 0}
+    assert group.host(ToyWorker).describe("list", batch=toys(3)).get() == [[0, 0, 1], [2, 2]]
+    assert group.host(ToyWorker).describe("none", batch=toys(3)).get() is None
 
 
 def test_calls_overlap_and_a_time_out_leaves_the_group_alive(group: ProcessPool) -> None:
@@ -110,10 +110,10 @@ def test_large_and_many_messages_arrive_in_order(group: ProcessPool) -> None:
     calls = []
     for number in range(6):
         tokens = ragged([torch.full((500_000,), number), torch.full((500_000,), number)])
-        calls.append(group.host(ToyWorker).double(Toy(torch.full((2,), number), tokens, torch.ones(2), batch_size=[2])))
+        calls.append(group.host(ToyWorker).double(toy(torch.full((2,), number), tokens)))
     for number, call in enumerate(calls):
         answer = call.get()
-        assert answer.row.tolist() == [number] * 2 and answer.tokens.values().eq(2 * number).all()
+        assert answer["groups"].tolist() == [number] * 2 and answer.flat("input_ids").eq(2 * number).all()
     assert nap.get() == [0, 1, 2, 3]
 
 
@@ -128,7 +128,7 @@ def test_verbs_are_visible_and_unknown_ones_name_them(group: ProcessPool) -> Non
 def test_a_mistake_in_the_call_does_not_end_the_group(group: ProcessPool) -> None:
     """Would not catch a mistake that only shows on the worker, which does end it."""
     with pytest.raises(ValueError, match="same number of rows"):
-        group.host(ToyWorker).double(toy(3), toy(2))
+        group.host(ToyWorker).double(toys(3), toys(2))
     assert group.host(ToyWorker).nap(0).get() == [0, 1, 2, 3]
 
 

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from toy_worker import Toy
+from toy_worker import toy
 
 from megatron_rl.cluster.routing import (
     Split,
@@ -18,12 +18,12 @@ from megatron_rl.cluster.routing import (
 )
 from megatron_rl.dispatch import Coordinates, Dispatch, ExtraBatch
 from megatron_rl.parallel.balance import SequenceWork
-from megatron_rl.records import Batch, Prompts, non_tensor, ragged, single_turn
+from megatron_rl.records import Batch, ragged, single_turn
 
 
-def toy(num_rows: int) -> Toy:
+def toys(num_rows: int) -> Batch:
     tokens = ragged([torch.arange(row + 1) + 10 * row for row in range(num_rows)])
-    return Toy(torch.arange(num_rows), tokens, torch.ones(num_rows), batch_size=[num_rows])
+    return toy(torch.arange(num_rows), tokens)
 
 
 def coordinates() -> list[Coordinates]:
@@ -63,11 +63,13 @@ def test_a_chunk_without_a_collector_is_refused() -> None:
 def test_split_keeps_order_and_shares_what_is_no_record() -> None:
     """Would not catch records nested inside a list, which are passed whole on purpose."""
     shared = {"lr": 0.1}
-    split = split_call((toy(5), shared), {"second": toy(5)}, 2)
+    split = split_call((toys(5), shared), {"second": toys(5)}, 2)
     assert split.sizes == [3, 2]
     for (args, kwargs), rows in zip(split.payloads, [[0, 1, 2], [3, 4]], strict=True):
-        assert args[0].row.tolist() == rows and kwargs["second"].row.tolist() == rows
-        assert [row.tolist() for row in args[0].tokens.unbind()] == [[10 * r + i for i in range(r + 1)] for r in rows]
+        assert args[0]["groups"].tolist() == rows and kwargs["second"]["groups"].tolist() == rows
+        assert [row.tolist() for row in args[0]["input_ids"].unbind()] == [
+            [10 * r + i for i in range(r + 1)] for r in rows
+        ]
         assert args[1] is shared
 
 
@@ -93,49 +95,33 @@ def test_split_of_a_call_without_records_copies_the_payload_to_every_chunk() -> 
     assert split_call((1,), {"to": "b"}, 3) == Split([((1,), {"to": "b"})] * 3)
 
 
-def test_non_tensor_fields_split_with_their_rows() -> None:
-    """Would not catch an object that unpickles differently on another machine."""
-    prompts = Prompts(
-        index=torch.arange(3),
-        sample=torch.zeros(3, dtype=torch.int64),
-        prompt_ids=ragged([torch.arange(2)] * 3),
-        data_source=non_tensor(["a", "b", "c"]),
-        ground_truth=non_tensor(["1", "2", "3"]),
-        extra_info=non_tensor([{"n": 1}, {"n": 2}, {"n": 3}]),
-        batch_size=[3],
-    )
-    split = split_call((prompts,), {}, 2)
-    chunks = pickle.loads(pickle.dumps([args[0] for args, _ in split.payloads]))
-    assert list(chunks[1].ground_truth) == ["3"] and list(chunks[0].extra_info) == [{"n": 1}, {"n": 2}]
-    assert list(join_answers(chunks, split).data_source) == ["a", "b", "c"]
-
-
 def test_a_chunk_is_pickled_without_the_rest_of_the_batch() -> None:
     """Would not catch a second copy that Ray itself may make."""
     tokens = ragged([torch.zeros(1000, dtype=torch.int64)] * 64)
-    batch = Toy(torch.arange(64), tokens, torch.ones(64), batch_size=[64])
+    batch = toy(torch.arange(64), tokens)
     split = split_call((batch,), {}, 64)
     assert len(pickle.dumps(split.payloads[5])) < 2 * 8 * 1000
 
 
 def test_empty_chunks_are_padded_with_a_neutral_row_and_dropped_again() -> None:
     """Would not catch a worker that ignores what `neutral` says."""
-    split = split_call((toy(2),), {}, 4)
+    split = split_call((toys(2),), {}, 4)
     chunks = [args[0] for args, _ in split.payloads]
     assert split.sizes == [1, 1, 0, 0]
-    assert [chunk.row.tolist() for chunk in chunks] == [[0], [1], [0], [0]]
-    assert [chunk.weight.tolist() for chunk in chunks] == [[1], [1], [0], [0]]
-    assert join_answers(chunks, split).row.tolist() == [0, 1]
+    assert [chunk["groups"].tolist() for chunk in chunks] == [[0], [1], [0], [0]]
+    assert [chunk["weights"].tolist() for chunk in chunks] == [[1], [1], [0], [0]]
+    assert join_answers(chunks, split)["groups"].tolist() == [0, 1]
 
 
 def test_a_record_beside_is_shared_out_by_itself() -> None:
     """Five rows with two beside them on three chunks, in order; and by work, where a long row is alone. Would not catch
     a worker that takes the wrapper for the record."""
-    split = split_call((toy(5), ExtraBatch(toy(2))), {}, 3)
-    assert split.sizes == [2, 2, 1] and [args[0].row.tolist() for args, _ in split.payloads] == [[0, 1], [2, 3], [4]]
+    split = split_call((toys(5), ExtraBatch(toys(2))), {}, 3)
+    assert split.sizes == [2, 2, 1]
+    assert [args[0]["groups"].tolist() for args, _ in split.payloads] == [[0, 1], [2, 3], [4]]
     beside = [args[1].record for args, _ in split.payloads]
-    assert [one.row.tolist() for one in beside] == [[0], [1], [0]]
-    assert [one.weight.tolist() for one in beside] == [[1], [1], [0]]
+    assert [one["groups"].tolist() for one in beside] == [[0], [1], [0]]
+    assert [one["weights"].tolist() for one in beside] == [[1], [1], [0]]
 
     def rows(lengths: list[int]) -> Batch:
         tokens = ragged([torch.full((length,), row) for row, length in enumerate(lengths)])
@@ -159,7 +145,7 @@ def test_actor_batches_pad_with_empty_responses() -> None:
 
 @pytest.mark.parametrize(
     ("args", "message"),
-    [((toy(3), toy(2)), r"same number of rows, got \[3, 2\]"), ((toy(3)[:0],), "have no rows")],
+    [((toys(3), toys(2)), r"same number of rows, got \[3, 2\]"), ((toys(3)[:0],), "have no rows")],
 )
 def test_records_that_cannot_be_split_are_refused(args: tuple, message: str) -> None:
     """Would not catch records of equal length whose rows belong to different samples."""
@@ -169,8 +155,8 @@ def test_records_that_cannot_be_split_are_refused(args: tuple, message: str) -> 
 
 def test_answers_join_by_their_kind() -> None:
     """Would not catch metrics that a worker forgot to reduce over ranks."""
-    joined = join_answers([toy(3)[:1], toy(3)[1:]], Split([]))
-    assert joined.row.tolist() == [0, 1, 2] and joined.tokens.values().tolist() == [0, 10, 11, 20, 21, 22]
+    joined = join_answers([toys(3)[:1], toys(3)[1:]], Split([]))
+    assert joined["groups"].tolist() == [0, 1, 2] and joined.flat("input_ids").tolist() == [0, 10, 11, 20, 21, 22]
     assert join_answers([{"loss": 1}, {"loss": 2}], Split([], [1, 1])) == {"loss": 1}
     assert join_answers([None, None, None], Split([], [1, 1, 0])) is None
     assert join_answers([7, 8, 9], Split([], [1, 1, 0])) == [7, 8]
@@ -187,17 +173,11 @@ def test_rows_are_shared_out_by_their_work_and_come_back_in_order() -> None:
     sums = [chunk.flat("input_ids").numel() for chunk in chunks]
     assert sums == [52, 51] and all(args[1] == 0.5 for args, _ in split.payloads)
     answers = [
-        Toy(
-            torch.stack([row[0] for row in chunk["input_ids"].unbind()]),
-            chunk["input_ids"],
-            torch.ones(len(chunk)),
-            batch_size=[len(chunk)],
-        )
-        for chunk in chunks
+        toy(torch.stack([row[0] for row in chunk["input_ids"].unbind()]), chunk["input_ids"]) for chunk in chunks
     ]
     joined = join_answers(answers, split)
-    assert joined.row.tolist() == [0, 1, 2, 3, 4]
-    assert [row.tolist() for row in joined.tokens.unbind()] == [row.tolist() for row in tokens.unbind()]
+    assert joined["groups"].tolist() == [0, 1, 2, 3, 4]
+    assert [row.tolist() for row in joined["input_ids"].unbind()] == [row.tolist() for row in tokens.unbind()]
 
 
 def test_parts_of_tuples_are_joined_by_themselves() -> None:

@@ -6,20 +6,14 @@ import os
 import time
 
 import torch
-from tensordict import TensorClass
 
 from megatron_rl.dispatch import Coordinates, Dispatch, remote_method
+from megatron_rl.records import Batch, ragged_from_lengths, row_lengths
 
 
-class Toy(TensorClass):
-    """row int64 [B]; tokens int64 [B, (L)]; weight float32 [B], 0 for rows that must not count."""
-
-    row: torch.Tensor
-    tokens: torch.Tensor
-    weight: torch.Tensor
-
-    def neutral(self) -> Toy:
-        return Toy(self.row, self.tokens, torch.zeros_like(self.weight), batch_size=self.batch_size)
+def toy(row: torch.Tensor, tokens: torch.Tensor, weight: torch.Tensor | None = None) -> Batch:
+    """row int64 [B]; tokens int64 [B, (L)]; weight float32 [B], 0 for rows that must not count; None: all count."""
+    return Batch(groups=row, input_ids=tokens, weights=torch.ones(len(row)) if weight is None else weight)
 
 
 class ToyWorker:
@@ -41,13 +35,13 @@ class ToyWorker:
             replica_collector=True,
         )
 
-    def _double(self, batch: Toy) -> Toy:
-        self.received = (batch.row.tolist(), batch.weight.tolist())
-        tokens = torch.nested.nested_tensor_from_jagged(batch.tokens.values() * 2, batch.tokens.offsets())
-        return Toy(batch.row, tokens, torch.full((len(batch),), float(self.rank)), batch_size=batch.batch_size)
+    def _double(self, batch: Batch) -> Batch:
+        self.received = (batch["groups"].tolist(), batch["weights"].tolist())
+        tokens = ragged_from_lengths(batch.flat("input_ids") * 2, row_lengths(batch["input_ids"]))
+        return toy(batch["groups"], tokens, torch.full((len(batch),), float(self.rank)))
 
     @remote_method(Dispatch.DP)
-    def double(self, batch: Toy) -> Toy:
+    def double(self, batch: Batch) -> Batch:
         """Tokens doubled, `weight` the rank that did it."""
         return self._double(batch)
 
@@ -57,9 +51,9 @@ class ToyWorker:
         return self.rank, entries, every
 
     @remote_method(Dispatch.DP)
-    def describe(self, what: str, *, batch: Toy) -> dict | list | None:
+    def describe(self, what: str, *, batch: Batch) -> dict | list | None:
         """A metrics dict, a plain list or None, all naming rank and rows."""
-        answers = {"dict": {"rank": self.rank}, "list": [self.rank, *batch.row.tolist()], "none": None}
+        answers = {"dict": {"rank": self.rank}, "list": [self.rank, *batch["groups"].tolist()], "none": None}
         return answers[what]
 
     @remote_method(Dispatch.ONE_TO_ALL)

@@ -11,7 +11,7 @@ from megatron_rl.config.load import read_config
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.controller.run_scorers import user_scorers
 from megatron_rl.errors import ConfigError, RewardError
-from megatron_rl.records import Batch, Prompts, non_tensor, ragged, single_turn
+from megatron_rl.records import Batch, Prompts, ragged, single_turn
 from megatron_rl.scoring.batch_scorers import score
 from megatron_rl.scoring.sampled_batch import SampledBatch
 
@@ -59,11 +59,10 @@ def batch() -> SampledBatch:
         index=torch.arange(2),
         sample=torch.zeros(2, dtype=torch.int64),
         prompt_ids=ragged([torch.tensor([5]), torch.tensor([5, 6])]),
-        data_source=non_tensor(["a", "a"]),
-        ground_truth=non_tensor(["x", "y"]),
-        extra_info=non_tensor([{}, {}]),
+        data_source=["a", "a"],
+        ground_truth=["x", "y"],
+        extra_info=[{}, {}],
         uid=torch.arange(2),
-        batch_size=[2],
     )
     rows = single_turn(ragged([torch.tensor([5, 1]), torch.tensor([5, 6, 3, 1])]), torch.tensor([1, 2]))
     return SampledBatch(7, prompts, rows)

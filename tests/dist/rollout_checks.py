@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from megatron_rl.columns import SCORING
-from megatron_rl.records import Batch, Prompts, Sampling, non_tensor, ragged
+from megatron_rl.records import Batch, Prompts, Sampling, ragged
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=12, salt=0)
 RANDOM = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=12, salt=3)
@@ -24,10 +24,9 @@ def prompts() -> Prompts:
         index=torch.arange(count),
         sample=torch.zeros(count, dtype=torch.int64),
         prompt_ids=ragged(rows),
-        data_source=non_tensor(["test"] * count),
-        ground_truth=non_tensor([""] * count),
-        extra_info=non_tensor([{}] * count),
-        batch_size=[count],
+        data_source=["test"] * count,
+        ground_truth=[""] * count,
+        extra_info=[{}] * count,
     )
 
 

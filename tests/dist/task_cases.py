@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from megatron_rl.config.task_config import for_task
 from megatron_rl.config.tasks import DPO, REWARD, SFT
 from megatron_rl.losses.terms import ItemTerms
-from megatron_rl.records import AnswerBatch, Batch, ragged
+from megatron_rl.records import Batch, answer_rows, ragged
 
 NUM_ROWS = 11
 NAMES = {SFT: "actor", DPO: "actor", REWARD: "critic"}
@@ -49,29 +49,31 @@ def token_batch() -> Batch:
     return Batch(input_ids=ragged(tokens), sampled=ragged(masks))
 
 
-def answer_batch(sizes: tuple[int, ...], score_token: bool) -> AnswerBatch:
+ANSWER_COLUMNS = ("input_ids", "sampled", "answer_lengths", "given", "labels")
+
+
+def answer_batch(sizes: tuple[int, ...], score_token: bool) -> Batch:
     """Prompts with so many answers each. score_token: as a reward model reads them, with one token after the last."""
     generator = torch.Generator().manual_seed(5)
 
     def draw(low: int, high: int) -> int:
         return int(torch.randint(low, high, (), generator=generator))
 
-    rows: dict[str, list[torch.Tensor]] = {name: [] for name in ("ids", "sampled", "lengths", "given", "labels")}
+    rows: dict[str, list[torch.Tensor]] = {name: [] for name in ANSWER_COLUMNS}
     for size in sizes:
         prompt = torch.randint(2, 70, (draw(2, 10),), generator=generator)
         answers = [torch.randint(2, 70, (draw(1, 12),), generator=generator) for _ in range(size)]
         tail = [torch.zeros(1, dtype=torch.int64)] if score_token else []
-        rows["ids"].append(torch.cat([part for answer in answers for part in (prompt, answer, *tail)]))
+        rows["input_ids"].append(torch.cat([part for answer in answers for part in (prompt, answer, *tail)]))
         responses = torch.tensor([len(answer) + score_token for answer in answers])
         ends = [torch.arange(len(prompt) + length) >= len(prompt) for length in responses.tolist()]
         rows["sampled"].append(torch.cat(ends))
-        rows["lengths"].append(responses + len(prompt))
+        rows["answer_lengths"].append(responses + len(prompt))
         values = torch.rand(size, generator=generator)
         values[-1] *= not score_token  # a margin to the next answer, of which the last has none
         rows["given"].append(values if score_token else -5 - 5 * values)
         rows["labels"].append(torch.randint(0, 2, (size,), generator=generator).float())
-    fields = [ragged(rows[name]) for name in ("ids", "sampled", "lengths", "given", "labels")]
-    return AnswerBatch(*fields, torch.ones(len(sizes)), batch_size=[len(sizes)])
+    return Batch(weights=torch.ones(len(sizes)), **{name: ragged(column) for name, column in rows.items()})
 
 
 def task_config(model_path: str, task: str, tp_size: int, pp_size: int, **overrides):
@@ -97,11 +99,9 @@ def one_update(config, batch, *arguments) -> dict:
 
     def scored():
         found = getattr(role, score)(mine)
-        return (
-            None
-            if found is None or not len(rows)
-            else (found["scores"] if isinstance(found, Batch) else found.scores.values())
-        )
+        if found is None or not len(rows):
+            return None
+        return found["scores"] if task == SFT else found.flat("answer_scores")
 
     result = {"where": where, "before": scored(), name: update(mine, *arguments), "after": scored()}
     parameters = named_parameters(role.trainable.models)
@@ -165,9 +165,9 @@ def assert_equals_plain(results: list[dict], plain: PlainLoop, told: tuple[float
         assert relative(tensor, expected[key]) < 1e-5, key
 
 
-def answers_of(batch: AnswerBatch) -> list[tuple[torch.Tensor, int]]:
+def answers_of(batch: Batch) -> list[tuple[torch.Tensor, int]]:
     """(tokens, response length) of every answer."""
-    rows = batch.rows()
+    rows = answer_rows(batch)
     return list(zip(rows["input_ids"].unbind(), rows.num_sampled.tolist(), strict=True))
 
 

@@ -107,7 +107,7 @@ def test_rankings_with_margins_equal_a_plain_loop(reward_path: str) -> None:
     alone = run_layout(reward_path, REWARD, "all_pairs", RANKINGS, (1, 1, 1))
     plain, batch = PlainLoop(reward_path, value_head=True), answer_batch(RANKINGS, score_token=True)
     losses = []
-    for scores, margins in zip(plain_scores(plain, RANKINGS), batch.given.unbind(), strict=True):
+    for scores, margins in zip(plain_scores(plain, RANKINGS), batch["given"].unbind(), strict=True):
         pairs = [(i, j) for i in range(len(scores)) for j in range(i + 1, len(scores))]
         losses.append(-sum(logsigmoid(scores[i] - scores[j] - margins[i:j].sum()) for i, j in pairs) / len(pairs))
     assert_equals_plain(alone, plain, plain.step(torch.stack(losses).mean()), "critic", reward_path)
@@ -118,7 +118,7 @@ def test_regression_equals_a_plain_loop(reward_path: str) -> None:
     """Would not catch scores that are normalised, which they are not."""
     alone = run_layout(reward_path, REWARD, "regression", ALONE, (1, 1, 1))
     plain, batch = PlainLoop(reward_path, value_head=True), answer_batch(ALONE, score_token=True)
-    loss = (torch.cat(plain_scores(plain, ALONE)) - batch.given.values()).square().mean()
+    loss = (torch.cat(plain_scores(plain, ALONE)) - batch.flat("given")).square().mean()
     assert_equals_plain(alone, plain, plain.step(loss), "critic", reward_path)
 
 
@@ -129,7 +129,7 @@ def test_preferences_equal_a_plain_loop(loss: str, policy_path: str) -> None:
     alone = run_layout(policy_path, DPO, loss, sizes, (1, 1, 1))
     plain, batch = PlainLoop(policy_path), answer_batch(sizes, score_token=False)
     numbers = plain_log_probs(plain, sizes, is_mean)
-    told = zip(numbers, batch.given.unbind(), batch.labels.unbind(), strict=True)
+    told = zip(numbers, batch["given"].unbind(), batch["labels"].unbind(), strict=True)
     losses = [plain_preference(loss, *one) for one in told]
     assert_equals_plain(alone, plain, plain.step(torch.stack(losses).mean()), "actor", policy_path)
 

@@ -13,7 +13,7 @@ from megatron_rl.columns import COLUMNS, Column
 from megatron_rl.config import roles
 from megatron_rl.config.roles import REFERENCE, Makes, Placement
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.records import Batch, Prompts, non_tensor, ragged, row_lengths
+from megatron_rl.records import Batch, Prompts, ragged, row_lengths
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
 
@@ -28,11 +28,10 @@ def sampled() -> tuple[Prompts, Batch]:
         index=torch.arange(7),
         sample=torch.zeros(7, dtype=torch.int64),
         prompt_ids=ragged([ids[:length] for ids, length in zip(rows["input_ids"].unbind(), lengths, strict=True)]),
-        data_source=non_tensor(["a"] * 7),
-        ground_truth=non_tensor([""] * 7),
-        extra_info=non_tensor([{}] * 7),
+        data_source=["a"] * 7,
+        ground_truth=[""] * 7,
+        extra_info=[{}] * 7,
         uid=torch.arange(7),
-        batch_size=[7],
     )
     return prompts, rows.select("input_ids", "sampled", "rollout_log_probs")
 

@@ -15,7 +15,7 @@ from rollout_checks import ask, logprob_difference, tokens
 from safetensors.torch import load_file
 from tiny_models import run_config
 
-from megatron_rl.records import Batch, Prompts, Sampling, non_tensor, ragged
+from megatron_rl.records import Batch, Prompts, Sampling, ragged
 
 REAL = Path(__file__).parents[2] / "assets/real"
 pytestmark = [
@@ -43,10 +43,9 @@ def reviews() -> Prompts:
         index=torch.arange(NUM_ROWS),
         sample=torch.zeros(NUM_ROWS, dtype=torch.int64),
         prompt_ids=ragged(ids),
-        data_source=non_tensor(["demo/sentiment"] * NUM_ROWS),
-        ground_truth=non_tensor([""] * NUM_ROWS),
-        extra_info=non_tensor([{}] * NUM_ROWS),
-        batch_size=[NUM_ROWS],
+        data_source=["demo/sentiment"] * NUM_ROWS,
+        ground_truth=[""] * NUM_ROWS,
+        extra_info=[{}] * NUM_ROWS,
     )
 
 

@@ -9,7 +9,7 @@ from test_global_normalisation import hugging_face_model, row_log_probs
 from tiny_models import random_batch, run_config, save_qwen2
 
 from megatron_rl.columns import SCORING
-from megatron_rl.records import concatenate
+from megatron_rl.records import Batch
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -26,11 +26,11 @@ def scored(config) -> list[list[torch.Tensor]] | None:
     worker = RankHost(config)
     worker.build("actor")
     sequences = random_batch(5).read_by(SCORING)
-    sequences = concatenate([sequences, sequences[:2]])
+    sequences = Batch.joined([sequences, sequences[:2]])
     found = worker.roles["actor"].log_probs(sequences)
     if found is None:
         return None
-    found = concatenate([found[:3], found[3:]])  # as answers of several ranks are joined
+    found = Batch.joined([found[:3], found[3:]])  # as answers of several ranks are joined
     columns = (found["old_log_probs"], found["sum_pi_squared"], found["entropy"])
     return [[row.clone() for row in column.unbind()] for column in columns]
 
@@ -64,5 +64,5 @@ def without(config) -> bool:
     worker = RankHost(config)
     worker.build("actor")
     found = worker.roles["actor"].log_probs(random_batch(4).read_by(SCORING))
-    joined = concatenate([found[:2], found[2:]])
+    joined = Batch.joined([found[:2], found[2:]])
     return joined.names == ("old_log_probs",)

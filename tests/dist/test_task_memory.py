@@ -18,6 +18,7 @@ from megatron_rl.data.examples import Example, Ranking, token_batch
 from megatron_rl.data.row_problems import RowPlace
 from megatron_rl.ledger.planner.memory import plan_stages
 from megatron_rl.ledger.planner.run_models import RunModels
+from megatron_rl.records import answer_rows
 from megatron_rl.tasks.training_records import preference_batch, reward_batch
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
@@ -61,7 +62,7 @@ def measured(config, folder: Path) -> tuple[int, dict[str, int], dict[str, dict[
     methods = {(name, "score"): (score, batch), (name, "update"): (update, batch, *told)}
     if config.holds_reference:
         owned += worker.roles["reference"].pipeline.parameters()
-        methods[("reference", "score")] = ("log_probs", batch.rows().read_by(SCORING))
+        methods[("reference", "score")] = ("log_probs", answer_rows(batch).read_by(SCORING))
     fixed, peaks = sum(worker.owned_memory().values()), {}
     for (role, label), (method, *arguments) in methods.items():
         with StorageMeter(owned, lambda: fixed) as meter:

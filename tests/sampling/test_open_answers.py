@@ -12,7 +12,7 @@ import torch
 from megatron_rl.agents.episode import Reply
 from megatron_rl.agents.observation import EpisodeFailure, Observation, Turn
 from megatron_rl.errors import ConfigError
-from megatron_rl.records import Prompts, Sampling, non_tensor, ragged
+from megatron_rl.records import Prompts, Sampling, ragged
 from megatron_rl.rollout.slices import Drawn
 from megatron_rl.sampling.open_answers import OpenAnswers
 from megatron_rl.sampling.saved_answers import read_answers, read_schedule, write_rollouts
@@ -26,11 +26,10 @@ def prompts(*rows: list[int]) -> Prompts:
         index=torch.arange(number) + 10,
         sample=torch.arange(number) % 2,
         prompt_ids=ragged([torch.tensor(row) for row in rows]),
-        data_source=non_tensor([""] * number),
-        ground_truth=non_tensor([""] * number),
-        extra_info=non_tensor([{}] * number),
+        data_source=[""] * number,
+        ground_truth=[""] * number,
+        extra_info=[{}] * number,
         uid=torch.arange(number),
-        batch_size=[number],
     )
 
 

@@ -14,7 +14,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.dispatch import Future
 from megatron_rl.observe.phase_clock import PhaseClock
-from megatron_rl.records import Batch, Prompts, Sampling, non_tensor, ragged, single_turn
+from megatron_rl.records import Batch, Prompts, Sampling, ragged, single_turn
 from megatron_rl.rollout.slices import Drawn, Slice, SliceReport
 from megatron_rl.sampling.group_filter import GroupFilter
 from megatron_rl.sampling.pool_sampler import PoolSampler
@@ -64,10 +64,9 @@ class Pairs:
             index=index,
             sample=torch.zeros(2, dtype=torch.int64),
             prompt_ids=ragged([torch.tensor([row + 1, int(number)]) for row, number in enumerate(index)]),
-            data_source=non_tensor(["a", "a"]),
-            ground_truth=non_tensor(["x", "y"]),
-            extra_info=non_tensor([{}, {}]),
-            batch_size=[2],
+            data_source=["a", "a"],
+            ground_truth=["x", "y"],
+            extra_info=[{}, {}],
         )
 
 
@@ -150,7 +149,7 @@ def test_scores_of_greedy_answers_reach_their_groups():
     config = run_config()
     config.reward_model.overlong_buffer.enable, config.reward_model.overlong_buffer.len = True, 1
     rollouts, rollout = streaming(config, lambda p, g: scored(g.sampled_ids.values().float().tolist()))
-    prompts = torch.cat([rollouts.next_prompts(rollouts.cursor) for _ in range(2)])
+    prompts = Prompts.joined([rollouts.next_prompts(rollouts.cursor) for _ in range(2)])
     prompts.uid = torch.tensor([8, 8, 3, 3, 5, 5, 9, 9])
     one = prompts.one_per_group()
     assert one.uid.tolist() == [3, 5, 8, 9] and one.index.tolist() == [1, 2, 0, 3] and one.sample.tolist() == [0] * 4
@@ -259,7 +258,7 @@ def test_each_reward_model_reads_in_its_own_way():
     rewards = Rewards(config, rule, models, warnings.append, clock, {"reward_model": reader})
     prompts = Pairs().batch(torch.tensor([0, 1]))
     prompts.prompt_ids = ragged([torch.tensor([1]), torch.tensor([2])])
-    prompts.raw_prompt = non_tensor([[{"role": "user", "content": "1+"}], "="])
+    prompts.raw_prompt = [[{"role": "user", "content": "1+"}], "="]
     answers = single_turn(ragged([torch.tensor([1, 5, 14, 1]), torch.tensor([2, 5, 1])]), torch.tensor([3, 2]))
     for _ in range(2):
         metrics = rewards.task_scores(prompts, answers, rewards.start(prompts, answers)).metrics()

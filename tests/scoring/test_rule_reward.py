@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.errors import ConfigError, RewardError
-from megatron_rl.records import Prompts, non_tensor, ragged, single_turn
+from megatron_rl.records import Prompts, ragged, single_turn
 from megatron_rl.scoring.function import RewardSource, load_reward_function
 from megatron_rl.scoring.outcome import OWN_NAMES, score_sample
 from megatron_rl.scoring.rule import RuleReward
@@ -51,10 +51,9 @@ def batch(*responses):
         index=torch.arange(10, 10 + count),
         sample=torch.zeros(count, dtype=torch.int64),
         prompt_ids=ragged([torch.tensor([1])] * count),
-        data_source=non_tensor(["unit"] * count),
-        ground_truth=non_tensor(["ab"] * count),
-        extra_info=non_tensor([{"row": row} for row in range(count)]),
-        batch_size=[count],
+        data_source=["unit"] * count,
+        ground_truth=["ab"] * count,
+        extra_info=[{"row": row} for row in range(count)],
     )
     whole = [torch.cat([torch.tensor([1]), row]) for row in rows]
     return prompts, single_turn(ragged(whole), torch.tensor([len(row) for row in rows]))

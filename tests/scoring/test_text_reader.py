@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.errors import ConfigError, RewardError
-from megatron_rl.records import Batch, Prompts, non_tensor, ragged, single_turn
+from megatron_rl.records import Batch, Prompts, ragged, single_turn
 from megatron_rl.scoring.text_reader import TextReader, without_end
 
 # The policy reads characters: <eos> 0, <pad> 1, <think> 2 (all special), a 3, b 4, c 5, a space 6.
@@ -51,7 +51,7 @@ def user(text: str) -> list[dict[str, str]]:
 
 def batch(raw, prompt_ids, response_ids) -> tuple[Prompts, Batch]:
     rows = torch.arange(len(raw))
-    told = non_tensor(["x"] * len(raw))
+    told = ["x"] * len(raw)
     prompts = Prompts(
         index=rows,
         sample=rows,
@@ -59,8 +59,7 @@ def batch(raw, prompt_ids, response_ids) -> tuple[Prompts, Batch]:
         data_source=told,
         ground_truth=told,
         extra_info=told,
-        raw_prompt=non_tensor(raw),
-        batch_size=[len(raw)],
+        raw_prompt=raw,
     )
     whole = [torch.tensor([*ids, *answer]) for ids, answer in zip(prompt_ids, response_ids, strict=True)]
     return prompts, single_turn(ragged(whole), torch.tensor([len(answer) for answer in response_ids]))
@@ -165,5 +164,5 @@ def test_conversations_follow_their_rows():
     """Through repeat, selection and joining, as a batch goes. Would not catch a record that is sent to another rank."""
     prompts, _ = batch([user("a"), "b", user("c")], [[3], [4], [5]], [[], [], []])
     repeated = prompts.repeat(2)
-    joined = torch.cat([repeated[torch.tensor([5, 0])], repeated.one_per_group()[1:3]])
+    joined = Prompts.joined([repeated[torch.tensor([5, 0])], repeated.one_per_group()[1:3]])
     assert list(joined.raw_prompt) == [user("c"), user("a"), "b", user("c")]

@@ -7,6 +7,7 @@ import torch
 
 from megatron_rl.data.examples import Example, Labelled, Ranking, ScoredExample, token_batch
 from megatron_rl.data.row_problems import RowPlace
+from megatron_rl.records import answer_rows
 from megatron_rl.tasks.training_records import mismatched, preference_batch, reward_batch
 
 HERE = RowPlace("file.jsonl", 0)
@@ -39,23 +40,23 @@ def test_a_reward_model_reads_one_token_more() -> None:
     """Of three ranked answers, and of one with a score. Would not catch a wrong order in the file."""
     answers = tuple(example([1, 2, *tail], [2], prompt=2) for tail in ([3], [4, 5], [6]))
     batch = reward_batch([Ranking(answers, (0.5, 1.0), HERE)])
-    assert rows(batch.input_ids) == [[1, 2, 3, 0, 1, 2, 4, 5, 0, 1, 2, 6, 0]]
-    assert rows(batch.lengths) == [[4, 5, 4]] and batch.rows().num_sampled.tolist() == [2, 3, 2]
-    assert rows(batch.rows()["sampled"]) == [[False] * 2 + [True] * number for number in (2, 3, 2)]
-    assert rows(batch.given) == [[0.5, 1.0, 0.0]] and batch.weights.tolist() == [1.0]
+    assert rows(batch["input_ids"]) == [[1, 2, 3, 0, 1, 2, 4, 5, 0, 1, 2, 6, 0]]
+    assert rows(batch["answer_lengths"]) == [[4, 5, 4]] and answer_rows(batch).num_sampled.tolist() == [2, 3, 2]
+    assert rows(answer_rows(batch)["sampled"]) == [[False] * 2 + [True] * number for number in (2, 3, 2)]
+    assert rows(batch["given"]) == [[0.5, 1.0, 0.0]] and batch["weights"].tolist() == [1.0]
     one = reward_batch([ScoredExample(answers[1], 0.25, HERE)])
-    assert rows(one.given) == [[0.25]] and rows(one.lengths) == [[5]]
-    assert rows(batch.rows()["input_ids"]) == [[1, 2, 3, 0], [1, 2, 4, 5, 0], [1, 2, 6, 0]]
+    assert rows(one["given"]) == [[0.25]] and rows(one["answer_lengths"]) == [[5]]
+    assert rows(answer_rows(batch)["input_ids"]) == [[1, 2, 3, 0], [1, 2, 4, 5, 0], [1, 2, 6, 0]]
 
 
 def test_preferences_score_what_counts_after_the_prompt() -> None:
     """Pairs, and a labelled answer without a prompt. Would not catch a prompt that the answers do not share."""
     pair = Ranking((example([1, 2, 3], [2], 2), example([1, 2, 4, 5], [2, 3], 2)), (0.0,), HERE)
     batch = preference_batch([pair])
-    assert rows(batch.sampled) == [[False, False, True, False, False, True, True]]
-    assert rows(batch.labels) == [[0.0, 0.0]]
+    assert rows(batch["sampled"]) == [[False, False, True, False, False, True, True]]
+    assert rows(batch["labels"]) == [[0.0, 0.0]]
     labelled = preference_batch([Labelled(example([7, 8], [1]), True, HERE)])
-    assert labelled.rows().num_sampled.tolist() == [1] and rows(labelled.labels) == [[1.0]]
+    assert answer_rows(labelled).num_sampled.tolist() == [1] and rows(labelled["labels"]) == [[1.0]]
 
 
 def test_mismatched_answers_are_the_next_record_s() -> None:
@@ -72,4 +73,4 @@ def test_mismatched_answers_are_the_next_record_s() -> None:
 def test_a_row_that_fills_up_has_no_weight() -> None:
     """Would not catch a role that reads it all the same, which the layouts' parity does."""
     batch = reward_batch([ScoredExample(example([1, 2], [1], 1), 1.0, HERE)])
-    assert batch.neutral().weights.tolist() == [0.0] and batch.weights.tolist() == [1.0]
+    assert batch.neutral()["weights"].tolist() == [0.0] and batch["weights"].tolist() == [1.0]
