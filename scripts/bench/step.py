@@ -1,9 +1,11 @@
-"""A GRPO step beside one of TRL's GRPOTrainer: the same model, prompts, sampling, update and threads.
+"""A GRPO step beside one of TRL's GRPOTrainer, or of another checkout: same model, prompts, sampling, update, threads.
 
     python scripts/bench/step.py [--trl-python PYTHON] [--sizes small tiny] [--rounds 7] [--arms local ray trl]
+    python scripts/bench/step.py --against CHECKOUT [--sizes tiny] [--arms local ray]
 
 PYTHON belongs to an environment of its own, with TRL in it; nothing of this package needs it. Without one the commands
-that make it are printed. Every arm is a process that keeps its trainer in memory and takes a step when it is told to,
+that make it are printed. CHECKOUT is a folder with another commit of this repository (`git worktree add`): the names of
+its arms end in "_other". Every arm is a process that keeps its trainer in memory and takes a step when it is told to,
 so that rounds interleave and only one arm works at a time. Model and weights are random, so answers end at random:
 every token ends one with a probability of about 1/64.
 
@@ -33,6 +35,8 @@ HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 TRL = ("torch==2.13.0", "transformers==5.16.1", "trl==1.16.0")
 LR, WEIGHT_DECAY, KL_COEF = 1e-6, 0.01, 0.001
+OTHER = "_other"
+"""Behind the names of the arms that run another checkout's code."""
 TRL_SETTINGS = {"bf16": False, "gradient_checkpointing": False}
 """Both are on by default, and both make it slower on these cores."""
 
@@ -160,13 +164,13 @@ def our_config(size: Size, folder: Path, steps: int) -> dict:
 class Arm:
     """One process that takes steps. Raises RuntimeError when it has ended, with the end of what it said."""
 
-    def __init__(self, name: str, command: Sequence[str], folder: Path, num_threads: int) -> None:
+    def __init__(self, name: str, command: Sequence[str], folder: Path, num_threads: int, repository: Path) -> None:
         self.name, self.log = name, folder / f"{name}.txt"
         threads = {"OMP_NUM_THREADS": str(num_threads), "MKL_NUM_THREADS": str(num_threads)}
         # TRL's own interpreter must not find this environment's packages.
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         if command[0] == sys.executable:
-            inherited["PYTHONPATH"] = str(REPOSITORY)
+            inherited["PYTHONPATH"] = str(repository)
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command, stdin=-1, stdout=-1, stderr=log, text=True, cwd=folder, env=inherited | threads
@@ -194,13 +198,19 @@ class Arm:
         return json.loads(line)
 
 
+def repository_of(arm: str, options) -> Path:
+    """The checkout whose code an arm runs."""
+    return options.against if arm.endswith(OTHER) else REPOSITORY
+
+
 def command_of(arm: str, size: Size, folder: Path, steps: int, asked: list[str], options) -> list[str]:
     """How an arm is started; its files are in `folder`."""
     if arm != "trl":
         config = folder / f"{arm}.yaml"
         config.write_text(yaml.safe_dump(our_config(size, folder, steps)))
         overrides = [f"trainer.default_local_dir={folder / arm}", *options.ours]
-        return [sys.executable, str(HERE / "step_ours.py"), str(config), arm, *overrides]
+        script = repository_of(arm, options) / "scripts/bench/step_ours.py"
+        return [sys.executable, str(script), str(config), arm.removesuffix(OTHER), *overrides]
     job = {
         "model": str(folder / "model"),
         "folder": str(folder / "trl"),
@@ -242,11 +252,16 @@ def report(size: Size, taken: Mapping[str, list[dict]]) -> dict:
         print(f"  {arm:6} {spread(seconds)} s; CPU {spread(cpu)} s")
         print(f"         {spread(per_token)} s for 1,000 tokens, answers of {tokens:.1f} tokens")
         print("         " + ", ".join(f"{name} {value:.3f}" for name, value in phases.items()))
-    for arm in [arm for arm in taken if arm != "trl" and "trl" in taken]:
-        for name in ("seconds", *(["cpu_seconds", "cpu_per_1000_tokens"] if arm != "ray" else []), "per_1000_tokens"):
-            ratios = [theirs / ours for theirs, ours in zip(said["trl"][name], said[arm][name], strict=True)]
-            said[arm][f"ratio of {name}"] = ratios
-            print(f"  trl / {arm}, {name.replace('_', ' ')}: {spread(ratios)}")
+    ours = [arm for arm in taken if arm != "trl" and not arm.endswith(OTHER)]
+    pairs = [("trl", arm) for arm in ours if "trl" in taken] + [
+        (arm, arm + OTHER) for arm in ours if arm + OTHER in taken
+    ]
+    for above, below in pairs:
+        is_seen = "ray" not in (above, below)
+        for name in ("seconds", *(["cpu_seconds", "cpu_per_1000_tokens"] if is_seen else []), "per_1000_tokens"):
+            ratios = [one / other for one, other in zip(said[above][name], said[below][name], strict=True)]
+            said[below][f"ratio of {name}"] = ratios
+            print(f"  {above} / {below}, {name.replace('_', ' ')}: {spread(ratios)}")
     return said
 
 
@@ -265,7 +280,8 @@ def measure(size: Size, options) -> dict:
         print(f"{size.name}: {num_params / 1e6:.1f}M parameters, answers of up to {size.response} tokens", flush=True)
         arms = []
         for name in options.arms:
-            arm = Arm(name, command_of(name, size, folder, rounds + 1, asked, options), folder, options.threads)
+            command = command_of(name, size, folder, rounds + 1, asked, options)
+            arm = Arm(name, command, folder, options.threads, repository_of(name, options))
             opened.callback(arm.close)
             arms.append(arm)
         taken: dict[str, list[dict]] = {arm.name: [] for arm in arms}
@@ -281,7 +297,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", type=Path, help="the interpreter of TRL's environment")
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
-    parser.add_argument("--arms", nargs="+", choices=["local", "ray", "trl"], default=["local", "ray", "trl"])
+    parser.add_argument("--arms", nargs="+", choices=["local", "ray", "trl"])
+    parser.add_argument("--against", type=Path, help="another checkout of this repository, instead of TRL")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--warm-up", type=int, default=1, help="rounds before those")
     parser.add_argument("--threads", type=int, default=2, help="of each process")
@@ -290,6 +307,13 @@ def main() -> None:
     parser.add_argument("--trl-settings", default="{}", help="JSON: further fields of its GRPOConfig")
     parser.add_argument("--json", type=Path, help="write all figures there")
     options = parser.parse_args()
+    if options.arms is None:
+        options.arms = ["local", "ray", "trl"] if options.against is None else ["local", "ray"]
+    if options.against is not None:
+        options.against = options.against.resolve()
+        if not (options.against / "scripts/bench/step_ours.py").is_file():
+            parser.error(f"--against {options.against} must be a checkout of this repository")
+        options.arms += [arm + OTHER for arm in options.arms if arm != "trl"]
     if "trl" in options.arms and options.trl_python is None:
         folder = Path(tempfile.gettempdir()) / "trl_venv"
         python = folder / "bin" / "python"
