@@ -26,7 +26,7 @@ ENTROPY, MASK = "choice of tokens by entropy", "mask of truncated answers"
 class Column:
     """One column. dtype: torch's. maker: who fills it.
 
-    readers: who reads it, passes of roles among them; further estimators name their columns where they are declared.
+    readers: who reads it, passes of roles among them; estimators and losses name theirs where they are declared.
     """
 
     name: str
@@ -110,7 +110,7 @@ COLUMNS = ColumnTable(
     Column("trained", DRAWN, F32, ENTROPY, (ACTOR_UPDATE,), "1 where the policy loss trains it, else 0"),
     Column("answer_lengths", ANSWER, I64, TASKS, COMPARED, "tokens of each answer and its prompt"),
     Column("answer_scores", ANSWER, F32, "reward.scores; dpo.answer_log_probs", COMPARED, "the model's number of each"),
-    Column("given", ANSWER, F32, TASKS, COMPARED, "margins, targets, or log-probs under the reference"),
-    Column("labels", ANSWER, F32, TASKS, COMPARED, "1 where kto's answer is desirable, else 0"),
+    Column("given", ANSWER, F32, TASKS, (), "margins, targets, or log-probs under the reference"),
+    Column("labels", ANSWER, F32, TASKS, (), "1 where kto's answer is desirable, else 0"),
     Column("weights", ROW, F32, TASKS, COMPARED, "1; 0 where a row fills up a split"),
 )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_rl import cli
 from megatron_rl.columns import COLUMNS, PASSES, Column, ColumnTable
-from megatron_rl.config.declarations import ESTIMATORS, estimator
+from megatron_rl.config.declarations import READERS, estimator, policy_loss
 from megatron_rl.records import Batch, ragged, ragged_from_lengths, row_lengths, single_turn
 
 masks = st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=5)
@@ -40,7 +40,7 @@ def batch_of(rows: list[list[bool]]) -> Batch:
     )
 
 
-def test_the_command_prints_every_column_with_its_estimators(monkeypatch, capsys) -> None:
+def test_the_command_prints_every_column_with_its_readers(monkeypatch, capsys) -> None:
     """As lines and as JSON. Would not catch a reader in code that the table does not name."""
     lines = printed(monkeypatch, capsys).splitlines()
     assert [line.split(":")[0] for line in lines[::3]] == list(COLUMNS)
@@ -51,6 +51,8 @@ def test_the_command_prints_every_column_with_its_estimators(monkeypatch, capsys
     ]
     told = {column["name"]: column for column in json.loads(printed(monkeypatch, capsys, "--json"))["columns"]}
     assert list(told) == list(COLUMNS)
+    assert told["labels"]["readers"] == ["preference loss kto"] and told["labels"]["shape"] == "answer"
+    assert told["rollout_weights"]["readers"][-1] == "policy loss geo_mean"
     assert told["greedy_scores"]["readers"] == ["estimator remax"] and told["greedy_scores"]["shape"] == "row"
 
 
@@ -60,12 +62,14 @@ def test_the_table_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", check], cwd=Path(__file__).parents[1], check=False).returncode == 0
 
 
-def test_what_estimators_read_is_made_by_somebody() -> None:
+def test_what_functions_read_is_made_by_somebody() -> None:
     """Their columns are declared, and a misspelt one is refused where it is declared, with the nearest name."""
-    for name, entry in ESTIMATORS.items():
-        assert all(COLUMNS[column].maker for column in entry.traits.reads), name
-    with pytest.raises(ValueError, match="no column old_value is declared; nearest: old_values"):
-        estimator("own", reads=("old_value",))
+    for functions in READERS.values():
+        for name, entry in functions.items():
+            assert all(COLUMNS[column].maker for column in entry.traits.reads), name
+    for declare in (estimator, policy_loss):
+        with pytest.raises(ValueError, match="no column old_value is declared; nearest: old_values"):
+            declare("own", reads=("old_value",))
 
 
 def test_a_user_declares_a_column_of_their_own() -> None:

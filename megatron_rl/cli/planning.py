@@ -13,8 +13,8 @@ from megatron_rl.checkpoint.storage import writing
 from megatron_rl.cli.options import ConfigPath, Overrides, check_lengths, check_number
 from megatron_rl.cli.output import check_output_file, print_json, refuse_to_lose_output, say
 from megatron_rl.cluster.signals import exit_on_signals
-from megatron_rl.columns import COLUMNS, Column
-from megatron_rl.config.declarations import ESTIMATORS
+from megatron_rl.columns import COLUMNS
+from megatron_rl.config.declarations import readers_of
 from megatron_rl.config.problems import raise_problems, violations_of
 from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.errors import ConfigError
@@ -198,17 +198,11 @@ def columns_command(
 ) -> None:
     """Print the columns of a batch: what they hold, who makes them and who reads them."""
     refuse_to_lose_output()
-    rows = [(column, readers_of(column)) for column in COLUMNS.values()]
+    rows = [(column, [*column.readers, *readers_of(column.name)]) for column in COLUMNS.values()]
     if as_json:
         print_json({"columns": [asdict(column) | {"readers": readers} for column, readers in rows]})
         return
     for column, readers in rows:
         say(f"{column.name}: {column.dtype}, one per {column.shape}; {column.text}")
         say(f"    made by {column.maker}")
-        say(f"    read by {', '.join(readers) or 'no pass and no estimator'}")
-
-
-def readers_of(column: Column) -> list[str]:
-    """Who reads a column: what its row says, and the estimators that declare it, by their first names."""
-    declared = {entry.names[0] for entry in ESTIMATORS.values() if column.name in entry.traits.reads}
-    return [*column.readers, *(f"estimator {name}" for name in sorted(declared))]
+        say(f"    read by {', '.join(readers) or 'no pass, estimator or loss'}")

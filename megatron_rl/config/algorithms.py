@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_rl.config.declarations import ESTIMATORS, POLICY_LOSSES, EstimatorTraits
+from megatron_rl.config.declarations import ESTIMATORS, POLICY_LOSSES, EstimatorTraits, PolicyLossTraits
 from megatron_rl.config.schema import ActorConfig, RunConfig
 
 
 def policy_agg_mode(actor: ActorConfig) -> str:
     """How the policy loss's own terms become one loss; a name of LOSS_AGG_MODES."""
-    return POLICY_LOSSES.traits(actor.policy_loss.loss_mode, None) or actor.loss_agg_mode
+    return POLICY_LOSSES.traits(actor.policy_loss.loss_mode, PolicyLossTraits()).aggregation or actor.loss_agg_mode
 
 
 def estimator_traits(config: RunConfig) -> EstimatorTraits:

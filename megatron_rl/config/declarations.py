@@ -36,15 +36,26 @@ class EstimatorTraits:
 
 
 @dataclass(frozen=True)
+class PolicyLossTraits:
+    """aggregation: the mode of `loss_agg_mode` that a loss is defined with, whatever the key says of KL and entropy;
+    None: the key's. reads: columns whose values change its loss, beside which tokens count.
+    """
+
+    aggregation: str | None = None
+    reads: tuple[str, ...] = ("old_log_probs", "advantages")
+
+
+@dataclass(frozen=True)
 class AnswerLossTraits:
     """A loss with one number per answer: a log-prob of the policy, or a score of a reward model.
 
-    means: the log-prob is the mean over the answer's tokens, else their sum. reference: the loss reads the reference's
-    log-probs. alone: it learns from single answers, each with a label or a score, else it compares those to a prompt.
+    means: the log-prob is the mean over the answer's tokens, else their sum. reads: columns of answers beside their
+    tokens; a loss of preferences that reads `given` gets the reference's log-probs there. alone: it learns from single
+    answers, each with a label or a score, else it compares those to a prompt.
     """
 
     means: bool = False
-    reference: bool = False
+    reads: tuple[str, ...] = ()
     alone: bool = False
 
 
@@ -128,11 +139,8 @@ LOSSES, BUILT_IN_REWARDS = "megatron_rl.losses", "megatron_rl.scoring.built_in"
 
 ESTIMATORS = Declarations[EstimatorTraits](LOSSES)
 """Choices of `algorithm.adv_estimator`; functions are `losses.estimators.Estimator`."""
-POLICY_LOSSES = Declarations[str | None](LOSSES)
-"""Choices of `actor_rollout_ref.actor.policy_loss.loss_mode`; functions are `losses.policy.PolicyLoss`.
-
-Traits: the mode of `loss_agg_mode` that a loss is defined with, whatever the key says of KL and entropy; None: the
-key's."""
+POLICY_LOSSES = Declarations[PolicyLossTraits](LOSSES)
+"""Choices of `actor_rollout_ref.actor.policy_loss.loss_mode`; functions are `losses.policy.PolicyLoss`."""
 KL_ESTIMATES = Declarations[None](LOSSES)
 """Choices of `kl_loss_type` and `algorithm.kl_penalty`; functions are `losses.kl.KlEstimator`."""
 PREFERENCE_LOSSES = Declarations[AnswerLossTraits](LOSSES)
@@ -143,6 +151,29 @@ REWARDS = Declarations[RewardTraits](BUILT_IN_REWARDS)
 """Choices of `custom_reward_function.name` where its `path` is null."""
 
 
+READERS: dict[str, Declarations[Any]] = {
+    "estimator": ESTIMATORS,
+    "policy loss": POLICY_LOSSES,
+    "preference loss": PREFERENCE_LOSSES,
+    "reward model loss": REWARD_MODEL_LOSSES,
+}
+"""Kinds of functions whose traits say which columns they read."""
+
+
+def readers_of(column: str) -> list[str]:
+    """The functions that declare that they read a column, by kind and first name."""
+    return [
+        f"{kind} {name}"
+        for kind, functions in READERS.items()
+        for name in sorted({entry.names[0] for entry in functions.values() if column in entry.traits.reads})
+    ]
+
+
+def declared_columns(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return these names of columns. Raises ValueError for one that is not declared, with the nearest."""
+    return tuple(COLUMNS[name].name for name in names)
+
+
 def estimator(
     *names: str, reads: tuple[str, ...] = (), second: bool = False, keys: tuple[str, ...] = ()
 ) -> Callable[[Function], Function]:
@@ -150,27 +181,33 @@ def estimator(
 
     Raises ValueError for a column that is not declared.
     """
-    columns = tuple(COLUMNS[name].name for name in reads)
-    return ESTIMATORS.add(names, EstimatorTraits(columns, second), keys)
+    return ESTIMATORS.add(names, EstimatorTraits(declared_columns(reads), second), keys)
 
 
 def policy_loss(
-    *names: str, aggregation: str | None = None, keys: tuple[str, ...] = ()
+    *names: str,
+    aggregation: str | None = None,
+    reads: tuple[str, ...] = PolicyLossTraits.reads,
+    keys: tuple[str, ...] = (),
 ) -> Callable[[Function], Function]:
-    """Declare a policy loss; keys are those of `actor_rollout_ref.actor`."""
-    return POLICY_LOSSES.add(names, aggregation, keys)
+    """Declare a policy loss (see `PolicyLossTraits`); keys are those of `actor_rollout_ref.actor`. Raises as
+    `estimator`.
+    """
+    return POLICY_LOSSES.add(names, PolicyLossTraits(aggregation, declared_columns(reads)), keys)
 
 
 def preference_loss(
-    *names: str, means: bool = False, reference: bool = False, alone: bool = False, keys: tuple[str, ...] = ()
+    *names: str, means: bool = False, reads: tuple[str, ...] = (), alone: bool = False, keys: tuple[str, ...] = ()
 ) -> Callable[[Function], Function]:
-    """Declare a loss of preferences (see `AnswerLossTraits`); keys are those of `dpo`."""
-    return PREFERENCE_LOSSES.add(names, AnswerLossTraits(means, reference, alone), keys)
+    """Declare a loss of preferences (see `AnswerLossTraits`); keys are those of `dpo`. Raises as `estimator`."""
+    return PREFERENCE_LOSSES.add(names, AnswerLossTraits(means, declared_columns(reads), alone), keys)
 
 
-def reward_model_loss(*names: str, alone: bool = False, keys: tuple[str, ...] = ()) -> Callable[[Function], Function]:
-    """Declare a loss that trains reward models; keys are those of `reward_training`."""
-    return REWARD_MODEL_LOSSES.add(names, AnswerLossTraits(alone=alone), keys)
+def reward_model_loss(
+    *names: str, reads: tuple[str, ...] = (), alone: bool = False, keys: tuple[str, ...] = ()
+) -> Callable[[Function], Function]:
+    """Declare a loss that trains reward models; keys are those of `reward_training`. Raises as `estimator`."""
+    return REWARD_MODEL_LOSSES.add(names, AnswerLossTraits(reads=declared_columns(reads), alone=alone), keys)
 
 
 def reward(

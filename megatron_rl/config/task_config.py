@@ -96,7 +96,7 @@ class TaskConfig(RunConfig):
     @property
     def needs_reference(self) -> bool:
         """Whether the loss of `dpo` compares the policy with the one it starts from."""
-        return self.trainer.stage == DPO and self.loss_traits.reference
+        return self.trainer.stage == DPO and "given" in self.loss_traits.reads
 
     @property
     def holds_reference(self) -> bool:

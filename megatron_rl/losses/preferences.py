@@ -20,7 +20,7 @@ LEAST_SURPRISE = 1e-6
 """ORPO's odds p / (1 - p) take log p to be at most minus this, as they are infinite at p = 1."""
 
 
-@preference_loss("dpo", reference=True, keys=("beta", "label_smoothing"))
+@preference_loss("dpo", reads=("given",), keys=("beta", "label_smoothing"))
 def dpo_loss(pairs: Pairs, config: DPOConfig) -> ItemTerms:
     """-(1 - e) log sigmoid(h) - e log sigmoid(-h), h = beta * (log-ratio of chosen - log-ratio of rejected).
 
@@ -33,7 +33,7 @@ def dpo_loss(pairs: Pairs, config: DPOConfig) -> ItemTerms:
     return ItemTerms(loss, pair_metrics(better, worse))
 
 
-@preference_loss("ipo", reference=True, keys=("beta",))
+@preference_loss("ipo", reads=("given",), keys=("beta",))
 def ipo_loss(pairs: Pairs, config: DPOConfig) -> ItemTerms:
     """(log-ratio of chosen - log-ratio of rejected - 1 / (2 beta))^2.
 
@@ -67,7 +67,7 @@ def orpo_loss(pairs: Pairs, config: DPOConfig) -> ItemTerms:
     return ItemTerms(-pairs.chosen - config.beta * log_sigmoid(log_odds), metrics)
 
 
-@preference_loss("kto", reference=True, alone=True, keys=("beta", "desirable_weight", "undesirable_weight"))
+@preference_loss("kto", reads=("given", "labels"), alone=True, keys=("beta", "desirable_weight", "undesirable_weight"))
 def kto_loss(answers: Answers, config: DPOConfig) -> ItemTerms:
     """w (1 - sigmoid(beta * (log-ratio - z))) of desirable answers, w (1 - sigmoid(beta * (z - log-ratio))) of others.
 

@@ -37,7 +37,7 @@ def mean_of_pairs(losses: Tensor, ranking: Tensor, sizes: Tensor) -> Tensor:
     return mean_rows(losses, num_pairs)
 
 
-@reward_model_loss("all_pairs", keys=("use_margins",))
+@reward_model_loss("all_pairs", reads=("given",), keys=("use_margins",))
 def all_pairs_loss(answers: Answers, config: RewardTrainingConfig) -> ItemTerms:
     """The mean of -log sigmoid(r_better - r_worse - m) over the K (K - 1) / 2 pairs of each ranking.
 
@@ -72,7 +72,7 @@ def plackett_luce_loss(answers: Answers, config: RewardTrainingConfig) -> ItemTe
     return ItemTerms(sum_rows(below - scores, sizes), pair_metrics(scores[better], scores[worse]))
 
 
-@reward_model_loss("regression", alone=True)
+@reward_model_loss("regression", reads=("given",), alone=True)
 def regression_loss(answers: Answers, config: RewardTrainingConfig) -> ItemTerms:
     """(r - y)^2, y the score that the file gives to an answer. Items are answers."""
     scores, targets = answers.numbers, answers.given

@@ -20,7 +20,7 @@ SMALL_PROBABILITY = 1e-8
 CLIPS = ("clip_ratio_low", "clip_ratio_high")
 
 
-@policy_loss("gpg")
+@policy_loss("gpg", reads=("advantages",))
 def gpg_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
     """-A log p: the plain policy gradient, which has no old policy.
 
@@ -105,7 +105,12 @@ def dro_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
     return PolicyTerms(-tokens.advantages * tokens.log_probs + penalty, tokens.zeros, tokens.zeros, tokens.k1)
 
 
-@policy_loss("geo_mean", aggregation="seq-mean-token-mean", keys=CLIPS)
+@policy_loss(
+    "geo_mean",
+    aggregation="seq-mean-token-mean",
+    reads=("old_log_probs", "advantages", "rollout_weights"),
+    keys=CLIPS,
+)
 def geo_mean_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
     """-mean(A) exp(mean of log r, each limited to [-low, high] as PPO's clip does), averaged over answers.
 
