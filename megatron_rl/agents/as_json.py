@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_rl.agents.observation import FAILURES, EpisodeFailure, Observation, ToolCall, Turn, is_message
-from megatron_rl.user_code.plain_values import finite_number
+from megatron_rl.plain_values import finite_number
 
 Answer = Observation | EpisodeFailure
 Played = tuple[Turn, Observation]

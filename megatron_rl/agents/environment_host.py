@@ -22,7 +22,7 @@ from megatron_rl.agents.observation import (
     observation_of,
     settled,
 )
-from megatron_rl.user_code.plain_values import describe_error
+from megatron_rl.plain_values import describe_error
 
 
 @dataclass(frozen=True)

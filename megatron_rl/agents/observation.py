@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megatron_rl.user_code.plain_values import finite_number, quote
+from megatron_rl.plain_values import finite_number, quote
 
 Message = dict[str, Any]
 TaskRow = Mapping[str, Any]

@@ -22,13 +22,12 @@ import inspect
 import json
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_rl.agents.observation import Message, Observation, TaskRow, ToolCall, Turn
-from megatron_rl.config.user_functions import import_file
+from megatron_rl.config.user_functions import run_file
 from megatron_rl.errors import ConfigError
-from megatron_rl.user_code.plain_values import describe_error, plain_text
+from megatron_rl.plain_values import describe_error, plain_text
 
 MARK = "_is_tool"
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -45,13 +44,8 @@ def load_tools(path: str, key: str) -> dict[str, Callable[..., Any]]:
 
     Raises ConfigError where it fails to run or marks no function.
     """
-    file = Path(path).expanduser()
-    try:
-        module = import_file(file, "tools_of_")
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{key}={path} fails to run: {describe_error(error)}") from error
-    functions = {} if module is None else vars(module)
-    tools = {name: value for name, value in functions.items() if getattr(value, MARK, False) is True}
+    functions = vars(run_file(path, key)).items()
+    tools = {name: value for name, value in functions if getattr(value, MARK, False) is True}
     if not tools:
         raise ConfigError(f"{key}={path} must mark a function with @tool (megatron_rl.agents.tools)")
     return tools

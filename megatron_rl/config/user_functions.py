@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_rl.config.problems import missing_file, refused
 from megatron_rl.errors import ConfigError, Violation
+from megatron_rl.plain_values import describe_error
 
 
 def functions_in(path: str, key: str) -> list[str]:
@@ -44,7 +45,7 @@ def load_function(path: str, key: str, name: str, arguments: tuple[str, ...]) ->
     if name not in names:
         listing = ", ".join(names) or "no function"
         raise ConfigError(f"{key}={path} must define the function {name}; it defines {listing}")
-    function: Callable[..., Any] = vars(_run(Path(path).expanduser(), key))[name]
+    function: Callable[..., Any] = vars(run_file(path, key))[name]
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:
@@ -61,36 +62,29 @@ def load_class(path: str, key: str, name: str, methods: tuple[str, ...]) -> type
     names = definitions_in(path, key, ast.ClassDef)
     if name not in names:
         raise ConfigError(f"{key}={path} must define the class {name}; it defines {', '.join(names) or 'no class'}")
-    user_class: type = vars(_run(Path(path).expanduser(), key))[name]
+    user_class: type = vars(run_file(path, key))[name]
     lacking = [method for method in methods if not callable(getattr(user_class, method, None))]
     if lacking:
         raise ConfigError(f"{key}={path}: {name} must have the methods {', '.join(methods)}; it lacks {lacking[0]}")
     return user_class
 
 
-def import_file(file: Path, prefix: str) -> ModuleType | None:
-    """Run a Python file as a module called `prefix` and its name; None if its name does not end in .py.
-
-    Whatever the file raises is raised here.
+def run_file(path: str, key: str) -> ModuleType:
+    """Run a Python file as a module. Raises ConfigError, naming the configuration key `key`, when it is missing, is no
+    Python file, or fails to run, by `sys.exit` too.
     """
-    spec = importlib.util.spec_from_file_location(f"{prefix}{file.stem}", file)
+    file = Path(path).expanduser()
+    name = f"{key.replace('.', '_')}_{file.stem}"  # a file that two keys name is run for each
+    spec = importlib.util.spec_from_file_location(name, file) if file.is_file() else None
     if spec is None or spec.loader is None:
-        return None
+        raise refused(missing_file(key, path, file, (".py",)))
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickles in the file look their module up by name
+    sys.modules[name] = module  # dataclasses and pickles in the file look their module up by name
     try:
         spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[spec.name]
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, Exception | SystemExit):
+            raise ConfigError(f"{key}={path} fails to run: {describe_error(error)}") from error
         raise
-    return module
-
-
-def _run(file: Path, key: str) -> ModuleType:
-    try:
-        module = import_file(file, "user_file_")
-    except Exception as error:
-        raise ConfigError(f"{key}={file} fails to run: {type(error).__name__}: {error}") from error
-    if module is None:
-        raise ConfigError(f"{key}={file} must be a Python file, whose name ends in .py")
     return module

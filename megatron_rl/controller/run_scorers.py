@@ -16,13 +16,13 @@ from megatron_rl.controller.opening import RunPools
 from megatron_rl.dispatch import Future
 from megatron_rl.errors import ConfigError, RewardError
 from megatron_rl.observe.batch_metrics import parity_metrics
+from megatron_rl.plain_values import describe_error, quote
 from megatron_rl.records import Batch
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.kinds import KINDS
 from megatron_rl.scoring.batch_scorers import RewardScorer, RoleScorer, Scorer
 from megatron_rl.scoring.rewards import Rewards
 from megatron_rl.scoring.sampled_batch import SampledBatch
-from megatron_rl.user_code.plain_values import describe_error, quote
 
 
 def scorers_of(

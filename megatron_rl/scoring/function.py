@@ -8,17 +8,14 @@ import inspect
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from megatron_rl.config.declarations import REWARDS
 from megatron_rl.config.problems import nearest_name
-from megatron_rl.config.user_functions import import_file
+from megatron_rl.config.user_functions import run_file
 from megatron_rl.errors import ConfigError
 from megatron_rl.scoring.built_in.by_data_source import rules_of_sources
 from megatron_rl.scoring.outcome import FAILURES, Outcome, RewardFunction, Sample, failed, score_sample
-from megatron_rl.user_code.plain_values import describe_error
 
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None)"
 
@@ -90,7 +87,11 @@ def load_reward_function(source: RewardSource) -> RewardFunction:
     where = source.path or "built-in rewards"
     functions: dict[str, Any] = {name: rule.function for name, rule in REWARDS.items()}
     if source.path is not None:
-        functions = {key: value for key, value in vars(_run_file(source.path)).items() if callable(value)}
+        functions = {
+            key: value
+            for key, value in vars(run_file(source.path, "custom_reward_function.path")).items()
+            if callable(value)
+        }
     if source.name not in functions:
         nearest = nearest_name(source.name, functions) if functions else None
         hint = f"the nearest function there is {nearest!r}" if nearest else "it defines no function"
@@ -129,19 +130,3 @@ def check_built_in(name: str, data_sources: Iterable[str]) -> None:
                 f"the built-in {rule} reward needs the package {traits.requirement.partition('[')[0]}, and it is not "
                 f"installed: pip install '{traits.requirement}', or use custom_reward_function.name=exact_match"
             )
-
-
-def _run_file(path: str) -> ModuleType:
-    file = Path(path).expanduser()
-    if not file.is_file():
-        neighbours = [str(other) for other in file.parent.glob("*.py")]
-        nearest = nearest_name(str(file), neighbours) if neighbours else None
-        hint = f"the nearest Python file is {nearest!r}" if nearest else f"{file.parent} holds no Python file"
-        raise ConfigError(f"no reward file at {path} (custom_reward_function.path): {hint}")
-    try:
-        module = import_file(file, "reward_file_")
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{path} (custom_reward_function.path) fails to run: {describe_error(error)}") from error
-    if module is None:
-        raise ConfigError(f"{path} (custom_reward_function.path) is not a Python file: its name must end in .py")
-    return module

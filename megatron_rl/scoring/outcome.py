@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megatron_rl.user_code.plain_values import describe_error, finite_number, plain_text, quote
+from megatron_rl.plain_values import describe_error, finite_number, plain_text, quote
 
 RewardFunction = Callable[..., Any]
 

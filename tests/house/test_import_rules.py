@@ -29,7 +29,7 @@ TURNS = {"agents.observation", "agents.as_json", "agents.episode"}
 """Turns of episodes as plain data."""
 
 GROUND = {
-    *("errors", "dispatch", "device", "columns", "records", "config", "observe"),
+    *("errors", "plain_values", "dispatch", "device", "columns", "records", "config", "observe"),
     *("parallel.balance", "rollout.slices", "cluster.child_processes"),
 }
 PARTS = GROUND | {"parallel", "losses", "data", "user_code", "scoring"}
@@ -50,7 +50,8 @@ ROOMS: dict[str, set[str]] = {
     "parallel.balance": set(),
     "cluster.child_processes": set(),
     "rollout.slices": {"records"},
-    "config": {"errors", "columns"},
+    "plain_values": set(),
+    "config": {"errors", "columns", "plain_values"},
     "observe": {"errors"},
     **dict.fromkeys(("parallel", "losses"), GROUND),
     "data": GROUND,
@@ -138,6 +139,7 @@ LIBRARIES: dict[str, set[str]] = {
 
 WITHOUT_TORCH = (
     "errors",
+    "plain_values",
     "columns",
     "dispatch",
     "parallel.balance",

@@ -80,11 +80,19 @@ def test_functions_that_do_not_fit(own, name, expected):
     assert expected in str(error.value)
 
 
-def test_a_file_that_fails_to_run(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("raise KeyError('here')", "KeyError: 'here'"),
+        ("import sys; sys.exit(3)", "SystemExit: 3"),
+        ("class Mute(Exception):\n    def __str__(self): raise self\nraise Mute()", "Mute, which cannot be shown"),
+    ],
+)
+def test_a_file_that_fails_to_run(tmp_path, text, message):
     """Would not catch a file that never ends."""
-    (tmp_path / "own.py").write_text("def mine(samples, config): ...\nraise KeyError('here')\n")
+    (tmp_path / "own.py").write_text(f"def mine(samples, config): ...\n{text}\n")
     custom = UserFileConfig(str(tmp_path / "own.py"))
-    with pytest.raises(ConfigError, match="fails to run: KeyError: 'here'"):
+    with pytest.raises(ConfigError, match=f"fails to run: {message}"):
         load_estimator(AlgorithmConfig(adv_estimator="mine", custom_adv_estimator=custom))
 
 

@@ -202,5 +202,7 @@ def test_bad_files_are_explained(write, text, message):
 def test_missing_file_names_its_neighbour(write):
     """Would not catch a file that is there and may not be read."""
     path = write("")
-    with pytest.raises(ConfigError, match=r"no reward file at .*reword.py.*nearest .*my_reward\.py"):
+    with pytest.raises(
+        ConfigError, match=r"custom_reward_function\.path=.*reword\.py must be .*nearest.*my_reward\.py"
+    ):
         load_reward_function(RewardSource(path.replace("reward.py", "reword.py"), "compute_score"))
