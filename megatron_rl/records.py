@@ -40,13 +40,6 @@ def row_lengths(batch: torch.Tensor) -> torch.Tensor:
     return lengths
 
 
-def known(field: torch.Tensor | None) -> torch.Tensor:
-    """A field that must be filled. Raises ValueError if it is None."""
-    if field is None:
-        raise ValueError("a field of this record is needed before it was computed")
-    return field
-
-
 Conversation = str | list[dict[str, Any]]
 """A prompt in the form of its file: text, or messages with role and content."""
 
@@ -59,7 +52,7 @@ class Prompts:
     sample: int64 [B], the number of this row among the `rollout.n` samples of its prompt.
     prompt_ids: int64 [B, (P)].
     data_source, ground_truth, extra_info: one per row (str, str, dict).
-    uid: int64 [B], equal for the samples of a group, which are compared with each other; None before `repeat`.
+    uid: int64 [B], equal for the samples of a group, which are compared with each other.
     raw_prompt: one `Conversation` per row, if a reward model reads text; else None.
     """
 
@@ -69,7 +62,7 @@ class Prompts:
     data_source: list[str]
     ground_truth: list[Any]
     extra_info: list[dict[str, Any]]
-    uid: torch.Tensor | None = None
+    uid: torch.Tensor
     raw_prompt: list[Conversation] | None = None
 
     def __len__(self) -> int:
@@ -117,7 +110,7 @@ class Prompts:
 
     def one_per_group(self) -> Prompts:
         """The first row of each group, in the order of `uid`."""
-        _, group = known(self.uid).unique(return_inverse=True)
+        _, group = self.uid.unique(return_inverse=True)
         rows = torch.arange(len(self))
         first = torch.full((int(group.max()) + 1,), len(self)).scatter_reduce(0, group, rows, "amin")
         return self[first]

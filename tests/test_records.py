@@ -39,6 +39,7 @@ def three_prompts():
         data_source=["a", "b", "c"],
         ground_truth=["x", "y", "z"],
         extra_info=[{"k": 1}, {"k": 2}, {"k": 3}],
+        uid=torch.arange(3),
     )
 
 

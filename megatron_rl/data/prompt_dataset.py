@@ -113,7 +113,8 @@ class PromptDataset:
     def batch(self, indices: Sequence[int]) -> Prompts:
         """The prompts at `indices` (each in [0, len(self)), at least one) as a record of B = len(indices) rows.
 
-        `Prompts.index` is the row number over all files, which filtering does not change; `sample` is 0.
+        `Prompts.index` is the row number over all files, which filtering does not change; `sample` is 0. Every row
+        is a group.
         """
         prompts = [self._prompts[i] for i in indices]
         return Prompts(
@@ -123,6 +124,7 @@ class PromptDataset:
             data_source=[prompt.row.data_source for prompt in prompts],
             ground_truth=[prompt.row.ground_truth for prompt in prompts],
             extra_info=[prompt.row.extra_info for prompt in prompts],
+            uid=torch.arange(len(indices)),
             raw_prompt=[prompt.row.prompt for prompt in prompts] if self.keeps_text else None,
         )
 

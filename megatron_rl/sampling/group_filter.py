@@ -6,7 +6,7 @@ import torch
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.experience.groups import differing, first_groups
-from megatron_rl.records import Batch, Prompts, known
+from megatron_rl.records import Batch, Prompts
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.rollout import Rollout
 from megatron_rl.sampling.pool_sampler import PoolSampler
@@ -39,7 +39,7 @@ class GroupFilter(PoolSampler):
         while True:
             batches.append(self._scored_batch(step, batches))
             prompts = Prompts.joined([batch.prompts for batch in batches])
-            scored, groups = join([batch.all_scored for batch in batches]), known(prompts.uid)
+            scored, groups = join([batch.all_scored for batch in batches]), prompts.uid
             differ = differing(compared(scored, keys.metric), groups)
             num_differing = len(groups[differ].unique())
             if num_differing >= wanted or len(batches) == keys.max_num_gen_batches:
@@ -55,7 +55,7 @@ class GroupFilter(PoolSampler):
     def _scored_batch(self, step: int, earlier: list[SampledBatch]) -> SampledBatch:
         """One more batch of a step, with scores. Its group numbers and seeds are none of an earlier one's."""
         prompts = self.next_prompts(self.cursor)
-        prompts.uid = known(prompts.uid) + sum(len(batch.prompts) for batch in earlier)
+        prompts.uid = prompts.uid + sum(len(batch.prompts) for batch in earlier)
         rows = self.answer(prompts, self.sampling(step + SALT_STRIDE * len(earlier)))
         batch = SampledBatch(step, prompts, rows)
         score([self.scorer], batch)

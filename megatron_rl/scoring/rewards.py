@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -22,7 +22,7 @@ from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.dispatch import Future
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.phase_clock import PhaseClock
-from megatron_rl.records import Batch, Prompts, known
+from megatron_rl.records import Batch, Prompts
 from megatron_rl.scoring.rule import NoRule, RuleReward
 from megatron_rl.scoring.scored_answers import ModelScores, ScoredAnswers, combine, with_environment
 from megatron_rl.scoring.shaping import ModelShaping, RewardShaping, Shaped, overlong_penalty
@@ -35,22 +35,8 @@ class SequenceScorer(Protocol):
     def scores(self, batch: Batch) -> Future[Batch]: ...
 
 
-@dataclass(frozen=True)
-class PendingScores:
-    """A running call of a reward model. is_cut and rows: see `ModelScores`."""
-
-    spec: RoleSpec
-    scores: Future[Batch]
-    is_cut: torch.Tensor | None
-    rows: torch.Tensor | None = None
-
-    def get(self) -> ModelScores:
-        """Wait for the scores."""
-        scores, weight = self.scores.get()["scores"], self.spec.settings.weight
-        return ModelScores(self.spec.name, scores, weight, self.is_cut, rows=self.rows)
-
-
-Pending = list[PendingScores]
+Pending = list[Callable[[], ModelScores]]
+"""Running calls of reward models: each waits for its scores."""
 
 
 class Rewards:
@@ -92,12 +78,12 @@ class Rewards:
                 continue
             asked, read = (prompts, answers) if rows is None else (prompts[rows], answers[rows])
             if spec.name not in self._readers:
-                pending.append(PendingScores(spec, model.scores(read.read_by(SCORING)), None, rows))
+                pending.append(partial(waited, spec, model.scores(read.read_by(SCORING)), None, rows))
                 continue
             with self._clock.phase("reward"):
                 text = self._readers[spec.name].read(asked, read)
             self._warn_of_cuts(self._readers[spec.name], text.is_cut)
-            pending.append(PendingScores(spec, model.scores(text.batch), text.is_cut, rows))
+            pending.append(partial(waited, spec, model.scores(text.batch), text.is_cut, rows))
         return pending
 
     def _warn_of_cuts(self, reader: TextReader, is_cut: torch.Tensor) -> None:
@@ -132,7 +118,7 @@ class Rewards:
                 failed = sum(outcome.failure != "" for outcome in scored.outcomes)
                 first = scored.first_failure
                 self._warn(f"{failed} of {len(scored.outcomes)} samples could not be scored; the first: {first}")
-            models = [call.get() for call in pending]
+            models = [wait() for wait in pending]
             models = [dataclasses.replace(model, shaped=shape(model.name, model.scores)) for model in models]
             return with_environment(combine(scored, models, self._rule_weight), answers.get("environment_rewards"))
 
@@ -165,8 +151,15 @@ class Rewards:
         """float32 [B]: for each row of `prompts` the score of its group's greedy answer; `answers` has one
         per group, in the order of `one_per_group`.
         """
-        _, group = known(prompts.uid).unique(return_inverse=True)
+        _, group = prompts.uid.unique(return_inverse=True)
         return self.training_scores(prompts.one_per_group(), answers, pending, counts=False).scores[group]
+
+
+def waited(
+    spec: RoleSpec, scores: Future[Batch], is_cut: torch.Tensor | None, rows: torch.Tensor | None
+) -> ModelScores:
+    """Wait for the scores of a reward model. is_cut, rows: see `ModelScores`."""
+    return ModelScores(spec.name, scores.get()["scores"], spec.settings.weight, is_cut, rows=rows)
 
 
 def reward_shaping(config: RunConfig) -> RewardShaping:

@@ -28,7 +28,7 @@ class SampledBatch:
 
     def __post_init__(self) -> None:
         groups, failed = self.prompts.uid, self.rows.get("failed")
-        if groups is not None and failed is not None:  # nothing is compared with an episode that failed
+        if failed is not None:  # nothing is compared with an episode that failed
             groups = torch.where(failed, int(groups.max()) + 1 + torch.arange(len(groups)), groups)
         self.rows.add(groups=groups)
 

@@ -92,6 +92,7 @@ def questions() -> Any:
         data_source=["check"] * count,
         ground_truth=[""] * count,
         extra_info=[{}] * count,
+        uid=torch.arange(count),
     )
 
 

@@ -96,7 +96,8 @@ def test_a_step_takes_as_long_as_its_slowest_chain(launcher: Launcher) -> None:
         seconds = []
         for step in range(NUM_STEPS):
             start = time.monotonic()
-            batch = SampledBatch(step, SimpleNamespace(uid=None), sequences())
+            rows = sequences()
+            batch = SampledBatch(step, SimpleNamespace(uid=torch.arange(len(rows))), rows)
             score(scorers, batch)
             update(run, batch.rows, step)
             seconds.append(time.monotonic() - start)

@@ -27,6 +27,7 @@ def prompts() -> Prompts:
         data_source=["test"] * count,
         ground_truth=[""] * count,
         extra_info=[{}] * count,
+        uid=torch.arange(count),
     )
 
 

@@ -46,6 +46,7 @@ def reviews() -> Prompts:
         data_source=["demo/sentiment"] * NUM_ROWS,
         ground_truth=[""] * NUM_ROWS,
         extra_info=[{}] * NUM_ROWS,
+        uid=torch.arange(NUM_ROWS),
     )
 
 

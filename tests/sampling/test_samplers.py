@@ -67,6 +67,7 @@ class Pairs:
             data_source=["a", "a"],
             ground_truth=["x", "y"],
             extra_info=[{}, {}],
+            uid=torch.arange(2),
         )
 
 

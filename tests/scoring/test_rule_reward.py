@@ -54,6 +54,7 @@ def batch(*responses):
         data_source=["unit"] * count,
         ground_truth=["ab"] * count,
         extra_info=[{"row": row} for row in range(count)],
+        uid=torch.arange(count),
     )
     whole = [torch.cat([torch.tensor([1]), row]) for row in rows]
     return prompts, single_turn(ragged(whole), torch.tensor([len(row) for row in rows]))

@@ -59,6 +59,7 @@ def batch(raw, prompt_ids, response_ids) -> tuple[Prompts, Batch]:
         data_source=told,
         ground_truth=told,
         extra_info=told,
+        uid=torch.arange(len(raw)),
         raw_prompt=raw,
     )
     whole = [torch.tensor([*ids, *answer]) for ids, answer in zip(prompt_ids, response_ids, strict=True)]
