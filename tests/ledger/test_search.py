@@ -154,6 +154,21 @@ def test_placements_on_the_machines_of_hybridflow(equal):
     assert set(blocks(found[1])) == {("actor", "reference", "rollout"), ("critic", "reward_model")}
 
 
+def test_a_rollout_beside_a_critic_of_other_stages(tmp_path):
+    """The actor's 4 layers cannot be cut like the critic's 9, on whose ranks it generates. Would not catch a wrong
+    time.
+    """
+    asked = request(
+        tmp_path, 4, "algorithm.adv_estimator=gae", "critic.pool=others", f"{ROLLOUT}.pool=others",
+        "critic.megatron.pipeline_model_parallel_size=2", "critic.megatron.num_layers_in_last_pipeline_stage=4",
+        model=write_model(tmp_path / "actor", num_hidden_layers=4),
+        critic=write_model(tmp_path / "critic", num_hidden_layers=9), per_node=2,
+    )  # fmt: skip
+    (trainer, drawer) = find_placements(asked, 1).candidates[0].placed.choices
+    assert drawer.block == ("critic", "rollout") and drawer.grid is not None and drawer.grid.last == 4
+    assert "actor" in trainer.block
+
+
 def test_rollout_tp_is_below_training_tp(equal):
     """7B at training TP 8, as in HybridFlow's experiment. Would not catch another size below."""
     tp = f"{ACTOR}.megatron.tensor_model_parallel_size=8"

@@ -215,25 +215,17 @@ class MapWork:
         """Return whether a step runs a pass. The actor's score may be skipped, but memory is planned for it."""
         return kind == "update" or role.name != ACTOR or scores_old_log_probs(self.config)
 
-    def estimator(self, role: RoleWork, grid: Grid, shape: GridShape, rollout_tp: int = 1) -> Estimator:
+    def estimator(self, role: RoleWork, grid: Grid, shape: GridShape) -> Estimator:
         """Return the time estimator of one role on one layout."""
-        stage_layers = None
-        if (grid.first, grid.last) != (None, None):
-            stage_layers = tuple(map(sum, role.chunks(grid)))
-        layout = Layout(
-            shape.num_ranks,
-            shape.per_node,
-            grid.tp,
-            grid.pp,
-            grid.vpp or 1,
-            grid.ep,
-            rollout_tp,
-            stage_layers=stage_layers,
-            etp=grid.expert_tp,
-            cp=grid.cp,
-            cp_comm_type=role.spec.megatron.override_transformer_config.cp_comm_type,
-        )
+        way = role.spec.megatron.override_transformer_config.cp_comm_type
+        size = (shape.num_ranks, shape.per_node)
+        layout = Layout.of(grid.megatron, role.sizes.num_hidden_layers, size, grid.cp, way)
         return Estimator(role.cost, layout, self.hardware, role.spec.megatron.dtype)
+
+    def generator(self, shape: GridShape, rollout_tp: int) -> Estimator:
+        """Return the time estimator of generation."""
+        layout = Layout(shape.num_ranks, shape.per_node, rollout_tp=rollout_tp)
+        return Estimator(self.actor.cost, layout, self.hardware, self.actor.spec.megatron.dtype)
 
     def cache(self, rollout_tp: int) -> KVCacheSize:
         """Return the KV cache of a rank of generation at a TP size."""
@@ -273,7 +265,7 @@ class MapWork:
         replicas = shape.num_ranks // rollout_tp
         key = (shape, rollout_tp, min(max_seqs, -(-self.load.num_samples // replicas)))
         if key not in self._generation:
-            estimator = self.estimator(self.actor, Grid(), shape, rollout_tp)
+            estimator = self.generator(shape, rollout_tp)
             self._generation[key] = estimator.generate(replace(self.load, max_seqs=key[2]))
         return self._generation[key]
 
@@ -283,7 +275,7 @@ class MapWork:
         """
         replicas = shape.num_ranks // rollout_tp
         together = min(2 * math.ceil(self.load.num_samples / replicas), max_seqs)
-        seconds = self.estimator(self.actor, Grid(), shape, rollout_tp).token_seconds(self.load, together)
+        seconds = self.generator(shape, rollout_tp).token_seconds(self.load, together)
         return self.load.num_samples / replicas * self.load.response * seconds / together
 
 

@@ -106,14 +106,14 @@ def step_time(models: RunModels, hardware: Hardware, load: Load, transition: Tra
         pool = models.pools[role.pool]
         if role.score is not None and (role.kind != ACTOR or scores_old_log_probs(models.config)):
             cp_size = sharing(pool, role.score, load)
-            estimator = estimator_of(models, pool, role, hardware, cp_size)
+            estimator = estimator_of(pool, role, hardware, cp_size)
             busy = estimator.scored(scored_load(load, role.score, models.config, cp_size))
             seconds[role.score.phase] = estimator.seconds(busy)
             wants[role.score.phase] = busy.work * pool.grid.world_size / estimator.seconds(busy)
             scores.add(role.score.phase)
         if role.update is not None:
             cp_size = sharing(pool, role.update, load)
-            estimator = estimator_of(models, pool, role, hardware, cp_size)
+            estimator = estimator_of(pool, role, hardware, cp_size)
             busy = estimator.trained(updated_load(load, role, models.config, recomputed_share(pool, role), cp_size))
             seconds[role.update.phase] = estimator.seconds(busy)
             wants[role.update.phase] = busy.work * pool.grid.world_size / estimator.seconds(busy)
@@ -174,8 +174,10 @@ def optimizer_bytes(element: int) -> int:
 
 
 def generation(models: RunModels, hardware: Hardware) -> Estimator:
-    """Return the time estimator of the actor's model on the ranks that generate."""
-    return estimator_of(models, models.generating, models.actor_role, hardware, models.generating.grid.cp_size)
+    """Return the time estimator of the actor's model on the ranks that generate, whose training may be another's."""
+    size = models.generating.spec.size
+    layout = Layout(models.generating.grid.world_size, size.num_ranks_per_node, rollout_tp=models.rollout_tp)
+    return Estimator(ModelCost.of(models.actor), layout, hardware, models.actor_role.megatron.dtype)
 
 
 def sharing(pool: PoolModels, pass_spec: PassSpec, load: Load) -> int:
@@ -187,26 +189,11 @@ def sharing(pool: PoolModels, pass_spec: PassSpec, load: Load) -> int:
     return needed_size(min(math.ceil(load.length), longest), pass_spec.max_tokens, grid.most_sharing)
 
 
-def estimator_of(models: RunModels, pool: PoolModels, role: RoleSpec, hardware: Hardware, cp_size: int) -> Estimator:
-    """Return the time estimator of a role's model on the grid of a pool. cp_size: ranks that share a sequence."""
-    model, stage_layers = models.pools[role.pool].model(role), None
-    ends = (pool.megatron.num_layers_in_first_pipeline_stage, pool.megatron.num_layers_in_last_pipeline_stage)
-    if ends != (None, None):
-        stages = pool.stages(model)
-        stage_layers = tuple(sum(map(len, stages.layers(pp_rank))) for pp_rank in range(stages.pp_size))
-    layout = Layout(
-        pool.grid.world_size,
-        pool.spec.size.num_ranks_per_node,
-        pool.grid.tp_size,
-        pool.grid.pp_size,
-        pool.vpp_size,
-        pool.grid.ep_size,
-        models.rollout_tp,
-        cp_size,
-        role.megatron.override_transformer_config.cp_comm_type,
-        stage_layers,
-        pool.grid.expert_tp_size,
-    )
+def estimator_of(pool: PoolModels, role: RoleSpec, hardware: Hardware, cp_size: int) -> Estimator:
+    """Return the time estimator of a role's model on its pool. cp_size: ranks that share a sequence."""
+    model, way = pool.model(role), role.megatron.override_transformer_config.cp_comm_type
+    size = (pool.grid.world_size, pool.spec.size.num_ranks_per_node)
+    layout = Layout.of(pool.megatron, model.shape.num_layers, size, cp_size, way)
     return Estimator(ModelCost.of(model), layout, hardware, role.megatron.dtype)
 
 

@@ -55,7 +55,7 @@ def task_time(config: TaskConfig, models: RunModels, hardware: Hardware, load: L
     has_baseline = config.trainer.stage == DPO and config.dpo.loss == "kto"
     for role in models.placement.megatron_roles:
         pool = models.pools[role.pool]
-        estimator = estimator_of(models, pool, role, hardware, pool.grid.cp_size)
+        estimator = estimator_of(pool, role, hardware, pool.grid.cp_size)
         recompute = recomputed_share(pool, role) if role.is_trained else 0.0
         call = dispatch_seconds(pool.spec.size.num_nodes, pool.spec.size.num_ranks_per_node, hardware)
         if role.update is not None:
