@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from megatron_rl.config.megatron import MegatronConfig
 
@@ -62,6 +63,11 @@ class StagePlan:
         starts = [(chunk * self.pp_size + pp_rank) * size for chunk in range(self.vpp_size)]
         return [range(start, start + size) for start in starts]
 
+    @property
+    def chunk_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """The number of layers of each chunk of each stage."""
+        return _chunk_sizes(self)
+
     def _stage_sizes(self) -> list[int]:
         sizes: list[int | None] = [None] * self.pp_size
         if self.first is not None:
@@ -71,3 +77,8 @@ class StagePlan:
         open_stages = sizes.count(None)
         left = self.num_layers - sum(size for size in sizes if size is not None)
         return [left // open_stages if size is None else size for size in sizes]
+
+
+@cache
+def _chunk_sizes(plan: StagePlan) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(len, plan.layers(pp_rank))) for pp_rank in range(plan.pp_size))

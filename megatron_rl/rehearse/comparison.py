@@ -9,7 +9,8 @@ from typing import Any
 from rich.table import Table
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.ledger.planner.memory import Held, plan_pools
+from megatron_rl.ledger.planner.memory import plan_pools
+from megatron_rl.ledger.planner.role_ledger import Held
 from megatron_rl.ledger.planner.run_models import RunModels
 from megatron_rl.observe.summary import plain_table
 

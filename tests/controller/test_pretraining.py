@@ -17,8 +17,8 @@ from megatron_rl.controller.pretraining import Pretraining
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.errors import ConfigError
 from megatron_rl.ledger.planner.hardware import load_hardware
-from megatron_rl.ledger.planner.memory import passes_of
 from megatron_rl.ledger.planner.pretraining_rules import pretraining_problems
+from megatron_rl.ledger.planner.role_ledger import SCORE, UPDATE, passes_of
 from megatron_rl.ledger.planner.step_time import updated_load
 from megatron_rl.ledger.planner.time import Estimator, Layout, Load, ModelCost
 
@@ -163,10 +163,12 @@ def test_plan_counts_their_passes() -> None:
     """Eight samples of 32 tokens in two passes of four rows, then six examples of 64 in two: the largest has 4 * 64
     tokens, of which 4 * 63 may count. Would not catch a ledger that forgets a phase, which reads these blocks."""
     without, mixed = (Placement.of(config(*PLANNED, f"ptx.coef={coef}")).leader for coef in (0, 1))
-    own, both = (passes_of(config(*PLANNED), role, role.update, dp_size=1, multiple=1) for role in (without, mixed))
+    own, both = (
+        passes_of(config(*PLANNED), role, UPDATE, role.update, dp_size=1, multiple=1) for role in (without, mixed)
+    )
     assert (own.num_blocks, own.block.tokens, own.block.response_tokens, own.block.longest) == (2, 128, 48, 32)
     assert (both.num_blocks, both.block.tokens, both.block.response_tokens, both.block.longest) == (4, 256, 252, 64)
-    assert passes_of(config(*PLANNED), mixed, mixed.score, dp_size=1, multiple=1).block.tokens < 512
+    assert passes_of(config(*PLANNED), mixed, SCORE, mixed.score, dp_size=1, multiple=1).block.tokens < 512
 
 
 def test_time_of_their_passes() -> None:

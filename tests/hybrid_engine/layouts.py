@@ -9,11 +9,32 @@ import torch
 
 from megatron_rl.hybrid_engine.layout import FOREIGN, Slot
 from megatron_rl.hybrid_engine.plan import ALIGNMENT, ExchangePlan, Member, make_plan
-from megatron_rl.ledger.planner.weights import stage_params
-from megatron_rl.model.families import FAMILIES, ModelShape, ParamSpec, param_map, tensors_of
+from megatron_rl.ledger.planner.weights import LAYER, is_tied
+from megatron_rl.model.families import FAMILIES, HEAD, ModelShape, ParamSpec, param_map, tensors_of
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
 from megatron_rl.parallel.sharding import LogicalTensor, box_index, shard_of
 from megatron_rl.parallel.stages import StagePlan
+
+
+def stage_params(specs: dict[str, ParamSpec], stages: StagePlan, pp_rank: int) -> list[list[str]]:
+    """Return the parameter names of each chunk of a stage, in the order of Megatron's buffers: last to first.
+
+    A tied head is a parameter of its own where the last stage is not the first.
+    """
+    chunks = stages.layers(pp_rank)
+    names: list[list[str]] = [[] for _ in chunks]
+    is_last = pp_rank == stages.pp_size - 1
+    for name in specs:
+        layer = LAYER.match(name)
+        if layer:
+            for chunk, layers in enumerate(chunks):
+                if int(layer[1]) in layers:
+                    names[chunk].append(name)
+        elif name.startswith("embedding"):
+            names[0] += [name] if pp_rank == 0 else []
+        elif is_last and not (name == HEAD and is_tied(specs) and stages.pp_size == 1):
+            names[-1].append(name)
+    return [chunk[::-1] for chunk in names]
 
 
 def members_of(

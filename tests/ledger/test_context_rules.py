@@ -9,7 +9,7 @@ from model_folders import problems
 
 from megatron_rl.ledger.planner.batch_arithmetic import batch_table
 from megatron_rl.ledger.planner.hardware import load_hardware
-from megatron_rl.ledger.planner.memory import MemoryOfStage, most_scored, plan_stages
+from megatron_rl.ledger.planner.memory import MemoryOfStage, plan_stages
 from megatron_rl.ledger.planner.memory_advice import cutting_sequences
 from megatron_rl.ledger.planner.memory_report import (
     LongestSequence,
@@ -18,6 +18,7 @@ from megatron_rl.ledger.planner.memory_report import (
     usable_bytes,
     with_longest,
 )
+from megatron_rl.ledger.planner.role_ledger import most_scored
 from megatron_rl.ledger.planner.run_models import RunModels
 from megatron_rl.ledger.planner.time import Estimator, Layout, Load, ModelCost
 
@@ -231,11 +232,11 @@ def test_memory_of_passes_that_choose(config):
     set_dynamic(config, 2)
     chosen = MemoryOfStage(RunModels(config), "global_pool", 2)
     role = chosen.roles[0]
-    block = chosen._passes(role, role.update).block
+    block = chosen.pool.ledger(role).passes("update").block
     assert (block.tokens, block.response_tokens, block.is_packed) == (32, 32, True)
     set_all(config, dynamic_context_parallel=False)
     fixed = MemoryOfStage(RunModels(config), "global_pool", 2)
-    block = fixed._passes(fixed.roles[0], fixed.roles[0].update).block
+    block = fixed.pool.ledger(fixed.roles[0]).passes("update").block
     assert (block.tokens, block.response_tokens, block.is_packed) == (32, 32, False)
 
 

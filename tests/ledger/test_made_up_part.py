@@ -137,7 +137,9 @@ def test_one_file_adds_a_kind_of_layer(tmp_path: Path, monkeypatch: pytest.Monke
         models = RunModels(config)
         assert built == models.actor_weights.shard_numels(0) and len(models.actor.kinds) == 1
         measured.append(kept)
-        planned.append(models.training.layer(models.actor).saved_bytes(LayerBlock(48, 48, 48, is_packed=False)))
+        planned.append(
+            models.training.ledger(models.actor_role).layer.saved_bytes(LayerBlock(48, 48, 48, is_packed=False))
+        )
     # Of both layers autograd shows less than a running pass holds, by the same residuals. Tables that all layers share:
     # cosine and sine of 16 pairs at 24 positions; the 24 divisors of the mean.
     shared = 2 * 24 * 16 * 4 - 24 * 4

@@ -11,7 +11,7 @@ from ranks import run_ranks
 from transformers import Qwen2MoeConfig
 
 from megatron_rl.config.megatron import MegatronConfig
-from megatron_rl.ledger.planner.weights import TrainedWeights
+from megatron_rl.ledger.planner.weights import ModelParams, TrainedWeights
 from megatron_rl.model.families import family_of, param_map, shape_of, value_param_map
 from megatron_rl.parallel.rank_grid import TrainGrid
 from megatron_rl.parallel.sharding import vocab_multiple
@@ -183,8 +183,8 @@ def test_every_rank_has_the_planned_number_of_parameters(tmp_path, every: int):
         family, shape = family_of(settings["architectures"]), shape_of(settings)
         stages, grid = StagePlan.from_config(shape.num_layers, megatron), grid_of(world_size, megatron)
         vocab = vocab_multiple(megatron.make_vocab_size_divisible_by, grid.tp_size)
-        policy = TrainedWeights(param_map(family, shape), stages, grid, vocab)
-        critic = TrainedWeights(value_param_map(family, shape), stages, grid, vocab)
+        policy = TrainedWeights(ModelParams(param_map(family, shape)), stages, grid, vocab)
+        critic = TrainedWeights(ModelParams(value_param_map(family, shape)), stages, grid, vocab)
         assert real.keys() == set(range(world_size))
         for rank, (policy_params, critic_params) in real.items():
             assert policy.num_params(grid.pp_rank(rank)) == policy_params, (folder, megatron, rank)

@@ -255,7 +255,7 @@ def test_reward_models_read_one_token_more(config, tmp_path):
     assert list(phases)[:5] == ["init", "reshard", "gen", "rm_scores", "rm_scores_helpful"]
     judge, helpful = phases["rm_scores"], phases["rm_scores_helpful"]
     assert judge["reward_model parameters"] == judge["helpful parameters"] > 0
-    layer = models.training.layer(models.actor)
+    layer = models.training.ledger(models.actor_role).layer
     # 194 tokens are room for 2 of 65, not for 3
     for held in (judge, helpful):
         block = LayerBlock(130, 130, 96, is_packed=True)
@@ -280,7 +280,7 @@ def test_reward_models_that_read_text_have_lengths_of_their_own(config, tmp_path
         f"reward_model.model.input_tokenizer={tmp_path / 'model'}", model=write_model(tmp_path / "model"),
     )  # fmt: skip
     models = RunModels(given)
-    layer = models.training.layer(models.actor)
+    layer = models.training.ledger(models.actor_role).layer
     block = LayerBlock(258, 258, 96, is_packed=True)
     held = planned_memory(given)["global_pool"]["rm_scores"]
     assert held["activations"] == int(2 * 258 * 384 * 4 + layer.transient_bytes(block, backward=False))

@@ -14,10 +14,11 @@ from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.ledger.planner.activations import MeanLayer, in_flight
 from megatron_rl.ledger.planner.hardware import load_hardware
-from megatron_rl.ledger.planner.memory import LargestGradients, optimizer_temporaries, plan_stages
+from megatron_rl.ledger.planner.memory import plan_stages
 from megatron_rl.ledger.planner.memory_advice import advice
 from megatron_rl.ledger.planner.memory_report import memory_report
 from megatron_rl.ledger.planner.preflight import preflight
+from megatron_rl.ledger.planner.role_ledger import optimizer_temporaries
 from megatron_rl.ledger.planner.run_models import RunModels
 from megatron_rl.ledger.planner.run_plan import RunPlan
 from megatron_rl.ledger.planner.transition import TransitionPlan
@@ -203,7 +204,7 @@ def test_recomputation_keeps_inputs_and_what_is_made_again(config, method, numbe
     models = RunModels(config)
     phases = plan_stages(models)[0].phases
     hidden, block = 2 * 2048 * 4096 * 4, LayerBlock(4096, 4096, 2048, is_packed=True)
-    layer = models.training.layer(models.actor)
+    layer = models.training.ledger(models.actor_role).layer
     saved, running = layer.saved_bytes(block), layer.transient_bytes(block, backward=True)
     kept = 2 * (inputs * hidden + layers * saved + 2 * hidden)
     assert phases["update_actor"]["activations"] == int(kept + made * saved + running)
@@ -225,7 +226,7 @@ def test_adams_temporaries_are_those_of_torch(config, foreach, device):
         optimizer.step()
     models = RunModels(config("llama-2-7b", "actor_rollout_ref.rollout.kv_cache_memory_bytes=4000000000"))
     role = models.training.spec.megatron_roles[0]
-    planned = optimizer_temporaries(role, sum(sizes), LargestGradients(max(sizes) * 4, 0), 4, device)
+    planned = optimizer_temporaries(role, sum(sizes), max(sizes), device)
     assert planned <= meter.peak <= 1.001 * planned
 
 

@@ -14,10 +14,10 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
 from megatron_rl.ledger.mapping.map_work import MapWork
 from megatron_rl.ledger.mapping.partitions import PoolNames
+from megatron_rl.ledger.mapping.pass_cuts import sampled_stages
 from megatron_rl.ledger.mapping.pools import PoolChoice
 from megatron_rl.ledger.mapping.search import Placed
 from megatron_rl.ledger.mapping.settings import configured, settings_of_placement
-from megatron_rl.ledger.mapping.shards import sampled_stages
 from megatron_rl.ledger.planner.ahead import ahead_plan
 from megatron_rl.ledger.planner.memory import MemoryOfStage, StageMemory
 from megatron_rl.ledger.planner.preflight import preflight

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 from megatron_rl.config.algorithms import scores_old_log_probs
@@ -24,9 +24,10 @@ from megatron_rl.ledger.planner.layout_rules import rollout_misfits
 from megatron_rl.ledger.planner.memory_report import usable_bytes
 from megatron_rl.ledger.planner.model_folder import ModelSizes
 from megatron_rl.ledger.planner.preflight import read_models
-from megatron_rl.ledger.planner.run_models import ELEMENT_BYTES
-from megatron_rl.ledger.planner.step_time import scored_load, step_load, updated_load
+from megatron_rl.ledger.planner.role_ledger import ELEMENT_BYTES, RoleLedger
+from megatron_rl.ledger.planner.step_time import layout_of, scored_load, step_load, updated_load
 from megatron_rl.ledger.planner.time import Estimator, Layout, Load, ModelCost
+from megatron_rl.ledger.planner.weights import ModelParams
 from megatron_rl.model.families import Model
 from megatron_rl.parallel.stages import StagePlan
 
@@ -66,13 +67,6 @@ LEVELS = (
 """Offload keys that are set together, from the cheapest combination on."""
 
 
-@cache
-def chunks_of(num_layers: int, pp: int, vpp: int, first: int | None, last: int | None) -> tuple[tuple[int, ...], ...]:
-    """Return the number of layers of each chunk of each stage."""
-    plan = StagePlan(num_layers, pp, vpp, first, last)
-    return tuple(tuple(map(len, plan.layers(pp_rank))) for pp_rank in range(pp))
-
-
 @dataclass(frozen=True, eq=False)
 class RoleWork:
     """One role on Megatron's grid, its model and its cost. element: bytes of a parameter."""
@@ -98,7 +92,22 @@ class RoleWork:
 
     def chunks(self, grid: Grid) -> tuple[tuple[int, ...], ...]:
         """Return the number of layers of each chunk of each stage on a grid."""
-        return chunks_of(self.sizes.num_hidden_layers, grid.pp, grid.vpp or 1, grid.first, grid.last)
+        return StagePlan.from_config(self.sizes.num_hidden_layers, grid.megatron).chunk_sizes
+
+    @cached_property
+    def kinds(self) -> list[str]:
+        """Kinds of passes that it has."""
+        return list(self.spec.phases)
+
+    @cached_property
+    def params(self) -> ModelParams:
+        """The parameters of its model."""
+        return ModelParams(self.model.value_specs if self.spec.has_value_head else self.model.specs)
+
+    def ledger(self, config: RunConfig, grid: Grid, shape: GridShape) -> RoleLedger:
+        """Return what the role holds and needs on a layout."""
+        spec = replace(self.spec, megatron=replace(self.spec.megatron, **grid.settings))
+        return RoleLedger(config, spec, self.model, self.params, shape.num_ranks)
 
     @cached_property
     def offloads(self) -> dict[tuple[str, ...], dict[str, bool]]:
@@ -167,6 +176,7 @@ class MapWork:
             for spec in specs
             if spec.kind != ROLLOUT
         }
+        self._caches: dict[int, KVCacheSize] = {}
         self._least_generation: dict[int, float] = {}
         self._generation: dict[tuple[GridShape, int, int], float] = {}
         self._loads: dict[tuple[str, PassSpec, float | None, int], Load] = {}
@@ -219,7 +229,7 @@ class MapWork:
         """Return the time estimator of one role on one layout."""
         way = role.spec.megatron.override_transformer_config.cp_comm_type
         size = (shape.num_ranks, shape.per_node)
-        layout = Layout.of(grid.megatron, role.sizes.num_hidden_layers, size, grid.cp, way)
+        layout = layout_of(grid.megatron, role.sizes.num_hidden_layers, size, grid.cp, way)
         return Estimator(role.cost, layout, self.hardware, role.spec.megatron.dtype)
 
     def generator(self, shape: GridShape, rollout_tp: int) -> Estimator:
@@ -229,7 +239,9 @@ class MapWork:
 
     def cache(self, rollout_tp: int) -> KVCacheSize:
         """Return the KV cache of a rank of generation at a TP size."""
-        return KVCacheSize.at(self.actor.sizes, rollout_tp, self.actor.element, self.device)
+        if rollout_tp not in self._caches:
+            self._caches[rollout_tp] = KVCacheSize.at(self.actor.sizes, rollout_tp, self.actor.element, self.device)
+        return self._caches[rollout_tp]
 
     # Lower bounds of any layout: FLOPs at the rate of the clock, on ranks that never wait
 

@@ -5,27 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from megatron_rl.config.megatron import MegatronConfig, OverrideTransformerConfig
 from megatron_rl.config.roles import PassSpec
 from megatron_rl.ledger.mapping.grids import Grid, GridShape
 from megatron_rl.ledger.mapping.map_work import MapWork, RoleWork
-from megatron_rl.ledger.mapping.shards import ModelShards, StageHeld, held, sampled_stages, stage_counts
-from megatron_rl.ledger.planner.activations import CHUNKS_BACKWARD, CHUNKS_FORWARD, MeanLayer, Recompute, in_flight
-from megatron_rl.ledger.planner.memory import (
-    Held,
-    Passes,
-    forward_held,
-    head_held,
-    optimizer_temporaries,
-    passes_of,
-    update_held,
-)
+from megatron_rl.ledger.planner.activations import Recompute
+from megatron_rl.ledger.planner.role_ledger import SCORE, UPDATE, Passes
 from megatron_rl.ledger.planner.step_time import dispatch_seconds
-from megatron_rl.model.parts import Cut
-from megatron_rl.parallel.sharding import padded_vocab_size, vocab_multiple
 
 MULTIPLES = (1, 2, 4, 8, 16, 32)
 """Numbers of samples of the longest length in a micro-batch that are tried."""
@@ -41,6 +30,7 @@ class Option:
 
     kind: str
     pass_spec: PassSpec
+    passes: Passes
     recompute: OverrideTransformerConfig | None
     seconds: float
     settings: dict[str, Any] = field(compare=False)
@@ -50,18 +40,19 @@ class Option:
 class OnGrid:
     """One role on one layout of a pool: the bytes it holds, and the options of its passes."""
 
-    def __init__(self, work: MapWork, role: RoleWork, grid: Grid, shape: GridShape, shards: ModelShards) -> None:
-        self.work, self.role, self.grid, self.shape, self.shards = work, role, grid, shape, shards
+    def __init__(self, work: MapWork, role: RoleWork, grid: Grid, shape: GridShape) -> None:
+        self.work, self.role, self.grid, self.shape = work, role, grid, shape
         self.call_seconds = dispatch_seconds(shape.num_nodes, shape.per_node, work.hardware)
-        self.dp = shape.num_ranks // (grid.tp * grid.pp * grid.cp)
-        self.held: list[StageHeld] = held(role, stage_counts(shards, role, grid), grid, shape, work.device)
+        self.ledger = role.ledger(work.config, grid, shape)
+        self.stages = sampled_stages(grid.pp)
+        self.held = [self.ledger.held(pp_rank) for pp_rank in self.stages]
         self._bytes: dict[int, list[int]] = {}
         self._least_cut: dict[tuple[str, int], float] = {}
 
     @property
     def kinds(self) -> list[str]:
         """Kinds of passes that the role has."""
-        return [kind for kind in ("score", "update") if getattr(self.role.spec, kind) is not None]
+        return self.role.kinds
 
     def first_fit(self, kind: str, room: list[int]) -> Option | None:
         """Return the fastest option that fits on every stage. room: free bytes of each sampled stage."""
@@ -80,22 +71,24 @@ class OnGrid:
         work, role = self.work, self.role
         configured: PassSpec = getattr(role.spec, kind)
         estimator = work.estimator(role, self.grid, self.shape)
-        recomputes = [(*pair, self._recomputed(pair[0])) for pair in self._recomputes] if kind == "update" else []
-        for pass_spec, cut in self._cuts(configured):
+        again = self._recomputes if kind == UPDATE else []
+        shares = [self.ledger.recomputed_share(self._of(each)) for each, _ in again]
+        for pass_spec, passes, cut in self._cuts(kind, configured):
             if not work.keeps.allow(cut):
                 continue
-            if kind == "score":
+            if kind == SCORE:
                 load = work.pass_load(role, pass_spec, None, self.grid.cp)
                 seconds = estimator.forward(load) + self.call_seconds if work.times(role, kind) else 0.0
-                yield Option(kind, pass_spec, None, seconds, cut)
-            for recompute, settings, share in recomputes:
+                yield Option(kind, pass_spec, passes, None, seconds, cut)
+                continue
+            for (recompute, settings), share in zip(again, shares, strict=True):
                 load = work.pass_load(role, pass_spec, share, self.grid.cp)
                 busy = estimator.trained(load)
                 seconds = estimator.seconds(busy) + load.num_updates * self.call_seconds
                 rank_seconds = busy.work * self.shape.num_ranks if work.hardware.parallel_ranks else 0.0
-                yield Option(kind, pass_spec, recompute, seconds, cut | settings, rank_seconds)
+                yield Option(kind, pass_spec, passes, recompute, seconds, cut | settings, rank_seconds)
 
-    def _cuts(self, pass_spec: PassSpec) -> Iterator[tuple[PassSpec, dict[str, Any]]]:
+    def _cuts(self, kind: str, pass_spec: PassSpec) -> Iterator[tuple[PassSpec, Passes, dict[str, Any]]]:
         """Yield the pass with other micro-batches and their settings; none larger than all samples of a rank."""
         work, cp = self.work, self.grid.cp
         longest = (work.longest if pass_spec.longest is None else pass_spec.longest) + pass_spec.extra_tokens
@@ -108,26 +101,18 @@ class OnGrid:
         if given >= unit:
             values = [given, *values] if pass_spec.key in work.keeps.values else [*values, given]
         for value in values:
-            cut = replace(pass_spec, num_rows=value) if limit is None else replace(pass_spec, max_tokens=value)
-            passes = self.passes(cut, pass_spec)
+            cut = resized(pass_spec, value)
+            passes = self.ledger.passes(kind, cut)
             if passes not in seen:
                 seen.add(passes)
-                yield cut, {pass_spec.key: value}
-
-    def passes(self, pass_spec: PassSpec, configured: PassSpec) -> Passes:
-        """Return the micro-batches of a pass. configured: the role's own pass, which tells whether it is an update."""
-        spec = self.role.spec
-        if configured is spec.update:
-            spec = replace(spec, update=pass_spec)
-        multiple = self.grid.tp if self.grid.sequence_parallel else 1
-        return passes_of(self.work.config, spec, pass_spec, self.dp, multiple, self.grid.cp)
+                yield cut, passes, {pass_spec.key: value}
 
     @cached_property
     def _recomputes(self) -> list[tuple[OverrideTransformerConfig, dict[str, Any]]]:
         """Recompute nothing, half of the layers or all, each with its settings; without those that kept values rule
         out.
         """
-        chunk = max(map(max, self.role.chunks(self.grid)))
+        chunk = max(map(max, self.ledger.stages.chunk_sizes))
         tried = [OverrideTransformerConfig(), OverrideTransformerConfig("full", "uniform", 1)]
         if chunk > 1:
             tried.insert(1, OverrideTransformerConfig("full", "block", chunk // 2))
@@ -141,11 +126,6 @@ class OnGrid:
     def _of(self, recompute: OverrideTransformerConfig) -> Recompute:
         return Recompute.of(MegatronConfig(override_transformer_config=recompute))
 
-    def _recomputed(self, recompute: OverrideTransformerConfig) -> float:
-        settings = self._of(recompute)
-        sizes = [size for stage in self.role.chunks(self.grid) for size in stage]
-        return settings.share(sizes) + self.layer.share_again(settings.parts)
-
     def least_cut(self, kind: str, cp: int) -> float:
         """Return a lower bound of the seconds of a pass on this layout with CP of `cp` or more, for all micro-batches.
 
@@ -158,7 +138,7 @@ class OnGrid:
         return self._least_cut[kind, cp]
 
     def _least(self, kind: str, cp: int) -> float:
-        grid, is_score = self.grid, kind == "score"
+        grid, is_score = self.grid, kind == SCORE
         estimator = self.work.estimator(self.role, replace(grid, cp=cp), self.shape)
         load = self.work.pass_load(self.role, getattr(self.role.spec, kind), None if is_score else 0.0, 0)
         filling = 1 + (grid.pp - 1) / (1 if grid.vpp is None else grid.vpp * grid.pp)
@@ -168,49 +148,30 @@ class OnGrid:
         calls = 1 if is_score else load.num_updates
         return seconds / filling * share / math.ceil(share - 1e-9) + calls * self.call_seconds
 
-    @cached_property
-    def layer(self) -> MeanLayer:
-        """Costs of one layer on a rank."""
-        grid = self.grid
-        cut = Cut(grid.tp, grid.expert_tp, grid.sequence_parallel, self.role.element)
-        return MeanLayer(tuple(self.role.model.kinds.items()), cut)
-
-    # Bytes of a pass in addition to permanent bytes
-
     def bytes_of(self, option: Option) -> list[int]:
-        """Return the bytes that a pass needs in addition, on each sampled stage."""
+        """Return the bytes that a pass needs besides permanent bytes, on each sampled stage."""
         if id(option) not in self._bytes:
-            self._bytes[id(option)] = [
-                sum(self._stage(option, pp_rank, held).values())
-                for pp_rank, held in zip(sampled_stages(self.grid.pp), self.held, strict=True)
-            ]
+            ledger, passes = self.ledger, option.passes
+            again = None if option.recompute is None else self._of(option.recompute)
+            held = (
+                ledger.forward(pp_rank, passes) if again is None else ledger.update(pp_rank, passes, again)
+                for pp_rank in self.stages
+            )
+            self._bytes[id(option)] = [sum(each.values()) for each in held]
         return self._bytes[id(option)]
 
-    def _stage(self, option: Option, pp_rank: int, on_stage: StageHeld) -> Held:
-        role, is_update = self.role, option.kind == "update"
-        passes = self.passes(option.pass_spec, role.spec.update if is_update and role.spec.update else option.pass_spec)
-        head: Held = {}
-        if pp_rank == self.grid.pp - 1 and not role.spec.has_value_head:
-            multiple = vocab_multiple(role.spec.megatron.make_vocab_size_divisible_by, self.grid.tp)
-            rows = padded_vocab_size(role.model.shape.vocab_size, multiple) // self.grid.tp
-            chunks = CHUNKS_BACKWARD if is_update else CHUNKS_FORWARD
-            head = head_held(role.model.shape.hidden_size, rows, passes.block, chunks, role.element)
-        way = role.spec.megatron.override_transformer_config.cp_comm_type
-        exchanged = self.layer.exchanged_bytes(passes.block, self.grid.cp, way, backward=is_update)
-        if option.recompute is None:
-            return forward_held(self.layer, passes.block, head, exchanged)
-        gradients = self.shards.gradients
-        return update_held(
-            self.layer,
-            passes.block,
-            self._of(option.recompute),
-            max(role.chunks(self.grid)[pp_rank]),
-            in_flight(self.grid.pp, pp_rank, self.grid.vpp or 1, passes.num_blocks),
-            gradients,
-            head,
-            optimizer_temporaries(role.spec, on_stage.share, gradients, role.element, self.work.device),
-            exchanged,
-        )
+
+@cache
+def resized(pass_spec: PassSpec, size: int) -> PassSpec:
+    """Return a pass with other micro-batches. size: tokens where it has a limit of tokens, else rows."""
+    return replace(pass_spec, num_rows=size) if pass_spec.max_tokens is None else replace(pass_spec, max_tokens=size)
+
+
+def sampled_stages(pp_size: int) -> list[int]:
+    """Return the pipeline stages that stand for all: of those between the first and the last, the second keeps the
+    most activations.
+    """
+    return sorted({0, min(1, pp_size - 1), pp_size - 1})
 
 
 def _order(option: Option) -> tuple[float, int]:

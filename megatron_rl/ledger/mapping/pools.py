@@ -15,17 +15,14 @@ from megatron_rl.ledger.mapping.grids import Grid, GridShape, Room, grids
 from megatron_rl.ledger.mapping.map_work import LEVELS, MapWork, rollout_sizes
 from megatron_rl.ledger.mapping.pass_cuts import OnGrid, Option
 from megatron_rl.ledger.mapping.shards import (
-    SLACK,
     ActorBytes,
-    ModelShards,
-    StageHeld,
     in_place_seconds,
     received_seconds,
     rollout_shard,
-    sampled_stages,
     sent_seconds,
 )
 from megatron_rl.ledger.planner.memory import engine_bytes
+from megatron_rl.ledger.planner.role_ledger import StageHeld
 from megatron_rl.ledger.planner.step_time import dispatch_seconds
 
 MOST_CUT = 512
@@ -93,7 +90,6 @@ class Pools:
         self.num_layouts = 0
         self._fronts: dict[tuple[tuple[str, ...], int], list[PoolChoice]] = {}
         self._on_grid: dict[tuple[str, Grid, GridShape], OnGrid] = {}
-        self._shards: dict[tuple[str, int, int, int], ModelShards] = {}
         self._grids: dict[tuple[tuple[str, ...], GridShape], list[Grid]] = {}
         self._engines: dict[int, int] = {}
 
@@ -202,7 +198,7 @@ class Pools:
     def _free(self, roles: Sequence[OnGrid], taken: int = 0) -> list[int]:
         """Return the bytes of each sampled stage beside what the roles hold and `taken`; below 0: too large."""
         stages = zip(*(role.held for role in roles), strict=True)
-        return [int(self.work.usable / SLACK) - taken - sum(held.total for held in stage) for stage in stages]
+        return [self.work.usable - taken - sum(held.total for held in stage) for stage in stages]
 
     def _with_passes(
         self,
@@ -269,10 +265,7 @@ class Pools:
         key = (name, grid, shape)
         if key not in self._on_grid:
             role = self.work.roles[name]
-            cut = (name, grid.tp, grid.ep, grid.expert_tp)
-            if cut not in self._shards:
-                self._shards[cut] = ModelShards.of(role, *cut[1:])
-            self._on_grid[key] = OnGrid(self.work, role, grid, shape, self._shards[cut])
+            self._on_grid[key] = OnGrid(self.work, role, grid, shape)
         return self._on_grid[key]
 
     @cached_property
@@ -283,10 +276,7 @@ class Pools:
         """Return whether the copies of a checkpoint save fit. Only on CPUs they are in the memory of the ranks."""
         if self.work.device != "cpu":
             return True
-        copied = [0] * len(room)
-        for role in roles:
-            for number, stage in enumerate(role.held):
-                copied[number] += stage.share * (role.role.element + 12)
+        copied = (sum(role.ledger.checkpoint_copy(pp_rank) for role in roles) for pp_rank in roles[0].stages)
         return all(size <= free for size, free in zip(copied, room, strict=True))
 
     # Pools that generate
@@ -370,7 +360,7 @@ class Pools:
             foreign = self._foreign(tp, grid, roles, number) if in_place and grid is not None else 0
             if staying + own + foreign + self._bucket > work.usable:
                 return -1
-            rooms.append(int(work.usable / SLACK) - max(start, staying) - own - foreign - engine)
+            rooms.append(work.usable - max(start, staying) - own - foreign - engine)
         return min(rooms)
 
     def _own(self, tp: int) -> int:
@@ -395,7 +385,7 @@ class Pools:
         ):
             return whole
         actor = next(role for role in roles if role.role.name == ACTOR)
-        layers = sum(actor.role.chunks(grid)[sampled_stages(grid.pp)[number]])
+        layers = sum(actor.ledger.stages.chunk_sizes[actor.stages[number]])
         return max(0, whole - layers * self.actor_bytes.layer // tp)
 
     def _cache_bytes(self, tp: int, shape: GridShape, room: int) -> int | None:
@@ -427,7 +417,7 @@ class Pools:
         moved = 0
         for role in roles:
             moved += max(
-                (held.params if "param_offload" in offloaded and role.role.name != ACTOR else 0)
+                (held.parameters if "param_offload" in offloaded and role.role.name != ACTOR else 0)
                 + (held.moments + held.masters if "optimizer_offload" in offloaded else 0)
                 for held in role.held
             )
@@ -438,11 +428,11 @@ def stays(name: str, held: StageHeld, offloaded: tuple[str, ...]) -> int:
     """Return the bytes of a role that stay on the device while its pool generates."""
     size = held.total
     if "grad_offload" in offloaded:
-        size -= held.grads
+        size -= held.gradients
     if "optimizer_offload" in offloaded:
         size -= held.moments + held.masters
     if "param_offload" in offloaded and name != ACTOR:
-        size -= held.params
+        size -= held.parameters
     return size
 
 

@@ -7,34 +7,23 @@ that every sequence has the longest length and that experts are used evenly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megatron_rl.config.megatron import MegatronConfig
-from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, SCORER, TUNED, PassSpec, RoleSpec
+from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, SCORER, TUNED, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.plan import covers_training
-from megatron_rl.ledger.planner.activations import (
-    CHUNKS_BACKWARD,
-    CHUNKS_FORWARD,
-    MeanLayer,
-    Recompute,
-    in_flight,
-)
+from megatron_rl.ledger.planner.role_ledger import SCORE, UPDATE, Held
 from megatron_rl.ledger.planner.run_models import RunModels
-from megatron_rl.ledger.planner.weights import TrainedWeights
-from megatron_rl.model.chunks import chunk_tokens
 from megatron_rl.model.families import Model
-from megatron_rl.model.parts import FP32, LayerBlock
+from megatron_rl.model.parts import FP32
 
 GEN, RESHARD, INIT, SAVE = "gen", "reshard", "init", "save"
 """Phases outside of the roles' passes; `PassSpec.phase` names the others."""
 SCORING = (REWARD_MODEL, ACTOR, TUNED, REFERENCE, CRITIC, SCORER)
 UPDATING = (CRITIC, ACTOR, SCORER, TUNED)
 """Kinds of roles whose scores and updates a pool runs, in this order."""
-
-Held = dict[str, int]
-"""Name of what is held -> bytes."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +48,6 @@ class StageMemory:
     def peak(self) -> int:
         """Peak bytes over all phases."""
         return self.total(self.worst_phase)
-
-
-@dataclass(frozen=True)
-class Passes:
-    """A role's pass in micro-batches: the largest one, and how many a rank runs for one optimizer step."""
-
-    block: LayerBlock
-    num_blocks: int
 
 
 def plan_pools(models: RunModels) -> dict[str, list[StageMemory]]:
@@ -116,7 +97,7 @@ class MemoryOfStage:
         """Return the memory of all phases of this pool."""
         held: Held = {}
         for role in self.roles:
-            held |= self._trained(role) if role.is_trained else self._frozen(role)
+            held |= self.pool.ledger(role).held(self.pp_rank).named(role)
         if self.generates and self.is_split:
             held["rollout weights"] = self.models.rollout_weights_bytes
             if self.config.samples_ahead and self.config.async_training.second_buffer:
@@ -129,49 +110,18 @@ class MemoryOfStage:
             **self._generation_phases(held),
         }
         for role in self.roles:
+            ledger = self.pool.ledger(role)
             if role.score is not None:
-                phases[role.score.phase] = held | self._forward(role, self._passes(role, role.score))
+                phases[role.score.phase] = held | ledger.forward(self.pp_rank, ledger.passes(SCORE))
             if role.update is not None:
-                phases[role.update.phase] = held | self._update(role, self._passes(role, role.update))
+                phases[role.update.phase] = held | ledger.update(self.pp_rank, ledger.passes(UPDATE))
         if any(role.is_trained for role in self.roles):
-            phases[SAVE] = held | self._checkpoint_copy()
+            copied = sum(self.pool.ledger(role).checkpoint_copy(self.pp_rank) for role in self.roles)
+            phases[SAVE] = held | ({"checkpoint copy": copied} if self.config.trainer.device == "cpu" else {})
         kind = "only" if self.is_first and self.is_last else "first" if self.is_first else "middle"
         kind = "last" if self.is_last and not self.is_first else kind
         ordered = {name: phases[name] for name in phase_order(self.roles) if name in phases}
         return StageMemory(self.pool.spec.name, self.pp_rank, kind, ordered)
-
-    # Permanent tensors
-
-    def _frozen(self, role: RoleSpec) -> Held:
-        """Return the parameters of a frozen role; they have no padding."""
-        return {f"{role.name} parameters": self.pool.weights(role).num_params(self.pp_rank) * self.pool.element}
-
-    def _trained(self, role: RoleSpec) -> Held:
-        """Return parameters in the model's dtype, gradients in float32, and the rank's share of moments and of masters
-        of bfloat16 weights, which data-parallel ranks shard (ZeRO stage 1, Rajbhandari et al., arXiv:1910.02054).
-        """
-        weights = self.pool.weights(role)
-        numel, share = weights.numel(self.pp_rank), weights.optimizer_share(self.pp_rank)
-        return trained_held(role, numel, share, self.pool.element, self.config.trainer.device)
-
-    def _checkpoint_copy(self) -> Held:
-        """Return the copies that a save keeps until they are written.
-
-        From a GPU they go to host memory, which the plan does not count. On a CPU megatron-core copies slices of larger
-        tensors: all weights, and moments of several segments. An asynchronous save copies the other moments as well.
-        """
-        if self.config.trainer.device != "cpu":
-            return {}
-        copied = 0
-        for role in (role for role in self.roles if role.is_trained):
-            weights, is_async = self.pool.weights(role), role.settings.checkpoint.async_save
-            numels = weights.shard_numels(self.pp_rank)
-            masters = FP32 if is_async and self.pool.element != FP32 else 0
-            for buffer in weights.buffers[self.pp_rank]:
-                copies = [name for name in buffer.names if is_async or len(weights.specs[name].tensor.segments) > 1]
-                moments = sum(numels[name] for name in copies) * 2 * FP32
-                copied += (buffer.num_params * (self.pool.element + masters) + moments) // buffer.num_shares
-        return {"checkpoint copy": copied}
 
     # Generation
 
@@ -226,108 +176,6 @@ class MemoryOfStage:
             "vLLM activations": activations,
         }
 
-    # Passes through the trainer
-
-    def _passes(self, role: RoleSpec, pass_spec: PassSpec) -> Passes:
-        """Return the micro-batches of a pass; with dynamic CP the largest over all sizes of a group."""
-        grid = self.pool.grid
-        multiple = grid.tp_size if self.pool.megatron.sequence_parallel else 1
-        if not grid.pack_sizes:
-            return passes_of(self.config, role, pass_spec, grid.dp_size, multiple, grid.cp_size)
-        sized = [
-            passes_of(self.config, role, pass_spec, grid.num_replicas // size, multiple, size)
-            for size in grid.pack_sizes
-        ]
-        return largest_of(sized)
-
-    def _exchanged_keys(self, role: RoleSpec, block: LayerBlock, *, backward: bool) -> float:
-        """Return the bytes of other context-parallel ranks' keys and values."""
-        grid, way = self.pool.grid, role.megatron.override_transformer_config.cp_comm_type
-        layer = self.pool.layer(self.pool.model(role))
-        return layer.exchanged_bytes(block, grid.most_sharing or grid.cp_size, way, backward=backward)
-
-    def _head(self, role: RoleSpec, block: LayerBlock, num_chunks: int) -> Held:
-        """Return the logits that exist at the same time, and the hidden states of the scored tokens."""
-        if not self.is_last or role.has_value_head:
-            return {}
-        shape, multiple = self.pool.model(role).shape, self.pool.vocab_multiple
-        rows = -(-shape.vocab_size // multiple) * multiple // self.pool.grid.tp_size
-        return head_held(shape.hidden_size, rows, block, num_chunks, self.pool.element)
-
-    def _forward(self, role: RoleSpec, passes: Passes) -> Held:
-        layer, block = self.pool.layer(self.pool.model(role)), passes.block
-        exchanged = self._exchanged_keys(role, block, backward=False)
-        return forward_held(layer, block, self._head(role, block, CHUNKS_FORWARD), exchanged)
-
-    def _update(self, role: RoleSpec, passes: Passes) -> Held:
-        model, weights = self.pool.model(role), self.pool.weights(role)
-        block, chunks = passes.block, self.pool.stages(model).layers(self.pp_rank)
-        alive = in_flight(self.pool.grid.pp_size, self.pp_rank, self.pool.vpp_size, passes.num_blocks)
-        gradients = LargestGradients(
-            self._largest_gradient(weights, lambda name: "layers" in name),
-            self._largest_gradient(weights, lambda name: "layers" not in name),
-        )
-        return update_held(
-            self.pool.layer(model),
-            block,
-            Recompute.of(role.megatron),
-            max(len(chunk) for chunk in chunks),
-            alive,
-            gradients,
-            self._head(role, block, CHUNKS_BACKWARD),
-            optimizer_temporaries(
-                role, weights.optimizer_share(self.pp_rank), gradients, self.pool.element, self.config.trainer.device
-            ),
-            self._exchanged_keys(role, block, backward=True),
-        )
-
-    def _largest_gradient(self, weights: TrainedWeights, wanted: Callable[[str], bool]) -> int:
-        """Return the bytes of the largest gradient outside of the buffers; stacked experts also have their parts."""
-        sizes = [
-            shard_numel * (2 if weights.specs[name].tensor.is_expert else 1)
-            for name, shard_numel in weights.shard_numels(self.pp_rank).items()
-            if wanted(name)
-        ]
-        return max(sizes, default=0) * self.pool.element
-
-
-def most_scored(length: int, response: int, cp_size: int) -> int:
-    """Return how many of a sequence's response tokens, its last ones, the rank with most of them scores."""
-    chunk = length // (2 * cp_size)
-    return min(chunk, response) + min(chunk, max(0, response - length // 2)) if cp_size > 1 else response
-
-
-# The arithmetic of one role on one stage, from its numbers
-
-
-@dataclass(frozen=True)
-class LargestGradients:
-    """Bytes of the largest gradient outside of the buffers, in the model's dtype: of layers, and of the rest."""
-
-    layers: int
-    others: int
-
-
-def trained_held(role: RoleSpec, numel: int, share: int, element: int, device: str) -> Held:
-    """Return what a trained role holds, without what Adam keeps on the host.
-
-    numel: elements of the buffers. share: elements whose optimizer state this rank keeps.
-    """
-    moments, masters = share * 2 * FP32, 0 if element == FP32 else share * FP32
-    offloaded = offloaded_share(role)
-    if device == "cpu":
-        # The host is the device: Adam's host copies of gradients, and of weights without masters, count as well.
-        moments += int(offloaded * share * FP32)
-        masters = masters or int(offloaded * share * FP32)
-    else:
-        moments, masters = (int(size * (1 - offloaded)) for size in (moments, masters))
-    return {
-        f"{role.name} parameters": numel * element,
-        f"{role.name} gradients": numel * FP32,
-        f"{role.name} moments": moments,
-        **({f"{role.name} masters": masters} if masters else {}),
-    }
-
 
 def engine_bytes(config: RunConfig, model: Model, element: int, tp: int) -> int:
     """Return an estimate of what vLLM needs besides weights and cache: the tokens of a step through one layer, and the
@@ -339,125 +187,6 @@ def engine_bytes(config: RunConfig, model: Model, element: int, tp: int) -> int:
     parts = max(sum(part.engine_elements(tp) for part in layer.parts) for layer in model.kinds)
     layer = tokens * (4 * shape.hidden_size + parts) * element
     return layer + 3 * rollout.max_num_seqs * shape.vocab_size * FP32
-
-
-def passes_of(
-    config: RunConfig, role: RoleSpec, pass_spec: PassSpec, dp_size: int, multiple: int, cp_size: int = 1
-) -> Passes:
-    """Return the micro-batches of a pass over a rank's share of the samples of a step, or of a mini-batch.
-
-    Every sequence has the longest length, or the token limit of a pass over cp_size ranks. Examples that an update
-    mixes in count as well. multiple: to which the tokens of a rank's part are padded.
-    """
-    sizes = config.batch_sizes
-    num_samples = sizes.mini_batch_samples(role.settings) if pass_spec is role.update else sizes.num_samples
-    own = blocks_of(config, pass_spec, num_samples, dp_size, multiple, cp_size)
-    if pass_spec is not role.update or role.mixed is None:
-        return own
-    longer = replace(pass_spec, longest=role.mixed.longest, scored=role.mixed.longest - 1)
-    mixed = blocks_of(config, longer, role.mixed.num_examples, dp_size, multiple, cp_size)
-    return replace(largest_of([own, mixed]), num_blocks=own.num_blocks + mixed.num_blocks)
-
-
-def blocks_of(
-    config: RunConfig, pass_spec: PassSpec, num_samples: int, dp_size: int, multiple: int, cp_size: int
-) -> Passes:
-    """Return the micro-batches of a pass over `num_samples` rows."""
-    longest = config.longest_sequence if pass_spec.longest is None else pass_spec.longest
-    length = longest + pass_spec.extra_tokens
-    if pass_spec.max_tokens is not None:
-        length = min(length, pass_spec.max_tokens * cp_size)
-    share = max(1, -(-num_samples // dp_size))
-    if cp_size > 1:
-        length = -(-length // (2 * cp_size)) * 2 * cp_size
-    rows = pass_spec.num_rows if pass_spec.max_tokens is None else max(1, pass_spec.max_tokens * cp_size // length)
-    rows = min(rows, share)
-    response = config.longest_response if pass_spec.scored is None else pass_spec.scored
-    tokens = -(-rows * length // cp_size // multiple) * multiple
-    # With CP the chunks of a rank are gathered as they are, without padding.
-    is_packed = pass_spec.remove_padding and cp_size == 1
-    scored = most_scored(length, min(length, response), cp_size)
-    return Passes(LayerBlock(tokens, tokens, rows * scored, is_packed, length), -(-share // rows))
-
-
-def largest_of(passes: Sequence[Passes]) -> Passes:
-    """Return a bound in every number of passes that may be any of these."""
-    blocks = [each.block for each in passes]
-    largest = LayerBlock(
-        max(block.tokens for block in blocks),
-        max(block.slots for block in blocks),
-        max(block.response_tokens for block in blocks),
-        any(block.is_packed for block in blocks),
-        max(block.longest for block in blocks),
-    )
-    return Passes(largest, max(each.num_blocks for each in passes))
-
-
-def head_held(hidden: int, rows: int, block: LayerBlock, num_chunks: int, element: int) -> Held:
-    """Return the logits of `num_chunks` chunks and the scored hidden states. rows: of the head on one rank."""
-    scored = block.response_tokens * hidden * element
-    logits = min(chunk_tokens(hidden, rows), block.response_tokens) * rows * FP32
-    return {"logits chunk": num_chunks * logits + scored}
-
-
-def forward_held(layer: MeanLayer, block: LayerBlock, head: Held, exchanged: float = 0.0) -> Held:
-    """Return what a forward pass holds: hidden states, and one layer at a time or the head.
-
-    exchanged: bytes of other ranks' keys and values while a layer attends to them.
-    """
-    hidden = 2 * block.tokens * layer.hidden * layer.element
-    running = layer.transient_bytes(block, backward=False) + exchanged
-    return {"activations": int(max(hidden + running - sum(head.values()), hidden)), **head}
-
-
-def update_held(
-    layer: MeanLayer,
-    block: LayerBlock,
-    recompute: Recompute,
-    num_layers: int,
-    alive: int,
-    gradients: LargestGradients,
-    head: Held,
-    temporaries: int,
-    exchanged: float = 0.0,
-) -> Held:
-    """Return what an update holds at the worst of three moments: the backward of a layer, of the head, or Adam's step.
-
-    num_layers: of the largest chunk. alive: passes whose activations are kept. temporaries: bytes of Adam's.
-    exchanged: as in `forward_held`.
-    """
-    parts = recompute.part_bytes(layer, block)
-    hidden, saved = layer.input_bytes(block), layer.saved_bytes(block) - sum(parts)
-    kept = alive * (recompute.kept_bytes(num_layers, hidden, saved) + 2 * hidden)
-    made = recompute.made_bytes(num_layers, saved) + max(parts, default=0.0)
-    running = made + layer.transient_bytes(block, backward=True) + exchanged
-    moments = [{"activations": int(kept + running), "weight gradient": gradients.layers}]
-    if head:
-        at_head = gradients.others
-        if layer.element < FP32:  # products in the model's dtype accumulate in float32
-            at_head += at_head // layer.element * FP32
-        moments.append({"activations": int(kept), "weight gradient": at_head, **head})
-    moments.append({"optimizer step": temporaries})
-    return max(moments, key=lambda held: sum(held.values()))
-
-
-def optimizer_temporaries(role: RoleSpec, share: int, gradients: LargestGradients, element: int, device: str) -> int:
-    """Return the bytes of Adam's temporaries.
-
-    On a GPU torch's foreach form makes one copy of the shard, the second moments' roots, and changes it in place;
-    weight decay is decoupled, so gradients are not copied. On a CPU the loop over parameters makes two, of one
-    parameter: the root and its quotient. That the quotient of the parameter before is still there is not counted.
-    """
-    if device == "cuda":
-        return int(share * FP32 * (1 - offloaded_share(role)))
-    largest = max(gradients.layers, gradients.others) // element * FP32
-    return 2 * min(share * FP32, largest)
-
-
-def offloaded_share(role: RoleSpec) -> float:
-    """Return the share of a trained role's parameters whose optimizer state is on the host."""
-    override = role.settings.optim.override_optimizer_config
-    return override.optimizer_offload_fraction if override.optimizer_cpu_offload else 0.0
 
 
 def _offloaded_kinds(megatron: MegatronConfig) -> list[str]:

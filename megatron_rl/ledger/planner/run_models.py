@@ -10,15 +10,13 @@ from megatron_rl.config.roles import ROLLOUT, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.plan import ExchangePlan, plan_memory
 from megatron_rl.hybrid_engine.schedule import make_schedule
-from megatron_rl.ledger.planner.activations import MeanLayer
-from megatron_rl.ledger.planner.weights import LAYER, TrainedWeights, aligned, bucket_numel
+from megatron_rl.ledger.planner.role_ledger import ELEMENT_BYTES, RoleLedger
+from megatron_rl.ledger.planner.weights import LAYER, ModelParams, TrainedWeights, aligned
 from megatron_rl.model.families import VOCAB_PADDING, Model, ParamSpec, tensors_of
-from megatron_rl.model.parts import Cut
 from megatron_rl.parallel.rank_grid import RolloutGrid, train_grid
-from megatron_rl.parallel.sharding import shard_of, vocab_multiple
+from megatron_rl.parallel.sharding import shard_of
 from megatron_rl.parallel.stages import StagePlan
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 NUM_SCRATCH = 4
 """Messages in flight during a transition, as in `hybrid_engine.exchange`."""
 
@@ -29,7 +27,7 @@ class PoolModels:
     The ranks of a pool with nothing but the rollout are one stage of TP 1.
     """
 
-    def __init__(self, spec: PoolSpec, models: Mapping[str, Model]) -> None:
+    def __init__(self, spec: PoolSpec, models: Mapping[str, Model], config: RunConfig) -> None:
         """models: path of a folder -> model."""
         self.spec = spec
         self.megatron = spec.layout
@@ -37,34 +35,27 @@ class PoolModels:
         self.grid = train_grid(spec.world_size, self.megatron)
         generates = spec.role(ROLLOUT)
         self.rollout = RolloutGrid(self.grid, generates.settings.tensor_model_parallel_size) if generates else None
-        self.vocab_multiple = vocab_multiple(self.megatron.make_vocab_size_divisible_by, self.grid.tp_size)
         self.vpp_size = self.megatron.virtual_pipeline_model_parallel_size or 1
-        self._models = models
-        self._weights: dict[tuple[str, bool, int | None], TrainedWeights] = {}
+        self._models, self._config = models, config
+        self._params: dict[tuple[str, bool], ModelParams] = {}
+        self._ledgers: dict[str, RoleLedger] = {}
 
     def model(self, role: RoleSpec) -> Model:
         """Return the model of a role."""
         return self._models[role.model_path]
 
-    def stages(self, model: Model) -> StagePlan:
-        """Return the pipeline stages of a model."""
-        return StagePlan.from_config(model.shape.num_layers, self.megatron)
-
-    def layer(self, model: Model) -> MeanLayer:
-        """Return the costs of one layer of a model on a rank of this pool."""
-        grid = self.grid
-        cut = Cut(grid.tp_size, grid.expert_tp_size, self.megatron.sequence_parallel, self.element)
-        return MeanLayer(tuple(model.kinds.items()), cut)
+    def ledger(self, role: RoleSpec) -> RoleLedger:
+        """Return what a role of this pool holds and needs."""
+        if role.name not in self._ledgers:
+            model, key = self.model(role), (role.model_path, role.has_value_head)
+            if key not in self._params:
+                self._params[key] = ModelParams(model.value_specs if role.has_value_head else model.specs)
+            self._ledgers[role.name] = RoleLedger(self._config, role, model, self._params[key], self.spec.world_size)
+        return self._ledgers[role.name]
 
     def weights(self, role: RoleSpec) -> TrainedWeights:
-        """Return the parameters of a role. Roles with the same model and buckets share one object."""
-        numel = bucket_numel(role.megatron.override_ddp_config, self.grid.num_replicas) if role.is_trained else None
-        key = (role.model_path, role.has_value_head, numel)
-        if key not in self._weights:
-            model = self.model(role)
-            specs = model.value_specs if role.has_value_head else model.specs
-            self._weights[key] = TrainedWeights(specs, self.stages(model), self.grid, self.vocab_multiple, numel)
-        return self._weights[key]
+        """Return the parameters of a role."""
+        return self.ledger(role).weights
 
 
 @dataclass(frozen=True)
@@ -140,7 +131,7 @@ class RunModels:
         self.config = config
         self.placement = Placement.of(config)
         models = {path: Model.read(path) for path in {r.model_path for r in self.placement.roles.values()}}
-        self.pools = {name: PoolModels(spec, models) for name, spec in self.placement.pools.items()}
+        self.pools = {name: PoolModels(spec, models, config) for name, spec in self.placement.pools.items()}
         self.training = self.pools[self.placement.leader.pool]
         self.grid, self.megatron = self.training.grid, self.training.megatron
         self.element, self.vpp_size = self.training.element, self.training.vpp_size
@@ -211,15 +202,15 @@ class RunModels:
         """The transition of the first exchange group, planned for one layer of each kind and stage."""
         if self._alike is not None:
             return self._alike.alike_layers
-        specs, counts = one_layer_of_each(self.actor.specs, self.training.stages(self.actor))
-        return AlikeLayers(self._exchange(replace(self.actor_weights, specs=specs)), counts)
+        specs, counts = one_layer_of_each(self.actor.specs, self.actor_weights.stages)
+        return AlikeLayers(self._exchange(replace(self.actor_weights, params=ModelParams(specs))), counts)
 
     def _exchange(self, weights: TrainedWeights) -> ExchangePlan:
         group = self.grid.exchange_group(0)
         per_node = self.training.spec.size.num_ranks_per_node
         members = weights.members(group, self.rollout, per_node, VOCAB_PADDING)
         drop = self.config.actor_rollout_ref.rollout.drop_train_weights
-        return plan_memory(tensors_of(weights.specs), members, 0, drop)[0]
+        return plan_memory(tensors_of(weights.params.specs), members, 0, drop)[0]
 
     # A rollout in another pool
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron_rl.config.algorithms import scores_old_log_probs
+from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.roles import ACTOR, PassSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.ledger.planner.activations import Recompute
 from megatron_rl.ledger.planner.critical_path import Task, Timeline, simulate_tasks
 from megatron_rl.ledger.planner.hardware import Hardware, Overheads
 from megatron_rl.ledger.planner.memory import GEN, RESHARD, phase_order
@@ -22,6 +22,7 @@ from megatron_rl.ledger.planner.run_models import PoolModels, RunModels
 from megatron_rl.ledger.planner.time import FP32, Estimator, Layout, Load, ModelCost
 from megatron_rl.ledger.planner.transition import TransitionPlan
 from megatron_rl.parallel.context_packs import needed_size
+from megatron_rl.parallel.stages import StagePlan
 
 CALL_SECONDS = Overheads().call
 """Controller time for each rank that it calls, on two cores (`scripts/bench/controller.py`)."""
@@ -114,7 +115,9 @@ def step_time(models: RunModels, hardware: Hardware, load: Load, transition: Tra
         if role.update is not None:
             cp_size = sharing(pool, role.update, load)
             estimator = estimator_of(pool, role, hardware, cp_size)
-            busy = estimator.trained(updated_load(load, role, models.config, recomputed_share(pool, role), cp_size))
+            busy = estimator.trained(
+                updated_load(load, role, models.config, pool.ledger(role).recomputed_share(), cp_size)
+            )
             seconds[role.update.phase] = estimator.seconds(busy)
             wants[role.update.phase] = busy.work * pool.grid.world_size / estimator.seconds(busy)
             updates.add(role.update.phase)
@@ -193,8 +196,29 @@ def estimator_of(pool: PoolModels, role: RoleSpec, hardware: Hardware, cp_size: 
     """Return the time estimator of a role's model on its pool. cp_size: ranks that share a sequence."""
     model, way = pool.model(role), role.megatron.override_transformer_config.cp_comm_type
     size = (pool.grid.world_size, pool.spec.size.num_ranks_per_node)
-    layout = Layout.of(pool.megatron, model.shape.num_layers, size, cp_size, way)
+    layout = layout_of(pool.megatron, model.shape.num_layers, size, cp_size, way)
     return Estimator(ModelCost.of(model), layout, hardware, role.megatron.dtype)
+
+
+def layout_of(megatron: MegatronConfig, num_layers: int, size: tuple[int, int], cp: int, cp_comm_type: str) -> Layout:
+    """Return the layout in which a model with `num_layers` layers is trained.
+
+    size: ranks, and ranks of a node. cp: ranks that share a sequence. cp_comm_type: of the role.
+    """
+    stage_layers, pp = None, megatron.pipeline_model_parallel_size
+    if (megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage) != (None, None):
+        stage_layers = tuple(map(sum, StagePlan.from_config(num_layers, megatron).chunk_sizes))
+    return Layout(
+        *size,
+        megatron.tensor_model_parallel_size,
+        pp,
+        megatron.virtual_pipeline_model_parallel_size or 1,
+        megatron.expert_model_parallel_size,
+        cp=cp,
+        cp_comm_type=cp_comm_type,
+        stage_layers=stage_layers,
+        etp=megatron.expert_tensor_parallel_size,
+    )
 
 
 def block_tokens(load: Load, pass_spec: PassSpec, cp_size: int) -> int:
@@ -230,11 +254,3 @@ def updated_load(load: Load, role: RoleSpec, config: RunConfig, recompute: float
         recompute=recompute,
         mixed=mixed,
     )
-
-
-def recomputed_share(pool: PoolModels, role: RoleSpec) -> float:
-    """Return the share of a trained model's forward pass that runs twice."""
-    model, recompute = pool.model(role), Recompute.of(role.megatron)
-    stages = pool.stages(model)
-    sizes = [len(chunk) for pp_rank in range(stages.pp_size) for chunk in stages.layers(pp_rank)]
-    return recompute.share(sizes) + pool.layer(model).share_again(recompute.parts)

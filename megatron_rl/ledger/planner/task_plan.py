@@ -30,7 +30,6 @@ from megatron_rl.ledger.planner.step_time import (
     block_tokens,
     dispatch_seconds,
     estimator_of,
-    recomputed_share,
 )
 from megatron_rl.ledger.planner.time import Load
 from megatron_rl.observe.summary import layout_table
@@ -56,7 +55,7 @@ def task_time(config: TaskConfig, models: RunModels, hardware: Hardware, load: L
     for role in models.placement.megatron_roles:
         pool = models.pools[role.pool]
         estimator = estimator_of(pool, role, hardware, pool.grid.cp_size)
-        recompute = recomputed_share(pool, role) if role.is_trained else 0.0
+        recompute = pool.ledger(role).recomputed_share() if role.is_trained else 0.0
         call = dispatch_seconds(pool.spec.size.num_nodes, pool.spec.size.num_ranks_per_node, hardware)
         if role.update is not None:
             rows = replace(role.update, num_rows=role.update.num_rows * config.answers_together)

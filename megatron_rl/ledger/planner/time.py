@@ -16,11 +16,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.ledger.planner.hardware import Hardware, Overheads, latency
 from megatron_rl.ledger.planner.weights import EMBEDDING, is_tied
 from megatron_rl.model.families import HEAD, Model
-from megatron_rl.parallel.stages import StagePlan
 
 BF16, FP32 = 2, 4
 MEMORY_EFFICIENCY = 0.8
@@ -131,28 +129,6 @@ class Layout:
     cp_comm_type: str = "p2p"
     stage_layers: tuple[int, ...] | None = None
     etp: int | None = None
-
-    @classmethod
-    def of(cls, megatron: MegatronConfig, num_layers: int, size: tuple[int, int], cp: int, cp_comm_type: str) -> Layout:
-        """Read the training of a model with `num_layers` layers.
-
-        size: ranks, and ranks of a node. cp: ranks that share a sequence. cp_comm_type: of the role.
-        """
-        stage_layers, pp = None, megatron.pipeline_model_parallel_size
-        if (megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage) != (None, None):
-            stages = StagePlan.from_config(num_layers, megatron)
-            stage_layers = tuple(sum(map(len, stages.layers(pp_rank))) for pp_rank in range(pp))
-        return cls(
-            *size,
-            megatron.tensor_model_parallel_size,
-            pp,
-            megatron.virtual_pipeline_model_parallel_size or 1,
-            megatron.expert_model_parallel_size,
-            cp=cp,
-            cp_comm_type=cp_comm_type,
-            stage_layers=stage_layers,
-            etp=megatron.expert_tensor_parallel_size,
-        )
 
     @property
     def dp(self) -> int:

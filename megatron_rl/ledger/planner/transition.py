@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from megatron_rl.ledger.planner.hardware import Hardware
 from megatron_rl.ledger.planner.run_models import RunModels
 from megatron_rl.ledger.planner.time import LINK_EFFICIENCY
-from megatron_rl.ledger.planner.weights import stage_params
 from megatron_rl.model.families import VOCAB_PADDING, tensors_of
 from megatron_rl.parallel.sharding import box_numel, shard_of
 
@@ -92,10 +91,9 @@ class TransitionPlan:
 def _sent_bytes(models: RunModels) -> list[int]:
     """Return the bytes that every rank of the actor's pool sends: each stage once, spread evenly over its ranks."""
     specs, grid, sent_bytes = models.actor.specs, models.grid, []
-    stages = models.training.stages(models.actor)
     sent: set[str] = set()
     for pp_rank in range(grid.pp_size):
-        names = {specs[name].tensor.name for chunk in stage_params(specs, stages, pp_rank) for name in chunk} - sent
+        names = {specs[name].tensor.name for name in models.actor_weights.names(pp_rank)} - sent
         sent |= names
         numel = sum(tensor.numel for name, tensor in tensors_of(specs).items() if name in names)
         share, rest = divmod(numel, grid.stage_size)

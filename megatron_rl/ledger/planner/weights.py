@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from megatron_rl.config.megatron import OverrideDDPConfig
 from megatron_rl.hybrid_engine.layout import Slot
 from megatron_rl.hybrid_engine.plan import ALIGNMENT, Member
 from megatron_rl.model.families import HEAD, ParamSpec
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
-from megatron_rl.parallel.sharding import shard_of
+from megatron_rl.parallel.sharding import Place, shard_of
 from megatron_rl.parallel.stages import StagePlan
 
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -32,45 +33,118 @@ def bucket_numel(override: OverrideDDPConfig, num_replicas: int) -> int | None:
     return override.bucket_size or max(40_000_000, 1_000_000 * num_replicas)
 
 
-def stage_params(specs: dict[str, ParamSpec], stages: StagePlan, pp_rank: int) -> list[list[str]]:
-    """Return the parameter names of each chunk of a stage, in the order of Megatron's buffers: last to first.
-
-    A tied head is a parameter of its own where the last stage is not the first.
-    """
-    chunks = stages.layers(pp_rank)
-    names: list[list[str]] = [[] for _ in chunks]
-    is_last = pp_rank == stages.pp_size - 1
-    for name in specs:
-        layer = LAYER.match(name)
-        if layer:
-            for chunk, layers in enumerate(chunks):
-                if int(layer[1]) in layers:
-                    names[chunk].append(name)
-        elif name.startswith("embedding"):
-            names[0] += [name] if pp_rank == 0 else []
-        elif is_last and not (name == HEAD and is_tied(specs) and stages.pp_size == 1):
-            names[-1].append(name)
-    return [chunk[::-1] for chunk in names]
-
-
-def is_tied(specs: dict[str, ParamSpec]) -> bool:
+def is_tied(specs: Mapping[str, ParamSpec]) -> bool:
     """Return whether the head shares the embedding's weight."""
     return specs[EMBEDDING] == specs[HEAD]
 
 
-@dataclass(frozen=True)
-class FlatBuffer:
-    """One of DDP's buffers on a rank.
+class ParamRun(NamedTuple):
+    """Parameters that follow each other in a buffer on one rank, aligned.
 
-    names, offsets: parameters in order, and where they start. numel: elements with padding; num_params: without.
-    num_shares: ranks that shard the optimizer's state of this buffer.
+    names, numels: in the buffer's order, last to first. total: elements. aligned: elements with each start aligned.
     """
 
     names: tuple[str, ...]
-    offsets: tuple[int, ...]
+    numels: tuple[int, ...]
+    total: int
+    aligned: int
+
+    @property
+    def single(self) -> list[ParamRun]:
+        """One block for each parameter."""
+        return [ParamRun((name,), (n,), n, aligned(n)) for name, n in zip(self.names, self.numels, strict=True)]
+
+
+class ModelParams:
+    """A model's parameters by layer. The shards of a layer are counted once for all layers that are cut alike.
+
+    buffers: those laid out so far (`TrainedWeights.buffers`).
+    """
+
+    def __init__(self, specs: Mapping[str, ParamSpec]) -> None:
+        self.specs = specs
+        self.is_tied = is_tied(specs)
+        self.before: list[str] = []
+        self.after: list[str] = []
+        layers: dict[int, list[str]] = {}
+        for name in specs:
+            if match := LAYER.match(name):
+                layers.setdefault(int(match[1]), []).append(name)
+            else:
+                (self.before if name.startswith("embedding") else self.after).append(name)
+        self._layers = {layer: self._parted(names) for layer, names in layers.items()}
+        first: dict[object, int] = {}
+        self._first_alike = {
+            layer: first.setdefault(tuple(specs[name].tensor.alike for name in names), layer)
+            for layer, names in layers.items()
+        }
+        self._numels: dict[tuple[int, bool, Place], tuple[int, ...]] = {}
+        self._blocks: dict[tuple[int, bool, Place], ParamRun | None] = {}
+        self.buffers: dict[object, list[FlatBuffer]] = {}
+
+    def _parted(self, names: Sequence[str]) -> dict[bool, tuple[str, ...]]:
+        """Return the dense parameters and those of experts, each last to first."""
+        return {
+            kind: tuple(name for name in reversed(names) if self.specs[name].tensor.is_expert is kind)
+            for kind in (False, True)
+        }
+
+    def layer(self, layer: int, place: Place, *, is_expert: bool) -> ParamRun | None:
+        """Return the dense parameters of a layer, or its experts; None where it has none."""
+        key = (layer, is_expert, place)
+        if key not in self._blocks:
+            names = self._layers[layer][is_expert] if layer in self._layers else ()
+            self._blocks[key] = self._block(names, (self._first_alike[layer], is_expert, place)) if names else None
+        return self._blocks[key]
+
+    def _block(self, names: tuple[str, ...], alike: tuple[int, bool, Place]) -> ParamRun:
+        if alike not in self._numels:
+            self._numels[alike] = tuple(shard_of(self.specs[name].tensor, alike[2]).numel for name in names)
+        numels = self._numels[alike]
+        return ParamRun(names, numels, sum(numels), sum(map(aligned, numels)))
+
+    def alone(self, name: str, place: Place) -> ParamRun:
+        """Return a parameter outside of the layers."""
+        numel = shard_of(self.specs[name].tensor, place).numel
+        return ParamRun((name,), (numel,), numel, aligned(numel))
+
+
+@dataclass(frozen=True)
+class FlatBuffer:
+    """One of DDP's buffers on a rank, of dense parameters or of experts.
+
+    blocks, starts: parameters in order, and where they start. numel: elements with padding; num_params: without.
+    """
+
+    is_expert: bool
+    blocks: tuple[ParamRun, ...]
+    starts: tuple[int, ...]
     numel: int
     num_params: int
-    num_shares: int
+
+    @property
+    def numels(self) -> dict[str, int]:
+        """Parameter -> elements of its shard."""
+        return {name: numel for block in self.blocks for name, numel in zip(block.names, block.numels, strict=True)}
+
+    @property
+    def offsets(self) -> Iterator[tuple[str, int]]:
+        """Each parameter, and where it starts."""
+        for block, start in zip(self.blocks, self.starts, strict=True):
+            for name, numel in zip(block.names, block.numels, strict=True):
+                yield name, start
+                start += aligned(numel)
+
+    @cached_property
+    def largest(self) -> tuple[int, int]:
+        """Elements of the largest gradient in layers, and of that outside of them. Stacked experts also have their
+        parts.
+        """
+        found = [0, 0]
+        for block in self.blocks:
+            kind = 0 if LAYER.match(block.names[0]) else 1
+            found[kind] = max(found[kind], max(block.numels) * (2 if self.is_expert else 1))
+        return found[0], found[1]
 
 
 @dataclass(frozen=True)
@@ -81,84 +155,116 @@ class TrainedWeights:
     several; None: every buffer is one bucket.
     """
 
-    specs: dict[str, ParamSpec] = field(hash=False)
+    params: ModelParams
     stages: StagePlan
     grid: TrainGrid
     vocab_multiple: int
     bucket_numel: int | None = None
 
+    @cached_property
+    def shares(self) -> dict[bool, int]:
+        """Ranks that share the optimizer's state of dense parameters (False), and of experts (True)."""
+        grid = self.grid
+        return {False: grid.num_replicas, True: grid.stage_size // (grid.expert_tp_size * grid.ep_size)}
+
     def num_params(self, pp_rank: int) -> int:
         """Return the parameters of one rank of a stage, vocabulary padding included, as Megatron counts them."""
-        return sum(buffer.num_params for buffer in self.buffers[pp_rank])
+        return sum(buffer.num_params for buffer in self.buffers(pp_rank))
 
     def numel(self, pp_rank: int) -> int:
         """Return the elements of all buffers of one rank of a stage."""
-        return sum(buffer.numel for buffer in self.buffers[pp_rank])
+        return sum(buffer.numel for buffer in self.buffers(pp_rank))
 
     def optimizer_share(self, pp_rank: int) -> int:
         """Return the elements whose optimizer state one rank keeps."""
-        return sum(buffer.numel // buffer.num_shares for buffer in self.buffers[pp_rank])
+        return sum(buffer.numel // self.shares[buffer.is_expert] for buffer in self.buffers(pp_rank))
 
     def shard_numels(self, pp_rank: int) -> dict[str, int]:
         """Return parameter -> elements of its shard on one rank of a stage."""
-        place = self.grid.place(pp_rank * self.grid.stage_size, self.vocab_multiple)
-        names = [name for buffer in self.buffers[pp_rank] for name in buffer.names]
-        return {name: shard_of(self.specs[name].tensor, place).numel for name in names}
+        return {name: numel for buffer in self.buffers(pp_rank) for name, numel in buffer.numels.items()}
+
+    def largest(self, pp_rank: int) -> tuple[int, int]:
+        """Return the elements of a stage's largest gradient in layers, and of that outside of them."""
+        found = [buffer.largest for buffer in self.buffers(pp_rank)]
+        return max(in_layers for in_layers, _ in found), max(others for _, others in found)
+
+    def names(self, pp_rank: int) -> list[str]:
+        """Return the parameters of a stage. A tied head is one of its own where the last stage is not the first."""
+        return [name for buffer in self.buffers(pp_rank) for block in buffer.blocks for name in block.names]
+
+    def buffers(self, pp_rank: int) -> list[FlatBuffer]:
+        """Return the buffers of a stage in Megatron's order: of each chunk the dense parameters, then the experts.
+
+        They differ between numbers of replicas only where the multiple of their buckets does.
+        """
+        if pp_rank not in self._found:
+            place = self.grid.place(pp_rank * self.grid.stage_size, self.vocab_multiple)
+            multiples = tuple(math.lcm(shares, BUCKET_MULTIPLE) for shares in self.shares.values())
+            key = (self.stages, pp_rank, place, multiples, self.bucket_numel)
+            if key not in self.params.buffers:
+                self.params.buffers[key] = self._stage_buffers(pp_rank, place, multiples)
+            self._found[pp_rank] = self.params.buffers[key]
+        return self._found[pp_rank]
 
     @cached_property
-    def buffers(self) -> list[list[FlatBuffer]]:
-        """The buffers of each stage in Megatron's order: of each chunk the dense parameters, then the experts."""
-        return [self._stage_buffers(pp_rank) for pp_rank in range(self.stages.pp_size)]
+    def _found(self) -> dict[int, list[FlatBuffer]]:
+        return {}
 
-    def _stage_buffers(self, pp_rank: int) -> list[FlatBuffer]:
-        grid = self.grid
-        expert_shares = grid.stage_size // (grid.expert_tp_size * grid.ep_size)
+    def _stage_buffers(self, pp_rank: int, place: Place, multiples: tuple[int, ...]) -> list[FlatBuffer]:
+        chunks, pp_size = self.stages.layers(pp_rank), self.stages.pp_size
         buffers = []
-        for chunk, names in enumerate(stage_params(self.specs, self.stages, pp_rank)):
+        for number, layers in enumerate(chunks):
             # Megatron makes one bucket for other stages and chunks: the rest does not wait for their traffic.
-            bucket_numel = self.bucket_numel if pp_rank == chunk == 0 else None
-            experts = [name for name in names if self.specs[name].tensor.is_expert]
-            dense = [name for name in names if not self.specs[name].tensor.is_expert]
-            buffers += [
-                self._buffer(group, shares, pp_rank, bucket_numel)
-                for group, shares in ((dense, grid.num_replicas), (experts, expert_shares))
-                if group
-            ]
+            bucket_numel = self.bucket_numel if pp_rank == number == 0 else None
+            is_end = pp_rank == pp_size - 1 and number == len(chunks) - 1
+            for is_expert, multiple in zip((False, True), multiples, strict=True):
+                found = [self.params.layer(layer, place, is_expert=is_expert) for layer in reversed(layers)]
+                blocks = [block for block in found if block is not None]
+                if not is_expert:
+                    after = self.params.after if is_end else []
+                    if self.params.is_tied and pp_size == 1:
+                        after = [name for name in after if name != HEAD]
+                    before = self.params.before if pp_rank == number == 0 else []
+                    ends = [[self.params.alone(name, place) for name in reversed(names)] for names in (after, before)]
+                    blocks = [*ends[0], *blocks, *ends[1]]
+                if blocks:
+                    buffers.append(self._buffer(blocks, multiple, bucket_numel, is_expert=is_expert))
         return buffers
 
-    def _buffer(self, names: Sequence[str], num_shares: int, pp_rank: int, bucket_numel: int | None) -> FlatBuffer:
-        """Lay parameters out with aligned starts and padded buckets. A matrix that two stages tie has its own
-        bucket.
+    def _buffer(
+        self, blocks: Sequence[ParamRun], multiple: int, bucket_numel: int | None, *, is_expert: bool
+    ) -> FlatBuffer:
+        """Lay parameters out with aligned starts and buckets padded to a multiple. A matrix that two stages tie has
+        its own bucket.
         """
-        place = self.grid.place(pp_rank * self.grid.stage_size, self.vocab_multiple)
-        is_shared = is_tied(self.specs) and self.stages.pp_size > 1
-        multiple = math.lcm(num_shares, BUCKET_MULTIPLE)
-        offsets, bucket_start, end, total = [], 0, 0, 0
-        for name in names:
-            numel = shard_of(self.specs[name].tensor, place).numel
-            alone = is_shared and name in (EMBEDDING, HEAD)
-            start = aligned(end)
-            if alone and end:
-                start = _round_up(start, multiple)
-            offsets.append(start)
-            end = start + numel
-            total += numel
-            if alone or (bucket_numel is not None and end - bucket_start >= bucket_numel):
-                bucket_start = end = _round_up(end, multiple)
-        return FlatBuffer(tuple(names), tuple(offsets), _round_up(end, multiple), total, num_shares)
+        is_shared = self.params.is_tied and self.stages.pp_size > 1
+        if bucket_numel is not None:
+            blocks = [each for block in blocks for each in block.single]
+        starts, end, filled = [], 0, 0  # end: of all full buckets; filled: elements in the open one
+        for block in blocks:
+            alone = is_shared and block.names[0] in (EMBEDDING, HEAD)
+            if alone:
+                end, filled = end + _round_up(filled, multiple), 0
+            starts.append(end + filled)
+            is_full = bucket_numel is not None and filled + block.total >= bucket_numel
+            filled += block.aligned
+            if alone or is_full:
+                end, filled = end + _round_up(filled, multiple), 0
+        num_params = sum(block.total for block in blocks)
+        return FlatBuffer(is_expert, tuple(blocks), tuple(starts), end + _round_up(filled, multiple), num_params)
 
     def members(self, group: Sequence[int], rollout: RolloutGrid, ranks_per_node: int, padding: int) -> list[Member]:
         """Return what the ranks of an exchange group hold in training and need for generation.
 
         padding: multiple to which the rollout engine pads the vocabulary.
         """
-        members = []
+        members, specs = [], self.params.specs
         for rank in group:
             place = self.grid.place(rank, self.vocab_multiple)
             held = [
-                Slot(self.specs[name].tensor.name, number, offset, shard_of(self.specs[name].tensor, place))
-                for number, buffer in enumerate(self.buffers[self.grid.pp_rank(rank)])
-                for name, offset in zip(buffer.names, buffer.offsets, strict=True)
+                Slot(specs[name].tensor.name, number, offset, shard_of(specs[name].tensor, place))
+                for number, buffer in enumerate(self.buffers(self.grid.pp_rank(rank)))
+                for name, offset in buffer.offsets
             ]
             wanted = rollout.place(rank, padding)
             members.append(Member(rank, rank // ranks_per_node, self.grid.tp_rank(rank), tuple(held), wanted))

@@ -38,7 +38,7 @@ class Model:
         """Read a folder's config.json, which preflight has accepted."""
         return cls.of(json.loads((Path(path).expanduser() / "config.json").read_text()))
 
-    @property
+    @cached_property
     def layers(self) -> tuple[Layer, ...]:
         """The layers, in order."""
         return layers_of(self.family, self.shape)

@@ -1,0 +1,271 @@
+"""What one role holds and needs on the ranks of its layout, by pipeline stage: the arithmetic of `plan` and `map`.
+
+Permanent bytes are counted to the element, those of passes from the parts of a layer (`activations.py`). What a pool
+adds for generation, transition and saving is in `memory.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatron_rl.config.roles import PassSpec, RoleSpec
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.ledger.planner.activations import CHUNKS_BACKWARD, CHUNKS_FORWARD, MeanLayer, Recompute, in_flight
+from megatron_rl.ledger.planner.weights import ModelParams, TrainedWeights, bucket_numel
+from megatron_rl.model.chunks import chunk_tokens
+from megatron_rl.model.families import Model
+from megatron_rl.model.parts import FP32, Cut, LayerBlock
+from megatron_rl.parallel.rank_grid import train_grid
+from megatron_rl.parallel.sharding import padded_vocab_size, vocab_multiple
+from megatron_rl.parallel.stages import StagePlan
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SCORE, UPDATE = "score", "update"
+"""Kinds of passes, as `RoleSpec` names them."""
+Held = dict[str, int]
+"""Name of what is held -> bytes."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """A role's pass in micro-batches: the largest one, and how many a rank runs for one optimizer step."""
+
+    block: LayerBlock
+    num_blocks: int
+
+
+@dataclass(frozen=True)
+class StageHeld:
+    """Bytes that a role holds all the time on a rank of one stage."""
+
+    parameters: int
+    gradients: int = 0
+    moments: int = 0
+    masters: int = 0
+
+    @cached_property
+    def total(self) -> int:
+        """All of them together."""
+        return self.parameters + self.gradients + self.moments + self.masters
+
+    def named(self, role: RoleSpec) -> Held:
+        """Return name -> bytes."""
+        kinds = ["parameters"]
+        if role.is_trained:
+            kinds += ["gradients", "moments", *(["masters"] if self.masters else [])]
+        return {f"{role.name} {kind}": getattr(self, kind) for kind in kinds}
+
+
+class RoleLedger:
+    """The bytes of one role on `world_size` ranks, in the layout that its `megatron` group sets.
+
+    params: of its model. The configuration must have passed preflight.
+    """
+
+    def __init__(self, config: RunConfig, role: RoleSpec, model: Model, params: ModelParams, world_size: int) -> None:
+        self.config, self.role, self.model = config, role, model
+        megatron = role.megatron
+        self.element = ELEMENT_BYTES[megatron.dtype]
+        self.grid = train_grid(world_size, megatron)
+        self.stages = StagePlan.from_config(model.shape.num_layers, megatron)
+        self.vocab_multiple = vocab_multiple(megatron.make_vocab_size_divisible_by, self.grid.tp_size)
+        buckets = bucket_numel(megatron.override_ddp_config, self.grid.num_replicas) if role.is_trained else None
+        self.weights = TrainedWeights(params, self.stages, self.grid, self.vocab_multiple, buckets)
+
+    @cached_property
+    def layer(self) -> MeanLayer:
+        """Costs of one layer on a rank."""
+        grid = self.grid
+        cut = Cut(grid.tp_size, grid.expert_tp_size, self.role.megatron.sequence_parallel, self.element)
+        return MeanLayer(tuple(self.model.kinds.items()), cut)
+
+    def recomputed_share(self, recompute: Recompute | None = None) -> float:
+        """Return the share of the model's forward pass that runs twice. recompute: None: the configured one."""
+        recompute = Recompute.of(self.role.megatron) if recompute is None else recompute
+        return recompute.share([size for stage in self.stages.chunk_sizes for size in stage]) + self.layer.share_again(
+            recompute.parts
+        )
+
+    # Permanent tensors
+
+    def held(self, pp_rank: int) -> StageHeld:
+        """Return what a rank of a stage holds all the time, without what Adam keeps on the host.
+
+        Frozen: parameters without padding. Trained: buffers of parameters in the model's dtype and of gradients in
+        float32, and the rank's share of moments and of masters of bfloat16 weights, which data-parallel ranks shard
+        (ZeRO stage 1, Rajbhandari et al., arXiv:1910.02054).
+        """
+        element = self.element
+        if not self.role.is_trained:
+            return StageHeld(self.weights.num_params(pp_rank) * element)
+        numel, share = self.weights.numel(pp_rank), self.weights.optimizer_share(pp_rank)
+        moments, masters = share * 2 * FP32, 0 if element == FP32 else share * FP32
+        offloaded = offloaded_share(self.role)
+        if self.config.trainer.device == "cpu":
+            # The host is the device: Adam's host copies of gradients, and of weights without masters, count as well.
+            moments += int(offloaded * share * FP32)
+            masters = masters or int(offloaded * share * FP32)
+        else:
+            moments, masters = (int(size * (1 - offloaded)) for size in (moments, masters))
+        return StageHeld(numel * element, numel * FP32, moments, masters)
+
+    def checkpoint_copy(self, pp_rank: int) -> int:
+        """Return the bytes of the copies that a save keeps until they are written.
+
+        From a GPU they go to host memory, which does not count. On a CPU megatron-core copies slices of larger
+        tensors: all weights, and moments of several segments. An asynchronous save copies the other moments as well.
+        """
+        if self.config.trainer.device != "cpu" or not self.role.is_trained:
+            return 0
+        copied, is_async, specs = 0, self.role.settings.checkpoint.async_save, self.weights.params.specs
+        masters = FP32 if is_async and self.element != FP32 else 0
+        for buffer in self.weights.buffers(pp_rank):
+            copies = [
+                numel for name, numel in buffer.numels.items() if is_async or len(specs[name].tensor.segments) > 1
+            ]
+            moments = sum(copies) * 2 * FP32
+            copied += (buffer.num_params * (self.element + masters) + moments) // self.weights.shares[buffer.is_expert]
+        return copied
+
+    # Passes through the trainer
+
+    def passes(self, kind: str, cut: PassSpec | None = None) -> Passes:
+        """Return the micro-batches of a pass; with dynamic CP the largest over all sizes of a group.
+
+        kind: `SCORE` or `UPDATE`, which the role has. cut: the pass with other micro-batches than the configured ones.
+        """
+        grid, role, pass_spec = self.grid, self.role, cut or getattr(self.role, kind)
+        multiple = grid.tp_size if role.megatron.sequence_parallel else 1
+        sizes = {size: grid.num_replicas // size for size in grid.pack_sizes} or {grid.cp_size: grid.dp_size}
+        return largest_of(
+            [passes_of(self.config, role, kind, pass_spec, dp_size, multiple, cp) for cp, dp_size in sizes.items()]
+        )
+
+    def _exchanged_keys(self, block: LayerBlock, *, backward: bool) -> float:
+        """Return the bytes of other context-parallel ranks' keys and values while a layer attends to them."""
+        grid, way = self.grid, self.role.megatron.override_transformer_config.cp_comm_type
+        return self.layer.exchanged_bytes(block, grid.most_sharing or grid.cp_size, way, backward=backward)
+
+    def _head(self, pp_rank: int, block: LayerBlock, num_chunks: int) -> Held:
+        """Return the logits of `num_chunks` chunks that exist at the same time, and the scored hidden states."""
+        if pp_rank < self.grid.pp_size - 1 or self.role.has_value_head:
+            return {}
+        shape = self.model.shape
+        rows = padded_vocab_size(shape.vocab_size, self.vocab_multiple) // self.grid.tp_size
+        scored = block.response_tokens * shape.hidden_size * self.element
+        logits = min(chunk_tokens(shape.hidden_size, rows), block.response_tokens) * rows * FP32
+        return {"logits chunk": num_chunks * logits + scored}
+
+    def forward(self, pp_rank: int, passes: Passes) -> Held:
+        """Return what a score holds: hidden states, and one layer at a time or the head."""
+        layer, block = self.layer, passes.block
+        head = self._head(pp_rank, block, CHUNKS_FORWARD)
+        hidden = 2 * block.tokens * layer.hidden * layer.element
+        running = layer.transient_bytes(block, backward=False) + self._exchanged_keys(block, backward=False)
+        return {"activations": int(max(hidden + running - sum(head.values()), hidden)), **head}
+
+    def update(self, pp_rank: int, passes: Passes, recompute: Recompute | None = None) -> Held:
+        """Return what an update holds at the worst of three moments: the backward of a layer, of the head, or Adam's
+        step. recompute: None: the configured one.
+        """
+        layer, block, element = self.layer, passes.block, self.element
+        recompute = Recompute.of(self.role.megatron) if recompute is None else recompute
+        chunks = self.stages.chunk_sizes[pp_rank]
+        alive = in_flight(self.grid.pp_size, pp_rank, len(chunks), passes.num_blocks)
+        in_layers, others = (size * element for size in self.weights.largest(pp_rank))
+        parts = recompute.part_bytes(layer, block)
+        hidden, saved = layer.input_bytes(block), layer.saved_bytes(block) - sum(parts)
+        kept = alive * (recompute.kept_bytes(max(chunks), hidden, saved) + 2 * hidden)
+        made = recompute.made_bytes(max(chunks), saved) + max(parts, default=0.0)
+        running = made + layer.transient_bytes(block, backward=True) + self._exchanged_keys(block, backward=True)
+        moments = [{"activations": int(kept + running), "weight gradient": in_layers}]
+        head = self._head(pp_rank, block, CHUNKS_BACKWARD)
+        if head:
+            at_head = others
+            if element < FP32:  # products in the model's dtype accumulate in float32
+                at_head += at_head // element * FP32
+            moments.append({"activations": int(kept), "weight gradient": at_head, **head})
+        share, device = self.weights.optimizer_share(pp_rank), self.config.trainer.device
+        largest = max(in_layers, others) // element
+        moments.append({"optimizer step": optimizer_temporaries(self.role, share, largest, device)})
+        return max(moments, key=lambda held: sum(held.values()))
+
+
+def most_scored(length: int, response: int, cp_size: int) -> int:
+    """Return how many of a sequence's response tokens, its last ones, the rank with most of them scores."""
+    chunk = length // (2 * cp_size)
+    return min(chunk, response) + min(chunk, max(0, response - length // 2)) if cp_size > 1 else response
+
+
+def passes_of(
+    config: RunConfig, role: RoleSpec, kind: str, pass_spec: PassSpec, dp_size: int, multiple: int, cp_size: int = 1
+) -> Passes:
+    """Return the micro-batches of a pass over a rank's share of the samples of a step, or of a mini-batch.
+
+    Every sequence has the longest length, or the token limit of a pass over cp_size ranks. Examples that an update
+    mixes in count as well. multiple: to which the tokens of a rank's part are padded.
+    """
+    sizes = config.batch_sizes
+    num_samples = sizes.mini_batch_samples(role.settings) if kind == UPDATE else sizes.num_samples
+    own = blocks_of(config, pass_spec, num_samples, dp_size, multiple, cp_size)
+    if kind != UPDATE or role.mixed is None:
+        return own
+    longer = replace(pass_spec, longest=role.mixed.longest, scored=role.mixed.longest - 1)
+    mixed = blocks_of(config, longer, role.mixed.num_examples, dp_size, multiple, cp_size)
+    return replace(largest_of([own, mixed]), num_blocks=own.num_blocks + mixed.num_blocks)
+
+
+def blocks_of(
+    config: RunConfig, pass_spec: PassSpec, num_samples: int, dp_size: int, multiple: int, cp_size: int
+) -> Passes:
+    """Return the micro-batches of a pass over `num_samples` rows."""
+    longest = config.longest_sequence if pass_spec.longest is None else pass_spec.longest
+    length = longest + pass_spec.extra_tokens
+    if pass_spec.max_tokens is not None:
+        length = min(length, pass_spec.max_tokens * cp_size)
+    share = max(1, -(-num_samples // dp_size))
+    if cp_size > 1:
+        length = -(-length // (2 * cp_size)) * 2 * cp_size
+    rows = pass_spec.num_rows if pass_spec.max_tokens is None else max(1, pass_spec.max_tokens * cp_size // length)
+    rows = min(rows, share)
+    response = config.longest_response if pass_spec.scored is None else pass_spec.scored
+    tokens = -(-rows * length // cp_size // multiple) * multiple
+    # With CP the chunks of a rank are gathered as they are, without padding.
+    is_packed = pass_spec.remove_padding and cp_size == 1
+    scored = most_scored(length, min(length, response), cp_size)
+    return Passes(LayerBlock(tokens, tokens, rows * scored, is_packed, length), -(-share // rows))
+
+
+def largest_of(passes: Sequence[Passes]) -> Passes:
+    """Return a bound in every number of passes that may be any of these."""
+    if len(passes) == 1:
+        return passes[0]
+    blocks = [each.block for each in passes]
+    largest = LayerBlock(
+        max(block.tokens for block in blocks),
+        max(block.slots for block in blocks),
+        max(block.response_tokens for block in blocks),
+        any(block.is_packed for block in blocks),
+        max(block.longest for block in blocks),
+    )
+    return Passes(largest, max(each.num_blocks for each in passes))
+
+
+def optimizer_temporaries(role: RoleSpec, share: int, largest: int, device: str) -> int:
+    """Return the bytes of Adam's temporaries. share: elements of the rank's shard. largest: of its largest parameter.
+
+    On a GPU torch's foreach form makes one copy of the shard, the second moments' roots, and changes it in place;
+    weight decay is decoupled, so gradients are not copied. On a CPU the loop over parameters makes two, of one
+    parameter: the root and its quotient. That the quotient of the parameter before is still there is not counted.
+    """
+    if device == "cuda":
+        return int(share * FP32 * (1 - offloaded_share(role)))
+    return 2 * FP32 * min(share, largest)
+
+
+def offloaded_share(role: RoleSpec) -> float:
+    """Return the share of a trained role's parameters whose optimizer state is on the host."""
+    override = role.settings.optim.override_optimizer_config
+    return override.optimizer_offload_fraction if override.optimizer_cpu_offload else 0.0
