@@ -8,7 +8,7 @@ import pytest
 from placing import MODELS, REPOSITORY, request
 
 from megatron_rl.ledger.mapping.grids import Grid
-from megatron_rl.ledger.mapping.shards import ActorBytes, rollout_shard
+from megatron_rl.ledger.mapping.transition_seconds import ActorBytes, rollout_shard
 from megatron_rl.model.families import VOCAB_PADDING, tensors_of
 from megatron_rl.parallel.sharding import Place, shard_of
 

@@ -1,7 +1,8 @@
 """Placements that `map` offers, checked and counted like a run: preflight, memory plan, step time.
 
-The search works with closed forms. Here the configuration is built, every rule is checked, the memory of the sampled
-stages is counted exactly, and the step is timed with the bytes of the exchange plan.
+The search counts roles and their passes exactly, but the transition by closed forms and no message in flight. Here the
+configuration is built, every rule is checked, the whole memory of the sampled stages is counted, and the step is timed
+with the bytes of the exchange plan.
 """
 
 from __future__ import annotations

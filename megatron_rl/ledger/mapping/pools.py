@@ -14,7 +14,7 @@ from megatron_rl.config.roles import ACTOR, ROLLOUT
 from megatron_rl.ledger.mapping.grids import Grid, GridShape, Room, grids
 from megatron_rl.ledger.mapping.map_work import LEVELS, MapWork, rollout_sizes
 from megatron_rl.ledger.mapping.pass_cuts import OnGrid, Option
-from megatron_rl.ledger.mapping.shards import (
+from megatron_rl.ledger.mapping.transition_seconds import (
     ActorBytes,
     in_place_seconds,
     received_seconds,

@@ -84,9 +84,8 @@ class RoleLedger:
     def recomputed_share(self, recompute: Recompute | None = None) -> float:
         """Return the share of the model's forward pass that runs twice. recompute: None: the configured one."""
         recompute = Recompute.of(self.role.megatron) if recompute is None else recompute
-        return recompute.share([size for stage in self.stages.chunk_sizes for size in stage]) + self.layer.share_again(
-            recompute.parts
-        )
+        sizes = [size for stage in self.stages.chunk_sizes for size in stage]
+        return recompute.share(sizes) + self.layer.share_again(recompute.parts)
 
     # Permanent tensors
 

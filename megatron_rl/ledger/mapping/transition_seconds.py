@@ -1,4 +1,4 @@
-"""Closed forms of `map` for the policy's bytes in a transition, and its seconds.
+"""Seconds of a transition as the search of `map` judges them: closed forms of the policy's bytes.
 
 in place       a rank receives M / t_g less what it holds; bytes that its node lacks cross the network once for the
                node's ranks that need the same, and are passed on inside
