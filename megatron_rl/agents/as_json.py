@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_rl.agents.observation import FAILURES, EpisodeFailure, Observation, ToolCall, Turn, is_message
+from megatron_rl.agents.observation import (
+    FAILURES,
+    EpisodeFailure,
+    Observation,
+    Opening,
+    ToolCall,
+    Turn,
+    is_message,
+    opening_of,
+)
 from megatron_rl.plain_values import finite_number
 
-Answer = Observation | EpisodeFailure
+Answer = Observation | Opening | EpisodeFailure
 Played = tuple[Turn, Observation]
 """A turn with its answer."""
 
@@ -25,6 +34,8 @@ def answer_from_json(content: Any) -> Answer:
     try:
         if content.keys() == {"cause", "reason"} and content["cause"] in FAILURES:
             return EpisodeFailure(content["cause"], str(content["reason"]))
+        if content.keys() == {"messages", "tools"}:
+            return opening_of(Opening(tuple(content["messages"]), tuple(content["tools"])))
         messages, reward, is_done, counts = (content[name] for name in ("messages", "reward", "is_done", "counts"))
         is_valid = isinstance(is_done, bool) and type(reward) is float and all(map(is_message, messages))
         if is_valid and all(finite_number(value) is not None for value in counts.values()):
@@ -34,23 +45,41 @@ def answer_from_json(content: Any) -> Answer:
     raise ValueError(f"{content!r:.80}")
 
 
-def played_as_json(played: Mapping[int, tuple[list[Played], EpisodeFailure | None]]) -> str:
-    """Return JSON of episode -> its turns with their answers, and why it failed or None."""
+@dataclass(frozen=True)
+class EpisodeRecord:
+    """What a checkpoint keeps of an episode beside its tokens. turns: with their answers. failure: why it failed.
+
+    opening: how it began, with `prompt_ids` in place of the dataset's; None where it began with the dataset's prompt.
+    """
+
+    turns: Sequence[Played] = ()
+    failure: EpisodeFailure | None = None
+    opening: Opening | EpisodeFailure | None = None
+    prompt_ids: tuple[int, ...] = ()
+
+
+def records_as_json(records: Mapping[int, EpisodeRecord]) -> str:
+    """Return JSON of the records of episodes by their numbers."""
     content = {
-        number: [[[asdict(turn), asdict(answer)] for turn, answer in turns], failure and asdict(failure)]
-        for number, (turns, failure) in played.items()
+        number: [
+            [[asdict(turn), asdict(answer)] for turn, answer in record.turns],
+            record.failure and asdict(record.failure),
+            *([] if record.opening is None else [asdict(record.opening), record.prompt_ids]),
+        ]
+        for number, record in records.items()
     }
     return json.dumps(content)
 
 
-def played_from_json(content: bytes) -> dict[int, tuple[list[Played], EpisodeFailure | None]]:
-    """Return what `played_as_json` was given. Raises ValueError, KeyError, TypeError for anything else."""
-    played: dict[int, tuple[list[Played], EpisodeFailure | None]] = {}
-    for number, (turns, failed) in json.loads(content).items():
+def records_from_json(content: bytes) -> dict[int, EpisodeRecord]:
+    """Return what `records_as_json` was given. Raises ValueError, KeyError, TypeError for anything else."""
+    records: dict[int, EpisodeRecord] = {}
+    for number, (turns, failed, *began) in json.loads(content).items():
         answers = [(turn_from_json(turn), answer_from_json(answer)) for turn, answer in turns]
         known = [(turn, answer) for turn, answer in answers if isinstance(answer, Observation)]
         failure = None if failed is None else answer_from_json(failed)
-        if isinstance(failure, Observation) or len(known) < len(answers):
+        opening, prompt_ids = (answer_from_json(began[0]), tuple(began[1])) if began else (None, ())
+        if len(known) < len(answers) or isinstance(failure, Observation | Opening) or isinstance(opening, Observation):
             raise ValueError(f"the turns of episode {number} are not what a run writes")
-        played[int(number)] = known, failure
-    return played
+        records[int(number)] = EpisodeRecord(known, failure, opening, prompt_ids)
+    return records

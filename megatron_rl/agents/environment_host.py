@@ -6,20 +6,23 @@ its process has died or the run has resumed, a fresh one plays them first, and m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.agents.as_json import Played
+from megatron_rl.agents.as_json import Answer, Played
 from megatron_rl.agents.observation import (
     Environment,
+    EpisodeError,
     EpisodeFailure,
     Observation,
+    Opening,
     TaskRow,
     TextLimit,
     Turn,
     observation_of,
+    opening_of,
     settled,
 )
 from megatron_rl.plain_values import describe_error
@@ -27,12 +30,16 @@ from megatron_rl.plain_values import describe_error
 
 @dataclass(frozen=True)
 class TurnJob:
-    """Play `turn` in the environment of an episode. before: its earlier turns. row: its task."""
+    """Play `turn` in the environment of an episode; None: begin the episode. row: its task.
+
+    before: its earlier turns. opening: how it began, if its environment has begun it.
+    """
 
     episode: int
     row: TaskRow
     before: tuple[Played, ...]
-    turn: Turn
+    turn: Turn | None
+    opening: Opening | None = None
 
 
 @dataclass
@@ -49,11 +56,20 @@ class Forget:
 
 
 class EnvironmentHost:
-    """Keeps environments by episode."""
+    """Keeps environments by episode. opens: they begin their episodes."""
 
-    def __init__(self, make: Callable[[], Environment], is_async: bool, limit: TextLimit) -> None:
-        """make: returns a fresh environment. is_async: some of its methods are. limit: of messages."""
-        self._make, self._is_async, self._limit = make, is_async, limit
+    def __init__(
+        self,
+        make: Callable[[], Environment],
+        is_async: bool,
+        limit: TextLimit,
+        opens: bool = False,
+        close: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """make: returns a fresh environment. is_async: some of its methods are. limit: of messages. close: ends what
+        all of them share.
+        """
+        self._make, self._is_async, self._limit, self.opens, self._close = make, is_async, limit, opens, close
         self._kept: dict[int, _Kept] = {}
 
     def do(self, message: TurnJob | Forget) -> Any:
@@ -61,12 +77,21 @@ class EnvironmentHost:
         waiting = self._forget(message.episode) if isinstance(message, Forget) else self._answer(message)
         return waiting if self._is_async else _result(waiting)
 
-    async def _answer(self, job: TurnJob) -> Observation | EpisodeFailure:
+    async def close(self) -> None:
+        """Drop all environments, and what makes them."""
+        for episode in list(self._kept):
+            await self._forget(episode)
+        if self._close is not None:
+            await self._close()
+
+    async def _answer(self, job: TurnJob) -> Answer:
         try:
             answer = await self._play(job)
+        except EpisodeError as error:
+            answer = EpisodeFailure(error.cause, str(error))
         except Exception as error:
             answer = EpisodeFailure("raised", f"the environment raised {describe_error(error)}")
-        if isinstance(answer, EpisodeFailure) or answer.is_done:
+        if isinstance(answer, EpisodeFailure) or (isinstance(answer, Observation) and answer.is_done):
             await self._forget(job.episode)
         return answer
 
@@ -78,25 +103,38 @@ class EnvironmentHost:
             with suppress(Exception):
                 await settled(close())
 
-    async def _play(self, job: TurnJob) -> Observation | EpisodeFailure:
+    async def _play(self, job: TurnJob) -> Answer:
         kept = self._kept.get(job.episode)
+        if job.turn is None:
+            kept, opening = await self._begun(job)
+            return opening if opening is not None else EpisodeFailure("no_answer", "the environment has no opening")
         if kept is None or kept.before != list(job.before):
-            kept = self._kept[job.episode] = _Kept(self._make())
-            await settled(kept.environment.reset(job.row))
+            kept, opening = await self._begun(job)
+            if opening != job.opening:
+                return _differs("began with", opening, job.opening)
             needed = () if getattr(kept.environment, "keeps_nothing", False) else job.before
             for number, (turn, answer) in enumerate(needed):
                 again = await self._step(kept.environment, turn)
                 if again != answer:
-                    return EpisodeFailure(
-                        "not_repeatable",
-                        f"the environment was played again and answered turn {number + 1} with {again!r:.200} instead "
-                        f"of {answer!r:.200}",
-                    )
+                    return _differs(f"answered turn {number + 1} with", again, answer)
             kept.before = list(job.before)
         last = await self._step(kept.environment, job.turn)
         if isinstance(last, Observation):
             kept.before.append((job.turn, last))
         return last
+
+    async def _begun(self, job: TurnJob) -> tuple[_Kept, Opening | None]:
+        """A fresh environment, prepared for its task, and how its episode begins."""
+        await self._forget(job.episode)
+        kept = self._kept[job.episode] = _Kept(self._make())
+        environment: Any = kept.environment
+        await settled(environment.reset(job.row))
+        if not self.opens:
+            return kept, None
+        try:
+            return kept, opening_of(await settled(environment.opening()))
+        except ValueError as error:
+            raise EpisodeError("no_answer", str(error)) from None
 
     async def _step(self, environment: Environment, turn: Turn) -> Observation | EpisodeFailure:
         value: Any = await settled(environment.step(turn))
@@ -104,6 +142,11 @@ class EnvironmentHost:
             return observation_of(value, self._limit)
         except ValueError as error:
             return EpisodeFailure("no_answer", str(error))
+
+
+def _differs(what: str, again: object, before: object) -> EpisodeFailure:
+    reason = f"the environment was played again and {what} {again!r:.200} instead of {before!r:.200}"
+    return EpisodeFailure("not_repeatable", reason)
 
 
 def _result(waiting: Coroutine[Any, Any, Any]) -> Any:

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 from megatron_rl.agents.as_json import Answer, answer_from_json
 from megatron_rl.agents.environment_host import EnvironmentHost, Forget, TurnJob
@@ -18,22 +18,10 @@ from megatron_rl.user_code.work_processes import WorkProcesses
 METHODS = ("reset", "step")
 
 
-@dataclass(frozen=True)
 class EnvironmentSource:
-    """The class `name` in the file `path`; kwargs: of its constructor. key: of the path in the configuration. limit: of
-    messages.
-    """
+    """Makes the host of environments in each process that keeps some. It is pickled. noun: what the user's code is."""
 
-    path: str
-    name: str
-    key: str
-    kwargs: dict[str, Any]
-    limit: TextLimit
-
-    @property
-    def noun(self) -> str:
-        """What the user's code is."""
-        return "the environment"
+    noun = "the environment"
 
     @property
     def timeout_key(self) -> str:
@@ -41,14 +29,12 @@ class EnvironmentSource:
         return "multi_turn.tool_timeout_s"
 
     def load(self) -> Callable[[TurnJob | Forget], Any]:
-        """Return what plays jobs. Raises ConfigError where the class cannot be loaded."""
+        """Return what plays jobs. Raises ConfigError where the user's code cannot be loaded."""
         return self.host().do
 
     def host(self) -> EnvironmentHost:
-        """Return a host of environments. Raises ConfigError where the class cannot be loaded."""
-        kind: Any = load_class(self.path, self.key, self.name, METHODS)
-        is_async = any(inspect.iscoroutinefunction(getattr(kind, name, None)) for name in (*METHODS, "close"))
-        return EnvironmentHost(lambda: kind(**self.kwargs), is_async, self.limit)
+        """Return a host of environments. Raises ConfigError where the user's code cannot be loaded."""
+        raise NotImplementedError
 
     def written(self, answer: Answer) -> Any:
         """Return an answer as JSON values."""
@@ -67,13 +53,45 @@ class EnvironmentSource:
         return EpisodeFailure("no_answer", reason)
 
 
+@dataclass(frozen=True)
+class ClassSource(EnvironmentSource):
+    """The class `name` in the file `path`; kwargs: of its constructor. key: of the path in the configuration. limit: of
+    messages.
+    """
+
+    path: str
+    name: str
+    key: str
+    kwargs: dict[str, Any]
+    limit: TextLimit
+
+    def host(self) -> EnvironmentHost:
+        kind: Any = load_class(self.path, self.key, self.name, METHODS)
+        methods = {name: getattr(kind, name, None) for name in (*METHODS, "opening", "close")}
+        is_async = any(map(inspect.iscoroutinefunction, methods.values()))
+        opens = methods["opening"] is not None
+        return EnvironmentHost(lambda: kind(**self.kwargs), is_async, self.limit, opens)
+
+
 class EnvironmentsHere:
-    """Environments in this process. Nothing ends a step that does not return."""
+    """Environments in this process; a context manager. Nothing ends a step that does not return."""
 
     def __init__(self, host: EnvironmentHost) -> None:
         self._host = host
         self._answers: list[tuple[int, Answer]] = []
         self._loop = asyncio.new_event_loop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._loop.run_until_complete(self._host.close())
+        self._loop.close()
+
+    @property
+    def opens(self) -> bool:
+        """Whether environments begin their episodes."""
+        return self._host.opens
 
     def play(self, number: int, job: TurnJob) -> None:
         """Play a turn."""
@@ -95,9 +113,10 @@ class EnvironmentsHere:
 class EnvironmentProcesses(WorkProcesses):
     """Environments in processes of their own, each episode in one of them; a context manager."""
 
-    def __init__(self, source: EnvironmentSource, num_workers: int, timeout_s: float) -> None:
-        """timeout_s: seconds that an environment may take for one turn."""
+    def __init__(self, source: EnvironmentSource, num_workers: int, timeout_s: float, opens: bool = False) -> None:
+        """timeout_s: seconds that an environment may take for one turn. opens: environments begin their episodes."""
         super().__init__(keeper.KeeperSettings(source, num_workers, timeout_s))
+        self.opens = opens
 
     def play(self, number: int, job: TurnJob) -> None:
         """Have a turn played; the answer comes with `take`."""

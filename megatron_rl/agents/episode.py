@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_rl.agents.as_json import Played
-from megatron_rl.agents.observation import FAILURES, EpisodeFailure, Observation, TaskRow, Turn
+from megatron_rl.agents.as_json import Answer, Played
+from megatron_rl.agents.observation import FAILURES, EpisodeFailure, Observation, Opening, TaskRow, Turn
 from megatron_rl.records import Batch, Sampling, ragged, ragged_from_lengths
 from megatron_rl.rollout.slices import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Drawn
 
@@ -25,10 +25,13 @@ STATES = ("", FINISHED_BY_STOP, FINISHED_BY_LENGTH, FAILED, AWAY)
 
 @dataclass(frozen=True)
 class Reply:
-    """The answer to a turn. token_ids: what the policy reads of it before its next turn."""
+    """The answer to a turn, or how an episode begins: then there is no turn, and token_ids are its prompt.
 
-    turn: Turn
-    answer: Observation | EpisodeFailure
+    token_ids: what the policy reads before its next turn.
+    """
+
+    turn: Turn | None
+    answer: Answer
     token_ids: tuple[int, ...] = ()
 
 
@@ -39,7 +42,7 @@ class Episode:
     token_ids: all tokens after the prompt; is_sampled: of each, whether the policy drew it. log_probs, versions: of
     the sampled ones. played: the turns that have an answer. waits: a turn has ended and has no answer yet.
     finish: why it ended, "" before that. attempt: number of restarts with another seed. experts: those of a finished
-    episode, if they were asked for.
+    episode, if they were asked for. opening: how its environment began it; None: it begins with the dataset's prompt.
     """
 
     prompt_ids: tuple[int, ...]
@@ -55,6 +58,7 @@ class Episode:
     attempt: int = 0
     experts: torch.Tensor | None = None
     failure: EpisodeFailure | None = None
+    opening: Opening | EpisodeFailure | None = None
 
     @property
     def state(self) -> str:
@@ -68,8 +72,8 @@ class Episode:
 
     @property
     def room(self) -> int:
-        """Tokens that may still follow."""
-        return self.sampling.max_tokens - len(self.token_ids)
+        """Tokens that may still follow. The schedule counts requests, so one that could not begin draws a token too."""
+        return 1 if isinstance(self.opening, EpisodeFailure) else self.sampling.max_tokens - len(self.token_ids)
 
     @property
     def turn_ids(self) -> list[int]:
@@ -90,8 +94,18 @@ class Episode:
             total.update(observation.counts)
         return total
 
+    def begin(self, reply: Reply) -> None:
+        """Begin with the opening of the environment in place of the dataset's prompt, or fail."""
+        assert not isinstance(reply.answer, Observation)
+        self.opening = reply.answer
+        if isinstance(reply.answer, Opening):
+            self.prompt_ids = reply.token_ids
+
     def extend(self, new: Drawn, version: int, has_turns: bool) -> None:
         """Add the tokens that a slice drew with the weights of `version`. has_turns: a turn that ends has an answer."""
+        if isinstance(self.opening, EpisodeFailure):
+            self.failure, self.finish = self.opening, FAILED
+            return
         self.token_ids += new.token_ids
         self.is_sampled += [True] * len(new.token_ids)
         self.log_probs += new.log_probs
@@ -106,6 +120,7 @@ class Episode:
         """
         if not self.waits:
             raise ValueError("the episode waits for no answer")
+        assert reply.turn is not None and not isinstance(reply.answer, Opening)
         self.waits = False
         if isinstance(reply.answer, EpisodeFailure):
             self.failure, self.finish = reply.answer, FAILED
@@ -119,8 +134,17 @@ class Episode:
             self.token_ids += reply.token_ids
             self.is_sampled += [False] * len(reply.token_ids)
 
+    def truncate(self) -> None:
+        """Take the tokens so far as the whole episode."""
+        self.finish = FINISHED_BY_LENGTH
+
+    def resample(self) -> None:
+        """Drop all but the prompt and the opening; what follows is drawn again with another seed."""
+        self.forget()
+        self.attempt += 1
+
     def forget(self) -> None:
-        """Drop all but the prompt."""
+        """Drop all but the prompt and the opening."""
         self.token_ids, self.is_sampled, self.log_probs, self.versions, self.played = [], [], [], [], []
         self.waits, self.finish, self.failure = False, "", None
 

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_rl.agents.as_json import Answer
 from megatron_rl.agents.environment_host import TurnJob
 from megatron_rl.agents.episode import Episode, Reply
-from megatron_rl.agents.observation import EpisodeFailure, Turn
-from megatron_rl.agents.tool_parser import ToolParser
+from megatron_rl.agents.observation import EpisodeFailure, Observation, Opening, Turn
+from megatron_rl.agents.turn_reader import TurnReader
 from megatron_rl.agents.turn_renderer import TurnRenderer
 from megatron_rl.data.template_process import TemplateRefusal
 from megatron_rl.errors import ReplayError
 
 
 class Environments(Protocol):
-    """Where environments are."""
+    """Where environments are. opens: they begin their episodes."""
+
+    @property
+    def opens(self) -> bool: ...
 
     def play(self, number: int, job: TurnJob) -> None:
         """Have a turn played; the answer comes with `take`."""
@@ -63,6 +66,19 @@ class Episodes:
         """Answer the turns of all these episodes. Answers to other turns are kept for `take`."""
         for number, episode in waiting.items():
             self.submit(number, episode)
+        return self._awaited(set(waiting))
+
+    def begin(self, new: Mapping[int, Episode]) -> None:
+        """Begin episodes. Where no environment begins them, they keep the dataset's prompt."""
+        begun = {number for number, episode in new.items() if self._begins(number, episode)}
+        for number, reply in self._awaited(begun):
+            new[number].begin(reply)
+
+    def _begins(self, number: int, episode: Episode) -> bool:
+        """Return whether an environment begins this episode; its opening then comes as a reply."""
+        raise NotImplementedError
+
+    def _awaited(self, waiting: Collection[int]) -> Iterator[tuple[int, Reply]]:
         num_open = len(waiting)
         while num_open:
             for number, reply in self._take(waits=True):
@@ -105,6 +121,13 @@ class RecordedEpisodes(Episodes):
             raise ReplayError(f"a turn of request {number} ended that has no answer in the recorded schedule")
         self._ready.append((number, self._recorded[number].popleft()))
 
+    def _begins(self, number: int, episode: Episode) -> bool:
+        recorded = self._recorded[number]
+        if not recorded or recorded[0].turn is not None:
+            return False
+        self.submit(number, episode)
+        return True
+
     def _replies(self, waits: bool) -> list[tuple[int, Reply]]:
         ready, self._ready = self._ready, []
         return ready
@@ -112,20 +135,28 @@ class RecordedEpisodes(Episodes):
 
 @dataclass(frozen=True)
 class _OpenTurn:
+    """turn: None where the episode begins. last_token: of the turn."""
+
     number: int
-    turn: Turn
-    last_token: int
+    turn: Turn | None = None
+    last_token: int = -1
 
 
 class LiveEpisodes(Episodes):
     """Answers turns by environments."""
 
     def __init__(
-        self, environments: Environments, renderer: TurnRenderer, max_turns: int, parser: ToolParser | None = None
+        self,
+        environments: Environments,
+        renderer: TurnRenderer,
+        reader: TurnReader,
+        max_turns: int,
+        longest_prompt: int = 1 << 62,
     ) -> None:
-        """parser: of tool calls; None: a turn is its text."""
+        """longest_prompt: tokens with which an environment may begin an episode."""
         super().__init__(max_turns)
-        self._environments, self._renderer, self._parser = environments, renderer, parser
+        self._environments, self._renderer, self._reader = environments, renderer, reader
+        self._longest_prompt = longest_prompt
         self._open: dict[int, _OpenTurn] = {}
         self._jobs = itertools.count()
 
@@ -134,10 +165,19 @@ class LiveEpisodes(Episodes):
         return bool(self._open or self._arrived)
 
     def submit(self, number: int, episode: Episode) -> None:
-        ids, job = episode.turn_ids, next(self._jobs)
-        turn = Turn(self._renderer.text_of(ids)) if self._parser is None else self._parser.turn(ids)
-        self._open[job] = _OpenTurn(number, turn, ids[-1])
-        self._environments.play(job, TurnJob(number, episode.row, tuple(episode.played), turn))
+        ids, opening = episode.turn_ids, episode.opening
+        turn = self._reader.turn(ids, opening.tools if isinstance(opening, Opening) else ())
+        self._submit(episode, _OpenTurn(number, turn, ids[-1]))
+
+    def _begins(self, number: int, episode: Episode) -> bool:
+        if self._environments.opens:
+            self._submit(episode, _OpenTurn(number))
+        return self._environments.opens
+
+    def _submit(self, episode: Episode, new: _OpenTurn) -> None:
+        job, opening = next(self._jobs), episode.opening if isinstance(episode.opening, Opening) else None
+        self._open[job] = new
+        self._environments.play(job, TurnJob(new.number, episode.row, tuple(episode.played), new.turn, opening))
 
     def forget(self, number: int) -> None:
         self._open = {job: known for job, known in self._open.items() if known.number != number}
@@ -149,11 +189,19 @@ class LiveEpisodes(Episodes):
         return [(known.number, self._reply(known, answer)) for known, answer in known]
 
     def _reply(self, known: _OpenTurn, answer: Answer) -> Reply:
-        if isinstance(answer, EpisodeFailure) or answer.is_done:
+        if isinstance(answer, EpisodeFailure) or (isinstance(answer, Observation) and answer.is_done):
             return Reply(known.turn, answer)
         try:
+            if isinstance(answer, Opening):
+                return self._begun(answer, self._renderer.beginning(answer))
             ids = self._renderer.following(answer.messages, known.last_token)
         except TemplateRefusal as refusal:
-            reason = f"the chat template refuses the observation: {refusal}"
+            reason = f"the chat template refuses what the environment says: {refusal}"
             return Reply(known.turn, EpisodeFailure("no_answer", reason))
         return Reply(known.turn, answer, tuple(ids))
+
+    def _begun(self, opening: Opening, prompt_ids: Sequence[int]) -> Reply:
+        if len(prompt_ids) <= self._longest_prompt:
+            return Reply(None, opening, tuple(prompt_ids))
+        rule = f"its conversation has {len(prompt_ids)} tokens; data.max_prompt_length={self._longest_prompt}"
+        return Reply(None, EpisodeFailure("no_answer", f"the episode cannot begin: {rule}"))

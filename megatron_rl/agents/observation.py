@@ -9,13 +9,14 @@ An environment is a class in a file of the user's:
         def step(self, turn):           # turn: a `Turn`, what the policy has said
             return "higher", 0.0, False  # observation, reward, done
 
-The observation is a text, a list of messages, or None. Both methods may be async.
+The observation is a text, a list of messages, or None. Both methods may be async. A method `opening` returns the
+conversation with which the episode begins, in place of the dataset's prompt.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,8 +26,11 @@ Message = dict[str, Any]
 TaskRow = Mapping[str, Any]
 """A row of the dataset: data_source, ground_truth, extra_info, index, and sample, the number among its group."""
 
-FAILURES = ("raised", "timed_out", "crashed", "no_answer", "not_repeatable")
-"""Why an episode failed. no_answer: `step` returned something else. not_repeatable: played again, it differed."""
+FAILURES = ("raised", "timed_out", "crashed", "no_answer", "not_repeatable", "branched")
+"""Why an episode failed. no_answer: `step` returned something else. not_repeatable: played again, it differed.
+branched: an agent has changed what was said before."""
+FOLLOWING = ("user", "tool", "system")
+"""Roles of messages that may follow a turn of the policy."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +67,27 @@ class Observation:
 
 
 @dataclass(frozen=True)
+class Opening:
+    """The conversation with which an episode begins. tools: schemas of tools that the chat template is given."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
 class EpisodeFailure:
     """An episode cannot go on. cause: one of `FAILURES`."""
 
     cause: str
     reason: str
+
+
+class EpisodeError(Exception):
+    """An environment cannot go on with its episode. cause: one of `FAILURES`."""
+
+    def __init__(self, cause: str, reason: str) -> None:
+        super().__init__(reason)
+        self.cause = cause
 
 
 class Environment(Protocol):
@@ -137,13 +157,19 @@ def messages_of(said: Any) -> tuple[Message, ...]:
     )
 
 
-def is_message(value: Any) -> bool:
-    """Return whether a value is a message that may follow a turn of the policy."""
-    return (
-        isinstance(value, Mapping)
-        and value.get("role") in ("user", "tool", "system")
-        and isinstance(value.get("content"), str)
-    )
+def opening_of(value: Any) -> Opening:
+    """Return what `opening` has returned, checked: a text is one message of the user. Raises ValueError for others."""
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    opening = value if isinstance(value, Opening) else Opening(tuple(value) if isinstance(value, list) else ())
+    if opening.messages and all(is_message(message, (*FOLLOWING, "assistant")) for message in opening.messages):
+        return opening
+    raise ValueError(f"opening must return a text, or a list of messages; it returned {quote(value)}")
+
+
+def is_message(value: Any, roles: Collection[str] = FOLLOWING) -> bool:
+    """Return whether a value is a message of one of these roles, with a text as content."""
+    return isinstance(value, Mapping) and value.get("role") in roles and isinstance(value.get("content"), str)
 
 
 async def settled(value: Any) -> Any:

@@ -21,10 +21,13 @@ import asyncio
 import inspect
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from megatron_rl.agents.observation import Message, Observation, TaskRow, ToolCall, Turn
+from megatron_rl.agents.environment_host import EnvironmentHost
+from megatron_rl.agents.environment_source import EnvironmentSource
+from megatron_rl.agents.observation import Message, Observation, TaskRow, TextLimit, ToolCall, Turn
 from megatron_rl.config.user_functions import run_file
 from megatron_rl.errors import ConfigError
 from megatron_rl.plain_values import describe_error, plain_text
@@ -78,9 +81,9 @@ class ToolEnvironment:
     keeps_nothing = True
     """Earlier turns need not be played again."""
 
-    def __init__(self, path: str, key: str, max_calls: int, timeout_s: float) -> None:
+    def __init__(self, tools: Mapping[str, Callable[..., Any]], max_calls: int, timeout_s: float) -> None:
         """max_calls: of one turn; further ones are refused. timeout_s: seconds of one call."""
-        self._tools, self._max_calls, self._timeout_s = load_tools(path, key), max_calls, timeout_s
+        self._tools, self._max_calls, self._timeout_s = tools, max_calls, timeout_s
 
     async def reset(self, row: TaskRow) -> None:
         """Nothing is kept."""
@@ -120,6 +123,23 @@ class ToolEnvironment:
         except Exception as error:
             return "raised", f"Error: {describe_error(error)}"
         return "", plain_text(value) if isinstance(value, str) else plain_text(json.dumps(value, default=str))
+
+
+@dataclass(frozen=True)
+class ToolSource(EnvironmentSource):
+    """The tools of the file `path`. key: of the path in the configuration. max_calls, timeout_s: as `ToolEnvironment`.
+    limit: of messages.
+    """
+
+    path: str
+    key: str
+    max_calls: int
+    timeout_s: float
+    limit: TextLimit
+
+    def host(self) -> EnvironmentHost:
+        tools = load_tools(self.path, self.key)
+        return EnvironmentHost(lambda: ToolEnvironment(tools, self.max_calls, self.timeout_s), True, self.limit)
 
 
 def _message(name: str, text: str) -> Message:

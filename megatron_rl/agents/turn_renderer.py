@@ -1,4 +1,4 @@
-"""Turns as text and observations as tokens, exactly as the tokenizer's chat template joins them.
+"""Openings and observations as tokens, exactly as the tokenizer's chat template joins them.
 
 The tokens that were drawn are kept; nothing is rendered a second time. What follows a turn is rendered behind a
 synthetic conversation whose last message is the policy's, and only what the template writes after that message is
@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.agents.observation import Message
+from megatron_rl.agents.observation import Message, Opening
 from megatron_rl.data.template_process import TemplateRefusal, rendered
 
 QUESTION = {"role": "user", "content": "40817263951"}
@@ -39,10 +39,15 @@ class TurnRenderer:
         tools = self._variables.get("tools")
         self._template: str | None = tokenizer.get_chat_template(tools=tools) if is_chat else None
 
-    def text_of(self, token_ids: Sequence[int]) -> str:
-        """Return a turn as text, without the token that ended it and other special tokens."""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        return text
+    def beginning(self, opening: Opening) -> list[int]:
+        """Return the tokens of a conversation with which an episode begins, up to the first turn.
+
+        Raises TemplateRefusal where the template refuses it.
+        """
+        if self._template is None:
+            return self._ids("".join(message["content"] for message in opening.messages))
+        tools = {"tools": list(opening.tools)} if opening.tools else {}
+        return self._ids(self._render(opening.messages, **tools, add_generation_prompt=True))
 
     def following(self, messages: Sequence[Message], last_token: int) -> list[int]:
         """Return the tokens between a turn and the next one: the rest of its end, the messages, and the beginning of
@@ -87,7 +92,7 @@ class TurnRenderer:
             return f"it does not write a message of role {role} as an addition to the conversation before it"
         return None
 
-    def _render(self, messages: Sequence[Message], **options: bool) -> str:
+    def _render(self, messages: Sequence[Message], **options: Any) -> str:
         assert self._template is not None  # callers ask
         text = rendered(self._template, self._variables | options, [list(messages)])[0]
         if isinstance(text, TemplateRefusal):

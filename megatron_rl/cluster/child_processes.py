@@ -46,6 +46,11 @@ def die_with(parent: int) -> None:
         os._exit(0)
 
 
+def variables_with(**more: str) -> dict[str, str]:
+    """Return the environment of a process that this one starts: its own, and `more`."""
+    return {**os.environ, **more}
+
+
 def how_ended(code: int) -> str:
     """Say how a process with this return code, as of `subprocess.Popen`, has ended."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

@@ -25,12 +25,31 @@ class EnvironmentConfig:
 
 
 @dataclass
+class AgentConfig:
+    """A program of the user's that is the agent. It speaks with the policy through an OpenAI-compatible endpoint."""
+
+    path: FilePath | None = None
+    """Python file with the agent: a function of (task, endpoint), async or not, which returns its reward or None."""
+    name: str = "run"
+    """Function in that file."""
+    command: list[str] | None = None
+    """In place of a function: a command and its arguments. Its task is JSON on standard input; OPENAI_BASE_URL and
+    OPENAI_API_KEY are set. One process for each open episode."""
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there is an agent."""
+        return self.path is not None or self.command is not None
+
+
+@dataclass
 class MultiTurnConfig:
     """Episodes of several turns. data.max_response_length bounds all tokens after the prompt, observations too."""
 
     enable: bool = False
     """Answer every turn that ends by itself, until the environment is done or there is no room for another turn."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     function_tool_path: FilePath | None = None
     """Python file with tools, in place of an environment: functions marked with @tool. A turn without a call is the
     last one; its answer is judged by the rule or by reward models."""
@@ -45,9 +64,15 @@ class MultiTurnConfig:
     tool_response_truncate_side: Annotated[str, OneOf(TRUNCATE_SIDES)] = "middle"
     """Where the text of a longer one is cut: left: its start is kept | middle: both ends | right: its end."""
     tool_timeout_s: Positive = 60.0
-    """Seconds that an environment may take for one turn; then its process is killed and the episode has failed."""
+    """Seconds that an environment may take for one turn, and an agent between two requests; then the episode has failed
+    and what took so long is killed."""
     num_workers: Size = 4
     """Processes in which environments are, in addition to the ranks."""
     max_failed_ratio: UnitInterval = 0.5
     """Largest share of a step's episodes that may fail; beyond it the run ends (exit code 4). A failed episode is not
     trained, and is not compared with the others of its group."""
+
+    @property
+    def rewards(self) -> bool:
+        """Whether an environment or an agent gives rewards."""
+        return self.enable and (self.environment.path is not None or self.agent.is_set)

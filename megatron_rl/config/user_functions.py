@@ -21,8 +21,9 @@ def functions_in(path: str, key: str) -> list[str]:
     return definitions_in(path, key, ast.FunctionDef)
 
 
-def definitions_in(path: str, key: str, kind: type[ast.FunctionDef | ast.ClassDef]) -> list[str]:
-    """Names of the functions, or classes, defined at the top of the file, which is only parsed.
+def definitions_in(path: str, key: str, *kinds: type[ast.stmt]) -> list[str]:
+    """Names of what is defined at the top of the file, which is only parsed. kinds: `ast.FunctionDef`,
+    `ast.AsyncFunctionDef`, `ast.ClassDef`.
 
     Raises ConfigError, naming the configuration key `key`, when it is missing or is no Python.
     """
@@ -33,15 +34,17 @@ def definitions_in(path: str, key: str, kind: type[ast.FunctionDef | ast.ClassDe
         tree = ast.parse(file.read_text())
     except (SyntaxError, ValueError, UnicodeDecodeError) as error:
         raise refused(Violation({key: path}, f"must be a Python file: {error}")) from error
-    return [node.name for node in tree.body if isinstance(node, kind)]
+    return [str(vars(node)["name"]) for node in tree.body if isinstance(node, kinds)]
 
 
-def load_function(path: str, key: str, name: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
+def load_function(
+    path: str, key: str, name: str, arguments: tuple[str, ...], may_be_async: bool = False
+) -> Callable[..., Any]:
     """Run the file and return its function `name`, which must take as many positional arguments as `arguments` names.
 
     Raises ConfigError, naming the configuration key `key`, when the file fails to run or has no such function.
     """
-    names = functions_in(path, key)
+    names = definitions_in(path, key, ast.FunctionDef, *([ast.AsyncFunctionDef] if may_be_async else []))
     if name not in names:
         listing = ", ".join(names) or "no function"
         raise ConfigError(f"{key}={path} must define the function {name}; it defines {listing}")

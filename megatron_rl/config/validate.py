@@ -87,12 +87,21 @@ def turn_problems(config: RunConfig) -> Iterable[Violation]:
     if not config.has_turns:
         return
     key, keys = "actor_rollout_ref.rollout.multi_turn", config.actor_rollout_ref.rollout.multi_turn
-    paths = {f"{key}.environment.path": keys.environment.path, f"{key}.function_tool_path": keys.function_tool_path}
-    if not any(paths.values()):
-        rule = f"must be a Python file, as {key}.enable=true and {key}.function_tool_path=null"
+    answers = {
+        f"{key}.environment.path": keys.environment.path,
+        f"{key}.function_tool_path": keys.function_tool_path,
+        f"{key}.agent.path": keys.agent.path,
+        f"{key}.agent.command": keys.agent.command,
+    }
+    chosen = {name: value for name, value in answers.items() if value is not None}
+    if not chosen:
+        rule = f"must be a Python file, as {key}.enable=true and nothing else answers turns: {', '.join(answers)}"
         yield Violation({f"{key}.environment.path": None}, rule, {f"{key}.enable": False})
-    elif all(paths.values()):
-        yield Violation(paths, "cannot both be set", {f"{key}.function_tool_path": None})
+    elif len(chosen) > 1:
+        _, *others = chosen
+        yield Violation(chosen, "cannot both be set", dict.fromkeys(others))
+    if keys.agent.command == []:
+        yield Violation({f"{key}.agent.command": []}, "must name a program", {f"{key}.agent.command": None})
     if config.returns_experts:
         rule = "must be false: the engine returns experts of a turn, and not of an episode"
         yield Violation({f"{key}.enable": True}, rule, {f"{key}.enable": False})
@@ -107,8 +116,7 @@ def _reward_model_problems(config: RunConfig) -> Iterable[Violation]:
     yield from _further_model_problems(config)
     has_model = reward.enable or bool(config.reward_models)
     key, name = "custom_reward_function.name", "compute_score"
-    environment = config.actor_rollout_ref.rollout.multi_turn.environment.path if config.has_turns else None
-    if not has_model and not has_rule and environment is None:
+    if not has_model and not has_rule and not config.actor_rollout_ref.rollout.multi_turn.rewards:
         rule = "must be a function, as reward_model.enable=false: nothing would be rewarded"
         yield Violation({key: None}, rule, {key: name})
     elif not has_rule and config.custom_reward_function.path is not None:

@@ -8,10 +8,18 @@ from dataclasses import replace
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.agents import tools
-from megatron_rl.agents.environment_source import EnvironmentProcesses, EnvironmentsHere, EnvironmentSource
+from megatron_rl.agents.agent_environment import AgentSource
+from megatron_rl.agents.environment_source import (
+    ClassSource,
+    EnvironmentProcesses,
+    EnvironmentsHere,
+    EnvironmentSource,
+)
 from megatron_rl.agents.episodes import Episodes, LiveEpisodes
 from megatron_rl.agents.observation import TextLimit
 from megatron_rl.agents.tool_parser import ToolParser
+from megatron_rl.agents.tools import ToolSource
+from megatron_rl.agents.turn_reader import TurnReader
 from megatron_rl.agents.turn_renderer import TurnRenderer
 from megatron_rl.config.multi_turn import MultiTurnConfig
 from megatron_rl.config.schema import RunConfig
@@ -19,7 +27,6 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.roles.rollout import eos_token_ids
 
 KEY = "actor_rollout_ref.rollout.multi_turn"
-TOOLS_FILE = tools.__file__
 
 
 def with_tools(config: RunConfig) -> RunConfig:
@@ -45,40 +52,50 @@ def open_episodes(
     """
     if not config.has_turns:
         return None
-    if len(are_chats) > 1:
-        raise ConfigError(f"{KEY}.enable=true needs prompts of one form: some here are messages, some are texts")
     keys, path = config.actor_rollout_ref.rollout.multi_turn, config.actor_rollout_ref.model.path
+    if len(are_chats) > 1 and not keys.agent.is_set:
+        raise ConfigError(f"{KEY}.enable=true needs prompts of one form: some here are messages, some are texts")
+    is_chat = keys.agent.is_set or True in are_chats
+    if is_chat and tokenizer.chat_template is None:
+        raise ConfigError(f"{KEY}.agent needs a chat template, and the tokenizer of {path} has none")
     kwargs, eos = config.data.apply_chat_template_kwargs, eos_token_ids(path)
-    renderer = TurnRenderer(tokenizer, eos, kwargs, is_chat=True in are_chats)
+    renderer = TurnRenderer(tokenizer, eos, kwargs, is_chat)
     problem = renderer.append_problem("user" if keys.function_tool_path is None else "tool")
     if problem is not None:
         raise ConfigError(f"{KEY}.enable=true: the chat template of {path} cannot go on with a conversation: {problem}")
-    source, parser = environment_source(keys), None
-    if keys.function_tool_path is not None:
-        parser = ToolParser(keys.format, f"{KEY}.format", tokenizer, kwargs["tools"], eos)
-    here = EnvironmentsHere(source.host()) if local else None
-    environments = here or opened.enter_context(EnvironmentProcesses(source, keys.num_workers, source_timeout_s(keys)))
-    return LiveEpisodes(environments, renderer, keys.max_assistant_turns or config.data.max_response_length, parser)
+    reader = TurnReader(
+        tokenizer,
+        lambda tools: ToolParser(keys.format, f"{KEY}.format", tokenizer, tools, eos),
+        () if keys.function_tool_path is None else kwargs["tools"],
+    )
+    environments = open_environments(keys, local, opened)
+    max_turns = keys.max_assistant_turns or config.data.max_response_length
+    return LiveEpisodes(environments, renderer, reader, max_turns, config.data.max_prompt_length)
+
+
+def open_environments(keys: MultiTurnConfig, local: bool, opened: ExitStack) -> EnvironmentsHere | EnvironmentProcesses:
+    """Return environments in this process (local), or start processes for them.
+
+    Raises ConfigError where the user's code cannot be loaded.
+    """
+    source = environment_source(keys)
+    host = source.host()
+    if local:
+        return opened.enter_context(EnvironmentsHere(host))
+    # Tools and agents have limits of their own, which end first and cost no other episode its process.
+    own_limits = 1 if isinstance(source, ClassSource) else 2
+    return opened.enter_context(
+        EnvironmentProcesses(source, keys.num_workers, own_limits * keys.tool_timeout_s, host.opens)
+    )
 
 
 def environment_source(keys: MultiTurnConfig) -> EnvironmentSource:
-    """Return where environments come from: the user's class, or the one that calls the user's tools.
-
-    Raises ConfigError where it cannot be loaded.
-    """
+    """Return where environments come from: the user's class, tools or agent."""
     limit = TextLimit(keys.max_tool_response_length, keys.tool_response_truncate_side)
-    own, tool_path = keys.environment, keys.function_tool_path
-    if tool_path is None:
-        assert own.path is not None  # the configuration's rules
-        source = EnvironmentSource(own.path, own.name, f"{KEY}.environment.path", own.kwargs, limit)
-    else:
-        key, limits = f"{KEY}.function_tool_path", (keys.max_parallel_calls, keys.tool_timeout_s)
-        kwargs = dict(zip(("path", "key", "max_calls", "timeout_s"), (tool_path, key, *limits), strict=True))
-        source = EnvironmentSource(TOOLS_FILE, "ToolEnvironment", key, kwargs, limit)
-    source.host()
-    return source
-
-
-def source_timeout_s(keys: MultiTurnConfig) -> float:
-    """Seconds that a process may take for one turn. Tools have limits of their own, which end first."""
-    return keys.tool_timeout_s * (1 if keys.function_tool_path is None else 2)
+    own, agent, tool_path, timeout_s = keys.environment, keys.agent, keys.function_tool_path, keys.tool_timeout_s
+    if agent.is_set:
+        return AgentSource(agent.path, agent.name, f"{KEY}.agent.path", tuple(agent.command or ()), timeout_s)
+    if tool_path is not None:
+        return ToolSource(tool_path, f"{KEY}.function_tool_path", keys.max_parallel_calls, timeout_s, limit)
+    assert own.path is not None  # the configuration's rules
+    return ClassSource(own.path, own.name, f"{KEY}.environment.path", own.kwargs, limit)

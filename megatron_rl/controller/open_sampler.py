@@ -22,6 +22,7 @@ from megatron_rl.sampling.group_filter import GroupFilter
 from megatron_rl.sampling.journal import (
     SCHEDULE_FILE,
     Began,
+    EpisodeBegan,
     Event,
     Journal,
     Recorder,
@@ -135,7 +136,7 @@ def open_schedule(
         events = read_schedule_file(replay)
         refuse_other_settings(replay, events, settings)
         decider = Replay(rules, num_replicas, events)
-        replies = [(event.request, event.reply) for event in events if isinstance(event, TurnAnswered)]
+        replies = [(event.request, event.reply) for event in events if isinstance(event, TurnAnswered | EpisodeBegan)]
     if saved is not None:
         last_batch = max(last_batch, rules.batch_of(saved["next_new"] - 1))
     journal = open_journal(folder, saved, settings)

@@ -167,7 +167,7 @@ class Data:
     @classmethod
     def read(cls, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Data:
         """Raises ConfigError."""
-        data, keeps_text = config.data, any(role.reads_text for role in roles_of(config))
+        data, keeps_text = config.data, config.has_turns or any(role.reads_text for role in roles_of(config))
         num_tokens = model_facts(config.actor_rollout_ref.model.path).get("vocab_size")
         train, val = (
             PromptDataset(as_list(files), tokenizer, data, is_judged, keeps_text, num_tokens)

@@ -72,11 +72,11 @@ class PromptValidation(Validation):
         """Validate now; keeps mean reward, mean accuracy and a few rows."""
         prompts = self.data.batch(range(len(self.data))).repeat(self.config.actor_rollout_ref.rollout.val_kwargs.n)
         with self.logger.clock.phase("testing"):
-            batch = SampledBatch(step, prompts, self.sampler.answer(prompts, self.sampler.val_sampling()))
+            batch = SampledBatch(step, *self.sampler.answer(prompts, self.sampler.val_sampling()))
             score(self.scorers, batch)
             scored = batch.all_scored
-            self.logger.save_samples(self.config.trainer.validation_data_dir, prompts, scored, step)
-            self.logger.save_generations(prompts, scored, step)
+            self.logger.save_samples(self.config.trainer.validation_data_dir, batch.prompts, scored, step)
+            self.logger.save_generations(batch.prompts, scored, step)
             variables = scored.variables() | {"reward": batch.rows["scores"].tolist()}
             self.logger.val_rewards.append(mean(variables["reward"]))
             if "acc" in variables:

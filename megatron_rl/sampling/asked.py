@@ -11,7 +11,7 @@ from megatron_rl.cluster.routing import chunk_sizes
 from megatron_rl.records import Batch, Prompts, Sampling
 from megatron_rl.rollout.slices import Slice, SliceReport, Start
 from megatron_rl.sampling.driver import Driver, advance
-from megatron_rl.sampling.open_answers import SeedOf, new_episodes, start_of
+from megatron_rl.sampling.open_answers import SeedOf, begun_prompts, new_episodes, start_of
 
 
 class Asked:
@@ -23,7 +23,12 @@ class Asked:
     def __init__(self, prompts: Prompts, sampling: Sampling, seed_of: SeedOf, episodes: Episodes | None) -> None:
         """episodes: answers turns; None: the first turn is the last."""
         self._rows = {-1 - row: episode for row, episode in enumerate(new_episodes(prompts, sampling))}
-        self._seed_of, self._episodes = seed_of, episodes
+        self._prompts, self._seed_of, self._episodes = prompts, seed_of, episodes
+
+    def begin(self) -> None:
+        """Have environments begin their episodes; call it before all others, in the thread of `note`."""
+        if self._episodes is not None:
+            self._episodes.begin(self._rows)
 
     @property
     def is_answered(self) -> bool:
@@ -50,9 +55,12 @@ class Asked:
             for request, reply in self._episodes.play(waiting):
                 waiting[request].take(reply, self._episodes.max_turns)
 
-    def rows(self) -> Batch:
-        """Prompts with their answers."""
-        return rows_of(list(self._rows.values()), with_versions=False, has_turns=self._episodes is not None)
+    def rows(self) -> tuple[Prompts, Batch]:
+        """Prompts as their episodes have begun, and their answers."""
+        episodes = list(self._rows.values())
+        return begun_prompts(self._prompts, episodes), rows_of(
+            episodes, with_versions=False, has_turns=self._episodes is not None
+        )
 
 
 def ask_replicas(driver: Driver, asked: Asked, version: int) -> bool:

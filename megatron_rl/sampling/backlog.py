@@ -87,13 +87,14 @@ class Backlog:
     def apply_decisions(self) -> None:
         """Change the answers as the decider has decided since the last call."""
         for decision in self.decider.take_decisions():
+            episode = self.answers.episode(decision.request)
             match decision.kind:
                 case "truncate":
-                    self.answers.truncate(decision.request)
+                    episode.truncate()
                 case "resample":
-                    self.answers.resample(decision.request)
+                    episode.resample()
                 case "forget":
-                    self.answers.forget([decision.request])
+                    episode.forget()
             self._forget([decision.request])
 
     def _forget(self, requests: Iterable[int]) -> None:

@@ -30,7 +30,7 @@ class GroupFilter(PoolSampler):
         """The batch of a step, with scores. After `max_num_gen_batches` batches groups with equal scores fill it up."""
         batch = self._filtered(step)
         if self.needs_greedy:
-            batch.greedy = self.answer(batch.prompts.one_per_group(), self.greedy())
+            batch.greedy = self.answer(batch.prompts.one_per_group(), self.greedy())[1]
         return batch
 
     def _filtered(self, step: int) -> SampledBatch:
@@ -56,8 +56,8 @@ class GroupFilter(PoolSampler):
         """One more batch of a step, with scores. Its group numbers and seeds are none of an earlier one's."""
         prompts = self.next_prompts(self.cursor)
         prompts.uid = prompts.uid + sum(len(batch.prompts) for batch in earlier)
-        rows = self.answer(prompts, self.sampling(step + SALT_STRIDE * len(earlier)))
-        batch = SampledBatch(step, prompts, rows)
+        sampling = self.sampling(step + SALT_STRIDE * len(earlier))
+        batch = SampledBatch(step, *self.answer(prompts, sampling))
         score([self.scorer], batch)
         return batch
 

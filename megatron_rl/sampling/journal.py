@@ -53,14 +53,33 @@ class TurnAnswered:
     answer: dict[str, Any]
     token_ids: tuple[int, ...] = ()
 
-    @classmethod
-    def of(cls, request: int, reply: Reply) -> TurnAnswered:
-        return cls(request, asdict(reply.turn), asdict(reply.answer), reply.token_ids)
-
     @property
     def reply(self) -> Reply:
         """The answer. Raises ValueError for a line that no run writes."""
         return Reply(turn_from_json(self.turn), answer_from_json(self.answer), self.token_ids)
+
+
+@dataclass(frozen=True)
+class EpisodeBegan:
+    """The environment of a request has begun its episode with token_ids, or failed to."""
+
+    event: ClassVar[str] = "opened"
+    request: int
+    answer: dict[str, Any]
+    token_ids: tuple[int, ...] = ()
+
+    @property
+    def reply(self) -> Reply:
+        """How it began. Raises ValueError for a line that no run writes."""
+        return Reply(None, answer_from_json(self.answer), self.token_ids)
+
+
+def reply_event(request: int, reply: Reply) -> TurnAnswered | EpisodeBegan:
+    """The event of an answer to a turn, or of the beginning of an episode."""
+    answer = asdict(reply.answer)
+    if reply.turn is None:
+        return EpisodeBegan(request, answer, reply.token_ids)
+    return TurnAnswered(request, asdict(reply.turn), answer, reply.token_ids)
 
 
 @dataclass(frozen=True)
@@ -134,6 +153,7 @@ Event = (
     Began
     | SliceDone
     | TurnAnswered
+    | EpisodeBegan
     | ReplicaLost
     | ReplicaBack
     | VersionReady

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_rl.agents.as_json import played_as_json, played_from_json
+from megatron_rl.agents.as_json import EpisodeRecord, records_as_json, records_from_json
 from megatron_rl.agents.episode import STATES, Episode, Reply, rows_of
-from megatron_rl.records import Batch, Prompts, Sampling
-from megatron_rl.rollout.slices import FINISHED_BY_LENGTH, Drawn, Start
+from megatron_rl.agents.observation import Opening
+from megatron_rl.records import Batch, Conversation, Prompts, Sampling, ragged
+from megatron_rl.rollout.slices import Drawn, Start
 
 SeedOf = Callable[[int, int, int, int, int], int]
 """(salt, prompt index, sample, attempt, number of tokens after the prompt) -> seed."""
@@ -75,21 +76,6 @@ class OpenAnswers:
         """Requests whose turn waits for its answer."""
         return [request for request, episode in self._kept(0).items() if episode.waits]
 
-    def forget(self, requests: Iterable[int]) -> None:
-        """Drop the tokens of requests, which are drawn again with the same seeds."""
-        for request in requests:
-            self.episode(request).forget()
-
-    def truncate(self, request: int) -> None:
-        """Take the tokens so far as the answer."""
-        self.episode(request).finish = FINISHED_BY_LENGTH
-
-    def resample(self, request: int) -> None:
-        """Drop the tokens of a request, which is drawn again with another seed."""
-        episode = self.episode(request)
-        episode.forget()
-        episode.attempt += 1
-
     def batch(self, step: int) -> tuple[Prompts, Batch, Batch | None]:
         """Prompts of a step, their rows, and greedy answers or None. Raises ValueError if an answer is not
         finished.
@@ -100,7 +86,18 @@ class OpenAnswers:
             raise ValueError(f"rows {unfinished[:8]} of batch {step} are not finished")
         num_rows = len(batch.prompts)
         greedy = None if batch.greedy is None else self._rows(batch.episodes[num_rows:])
-        return batch.prompts, self._rows(self.sampled_episodes(step)), greedy
+        sampled = self.sampled_episodes(step)
+        return begun_prompts(batch.prompts, sampled), self._rows(sampled), greedy
+
+    @property
+    def unbegun(self) -> dict[int, Episode]:
+        """Episodes that have the dataset's prompt, and no token yet."""
+        return {
+            (step - 1) * self.batch_rows + row: episode
+            for step, batch in sorted(self._batches.items())
+            for row, episode in enumerate(batch.episodes)
+            if episode.opening is None and not (episode.token_ids or episode.finish)
+        }
 
     def sampled_episodes(self, step: int) -> list[Episode]:
         """The episodes of a step's rows, without greedy answers."""
@@ -120,15 +117,19 @@ class OpenAnswers:
         """The episodes of batches after a step, for a checkpoint; prompts are not among them and are read again.
 
         requests int64 [N, 4]: number, attempt, length, state (see `STATES`). Of all requests end to end: token_ids
-        int64 and is_sampled bool [T]; of the sampled ones versions int64 and log_probs float32. played uint8: turns
-        with their answers, and failures (`played_as_json`).
+        int64 and is_sampled bool [T]; of the sampled ones versions int64 and log_probs float32. played uint8: what
+        `records_as_json` returns.
         """
         kept = self._kept(after_step)
         rows = [[number, e.attempt, len(e.token_ids), STATES.index(e.state)] for number, e in kept.items()]
         episodes = kept.values()
-        played = {number: (e.played, e.failure) for number, e in kept.items() if e.played or e.failure}
+        records = {
+            number: EpisodeRecord(e.played, e.failure, e.opening, () if e.opening is None else e.prompt_ids)
+            for number, e in kept.items()
+            if e.played or e.failure or e.opening
+        }
         return {
-            "played": torch.tensor(list(played_as_json(played).encode()), dtype=torch.uint8),
+            "played": torch.tensor(list(records_as_json(records).encode()), dtype=torch.uint8),
             "requests": torch.tensor(rows, dtype=torch.int64).reshape(-1, 4),
             "token_ids": torch.tensor([token for e in episodes for token in e.token_ids], dtype=torch.int64),
             "is_sampled": torch.tensor([value for e in episodes for value in e.is_sampled], dtype=torch.bool),
@@ -156,9 +157,10 @@ class OpenAnswers:
             episode.token_ids, episode.is_sampled = token_ids.tolist(), mask.tolist()
             episode.versions, episode.log_probs = versions.tolist(), log_probs.tolist()
         played = bytes(tensors["played"].tolist()) if "played" in tensors else b"{}"
-        for request, (turns, failure) in played_from_json(played).items():
+        for request, record in records_from_json(played).items():
             episode = self.episode(request)
-            episode.played, episode.failure = turns, failure
+            episode.played, episode.failure, episode.opening = list(record.turns), record.failure, record.opening
+            episode.prompt_ids = record.prompt_ids or episode.prompt_ids
 
     def _kept(self, after_step: int) -> dict[int, Episode]:
         return {
@@ -166,7 +168,7 @@ class OpenAnswers:
             for step, batch in sorted(self._batches.items())
             if step > after_step
             for row, episode in enumerate(batch.episodes)
-            if episode.token_ids or episode.attempt or episode.finish
+            if episode.token_ids or episode.attempt or episode.finish or episode.opening
         }
 
     def _rows(self, episodes: list[Episode]) -> Batch:
@@ -178,12 +180,30 @@ def new_episodes(prompts: Prompts | None, sampling: Sampling) -> list[Episode]:
     if prompts is None:
         return []
     columns = (prompts.index.tolist(), prompts.sample.tolist(), prompts.prompt_ids.unbind())
-    tasks = (prompts.data_source, prompts.ground_truth, prompts.extra_info)
-    names = ("index", "sample", "data_source", "ground_truth", "extra_info")
+    texts: Sequence[Conversation | None] = prompts.raw_prompt or [None] * len(prompts)
+    tasks = (prompts.data_source, prompts.ground_truth, prompts.extra_info, texts)
+    names = ("index", "sample", "data_source", "ground_truth", "extra_info", "prompt")
     return [
         Episode(tuple(ids.tolist()), dict(zip(names, (index, sample, *task), strict=True)), sampling)
         for index, sample, ids, *task in zip(*columns, *tasks, strict=True)
     ]
+
+
+def begun_prompts(prompts: Prompts, episodes: Sequence[Episode]) -> Prompts:
+    """Return the prompts as their episodes have begun, by an environment or with the dataset's."""
+    openings = [episode.opening for episode in episodes]
+    if not any(isinstance(opening, Opening) for opening in openings):
+        return prompts
+    texts = (
+        None
+        if prompts.raw_prompt is None
+        else [
+            list(opening.messages) if isinstance(opening, Opening) else text
+            for opening, text in zip(openings, prompts.raw_prompt, strict=True)
+        ]
+    )
+    prompt_ids = ragged([torch.tensor(episode.prompt_ids, dtype=torch.int64) for episode in episodes])
+    return replace(prompts, prompt_ids=prompt_ids, raw_prompt=texts)
 
 
 def start_of(request: int, episode: Episode, seed_of: SeedOf) -> Start:

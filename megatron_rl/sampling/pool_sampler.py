@@ -45,8 +45,9 @@ class PoolSampler(Sampler):
             self.logger.note_transition(receiving.get())
             sending.get()
 
-    def answer(self, prompts: Prompts, sampling: Sampling) -> Batch:
+    def answer(self, prompts: Prompts, sampling: Sampling) -> tuple[Prompts, Batch]:
         asked = Asked(prompts, sampling, self.seed_of, self.episodes)
+        asked.begin()
         with self._rollout_mode():
             while not asked.is_answered:
                 shares = asked.shares(len(self.backlog.engines))

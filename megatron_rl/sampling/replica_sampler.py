@@ -71,10 +71,11 @@ class ReplicaSampler(Sampler):
         """Send the weights after step `version` now, also to restarted replicas."""
         self.logger.note_transition(self.weights.send(version, self.backlog))
 
-    def answer(self, prompts: Prompts, sampling: Sampling) -> Batch:
+    def answer(self, prompts: Prompts, sampling: Sampling) -> tuple[Prompts, Batch]:
         """Answers to all prompt rows; open requests continue afterwards."""
         version, asked = self.weights.version, Asked(prompts, sampling, self.seed_of, self.episodes)
         with self.driver.holding(version, drained=not self.rules.partial):
+            self.driver.ask(asked.begin)
             while not self.driver.ask(lambda: ask_replicas(self.driver, asked, version)):
                 self.driver.wait_until(lambda: self.weights.is_wanted)
                 self.send_weights(version)

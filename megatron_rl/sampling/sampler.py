@@ -27,7 +27,7 @@ from megatron_rl.observe.phase_clock import PhaseClock
 from megatron_rl.records import Batch, Prompts, Sampling
 from megatron_rl.rollout.seeds import request_seed
 from megatron_rl.sampling.backlog import Backlog
-from megatron_rl.sampling.journal import Journal, TurnAnswered
+from megatron_rl.sampling.journal import Journal, reply_event
 from megatron_rl.sampling.open_answers import OpenAnswers
 from megatron_rl.sampling.rules import Decider, Rules
 from megatron_rl.sampling.saved_answers import ROLLOUTS_FILE, read_answers, write_rollouts
@@ -96,9 +96,10 @@ class Sampler:
         max_turns = 0 if self.episodes is None else self.episodes.max_turns
         self.answers = OpenAnswers(self.rules.batch_rows, self.seed_of, self.journal is not None, max_turns)
         self._cursor_ahead, self._last_begun = copy.deepcopy(self.cursor), self.rules.first_step - 1
-        self.begin_batches(schedule.last_batch)
+        self._draw_prompts(schedule.last_batch)
         if schedule.checkpoint is not None:
             read_answers(schedule.checkpoint, self.answers)
+        self._begin_episodes()
         self.backlog = Backlog(schedule.decider, self.answers, schedule.num_replicas, self.episodes)
 
     def _episodes(self, live: Episodes | None, schedule: Schedule) -> Episodes | None:
@@ -108,7 +109,7 @@ class Sampler:
         episodes = live if schedule.replies is None else RecordedEpisodes(live.max_turns, schedule.replies)
         journal = schedule.journal
         if journal is not None:
-            episodes.record = lambda request, reply: journal.append(TurnAnswered.of(request, reply))
+            episodes.record = lambda request, reply: journal.append(reply_event(request, reply))
         return episodes
 
     def next(self, step: int) -> SampledBatch:
@@ -119,8 +120,10 @@ class Sampler:
         """Let generation have the weights after `step`."""
         raise NotImplementedError
 
-    def answer(self, prompts: Prompts, sampling: Sampling) -> Batch:
-        """Answers to all prompt rows, at once and beside the schedule, with the newest weights that the rollout has."""
+    def answer(self, prompts: Prompts, sampling: Sampling) -> tuple[Prompts, Batch]:
+        """The prompts as their episodes have begun, and answers to all of them, at once and beside the schedule, with
+        the newest weights that the rollout has.
+        """
         raise NotImplementedError
 
     def saving(self, step: int) -> AbstractContextManager[None]:
@@ -132,7 +135,15 @@ class Sampler:
         return {}
 
     def begin_batches(self, last: int) -> None:
-        """Draw the prompts of all batches up to that of step `last`."""
+        """Draw the prompts of all batches up to that of step `last`, and have environments begin their episodes."""
+        self._draw_prompts(last)
+        self._begin_episodes()
+
+    def _begin_episodes(self) -> None:
+        if self.episodes is not None:
+            self.episodes.begin(self.answers.unbegun)
+
+    def _draw_prompts(self, last: int) -> None:
         while self._last_begun < last:
             self._last_begun += 1
             prompts = self.next_prompts(self._cursor_ahead)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from megatron_rl.agents.environment_host import TurnJob
-from megatron_rl.agents.environment_source import EnvironmentProcesses, EnvironmentsHere, EnvironmentSource
+from megatron_rl.agents.environment_source import ClassSource, EnvironmentProcesses, EnvironmentsHere
 from megatron_rl.agents.observation import EpisodeFailure, Observation, TextLimit, Turn
 from megatron_rl.cluster.leftovers import descendants
 from megatron_rl.errors import RewardError
@@ -50,9 +50,9 @@ BAD = {
 }
 
 
-def source(folder: Path, text: str = COUNTING, **kwargs: object) -> EnvironmentSource:
+def source(folder: Path, text: str = COUNTING, **kwargs: object) -> ClassSource:
     (folder / "env.py").write_text(text)
-    return EnvironmentSource(str(folder / "env.py"), "Environment", "environment.path", kwargs, TextLimit(100))
+    return ClassSource(str(folder / "env.py"), "Environment", "environment.path", kwargs, TextLimit(100))
 
 
 def job(episode: int, text: str, *before: tuple[Turn, Observation], start: int = 0) -> TurnJob:

@@ -8,17 +8,19 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from megatron_rl.agents.environment_source import EnvironmentsHere, EnvironmentSource
+from megatron_rl.agents.environment_source import ClassSource, EnvironmentsHere
 from megatron_rl.agents.episode import Episode, Reply, episode_metrics, rows_of
 from megatron_rl.agents.episodes import LiveEpisodes, RecordedEpisodes
-from megatron_rl.agents.observation import EpisodeFailure, Observation, TextLimit, ToolCall, Turn
+from megatron_rl.agents.observation import EpisodeFailure, Observation, Opening, TextLimit, ToolCall, Turn
+from megatron_rl.agents.turn_reader import TurnReader
 from megatron_rl.agents.turn_renderer import TurnRenderer
 from megatron_rl.errors import ReplayError
 from megatron_rl.records import Sampling
 from megatron_rl.rollout.slices import Drawn
-from megatron_rl.sampling.journal import TurnAnswered, from_json, to_json
+from megatron_rl.sampling.journal import EpisodeBegan, TurnAnswered, from_json, reply_event, to_json
 
 SAMPLING = Sampling(1.0, 1.0, -1, 8, salt=1)
+OPENING = Opening(({"role": "user", "content": "?"},), ({"type": "function"},))
 HIGHER = Observation(({"role": "user", "content": "higher"},), 0.5, counts={"tries": 1.0})
 
 
@@ -78,6 +80,58 @@ def test_of_a_failed_episode_nothing_is_trained():
     assert metrics["num_turns/mean"] == 1 and metrics["environment/tries/mean"] == 1.0
 
 
+def test_an_episode_begins_with_its_opening_or_fails():
+    """By hand: the opening is its prompt, also after its tokens are dropped; without one it draws a token that counts
+    for nothing. Would not catch a prompt that is too long for the engine.
+    """
+    begun, failed = episode(), episode()
+    begun.begin(Reply(None, OPENING, (7, 8, 9)))
+    begun.extend(Drawn((5,), (-0.5,), "stop"), 3, has_turns=True)
+    begun.forget()
+    assert (begun.prompt_ids, begun.opening, begun.room, begun.waits) == ((7, 8, 9), OPENING, 8, False)
+    failed.begin(Reply(None, EpisodeFailure("raised", "why")))
+    assert failed.room == 1 and failed.prompt_ids == (1, 2)
+    failed.extend(Drawn((5,), (-0.5,), "length"), 3, has_turns=True)
+    assert (failed.finish, failed.token_ids, failed.failure) == ("failed", [], EpisodeFailure("raised", "why"))
+
+
+class Opens:
+    """Environments that begin with a text of their row, or cannot."""
+
+    opens = True
+
+    def play(self, number, job):
+        said = job.row["said"]
+        self.answers = [
+            (number, Opening(({"role": "user", "content": said},)) if said else EpisodeFailure("raised", "x"))
+        ]
+
+    def take(self, waits):
+        answers, self.answers = self.answers, []
+        return answers
+
+
+def test_a_conversation_that_is_too_long_cannot_begin():
+    """Three tokens may be; a recorded beginning is taken as it was. Would not catch a limit of characters."""
+    tokenizer = AutoTokenizer.from_pretrained("assets/demo/model")
+    renderer = TurnRenderer(tokenizer, [tokenizer.eos_token_id])
+    live = LiveEpisodes(Opens(), renderer, TurnReader(tokenizer), 5, longest_prompt=3)
+    replies: list[tuple[int, Reply]] = []
+    live.record = lambda number, reply: replies.append((number, reply))
+    new = {number: Episode((1,), {"said": said}, SAMPLING) for number, said in enumerate(("1+2", "12+3", ""))}
+    for number, each in new.items():
+        live.begin({number: each})
+    assert tokenizer.decode(list(new[0].prompt_ids)) == "1+2"
+    assert "has 4 tokens; data.max_prompt_length=3" in new[1].opening.reason and new[2].opening.cause == "raised"
+    again = {number: Episode((1,), each.row, SAMPLING) for number, each in new.items()}
+    RecordedEpisodes(5, replies).begin(again)
+    assert [each.opening for each in again.values()] == [each.opening for each in new.values()]
+    assert again[0].prompt_ids == new[0].prompt_ids
+    for number, reply in replies:
+        event = from_json(to_json(reply_event(number, reply)))
+        assert isinstance(event, EpisodeBegan) and (event.request, event.reply) == (number, reply)
+
+
 def test_a_line_of_the_schedule_holds_an_answer_to_the_last_bit():
     """Calls, counts, a failure. Would not catch floats of another precision: JSON has Python's."""
     turn = Turn("a", (ToolCall("add", {"x": 0.1}),))
@@ -85,7 +139,7 @@ def test_a_line_of_the_schedule_holds_an_answer_to_the_last_bit():
         Observation(({"role": "tool", "content": "\u2028"},), 1 / 3, False, {"n": 2.0}),
         EpisodeFailure("raised", "x"),
     ):
-        event = TurnAnswered.of(-3, Reply(turn, answer, (1, 2)))
+        event = reply_event(-3, Reply(turn, answer, (1, 2)))
         again = from_json(to_json(event))
         assert isinstance(again, TurnAnswered) and again.reply == event.reply and again.request == -3
 
@@ -133,8 +187,8 @@ def live_episodes(folder: Path, limit: TextLimit) -> tuple[PreTrainedTokenizerBa
     (folder / "env.py").write_text(LONG)
     tokenizer = AutoTokenizer.from_pretrained("assets/demo/model")
     renderer = TurnRenderer(tokenizer, [tokenizer.eos_token_id], is_chat=False)
-    host = EnvironmentSource(str(folder / "env.py"), "Environment", "key", {}, limit).host()
-    return tokenizer, LiveEpisodes(EnvironmentsHere(host), renderer, 5)
+    host = ClassSource(str(folder / "env.py"), "Environment", "key", {}, limit).host()
+    return tokenizer, LiveEpisodes(EnvironmentsHere(host), renderer, TurnReader(tokenizer), 5)
 
 
 def test_answers_to_dropped_turns_are_not_taken(tmp_path: Path):

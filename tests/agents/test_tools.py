@@ -95,7 +95,7 @@ def test_what_goes_wrong_with_a_call_is_a_text_and_a_count(file: str):
 
     Would not catch a function that takes the process with it: that is the keeper's.
     """
-    environment = ToolEnvironment(file, "key", max_calls=5, timeout_s=0.5)
+    environment = ToolEnvironment(load_tools(file, "key"), max_calls=5, timeout_s=0.5)
     calls = [("add", {"a": 2, "b": 3}), ("sub", {}), ("add", {"c": 1}), ("add", {"a": "x"}), ("wait", {"seconds": 60})]
     answer = step(environment, *(ToolCall(*call) for call in [*calls, ("add", {"a": 1})]))
     texts = [message["content"] for message in answer.messages]
@@ -121,7 +121,7 @@ def test_what_goes_wrong_with_a_call_is_a_text_and_a_count(file: str):
 
 def test_tools_may_block_and_say_a_lot(file: str):
     """They run in threads. Would not catch tools that hold the interpreter's lock."""
-    environment = ToolEnvironment(file, "key", max_calls=2, timeout_s=5.0)
+    environment = ToolEnvironment(load_tools(file, "key"), max_calls=2, timeout_s=5.0)
     answer = step(environment, *(ToolCall("block", {"seconds": 0.3}) for _ in range(2)))
     assert all(len(message["content"]) < 200_000 for message in answer.messages) and len(answer.messages) == 2
 

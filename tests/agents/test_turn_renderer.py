@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from megatron_rl.agents.observation import Turn
+from megatron_rl.agents.turn_reader import TurnReader
 from megatron_rl.agents.turn_renderer import TurnRenderer
 from megatron_rl.data.template_process import TemplateRefusal
 
@@ -53,7 +55,7 @@ def test_a_path_is_the_whole_conversation_as_the_template_writes_it(tokenizer):
     path = tokenizer("<user>guess<eos> <assistant>", add_special_tokens=False)["input_ids"]
     for turn, observation in zip(turns, [*observations, []], strict=True):
         drawn = [*tokenizer(turn, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        assert renderer.text_of(drawn) == turn
+        assert TurnReader(tokenizer).turn(drawn) == Turn(turn)
         path += drawn
         messages.append({"role": "assistant", "content": turn})
         if observation:

@@ -40,7 +40,7 @@ def ask(rollout, asked: Prompts, sampling: Sampling, seed: int = 1) -> Batch:
     questions = Asked(asked, sampling, partial(request_seed, seed), None)
     (share,) = questions.shares(1)
     questions.note([rollout.advance({rollout.replica: Slice(max(rollout._version, 0), None, share)})])
-    return questions.rows()
+    return questions.rows()[1]
 
 
 def tokens(answers: Batch) -> list[list[int]]:

@@ -1,10 +1,16 @@
-"""Environments of whole runs on the addition demo: try again, be late, fail, answer otherwise each time."""
+"""Environments and agents of whole runs on the addition demo: try again, be late, fail, answer otherwise each time."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import sys
 import time
+
+import openai
+
+MOST_TURNS = 3
 
 
 class Retry:
@@ -61,3 +67,77 @@ class Changes(Retry):
     def step(self, turn):
         said, reward, is_done = super().step(turn)
         return said and f"{os.getpid() % 10}=", reward, is_done
+
+
+class ThreeTries:
+    """A wrong sum is asked for again, twice at most; the sooner the better."""
+
+    def reset(self, row: dict) -> None:
+        self.sum, self.turn = row["ground_truth"], 0
+
+    def step(self, turn):
+        self.turn += 1
+        if turn.text == self.sum:
+            return None, 1.0 - (self.turn - 1) / 10, True
+        return (None, 0.0, True) if self.turn == MOST_TURNS else ("no=", 0.0, False)
+
+
+class Opens(ThreeTries):
+    """Begins with the dataset's prompt, as an agent would."""
+
+    def reset(self, row: dict) -> None:
+        super().reset(row)
+        self.prompt = row["prompt"]
+
+    def opening(self):
+        return self.prompt if isinstance(self.prompt, str) else list(self.prompt)
+
+
+CLIENTS: dict[str, openai.AsyncOpenAI] = {}
+"""By URL: making one takes longer than an episode."""
+
+
+async def three_tries(task: dict, endpoint) -> float:
+    """The same as an agent, by OpenAI's client."""
+    if endpoint.base_url not in CLIENTS:
+        CLIENTS[endpoint.base_url] = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key="each episode has its own")
+    create = CLIENTS[endpoint.base_url].with_options(api_key=endpoint.api_key).chat.completions.create
+    messages = conversation(task)
+    for turn in range(MOST_TURNS):
+        answer = await create(model="policy", messages=messages)
+        said = answer.choices[0].message
+        if said.content == task["ground_truth"]:
+            return 1.0 - turn / 10
+        messages += [said, {"role": "user", "content": "no="}]
+    return 0.0
+
+
+async def fails_first(task: dict, endpoint) -> float:
+    """One prompt in eight is never asked."""
+    if task["index"] % 8 == 1:
+        raise ValueError("not this one")
+    return await three_tries(task, endpoint)
+
+
+async def forbidden(task: dict, endpoint) -> None:
+    """No agent may run."""
+    os._exit(9)
+
+
+def conversation(task: dict) -> list[dict]:
+    """The prompt of a task as messages."""
+    prompt = task["prompt"]
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
+def main() -> None:
+    """An agent as a program: one try; the reward comes by POST."""
+    task, client = json.load(sys.stdin), openai.OpenAI()
+    answer = client.chat.completions.create(model="policy", messages=conversation(task))
+    client.post(
+        "/reward", body={"reward": float(answer.choices[0].message.content == task["ground_truth"])}, cast_to=object
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from short_runs import LOCAL, MEGATRON, WITHOUT_RAY, metrics
 from test_async_runs import ASYNC, SMALL, assert_same_bits, events, replicas, stopped_in, weights_equal
@@ -20,6 +22,13 @@ def environment(name: str) -> tuple[str, ...]:
         *(f"{TURNS}.environment.name={name}", "custom_reward_function.path=null", "data.max_response_length=16"),
         *("custom_reward_function.name=null", f"{TURNS}.num_workers=2", "actor_rollout_ref.rollout.temperature=1.5"),
     )
+
+
+def agent(*keys: str) -> tuple[str, ...]:
+    return (*environment("Retry"), f"{TURNS}.environment.path=null", *(f"{TURNS}.agent.{key}" for key in keys))
+
+
+FILE = "path=tests/e2e/agents_for_tests.py"
 
 
 SHORT = (
@@ -141,6 +150,95 @@ def test_a_killed_run_of_agents_goes_on(command_line, name) -> None:
     assert weights_equal(last, whole)
 
 
+def test_an_agent_at_the_endpoint_is_an_environment(command_line) -> None:
+    """The same three tries as an environment of the dataset's prompt, as one that opens with it, and as an agent with
+    OpenAI's client: the same metrics to the last bit, so the same tokens.
+
+    Would not catch a conversation that another model's template renders otherwise as a whole.
+    """
+    keys = (*SHORT, *LOCAL)
+    ways = environment("ThreeTries"), environment("Opens"), agent(FILE, "name=three_tries")
+    runs = [command_line(*keys, *way, config=GRPO) for way in ways]
+    for run in runs:
+        assert run.wait() == 0, run.text()
+    first, *others = map(metrics, runs)
+    assert any(line.get("num_turns/max", 0) == 3 for line in first.values())
+    assert others == [first, first]
+
+
+@pytest.mark.exhaustive
+def test_agents_in_split_pools_are_repeated(command_line) -> None:
+    """Two replicas ahead of training with weights that change within episodes; agents in processes of the run. The
+    replay has an agent that may not run, and the same bits.
+
+    Would not catch an agent that is lost and starts again: its own tests do.
+    """
+    keys = (*SMALL, "trainer.rollout_ahead=2", "async_training.partial_rollout=true", "trainer.total_training_steps=4")
+    run = command_line(*keys, *agent(FILE, "name=three_tries"), WITHOUT_RAY, config=ASYNC)
+    assert run.wait() == 0, run.text()
+    assert len(events(run, "opened")) > 100 and run.left_over() == []
+    assert max(line["num_turns/max"] for line in metrics(run).values() if "num_turns/max" in line) == 3
+    again = command_line(*keys, *agent(FILE, "name=forbidden"), WITHOUT_RAY, f"--replay={run.run}", config=ASYNC)
+    assert again.wait() == 0, again.text()
+    assert_same_bits(again, run)
+    begun, begun_again = (sorted(events(each, "opened"), key=str) for each in (run, again))
+    assert begun == begun_again
+
+
+@pytest.mark.exhaustive
+def test_a_killed_run_of_an_agent_goes_on(command_line) -> None:
+    """Killed after a checkpoint with open episodes: agents are started again, asked to say the same, and go on; the
+    weights are those of the run that was left alone.
+
+    Would not catch an agent that draws lots, which ends as not repeatable.
+    """
+    settings = (
+        *(*SMALL, "trainer.rollout_ahead=2", "async_training.deterministic=true", "trainer.total_training_steps=4"),
+        *(WITHOUT_RAY, "trainer.save_freq=2", "trainer.test_freq=0", "trainer.val_before_train=false"),
+        *("async_training.partial_rollout=true", *agent(FILE, "name=three_tries")),
+    )
+    life = command_line(*settings, config=ASYNC)
+    life.wait_for(lambda: len(events(life, "saved")) >= 1 and len(events(life, "taken")) >= 3, interval=0.01)
+    life.kill_all()
+    last = command_line(*settings, folder=life.folder, config=ASYNC)
+    assert last.wait() == 0, last.text()
+    assert "going on after step" in last.text()
+    assert all(line.get("episode/failed_ratio", 0) == 0 for line in metrics(last).values())
+    whole = command_line(*settings, config=ASYNC)
+    assert whole.wait() == 0, whole.text()
+    assert weights_equal(last, whole)
+
+
+@pytest.mark.exhaustive
+def test_an_agent_may_be_a_program(command_line) -> None:
+    """TP2 on two ranks, sixteen processes of an agent at a time; nothing of them is left.
+
+    Would not catch hundreds of them, which need memory.
+    """
+    small = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.test_freq=0")
+    keys = (WITHOUT_RAY, "trainer.n_gpus_per_node=2", f"{MEGATRON}.tensor_model_parallel_size=2", *SHORT, *small)
+    program = agent(f"command=[{sys.executable},tests/e2e/agents_for_tests.py]")
+    run = command_line(*keys, *program, config=GRPO)
+    assert run.wait() == 0, run.text()
+    steps = [line for line in metrics(run).values() if "episode/failed_ratio" in line]
+    assert len(steps) == 2 and all(line["episode/failed_ratio"] == 0 for line in steps)
+    assert any(line["environment/reward/mean"] > 0 for line in steps) and run.left_over() == []
+
+
+def test_an_agent_that_fails_before_its_first_turn_costs_an_episode(command_line) -> None:
+    """One prompt in eight raises before it has asked anything, in training and in validation; the others train.
+
+    Would not catch a step in which none begins, which ends the run.
+    """
+    keys = (*SHORT, *LOCAL, "trainer.val_before_train=true", "trainer.total_training_steps=1")
+    run = command_line(*keys, *agent(FILE, "name=fails_first"), config=GRPO)
+    assert run.wait() == 0, run.text()
+    (step,) = (line for line in metrics(run).values() if "episode/failed_ratio" in line)
+    assert step["episode/raised"] > 0 and step["episode/failed_ratio"] == pytest.approx(step["episode/raised"] / 64)
+    assert step["critic/score/mean"] == pytest.approx(step["environment/reward/mean"], abs=1e-6)
+    assert "the agent raised ValueError: not this one" in run.text()
+
+
 def test_failed_episodes_are_left_out_and_counted(command_line) -> None:
     """Two prompts in sixteen fail in every turn, one of them with its process, which others share. Scores are those of
     the others alone. More than the share that may fail ends the run with code 4 and the reason.
@@ -167,6 +265,10 @@ def test_failed_episodes_are_left_out_and_counted(command_line) -> None:
         ((f"{TURNS}.environment.path=null",), "multi_turn.environment.path=null must be a Python file"),
         ((f"{TURNS}.environment.path=tests/e2e/agents_for_test.py",), "agents_for_tests.py"),
         ((f"{TURNS}.environment.name=Retries",), "must be a class of tests/e2e/agents_for_tests.py"),
+        ((f"{TURNS}.agent.{FILE}", f"{TURNS}.agent.name=three_trials"), "three_tries"),
+        ((f"{TURNS}.agent.{FILE}", f"{TURNS}.agent.name=three_tries"), "cannot both be set"),
+        ((f"{TURNS}.environment.path=null", f"{TURNS}.agent.command=[no_such_program]"), "is not found"),
+        ((f"{TURNS}.environment.path=null", f"{TURNS}.agent.command=[]"), "must name a program"),
         ((f"{TURNS}.max_assistant_turns=0",), "max_assistant_turns"),
         ((f"{TURNS}.tool_response_truncate_side=up",), "tool_response_truncate_side"),
         ((f"{TURNS}.tool_config_path=tools.yaml",), "tools of verl's files"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_rl.agents.episode import Reply
-from megatron_rl.agents.observation import EpisodeFailure, Observation, Turn
+from megatron_rl.agents.observation import EpisodeFailure, Observation, Opening, Turn
 from megatron_rl.errors import ConfigError
 from megatron_rl.records import Prompts, Sampling, ragged
 from megatron_rl.rollout.slices import Drawn
@@ -54,7 +54,7 @@ def test_a_request_goes_on_with_the_tokens_that_it_has() -> None:
     answers.extend({4: Drawn((8, 9), (-0.5, -0.25))}, version=3)
     again = answers.start(4)
     assert (again.token_ids, again.max_tokens) == ((3, 8, 9), 3) and again.seed == seed_of(7, 11, 1, 0, 2)
-    answers.resample(4)
+    answers.episode(4).resample()
     anew = answers.start(4)
     assert (anew.token_ids, anew.max_tokens) == ((3,), 5) and anew.seed == seed_of(7, 11, 1, 1, 0)
     assert answers.start(5).sampling == GREEDILY
@@ -67,7 +67,7 @@ def test_a_complete_batch_says_which_weights_drew_each_token() -> None:
     answers.extend({0: Drawn((2,), (-0.5,), "stop"), 2: Drawn((2,), (0.0,), "stop")}, version=1)
     with pytest.raises(ValueError, match=r"rows \[1\] of batch 1"):
         answers.batch(1)
-    answers.truncate(1)
+    answers.episode(1).truncate()
     _, found, greedy = answers.batch(1)
     assert [row.tolist() for row in found.sampled_ids.unbind()] == [[5, 6, 2], [7]]
     assert [row.tolist() for row in found["versions"].unbind()] == [[0, 0, 1], [0]]
@@ -83,7 +83,7 @@ def test_a_checkpoint_keeps_what_is_drawn_after_its_step(tmp_path: Path) -> None
     """
     answers = two_batches()
     answers.extend({0: Drawn((5,), (-1.0,), "stop"), 3: Drawn((6, 7), (-0.1, -0.2)), 5: Drawn((2,), (0.0,))}, version=4)
-    answers.resample(5)
+    answers.episode(5).resample()
     write_rollouts(tmp_path, answers, {"taken": 2, "next_new": 6}, step=1)
     assert read_schedule(tmp_path) == {"taken": 1, "next_new": 6}
     read = two_batches()
@@ -97,12 +97,17 @@ def test_a_checkpoint_keeps_what_is_drawn_after_its_step(tmp_path: Path) -> None
 
 
 def test_a_checkpoint_keeps_open_episodes(tmp_path: Path) -> None:
-    """One with an answered turn and tokens of the next, one that waits for its answer, one that failed. Would not catch
-    an environment that has moved on: it is played again, and compared.
+    """One with an answered turn and tokens of the next, one that waits for its answer, one that failed; two that their
+    environment has begun, or could not, and that have no token. Would not catch an environment that has moved on: it is
+    played again, and compared.
     """
-    answers, again = (OpenAnswers(batch_rows=3, seed_of=seed_of, max_turns=4) for _ in range(2))
+    answers, again = (OpenAnswers(batch_rows=5, seed_of=seed_of, max_turns=4) for _ in range(2))
     for each in (answers, again):
-        each.add(1, prompts([1, 2], [3], [4]), SAMPLING, None, GREEDILY)
+        each.add(1, prompts([1, 2], [3], [4], [5], [6]), SAMPLING, None, GREEDILY)
+    opening, failure = Opening(({"role": "user", "content": "?"},)), EpisodeFailure("raised", "why")
+    answers.episode(3).begin(Reply(None, opening, (8, 9)))
+    answers.episode(4).begin(Reply(None, failure))
+    assert list(answers.unbegun) == [0, 1, 2]
     observed = Observation(({"role": "user", "content": "more"},), 0.25, counts={"tries": 1.0})
     away = answers.extend({n: Drawn((5, 6), (-0.5, -0.25), "stop") for n in range(3)}, version=2)
     assert away == [0, 1, 2]
@@ -111,6 +116,8 @@ def test_a_checkpoint_keeps_open_episodes(tmp_path: Path) -> None:
     answers.extend({0: Drawn((8,), (-1.0,))}, version=3)
     write_rollouts(tmp_path, answers, {"taken": 0, "next_new": 3}, step=0)
     read_answers(tmp_path, again)
+    assert again.episode(3).prompt_ids == (8, 9) and again.episode(3).opening == opening
+    assert again.episode(4).opening == failure and again.unbegun == {}
     assert again.away == [1] and again.start(0) == answers.start(0)
     for number in range(2):
         ours, theirs = again.episode(number), answers.episode(number)

@@ -97,7 +97,7 @@ def test_prompts_beside_the_schedule_leave_it_alone() -> None:
     sampler.next(1)
     sampler.load_weights(1)
     prompts = sampler.next_prompts(Counting())[:3]
-    answers = sampler.answer(prompts, sampler.greedy())
+    _, answers = sampler.answer(prompts, sampler.greedy())
     assert shares(rollout.calls[-1]) == {0: (-1,), 1: (-2,), 2: (-3,)}
     assert {order.version for order in rollout.calls[-1].values()} == {1}
     assert [row.tolist() for row in answers.sampled_ids.unbind()] == [[0, 0], [0, 0], [1, 1]]

@@ -154,7 +154,7 @@ def test_scores_of_greedy_answers_reach_their_groups():
     prompts.uid = torch.tensor([8, 8, 3, 3, 5, 5, 9, 9])
     one = prompts.one_per_group()
     assert one.uid.tolist() == [3, 5, 8, 9] and one.index.tolist() == [1, 2, 0, 3] and one.sample.tolist() == [0] * 4
-    greedy = rollouts.answer(one, rollouts.greedy())
+    _, greedy = rollouts.answer(one, rollouts.greedy())
     found = rollouts.scorer.rewards.greedy_scores(prompts, greedy, [])
     assert found.tolist() == [-1.0, -1.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
 
@@ -192,7 +192,7 @@ def test_groups_are_compared_by_the_rule_and_two_reward_models_together():
 
     config.reward_model.overlong_buffer.enable, config.reward_model.overlong_buffer.len = True, 1
     questions = batch.prompts.one_per_group()
-    greedy = rollouts.answer(questions, rollouts.greedy())
+    _, greedy = rollouts.answer(questions, rollouts.greedy())
     rewards = rollouts.scorer.rewards
     pending = rewards.start(questions, greedy)
     assert rewards.greedy_scores(batch.prompts, greedy, pending).tolist() == [1.0, 1.0, 0.0, 0.0]
@@ -219,7 +219,7 @@ def test_a_rule_of_validation_is_not_asked_in_training():
     rewards = Rewards(config, Rule(), list(models), warn=print, clock=PhaseClock(lambda name: None))
     prompts = Pairs().batch(torch.tensor([0, 0]))
     prompts.prompt_ids = ragged([torch.tensor([1]), torch.tensor([1])])
-    answers = streaming(config, Rule())[0].answer(prompts, Sampling(1.0, 1.0, -1, 1, 0))
+    _, answers = streaming(config, Rule())[0].answer(prompts, Sampling(1.0, 1.0, -1, 1, 0))
     trained = rewards.training_scores(prompts, answers, rewards.start(prompts, answers))
     assert trained.scores.tolist() == [0.0, 0.5] and asked == []
     assert trained.metrics() == {"reward/rm_score/mean": 0.5} and "acc" not in trained.variables()

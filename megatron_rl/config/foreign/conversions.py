@@ -70,8 +70,10 @@ def rule_by_source(key: str, target: str, value: Any, given: Mapping[str, Any]) 
     without an environment, which gives rewards too.
     """
     models = ("reward_model.enable", "reward.reward_model.enable")
-    environment = given.get("actor_rollout_ref.rollout.multi_turn.environment.path")
-    if any(given.get(other) is True for other in models) or environment is not None:
+    turns = (
+        f"actor_rollout_ref.rollout.multi_turn.{name}" for name in ("environment.path", "agent.path", "agent.command")
+    )
+    if any(given.get(other) is True for other in models) or any(given.get(other) is not None for other in turns):
         return {key: None}
     if any(other.startswith("reward_models.") for other in given):
         return {key: None}

@@ -6,6 +6,7 @@ import ast
 import errno
 import importlib.util
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +16,7 @@ from megatron_rl.checkpoint.score_statistics import StatisticsError, read_statis
 from megatron_rl.checkpoint.targets import checkpoint_round, path_outside
 from megatron_rl.config.algorithms import trains_on_rule, uses_rule
 from megatron_rl.config.keys import default_of, leaves_of, type_of, value_of
+from megatron_rl.config.multi_turn import AgentConfig, EnvironmentConfig
 from megatron_rl.config.problems import missing_file, nearest_name, refused
 from megatron_rl.config.reward_keys import HELD_OUT, RUNNING, CustomRewardFunctionConfig
 from megatron_rl.config.roles import REWARD_MODEL, roles_of
@@ -46,8 +48,11 @@ def file_problems(config: RunConfig) -> Iterable[Violation]:
         yield from _prompt_problems(config.data, [key for key, is_judged in judged.items() if is_judged])
         yield from _reward_problems(config.custom_reward_function)
         if config.has_turns:
-            turns, key = config.actor_rollout_ref.rollout.multi_turn, f"{TURNS}.environment"
-            yield from _class_problems(f"{key}.path", turns.environment.path, f"{key}.name", turns.environment.name)
+            turns = config.actor_rollout_ref.rollout.multi_turn
+            yield from _definition_problems(f"{TURNS}.environment", turns.environment, "class", ast.ClassDef)
+            functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+            yield from _definition_problems(f"{TURNS}.agent", turns.agent, "function", *functions)
+            yield from _command_problems(f"{TURNS}.agent.command", turns.agent.command)
             tools = turns.function_tool_path
             wrong = None if tools is None else _wrong_file(f"{TURNS}.function_tool_path", tools, (".py",))
             yield from () if wrong is None else (wrong,)
@@ -204,8 +209,18 @@ def _reward_problems(custom: CustomRewardFunctionConfig) -> Iterable[Violation]:
         yield from _signature_problems(custom, function)
 
 
-def _class_problems(key: str, path: str | None, name_key: str, name: str) -> Iterable[Violation]:
-    """The file, and the class in it."""
+def _command_problems(key: str, command: list[str] | None) -> Iterable[Violation]:
+    """A command whose program is not there."""
+    if command and shutil.which(command[0]) is None:
+        rule = "must begin with a program that is there"
+        yield Violation({key: command}, rule, {key: None}, f"{command[0]} is not found, or may not be executed")
+
+
+def _definition_problems(
+    group: str, keys: EnvironmentConfig | AgentConfig, what: str, *kinds: type[ast.stmt]
+) -> Iterable[Violation]:
+    """The file `path`, and the class or function `name` in it."""
+    key, name_key, path, name = f"{group}.path", f"{group}.name", keys.path, keys.name
     if path is None:
         return
     wrong = _wrong_file(key, path, (".py",))
@@ -213,13 +228,13 @@ def _class_problems(key: str, path: str | None, name_key: str, name: str) -> Ite
         yield wrong
         return
     try:
-        names = definitions_in(path, key, ast.ClassDef)
+        names = definitions_in(path, key, *kinds)
     except ConfigError as error:
         yield from error.violations
         return
     if name not in names:
         nearest = {name_key: nearest_name(name, names)} if names else {}
-        yield Violation({name_key: name}, f"must be a class of {path}", nearest, "" if names else "it defines none")
+        yield Violation({name_key: name}, f"must be a {what} of {path}", nearest, "" if names else "it defines none")
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:

@@ -1,0 +1,116 @@
+"""An agent of the user's as an environment: its requests are what the policy reads, the policy's turns its answers.
+
+So its episodes are exact to the token, recorded and repeated as all others are. No torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.agents.agent_programs import ARGUMENTS, AgentProgram, CommandAgent, FunctionAgent, Start
+from megatron_rl.agents.chat_request import ChatRequest
+from megatron_rl.agents.endpoint import Endpoint, Session
+from megatron_rl.agents.environment_host import EnvironmentHost
+from megatron_rl.agents.environment_source import EnvironmentSource
+from megatron_rl.agents.observation import EpisodeError, Observation, Opening, TaskRow, TextLimit, Turn
+from megatron_rl.config.user_functions import load_function
+
+WHOLE_TEXTS = TextLimit(1 << 62)
+"""What an agent says is not cut: it would read something else than its policy."""
+
+
+class AgentEnvironment:
+    """Plays one episode with one agent, which is started for it."""
+
+    def __init__(self, start: Start, endpoint: Endpoint, timeout_s: float) -> None:
+        """timeout_s: between two requests of the agent."""
+        self._start, self._endpoint, self._timeout_s = start, endpoint, timeout_s
+        self._session: Session | None = None
+        self._agent: AgentProgram | None = None
+        self._asked: ChatRequest | None = None
+
+    async def reset(self, row: TaskRow) -> None:
+        """Start the agent at the task of a row."""
+        self._session = await self._endpoint.open()
+        self._agent = self._start(row, self._session)
+
+    async def opening(self) -> Opening:
+        """Return the conversation of its first request."""
+        asked = await self._next_request()
+        if asked is None:
+            raise EpisodeError("no_answer", "the agent has ended without a request")
+        self._asked = asked
+        return Opening(asked.messages, asked.tools)
+
+    async def step(self, turn: Turn) -> Observation:
+        """Give the agent its answer and return the messages of its next request; it is done when the agent is."""
+        assert self._session is not None and self._asked is not None
+        self._session.answer(turn)
+        asked, before = await self._next_request(), self._asked
+        reward, self._session.reward = self._session.reward, 0.0
+        refused, self._session.num_refused = self._session.num_refused, 0
+        counts = {"agent_refused": float(refused)} if refused else {}
+        if asked is None:
+            return Observation((), reward, True, counts)
+        self._asked = asked
+        return Observation(asked.after(before, turn), reward, False, counts)
+
+    async def close(self) -> None:
+        """End the agent and its session."""
+        if self._session is not None:
+            self._endpoint.close(self._session)
+        if self._agent is not None:
+            await self._agent.stop()
+
+    async def _next_request(self) -> ChatRequest | None:
+        """The agent's next request; None: it has ended. Raises EpisodeError where it fails or does not go on."""
+        assert self._session is not None and self._agent is not None
+        request = asyncio.ensure_future(self._session.next_request())
+        end = asyncio.ensure_future(self._agent.end())
+        try:
+            waiting = asyncio.wait((request, end), timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await waiting
+            if request in done:
+                return request.result()
+            if end not in done:
+                limit = f"multi_turn.tool_timeout_s={self._timeout_s:g}"
+                raise EpisodeError("timed_out", f"the agent has not asked again or ended within {limit}")
+            self._session.reward += end.result() or 0.0
+            return None
+        finally:
+            for task in (request, end):
+                task.cancel()
+                if task.done() and not task.cancelled():
+                    task.exception()  # else asyncio says that nobody has looked at it
+
+
+@dataclass(frozen=True)
+class AgentSource(EnvironmentSource):
+    """Agents: the function `name` of the file `path`, or a command. key: of the path. timeout_s: between requests."""
+
+    path: str | None
+    name: str
+    key: str
+    command: tuple[str, ...]
+    timeout_s: float
+
+    noun = "the agent"
+
+    def host(self) -> EnvironmentHost:
+        start, endpoint = self._start(), Endpoint()
+        return EnvironmentHost(
+            lambda: AgentEnvironment(start, endpoint, self.timeout_s),
+            is_async=True,
+            limit=WHOLE_TEXTS,
+            opens=True,
+            close=endpoint.stop,
+        )
+
+    def _start(self) -> Start:
+        if self.path is None:
+            return lambda task, session: CommandAgent(self.command, task, session)
+        function: Callable[..., Any] = load_function(self.path, self.key, self.name, ARGUMENTS, may_be_async=True)
+        return lambda task, session: FunctionAgent(function, task, session)

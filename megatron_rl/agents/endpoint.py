@@ -1,0 +1,177 @@
+"""An OpenAI-compatible endpoint on this machine, through which agents speak with their policy. No torch.
+
+Every episode has a session with a key of its own. A request waits until the policy has drawn its turn, which the run
+does as for any environment. Nothing but this machine can connect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from megatron_rl.agents.chat_request import ChatRequest, chunks, completion, refusal
+from megatron_rl.agents.observation import Turn
+from megatron_rl.plain_values import finite_number
+
+HOST = "127.0.0.1"
+MODEL = "policy"
+"""The name under which the policy is listed; an agent may ask for any."""
+LARGEST_BODY = 1 << 26
+"""Bytes of one request."""
+
+
+@dataclass
+class _Open:
+    """A request of an agent, and the turn that answers it once it is there."""
+
+    request: ChatRequest
+    number: str
+    turn: asyncio.Future[Turn]
+
+
+@dataclass
+class Session:
+    """The conversation of one agent. base_url, api_key: what its client needs. reward: what it has earned since the
+    last look. num_refused: requests that could not be answered.
+    """
+
+    base_url: str
+    api_key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    reward: float = 0.0
+    num_refused: int = 0
+    _requests: asyncio.Queue[_Open] = field(default_factory=asyncio.Queue)
+    _last: _Open | None = None
+    _num_turns: int = 0
+
+    async def next_request(self) -> ChatRequest:
+        """Wait for the agent's next request."""
+        self._last = await self._requests.get()
+        return self._last.request
+
+    def answer(self, turn: Turn) -> None:
+        """Answer the last request."""
+        if self._last is not None and not self._last.turn.done():
+            self._last.turn.set_result(turn)
+
+    def close(self) -> None:
+        """Leave the agent's requests without an answer."""
+        for waiting in (self._last, *(self._requests.get_nowait() for _ in range(self._requests.qsize()))):
+            if waiting is not None:
+                waiting.turn.cancel()
+
+    async def ask(self, request: ChatRequest, is_retry: bool) -> tuple[str, Turn]:
+        """(number, the policy's turn). is_retry: the client has sent the same before and had no answer.
+
+        Raises ValueError while another request is open: a conversation has one end.
+        """
+        last = self._last
+        if is_retry and last is not None and last.request == request:
+            return last.number, await asyncio.shield(last.turn)
+        if self._requests.qsize() or (last is not None and not last.turn.done()):
+            raise ValueError("a conversation has one end: wait for the answer to the last request")
+        self._num_turns += 1
+        new = _Open(request, f"chatcmpl-{self._num_turns}", asyncio.get_running_loop().create_future())
+        self._requests.put_nowait(new)
+        return new.number, await asyncio.shield(new.turn)
+
+
+class Endpoint:
+    """Serves sessions in the running event loop. num_unauthorized: requests with another key."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._listening: asyncio.Task[str] | None = None
+        self._runner: web.AppRunner | None = None
+        self.num_unauthorized = 0
+
+    async def open(self) -> Session:
+        """Open a session; the first one begins to listen."""
+        if self._listening is None:
+            self._listening = asyncio.ensure_future(self._listen())
+        session = Session(await self._listening)
+        self._sessions[session.api_key] = session
+        return session
+
+    def close(self, session: Session) -> None:
+        """End a session: its key is no longer valid."""
+        self._sessions.pop(session.api_key, None)
+        session.close()
+
+    async def stop(self) -> None:
+        """Listen no longer."""
+        for session in list(self._sessions.values()):
+            self.close(session)
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _listen(self) -> str:
+        """Listen on a free port; returns the URL."""
+        app = web.Application(client_max_size=LARGEST_BODY)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/reward", self._reward)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, HOST, 0)
+        await site.start()
+        return f"http://{HOST}:{self._runner.addresses[0][1]}/v1"
+
+    def _session(self, request: web.Request) -> Session:
+        kind, _, key = request.headers.get("Authorization", "").partition(" ")
+        session = self._sessions.get(key) if kind == "Bearer" else None
+        if session is None:
+            self.num_unauthorized += 1
+            body = json.dumps(refusal("this key opens no session: each episode has its own", "authentication_error"))
+            raise web.HTTPUnauthorized(text=body, content_type="application/json")
+        return session
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        try:
+            asked = ChatRequest.of(await _body(request))
+            is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+            number, turn = await session.ask(asked, is_retry)
+        except ValueError as error:
+            session.num_refused += 1
+            return web.json_response(refusal(str(error)), status=400)
+        except asyncio.CancelledError:
+            return web.json_response(refusal("the episode has ended"), status=410)
+        if not asked.streams:
+            return web.json_response(completion(turn, number, MODEL))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for chunk in chunks(turn, number, MODEL):
+            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        self._session(request)
+        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0}]})
+
+    async def _reward(self, request: web.Request) -> web.StreamResponse:
+        """Add `{"reward": number}` to what the session's episode has earned."""
+        session = self._session(request)
+        try:
+            body = await _body(request)
+            reward = finite_number(body.get("reward") if isinstance(body, dict) else None)
+            if reward is None:
+                raise ValueError('a reward must be {"reward": a finite number}')
+        except ValueError as error:
+            session.num_refused += 1
+            return web.json_response(refusal(str(error)), status=400)
+        session.reward += reward
+        return web.json_response({"reward": session.reward})
+
+
+async def _body(request: web.Request) -> Any:
+    """The JSON of a request. Raises ValueError for what is none, or is too long."""
+    try:
+        return json.loads(await request.read())
+    except web.HTTPRequestEntityTooLarge:
+        raise ValueError(f"a request may have {LARGEST_BODY} bytes") from None

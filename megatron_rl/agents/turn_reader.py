@@ -1,0 +1,47 @@
+"""What the policy has said in a turn, from its tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from megatron_rl.agents.observation import Turn
+from megatron_rl.agents.tool_parser import ToolParser
+
+Schemas = Sequence[dict[str, Any]]
+
+
+class TurnReader:
+    """Reads turns: as text, and with calls where the policy has tools.
+
+    parser_of: returns the parser of calls to tools of these schemas. It raises ConfigError where there is none, when
+    the first turn with such tools is read. tools: of all episodes; an episode that begins with its own has those.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        parser_of: Callable[[Schemas], ToolParser] | None = None,
+        tools: Schemas = (),
+    ) -> None:
+        self._tokenizer, self._parser_of, self._tools = tokenizer, parser_of, tools
+        self._parsers: dict[str, ToolParser] = {}
+        if tools:
+            self._parser(tools)
+
+    def turn(self, token_ids: Sequence[int], tools: Schemas = ()) -> Turn:
+        """Return a turn, without the token that ended it and other special tokens. tools: of its episode."""
+        tools = tools or self._tools
+        if tools:
+            return self._parser(tools).turn(token_ids)
+        return Turn(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def _parser(self, tools: Schemas) -> ToolParser:
+        assert self._parser_of is not None  # who gives tools gives their parser
+        name = json.dumps(list(tools), sort_keys=True)
+        if name not in self._parsers:
+            self._parsers[name] = self._parser_of(tools)
+        return self._parsers[name]

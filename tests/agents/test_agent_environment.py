@@ -1,0 +1,297 @@
+"""Agents that speak OpenAI's protocol, with its own client: in functions and in processes, and what can go wrong."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_rl.agents.agent_environment import AgentSource
+from megatron_rl.agents.as_json import Answer, Played
+from megatron_rl.agents.chat_request import ChatRequest, completion, said_by_policy
+from megatron_rl.agents.environment_host import TurnJob
+from megatron_rl.agents.environment_source import EnvironmentProcesses, EnvironmentsHere
+from megatron_rl.agents.observation import EpisodeError, EpisodeFailure, Observation, Opening, ToolCall, Turn
+
+pytestmark = pytest.mark.timeout(120)
+
+AGENTS = """
+import asyncio, pathlib
+import httpx, openai
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+def asks(endpoint, kind=openai.AsyncOpenAI, retries=1):
+    return kind(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=retries).chat.completions.create
+
+async def guess(task, endpoint):
+    create, messages = asks(endpoint), [{"role": "system", "content": "guess"}, {"role": "user", "content": "?"}]
+    for number in range(task["turns"]):
+        answer = await create(model="any", messages=messages, temperature=0.3)
+        messages += [answer.choices[0].message, {"role": "user", "content": f"no {number}"}]
+    return 0.5
+
+def blocking(task, endpoint):
+    create = asks(endpoint, openai.OpenAI)
+    answer = create(model="any", messages=[{"role": "user", "content": [{"type": "text", "text": "now"}]}])
+    return float(answer.choices[0].message.content)
+
+async def streams(task, endpoint):
+    create, messages = asks(endpoint), [{"role": "user", "content": "1+2, 3+4"}]
+    stream = await create(model="any", messages=messages, tools=[ADD], stream=True)
+    calls, ends = {}, []
+    async for chunk in stream:
+        (choice,) = chunk.choices
+        ends.append(choice.finish_reason)
+        for call in choice.delta.tool_calls or []:
+            calls[call.index] = {"id": call.id, "type": "function", "function": call.function.model_dump()}
+    assert ends[-1] == "tool_calls" and len(calls) == 2, (ends, calls)
+    messages.append({"role": "assistant", "content": None, "tool_calls": [calls[0], calls[1]]})
+    messages += [{"role": "tool", "tool_call_id": call["id"], "content": "7"} for call in calls.values()]
+    answer = await create(model="any", messages=messages, tools=[ADD])
+    assert answer.choices[0].finish_reason == "stop"
+
+async def branches(task, endpoint):
+    create = asks(endpoint)
+    await create(model="any", messages=[{"role": "user", "content": "one"}])
+    await create(model="any", messages=[{"role": "user", "content": "other"}])
+
+async def is_refused(task, endpoint):
+    create = asks(endpoint)
+    for wrong in ({"n": 2}, {"stop": ["x"]}, {"response_format": {"type": "json_object"}}):
+        try:
+            await create(model="any", messages=[{"role": "user", "content": "one"}], **wrong)
+            raise AssertionError(wrong)
+        except openai.BadRequestError:
+            pass
+    try:
+        await openai.AsyncOpenAI(base_url=endpoint.base_url, api_key="other").models.list()
+        raise AssertionError("another key")
+    except openai.AuthenticationError:
+        pass
+    both = [asyncio.create_task(create(model="any", messages=[{"role": "user", "content": "one"}])) for _ in range(2)]
+    done, [first] = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    assert isinstance(done.pop().exception(), openai.BadRequestError)
+    pathlib.Path(task["mark"]).touch()
+    await first
+    async with httpx.AsyncClient() as client:
+        headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+        assert (await client.post(f"{endpoint.base_url}/reward", json={"reward": "x"}, headers=headers)).is_error
+        assert (await client.post(f"{endpoint.base_url}/reward", json={"reward": 2}, headers=headers)).is_success
+    return 0.25
+
+async def retries(task, endpoint):
+    create = asks(endpoint, retries=50)
+    answer = await create(model="any", messages=[{"role": "user", "content": "one"}], timeout=0.5)
+    assert answer.choices[0].message.content == "late"
+
+async def raises(task, endpoint):
+    raise ValueError("no more")
+
+async def asks_nothing(task, endpoint):
+    return 1.0
+
+async def sleeps(task, endpoint):
+    await asyncio.sleep(60)
+
+async def another_reward(task, endpoint):
+    await asks(endpoint)(model="any", messages=[{"role": "user", "content": "one"}])
+    return "good"
+"""
+PROGRAM = """
+import json, os, subprocess, sys
+import openai
+task = json.load(sys.stdin)
+if task["way"] == "fails":
+    print("about to fail")
+    sys.exit(3)
+if task["way"] == "hangs":
+    subprocess.run(["sleep", "1000"])
+client = openai.OpenAI()
+answer = client.chat.completions.create(model="any", messages=[{"role": "user", "content": task["way"]}])
+client.post("/reward", body={"reward": float(answer.choices[0].message.content)}, cast_to=object)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "agents.py").write_text(AGENTS)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    return tmp_path
+
+
+def source(folder: Path, name: str, timeout_s: float = 20.0) -> AgentSource:
+    return AgentSource(str(folder / "agents.py"), name, "agent.path", (), timeout_s)
+
+
+def program(folder: Path, timeout_s: float = 60.0) -> AgentSource:
+    return AgentSource(None, "run", "agent.path", (sys.executable, str(folder / "program.py")), timeout_s)
+
+
+class Player:
+    """Plays one episode: `say` is a turn of the policy."""
+
+    def __init__(self, environments: EnvironmentsHere | EnvironmentProcesses, episode: int = 0, **row: object) -> None:
+        self.environments, self.episode, self.row = environments, episode, row
+        self.before: list[Played] = []
+        self.opening = self._play(None)
+
+    def say(self, text: str, *calls: ToolCall) -> Answer:
+        turn = Turn(text, calls)
+        answer = self._play(turn)
+        if isinstance(answer, Observation):
+            self.before.append((turn, answer))
+        return answer
+
+    def _play(self, turn: Turn | None) -> Answer:
+        opening = self.opening if turn is not None and isinstance(self.opening, Opening) else None
+        self.environments.play(7, TurnJob(self.episode, self.row, tuple(self.before), turn, opening))
+        [(number, answer)] = self.environments.take(waits=True)
+        assert number == 7
+        return answer
+
+
+def text(content: str) -> tuple[dict[str, str], ...]:
+    return ({"role": "user", "content": content},)
+
+
+def test_a_conversation_is_an_episode(folder):
+    """OpenAI's client, async and blocking, here and in processes: its requests are what the policy reads, its end is
+    the episode's. Would not catch another client.
+    """
+    with ExitStack() as opened:
+        processes = opened.enter_context(EnvironmentProcesses(source(folder, "guess"), 1, 60.0, opens=True))
+        for environments in (processes, opened.enter_context(EnvironmentsHere(source(folder, "guess").host()))):
+            player = Player(environments, turns=2)
+            assert player.opening == Opening(({"role": "system", "content": "guess"}, *text("?")))
+            assert player.say("3") == Observation(text("no 0"))
+            assert player.say("4") == Observation((), 0.5, is_done=True)
+        here = opened.enter_context(EnvironmentsHere(source(folder, "blocking").host()))
+        players = [Player(here, episode) for episode in range(40)]  # more than any pool of threads has
+        assert all(player.opening == Opening(text("now")) for player in players)
+        assert [player.say("2").reward for player in players] == [2.0] * 40
+
+
+def test_calls_are_streamed_and_come_back(folder):
+    """Two calls at once with their results, by OpenAI's client, in the form that chat templates read. Would not catch
+    a client that joins parts of arguments wrongly: they come in one.
+    """
+    with EnvironmentsHere(source(folder, "streams").host()) as here:
+        player = Player(here)
+        assert isinstance(player.opening, Opening) and player.opening.tools[0]["function"]["name"] == "add"
+        answer = player.say("", ToolCall("add", {"a": 1}), ToolCall("add", {"a": 3}))
+        assert isinstance(answer, Observation) and [message["role"] for message in answer.messages] == ["tool"] * 2
+        assert answer.messages[1]["content"] == "7" and player.say("done").is_done
+
+
+@pytest.mark.parametrize(
+    ("name", "turns", "cause", "reason"),
+    [
+        ("branches", 1, "branched", "has changed message 0"),
+        ("raises", 0, "raised", "ValueError: no more"),
+        ("asks_nothing", 0, "no_answer", "without a request"),
+        ("sleeps", 0, "timed_out", "multi_turn.tool_timeout_s=1"),
+        ("another_reward", 1, "no_answer", "must return a finite number or None, not 'good'"),
+    ],
+)
+def test_what_an_agent_does_wrong_costs_its_episode(folder, name, turns, cause, reason):
+    """Would not catch an agent that holds the interpreter's lock: the keeper ends its process."""
+    with EnvironmentsHere(source(folder, name, timeout_s=1.0).host()) as here:
+        player = Player(here)
+        answer = [player.opening, *(player.say("1") for _ in range(turns))][-1]
+    assert isinstance(answer, EpisodeFailure) and answer.cause == cause and reason in answer.reason
+
+
+def test_requests_that_cannot_be_answered_are_refused_and_counted(folder):
+    """Several answers, stops, other formats, another key, two requests at once, a reward that is none: each has its
+    status. Would not catch fields that OpenAI adds.
+    """
+    with EnvironmentProcesses(source(folder, "is_refused"), 1, 60.0, opens=True) as processes:
+        player = Player(processes, mark=str(folder / "mark"))
+        while not (folder / "mark").exists():
+            time.sleep(0.02)
+        answer = player.say("1")
+    assert answer == Observation((), 2.25, is_done=True, counts={"agent_refused": 5.0})
+
+
+def test_a_client_that_asks_again_gets_the_same_answer(folder):
+    """It gave up after half a second and has sent its request again. Would not catch a client that does not say so."""
+    with EnvironmentProcesses(source(folder, "retries"), 1, 60.0, opens=True) as processes:
+        player = Player(processes)
+        time.sleep(1.5)
+        answer = player.say("late")
+    assert answer == Observation((), 0.0, is_done=True)
+
+
+def test_an_agent_may_be_a_process(folder):
+    """Its task comes as JSON, its reward by POST; one that fails is quoted, one that hangs is killed with its child.
+
+    Would not catch a process that leaves its session.
+    """
+    with EnvironmentProcesses(program(folder), 1, 60.0, opens=True) as processes:
+        player = Player(processes, 1, way="well")
+        assert player.opening == Opening(text("well")) and player.say("3") == Observation((), 3.0, is_done=True)
+        failed = Player(processes, 2, way="fails").opening
+        assert isinstance(failed, EpisodeFailure) and "exited with code 3; it said: about to fail" in failed.reason
+    with EnvironmentsHere(program(folder, timeout_s=3.0).host()) as here:
+        hung = Player(here, 3, way="hangs").opening
+        assert isinstance(hung, EpisodeFailure) and hung.cause == "timed_out"
+        left = [child for child in psutil.Process().children(recursive=True) if "sleep" in child.name()]
+        assert all(child.status() == psutil.STATUS_ZOMBIE for child in left)
+
+
+def test_a_lost_agent_is_started_again_and_must_ask_as_before(folder):
+    """A fresh host with a recorded turn plays it to a new agent. Would not catch one that asks the same by chance."""
+    with EnvironmentsHere(source(folder, "guess").host()) as here:
+        first = Player(here, turns=3)
+        first.say("3")
+    with EnvironmentsHere(source(folder, "guess").host()) as here:
+        again = Player.__new__(Player)
+        vars(again).update(vars(first), environments=here)
+        assert again.say("4") == Observation(text("no 1"))
+    with EnvironmentsHere(source(folder, "blocking").host()) as here:
+        vars(again).update(vars(first), environments=here)
+        answer = again.say("4")
+    assert isinstance(answer, EpisodeFailure) and answer.cause == "not_repeatable" and "began with" in answer.reason
+
+
+def test_a_request_goes_on_with_what_was_said():
+    """By hand: what an agent may add and what not. Would not catch contents that differ in white space alone."""
+    turn = Turn("yes", (ToolCall("add", {"a": 1}),))
+    sent = completion(turn, "n", "policy")["choices"][0]["message"]
+    before = ChatRequest.of({"messages": [{"role": "user", "content": "?"}]})
+    after = ChatRequest.of({"messages": [*before.messages, sent, {"role": "tool", "content": "2"}]})
+    assert after.messages[1] == said_by_policy(turn)
+    assert after.after(before, turn) == ({"role": "tool", "content": "2"},)
+    for messages, reason in (
+        ([*before.messages, sent], "without a new message"),
+        ([{"role": "user", "content": "!"}, sent], "has changed message 0"),
+        ([*before.messages, {"role": "assistant", "content": "no"}], "has changed message 1"),
+        ([*before.messages, sent, {"role": "assistant", "content": "no"}], "in place of the policy: 'no'"),
+        ([*before.messages], "without a new message"),
+    ):
+        with pytest.raises(EpisodeError, match=reason) as failed:
+            ChatRequest.of({"messages": messages}).after(before, turn)
+        assert failed.value.cause == "branched"
+
+
+@pytest.mark.parametrize(
+    ("body", "rule"),
+    [
+        ([], "an object with a list of messages"),
+        ({"messages": []}, "an object with a list of messages"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "must have a role of system, user, assistant, tool"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content must be text"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "tool_calls cannot be read"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [1]}, "tools must be a list of objects"),
+        ({"messages": [{"role": "user", "content": "x"}], "logprobs": True}, "logprobs=True is not possible"),
+    ],
+)
+def test_unreadable_requests_have_a_rule(body, rule):
+    """Would not catch a field that is read and means something else."""
+    with pytest.raises(ValueError, match=rule):
+        ChatRequest.of(body)
