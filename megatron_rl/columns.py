@@ -79,6 +79,7 @@ F32, I64 = "float32", "int64"
 ENGINE_OR_R2 = "rollout; actor.log_probs with router replay R2"
 OLD = "actor.log_probs; actor.update where it is a step's only one; rollout with bypass_mode"
 EXPERTS = "[B, (T), layers, K]: experts of the first T <= L tokens, in every layer that has experts"
+NOT_READ_BEFORE = "what comes before it in its row is not read from here on; absent: a row is one conversation"
 MASKS = "rollout correction; mask of truncated answers"
 TASKS = "records of reward and dpo"
 COMPARED = ("losses of answers",)
@@ -86,6 +87,7 @@ COMPARED = ("losses of answers",)
 COLUMNS = ColumnTable(
     Column("input_ids", TOKEN, I64, "rollout", (*PASSES, METRICS), "the tokens of a row, its prompt first"),
     Column("sampled", TOKEN, "bool", "rollout", (*PASSES, METRICS), "the policy drew it; False for a row's first"),
+    Column("conversation_starts", TOKEN, "bool", "rollout", (*PASSES, METRICS), NOT_READ_BEFORE),
     Column("routed_experts", TOKEN, "uint8 or int16", ENGINE_OR_R2, (ACTOR_SCORES, ACTOR_UPDATE), EXPERTS),
     Column("rollout_log_probs", DRAWN, F32, "rollout", (CORRECTION, METRICS), "the engine's log-prob of the token"),
     Column("versions", DRAWN, I64, "rollout", (METRICS,), "the step whose weights drew it; absent: the newest"),

@@ -159,6 +159,8 @@ class Batch:
                 raise ValueError(f"column {name} has {len(column)} rows, the batch {len(self)}")
             if name == "sampled" and ((first_true(column) == 0) & (self.num_sampled > 0)).any():
                 raise ValueError("the first token of a row cannot be sampled: nothing comes before it")
+            if name == "conversation_starts" and (column.values() & self.flat("sampled")).any():
+                raise ValueError("the first token of a conversation cannot be sampled: nothing comes before it")
             if shape == "sampled token" and num_sampled is not None and (row_lengths(column) != num_sampled).any():
                 raise ValueError(
                     f"column {name} must have an element for each sampled token, {num_sampled.tolist()} in its rows; "
@@ -294,6 +296,20 @@ def counts_in_rows(mask: torch.Tensor) -> torch.Tensor:
     torch.cumsum(mask.values(), 0, out=counted[1:])
     ends = lengths.cumsum(0)
     return counted[ends] - counted[ends - lengths]
+
+
+def conversations(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """(int64 [B]: conversations of each row, int64 [C]: tokens of each conversation, row after row).
+
+    A token is read with those before it in its conversation; a row without `conversation_starts` is one conversation.
+    """
+    lengths, anew = row_lengths(batch["input_ids"]), batch.get("conversation_starts")
+    if anew is None:
+        return torch.ones_like(lengths), lengths
+    starts = anew.values().clone()
+    starts[lengths.cumsum(0) - lengths] = True
+    places = torch.cat([starts.nonzero().flatten(), lengths.sum()[None]])
+    return counts_in_rows(ragged_from_lengths(starts, lengths)), places.diff()
 
 
 def first_true(mask: torch.Tensor) -> torch.Tensor:

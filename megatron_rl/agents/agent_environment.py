@@ -56,7 +56,8 @@ class AgentEnvironment:
         if asked is None:
             return Observation((), reward, True, counts)
         self._asked = asked
-        return Observation(asked.after(before, turn), reward, False, counts)
+        new = asked.after(before, turn)
+        return Observation(new, reward, False, counts, None if new else Opening(asked.messages, asked.tools))
 
     async def close(self) -> None:
         """End the agent and its session."""

@@ -35,14 +35,19 @@ def answer_from_json(content: Any) -> Answer:
         if content.keys() == {"cause", "reason"} and content["cause"] in FAILURES:
             return EpisodeFailure(content["cause"], str(content["reason"]))
         if content.keys() == {"messages", "tools"}:
-            return opening_of(Opening(tuple(content["messages"]), tuple(content["tools"])))
+            return _opening(content)
         messages, reward, is_done, counts = (content[name] for name in ("messages", "reward", "is_done", "counts"))
         is_valid = isinstance(is_done, bool) and type(reward) is float and all(map(is_message, messages))
         if is_valid and all(finite_number(value) is not None for value in counts.values()):
-            return Observation(tuple(messages), reward, is_done, counts)
+            anew = content.get("anew")
+            return Observation(tuple(messages), reward, is_done, counts, None if anew is None else _opening(anew))
     except (KeyError, TypeError, AttributeError):
         pass
     raise ValueError(f"{content!r:.80}")
+
+
+def _opening(content: dict[str, Any]) -> Opening:
+    return opening_of(Opening(tuple(content["messages"]), tuple(content["tools"])))
 
 
 @dataclass(frozen=True)
@@ -50,12 +55,14 @@ class EpisodeRecord:
     """What a checkpoint keeps of an episode beside its tokens. turns: with their answers. failure: why it failed.
 
     opening: how it began, with `prompt_ids` in place of the dataset's; None where it began with the dataset's prompt.
+    starts: the tokens after the prompt with which conversations begin anew.
     """
 
     turns: Sequence[Played] = ()
     failure: EpisodeFailure | None = None
     opening: Opening | EpisodeFailure | None = None
     prompt_ids: tuple[int, ...] = ()
+    starts: Sequence[int] = ()
 
 
 def records_as_json(records: Mapping[int, EpisodeRecord]) -> str:
@@ -64,7 +71,9 @@ def records_as_json(records: Mapping[int, EpisodeRecord]) -> str:
         number: [
             [[asdict(turn), asdict(answer)] for turn, answer in record.turns],
             record.failure and asdict(record.failure),
-            *([] if record.opening is None else [asdict(record.opening), record.prompt_ids]),
+            record.opening and asdict(record.opening),
+            record.prompt_ids,
+            list(record.starts),
         ]
         for number, record in records.items()
     }
@@ -74,12 +83,13 @@ def records_as_json(records: Mapping[int, EpisodeRecord]) -> str:
 def records_from_json(content: bytes) -> dict[int, EpisodeRecord]:
     """Return what `records_as_json` was given. Raises ValueError, KeyError, TypeError for anything else."""
     records: dict[int, EpisodeRecord] = {}
-    for number, (turns, failed, *began) in json.loads(content).items():
+    for number, (turns, failed, *more) in json.loads(content).items():
+        began, prompt_ids, starts = more or (None, (), ())
         answers = [(turn_from_json(turn), answer_from_json(answer)) for turn, answer in turns]
         known = [(turn, answer) for turn, answer in answers if isinstance(answer, Observation)]
         failure = None if failed is None else answer_from_json(failed)
-        opening, prompt_ids = (answer_from_json(began[0]), tuple(began[1])) if began else (None, ())
+        opening = None if began is None else answer_from_json(began)
         if len(known) < len(answers) or isinstance(failure, Observation | Opening) or isinstance(opening, Observation):
             raise ValueError(f"the turns of episode {number} are not what a run writes")
-        records[int(number)] = EpisodeRecord(known, failure, opening, prompt_ids)
+        records[int(number)] = EpisodeRecord(known, failure, opening, tuple(prompt_ids), starts)
     return records

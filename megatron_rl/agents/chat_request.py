@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.agents.observation import EpisodeError, Message, ToolCall, Turn
+from megatron_rl.agents.observation import FOLLOWING, Message, ToolCall, Turn
 
 Content = dict[str, Any]
 
@@ -51,33 +51,11 @@ class ChatRequest:
         return cls(messages, tuple(tools), body.get("stream") is True)
 
     def after(self, before: ChatRequest, turn: Turn) -> tuple[Message, ...]:
-        """Return the messages that follow `before` and the policy's turn.
-
-        Raises EpisodeError where this conversation does not go on with them.
-        """
-        said = (*before.messages, said_by_policy(turn))
-        if self.tools != before.tools:
-            raise EpisodeError("branched", "the agent has other tools than before")
-        for place, (known, message) in enumerate(zip(said, self.messages, strict=False)):
-            if message != known:
-                raise EpisodeError(
-                    "branched", f"the agent has changed message {place}, which was {known!r:.120}, to {message!r:.120}"
-                )
+        """Return the messages that follow `before` and the policy's turn; none where this is another conversation."""
+        said = (*before.messages, turn.as_message())
         new = self.messages[len(said) :]
-        if not new:
-            raise EpisodeError("branched", "the agent has asked again without a new message")
-        spoken = next((message for message in new if message["role"] == "assistant"), None)
-        if spoken is not None:
-            raise EpisodeError("branched", f"the agent has said in place of the policy: {spoken['content']!r:.120}")
-        return new
-
-
-def said_by_policy(turn: Turn) -> Message:
-    """Return a turn as a message, as an agent sends it back."""
-    message: Message = {"role": "assistant", "content": turn.text}
-    return (
-        message | {"tool_calls": [_call(call.name, call.arguments) for call in turn.calls]} if turn.calls else message
-    )
+        goes_on = self.tools == before.tools and self.messages[: len(said)] == said
+        return new if goes_on and all(message["role"] in FOLLOWING for message in new) else ()
 
 
 def completion(turn: Turn, number: str, model: str) -> Content:
@@ -120,10 +98,6 @@ def _sent_calls(calls: Sequence[ToolCall], number: str) -> list[Content]:
     ]
 
 
-def _call(name: str, arguments: Any) -> Content:
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
-
-
 def _message(place: int, sent: Any) -> Message:
     """One message in the form of chat templates. Raises ValueError for what is none."""
     role = sent.get("role") if isinstance(sent, Mapping) else None
@@ -135,10 +109,11 @@ def _message(place: int, sent: Any) -> Message:
     calls = sent.get("tool_calls")
     if calls:
         try:
-            functions = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+            functions = [call["function"] for call in calls]
+            known = tuple(ToolCall(function["name"], json.loads(function["arguments"])) for function in functions)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"messages[{place}].tool_calls cannot be read: {error!r:.80}") from None
-        message["tool_calls"] = [_call(name, arguments) for name, arguments in functions]
+        message["tool_calls"] = Turn("", known).as_message()["tool_calls"]
     return message
 
 

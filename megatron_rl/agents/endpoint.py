@@ -45,6 +45,7 @@ class Session:
     reward: float = 0.0
     num_refused: int = 0
     _requests: asyncio.Queue[_Open] = field(default_factory=asyncio.Queue)
+    _known: list[_Open] = field(default_factory=list)
     _last: _Open | None = None
     _num_turns: int = 0
 
@@ -60,22 +61,19 @@ class Session:
 
     def close(self) -> None:
         """Leave the agent's requests without an answer."""
-        for waiting in (self._last, *(self._requests.get_nowait() for _ in range(self._requests.qsize()))):
-            if waiting is not None:
-                waiting.turn.cancel()
+        for known in self._known:
+            known.turn.cancel()
 
     async def ask(self, request: ChatRequest, is_retry: bool) -> tuple[str, Turn]:
-        """(number, the policy's turn). is_retry: the client has sent the same before and had no answer.
-
-        Raises ValueError while another request is open: a conversation has one end.
+        """(number, the policy's turn); requests wait for each other. is_retry: the client has sent the same before and
+        had no answer.
         """
-        last = self._last
-        if is_retry and last is not None and last.request == request:
-            return last.number, await asyncio.shield(last.turn)
-        if self._requests.qsize() or (last is not None and not last.turn.done()):
-            raise ValueError("a conversation has one end: wait for the answer to the last request")
+        known = next((known for known in self._known if is_retry and known.request == request), None)
+        if known is not None:
+            return known.number, await asyncio.shield(known.turn)
         self._num_turns += 1
         new = _Open(request, f"chatcmpl-{self._num_turns}", asyncio.get_running_loop().create_future())
+        self._known = [known for known in self._known if known is self._last or not known.turn.done()] + [new]
         self._requests.put_nowait(new)
         return new.number, await asyncio.shield(new.turn)
 

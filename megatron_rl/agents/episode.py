@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_rl.agents.as_json import Answer, Played
-from megatron_rl.agents.observation import FAILURES, EpisodeFailure, Observation, Opening, TaskRow, Turn
+from megatron_rl.agents.observation import (
+    FAILURES,
+    EpisodeFailure,
+    Observation,
+    Opening,
+    TaskRow,
+    Turn,
+    messages_of_prompt,
+)
 from megatron_rl.records import Batch, Sampling, ragged, ragged_from_lengths
 from megatron_rl.rollout.slices import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Drawn
 
@@ -27,22 +35,25 @@ STATES = ("", FINISHED_BY_STOP, FINISHED_BY_LENGTH, FAILED, AWAY)
 class Reply:
     """The answer to a turn, or how an episode begins: then there is no turn, and token_ids are its prompt.
 
-    token_ids: what the policy reads before its next turn.
+    token_ids: what the policy reads before its next turn. is_anew: with them a conversation begins, and the policy does
+    not read what came before.
     """
 
     turn: Turn | None
     answer: Answer
     token_ids: tuple[int, ...] = ()
+    is_anew: bool = False
 
 
 @dataclass
 class Episode:
     """One request. row: its task.
 
-    token_ids: all tokens after the prompt; is_sampled: of each, whether the policy drew it. log_probs, versions: of
-    the sampled ones. played: the turns that have an answer. waits: a turn has ended and has no answer yet.
-    finish: why it ended, "" before that. attempt: number of restarts with another seed. experts: those of a finished
-    episode, if they were asked for. opening: how its environment began it; None: it begins with the dataset's prompt.
+    token_ids: all tokens after the prompt; is_sampled: of each, whether the policy drew it. starts: places in token_ids
+    where a conversation begins anew, and what comes before is not read. log_probs, versions: of the sampled ones.
+    played: the turns that have an answer. waits: a turn has ended and has no answer yet. finish: why it ended, or "".
+    attempt: number of restarts with another seed. experts: those of a finished episode, if they were asked for.
+    opening: how its environment began it; None: it begins with the dataset's prompt.
     """
 
     prompt_ids: tuple[int, ...]
@@ -50,6 +61,7 @@ class Episode:
     sampling: Sampling
     token_ids: list[int] = field(default_factory=list)
     is_sampled: list[bool] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     played: list[Played] = field(default_factory=list)
@@ -74,6 +86,21 @@ class Episode:
     def room(self) -> int:
         """Tokens that may still follow. The schedule counts requests, so one that could not begin draws a token too."""
         return 1 if isinstance(self.opening, EpisodeFailure) else self.sampling.max_tokens - len(self.token_ids)
+
+    @property
+    def context_ids(self) -> tuple[int, ...]:
+        """The tokens of the present conversation: what the policy reads."""
+        return tuple(self.token_ids[self.starts[-1] :]) if self.starts else (*self.prompt_ids, *self.token_ids)
+
+    @property
+    def conversation(self) -> Opening:
+        """The present conversation, before the present turn."""
+        prompt = self.row.get("prompt")
+        begun = self.opening if isinstance(self.opening, Opening) else Opening(messages_of_prompt(prompt))
+        for turn, observation in self.played:
+            said = (*begun.messages, turn.as_message(), *observation.messages)
+            begun = observation.anew or Opening(said, begun.tools)
+        return begun
 
     @property
     def turn_ids(self) -> list[int]:
@@ -131,6 +158,8 @@ class Episode:
         elif len(self.played) >= max_turns or len(reply.token_ids) >= self.room:
             self.finish = FINISHED_BY_LENGTH
         else:
+            if reply.is_anew:
+                self.starts.append(len(self.token_ids))
             self.token_ids += reply.token_ids
             self.is_sampled += [False] * len(reply.token_ids)
 
@@ -146,11 +175,13 @@ class Episode:
     def forget(self) -> None:
         """Drop all but the prompt and the opening."""
         self.token_ids, self.is_sampled, self.log_probs, self.versions, self.played = [], [], [], [], []
+        self.starts = []
         self.waits, self.finish, self.failure = False, "", None
 
 
 def rows_of(episodes: Sequence[Episode], with_versions: bool, has_turns: bool) -> Batch:
-    """Return one row per episode, its prompt first. Experts are there if all episodes have them.
+    """Return one row per episode, its prompt first. Experts are there if all episodes have them, starts of
+    conversations if any episode has several.
 
     has_turns: with the columns `environment_rewards` and `failed`. Of an episode that failed only the prompt is left,
     so that nothing of it is trained.
@@ -160,9 +191,13 @@ def rows_of(episodes: Sequence[Episode], with_versions: bool, has_turns: bool) -
     lengths = torch.tensor([len(rows) for rows in experts], dtype=torch.int64)
     int64, versions = torch.int64, [episode.versions for episode in kept] if with_versions else []
     masks = [torch.tensor([False] * len(e.prompt_ids) + e.is_sampled) for e in kept]
+    starts = [torch.zeros(len(mask), dtype=torch.bool) for mask in masks] if any(e.starts for e in kept) else []
+    for episode, places in zip(kept, starts, strict=False):
+        places[[len(episode.prompt_ids) + start for start in episode.starts]] = True
     batch = Batch(
         input_ids=ragged([torch.tensor([*e.prompt_ids, *e.token_ids], dtype=int64) for e in kept]),
         sampled=ragged(masks),
+        conversation_starts=ragged(starts) if starts else None,
         rollout_log_probs=ragged([torch.tensor(e.log_probs, dtype=torch.float32) for e in kept]),
         truncated=torch.tensor([e.finish == FINISHED_BY_LENGTH for e in kept]),
         versions=ragged([torch.tensor(row, dtype=int64) for row in versions]) if versions else None,

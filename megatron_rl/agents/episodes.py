@@ -37,11 +37,12 @@ class Environments(Protocol):
 class Episodes:
     """Answers turns. The number of an episode is that of its request.
 
-    max_turns: of the policy in an episode. record: is told every answer.
+    max_turns: of the policy in an episode. record: is told every answer. notes: for the user.
     """
 
     def __init__(self, max_turns: int) -> None:
         self.max_turns = max_turns
+        self.notes: list[str] = []
         self.record: Callable[[int, Reply], None] = lambda number, reply: None
         self._arrived: list[tuple[int, Reply]] = []
 
@@ -135,11 +136,12 @@ class RecordedEpisodes(Episodes):
 
 @dataclass(frozen=True)
 class _OpenTurn:
-    """turn: None where the episode begins. last_token: of the turn."""
+    """turn: None where the episode begins. last_token: of the turn. before: the conversation before the turn."""
 
     number: int
     turn: Turn | None = None
     last_token: int = -1
+    before: Opening | None = None
 
 
 class LiveEpisodes(Episodes):
@@ -152,11 +154,14 @@ class LiveEpisodes(Episodes):
         reader: TurnReader,
         max_turns: int,
         longest_prompt: int = 1 << 62,
+        appends: bool = True,
     ) -> None:
-        """longest_prompt: tokens with which an environment may begin an episode."""
+        """longest_prompt: tokens with which an environment may begin an episode. appends: the template appends what
+        follows; otherwise every turn begins with the whole conversation, rendered anew.
+        """
         super().__init__(max_turns)
         self._environments, self._renderer, self._reader = environments, renderer, reader
-        self._longest_prompt = longest_prompt
+        self._longest_prompt, self._appends = longest_prompt, appends
         self._open: dict[int, _OpenTurn] = {}
         self._jobs = itertools.count()
 
@@ -165,9 +170,8 @@ class LiveEpisodes(Episodes):
         return bool(self._open or self._arrived)
 
     def submit(self, number: int, episode: Episode) -> None:
-        ids, opening = episode.turn_ids, episode.opening
-        turn = self._reader.turn(ids, opening.tools if isinstance(opening, Opening) else ())
-        self._submit(episode, _OpenTurn(number, turn, ids[-1]))
+        ids, before = episode.turn_ids, episode.conversation
+        self._submit(episode, _OpenTurn(number, self._reader.turn(ids, before.tools), ids[-1], before))
 
     def _begins(self, number: int, episode: Episode) -> bool:
         if self._environments.opens:
@@ -194,11 +198,21 @@ class LiveEpisodes(Episodes):
         try:
             if isinstance(answer, Opening):
                 return self._begun(answer, self._renderer.beginning(answer))
+            anew = answer.anew or self._rewritten(known, answer)
+            if anew is not None:
+                return Reply(known.turn, answer, tuple(self._renderer.beginning(anew)), is_anew=True)
             ids = self._renderer.following(answer.messages, known.last_token)
         except TemplateRefusal as refusal:
             reason = f"the chat template refuses what the environment says: {refusal}"
             return Reply(known.turn, EpisodeFailure("no_answer", reason))
         return Reply(known.turn, answer, tuple(ids))
+
+    def _rewritten(self, known: _OpenTurn, answer: Observation) -> Opening | None:
+        """The whole conversation, where the template does not append."""
+        if self._appends or known.turn is None or known.before is None:
+            return None
+        said = (*known.before.messages, known.turn.as_message(), *answer.messages)
+        return Opening(said, known.before.tools)
 
     def _begun(self, opening: Opening, prompt_ids: Sequence[int]) -> Reply:
         if len(prompt_ids) <= self._longest_prompt:

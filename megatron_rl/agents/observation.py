@@ -26,9 +26,8 @@ Message = dict[str, Any]
 TaskRow = Mapping[str, Any]
 """A row of the dataset: data_source, ground_truth, extra_info, index, and sample, the number among its group."""
 
-FAILURES = ("raised", "timed_out", "crashed", "no_answer", "not_repeatable", "branched")
-"""Why an episode failed. no_answer: `step` returned something else. not_repeatable: played again, it differed.
-branched: an agent has changed what was said before."""
+FAILURES = ("raised", "timed_out", "crashed", "no_answer", "not_repeatable")
+"""Why an episode failed. no_answer: `step` returned something else. not_repeatable: played again, it differed."""
 FOLLOWING = ("user", "tool", "system")
 """Roles of messages that may follow a turn of the policy."""
 
@@ -52,26 +51,36 @@ class Turn:
     calls: tuple[ToolCall, ...] = ()
     problem: str = ""
 
+    def as_message(self) -> Message:
+        """Return it as a message, in the form of chat templates."""
+        calls = [
+            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in self.calls
+        ]
+        message: Message = {"role": "assistant", "content": self.text}
+        return message | {"tool_calls": calls} if calls else message
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A conversation up to the policy's next turn. tools: schemas of tools that the chat template is given."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+
 
 @dataclass(frozen=True)
 class Observation:
     """The answer to a turn. messages: what the policy reads next. is_done: the episode ends, and no message is read.
 
     reward: of this turn; rewards of an episode are added up. counts: numbers to log, summed over an episode.
+    anew: a conversation that begins here; the policy reads this, and neither messages nor what came before.
     """
 
     messages: tuple[Message, ...] = ()
     reward: float = 0.0
     is_done: bool = False
     counts: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Opening:
-    """The conversation with which an episode begins. tools: schemas of tools that the chat template is given."""
-
-    messages: tuple[Message, ...]
-    tools: tuple[dict[str, Any], ...] = ()
+    anew: Opening | None = None
 
 
 @dataclass(frozen=True)
@@ -127,8 +136,10 @@ class TextLimit:
 def observation_of(value: Any, limit: TextLimit) -> Observation:
     """Return what `step` has returned, checked and within the limit. Raises ValueError, with the rule, for others."""
     counts: dict[str, Any] = {}
+    anew: Opening | None = None
     if isinstance(value, Observation):
-        value, counts = (value.messages, value.reward, value.is_done), value.counts
+        counts, anew = value.counts, None if value.anew is None else opening_of(value.anew)
+        value = (value.messages, value.reward, value.is_done)
     if not isinstance(value, tuple) or len(value) != 3:
         raise ValueError(f"step must return (observation, reward, done) or an Observation; it returned {quote(value)}")
     said, reward, is_done = value
@@ -140,7 +151,7 @@ def observation_of(value: Any, limit: TextLimit) -> Observation:
     if not isinstance(is_done, bool):
         raise ValueError(f"done must be True or False; it is {quote(is_done)}")
     known = {name: number for name, number in numbers.items() if number is not None}
-    return Observation(tuple(map(limit.applied, messages_of(said))), known.pop(""), is_done, known)
+    return Observation(tuple(map(limit.applied, messages_of(said))), known.pop(""), is_done, known, anew)
 
 
 def messages_of(said: Any) -> tuple[Message, ...]:
@@ -155,6 +166,11 @@ def messages_of(said: Any) -> tuple[Message, ...]:
         "an observation must be a text, None, or messages with role user, tool or system and a text as content; it is "
         f"{quote(said)}"
     )
+
+
+def messages_of_prompt(prompt: Any) -> tuple[Message, ...]:
+    """Return a prompt of the dataset as messages: a text is one message of the user, None is none."""
+    return tuple(prompt or ()) if not isinstance(prompt, str) else ({"role": "user", "content": prompt},)
 
 
 def opening_of(value: Any) -> Opening:

@@ -2,7 +2,7 @@
 
 The tokens that were drawn are kept; nothing is rendered a second time. What follows a turn is rendered behind a
 synthetic conversation whose last message is the policy's, and only what the template writes after that message is
-tokenised. A template that does not append cannot be used so: `append_problem` names the role that breaks it.
+tokenised. Where a template does not append (`append_problem` says why), every turn is a conversation of its own.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ ANSWER = "73920485162"
 """Texts that templates write unchanged."""
 
 
-class TurnRenderer:
-    """Renders what the policy reads next. Without a template, texts are joined as they are.
+class NotAppended(TemplateRefusal):
+    """A template writes what was said otherwise once other messages follow."""
 
-    eos_token_ids: tokens that end a turn.
-    """
+
+class TurnRenderer:
+    """Renders what the policy reads next. Without a template, texts are joined as they are."""
 
     def __init__(
         self,
@@ -33,7 +34,9 @@ class TurnRenderer:
         template_kwargs: Mapping[str, Any] | None = None,
         is_chat: bool = True,
     ) -> None:
-        """template_kwargs: further variables of the template, such as tools. is_chat: whether prompts are messages."""
+        """eos_token_ids: tokens that end a turn. template_kwargs: further variables of the template, such as tools.
+        is_chat: whether prompts are messages.
+        """
         self._tokenizer, self._eos = tokenizer, frozenset(eos_token_ids)
         self._variables = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         tools = self._variables.get("tools")
@@ -72,22 +75,25 @@ class TurnRenderer:
         start = self._render(list(before), add_generation_prompt=True)
         place = text.find(ANSWER)
         if place < 0 or not text.startswith(start):
-            raise TemplateRefusal("it writes an earlier turn of the assistant otherwise once other messages follow")
+            raise NotAppended("it writes an earlier turn of the assistant otherwise once other messages follow")
         return text[place + len(ANSWER) :]
 
     def append_problem(self, role: str) -> str | None:
-        """Return why messages of a role cannot be appended to a conversation token by token; None if they can."""
+        """Return why messages of a role cannot be appended to a conversation token by token; None if they can.
+
+        Raises TemplateRefusal where the template refuses them.
+        """
         if self._template is None:
             return None
         message = {"role": role, "content": QUESTION["content"][::-1]}
         conversation: list[Message] = [QUESTION, {"role": "assistant", "content": ANSWER}, message]
+        first = self._render(conversation, add_generation_prompt=True)
+        answered: list[Message] = [*conversation, {"role": "assistant", "content": ANSWER}]
+        second = self._render([*answered, message], add_generation_prompt=True)
         try:
-            first = self._render(conversation, add_generation_prompt=True)
-            answered: list[Message] = [*conversation, {"role": "assistant", "content": ANSWER}]
-            second = self._render([*answered, message], add_generation_prompt=True)
             self.after_answer([QUESTION], [message])
-        except TemplateRefusal as refusal:
-            return str(refusal)
+        except NotAppended as problem:
+            return str(problem)
         if not second.startswith(first):
             return f"it does not write a message of role {role} as an addition to the conversation before it"
         return None

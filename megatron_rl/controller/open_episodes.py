@@ -23,6 +23,7 @@ from megatron_rl.agents.turn_reader import TurnReader
 from megatron_rl.agents.turn_renderer import TurnRenderer
 from megatron_rl.config.multi_turn import MultiTurnConfig
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.data.template_process import TemplateRefusal
 from megatron_rl.errors import ConfigError
 from megatron_rl.roles.rollout import eos_token_ids
 
@@ -60,9 +61,11 @@ def open_episodes(
         raise ConfigError(f"{KEY}.agent needs a chat template, and the tokenizer of {path} has none")
     kwargs, eos = config.data.apply_chat_template_kwargs, eos_token_ids(path)
     renderer = TurnRenderer(tokenizer, eos, kwargs, is_chat)
-    problem = renderer.append_problem("user" if keys.function_tool_path is None else "tool")
-    if problem is not None:
-        raise ConfigError(f"{KEY}.enable=true: the chat template of {path} cannot go on with a conversation: {problem}")
+    try:
+        problem = renderer.append_problem("user" if keys.function_tool_path is None else "tool")
+    except TemplateRefusal as refusal:
+        what = f"the chat template of {path} cannot go on with a conversation"
+        raise ConfigError(f"{KEY}.enable=true: {what}: {refusal}") from None
     reader = TurnReader(
         tokenizer,
         lambda tools: ToolParser(keys.format, f"{KEY}.format", tokenizer, tools, eos),
@@ -70,7 +73,11 @@ def open_episodes(
     )
     environments = open_environments(keys, local, opened)
     max_turns = keys.max_assistant_turns or config.data.max_response_length
-    return LiveEpisodes(environments, renderer, reader, max_turns, config.data.max_prompt_length)
+    episodes = LiveEpisodes(environments, renderer, reader, max_turns, config.data.max_prompt_length, problem is None)
+    if problem is not None:
+        what = "so every turn is a conversation of its own, and data.max_response_length counts its history again"
+        episodes.notes.append(f"the chat template of {path} does not append: {problem}; {what}")
+    return episodes
 
 
 def open_environments(keys: MultiTurnConfig, local: bool, opened: ExitStack) -> EnvironmentsHere | EnvironmentProcesses:

@@ -20,7 +20,7 @@ from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.errors import ParityError
 from megatron_rl.observe.loggers import METRICS_FILE
 from megatron_rl.observe.summary import before_after_table, write_summary
-from megatron_rl.records import Batch
+from megatron_rl.records import Batch, conversations
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.tuned import TunedPolicy
 
@@ -215,5 +215,6 @@ def hf_model(folder: Path | str) -> Any:
 def hf_sampled_logits(folder: Path, batch: Batch) -> torch.Tensor:
     """Float32 logits [sampled tokens, vocab_size] of a Hugging Face folder, row after row."""
     model = hf_model(folder)
-    rows = zip(batch["input_ids"].unbind(), batch["sampled"].unbind(), strict=True)
-    return torch.cat([model(ids[None]).logits[0, :-1][sampled[1:]] for ids, sampled in rows])
+    sizes = conversations(batch)[1].tolist()
+    parts = zip(batch.flat("input_ids").split(sizes), batch.flat("sampled").split(sizes), strict=True)
+    return torch.cat([model(ids[None]).logits[0, :-1][sampled[1:]] for ids, sampled in parts])

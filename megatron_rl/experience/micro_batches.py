@@ -20,9 +20,9 @@ from torch import Tensor
 from megatron_rl.experience.routed_tokens import RoutedTokens, routed_tokens
 from megatron_rl.parallel.balance import SequenceWork, pack
 from megatron_rl.parallel.zigzag import ContextShare
-from megatron_rl.records import Batch, elements_of, first_true, places_in_rows, row_lengths
+from megatron_rl.records import Batch, conversations, elements_of, first_true, places_in_rows, row_lengths
 
-NO_FIELDS = ("input_ids", "sampled", "routed_experts")
+NO_FIELDS = ("input_ids", "sampled", "conversation_starts", "routed_experts")
 """Columns that are not one float per sampled token."""
 
 
@@ -110,7 +110,9 @@ def together(prompts: Sequence[int], lengths: Sequence[int], most: int, max_toke
 class MicroBatch:
     """Rows for one pass through the model. Legend: n rows, N their sampled tokens, b x S the block they lie in.
 
-    input_ids: int64 [b, S]. Padded: b = n, aligned left, filled up with 0. Packed: b = 1, end to end, then filler.
+    A row lies there as its conversations, one after the other, each a sequence of its own.
+    input_ids: int64 [b, S]. Padded: a sequence each, aligned left, filled up with 0. Packed: b = 1, end to end, then
+    filler.
     predicts_sampled: bool [b, S - 1], true where the *next* token is a sampled one, of the same row.
     num_sampled: int64 [n]. rows: int64 [n], their numbers in the record, in the order they lie here.
     fields: the batch's float columns of sampled tokens, of these rows, flattened row by row to [N].
@@ -237,13 +239,16 @@ def micro_batches(
     # Flat from here on: indexing and slicing a batch costs more than a small block's pass.
     order = torch.tensor([row for rows in plan for row in rows])
     lengths, num_sampled, before = row_lengths(batch["input_ids"]), batch.num_sampled, first_true(batch["sampled"])
+    num_parts, parts = conversations(batch)
     of_tokens, of_sampled = elements_of(order, lengths), elements_of(order, num_sampled)
     fields = {name: batch.flat(name)[of_sampled] for name in batch.names if name not in NO_FIELDS}
     lengths, num_sampled = lengths[order], num_sampled[order]
     counts = [len(rows) for rows in plan]
     sizes, field_sizes = ([int(part.sum()) for part in of.split(counts)] for of in (lengths, num_sampled))
+    of_blocks = num_parts[order].split(counts)
+    sequences = parts[elements_of(order, num_parts)].split([int(part.sum()) for part in of_blocks])
     per_token = (batch.flat(name)[of_tokens].split(sizes) for name in ("input_ids", "sampled"))
-    per_row = (of.split(counts) for of in (lengths, num_sampled, before[order]))
+    per_row = (sequences, *(of.split(counts) for of in (num_sampled, before[order])))
     split_fields = {name: field.split(field_sizes) for name, field in fields.items()}
     blocks = []
     for number, (rows, tokens, sampled, long, drawn, first) in enumerate(zip(plan, *per_token, *per_row, strict=True)):
@@ -259,9 +264,18 @@ def micro_batches(
             input_ids, predicts = padded(tokens, sampled, long, column_multiple)
             blocks.append(MicroBatch(input_ids, predicts, drawn, torch.tensor(rows), mine))
     if with_tokens:
-        known = routed_tokens(batch, plan)
+        known = routed_tokens(batch, plan, sequences)
         blocks = [replace(block, tokens=tokens) for block, tokens in zip(blocks, known, strict=True)]
     return blocks
+
+
+def lengths_in_blocks(batch: Batch, segment_multiple: int) -> list[int]:
+    """Return the columns that each row takes in a packed block, where every conversation is rounded up."""
+    num_parts, parts = conversations(batch)
+    rounded = -(-parts // segment_multiple) * segment_multiple
+    ends, sums = num_parts.cumsum(0), torch.nn.functional.pad(rounded.cumsum(0), (1, 0))
+    lengths: list[int] = (sums[ends] - sums[ends - num_parts]).tolist()
+    return lengths
 
 
 def padded(tokens: Tensor, sampled: Tensor, lengths: Tensor, column_multiple: int) -> tuple[Tensor, Tensor]:

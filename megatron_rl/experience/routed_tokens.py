@@ -18,31 +18,40 @@ from megatron_rl.records import Batch, row_lengths
 class RoutedTokens:
     """The tokens of the n rows of a block, and their experts as far as they are known; on the CPU.
 
-    lengths: int64 [n], tokens of each. answered: bool [n], rows with a sampled token; others fill up a split.
+    lengths: int64 [n], tokens of each. sequences: int64, of each of their conversations. answered: bool [n], rows with
+    a sampled token; others fill up a split.
     experts: uint8 or int16 [sum(num_known), L, K] of the first tokens of each row, row after row; None: of none.
     num_known: int64 [n].
     """
 
     lengths: Tensor
+    sequences: Tensor
     answered: Tensor
     experts: Tensor | None = None
     num_known: Tensor | None = None
 
     def none(self) -> RoutedTokens:
         """Return the tokens of no row."""
-        return RoutedTokens(self.lengths[:0], self.answered[:0])
+        return RoutedTokens(self.lengths[:0], self.sequences[:0], self.answered[:0])
 
 
-def routed_tokens(batch: Batch, plan: Sequence[Sequence[int]]) -> list[RoutedTokens]:
-    """Return the tokens of every block, with `routed_experts` where the batch has them."""
+def routed_tokens(batch: Batch, plan: Sequence[Sequence[int]], sequences: Sequence[Tensor]) -> list[RoutedTokens]:
+    """Return the tokens of every block, with `routed_experts` where the batch has them.
+
+    sequences: of every block, the lengths of its rows' conversations.
+    """
     experts, lengths = batch.get("routed_experts"), row_lengths(batch["input_ids"])
     answered, blocks = batch.num_sampled > 0, [torch.tensor(rows) for rows in plan]
     if experts is None:
-        return [RoutedTokens(lengths[rows], answered[rows]) for rows in blocks]
-    num_known, parts = row_lengths(experts), experts.unbind()
+        return [
+            RoutedTokens(lengths[rows], parts, answered[rows]) for rows, parts in zip(blocks, sequences, strict=True)
+        ]
+    num_known, known = row_lengths(experts), experts.unbind()
     return [
-        RoutedTokens(lengths[rows], answered[rows], torch.cat([parts[row] for row in rows.tolist()]), num_known[rows])
-        for rows in blocks
+        RoutedTokens(
+            lengths[rows], parts, answered[rows], torch.cat([known[row] for row in rows.tolist()]), num_known[rows]
+        )
+        for rows, parts in zip(blocks, sequences, strict=True)
     ]
 
 

@@ -21,7 +21,7 @@ def places(block: MicroBatch) -> Tensor:
 
     A token of a prompt that several rows have lies in one place for all of them.
     """
-    lengths = known_tokens(block).lengths
+    lengths = known_tokens(block).sequences
     num_rows, width = block.input_ids.shape
     column = places_in_rows(lengths)
     if block.segments is None:

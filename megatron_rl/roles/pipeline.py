@@ -25,6 +25,7 @@ from megatron_rl.experience.micro_batches import (
     MicroBatching,
     in_one_shape,
     in_row_order,
+    lengths_in_blocks,
     micro_batches,
     prompt_numbers,
     round_up,
@@ -37,7 +38,7 @@ from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.context_packs import plan_packs
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.parallel.zigzag import ContextShare, segment_multiple, zigzag_columns
-from megatron_rl.records import Batch, row_lengths
+from megatron_rl.records import Batch
 from megatron_rl.roles.expert_routing import ExpertRouting
 
 PerToken = Callable[[Tensor, MicroBatch], Tensor]
@@ -72,7 +73,7 @@ class Pipeline:
         if grid.most_sharing is not None:
             return self._own_packs(batch, cut)
         per_segment = segment_multiple(grid.cp_size)
-        lengths = [round_up(length, per_segment) for length in row_lengths(batch["input_ids"]).tolist()]
+        lengths = lengths_in_blocks(batch, per_segment)
         per_share = grid.tp_size if self.chunks[0].config.sequence_parallel else 1
         multiples = (math.lcm(per_segment, grid.cp_size * per_share), per_segment)
         prompts = self._prompts(batch) if cut.remove_padding and self._shares_prompts else None
@@ -97,7 +98,8 @@ class Pipeline:
 
     def _own_packs(self, batch: Batch, cut: MicroBatching) -> list[MicroBatch]:
         """This rank's part of the plan that all ranks of its context-parallel group make."""
-        grid, lengths = self.groups.grid, row_lengths(batch["input_ids"]).tolist()
+        grid = self.groups.grid
+        lengths = lengths_in_blocks(batch, segment_multiple(grid.cp_size) if "conversation_starts" in batch else 1)
         assert cut.max_tokens is not None and grid.most_sharing is not None  # preflight asks for both
         plan = plan_packs(lengths, cut.work(lengths), cut.max_tokens, grid.cp_size, grid.most_sharing)
         per_share = grid.tp_size if self.chunks[0].config.sequence_parallel else 1
@@ -119,8 +121,12 @@ class Pipeline:
         blocks = [widened(block, width * (block.num_sharing or 1)) for block in blocks]
         return [*blocks, *[blocks[0].idle(width)] * (-len(blocks) % self._round_size)]
 
-    def _prompts(self, batch: Batch) -> list[int]:
-        """A prompt is computed once for rows whose tokens go to the same experts."""
+    def _prompts(self, batch: Batch) -> list[int] | None:
+        """A prompt is computed once for rows whose tokens go to the same experts; not where rows are several
+        conversations.
+        """
+        if "conversation_starts" in batch:
+            return None
         replays = self.routing is not None and self.routing.replays
         return prompt_numbers(batch, batch.get("routed_experts") if replays else None)
 

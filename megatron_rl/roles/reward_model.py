@@ -35,6 +35,10 @@ class RewardModel(FrozenRole):
 
 
 def with_one_more_token(batch: Batch) -> Batch:
-    """Rows in which one token after the last counts as sampled: the value *before* it is the value of the sequence."""
+    """Rows in which one token after the last counts as sampled: the value *before* it is the value of the sequence, the
+    last one of a row with several conversations.
+    """
     rows = [torch.cat([row, row.new_zeros(1)]) for row in batch["input_ids"].unbind()]
-    return single_turn(ragged(rows), torch.ones(len(rows), dtype=torch.int64))
+    anew = batch.get("conversation_starts")
+    starts = None if anew is None else ragged([torch.cat([row, row.new_zeros(1)]) for row in anew.unbind()])
+    return single_turn(ragged(rows), torch.ones(len(rows), dtype=torch.int64), conversation_starts=starts)

@@ -45,18 +45,21 @@ class SliceDone:
 
 @dataclass(frozen=True)
 class TurnAnswered:
-    """A turn of a request got its answer, and token_ids of it are read next. Requests of a validation are below 0."""
+    """A turn of a request got its answer, and token_ids are read next, anew if a conversation begins with them.
+    Requests of a validation are below 0.
+    """
 
     event: ClassVar[str] = "turn"
     request: int
     turn: dict[str, Any]
     answer: dict[str, Any]
     token_ids: tuple[int, ...] = ()
+    anew: bool = False
 
     @property
     def reply(self) -> Reply:
         """The answer. Raises ValueError for a line that no run writes."""
-        return Reply(turn_from_json(self.turn), answer_from_json(self.answer), self.token_ids)
+        return Reply(turn_from_json(self.turn), answer_from_json(self.answer), self.token_ids, self.anew)
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def reply_event(request: int, reply: Reply) -> TurnAnswered | EpisodeBegan:
     answer = asdict(reply.answer)
     if reply.turn is None:
         return EpisodeBegan(request, answer, reply.token_ids)
-    return TurnAnswered(request, asdict(reply.turn), answer, reply.token_ids)
+    return TurnAnswered(request, asdict(reply.turn), answer, reply.token_ids, reply.is_anew)
 
 
 @dataclass(frozen=True)

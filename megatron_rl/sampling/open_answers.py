@@ -124,7 +124,7 @@ class OpenAnswers:
         rows = [[number, e.attempt, len(e.token_ids), STATES.index(e.state)] for number, e in kept.items()]
         episodes = kept.values()
         records = {
-            number: EpisodeRecord(e.played, e.failure, e.opening, () if e.opening is None else e.prompt_ids)
+            number: EpisodeRecord(e.played, e.failure, e.opening, () if e.opening is None else e.prompt_ids, e.starts)
             for number, e in kept.items()
             if e.played or e.failure or e.opening
         }
@@ -160,7 +160,7 @@ class OpenAnswers:
         for request, record in records_from_json(played).items():
             episode = self.episode(request)
             episode.played, episode.failure, episode.opening = list(record.turns), record.failure, record.opening
-            episode.prompt_ids = record.prompt_ids or episode.prompt_ids
+            episode.prompt_ids, episode.starts = record.prompt_ids or episode.prompt_ids, list(record.starts)
 
     def _kept(self, after_step: int) -> dict[int, Episode]:
         return {
@@ -210,4 +210,4 @@ def start_of(request: int, episode: Episode, seed_of: SeedOf) -> Start:
     """The message with which a replica begins an episode or continues it."""
     row, sampling = episode.row, episode.sampling
     seed = seed_of(sampling.salt, row["index"], row["sample"], episode.attempt, len(episode.token_ids))
-    return Start(request, (*episode.prompt_ids, *episode.token_ids), seed, episode.room, sampling)
+    return Start(request, episode.context_ids, seed, episode.room, sampling)

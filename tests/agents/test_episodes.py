@@ -21,6 +21,7 @@ from megatron_rl.sampling.journal import EpisodeBegan, TurnAnswered, from_json, 
 
 SAMPLING = Sampling(1.0, 1.0, -1, 8, salt=1)
 OPENING = Opening(({"role": "user", "content": "?"},), ({"type": "function"},))
+HIGHER_THAN = Observation(({"role": "user", "content": "="},))
 HIGHER = Observation(({"role": "user", "content": "higher"},), 0.5, counts={"tries": 1.0})
 
 
@@ -109,6 +110,55 @@ class Opens:
     def take(self, waits):
         answers, self.answers = self.answers, []
         return answers
+
+
+class Answers:
+    """An environment that answers every turn with the next of these."""
+
+    opens = False
+
+    def __init__(self, *answers):
+        self.left, self.given = list(answers), []
+
+    def play(self, number, job):
+        self.given.append((number, self.left.pop(0)))
+
+    def take(self, waits):
+        given, self.given = self.given, []
+        return given
+
+
+@pytest.mark.parametrize("appends", [True, False])
+def test_a_conversation_may_begin_anew(appends: bool):
+    """By hand: an environment that begins another conversation, and a template that writes earlier turns otherwise, so
+    that each turn begins with all that was said. Would not catch a template that shortens it wrongly.
+    """
+    tokenizer = AutoTokenizer.from_pretrained("assets/demo/model")
+    eos = tokenizer.eos_token_id
+    renderer, reader = TurnRenderer(tokenizer, [eos]), TurnReader(tokenizer)
+    answers = Answers(HIGHER_THAN, Observation(anew=Opening(({"role": "user", "content": "3="},))), HIGHER_THAN)
+    live = LiveEpisodes(answers, renderer, reader, 9, appends=appends)
+    prompt = [{"role": "user", "content": "1+2="}]
+    path = Episode(tuple(renderer.beginning(Opening(tuple(prompt)))), {"prompt": prompt}, Sampling(1.0, 1.0, -1, 99, 1))
+    texts = []
+    for said in "456":
+        ids = [*tokenizer(said, add_special_tokens=False)["input_ids"], eos]
+        path.extend(Drawn(tuple(ids), (-0.5, -0.5), "stop"), 3, has_turns=True)
+        ((_, reply),) = live.play({3: path})
+        event = from_json(to_json(reply_event(3, reply)))
+        assert isinstance(event, TurnAnswered) and event.reply == reply
+        path.take(reply, 9)
+        texts.append(tokenizer.decode(list(path.context_ids)))
+    if appends:
+        assert texts == ["1+2=4<eos>=", "3=", "3=6<eos>="] and path.starts == [5]
+    else:
+        assert texts == ["1+2=4=", "3=", "3=6="] and path.starts == [2, 10, 14]
+    rows = rows_of([path, episode(((5,), None))], with_versions=True, has_turns=True)
+    assert rows["conversation_starts"].unbind()[1].sum() == 0
+    marked = rows["conversation_starts"].unbind()[0].nonzero().flatten() - len(path.prompt_ids)
+    assert marked.tolist() == path.starts and path.conversation.messages[0]["content"] == "3="
+    path.forget()
+    assert path.starts == [] and path.conversation == Opening(tuple(prompt))
 
 
 def test_a_conversation_that_is_too_long_cannot_begin():

@@ -87,11 +87,16 @@ def test_text_is_joined_as_it_is(tokenizer):
 )
 def test_templates_that_do_not_append_are_named_by_role(tokenizer, template, role, reason):
     """Would not catch a template that rewrites only what it has not been shown."""
-    problem = with_template(tokenizer, template).append_problem(role)
+    renderer = with_template(tokenizer, template)
+    if template == NO_TOOLS and role == "tool":
+        with pytest.raises(TemplateRefusal, match=reason):
+            renderer.append_problem(role)
+        return
+    problem = renderer.append_problem(role)
     assert problem is None if reason is None else problem is not None and reason in problem
 
 
-def test_a_template_that_drops_thinking_is_refused(tokenizer):
+def test_a_template_that_drops_thinking_does_not_append(tokenizer):
     """Earlier turns lose three characters. Would not catch a template that keeps short texts."""
     renderer = with_template(tokenizer, THINKING)
     assert "otherwise once other messages follow" in (renderer.append_problem("user") or "")

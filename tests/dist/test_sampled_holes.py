@@ -1,10 +1,14 @@
-"""Rows in which tokens that were not drawn lie between drawn ones: scores, losses and gradients of a plain loop.
+"""Rows in which tokens that were not drawn lie between drawn ones, and rows of several conversations: scores, losses
+and gradients of a plain loop.
 
-The loop goes through transformers' model row by row and token by token, without padding, packing or masks. The critic,
-and experts that are replayed, are compared with rows of which the end counts as sampled and a mask leaves tokens out.
+The loop goes through transformers' model conversation by conversation and token by token, without padding, packing or
+masks. The critic, and experts that are replayed, are compared with rows of which the end counts as sampled and a mask
+leaves tokens out.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +19,7 @@ from test_router_replay import random_choices
 from tiny_models import run_config, save_qwen2, save_qwen3_moe
 
 from megatron_rl.columns import ACTOR_SCORES, ACTOR_UPDATE, CRITIC_UPDATE, SCORING
-from megatron_rl.experience.micro_batches import MicroBatching
+from megatron_rl.experience.micro_batches import NO_FIELDS, MicroBatching
 from megatron_rl.records import Batch, first_true, ragged, ragged_from_lengths, row_lengths, single_turn
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
@@ -31,12 +35,13 @@ LAYOUTS = {
 }
 """Name -> (ranks, tp, pp), further keys."""
 CUTS = {"packed": MicroBatching(3), "padded": MicroBatching(3, remove_padding=False), "packed alone": MicroBatching(1)}
+STARTS = {0: [4], 2: [9], 6: [5, 11]}
 NUM_ROWS, KL, ENTROPY = 8, 0.1, 0.01
 
 
-def rows_with_holes() -> Batch:
+def rows_with_holes(anew: bool = False) -> Batch:
     """Tokens and masks: every other token or so is sampled. Rows 1 and 2 have one prompt, row 4 has no sampled token,
-    and in row 5 the middle alone is sampled.
+    and in row 5 the middle alone is sampled. anew: rows 0, 2 and 6 are two or three conversations.
     """
     generator = torch.Generator().manual_seed(11)
     rows = [torch.randint(2, 70, (length,), generator=generator) for length in (9, 14, 20, 6, 7, 12, 17, 4)]
@@ -46,9 +51,14 @@ def rows_with_holes() -> Batch:
         masks[row][:6], masks[row][6] = False, True
     masks[4][:] = masks[5][:] = False
     masks[5][4:7] = True
+    starts = [torch.zeros_like(mask) for mask in masks]
+    for row, places in STARTS.items() if anew else ():
+        starts[row][places] = True
+    masks = [mask & ~start for mask, start in zip(masks, starts, strict=True)]
     for mask in masks:
         mask[0] = False
-    return Batch(input_ids=ragged(rows), sampled=ragged(masks))
+    columns = {"conversation_starts": ragged(starts)} if anew else {}
+    return Batch(input_ids=ragged(rows), sampled=ragged(masks), **columns)
 
 
 def filled(batch: Batch, own: torch.Tensor) -> Batch:
@@ -67,8 +77,10 @@ def filled(batch: Batch, own: torch.Tensor) -> Batch:
 def plain_rows(model: torch.nn.Module, batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(log-prob, entropy) of the sampled tokens of each row."""
     found = []
-    for ids, sampled in zip(batch["input_ids"].unbind(), batch["sampled"].unbind(), strict=True):
-        log_probs = model(ids[None]).logits[0].log_softmax(-1)
+    for row, (ids, sampled) in enumerate(zip(batch["input_ids"].unbind(), batch["sampled"].unbind(), strict=True)):
+        ends = [*(STARTS.get(row, []) if "conversation_starts" in batch else []), len(ids)]
+        parts = [model(ids[None, first:end]).logits[0] for first, end in zip([0, *ends], ends, strict=False)]
+        log_probs = torch.cat(parts).log_softmax(-1)
         places = [place for place in range(1, len(ids)) if sampled[place]]
         drawn = [log_probs[place - 1, ids[place]] for place in places]
         entropies = [-(log_probs[place - 1].exp() * log_probs[place - 1]).sum() for place in places]
@@ -76,15 +88,16 @@ def plain_rows(model: torch.nn.Module, batch: Batch) -> list[tuple[torch.Tensor,
     return found
 
 
-def batch_of(path: str) -> Batch:
+def batch_of(path: str, anew: bool) -> Batch:
+    rows = rows_with_holes(anew)
     with torch.no_grad():
-        own = torch.cat([log_probs for log_probs, _ in plain_rows(hugging_face_model(path), rows_with_holes())])
-    return filled(rows_with_holes(), own)
+        own = torch.cat([log_probs for log_probs, _ in plain_rows(hugging_face_model(path), rows)])
+    return filled(rows, own)
 
 
-def plain_gradients(path: str) -> tuple[dict[str, float], dict[str, torch.Tensor], torch.Tensor]:
+def plain_gradients(path: str, anew: bool) -> tuple[dict[str, float], dict[str, torch.Tensor], torch.Tensor]:
     """(losses, gradients by name, log-probs) of PPO's clipped loss, a KL and the entropy, as means over tokens."""
-    model, batch = hugging_face_model(path), batch_of(path)
+    model, batch = hugging_face_model(path), batch_of(path, anew)
     columns = (batch[name].unbind() for name in ("old_log_probs", "ref_log_probs", "advantages"))
     policy, kls, entropies, scores = [], [], [], []
     for (log_probs, entropy), old, ref, advantages in zip(plain_rows(model, batch), *columns, strict=True):
@@ -108,6 +121,9 @@ def as_suffix(batch: Batch) -> Batch:
     """Return rows that are sampled from their first sampled token to the end; `kept` is 0 in the former holes."""
     mask, lengths = batch.flat("sampled"), row_lengths(batch["sampled"])
     suffix = single_turn(batch["input_ids"], lengths - first_true(batch["sampled"]))
+    if "conversation_starts" in batch:
+        is_drawn = suffix.flat("sampled") & ~batch.flat("conversation_starts")
+        suffix.add(sampled=ragged_from_lengths(is_drawn, lengths), conversation_starts=batch["conversation_starts"])
     in_suffix = suffix.flat("sampled")
 
     def widened(values: torch.Tensor) -> torch.Tensor:
@@ -115,7 +131,7 @@ def as_suffix(batch: Batch) -> Batch:
         whole[mask] = values
         return suffix.per_sampled_token(whole[in_suffix])
 
-    names = [name for name in batch.names if name not in ("input_ids", "sampled", "routed_experts")]
+    names = [name for name in batch.names if name not in NO_FIELDS]
     suffix.add(**{name: widened(batch.flat(name)) for name in names}, routed_experts=batch.get("routed_experts"))
     suffix.add(kept=suffix.per_sampled_token(mask[in_suffix].float()))
     return suffix
@@ -131,7 +147,7 @@ def gradients_of(role, batch: Batch, group) -> dict:
     return {"metrics": metrics, "gradients": {k: v.clone() for k, v in reduced_gradients(role, group).items()}}
 
 
-def all_cuts(config) -> dict[str, dict]:
+def all_cuts(anew: bool, config) -> dict[str, dict]:
     """What a rank has of its data-parallel rank's rows: scores, metrics and gradients of both roles, for each cut."""
     from megatron_rl.roles.host import RankHost
 
@@ -141,7 +157,7 @@ def all_cuts(config) -> dict[str, dict]:
     actor, critic, where = worker.roles["actor"], worker.roles["critic"], worker.coordinates()
     settings = actor.config
     settings.use_kl_loss, settings.kl_loss_coef, settings.entropy_coeff = True, KL, ENTROPY
-    mine = batch_of(config.actor_rollout_ref.model.path)[
+    mine = batch_of(config.actor_rollout_ref.model.path, anew)[
         torch.arange(NUM_ROWS).tensor_split(where.dp_size)[where.dp_rank]
     ]
     # Ranks of a context-parallel group have parts of the optimizer, too.
@@ -182,17 +198,19 @@ def model_path(tmp_path_factory) -> str:
     return save_qwen2(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module")
-def plain(model_path) -> tuple:
-    return plain_gradients(model_path)
+@pytest.fixture(scope="module", params=[False, True], ids=["holes", "conversations"])
+def plain(model_path, request) -> tuple:
+    return request.param, *plain_gradients(model_path, request.param)
 
 
 @pytest.mark.parametrize("layout", often(LAYOUTS, ("one",)))
 def test_holes_as_a_plain_loop(layout: str, model_path: str, plain: tuple) -> None:
-    """Packed with shared prompts, padded and alone: within 1e-5. Would not catch a column that no loss here reads."""
+    """Packed with shared prompts, padded and alone: within 1e-5; also where rows are several conversations, each of
+    which is read by itself. Would not catch a column that no loss here reads.
+    """
     (world_size, tp_size, pp_size), keys = LAYOUTS[layout]
-    losses, gradients, log_probs = plain
-    ranks = run_ranks(world_size, all_cuts, run_config(model_path, tp_size, pp_size, **keys))
+    anew, losses, gradients, log_probs = plain
+    ranks = run_ranks(world_size, partial(all_cuts, anew), run_config(model_path, tp_size, pp_size, **keys))
     for cut in CUTS:
         ours = [rank[cut] for rank in ranks]
         collectors = sorted((r for r in ours if r["where"].dp_collector), key=lambda r: r["where"].dp_rank)
@@ -207,14 +225,14 @@ def test_holes_as_a_plain_loop(layout: str, model_path: str, plain: tuple) -> No
         assert_close(*critic)
 
 
-def replayed(config) -> dict[str, torch.Tensor]:
+def replayed(anew: bool, config) -> dict[str, torch.Tensor]:
     """Scores and gradients of rows with holes, and of `as_suffix`, whose tokens go to given experts."""
     from megatron_rl.roles.host import RankHost
     from megatron_rl.roles.model_source import named_parameters
 
     worker = RankHost(config)
     worker.build("actor")
-    actor, batch = worker.roles["actor"], rows_with_holes()
+    actor, batch = worker.roles["actor"], rows_with_holes(anew)
     lengths = row_lengths(batch["input_ids"])
     choices = list(random_choices(lengths - 1, seed=2).unbind())
     choices[2][:5] = choices[1][:5]
@@ -236,10 +254,11 @@ def replayed(config) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_replayed_experts_know_no_holes(tmp_path) -> None:
+@pytest.mark.parametrize("anew", [False, True], ids=["holes", "conversations"])
+def test_replayed_experts_know_no_holes(tmp_path, anew: bool) -> None:
     """One process, packed: every token goes to its experts, sampled or not. Would not catch experts on other ranks."""
     keys = {"actor_rollout_ref__actor__router_replay__mode": "R3"}
-    [found] = run_ranks(1, replayed, run_config(save_qwen3_moe(tmp_path), 1, 1, **keys))
+    [found] = run_ranks(1, partial(replayed, anew), run_config(save_qwen3_moe(tmp_path), 1, 1, **keys))
     assert found["others"].sum() > 0 and torch.equal(found["others"], found["others of all"])
     for name in ("scores", "metrics"):
         torch.testing.assert_close(found[name], found[f"{name} of all"], atol=1e-5, rtol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -110,6 +111,19 @@ async def three_tries(task: dict, endpoint) -> float:
             return 1.0 - turn / 10
         messages += [said, {"role": "user", "content": "no="}]
     return 0.0
+
+
+async def asks_others(task: dict, endpoint) -> float:
+    """Asks again in two conversations of their own at once, and goes on with the first one afterwards."""
+    client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+    create, messages = client.chat.completions.create, conversation(task)
+    said = [(await create(model="policy", messages=messages)).choices[0].message]
+    others = [[{"role": "user", "content": f"{first}{messages[-1]['content']}"}] for first in "12"]
+    answers = await asyncio.gather(*(create(model="policy", messages=other) for other in others))
+    said += [answer.choices[0].message for answer in answers]
+    messages += [said[0], {"role": "user", "content": "no="}]
+    said.append((await create(model="policy", messages=messages)).choices[0].message)
+    return sum(each.content == task["ground_truth"] for each in said) / len(said)
 
 
 async def fails_first(task: dict, endpoint) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 
 import pytest
@@ -12,6 +13,11 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 
 GRPO = "configs/grpo_cpu.yaml"
 TURNS = "actor_rollout_ref.rollout.multi_turn"
+FORGETS = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}{{ message.content[:1] }}{% else %}"
+    "{{ message.content }}{% endif %}{% endfor %}"
+)
+"""A chat template that keeps one letter of what the policy said."""
 BOUND = 5e-5
 """Of single turns: the largest difference of log-probs between rollout and trainer in float32."""
 
@@ -164,6 +170,45 @@ def test_an_agent_at_the_endpoint_is_an_environment(command_line) -> None:
     first, *others = map(metrics, runs)
     assert any(line.get("num_turns/max", 0) == 3 for line in first.values())
     assert others == [first, first]
+
+
+PADDED = "actor_rollout_ref.actor.use_remove_padding=false"
+LONG = "data.max_response_length=48"
+LAYOUTS = {
+    "one": (1, "tensor_model_parallel_size=1"),
+    "TP2": (2, "tensor_model_parallel_size=2"),
+    "PP2": (2, "tensor_model_parallel_size=1", "pipeline_model_parallel_size=2"),
+    "CP2": (2, "tensor_model_parallel_size=1", "context_parallel_size=2"),
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "further"),
+    [
+        ("one", ()),
+        *(pytest.param(name, (), marks=pytest.mark.exhaustive) for name in ("TP2", "PP2", "CP2")),
+        pytest.param("TP2", (PADDED,), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_conversations_of_one_episode_are_exact(command_line, tmp_path, layout, further) -> None:
+    """An agent that asks in other conversations, and an environment with a template that writes earlier turns
+    otherwise: the trainer's log-probs are the engine's, so each turn was learned behind what was before it. The contexts
+    are three times as long as those of the bound; another token would differ by whole units.
+
+    Would not catch weights that change between two conversations; those of turns do so, too.
+    """
+    ranks, *axes = LAYOUTS[layout]
+    keys = (WITHOUT_RAY, f"trainer.n_gpus_per_node={ranks}", *(f"{MEGATRON}.{axis}" for axis in axes), *further)
+    shutil.copytree("assets/demo/model", tmp_path / "model")
+    (tmp_path / "model/chat_template.jinja").write_text(FORGETS)
+    forgets = (f"actor_rollout_ref.model.path={tmp_path}/model", *environment("ThreeTries"))
+    for way, most in ((agent(FILE, "name=asks_others"), 4), (forgets, 3)):
+        run = command_line(*SHORT, *keys, *way, LONG, config=GRPO)
+        assert run.wait() == 0, run.text()
+        steps = [line for line in metrics(run).values() if "num_turns/min" in line]
+        assert len(steps) == 2 and all(line["num_turns/max"] == most for line in steps)
+        assert all(line["episode/failed_ratio"] == 0 for line in steps) and 0 < max(differences(run)) < 3 * BOUND
+    assert "does not append" in run.text() and "a conversation of its own" in run.text()
 
 
 @pytest.mark.exhaustive
