@@ -222,5 +222,7 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     turns = [max(len(episode.played), 1) for episode in ended]
     metrics |= {"num_turns/mean": sum(turns) / len(turns), "num_turns/max": max(turns), "num_turns/min": min(turns)}
     metrics["environment/reward/mean"] = sum(episode.reward for episode in ended) / len(ended)
-    counts: Counter[str] = sum((episode.counts for episode in ended), Counter())
+    counts: Counter[str] = Counter()
+    for episode in ended:
+        counts.update(episode.counts)  # adding Counters would drop what is below 0
     return metrics | {f"environment/{name}/mean": number / len(ended) for name, number in sorted(counts.items())}

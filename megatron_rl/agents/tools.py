@@ -22,15 +22,17 @@ import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from megatron_rl.agents.class_tools import ClassTool, EpisodeTool, load_class_tools
 from megatron_rl.agents.environment_host import EnvironmentHost
 from megatron_rl.agents.environment_source import EnvironmentSource
 from megatron_rl.agents.observation import Message, Observation, TaskRow, TextLimit, ToolCall, Turn
 from megatron_rl.config.user_functions import run_file
 from megatron_rl.errors import ConfigError
-from megatron_rl.plain_values import describe_error, plain_text
+from megatron_rl.plain_values import describe_error, finite_number, plain_text
 
 MARK = "_is_tool"
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -75,18 +77,30 @@ def schemas_of(tools: dict[str, Callable[..., Any]], key: str) -> list[dict[str,
 class ToolEnvironment:
     """Answers the calls of a turn; a turn without one is the last.
 
-    What goes wrong with a call is a text for the policy, and counted: `environment/tool_CAUSE/mean`.
+    What goes wrong with a call is a text for the policy, and counted: `environment/tool_CAUSE/mean`. A tool may return
+    (text, reward, numbers to log).
     """
 
-    keeps_nothing = True
-    """Earlier turns need not be played again."""
-
-    def __init__(self, tools: Mapping[str, Callable[..., Any]], max_calls: int, timeout_s: float) -> None:
-        """max_calls: of one turn; further ones are refused. timeout_s: seconds of one call."""
-        self._tools, self._max_calls, self._timeout_s = tools, max_calls, timeout_s
+    def __init__(
+        self,
+        tools: Mapping[str, Callable[..., Any] | ClassTool],
+        max_calls: int,
+        timeout_s: float,
+        gives_rewards: bool = False,
+    ) -> None:
+        """max_calls: of one turn; further ones are refused. timeout_s: seconds of one call. gives_rewards: rewards of
+        tools count in the score; else they are logged alone.
+        """
+        self._known, self._max_calls, self._timeout_s = tools, max_calls, timeout_s
+        self._gives_rewards = gives_rewards
+        self._tools: dict[str, Callable[..., Any]] = {}
+        # Functions keep nothing, so earlier turns need not be played again.
+        self.keeps_nothing = not any(isinstance(tool, ClassTool) for tool in tools.values())
 
     async def reset(self, row: TaskRow) -> None:
-        """Nothing is kept."""
+        """Take the tools for the task of a row."""
+        known = self._known.items()
+        self._tools = {name: tool.opened(row) if isinstance(tool, ClassTool) else tool for name, tool in known}
 
     async def step(self, turn: Turn) -> Observation:
         """Return one message of role tool for each call."""
@@ -96,50 +110,82 @@ class ToolEnvironment:
             return Observation(is_done=True)
         counts: Counter[str] = Counter()
         messages = await asyncio.gather(*(self._call(place, call, counts) for place, call in enumerate(turn.calls)))
-        return Observation(tuple(messages), counts={name: float(number) for name, number in counts.items()})
+        reward = float(counts["tool_reward"]) if self._gives_rewards else 0.0
+        return Observation(tuple(messages), reward, counts={name: float(number) for name, number in counts.items()})
+
+    async def close(self) -> None:
+        """Release what tools have created."""
+        for tool in self._tools.values():
+            if isinstance(tool, EpisodeTool):
+                with suppress(Exception):
+                    await tool.release()
 
     async def _call(self, place: int, call: ToolCall, counts: Counter[str]) -> Message:
         counts["tool_calls"] += 1
-        cause, text = await self._result(place, call)
-        if cause:
-            counts[f"tool_{cause}"] += 1
-        return _message(call.name, text)
+        try:
+            value = await self._value(place, call)
+        except _CallError as error:
+            counts[f"tool_{error.cause}"] += 1
+            return _message(call.name, f"Error: {error}")
+        if isinstance(value, tuple) and len(value) == 3 and isinstance(value[2], dict):
+            value, reward, numbers = value
+            known = {"tool_reward": reward, **numbers}
+            counts.update({name: number for name, each in known.items() if (number := finite_number(each)) is not None})
+        return _message(call.name, plain_text(value if isinstance(value, str) else json.dumps(value, default=str)))
 
-    async def _result(self, place: int, call: ToolCall) -> tuple[str, str]:
-        """(cause of a failure or "", text for the policy)."""
+    async def _value(self, place: int, call: ToolCall) -> Any:
+        """What the tool returns. Raises _CallError."""
         function = self._tools.get(call.name)
         if place >= self._max_calls:
-            return "refused", f"Error: at most {self._max_calls} calls are made in one turn"
+            raise _CallError("refused", f"at most {self._max_calls} calls are made in one turn")
         if function is None:
-            return "unknown", f"Error: there is no tool {call.name}; there are {', '.join(self._tools)}"
+            raise _CallError("unknown", f"there is no tool {call.name}; there are {', '.join(self._tools)}")
         try:
             inspect.signature(function).bind(**call.arguments)
         except TypeError as error:
-            return "arguments", f"Error: {call.name}: {error}"
+            raise _CallError("arguments", f"{call.name}: {error}") from None
         try:
-            value = await asyncio.wait_for(_called(function, call.arguments), self._timeout_s)
+            return await asyncio.wait_for(_called(function, call.arguments), self._timeout_s)
         except TimeoutError:
-            return "timed_out", f"Error: {call.name} did not return within {self._timeout_s:g} s"
+            raise _CallError("timed_out", f"{call.name} did not return within {self._timeout_s:g} s") from None
         except Exception as error:
-            return "raised", f"Error: {describe_error(error)}"
-        return "", plain_text(value) if isinstance(value, str) else plain_text(json.dumps(value, default=str))
+            raise _CallError("raised", describe_error(error)) from None
+
+
+class _CallError(Exception):
+    """A call has failed; the message is for the policy."""
+
+    def __init__(self, cause: str, reason: str) -> None:
+        super().__init__(reason)
+        self.cause = cause
 
 
 @dataclass(frozen=True)
 class ToolSource(EnvironmentSource):
-    """The tools of the file `path`. key: of the path in the configuration. max_calls, timeout_s: as `ToolEnvironment`.
-    limit: of messages.
+    """The tools of a file: functions of a Python file, or classes of a YAML file (is_yaml).
+
+    key: of the path in the configuration. limit: of messages. max_calls, timeout_s, gives_rewards: as
+    `ToolEnvironment`.
     """
 
     path: str
     key: str
+    is_yaml: bool
     max_calls: int
     timeout_s: float
+    gives_rewards: bool
     limit: TextLimit
 
+    def schemas(self) -> list[dict[str, Any]]:
+        """Return the schema of each tool. Raises ConfigError as `load_tools`, `schemas_of` and `load_class_tools`."""
+        if self.is_yaml:
+            return [tool.schema for tool in load_class_tools(self.path, self.key).values()]
+        return schemas_of(load_tools(self.path, self.key), self.key)
+
     def host(self) -> EnvironmentHost:
-        tools = load_tools(self.path, self.key)
-        return EnvironmentHost(lambda: ToolEnvironment(tools, self.max_calls, self.timeout_s), True, self.limit)
+        tools = (load_class_tools if self.is_yaml else load_tools)(self.path, self.key)
+        keys = (self.max_calls, self.timeout_s, self.gives_rewards)
+        return EnvironmentHost(lambda: ToolEnvironment(tools, *keys), True, self.limit)
 
 
 def _message(name: str, text: str) -> Message:
@@ -148,6 +194,6 @@ def _message(name: str, text: str) -> Message:
 
 async def _called(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """Call a function, a blocking one in a thread."""
-    if inspect.iscoroutinefunction(function):
+    if isinstance(function, EpisodeTool) or inspect.iscoroutinefunction(function):
         return await function(**arguments)
     return await asyncio.to_thread(function, **arguments)

@@ -53,6 +53,10 @@ class MultiTurnConfig:
     function_tool_path: FilePath | None = None
     """Python file with tools, in place of an environment: functions marked with @tool. A turn without a call is the
     last one; its answer is judged by the rule or by reward models."""
+    tool_config_path: FilePath | None = None
+    """YAML file with tools, in place of an environment: classes with create, execute and release, as verl has them."""
+    tool_rewards: bool = False
+    """Add the rewards that tools return to the score; false: they are logged alone, as environment/tool_reward/mean."""
     format: str = "hermes"
     """How the model writes calls: a name of vLLM's tool parsers."""
     max_parallel_calls: Size = 1
@@ -73,6 +77,12 @@ class MultiTurnConfig:
     trained, and is not compared with the others of its group."""
 
     @property
+    def tools_file(self) -> tuple[str, str] | None:
+        """(key, path) of the file with tools; None without tools."""
+        files = {"function_tool_path": self.function_tool_path, "tool_config_path": self.tool_config_path}
+        return next(((key, path) for key, path in files.items() if path is not None), None)
+
+    @property
     def rewards(self) -> bool:
         """Whether an environment or an agent gives rewards."""
-        return self.enable and (self.environment.path is not None or self.agent.is_set)
+        return self.enable and (self.environment.path is not None or self.agent.is_set or self.tool_rewards)

@@ -84,16 +84,20 @@ def reward_problems(config: RunConfig) -> Iterable[Violation]:
 
 def turn_problems(config: RunConfig) -> Iterable[Violation]:
     """Violations of episodes of several turns."""
-    if not config.has_turns:
-        return
     key, keys = "actor_rollout_ref.rollout.multi_turn", config.actor_rollout_ref.rollout.multi_turn
     answers = {
         f"{key}.environment.path": keys.environment.path,
         f"{key}.function_tool_path": keys.function_tool_path,
+        f"{key}.tool_config_path": keys.tool_config_path,
         f"{key}.agent.path": keys.agent.path,
         f"{key}.agent.command": keys.agent.command,
     }
     chosen = {name: value for name, value in answers.items() if value is not None}
+    if not config.has_turns:
+        if chosen and config.generates:
+            rule = f"must be true, as {', '.join(chosen)} would answer turns"
+            yield Violation({f"{key}.enable": False}, rule, {f"{key}.enable": True})
+        return
     if not chosen:
         rule = f"must be a Python file, as {key}.enable=true and nothing else answers turns: {', '.join(answers)}"
         yield Violation({f"{key}.environment.path": None}, rule, {f"{key}.enable": False})

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.agents import tools
 from megatron_rl.agents.agent_environment import AgentSource
 from megatron_rl.agents.environment_source import (
     ClassSource,
@@ -35,10 +34,10 @@ def with_tools(config: RunConfig) -> RunConfig:
 
     Raises ConfigError for a file without tools, and for one whose types or docstring are missing.
     """
-    path, key = config.actor_rollout_ref.rollout.multi_turn.function_tool_path, f"{KEY}.function_tool_path"
-    if not config.has_turns or path is None:
+    keys = config.actor_rollout_ref.rollout.multi_turn
+    if not config.has_turns or keys.tools_file is None:
         return config
-    kwargs = config.data.apply_chat_template_kwargs | {"tools": tools.schemas_of(tools.load_tools(path, key), key)}
+    kwargs = config.data.apply_chat_template_kwargs | {"tools": tool_source(keys).schemas()}
     return replace(config, data=replace(config.data, apply_chat_template_kwargs=kwargs))
 
 
@@ -62,14 +61,14 @@ def open_episodes(
     kwargs, eos = config.data.apply_chat_template_kwargs, eos_token_ids(path)
     renderer = TurnRenderer(tokenizer, eos, kwargs, is_chat)
     try:
-        problem = renderer.append_problem("user" if keys.function_tool_path is None else "tool")
+        problem = renderer.append_problem("user" if keys.tools_file is None else "tool")
     except TemplateRefusal as refusal:
         what = f"the chat template of {path} cannot go on with a conversation"
         raise ConfigError(f"{KEY}.enable=true: {what}: {refusal}") from None
     reader = TurnReader(
         tokenizer,
         lambda tools: ToolParser(keys.format, f"{KEY}.format", tokenizer, tools, eos),
-        () if keys.function_tool_path is None else kwargs["tools"],
+        () if keys.tools_file is None else kwargs["tools"],
     )
     environments = open_environments(keys, local, opened)
     max_turns = keys.max_assistant_turns or config.data.max_response_length
@@ -98,11 +97,24 @@ def open_environments(keys: MultiTurnConfig, local: bool, opened: ExitStack) -> 
 
 def environment_source(keys: MultiTurnConfig) -> EnvironmentSource:
     """Return where environments come from: the user's class, tools or agent."""
-    limit = TextLimit(keys.max_tool_response_length, keys.tool_response_truncate_side)
-    own, agent, tool_path, timeout_s = keys.environment, keys.agent, keys.function_tool_path, keys.tool_timeout_s
+    own, agent = keys.environment, keys.agent
     if agent.is_set:
-        return AgentSource(agent.path, agent.name, f"{KEY}.agent.path", tuple(agent.command or ()), timeout_s)
-    if tool_path is not None:
-        return ToolSource(tool_path, f"{KEY}.function_tool_path", keys.max_parallel_calls, timeout_s, limit)
+        command, timeout_s = tuple(agent.command or ()), keys.tool_timeout_s
+        return AgentSource(agent.path, agent.name, f"{KEY}.agent.path", command, timeout_s)
+    if keys.tools_file is not None:
+        return tool_source(keys)
     assert own.path is not None  # the configuration's rules
-    return ClassSource(own.path, own.name, f"{KEY}.environment.path", own.kwargs, limit)
+    return ClassSource(own.path, own.name, f"{KEY}.environment.path", own.kwargs, text_limit(keys))
+
+
+def tool_source(keys: MultiTurnConfig) -> ToolSource:
+    """Return where tools come from, which there must be."""
+    assert keys.tools_file is not None
+    key, path = keys.tools_file
+    limits = (keys.max_parallel_calls, keys.tool_timeout_s, keys.tool_rewards, text_limit(keys))
+    return ToolSource(path, f"{KEY}.{key}", key == "tool_config_path", *limits)
+
+
+def text_limit(keys: MultiTurnConfig) -> TextLimit:
+    """Return the limit of messages."""
+    return TextLimit(keys.max_tool_response_length, keys.tool_response_truncate_side)

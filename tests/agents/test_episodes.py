@@ -76,7 +76,9 @@ def test_of_a_failed_episode_nothing_is_trained():
     rows = rows_of([failed, episode(((5,), Reply(Turn("b"), Observation((), 1.0, True))))], False, True)
     assert rows.num_sampled.tolist() == [0, 1] and rows["failed"].tolist() == [True, False]
     assert rows["input_ids"].unbind()[0].tolist() == [1, 2]
-    metrics = episode_metrics([failed, episode(((5,), Reply(Turn("b"), HIGHER, (7,))), ((3,), None))])
+    counted = Observation(HIGHER.messages, 0.5, counts={"tries": 1.0, "tool_reward": -0.5})
+    metrics = episode_metrics([failed, episode(((5,), Reply(Turn("b"), counted, (7,))), ((3,), None))])
+    assert metrics["environment/tool_reward/mean"] == -0.5
     assert metrics["episode/failed_ratio"] == 0.5 and metrics["episode/timed_out"] == 1.0
     assert metrics["num_turns/mean"] == 1 and metrics["environment/tries/mean"] == 1.0
 

@@ -63,7 +63,11 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 def step(environment: ToolEnvironment, *calls: ToolCall, problem: str = "") -> Observation:
-    return asyncio.run(environment.step(Turn("", calls, problem)))
+    async def episode() -> Observation:
+        await environment.reset({})
+        return await environment.step(Turn("", calls, problem))
+
+    return asyncio.run(episode())
 
 
 def test_schemas_come_from_types_and_docstrings(file: str):

@@ -248,12 +248,29 @@ def test_graphs_are_left_out_on_cpus_only():
         assert reading.config.actor_rollout_ref.rollout.enforce_eager is eager
 
 
+def test_tools_and_turns_of_verl_have_keys_here():
+    """By hand: where tools may be named, whether they ask for turns, and the user's turns, one fewer than the policy's.
+
+    Would not catch a loop of the user's own; the endpoint is for those.
+    """
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    tools = {f"{turns}.tool_config_path": "t.yaml"}
+    assert notes(f"{turns}.tool_config_path=t.yaml") == [("renamed", tools | {f"{turns}.enable": True}, "")]
+    assert notes(f"{turns}.tool_config_path=t.yaml", f"{turns}.enable=false") == []
+    [(_, became, _)] = notes("data.function_tool_path=t.py")
+    assert became == {f"{turns}.function_tool_path": "t.py"}
+    assert notes(f"{turns}.max_user_turns=2")[0][1] == {f"{turns}.max_assistant_turns": 3}
+    both = notes(f"{turns}.max_user_turns=4", f"{turns}.max_assistant_turns=3")
+    assert both[0][1] == {f"{turns}.max_assistant_turns": 3}
+    assert notes("actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent")[0][0] == "ignored"
+
+
 @pytest.mark.parametrize(
     ("override", "feature"),
     [
         ("actor_rollout_ref.model.lora_rank=8", "LoRA"),
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=4", "Ulysses sequence parallelism"),
-        ("actor_rollout_ref.rollout.multi_turn.tool_config_path=tools.yaml", "tools of verl's files"),
+        ("actor_rollout_ref.rollout.multi_turn.interaction_config_path=asks.yaml", "interactions of verl's files"),
         (f"+{MEGATRON}.override_transformer_config.fp8=hybrid", "FP8 training"),
         ("reward_model.reward_manager=batch", "reward managers of other kinds"),
         ("actor_rollout_ref.ref.router_replay.mode=R2", "router replay of other roles than the actor"),

@@ -192,7 +192,7 @@ LAYOUTS = {
 )
 def test_conversations_of_one_episode_are_exact(command_line, tmp_path, layout, further) -> None:
     """An agent that asks in other conversations, and an environment with a template that writes earlier turns
-    otherwise: the trainer's log-probs are the engine's, so each turn was learned behind what was before it. The contexts
+    otherwise: the trainer's log-probs are the engine's, so each turn was learned behind what was before it. Contexts
     are three times as long as those of the bound; another token would differ by whole units.
 
     Would not catch weights that change between two conversations; those of turns do so, too.
@@ -316,7 +316,8 @@ def test_failed_episodes_are_left_out_and_counted(command_line) -> None:
         ((f"{TURNS}.environment.path=null", f"{TURNS}.agent.command=[]"), "must name a program"),
         ((f"{TURNS}.max_assistant_turns=0",), "max_assistant_turns"),
         ((f"{TURNS}.tool_response_truncate_side=up",), "tool_response_truncate_side"),
-        ((f"{TURNS}.tool_config_path=tools.yaml",), "tools of verl's files"),
+        ((f"{TURNS}.environment.path=null", f"{TURNS}.tool_config_path=tools.yaml"), "tool_config_path=tools.yaml"),
+        ((f"{TURNS}.enable=false",), "multi_turn.enable=False must be true, as"),
     ],
 )
 def test_bad_keys_are_refused_by_plan(command_line, changes, sentence) -> None:

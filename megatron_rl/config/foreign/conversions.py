@@ -98,6 +98,21 @@ def whole_answer(key: str, target: str, value: Any, given: Mapping[str, Any]) ->
     return "an answer is one turn, and data.max_response_length limits it" if value in (None, longest) else None
 
 
+def turns_with_tools(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
+    """A file of tools, which asks for turns where nothing else says so: verl's own files of keys do."""
+    switch = "actor_rollout_ref.rollout.multi_turn.enable"
+    return {key: value} if switch in given or value is None else {key: value, switch: True}
+
+
+def turns_of_user(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
+    """Turns of the user, or of tools -> turns of the policy, which has the first and the last one."""
+    known = "actor_rollout_ref.rollout.multi_turn.max_assistant_turns"
+    most = given.get(known)
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    return {known: value + 1 if most is None else min(value + 1, most)}
+
+
 CONVERSIONS: dict[str, Conversion] = {
     "asynchronous": async_keys.asynchronous,
     "batch_of_prompts": async_keys.batch_of_prompts,
@@ -118,6 +133,8 @@ CONVERSIONS: dict[str, Conversion] = {
     "steps_of_prompts": async_keys.steps_of_prompts,
     "transfers_to_steps": async_keys.transfers_to_steps,
     "truncated_importance": truncated_importance,
+    "turns_with_tools": turns_with_tools,
+    "turns_of_user": turns_of_user,
     "whole_answer": whole_answer,
 }
 """Names of the table -> functions."""

@@ -53,8 +53,9 @@ def file_problems(config: RunConfig) -> Iterable[Violation]:
             functions = (ast.FunctionDef, ast.AsyncFunctionDef)
             yield from _definition_problems(f"{TURNS}.agent", turns.agent, "function", *functions)
             yield from _command_problems(f"{TURNS}.agent.command", turns.agent.command)
-            tools = turns.function_tool_path
-            wrong = None if tools is None else _wrong_file(f"{TURNS}.function_tool_path", tools, (".py",))
+            key, tools = turns.tools_file or ("", None)
+            suffixes = (".py",) if key == "function_tool_path" else (".yaml", ".yml")
+            wrong = None if tools is None else _wrong_file(f"{TURNS}.{key}", tools, suffixes)
             yield from () if wrong is None else (wrong,)
         yield from statistics_problems(config)
     yield from _folder_problems(config.trainer)
