@@ -94,6 +94,7 @@ COLUMNS = ColumnTable(
     Column("groups", ROW, I64, "prompts", (), "equal for the answers to one prompt"),
     Column("truncated", ROW, "bool", "rollout", (MASK, METRICS), "the answer was cut off before its end"),
     Column("environment_rewards", ROW, F32, "rollout", ("rewards",), "the sum of the rewards of an episode's turns"),
+    Column("turn_rewards", DRAWN, F32, "rollout", ("rewards",), "the environment's, on the last token of each turn"),
     Column("failed", ROW, "bool", "rollout", ("rewards", METRICS), "the episode failed: no token of it is trained"),
     Column("scores", ROW, F32, "rewards", (ESTIMATOR, METRICS), "the reward of the task"),
     Column("greedy_scores", ROW, F32, "rewards", (), "the reward of the prompt's greedy answer"),

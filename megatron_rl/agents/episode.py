@@ -6,6 +6,7 @@ is what the next turn is given and what is trained.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -114,6 +115,20 @@ class Episode:
         return sum(observation.reward for _, observation in self.played)
 
     @property
+    def turn_rewards(self) -> list[float]:
+        """Of each sampled token, the reward of its turn if it is the last one there, else 0."""
+        ends = [
+            place
+            for place, is_sampled in enumerate(self.is_sampled)
+            if is_sampled and not (place + 1 < len(self.is_sampled) and self.is_sampled[place + 1])
+        ]
+        numbers = list(itertools.accumulate(self.is_sampled))
+        rewards = [0.0] * len(self.log_probs)
+        for turn, (_, observation) in enumerate(self.played):
+            rewards[numbers[ends[min(turn, len(ends) - 1)]] - 1] += observation.reward
+        return rewards
+
+    @property
     def counts(self) -> Counter[str]:
         """The numbers that its environment counts."""
         total: Counter[str] = Counter()
@@ -183,8 +198,8 @@ def rows_of(episodes: Sequence[Episode], with_versions: bool, has_turns: bool) -
     """Return one row per episode, its prompt first. Experts are there if all episodes have them, starts of
     conversations if any episode has several.
 
-    has_turns: with the columns `environment_rewards` and `failed`. Of an episode that failed only the prompt is left,
-    so that nothing of it is trained.
+    has_turns: with the columns `environment_rewards`, `turn_rewards` and `failed`. Of an episode that failed only the
+    prompt is left, so that nothing of it is trained.
     """
     kept = [Episode(e.prompt_ids, e.row, e.sampling, finish=e.finish) if e.failure else e for e in episodes]
     experts = [episode.experts for episode in kept if episode.experts is not None]
@@ -205,6 +220,7 @@ def rows_of(episodes: Sequence[Episode], with_versions: bool, has_turns: bool) -
     )
     if has_turns:
         batch.add(
+            turn_rewards=ragged([torch.tensor(e.turn_rewards, dtype=torch.float32) for e in kept]),
             environment_rewards=torch.tensor([e.reward for e in kept], dtype=torch.float32),
             failed=torch.tensor([e.failure is not None for e in episodes]),
         )

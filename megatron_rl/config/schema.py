@@ -402,6 +402,11 @@ class AlgorithmConfig:
     adaptive_lam_alpha: Annotated[float | None, Gt(0), Nearest(0.05)] = None
     """gae: give the advantages of an answer of l tokens lambda = 1 - 1 / (alpha l), and returns lam (VAPO has alpha
     0.05 and lam 1); null: lam for both."""
+    gae_timestep: Annotated[str, OneOf(("token", "turn"))] = "token"
+    """gae: a time step is a token | a turn of the policy, with the value of its first token and one advantage."""
+    turn_rewards: bool = False
+    """gae, reinforce_plus_plus and remax: the environment's reward for a turn is on that turn's last token; false: the
+    whole score is on the last token of the episode."""
     mask_truncated_completions: bool = False
     """Leave answers that reached data.max_response_length without an end out of the losses of actor and critic; they
     still count in advantages."""

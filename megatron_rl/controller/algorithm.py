@@ -51,7 +51,7 @@ class Algorithm:
         metrics = {} if "old_log_probs" not in experience else self.compare(experience, step)
         with self._clock.phase("adv"):
             if "old_log_probs" not in experience:
-                add_rewards(experience, 0.0)
+                add_rewards(experience, 0.0, by_turns=self.config.algorithm.turn_rewards)
             add_advantages(experience, self.estimator, self.config.algorithm)
             if self.config.algorithm.mask_truncated_completions:
                 leave_out_truncated(experience)
@@ -143,7 +143,7 @@ class Algorithm:
         """Fill `rewards`, update the KL coefficient for the next step, and report KL and coefficient as verl does."""
         algorithm = self.config.algorithm
         kl_coef = self.kl_ctrl.coef if algorithm.use_kl_in_reward else 0.0
-        kl = add_rewards(experience, kl_coef, algorithm.kl_penalty)
+        kl = add_rewards(experience, kl_coef, algorithm.kl_penalty, algorithm.turn_rewards)
         if kl is None:
             return {}
         self.kl_ctrl.update(float(kl), int((experience.num_sampled > 0).sum()))

@@ -10,13 +10,14 @@ from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.losses.estimators import Estimator, Samples
 from megatron_rl.losses.rollout_correction import correct_rollout
-from megatron_rl.losses.rows import mean_rows, spread
+from megatron_rl.losses.rows import mean_rows, spread, sum_rows
 from megatron_rl.records import Batch, ragged_from_lengths, row_lengths
 
 
-def add_rewards(experience: Batch, kl_coef: float, kl_type: str = "kl") -> torch.Tensor | None:
+def add_rewards(experience: Batch, kl_coef: float, kl_type: str = "kl", by_turns: bool = False) -> torch.Tensor | None:
     """Fill `rewards`: -kl_coef * KL(old, reference) on every sampled token, plus the score on a row's last one.
 
+    by_turns: what the score has of `turn_rewards` is on the last token of each turn.
     Needs `scores`, and for a KL `old_log_probs` and `ref_log_probs`; `kl_type`: one of `KL_ESTIMATES`. A row
     without a sampled token has none to carry its score, which stays in `scores`. Returns the KL, a scalar for the
     metrics: the mean over rows of their mean per sampled token, as verl reports it, where they have one; None without
@@ -30,9 +31,21 @@ def add_rewards(experience: Batch, kl_coef: float, kl_type: str = "kl") -> torch
         estimate = KL_ESTIMATES[kl_type].function
         kl = estimate(experience.flat("old_log_probs"), experience.flat("ref_log_probs"))
         rewards = -kl_coef * kl
-    rewards[(lengths.cumsum(0) - 1)[has_tokens]] += experience["scores"][has_tokens]
+    scores = experience["scores"]
+    if by_turns and "turn_rewards" in experience:
+        of_turns = experience.flat("turn_rewards")
+        rewards, scores = rewards + of_turns, scores - sum_rows(of_turns, lengths)
+    rewards[(lengths.cumsum(0) - 1)[has_tokens]] += scores[has_tokens]
     experience.add(rewards=experience.per_sampled_token(rewards))
     return None if kl is None or not has_tokens.any() else mean_rows(kl, lengths)[has_tokens].mean()
+
+
+def turn_numbers(experience: Batch) -> torch.Tensor:
+    """int64 [sampled tokens]: the turn of each, counted over all rows: neighbouring sampled tokens are one turn."""
+    sampled = experience.flat("sampled")
+    begins = sampled.clone()
+    begins[1:] &= ~sampled[:-1]  # the first token of a row is not sampled
+    return (begins.cumsum(0) - 1)[sampled]
 
 
 def add_advantages(experience: Batch, estimator: Estimator, config: AlgorithmConfig) -> None:
@@ -52,6 +65,7 @@ def add_advantages(experience: Batch, estimator: Estimator, config: AlgorithmCon
         values=flat("old_values"),
         greedy_scores=experience.get("greedy_scores"),
         components=experience.get("components"),
+        turns=turn_numbers(experience),
         old_log_probs=flat("old_log_probs"),
         sum_pi_squared=flat("sum_pi_squared"),
         rollout_weights=flat("rollout_weights"),

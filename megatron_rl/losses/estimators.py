@@ -6,7 +6,7 @@ Legend: B answers, T sampled tokens of all answers, laid end to end.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron_rl.config.declarations import ESTIMATORS, estimator
@@ -31,6 +31,7 @@ class Samples:
     components: float [B, K], the numbers that `algorithm.gdpo_reward_keys` names.
     old_log_probs: float [T], of the sampled tokens. sum_pi_squared: float [T], the sum of squared probabilities over
     the vocabulary. rollout_weights: float [T], the importance weights of the rollout's samples.
+    turns: int64 [T], the number of each token's turn, counted over all answers; None: an answer is one turn.
     """
 
     rewards: Tensor
@@ -43,12 +44,29 @@ class Samples:
     old_log_probs: Tensor | None = None
     sum_pi_squared: Tensor | None = None
     rollout_weights: Tensor | None = None
+    turns: Tensor | None = None
 
     @property
     def totals(self) -> Tensor:
         """float [B]: the sum of each answer's rewards; the score of an answer without a token, so that its group knows
         it."""
         return total_rows(self.rewards, self.lengths, self.scores)
+
+    def by_turns(self) -> tuple[Samples, Tensor]:
+        """(the same answers with a turn in place of each token, int64 [T]: the turn of each token).
+
+        A turn has the sum of its tokens' rewards, and the value of its first token.
+        """
+        import torch
+
+        rows = torch.repeat_interleave(self.lengths)
+        _, turns, sizes = (rows if self.turns is None else self.turns).unique_consecutive(
+            return_inverse=True, return_counts=True
+        )
+        first = sizes.cumsum(0) - sizes
+        rewards = self.rewards.new_zeros(len(sizes)).index_add(0, turns, self.rewards)
+        lengths = rows[first].bincount(minlength=len(self.lengths))
+        return replace(self, rewards=rewards, values=required(self.values)[first], lengths=lengths, turns=None), turns
 
     @property
     def mask(self) -> Tensor:
@@ -91,23 +109,29 @@ def load_estimator(config: AlgorithmConfig) -> Estimator:
     return load_function(path, "algorithm.custom_adv_estimator.path", name, ("samples", "config"))
 
 
-@estimator("gae", reads=("old_values",), keys=("gamma", "lam", "adaptive_lam_alpha"))
+@estimator("gae", reads=("old_values",), keys=("gamma", "lam", "adaptive_lam_alpha", "gae_timestep", "turn_rewards"))
 def estimate_gae(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation with a critic, whitened over all tokens of the batch; returns are not.
 
     Schulman et al., arXiv:1506.02438; see `advantages.gae`. With `adaptive_lam_alpha` advantages have lambda = max(0,
-    1 - 1 / (alpha l)) in an answer of l tokens, and returns keep `lam`: VAPO, Yue et al., arXiv:2504.05118.
+    1 - 1 / (alpha l)) in an answer of l tokens, and returns keep `lam`: VAPO, Yue et al., arXiv:2504.05118. With
+    `gae_timestep=turn` all tokens of a turn have its advantage and its return, and l counts turns.
     """
+    turns = None
+    if config.gae_timestep == "turn":
+        samples, turns = samples.by_turns()
     mask, alpha = samples.mask, config.adaptive_lam_alpha
     rewards, values = samples.padded(samples.rewards), samples.padded(samples.values)
     advantages, returns = gae(rewards, values, mask, config.gamma, config.lam)
     if alpha is not None:
         lam = (1 - 1 / (alpha * samples.lengths.clamp(min=1))).clamp(min=0).to(rewards.dtype)
         advantages, _ = gae(rewards, values, mask, config.gamma, lam)
-    return whiten(advantages[mask]), returns[mask]
+    per_step = (values[mask] if turns is None else values[mask][turns] for values in (advantages, returns))
+    advantages, returns = per_step
+    return whiten(advantages), returns
 
 
-@estimator("reinforce_plus_plus", keys=("gamma",))
+@estimator("reinforce_plus_plus", keys=("gamma", "turn_rewards"))
 def estimate_reinforce_plus_plus(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """Discounted rewards to go, whitened over all tokens of the batch.
 
@@ -118,7 +142,7 @@ def estimate_reinforce_plus_plus(samples: Samples, config: AlgorithmConfig) -> t
     return whiten(returns), returns
 
 
-@estimator("remax", reads=("greedy_scores",))
+@estimator("remax", reads=("greedy_scores",), keys=("turn_rewards",))
 def estimate_remax(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """Rewards to go, without discount, minus the score of a greedy answer, one more per prompt and step.
 

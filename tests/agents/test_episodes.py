@@ -44,7 +44,7 @@ def test_tokens_of_turns_and_observations_are_one_row():
     assert rows["rollout_log_probs"].unbind()[0].tolist() == [-0.5] * 3
     assert rows["versions"].unbind()[0].tolist() == [3] * 3
     assert (rows["environment_rewards"].tolist(), rows["failed"].tolist()) == ([1.5], [False])
-    assert rows["truncated"].tolist() == [False]
+    assert rows["truncated"].tolist() == [False] and rows["turn_rewards"].unbind()[0].tolist() == [0.0, 0.5, 1.0]
 
 
 def test_a_turn_begins_behind_the_last_observation():

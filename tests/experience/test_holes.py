@@ -113,3 +113,27 @@ def test_gae_by_hand() -> None:
     expected = [None, (-0.0625 - mean) / std, (-0.25 - mean) / std, None, (1 - mean) / std, None]
     found = spread_back(batch, "advantages")[0]
     assert [value and round(value, 5) for value in found] == [value and round(value, 5) for value in expected]
+
+
+def test_turns_by_hand() -> None:
+    """Tokens 1 and 2 are a turn that earned 1, token 4 one that earned the rest of 4; gamma and lambda 0.5. Values of
+    turns are 1 and 3. Would not catch a reward of an observation, which has no token here.
+    """
+    batch = Batch(
+        input_ids=ragged([torch.arange(6), torch.arange(3)]),
+        sampled=ragged([torch.tensor([0, 1, 1, 0, 1, 0]).bool(), torch.tensor([0, 0, 0]).bool()]),
+        scores=torch.tensor([4.0, 9.0]),
+        groups=torch.tensor([0, 1]),
+    )
+    batch.add(old_values=batch.per_sampled_token(torch.tensor([1.0, 2.0, 3.0])))
+    batch.add(turn_rewards=batch.per_sampled_token(torch.tensor([0.0, 1.0, 0.0])))
+    add_rewards(batch, 0.0, by_turns=True)
+    assert spread_back(batch, "rewards")[0] == [None, 0.0, 1.0, None, 3.0, None]
+    add_advantages(batch, ESTIMATORS["gae"].function, AlgorithmConfig(gamma=0.5, lam=0.5, gae_timestep="turn"))
+    # The last turn: 3 - 3 = 0. The first: 1 + 0.5 * 3 - 1 + 0.25 * 0 = 1.5.
+    assert spread_back(batch, "returns") == [[None, 2.5, 2.5, None, 3.0, None], [None] * 3]
+    advantages = torch.tensor([1.5, 1.5, 0.0])
+    expected = (advantages - 1.0) / advantages.std()
+    torch.testing.assert_close(batch.flat("advantages"), expected)
+    add_rewards(batch, 0.0)
+    assert spread_back(batch, "rewards")[0] == [None, 0.0, 0.0, None, 4.0, None]
