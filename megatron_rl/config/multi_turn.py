@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from megatron_rl.config.constraints import FilePath, OneOf, Positive, Size, UnitInterval
+from megatron_rl.config.constraints import FilePath, NotNegative, OneOf, Positive, Size, UnitInterval
 
 TRUNCATE_SIDES = ("left", "middle", "right")
 
@@ -68,8 +68,10 @@ class MultiTurnConfig:
     tool_response_truncate_side: Annotated[str, OneOf(TRUNCATE_SIDES)] = "middle"
     """Where the text of a longer one is cut: left: its start is kept | middle: both ends | right: its end."""
     tool_timeout_s: Positive = 60.0
-    """Seconds that an environment may take for one turn, and an agent between two requests; then the episode has failed
-    and what took so long is killed."""
+    """Seconds that an environment may take for one turn, and an agent between two requests; then the episode has
+    failed, and what took so long is killed."""
+    planned_wait_s: NotNegative = 0.0
+    """Seconds that an episode waits for answers in all its turns together, as plans count it; nothing measures it."""
     num_workers: Size = 4
     """Processes in which environments are, in addition to the ranks."""
     max_failed_ratio: UnitInterval = 0.5

@@ -107,6 +107,22 @@ def test_decoding_reads_the_weights_once_a_token():
     assert Estimator(model, Layout(1, 8), GPU).generate(slower) == pytest.approx(100 * (read + 0.01), rel=0.02)
 
 
+def test_a_sample_that_waits_for_answers_is_the_last():
+    """Sixty-four samples: nothing changes where the engine takes longer, else the wait is added to one alone. Would not
+    catch waits of different lengths.
+    """
+    model = cost("llama-3-8b")
+    load = Load(64, 0, 99.99, 100, mini_batch=1, block_tokens=1, decode_overhead=0.0)
+    layout = Layout(1, 8)
+    busy = Estimator(model, layout, GPU).generate(load)
+    alone = Estimator(model, layout, GPU).generate(dataclasses.replace(load, num_samples=1))
+
+    def waiting(seconds: float) -> float:
+        return Estimator(model, layout, GPU).generate(dataclasses.replace(load, away=seconds))
+
+    assert waiting(1e-6) == busy and waiting(10.0) == pytest.approx(alone + 10.0, rel=0.01)
+
+
 def test_experts_are_read_as_far_as_tokens_are_sent_to_them():
     """128 experts, 8 to a token. Would not catch experts that are used unevenly."""
     model = cost("qwen3-30b-a3b")

@@ -190,6 +190,9 @@ class RunPlan:
         notes += [*repeat_notes(self.config.data, self.train_rows), *group_notes(self.config)]
         notes += replay_notes(self.config, self.models.actor.shape)
         notes += [] if self.ahead is None else [self.ahead.advice]
+        turns = self.config.actor_rollout_ref.rollout.multi_turn
+        if self.config.has_turns and not turns.planned_wait_s:
+            notes.append("seconds of answers to turns are not in the plan: set multi_turn.planned_wait_s")
         if not self.memory.fits:
             over = amount(self.memory.peak - self.memory.usable)
             where = self._of_pool(self.memory.worst.pool)

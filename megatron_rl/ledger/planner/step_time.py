@@ -89,6 +89,7 @@ def step_load(config: RunConfig, kv_tokens: int, mean_lengths: tuple[float, floa
         block_tokens=int(block),
         epochs=actor.ppo_epochs,
         max_seqs=max(1, min(rollout.max_num_seqs, fitting)),
+        away=rollout.multi_turn.planned_wait_s if config.has_turns else 0.0,
     )
 
 
