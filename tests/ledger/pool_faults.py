@@ -11,7 +11,7 @@ from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import PoolConfig
 
 HYBRID, PLACED = "actor_rollout_ref.hybrid_engine", "placement layout critic"
-REWARDED = f"{PLACED} reward_model model length"
+REWARDED = f"{PLACED} reward_model reward_model.nnodes model length"
 
 
 def put_pool(case: Case, name: str, nodes: int = 1, ranks: int = 6) -> None:

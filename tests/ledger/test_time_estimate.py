@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from published.points import cost, hardware_of, points
 from published.table import Judged, calibrated, judged, kendall, median_error, rank_correlations
 
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.ledger.planner.hardware import known_hardware, load_hardware
+from megatron_rl.ledger.planner.step_time import generation_seconds
 from megatron_rl.ledger.planner.time import (
     COLLECTIVE_LATENCY,
     DECODE_OVERHEAD,
@@ -105,22 +107,6 @@ def test_decoding_reads_the_weights_once_a_token():
     assert halves == pytest.approx(100 * (read / 2 + 64 * COLLECTIVE_LATENCY), rel=0.03)
     slower = dataclasses.replace(load, decode_overhead=0.01)
     assert Estimator(model, Layout(1, 8), GPU).generate(slower) == pytest.approx(100 * (read + 0.01), rel=0.02)
-
-
-def test_a_sample_that_waits_for_answers_is_the_last():
-    """Sixty-four samples: nothing changes where the engine takes longer, else the wait is added to one alone. Would not
-    catch waits of different lengths.
-    """
-    model = cost("llama-3-8b")
-    load = Load(64, 0, 99.99, 100, mini_batch=1, block_tokens=1, decode_overhead=0.0)
-    layout = Layout(1, 8)
-    busy = Estimator(model, layout, GPU).generate(load)
-    alone = Estimator(model, layout, GPU).generate(dataclasses.replace(load, num_samples=1))
-
-    def waiting(seconds: float) -> float:
-        return Estimator(model, layout, GPU).generate(dataclasses.replace(load, away=seconds))
-
-    assert waiting(1e-6) == busy and waiting(10.0) == pytest.approx(alone + 10.0, rel=0.01)
 
 
 def test_experts_are_read_as_far_as_tokens_are_sent_to_them():
@@ -223,3 +209,20 @@ def test_hardware_files(tmp_path):
     file.write_text("memory_bytes: 1.0e+9\nflops: 3\n")
     with pytest.raises(ConfigError, match="it lacks bfloat16_flops.* and flops in it cannot be used"):
         load_hardware(str(file))
+
+
+def test_a_sample_that_waits_for_answers_is_the_last():
+    """Sixty-four samples: nothing changes where the engine takes longer, else the wait is added to one alone. Would not
+    catch waits of different lengths.
+    """
+    load = Load(64, 0, 99.99, 100, mini_batch=1, block_tokens=1, decode_overhead=0.0)
+    estimator, config = Estimator(cost("llama-3-8b"), Layout(1, 8), GPU), RunConfig()
+    turns = config.actor_rollout_ref.rollout.multi_turn
+    busy = estimator.generate(load)
+    alone = estimator.generate(dataclasses.replace(load, num_samples=1))
+    turns.planned_wait_s = 10.0
+    assert generation_seconds(estimator, load, config) == busy
+    turns.enable = True
+    assert generation_seconds(estimator, load, config) == alone + 10.0
+    turns.planned_wait_s = 1e-6
+    assert generation_seconds(estimator, load, config) == busy

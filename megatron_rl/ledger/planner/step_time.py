@@ -89,7 +89,6 @@ def step_load(config: RunConfig, kv_tokens: int, mean_lengths: tuple[float, floa
         block_tokens=int(block),
         epochs=actor.ppo_epochs,
         max_seqs=max(1, min(rollout.max_num_seqs, fitting)),
-        away=rollout.multi_turn.planned_wait_s if config.has_turns else 0.0,
     )
 
 
@@ -98,7 +97,7 @@ def step_time(models: RunModels, hardware: Hardware, load: Load, transition: Tra
     placement = models.placement
     seconds = {
         RESHARD: transition.seconds(hardware) + offload_seconds(models, hardware),
-        GEN: generation(models, hardware).generate(load),
+        GEN: generation_seconds(generation(models, hardware), load, models.config),
     }
     training, generating = models.training.spec.name, models.generating.spec.name
     pools = {RESHARD: tuple(dict.fromkeys((training, generating))), GEN: (generating,)}
@@ -175,6 +174,16 @@ def offload_seconds(models: RunModels, hardware: Hardware) -> float:
 def optimizer_bytes(element: int) -> int:
     """Return the optimizer's bytes of one parameter: two moments, and a float32 master unless the weight is one."""
     return 2 * FP32 + (0 if element == FP32 else FP32)
+
+
+def generation_seconds(estimator: Estimator, load: Load, config: RunConfig) -> float:
+    """Return the seconds of generation: where samples wait for answers to their turns, at least those of one sample
+    alone and its waits, as others are drawn meanwhile.
+    """
+    busy, turns = estimator.generate(load), config.actor_rollout_ref.rollout.multi_turn
+    if not (config.has_turns and turns.planned_wait_s):
+        return busy
+    return max(busy, estimator.generate(replace(load, num_samples=1)) + turns.planned_wait_s)
 
 
 def generation(models: RunModels, hardware: Hardware) -> Estimator:

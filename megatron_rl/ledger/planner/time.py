@@ -153,8 +153,7 @@ class Load:
     step. block_tokens: tokens of one micro-batch on a rank. max_seqs: sequences that a replica decodes at once.
     recompute: share of the layers that run forward twice. efficiency_share: of the hardware's efficiency, in training.
     decode_overhead, collective_latency: seconds, where the hardware file has none. overlaps_dp: data-parallel traffic
-    is hidden. away: seconds that a sample waits for answers to its turns. mixed: examples that every optimizer step
-    reads in addition, as num_samples and prompt.
+    is hidden. mixed: examples that every optimizer step reads in addition, as num_samples and prompt.
     """
 
     num_samples: int
@@ -170,7 +169,6 @@ class Load:
     decode_overhead: float = DECODE_OVERHEAD
     collective_latency: float = COLLECTIVE_LATENCY
     overlaps_dp: bool = False
-    away: float = 0.0
     mixed: Load | None = None
 
     @property
@@ -395,7 +393,7 @@ class Estimator:
 
     def generate(self, load: Load) -> float:
         """Return the seconds until the last answer of the last replica: prefill, then decoding with ever fewer
-        sequences; where samples wait for answers to their turns, at least the seconds of the longest one alone.
+        sequences.
         """
         mine = math.ceil(load.num_samples / self.layout.replicas)
         together = min(mine, load.max_seqs)
@@ -411,11 +409,7 @@ class Estimator:
             done = (i + 0.5) / points * longest
             active = max(1.0, together * lengths.survival(done))
             seconds += longest / points * self._decode_step(load, active, load.prompt + done)
-        seconds *= self._crowding
-        if load.away:
-            alone = self._prefill(load.prompt, load.prompt) + longest * self._decode_step(load, 1, load.length)
-            seconds = max(seconds, alone * self._crowding + load.away)
-        return seconds
+        return seconds * self._crowding
 
     def token_seconds(self, load: Load, sequences: float) -> float:
         """Return the seconds of one more token for each of `sequences` of mean length, with their share of the
