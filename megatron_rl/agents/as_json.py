@@ -26,7 +26,8 @@ Played = tuple[Turn, Observation]
 
 def turn_from_json(content: dict[str, Any]) -> Turn:
     """Return the turn of `dataclasses.asdict`."""
-    return Turn(content["text"], tuple(ToolCall(**call) for call in content["calls"]), content["problem"])
+    numbers = {name: content.get(name, 0) for name in ("num_tokens", "num_context")}
+    return Turn(content["text"], tuple(ToolCall(**call) for call in content["calls"]), content["problem"], **numbers)
 
 
 def answer_from_json(content: Any) -> Answer:

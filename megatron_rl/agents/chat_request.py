@@ -32,6 +32,7 @@ class ChatRequest:
     messages: tuple[Message, ...]
     tools: tuple[Content, ...] = ()
     streams: bool = False
+    with_usage: bool = False
 
     @classmethod
     def of(cls, body: Any) -> ChatRequest:
@@ -48,7 +49,9 @@ class ChatRequest:
         if not isinstance(tools, list) or not all(isinstance(tool, dict) and "function" in tool for tool in tools):
             raise ValueError("tools must be a list of objects with a function")
         messages = tuple(_message(place, message) for place, message in enumerate(body["messages"]))
-        return cls(messages, tuple(tools), body.get("stream") is True)
+        options = body.get("stream_options") or {}
+        with_usage = isinstance(options, dict) and options.get("include_usage") is True
+        return cls(messages, tuple(tools), body.get("stream") is True, with_usage)
 
     def after(self, before: ChatRequest, turn: Turn) -> tuple[Message, ...]:
         """Return the messages that follow `before` and the policy's turn; none where this is another conversation."""
@@ -64,17 +67,25 @@ def completion(turn: Turn, number: str, model: str) -> Content:
     if turn.calls:
         message["tool_calls"] = _sent_calls(turn.calls, number)
     choice = {"index": 0, "message": message, "finish_reason": _reason(turn), "logprobs": None}
-    return {"id": number, "object": "chat.completion", "created": 0, "model": model, "choices": [choice]}
+    head = {"id": number, "object": "chat.completion", "created": 0, "model": model}
+    return head | {"choices": [choice], "usage": usage(turn)}
 
 
-def chunks(turn: Turn, number: str, model: str) -> list[Content]:
-    """Return the answer as the parts of a stream, `chat.completion.chunk`."""
+def chunks(turn: Turn, number: str, model: str, with_usage: bool) -> list[Content]:
+    """Return the answer as the parts of a stream, `chat.completion.chunk`. with_usage: the last one has the usage."""
     deltas: list[tuple[Content, str | None]] = [({"role": "assistant", "content": turn.text}, None)]
     for place, call in enumerate(_sent_calls(turn.calls, number)):
         deltas.append(({"tool_calls": [{"index": place} | call]}, None))
     deltas.append(({}, _reason(turn)))
     head = {"id": number, "object": "chat.completion.chunk", "created": 0, "model": model}
-    return [head | {"choices": [{"index": 0, "delta": delta, "finish_reason": end}]} for delta, end in deltas]
+    parts = [head | {"choices": [{"index": 0, "delta": delta, "finish_reason": end}]} for delta, end in deltas]
+    return [*parts, head | {"choices": [], "usage": usage(turn)}] if with_usage else parts
+
+
+def usage(turn: Turn) -> Content:
+    """Return the numbers of tokens that the policy has read and drawn."""
+    read, drawn = turn.num_context, turn.num_tokens
+    return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
 
 
 def refusal(reason: str, kind: str = "invalid_request_error") -> Content:

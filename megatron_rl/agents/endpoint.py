@@ -143,7 +143,7 @@ class Endpoint:
             return web.json_response(completion(turn, number, MODEL))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        for chunk in chunks(turn, number, MODEL):
+        for chunk in chunks(turn, number, MODEL, asked.with_usage):
             await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
         await response.write(b"data: [DONE]\n\n")
         return response

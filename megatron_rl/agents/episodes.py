@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from megatron_rl.agents.as_json import Answer
@@ -171,7 +171,9 @@ class LiveEpisodes(Episodes):
 
     def submit(self, number: int, episode: Episode) -> None:
         ids, before = episode.turn_ids, episode.conversation
-        self._submit(episode, _OpenTurn(number, self._reader.turn(ids, before.tools), ids[-1], before))
+        num_context = len(episode.context_ids) - len(ids)
+        turn = replace(self._reader.turn(ids, before.tools), num_tokens=len(ids), num_context=num_context)
+        self._submit(episode, _OpenTurn(number, turn, ids[-1], before))
 
     def _begins(self, number: int, episode: Episode) -> bool:
         if self._environments.opens:

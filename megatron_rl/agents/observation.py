@@ -44,12 +44,14 @@ class ToolCall:
 class Turn:
     """One turn of the policy. text: without special tokens and calls. calls: the tool calls in it, in order.
 
-    problem: why a call in it cannot be read; "" if none fails to be.
+    problem: why a call in it cannot be read; "" if none fails to be. num_tokens: of the turn; num_context: before it.
     """
 
     text: str
     calls: tuple[ToolCall, ...] = ()
     problem: str = ""
+    num_tokens: int = 0
+    num_context: int = 0
 
     def as_message(self) -> Message:
         """Return it as a message, in the form of chat templates."""

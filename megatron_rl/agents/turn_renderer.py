@@ -81,13 +81,15 @@ class TurnRenderer:
     def append_problem(self, role: str) -> str | None:
         """Return why messages of a role cannot be appended to a conversation token by token; None if they can.
 
-        Raises TemplateRefusal where the template refuses them.
+        Raises TemplateRefusal where the template refuses them, or leaves them out.
         """
         if self._template is None:
             return None
         message = {"role": role, "content": QUESTION["content"][::-1]}
         conversation: list[Message] = [QUESTION, {"role": "assistant", "content": ANSWER}, message]
         first = self._render(conversation, add_generation_prompt=True)
+        if message["content"] not in first:
+            raise TemplateRefusal(f"it does not write messages of role {role}")
         answered: list[Message] = [*conversation, {"role": "assistant", "content": ANSWER}]
         second = self._render([*answered, message], add_generation_prompt=True)
         try:

@@ -42,14 +42,18 @@ def blocking(task, endpoint):
 
 async def streams(task, endpoint):
     create, messages = asks(endpoint), [{"role": "user", "content": "1+2, 3+4"}]
-    stream = await create(model="any", messages=messages, tools=[ADD], stream=True)
+    options = {"include_usage": True}
+    stream = await create(model="any", messages=messages, tools=[ADD], stream=True, stream_options=options)
     calls, ends = {}, []
     async for chunk in stream:
+        if chunk.usage:
+            ends.append(chunk.usage.total_tokens)
+            break
         (choice,) = chunk.choices
         ends.append(choice.finish_reason)
         for call in choice.delta.tool_calls or []:
             calls[call.index] = {"id": call.id, "type": "function", "function": call.function.model_dump()}
-    assert ends[-1] == "tool_calls" and len(calls) == 2, (ends, calls)
+    assert ends[-2:] == ["tool_calls", 0] and len(calls) == 2, (ends, calls)
     messages.append({"role": "assistant", "content": None, "tool_calls": [calls[0], calls[1]]})
     messages += [{"role": "tool", "tool_call_id": call["id"], "content": "7"} for call in calls.values()]
     answer = await create(model="any", messages=messages, tools=[ADD])
@@ -271,6 +275,8 @@ def test_a_request_goes_on_with_what_was_said():
     """By hand: what an agent may add and what not. Would not catch contents that differ in white space alone."""
     turn = Turn("yes", (ToolCall("add", {"a": 1}),))
     sent = completion(turn, "n", "policy")["choices"][0]["message"]
+    counted = completion(Turn("yes", num_tokens=2, num_context=5), "n", "policy")["usage"]
+    assert counted == {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
     before = ChatRequest.of({"messages": [{"role": "user", "content": "?"}]})
     after = ChatRequest.of({"messages": [*before.messages, sent, {"role": "tool", "content": "2"}]})
     assert after.messages[1] == turn.as_message()

@@ -317,7 +317,7 @@ def test_failed_episodes_are_left_out_and_counted(command_line) -> None:
         ((f"{TURNS}.max_assistant_turns=0",), "max_assistant_turns"),
         ((f"{TURNS}.tool_response_truncate_side=up",), "tool_response_truncate_side"),
         ((f"{TURNS}.environment.path=null", f"{TURNS}.tool_config_path=tools.yaml"), "tool_config_path=tools.yaml"),
-        ((f"{TURNS}.enable=false",), "multi_turn.enable=False must be true, as"),
+        ((f"{TURNS}.enable=false",), "multi_turn.enable=false must be true, as"),
     ],
 )
 def test_bad_keys_are_refused_by_plan(command_line, changes, sentence) -> None:
