@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.port import confine
+from megatron_rl.user_code import confine
 
 POLL_S = 0.2
 MOST_PROCESSES, MOST_FILES, MOST_BYTES = 500, 10_000, 256 << 20

@@ -81,7 +81,7 @@ ROOMS: dict[str, set[str]] = {
     "controller": SAMPLED | {"ledger.planner", "sampling"},
     "tasks": SAMPLED | {"ledger.planner", "controller"},
     "train": SAMPLED | {"sampling", "controller"},
-    "port": {"errors", "config", "ledger.planner"},
+    "port": {"errors", "config", "ledger.planner", "user_code"},
     "trials": {"errors", "config", "observe", "checkpoint", "ledger.planner", "cluster", "cluster.child_processes"},
     "profile": GROUND | {"ledger.planner", "model", "roles", "cluster", "trials"},
     "rehearse": GROUND | {"ledger.planner", "parallel", "model", "hybrid_engine", "roles"},

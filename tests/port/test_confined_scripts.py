@@ -18,8 +18,9 @@ import typer
 
 from megatron_rl.cli.porting import port_command
 from megatron_rl.errors import ConfigError
-from megatron_rl.port import confine, running, shell
-from megatron_rl.port.confine import Kernel, Refused, Way
+from megatron_rl.port import running, shell
+from megatron_rl.user_code import confine
+from megatron_rl.user_code.confine import Kernel, Refused, Way
 
 BEST = Kernel("x86_64", 7, filters=True, namespaces=False)
 ALLOW, KILL = "allow", "kill"
@@ -180,7 +181,7 @@ def test_a_hostile_script_changes_nothing(tmp_path, outside, scratch):
 
 UNDER = """
 import os, sys
-from megatron_rl.port import confine
+from megatron_rl.user_code import confine
 changes = eval(sys.argv[1])
 confine.confine(sys.argv[2], confine.this_kernel()._replace(**changes))
 os.chdir(sys.argv[2])
@@ -208,7 +209,8 @@ NEITHER = """
 import os, sys, errno
 from pathlib import Path
 from megatron_rl.errors import ConfigError
-from megatron_rl.port import confine, shell
+from megatron_rl.port import shell
+from megatron_rl.user_code import confine
 confine._drop_capabilities()
 confine.REFUSED = confine._numbers("landlock=444,444 unshare=272,97")
 confine._filter_calls(os.uname().machine)

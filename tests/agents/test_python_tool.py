@@ -1,0 +1,80 @@
+"""The built-in tool that runs the policy's Python: what it returns, what it cannot do, and that nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.agents.observation import Observation, ToolCall, Turn
+from megatron_rl.agents.python_tool import python
+from megatron_rl.agents.tools import ToolEnvironment, load_tools, schemas_of
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def run(*programs: str, timeout_s: float = 30.0) -> Observation:
+    environment = ToolEnvironment({"python": python}, len(programs), timeout_s)
+
+    async def episode() -> Observation:
+        await environment.reset({})
+        return await environment.step(Turn("", tuple(ToolCall("python", {"code": code}) for code in programs)))
+
+    return asyncio.run(episode())
+
+
+def texts(answer: Observation) -> list[str]:
+    return [message["content"] for message in answer.messages]
+
+
+def test_a_program_says_what_it_prints():
+    """Output, errors with their traceback, files of its own, which are gone in the next call; two at once. Would not
+    catch a program that waits for input: it has none.
+    """
+    write = "open('x', 'w').write('1'); import os; print(os.listdir('.'))"
+    answer = run("print(6 * 7)", "print('before'); 1 / 0", write, "import os; print(os.listdir('.'))")
+    number, error, own, fresh = texts(answer)
+    assert (number, own, fresh) == ("42\n", "['x']\n", "[]\n")
+    assert error.startswith("before\nTraceback") and "ZeroDivisionError" in error
+    assert answer.counts == {"tool_calls": 4.0}
+
+
+def test_a_program_is_confined(tmp_path: Path):
+    """No file outside, no socket, no signal, no variable of the run. Would not catch what it reads: all that its user
+    may.
+    """
+    os.environ["SECRET_OF_THE_RUN"] = "x"
+    answer = run(
+        f"open({str(tmp_path / 'x')!r}, 'w')",
+        "import socket; socket.create_connection(('127.0.0.1', 80))",
+        f"import os; os.kill({os.getpid()}, 9)",
+        "import os; print(sorted(os.environ))",
+    )
+    file, socket, killed, variables = texts(answer)
+    assert "PermissionError" in file and not (tmp_path / "x").exists()
+    assert "PermissionError" in socket and "PermissionError" in killed
+    assert "SECRET" not in variables
+
+
+def test_endless_programs_end(tmp_path: Path):
+    """Time, output, memory, a child that goes on: each has a limit, and nothing is left. Would not catch a limit of all
+    programs together.
+    """
+    mark = f"mark{os.getpid()}"
+    forks = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99) # {mark}'])"
+    programs = ("while True: pass", "print('x' * 10**7)", "x = ' ' * 10**11", forks)
+    late, loud, large, parent = texts(run(*programs, timeout_s=4))
+    assert late == "Error: python did not return within 4 s"
+    assert loud.endswith("...(truncated)...") and len(loud) < 70_000
+    assert "MemoryError" in large and parent.startswith("Error: python did not return")
+    commands = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if os.access(file, os.R_OK)]
+    assert not any(mark.encode() in command for command in commands)
+
+
+def test_one_line_makes_it_a_tool(tmp_path: Path):
+    """As docs/agents.md says. Would not catch a template that leaves schemas out."""
+    (tmp_path / "tools.py").write_text("from megatron_rl.agents.python_tool import python\n")
+    [schema] = schemas_of(load_tools(str(tmp_path / "tools.py"), "key"), "key")
+    assert schema["function"]["name"] == "python" and list(schema["function"]["parameters"]["properties"]) == ["code"]
