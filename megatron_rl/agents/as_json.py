@@ -56,7 +56,8 @@ class EpisodeRecord:
     """What a checkpoint keeps of an episode beside its tokens. turns: with their answers. failure: why it failed.
 
     opening: how it began, with `prompt_ids` in place of the dataset's; None where it began with the dataset's prompt.
-    starts: the tokens after the prompt with which conversations begin anew.
+    starts: the tokens after the prompt with which conversations begin anew. num_retries: how often it was drawn again
+    because it had failed.
     """
 
     turns: Sequence[Played] = ()
@@ -64,6 +65,7 @@ class EpisodeRecord:
     opening: Opening | EpisodeFailure | None = None
     prompt_ids: tuple[int, ...] = ()
     starts: Sequence[int] = ()
+    num_retries: int = 0
 
 
 def records_as_json(records: Mapping[int, EpisodeRecord]) -> str:
@@ -75,6 +77,7 @@ def records_as_json(records: Mapping[int, EpisodeRecord]) -> str:
             record.opening and asdict(record.opening),
             record.prompt_ids,
             list(record.starts),
+            record.num_retries,
         ]
         for number, record in records.items()
     }
@@ -85,12 +88,12 @@ def records_from_json(content: bytes) -> dict[int, EpisodeRecord]:
     """Return what `records_as_json` was given. Raises ValueError, KeyError, TypeError for anything else."""
     records: dict[int, EpisodeRecord] = {}
     for number, (turns, failed, *more) in json.loads(content).items():
-        began, prompt_ids, starts = more or (None, (), ())
+        began, prompt_ids, starts, num_retries = more or (None, (), (), 0)
         answers = [(turn_from_json(turn), answer_from_json(answer)) for turn, answer in turns]
         known = [(turn, answer) for turn, answer in answers if isinstance(answer, Observation)]
         failure = None if failed is None else answer_from_json(failed)
         opening = None if began is None else answer_from_json(began)
         if len(known) < len(answers) or isinstance(failure, Observation | Opening) or isinstance(opening, Observation):
             raise ValueError(f"the turns of episode {number} are not what a run writes")
-        records[int(number)] = EpisodeRecord(known, failure, opening, tuple(prompt_ids), starts)
+        records[int(number)] = EpisodeRecord(known, failure, opening, tuple(prompt_ids), starts, num_retries)
     return records

@@ -46,6 +46,14 @@ class Reply:
     is_anew: bool = False
 
 
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """max_turns: of the policy in an episode. max_retries: how often an episode that fails is drawn again."""
+
+    max_turns: int
+    max_retries: int = 0
+
+
 @dataclass
 class Episode:
     """One request. row: its task.
@@ -53,8 +61,8 @@ class Episode:
     token_ids: all tokens after the prompt; is_sampled: of each, whether the policy drew it. starts: places in token_ids
     where a conversation begins anew, and what comes before is not read. log_probs, versions: of the sampled ones.
     played: the turns that have an answer. waits: a turn has ended and has no answer yet. finish: why it ended, or "".
-    attempt: number of restarts with another seed. experts: those of a finished episode, if they were asked for.
-    opening: how its environment began it; None: it begins with the dataset's prompt.
+    attempt: number of restarts with another seed; num_retries: those after a failure. experts: those of a finished
+    episode, if they were asked for. opening: how its environment began it; None: it begins with the dataset's prompt.
     """
 
     prompt_ids: tuple[int, ...]
@@ -69,6 +77,7 @@ class Episode:
     waits: bool = False
     finish: str = ""
     attempt: int = 0
+    num_retries: int = 0
     experts: torch.Tensor | None = None
     failure: EpisodeFailure | None = None
     opening: Opening | EpisodeFailure | None = None
@@ -155,22 +164,27 @@ class Episode:
         self.waits = has_turns and new.finish == FINISHED_BY_STOP
         self.finish, self.experts = "" if self.waits else new.finish, new.experts
 
-    def take(self, reply: Reply, max_turns: int) -> None:
+    def take(self, reply: Reply, limits: EpisodeLimits) -> None:
         """Add the answer to the turn that has ended. Without room for another turn the episode is cut off.
 
-        max_turns: of the policy. Raises ValueError if no turn waits for an answer.
+        One that fails begins again, with another seed, as often as may be. Raises ValueError if no turn waits for an
+        answer.
         """
         if not self.waits:
             raise ValueError("the episode waits for no answer")
         assert reply.turn is not None and not isinstance(reply.answer, Opening)
         self.waits = False
         if isinstance(reply.answer, EpisodeFailure):
+            if self.num_retries < limits.max_retries:
+                self.num_retries += 1
+                self.resample()
+                return
             self.failure, self.finish = reply.answer, FAILED
             return
         self.played.append((reply.turn, reply.answer))
         if reply.answer.is_done:
             self.finish = FINISHED_BY_STOP
-        elif len(self.played) >= max_turns or len(reply.token_ids) >= self.room:
+        elif len(self.played) >= limits.max_turns or len(reply.token_ids) >= self.room:
             self.finish = FINISHED_BY_LENGTH
         else:
             if reply.is_anew:
@@ -233,6 +247,7 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     causes = Counter(episode.failure.cause for episode in episodes if episode.failure is not None)
     metrics = {"episode/failed_ratio": 1 - len(ended) / len(episodes)}
     metrics |= {f"episode/{cause}": float(causes[cause]) for cause in FAILURES}
+    metrics["episode/drawn_again"] = float(sum(episode.num_retries for episode in episodes))
     if not ended:
         return metrics
     turns = [max(len(episode.played), 1) for episode in ended]

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from megatron_rl.agents.as_json import Answer
 from megatron_rl.agents.environment_host import TurnJob
-from megatron_rl.agents.episode import Episode, Reply
+from megatron_rl.agents.episode import Episode, EpisodeLimits, Reply
 from megatron_rl.agents.observation import EpisodeFailure, Observation, Opening, Turn
 from megatron_rl.agents.turn_reader import TurnReader
 from megatron_rl.agents.turn_renderer import TurnRenderer
@@ -37,11 +37,11 @@ class Environments(Protocol):
 class Episodes:
     """Answers turns. The number of an episode is that of its request.
 
-    max_turns: of the policy in an episode. record: is told every answer. notes: for the user.
+    record: is told every answer. notes: for the user.
     """
 
-    def __init__(self, max_turns: int) -> None:
-        self.max_turns = max_turns
+    def __init__(self, limits: EpisodeLimits) -> None:
+        self.limits = limits
         self.notes: list[str] = []
         self.record: Callable[[int, Reply], None] = lambda number, reply: None
         self._arrived: list[tuple[int, Reply]] = []
@@ -105,9 +105,9 @@ class RecordedEpisodes(Episodes):
     Raises ReplayError where a turn is another than the recorded one.
     """
 
-    def __init__(self, max_turns: int, recorded: Iterable[tuple[int, Reply]]) -> None:
+    def __init__(self, limits: EpisodeLimits, recorded: Iterable[tuple[int, Reply]]) -> None:
         """recorded: (number, answer) in the order in which a run had them."""
-        super().__init__(max_turns)
+        super().__init__(limits)
         self._recorded: dict[int, deque[Reply]] = defaultdict(deque)
         for number, reply in recorded:
             self._recorded[number].append(reply)
@@ -152,14 +152,14 @@ class LiveEpisodes(Episodes):
         environments: Environments,
         renderer: TurnRenderer,
         reader: TurnReader,
-        max_turns: int,
+        limits: EpisodeLimits,
         longest_prompt: int = 1 << 62,
         appends: bool = True,
     ) -> None:
         """longest_prompt: tokens with which an environment may begin an episode. appends: the template appends what
         follows; otherwise every turn begins with the whole conversation, rendered anew.
         """
-        super().__init__(max_turns)
+        super().__init__(limits)
         self._environments, self._renderer, self._reader = environments, renderer, reader
         self._longest_prompt, self._appends = longest_prompt, appends
         self._open: dict[int, _OpenTurn] = {}

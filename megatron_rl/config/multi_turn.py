@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from megatron_rl.config.constraints import FilePath, NotNegative, OneOf, Positive, Size, UnitInterval
+from megatron_rl.config.constraints import Count, FilePath, NotNegative, OneOf, Positive, Size, UnitInterval
 
 TRUNCATE_SIDES = ("left", "middle", "right")
 
@@ -74,6 +74,8 @@ class MultiTurnConfig:
     """Seconds that an episode waits for answers in all its turns together, as plans count it; nothing measures it."""
     num_workers: Size = 4
     """Processes in which environments are, in addition to the ranks."""
+    max_retries: Count = 0
+    """How often an episode that has failed is drawn again from its prompt, with other seeds."""
     max_failed_ratio: UnitInterval = 0.5
     """Largest share of a step's episodes that may fail; beyond it the run ends (exit code 4). A failed episode is not
     trained, and is not compared with the others of its group."""

@@ -14,6 +14,7 @@ from megatron_rl.agents.environment_source import (
     EnvironmentsHere,
     EnvironmentSource,
 )
+from megatron_rl.agents.episode import EpisodeLimits
 from megatron_rl.agents.episodes import Episodes, LiveEpisodes
 from megatron_rl.agents.observation import TextLimit
 from megatron_rl.agents.tool_parser import ToolParser
@@ -71,8 +72,8 @@ def open_episodes(
         () if keys.tools_file is None else kwargs["tools"],
     )
     environments = open_environments(keys, local, opened)
-    max_turns = keys.max_assistant_turns or config.data.max_response_length
-    episodes = LiveEpisodes(environments, renderer, reader, max_turns, config.data.max_prompt_length, problem is None)
+    limits = EpisodeLimits(keys.max_assistant_turns or config.data.max_response_length, keys.max_retries)
+    episodes = LiveEpisodes(environments, renderer, reader, limits, config.data.max_prompt_length, problem is None)
     if problem is not None:
         what = "so every turn is a conversation of its own, and data.max_response_length counts its history again"
         episodes.notes.append(f"the chat template of {path} does not append: {problem}; {what}")

@@ -53,7 +53,7 @@ class Asked:
         waiting = {request: episode for request, episode in self._rows.items() if episode.waits}
         if self._episodes is not None and waiting:
             for request, reply in self._episodes.play(waiting):
-                waiting[request].take(reply, self._episodes.max_turns)
+                waiting[request].take(reply, self._episodes.limits)
 
     def rows(self) -> tuple[Prompts, Batch]:
         """Prompts as their episodes have begun, and their answers."""

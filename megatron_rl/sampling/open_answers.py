@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_rl.agents.as_json import EpisodeRecord, records_as_json, records_from_json
-from megatron_rl.agents.episode import STATES, Episode, Reply, rows_of
+from megatron_rl.agents.episode import STATES, Episode, EpisodeLimits, Reply, rows_of
 from megatron_rl.agents.observation import Opening
 from megatron_rl.records import Batch, Conversation, Prompts, Sampling, ragged
 from megatron_rl.rollout.slices import Drawn, Start
@@ -32,19 +32,21 @@ class OpenAnswers:
     The number of a request is (step - 1) * batch_rows + row; greedy answers are the last rows.
     """
 
-    def __init__(self, batch_rows: int, seed_of: SeedOf, with_versions: bool = True, max_turns: int = 0) -> None:
+    def __init__(
+        self, batch_rows: int, seed_of: SeedOf, with_versions: bool = True, limits: EpisodeLimits | None = None
+    ) -> None:
         """with_versions: of tokens; False where all of a batch are of the newest weights.
 
-        max_turns: of the policy in an episode; 0: nothing answers a turn, and the first one is the last.
+        limits: of episodes; None: nothing answers a turn, and the first one is the last.
         """
         self.batch_rows, self._seed_of, self._with_versions = batch_rows, seed_of, with_versions
-        self._max_turns = max_turns
+        self._limits = limits
         self._batches: dict[int, OpenBatch] = {}
 
     @property
     def has_turns(self) -> bool:
         """Whether a turn that ends has an answer."""
-        return self._max_turns > 0
+        return self._limits is not None
 
     def add(self, step: int, prompts: Prompts, sampling: Sampling, greedy: Prompts | None, greedily: Sampling) -> None:
         """Begin a batch. Raises ValueError if its number of rows is not batch_rows."""
@@ -68,7 +70,8 @@ class OpenAnswers:
     def take(self, request: int, reply: Reply) -> bool:
         """Add the answer to a turn; returns whether the request is finished."""
         episode = self.episode(request)
-        episode.take(reply, self._max_turns)
+        assert self._limits is not None
+        episode.take(reply, self._limits)
         return episode.finish != ""
 
     @property
@@ -124,9 +127,11 @@ class OpenAnswers:
         rows = [[number, e.attempt, len(e.token_ids), STATES.index(e.state)] for number, e in kept.items()]
         episodes = kept.values()
         records = {
-            number: EpisodeRecord(e.played, e.failure, e.opening, () if e.opening is None else e.prompt_ids, e.starts)
+            number: EpisodeRecord(
+                e.played, e.failure, e.opening, () if e.opening is None else e.prompt_ids, e.starts, e.num_retries
+            )
             for number, e in kept.items()
-            if e.played or e.failure or e.opening
+            if e.played or e.failure or e.opening or e.num_retries
         }
         return {
             "played": torch.tensor(list(records_as_json(records).encode()), dtype=torch.uint8),
@@ -161,6 +166,7 @@ class OpenAnswers:
             episode = self.episode(request)
             episode.played, episode.failure, episode.opening = list(record.turns), record.failure, record.opening
             episode.prompt_ids, episode.starts = record.prompt_ids or episode.prompt_ids, list(record.starts)
+            episode.num_retries = record.num_retries
 
     def _kept(self, after_step: int) -> dict[int, Episode]:
         return {

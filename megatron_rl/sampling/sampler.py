@@ -93,8 +93,8 @@ class Sampler:
         self.rules, self.journal = schedule.rules, schedule.journal
         self.seed_of = partial(request_seed, self.config.trainer.seed)
         self.episodes = self._episodes(sources.episodes, schedule)
-        max_turns = 0 if self.episodes is None else self.episodes.max_turns
-        self.answers = OpenAnswers(self.rules.batch_rows, self.seed_of, self.journal is not None, max_turns)
+        limits = None if self.episodes is None else self.episodes.limits
+        self.answers = OpenAnswers(self.rules.batch_rows, self.seed_of, self.journal is not None, limits)
         self._cursor_ahead, self._last_begun = copy.deepcopy(self.cursor), self.rules.first_step - 1
         self._draw_prompts(schedule.last_batch)
         if schedule.checkpoint is not None:
@@ -106,7 +106,7 @@ class Sampler:
         """What answers turns: as recorded where a schedule is repeated. Every answer goes to the journal."""
         if live is None:
             return None
-        episodes = live if schedule.replies is None else RecordedEpisodes(live.max_turns, schedule.replies)
+        episodes = live if schedule.replies is None else RecordedEpisodes(live.limits, schedule.replies)
         journal = schedule.journal
         if journal is not None:
             episodes.record = lambda request, reply: journal.append(reply_event(request, reply))

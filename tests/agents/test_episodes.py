@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_rl.agents.environment_source import ClassSource, EnvironmentsHere
-from megatron_rl.agents.episode import Episode, Reply, episode_metrics, rows_of
+from megatron_rl.agents.episode import Episode, EpisodeLimits, Reply, episode_metrics, rows_of
 from megatron_rl.agents.episodes import LiveEpisodes, RecordedEpisodes
 from megatron_rl.agents.observation import EpisodeFailure, Observation, Opening, TextLimit, ToolCall, Turn
 from megatron_rl.agents.turn_reader import TurnReader
@@ -30,7 +30,7 @@ def episode(*turns: tuple[tuple[int, ...], Reply | None], max_turns: int = 5, ma
     for drawn, reply in turns:
         new.extend(Drawn(drawn, tuple(-0.5 for _ in drawn), "stop"), version=3, has_turns=True)
         if reply is not None:
-            new.take(reply, max_turns)
+            new.take(reply, EpisodeLimits(max_turns))
     return new
 
 
@@ -81,6 +81,19 @@ def test_of_a_failed_episode_nothing_is_trained():
     assert metrics["environment/tool_reward/mean"] == -0.5
     assert metrics["episode/failed_ratio"] == 0.5 and metrics["episode/timed_out"] == 1.0
     assert metrics["num_turns/mean"] == 1 and metrics["environment/tries/mean"] == 1.0
+
+
+def test_a_failed_episode_is_drawn_again_as_often_as_may_be():
+    """By hand: twice, each time with another seed and nothing of before; then it has failed. Would not catch an
+    environment that was not made anew.
+    """
+    again, failed = episode(((5, 6), Reply(Turn("a"), HIGHER, (7,)))), Reply(Turn("b"), EpisodeFailure("crashed", "x"))
+    for attempt in (1, 2, 2):
+        again.extend(Drawn((9,), (-0.5,), "stop"), 3, has_turns=True)
+        again.take(failed, EpisodeLimits(5, max_retries=2))
+        assert again.attempt == attempt
+        assert (again.finish == "failed") == bool(again.token_ids)
+    assert again.failure is not None and episode_metrics([again])["episode/drawn_again"] == 2
 
 
 def test_an_episode_begins_with_its_opening_or_fails():
@@ -139,7 +152,7 @@ def test_a_conversation_may_begin_anew(appends: bool):
     eos = tokenizer.eos_token_id
     renderer, reader = TurnRenderer(tokenizer, [eos]), TurnReader(tokenizer)
     answers = Answers(HIGHER_THAN, Observation(anew=Opening(({"role": "user", "content": "3="},))), HIGHER_THAN)
-    live = LiveEpisodes(answers, renderer, reader, 9, appends=appends)
+    live = LiveEpisodes(answers, renderer, reader, EpisodeLimits(9), appends=appends)
     prompt = [{"role": "user", "content": "1+2="}]
     path = Episode(tuple(renderer.beginning(Opening(tuple(prompt)))), {"prompt": prompt}, Sampling(1.0, 1.0, -1, 99, 1))
     texts = []
@@ -149,7 +162,7 @@ def test_a_conversation_may_begin_anew(appends: bool):
         ((_, reply),) = live.play({3: path})
         event = from_json(to_json(reply_event(3, reply)))
         assert isinstance(event, TurnAnswered) and event.reply == reply
-        path.take(reply, 9)
+        path.take(reply, EpisodeLimits(9))
         texts.append(tokenizer.decode(list(path.context_ids)))
     if appends:
         assert texts == ["1+2=4<eos>=", "3=", "3=6<eos>="] and path.starts == [5]
@@ -167,7 +180,7 @@ def test_a_conversation_that_is_too_long_cannot_begin():
     """Three tokens may be; a recorded beginning is taken as it was. Would not catch a limit of characters."""
     tokenizer = AutoTokenizer.from_pretrained("assets/demo/model")
     renderer = TurnRenderer(tokenizer, [tokenizer.eos_token_id])
-    live = LiveEpisodes(Opens(), renderer, TurnReader(tokenizer), 5, longest_prompt=3)
+    live = LiveEpisodes(Opens(), renderer, TurnReader(tokenizer), EpisodeLimits(5), longest_prompt=3)
     replies: list[tuple[int, Reply]] = []
     live.record = lambda number, reply: replies.append((number, reply))
     new = {number: Episode((1,), {"said": said}, SAMPLING) for number, said in enumerate(("1+2", "12+3", ""))}
@@ -176,7 +189,7 @@ def test_a_conversation_that_is_too_long_cannot_begin():
     assert tokenizer.decode(list(new[0].prompt_ids)) == "1+2"
     assert "has 4 tokens; data.max_prompt_length=3" in new[1].opening.reason and new[2].opening.cause == "raised"
     again = {number: Episode((1,), each.row, SAMPLING) for number, each in new.items()}
-    RecordedEpisodes(5, replies).begin(again)
+    RecordedEpisodes(EpisodeLimits(5), replies).begin(again)
     assert [each.opening for each in again.values()] == [each.opening for each in new.values()]
     assert again[0].prompt_ids == new[0].prompt_ids
     for number, reply in replies:
@@ -199,7 +212,7 @@ def test_a_line_of_the_schedule_holds_an_answer_to_the_last_bit():
 def test_recorded_answers_come_in_their_order_and_no_others():
     """Two turns of one request, one of another. Would not catch a turn whose text differs: the engine compares it."""
     replies = [Reply(Turn(text), HIGHER, (number,)) for number, text in enumerate("abc")]
-    recorded = RecordedEpisodes(5, [(4, replies[0]), (7, replies[1]), (4, replies[2])])
+    recorded = RecordedEpisodes(EpisodeLimits(5), [(4, replies[0]), (7, replies[1]), (4, replies[2])])
     waiting = episode(((5,), None))
     recorded.submit(7, waiting)
     assert dict(recorded.play({4: waiting})) == {4: replies[0]}
@@ -231,7 +244,7 @@ def test_long_observations_are_cut(tmp_path: Path, side: str, text: str):
     for _ in range(2):
         ((number, reply),) = live.play({3: waiting})
         assert number == 3 and tokenizer.decode(list(reply.token_ids)) == text
-        waiting.take(reply, 5)
+        waiting.take(reply, EpisodeLimits(5))
         waiting.extend(Drawn((5, tokenizer.eos_token_id), (-0.5, -0.5), "stop"), 3, has_turns=True)
 
 
@@ -240,7 +253,7 @@ def live_episodes(folder: Path, limit: TextLimit) -> tuple[PreTrainedTokenizerBa
     tokenizer = AutoTokenizer.from_pretrained("assets/demo/model")
     renderer = TurnRenderer(tokenizer, [tokenizer.eos_token_id], is_chat=False)
     host = ClassSource(str(folder / "env.py"), "Environment", "key", {}, limit).host()
-    return tokenizer, LiveEpisodes(EnvironmentsHere(host), renderer, TurnReader(tokenizer), 5)
+    return tokenizer, LiveEpisodes(EnvironmentsHere(host), renderer, TurnReader(tokenizer), EpisodeLimits(5))
 
 
 def test_answers_to_dropped_turns_are_not_taken(tmp_path: Path):

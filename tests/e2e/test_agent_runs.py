@@ -108,6 +108,27 @@ def test_a_run_of_agents_is_repeated_without_its_environment(command_line) -> No
 
 
 @pytest.mark.exhaustive
+def test_failed_episodes_are_drawn_again_and_repeated(command_line) -> None:
+    """Ahead of training; one in four fails once, none is left that failed, and a replay has the same bits. Without a
+    retry they have failed.
+
+    Would not catch an episode that cannot begin, which is not drawn again.
+    """
+    keys = (*SMALL, "--local", "--collapse", "trainer.total_training_steps=2", "trainer.test_freq=0")
+    retry = f"{TURNS}.max_retries=1"
+    run = command_line(*keys, retry, *environment("Flaky"), config=ASYNC)
+    assert run.wait() == 0, run.text()
+    steps = [line for line in metrics(run).values() if "episode/drawn_again" in line]
+    assert all(line["episode/drawn_again"] > 0 and line["episode/failed_ratio"] == 0 for line in steps) and steps
+    again = command_line(*keys, retry, *environment("Forbidden"), f"--replay={run.run}", config=ASYNC)
+    assert again.wait() == 0, again.text()
+    assert_same_bits(again, run)
+    without = command_line(*keys, *environment("Flaky"), config=ASYNC)
+    assert without.wait() == 0, without.text()
+    assert any(line.get("episode/raised", 0) > 0 for line in metrics(without).values())
+
+
+@pytest.mark.exhaustive
 def test_a_lost_replica_and_late_answers_are_repeated(command_line) -> None:
     """Two replicas, two steps ahead with weights that change within episodes, answers that come late, a replica killed
     while it draws. All is trained once, and a replay without the environment has the same bits.

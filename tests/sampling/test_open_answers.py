@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.agents.episode import Reply
+from megatron_rl.agents.episode import EpisodeLimits, Reply
 from megatron_rl.agents.observation import EpisodeFailure, Observation, Opening, Turn
 from megatron_rl.errors import ConfigError
 from megatron_rl.records import Prompts, Sampling, ragged
@@ -101,7 +101,7 @@ def test_a_checkpoint_keeps_open_episodes(tmp_path: Path) -> None:
     environment has begun, or could not, and that have no token. Would not catch an environment that has moved on: it is
     played again, and compared.
     """
-    answers, again = (OpenAnswers(batch_rows=5, seed_of=seed_of, max_turns=4) for _ in range(2))
+    answers, again = (OpenAnswers(batch_rows=5, seed_of=seed_of, limits=EpisodeLimits(4)) for _ in range(2))
     for each in (answers, again):
         each.add(1, prompts([1, 2], [3], [4], [5], [6]), SAMPLING, None, GREEDILY)
     opening, failure = Opening(({"role": "user", "content": "?"},)), EpisodeFailure("raised", "why")
