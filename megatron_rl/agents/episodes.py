@@ -37,7 +37,7 @@ class Environments(Protocol):
 class Episodes:
     """Answers turns. The number of an episode is that of its request.
 
-    record: is told every answer. notes: for the user.
+    record: is called with every answer. notes: for the user.
     """
 
     def __init__(self, limits: EpisodeLimits) -> None:

@@ -6,6 +6,7 @@ from zlib import crc32
 
 STACKED = {
     "gen": "#0b7a75",
+    "turns": "#9ab87a",
     "reward": "#d1495b",
     "old_log_prob": "#edae49",
     "ref": "#30638e",

@@ -100,15 +100,15 @@ def rehearsed(request: RehearsalRequest, rank: RankOfPool) -> dict[str, Any]:
     return one.report() | mode.report()
 
 
-def follow_resizes(told: Callable[[Any], None]) -> None:
-    """Tell of every storage whose size was changed in place, which no operation shows."""
+def follow_resizes(note: Callable[[Any], None]) -> None:
+    """Call `note` with every storage whose size was changed in place, which no operation shows."""
     import torch
 
     resize = torch.UntypedStorage.resize_
 
     def resize_(storage: Any, size: int) -> Any:
         answer = resize(storage, size)
-        told(storage)
+        note(storage)
         return answer
 
     setattr(torch.UntypedStorage, "resize_", resize_)  # noqa: B010  mypy: it is a method

@@ -14,7 +14,7 @@ NEW_PEAK = 1.01
 
 
 class LiveMemory:
-    """The storages of one process. changed: told of the bytes in use after every change.
+    """The storages of one process. changed: called with the bytes in use after every change.
 
     now, peak: bytes. at_peak: line and operation that made a storage -> bytes, at the peak or up to 1% below it.
     """

@@ -13,7 +13,7 @@ from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.rollout import Rollout
 from megatron_rl.rollout.slices import Slice
 from megatron_rl.sampling.asked import Asked
-from megatron_rl.sampling.sampler import Sampler, Schedule, Sources
+from megatron_rl.sampling.sampler import TURNS, Sampler, Schedule, Sources
 from megatron_rl.scoring.sampled_batch import SampledBatch
 
 
@@ -75,7 +75,9 @@ class PoolSampler(Sampler):
         while not backlog.decider.is_complete(step):
             orders = {replica: backlog.next_slice(replica) for replica in range(len(backlog.engines))}
             slices = {replica: order for replica, order in orders.items() if order is not None}
-            if not slices and backlog.take_replies(waits=True):
+            if not slices and backlog.has_turns_open:
+                with self.logger.clock.phase(TURNS):
+                    backlog.take_replies(waits=True)
                 continue
             if not slices:
                 raise RuntimeError(f"batch {step} is not complete and no replica has anything to do")

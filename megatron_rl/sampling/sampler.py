@@ -34,6 +34,8 @@ from megatron_rl.sampling.saved_answers import ROLLOUTS_FILE, read_answers, writ
 from megatron_rl.scoring.batch_scorers import Scorer
 from megatron_rl.scoring.sampled_batch import SampledBatch
 
+TURNS = "turns"
+"""The phase in which nothing but environments, tools and agents is waited for."""
 FIXED_SALT = -1
 """Validation samples, where they are sampled, use the same seeds every time."""
 
@@ -141,7 +143,8 @@ class Sampler:
 
     def _begin_episodes(self) -> None:
         if self.episodes is not None:
-            self.episodes.begin(self.answers.unbegun)
+            with self.logger.clock.phase(TURNS):
+                self.episodes.begin(self.answers.unbegun)
 
     def _draw_prompts(self, last: int) -> None:
         while self._last_begun < last:
