@@ -69,10 +69,15 @@ class Episodes:
             self.submit(number, episode)
         return self._awaited(set(waiting))
 
+    def submit_new(self, new: Mapping[int, Episode]) -> set[int]:
+        """Have environments begin episodes; returns those that one begins, which comes as a reply without a turn. The
+        others keep the dataset's prompt.
+        """
+        return {number for number, episode in new.items() if self._begins(number, episode)}
+
     def begin(self, new: Mapping[int, Episode]) -> None:
-        """Begin episodes. Where no environment begins them, they keep the dataset's prompt."""
-        begun = {number for number, episode in new.items() if self._begins(number, episode)}
-        for number, reply in self._awaited(begun):
+        """Begin episodes, and wait for it."""
+        for number, reply in self._awaited(self.submit_new(new)):
             new[number].begin(reply)
 
     def _begins(self, number: int, episode: Episode) -> bool:

@@ -25,6 +25,7 @@ class Backlog:
         self.decider, self.answers, self.episodes = decider, answers, episodes
         self.engines: list[set[int]] = [set() for _ in range(num_replicas)]
         self.reports: list[SliceReport] = []
+        self._beginning: set[int] = set()
         self.apply_decisions()  # a checkpoint may have left some
         for request in answers.away:
             self._submit(request)
@@ -53,6 +54,19 @@ class Backlog:
                 self._submit(request)
         self._forget(finished)
 
+    def begin_episodes(self) -> None:
+        """Have environments begin the episodes that have the dataset's prompt alone; replies say how. No request of
+        them may be handed out before `is_begun`.
+        """
+        if self.episodes is not None:
+            unbegun = self.answers.unbegun.items()
+            self._beginning |= self.episodes.submit_new({n: e for n, e in unbegun if n not in self._beginning})
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether no environment has still to begin an episode."""
+        return not self._beginning
+
     @property
     def has_turns_open(self) -> bool:
         """Whether a turn waits for its answer."""
@@ -64,6 +78,10 @@ class Backlog:
         """
         replies = [] if self.episodes is None else self.episodes.take(waits and self.episodes.is_open)
         for request, reply in replies:
+            if reply.turn is None:
+                self.answers.episode(request).begin(reply)
+                self._beginning.discard(request)
+                continue
             is_finished = self.answers.take(request, reply)
             self.decider.returned(request, is_finished)
             self.apply_decisions()

@@ -115,10 +115,16 @@ class ReplicaSampler(Sampler):
         self.driver.wait_until(lambda: decider.is_complete(step) or can_join(), self._check_stop)
 
     def _announce(self) -> None:
-        """Let replicas take the newest weights that were sent, and begin the batches that these allow."""
+        """Let replicas take the newest weights that were sent, and begin the batches that these allow.
+
+        Environments begin the episodes of these batches while replicas draw those of earlier ones.
+        """
         version = self.weights.version
         with self.driver.locked() as backlog:
-            self.begin_batches(self.rules.last_batch(version))
+            self.draw_prompts(self.rules.last_batch(version))
+            backlog.begin_episodes()
+        self.driver.wait_until(lambda: self.backlog.is_begun)
+        with self.driver.locked() as backlog:
             backlog.decider.version_ready(version)
 
     def _is_interrupted_after(self, step: int) -> bool:

@@ -98,11 +98,11 @@ class Sampler:
         limits = None if self.episodes is None else self.episodes.limits
         self.answers = OpenAnswers(self.rules.batch_rows, self.seed_of, self.journal is not None, limits)
         self._cursor_ahead, self._last_begun = copy.deepcopy(self.cursor), self.rules.first_step - 1
-        self._draw_prompts(schedule.last_batch)
+        self.draw_prompts(schedule.last_batch)
         if schedule.checkpoint is not None:
             read_answers(schedule.checkpoint, self.answers)
-        self._begin_episodes()
         self.backlog = Backlog(schedule.decider, self.answers, schedule.num_replicas, self.episodes)
+        self._begin_episodes()
 
     def _episodes(self, live: Episodes | None, schedule: Schedule) -> Episodes | None:
         """What answers turns: as recorded where a schedule is repeated. Every answer goes to the journal."""
@@ -137,16 +137,20 @@ class Sampler:
         return {}
 
     def begin_batches(self, last: int) -> None:
-        """Draw the prompts of all batches up to that of step `last`, and have environments begin their episodes."""
-        self._draw_prompts(last)
+        """Draw the prompts of all batches up to that of step `last`, and wait until environments have begun their
+        episodes.
+        """
+        self.draw_prompts(last)
         self._begin_episodes()
 
     def _begin_episodes(self) -> None:
-        if self.episodes is not None:
+        self.backlog.begin_episodes()
+        while not self.backlog.is_begun:
             with self.logger.clock.phase(TURNS):
-                self.episodes.begin(self.answers.unbegun)
+                self.backlog.take_replies(waits=True)
 
-    def _draw_prompts(self, last: int) -> None:
+    def draw_prompts(self, last: int) -> None:
+        """Draw the prompts of all batches up to that of step `last`."""
         while self._last_begun < last:
             self._last_begun += 1
             prompts = self.next_prompts(self._cursor_ahead)
