@@ -29,10 +29,15 @@ LONGEST_TAIL = 2000
 
 @dataclass(frozen=True)
 class PolicyAddress:
-    """What a client needs: `openai.OpenAI(base_url=..., api_key=...)`."""
+    """What a client needs: `openai.OpenAI(base_url=..., api_key=...)`, or Anthropic's with `anthropic_base_url`."""
 
     base_url: str
     api_key: str
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """The URL to which Anthropic's client adds the version."""
+        return self.base_url.removesuffix("/v1")
 
 
 class AgentProgram(Protocol):
@@ -100,8 +105,8 @@ class FunctionAgent:
 
 
 class CommandAgent:
-    """A process: its task is JSON on standard input, its policy OPENAI_BASE_URL and OPENAI_API_KEY. It gives rewards by
-    POST to `reward` of that URL.
+    """A process: its task is JSON on standard input, its policy OPENAI_BASE_URL and OPENAI_API_KEY, or those of
+    ANTHROPIC. It gives rewards by POST to `reward` of OpenAI's URL.
     """
 
     def __init__(self, command: Sequence[str], task: TaskRow, session: Session) -> None:
@@ -119,7 +124,10 @@ class CommandAgent:
             await self._ended
 
     async def _run(self, command: Sequence[str], task: TaskRow, session: Session) -> None:
-        variables = variables_with(OPENAI_BASE_URL=session.base_url, OPENAI_API_KEY=session.api_key)
+        address = PolicyAddress(session.base_url, session.api_key)
+        own = {"OPENAI_BASE_URL": address.base_url, "OPENAI_API_KEY": address.api_key}
+        own |= {"ANTHROPIC_BASE_URL": address.anthropic_base_url, "ANTHROPIC_API_KEY": address.api_key}
+        variables = variables_with(**own)
         pipe = asyncio.subprocess.PIPE
         try:
             process = await asyncio.create_subprocess_exec(

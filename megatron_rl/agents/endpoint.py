@@ -1,7 +1,7 @@
-"""An OpenAI-compatible endpoint on this machine, through which agents speak with their policy. No torch.
+"""An endpoint on this machine, through which agents speak with their policy by OpenAI's or Anthropic's protocol.
 
 Every episode has a session with a key of its own. A request waits until the policy has drawn its turn, which the run
-does as for any environment. Nothing but this machine can connect.
+does as for any environment. Nothing but this machine can connect. No torch.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ import asyncio
 import json
 import secrets
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 
-from megatron_rl.agents.chat_request import ChatRequest, chunks, completion, refusal
+from megatron_rl.agents.anthropic_messages import AnthropicMessages
+from megatron_rl.agents.chat_request import MODEL, ChatProtocol, ChatRequest
 from megatron_rl.agents.observation import Turn
+from megatron_rl.agents.openai_chat import OpenAIChat
 from megatron_rl.plain_values import finite_number
 
 HOST = "127.0.0.1"
-MODEL = "policy"
-"""The name under which the policy is listed; an agent may ask for any."""
+PROTOCOLS: tuple[ChatProtocol, ...] = (OpenAIChat(), AnthropicMessages())
 LARGEST_BODY = 1 << 26
 """Bytes of one request."""
 
@@ -30,7 +32,7 @@ class _Open:
     """A request of an agent, and the turn that answers it once it is there."""
 
     request: ChatRequest
-    number: str
+    number: int
     turn: asyncio.Future[Turn]
 
 
@@ -64,7 +66,7 @@ class Session:
         for known in self._known:
             known.turn.cancel()
 
-    async def ask(self, request: ChatRequest, is_retry: bool) -> tuple[str, Turn]:
+    async def ask(self, request: ChatRequest, is_retry: bool) -> tuple[int, Turn]:
         """(number, the policy's turn); requests wait for each other. is_retry: the client has sent the same before and
         had no answer.
         """
@@ -72,7 +74,7 @@ class Session:
         if known is not None:
             return known.number, await asyncio.shield(known.turn)
         self._num_turns += 1
-        new = _Open(request, f"chatcmpl-{self._num_turns}", asyncio.get_running_loop().create_future())
+        new = _Open(request, self._num_turns, asyncio.get_running_loop().create_future())
         self._known = [known for known in self._known if known is self._last or not known.turn.done()] + [new]
         self._requests.put_nowait(new)
         return new.number, await asyncio.shield(new.turn)
@@ -110,7 +112,8 @@ class Endpoint:
     async def _listen(self) -> str:
         """Listen on a free port; returns the URL."""
         app = web.Application(client_max_size=LARGEST_BODY)
-        app.router.add_post("/v1/chat/completions", self._chat)
+        for protocol in PROTOCOLS:
+            app.router.add_post(protocol.path, partial(self._chat, protocol))
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/reward", self._reward)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
@@ -119,33 +122,33 @@ class Endpoint:
         await site.start()
         return f"http://{HOST}:{self._runner.addresses[0][1]}/v1"
 
-    def _session(self, request: web.Request) -> Session:
+    def _session(self, request: web.Request, protocol: ChatProtocol = PROTOCOLS[0]) -> Session:
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
-        session = self._sessions.get(key) if kind == "Bearer" else None
+        session = self._sessions.get(key if kind == "Bearer" else request.headers.get("x-api-key", ""))
         if session is None:
             self.num_unauthorized += 1
-            body = json.dumps(refusal("this key opens no session: each episode has its own", "authentication_error"))
+            reason = "this key opens no session: each episode has its own"
+            body = json.dumps(protocol.refusal(reason, "authentication_error"))
             raise web.HTTPUnauthorized(text=body, content_type="application/json")
         return session
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        session = self._session(request)
+    async def _chat(self, protocol: ChatProtocol, request: web.Request) -> web.StreamResponse:
+        session = self._session(request, protocol)
         try:
-            asked = ChatRequest.of(await _body(request))
+            asked = protocol.read(await _body(request))
             is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
             number, turn = await session.ask(asked, is_retry)
         except ValueError as error:
             session.num_refused += 1
-            return web.json_response(refusal(str(error)), status=400)
+            return web.json_response(protocol.refusal(str(error), "invalid_request_error"), status=400)
         except asyncio.CancelledError:
-            return web.json_response(refusal("the episode has ended"), status=410)
+            return web.json_response(protocol.refusal("the episode has ended", "not_found_error"), status=410)
         if not asked.streams:
-            return web.json_response(completion(turn, number, MODEL))
+            return web.json_response(protocol.answer(turn, number))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        for chunk in chunks(turn, number, MODEL, asked.with_usage):
-            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
-        await response.write(b"data: [DONE]\n\n")
+        for event in protocol.stream(turn, number, asked):
+            await response.write(event.encode())
         return response
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
@@ -162,7 +165,7 @@ class Endpoint:
                 raise ValueError('a reward must be {"reward": a finite number}')
         except ValueError as error:
             session.num_refused += 1
-            return web.json_response(refusal(str(error)), status=400)
+            return web.json_response(PROTOCOLS[0].refusal(str(error), "invalid_request_error"), status=400)
         session.reward += reward
         return web.json_response({"reward": session.reward})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from contextlib import ExitStack
@@ -11,11 +12,12 @@ import psutil
 import pytest
 
 from megatron_rl.agents.agent_environment import AgentSource
+from megatron_rl.agents.anthropic_messages import AnthropicMessages
 from megatron_rl.agents.as_json import Answer, Played
-from megatron_rl.agents.chat_request import ChatRequest, completion
 from megatron_rl.agents.environment_host import TurnJob
 from megatron_rl.agents.environment_source import EnvironmentProcesses, EnvironmentsHere
 from megatron_rl.agents.observation import EpisodeFailure, Observation, Opening, ToolCall, Turn
+from megatron_rl.agents.openai_chat import OpenAIChat
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -274,11 +276,12 @@ def test_a_lost_agent_is_started_again_and_must_ask_as_before(folder):
 def test_a_request_goes_on_with_what_was_said():
     """By hand: what an agent may add and what not. Would not catch contents that differ in white space alone."""
     turn = Turn("yes", (ToolCall("add", {"a": 1}),))
-    sent = completion(turn, "n", "policy")["choices"][0]["message"]
-    counted = completion(Turn("yes", num_tokens=2, num_context=5), "n", "policy")["usage"]
+    read, answer = OpenAIChat().read, OpenAIChat().answer
+    sent = answer(turn, 1)["choices"][0]["message"]
+    counted = answer(Turn("yes", num_tokens=2, num_context=5), 1)["usage"]
     assert counted == {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
-    before = ChatRequest.of({"messages": [{"role": "user", "content": "?"}]})
-    after = ChatRequest.of({"messages": [*before.messages, sent, {"role": "tool", "content": "2"}]})
+    before = read({"messages": [{"role": "user", "content": "?"}]})
+    after = read({"messages": [*before.messages, sent, {"role": "tool", "content": "2"}]})
     assert after.messages[1] == turn.as_message()
     assert after.after(before, turn) == ({"role": "tool", "content": "2"},)
     for messages in (
@@ -288,9 +291,9 @@ def test_a_request_goes_on_with_what_was_said():
         [*before.messages, sent, {"role": "assistant", "content": "no"}],
         [*before.messages],
     ):
-        assert ChatRequest.of({"messages": messages}).after(before, turn) == ()
+        assert read({"messages": messages}).after(before, turn) == ()
     other_tools = {"messages": after.messages, "tools": [{"function": {}}]}
-    assert ChatRequest.of(other_tools | {"messages": [*before.messages, sent]}).after(before, turn) == ()
+    assert read(other_tools | {"messages": [*before.messages, sent]}).after(before, turn) == ()
 
 
 @pytest.mark.parametrize(
@@ -308,4 +311,58 @@ def test_a_request_goes_on_with_what_was_said():
 def test_unreadable_requests_have_a_rule(body, rule):
     """Would not catch a field that is read and means something else."""
     with pytest.raises(ValueError, match=rule):
-        ChatRequest.of(body)
+        OpenAIChat().read(body)
+
+
+ADD = {"name": "add", "description": "Add.", "input_schema": {"type": "object"}}
+
+
+def test_anthropics_messages_are_the_same_conversation():
+    """By hand: a system text, a call with its result, blocks of text; what comes back goes on with it, whole or
+    streamed. Would not catch a field that its client needs: docs/agents.md says when that was tried.
+    """
+    read, answer, stream = AnthropicMessages().read, AnthropicMessages().answer, AnthropicMessages().stream
+    turn = Turn("sure", (ToolCall("add", {"a": 1}),), num_tokens=2, num_context=5)
+    body = {"system": [{"type": "text", "text": "be brief"}], "messages": [{"role": "user", "content": "1+1?"}]}
+    before, sent = read(body | {"tools": [ADD], "max_tokens": 9}), answer(turn, 3)
+    assert [message["content"] for message in before.messages] == ["be brief", "1+1?"]
+    assert before.tools[0]["function"] == {"name": "add", "description": "Add.", "parameters": {"type": "object"}}
+    assert [block["type"] for block in sent["content"]] == ["text", "tool_use"] and sent["stop_reason"] == "tool_use"
+    assert sent["usage"] == {"input_tokens": 5, "output_tokens": 2}
+    result = {"type": "tool_result", "tool_use_id": "toolu_3_0", "content": [{"type": "text", "text": "2"}]}
+    said = {"role": "assistant", "content": sent["content"]}
+    further = [said, {"role": "user", "content": [result, {"type": "text", "text": "so?"}]}]
+    after = read(body | {"tools": [ADD], "messages": [*body["messages"], *further]})
+    new = after.after(before, turn)
+    assert [(message["role"], message["content"]) for message in new] == [("tool", "2"), ("user", "so?")]
+    assert answer(Turn(""), 1)["content"] == [{"type": "text", "text": ""}]
+    events = [json.loads(event.partition("data: ")[2]) for event in stream(turn, 3, before)]
+    block = ["content_block_start", "content_block_delta", "content_block_stop"]
+    assert [event["type"] for event in events] == ["message_start", *block, *block, "message_delta", "message_stop"]
+    assert json.loads(events[5]["delta"]["partial_json"]) == {"a": 1} and events[1]["content_block"]["text"] == ""
+    for wrong in ({"messages": [{"role": "system", "content": "x"}]}, body | {"stop_sequences": ["x"]}):
+        with pytest.raises(ValueError):
+            read(wrong)
+
+
+def test_anthropics_agents_are_served(folder):
+    """Over HTTP, with its header of the key, an error in its form. Would not catch its client's own checks."""
+    (folder / "agents.py").write_text(AGENTS + ANTHROPIC)
+    with EnvironmentsHere(source(folder, "by_anthropic").host()) as here:
+        player = Player(here)
+        assert player.opening == Opening(text("1+1?"))
+        assert player.say("2") == Observation((), 1.0, is_done=True, counts={"agent_refused": 1.0})
+
+
+ANTHROPIC = """
+async def by_anthropic(task, endpoint):
+    async with httpx.AsyncClient(base_url=endpoint.anthropic_base_url, timeout=60) as client:
+        body, key = {"messages": [{"role": "user", "content": "1+1?"}]}, {"x-api-key": endpoint.api_key}
+        refused = await client.post("/v1/messages", json={}, headers=key)
+        assert refused.status_code == 400 and refused.json()["type"] == "error"
+        unknown = await client.post("/v1/messages", json=body, headers={"x-api-key": "other"})
+        assert unknown.status_code == 401 and unknown.json()["error"]["type"] == "authentication_error"
+        streamed = await client.post("/v1/messages", json=body | {"stream": True}, headers=key)
+        assert streamed.text.startswith("event: message_start") and '"text": "2"' in streamed.text
+    return 1.0
+"""

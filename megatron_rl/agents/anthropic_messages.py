@@ -1,0 +1,112 @@
+"""Anthropic's messages. What is not sampling is read; sampling is the run's. No torch.
+
+https://docs.anthropic.com/en/api/messages
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_rl.agents.chat_request import MODEL, ChatRequest, Content, object_with_messages, one_text
+from megatron_rl.agents.observation import Message, ToolCall, Turn
+
+ONLY: dict[str, tuple[Any, ...]] = {
+    "stop_sequences": (None, []),
+    "tool_choice": (None, {"type": "auto"}),
+}
+
+
+class AnthropicMessages:
+    """The protocol of `anthropic.Anthropic(...).messages`."""
+
+    path = "/v1/messages"
+
+    def read(self, body: Any) -> ChatRequest:
+        """Read a request. Raises ValueError, with the rule, for one that cannot be answered."""
+        body = object_with_messages(body, ONLY)
+        tools = body.get("tools") or []
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) and "input_schema" in tool for tool in tools):
+            raise ValueError("tools must be a list of objects with an input_schema")
+        system = one_text(-1, body.get("system"))
+        messages = [{"role": "system", "content": system}] if system else []
+        for place, message in enumerate(body["messages"]):
+            messages += _messages(place, message)
+        return ChatRequest(tuple(messages), tuple(map(_schema, tools)), body.get("stream") is True)
+
+    def answer(self, turn: Turn, number: int) -> Content:
+        """Return the policy's turn as a message."""
+        return _head(turn, number) | {"content": list(_blocks(turn, number)), "stop_reason": _reason(turn)}
+
+    def stream(self, turn: Turn, number: int, request: ChatRequest) -> list[str]:
+        """Return the policy's turn as the events of a message."""
+        begun = _head(turn, number) | {"content": [], "stop_reason": None}
+        events: list[tuple[str, Content]] = [("message_start", {"message": begun})]
+        for place, block in enumerate(_blocks(turn, number)):
+            is_text = block["type"] == "text"
+            nothing: Content = {"text": ""} if is_text else {"input": {}}
+            delta = {"type": "text_delta", "text": block["text"]} if is_text else _input_delta(block["input"])
+            events.append(("content_block_start", {"index": place, "content_block": block | nothing}))
+            events.append(("content_block_delta", {"index": place, "delta": delta}))
+            events.append(("content_block_stop", {"index": place}))
+        ended = {"delta": {"stop_reason": _reason(turn), "stop_sequence": None}, "usage": _usage(turn)}
+        events += [("message_delta", ended), ("message_stop", {})]
+        return [f"event: {name}\ndata: {json.dumps({'type': name} | content)}\n\n" for name, content in events]
+
+    def refusal(self, reason: str, kind: str) -> Content:
+        """Return the body of an error."""
+        return {"type": "error", "error": {"type": kind, "message": reason}}
+
+
+def _head(turn: Turn, number: int) -> Content:
+    head = {"id": f"msg_{number}", "type": "message", "role": "assistant", "model": MODEL, "stop_sequence": None}
+    return head | {"usage": _usage(turn)}
+
+
+def _reason(turn: Turn) -> str:
+    return "tool_use" if turn.calls else "end_turn"
+
+
+def _usage(turn: Turn) -> Content:
+    return {"input_tokens": turn.num_context, "output_tokens": turn.num_tokens}
+
+
+def _input_delta(given: Content) -> Content:
+    return {"type": "input_json_delta", "partial_json": json.dumps(given)}
+
+
+def _blocks(turn: Turn, number: int) -> Iterator[Content]:
+    if turn.text or not turn.calls:
+        yield {"type": "text", "text": turn.text}
+    for place, call in enumerate(turn.calls):
+        yield {"type": "tool_use", "id": f"toolu_{number}_{place}", "name": call.name, "input": call.arguments}
+
+
+def _schema(tool: Mapping[str, Any]) -> Content:
+    """A tool in the form of chat templates."""
+    function = {"name": tool.get("name"), "description": tool.get("description") or ""}
+    return {"type": "function", "function": function | {"parameters": tool["input_schema"]}}
+
+
+def _messages(place: int, sent: Any) -> list[Message]:
+    """One message as messages of chat templates: results of tools have their own. Raises ValueError for others."""
+    role = sent.get("role") if isinstance(sent, Mapping) else None
+    if role not in ("user", "assistant"):
+        raise ValueError(f"messages[{place}] must have the role user or assistant; it is {sent!r:.80}")
+    content = sent.get("content")
+    blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts, calls, results = [], [], []
+    for block in blocks:
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if kind == "tool_use" and role == "assistant" and isinstance(block.get("input"), dict):
+            calls.append(ToolCall(str(block.get("name")), block["input"]))
+        elif kind == "tool_result" and role == "user":
+            said = one_text(place, block.get("content"))
+            results.append({"role": "tool", "content": said, "tool_call_id": str(block.get("tool_use_id"))})
+        elif kind != "thinking":  # the policy's own stays in its text
+            texts.append(one_text(place, [block]))
+    text = "".join(texts)
+    if role == "assistant":
+        return [Turn(text, tuple(calls)).as_message()]
+    return [*results, *([{"role": "user", "content": text}] if text or not results else [])]

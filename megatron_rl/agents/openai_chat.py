@@ -1,0 +1,107 @@
+"""OpenAI's chat completions. What is not sampling is read; sampling is the run's. No torch.
+
+https://platform.openai.com/docs/api-reference/chat
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.agents.chat_request import MODEL, ChatRequest, Content, object_with_messages, one_text
+from megatron_rl.agents.observation import Message, ToolCall, Turn
+
+ONLY: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "logprobs": (None, False),
+    "tool_choice": (None, "auto", "none"),
+    "stop": (None, [], ""),
+    "response_format": (None, {"type": "text"}),
+}
+ROLES = ("system", "user", "assistant", "tool")
+
+
+class OpenAIChat:
+    """The protocol of `openai.OpenAI(...).chat.completions`."""
+
+    path = "/v1/chat/completions"
+
+    def read(self, body: Any) -> ChatRequest:
+        """Read a request. Raises ValueError, with the rule, for one that cannot be answered."""
+        body = object_with_messages(body, ONLY)
+        tools = body.get("tools") or []
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) and "function" in tool for tool in tools):
+            raise ValueError("tools must be a list of objects with a function")
+        messages = tuple(_message(place, message) for place, message in enumerate(body["messages"]))
+        options = body.get("stream_options") or {}
+        with_usage = isinstance(options, dict) and options.get("include_usage") is True
+        return ChatRequest(messages, tuple(tools), body.get("stream") is True, with_usage)
+
+    def answer(self, turn: Turn, number: int) -> Content:
+        """Return the policy's turn as a `chat.completion`."""
+        message: Content = {"role": "assistant", "content": turn.text or None if turn.calls else turn.text}
+        if turn.calls:
+            message["tool_calls"] = _sent_calls(turn, number)
+        choice = {"index": 0, "message": message, "finish_reason": _reason(turn), "logprobs": None}
+        return _head("chat.completion", number) | {"choices": [choice], "usage": _usage(turn)}
+
+    def stream(self, turn: Turn, number: int, request: ChatRequest) -> list[str]:
+        """Return the policy's turn as events with parts, `chat.completion.chunk`."""
+        deltas: list[tuple[Content, str | None]] = [({"role": "assistant", "content": turn.text}, None)]
+        for place, call in enumerate(_sent_calls(turn, number)):
+            deltas.append(({"tool_calls": [{"index": place} | call]}, None))
+        deltas.append(({}, _reason(turn)))
+        head = _head("chat.completion.chunk", number)
+        parts = [head | {"choices": [{"index": 0, "delta": delta, "finish_reason": end}]} for delta, end in deltas]
+        if request.with_usage:
+            parts.append(head | {"choices": [], "usage": _usage(turn)})
+        return [*(f"data: {json.dumps(part)}\n\n" for part in parts), "data: [DONE]\n\n"]
+
+    def refusal(self, reason: str, kind: str) -> Content:
+        """Return the body of an error."""
+        return {"error": {"message": reason, "type": kind, "param": None, "code": None}}
+
+
+def _head(kind: str, number: int) -> Content:
+    return {"id": f"chatcmpl-{number}", "object": kind, "created": 0, "model": MODEL}
+
+
+def _reason(turn: Turn) -> str:
+    return "tool_calls" if turn.calls else "stop"
+
+
+def _usage(turn: Turn) -> Content:
+    read, drawn = turn.num_context, turn.num_tokens
+    return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
+
+
+def _sent_calls(turn: Turn, number: int) -> list[Content]:
+    """The calls of a turn as OpenAI sends them: with an id, and arguments as a text."""
+    return [
+        {
+            "id": f"call_{number}_{place}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+        }
+        for place, call in enumerate(turn.calls)
+    ]
+
+
+def _message(place: int, sent: Any) -> Message:
+    """One message in the form of chat templates. Raises ValueError for what is none."""
+    role = sent.get("role") if isinstance(sent, Mapping) else None
+    role = "system" if role == "developer" else role
+    if role not in ROLES:
+        raise ValueError(f"messages[{place}] must have a role of {', '.join(ROLES)}; it is {sent!r:.80}")
+    message: Message = {"role": role, "content": one_text(place, sent.get("content"))}
+    message |= {name: sent[name] for name in ("name", "tool_call_id") if isinstance(sent.get(name), str)}
+    calls = sent.get("tool_calls")
+    if calls:
+        try:
+            functions = [call["function"] for call in calls]
+            known = tuple(ToolCall(function["name"], json.loads(function["arguments"])) for function in functions)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"messages[{place}].tool_calls cannot be read: {error!r:.80}") from None
+        message["tool_calls"] = Turn("", known).as_message()["tool_calls"]
+    return message
