@@ -99,17 +99,6 @@ class ThreeTries:
         return (None, 0.0, True) if self.turn == MOST_TURNS else ("no=", 0.0, False)
 
 
-class Opens(ThreeTries):
-    """Begins with the dataset's prompt, as an agent would."""
-
-    def reset(self, row: dict) -> None:
-        super().reset(row)
-        self.prompt = row["prompt"]
-
-    def opening(self):
-        return self.prompt if isinstance(self.prompt, str) else list(self.prompt)
-
-
 CLIENTS: dict[str, openai.AsyncOpenAI] = {}
 """By URL: making one takes longer than an episode."""
 
