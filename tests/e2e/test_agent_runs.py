@@ -332,14 +332,8 @@ def test_failed_episodes_are_left_out_and_counted(command_line) -> None:
         ((f"{TURNS}.environment.path=null",), "multi_turn.environment.path=null must be a Python file"),
         ((f"{TURNS}.environment.path=tests/e2e/agents_for_test.py",), "agents_for_tests.py"),
         ((f"{TURNS}.environment.name=Retries",), "must be a class of tests/e2e/agents_for_tests.py"),
-        ((f"{TURNS}.agent.{FILE}", f"{TURNS}.agent.name=three_trials"), "three_tries"),
-        ((f"{TURNS}.agent.{FILE}", f"{TURNS}.agent.name=three_tries"), "cannot both be set"),
-        ((f"{TURNS}.environment.path=null", f"{TURNS}.agent.command=[no_such_program]"), "is not found"),
-        ((f"{TURNS}.environment.path=null", f"{TURNS}.agent.command=[]"), "must name a program"),
         ((f"{TURNS}.max_assistant_turns=0",), "max_assistant_turns"),
         ((f"{TURNS}.tool_response_truncate_side=up",), "tool_response_truncate_side"),
-        ((f"{TURNS}.environment.path=null", f"{TURNS}.tool_config_path=tools.yaml"), "tool_config_path=tools.yaml"),
-        ((f"{TURNS}.enable=false",), "multi_turn.enable=false must be true, as"),
     ],
 )
 def test_bad_keys_are_refused_by_plan(command_line, changes, sentence) -> None:
