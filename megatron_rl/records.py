@@ -251,9 +251,19 @@ class Batch:
 
     @staticmethod
     def joined(batches: Sequence[Batch]) -> Batch:
-        """Return the rows of several batches of the same columns, one after the other."""
+        """Return the rows of several batches of the same columns, one after the other.
+
+        Where some have `conversation_starts`, the rows of the others are one conversation each.
+        """
+        if any("conversation_starts" in batch for batch in batches):
+            batches = [batch._with_starts() for batch in batches]
         columns = {name: [batch[name] for batch in batches] for name in batches[0].names}
         return Batch._like({name: joined_columns(parts) for name, parts in columns.items()})
+
+    def _with_starts(self) -> Batch:
+        mask = self["sampled"]
+        none = ragged_from_lengths(torch.zeros_like(mask.values()), row_lengths(mask))
+        return self._like({"conversation_starts": none} | self._columns)
 
     @staticmethod
     def _like(columns: dict[str, torch.Tensor]) -> Batch:

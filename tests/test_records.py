@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE, SCORING
-from megatron_rl.experience.micro_batches import micro_batches
+from megatron_rl.experience.micro_batches import lengths_in_blocks, micro_batches
 from megatron_rl.losses.aggregate import BatchTotals, counted, token_weights
 from megatron_rl.records import (
     Batch,
     Prompts,
+    conversations,
     ragged,
     ragged_from_lengths,
     row_lengths,
@@ -165,3 +166,20 @@ def test_neutral_rows_keep_tokens_and_lose_responses(reader, columns):
     for name in columns:
         assert as_lists(joined[name])[2] == []
         assert torch.equal(joined.flat(name), batch.flat(name))
+
+
+def test_rows_may_be_several_conversations():
+    """By hand: rows of 3, of 4 in two conversations, and of 2; one batch of them does not say. Would not catch a start
+    in the first place of a row, which is one anyway.
+    """
+    ids, nothing = [torch.arange(length) for length in (3, 4, 2)], [torch.zeros(n).bool() for n in (3, 4, 2)]
+    starts = [nothing[0], torch.tensor([False, False, True, False])]
+    some = Batch(input_ids=ragged(ids[:2]), sampled=ragged(nothing[:2]), conversation_starts=ragged(starts))
+    other = Batch(input_ids=ragged(ids[2:]), sampled=ragged(nothing[2:]))
+    assert [part.tolist() for part in conversations(other)] == [[1], [2]]
+    for joined, sizes in ((Batch.joined([some, other]), [3, 2, 2, 2]), (Batch.joined([other, some]), [2, 3, 2, 2])):
+        numbers, lengths = conversations(joined)
+        assert lengths.tolist() == sizes and sorted(numbers.tolist()) == [1, 1, 2]
+        assert lengths_in_blocks(joined, 4) == [4 * n for n in numbers.tolist()]
+    with pytest.raises(ValueError, match="first token of a conversation"):
+        Batch(input_ids=some["input_ids"], sampled=ragged(starts), conversation_starts=ragged(starts))

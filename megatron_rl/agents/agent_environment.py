@@ -52,7 +52,9 @@ class AgentEnvironment:
         asked, before = await self._next_request(), self._asked
         reward, self._session.reward = self._session.reward, 0.0
         refused, self._session.num_refused = self._session.num_refused, 0
-        counts = {"agent_refused": float(refused)} if refused else {}
+        strangers, self._endpoint.num_unauthorized = self._endpoint.num_unauthorized, 0
+        known = {"agent_refused": float(refused), "agent_unauthorized": float(strangers)}
+        counts = {name: number for name, number in known.items() if number}
         if asked is None:
             return Observation((), reward, True, counts)
         self._asked = asked

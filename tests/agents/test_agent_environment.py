@@ -215,7 +215,7 @@ def test_requests_that_cannot_be_answered_are_refused_and_counted(folder):
     """
     with EnvironmentsHere(source(folder, "is_refused").host()) as here:
         answer = Player(here).say("1")
-    assert answer == Observation((), 2.25, is_done=True, counts={"agent_refused": 4.0})
+    assert answer == Observation((), 2.25, is_done=True, counts={"agent_refused": 4.0, "agent_unauthorized": 1.0})
 
 
 def test_other_conversations_begin_anew(folder):
@@ -351,7 +351,9 @@ def test_anthropics_agents_are_served(folder):
     with EnvironmentsHere(source(folder, "by_anthropic").host()) as here:
         player = Player(here)
         assert player.opening == Opening(text("1+1?"))
-        assert player.say("2") == Observation((), 1.0, is_done=True, counts={"agent_refused": 1.0})
+        assert player.say("2") == Observation(
+            (), 1.0, is_done=True, counts={"agent_refused": 1.0, "agent_unauthorized": 1.0}
+        )
 
 
 ANTHROPIC = """
