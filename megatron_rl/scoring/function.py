@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,15 @@ from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.user_functions import run_file
 from megatron_rl.errors import ConfigError
 from megatron_rl.scoring.built_in.by_data_source import rules_of_sources
-from megatron_rl.scoring.outcome import FAILURES, Outcome, RewardFunction, Sample, failed, score_sample
+from megatron_rl.scoring.outcome import (
+    FAILURES,
+    Outcome,
+    RewardFunction,
+    Sample,
+    failed,
+    score_sample,
+    score_sample_later,
+)
 
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None)"
 
@@ -38,9 +46,12 @@ class RewardSource:
         """The key of the time limit."""
         return "reward_model.timeout_s"
 
-    def load(self) -> Callable[[Sample], Outcome]:
-        """Return what scores a sample. Raises ConfigError as `load_reward_function`."""
-        return functools.partial(score_sample, load_reward_function(self))
+    def load(self) -> Callable[[Sample], Outcome | Awaitable[Outcome]]:
+        """Return what scores a sample, later where the function is `async`. Raises ConfigError as
+        `load_reward_function`.
+        """
+        function = load_reward_function(self)
+        return functools.partial(score_sample_later if is_async(function) else score_sample, function)
 
     def written(self, answer: Outcome) -> list[Any]:
         """Return an outcome as JSON values."""
@@ -108,6 +119,11 @@ def load_reward_function(source: RewardSource) -> RewardFunction:
             f"custom_reward_function.reward_kwargs={source.kwargs}: {error}"
         ) from error
     return functools.partial(function, **source.kwargs)
+
+
+def is_async(function: RewardFunction) -> bool:
+    """Whether a call must be awaited."""
+    return inspect.iscoroutinefunction(function)
 
 
 def check_built_in(name: str, data_sources: Iterable[str]) -> None:

@@ -62,18 +62,34 @@ def score_sample(function: RewardFunction, sample: Sample, passing: tuple[type[B
     passing: exceptions to let through, because they are not the function's.
     """
     try:
-        result = function(
-            data_source=sample.data_source,
-            solution_str=sample.solution,
-            ground_truth=sample.ground_truth,
-            extra_info=sample.extra_info,
-        )
-        score = finite_number(result.get("score") if isinstance(result, dict) else result)
-        extras = _extras(result) if isinstance(result, dict) else {}
+        return _outcome(_called(function, sample))
     except passing:
         raise
     except BaseException as error:
         return failed("raised", f"the reward function raised {describe_error(error)}")
+
+
+async def score_sample_later(function: RewardFunction, sample: Sample) -> Outcome:
+    """As `score_sample`, for an `async` function."""
+    try:
+        return _outcome(await _called(function, sample))
+    except BaseException as error:
+        return failed("raised", f"the reward function raised {describe_error(error)}")
+
+
+def _called(function: RewardFunction, sample: Sample) -> Any:
+    return function(
+        data_source=sample.data_source,
+        solution_str=sample.solution,
+        ground_truth=sample.ground_truth,
+        extra_info=sample.extra_info,
+    )
+
+
+def _outcome(result: Any) -> Outcome:
+    """What a function has returned as an outcome; a dict of the user's may raise anything."""
+    score = finite_number(result.get("score") if isinstance(result, dict) else result)
+    extras = _extras(result) if isinstance(result, dict) else {}
     if score is None or abs(score) > LARGEST_SCORE:
         rule = "it must return a finite number, or a dict with one under 'score'"
         return failed("no_score", f"the reward function returned {quote(result)}; {rule}")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from bdb import BdbQuit
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_rl.scoring.function import RewardSource, load_reward_function
-from megatron_rl.scoring.outcome import Outcome, Sample, failed, score_sample
+from megatron_rl.scoring.function import RewardSource, is_async, load_reward_function
+from megatron_rl.scoring.outcome import Outcome, Sample, failed, score_sample, score_sample_later
 from megatron_rl.user_code.keeper import Job, KeeperSettings
 from megatron_rl.user_code.work import TIMED_OUT
 from megatron_rl.user_code.work_processes import WorkProcesses
@@ -61,4 +62,9 @@ class RewardHere(contextlib.nullcontext[Any]):
 
     def score(self, samples: Sequence[Sample]) -> list[Outcome]:
         """Return one outcome per sample, in order."""
+        if is_async(self._function):
+            return asyncio.run(self._score_side_by_side(samples))
         return [score_sample(self._function, sample, passing=USERS) for sample in samples]
+
+    async def _score_side_by_side(self, samples: Sequence[Sample]) -> list[Outcome]:
+        return await asyncio.gather(*(score_sample_later(self._function, sample) for sample in samples))

@@ -30,6 +30,7 @@ from megatron_rl.ledger.planner.hardware import load_hardware
 from megatron_rl.observe.services import absent_services
 
 PROMPT_SUFFIXES = (".parquet", ".jsonl")
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 FOLDERS = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
 OUTPUTS = (*FOLDERS, "data.bad_rows_file", "ptx.bad_rows_file")
@@ -50,8 +51,7 @@ def file_problems(config: RunConfig) -> Iterable[Violation]:
         if config.has_turns:
             turns = config.actor_rollout_ref.rollout.multi_turn
             yield from _definition_problems(f"{TURNS}.environment", turns.environment, "class", ast.ClassDef)
-            functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-            yield from _definition_problems(f"{TURNS}.agent", turns.agent, "function", *functions)
+            yield from _definition_problems(f"{TURNS}.agent", turns.agent, "function", *FUNCTIONS)
             yield from _command_problems(f"{TURNS}.agent.command", turns.agent.command)
             key, tools = turns.tools_file or ("", None)
             suffixes = (".py",) if key == "function_tool_path" else (".yaml", ".yml")
@@ -200,13 +200,13 @@ def _reward_problems(custom: CustomRewardFunctionConfig) -> Iterable[Violation]:
         return  # what a star import brings is known when the file is run
     if custom.name not in names:
         rule = f"must be a function of {custom.path}"
-        functions = [name for name, node in names.items() if isinstance(node, ast.FunctionDef)]
+        functions = [name for name, node in names.items() if isinstance(node, FUNCTIONS)]
         nearest = {"custom_reward_function.name": nearest_name(custom.name, functions)} if functions else {}
         hint = "" if functions else "it defines none"
         yield Violation({"custom_reward_function.name": custom.name}, rule, nearest, hint)
         return
     function = names[custom.name]
-    if isinstance(function, ast.FunctionDef):
+    if isinstance(function, FUNCTIONS):
         yield from _signature_problems(custom, function)
 
 
@@ -250,7 +250,7 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 def _defined(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
     """Names that the file defines at its top, branches included, with the statement that defines each."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.col_offset == 0:
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and node.col_offset == 0:
             yield node.name, node
         elif isinstance(node, ast.Import | ast.ImportFrom):
             yield from ((alias.asname or alias.name, node) for alias in node.names)
@@ -258,7 +258,9 @@ def _defined(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
             yield from ((target.id, node) for target in node.targets if isinstance(target, ast.Name))
 
 
-def _signature_problems(custom: CustomRewardFunctionConfig, function: ast.FunctionDef) -> Iterable[Violation]:
+def _signature_problems(
+    custom: CustomRewardFunctionConfig, function: ast.FunctionDef | ast.AsyncFunctionDef
+) -> Iterable[Violation]:
     given = REWARD_ARGUMENTS | set(custom.reward_kwargs)
     arguments = function.args
     named = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
