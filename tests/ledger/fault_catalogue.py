@@ -479,7 +479,7 @@ for _key, _leaf in sorted(LEAVES.items()):
         _constrained_fault(_key)
 
 
-OF_EACH_NUMBER = 72
+OF_EACH_NUMBER = 75
 """Configurations of one fault, of two, of three and of four: together at least as many as there are faults."""
 
 
