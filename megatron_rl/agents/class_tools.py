@@ -11,6 +11,7 @@ an instance id of its own. What a row of the dataset gives to them is `extra_inf
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
 import itertools
@@ -58,23 +59,26 @@ class EpisodeTool:
 
     def __init__(self, tool: Any, instance: str, given: Mapping[str, Any], schema: dict[str, Any]) -> None:
         self._tool, self._instance, self._given = tool, instance, given
-        self._is_created = False
+        self._is_created, self._creating = False, asyncio.Lock()
         self.__signature__ = signature_of(schema)
 
     async def __call__(self, **arguments: Any) -> tuple[str, float, dict[str, Any]]:
-        """Execute a call; the first one of an episode creates what it needs."""
-        if not self._is_created:
-            made = self._given.get("create_kwargs") or {}
-            create = self._tool.create
-            as_one = {"create_kwargs": made} if _takes(create, "create_kwargs") else {}
-            created = await settled(create(self._instance, **as_one, **made))
-            created = created[0] if isinstance(created, tuple) else created
-            self._instance, self._is_created = created if isinstance(created, str) else self._instance, True
+        """Execute a call; the first one of an episode creates what it needs, and others of its turn wait for that."""
+        async with self._creating:
+            if not self._is_created:
+                await self._create()
         execute = self._tool.execute
         answer = await settled(execute(self._instance, arguments, **(self._given.get("execute_kwargs") or {})))
-        said, reward, numbers = answer if isinstance(answer, tuple) else (answer, 0.0, {})
-        text = getattr(said, "text", said)
+        response, reward, numbers = answer if isinstance(answer, tuple) else (answer, 0.0, {})
+        text = getattr(response, "text", response)
         return "" if text is None else str(text), float(reward or 0.0), dict(numbers or {})
+
+    async def _create(self) -> None:
+        made, create = self._given.get("create_kwargs") or {}, self._tool.create
+        as_one = {"create_kwargs": made} if _takes(create, "create_kwargs") else {}
+        created = await settled(create(self._instance, **as_one, **made))
+        created = created[0] if isinstance(created, tuple) else created
+        self._instance, self._is_created = created if isinstance(created, str) else self._instance, True
 
     async def release(self) -> None:
         """Let go what the episode has created."""

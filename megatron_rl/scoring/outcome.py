@@ -69,10 +69,14 @@ def score_sample(function: RewardFunction, sample: Sample, passing: tuple[type[B
         return failed("raised", f"the reward function raised {describe_error(error)}")
 
 
-async def score_sample_later(function: RewardFunction, sample: Sample) -> Outcome:
-    """As `score_sample`, for an `async` function."""
+async def score_sample_later(
+    function: RewardFunction, sample: Sample, passing: tuple[type[BaseException], ...] = ()
+) -> Outcome:
+    """Call an `async` function and wait for it. Arguments and outcome are those of `score_sample`."""
     try:
         return _outcome(await _called(function, sample))
+    except passing:
+        raise
     except BaseException as error:
         return failed("raised", f"the reward function raised {describe_error(error)}")
 

@@ -67,4 +67,4 @@ class RewardHere(contextlib.nullcontext[Any]):
         return [score_sample(self._function, sample, passing=USERS) for sample in samples]
 
     async def _score_side_by_side(self, samples: Sequence[Sample]) -> list[Outcome]:
-        return await asyncio.gather(*(score_sample_later(self._function, sample) for sample in samples))
+        return await asyncio.gather(*(score_sample_later(self._function, sample, passing=USERS) for sample in samples))

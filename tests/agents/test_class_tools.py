@@ -13,6 +13,7 @@ from megatron_rl.agents.tools import ToolEnvironment, ToolSource
 from megatron_rl.errors import ConfigError
 
 TOOLS = """
+import asyncio
 from types import SimpleNamespace
 
 LOG = []
@@ -22,6 +23,7 @@ class Guess:  # as verl's example of gsm8k: an instance has its truth, and keeps
         self.penalty, self.name, self.truths = config["penalty"], tool_schema.function.name, {}
         assert tool_schema.model_dump()["function"]["parameters"]["required"] == ["answer"]
     async def create(self, instance_id=None, ground_truth=None, **kwargs):
+        await asyncio.sleep(0.01)
         assert kwargs["create_kwargs"] == {"ground_truth": ground_truth}
         self.truths[instance_id] = [ground_truth, 0]
         return instance_id, SimpleNamespace(text=None)
@@ -85,6 +87,14 @@ def play(environment: ToolEnvironment, truth: str, *turns: Turn) -> list[Observa
 
 def call(name: str, **arguments: str) -> Turn:
     return Turn("", (ToolCall(name, arguments),))
+
+
+def test_calls_of_one_turn_share_an_instance(tmp_path, module):
+    """Two at once, before there is an instance: it is created once. Would not catch a `create` that is not async."""
+    tools = load_class_tools(written(tmp_path, module), "key")
+    twice = Turn("", tuple(ToolCall("guess", {"answer": answer}) for answer in "67"))
+    (answer,) = play(ToolEnvironment(tools, 2, 5.0), "7", twice)
+    assert [message["content"] for message in answer.messages] == ["0: False", "1: True"]
 
 
 @pytest.mark.parametrize("gives_rewards", [False, True])
