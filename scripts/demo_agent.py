@@ -23,10 +23,10 @@ async def run(task: dict, endpoint) -> float:
     messages, number = list(task["prompt"]), int(task["ground_truth"])
     for _ in range(NUM_GUESSES):
         answer = await create(model="policy", messages=messages)
-        said = answer.choices[0].message
-        if re.fullmatch("[0-9]|1[0-5]", said.content or "") is None:
+        guess = answer.choices[0].message
+        if re.fullmatch("[0-9]|1[0-5]", guess.content or "") is None:
             return 0.0
-        if int(said.content) == number:
+        if int(guess.content) == number:
             return 1.0
-        messages += [said, {"role": "user", "content": ">" if int(said.content) < number else "<"}]
+        messages += [guess, {"role": "user", "content": ">" if int(guess.content) < number else "<"}]
     return 0.0

@@ -74,8 +74,8 @@ class AgentEnvironment:
         request = asyncio.ensure_future(self._session.next_request())
         end = asyncio.ensure_future(self._agent.end())
         try:
-            waiting = asyncio.wait((request, end), timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            done, _ = await waiting
+            first = asyncio.FIRST_COMPLETED
+            done, _ = await asyncio.wait((request, end), timeout=self._timeout_s, return_when=first)
             if request in done:
                 return request.result()
             if end not in done:
@@ -87,7 +87,7 @@ class AgentEnvironment:
             for task in (request, end):
                 task.cancel()
                 if task.done() and not task.cancelled():
-                    task.exception()  # else asyncio says that nobody has looked at it
+                    task.exception()  # reading it keeps asyncio from printing a warning
 
 
 @dataclass(frozen=True)

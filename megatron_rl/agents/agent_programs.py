@@ -84,7 +84,8 @@ class FunctionAgent:
     @staticmethod
     async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
         """A thread for each call: a pool of threads would let agents wait for those that wait for the policy."""
-        loop, ended = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
 
         def settle(set_it: Callable[[Any], None], value: Any) -> None:
             if not ended.done():
@@ -110,7 +111,6 @@ class CommandAgent:
     """
 
     def __init__(self, command: Sequence[str], task: TaskRow, session: Session) -> None:
-        self._process: asyncio.subprocess.Process | None = None
         self._ended = asyncio.ensure_future(self._run(command, task, session))
 
     async def end(self) -> float | None:
@@ -142,8 +142,8 @@ class CommandAgent:
         finally:
             await _killed(process)
         if code:
-            said = f"; it said: {tail}" if tail else ""
-            raise EpisodeError("raised", f"the agent {command[0]} {how_ended(code)}{said}")
+            output = f"; it said: {tail}" if tail else ""
+            raise EpisodeError("raised", f"the agent {command[0]} {how_ended(code)}{output}")
 
 
 async def _feed(process: asyncio.subprocess.Process, content: bytes) -> None:

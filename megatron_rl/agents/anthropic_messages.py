@@ -29,7 +29,7 @@ class AnthropicMessages:
         tools = body.get("tools") or []
         if not isinstance(tools, list) or not all(isinstance(tool, dict) and "input_schema" in tool for tool in tools):
             raise ValueError("tools must be a list of objects with an input_schema")
-        system = one_text(-1, body.get("system"))
+        system = one_text("system", body.get("system"))
         messages = [{"role": "system", "content": system}] if system else []
         for place, message in enumerate(body["messages"]):
             messages += _messages(place, message)
@@ -94,7 +94,7 @@ def _messages(place: int, sent: Any) -> list[Message]:
     role = sent.get("role") if isinstance(sent, Mapping) else None
     if role not in ("user", "assistant"):
         raise ValueError(f"messages[{place}] must have the role user or assistant; it is {sent!r:.80}")
-    content = sent.get("content")
+    name, content = f"messages[{place}].content", sent.get("content")
     blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts, calls, results = [], [], []
     for block in blocks:
@@ -102,10 +102,10 @@ def _messages(place: int, sent: Any) -> list[Message]:
         if kind == "tool_use" and role == "assistant" and isinstance(block.get("input"), dict):
             calls.append(ToolCall(str(block.get("name")), block["input"]))
         elif kind == "tool_result" and role == "user":
-            said = one_text(place, block.get("content"))
-            results.append({"role": "tool", "content": said, "tool_call_id": str(block.get("tool_use_id"))})
+            result = one_text(name, block.get("content"))
+            results.append({"role": "tool", "content": result, "tool_call_id": str(block.get("tool_use_id"))})
         elif kind != "thinking":  # the policy's own stays in its text
-            texts.append(one_text(place, [block]))
+            texts.append(one_text(name, [block]))
     text = "".join(texts)
     if role == "assistant":
         return [Turn(text, tuple(calls)).as_message()]

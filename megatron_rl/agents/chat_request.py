@@ -25,9 +25,9 @@ class ChatRequest:
 
     def after(self, before: ChatRequest, turn: Turn) -> tuple[Message, ...]:
         """Return the messages that follow `before` and the policy's turn; none where this is another conversation."""
-        said = (*before.messages, turn.as_message())
-        new = self.messages[len(said) :]
-        goes_on = self.tools == before.tools and self.messages[: len(said)] == said
+        known = (*before.messages, turn.as_message())
+        new = self.messages[len(known) :]
+        goes_on = self.tools == before.tools and self.messages[: len(known)] == known
         return new if goes_on and all(message["role"] in FOLLOWING for message in new) else ()
 
 
@@ -61,13 +61,15 @@ def object_with_messages(body: Any, only: Mapping[str, tuple[Any, ...]]) -> Cont
     return body
 
 
-def one_text(place: int, content: Any) -> str:
-    """Return the content of a message as one text: a text, nothing, or parts of text. Raises ValueError for others."""
+def one_text(name: str, content: Any) -> str:
+    """Return a content as one text: a text, nothing, or parts of text. name: of the field, for the ValueError that
+    others raise.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in parts]
     known = [text for text in texts if isinstance(text, str)]
     if len(known) < len(texts):
-        raise ValueError(f"messages[{place}].content must be text; it is {content!r:.80}")
+        raise ValueError(f"{name} must be text; it is {content!r:.80}")
     return "".join(known)

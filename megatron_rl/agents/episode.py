@@ -6,7 +6,6 @@ is what the next turn is given and what is trained.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -105,12 +104,14 @@ class Episode:
     @property
     def conversation(self) -> Opening:
         """The present conversation, before the present turn."""
-        prompt = self.row.get("prompt")
-        begun = self.opening if isinstance(self.opening, Opening) else Opening(messages_of_prompt(prompt))
+        prompt = Opening(messages_of_prompt(self.row.get("prompt")))
+        begun = self.opening if isinstance(self.opening, Opening) else prompt
+        messages, tools = list(begun.messages), begun.tools
         for turn, observation in self.played:
-            said = (*begun.messages, turn.as_message(), *observation.messages)
-            begun = observation.anew or Opening(said, begun.tools)
-        return begun
+            messages += [turn.as_message(), *observation.messages]
+            if observation.anew is not None:
+                messages, tools = list(observation.anew.messages), observation.anew.tools
+        return Opening(tuple(messages), tools)
 
     @property
     def turn_ids(self) -> list[int]:
@@ -124,17 +125,15 @@ class Episode:
         return sum(observation.reward for _, observation in self.played)
 
     @property
-    def turn_rewards(self) -> list[float]:
-        """Of each sampled token, the reward of its turn if it is the last one there, else 0."""
-        ends = [
-            place
-            for place, is_sampled in enumerate(self.is_sampled)
-            if is_sampled and not (place + 1 < len(self.is_sampled) and self.is_sampled[place + 1])
-        ]
-        numbers = list(itertools.accumulate(self.is_sampled))
-        rewards = [0.0] * len(self.log_probs)
+    def turn_rewards(self) -> torch.Tensor:
+        """float32 [sampled tokens]: the reward of each turn on the turn's last token, 0 on all other tokens."""
+        sampled = torch.tensor(self.is_sampled, dtype=torch.bool)
+        is_end = sampled.clone()
+        is_end[:-1] &= ~sampled[1:]
+        ends = (sampled.cumsum(0) - 1)[is_end].tolist()
+        rewards = torch.zeros(len(self.log_probs))
         for turn, (_, observation) in enumerate(self.played):
-            rewards[numbers[ends[min(turn, len(ends) - 1)]] - 1] += observation.reward
+            rewards[ends[min(turn, len(ends) - 1)]] += observation.reward
         return rewards
 
     @property
@@ -234,7 +233,7 @@ def rows_of(episodes: Sequence[Episode], with_versions: bool, has_turns: bool) -
     )
     if has_turns:
         batch.add(
-            turn_rewards=ragged([torch.tensor(e.turn_rewards, dtype=torch.float32) for e in kept]),
+            turn_rewards=ragged([e.turn_rewards for e in kept]),
             environment_rewards=torch.tensor([e.reward for e in kept], dtype=torch.float32),
             failed=torch.tensor([e.failure is not None for e in episodes]),
         )

@@ -141,7 +141,10 @@ class RecordedEpisodes(Episodes):
 
 @dataclass(frozen=True)
 class _OpenTurn:
-    """turn: None where the episode begins. last_token: of the turn. before: the conversation before the turn."""
+    """A turn that waits for its answer. turn: None while the episode itself begins. last_token: of the turn.
+
+    before: the conversation before the turn.
+    """
 
     number: int
     turn: Turn | None = None
@@ -218,8 +221,8 @@ class LiveEpisodes(Episodes):
         """The whole conversation, where the template does not append."""
         if self._appends or known.turn is None or known.before is None:
             return None
-        said = (*known.before.messages, known.turn.as_message(), *answer.messages)
-        return Opening(said, known.before.tools)
+        messages = (*known.before.messages, known.turn.as_message(), *answer.messages)
+        return Opening(messages, known.before.tools)
 
     def _begun(self, opening: Opening, prompt_ids: Sequence[int]) -> Reply:
         if len(prompt_ids) <= self._longest_prompt:

@@ -94,7 +94,7 @@ def _message(place: int, sent: Any) -> Message:
     role = "system" if role == "developer" else role
     if role not in ROLES:
         raise ValueError(f"messages[{place}] must have a role of {', '.join(ROLES)}; it is {sent!r:.80}")
-    message: Message = {"role": role, "content": one_text(place, sent.get("content"))}
+    message: Message = {"role": role, "content": one_text(f"messages[{place}].content", sent.get("content"))}
     message |= {name: sent[name] for name in ("name", "tool_call_id") if isinstance(sent.get(name), str)}
     calls = sent.get("tool_calls")
     if calls:

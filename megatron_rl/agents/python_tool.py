@@ -63,7 +63,7 @@ async def python(code: str) -> str:
         finally:
             os.close(write)
         try:
-            said = await _said(process)
+            output = await _output_of(process)
             status = os.read(read, 4096)
         finally:
             os.close(read)
@@ -72,10 +72,10 @@ async def python(code: str) -> str:
             await process.wait()
     if status != confine.READY:
         raise RuntimeError(status.removeprefix(confine.READY).decode(errors="replace") or "the program has not started")
-    return said
+    return output
 
 
-async def _said(process: asyncio.subprocess.Process) -> str:
+async def _output_of(process: asyncio.subprocess.Process) -> str:
     """Read all that a program writes, and keep the beginning."""
     assert process.stdout is not None
     kept = b""

@@ -17,8 +17,9 @@ Schemas = Sequence[dict[str, Any]]
 class TurnReader:
     """Reads turns: as text, and with calls where the policy has tools.
 
-    parser_of: returns the parser of calls to tools of these schemas. It raises ConfigError where there is none, when
-    the first turn with such tools is read. tools: of all episodes; an episode that begins with its own has those.
+    parser_of: makes the parser of calls, from the schemas of the tools. It is called when the first turn with these
+    tools is read, and raises ConfigError where there is no such parser. tools: of all episodes; an episode that begins
+    with its own has those.
     """
 
     def __init__(

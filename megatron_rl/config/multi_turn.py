@@ -34,7 +34,7 @@ class AgentConfig:
     """Function in that file."""
     command: list[str] | None = None
     """In place of a function: a command and its arguments. Its task is JSON on standard input; OPENAI_BASE_URL and
-    OPENAI_API_KEY are set. One process for each open episode."""
+    OPENAI_API_KEY are set, and those of ANTHROPIC. One process for each open episode."""
 
     @property
     def is_set(self) -> bool:

@@ -149,17 +149,19 @@ def test_a_lost_replica_and_late_answers_are_repeated(command_line) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["Retry", "Changes"])
+@pytest.mark.parametrize("name", ["Retry", "Changes", "three_tries"])
 def test_a_killed_run_of_agents_goes_on(command_line, name) -> None:
     """Two steps ahead, deterministic, killed after a checkpoint that holds open episodes. With an environment that
-    repeats: the bits of the run that was left alone. With one that does not: its open episodes have failed.
+    repeats, and with an agent that does: the bits of the run that was left alone. With one that does not: its open
+    episodes have failed.
 
     Would not catch turns that had no answer yet: in rounds there are none when a checkpoint is written.
     """
+    way = agent(FILE, f"name={name}") if name == "three_tries" else environment(name)
     settings = (
         *(*SMALL, "trainer.rollout_ahead=2", "async_training.deterministic=true", "trainer.total_training_steps=5"),
         *(WITHOUT_RAY, "trainer.save_freq=2", "trainer.test_freq=0", "trainer.val_before_train=false"),
-        *("async_training.partial_rollout=true", *environment(name)),
+        *("async_training.partial_rollout=true", *way),
     )
     life = command_line(*settings, config=ASYNC)
     life.wait_for(lambda: len(events(life, "saved")) >= 1 and len(events(life, "taken")) >= 3, interval=0.01)
@@ -249,30 +251,6 @@ def test_agents_in_split_pools_are_repeated(command_line) -> None:
     assert_same_bits(again, run)
     begun, begun_again = (sorted(events(each, "opened"), key=str) for each in (run, again))
     assert begun == begun_again
-
-
-@pytest.mark.exhaustive
-def test_a_killed_run_of_an_agent_goes_on(command_line) -> None:
-    """Killed after a checkpoint with open episodes: agents are started again, asked to say the same, and go on; the
-    weights are those of the run that was left alone.
-
-    Would not catch an agent that draws lots, which ends as not repeatable.
-    """
-    settings = (
-        *(*SMALL, "trainer.rollout_ahead=2", "async_training.deterministic=true", "trainer.total_training_steps=4"),
-        *(WITHOUT_RAY, "trainer.save_freq=2", "trainer.test_freq=0", "trainer.val_before_train=false"),
-        *("async_training.partial_rollout=true", *agent(FILE, "name=three_tries")),
-    )
-    life = command_line(*settings, config=ASYNC)
-    life.wait_for(lambda: len(events(life, "saved")) >= 1 and len(events(life, "taken")) >= 3, interval=0.01)
-    life.kill_all()
-    last = command_line(*settings, folder=life.folder, config=ASYNC)
-    assert last.wait() == 0, last.text()
-    assert "going on after step" in last.text()
-    assert all(line.get("episode/failed_ratio", 0) == 0 for line in metrics(last).values())
-    whole = command_line(*settings, config=ASYNC)
-    assert whole.wait() == 0, whole.text()
-    assert weights_equal(last, whole)
 
 
 @pytest.mark.exhaustive

@@ -93,10 +93,8 @@ def spread_back(batch: Batch, column: str) -> list[list[float | None]]:
     return [[next(values) if drawn else None for drawn in row.tolist()] for row in batch["sampled"].unbind()]
 
 
-def test_gae_by_hand() -> None:
-    """Tokens 1, 2 and 4 of a row are drawn, the score stands on token 4; gamma and lambda 0.5. The value after token 2
-    is that of token 4, two places on. Would not catch whitening over tokens that were not drawn.
-    """
+def three_drawn() -> Batch:
+    """Tokens 1, 2 and 4 of a row are drawn, with values 1, 2 and 3; its score is 4. Of another row none is drawn."""
     batch = Batch(
         input_ids=ragged([torch.arange(6), torch.arange(3)]),
         sampled=ragged([torch.tensor([0, 1, 1, 0, 1, 0]).bool(), torch.tensor([0, 0, 0]).bool()]),
@@ -104,6 +102,14 @@ def test_gae_by_hand() -> None:
         groups=torch.tensor([0, 1]),
     )
     batch.add(old_values=batch.per_sampled_token(torch.tensor([1.0, 2.0, 3.0])))
+    return batch
+
+
+def test_gae_by_hand() -> None:
+    """Tokens 1, 2 and 4 of a row are drawn, the score stands on token 4; gamma and lambda 0.5. The value after token 2
+    is that of token 4, two places on. Would not catch whitening over tokens that were not drawn.
+    """
+    batch = three_drawn()
     assert add_rewards(batch, 0.0) is None
     assert spread_back(batch, "rewards") == [[None, 0.0, 0.0, None, 4.0, None], [None] * 3]
     add_advantages(batch, ESTIMATORS["gae"].function, AlgorithmConfig(gamma=0.5, lam=0.5))
@@ -119,13 +125,7 @@ def test_turns_by_hand() -> None:
     """Tokens 1 and 2 are a turn that earned 1, token 4 one that earned the rest of 4; gamma and lambda 0.5. Values of
     turns are 1 and 3. Would not catch a reward of an observation, which has no token here.
     """
-    batch = Batch(
-        input_ids=ragged([torch.arange(6), torch.arange(3)]),
-        sampled=ragged([torch.tensor([0, 1, 1, 0, 1, 0]).bool(), torch.tensor([0, 0, 0]).bool()]),
-        scores=torch.tensor([4.0, 9.0]),
-        groups=torch.tensor([0, 1]),
-    )
-    batch.add(old_values=batch.per_sampled_token(torch.tensor([1.0, 2.0, 3.0])))
+    batch = three_drawn()
     batch.add(turn_rewards=batch.per_sampled_token(torch.tensor([0.0, 1.0, 0.0])))
     add_rewards(batch, 0.0, by_turns=True)
     assert spread_back(batch, "rewards")[0] == [None, 0.0, 1.0, None, 3.0, None]
