@@ -92,6 +92,9 @@ class RewardModelConfig(ScoringModelConfig):
     """Processes that call the reward function, in addition to the ranks."""
     timeout_s: Positive = 10.0
     """Seconds that the reward function may take for one sample; then its process is killed and replaced."""
+    launch_reward_fn_async: bool = False
+    """Generate in slices of async_training.slice_steps, so that answers which have ended are scored while others are
+    generated; ahead of training, and with turns, that is always so."""
     failed_score: float = 0.0
     """Score of a sample whose rule raises, takes too long, ends its process, or returns no finite number."""
     stop_if_all_failed: bool = True

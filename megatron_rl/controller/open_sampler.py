@@ -46,7 +46,8 @@ def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Rules:
     greedy = sizes.num_generated_prompts if "greedy_scores" in estimator_traits(config).reads else 0
     batch_rows = sizes.num_generated_samples + greedy
     if not config.samples_ahead:
-        slice_steps, has_turns = ahead.slice_steps, config.has_turns
+        has_turns = config.has_turns
+        slice_steps = ahead.slice_steps if has_turns or config.reward_model.launch_reward_fn_async else None
         return Rules(batch_rows, num_steps, 0, first_step=first_step, slice_steps=slice_steps, has_turns=has_turns)
     return Rules(
         batch_rows=batch_rows,

@@ -45,7 +45,7 @@ from megatron_rl.roles.critic import Critic
 from megatron_rl.roles.reward_model import RewardModel
 from megatron_rl.roles.rollout import Rollout
 from megatron_rl.sampling.sampler import Sampler, Sources
-from megatron_rl.scoring.batch_scorers import HeldOutScorer, Scorer
+from megatron_rl.scoring.batch_scorers import HeldOutScorer, RewardScorer, Scorer
 from megatron_rl.scoring.function import RewardSource
 from megatron_rl.scoring.reward_processes import RewardHere, RewardProcesses
 from megatron_rl.scoring.rewards import Rewards, reward_shaping, text_readers
@@ -142,8 +142,9 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         pools = RunPools.open(opened, placement, logger, stop_policy, local)
         roles = Roles.of(pools, logger)
         rewards = Rewards(config, rules, roles.reward_models, logger.warn, logger.clock, readers, shaping)
-        scorers = scorers_of(config, pools, algorithm, rewards, own_scorers)
-        sources = Sources(config, data.train, data.cursor, scorers[-1], logger, episodes)
+        rewarding = RewardScorer(rewards)
+        scorers = [*scorers_of(config, pools, algorithm, own_scorers), rewarding]
+        sources = Sources(config, data.train, data.cursor, rewarding, logger, episodes)
         checks = (partial(raise_failures, pools.cluster), partial(stop_policy.before, NEXT_BATCH))
         sampler = open_sampler(schedule, sources, roles.actor, roles.rollout, checks, opened)
         held_out: list[Scorer] = [*(scorer for scorer in own_scorers if scorer.in_validation), HeldOutScorer(rewards)]

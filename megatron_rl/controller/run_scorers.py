@@ -20,21 +20,18 @@ from megatron_rl.plain_values import describe_error, quote
 from megatron_rl.records import Batch
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.kinds import KINDS
-from megatron_rl.scoring.batch_scorers import RewardScorer, RoleScorer, Scorer
-from megatron_rl.scoring.rewards import Rewards
+from megatron_rl.scoring.batch_scorers import RoleScorer, Scorer
 from megatron_rl.scoring.sampled_batch import SampledBatch
 
 
-def scorers_of(
-    config: RunConfig, pools: RunPools, algorithm: Algorithm, rewards: Rewards, own: Sequence[Scorer]
-) -> list[Scorer]:
-    """Every scorer of a run, in the order in which they start. own: the user's.
+def scorers_of(config: RunConfig, pools: RunPools, algorithm: Algorithm, own: Sequence[Scorer]) -> list[Scorer]:
+    """Every scorer of a run but the rewards', in the order in which they start. own: the user's.
 
-    Rewards come last, because conversations may have to be tokenised for reward models first, and because their columns
-    are there when the user's scorers give theirs.
+    Rewards follow them, because conversations may have to be tokenised for reward models first, and because their
+    columns are there when the user's scorers give theirs.
     """
     actor = pools.handle(ACTOR, Actor)
-    return [*_actor_scorers(config, actor, algorithm), *role_scorers(pools), *own, RewardScorer(rewards)]
+    return [*_actor_scorers(config, actor, algorithm), *role_scorers(pools), *own]
 
 
 def user_scorers(config: RunConfig) -> list[UserScorer]:

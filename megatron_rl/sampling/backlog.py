@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from megatron_rl.agents.episode import Episode
 from megatron_rl.agents.episodes import Episodes
 from megatron_rl.records import Batch, Prompts
 from megatron_rl.rollout.slices import Slice, SliceReport
@@ -15,7 +16,8 @@ from megatron_rl.sampling.rules import Decider, Order
 class Backlog:
     """Turns orders into slices and reports into facts. Threads that share it need a lock of their own.
 
-    engines: replica -> requests in its engine. reports: those of finished slices, without tokens, for metrics.
+    on_end: is called with every request that ends by itself, and its episode. engines: replica -> requests in its
+    engine. reports: those of finished slices, without tokens, for metrics.
     episodes: answers turns; None: the first turn of a request is its last.
     """
 
@@ -25,6 +27,7 @@ class Backlog:
         self.decider, self.answers, self.episodes = decider, answers, episodes
         self.engines: list[set[int]] = [set() for _ in range(num_replicas)]
         self.reports: list[SliceReport] = []
+        self.on_end: Callable[[int, Episode], None] | None = None
         self._beginning: set[int] = set()
         self.apply_decisions()  # a checkpoint may have left some
         for request in answers.away:
@@ -52,7 +55,7 @@ class Backlog:
         for request in away:
             if self.answers.episode(request).waits:  # a schedule that is repeated may drop its tokens here
                 self._submit(request)
-        self._forget(finished)
+        self._end(finished)
 
     def begin_episodes(self) -> None:
         """Have environments begin the episodes that have the dataset's prompt alone; replies say how. No request of
@@ -86,7 +89,7 @@ class Backlog:
             self.decider.returned(request, is_finished)
             self.apply_decisions()
             if is_finished:
-                self._forget([request])
+                self._end([request])
         return bool(replies)
 
     def lost(self, replica: int) -> None:
@@ -114,6 +117,16 @@ class Backlog:
                 case "forget":
                     episode.forget()
             self._forget([decision.request])
+
+    def _end(self, finished: Sequence[int]) -> None:
+        self._forget(finished)
+        if self.on_end is not None:
+            for request in finished:
+                episode = self.answers.episode(request)
+                if (
+                    episode.finish and episode.failure is None
+                ):  # a schedule that is repeated may have dropped its tokens
+                    self.on_end(request, episode)
 
     def _forget(self, requests: Iterable[int]) -> None:
         """Drop the environments of requests that have ended or begin again."""

@@ -27,8 +27,9 @@ class Rules:
     batch_rows: requests per batch. ahead: bound of staleness in steps. sync_every: steps between the versions that
     rollouts get. num_steps_total: the last step; requests of later batches are never started.
     first_step: the first step of this process; replicas begin with version first_step - 1.
-    slice_steps: engine steps per slice, at most. max_running: requests that one engine runs at once; max_queued:
-    requests that it gets beyond these, so that a request can start as soon as another one ends within a slice.
+    slice_steps: engine steps per slice, at most; None: a slice ends with its requests. max_running: requests that one
+    engine runs at once; max_queued: requests that it gets beyond these, so that a request can start as soon as another
+    one ends within a slice.
     partial: unfinished requests continue under new weights; otherwise a replica takes weights only when it has none.
     recompute_kv: with `partial`, requests are dropped and started again under new weights. deterministic: orders depend
     on rules and answer lengths alone. colocated: engines are offloaded while training runs and lose their requests.
@@ -42,7 +43,7 @@ class Rules:
     ahead: int = 1
     sync_every: int = 1
     first_step: int = 1
-    slice_steps: int = 64
+    slice_steps: int | None = 64
     max_running: int = 256
     max_queued: int = 0
     partial: bool = True
@@ -59,8 +60,9 @@ class Rules:
         least = {"batch_rows": 1, "num_steps_total": 1, "ahead": 0, "sync_every": 1, "first_step": 1}
         least |= {"slice_steps": 1, "max_running": 1, "straggler_slices": 1, "straggler_attempts": 0, "max_queued": 0}
         for name, lowest in least.items():
-            if getattr(self, name) < lowest:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {lowest}")
+            value = getattr(self, name)
+            if value is not None and value < lowest:
+                raise ValueError(f"{name}={value} must be at least {lowest}")
         if self.ahead < self.sync_every - 1:
             raise ValueError(
                 f"ahead={self.ahead} is below sync_every - 1: with weights sent every {self.sync_every} steps, the "

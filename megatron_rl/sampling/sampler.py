@@ -31,7 +31,7 @@ from megatron_rl.sampling.journal import Journal, reply_event
 from megatron_rl.sampling.open_answers import OpenAnswers
 from megatron_rl.sampling.rules import Decider, Rules
 from megatron_rl.sampling.saved_answers import ROLLOUTS_FILE, read_answers, write_rollouts
-from megatron_rl.scoring.batch_scorers import Scorer
+from megatron_rl.scoring.batch_scorers import RewardScorer
 from megatron_rl.scoring.sampled_batch import SampledBatch
 
 TURNS = "turns"
@@ -52,14 +52,14 @@ class SamplingLogger(Protocol):
 
 @dataclass(frozen=True)
 class Sources:
-    """Sources of batches. scorer: of answers, where batches are chosen by their scores. episodes: answers turns; None:
-    the first turn of an answer is its last.
+    """Sources of batches. scorer: of answers, which may begin before their batch is complete. episodes: answers turns;
+    None: the first turn of an answer is its last.
     """
 
     config: RunConfig
     train_data: PromptDataset
     cursor: MixtureCursor
-    scorer: Scorer
+    scorer: RewardScorer
     logger: SamplingLogger
     episodes: Episodes | None = None
 
@@ -102,6 +102,8 @@ class Sampler:
         if schedule.checkpoint is not None:
             read_answers(schedule.checkpoint, self.answers)
         self.backlog = Backlog(schedule.decider, self.answers, schedule.num_replicas, self.episodes)
+        if self.rules.slice_steps is not None:  # otherwise all answers of a batch come together
+            self.backlog.on_end = sources.scorer.begin
         self._begin_episodes()
 
     def _episodes(self, live: Episodes | None, schedule: Schedule) -> Episodes | None:
@@ -191,7 +193,7 @@ class Sampler:
         """The complete batch of a step, which is trained now."""
         prompts, rows, greedy = self.backlog.batch(step)
         self.cursor.next_indices()  # these are the prompts of the batch: the cursor moves behind them
-        batch = SampledBatch(step, prompts, rows, greedy)
+        batch = SampledBatch(step, prompts, rows, greedy, first_request=self.rules.requests_of(step).start)
         if self.episodes is not None:
             batch.metrics |= self._describe_episodes(step)
         return batch

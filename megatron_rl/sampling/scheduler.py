@@ -278,8 +278,7 @@ class Scheduler:
         known.inside = present
         known.renewed = set()
         known.straggler = self._straggler(known, next_batch)
-        num_steps = None if self.rules.ahead == 0 and not self.rules.has_turns else self.rules.slice_steps
-        return Order(replica, version, num_steps, tuple(sorted(starts)), tuple(sorted(drops)))
+        return Order(replica, version, self.rules.slice_steps, tuple(sorted(starts)), tuple(sorted(drops)))
 
     # Rounds
 

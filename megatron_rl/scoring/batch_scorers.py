@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from megatron_rl.agents.episode import Episode
 from megatron_rl.columns import SCORING
 from megatron_rl.dispatch import Future
 from megatron_rl.records import Batch
@@ -61,6 +62,10 @@ class RewardScorer:
         self._pending: Pending = []
         self._greedy: Pending = []
 
+    def begin(self, answer: int, episode: Episode) -> None:
+        """Score an answer whose batch is not complete, as far as that needs no rank; `take` has its outcome."""
+        self.rewards.begin(answer, episode.row, episode.token_ids)
+
     def start(self, batch: SampledBatch) -> None:
         """Raises RewardError as `Rewards.start`."""
         self._batch, start = batch, self.rewards.start
@@ -71,10 +76,13 @@ class RewardScorer:
 
     def take(self) -> Batch:
         """Raises RewardError as `Rewards.training_scores`."""
-        batch, rewards = self._batch, self.rewards
+        batch, rewards, first = self._batch, self.rewards, self._batch.first_request
         if batch.scored is None:
-            batch.scored = rewards.training_scores(batch.prompts, batch.rows, self._pending)
-        greedy = None if batch.greedy is None else rewards.greedy_scores(batch.prompts, batch.greedy, self._greedy)
+            batch.scored = rewards.training_scores(batch.prompts, batch.rows, self._pending, first_answer=first)
+        greedy = None
+        if batch.greedy is not None:
+            after = None if first is None else first + len(batch.rows)
+            greedy = rewards.greedy_scores(batch.prompts, batch.greedy, self._greedy, after)
         batch.metrics |= rewards.shaping.metrics()
         components = rewards.components(batch.scored)
         return Batch(scores=batch.scored.scores, components=components, greedy_scores=greedy)

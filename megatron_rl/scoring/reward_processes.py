@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from bdb import BdbQuit
 from collections.abc import Sequence
 from typing import Any
@@ -28,21 +29,43 @@ class RewardProcesses(WorkProcesses):
         """timeout_s: seconds a sample may take. give_up: end a batch whose samples all time out."""
         super().__init__(KeeperSettings(source, num_workers, timeout_s))
         self._give_up = give_up
+        self._begun: dict[int, tuple[int, str]] = {}
+        self._outcomes: dict[int, Outcome] = {}
+        self._jobs = itertools.count()
 
-    def score(self, samples: Sequence[Sample]) -> list[Outcome]:
+    def begin(self, answer: int, sample: Sample) -> None:
+        """Score an answer whose batch is not complete; `score` takes its outcome. Any thread may call this."""
+        job = next(self._jobs)
+        self._begun[answer] = job, sample.solution
+        self.submit([Job(job, sample)])
+
+    def score(self, samples: Sequence[Sample], first_answer: int | None = None) -> list[Outcome]:
         """Return one outcome per sample, in order; takes as long as the slowest sample. Raises RewardError as `take`.
 
-        No other job may be open.
+        first_answer: the samples are the answers of this number and those after it, which may have begun.
         """
-        outcomes: dict[int, Outcome] = {}
-        self.submit([Job(row, sample) for row, sample in enumerate(samples)])
-        while len(outcomes) < len(samples):
+        jobs, outcomes = self._open_jobs(samples, first_answer), self._outcomes
+        while missing := [job for job in jobs if job not in outcomes]:
             outcomes.update(self.take(waits=True))
-            if self._give_up and len(outcomes) < len(samples) and _is_fruitless(outcomes.values()):
+            own = [outcomes[job] for job in jobs if job in outcomes]
+            if self._give_up and len(own) < len(jobs) and _is_fruitless(own):
                 self.cancel()
+                self._begun.clear()
                 reason = f"not tried, as {MOST_FRUITLESS_TIMEOUTS} samples timed out and none was scored"
-                outcomes = {row: failed(TIMED_OUT, reason) for row in range(len(samples))} | outcomes
-        return [outcomes[row] for row in range(len(samples))]
+                outcomes.update({job: failed(TIMED_OUT, reason) for job in missing if job not in outcomes})
+        return [outcomes.pop(job) for job in jobs]
+
+    def _open_jobs(self, samples: Sequence[Sample], first_answer: int | None) -> list[int]:
+        """The jobs of samples, of which those that have not begun are submitted."""
+        jobs, new = [], []
+        for row, sample in enumerate(samples):
+            job, solution = (None, "") if first_answer is None else self._begun.pop(first_answer + row, (None, ""))
+            if job is None or solution != sample.solution:
+                job = next(self._jobs)
+                new.append(Job(job, sample))
+            jobs.append(job)
+        self.submit(new)
+        return jobs
 
 
 def _is_fruitless(outcomes: Any) -> bool:
@@ -60,7 +83,10 @@ class RewardHere(contextlib.nullcontext[Any]):
         super().__init__(self)
         self._function = load_reward_function(source)
 
-    def score(self, samples: Sequence[Sample]) -> list[Outcome]:
+    def begin(self, answer: int, sample: Sample) -> None:
+        """Do nothing: a call would hold the run up now as well as later."""
+
+    def score(self, samples: Sequence[Sample], first_answer: int | None = None) -> list[Outcome]:
         """Return one outcome per sample, in order."""
         if is_async(self._function):
             return asyncio.run(self._score_side_by_side(samples))

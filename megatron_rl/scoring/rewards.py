@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
@@ -104,6 +104,10 @@ class Rewards:
         """
         return self._combined(self.rules, prompts, answers, pending, lambda name, scores: None)
 
+    def begin(self, answer: int, row: Mapping[str, Any], token_ids: Sequence[int]) -> None:
+        """Have the rule score an answer to a training prompt as `RuleReward.begin`."""
+        self._training_rules.begin(answer, row, token_ids)
+
     def _combined(
         self,
         rules: RuleReward | NoRule,
@@ -111,9 +115,10 @@ class Rewards:
         answers: Batch,
         pending: Pending,
         shape: Callable[[str, torch.Tensor], Shaped | None],
+        first_answer: int | None = None,
     ) -> ScoredAnswers:
         with self._clock.phase("reward"):
-            scored = rules(prompts, answers)
+            scored = rules(prompts, answers, first_answer)
             if scored.first_failure is not None:
                 failed = sum(outcome.failure != "" for outcome in scored.outcomes)
                 first = scored.first_failure
@@ -122,15 +127,25 @@ class Rewards:
             models = [dataclasses.replace(model, shaped=shape(model.name, model.scores)) for model in models]
             return with_environment(combine(scored, models, self._rule_weight), answers.get("environment_rewards"))
 
-    def training_scores(self, prompts: Prompts, answers: Batch, pending: Pending, counts: bool = True) -> ScoredAnswers:
+    def training_scores(
+        self,
+        prompts: Prompts,
+        answers: Batch,
+        pending: Pending,
+        counts: bool = True,
+        first_answer: int | None = None,
+    ) -> ScoredAnswers:
         """Score answers for training: as `task_scores`, with the models' scores normalised and clipped as configured,
         minus the penalty of overlong answers if configured.
 
-        counts: add the models' scores to their running means.
+        counts: add the models' scores to their running means. first_answer: the number of the first answer, if `begin`
+        may have been called for them.
         """
-        scored = self._combined(
-            self._training_rules, prompts, answers, pending, lambda name, scores: self.shaping(name, scores, counts)
-        )
+
+        def shape(name: str, scores: torch.Tensor) -> Shaped | None:
+            return self.shaping(name, scores, counts)
+
+        scored = self._combined(self._training_rules, prompts, answers, pending, shape, first_answer)
         overlong = self.config.reward_model.overlong_buffer
         if not overlong.enable:
             return scored
@@ -147,12 +162,15 @@ class Rewards:
         keys, failed = self.config.algorithm.gdpo_reward_keys or [], self.config.reward_model.failed_score
         return torch.tensor([scored.numbers(key, failed) for key in keys], dtype=torch.float32).T.contiguous()
 
-    def greedy_scores(self, prompts: Prompts, answers: Batch, pending: Pending) -> torch.Tensor:
+    def greedy_scores(
+        self, prompts: Prompts, answers: Batch, pending: Pending, first_answer: int | None = None
+    ) -> torch.Tensor:
         """float32 [B]: for each row of `prompts` the score of its group's greedy answer; `answers` has one
-        per group, in the order of `one_per_group`.
+        per group, in the order of `one_per_group`. first_answer: as in `training_scores`.
         """
         _, group = prompts.uid.unique(return_inverse=True)
-        return self.training_scores(prompts.one_per_group(), answers, pending, counts=False).scores[group]
+        scored = self.training_scores(prompts.one_per_group(), answers, pending, False, first_answer)
+        return scored.scores[group]
 
 
 def waited(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -38,13 +39,21 @@ class RuleReward:
         """End the processes."""
         self.processes.__exit__(*failure)
 
-    def __call__(self, prompts: Prompts, answers: Batch) -> ScoredAnswers:
+    def begin(self, answer: int, row: Mapping[str, Any], token_ids: Sequence[int]) -> None:
+        """Score an answer while others are generated. answer: its number. row: its task. token_ids: all that follows
+        the prompt. Raises RewardError where the reward processes have died.
+        """
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        self.processes.begin(answer, Sample(row["data_source"], text, row["ground_truth"], row["extra_info"]))
+
+    def __call__(self, prompts: Prompts, answers: Batch, first_answer: int | None = None) -> ScoredAnswers:
         """Score B answers. Their text has no special tokens (EOS, padding); an empty answer is the text "".
 
-        Raises RewardError, naming the first sample, if all of them fail, unless that is allowed.
+        first_answer: the number of the first one, if they may have begun. Raises RewardError, naming the first sample,
+        if all of them fail, unless that is allowed.
         """
         samples = read_samples(prompts, answers, self.tokenizer)
-        outcomes = self.processes.score(samples)
+        outcomes = self.processes.score(samples, first_answer)
         failures = [row for row, outcome in enumerate(outcomes) if outcome.failure]
         first_failure = None
         if failures:
@@ -64,7 +73,10 @@ class NoRule(contextlib.nullcontext[Any]):
         super().__init__(self)
         self.tokenizer = tokenizer
 
-    def __call__(self, prompts: Prompts, answers: Batch) -> ScoredAnswers:
+    def begin(self, answer: int, row: Mapping[str, Any], token_ids: Sequence[int]) -> None:
+        """Do nothing."""
+
+    def __call__(self, prompts: Prompts, answers: Batch, first_answer: int | None = None) -> ScoredAnswers:
         """Return B answers without a score."""
         samples = read_samples(prompts, answers, self.tokenizer)
         return ScoredAnswers(torch.zeros(len(samples)), samples, [Outcome(None) for _ in samples], None)

@@ -16,7 +16,8 @@ class SampledBatch:
 
     rows: prompts with their answers, to which scorers add columns. greedy: one answer per group, in the order of
     `one_per_group`, if the estimator needs it. scored: the answers' scores, once they are there. metrics: of sampling
-    and scoring.
+    and scoring. first_request: the number of the first answer; the others follow it, and then greedy ones. None: the
+    schedule does not have them.
     """
 
     step: int
@@ -25,6 +26,7 @@ class SampledBatch:
     greedy: Batch | None = None
     scored: ScoredAnswers | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    first_request: int | None = None
 
     def __post_init__(self) -> None:
         groups, failed = self.prompts.uid, self.rows.get("failed")

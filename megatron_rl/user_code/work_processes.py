@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from multiprocessing import Pipe
 from types import TracebackType
@@ -33,6 +34,7 @@ class WorkProcesses:
 
     def __init__(self, settings: KeeperSettings):
         self.settings = settings
+        self._sending = threading.Lock()
 
     def __enter__(self) -> Self:
         """Start the processes and do not wait for them; they load the user's code meanwhile."""
@@ -61,7 +63,7 @@ class WorkProcesses:
             self._keeper.wait()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Have jobs done; the answers come with `take`."""
+        """Have jobs done; the answers come with `take`. Any thread may call this."""
         self._send(list(jobs))
 
     def notify(self, notice: Notice) -> None:
@@ -85,6 +87,7 @@ class WorkProcesses:
 
     def _send(self, message: list[Job] | Take | Notice | Cancel) -> None:
         try:
-            self._connection.send(message)
+            with self._sending:
+                self._connection.send(message)
         except OSError as error:
             raise RewardError(f"the process that keeps the workers of {self.settings.work.noun} has died") from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import shutil
 import sys
 
@@ -319,3 +321,53 @@ def test_bad_keys_are_refused_by_plan(command_line, changes, sentence) -> None:
     run = command_line(*environment("Retry"), *changes, config=GRPO, stage="plan", names_folder=False)
     assert run.wait() == 2 and sentence in " ".join(run.text().split()), run.text()
     assert "Traceback" not in run.text()
+
+
+NUM_HELD_OUT = 40
+"""Held-out prompts, which are asked at the end."""
+COUNTING_RULE = """
+import os, time
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    with open(__file__ + ".calls", "a") as calls:
+        calls.write(f"{time.time()}\\n")
+    return len(solution_str) / 10
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["turns", "slices"])
+def test_a_rule_scores_while_others_are_drawn(command_line, tmp_path, kind) -> None:
+    """Each answer once, some of them before the last one was drawn, and the same bits as a rule that comes last: with
+    turns, and where launch_reward_fn_async asks for slices.
+
+    Would not catch a rule that begins a little late; scripts/bench/sleeping_tools.py measures that.
+    """
+    rule = tmp_path / "counting.py"
+    rule.write_text(COUNTING_RULE)
+    keys = (
+        f"custom_reward_function.path={rule}",
+        "custom_reward_function.name=compute_score",
+        "data.max_response_length=16",
+    )
+    own = {
+        "turns": (*environment("Retry"), *keys, "async_training.slice_steps=2"),
+        "slices": (
+            *keys,
+            "actor_rollout_ref.rollout.temperature=1.5",
+            "reward_model.launch_reward_fn_async=true",
+            "async_training.slice_steps=1",
+        ),
+    }[kind]
+    one = ("trainer.n_gpus_per_node=1", f"{MEGATRON}.tensor_model_parallel_size=1", WITHOUT_RAY)
+    run = command_line(*SHORT, *one, *own, "trainer.test_freq=0", config=GRPO)
+    assert run.wait() == 0, run.text()
+    calls = [float(line) for line in (tmp_path / "counting.py.calls").read_text().split()]
+    assert len(calls) == 2 * 16 * 4 + NUM_HELD_OUT
+    here = command_line(*SHORT, *LOCAL, *own, "trainer.test_freq=0", config=GRPO)
+    assert here.wait() == 0, here.text()
+    assert metrics(run) == metrics(here)
+    spans = [span for span in json.loads((run.run / "timeline.json").read_text()) if span["name"] in ("gen", "ref")]
+    names = [
+        name for _, name in sorted([(span["start"], span["name"]) for span in spans] + [(t, "call") for t in calls])
+    ]
+    assert "gen call gen" in " ".join(name for name, _ in itertools.groupby(names))

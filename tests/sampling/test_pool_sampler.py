@@ -50,7 +50,7 @@ def sampler_of(estimator: str) -> tuple[PoolSampler, Replicas, list[list]]:
     config, rollout, moved = run_config(), Replicas(), list[list]()
     config.algorithm.adv_estimator, config.algorithm.filter_groups.enable = estimator, False
     rows = 6 if estimator == "remax" else 4
-    rules = Rules(rows, num_steps_total=3, ahead=0, first_step=1)
+    rules = Rules(rows, num_steps_total=3, ahead=0, first_step=1, slice_steps=None)
     schedule = Schedule(rules, Scheduler(rules, NUM_REPLICAS), None, NUM_REPLICAS, 0, None)
     sources = Sources(config, Pairs(), Counting(), None, SimpleNamespace(note_transition=moved.append))
     return PoolSampler(schedule, sources, rollout), rollout, moved

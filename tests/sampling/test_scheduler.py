@@ -54,7 +54,7 @@ def test_without_ahead_a_batch_is_cut_into_equal_chunks():
 
     Would not catch a chunk that an engine cannot queue.
     """
-    scheduler = Scheduler(Rules(5, 2, ahead=0, max_running=1), 2)
+    scheduler = Scheduler(Rules(5, 2, ahead=0, max_running=1, slice_steps=None), 2)
     assert scheduler.next_order(1) == Order(1, 0, None, (3, 4))
     assert scheduler.next_order(0) == Order(0, 0, None, (0, 1, 2))
     assert scheduler.next_order(0) is None

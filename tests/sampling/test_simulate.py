@@ -38,7 +38,7 @@ def test_without_ahead_each_step_waits_for_both():
 
     Would not catch a bound other than 0.
     """
-    rules = Rules(batch_rows=2, num_steps_total=3, ahead=0)
+    rules = Rules(batch_rows=2, num_steps_total=3, ahead=0, slice_steps=None)
     outcome = run(rules, 1, lambda request, attempt: 4 + request % 2, replace(SECOND, transfer_seconds=2.0))
     assert outcome.steps == [8.0, 18.0, 28.0]
     assert outcome.staleness == {0: 27}

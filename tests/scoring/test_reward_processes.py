@@ -220,3 +220,36 @@ def test_a_function_that_no_worker_can_load_is_an_error(start):
 def test_chunks_stay_small_enough_to_share():
     """Would not catch a chunk that is dealt to a worker which is not ready."""
     assert keeper.LARGEST_CHUNK <= 32
+
+
+COUNTED = """
+import time
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    with open(__file__ + ".calls", "a") as calls:
+        calls.write(solution_str + "\\n")
+    return float(solution_str)
+"""
+
+
+def test_answers_may_begin_before_their_batch(start, tmp_path):
+    """Those that have begun are called once, another answer under the number of one that has begun is called too, and
+    what began for a later batch stays for it. Would not catch a call that begins late.
+    """
+    calls = tmp_path / "my_reward.py.calls"
+    with start(COUNTED, timeout_s=10.0) as processes:
+        for answer, text in ((8, "8"), (7, "7"), (11, "11"), (9, "drawn again")):
+            processes.begin(answer, samples(text)[0])
+        assert [outcome.score for outcome in processes.score(samples("7", "8", "9"), first_answer=7)] == [7, 8, 9]
+        assert [outcome.score for outcome in processes.score(samples("1", "2"))] == [1, 2]
+        assert [outcome.score for outcome in processes.score(samples("10", "11"), first_answer=10)] == [10, 11]
+    assert sorted(calls.read_text().split("\n")) == sorted(["7", "8", "11", "drawn again", "9", "1", "2", "10", ""])
+
+
+def test_a_batch_that_is_given_up_takes_later_answers_along(start):
+    """What had begun for a later batch is called then. Would not catch a later batch that is given up for nothing."""
+    with start(timeout_s=0.05, num_workers=1) as processes:
+        for answer in range(40):
+            processes.begin(answer, samples("time.sleep(1000)")[0])
+        processes.begin(40, samples("4")[0])
+        assert {o.failure for o in processes.score(samples(*["time.sleep(1000)"] * 40), 0)} == {"timed_out"}
+        assert processes.score(samples("4"), 40)[0].score == 4.0
