@@ -105,6 +105,7 @@ COLUMNS = ColumnTable(
     Column("num_other_experts", ROW, I64, ACTOR_SCORES, (METRICS,), "recorded experts that routers would not choose"),
     Column("ref_log_probs", DRAWN, F32, "reference.log_probs", (ACTOR_UPDATE, KL), "log-prob under the reference"),
     Column("old_values", DRAWN, F32, "critic.values", (CRITIC_UPDATE, METRICS), "the critic's value before the token"),
+    Column("observations", DRAWN, I64, "estimator", (), "equal where turns have read the same since the turn before"),
     Column("rewards", DRAWN, F32, KL, (ESTIMATOR, METRICS), "-KL penalty; the score on a row's last one"),
     Column("advantages", DRAWN, F32, "estimator", (ACTOR_UPDATE, METRICS), "advantage of the token"),
     Column("returns", DRAWN, F32, "estimator", (CRITIC_UPDATE, METRICS), "what the critic learns to predict"),

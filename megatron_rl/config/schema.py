@@ -384,19 +384,23 @@ class FilterGroupsConfig:
 class AlgorithmConfig:
     adv_estimator: str = "gae"
     """gae | grpo | grpo_passk | gdpo | gpg | rloo | opo | max_rl | optimal_token_baseline |
-    tir_optimal_token_baseline | reinforce_plus_plus | reinforce_plus_plus_baseline | remax | grpo_vectorized: grpo |
-    rloo_vectorized: rloo | the name of a function in custom_adv_estimator.path. Only gae needs a critic."""
+    tir_optimal_token_baseline | gigpo | reinforce_plus_plus | reinforce_plus_plus_baseline | remax |
+    grpo_vectorized: grpo | rloo_vectorized: rloo | the name of a function in custom_adv_estimator.path. Only gae needs
+    a critic."""
     custom_adv_estimator: UserFileConfig = field(default_factory=UserFileConfig)
     norm_adv_by_std_in_grpo: bool = True
-    """Divide GRPO's advantages by the standard deviation of the group; false is Dr.GRPO. Also grpo_passk's, gdpo's."""
+    """Divide GRPO's advantages by the standard deviation of the group; false is Dr.GRPO. Also grpo_passk's, gdpo's,
+    gigpo's."""
     scale_rewards: Annotated[str, OneOf(("group", "batch"))] = "group"
     """grpo: that standard deviation is of the answers of a group | batch: of all answers of the step (LitePPO)."""
     gdpo_reward_keys: list[str] | None = None
     """gdpo: which numbers of the reward function's dict are normalised apart."""
     gdpo_reward_weights: list[float] | None = None
     """gdpo: what each of them counts; null: 1."""
+    gigpo_step_advantage_w: Annotated[float, Ge(0)] = 1.0
+    """gigpo: what the advantage among turns that have read the same counts, beside that among episodes."""
     gamma: UnitInterval = 1.0
-    """Discount per token, of gae and reinforce_plus_plus."""
+    """Discount per token, of gae and reinforce_plus_plus; gigpo: per turn."""
     lam: UnitInterval = 1.0
     """GAE's lambda."""
     adaptive_lam_alpha: Annotated[float | None, Gt(0), Nearest(0.05)] = None
@@ -405,8 +409,8 @@ class AlgorithmConfig:
     gae_timestep: Annotated[str, OneOf(("token", "turn"))] = "token"
     """gae: a time step is a token | a turn of the policy, with the value of its first token and one advantage."""
     turn_rewards: bool = False
-    """gae, reinforce_plus_plus and remax: the environment's reward for a turn is on that turn's last token; false: the
-    whole score is on the last token of the episode."""
+    """gae, reinforce_plus_plus, remax and gigpo: the environment's reward for a turn is on that turn's last token;
+    false: the whole score is on the last token of the episode."""
     mask_truncated_completions: bool = False
     """Leave answers that reached data.max_response_length without an end out of the losses of actor and critic; they
     still count in advantages."""

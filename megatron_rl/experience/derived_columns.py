@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron_rl.config.correction import RolloutCorrectionConfig
-from megatron_rl.config.declarations import KL_ESTIMATES
+from megatron_rl.config.declarations import ESTIMATORS, KL_ESTIMATES, EstimatorTraits
 from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.losses.estimators import Estimator, Samples
@@ -48,6 +48,28 @@ def turn_numbers(experience: Batch) -> torch.Tensor:
     return (begins.cumsum(0) - 1)[sampled]
 
 
+def observation_numbers(experience: Batch) -> torch.Tensor:
+    """int64 [sampled tokens]: equal for tokens of turns that have read the same tokens since the turn before: an
+    observation, or the prompt of a row or of a conversation.
+    """
+    ids, sampled = experience.flat("input_ids"), experience.flat("sampled")
+    follows = torch.zeros_like(sampled)
+    follows[1:] = sampled[:-1]
+    reads = ~sampled & follows
+    lengths = row_lengths(experience["input_ids"])
+    reads[(lengths.cumsum(0) - lengths)[lengths > 0]] = True
+    if "conversation_starts" in experience:
+        reads |= experience.flat("conversation_starts")
+    begins, firsts = (sampled & ~follows).nonzero().flatten(), reads.nonzero().flatten()
+    firsts = firsts[torch.searchsorted(firsts, begins, right=True) - 1]
+    numbers: dict[tuple[int, ...], int] = {}
+    read = [
+        numbers.setdefault(tuple(ids[first:begin].tolist()), len(numbers))
+        for first, begin in zip(firsts.tolist(), begins.tolist(), strict=True)
+    ]
+    return torch.tensor(read, dtype=torch.int64)[turn_numbers(experience)]
+
+
 def add_advantages(experience: Batch, estimator: Estimator, config: AlgorithmConfig) -> None:
     """Fill `advantages` and `returns` from `rewards`, and from whatever else the estimator reads, where it is there.
 
@@ -57,6 +79,8 @@ def add_advantages(experience: Batch, estimator: Estimator, config: AlgorithmCon
     def flat(name: str) -> torch.Tensor | None:
         return experience.flat(name) if name in experience else None
 
+    if "observations" in ESTIMATORS.traits(config.adv_estimator, EstimatorTraits()).reads:
+        experience.add(observations=experience.per_sampled_token(observation_numbers(experience)))
     samples = Samples(
         rewards=experience.flat("rewards"),
         lengths=experience.num_sampled,
@@ -66,6 +90,7 @@ def add_advantages(experience: Batch, estimator: Estimator, config: AlgorithmCon
         greedy_scores=experience.get("greedy_scores"),
         components=experience.get("components"),
         turns=turn_numbers(experience),
+        observations=flat("observations"),
         old_log_probs=flat("old_log_probs"),
         sum_pi_squared=flat("sum_pi_squared"),
         rollout_weights=flat("rollout_weights"),

@@ -32,6 +32,7 @@ class Samples:
     old_log_probs: float [T], of the sampled tokens. sum_pi_squared: float [T], the sum of squared probabilities over
     the vocabulary. rollout_weights: float [T], the importance weights of the rollout's samples.
     turns: int64 [T], the number of each token's turn, counted over all answers; None: an answer is one turn.
+    observations: int64 [T], equal for tokens whose turns have read the same tokens since the turn before.
     """
 
     rewards: Tensor
@@ -45,6 +46,7 @@ class Samples:
     sum_pi_squared: Tensor | None = None
     rollout_weights: Tensor | None = None
     turns: Tensor | None = None
+    observations: Tensor | None = None
 
     @property
     def totals(self) -> Tensor:
@@ -55,7 +57,7 @@ class Samples:
     def by_turns(self) -> tuple[Samples, Tensor]:
         """(the same answers with a turn in place of each token, int64 [T]: the turn of each token).
 
-        A turn has the sum of its tokens' rewards, and the value of its first token.
+        A turn has the sum of its tokens' rewards, and value and observation of its first token.
         """
         import torch
 
@@ -66,7 +68,8 @@ class Samples:
         first = sizes.cumsum(0) - sizes
         rewards = self.rewards.new_zeros(len(sizes)).index_add(0, turns, self.rewards)
         lengths = rows[first].bincount(minlength=len(self.lengths))
-        return replace(self, rewards=rewards, values=required(self.values)[first], lengths=lengths, turns=None), turns
+        values, read = (None if column is None else column[first] for column in (self.values, self.observations))
+        return replace(self, rewards=rewards, values=values, observations=read, lengths=lengths, turns=None), turns
 
     @property
     def mask(self) -> Tensor:

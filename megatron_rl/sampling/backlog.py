@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from megatron_rl.agents.episode import Episode
 from megatron_rl.agents.episodes import Episodes
+from megatron_rl.agents.observation import TaskRow
 from megatron_rl.records import Batch, Prompts
 from megatron_rl.rollout.slices import Slice, SliceReport
 from megatron_rl.sampling.open_answers import OpenAnswers
@@ -16,8 +16,8 @@ from megatron_rl.sampling.rules import Decider, Order
 class Backlog:
     """Turns orders into slices and reports into facts. Threads that share it need a lock of their own.
 
-    on_end: is called with every request that ends by itself, and its episode. engines: replica -> requests in its
-    engine. reports: those of finished slices, without tokens, for metrics.
+    on_end: is called with every request that ends by itself, its task, and all tokens after its prompt.
+    engines: replica -> requests in its engine. reports: those of finished slices, without tokens, for metrics.
     episodes: answers turns; None: the first turn of a request is its last.
     """
 
@@ -27,7 +27,7 @@ class Backlog:
         self.decider, self.answers, self.episodes = decider, answers, episodes
         self.engines: list[set[int]] = [set() for _ in range(num_replicas)]
         self.reports: list[SliceReport] = []
-        self.on_end: Callable[[int, Episode], None] | None = None
+        self.on_end: Callable[[int, TaskRow, list[int]], None] | None = None
         self._beginning: set[int] = set()
         self.apply_decisions()  # a checkpoint may have left some
         for request in answers.away:
@@ -126,7 +126,7 @@ class Backlog:
                 if (
                     episode.finish and episode.failure is None
                 ):  # a schedule that is repeated may have dropped its tokens
-                    self.on_end(request, episode)
+                    self.on_end(request, episode.row, episode.token_ids)
 
     def _forget(self, requests: Iterable[int]) -> None:
         """Drop the environments of requests that have ended or begin again."""

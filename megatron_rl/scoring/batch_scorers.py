@@ -6,10 +6,9 @@ and validation ask their scorers in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
-from megatron_rl.agents.episode import Episode
 from megatron_rl.columns import SCORING
 from megatron_rl.dispatch import Future
 from megatron_rl.records import Batch
@@ -62,9 +61,11 @@ class RewardScorer:
         self._pending: Pending = []
         self._greedy: Pending = []
 
-    def begin(self, answer: int, episode: Episode) -> None:
-        """Score an answer whose batch is not complete, as far as that needs no rank; `take` has its outcome."""
-        self.rewards.begin(answer, episode.row, episode.token_ids)
+    def begin(self, answer: int, row: Mapping[str, Any], token_ids: Sequence[int]) -> None:
+        """Score an answer whose batch is not complete, as far as that needs no rank; `take` has its outcome. Arguments
+        are those of `Rewards.begin`.
+        """
+        self.rewards.begin(answer, row, token_ids)
 
     def start(self, batch: SampledBatch) -> None:
         """Raises RewardError as `Rewards.start`."""

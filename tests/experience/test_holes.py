@@ -18,6 +18,7 @@ from megatron_rl.experience.derived_columns import (
     add_rewards,
     add_rollout_correction,
     leave_out_truncated,
+    observation_numbers,
 )
 from megatron_rl.experience.staleness import staleness_metrics
 from megatron_rl.records import Batch, ragged, single_turn
@@ -74,7 +75,11 @@ def estimated(batch: Batch, name: str) -> dict[str, float]:
     return metrics | staleness_metrics(batch, step=3) | ({} if kl is None else {"kl": float(kl)})
 
 
-@pytest.mark.parametrize("name", sorted({entry.names[0] for entry in ESTIMATORS.values()}))
+ESTIMATORS_OF_TOKENS = {entry.names[0] for entry in ESTIMATORS.values() if "observations" not in entry.traits.reads}
+"""Estimators for which turns do not count."""
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS_OF_TOKENS))
 @modest
 @given(rows=masks, seed=st.integers(0, 99))
 def test_every_estimator_sees_drawn_tokens_alone(name: str, rows, seed: int) -> None:
@@ -137,3 +142,45 @@ def test_turns_by_hand() -> None:
     torch.testing.assert_close(batch.flat("advantages"), expected)
     add_rewards(batch, 0.0)
     assert spread_back(batch, "rewards")[0] == [None, 0.0, 0.0, None, 4.0, None]
+
+
+def test_gigpo_by_hand() -> None:
+    """Two episodes of one prompt and one of another, turns of one or two tokens; after the first turn all read 7. gamma
+    0.5, no division. Would not catch states that differ where tokens do not.
+
+    Totals of group 0: 4 and 2, so the episodes have 1 and -1. First turns read the prompt; rewards to go by turns:
+    1 + 0.5 * 3 = 2.5 and 0 + 0.5 * 2 = 1, so 0.75 and -0.75. Second turns read 7: 3 and 2, so 0.5 and -0.5. The third
+    episode is alone: its total 5, and nothing from turns.
+    """
+    batch = Batch(
+        input_ids=ragged([torch.tensor(ids) for ids in ([1, 2, 5, 6, 7, 8], [1, 2, 9, 7, 8, 8], [1, 2, 5, 7, 5])]),
+        sampled=ragged([torch.tensor(m).bool() for m in ([0, 0, 1, 1, 0, 1], [0, 0, 1, 0, 1, 1], [0, 0, 1, 0, 1])]),
+        scores=torch.tensor([4.0, 2.0, 5.0]),
+        groups=torch.tensor([0, 0, 1]),
+    )
+    batch.add(turn_rewards=batch.per_sampled_token(torch.tensor([0.0, 1, 3, 0, 0, 2, 2, 3])))
+    add_rewards(batch, 0.0, by_turns=True)
+    config = AlgorithmConfig(
+        adv_estimator="gigpo", gamma=0.5, norm_adv_by_std_in_grpo=False, gigpo_step_advantage_w=2.0
+    )
+    add_advantages(batch, ESTIMATORS["gigpo"].function, config)
+    assert spread_back(batch, "advantages") == [
+        [None, None, 2.5, 2.5, None, 2.0],
+        [None, None, -2.5, None, -2.0, -2.0],
+        [None, None, 5.0, None, 5.0],
+    ]
+
+
+def test_observations_have_numbers() -> None:
+    """Rows of several turns and conversations: what a turn has read since the turn before decides, and where a
+    conversation begins anew, that alone. Would not catch two rows that read the same in other groups.
+    """
+    masks = ([0, 1, 0, 1, 0, 1], [0, 1, 1, 0, 0, 1], [0])
+    batch = Batch(
+        input_ids=ragged([torch.tensor(ids) for ids in ([1, 5, 7, 5, 1, 5], [1, 6, 6, 9, 7, 3], [4])]),
+        sampled=ragged([torch.tensor(mask).bool() for mask in masks]),
+    )
+    assert observation_numbers(batch).tolist() == [0, 1, 0, 0, 0, 2]
+    anew = ([0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 0], [0])
+    batch.add(conversation_starts=ragged([torch.tensor(starts).bool() for starts in anew]))
+    assert observation_numbers(batch).tolist() == [0, 1, 0, 0, 0, 1]

@@ -52,7 +52,7 @@ def test_refused_names_list_the_known_ones(config, tmp_path):
     config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode = "groo", "gsp"
     estimator, loss = map(str, algorithm_problems(config))
     assert estimator.startswith(
-        "algorithm.adv_estimator=groo must be one of gae, reinforce_plus_plus, remax, grpo, grpo_vectorized, rloo, "
+        "algorithm.adv_estimator=groo must be one of gae, reinforce_plus_plus, remax, gigpo, grpo, grpo_vectorized, "
     )
     assert "custom_adv_estimator.path=null; nearest: grpo" in estimator
     assert (

@@ -197,7 +197,7 @@ def test_equal_scores_teach_nothing(name):
 ALONE = [3.0, 0.0, 0.0, -1.0]
 WHITENED = [2.5 / 3**0.5, -0.5 / 3**0.5, -0.5 / 3**0.5, -1.5 / 3**0.5]
 GROUPS_OF_ONE = {
-    **dict.fromkeys(("grpo", "grpo_vectorized"), [3 / (1 + 1e-6), 0.0, 0.0, -1 / (1 + 1e-6)]),
+    **dict.fromkeys(("grpo", "grpo_vectorized", "gigpo"), [3 / (1 + 1e-6), 0.0, 0.0, -1 / (1 + 1e-6)]),
     "rloo": ALONE,
     "rloo_vectorized": ALONE,
     "opo": ALONE,
@@ -405,6 +405,19 @@ def loop_max_rl(batch: Batch, config: AlgorithmConfig) -> list[float]:
     return of_answers(batch, advantage)
 
 
+def loop_gigpo(batch: Batch, config: AlgorithmConfig) -> list[float]:
+    """Of one turn each: beside GRPO among all answers the same among those that have a turn, if there are others."""
+
+    def of_turn(row: int) -> float:
+        group = [batch.totals[other] for other in batch.others(row) if batch.lengths[other]]
+        if len(group) < 2:
+            return 0.0
+        centred = batch.totals[row] - statistics.fmean(group)
+        return centred / (statistics.stdev(group) + 1e-6) if config.norm_adv_by_std_in_grpo else centred
+
+    return [a + b for a, b in zip(loop_grpo(batch, config), of_answers(batch, of_turn), strict=True)]
+
+
 def loop_token_baseline(batch: Batch, config: AlgorithmConfig) -> list[float]:
     def energy(row: int, t: int) -> float:
         columns = zip(batch.probs[row], batch.squares[row], batch.weights[row], strict=True)
@@ -432,6 +445,7 @@ LOOPS = {
     "gdpo": loop_gdpo,
     "gpg": loop_gpg,
     "max_rl": loop_max_rl,
+    "gigpo": loop_gigpo,
     "optimal_token_baseline": loop_token_baseline,
     "tir_optimal_token_baseline": loop_token_baseline,
     "reinforce_plus_plus": loop_reinforce,
