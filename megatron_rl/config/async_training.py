@@ -28,7 +28,8 @@ class AsyncTrainingConfig:
     """Engine steps of a replica between two looks at what is new: weights, finished and waiting requests."""
     deterministic: bool = False
     """Compute who generates what with which weights from the configuration and the answers' lengths alone; false: as
-    replicas and weights become ready, recorded in schedule.jsonl for `train --replay`."""
+    replicas and weights become ready, recorded in schedule.jsonl for `train --replay`. With turns, also without
+    rollout_ahead, true lets every turn wait for the answers to all."""
     second_buffer: bool = True
     """Receive new weights into a second buffer while slices go on; false: between two slices. On GPUs only false, which
     is the default there."""

@@ -47,8 +47,15 @@ def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Rules:
     batch_rows = sizes.num_generated_samples + greedy
     if not config.samples_ahead:
         has_turns = config.has_turns
-        slice_steps = ahead.slice_steps if has_turns or config.reward_model.launch_reward_fn_async else None
-        return Rules(batch_rows, num_steps, 0, first_step=first_step, slice_steps=slice_steps, has_turns=has_turns)
+        return Rules(
+            batch_rows=batch_rows,
+            num_steps_total=num_steps,
+            ahead=0,
+            first_step=first_step,
+            slice_steps=ahead.slice_steps if has_turns or config.reward_model.launch_reward_fn_async else None,
+            has_turns=has_turns,
+            awaits_turns=ahead.deterministic,
+        )
     return Rules(
         batch_rows=batch_rows,
         num_steps_total=num_steps,
@@ -66,12 +73,13 @@ def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Rules:
         straggler_slices=ahead.straggler_slices,
         straggler_attempts=ahead.straggler_attempts,
         has_turns=config.has_turns,
+        awaits_turns=config.has_turns and ahead.deterministic,
     )
 
 
 def settings_of(rules: Rules, config: RunConfig) -> dict[str, Any]:
     """Settings that a replayed schedule must have in common with the run that recorded it."""
-    left_out = {"first_step", *(() if rules.has_turns else ("has_turns",))}
+    left_out = {"first_step", *(() if rules.has_turns else ("has_turns", "awaits_turns"))}
     return {name: value for name, value in asdict(rules).items() if name not in left_out} | {
         "seed": config.trainer.seed
     }

@@ -35,7 +35,8 @@ class Rules:
     on rules and answer lengths alone. colocated: engines are offloaded while training runs and lose their requests.
     straggler_slices: the policy acts on the last missing request of the batch that is trained next after it has been
     the last one for so many slices. straggler_attempts: how often "resample" draws a request again.
-    has_turns: a request may have several turns, and is away between two of them.
+    has_turns: a request may have several turns, and is away between two of them. awaits_turns: a round begins only
+    when no request is away, so that orders do not depend on how long answers take.
     """
 
     batch_rows: int
@@ -54,6 +55,7 @@ class Rules:
     straggler_slices: int = 4
     straggler_attempts: int = 1
     has_turns: bool = False
+    awaits_turns: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError for values that cannot work, above all an `ahead` under which the run would block."""

@@ -283,8 +283,9 @@ class Scheduler:
     # Rounds
 
     def _is_round_open(self) -> bool:
-        """Whether a slice or an answer to a turn is outstanding: a round admits the answers of all its turns."""
-        return bool(self._planned or self.away) or any(replica.order is not None for replica in self._replicas)
+        """Whether a slice is outstanding, or an answer to a turn that rounds await."""
+        is_awaited = bool(self.away) and self.rules.awaits_turns
+        return is_awaited or bool(self._planned) or any(replica.order is not None for replica in self._replicas)
 
     def _due(self) -> int:
         """The version that all replicas should hold by now, in rounds; it depends only on the complete batches."""
@@ -322,7 +323,7 @@ class Scheduler:
         for taker, share in zip(takers, self._shares(takers, num_waiting), strict=True):
             self._replicas[taker].owned.update(self._requests.hand_out(share, versions[taker]))
         for index, version in versions.items():
-            if self._replicas[index].owned:
+            if self._replicas[index].owned - self.away:
                 self._planned[index] = self._order(index, version, self._requests.frontier)
 
     # Ends of requests

@@ -20,6 +20,8 @@ FORGETS = (
     "{{ message.content }}{% endif %}{% endfor %}"
 )
 """A chat template that keeps one letter of what the policy said."""
+DETERMINISTIC = "async_training.deterministic=true"
+"""Which turns are drawn together, and so the last bits, do not depend on how long answers take."""
 BOUND = 5e-5
 """Of single turns: the largest difference of log-probs between rollout and trainer in float32."""
 
@@ -187,7 +189,7 @@ def test_an_agent_at_the_endpoint_is_an_environment(command_line) -> None:
 
     Would not catch a conversation that another model's template renders otherwise as a whole.
     """
-    keys = (*SHORT, *LOCAL, "trainer.total_training_steps=1", "trainer.test_freq=0")
+    keys = (*SHORT, *LOCAL, "trainer.total_training_steps=1", "trainer.test_freq=0", DETERMINISTIC)
     ways = environment("ThreeTries"), agent(FILE, "name=three_tries")
     runs = [command_line(*keys, *way, config=GRPO) for way in ways]
     for run in runs:
@@ -350,7 +352,7 @@ def test_a_rule_scores_while_others_are_drawn(command_line, tmp_path, kind) -> N
         "data.max_response_length=16",
     )
     own = {
-        "turns": (*environment("Retry"), *keys, "async_training.slice_steps=2"),
+        "turns": (*environment("Retry"), *keys, "async_training.slice_steps=2", DETERMINISTIC),
         "slices": (
             *keys,
             "actor_rollout_ref.rollout.temperature=1.5",

@@ -80,6 +80,7 @@ def random_scene(seed: int, **fixed: object) -> Scene:
         "straggler_policy": rng.choice(["wait", "truncate", "resample"]),
         "straggler_slices": rng.randint(1, 3),
         "straggler_attempts": rng.randint(0, 2),
+        "awaits_turns": rng.random() < 0.5,
     }
     if rng.random() < 0.15:
         chosen |= {"colocated": True, "partial": True, "deterministic": True, "sync_every": 1}

@@ -68,6 +68,27 @@ def test_without_ahead_a_batch_is_cut_into_equal_chunks():
     assert scheduler.next_order(0) == Order(0, 1, None, (5, 6, 7))
 
 
+@pytest.mark.parametrize("awaits", [False, True])
+def test_an_answer_holds_up_its_own_request_alone(awaits):
+    """Of three requests two are away: the other goes on, and one that is back goes on with it. Where orders must not
+    depend on seconds, the round waits for all answers. Would not catch a request that is handed out twice; simulated
+    schedules do.
+    """
+    scheduler = Scheduler(Rules(3, 1, ahead=0, slice_steps=8, has_turns=True, awaits_turns=awaits), 1)
+    assert scheduler.next_order(0) == Order(0, 0, 8, (0, 1, 2))
+    scheduler.slice_done(0, 8, {0: 3, 1: 4, 2: 8}, [], away=[0, 1])
+    assert scheduler.next_order(0) == (None if awaits else Order(0, 0, 8))
+    if not awaits:
+        scheduler.slice_done(0, 8, {2: 8}, [])
+    scheduler.returned(0, is_finished=False)
+    assert scheduler.next_order(0) == (None if awaits else Order(0, 0, 8, (0,)))
+    if not awaits:
+        scheduler.slice_done(0, 2, {0: 1, 2: 2}, [0, 2])
+        assert scheduler.next_order(0) is None  # the engine is empty
+    scheduler.returned(1, is_finished=False)
+    assert scheduler.next_order(0) == Order(0, 0, 8, (0, 1) if awaits else (1,))
+
+
 def test_partial_requests_go_on_under_the_newest_weights():
     """2 rows a batch, ahead 1, room for 4: batches 1 and 2 at once under version 0; then version 1 with what is left of
     batch 2 and all of batch 3. With recompute_kv what is left is dropped and begun anew. Would not catch tokens.
