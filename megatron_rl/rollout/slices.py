@@ -38,13 +38,15 @@ class Slice:
     """Next actions of one replica: take weights, drop requests, start requests, then step its engine.
 
     version: of the weights, in training steps; the replica has received them. num_steps: engine steps at most; a slice
-    ends earlier if nothing is left to generate. None: until nothing is left.
+    ends earlier if nothing is left to generate. None: until nothing is left. keeps_prefixes: an engine without requests
+    does not forget the keys and values that it has of this version.
     """
 
     version: int
     num_steps: int | None
     starts: tuple[Start, ...] = ()
     drops: tuple[int, ...] = ()
+    keeps_prefixes: bool = False
 
 
 @dataclass(frozen=True)

@@ -76,14 +76,15 @@ class UnfinishedRequests:
         """Drop, start and step; returns the new tokens of each request that has any, and the number of steps.
 
         The engine must have the weights of `order.version`. If nothing is unfinished after the drops, the slice begins
-        with an empty prefix cache, so that its tokens do not depend on earlier requests. Raises ValueError, before
-        anything is changed, for a drop of a request that is not unfinished here and a start of one that is.
+        with an empty prefix cache, so that its tokens do not depend on earlier requests; not with
+        `order.keeps_prefixes`. Raises ValueError, before anything is changed, for a drop of a request that is not
+        unfinished here and a start of one that is.
         """
         self._check(order)
         for request in order.drops:
             # One by one: vLLM frees several requests in the order of a set of strings, which differs between ranks.
             self._engine.abort_request([self._names.pop(request)], internal=True)
-        if not self._names:
+        if not (self._names or order.keeps_prefixes):
             forget_prefixes(self._engine)
         # A slice that ends with its last request reports each once, at its end: reports of single steps cost time.
         kind = RequestOutputKind.FINAL_ONLY if order.num_steps is None else RequestOutputKind.DELTA

@@ -16,7 +16,8 @@ from megatron_rl.sampling.rules import Decider, Order
 class Backlog:
     """Turns orders into slices and reports into facts. Threads that share it need a lock of their own.
 
-    on_end: is called with every request that ends by itself, its task, and all tokens after its prompt.
+    keeps_prefixes: of slices, see `Slice`. on_end: is called with every request that ends by itself, its task, and all
+    tokens after its prompt.
     engines: replica -> requests in its engine. reports: those of finished slices, without tokens, for metrics.
     episodes: answers turns; None: the first turn of a request is its last.
     """
@@ -27,6 +28,7 @@ class Backlog:
         self.decider, self.answers, self.episodes = decider, answers, episodes
         self.engines: list[set[int]] = [set() for _ in range(num_replicas)]
         self.reports: list[SliceReport] = []
+        self.keeps_prefixes = False
         self.on_end: Callable[[int, TaskRow, list[int]], None] | None = None
         self._beginning: set[int] = set()
         self.apply_decisions()  # a checkpoint may have left some
@@ -145,4 +147,4 @@ class Backlog:
         engine -= set(drops)
         engine |= set(order.starts)
         starts = tuple(self.answers.start(request) for request in order.starts)
-        return Slice(order.version, order.num_steps, starts, drops)
+        return Slice(order.version, order.num_steps, starts, drops, self.keeps_prefixes)

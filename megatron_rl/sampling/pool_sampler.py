@@ -51,7 +51,11 @@ class PoolSampler(Sampler):
         with self._rollout_mode():
             while not asked.is_answered:
                 shares = asked.shares(len(self.backlog.engines))
-                slices = {replica: Slice(self._version, None, share) for replica, share in enumerate(shares) if share}
+                slices = {
+                    replica: Slice(self._version, None, share, keeps_prefixes=True)
+                    for replica, share in enumerate(shares)
+                    if share
+                }
                 asked.note(self.rollout.advance(slices).get())
         return asked.rows()
 

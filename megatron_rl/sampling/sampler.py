@@ -102,6 +102,8 @@ class Sampler:
         if schedule.checkpoint is not None:
             read_answers(schedule.checkpoint, self.answers)
         self.backlog = Backlog(schedule.decider, self.answers, schedule.num_replicas, self.episodes)
+        # Where slices are recorded, a repeated one must find the same cache, whatever was lost meanwhile.
+        self.backlog.keeps_prefixes = self.journal is None
         if self.rules.slice_steps is not None:  # otherwise all answers of a batch come together
             self.backlog.on_end = sources.scorer.begin
         self._begin_episodes()

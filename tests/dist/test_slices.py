@@ -20,7 +20,7 @@ from sliced_checks import (
 )
 from tiny_models import run_config, save_llama
 
-from megatron_rl.rollout.slices import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Drawn, Slice
+from megatron_rl.rollout.slices import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Drawn, Slice, Start
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -28,6 +28,8 @@ SLICE_STEPS = (1, 3, 7)
 NUM_OLD = 6
 """Tokens before the weights change."""
 BOUND = 5e-5
+BLOCK = 128
+"""Tokens of a block of the cache on a CPU: vLLM's."""
 
 
 def host_of(config):
@@ -177,6 +179,27 @@ def test_what_cannot_be_done_is_refused_and_changes_nothing(sliced) -> None:
         assert rank["sleep"].startswith("the KV cache cannot go while requests are unfinished: 11, 13, 10")
 
 
+def next_turn(generator, first: Start, keeps: bool) -> tuple[int, int, Drawn]:
+    """(tokens that the first turn left, those that the second did not compute again, what the second drew)."""
+    drawn = generator.advance(Slice(6, None, (dataclasses.replace(first, max_tokens=20),)))[0][first.request]
+    whole = (*first.token_ids, *drawn.token_ids, 3, 4)
+    second = dataclasses.replace(first, token_ids=whole, max_tokens=4)
+    engine, cached = generator.llm.llm_engine, []
+    step = engine.step
+
+    def counted() -> list:
+        outputs = step()
+        cached.extend(output.num_cached_tokens for output in outputs)
+        return outputs
+
+    engine.step = counted
+    try:
+        answer = generator.advance(Slice(6, None, (second,), keeps_prefixes=keeps))[0][first.request]
+    finally:
+        engine.step = step
+    return len(first.token_ids) + len(drawn.token_ids), max(cached), answer
+
+
 def changed_rank(config, exported: str) -> dict:
     """Weights changed between two slices, the requests kept or started anew; one process, whose actor is exported."""
     host = host_of(config)
@@ -219,6 +242,9 @@ def changed_rank(config, exported: str) -> dict:
     in_slices(generator, first, None, version=5)
     nudge(parameters, seed=1)
     found["emptied"] = generator.advance(Slice(5, None, (once,)))[0][once.request]
+
+    # A turn, and the next one of the same episode, in an engine that had nothing else to do.
+    found["next turns"] = {keeps: next_turn(generator, longest, keeps) for keeps in (False, True)}
     rollout.exit()
     actor.export_hf(Path(exported))
     return found
@@ -280,6 +306,16 @@ def test_cached_prefixes_of_older_weights_are_not_used(changed) -> None:
     assert isinstance(salted, Drawn)
     assert largest_difference(salted.log_probs, plain_log_probs(new, prompt, salted.token_ids)) < BOUND
     assert largest_difference(stale.log_probs, plain_log_probs(new, prompt, stale.token_ids)) > 10 * BOUND
+
+
+def test_a_turn_computes_new_tokens_and_a_block_again(changed) -> None:
+    """A slice that keeps prefixes finds all but less than a block of what the turn before left, another one nothing;
+    both draw the same. Would not catch an engine that drops blocks for want of memory.
+    """
+    _, _, found = changed
+    (left, none, plain), (same, known, kept) = (found["next turns"][keeps] for keeps in (False, True))
+    assert left == same > BLOCK and none == 0 and left - BLOCK < known <= left
+    assert kept.token_ids == plain.token_ids and largest_difference(kept.log_probs, plain.log_probs) < BOUND
 
 
 def test_an_engine_with_nothing_left_begins_with_an_empty_cache(changed) -> None:
