@@ -15,7 +15,7 @@ from megatron_rl import cli
 from megatron_rl.config.load import load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.ledger.planner.preflight import preflight
-from megatron_rl.trials.ablation_file import AblationConfig, Settings
+from megatron_rl.trials.ablation_file import AblationConfig, Settings, read_ablation
 from megatron_rl.trials.planned import GroupSizes, plan_points
 
 REPOSITORY = Path(__file__).parents[2]
@@ -113,3 +113,11 @@ def test_dry_run_starts_nothing_and_writes_nothing(files, tmp_path):
     with pytest.raises(ConfigError, match=r"no point can run: 2 problems\n  1. tp2: tp\(2\) \* pp\(3\)"):
         CliRunner().invoke(cli.app, ["ablate", "--config", str(file), f"{PP}=3"], catch_exceptions=False)
     assert not out.exists()
+
+
+def test_the_ablation_of_turns_can_run(files, tmp_path):
+    """All its points pass the preflight of a run. Would not catch one that fails while it trains."""
+    own = files | {"data.max_response_length": 16}
+    turns = read_ablation(Path("configs/ablations/turns.yaml"), [f"{key}={value}" for key, value in own.items()])
+    planned = plan_points(turns, tmp_path / "out")
+    assert len(planned) == 6 and not any(point.violations for point in planned)
