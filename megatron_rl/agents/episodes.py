@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -63,11 +63,16 @@ class Episodes:
         arrived, self._arrived = self._arrived, []
         return arrived or self._take(waits)
 
-    def play(self, waiting: Mapping[int, Episode]) -> Iterator[tuple[int, Reply]]:
-        """Answer the turns of all these episodes. Answers to other turns are kept for `take`."""
-        for number, episode in waiting.items():
-            self.submit(number, episode)
-        return self._awaited(set(waiting))
+    def take_of(self, numbers: Collection[int], waits: bool) -> list[tuple[int, Reply]]:
+        """Return the answers to these episodes that are there; those to others are kept for `take`. waits: until there
+        is one, which must have been submitted.
+        """
+        while True:
+            own: list[tuple[int, Reply]] = []
+            for number, reply in self._take(waits):
+                (own if number in numbers else self._arrived).append((number, reply))
+            if own or not waits:
+                return own
 
     def submit_new(self, new: Mapping[int, Episode]) -> set[int]:
         """Have environments begin episodes; returns those that one begins, which comes as a reply without a turn. The
@@ -77,22 +82,15 @@ class Episodes:
 
     def begin(self, new: Mapping[int, Episode]) -> None:
         """Begin episodes, and wait for it."""
-        for number, reply in self._awaited(self.submit_new(new)):
-            new[number].begin(reply)
+        waiting = self.submit_new(new)
+        while waiting:
+            for number, reply in self.take_of(waiting, waits=True):
+                waiting.remove(number)
+                new[number].begin(reply)
 
     def _begins(self, number: int, episode: Episode) -> bool:
         """Return whether an environment begins this episode; its opening then comes as a reply."""
         raise NotImplementedError
-
-    def _awaited(self, waiting: Collection[int]) -> Iterator[tuple[int, Reply]]:
-        num_open = len(waiting)
-        while num_open:
-            for number, reply in self._take(waits=True):
-                if number in waiting:
-                    num_open -= 1
-                    yield number, reply
-                else:
-                    self._arrived.append((number, reply))
 
     def _take(self, waits: bool) -> list[tuple[int, Reply]]:
         replies = self._replies(waits)

@@ -17,13 +17,24 @@ from megatron_rl.sampling.open_answers import SeedOf, begun_prompts, new_episode
 class Asked:
     """One request per row of prompts, numbered -1, -2, ...; the schedule's requests are numbered from 0 on.
 
-    Turns of all rows are drawn together, and then answered together.
+    A slice draws turns until none is left to draw; an episode whose turn has its answer goes on with the next slice.
     """
 
-    def __init__(self, prompts: Prompts, sampling: Sampling, seed_of: SeedOf, episodes: Episodes | None) -> None:
-        """episodes: answers turns; None: the first turn is the last."""
+    def __init__(
+        self,
+        prompts: Prompts,
+        sampling: Sampling,
+        seed_of: SeedOf,
+        episodes: Episodes | None,
+        awaits_turns: bool = False,
+    ) -> None:
+        """episodes: answers turns; None: the first turn is the last. awaits_turns: the next ones are drawn when all
+        have their answers.
+        """
         self._rows = {-1 - row: episode for row, episode in enumerate(new_episodes(prompts, sampling))}
-        self._prompts, self._seed_of, self._episodes = prompts, seed_of, episodes
+        self._prompts, self._seed_of = prompts, seed_of
+        self._episodes, self._awaits_turns = episodes, awaits_turns
+        self._away: set[int] = set()
 
     def begin(self) -> None:
         """Have environments begin their episodes; call it before all others, in the thread of `note`."""
@@ -35,13 +46,14 @@ class Asked:
         return all(episode.finish for episode in self._rows.values())
 
     def shares(self, num_replicas: int) -> list[tuple[Start, ...]]:
-        """The unanswered requests in contiguous shares, one for each replica; the first ones have one more."""
-        waiting = [
-            start_of(request, episode, self._seed_of) for request, episode in self._rows.items() if not episode.finish
-        ]
-        shares, first = [], 0
-        for size in chunk_sizes(len(waiting), num_replicas):
-            shares.append(tuple(waiting[first : first + size]))
+        """The requests that can be drawn now, one share for each replica: of contiguous rows, the first ones of one
+        more. A row stays with its replica, which has keys and values of its earlier turns.
+        """
+        rows, shares, first = list(self._rows.items()), [], 0
+        for size in chunk_sizes(len(rows), num_replicas):
+            own = rows[first : first + size]
+            ready = [(request, e) for request, e in own if not e.finish and request not in self._away]
+            shares.append(tuple(start_of(request, episode, self._seed_of) for request, episode in ready))
             first += size
         return shares
 
@@ -49,11 +61,21 @@ class Asked:
         """Take the turns of slices that ran until nothing was left, and have them answered."""
         for report in reports:
             for request, new in report.drawn.items():
-                self._rows[request].extend(new, report.version, self._episodes is not None)
-        waiting = {request: episode for request, episode in self._rows.items() if episode.waits}
-        if self._episodes is not None and waiting:
-            for request, reply in self._episodes.play(waiting):
-                waiting[request].take(reply, self._episodes.limits)
+                episode = self._rows[request]
+                episode.extend(new, report.version, self._episodes is not None)
+                if self._episodes is not None and episode.waits:
+                    self._away.add(request)
+                    self._episodes.submit(request, episode)
+
+    def take_replies(self, waits: bool) -> None:
+        """Take the answers to turns that are there. waits: until there is one, if a turn waits for its answer."""
+        is_open = bool(self._away)
+        while is_open:
+            assert self._episodes is not None
+            for request, reply in self._episodes.take_of(self._away, waits or self._awaits_turns):
+                self._away.remove(request)
+                self._rows[request].take(reply, self._episodes.limits)
+            is_open = self._awaits_turns and bool(self._away)
 
     def rows(self) -> tuple[Prompts, Batch]:
         """Prompts as their episodes have begun, and their answers."""
@@ -73,6 +95,7 @@ def ask_replicas(driver: Driver, asked: Asked, version: int) -> bool:
         slots = driver.slots.generating
         if not slots:
             return False
+        is_idle = True
         for slot, share in zip(slots, asked.shares(len(slots)), strict=True):
             engine = driver.backlog.engines[slot.number]
             drops = tuple(sorted(engine))
@@ -80,6 +103,8 @@ def ask_replicas(driver: Driver, asked: Asked, version: int) -> bool:
             if share or drops:
                 order = Slice(version, None if share else 0, share, drops)
                 driver.call(slot, partial(advance, order), asked.note)
+                is_idle = False
         while driver.has_calls:
             driver.collect(timeout=1.0)
+        asked.take_replies(waits=is_idle)
     return True

@@ -46,7 +46,7 @@ class PoolSampler(Sampler):
             sending.get()
 
     def answer(self, prompts: Prompts, sampling: Sampling) -> tuple[Prompts, Batch]:
-        asked = Asked(prompts, sampling, self.seed_of, self.episodes)
+        asked = Asked(prompts, sampling, self.seed_of, self.episodes, self.rules.awaits_turns)
         asked.begin()
         with self._rollout_mode():
             while not asked.is_answered:
@@ -56,7 +56,9 @@ class PoolSampler(Sampler):
                     for replica, share in enumerate(shares)
                     if share
                 }
-                asked.note(self.rollout.advance(slices).get())
+                if slices:
+                    asked.note(self.rollout.advance(slices).get())
+                asked.take_replies(waits=not slices)
         return asked.rows()
 
     @contextmanager

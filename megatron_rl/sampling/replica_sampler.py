@@ -73,7 +73,8 @@ class ReplicaSampler(Sampler):
 
     def answer(self, prompts: Prompts, sampling: Sampling) -> tuple[Prompts, Batch]:
         """Answers to all prompt rows; open requests continue afterwards."""
-        version, asked = self.weights.version, Asked(prompts, sampling, self.seed_of, self.episodes)
+        version = self.weights.version
+        asked = Asked(prompts, sampling, self.seed_of, self.episodes, self.rules.awaits_turns)
         with self.driver.holding(version, drained=not self.rules.partial):
             self.driver.ask(asked.begin)
             while not self.driver.ask(lambda: ask_replicas(self.driver, asked, version)):

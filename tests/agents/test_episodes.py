@@ -159,7 +159,8 @@ def test_a_conversation_may_begin_anew(appends: bool):
     for said in "456":
         ids = [*tokenizer(said, add_special_tokens=False)["input_ids"], eos]
         path.extend(Drawn(tuple(ids), (-0.5, -0.5), "stop"), 3, has_turns=True)
-        ((_, reply),) = live.play({3: path})
+        live.submit(3, path)
+        ((_, reply),) = live.take_of({3}, waits=True)
         event = from_json(to_json(reply_event(3, reply)))
         assert isinstance(event, TurnAnswered) and event.reply == reply
         path.take(reply, EpisodeLimits(9))
@@ -215,7 +216,8 @@ def test_recorded_answers_come_in_their_order_and_no_others():
     recorded = RecordedEpisodes(EpisodeLimits(5), [(4, replies[0]), (7, replies[1]), (4, replies[2])])
     waiting = episode(((5,), None))
     recorded.submit(7, waiting)
-    assert dict(recorded.play({4: waiting})) == {4: replies[0]}
+    recorded.submit(4, waiting)
+    assert recorded.take_of({4}, waits=True) == [(4, replies[0])]
     assert recorded.take() == [(7, replies[1])]
     recorded.submit(4, waiting)
     assert recorded.take() == [(4, replies[2])]
@@ -242,7 +244,8 @@ def test_long_observations_are_cut(tmp_path: Path, side: str, text: str):
     tokenizer, live = live_episodes(tmp_path, TextLimit(4, side))
     waiting = episode(((5, tokenizer.eos_token_id), None), max_tokens=100)
     for _ in range(2):
-        ((number, reply),) = live.play({3: waiting})
+        live.submit(3, waiting)
+        ((number, reply),) = live.take_of({3}, waits=True)
         assert number == 3 and tokenizer.decode(list(reply.token_ids)) == text
         waiting.take(reply, EpisodeLimits(5))
         waiting.extend(Drawn((5, tokenizer.eos_token_id), (-0.5, -0.5), "stop"), 3, has_turns=True)
