@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import math
 import random
@@ -107,7 +108,10 @@ def measure(run: Run, folder: Path, given: argparse.Namespace) -> list[dict[str,
         run.sampler.load_weights(2 * number + 2)
         mode.write_text("sleep")
         begun = time.monotonic()
+        mixed = run.sampler.rules
+        run.sampler.rules = dataclasses.replace(mixed, awaits_turns=True)
         run.sampler.answer(prompts, run.sampler.sampling(1))
+        run.sampler.rules = mixed
         figures["by turns"] = time.monotonic() - begun
         figures |= _step(run, 2 * number + 3, rule, given, figures["engine"])
         rounds.append(figures)
