@@ -79,7 +79,8 @@ def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Rules:
 
 def settings_of(rules: Rules, config: RunConfig) -> dict[str, Any]:
     """Settings that a replayed schedule must have in common with the run that recorded it."""
-    left_out = {"first_step", *(() if rules.has_turns else ("has_turns", "awaits_turns"))}
+    # What awaits_turns says follows from others, which older schedules have.
+    left_out = {"first_step", "awaits_turns", *(() if rules.has_turns else ("has_turns",))}
     return {name: value for name, value in asdict(rules).items() if name not in left_out} | {
         "seed": config.trainer.seed
     }

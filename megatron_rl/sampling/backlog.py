@@ -125,9 +125,8 @@ class Backlog:
         if self.on_end is not None:
             for request in finished:
                 episode = self.answers.episode(request)
-                if (
-                    episode.finish and episode.failure is None
-                ):  # a schedule that is repeated may have dropped its tokens
+                # A schedule that is repeated may have dropped its tokens.
+                if episode.finish and episode.failure is None:
                     self.on_end(request, episode.row, episode.token_ids)
 
     def _forget(self, requests: Iterable[int]) -> None:
