@@ -35,6 +35,7 @@ from megatron_rl.config.declarations import KL_ESTIMATES
 from megatron_rl.config.megatron import MegatronConfig, OptimConfig, follow_actor, follows
 from megatron_rl.config.multi_turn import MultiTurnConfig
 from megatron_rl.config.pretraining import PretrainingConfig
+from megatron_rl.config.prompt_sampler_keys import PromptSamplerConfig
 from megatron_rl.config.reward_keys import CustomRewardFunctionConfig, RewardModelConfig, ScoringModelConfig
 from megatron_rl.config.tasks import DPOConfig, RewardTrainingConfig, TaskDataConfig
 from megatron_rl.config.trainer import GLOBAL_POOL, MOST_RANKS, RANKS, TrainerConfig
@@ -92,6 +93,7 @@ class DataConfig(TaskDataConfig):
     """Visit the training prompts in a new seeded order every epoch."""
     seed: Annotated[int, AtMost(2**63 - 1)] = follows("trainer.seed")
     """Seed of that order."""
+    sampler: PromptSamplerConfig = field(default_factory=PromptSamplerConfig)
 
 
 @dataclass

@@ -27,10 +27,11 @@ from megatron_rl.controller.opening import OpenRun, RunPools, raise_failures, st
 from megatron_rl.controller.pretraining import Pretraining
 from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.controller.run_logger import RunLogger
-from megatron_rl.controller.run_scorers import scorers_of, user_scorers
+from megatron_rl.controller.run_scorers import prompt_feedback, scorers_of, user_scorers
 from megatron_rl.controller.validation import PromptValidation
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.prompt_mixture import MixtureCursor
+from megatron_rl.data.prompt_sampler import PromptSampler
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.dispatch import Dispatch, RemoteMethod, Stop
 from megatron_rl.errors import WorkerFailure
@@ -143,7 +144,7 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         roles = Roles.of(pools, logger)
         rewards = Rewards(config, rules, roles.reward_models, logger.warn, logger.clock, readers, shaping)
         rewarding = RewardScorer(rewards)
-        scorers = [*scorers_of(config, pools, algorithm, own_scorers), rewarding]
+        scorers = [*prompt_feedback(data.cursor), *scorers_of(config, pools, algorithm, own_scorers), rewarding]
         sources = Sources(config, data.train, data.cursor, rewarding, logger, episodes)
         checks = (partial(raise_failures, pools.cluster), partial(stop_policy.before, NEXT_BATCH))
         sampler = open_sampler(schedule, sources, roles.actor, roles.rollout, checks, opened)
@@ -164,7 +165,7 @@ class Data:
 
     train: PromptDataset
     val: PromptDataset
-    cursor: MixtureCursor
+    cursor: MixtureCursor | PromptSampler
 
     @classmethod
     def read(cls, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Data:
@@ -175,6 +176,8 @@ class Data:
             PromptDataset(as_list(files), tokenizer, data, is_judged, keeps_text, num_tokens)
             for files, is_judged in ((data.train_files, trains_on_rule(config)), (data.val_files, uses_rule(config)))
         )
+        if data.sampler.path is not None:
+            return cls(train, val, PromptSampler(data.sampler, train, data.gen_batch_size, data.seed))
         cursor = MixtureCursor(train.files, data.train_file_weights, data.gen_batch_size, data.shuffle, data.seed)
         return cls(train, val, cursor)
 

@@ -13,6 +13,8 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.user_functions import load_class
 from megatron_rl.controller.algorithm import Algorithm
 from megatron_rl.controller.opening import RunPools
+from megatron_rl.data.prompt_mixture import MixtureCursor
+from megatron_rl.data.prompt_sampler import PromptSampler
 from megatron_rl.dispatch import Future
 from megatron_rl.errors import ConfigError, RewardError
 from megatron_rl.observe.batch_metrics import parity_metrics
@@ -92,6 +94,28 @@ class UserScorer:
             yield
         except Exception as error:
             raise RewardError(f"{self._name} raised {describe_error(error)}") from error
+
+
+class PromptFeedback:
+    """Says to the user's sampler of prompts what the answers of a step have scored; makes no column. It must start
+    first, to be taken after all others.
+    """
+
+    def __init__(self, sampler: PromptSampler) -> None:
+        self._sampler = sampler
+
+    def start(self, batch: SampledBatch) -> None:
+        self._batch = batch
+
+    def take(self) -> Batch:
+        prompts, scored = self._batch.prompts, self._batch.all_scored
+        self._sampler.update(prompts.index.tolist(), scored.scores.tolist())
+        return Batch()
+
+
+def prompt_feedback(cursor: MixtureCursor | PromptSampler) -> list[Scorer]:
+    """The feedback to a sampler of the user's, if the prompts have one."""
+    return [PromptFeedback(cursor)] if isinstance(cursor, PromptSampler) else []
 
 
 class SampledLogProbs:

@@ -105,6 +105,14 @@ class PromptDataset:
         """Whether its prompts are messages, whether they are texts, or both."""
         return {not isinstance(prompt.row.prompt, str) for prompt in self._prompts}
 
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Of each prompt its index, data source, ground truth and extra_info."""
+        names = ("data_source", "ground_truth", "extra_info")
+        return [
+            {"index": prompt.index} | {name: getattr(prompt.row, name) for name in names} for prompt in self._prompts
+        ]
+
     def texts(self, data_sources: Collection[str] | None = None) -> tuple[list[Conversation], list[list[int]]]:
         """The prompts of these data sources, or of all, as their files have them, and their tokens."""
         kept = [prompt for prompt in self._prompts if data_sources is None or prompt.row.data_source in data_sources]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_rl.errors import ConfigError
 
@@ -27,6 +28,12 @@ class PromptFile:
     def identity(self) -> dict[str, Any]:
         """The file as a checkpoint knows it, whatever its folder; JSON-ready."""
         return {"name": Path(self.path).name, "num_prompts": self.num_prompts, "digests": self.digests}
+
+
+class PromptCursor(Protocol):
+    """An order of prompts, and a place in it."""
+
+    def next_indices(self) -> list[int]: ...
 
 
 @dataclass
@@ -97,6 +104,10 @@ class MixtureCursor:
         """The next `batch_size` positions, each in [0, number of prompts of all files)."""
         return [self._next_index() for _ in range(self.batch_size)]
 
+    def ahead(self) -> PromptCursor:
+        """A cursor for batches that are begun before they are trained; it stands where this one does."""
+        return copy.deepcopy(self)
+
     def _next_index(self) -> int:
         """The next position of the stream that lags furthest behind its share."""
         total = sum(self.drawn) + 1
@@ -120,6 +131,7 @@ class MixtureCursor:
         Raises ConfigError, with what differs, if files, their contents, weights, shuffle or seed are others.
         """
         own = self.state_dict()
+        _refuse_change("data.sampler.path", "not set", "not set" if "streams" in state else "set")
         names, names_before = ([file["name"] for file in files] for files in (own["files"], state["files"]))
         _refuse_change("data.train_files", names, names_before)
         for now, before in zip(own["files"], state["files"], strict=True):

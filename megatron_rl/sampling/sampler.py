@@ -7,7 +7,6 @@ same with and without batches that are already begun.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ from megatron_rl.agents.episodes import Episodes, RecordedEpisodes
 from megatron_rl.config.algorithms import estimator_traits
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompt_dataset import PromptDataset
-from megatron_rl.data.prompt_mixture import MixtureCursor
+from megatron_rl.data.prompt_mixture import MixtureCursor, PromptCursor
+from megatron_rl.data.prompt_sampler import PromptSampler
 from megatron_rl.errors import RewardError
 from megatron_rl.hybrid_engine.hybrid_engine import TransitionReport
 from megatron_rl.observe.phase_clock import PhaseClock
@@ -58,7 +58,7 @@ class Sources:
 
     config: RunConfig
     train_data: PromptDataset
-    cursor: MixtureCursor
+    cursor: MixtureCursor | PromptSampler
     scorer: RewardScorer
     logger: SamplingLogger
     episodes: Episodes | None = None
@@ -97,7 +97,7 @@ class Sampler:
         self.episodes = self._episodes(sources.episodes, schedule)
         limits = None if self.episodes is None else self.episodes.limits
         self.answers = OpenAnswers(self.rules.batch_rows, self.seed_of, self.journal is not None, limits)
-        self._cursor_ahead, self._last_begun = copy.deepcopy(self.cursor), self.rules.first_step - 1
+        self._cursor_ahead, self._last_begun = self.cursor.ahead(), self.rules.first_step - 1
         self.draw_prompts(schedule.last_batch)
         if schedule.checkpoint is not None:
             read_answers(schedule.checkpoint, self.answers)
@@ -169,7 +169,7 @@ class Sampler:
         write_rollouts(folder, self.answers, schedule, step)
         return [ROLLOUTS_FILE]
 
-    def next_prompts(self, cursor: MixtureCursor) -> Prompts:
+    def next_prompts(self, cursor: PromptCursor) -> Prompts:
         """The next training prompts of a cursor, each `rollout.n` times."""
         return self.train_data.batch(cursor.next_indices()).repeat(self.config.batch_sizes.samples_per_prompt)
 

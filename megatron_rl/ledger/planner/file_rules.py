@@ -18,6 +18,7 @@ from megatron_rl.config.algorithms import trains_on_rule, uses_rule
 from megatron_rl.config.keys import default_of, leaves_of, type_of, value_of
 from megatron_rl.config.multi_turn import AgentConfig, EnvironmentConfig
 from megatron_rl.config.problems import missing_file, nearest_name, refused
+from megatron_rl.config.prompt_sampler_keys import PromptSamplerConfig
 from megatron_rl.config.reward_keys import HELD_OUT, RUNNING, CustomRewardFunctionConfig
 from megatron_rl.config.roles import REWARD_MODEL, roles_of
 from megatron_rl.config.schema import DataConfig, RunConfig, as_list
@@ -48,6 +49,7 @@ def file_problems(config: RunConfig) -> Iterable[Violation]:
         judged = {"data.train_files": trains_on_rule(config), "data.val_files": uses_rule(config)}
         yield from _prompt_problems(config.data, [key for key, is_judged in judged.items() if is_judged])
         yield from _reward_problems(config.custom_reward_function)
+        yield from _sampler_problems(config.data)
         if config.has_turns:
             turns = config.actor_rollout_ref.rollout.multi_turn
             yield from _definition_problems(f"{TURNS}.environment", turns.environment, "class", ast.ClassDef)
@@ -217,8 +219,16 @@ def _command_problems(key: str, command: list[str] | None) -> Iterable[Violation
         yield Violation({key: command}, rule, {key: None}, f"{command[0]} is not found, or may not be executed")
 
 
+def _sampler_problems(data: DataConfig) -> Iterable[Violation]:
+    yield from _definition_problems("data.sampler", data.sampler, "class", ast.ClassDef)
+    if data.sampler.path is not None and data.train_file_weights is not None:
+        shares = {"data.sampler.path": data.sampler.path, "data.train_file_weights": data.train_file_weights}
+        rule = "do not go together: the class chooses from the prompts of all files"
+        yield Violation(shares, rule, {"data.train_file_weights": None})
+
+
 def _definition_problems(
-    group: str, keys: EnvironmentConfig | AgentConfig, what: str, *kinds: type[ast.stmt]
+    group: str, keys: EnvironmentConfig | AgentConfig | PromptSamplerConfig, what: str, *kinds: type[ast.stmt]
 ) -> Iterable[Violation]:
     """The file `path`, and the class or function `name` in it."""
     key, name_key, path, name = f"{group}.path", f"{group}.name", keys.path, keys.name
