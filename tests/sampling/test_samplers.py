@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -76,6 +77,9 @@ class Counting:
 
     def __init__(self) -> None:
         self.next = 0
+
+    def ahead(self) -> Counting:
+        return copy.deepcopy(self)
 
     def next_indices(self) -> torch.Tensor:
         self.next += 2
