@@ -178,8 +178,3 @@ def worker_environment(device_kind: str, ranks_per_node: int, *, sees_node: bool
             "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
         }
     return variables
-
-
-def started_with(variables: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that this one starts: its own, with these on top."""
-    return os.environ | dict(variables)
