@@ -6,13 +6,14 @@ import ast
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from megatron_rl.config.problems import missing_file, refused
-from megatron_rl.errors import ConfigError, Violation
+from megatron_rl.errors import ConfigError, RewardError, Violation
 from megatron_rl.plain_values import describe_error
 
 
@@ -70,6 +71,15 @@ def load_class(path: str, key: str, name: str, methods: tuple[str, ...]) -> type
     if lacking:
         raise ConfigError(f"{key}={path}: {name} must have the methods {', '.join(methods)}; it lacks {lacking[0]}")
     return user_class
+
+
+@contextmanager
+def reward_errors(what: str) -> Iterator[None]:
+    """Make a RewardError of whatever an object of the user's raises inside. what: names it in the message."""
+    try:
+        yield
+    except Exception as error:
+        raise RewardError(f"{what} raised {describe_error(error)}") from error
 
 
 def run_file(path: str, key: str) -> ModuleType:

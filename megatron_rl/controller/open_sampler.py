@@ -73,7 +73,7 @@ def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Rules:
         straggler_slices=ahead.straggler_slices,
         straggler_attempts=ahead.straggler_attempts,
         has_turns=config.has_turns,
-        awaits_turns=config.has_turns and ahead.deterministic,
+        awaits_turns=ahead.deterministic,
     )
 
 

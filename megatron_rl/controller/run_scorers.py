@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from megatron_rl.columns import ACTOR_SCORES, SCORING
 from megatron_rl.config.algorithms import bypasses, scores_old_log_probs
 from megatron_rl.config.roles import ACTOR
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.user_functions import load_class
+from megatron_rl.config.user_functions import load_class, reward_errors
 from megatron_rl.controller.algorithm import Algorithm
 from megatron_rl.controller.opening import RunPools
 from megatron_rl.data.prompt_mixture import MixtureCursor
@@ -78,22 +77,15 @@ class UserScorer:
         self.in_validation = getattr(self._scorer, "in_validation", False) is True
 
     def start(self, batch: SampledBatch) -> None:
-        with self._errors():
+        with reward_errors(self._name):
             self._scorer.start(batch)
 
     def take(self) -> Batch:
-        with self._errors():
+        with reward_errors(self._name):
             columns = self._scorer.take()
         if not isinstance(columns, Batch):
             raise RewardError(f"{self._name} must return a megatron_rl.records.Batch; it returned {quote(columns)}")
         return columns
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            raise RewardError(f"{self._name} raised {describe_error(error)}") from error
 
 
 class PromptFeedback:

@@ -107,7 +107,7 @@ class PromptDataset:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Of each prompt its index, data source, ground truth and extra_info."""
+        """One dict for each prompt, with index, data_source, ground_truth and extra_info."""
         names = ("data_source", "ground_truth", "extra_info")
         return [
             {"index": prompt.index} | {name: getattr(prompt.row, name) for name in names} for prompt in self._prompts

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_rl.config.prompt_sampler_keys import PromptSamplerConfig
-from megatron_rl.config.user_functions import load_class
+from megatron_rl.config.user_functions import load_class, reward_errors
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.prompt_mixture import PromptCursor
 from megatron_rl.errors import ConfigError, RewardError
@@ -49,14 +48,14 @@ class PromptSampler:
 
     def update(self, index: Sequence[int], scores: Sequence[float]) -> None:
         """Say what the answers of a step have scored. index: of their prompts, see `Prompts`. Raises RewardError."""
-        with self._errors("update"):
+        with reward_errors(f"update of {self._name}"):
             self._sampler.update([self._positions[number] for number in index], list(scores))
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the user's class, which must be JSON, and batches that are drawn and not trained. Raises
         RewardError.
         """
-        with self._errors("state_dict"):
+        with reward_errors(f"state_dict of {self._name}"):
             own = json.loads(json.dumps(self._sampler.state_dict()))
         return {"files": self._files, "begun": self._begun, "sampler": own}
 
@@ -68,23 +67,16 @@ class PromptSampler:
                 "set them back, or start a new run"
             )
         self._begun[:] = [list(batch) for batch in state["begun"]]
-        with self._errors("load_state_dict"):
+        with reward_errors(f"load_state_dict of {self._name}"):
             self._sampler.load_state_dict(state["sampler"])
 
     def _draw(self) -> list[int]:
-        with self._errors("next_indices"):
+        with reward_errors(f"next_indices of {self._name}"):
             indices = [int(index) for index in self._sampler.next_indices()]
         if len(indices) != self._batch_size or not all(0 <= index < self._num_prompts for index in indices):
             rule = f"must return {self._batch_size} positions from 0 to {self._num_prompts - 1}"
             raise RewardError(f"next_indices of {self._name} {rule}; it returned {quote(indices)}")
         return indices
-
-    @contextmanager
-    def _errors(self, method: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            raise RewardError(f"{method} of {self._name} raised {describe_error(error)}") from error
 
 
 class BegunBatches:

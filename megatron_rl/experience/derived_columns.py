@@ -43,9 +43,14 @@ def add_rewards(experience: Batch, kl_coef: float, kl_type: str = "kl", by_turns
 def turn_numbers(experience: Batch) -> torch.Tensor:
     """int64 [sampled tokens]: the turn of each, counted over all rows: neighbouring sampled tokens are one turn."""
     sampled = experience.flat("sampled")
-    begins = sampled.clone()
-    begins[1:] &= ~sampled[:-1]  # the first token of a row is not sampled
-    return (begins.cumsum(0) - 1)[sampled]
+    return (run_begins(sampled).cumsum(0) - 1)[sampled]  # the first token of a row is not sampled
+
+
+def run_begins(mask: torch.Tensor) -> torch.Tensor:
+    """bool [N]: where `mask` [N] is True and was not at the place before."""
+    begins = mask.clone()
+    begins[1:] &= ~mask[:-1]
+    return begins
 
 
 def observation_numbers(experience: Batch) -> torch.Tensor:
@@ -53,14 +58,12 @@ def observation_numbers(experience: Batch) -> torch.Tensor:
     observation, or the prompt of a row or of a conversation.
     """
     ids, sampled = experience.flat("input_ids"), experience.flat("sampled")
-    follows = torch.zeros_like(sampled)
-    follows[1:] = sampled[:-1]
-    reads = ~sampled & follows
+    reads = run_begins(~sampled)
     lengths = row_lengths(experience["input_ids"])
     reads[(lengths.cumsum(0) - lengths)[lengths > 0]] = True
     if "conversation_starts" in experience:
         reads |= experience.flat("conversation_starts")
-    begins, firsts = (sampled & ~follows).nonzero().flatten(), reads.nonzero().flatten()
+    begins, firsts = run_begins(sampled).nonzero().flatten(), reads.nonzero().flatten()
     firsts = firsts[torch.searchsorted(firsts, begins, right=True) - 1]
     numbers: dict[tuple[int, ...], int] = {}
     read = [

@@ -47,7 +47,7 @@ class Asked:
 
     def shares(self, num_replicas: int) -> list[tuple[Start, ...]]:
         """The requests that can be drawn now, one share for each replica: of contiguous rows, the first ones of one
-        more. A row stays with its replica, which has keys and values of its earlier turns.
+        more. A row stays with its replica, which may have keys and values of its earlier turns.
         """
         rows, shares, first = list(self._rows.items()), [], 0
         for size in chunk_sizes(len(rows), num_replicas):

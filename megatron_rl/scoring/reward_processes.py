@@ -64,7 +64,8 @@ class RewardProcesses(WorkProcesses):
                 job = next(self._jobs)
                 new.append(Job(job, sample))
             jobs.append(job)
-        self.submit(new)
+        if new:
+            self.submit(new)
         return jobs
 
 

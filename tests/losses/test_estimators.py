@@ -406,7 +406,7 @@ def loop_max_rl(batch: Batch, config: AlgorithmConfig) -> list[float]:
 
 
 def loop_gigpo(batch: Batch, config: AlgorithmConfig) -> list[float]:
-    """Of one turn each: beside GRPO among all answers the same among those that have a turn, if there are others."""
+    """Every answer is one turn. GRPO among all answers, plus GRPO among the answers that have a token."""
 
     def of_turn(row: int) -> float:
         group = [batch.totals[other] for other in batch.others(row) if batch.lengths[other]]

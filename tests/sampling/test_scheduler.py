@@ -70,7 +70,7 @@ def test_without_ahead_a_batch_is_cut_into_equal_chunks():
 
 @pytest.mark.parametrize("awaits", [False, True])
 def test_an_answer_holds_up_its_own_request_alone(awaits):
-    """Of three requests two are away: the other goes on, and one that is back goes on with it. Where orders must not
+    """Two of three requests are away. The third one goes on, and so does one that is back. Where orders must not
     depend on seconds, the round waits for all answers. Would not catch a request that is handed out twice; simulated
     schedules do.
     """

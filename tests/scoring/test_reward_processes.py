@@ -232,8 +232,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def test_answers_may_begin_before_their_batch(start, tmp_path):
-    """Those that have begun are called once, another answer under the number of one that has begun is called too, and
-    what began for a later batch stays for it. Would not catch a call that begins late.
+    """The function is called once for an answer that has begun. It is called again where the answer with that number
+    has another text. What began for a later batch stays for it. Would not catch a call that begins late.
     """
     calls = tmp_path / "my_reward.py.calls"
     with start(COUNTED, timeout_s=10.0) as processes:
