@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,6 +18,8 @@ from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.ledger.planner.checked import checked, planned_task
 from megatron_rl.rehearse.comparison import beyond, peak_table, peaks_of
+from megatron_rl.rehearse.group_calls import GroupCall
+from megatron_rl.rehearse.matcher import match_calls
 from megatron_rl.rehearse.rehearsal import RehearsalError, rehearse
 from megatron_rl.rehearse.rehearsal_request import RehearsalRequest, chosen_ranks
 from megatron_rl.rehearse.shortened import shortened
@@ -40,8 +43,9 @@ def rehearse_command(
 ) -> None:
     """Rehearse ranks of a run with the project's own code, as on GPUs and without one, and compare with the plan.
 
-    Needs neither a GPU nor weights: of models config.json is read alone. Exit code 1 where a phase needs 2% and 0.1 GB
-    more than planned, or a rank's code fails; 2 where the configuration breaks a rule.
+    Needs neither a GPU nor weights: of models config.json is read alone. Collectives, sends and receives of the
+    rehearsed ranks are matched with each other. Exit code 1 where a phase needs 2% and 0.1 GB more than planned, where
+    calls do not fit together, or where a rank's code fails; 2 where the configuration breaks a rule.
     """
     check_number("--layers", layers, 1, MOST_LAYERS)
     check_number("--jobs", jobs, 1, MOST_JOBS)
@@ -61,9 +65,29 @@ def rehearse_command(
     Console().print(peak_table(peaks))
     say(f"waits, memory by line and collectives of each rank: {out}/rank*.json")
     refuse_to_lose_output()
-    wrong = beyond(peaks)
+    wrong = beyond(peaks) + _mismatches(reports, placement)
     if wrong:
         raise RehearsalError("; ".join(wrong))
+
+
+def _mismatches(reports: Sequence[Mapping[str, Any]], placement: Placement) -> list[str]:
+    """Match the calls of each pool's ranks, say how many fit, and return what does not."""
+    wrong: list[str] = []
+    for pool in placement.pools.values():
+        calls = {
+            report["rank"]: list(map(GroupCall.from_json, report["calls"]))
+            for report in reports
+            if report["pool"] == pool.name
+        }
+        if not calls:
+            continue
+        match = match_calls(calls)
+        where = f" of pool {pool.name}" if len(placement.pools) > 1 else ""
+        wrong += [f"{text}{where}" for text in match.sentences()]
+        if match.fits:
+            others = "" if len(calls) == pool.world_size else f", as far as they meet: {pool.world_size} in all"
+            say(f"{match.num_calls} collectives, sends and receives of {len(calls)} ranks{where} fit together{others}")
+    return wrong
 
 
 def _checked(config: Path, overrides: tuple[str, ...], stage: str | None) -> RunConfig:

@@ -2,8 +2,8 @@
 
 A rank's own code runs with device cuda on tensors without memory (torch's fake tensors), in a process of its own in
 which a CPU build of torch pretends to have GPUs (`third_party_patches/torch`). What is learnt: peak memory of every
-phase beside the plan, every collective, and every wait of the host. Whether the collectives of all ranks fit together
-is not looked at.
+phase beside the plan, every collective, and every wait of the host. Collectives, sends and receives of the rehearsed
+ranks are matched with each other.
 
 rehearsal.py          the command's side: starts the process, reads what ranks wrote
 rehearsal_request.py  which ranks, of which configuration
@@ -12,6 +12,6 @@ child.py              the process: a fork for each rank
 rehearsed_rank.py     a rank's phases, on the batches of made_up_batches.py
 stand_ins.py          what happens where other ranks or files would answer
 dispatch_mode.py      what happens to every operation; known_values.py, live_memory.py: what it keeps
-group_calls.py        a recorded collective, or send or receive
+group_calls.py        a recorded collective, or send or receive; matcher.py: whether those of all ranks fit together
 comparison.py         planned and rehearsed peaks
 """
