@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -63,6 +65,32 @@ def settled_seconds(device: torch.device) -> float:
     """
     synchronize(device)
     return time.perf_counter()
+
+
+def in_one_copy(parts: Sequence[Mapping[str, torch.Tensor]], device: torch.device) -> list[dict[str, torch.Tensor]]:
+    """Return the tensors of the CPU on the device, part by part under their names; on the CPU those that are given.
+
+    They lie in one buffer, for whose single transfer the host does not wait. It stays as long as one of them.
+    """
+    if device.type == "cpu":
+        return [dict(part) for part in parts]
+    flat = [tensor for part in parts for tensor in part.values()]
+    ends = list(accumulate(-(-tensor.nbytes // LARGEST_ELEMENT) * LARGEST_ELEMENT for tensor in flat))
+    buffer = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    starts = [0, *ends[:-1]]
+    for tensor, start in zip(flat, starts, strict=True):
+        _view_of(buffer, start, tensor).copy_(tensor)
+    there = buffer.to(device, non_blocking=True)
+    moved = iter([_view_of(there, start, tensor) for tensor, start in zip(flat, starts, strict=True)])
+    return [{name: next(moved) for name in part} for part in parts]
+
+
+LARGEST_ELEMENT = 16
+"""Bytes; an offset in a buffer is a multiple of it, so that a view of any dtype may begin there."""
+
+
+def _view_of(buffer: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
+    return buffer[start : start + like.nbytes].view(like.dtype).view(like.shape)
 
 
 def release_cached(device: torch.device) -> None:

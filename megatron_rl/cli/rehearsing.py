@@ -26,6 +26,8 @@ from megatron_rl.rehearse.shortened import shortened
 
 ON_CUDA = "trainer.device=cuda"
 MOST_LAYERS, MOST_JOBS = 1000, 256
+ANY_STEPS = 1000
+"""Steps of a run whose length follows from its data, which a rehearsal does not read; learning rates depend on it."""
 
 
 def rehearse_command(
@@ -54,6 +56,8 @@ def rehearse_command(
     run_config = _checked(config, given, stage)
     task, placement = run_config.trainer.stage, Placement.of(run_config)
     chosen = chosen_ranks(ranks, placement)
+    if run_config.trainer.total_training_steps is None:
+        given = (*given, f"trainer.total_training_steps={ANY_STEPS}")
     with tempfile.TemporaryDirectory(prefix="megatron_rl-rehearsal-") as folder:
         if layers is not None:
             given = (*given, *shortened(run_config, layers, Path(folder)))

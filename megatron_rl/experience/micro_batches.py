@@ -10,9 +10,10 @@ rows of a block have may lie there once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,7 +114,8 @@ class MicroBatch:
     A row lies there as its conversations, one after the other, each a sequence of its own.
     input_ids: int64 [b, S]. Padded: a sequence each, aligned left, filled up with 0. Packed: b = 1, end to end, then
     filler.
-    predicts_sampled: bool [b, S - 1], true where the *next* token is a sampled one, of the same row.
+    predicts_sampled: bool [b, S - 1], true where the *next* token is a sampled one, of the same row; on the CPU.
+    places: int64 [N], where it is true, among the b x S of the block; None: the block has not been moved.
     num_sampled: int64 [n]. rows: int64 [n], their numbers in the record, in the order they lie here.
     fields: the batch's float columns of sampled tokens, of these rows, flattened row by row to [N].
     segments: lengths of what lies end to end, filler included, adding up to S; None when padded.
@@ -136,11 +138,12 @@ class MicroBatch:
     tokens: RoutedTokens | None = None
     num_sharing: int | None = None
     is_reported: bool = True
+    places: Tensor | None = None
 
     @property
     def targets(self) -> Tensor:
         """int64 [N]: the sampled tokens, row by row; of a share those that are predicted there, [n]."""
-        targets = self.input_ids[:, 1:][self.predicts_sampled]
+        targets = self.input_ids.flatten()[self._places() + 1]
         return targets if self.share is None else targets[self.share.numbers]
 
     def scored(self, output: Tensor) -> Tensor:
@@ -148,7 +151,12 @@ class MicroBatch:
 
         Of a share output is [b, its columns, ...], and [n, ...] comes out.
         """
-        return output[:, :-1][self.predicts_sampled] if self.share is None else output[self.share.scored]
+        return output.flatten(0, 1).index_select(0, self._places() if self.share is None else self.share.places)
+
+    def _places(self) -> Tensor:
+        if self.places is not None:
+            return self.places
+        return torch.nn.functional.pad(self.predicts_sampled, (0, 1)).flatten().nonzero()[:, 0]
 
     def whole(self, values: Tensor) -> Tensor:
         """values [n, ...] of the tokens in `targets` -> [N, ...], of all of the block's.
@@ -160,20 +168,24 @@ class MicroBatch:
     @property
     def kept(self) -> Tensor:
         """float32 [N]: 1 for each sampled token that counts in a loss; all of them where the batch does not say."""
-        default = self.predicts_sampled.new_ones(int(self.num_sampled.sum()), dtype=torch.float32)
-        return self.fields.get("kept", default)
+        if "kept" in self.fields:
+            return self.fields["kept"]
+        return torch.ones(len(self._places()), device=self.input_ids.device)
 
-    def to(self, device: torch.device) -> MicroBatch:
-        """Return the block on another device."""
-        return replace(
-            self,
-            input_ids=self.input_ids.to(device),
-            predicts_sampled=self.predicts_sampled.to(device),
-            num_sampled=self.num_sampled.to(device),
-            rows=self.rows.to(device),
-            fields={name: field.to(device) for name, field in self.fields.items()},
-            share=None,
-        )
+    def tensors(self) -> dict[str, Tensor]:
+        """Return everything that a pass reads on the device, by name."""
+        named = {"input_ids": self.input_ids, "num_sampled": self.num_sampled, "rows": self.rows}
+        of_share = {} if self.share is None else {f"share.{name}": x for name, x in self.share.tensors().items()}
+        fields = {f"fields.{name}": field for name, field in self.fields.items()}
+        return named | {"places": self._places()} | of_share | fields
+
+    def with_tensors(self, moved: Mapping[str, Tensor]) -> MicroBatch:
+        """Return the block with other tensors in place of those that `tensors` has, on the device of a pass."""
+        changed: dict[str, Any] = {name: moved[name] for name in ("input_ids", "num_sampled", "rows", "places")}
+        if self.share is not None:
+            of_share: dict[str, Any] = {name: moved[f"share.{name}"] for name in self.share.tensors()}
+            changed["share"] = replace(self.share, **of_share)
+        return replace(self, **changed, fields={name: moved[f"fields.{name}"] for name in self.fields})
 
     def neutral(self) -> MicroBatch:
         """A block of the same shape without any row: it runs like this one and adds nothing to a loss."""

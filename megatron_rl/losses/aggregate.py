@@ -49,7 +49,7 @@ def token_weights(kept: Tensor, lengths: Tensor, totals: BatchTotals, mode: str,
     if mode == "seq-mean-token-sum":
         return kept / rows
     if mode == "seq-mean-token-mean":
-        return kept / (rows * spread(sum_rows(kept, lengths), lengths).clamp(min=1))
+        return kept / (rows * spread(sum_rows(kept, lengths), lengths, len(kept)).clamp(min=1))
     if mode == "seq-mean-token-sum-norm":
         return kept / (rows * scale)
     raise ValueError(f"{mode} is no way to aggregate a loss")

@@ -156,7 +156,9 @@ def gspo_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
     and the token's own A. Where all tokens of an answer share an advantage, the two have one value and gradient.
     """
     log_probs = tokens.log_probs
-    whole = spread(mean_counted(tokens.log_ratio.detach(), tokens.counts, tokens.lengths), tokens.lengths)
+    whole = spread(
+        mean_counted(tokens.log_ratio.detach(), tokens.counts, tokens.lengths), tokens.lengths, len(tokens.counts)
+    )
     ratio = limited_exp(whole + log_probs - log_probs.detach())
     loss, clipped = _clipped(ratio, tokens.advantages, config.clip_ratio_low, config.clip_ratio_high)
     return PolicyTerms(loss, clipped, tokens.zeros, tokens.k1)

@@ -126,7 +126,7 @@ def geo_mean_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
         terms = terms * mean_counted(logs, counts, lengths).exp()
     outside = (log_ratio != limited).detach()
     return PolicyTerms(
-        loss=spread(terms, lengths),
+        loss=spread(terms, lengths, len(counts)),
         clipped=(outside & (tokens.advantages > 0)).float(),
         clipped_lower=(outside & (tokens.advantages < 0)).float(),
         kl=tokens.k1,

@@ -45,7 +45,7 @@ def importance_weights(
     """
     if level not in ("token", "sequence"):
         raise ValueError(f"{level} is no level of a ratio")
-    at_level = log_ratio if level == "token" else spread(sum_rows(log_ratio, lengths), lengths)
+    at_level = log_ratio if level == "token" else spread(sum_rows(log_ratio, lengths), lengths, len(log_ratio))
     ratio = at_level.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     if low is None:
         return ratio.clamp(max=high), ratio
@@ -64,7 +64,7 @@ def measure(trainer_log_probs: Tensor, rollout_log_probs: Tensor, lengths: Tenso
     scope, _, kind = OLD_NAMES.get(name, name).rpartition("_")
     log_ratio = (trainer_log_probs - rollout_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     per_token = {"k1": -log_ratio, "k2": 0.5 * log_ratio.square(), "k3": log_ratio.expm1() - log_ratio}[kind]
-    return per_token if scope == "token" else spread(OVER_ANSWERS[scope](per_token, lengths), lengths)
+    return per_token if scope == "token" else spread(OVER_ANSWERS[scope](per_token, lengths), lengths, len(per_token))
 
 
 def log_bounds(criterion: Criterion) -> tuple[float | None, float]:
@@ -86,7 +86,7 @@ def accepted(measured: Tensor, low: float | None, high: float) -> Tensor:
 def not_vetoed(log_ratio: Tensor, lengths: Tensor, threshold: float) -> Tensor:
     """0.0 on all tokens [T] of an answer that has one with rho < `threshold`, from log rho [T]; else 1.0."""
     catastrophic = (log_ratio.exp() < threshold).float()
-    return spread((sum_rows(catastrophic, lengths) == 0).float(), lengths)
+    return spread((sum_rows(catastrophic, lengths) == 0).float(), lengths, len(log_ratio))
 
 
 def correct_rollout(

@@ -8,16 +8,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def row_of_token(lengths: Tensor) -> Tensor:
-    """int64 [T]: the row that each token belongs to."""
+def row_of_token(lengths: Tensor, num_tokens: int | None = None) -> Tensor:
+    """int64 [T]: the row that each token belongs to. num_tokens: T; None: the host waits for it on a GPU."""
     import torch
 
-    return torch.repeat_interleave(lengths)
+    return torch.repeat_interleave(lengths, output_size=num_tokens)
 
 
 def sum_rows(values: Tensor, lengths: Tensor) -> Tensor:
     """values [T] -> their sum in each row [B]; 0 for an empty row. Differentiable."""
-    return values.new_zeros(lengths.numel()).index_add(0, row_of_token(lengths), values)
+    return values.new_zeros(lengths.numel()).index_add(0, row_of_token(lengths, len(values)), values)
 
 
 def total_rows(values: Tensor, lengths: Tensor, otherwise: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ def last_of_rows(values: Tensor, lengths: Tensor) -> Tensor:
 def max_rows(values: Tensor, lengths: Tensor) -> Tensor:
     """values [T] -> the largest of each row [B]; 0 for an empty row."""
     largest = values.new_zeros(lengths.numel())
-    return largest.scatter_reduce(0, row_of_token(lengths), values, "amax", include_self=False)
+    return largest.scatter_reduce(0, row_of_token(lengths, len(values)), values, "amax", include_self=False)
 
 
 def mean_counted(values: Tensor, counts: Tensor, lengths: Tensor) -> Tensor:
@@ -49,6 +49,6 @@ def mean_counted(values: Tensor, counts: Tensor, lengths: Tensor) -> Tensor:
     return sum_rows(values * counts, lengths) / sum_rows(counts, lengths).clamp(min=1)
 
 
-def spread(values: Tensor, lengths: Tensor) -> Tensor:
-    """values [B] -> [T]: the value of its row for each token."""
-    return values.repeat_interleave(lengths)
+def spread(values: Tensor, lengths: Tensor, num_tokens: int | None = None) -> Tensor:
+    """values [B] -> [T]: the value of its row for each token. num_tokens: as for `row_of_token`."""
+    return values.repeat_interleave(lengths, output_size=num_tokens)

@@ -18,5 +18,5 @@ def sequence_mask(tokens: PolicyTokens, threshold: float) -> Tensor:
     DeepSeek-AI, arXiv:2512.02556, eq. 9. Their p_old is the rollout's: here it is with `bypass_mode`, else the
     trainer's, and `rollout_rs` looks at the difference between the two. What is masked stays in the denominators.
     """
-    distance = spread(mean_counted(tokens.k1, tokens.counts, tokens.lengths), tokens.lengths)
+    distance = spread(mean_counted(tokens.k1, tokens.counts, tokens.lengths), tokens.lengths, len(tokens.counts))
     return 1.0 - ((tokens.advantages < 0) & (distance > threshold)).to(tokens.advantages.dtype)

@@ -19,7 +19,9 @@ def vespo_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
     Shen et al., arXiv:2602.10693. With `bypass_mode` w is the ratio to the rollout, as in the paper.
     """
     loss = config.policy_loss
-    log_w = spread(sum_rows(tokens.log_ratio.detach() * tokens.counts, tokens.lengths), tokens.lengths)
+    log_w = spread(
+        sum_rows(tokens.log_ratio.detach() * tokens.counts, tokens.lengths), tokens.lengths, len(tokens.counts)
+    )
     is_positive = tokens.advantages >= 0
     k = (tokens.zeros + loss.vespo_k_neg).masked_fill(is_positive, loss.vespo_k_pos)
     rate = (tokens.zeros + loss.vespo_lambda_neg).masked_fill(is_positive, loss.vespo_lambda_pos)

@@ -16,7 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
-from megatron_rl.device import has_grouped_mm
+from megatron_rl.device import has_grouped_mm, in_one_copy
 from megatron_rl.model.families import Model, Routing
 from megatron_rl.model.mlp import SiluGate
 from megatron_rl.parallel.rank_grid import TrainGrid
@@ -113,7 +113,8 @@ def fits_grouped_mm(tokens: Tensor, w13: Tensor, w2: Tensor) -> bool:
 
 def grouped(tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
     """Run all experts in two calls. Arguments: see `StackedExperts.forward`; w13 [E, 2F, H], w2 [E, H, F]."""
-    ends = tokens_per_expert.cumsum(0).to(tokens.device, torch.int32)
+    # Megatron counts on the device, reads the counts for its splits, and passes what it read.
+    ends = in_one_copy([{"ends": tokens_per_expert.cumsum(0).to(torch.int32)}], tokens.device)[0]["ends"]
     hidden = gated(F.grouped_mm(tokens, w13.transpose(1, 2), offs=ends))
     return F.grouped_mm(hidden, w2.transpose(1, 2), offs=ends) * weights.unsqueeze(-1).to(tokens.dtype)
 

@@ -11,9 +11,9 @@ from the slots of the segment that stores it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -62,12 +62,24 @@ class Segments(PackedSeqParams):
         """Segments of these lengths, end to end. prefixes: of the first segments, (first token in the row, number of
         tokens), where 0 tokens is no prefix. Only slots have prefixes; `cu_seqlens` does not.
         """
+        segments = cls.on_host(lengths, prefixes)
+        return segments.with_tensors({name: tensor.to(device) for name, tensor in segments.tensors().items()})
+
+    @classmethod
+    def on_host(
+        cls, lengths: Sequence[int], prefixes: Sequence[tuple[int, int]] = (), with_slots: bool = True
+    ) -> Segments:
+        """Make segments on the CPU, for `with_tensors` to move. with_slots: no kernel takes segments of any length."""
         sizes = torch.tensor(lengths)
         ends = sizes.cumsum(0)
         starts, num_tokens = ends - sizes, int(ends[-1])
         before, borrowed = torch.tensor([*prefixes, *[(0, 0)] * (len(lengths) - len(prefixes))]).T
         totals = (sizes + borrowed).tolist()
         positions = torch.arange(num_tokens) - (starts - borrowed).repeat_interleave(sizes)
+        cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).to(dtype=torch.int32)
+        whole = cls(cu_seqlens, cu_seqlens, max_seqlen_q=max(totals), max_seqlen_kv=max(totals), positions=positions)
+        if not with_slots:
+            return whole
         tokens, shapes, slot_of_token = [], [], torch.empty(num_tokens, dtype=torch.int64)
         prefix_slots = []
         num_slots = 0
@@ -84,20 +96,25 @@ class Segments(PackedSeqParams):
             num_slots += rows.numel()
             tokens.append(rows.flatten())
             shapes.append((len(bucket), width))
-        cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).to(device=device, dtype=torch.int32)
-        token_of_slot, of_prefixes, longest = torch.cat(tokens), torch.cat(prefix_slots), max(totals)
-        return cls(
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            positions=positions.to(device),
+        token_of_slot, of_prefixes = torch.cat(tokens), torch.cat(prefix_slots)
+        return replace(
+            whole,
             shapes=tuple(shapes),
-            token_of_slot=token_of_slot.to(device),
-            slot_of_token=slot_of_token.to(device),
-            prefix_slots=of_prefixes.to(device) if len(of_prefixes) else None,
-            prefix_tokens=token_of_slot[of_prefixes].to(device) if len(of_prefixes) else None,
+            token_of_slot=token_of_slot,
+            slot_of_token=slot_of_token,
+            prefix_slots=of_prefixes if len(of_prefixes) else None,
+            prefix_tokens=token_of_slot[of_prefixes] if len(of_prefixes) else None,
         )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what a pass reads on the device, by name."""
+        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "cu_seqlens_kv"}
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+    def with_tensors(self, moved: Mapping[str, Tensor]) -> Self:
+        """Return the segments of one pass, with these tensors in place of those that `tensors` has."""
+        changed: dict[str, Any] = {**moved, "cu_seqlens_kv": moved.get("cu_seqlens_q"), "turns": None}
+        return replace(self, **changed)
 
 
 def turns_of(angles: Tensor, segments: Segments | None) -> tuple[Tensor, Tensor]:

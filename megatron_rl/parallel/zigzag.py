@@ -51,23 +51,27 @@ def zigzag_columns(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tensor
 class ContextShare:
     """A context-parallel rank's part of one block. Legend: b x S the whole block, N its sampled tokens, n those here.
 
-    columns: int64 [S / cp_size], the columns that this rank reads of every row. scored: bool [b, S / cp_size], whether
-    a sampled token is predicted there. numbers: int64 [n], the numbers of those tokens among the N.
+    columns: int64 [S / cp_size], the columns that this rank reads of every row. places: int64 [n], where among the
+    b x S / cp_size that it reads a sampled token is predicted. numbers: int64 [n], numbers of these tokens among the N.
     """
 
     columns: Tensor
-    scored: Tensor
+    places: Tensor
     numbers: Tensor
     num_scored: int
     group: dist.ProcessGroup
 
     @classmethod
     def of(cls, columns: Tensor, predicts_sampled: Tensor, group: dist.ProcessGroup) -> ContextShare:
-        """predicts_sampled: bool [b, S - 1] of the whole block, on the device of `columns`."""
+        """predicts_sampled: bool [b, S - 1] of the whole block. Both tensors are on the CPU."""
         whole = torch.nn.functional.pad(predicts_sampled, (0, 1))
         scored = whole[:, columns]
         numbers = (whole.flatten().cumsum(0) - 1).view_as(whole)[:, columns][scored]
-        return cls(columns, scored, numbers, int(whole.sum()), group)
+        return cls(columns, scored.flatten().nonzero()[:, 0], numbers, int(whole.sum()), group)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what a pass reads on the device, by name."""
+        return {"columns": self.columns, "places": self.places, "numbers": self.numbers}
 
     def whole(self, values: Tensor) -> Tensor:
         """values [n, ...] of the tokens here -> [N, ...] of all; all ranks of the group must call."""

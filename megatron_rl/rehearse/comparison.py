@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.ledger.planner.memory import plan_pools
+from megatron_rl.ledger.planner.memory import INIT, plan_pools
 from megatron_rl.ledger.planner.role_ledger import Held
 from megatron_rl.ledger.planner.run_models import RunModels
 from megatron_rl.observe.summary import plain_table
@@ -50,7 +50,9 @@ def peaks_of(config: RunConfig, reports: Sequence[Mapping[str, Any]]) -> list[Pe
     plans = plan_pools(RunModels(config))
     peaks = []
     for report in reports:
-        planned = plans[report["pool"]][report["pp_rank"]].phases
+        stage = plans[report["pool"]][report["pp_rank"]]
+        # The start may be largest with a rollout, which is not rehearsed.
+        planned = stage.phases | {INIT: stage.built}
         for phase, memory in report["phases"].items():
             if phase in planned:
                 size = rehearsed_part(planned[phase])

@@ -59,8 +59,8 @@ def current_line() -> str:
 class RehearsalMode(TorchDispatchMode):
     """See the module. Results of collectives are this rank's own values, as if all ranks had the same.
 
-    waits, operations: phase -> what, and the line or the operator -> how often. invented: values that the program read
-    and nobody knows, by the line that read them.
+    waits, operations: phase -> what, and the line or the operator -> how often. num_blocks: phase -> micro-batches.
+    invented: values that the program read and nobody knows, by the line that read them.
     """
 
     def __init__(self, device: torch.device, memory: LiveMemory) -> None:
@@ -70,6 +70,7 @@ class RehearsalMode(TorchDispatchMode):
         self.phase = "start"
         self.waits: dict[str, Counter[str]] = {}
         self.operations: dict[str, Counter[str]] = {}
+        self.num_blocks: Counter[str] = Counter()
         self.invented: Counter[str] = Counter()
         self.calls: list[GroupCall] = []
         self.at_peak: dict[str, Counter[str]] = {}
@@ -97,6 +98,7 @@ class RehearsalMode(TorchDispatchMode):
             "at_peak": by_phase(self.at_peak, MOST_AT_PEAK),
             "waits": by_phase(self.waits),
             "operations": {phase: count.total() for phase, count in self.operations.items()},
+            "num_blocks": dict(self.num_blocks),
             "invented": dict(self.invented.most_common()),
             "calls": [call.as_json() for call in self.calls],
         }
@@ -205,6 +207,10 @@ class RehearsalMode(TorchDispatchMode):
                 return args[0]
             with self.fake:
                 return aten.empty_like.default(args[0])
+        size = kwargs.get("output_size")
+        if size is not None and not self.values.are_known(tree_flatten((args, kwargs))[0]):
+            with self.fake:
+                return torch.empty(size, dtype=torch.int64, device=self.device)
         source, *others = args
         if func is aten.masked_select.default and self.values.of(source) is None:
             mask = self._known(func, others[0])

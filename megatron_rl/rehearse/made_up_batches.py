@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -13,6 +14,8 @@ from megatron_rl.records import Batch, ragged_from_lengths, single_turn
 
 UNEVEN = (1.0, 0.4, 0.7, 0.25)
 """Lengths of rows as shares of the longest one, in turn."""
+ANSWERS = 2
+"""Answers to a prompt, where a loss compares them."""
 MORE_ROUNDS = 1
 """Micro-batches of a rehearsed pass beyond those that fill a pipeline."""
 
@@ -35,9 +38,12 @@ def num_rows(config: RunConfig, pool: PoolSpec, pass_spec: PassSpec, num_samples
     return max(1, min(num_blocks * per_block, -(-num_samples // dp_size)))
 
 
-def lengths_of(config: RunConfig, num: int, shares: Sequence[float] = (1.0,)) -> list[tuple[int, int]]:
+def lengths_of(
+    config: RunConfig, pass_spec: PassSpec, num: int, shares: Sequence[float] = (1.0,)
+) -> list[tuple[int, int]]:
     """Return (prompt, answer) tokens of `num` rows: the longest ones, times the shares in turn."""
-    answer, prompt = config.longest_response, config.longest_sequence - config.longest_response
+    answer = config.longest_response if pass_spec.scored is None else pass_spec.scored
+    prompt = (config.longest_sequence if pass_spec.longest is None else pass_spec.longest) - answer
     sizes = [shares[number % len(shares)] for number in range(num)]
     return [(max(1, int(prompt * share)), max(1, int(answer * share))) for share in sizes]
 
@@ -52,3 +58,21 @@ def made_up(lengths: Sequence[tuple[int, int]], columns: Sequence[str]) -> Batch
         assert COLUMNS[name].shape == "sampled token"
         batch.add(**{name: batch.per_sampled_token(torch.zeros(int(answers.sum())))})
     return batch
+
+
+def half_as_long(config: RunConfig, pass_spec: PassSpec) -> PassSpec:
+    """Return the pass for pairs: the answers to a prompt share a micro-batch."""
+    longest = config.longest_sequence if pass_spec.longest is None else pass_spec.longest
+    scored = config.longest_response if pass_spec.scored is None else pass_spec.scored
+    return replace(pass_spec, longest=longest // ANSWERS, scored=scored // ANSWERS)
+
+
+def made_up_pairs(lengths: Sequence[tuple[int, int]]) -> Batch:
+    """Return a batch of answers that a loss compares: of each (prompt, answer) tokens two, as answers to one prompt."""
+    answers = made_up([one for one in lengths for _ in range(ANSWERS)], ())
+    sizes = torch.tensor([prompt + answer for prompt, answer in lengths])
+    two = torch.full((len(lengths),), ANSWERS)
+    flat = {name: ragged_from_lengths(answers.flat(name), ANSWERS * sizes) for name in ("input_ids", "sampled")}
+    zeros = ragged_from_lengths(torch.zeros(ANSWERS * len(lengths)), two)
+    of_answers = ragged_from_lengths(sizes.repeat_interleave(ANSWERS), two)
+    return Batch(**flat, answer_lengths=of_answers, given=zeros, labels=zeros, weights=torch.ones(len(lengths)))

@@ -29,7 +29,7 @@ class RankCall:
 
 
 @dataclass(frozen=True)
-class Difference:
+class CallDifference:
     """Two calls that meet each other and do not fit: in operation, size, type, device or root."""
 
     first: RankCall
@@ -59,7 +59,7 @@ class Match:
     """
 
     num_calls: int
-    differences: tuple[Difference, ...]
+    differences: tuple[CallDifference, ...]
     waiting: tuple[Waiting, ...]
     ended: frozenset[int]
 
@@ -142,7 +142,7 @@ class _Simulation:
         self._unmatched: dict[tuple[tuple[int, ...], int, int, str], deque[_Message]] = defaultdict(deque)
         self._runnable: deque[int] = deque(calls)
         self._num_calls = 0
-        self._differences: list[Difference] = []
+        self._differences: list[CallDifference] = []
 
     def run(self) -> None:
         """Advance ranks until none can be advanced."""
@@ -174,7 +174,7 @@ class _Simulation:
         if any(mate not in arrived for mate in key if mate in self._ranks):
             return False
         first, *others = (RankCall(mate, arrived[mate]) for mate in sorted(arrived))
-        self._differences += [Difference(first, other) for other in others if not _agree(first.call, other.call)]
+        self._differences += [CallDifference(first, other) for other in others if not _agree(first.call, other.call)]
         for mate in arrived:
             self._ranks[mate].steps.popleft()
             self._num_calls += 1
@@ -199,7 +199,7 @@ class _Simulation:
         other = others.popleft()
         message.is_done = other.is_done = True
         if other.made.call.sizes != call.sizes:
-            self._differences.append(Difference(message.made, other.made))
+            self._differences.append(CallDifference(message.made, other.made))
         self._runnable.append(peer)
         return message
 

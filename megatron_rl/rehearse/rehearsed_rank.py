@@ -5,25 +5,56 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from megatron_rl.columns import ACTOR_UPDATE, COLUMNS, CRITIC_UPDATE
-from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, PassSpec, RoleSpec
+from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, SCORER, TUNED, PassSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.tasks import DPO, SFT
 from megatron_rl.observe.memory_ledger import PhaseMemory
 from megatron_rl.records import Batch
 from megatron_rl.rehearse.dispatch_mode import RehearsalMode
-from megatron_rl.rehearse.made_up_batches import UNEVEN, lengths_of, made_up, num_rows
+from megatron_rl.rehearse.made_up_batches import (
+    ANSWERS,
+    UNEVEN,
+    half_as_long,
+    lengths_of,
+    made_up,
+    made_up_pairs,
+    num_rows,
+)
 from megatron_rl.roles.environment import RankEnvironment
 from megatron_rl.roles.host import RankHost
 from third_party_patches import apply_patches
 
-SCORES = {ACTOR: "log_probs", REFERENCE: "log_probs", CRITIC: "values", REWARD_MODEL: "scores"}
-"""Kind of role -> the method of its scoring pass."""
-UPDATE = {ACTOR: ACTOR_UPDATE, CRITIC: CRITIC_UPDATE}
-"""Kind of role -> the reader of the columns of its update."""
+
+class Methods(NamedTuple):
+    """Methods of a role's passes, and what their batches have.
+
+    reader: of the columns of the update; None: the update reads tokens alone. compares: a row has several answers.
+    """
+
+    score: str
+    update: str = ""
+    reader: str | None = None
+    compares: bool = False
+
+
+METHODS = {
+    ACTOR: Methods("log_probs", "update", ACTOR_UPDATE),
+    REFERENCE: Methods("log_probs"),
+    CRITIC: Methods("values", "update", CRITIC_UPDATE),
+    REWARD_MODEL: Methods("scores"),
+    SCORER: Methods("scores", "update", compares=True),
+}
+"""By kind of role; `methods_of` knows the others."""
+TUNED_METHODS = {
+    SFT: Methods("log_likelihoods", "update"),
+    DPO: Methods("answer_log_probs", "update_preferences", compares=True),
+}
+"""Of the policy that a task trains, by task."""
 MADE_UP = ("old_log_probs", "ref_log_probs", "advantages", "old_values", "returns")
 """Columns that updates are given, where they read them."""
 WARM_UP = "first "
@@ -42,13 +73,12 @@ class RehearsedHost(RankHost):
 class RehearsedRank:
     """The phases of one rank, in the order of a step. Everything runs under `mode`.
 
-    seconds: phase -> how long its rehearsal took. num_blocks: phase -> micro-batches.
+    seconds: phase -> how long its rehearsal took.
     """
 
     def __init__(self, config: RunConfig, pool: str, environment: RankEnvironment, mode: RehearsalMode) -> None:
         self.config, self.mode = config, mode
         self.seconds: dict[str, float] = {}
-        self.num_blocks: dict[str, int] = {}
         self.host: RehearsedHost = self._phase(
             "start", lambda: RehearsedHost(config, pool=pool, environment=environment)
         )
@@ -58,35 +88,49 @@ class RehearsedRank:
         roles = self.host.spec.megatron_roles
         for role in roles:
             self._phase("init", lambda role=role: self.host.build(role.name))  # type: ignore[misc]
-        trained = [role for role in roles if role.update is not None and role.kind in UPDATE]
-        for role in trained:
+        for role in self.trained:
             self._update(role, WARM_UP, UNEVEN)
         self.taken = {"init": self._take_memory()["init"]}
         for role in roles:
-            if role.score is not None and role.kind in SCORES:
-                self._score(role, role.score)
-        for role in trained:
+            if role.score is not None and (methods := self._methods(role)):
+                batch = self._batch(methods, role.score, self.config.batch_sizes.num_samples, ())
+                self._call(role, role.score.phase, methods.score, batch)
+        for role in self.trained:
             self._update(role)
         self.taken |= self._take_memory()
+
+    @property
+    def trained(self) -> list[RoleSpec]:
+        """Roles with an update that is rehearsed."""
+        return [role for role in self.host.spec.megatron_roles if role.update is not None and self._methods(role)]
+
+    def _methods(self, role: RoleSpec) -> Methods | None:
+        return TUNED_METHODS.get(self.config.trainer.stage) if role.kind == TUNED else METHODS.get(role.kind)
 
     def _take_memory(self) -> dict[str, PhaseMemory]:
         return self.host.ledger.take()
 
-    def _score(self, role: RoleSpec, spec: PassSpec) -> None:
-        batch = self._batch(spec, self.config.batch_sizes.num_samples, ())
-        self._phase(spec.phase, lambda: self.host.run(role.name, SCORES[role.kind], (batch,), {}))
-
     def _update(self, role: RoleSpec, prefix: str = "", shares: tuple[float, ...] = (1.0,)) -> None:
-        spec = role.update
-        assert spec is not None
-        wanted = [name for name in COLUMNS.read_by(UPDATE[role.kind]) if name in MADE_UP]
+        spec, methods = role.update, self._methods(role)
+        assert spec is not None and methods is not None
+        read = () if methods.reader is None else COLUMNS.read_by(methods.reader)
         num_samples = self.config.batch_sizes.mini_batch_samples(role.settings)
-        batch = self._batch(spec, num_samples, wanted, shares)
-        self._phase(prefix + spec.phase, lambda: self.host.run(role.name, "update", (batch,), {}))
+        batch = self._batch(methods, spec, num_samples, [name for name in read if name in MADE_UP], shares)
+        options = {"num_prompts": len(batch)} if methods.compares else {}
+        self._call(role, prefix + spec.phase, methods.update, batch, **options)
 
-    def _batch(self, spec: PassSpec, num_samples: int, columns: Any, shares: tuple[float, ...] = (1.0,)) -> Batch:
+    def _batch(
+        self, methods: Methods, spec: PassSpec, num_samples: int, columns: Any, shares: tuple[float, ...] = (1.0,)
+    ) -> Batch:
         num = num_rows(self.config, self.host.spec, spec, num_samples)
-        return made_up(lengths_of(self.config, num, shares), columns)
+        if methods.compares:
+            return made_up_pairs(
+                lengths_of(self.config, half_as_long(self.config, spec), max(1, num // ANSWERS), shares)
+            )
+        return made_up(lengths_of(self.config, spec, num, shares), columns)
+
+    def _call(self, role: RoleSpec, phase: str, method: str, batch: Batch, **options: Any) -> None:
+        self._phase(phase, lambda: self.host.run(role.name, method, (batch,), options))
 
     def _phase(self, name: str, body: Callable[[], Any]) -> Any:
         started = time.perf_counter()

@@ -11,6 +11,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError
 
 LAYERS = "num_hidden_layers"
+UNEVEN_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
 def shortened(config: RunConfig, layers_per_stage: int, folder: Path) -> list[str]:
@@ -32,7 +33,9 @@ def shortened(config: RunConfig, layers_per_stage: int, folder: Path) -> list[st
         target.mkdir(exist_ok=True)
         (target / "config.json").write_text(json.dumps(cut_settings(settings, wanted)))
         overrides.setdefault(role.model_key, str(target))
-    return [f"{key}={path}" for key, path in overrides.items()]
+        uneven = [name for name in UNEVEN_STAGES if role.is_trained and getattr(role.megatron, name) is not None]
+        overrides |= {f"{role.key}.megatron.{name}": str(layers_per_stage) for name in uneven}
+    return [f"{key}={value}" for key, value in overrides.items()]
 
 
 def num_chunks(config: RunConfig, role: RoleSpec) -> int:

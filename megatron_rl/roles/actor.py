@@ -287,7 +287,7 @@ class Actor(TrainedRole):
         old_log_probs = fields.get("old_log_probs")
         if old_log_probs is None:
             old_log_probs = log_probs.detach()
-            own.append(old_log_probs.cpu())
+            own.append(old_log_probs)
         terms, losses, kept = self._policy_terms(log_probs, old_log_probs, block)
         weights = token_weights(block.kept, lengths, totals, config.loss_agg_mode, self.loss_scale)
         weighted = losses * token_weights(kept, lengths, totals, policy_agg_mode(config), self.loss_scale)

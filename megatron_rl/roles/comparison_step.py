@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,6 +15,12 @@ from megatron_rl.losses.terms import Answers
 from megatron_rl.records import Batch, answer_rows, num_answers, ragged_from_lengths
 from megatron_rl.roles.pipeline import PerToken
 from megatron_rl.roles.training import TrainableModel
+
+
+def with_prompts(block: MicroBatch, prompt_of_row: Tensor) -> MicroBatch:
+    """Return the block with the numbers of its prompts, and of each the number of its answers; all on the CPU."""
+    prompts, sizes = prompt_of_row[block.rows].unique_consecutive(return_counts=True)
+    return replace(block, fields=block.fields | {"prompts": prompts, "num_answers": sizes})
 
 
 class AnswerLearner:
@@ -51,14 +58,17 @@ class AnswerLearner:
         """
         trainable, device = self.trainable, self.trainable.device
         num_of_prompt = num_answers(batch)
-        blocks = trainable.pipeline.micro_batches(answer_rows(batch), cut, num_of_prompt.tolist())
-        prompt_of_row = torch.repeat_interleave(num_of_prompt).to(device)
+        prompt_of_row = torch.repeat_interleave(num_of_prompt)
+        blocks = [
+            with_prompts(block, prompt_of_row)
+            for block in trainable.pipeline.micro_batches(answer_rows(batch), cut, num_of_prompt.tolist())
+        ]
         given, labels = batch.flat("given").to(device), batch.flat("labels").to(device)
         weights, shift = batch["weights"].to(device), torch.tensor(baseline, device=device)
 
         def loss(output: Tensor, block: MicroBatch) -> tuple[Tensor, MetricParts]:
             numbers = self.of_rows(self.per_token(output, block), block.num_sampled)
-            prompts, sizes = prompt_of_row[block.rows].unique_consecutive(return_counts=True)
+            prompts, sizes = block.fields["prompts"], block.fields["num_answers"]
             answers = Answers(numbers, given[block.rows], labels[block.rows], sizes, shift)
             terms = self.objective(answers)
             total = (terms.loss * weights[prompts]).sum() / max(num_prompts, 1)

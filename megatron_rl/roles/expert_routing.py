@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.config.megatron import OverrideTransformerConfig
+from megatron_rl.device import in_one_copy
 from megatron_rl.experience.micro_batches import MicroBatch, in_row_order
 from megatron_rl.experience.routed_tokens import num_others
 from megatron_rl.experience.token_places import num_rows_at, places, places_of_rows, recorded_experts
@@ -124,7 +125,7 @@ class ExpertRouting:
             places_of_block = columns[block.share.columns.cpu()].flatten(0, 1)
         if self._is_cut:
             places_of_block = places_of_block.chunk(self.groups.grid.tp_size)[self.groups.tp_rank]
-        return places_of_block.to(self.device)
+        return in_one_copy([{"places": places_of_block}], self.device)[0]["places"]
 
     def finish(self, lengths: Tensor) -> Tensor | None:
         """End the pass: [N, this rank's layers, K] of all tokens of the record, row after row, where they are recorded.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_rl.columns import ACTOR_SCORES
-from megatron_rl.device import shares_prompts
+from megatron_rl.device import has_varlen_attention, in_one_copy, shares_prompts
 from megatron_rl.experience.micro_batches import (
     MicroBatch,
     MicroBatching,
@@ -40,12 +40,20 @@ from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.parallel.zigzag import ContextShare, segment_multiple, zigzag_columns
 from megatron_rl.records import Batch
 from megatron_rl.roles.expert_routing import ExpertRouting
+from megatron_rl.roles.known_shapes import messages_of_known_shapes
 
 PerToken = Callable[[Tensor, MicroBatch], Tensor]
 """(model output [b, S, ...], its micro-batch) -> one float32 per sampled token, [N]."""
 
 Loss = Callable[[Tensor, MicroBatch], tuple[Tensor, MetricParts]]
 """(model output [b, S, ...], its micro-batch) -> (loss summed over its tokens, its parts of metrics by name)."""
+
+
+class Pass(NamedTuple):
+    """A block on the device, and its segments; None: a padded block that no other rank shares."""
+
+    block: MicroBatch
+    segments: Segments | None
 
 
 class Pipeline:
@@ -56,6 +64,10 @@ class Pipeline:
         self.groups = groups
         self.device = device
         self.routing: ExpertRouting | None = None  # for models with experts
+        caps = any(getattr(module, "soft_cap", None) for chunk in self.chunks for module in chunk.modules())
+        config: Any = self.chunks[0].config
+        example = torch.empty(0, dtype=config.params_dtype, device=device)
+        self._needs_slots = caps or not has_varlen_attention(example)
 
     def micro_batches(self, batch: Batch, cut: MicroBatching, sizes: Sequence[int] | None = None) -> list[MicroBatch]:
         """Cut a batch into blocks that this pipeline can run; all ranks must call.
@@ -144,7 +156,7 @@ class Pipeline:
 
     def _most_blocks(self, plan: list[list[int]]) -> int:
         """The largest number of blocks in all data-parallel ranks' plans, in full rounds."""
-        most = torch.tensor(round_up(len(plan), self._round_size), device=self.device)
+        most = torch.tensor(round_up(len(plan), self._round_size))  # of the host, which need not wait for the device
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.groups.dp_group)
         return int(most)
 
@@ -160,21 +172,22 @@ class Pipeline:
         """
         blocks = self.micro_batches(batch, cut)
 
-        def step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
-            block = self._read_by_this_rank(next(iterator))
+        def step(iterator: Iterator[Pass], model: torch.nn.Module) -> Any:
+            one = next(iterator)
             # The schedule calls this with non_loss_data=True and collects what it returns.
-            return self._run(model, block), lambda output, non_loss_data: per_token(output, block).cpu()
+            return self._run(model, one), lambda output, non_loss_data: per_token(output, one.block)
 
         outputs = self._schedule(step, self._scheduled(blocks), forward_only=True, collect_non_loss_data=True)
         return self.in_row_order(outputs, blocks, batch) if self.groups.is_last_stage else None
 
     def in_row_order(self, parts: Sequence[Tensor], blocks: Sequence[MicroBatch], batch: Batch) -> Tensor:
-        """Values [sampled tokens, ...] of each block, on the CPU -> of the batch, row after row.
+        """Values [sampled tokens, ...] of each block, on the device -> of the batch, row after row, on the CPU.
 
         Where ranks have blocks of their own all context-parallel ranks of the stage must call.
         """
-        with_parts = zip(blocks, parts, strict=False)  # the schedule may have added blocks without rows
-        whole = in_row_order(with_parts, batch.num_sampled, parts[0])
+        on_host = torch.cat(list(parts)).cpu().split([len(part) for part in parts])
+        with_parts = zip(blocks, on_host, strict=False)  # the schedule may have added blocks without rows
+        whole = in_row_order(with_parts, batch.num_sampled, on_host[0])
         if self.groups.grid.most_sharing is None:
             return whole
         whole = whole.to(self.device)
@@ -199,14 +212,15 @@ class Pipeline:
         if self.routing is not None:
             self.routing.loss_factor = scale
 
-        def step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> Any:
-            block = self._read_by_this_rank(next(iterator))
+        def step(iterator: Iterator[Pass], model: torch.nn.Module) -> Any:
+            one = next(iterator)
+            block = one.block
 
             def scaled(output: Tensor) -> tuple[Tensor, MetricParts]:
                 value, parts = loss(output, block)
                 return value * scale, {name: part * block.is_reported for name, part in parts.items()}
 
-            return self._run(model, block), scaled
+            return self._run(model, one), scaled
 
         parts = self._schedule(step, blocks, forward_only=False)
         return add_parts(parts) if self.groups.is_last_stage else None
@@ -219,30 +233,49 @@ class Pipeline:
         blocks = in_one_shape(blocks)
         return [*blocks, *[blocks[0].neutral()] * (-len(blocks) % self._round_size)]
 
+    def _passes(self, blocks: Sequence[MicroBatch]) -> list[Pass]:
+        """All blocks on this device, in one copy, with their segments."""
+        blocks = [self._read_by_this_rank(block) for block in blocks]
+        segments = [self._segments_of(block) for block in blocks]
+        parts = [block.tensors() for block in blocks] + [one.tensors() for one in segments if one is not None]
+        moved = in_one_copy(parts, self.device)
+        of_segments = iter(moved[len(blocks) :])
+        return [
+            Pass(block.with_tensors(mine), None if one is None else one.with_tensors(next(of_segments)))
+            for block, mine, one in zip(blocks, moved, segments, strict=False)
+        ]
+
     def _read_by_this_rank(self, block: MicroBatch) -> MicroBatch:
-        """The block on this device, with this rank's share of it where context-parallel ranks have one each."""
-        block, group = block.to(self.device), self.groups.cp_group
+        """The block with this rank's share of it, where context-parallel ranks have one each."""
+        group = self.groups.cp_group
         num_sharing = group.size() if block.num_sharing is None else block.num_sharing
         if num_sharing == 1:
             return block
         group = self.groups.pack_groups.get(num_sharing, group)
-        columns = zigzag_columns(self._segments(block), group.size(), group.rank()).to(self.device)
+        columns = zigzag_columns(self._segments(block), group.size(), group.rank())
         return replace(block, share=ContextShare.of(columns, block.predicts_sampled, group))
+
+    def _segments_of(self, block: MicroBatch) -> Segments | None:
+        """What Megatron passes to every layer: the segments of the block, on the CPU; None: a padded block, whole."""
+        share = block.share
+        if share is not None:
+            lengths, size = self._segments(block), share.group.size()
+            return ContextSegments.cut(lengths, len(block.input_ids), share.columns, size, share.group)
+        if block.segments is None:
+            return None
+        return Segments.on_host(block.segments, block.prefixes, self._needs_slots)
 
     @staticmethod
     def _segments(block: MicroBatch) -> tuple[int, ...]:
         """Lengths of the segments of one row, which is one where rows are padded."""
         return (block.input_ids.shape[1],) if block.segments is None else block.segments
 
-    def _run(self, model: torch.nn.Module, block: MicroBatch) -> Tensor:
+    def _run(self, model: torch.nn.Module, one: Pass) -> Tensor:
         made_progress()
-        input_ids, share, segments = block.input_ids, block.share, None
-        if share is not None:
-            size = share.group.size()
-            segments = ContextSegments.cut(self._segments(block), len(input_ids), share.columns, size, share.group)
-            input_ids = input_ids[:, share.columns]
-        elif block.segments is not None:
-            segments = Segments.of(block.segments, self.device, block.prefixes)
+        block = one.block
+        input_ids = block.input_ids if block.share is None else block.input_ids[:, block.share.columns]
+        # Layers keep what they derive from them; another chunk's pass begins anew.
+        segments = None if one.segments is None else one.segments.with_tensors(one.segments.tensors())
         # Megatron wants positions and does not use them: rotary embeddings go by segments.
         positions = torch.arange(input_ids.shape[1], device=self.device).expand_as(input_ids)
         routing = nullcontext() if self.routing is None else self.routing.forward_pass(self.chunks.index(model), block)
@@ -256,12 +289,17 @@ class Pipeline:
         shapes = [
             (len(block.input_ids), block.input_ids.shape[1] // (block.num_sharing or cp_size)) for block in blocks
         ]
-        # Stages tell each other every block's shape, which costs a message and a wait each, only where they differ.
-        self.chunks[0].config.variable_seq_lengths = len(set(shapes)) > 1
+        config, is_uneven = self.chunks[0].config, len(set(shapes)) > 1
+        config.variable_seq_lengths = is_uneven
         num_rows, num_columns = shapes[0]
+        passes = self._passes(blocks)
+        if is_uneven and self.groups.grid.pp_size > 1:
+            parts = self.groups.grid.tp_size if config.sequence_parallel else 1
+            sent = [(columns // parts, rows, config.hidden_size) for rows, columns in shapes]
+            options |= messages_of_known_shapes(self.groups.pp_group, config, sent)
         outputs: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=[iter(blocks) for _ in self.chunks],
+            data_iterator=[iter(passes) for _ in self.chunks],
             model=self.chunks,
             num_microbatches=len(blocks),
             seq_length=num_columns * cp_size,  # Megatron takes the part of one of them

@@ -89,5 +89,5 @@ def test_scored_tokens_are_put_together_in_order(cut, num_rows, seed):
         columns = zigzag_columns(lengths, cp_size, rank)
         share = ContextShare.of(columns, predicts, group=None)
         assert (found[share.numbers] == -1).all() and share.num_scored == len(expected)
-        found[share.numbers] = output[:, columns][share.scored]
+        found[share.numbers] = output[:, columns].flatten()[share.places]
     assert found.tolist() == expected.tolist()

@@ -186,6 +186,50 @@ def check_gathered_values_are_this_ranks_own(mode, torch):
     assert [one.tolist() for one in gathered] == [[5, 6]] * 4 and not mode.invented
 
 
+def check_one_copy_moves_many_tensors(mode, torch):
+    from megatron_rl.device import in_one_copy
+
+    parts = [{"a": torch.arange(3), "b": torch.tensor([True, False])}, {"a": torch.tensor([0.5])}]
+    moved = in_one_copy(parts, torch.device("cuda"))
+    assert not mode.waits and all(tensor.is_cuda for part in moved for tensor in part.values())
+    values = [{name: tensor.tolist() for name, tensor in part.items()} for part in moved]
+    assert values == [{"a": [0, 1, 2], "b": [True, False]}, {"a": [0.5]}]
+
+
+def check_rows_of_a_known_number_of_tokens(mode, torch):
+    from megatron_rl.losses.rows import spread, sum_rows
+
+    lengths = torch.tensor([2, 1], device="cuda")
+    mode.waits.clear()
+    unknown = torch.empty(3, device="cuda").bernoulli()
+    assert spread(sum_rows(unknown, lengths), lengths, 3).shape == (3,) and not mode.waits
+
+
+def check_a_norm_of_gradients_reads_nothing(mode, torch):
+    from megatron.core.utils import local_multi_tensor_l2_norm
+
+    from third_party_patches.megatron_core.l2_norm import l2_norm
+
+    gradients = [torch.empty(4, device="cuda") for _ in range(5)]
+    assert l2_norm(1, None, [gradients], False)[0].shape == (1,) and not mode.waits
+    local_multi_tensor_l2_norm(1, None, [gradients], False)
+    assert sum(mode.waits["start"].values()) >= 5  # Megatron's own, which the patch replaces
+
+
+def check_sorting_tokens_by_expert_reads_nothing(mode, torch):
+    from megatron.core.transformer.moe.moe_utils import permute
+
+    from third_party_patches.megatron_core.permute_without_waits import permuted
+
+    routing = torch.tensor([[True, False], [True, True]], device="cuda")
+    tokens, probs = torch.empty(2, 4, device="cuda"), torch.empty(2, 2, device="cuda")
+    mode.waits.clear()
+    out, weights, order = permuted(tokens, routing, probs, 3)
+    assert (out.shape, weights.shape, order.shape) == ((3, 4), (3,), (3,)) and not mode.waits
+    permute(tokens, routing, probs, 3)
+    assert sum(mode.waits["start"].values()) == 2  # Megatron's own, which the patch replaces
+
+
 def check_sends_are_recorded_with_their_peer(mode, torch):
     import torch.distributed as dist
 

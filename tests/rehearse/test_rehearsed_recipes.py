@@ -10,8 +10,27 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.load import load_config
+from megatron_rl.config.roles import Placement
+
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = "configs/llama3_70b_ppo.yaml"
+GPU_RECIPES = {
+    "configs/llama3_70b_ppo.yaml": "ppo",
+    "configs/qwen3_235b_a22b_gspo.yaml": "ppo",
+    "configs/recipes/llama3_8b_grpo.yaml": "ppo",
+    "configs/recipes/llama3_8b_ppo.yaml": "ppo",
+    "configs/recipes/qwen2.5_7b_grpo.yaml": "ppo",
+    "configs/recipes/qwen2.5_7b_ppo.yaml": "ppo",
+    "configs/recipes/qwen3_30b_a3b_128k_grpo.yaml": "ppo",
+    "configs/recipes/qwen3_30b_a3b_grpo.yaml": "ppo",
+    "configs/recipes/qwen3_32b_grpo.yaml": "ppo",
+    "configs/stages/llama3_70b_dpo.yaml": "dpo",
+    "configs/stages/llama3_70b_sft.yaml": "sft",
+    "configs/stages/llama3_8b_reward.yaml": "reward",
+    "configs/stages/qwen3_30b_a3b_sft.yaml": "sft",
+}
+"""Every configuration for GPUs, and its task."""
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 
@@ -20,6 +39,12 @@ def rehearse(out, *options, config=RECIPE):
     command = [sys.executable, "-m", "megatron_rl", "rehearse", "--config", config, "--out", str(out), *options]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     return subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+
+
+def waits_of_each_block(found, phase):
+    """Waits that come once or more for every micro-batch of a phase."""
+    num_blocks = found["num_blocks"][phase]
+    return sum(count // num_blocks for count in found["waits"][phase].values())
 
 
 def report(out, number):
@@ -47,6 +72,46 @@ def test_a_rank_of_the_70b_recipe(tmp_path):
     scores = [call for call in found["calls"] if call["phase"] == "old_log_prob"]
     assert {"recv", "allgather_base", "reduce_scatter_base"} <= {call["name"] for call in scores}
     assert all(call["peer"] == 47 for call in scores if call["name"] == "recv")  # the same rank one stage before
+    assert waits_of_each_block(found, "update_actor") <= 3 and waits_of_each_block(found, "first update_actor") <= 3
+    assert waits_of_each_block(found, "old_log_prob") == 0
+    assert " collectives, sends and receives of 1 ranks fit" in answer.stdout
+
+
+def test_waits_of_experts(tmp_path):
+    """One wait a layer of experts and forward pass: Megatron reads how many tokens go where. Two layers, two blocks.
+
+    Would not catch a wait inside a kernel.
+    """
+    recipe = "configs/recipes/qwen3_30b_a3b_grpo.yaml"
+    answer = rehearse(tmp_path, "--ranks", "0", "--layers", "2", "--jobs", "1", config=recipe)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    found = report(tmp_path, 0)
+    for phase in ("old_log_prob", "ref", "update_actor"):
+        waits = {text: count for text, count in found["waits"][phase].items() if text.startswith("event")}
+        assert sum(waits.values()) == 2 * found["num_blocks"][phase]
+        assert waits_of_each_block(found, phase) <= 2 + 1  # and counts of experts, once an update
+
+
+def test_all_recipes_are_rehearsed():
+    """Every file under configs/ that does not run on CPUs. Would not catch a recipe elsewhere."""
+    files = {str(file.relative_to(REPOSITORY)) for file in (REPOSITORY / "configs").rglob("*.yaml")}
+    ablations = {"configs/ablation.yaml", "configs/ablations/turns.yaml"}
+    assert {file for file in files if "device: cpu" not in (REPOSITORY / file).read_text()} - ablations == set(
+        GPU_RECIPES
+    )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("recipe", "stage"), GPU_RECIPES.items())
+def test_every_recipe(tmp_path, recipe, stage):
+    """First, middle and last rank with two layers a stage: peaks within 2% of the plan, calls fit.
+
+    Would not catch a layer kind that the first layers do not have.
+    """
+    world = Placement.of(load_config(recipe)).world_size
+    ranks = ",".join(map(str, sorted({0, world // 2, world - 1})))
+    answer = rehearse(tmp_path, "--ranks", ranks, "--layers", "2", "--stage", stage, config=recipe)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
 
 
 @pytest.mark.exhaustive

@@ -41,6 +41,46 @@ def check_router_gemm() -> None:
     torch.testing.assert_close(ours, expected)
 
 
+def check_permute() -> None:
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    own = moe_utils.permute
+    tokens, probs = random_tensor(5, 8, seed=0).requires_grad_(), random_tensor(5, 4, seed=1).requires_grad_()
+    routing = torch.zeros(5, 4, dtype=torch.bool).scatter(1, random_tensor(5, 4, seed=2).topk(2).indices, True)
+
+    from third_party_patches.megatron_core.permute_without_waits import PATCH
+
+    PATCH.apply()
+    PATCH.apply()
+    assert moe_utils.permute is token_dispatcher.permute is not own
+    for expected, ours in ((own(tokens, routing, probs, 10), moe_utils.permute(tokens, routing, probs, 10)),):
+        assert all(torch.equal(one, other) for one, other in zip(expected, ours, strict=True))
+        gradients = [
+            torch.autograd.grad((out * w[:, None]).square().sum(), (tokens, probs)) for out, w, _ in (expected, ours)
+        ]
+        assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    uncounted = moe_utils.permute(tokens, routing, probs, None)
+    assert torch.equal(uncounted[2], own(tokens, routing, probs, None)[2])
+
+
+def check_l2_norm() -> None:
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads
+
+    gradients = [random_tensor(7, seed=0), random_tensor(3, 5, seed=1), 1e-3 * random_tensor(2, seed=2)]
+    assert clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm
+
+    from third_party_patches.megatron_core.l2_norm import PATCH, l2_norm
+
+    PATCH.apply()
+    assert clip_grads.l2_norm_impl is l2_norm
+    norm, _ = l2_norm(1, torch.zeros(1), [gradients], False)
+    assert norm.dtype == torch.float32 and norm.item() == torch.norm(torch.tensor([g.norm() for g in gradients])).item()
+    clip_grads.l2_norm_impl = nvidias = object()
+    PATCH.apply()
+    assert clip_grads.l2_norm_impl is nvidias  # transformer-engine's or apex's stays
+
+
 def dispatched(dispatcher, tokens, routing, probs) -> torch.Tensor:
     """Tokens to their experts and back; expert number e multiplies by e + 1."""
     prepared, weights = dispatcher.dispatch_preprocess(tokens, routing, probs)
@@ -199,3 +239,13 @@ def test_unpacked_experts() -> None:
 def test_experts_of_other_ranks() -> None:
     """-1 is nobody's; weighted inputs; bfloat16. Would not catch an expert map that vLLM makes wrongly."""
     run_ranks(1, check_experts_of_other_ranks, timeout=100)
+
+
+def test_permute() -> None:
+    """Tokens, weights, order and gradients are Megatron's bit for bit. Would not catch a mask with another number."""
+    run_ranks(1, check_permute, timeout=100)
+
+
+def test_l2_norm() -> None:
+    """The number is Megatron's bit for bit. Would not catch tensors on several devices."""
+    run_ranks(1, check_l2_norm, timeout=100)

@@ -28,12 +28,15 @@ UPDATING = (CRITIC, ACTOR, SCORER, TUNED)
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Memory of a rank of one pipeline stage. kind: only, first, middle, last. phases: phase -> what it holds."""
+    """Memory of a rank of one pipeline stage. kind: only, first, middle, last. phases: phase -> what it holds. built:
+    the largest moment of the start before there is a rollout.
+    """
 
     pool: str
     pp_rank: int
     kind: str
     phases: dict[str, Held]
+    built: Held
 
     def total(self, phase: str) -> int:
         """Return the peak bytes of a phase."""
@@ -79,6 +82,11 @@ def phase_order(roles: Sequence[RoleSpec]) -> list[str]:
     return [INIT, RESHARD, GEN, *scores, *updates, SAVE]
 
 
+def without_moments(held: Held) -> Held:
+    """Return what is held before the first update, which makes Adam's moments."""
+    return {name: size for name, size in held.items() if not name.endswith("moments")}
+
+
 class MemoryOfStage:
     """The memory arithmetic of one pipeline stage of a pool."""
 
@@ -102,11 +110,10 @@ class MemoryOfStage:
             held["rollout weights"] = self.models.rollout_weights_bytes
             if self.config.samples_ahead and self.config.async_training.second_buffer:
                 held["arriving weights"] = self.models.rollout_weights_bytes
+        built = self._largest_while_built()
+        complete = without_moments(held) | (self._rollout_memory() if self.generates else {})
         phases = {
-            INIT: {
-                **{name: size for name, size in held.items() if not name.endswith("moments")},
-                **(self._rollout_memory() if self.generates else {}),
-            },
+            INIT: max(built, complete, key=lambda moment: sum(moment.values())),
             **self._generation_phases(held),
         }
         for role in self.roles:
@@ -121,7 +128,17 @@ class MemoryOfStage:
         kind = "only" if self.is_first and self.is_last else "first" if self.is_first else "middle"
         kind = "last" if self.is_last and not self.is_first else kind
         ordered = {name: phases[name] for name in phase_order(self.roles) if name in phases}
-        return StageMemory(self.pool.spec.name, self.pp_rank, kind, ordered)
+        return StageMemory(self.pool.spec.name, self.pp_rank, kind, ordered, built)
+
+    def _largest_while_built(self) -> Held:
+        """Return the largest moment while roles are built one after the other, before the rollout."""
+        before: Held = {}
+        moments = []
+        for role in self.roles:
+            ledger = self.pool.ledger(role)
+            moments += [before | moment for moment in ledger.while_built(self.pp_rank)]
+            before |= without_moments(ledger.held(self.pp_rank).named(role))
+        return max([*moments, before], key=lambda moment: sum(moment.values()))
 
     # Generation
 

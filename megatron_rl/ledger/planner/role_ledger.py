@@ -110,6 +110,19 @@ class RoleLedger:
             moments, masters = (int(size * (1 - offloaded)) for size in (moments, masters))
         return StageHeld(numel * element, numel * FP32, moments, masters)
 
+    def while_built(self, pp_rank: int) -> list[Held]:
+        """Return moments of the construction of a trained role, which hold more than is left: weights are moved from
+        modules into DDP's buffers, and the last of the masters is made from a copy of the weight. None: of others.
+        """
+        if not self.role.is_trained:
+            return []
+        held, name = self.held(pp_rank), self.role.name
+        moved = {f"{name} parameters": held.parameters, f"{name} gradients": held.gradients}
+        in_layers, others = self.weights.largest(pp_rank)
+        last = min(max(in_layers, others) if pp_rank == 0 else in_layers, self.weights.optimizer_share(pp_rank))
+        copied = {f"{name} masters": held.masters, "weight copied": last * self.element} if held.masters else {}
+        return [moved | {"weights in modules": held.parameters}, moved | copied]
+
     def checkpoint_copy(self, pp_rank: int) -> int:
         """Return the bytes of the copies that a save keeps until they are written.
 
@@ -163,7 +176,9 @@ class RoleLedger:
         head = self._head(pp_rank, block, CHUNKS_FORWARD)
         hidden = 2 * block.tokens * layer.hidden * layer.element
         running = layer.transient_bytes(block, backward=False) + self._exchanged_keys(block, backward=False)
-        return {"activations": int(max(hidden + running - sum(head.values()), hidden)), **head}
+        # The schedule keeps what the head was given until the next micro-batch has passed it.
+        previous = hidden // 2 if head and passes.num_blocks > 1 else 0
+        return {"activations": int(max(hidden + running - sum(head.values()), hidden)) + previous, **head}
 
     def update(self, pp_rank: int, passes: Passes, recompute: Recompute | None = None) -> Held:
         """Return what an update holds at the worst of three moments: the backward of a layer, of the head, or Adam's

@@ -134,9 +134,11 @@ class ExpertsMLP(LayerPart):
         return (rows * (2 * self.hidden + 4 * ffn + 1) + every) * cut.element + router
 
     def widest_elements(self, block: LayerBlock, cut: Cut, *, backward: bool) -> float:
-        routed = self.ffn // cut.expert_tp_size * block.tokens * self._routed(cut)
+        rows, ffn = block.tokens * self._routed(cut), self.ffn // cut.expert_tp_size
         shared = self.shared // cut.tp_size * block.tokens
-        return max(routed * (4 + backward), shared * (3 + backward))
+        # Until the experts have answered, what was sent, received and sorted stays, beside the answers, twice.
+        answered = 0.0 if backward else rows * (5 * self.hidden + ffn)
+        return max(rows * ffn * (4 + backward), answered, shared * (3 + backward))
 
     def columns(self, cut: Cut) -> float:
         return 3 * (self.ffn // cut.expert_tp_size) * self._routed(cut)
