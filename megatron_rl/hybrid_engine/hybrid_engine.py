@@ -13,7 +13,7 @@ from typing import Protocol
 
 from megatron_rl.device import Device, release_cached, settled_seconds
 from megatron_rl.hybrid_engine.allgather_pp import Bytes
-from megatron_rl.hybrid_engine.offload import Offloadable
+from megatron_rl.hybrid_engine.offload import Offloadable, offloaded
 from megatron_rl.hybrid_engine.rng import RNGState, swap
 from megatron_rl.hybrid_engine.verify import is_verified
 
@@ -107,9 +107,7 @@ class HybridEngine:
             # Phase 1: random state
             undo.callback(self._restore_rng, swap(self.rollout_rng))
             # Phase 2: offloading
-            for memory in self.offloadable:
-                undo.callback(memory.reload)
-                memory.offload()
+            undo.enter_context(offloaded(self.offloadable))
             # The next allocations have other sizes, and another allocator than torch's may make them.
             release_cached(self._device)
             # Phase 3: weights

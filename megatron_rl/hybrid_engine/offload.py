@@ -7,6 +7,7 @@ copy takes as much memory as it frees; the code is the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 import torch
@@ -22,6 +23,16 @@ class Offloadable(Protocol):
 
     def reload(self) -> None:
         """Allocate it again with its content. Does nothing if it was not offloaded."""
+
+
+@contextmanager
+def offloaded(memories: Iterable[Offloadable]) -> Iterator[None]:
+    """Offload them one by one, and reload them at the end in reverse order; an error on the way does so, too."""
+    with ExitStack() as undo:
+        for memory in memories:
+            undo.callback(memory.reload)
+            memory.offload()
+        yield
 
 
 LARGEST_PIECE, SMALLEST_PIECE = 256 << 20, 1 << 20
@@ -80,10 +91,11 @@ class HostCopy:
 
     def offload(self) -> None:
         """Copy every storage to the host and free it."""
-        storages = [tensor.untyped_storage() for tensor in unique_storages(self._tensors())]
-        if not storages:
+        tensors = list(unique_storages(self._tensors()))
+        if not tensors:
             return
-        buffer = self._buffer = self._buffer or HostBuffer(storages[0].device.type == "cuda")
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        buffer = self._buffer = self._buffer or HostBuffer(tensors[0].is_cuda)
         buffer.reserve(sum(storage.nbytes() for storage in storages))
         offset = 0
         for storage in storages:

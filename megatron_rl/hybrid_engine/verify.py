@@ -35,6 +35,12 @@ class WeightMismatchError(RuntimeError):
     """A piece of a tensor differs from its owner's after an exchange; generation must not start."""
 
 
+def places_of_true(flags: Tensor) -> list[int]:
+    """Numbers of the elements that are true; the host waits for them."""
+    found: list[int] = flags.nonzero().flatten().tolist()
+    return found
+
+
 @dataclass(frozen=True)
 class Check:
     """One piece on this rank. Its owner's checksum is entry `index` of member `owner`'s list."""
@@ -80,8 +86,7 @@ class WeightVerifier:
         ours[: self._num_held] = self._held.compute()
         theirs = self._transport.all_gather(ours)
         expected = torch.stack(theirs)[self._owners, self._indices]
-        differing = (self._arrived.compute() != expected).nonzero().flatten().tolist()
-        wrong = [self._checks[number] for number in differing]
+        wrong = [self._checks[number] for number in places_of_true(self._arrived.compute() != expected)]
         counts = self._transport.all_gather(torch.tensor([len(wrong)]))
         if any(counts):
             raise WeightMismatchError(self._describe(wrong, [int(count) for count in counts]))

@@ -93,11 +93,20 @@ def rehearsed(request: RehearsalRequest, rank: RankOfPool) -> dict[str, Any]:
     mode = RehearsalMode(torch.device("cuda", 0), LiveMemory(gpu.allocate))
     gpu.on_wait = mode.wait
     follow_resizes(mode.memory.resized)
-    stand_in(mode)
+    stand_in(mode, _members(config, rank))
     with mode:
         one = RehearsedRank(config, rank.pool, environment, mode)
         one.run()
     return one.report() | mode.report()
+
+
+def _members(config: Any, rank: RankOfPool) -> list[Any]:
+    """Return the members of the exchange group of a rank whose pool trains and generates; none of others."""
+    from megatron_rl.ledger.planner.run_models import RunModels
+
+    models = RunModels(config)
+    shares = models.placement.is_colocated and models.training.spec.name == rank.pool
+    return models.members_with(rank.rank) if shares else []
 
 
 def follow_resizes(note: Callable[[Any], None]) -> None:

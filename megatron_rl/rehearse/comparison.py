@@ -9,8 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.ledger.planner.memory import INIT, plan_pools
-from megatron_rl.ledger.planner.role_ledger import Held
+from megatron_rl.ledger.planner.memory import INIT, RESHARD, StageMemory, plan_pools, without_moments
 from megatron_rl.ledger.planner.run_models import RunModels
 from megatron_rl.observe.summary import plain_table
 
@@ -51,18 +50,20 @@ def peaks_of(config: RunConfig, reports: Sequence[Mapping[str, Any]]) -> list[Pe
     peaks = []
     for report in reports:
         stage = plans[report["pool"]][report["pp_rank"]]
-        # The start may be largest with a rollout, which is not rehearsed.
-        planned = stage.phases | {INIT: stage.built}
         for phase, memory in report["phases"].items():
-            if phase in planned:
-                size = rehearsed_part(planned[phase])
+            if phase in stage.phases:
+                size = rehearsed_part(stage, phase)
                 peaks.append(Peak(report["number"], report["pool"], report["pp_rank"], phase, size, memory["peak"]))
     return peaks
 
 
-def rehearsed_part(held: Held) -> int:
-    """Return the bytes of a planned phase that a rehearsal has."""
-    return sum(size for name, size in held.items() if name not in NOT_REHEARSED)
+def rehearsed_part(stage: StageMemory, phase: str) -> int:
+    """Return the bytes of a planned phase that a rehearsal has: all but vLLM's."""
+    if phase == INIT:  # which may be largest with an engine
+        return max(sum(stage.built.values()), sum(without_moments(stage.exchanged).values()))
+    if phase == RESHARD and stage.exchanged:  # which may be largest when the cache has come
+        return sum(stage.exchanged.values())
+    return sum(size for name, size in stage.phases[phase].items() if name not in NOT_REHEARSED)
 
 
 def peak_table(peaks: Sequence[Peak]) -> Table:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedOperatorException
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from megatron_rl.rehearse.group_calls import RECEIVE, SEND, GroupCall, Size
@@ -103,6 +103,11 @@ class RehearsalMode(TorchDispatchMode):
             "calls": [call.as_json() for call in self.calls],
         }
 
+    def unheld_bytes(self, num_bytes: int) -> Tensor:
+        """Return bytes on the device that other tensors hold, for copies; values are unknown."""
+        with _disable_current_modes(), self.fake:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
     @contextmanager
     def one_batch(self) -> Iterator[None]:
         """Sends and receives of the body are posted at once."""
@@ -138,7 +143,7 @@ class RehearsalMode(TorchDispatchMode):
         if func is aten.topk.default and self._routed(leaves, outputs):
             return out
         self.values.follow(func, _on_cpu(leaves, spec), spec, outputs, written)
-        self._note(func, outputs)
+        self._note(func, [output for output in outputs if not any(output is tensor for tensor in written)])
         return out
 
     def _note(self, func: Any, outputs: list[FakeTensor]) -> None:

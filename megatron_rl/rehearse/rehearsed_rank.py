@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from megatron_rl.columns import ACTOR_UPDATE, COLUMNS, CRITIC_UPDATE
-from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, SCORER, TUNED, PassSpec, RoleSpec
+from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, ROLLOUT, SCORER, TUNED, PassSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.tasks import DPO, SFT
 from megatron_rl.observe.memory_ledger import PhaseMemory
@@ -25,6 +25,7 @@ from megatron_rl.rehearse.made_up_batches import (
     made_up_pairs,
     num_rows,
 )
+from megatron_rl.rehearse.rehearsed_rollout import rehearsed_engine
 from megatron_rl.roles.environment import RankEnvironment
 from megatron_rl.roles.host import RankHost
 from third_party_patches import apply_patches
@@ -57,6 +58,8 @@ TUNED_METHODS = {
 """Of the policy that a task trains, by task."""
 MADE_UP = ("old_log_probs", "ref_log_probs", "advantages", "old_values", "returns")
 """Columns that updates are given, where they read them."""
+RESHARD, LEAVE = "reshard", "leave"
+"""Phases of entering and leaving rollout mode."""
 WARM_UP = "first "
 """Begins the name of the first update of a role, whose rows are uneven and which makes Adam's moments."""
 
@@ -84,10 +87,17 @@ class RehearsedRank:
         )
 
     def run(self) -> None:
-        """Build the roles; update each once, for Adam's moments; then score and update, which is what is measured."""
+        """Build the roles; update each once, for Adam's moments; then score and update, enter rollout
+        mode and leave it, which is what is measured.
+        """
         roles = self.host.spec.megatron_roles
         for role in roles:
             self._phase("init", lambda role=role: self.host.build(role.name))  # type: ignore[misc]
+        rollout = self.host.spec.role(ROLLOUT)
+        engine = None
+        if rollout is not None and ACTOR in self.host.roles:
+            engine = self._phase("init", lambda: rehearsed_engine(rollout, self.host.rank, self.host.roles))
+            self.host.ledger.note("init")
         for role in self.trained:
             self._update(role, WARM_UP, UNEVEN)
         self.taken = {"init": self._take_memory()["init"]}
@@ -97,6 +107,10 @@ class RehearsedRank:
                 self._call(role, role.score.phase, methods.score, batch)
         for role in self.trained:
             self._update(role)
+        if engine is not None:
+            with self.host.ledger.phase(RESHARD):
+                self._phase(RESHARD, engine.enter)
+            self._phase(LEAVE, engine.exit)
         self.taken |= self._take_memory()
 
     @property

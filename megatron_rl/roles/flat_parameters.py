@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from megatron_rl.hybrid_engine.allgather_pp import FlatParameters
 from megatron_rl.hybrid_engine.layout import Slot
 from megatron_rl.hybrid_engine.plan import Member
@@ -9,6 +11,11 @@ from megatron_rl.model.families import ParamSpec
 from megatron_rl.parallel.sharding import Place, shard_of
 from megatron_rl.roles.model_source import named_parameters
 from megatron_rl.roles.training import TrainableModel
+
+
+def place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The storage of a tensor, and its first element there."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 def flat_parameters(
@@ -29,7 +36,8 @@ def flat_parameters(
         number = next(i for i, buffer in enumerate(buffers) if parameter in buffer.param_index_map)
         start, stop, _ = buffers[number].param_index_map[parameter]
         shard = shard_of(specs[name].tensor, held)
-        if parameter.data_ptr() != buffers[number].param_data[start:stop].data_ptr() or parameter.shape != shard.shape:
+        lies_there = place_of(parameter) == place_of(buffers[number].param_data[start:stop])
+        if not lies_there or parameter.shape != shard.shape:
             raise RuntimeError(f"{name} {tuple(parameter.shape)} does not lie in DDP's buffer as {shard.shape}")
         slots.append(Slot(specs[name].tensor.name, number, start, shard))
     groups = trainable.groups

@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from megatron.core import parallel_state
 from transformers import AutoConfig, GenerationConfig
 
 from megatron_rl.config.roles import ACTOR, RoleSpec
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.device import release_cached
 from megatron_rl.dispatch import Dispatch, Stop, remote_method
 from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel
 from megatron_rl.hybrid_engine.hybrid_engine import HybridEngine, TransitionReport
+from megatron_rl.hybrid_engine.offload import Offloadable, offloaded
 from megatron_rl.hybrid_engine.rng import swap
 from megatron_rl.model.families import VOCAB_PADDING, rollout_settings, routed_layers
 from megatron_rl.parallel.rank_grid import RolloutGrid
@@ -48,36 +51,38 @@ class Rollout(Role):
         self._actor = None if bridge is not None else cast("Actor", neighbours[ACTOR])
         self._constants = read_constants(source.model.constants.values(), source.path, rank.device.torch_device)
         self.weights: AllGatherPPModel | ReceivedWeights
-        if bridge is None:
-            self.weights = shared_weights(cast("Actor", neighbours[ACTOR]), spec, rank, source, grid)
-        else:
-            self.weights = received_weights(bridge, spec, rank, source, grid)
         self.replica = grid.replica(rank.groups.rank) + (0 if bridge is None else bridge.first_replica)
+        offloadable = all_offloadable(neighbours)
         # vLLM reseeds the process's generators while it starts.
         train_rng = swap(None)
-        if bridge is None:
-            self.weights.gather()
-        self.generator = RolloutEngine(
-            model_path=spec.model_path,
-            architecture=source.hf_config.architectures[0],
-            eos_token_ids=eos_token_ids(spec.model_path),
-            config=spec.settings,
-            max_model_len=rank.config.longest_sequence,
-            dtype=spec.megatron.dtype,
-            grid=grid,
-            tensors=self.weights.tensors | self._constants,
-            seed=rank.config.trainer.seed,
-            # Preflight lets a window pass that cuts nothing off; vLLM cannot build one in some layers only.
-            hf_overrides=rollout_settings(source.model.family, settings) | overridden_settings(rank.config),
-            device=rank.device,
-            routed_layers=routed_layers(source.model.family, settings) if rank.config.returns_experts else None,
-            attention=source.model.attention,
-        )
-        rank.ledger.note("init", self.memory())  # this role is not among the host's yet
-        self.generator.sleep()
-        self.weights.release()
+        # vLLM compiles and measures with as much memory as generation will have, not beside all of training's.
+        with offloaded(offloadable):
+            release_cached(rank.device.torch_device)
+            if bridge is None:
+                self.weights = shared_weights(cast("Actor", neighbours[ACTOR]), spec, rank, source, grid)
+                self.weights.gather()
+            else:
+                self.weights = received_weights(bridge, spec, rank, source, grid)
+            self.generator = RolloutEngine(
+                model_path=spec.model_path,
+                architecture=source.hf_config.architectures[0],
+                eos_token_ids=eos_token_ids(spec.model_path),
+                config=spec.settings,
+                max_model_len=rank.config.longest_sequence,
+                dtype=spec.megatron.dtype,
+                grid=grid,
+                tensors=self.weights.tensors | self._constants,
+                seed=rank.config.trainer.seed,
+                # Preflight lets a window pass that cuts nothing off; vLLM cannot build one in some layers only.
+                hf_overrides=rollout_settings(source.model.family, settings) | overridden_settings(rank.config),
+                device=rank.device,
+                routed_layers=routed_layers(source.model.family, settings) if rank.config.returns_experts else None,
+                attention=source.model.attention,
+            )
+            rank.ledger.note("init", self.memory())  # this role is not among the host's yet
+            self.generator.sleep()
+            self.weights.release()
         swap(train_rng)
-        offloadable = [memory for role in neighbours.values() for memory in role.offloadable()]
         self.engine = HybridEngine(
             self.weights, self.generator, rank.device, offloadable, spec.settings.verify_weights_every
         )
@@ -182,6 +187,25 @@ class Rollout(Role):
             raise RuntimeError(f"a slice with version {version} where generation reads version {self._held} in place")
         self._held = version
         return ""
+
+
+class GatherScratch:
+    """Memory into which Megatron gathers the parts of a sequence from TP ranks: kept for the next time, and made when
+    it is missing.
+    """
+
+    def offload(self) -> None:
+        """Free the memory."""
+        parallel_state.get_global_memory_buffer().buffer.clear()
+
+    def reload(self) -> None:
+        """Do nothing: the next pass makes it."""
+
+
+def all_offloadable(neighbours: Mapping[str, Role]) -> list[Offloadable]:
+    """Return what leaves the device while the rank of these roles generates."""
+    memories = [memory for role in neighbours.values() for memory in role.offloadable()]
+    return [*memories, *([GatherScratch()] if neighbours else [])]
 
 
 def overridden_settings(config: RunConfig) -> dict[str, Any]:

@@ -68,7 +68,13 @@ def test_a_rank_of_the_70b_recipe(tmp_path):
     assert owned["reference parameters"] == actor
     assert owned["actor gradients"] == 2 * owned["actor parameters"]
     assert owned["actor moments"] == pytest.approx(owned["actor gradients"], rel=1e-4)  # 8 bytes, over two replicas
-    assert {"init", "old_log_prob", "ref", "values", "update_actor", "update_critic"} == set(found["phases"])
+    scored = {"old_log_prob", "ref", "values", "update_actor", "update_critic"}
+    assert scored | {"init", "reshard"} == set(found["phases"])
+    # Entering rollout mode brings the layers of three other stages and the embedding, from the ranks that have them.
+    entering = [call for call in found["calls"] if call["phase"] == "reshard" and call["name"] == "recv"]
+    received = sum(call["sizes"][0]["numel"] for call in entering)
+    assert received == 3 * layer + 128256 * 8192 // 8
+    assert {call["peer"] for call in entering} <= {15, 31, 47}
     scores = [call for call in found["calls"] if call["phase"] == "old_log_prob"]
     assert {"recv", "allgather_base", "reduce_scatter_base"} <= {call["name"] for call in scores}
     assert all(call["peer"] == 47 for call in scores if call["name"] == "recv")  # the same rank one stage before

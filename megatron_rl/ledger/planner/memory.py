@@ -28,8 +28,10 @@ UPDATING = (CRITIC, ACTOR, SCORER, TUNED)
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Memory of a rank of one pipeline stage. kind: only, first, middle, last. phases: phase -> what it holds. built:
-    the largest moment of the start before there is a rollout.
+    """Memory of a rank of one pipeline stage. kind: only, first, middle, last. phases: phase -> what it holds.
+
+    built: the largest moment of the start before there is an engine. exchanged: a rank at the end of an exchange in
+    place; {}: there is none.
     """
 
     pool: str
@@ -37,6 +39,7 @@ class StageMemory:
     kind: str
     phases: dict[str, Held]
     built: Held
+    exchanged: Held
 
     def total(self, phase: str) -> int:
         """Return the peak bytes of a phase."""
@@ -111,7 +114,8 @@ class MemoryOfStage:
             if self.config.samples_ahead and self.config.async_training.second_buffer:
                 held["arriving weights"] = self.models.rollout_weights_bytes
         built = self._largest_while_built()
-        complete = without_moments(held) | (self._rollout_memory() if self.generates else {})
+        # While the engine is built, training's memory has left as far as it does for generation.
+        complete = without_moments(self._staying(held)) | self._rollout_memory() if self.generates else built
         phases = {
             INIT: max(built, complete, key=lambda moment: sum(moment.values())),
             **self._generation_phases(held),
@@ -128,7 +132,7 @@ class MemoryOfStage:
         kind = "only" if self.is_first and self.is_last else "first" if self.is_first else "middle"
         kind = "last" if self.is_last and not self.is_first else kind
         ordered = {name: phases[name] for name in phase_order(self.roles) if name in phases}
-        return StageMemory(self.pool.spec.name, self.pp_rank, kind, ordered, built)
+        return StageMemory(self.pool.spec.name, self.pp_rank, kind, ordered, built, self._exchanged(held))
 
     def _largest_while_built(self) -> Held:
         """Return the largest moment while roles are built one after the other, before the rollout."""
@@ -163,12 +167,19 @@ class MemoryOfStage:
         """
         staying = self._staying(held)
         foreign = self.models.foreign_bytes(self.pp_rank)
-        exchange = staying | {"foreign stages": foreign, "exchange scratch": self.models.scratch_bytes(self.pp_rank)}
+        exchange = self._exchanged(held)
         dropped = {"actor parameters": 0} if self._drops_training() else {}
         cache = self.config.actor_rollout_ref.rollout.kv_cache_memory_bytes
         woken = staying | dropped | {"foreign stages": foreign, "KV cache": cache}
         reshard = max(exchange, woken, key=lambda moment: sum(moment.values()))
         return {RESHARD: reshard, GEN: staying | dropped | self._rollout_memory()}
+
+    def _exchanged(self, held: Held) -> Held:
+        """Return what is there at the end of an exchange in place."""
+        if self.is_split or not self.generates:
+            return {}
+        foreign, scratch = self.models.foreign_bytes(self.pp_rank), self.models.scratch_bytes(self.pp_rank)
+        return self._staying(held) | {"foreign stages": foreign, "exchange scratch": scratch}
 
     def _staying(self, held: Held) -> Held:
         """Return what stays on the device while this pool generates."""

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from megatron_rl.config.roles import ROLLOUT, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.hybrid_engine.plan import ExchangePlan, plan_memory
+from megatron_rl.hybrid_engine.plan import ExchangePlan, Member, plan_memory
 from megatron_rl.hybrid_engine.schedule import make_schedule
 from megatron_rl.ledger.planner.role_ledger import ELEMENT_BYTES, RoleLedger
 from megatron_rl.ledger.planner.weights import LAYER, ModelParams, TrainedWeights, aligned
@@ -205,10 +205,14 @@ class RunModels:
         specs, counts = one_layer_of_each(self.actor.specs, self.actor_weights.stages)
         return AlikeLayers(self._exchange(replace(self.actor_weights, params=ModelParams(specs))), counts)
 
-    def _exchange(self, weights: TrainedWeights) -> ExchangePlan:
-        group = self.grid.exchange_group(0)
+    def members_with(self, rank: int, weights: TrainedWeights | None = None) -> list[Member]:
+        """Return the members of a rank's exchange group. weights: None: the actor's."""
         per_node = self.training.spec.size.num_ranks_per_node
-        members = weights.members(group, self.rollout, per_node, VOCAB_PADDING)
+        weights = self.actor_weights if weights is None else weights
+        return weights.members(self.grid.exchange_group(rank), self.rollout, per_node, VOCAB_PADDING)
+
+    def _exchange(self, weights: TrainedWeights) -> ExchangePlan:
+        members = self.members_with(0, weights)
         drop = self.config.actor_rollout_ref.rollout.drop_train_weights
         return plan_memory(tensors_of(weights.params.specs), members, 0, drop)[0]
 

@@ -78,8 +78,8 @@ class GroupedAttention(AttentionPart):
 
         o_proj = Segment("columns", (hidden, heads * size), heads)
         params = {
-            f"{mega}self_attention.linear_qkv.weight": qkv("weight", hidden),
             f"{mega}self_attention.linear_proj.weight": single(f"{hf}self_attn.o_proj.weight", o_proj, 1),
+            f"{mega}self_attention.linear_qkv.weight": qkv("weight", hidden),
         }
         if self.qkv_bias:
             params[f"{mega}self_attention.linear_qkv.bias"] = qkv("bias")

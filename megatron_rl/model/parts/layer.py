@@ -31,18 +31,23 @@ class Layer:
         return (self.attention, self.mlp)
 
     def params(self, mega: str, hf: str) -> dict[str, ParamSpec]:
-        """Megatron name -> spec, in the order of the folder. mega, hf: prefixes of the layer's names."""
-        names = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+        """Megatron name -> spec, in the order of Megatron's modules, in which DDP lays them. mega, hf: prefixes of the
+        layer's names.
+        """
+
+        def norm(ours: str, theirs: str) -> dict[str, ParamSpec]:
+            return {f"{mega}{ours}.weight": whole(f"{hf}{theirs}.weight", (self.hidden,))}
+
+        attention, mlp, before_mlp = (
+            self.attention.params(mega, hf),
+            self.mlp.params(mega, hf),
+            "post_attention_layernorm",
+        )
         if self.norms_after:
-            names |= {
-                "self_attention.post_layernorm": "post_attention_layernorm",
-                "pre_mlp_layernorm": "pre_feedforward_layernorm",
-                "mlp.post_layernorm": "post_feedforward_layernorm",
-            }
-        params = {
-            f"{mega}{ours}.weight": whole(f"{hf}{theirs}.weight", (self.hidden,)) for ours, theirs in names.items()
-        }
-        return params | self.attention.params(mega, hf) | self.mlp.params(mega, hf)
+            attention |= norm("self_attention.post_layernorm", "post_attention_layernorm")
+            mlp |= norm("mlp.post_layernorm", "post_feedforward_layernorm")
+            before_mlp = "pre_feedforward_layernorm"
+        return norm("input_layernorm", "input_layernorm") | attention | norm("pre_mlp_layernorm", before_mlp) | mlp
 
     def constants(self, mega: str, hf: str) -> dict[str, Constant]:
         """Megatron name -> tensor that no update changes."""
