@@ -74,7 +74,7 @@ def test_a_rank_of_the_70b_recipe(tmp_path):
     entering = [call for call in found["calls"] if call["phase"] == "reshard" and call["name"] == "recv"]
     received = sum(call["sizes"][0]["numel"] for call in entering)
     assert received == 3 * layer + 128256 * 8192 // 8
-    assert {call["peer"] for call in entering} <= {15, 31, 47}
+    assert {call["peer"] for call in entering} <= {rank for rank in range(63) if rank % 16 >= 8}  # its exchange group
     scores = [call for call in found["calls"] if call["phase"] == "old_log_prob"]
     assert {"recv", "allgather_base", "reduce_scatter_base"} <= {call["name"] for call in scores}
     assert all(call["peer"] == 47 for call in scores if call["name"] == "recv")  # the same rank one stage before
