@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,6 +11,10 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch.nn.attention import activate_flash_attention_impl
+
+HOPPER = 9
+"""Major number of its compute capability; FlashAttention 3 is written for it."""
 
 
 def rng_states() -> list[torch.Tensor]:
@@ -28,6 +33,26 @@ def set_rng_states(states: list[torch.Tensor]) -> None:
 def has_varlen_attention(tensor: torch.Tensor) -> bool:
     """Whether torch has a variable-length attention kernel for this tensor's device and dtype."""
     return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16)
+
+
+def choose_flash_attention(kind: str) -> str | None:
+    """Let torch's flash attention be FlashAttention 3 where that is installed and the GPU is a Hopper; once a process.
+
+    Returns its name, or None where torch's own stays. kind: "cpu" or "cuda".
+    """
+    is_hopper = kind == "cuda" and torch.cuda.get_device_capability()[0] == HOPPER
+    if not is_hopper or importlib.util.find_spec("flash_attn_interface") is None:
+        return None
+    activate_flash_attention_impl("FA3")
+    return "FA3"
+
+
+def has_grouped_attention(tensor: torch.Tensor) -> bool:
+    """Whether attention over whole rows takes fewer heads of keys than of queries without writing out all scores.
+
+    torch's flash kernels do, which CUDA has for half precision; its memory-efficient kernel takes equal numbers alone.
+    """
+    return not tensor.is_cuda or has_varlen_attention(tensor)
 
 
 def has_fused_norm(tensor: torch.Tensor) -> bool:

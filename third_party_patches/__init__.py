@@ -14,6 +14,7 @@ from third_party_patches.guard import Patch, PatchError, is_needed, require_vers
 COMMON_PATCHES = (
     "third_party_patches.megatron_core.router_gemm",
     "third_party_patches.megatron_core.l2_norm",
+    "third_party_patches.megatron_core.fused_weight_gradient",
     "third_party_patches.megatron_core.permute_without_waits",
     "third_party_patches.megatron_core.threaded_writer",
     "third_party_patches.vllm.queue_name",

@@ -71,6 +71,9 @@ class OverrideTransformerConfig:
     recompute_modules: list[str] | None = None
     """Parts to recompute with selective: core_attn | mlp, of dense layers | moe, router and experts; null: core_attn.
     """
+    gradient_accumulation_fusion: bool = False
+    """Add the gradients of attention's and dense MLPs' weights to the float32 buffer as they are computed, instead of
+    making them in the model's dtype first. With apex, if it is installed."""
     cp_comm_type: str = "p2p"
     """How attention reaches the keys of other context-parallel ranks. p2p: they go round in a ring | all_gather: all at
     once | a2a: ranks change tokens for heads and back, where their number divides the query heads of a TP rank."""

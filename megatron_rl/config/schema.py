@@ -299,6 +299,8 @@ class RolloutConfig:
     logprob_diff_mean_bound: Positive = 1e-4
     """Largest allowed mean of that difference over those tokens. Unless it is set: 1e-4 for float32, 0.05 for bfloat16,
     0.005 for float16."""
+    logprob_diff_warn_steps: Annotated[int | None, Or(None, "5 on GPUs, else 0"), Ge(0)] = None
+    """First steps of a run in which a larger difference is only a warning; null: 5 on GPUs, else 0."""
     val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
 

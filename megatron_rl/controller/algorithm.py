@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -27,15 +27,19 @@ from megatron_rl.observe.batch_metrics import parity_metrics
 from megatron_rl.observe.phase_clock import PhaseClock
 from megatron_rl.records import Batch
 
+WARNING_STEPS = {"cuda": 5, "cpu": 0}
+"""First steps in which large differences of log-probs only warn: the bounds come from small models on CPUs."""
+
 
 class Algorithm:
     """The configured estimator, KL control and mini-batching. Raises ConfigError for functions that cannot be loaded.
 
-    logprob_diff_max: the largest difference so far between the rollout's log-probs and the trainer's.
+    warn: prints a sentence. logprob_diff_max: the largest difference so far between the rollout's log-probs and the
+    trainer's.
     """
 
-    def __init__(self, config: RunConfig, clock: PhaseClock) -> None:
-        self.config, self._clock = config, clock
+    def __init__(self, config: RunConfig, clock: PhaseClock, warn: Callable[[str], None] = print) -> None:
+        self.config, self._clock, self._warn = config, clock, warn
         self.estimator = load_estimator(config.algorithm)
         # The actor's, loaded here too so that its errors come now.
         load_policy_loss(config.actor_rollout_ref.actor, config.algorithm.rollout_correction)
@@ -125,8 +129,9 @@ class Algorithm:
     def check_rollout_parity(self, experience: Batch, step: int) -> dict[str, float]:
         """Compare the engine's log-probs of its samples with the trainer's, on answers that the newest weights drew.
 
-        Raises ParityError as `require_parity`; not if top_p or top_k cut the engine's distribution, because then the
-        two differ on purpose. With `bypass_mode` there are no log-probs of the trainer to compare.
+        Raises ParityError for a `parity_problem`, but in the first steps, which warn of it; not if top_p or top_k cut
+        the engine's distribution, because then the two differ on purpose. With `bypass_mode` there are no log-probs of
+        the trainer to compare.
         """
         if bypasses(self.config):
             return {}
@@ -136,8 +141,19 @@ class Algorithm:
         if rollout.top_p == 1.0 and rollout.top_k == -1:
             largest = metrics.get("training/rollout_logprob_diff_max", 0.0)  # of no token there is nothing to compare
             self.logprob_diff_max = max(self.logprob_diff_max, largest)
-            require_parity(metrics, rollout)
+            self._stop_or_warn(parity_problem(metrics, rollout), step)
         return metrics
+
+    def _stop_or_warn(self, problem: str, step: int) -> None:
+        """Raise ParityError for a `parity_problem`; in the first steps warn."""
+        num_warning = self.config.actor_rollout_ref.rollout.logprob_diff_warn_steps
+        if num_warning is None:
+            num_warning = WARNING_STEPS[self.config.trainer.device]
+        if problem and step > num_warning:
+            raise ParityError(problem)
+        if problem:
+            key = "actor_rollout_ref.rollout.logprob_diff_warn_steps"
+            self._warn(f"{problem}; step {step} only warns: {key}={num_warning}")
 
     def penalise_kl(self, experience: Batch) -> dict[str, float]:
         """Fill `rewards`, update the KL coefficient for the next step, and report KL and coefficient as verl does."""
@@ -164,18 +180,19 @@ class Algorithm:
         self.logprob_diff_max = state["logprob_diff_max"]
 
 
-def require_parity(metrics: Mapping[str, float], rollout: RolloutConfig) -> None:
-    """Raise ParityError if `parity_metrics` exceed their bounds or are NaN; a batch without tokens passes."""
+def parity_problem(metrics: Mapping[str, float], rollout: RolloutConfig) -> str:
+    """Return what is wrong if `parity_metrics` exceed their bounds or are NaN; "" for a batch without tokens."""
     for extent, metric, key, bound in (
         ("in the mean", "mean", "logprob_diff_mean_bound", rollout.logprob_diff_mean_bound),
         ("on 1% of them or more", "p99", "logprob_diff_bound", rollout.logprob_diff_bound),
     ):
         difference = metrics.get(f"training/rollout_logprob_diff_{metric}", 0.0)
         if not difference <= bound:
-            raise ParityError(
+            return (
                 f"log-probs of the rollout and of the trainer differ by {difference:.3g} on sampled tokens, {extent}; "
                 f"actor_rollout_ref.rollout.{key} is {bound:.3g}"
             )
+    return ""
 
 
 def kl_controller(config: KlCtrlConfig) -> FixedKL | AdaptiveKL:

@@ -154,7 +154,15 @@ def hosting_of(config: RunConfig, placement: Placement, observer: CallObserver) 
         (config, limits.collective_timeout),
         {name: KINDS[role.kind] for name, role in placement.roles.items()},
         trainer.device,
-        env=worker_environment(trainer.device, ranks_per_node, sees_node=sees_node) | handed_on(),
+        env=worker_environment(
+            trainer.device,
+            ranks_per_node,
+            sees_node=sees_node,
+            updates_on_host=any(
+                role.settings.optim.override_optimizer_config.optimizer_cpu_offload for role in placement.trained
+            ),
+        )
+        | handed_on(),
         work=sequence_work(placement.leader.model_path) if trainer.balance_batch else None,
         limits=limits,
         observer=observer,

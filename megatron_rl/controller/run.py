@@ -132,7 +132,7 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         episodes = open_episodes(config, tokenizer, data.train.are_chats | data.val.are_chats, local, opened)
         folder = RunFolder(config)
         logger = RunLogger(config, folder, tokenizer, planned_memory(config))
-        algorithm = Algorithm(config, logger.clock)
+        algorithm = Algorithm(config, logger.clock, logger.warn)
         parts = (data, algorithm, shaping, pretraining, logger)
         notes = () if episodes is None else episodes.notes
         warnings = (*notes, *data.notes(config), *alone, *template_notes, *pretraining.notes)

@@ -106,7 +106,9 @@ class Exchange:
     def _finish(self, works: list[dist.Work], step: BoundStep) -> None:
         self.transport.finish(works, step.receive)
         copy_all(step.unpack)
-        made_progress()
+        # NCCL's wait lets the stream wait, not the host: what hangs must not look alive.
+        if all(work.is_completed() for work in works):
+            made_progress()
 
     def _bind(self, step: Step, number: int) -> BoundStep:
         bound = BoundStep(step.after)

@@ -7,6 +7,7 @@ two worlds, on a store of its own: it belongs to neither world, and their own co
 from __future__ import annotations
 
 import pickle
+import time
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -18,19 +19,23 @@ from torch import Tensor
 
 from megatron_rl.device import Device
 
+POLL_S = 1e-3
+"""Seconds between two looks at a message of an own group on a GPU."""
+
 
 class Transport:
     """Messages of an exchange over a process group; counts their bytes. A member's number is its rank in the group.
 
     group: a group that `torch.distributed` knows, or one of `open_joint_group`. Tensors travel over the group's backend
     for their device, objects over the backend for the CPU.
-    is_own: nothing else uses the group, so `close` may leave it.
+    is_own: nothing else uses the group, so `close` may leave it. timeout: of a message in such a group; the backend's
+    own would end the process. None: as for every collective.
     received_from, sent_to: number of the other member -> bytes of messages so far.
     """
 
-    def __init__(self, group: dist.ProcessGroup, is_own: bool = False) -> None:
+    def __init__(self, group: dist.ProcessGroup, is_own: bool = False, timeout: timedelta | None = None) -> None:
         self._group: dist.ProcessGroup | None = group
-        self.is_own = is_own
+        self.is_own, self.timeout = is_own, timeout
         self.received_from: Counter[int] = Counter()
         self.sent_to: Counter[int] = Counter()
 
@@ -80,9 +85,27 @@ class Transport:
         return [self.group._end_coalescing(device)] if is_one_call else works
 
     def finish(self, works: Sequence[dist.Work], receive: tuple[Tensor, int] | None) -> None:
-        """Wait until what `start` began is done and the received tensor may be read."""
+        """Wait until what `start` began is done and the received tensor may be read.
+
+        Raises RuntimeError in an own group where a message is not over after `timeout`; the group is aborted then.
+        """
+        if self.is_own and self.timeout is not None and self._waits_on_device:
+            self._wait_on_host(works, self.timeout)
         for work in works:
             work.wait()
+
+    @property
+    def _waits_on_device(self) -> bool:
+        """Whether `wait` lets a stream wait and not the host, as NCCL's does: a lost peer is not noticed there."""
+        return any(name != "gloo" for name in backend_names(self.group))
+
+    def _wait_on_host(self, works: Sequence[dist.Work], timeout: timedelta) -> None:
+        deadline = time.monotonic() + timeout.total_seconds()
+        while not all(work.is_completed() for work in works):
+            if time.monotonic() > deadline:
+                self.group.abort()
+                raise RuntimeError(f"a message was not over after {timeout.total_seconds():g} s; its peer may be lost")
+            time.sleep(POLL_S)
 
     def connect(self, device: torch.device) -> None:
         """Open the group's connections for a device; every member must call.

@@ -15,7 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from megatron_rl.device import has_varlen_attention
+from megatron_rl.device import has_grouped_attention, has_varlen_attention
 from megatron_rl.model.families import AttentionShape
 from megatron_rl.model.norm import RMSNorm
 from megatron_rl.model.segments import Segments, to_slots, to_tokens, turns_of
@@ -196,6 +196,9 @@ def attend(
         return shaped
     q_BNSD, k_BKSD, v_BKSD = (x.transpose(1, 2) for x in (query, key, value))
     grouped = q_BNSD.shape[1] != k_BKSD.shape[1]
+    if grouped and not has_grouped_attention(query):
+        copies, grouped = q_BNSD.shape[1] // k_BKSD.shape[1], False
+        k_BKSD, v_BKSD = (x.repeat_interleave(copies, dim=1) for x in (k_BKSD, v_BKSD))
     return F.scaled_dot_product_attention(q_BNSD, k_BKSD, v_BKSD, is_causal=True, enable_gqa=grouped).transpose(1, 2)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
@@ -76,7 +79,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=override.gradient_accumulation_fusion,
         batch_p2p_comm=device.batched_p2p,
         batch_p2p_sync=False,  # a wait for the device after every message, against a fault of older torch
         **model.attention.megatron_settings(),
@@ -137,6 +140,25 @@ def build_value_model(
     return chunks
 
 
+FEWEST_ANGLES = 64
+"""Positions of the shortest table of rotary angles."""
+
+
+def num_angles(longest_sequence: Callable[..., int]) -> Callable[..., int]:
+    """Wrap Megatron's `get_rotary_seq_len`: packed rows get a table of a power of two of positions.
+
+    Megatron keeps the last 32 tables, and the longest segment of packed rows differs from row to row.
+    """
+
+    def rounded(context: Any, block: Any, inputs: Any, config: Any, packed_seq_params: Any = None) -> int:
+        longest = longest_sequence(context, block, inputs, config, packed_seq_params)
+        if packed_seq_params is None:
+            return longest
+        return int(max(FEWEST_ANGLES, 1 << (longest - 1).bit_length()))
+
+    return rounded
+
+
 def build_stage(
     hf_config: PretrainedConfig, config: TransformerConfig, groups: TrainGroups, vocab_multiple: int, tied: bool
 ) -> list[GPTModel]:
@@ -164,6 +186,7 @@ def build_stage(
         chunk.rotary_pos_emb.inv_freq = frequencies
         # All positions have angles here; the segments of a context-parallel rank say which it needs.
         chunk.rotary_pos_emb.cp_group = None
+        chunk.rotary_pos_emb.get_rotary_seq_len = num_angles(chunk.rotary_pos_emb.get_rotary_seq_len)
         scale_embedding(chunk, style)
         for layer in chunk.decoder.layers:
             if isinstance(layer.mlp, MLP):

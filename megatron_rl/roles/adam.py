@@ -46,6 +46,20 @@ def optimizer_config(optim: OptimConfig, config: Any) -> OptimizerConfig:
     return found
 
 
+def use_fused_kernels(optimizer: Any) -> None:
+    """Let torch's Adam update parameters on a GPU in one kernel, without a copy of the shard.
+
+    optimizer: Megatron's. transformer-engine's and apex's are fused already.
+    """
+    for part in optimizer.chained_optimizers:
+        inner = part.optimizer
+        for adam in inner.sub_optimizers if isinstance(inner, HybridDeviceOptimizer) else [inner]:
+            groups = adam.param_groups if isinstance(adam, torch.optim.Adam) else []
+            for group in groups:
+                if all(parameter.is_cuda for parameter in group["params"]):
+                    group.update(fused=True, foreach=False)
+
+
 class AdamState:
     """The state of this rank's share of the parameters, over Megatron's distributed optimizers."""
 

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
+import torch.distributed as dist
 from torch.distributed import DistError
 
 from megatron_rl.device import Device
 from megatron_rl.observe.liveness import made_progress
+from megatron_rl.roles.environment import lost_peers_survived
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.rendezvous import listen, tcp_store
 
@@ -129,7 +131,7 @@ def join_bridge(address: BridgeAddress, number: int, device: Device, timeout: ti
     arrive within MEET_S, if connections to it cannot be opened within MEET_S, and if one is lost meanwhile.
     """
     from megatron_rl.hybrid_engine.bridge import BrokenBridgeError
-    from megatron_rl.hybrid_engine.transport import Transport, open_joint_group
+    from megatron_rl.hybrid_engine.transport import Transport
 
     try:
         store = tcp_store(address.host, address.port, address.size, timeout, wait=False)
@@ -143,12 +145,21 @@ def join_bridge(address: BridgeAddress, number: int, device: Device, timeout: ti
             made_progress()
             time.sleep(LOOK_S)
         # A message may wait as long as any other; opening connections must not, as all ranks are here.
-        group = within(MEET_S, lambda: open_joint_group(store, number, address.size, device, timeout))
+        group = within(MEET_S, lambda: opened(store, number, address.size, device, timeout))
     except TimeoutError as error:
         raise BrokenBridgeError(f"a rank that came to a bridge was lost before it stood: {error}") from error
     except RuntimeError as error:  # of the store, or of gloo, whose own is no DistError
         raise BrokenBridgeError(f"a bridge was not built: {type(error).__name__}: {error}") from error
-    return Transport(group, is_own=True)
+    return Transport(group, is_own=True, timeout=timeout)
+
+
+def opened(store: dist.Store, number: int, size: int, device: Device, timeout: timedelta) -> dist.ProcessGroup:
+    """Call `open_joint_group` in a thread of its own, whose device is not this rank's before it is set."""
+    from megatron_rl.hybrid_engine.transport import open_joint_group
+
+    device.activate()
+    with lost_peers_survived():
+        return open_joint_group(store, number, size, device, timeout)
 
 
 def within(seconds: float, call: Callable[[], Result]) -> Result:

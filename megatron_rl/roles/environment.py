@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import psutil
@@ -22,7 +23,10 @@ HANDED_ON = (
     # Ranks of one engine on two nodes must compile and round alike.
     *("VLLM_", "NVTE_", "PYTORCH_", "TRITON_", "FLASHINFER_"),
 )
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+FLIGHT_RECORDER = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
+"""torch's record of NCCL's calls: written at a time-out, with so many calls."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,22 @@ def choose_logging_level() -> None:
     logging.getLogger("vllm").setLevel(os.environ.get(LOGGING_LEVEL, "ERROR"))
 
 
+@contextmanager
+def lost_peers_survived() -> Iterator[None]:
+    """NCCL groups that are made meanwhile do not end the process when a peer is lost; who uses them must notice.
+
+    torch reads the variable in the constructor of a group.
+    """
+    before = os.environ.get(ERROR_HANDLING)
+    os.environ[ERROR_HANDLING] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(ERROR_HANDLING)
+        if before is not None:
+            os.environ[ERROR_HANDLING] = before
+
+
 def interface_of(address: str, interfaces: Mapping[str, Sequence[str]]) -> str:
     """The name of the network interface that has `address`; interfaces: name -> its addresses.
 
@@ -134,14 +154,23 @@ def allocator_settings(sees_node: bool) -> str:
     return settings
 
 
-def worker_environment(device_kind: str, ranks_per_node: int, *, sees_node: bool = False) -> dict[str, str]:
-    """Variables that must be set before a worker imports torch or vLLM. The user's own allocator settings, vLLM's level
-    of logging and NCCL's registration of graphs are kept.
+MOST_THREADS_BESIDE_GPU = 4
+"""Host threads of a rank whose work is on its GPU."""
 
-    sees_node: the worker shares memory with the GPUs of its node (`RolloutConfig.disable_custom_all_reduce`). Raises
-    ConfigError as `allocator_settings`.
+
+def worker_environment(
+    device_kind: str, ranks_per_node: int, *, sees_node: bool = False, updates_on_host: bool = False
+) -> dict[str, str]:
+    """Variables that must be set before a worker imports torch or vLLM. The user's own allocator settings, vLLM's level
+    of logging, NCCL's registration of graphs and its record of calls are kept.
+
+    sees_node: the worker shares memory with the GPUs of its node (`RolloutConfig.disable_custom_all_reduce`).
+    updates_on_host: Adam runs on the CPU beside a GPU (`optimizer_cpu_offload`). Raises ConfigError as
+    `allocator_settings`.
     """
-    threads = max(1, (os.cpu_count() or 1) // ranks_per_node) if device_kind == "cpu" else 1
+    threads = max(1, (os.cpu_count() or 1) // ranks_per_node)
+    if device_kind == "cuda" and not updates_on_host:
+        threads = min(threads, MOST_THREADS_BESIDE_GPU)
     variables = {
         # The engine runs in this process; it must not fork a core of its own.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -171,6 +200,8 @@ def worker_environment(device_kind: str, ranks_per_node: int, *, sees_node: bool
             # NCCL would register the buffers of captured collectives, which do not stay where segments grow: Megatron
             # forbids it below compute capability 10.
             GRAPH_REGISTER: os.environ.get(GRAPH_REGISTER, "0"),
+            # A collective that hangs leaves a record of the last ones of every rank.
+            **{name: os.environ.get(name, value) for name, value in FLIGHT_RECORDER.items()},
             # vLLM's choice depends on the model, and the two draw other samples from one seed.
             "VLLM_USE_V2_MODEL_RUNNER": "1",
             # These reach for the other ranks' GPUs, too, and have not been tried in a process with a trainer.

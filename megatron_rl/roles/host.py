@@ -16,7 +16,7 @@ from megatron_rl.checkpoint.manifest import FileRecord
 from megatron_rl.config.roles import ROLLOUT, Placement, PoolSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.trainer import GLOBAL_POOL
-from megatron_rl.device import Device, synchronize
+from megatron_rl.device import Device, choose_flash_attention, synchronize
 from megatron_rl.dispatch import Coordinates, Dispatch, remote_method
 from megatron_rl.observe.memory_ledger import MemoryLedger, PhaseMemory
 from megatron_rl.parallel.mpu import TrainGroups, initialize_mpu
@@ -57,6 +57,9 @@ class RankHost:
         self.spec = placement.pools[pool]
         self.device = Device(config.trainer.device, environment.local_rank)
         self.device.activate()
+        chosen = choose_flash_attention(self.device.kind)
+        if chosen and environment.rank == 0:
+            print(f"attention of training in 16 bits: {chosen}")
         self.join_world(environment, collective_timeout, placement.generates)
         self.groups = initialize_pool(self.spec, environment.world_size, config.trainer.seed, collective_timeout)
         self.ledger = MemoryLedger(self.owned_memory, self.device.reset_peak_memory, self.device.peak_memory_bytes)

@@ -21,7 +21,7 @@ from megatron_rl.losses.aggregate import BatchTotals, counted
 from megatron_rl.losses.metrics import MetricParts, numbers_over_ranks
 from megatron_rl.observe.memory_ledger import storage_bytes
 from megatron_rl.parallel.mpu import TrainGroups
-from megatron_rl.roles.adam import AdamState, optimizer_config
+from megatron_rl.roles.adam import AdamState, optimizer_config, use_fused_kernels
 from megatron_rl.roles.pipeline import Loss, Pipeline
 
 OWN_LOSS = "loss of this rank"
@@ -169,6 +169,7 @@ class TrainableModel:
             self.optimizer = get_megatron_optimizer(
                 optimizer_config(optim, self.config), self.chunks, use_gloo_process_groups=False
             )
+        use_fused_kernels(self.optimizer)
         self.adam = AdamState(self.optimizer)
         self.loss_scaling = LossScaling(self.optimizer)
         self.scheduler = lr_scheduler(self.optimizer, optim, num_run_steps)

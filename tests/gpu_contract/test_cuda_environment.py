@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.roles.environment import ALLOCATOR_NAMES, choose_logging_level, worker_environment
+from megatron_rl.roles.environment import (
+    ALLOCATOR_NAMES,
+    ERROR_HANDLING,
+    choose_logging_level,
+    lost_peers_survived,
+    worker_environment,
+)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -32,6 +39,8 @@ def test_what_cuda_has_and_the_cpu_has_not(on_cuda: dict[str, str]) -> None:
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "NCCL_GRAPH_REGISTER": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
         "VLLM_USE_V2_MODEL_RUNNER": "1",
         "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
         "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
@@ -140,3 +149,23 @@ def test_expandable_segments_go_together_with_vllm(
     with cumem.CuMemAllocator().use_memory_pool("kv_cache"):
         assert written == ["expandable_segments:False,max_split_size_mb:512"]
     assert written[1:] == [given]
+
+
+@pytest.mark.parametrize(("updates_on_host", "threads"), [(False, "4"), (True, "12")])
+def test_host_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch, updates_on_host: bool, threads: str) -> None:
+    """96 cores and 8 ranks: Adam on the host has all that a rank can have. Would not catch cores that others use."""
+    monkeypatch.setattr("os.cpu_count", lambda: 96)
+    variables = worker_environment("cuda", ranks_per_node=8, updates_on_host=updates_on_host)
+    assert variables["OMP_NUM_THREADS"] == threads
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_groups_of_two_pools_survive_a_lost_peer(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
+    """torch reads the variable while it makes the group; others keep theirs. Would not catch another name of it."""
+    if before is None:
+        monkeypatch.delenv(ERROR_HANDLING, raising=False)
+    else:
+        monkeypatch.setenv(ERROR_HANDLING, before)
+    with lost_peers_survived():
+        assert os.environ[ERROR_HANDLING] == "0"
+    assert os.environ.get(ERROR_HANDLING) == before

@@ -211,23 +211,21 @@ def test_recomputation_keeps_inputs_and_what_is_made_again(config, method, numbe
     assert phases["update_critic"]["activations"] == int(2 * (16 * saved + 2 * hidden) + running)
 
 
-@pytest.mark.parametrize(("foreach", "device"), [(True, "cuda"), (False, "cpu")])
-def test_adams_temporaries_are_those_of_torch(config, foreach, device):
+@pytest.mark.parametrize(("fused", "device"), [(True, "cuda"), (False, "cpu")])
+def test_adams_temporaries_are_those_of_torch(fused, device):
     """Two steps of torch's own AdamW over three weights, its tensors followed. Would not catch another Adam, as that of
     transformer-engine, nor what kernels take inside."""
     sizes = (30_000, 1_000, 7_000)  # the largest first: on a CPU a quotient lives until the next one replaces it
     weights = [torch.randn(size, requires_grad=True) for size in sizes]
-    optimizer = torch.optim.AdamW(weights, foreach=foreach)
+    optimizer = torch.optim.AdamW(weights, fused=fused, foreach=False)
     for weight in weights:
         weight.grad = torch.randn_like(weight)
     optimizer.step()
     kept = [tensor for weight in weights for tensor in (weight, weight.grad, *optimizer.state[weight].values())]
     with StorageMeter(kept, lambda: 0) as meter:
         optimizer.step()
-    models = RunModels(config("llama-2-7b", "actor_rollout_ref.rollout.kv_cache_memory_bytes=4000000000"))
-    role = models.training.spec.megatron_roles[0]
-    planned = optimizer_temporaries(role, sum(sizes), max(sizes), device)
-    assert planned <= meter.peak <= 1.001 * planned
+    planned = optimizer_temporaries(sum(sizes), max(sizes), device)
+    assert planned <= meter.peak <= 1.001 * planned + 100  # and numbers
 
 
 @pytest.mark.exhaustive

@@ -26,6 +26,24 @@ def test_gate_by_its_formula():
     assert torch.allclose(found, wanted, atol=1e-12)
 
 
+def test_angles_of_packed_rows_have_few_lengths():
+    """Megatron keeps the last 32 tables of angles. Forty longest segments have seven of them; a padded row has its own
+    length. Would not catch a table that is made anew for another reason.
+    """
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    from megatron_rl.model.gpt import num_angles
+
+    config = SimpleNamespace(sequence_parallel=False, tensor_model_parallel_size=1, context_parallel_size=1)
+    rope = RotaryEmbedding(8, 1.0, use_cpu_initialization=True)
+    longest = num_angles(rope.get_rotary_seq_len)
+    lengths = [1 + 101 * number for number in range(40)]
+    found = [longest(None, None, None, config, SimpleNamespace(max_seqlen_q=one, max_seqlen_kv=one)) for one in lengths]
+    assert all(number >= one for number, one in zip(found, lengths, strict=True))
+    assert sorted(set(found)) == [64, 128, 256, 512, 1024, 2048, 4096]
+    assert longest(None, None, torch.empty(37, 1, 4), config, None) == 37
+
+
 def test_norm_by_its_formula():
     """Output and gradients of float32 on a CPU beside torch's own in float64, 1e-5. Would not catch other dtypes."""
     generator = torch.Generator().manual_seed(0)

@@ -203,7 +203,7 @@ class RoleLedger:
             moments.append({"activations": int(kept), "weight gradient": at_head, **head})
         share, device = self.weights.optimizer_share(pp_rank), self.config.trainer.device
         largest = max(in_layers, others) // element
-        moments.append({"optimizer step": optimizer_temporaries(self.role, share, largest, device)})
+        moments.append({"optimizer step": optimizer_temporaries(share, largest, device)})
         return max(moments, key=lambda held: sum(held.values()))
 
 
@@ -267,15 +267,14 @@ def largest_of(passes: Sequence[Passes]) -> Passes:
     return Passes(largest, max(each.num_blocks for each in passes))
 
 
-def optimizer_temporaries(role: RoleSpec, share: int, largest: int, device: str) -> int:
+def optimizer_temporaries(share: int, largest: int, device: str) -> int:
     """Return the bytes of Adam's temporaries. share: elements of the rank's shard. largest: of its largest parameter.
 
-    On a GPU torch's foreach form makes one copy of the shard, the second moments' roots, and changes it in place;
-    weight decay is decoupled, so gradients are not copied. On a CPU the loop over parameters makes two, of one
-    parameter: the root and its quotient. That the quotient of the parameter before is still there is not counted.
+    On a GPU a fused kernel has none. On a CPU the loop over parameters makes two, of one parameter: the second moment's
+    root and its quotient. That the quotient of the parameter before is still there is not counted.
     """
     if device == "cuda":
-        return int(share * FP32 * (1 - offloaded_share(role)))
+        return 0
     return 2 * FP32 * min(share, largest)
 
 
