@@ -63,6 +63,32 @@ def check_permute() -> None:
     assert torch.equal(uncounted[2], own(tokens, routing, probs, None)[2])
 
 
+def check_fused_weight_gradient() -> None:
+    from megatron.core.tensor_parallel import layers
+
+    assert not layers._grad_accum_fusion_available
+    from third_party_patches.megatron_core.fused_weight_gradient import PATCH, FusedWeightGradient
+
+    PATCH.apply()
+    assert layers._grad_accum_fusion_available and layers.fused_weight_gradient_mlp_cuda is FusedWeightGradient
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs, grads = (
+            [random_tensor(6, 2, size, seed=seed + size).to(dtype) for seed in range(3)] for size in (8, 5)
+        )
+        total = torch.zeros(5, 8)
+        expected = torch.zeros(5, 8, dtype=torch.float64)
+        for number, (x, grad) in enumerate(zip(inputs, grads, strict=True)):
+            rows, columns = grad.view(-1, 5).t(), x.view(-1, 8)
+            FusedWeightGradient.wgrad_gemm_accum_fp32(x, grad, total)
+            if number == 0 and dtype == torch.float32:
+                assert torch.equal(total, rows @ columns)  # the first micro-batch, bit for bit
+            expected += rows.double() @ columns.double()
+        torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=1e-6)
+    layers.fused_weight_gradient_mlp_cuda = apexs = object()
+    PATCH.apply()
+    assert layers.fused_weight_gradient_mlp_cuda is apexs
+
+
 def check_l2_norm() -> None:
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads
@@ -249,3 +275,10 @@ def test_permute() -> None:
 def test_l2_norm() -> None:
     """The number is Megatron's bit for bit. Would not catch tensors on several devices."""
     run_ranks(1, check_l2_norm, timeout=100)
+
+
+def test_fused_weight_gradient() -> None:
+    """Three micro-batches of both dtypes beside float64, and the first one bit for bit; Megatron refuses the option
+    without. Would not catch a GPU's product.
+    """
+    run_ranks(1, check_fused_weight_gradient, timeout=100)
