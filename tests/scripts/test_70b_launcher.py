@@ -69,9 +69,9 @@ def test_dry_run_prints_the_plan(dry_run):
     assert {"gen", "update_critic", "update_actor", "save", "step"} <= rows.keys()
     assert "does not fit" not in printed
     page = (REPOSITORY / "docs/launching.md").read_text()
-    largest, updates = re.search(r"([\d.]+) GB, while vLLM .* first stage; ([\d.]+) GB in the updates", page).groups()
-    assert round(float(rows["init on the first stage"].removesuffix(" GB")), 1) == float(largest)
-    assert round(float(re.search(r"│ update_critic +│ +([\d.]+) GB", printed)[1]), 1) == float(updates)
+    largest, built = re.search(r"([\d.]+) GB, in the updates .* first stage; ([\d.]+) GB while roles", page).groups()
+    assert round(float(rows["update_critic on the first stage"].removesuffix(" GB")), 1) == float(largest)
+    assert round(float(re.search(r"│ init +│ +([\d.]+) GB", printed)[1]), 1) == float(built)
 
 
 def test_dry_run_prints_the_commands_of_every_node(dry_run):
