@@ -38,6 +38,7 @@ class LateWork:
 
     halves: list[Half]
     arrived: tuple[Tensor, Tensor] | None
+    is_over: bool = False
 
     def wait(self) -> None:
         for half in self.halves:
@@ -47,6 +48,10 @@ class LateWork:
                 work.wait()
         if self.arrived is not None:
             self.arrived[0].copy_(self.arrived[1])
+        self.is_over = True
+
+    def is_completed(self) -> bool:
+        return self.is_over
 
 
 class LateMessages(Transport):
