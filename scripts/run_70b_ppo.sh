@@ -5,6 +5,7 @@
 #   RAY_ADDRESS=node0:6379 MODEL_PATH=... bash scripts/run_70b_ppo.sh                    join a Ray cluster
 #   DRY_RUN=1 bash scripts/run_70b_ppo.sh       the whole plan and the commands of every node; starts nothing
 #   REHEARSE=1 bash scripts/run_70b_ppo.sh      ranks of the run as on GPUs, without one (docs/rehearse.md); RANKS, LAYERS
+#   CHECK=1 ... bash scripts/run_70b_ppo.sh     the nodes alone: versions, GPUs, links, bandwidth; training checks them, too
 #   SCALE=tiny bash scripts/run_70b_ppo.sh      the same configuration on 8 CPU processes, TP2 x PP2 x DP2, rollout TP1
 #   STAGE=sft ... bash scripts/run_70b_ppo.sh   a task before PPO with a configuration of its own, all else alike
 #
@@ -16,6 +17,7 @@ STAGE="${STAGE:-ppo}"           # ppo | sft | reward | dpo
 SCALE="${SCALE:-70b}"           # 70b | tiny
 DRY_RUN="${DRY_RUN:-0}"         # 1: print, start nothing
 REHEARSE="${REHEARSE:-0}"       # 1: rehearse, start nothing
+CHECK="${CHECK:-0}"             # 1: start Ray or join it, check the nodes, train nothing
 RANKS="${RANKS:-}"              # of REHEARSE: all, or 0,20,63; empty: one of each pipeline stage
 LAYERS="${LAYERS:-}"            # of REHEARSE: layers of each stage; empty: all
 CONFIG="${CONFIG:-}"            # empty: the task's
@@ -115,6 +117,7 @@ PLACES=()
 SETTINGS=("${SHRUNK[@]}" "${LAYOUT[@]}" "${PLACES[@]}" "$@")
 PLAN=("$PYTHON" -m megatron_rl plan --stage "$STAGE" --config "$CONFIG" --hardware "$HARDWARE" "${SETTINGS[@]}")
 TRAIN=("$PYTHON" -m megatron_rl "${OF_STAGE[1]}" --config "$CONFIG" "${SETTINGS[@]}")
+[[ "$CHECK" != 1 ]] || TRAIN=("$PYTHON" -m megatron_rl check-cluster --stage "$STAGE" --config "$CONFIG" "${SETTINGS[@]}")
 [[ "$DRY_RUN" == 1 && -z "$MODEL_PATH" ]] && PLAN+=(--without-files)
 if [[ "$REHEARSE" == 1 ]]; then
     exec "$PYTHON" -m megatron_rl rehearse --stage "$STAGE" --config "$CONFIG" ${RANKS:+--ranks "$RANKS"} \

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,25 +22,31 @@ class ProcessCluster:
     """All pools of a run, started together by a launcher. Raises its errors and those of `ProcessPool`.
 
     pools, replicated: by name. A failure in one of `pools` ends all pools; a failure in a replica ends that replica.
+    check: called with the reserved ranks of every pool before the first process of a pool is started.
     """
 
-    def __init__(self, launcher: Launcher, specs: Sequence[PoolSpec], hosting: Hosting) -> None:
+    def __init__(
+        self,
+        launcher: Launcher,
+        specs: Sequence[PoolSpec],
+        hosting: Hosting,
+        check: Callable[[Mapping[str, Ranks]], None] | None = None,
+    ) -> None:
         """Raises ValueError when a pool to replicate does not exist."""
         if unknown := hosting.replicated.keys() - {spec.name for spec in specs}:
             raise ValueError(f"there are no pools {sorted(unknown)} to replicate")
         self.pools: dict[str, ProcessPool] = {}
         self.replicated: dict[str, ReplicatedPool] = {}
-        self._launcher, self._specs, self._hosting = launcher, specs, hosting
+        self._launcher, self._specs, self._hosting, self._check = launcher, specs, hosting, check
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as opened:
             opened.enter_context(self._launcher)
             failure_domain, numbered = FailureDomain(named=len(self._specs) > 1), list[ProcessInfo]()
-            # The cluster must have room for all pools before a process starts.
-            others = {spec.name: [other.size for other in self._specs if other is not spec] for spec in self._specs}
-            reserved = {spec.name: self._launcher.reserve(spec.size, others[spec.name]) for spec in self._specs}
-            ranks = {name: opened.enter_context(places) for name, places in reserved.items()}
+            ranks = reserve_all(self._launcher, self._specs, opened)
+            if self._check is not None:
+                self._check(ranks)
             for spec in self._specs:
                 if spec.name in self._hosting.replicated:
                     self._replicate(spec, ranks[spec.name], failure_domain, numbered, opened)
@@ -101,6 +107,16 @@ class ProcessCluster:
             options=replace(hosting, limits=limits, phases=phases_of(spec), observer=observer),
             failure_domain=failure_domain,
         )
+
+
+def reserve_all(launcher: Launcher, specs: Sequence[PoolSpec], opened: ExitStack) -> dict[str, Ranks]:
+    """Reserve the ranks of all pools at an entered launcher, until `opened` is closed. Raises ConfigError.
+
+    The cluster must have room for all pools before a process starts.
+    """
+    others = {spec.name: [other.size for other in specs if other is not spec] for spec in specs}
+    reserved = {spec.name: launcher.reserve(spec.size, others[spec.name]) for spec in specs}
+    return {name: opened.enter_context(places) for name, places in reserved.items()}
 
 
 def stacks_file(file: Path, pool: str) -> Path:

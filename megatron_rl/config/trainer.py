@@ -81,6 +81,15 @@ class TrainerConfig:
     departs from its plan by more than the file's error. null: plans use data sheets, and the run reports nothing."""
     heartbeat_timeout_s: Annotated[float, Ge(10)] = 30.0
     """Seconds after which a rank whose process gives no sign of life ends the run (exit code 3)."""
+    cluster_check: bool | None = None
+    """Check nodes before roles are built: versions, GPUs, free memory, clocks, all-reduces. null: where device=cuda and
+    a pool has more than one node."""
+    min_link_bandwidth_gbs: Annotated[float | None, Gt(0), Nearest(1.0)] = None
+    """GB/s that a rank must reach in an all-reduce inside its node when nodes are checked. null: on cuda a tenth of
+    what plans count with (hardware_file), on cpu none."""
+    min_node_bandwidth_gbs: Annotated[float | None, Gt(0), Nearest(1.0)] = None
+    """GB/s that the ranks of a node together must reach in an all-reduce between nodes. null: as
+    min_link_bandwidth_gbs."""
     rollout_data_dir: FilePath | None = None
     """Folder for a table of the samples of every step, STEP.jsonl; null: none."""
     log_val_generations: Count = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,14 +10,18 @@ from typing import TypeVar
 
 from megatron_rl.cluster.cluster import Cluster
 from megatron_rl.cluster.heartbeat_monitor import STACKS_FILE, HeartbeatLimits
-from megatron_rl.cluster.hosting import Hosting
+from megatron_rl.cluster.hosting import Hosting, PoolOptions
+from megatron_rl.cluster.launcher import Launcher
+from megatron_rl.cluster.process_cluster import ProcessCluster, reserve_all
 from megatron_rl.config.roles import ROLLOUT, Placement
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.trainer import LOCAL, TrainerConfig
+from megatron_rl.controller.checked_nodes import checks_nodes, rules_of
 from megatron_rl.controller.lifecycle import Lifecycle, Stateful, StopPolicy
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.dispatch import CallInterval, RemoteMethod
 from megatron_rl.ledger.planner.planned_steps import stall_timeout_s
+from megatron_rl.node_check.cluster_check import NodeCheck
 from megatron_rl.observe.summary import layout_table
 from megatron_rl.roles.bridge_address import AcrossBridge
 from megatron_rl.roles.environment import handed_on, worker_environment
@@ -72,7 +76,7 @@ class RunPools:
         A rollout that is cut into replicas is built later, by the thread that drives the replicas.
         """
         hosting = hosting_of(logger.config, placement, CallObserver(stop_policy, logger))
-        cluster = opened.enter_context(make_cluster(logger.config, placement, hosting, local))
+        cluster = opened.enter_context(make_cluster(logger.config, placement, hosting, local, logger.say))
         hosts = {name: pool.host(RankHost) for name, pool in cluster.pools.items()}
         building = []
         for role in placement.roles.values():
@@ -121,54 +125,84 @@ class CallObserver:
         self.logger.clock.ran(interval.pool, interval.phase, interval.start, interval.stop, interval.seconds)
 
 
-def make_cluster(config: RunConfig, placement: Placement, hosting: Hosting, local: bool) -> Cluster:
-    """Return the cluster that a run's pools are started in. Only the chosen kind is imported."""
+def make_cluster(
+    config: RunConfig, placement: Placement, hosting: Hosting, local: bool, say: Callable[[str], None]
+) -> Cluster:
+    """Return the cluster that a run's pools are started in, which checks its nodes first if the run is to.
+
+    Only the chosen kind is imported. say: takes a line for people.
+    """
     if local:
         from megatron_rl.cluster.in_process import InProcessCluster
 
         return InProcessCluster(placement.pools, hosting)
-    from megatron_rl.cluster.process_cluster import ProcessCluster
 
-    specs, device = list(placement.pools.values()), config.trainer.device
-    modules = preloaded(device, generates=placement.generates)
+    modules = preloaded(config.trainer.device, generates=placement.generates)
+    launcher = make_launcher(config, placement, hosting, modules)
+    check = node_check(config, hosting, say) if checks_nodes(config) else None
+    return ProcessCluster(launcher, [*placement.pools.values()], hosting, check)
+
+
+def make_launcher(config: RunConfig, placement: Placement, options: PoolOptions, modules: Sequence[str]) -> Launcher:
+    """Return what starts the ranks of a run. Only the chosen kind is imported. modules: that nodes import once."""
+    device = config.trainer.device
     if config.trainer.launcher == LOCAL:
         from megatron_rl.cluster.local_launcher import LocalLauncher
 
-        return ProcessCluster(LocalLauncher(device, modules, hosting.env), specs, hosting)
+        return LocalLauncher(device, modules, options.env)
     from megatron_rl.cluster.ray_launcher import RayLauncher
 
-    num_ranks = sum(spec.world_size for spec in specs)
-    return ProcessCluster(RayLauncher(num_ranks, device, modules, hosting.env), specs, hosting)
+    return RayLauncher(placement.world_size, device, modules, options.env)
+
+
+def node_check(config: RunConfig, options: PoolOptions, say: Callable[[str], None]) -> NodeCheck:
+    """Return the check of a run's nodes. options: those of its ranks. say: takes a line for people."""
+    return NodeCheck(rules_of(config), config.trainer.device, options, say)
+
+
+def check_nodes(config: RunConfig, say: Callable[[str], None]) -> None:
+    """Check the nodes of a run and start nothing on them. say: takes a line for people.
+
+    Raises ConfigError with all faults, and as `make_launcher`'s choices, and WorkerFailure where a process dies.
+    """
+    placement = Placement.of(config)
+    options = rank_options(config, placement)
+    modules = () if config.trainer.device == "cuda" else ("megatron_rl.node_check.checked_rank",)
+    with ExitStack() as opened:
+        launcher = opened.enter_context(make_launcher(config, placement, options, modules))
+        node_check(config, options, say)(reserve_all(launcher, [*placement.pools.values()], opened))
 
 
 def hosting_of(config: RunConfig, placement: Placement, observer: CallObserver) -> Hosting:
     """Settings that every rank starts with."""
-    trainer = config.trainer
+    trainer, options = config.trainer, rank_options(config, placement)
     limits = heartbeat_limits(config)
-    # On a CPU all pools may share one machine's cores.
-    ranks_per_node = sum(pool.size.num_ranks_per_node for pool in placement.pools.values())
-    reduces_alone = placement.generates and not config.actor_rollout_ref.rollout.disable_custom_all_reduce
-    sees_node = trainer.device == "cuda" and reduces_alone
     return Hosting(
         RankHost,
         (config, limits.collective_timeout),
         {name: KINDS[role.kind] for name, role in placement.roles.items()},
         trainer.device,
-        env=worker_environment(
-            trainer.device,
-            ranks_per_node,
-            sees_node=sees_node,
-            updates_on_host=any(
-                role.settings.optim.override_optimizer_config.optimizer_cpu_offload for role in placement.trained
-            ),
-        )
-        | handed_on(),
+        env=options.env,
         work=sequence_work(placement.leader.model_path) if trainer.balance_batch else None,
         limits=limits,
         observer=observer,
         replicated=replicated_pools(config, placement),
-        sees_node=sees_node,
+        sees_node=options.sees_node,
     )
+
+
+def rank_options(config: RunConfig, placement: Placement) -> PoolOptions:
+    """Environment and GPUs of every rank, whatever it hosts."""
+    device = config.trainer.device
+    # On a CPU all pools may share one machine's cores.
+    ranks_per_node = sum(pool.size.num_ranks_per_node for pool in placement.pools.values())
+    reduces_alone = placement.generates and not config.actor_rollout_ref.rollout.disable_custom_all_reduce
+    sees_node = device == "cuda" and reduces_alone
+    updates_on_host = any(
+        role.settings.optim.override_optimizer_config.optimizer_cpu_offload for role in placement.trained
+    )
+    variables = worker_environment(device, ranks_per_node, sees_node=sees_node, updates_on_host=updates_on_host)
+    return PoolOptions(env=variables | handed_on(), sees_node=sees_node)
 
 
 def replicated_pools(config: RunConfig, placement: Placement) -> dict[str, int]:

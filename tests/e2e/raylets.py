@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -60,8 +61,8 @@ class Raylets:
     def __exit__(self, *_) -> None:
         self.stop()
 
-    def add_node(self, num_cpus: int) -> None:
-        """Start one more node; the first is the head, and a driver's own node."""
+    def add_node(self, num_cpus: int, variables: Mapping[str, str] | None = None) -> None:
+        """Start one more node; the first is the head, and a driver's own node. variables: of its environment alone."""
         where = ["--address", self.variables["RAY_ADDRESS"]]
         if not self._nodes:
             where = [
@@ -75,7 +76,7 @@ class Raylets:
         where += [f"--{name}={self._new_port()}" for name in ports]
         address = self.address(len(self._nodes))
         tag = secrets.token_hex(8)
-        environment = without_ray()
+        environment = without_ray() | dict(variables or {})
         self._nodes.append(tag)
         self._run_ray(["start", f"--node-ip-address={address}", f"--num-cpus={num_cpus}", *where], environment, tag)
 

@@ -1,0 +1,48 @@
+"""megatron-rl check-cluster: the nodes of a run, without the run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from megatron_rl.cli.options import ConfigPath, Overrides
+from megatron_rl.cli.output import refuse_to_lose_output, say
+from megatron_rl.cluster.loading import without_collections
+from megatron_rl.cluster.signals import exit_on_signals, quit_on_signals, restore_signals
+from megatron_rl.config.problems import raise_problems
+from megatron_rl.ledger.planner.checked import checked, planned_task
+from megatron_rl.ledger.planner.hardware import planned_hardware
+from megatron_rl.ledger.planner.memory_report import with_kv_cache
+from megatron_rl.observe.console import quiet_engines, quiet_libraries
+
+ANY_STEPS = 1
+"""Steps of a run whose length follows from its data, which is not read."""
+
+
+def check_cluster_command(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    stage: Annotated[str | None, typer.Option(help="ppo | sft | reward | dpo. Default: trainer.stage.")] = None,
+) -> None:
+    """Check the nodes that a run would take: versions, GPUs, NVLink, InfiniBand, free memory, clocks, all-reduces.
+
+    Joins Ray, or starts it, as the run would, and trains nothing. Of models config.json is read alone. Exit code 2
+    with every fault, its node, value and rule.
+    """
+    run = checked(config, overrides, True, change=lambda read: planned_task(read, stage), task=stage)
+    raise_problems("this run cannot start", run.violations)
+    assert run.config is not None  # without one there are violations
+    run_config = run.config
+    if run_config.generates:
+        run_config = with_kv_cache(run_config, planned_hardware(run_config.trainer))
+    run_config.trainer.total_training_steps = run_config.trainer.total_training_steps or ANY_STEPS
+    quiet_libraries()
+    quiet_engines()
+    quit_on_signals()
+    with without_collections():
+        from megatron_rl.controller.opening import check_nodes
+    restore_signals()
+    exit_on_signals()
+    check_nodes(run_config, say)
+    refuse_to_lose_output()

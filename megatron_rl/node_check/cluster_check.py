@@ -1,0 +1,136 @@
+"""Check the nodes of reserved ranks before anything is built on them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from megatron_rl.cluster.failure_domain import FailureDomain
+from megatron_rl.cluster.hosting import PoolOptions
+from megatron_rl.cluster.launcher import ProcessInfo, Ranks
+from megatron_rl.cluster.pool import ProcessPool
+from megatron_rl.cluster.waiting import get_all
+from megatron_rl.errors import ConfigError
+from megatron_rl.node_check.checked_rank import BLOCKING, CheckedRank
+from megatron_rl.node_check.node_report import ACROSS, NodeFacts, NodeReport, RankFacts, ReduceReport, joined
+from megatron_rl.node_check.node_rules import Finding, NodeRules, judge, listing
+
+CLOCK_ROUNDS = 5
+REDUCE_LIMIT_S = 420.0
+"""Seconds for the all-reduces of a pool: several times what one rank waits for another."""
+
+
+@dataclass(frozen=True)
+class NodeCheck:
+    """A check of nodes, to be called with the reservations of all pools. device_kind: "cpu" or "cuda".
+
+    options: environment and GPUs of the run's own ranks. say: takes a line for people. Every rank starts a process of
+    its own, which has ended when the check returns.
+    """
+
+    rules: NodeRules
+    device_kind: str
+    options: PoolOptions
+    say: Callable[[str], None]
+
+    def __call__(self, ranks: Mapping[str, Ranks]) -> None:
+        """Raise ConfigError with all faults, if there are any. Raises WorkerFailure where a process dies meanwhile."""
+        start = time.monotonic()
+        nodes, reduces = self.reports(ranks)
+        found = judge(nodes, reduces, self.rules)
+        for line in listing(nodes, reduces):
+            self.say(line)
+        for finding in found:
+            if not finding.is_fault:
+                self.say(f"note: {finding}")
+        raise_faults(found)
+        self.say(f"{len(nodes)} node(s) checked in {time.monotonic() - start:.0f} s: nothing wrong")
+
+    def reports(self, ranks: Mapping[str, Ranks]) -> tuple[list[NodeReport], list[ReduceReport]]:
+        """Start a process on every rank, ask, and end them all."""
+        options = PoolOptions(env={**self.options.env, **BLOCKING}, sees_node=self.options.sees_node)
+        with ExitStack() as opened:
+            domain, numbered = FailureDomain(named=len(ranks) > 1), list[ProcessInfo]()
+            pools = {
+                name: ProcessPool(name, places, CheckedRank, self.device_kind, options=options, failure_domain=domain)
+                for name, places in ranks.items()
+            }
+            for pool in pools.values():
+                opened.callback(pool.shutdown)
+                pool.spawn()
+            processes = {name: pool.wait_for_processes() for name, pool in pools.items()}
+            numbered += [process for of_pool in processes.values() for process in of_pool]
+            get_all([pool.begin(numbered) for pool in pools.values()])
+            seen = Seen()
+            for name, pool in pools.items():
+                seen.ask(name, pool.host(CheckedRank), processes[name])
+            nodes = seen.reports()
+            # One pool after the other: pools on the same nodes share their network.
+            reduces = [
+                report
+                for name, pool in pools.items()
+                for report in reduced(name, pool.host(CheckedRank), [process.host for process in processes[name]])
+            ]
+            return nodes, reduces
+
+
+@dataclass
+class Seen:
+    """What processes have said of their nodes: node id -> it, in the order of first ranks. here: the driver's node."""
+
+    names: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, NodeFacts] = field(default_factory=dict)
+    ranks: dict[str, list[RankFacts]] = field(default_factory=dict)
+    clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
+    here: set[str] = field(default_factory=set)
+
+    def ask(self, pool: str, host: CheckedRank, processes: Sequence[ProcessInfo]) -> None:
+        """Ask the ranks of a pool; a node that was asked before is asked for its ranks alone."""
+        ids = [process.node_id for process in processes]
+        self.here |= {process.node_id for process in processes if process.is_local}
+        fresh = {node: ids.index(node) for node in ids if node not in self.facts}
+        for rank, (facts, num_gpus) in enumerate(host.facts(sorted(fresh.values())).get()):
+            node, process = ids[rank], processes[rank]
+            self.names.setdefault(node, process.host)
+            self.ranks.setdefault(node, []).append(RankFacts(pool, rank, process.gpus, num_gpus))
+            if facts is not None:
+                self.facts[node] = facts
+        for _ in range(CLOCK_ROUNDS if fresh else 0):
+            before = time.time()
+            answers = host.clock().get()
+            middle, error = (before + time.time()) / 2, (time.time() - before) / 2
+            for node, rank in fresh.items():
+                if node not in self.clocks or error < self.clocks[node][1]:
+                    self.clocks[node] = answers[rank] - middle, error
+
+    def reports(self) -> list[NodeReport]:
+        """The reports of all nodes, the driver's first: of two that differ, it counts."""
+        return [
+            NodeReport(self.names[node], self.facts[node], tuple(self.ranks[node]), *self.clocks[node])
+            for node in sorted(self.names, key=lambda node: node not in self.here)
+        ]
+
+
+def reduced(pool: str, host: CheckedRank, nodes: Sequence[str]) -> list[ReduceReport]:
+    """Time the all-reduces of a pool. nodes: that of each rank."""
+    if len(nodes) == 1:
+        return []
+    try:
+        measured = host.reduce(nodes).get(REDUCE_LIMIT_S)
+    except TimeoutError:
+        places = tuple(dict.fromkeys(nodes))
+        return [ReduceReport(pool, ACROSS, places, None, f"it has not ended after {REDUCE_LIMIT_S:g} s")]
+    return joined(pool, nodes, [one for of_rank in measured for one in of_rank])
+
+
+def raise_faults(findings: Sequence[Finding]) -> None:
+    """Raise one ConfigError with every fault, numbered if there are several."""
+    faults = [str(finding) for finding in findings if finding.is_fault]
+    headline = "the nodes cannot hold this run"
+    if len(faults) == 1:
+        raise ConfigError(f"{headline}: {faults[0]}")
+    if faults:
+        lines = [f"  {number}. {fault}" for number, fault in enumerate(faults, start=1)]
+        raise ConfigError("\n".join([f"{headline}: {len(faults)} faults", *lines]))
