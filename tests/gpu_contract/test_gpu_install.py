@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,109 @@ def test_pinned_versions_are_those_of_the_cpu() -> None:
 def is_requirement(line: str) -> bool:
     """Whether a line names a package."""
     return bool(line.strip()) and not line.startswith(("#", "-"))
+
+
+def te_of_megatron() -> Requirement:
+    """What megatron-core's own extra takes of transformer-engine."""
+    (found,) = [one for one in map(Requirement, requires("megatron-core")) if one.name == "transformer-engine"]
+    return found
+
+
+def only_requirement(name: str) -> Requirement:
+    """Of a list of one package."""
+    (found,) = map(Requirement, filter(is_requirement, (REPOSITORY / "requirements" / name).read_text().splitlines()))
+    return found
+
+
+def test_transformer_engine_is_one_that_megatron_takes() -> None:
+    """With its library and its part for torch: with one of both Megatron's import dies. The extra's range lies in
+    Megatron's. Would not catch a version that does not compile.
+    """
+    pinned, of_megatron = only_requirement("gpu_te.txt"), te_of_megatron()
+    (version,) = [one.version for one in pinned.specifier if one.operator == "=="]
+    assert pinned.name == "transformer-engine" and pinned.extras == of_megatron.extras == {"core_cu13", "pytorch"}
+    assert of_megatron.specifier.contains(version)
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (extra,) = map(Requirement, extras["te"])
+    assert extra.extras == pinned.extras and extra.specifier.contains(version)
+    for edge in ("2.8.99", "2.9", "2.11.99", "2.12", "2.20.2"):
+        assert extra.specifier.contains(edge) == of_megatron.specifier.contains(edge), edge
+
+
+def test_apex_is_nvidias() -> None:
+    """By its address, at one commit; the name alone is another project of the package index."""
+    apex = only_requirement("gpu_apex.txt")
+    assert apex.name == "apex"
+    assert re.fullmatch(r"git\+https://github\.com/NVIDIA/apex@[0-9a-f]{40}", apex.url)
+    lists = [*(REPOSITORY / "requirements").glob("*.txt"), REPOSITORY / "pyproject.toml", DOCKERFILE]
+    named = re.compile(r"^\s*\"?apex\b(?! @ git)|pip install [^\n]*\bapex\b(?!\.txt)", re.M)
+    assert not [file.name for file in lists if named.search(file.read_text())]
+
+
+DOCKERFILE = REPOSITORY / "docker" / "Dockerfile.gpu"
+NETWORK = {"libibverbs1", "librdmacm1", "ibverbs-providers", "openssh-client", "numactl"}
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Word and rest of every instruction, with its lines joined and comments left out."""
+    lines = [line for line in DOCKERFILE.read_text().splitlines() if not line.startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    return [
+        (word, " ".join(rest.split()))
+        for word, _, rest in (line.partition(" ") for line in joined.splitlines())
+        if word
+    ]
+
+
+def test_the_image_has_what_a_cluster_needs() -> None:
+    """CUDA as torch's, a Python that is there, libraries of InfiniBand, pytest, and both options off by default.
+
+    Would not catch a name that Ubuntu does not have: the image was never built.
+    """
+    found = instructions()
+    (base,) = [rest for word, rest in found if word == "FROM"]
+    assert re.fullmatch(r"nvidia/cuda:13\.0\.\d+-cudnn-devel-ubuntu24\.04", base)
+    runs = [rest for word, rest in found if word == "RUN"]
+    packages = set(runs[0].partition("--no-install-recommends ")[2].partition(" &&")[0].split())
+    assert packages >= NETWORK | {"git", "ninja-build", "python3.12", "python3.12-dev", "python3.12-venv"}
+    assert {word for run in runs for word in re.findall(r"python3\.\d+", run)} == {"python3.12"}
+    arguments = dict(rest.split("=") for word, rest in found if word == "ARG")
+    assert arguments == {"WITH_TE": "0", "WITH_APEX": "0", "CUDA_ARCH": "9.0", "MAX_JOBS": "8"}
+
+
+@pytest.mark.parametrize(
+    ("argument", "file", "variables"),
+    [
+        ("WITH_TE", "gpu_te.txt", ("CUDNN_PATH=", "NVTE_FRAMEWORK=pytorch", "NVTE_CUDA_ARCHS=", "MAX_JOBS=")),
+        ("WITH_APEX", "gpu_apex.txt", ("APEX_CPP_EXT=1", "APEX_CUDA_EXT=1", "TORCH_CUDA_ARCH_LIST=")),
+    ],
+)
+def test_an_option_of_the_image_follows_its_recipe(argument: str, file: str, variables: tuple[str, ...]) -> None:
+    """The variables of the list's own comment, after torch is there, without a build environment of its own."""
+    runs = [rest for word, rest in instructions() if word == "RUN"]
+    (place,) = [number for number, run in enumerate(runs) if run.startswith(f'if [ "${argument}" = 1 ]')]
+    assert place > next(number for number, run in enumerate(runs) if "requirements/gpu.txt" in run)
+    recipe = (REPOSITORY / "requirements" / file).read_text()
+    for text in (runs[place], recipe):
+        assert not [
+            word for word in (*variables, "--no-build-isolation", f"-r requirements/{file}") if word not in text
+        ]
+
+
+def test_the_image_installs_pinned_tests() -> None:
+    """What `grep` finds in the list of the tests. Would not catch a test that needs more."""
+    (install,) = [rest for word, rest in instructions() if word == "RUN" and "requirements/dev.txt" in rest]
+    (pattern,) = re.findall(r"grep -E '([^']+)' requirements/dev.txt", install)
+    lines = (REPOSITORY / "requirements" / "dev.txt").read_text().splitlines()
+    found = [line.partition("==")[0] for line in lines if re.search(pattern, line)]
+    assert found == ["hypothesis", "pytest", "pytest-timeout"]
+
+
+def test_shell_of_the_image_is_sound() -> None:
+    """Every RUN is read by a shell that runs nothing of it."""
+    for word, rest in instructions():
+        if word == "RUN":
+            assert subprocess.run(["sh", "-n", "-c", rest], check=False).returncode == 0, rest
 
 
 @pytest.mark.exhaustive

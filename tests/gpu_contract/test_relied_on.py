@@ -12,8 +12,8 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
-from check_versions import check, problem  # noqa: E402
-from versions.relied_on import Need, needs, read_needs  # noqa: E402
+from check_versions import check, outside, problem  # noqa: E402
+from versions.relied_on import GUARDED, Need, imported_of, needs, needs_of_megatron, read_needs  # noqa: E402
 from versions.wheel_source import WheelSource  # noqa: E402
 
 
@@ -120,3 +120,59 @@ def test_how_experts_are_built(tmp_path: Path, keyword: str, maker: str, said: t
     lines = check(WheelSource(tmp_path, ["megatron"]), "megatron-core", "1.0")
     about = [line for line in lines if line.endswith("(megatron_rl/model)")]
     assert len(about) == len(said) and all(part in line for part, line in zip(said, about, strict=True))
+
+
+def test_imports_of_transformer_engine_are_read() -> None:
+    """By hand, wherever they stand; not those of its compiled part."""
+    source = (
+        "try:\n    import transformer_engine.pytorch as te\n    from transformer_engine.pytorch.fp8 import a, b as c\n"
+        "except ImportError:\n    te = None\nimport transformer_engine_torch as tex\n"
+    )
+    found = ["transformer_engine.pytorch", "transformer_engine.pytorch.fp8.a", "transformer_engine.pytorch.fp8.b"]
+    assert sorted(imported_of(source, "transformer_engine")) == found
+    assert list(imported_of("import torch", "transformer_engine")) == []
+
+
+def test_megatron_asks_for_names_of_transformer_engine() -> None:
+    """Those that it can do without are still names that it asks for: a list of them that is out of date is found.
+
+    Would not catch names that it looks up with getattr.
+    """
+    import megatron.core
+
+    folder = Path(megatron.core.__file__).parent
+    asked = {path for file in folder.rglob("*.py") for path in imported_of(file.read_text(), "transformer_engine")}
+    assert asked >= GUARDED
+    assert {need.path for need in needs_of_megatron()} >= {
+        "transformer_engine.pytorch.optimizers.FusedAdam",
+        "transformer_engine.pytorch.attention.rope.apply_rotary_pos_emb",
+    }
+
+
+def te_wheel(folder: Path, without: str = "") -> WheelSource:
+    """A wheel with every name that is asked for, as a function of its module, but one."""
+    modules: dict[str, set[str]] = {"transformer_engine": set()}
+    for need in needs_of_megatron():
+        owner, _, name = need.path.rpartition(".")
+        if need.path != without and owner:
+            modules.setdefault(owner, set()).add(name)
+    packages = {module.rpartition(".")[0] for module in modules}
+    with zipfile.ZipFile(folder / "transformer_engine-9.9-py3-none-any.whl", "w") as archive:
+        for module, names in modules.items():
+            text = "".join(f"def {name}(): ...\n" for name in sorted(names) if f"{module}.{name}" not in modules)
+            end = "/__init__.py" if module in packages else ".py"
+            archive.writestr(module.replace(".", "/") + end, text)
+    return WheelSource(folder / "transformer_engine-9.9-py3-none-any.whl")
+
+
+def test_a_name_that_transformer_engine_has_lost_is_named(tmp_path: Path) -> None:
+    """With who asks for it. Would not catch a name that means another thing."""
+    assert check(te_wheel(tmp_path), "transformer-engine", "9.9") == []
+    lost = "transformer_engine.pytorch.optimizers.FusedAdam"
+    (line,) = check(te_wheel(tmp_path, lost), "transformer-engine", "9.9")
+    assert line.startswith(f"{lost} is not there  (megatron-core's core/")
+
+
+def test_a_version_outside_of_megatrons_range_is_named() -> None:
+    assert "2.12" in outside("transformer-engine", "2.20.2")
+    assert outside("transformer-engine", "2.11.0") == "" == outside("vllm", "0.32.0")
