@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,22 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join([*lines, *failures])
 
 
+def run_all(
+    files: Mapping[str, Path], device: str, small: bool, limit_s: float, out: Path
+) -> dict[str, dict[str, Any]]:
+    """Run steps, name -> file, one after the other; say what they do, write all outcomes to `out`, and return them."""
+    results: dict[str, dict[str, Any]] = {}
+    for number, (name, file) in enumerate(files.items(), start=1):
+        print(f"step {number} of {len(files)}: {name}, at most {limit_s:g} s", flush=True)
+        results[name] = run_step(file, device, small, limit_s)
+        print(f"  {results[name]['outcome']} after {results[name]['seconds']} s", flush=True)
+        content = {"device": device, "small": small, "versions": versions(), "steps": results}
+        out.write_text(json.dumps(content, indent=1))  # also where a later step takes the machine down
+    print(", ".join(f"{name} {found}" for name, found in versions().items()))
+    print(table(results))
+    return results
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
@@ -95,16 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = sorted(set(wanted) - set(steps()))
     if unknown:
         parser.error(f"no step {', '.join(unknown)}; there are {', '.join(steps())}")
-    results: dict[str, dict[str, Any]] = {}
     small = given.small or given.device == "cpu"  # where the others take longer than their limits
-    for number, name in enumerate(wanted, start=1):
-        print(f"step {number} of {len(wanted)}: {name}, at most {given.limit:g} s", flush=True)
-        results[name] = run_step(steps()[name], given.device, small, given.limit)
-        print(f"  {results[name]['outcome']} after {results[name]['seconds']} s", flush=True)
-        content = {"device": given.device, "small": small, "versions": versions(), "steps": results}
-        given.out.write_text(json.dumps(content, indent=1))  # also where a later step takes the machine down
-    print(", ".join(f"{name} {found}" for name, found in versions().items()))
-    print(table(results))
+    results = run_all({name: steps()[name] for name in wanted}, given.device, small, given.limit, given.out)
     return 1 if any(said["outcome"] == "failed" for said in results.values()) else 0
 
 

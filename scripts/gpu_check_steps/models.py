@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -103,3 +104,18 @@ def random_rows(lengths: list[int], device: str, vocab_size: int = 70) -> list[t
 def padded(rows: list[torch.Tensor]) -> torch.Tensor:
     """[B, longest], filled up on the right."""
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def off_by(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, as a share of the largest expected element."""
+    expected = expected.double()
+    return float((found.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+
+
+def both_ways(
+    form: Callable[..., torch.Tensor], given: Sequence[torch.Tensor], grad: torch.Tensor
+) -> list[torch.Tensor]:
+    """The output of a form for these inputs, and the gradient of each of them."""
+    leaves = [x.detach().clone().requires_grad_() for x in given]
+    out = form(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]

@@ -1,0 +1,42 @@
+"""The vocabulary's weight gradient, added up over chunks of tokens, against float64: with a float32 sum in the kernel
+and without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import step
+import torch
+from models import off_by
+
+
+def run(device: str, small: bool, figures: dict[str, Any]) -> None:
+    """Error of 32 chunks, seconds of one, bfloat16. A CPU has no product with a float32 sum of 16-bit factors."""
+    from megatron_rl.device import settled_seconds
+    from megatron_rl.model.log_probs import add_product_in_float32
+
+    where = torch.device(device)
+    tokens, hidden, vocab = (32, 64, 512) if small else (896, 4096, 32000)
+    generator = torch.Generator(device).manual_seed(0)
+    parts = [
+        [torch.randn(tokens, size, generator=generator, device=device).bfloat16() for size in (vocab, hidden)]
+        for _ in range(4)
+    ]
+    expected = sum(8 * (grad.double().t() @ states.double()) for grad, states in parts)
+    forms = {"ours": add_product_in_float32, "in two steps": lambda total, a, b: total.add_(torch.mm(a, b))}
+    for name, form in forms.items():
+        total = torch.zeros(vocab, hidden, device=device)
+        form(total, parts[0][0].t(), parts[0][1])  # loads kernels
+        total.zero_()
+        start = settled_seconds(where)
+        for _ in range(8):
+            for grad, states in parts:
+                form(total, grad.t(), states)
+        seconds = (settled_seconds(where) - start) / 32
+        error = off_by(total, expected)
+        figures[name] = f"off by {error:.1e}, {seconds:.5f} s a chunk"
+        assert error < 0.01, f"{name}: off by {error}"
+
+
+if __name__ == "__main__":
+    step.main(run)
