@@ -86,6 +86,7 @@ def test_planted_faults_end_a_run_before_roles_are_built(cluster, command_line, 
     assert cluster.left_over() == {} and run.left_over() == []
 
 
+@pytest.mark.exhaustive
 def test_a_run_on_sound_nodes_goes_on(cluster, command_line):
     """On the ranks that were checked: one step. Would not catch a check that leaves memory behind on GPUs."""
     few = (
