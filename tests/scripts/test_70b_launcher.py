@@ -54,6 +54,13 @@ def test_rehearse_hands_its_variables_on():
     assert "makes 84 layers" in launcher(REHEARSE="1", RANKS="0", LAYERS="21").stderr
 
 
+def test_check_takes_the_place_of_training():
+    """With the same settings, after the same plan. Would not catch what a check does: test_cluster_check.py."""
+    *_, check = commands_of(launcher("trainer.seed=7", DRY_RUN="1", CHECK="1", STAGE="sft").stdout)
+    *_, train = commands_of(launcher("trainer.seed=7", DRY_RUN="1", STAGE="sft").stdout)
+    assert check == [*train[:3], "check-cluster", "--stage", *train[3:]]
+
+
 def test_dry_run_prints_the_plan(dry_run):
     """Figures of the 8 x 8 GPUs, without a download. The transition is (141.1 GB / 8) x 3/4 = 13.23 GB a GPU.
 
