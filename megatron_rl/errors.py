@@ -67,7 +67,7 @@ class MegatronRLError(Exception):
 
 
 class ConfigError(MegatronRLError):
-    """The configuration, or a file that it names, cannot work. Raised before any process is started.
+    """The configuration, a file that it names, or the nodes cannot work. Raised before any role is built.
 
     violations: the broken rules as data, if rules were checked.
     """
