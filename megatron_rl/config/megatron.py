@@ -13,6 +13,14 @@ StageShare = Annotated[int | None, Ge(1), Nearest(None)]
 """Layers per pipeline stage. The suggestion is null, an equal share: another number of layers may not come out even."""
 
 
+LOCAL, TE_LINEAR, TRANSFORMER_ENGINE = IMPLEMENTATIONS = ("local", "te_linear", "transformer_engine")
+"""Who computes the linear layers."""
+
+FP8_FORMATS = ("e4m3", "hybrid")
+FP8_RECIPES = {"blockwise": 128, "tensorwise": 16}
+"""Recipe -> what the tokens of a pass must be a multiple of, on every rank."""
+
+
 @dataclass
 class OverrideOptimizerConfig:
     """Megatron's own options of the optimizer."""
@@ -71,6 +79,15 @@ class OverrideTransformerConfig:
     recompute_modules: list[str] | None = None
     """Parts to recompute with selective: core_attn | mlp, of dense layers | moe, router and experts; null: core_attn.
     """
+    transformer_impl: Annotated[str, OneOf(IMPLEMENTATIONS)] = LOCAL
+    """Who computes the linear layers of attention and dense MLPs. local: Megatron's own | te_linear: transformer-engine
+    | transformer_engine: with the norm before each. The last two need trainer.device=cuda. Weights have the same names
+    in checkpoints."""
+    fp8: Annotated[str | None, OneOf(FP8_FORMATS)] = None
+    """Products of those layers in 8 bits, with weights and gradients as before. e4m3 | hybrid: e5m2 for gradients |
+    null: none. Needs transformer_impl other than local; on CPUs megatron.fp8_emulate."""
+    fp8_recipe: Annotated[str, OneOf(tuple(FP8_RECIPES))] = "blockwise"
+    """Elements with one scale. blockwise: 128 of a token, 128 x 128 of a weight | tensorwise: a whole tensor."""
     gradient_accumulation_fusion: bool = False
     """Add the gradients of attention's and dense MLPs' weights to the float32 buffer as they are computed, instead of
     making them in the model's dtype first. With apex, if it is installed."""
@@ -153,6 +170,9 @@ class MegatronConfig(LayoutConfig):
     """Give the gradient buffers' memory back while generating."""
     optimizer_offload: bool = False
     """Keep the optimizer state in host memory while generating."""
+    fp8_emulate: bool = False
+    """On CPUs, which have no products in 8 bits: round what goes into the products as override_transformer_config.fp8
+    says, and multiply in dtype. Slow; to see what 8 bits do to a run."""
     override_transformer_config: OverrideTransformerConfig = field(default_factory=OverrideTransformerConfig)
     override_ddp_config: OverrideDDPConfig = field(default_factory=OverrideDDPConfig)
 
@@ -162,9 +182,16 @@ def follows(key: str) -> Any:
     return f"${{{key}}}"
 
 
+FOLLOWED_OPTIONS = ("cp_comm_type", "transformer_impl")
+"""Options of the actor's layers that other roles have, too, until they are set for them."""
+FORWARD_OPTIONS = (*FOLLOWED_OPTIONS, "fp8", "fp8_recipe")
+"""Options that change a forward pass."""
+
+
 def follow_actor() -> MegatronConfig:
     """A layout that is the actor's until a key is set."""
     actor = "actor_rollout_ref.actor.megatron"
     layout = MegatronConfig(**{name: follows(f"{actor}.{name}") for name in LAYOUT_KEYS})
-    layout.override_transformer_config.cp_comm_type = follows(f"{actor}.override_transformer_config.cp_comm_type")
+    for name in FOLLOWED_OPTIONS:
+        setattr(layout.override_transformer_config, name, follows(f"{actor}.override_transformer_config.{name}"))
     return layout

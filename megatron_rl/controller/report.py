@@ -132,6 +132,9 @@ def common_numbers(run: OpenRun) -> dict[str, Any]:
     }
     if ROLLOUT in placement.roles:
         layout["rollout_tp"] = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    emulated = [
+        role.name for pool in placement.pools.values() for role in pool.megatron_roles if role.megatron.fp8_emulate
+    ]
     return {
         "steps": config.trainer.num_steps,
         "wall_s": round(time.monotonic() - run.started, 1),
@@ -139,7 +142,7 @@ def common_numbers(run: OpenRun) -> dict[str, Any]:
         "pools": {name: [role.name for role in one.roles] for name, one in placement.pools.items()},
         "seed": config.trainer.seed,
         "skipped_updates": run.logger.updates.totals,
-    }
+    } | ({"fp8_emulated": emulated} if emulated else {})
 
 
 def export_actor(run: Run) -> float:

@@ -16,13 +16,14 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from transformers import PretrainedConfig
 
-from megatron_rl.config.megatron import MegatronConfig
+from megatron_rl.config.megatron import LOCAL, MegatronConfig
 from megatron_rl.device import Device
 from megatron_rl.model.described_layers import norm_of, put_part, rotary_frequencies, scale_embedding
 from megatron_rl.model.experts import moe_settings
 from megatron_rl.model.families import Model, family_of
 from megatron_rl.model.mlp import gate_sparingly
 from megatron_rl.model.parts import Layer
+from megatron_rl.model.te_layers import put_te_layers
 from megatron_rl.model.value_head import ValueHead
 from megatron_rl.model.vocab_head import pass_hidden_states
 from megatron_rl.parallel.mpu import TrainGroups
@@ -42,6 +43,7 @@ def transformer_config(
     model = Model.of(settings)
     stages = StagePlan.from_config(hf_config.num_hidden_layers, megatron)
     override = megatron.override_transformer_config
+    is_local = override.transformer_impl == LOCAL
     return TransformerConfig(
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
@@ -70,9 +72,13 @@ def transformer_config(
         recompute_method=override.recompute_method,
         recompute_num_layers=override.recompute_num_layers,
         recompute_modules=None if override.recompute_modules is None else list(override.recompute_modules),
-        # Weights always come from a checkpoint, so none are drawn; the caller moves the model to its device.
+        # Weights always come from a checkpoint, so none are drawn; the caller moves the model to its device. Layers of
+        # transformer-engine are made there: on the host it makes a float32 copy of each.
         perform_initialization=False,
-        use_cpu_initialization=True,
+        use_cpu_initialization=is_local or device.kind == "cpu",
+        transformer_impl=override.transformer_impl,
+        fp8=override.fp8,
+        fp8_recipe=override.fp8_recipe,
         # The fused kernels need CUDA extensions; without them one code path serves every device.
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -112,6 +118,7 @@ def one_layer(config: TransformerConfig, layer: Layer, hf_config: PretrainedConf
     spec.submodules.pre_mlp_layernorm = norm
     for part in layer.parts:
         put_part(part, spec, config, hf_config)
+    put_te_layers(spec, config.transformer_impl, has_experts=layer.has_experts)
     return spec
 
 

@@ -12,14 +12,17 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
 from transformers import AutoConfig, PretrainedConfig
 
 from megatron_rl.checkpoint.constants import load_constants
 from megatron_rl.checkpoint.hf_import import HFFolder, global_name, load_hf_weights
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.device import Device
+from megatron_rl.model.eight_bits import emulate_eight_bits
 from megatron_rl.model.families import HEAD, Model, ParamSpec, is_reward_model
 from megatron_rl.model.gpt import build_language_model, build_value_model, transformer_config
+from megatron_rl.model.te_layers import our_name, refuse_unusable
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.parallel.sharding import Place, vocab_multiple
 
@@ -78,8 +81,7 @@ class ModelSource:
 
     def language_model(self) -> UnloadedModel:
         """This rank's stage of the language model."""
-        config = transformer_config(self.hf_config, self.groups, self.megatron, self.device)
-        chunks = build_language_model(self.hf_config, config, self.groups, self.vocab_multiple)
+        chunks = build_language_model(self.hf_config, self._config(), self.groups, self.vocab_multiple)
         return self._unloaded(chunks, self.model.specs)
 
     def value_model(self, head_seed: int) -> UnloadedModel:
@@ -87,22 +89,32 @@ class ModelSource:
 
         The head is the classification head of a reward model's folder; after a language model's trunk it is drawn.
         """
-        config = transformer_config(self.hf_config, self.groups, self.megatron, self.device)
-        chunks = build_value_model(self.hf_config, config, self.groups, self.vocab_multiple, head_seed)
+        chunks = build_value_model(self.hf_config, self._config(), self.groups, self.vocab_multiple, head_seed)
         drawn = frozenset() if is_reward_model(self.hf_config.architectures) else frozenset({HEAD})
         return self._unloaded(chunks, self.model.value_specs, drawn)
+
+    def _config(self) -> TransformerConfig:
+        """Megatron's configuration. Raises ConfigError where what computes the layers is not installed."""
+        refuse_unusable(self.megatron.override_transformer_config)
+        return transformer_config(self.hf_config, self.groups, self.megatron, self.device)
 
     def _unloaded(
         self, chunks: list[GPTModel], specs: dict[str, ParamSpec], drawn: frozenset[str] = frozenset()
     ) -> UnloadedModel:
-        mark_tensor_parallel(named_parameters(chunks), specs)
+        parameters = named_parameters(chunks)
+        if unknown := sorted(parameters.keys() - specs.keys()):
+            computed_by = self.megatron.override_transformer_config.transformer_impl
+            raise RuntimeError(f"parameters of transformer_impl={computed_by} that no family describes: {unknown}")
+        mark_tensor_parallel(parameters, specs)
+        if self.megatron.fp8_emulate:
+            emulate_eight_bits(chunks)
         return UnloadedModel([chunk.to(self.device.torch_device) for chunk in chunks], specs, self, drawn)
 
 
 def named_parameters(chunks: list[GPTModel]) -> dict[str, torch.nn.Parameter]:
-    """The parameters of all chunks under global names: layers counted over the whole model."""
+    """The parameters of all chunks under global names: layers counted over the whole model, whoever computes them."""
     return {
-        global_name(name, chunk.decoder.layers[0].layer_number - 1): parameter
+        global_name(our_name(name), chunk.decoder.layers[0].layer_number - 1): parameter
         for chunk in chunks
         for name, parameter in chunk.named_parameters()
     }

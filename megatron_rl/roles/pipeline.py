@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_rl.columns import ACTOR_SCORES
+from megatron_rl.config.megatron import FP8_RECIPES
 from megatron_rl.device import has_varlen_attention, in_one_copy, shares_prompts
 from megatron_rl.experience.micro_batches import (
     MicroBatch,
@@ -66,6 +67,10 @@ class Pipeline:
         self.routing: ExpertRouting | None = None  # for models with experts
         caps = any(getattr(module, "soft_cap", None) for chunk in self.chunks for module in chunk.modules())
         config: Any = self.chunks[0].config
+        # Columns of a block are a multiple of it for each context-parallel rank: the parts of sequence parallelism, and
+        # what products in 8 bits take.
+        self._per_share = groups.grid.tp_size if config.sequence_parallel else 1
+        self._per_share *= FP8_RECIPES[config.fp8_recipe] if config.fp8 else 1
         example = torch.empty(0, dtype=config.params_dtype, device=device)
         self._needs_slots = caps or not has_varlen_attention(example)
 
@@ -86,7 +91,7 @@ class Pipeline:
             return self._own_packs(batch, cut)
         per_segment = segment_multiple(grid.cp_size)
         lengths = lengths_in_blocks(batch, per_segment)
-        per_share = grid.tp_size if self.chunks[0].config.sequence_parallel else 1
+        per_share = self._per_share
         multiples = (math.lcm(per_segment, grid.cp_size * per_share), per_segment)
         prompts = self._prompts(batch) if cut.remove_padding and self._shares_prompts else None
         with_tokens = self.routing is not None
@@ -114,7 +119,7 @@ class Pipeline:
         lengths = lengths_in_blocks(batch, segment_multiple(grid.cp_size) if "conversation_starts" in batch else 1)
         assert cut.max_tokens is not None and grid.most_sharing is not None  # preflight asks for both
         plan = plan_packs(lengths, cut.work(lengths), cut.max_tokens, grid.cp_size, grid.most_sharing)
-        per_share = grid.tp_size if self.chunks[0].config.sequence_parallel else 1
+        per_share = self._per_share
         with_tokens, mine, blocks = self.routing is not None, plan.of_rank(self.groups.cp_rank), []
         for size, packs in groupby(mine, key=lambda one: one.size):
             # Any row does for what an idle pass is made of.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from transformers import AutoConfig
 
-from megatron_rl.config.megatron import OptimConfig, OverrideTransformerConfig
+from megatron_rl.config.megatron import FORWARD_OPTIONS, OptimConfig, OverrideTransformerConfig
 from megatron_rl.config.roles import PassSpec, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.device import Device
@@ -68,10 +68,11 @@ class Rank:
         from megatron_rl.roles.model_source import ModelSource
 
         override = spec.megatron.override_transformer_config
-        if not spec.is_trained:
-            override = OverrideTransformerConfig(cp_comm_type=override.cp_comm_type)
+        if not spec.is_trained:  # nothing is kept for a backward pass, and nothing made again
+            kept = {name: getattr(override, name) for name in FORWARD_OPTIONS}
+            override = OverrideTransformerConfig(**kept)
         layout = self.pool.layout if self.pool.megatron_roles else spec.megatron
-        megatron = replace(layout, override_transformer_config=override)
+        megatron = replace(layout, override_transformer_config=override, fp8_emulate=spec.megatron.fp8_emulate)
         return ModelSource.open(spec.model_path, self.groups, self.device, megatron)
 
     def micro_batching(self, spec: PassSpec | None) -> MicroBatching:

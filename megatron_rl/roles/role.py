@@ -5,8 +5,9 @@ A role is built on all ranks of its pool; unless a method says otherwise all of 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.checkpoint.hf_folder import MAX_SHARD_BYTES
 from megatron_rl.checkpoint.storage import writing
@@ -35,6 +36,12 @@ class Role:
         """Memory of this role that is offloaded during generation."""
         return []
 
+    def _in_eight_bits(self, chunks: Iterable[Any]) -> dict[str, int]:
+        from megatron_rl.model.eight_bits import eight_bit_bytes
+
+        size = eight_bit_bytes(chunks) if self.spec.megatron.fp8_emulate else 0
+        return {f"{self.spec.name} weights in 8 bits": size} if size else {}
+
 
 class FrozenRole(Role):
     """A model that only scores. Constructing it reads the weights."""
@@ -49,8 +56,9 @@ class FrozenRole(Role):
         self.cut = rank.micro_batching(spec.score)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of the parameters."""
-        return {f"{self.spec.name} parameters": storage_bytes(self.pipeline.parameters())}
+        """Bytes of the parameters, and of those that emulated products in 8 bits keep."""
+        parameters = {f"{self.spec.name} parameters": storage_bytes(self.pipeline.parameters())}
+        return parameters | self._in_eight_bits(self.pipeline.chunks)
 
     def offloadable(self) -> list[Offloadable]:
         """Its parameters, if the offload key says so."""
@@ -95,8 +103,9 @@ class TrainedRole(Role):
         return family.reward_architecture if self.spec.has_value_head else family.architecture
 
     def memory(self) -> dict[str, int]:
-        """Bytes of parameters, gradients, moments and masters."""
-        return {f"{self.spec.name} {name}": size for name, size in self.trainable.memory().items()}
+        """Bytes of parameters, gradients, moments and masters, and of weights that emulated products in 8 bits keep."""
+        held = {f"{self.spec.name} {name}": size for name, size in self.trainable.memory().items()}
+        return held | self._in_eight_bits(self.trainable.models)
 
     def offloadable(self) -> list[Offloadable]:
         """Tensors that the offload keys select."""

@@ -271,7 +271,7 @@ def test_tools_and_turns_of_verl_have_keys_here():
         ("actor_rollout_ref.model.lora_rank=8", "LoRA"),
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=4", "Ulysses sequence parallelism"),
         ("actor_rollout_ref.rollout.multi_turn.interaction_config_path=asks.yaml", "interactions of verl's files"),
-        (f"+{MEGATRON}.override_transformer_config.fp8=hybrid", "FP8 training"),
+        (f"+{MEGATRON}.override_transformer_config.fp4=e2m1", "FP4 training"),
         ("reward_model.reward_manager=batch", "reward managers of other kinds"),
         ("actor_rollout_ref.ref.router_replay.mode=R2", "router replay of other roles than the actor"),
         (f"+{MEGATRON}.override_transformer_config.new_thing=3", "Megatron's option new_thing"),
@@ -280,6 +280,14 @@ def test_tools_and_turns_of_verl_have_keys_here():
 def test_features_have_names(override, feature):
     """By hand. Would not catch a feature whose switch is another key."""
     assert [(kind, name) for kind, _, name in notes(override)] == [("not supported", feature)]
+
+
+def test_eight_bits_ask_for_transformer_engine():
+    """By hand, as all layers are transformer-engine's in verl. Would not catch another meaning of a recipe there."""
+    group = f"{MEGATRON}.override_transformer_config"
+    became = {f"{group}.fp8": "e4m3", f"{group}.transformer_impl": "te_linear"}
+    assert notes(f"+{group}.fp8=e4m3", f"{group}.fp8_recipe=blockwise") == [("renamed", became, "")]
+    assert notes(f"{group}.fp8=null")[0][0] == "ignored"
 
 
 def test_what_verl_counts_in_samples_and_transfers_is_counted_in_steps():

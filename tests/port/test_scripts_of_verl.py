@@ -22,9 +22,8 @@ FEATURES = {
     "examples_grpo_trainer_run_qwen2_5_vl-7b-megatron": ["vision-language models"],
     "examples_grpo_trainer_run_qwen3_vl-30b-megatron": ["vision-language models"],
     "examples_ppo_trainer_run_moonlight16b_a3b_gsm8k_megatron": [],  # it leaves the path of its model to the user
-    "recipe_dapo_test_dapo_8b_megatron_fp8train": ["FP8 training"],
     "recipe_gkd_megatron_test_qwen": ["distillation from a teacher"],
-    "recipe_low_precision_run_dapo_qwen3_moe_30b_megatron_fp8e2e": ["FP8 training", "quantized rollouts"],
+    "recipe_low_precision_run_dapo_qwen3_moe_30b_megatron_fp8e2e": ["quantized rollouts"],
     "recipe_qat_run_qwen3_30b_w4a16_megatron": ["quantization-aware training"],
     "verl_experimental_fully_async_policy_shell_geo3k_qwen25vl_7b_megatron_4_4": [
         "vision-language models",

@@ -355,7 +355,7 @@ class Pools:
         rooms = []
         for number in range(len(roles[0].held) if roles else 1):
             on_stage = [role.held[number] for role in roles]
-            start = sum(held.total - held.moments for held in on_stage)
+            start = sum(held.total - held.moments - held.in_eight_bits for held in on_stage)
             staying = sum(stays(role.role.name, held, offloaded) for role, held in zip(roles, on_stage, strict=True))
             foreign = self._foreign(tp, grid, roles, number) if in_place and grid is not None else 0
             if staying + own + foreign + self._bucket > work.usable:

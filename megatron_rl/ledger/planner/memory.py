@@ -14,7 +14,7 @@ from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, SCORER, TUNED, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.plan import covers_training
-from megatron_rl.ledger.planner.role_ledger import SCORE, UPDATE, Held
+from megatron_rl.ledger.planner.role_ledger import IN_EIGHT_BITS, SCORE, UPDATE, Held
 from megatron_rl.ledger.planner.run_models import RunModels
 from megatron_rl.model.families import Model
 from megatron_rl.model.parts import FP32
@@ -86,8 +86,8 @@ def phase_order(roles: Sequence[RoleSpec]) -> list[str]:
 
 
 def without_moments(held: Held) -> Held:
-    """Return what is held before the first update, which makes Adam's moments."""
-    return {name: size for name, size in held.items() if not name.endswith("moments")}
+    """Return what is held before the first pass, without what passes make: Adam's moments, weights in 8 bits."""
+    return {name: size for name, size in held.items() if not name.endswith(("moments", IN_EIGHT_BITS))}
 
 
 class MemoryOfStage:

@@ -11,6 +11,7 @@ from megatron_rl.config.roles import ACTOR, ROLLOUT, PassSpec, RoleSpec, roles_o
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
 from megatron_rl.ledger.planner.activations import SELECTIVE
+from megatron_rl.ledger.planner.implementation_rules import eight_bit_problems, implementation_problems
 from megatron_rl.ledger.planner.model_folder import ModelSizes
 from megatron_rl.parallel.stages import StagePlan
 
@@ -42,6 +43,8 @@ def option_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable
         model = by_path.get(role.model_path)
         yield from _recompute_problems(role, model)
         yield from _context_problems(role, model)
+        yield from implementation_problems(role, model, config.trainer.device)
+        yield from eight_bit_problems(role, model, config.trainer.device)
         if config.generates:
             yield from _balance_problems(config, role, model)
         else:

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatron_rl.config.megatron import FP8_RECIPES
 from megatron_rl.config.roles import PassSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.ledger.planner.activations import CHUNKS_BACKWARD, CHUNKS_FORWARD, MeanLayer, Recompute, in_flight
 from megatron_rl.ledger.planner.weights import ModelParams, TrainedWeights, bucket_numel
 from megatron_rl.model.chunks import chunk_tokens
-from megatron_rl.model.families import Model
+from megatron_rl.model.families import Model, is_in_eight_bits
 from megatron_rl.model.parts import FP32, Cut, LayerBlock
 from megatron_rl.parallel.rank_grid import train_grid
 from megatron_rl.parallel.sharding import padded_vocab_size, vocab_multiple
@@ -24,6 +25,7 @@ from megatron_rl.parallel.stages import StagePlan
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SCORE, UPDATE = "score", "update"
 """Kinds of passes, as `RoleSpec` names them."""
+IN_EIGHT_BITS = "weights in 8 bits"
 Held = dict[str, int]
 """Name of what is held -> bytes."""
 
@@ -44,18 +46,21 @@ class StageHeld:
     gradients: int = 0
     moments: int = 0
     masters: int = 0
+    in_eight_bits: int = 0
+    """Weights as products of `fp8` take them, which are kept beside the weights from the first pass on."""
 
     @cached_property
     def total(self) -> int:
         """All of them together."""
-        return self.parameters + self.gradients + self.moments + self.masters
+        return self.parameters + self.gradients + self.moments + self.masters + self.in_eight_bits
 
     def named(self, role: RoleSpec) -> Held:
         """Return name -> bytes."""
         kinds = ["parameters"]
         if role.is_trained:
             kinds += ["gradients", "moments", *(["masters"] if self.masters else [])]
-        return {f"{role.name} {kind}": getattr(self, kind) for kind in kinds}
+        named = {f"{role.name} {kind}": getattr(self, kind) for kind in kinds}
+        return named | ({f"{role.name} {IN_EIGHT_BITS}": self.in_eight_bits} if self.in_eight_bits else {})
 
 
 class RoleLedger:
@@ -96,9 +101,9 @@ class RoleLedger:
         float32, and the rank's share of moments and of masters of bfloat16 weights, which data-parallel ranks shard
         (ZeRO stage 1, Rajbhandari et al., arXiv:1910.02054).
         """
-        element = self.element
+        element, in_eight_bits = self.element, self._in_eight_bits(pp_rank)
         if not self.role.is_trained:
-            return StageHeld(self.weights.num_params(pp_rank) * element)
+            return StageHeld(self.weights.num_params(pp_rank) * element, in_eight_bits=in_eight_bits)
         numel, share = self.weights.numel(pp_rank), self.weights.optimizer_share(pp_rank)
         moments, masters = share * 2 * FP32, 0 if element == FP32 else share * FP32
         offloaded = offloaded_share(self.role)
@@ -108,7 +113,18 @@ class RoleLedger:
             masters = masters or int(offloaded * share * FP32)
         else:
             moments, masters = (int(size * (1 - offloaded)) for size in (moments, masters))
-        return StageHeld(numel * element, numel * FP32, moments, masters)
+        return StageHeld(numel * element, numel * FP32, moments, masters, in_eight_bits)
+
+    def _in_eight_bits(self, pp_rank: int) -> int:
+        """Return the bytes of the weights of `fp8`. transformer-engine keeps them by rows, and for the backward pass by
+        columns; the emulation on CPUs keeps them rounded, in the model's dtype.
+        """
+        if self.role.megatron.override_transformer_config.fp8 is None:
+            return 0
+        numels = self.weights.shard_numels(pp_rank)
+        num_elements = sum(numel for name, numel in numels.items() if is_in_eight_bits(name))
+        on_gpu = 2 if self.role.is_trained else 1
+        return num_elements * (self.element if self.config.trainer.device == "cpu" else on_gpu)
 
     def while_built(self, pp_rank: int) -> list[Held]:
         """Return moments of the construction of a trained role, which hold more than is left: weights are moved from
@@ -149,7 +165,9 @@ class RoleLedger:
         kind: `SCORE` or `UPDATE`, which the role has. cut: the pass with other micro-batches than the configured ones.
         """
         grid, role, pass_spec = self.grid, self.role, cut or getattr(self.role, kind)
+        options = role.megatron.override_transformer_config
         multiple = grid.tp_size if role.megatron.sequence_parallel else 1
+        multiple *= FP8_RECIPES[options.fp8_recipe] if options.fp8 else 1
         sizes = {size: grid.num_replicas // size for size in grid.pack_sizes} or {grid.cp_size: grid.dp_size}
         return largest_of(
             [passes_of(self.config, role, kind, pass_spec, dp_size, multiple, cp) for cp, dp_size in sizes.items()]

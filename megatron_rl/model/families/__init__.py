@@ -7,7 +7,14 @@ entry in `registry.py`.
 from megatron_rl.model.families.attention_keys import attention_shape, rotary_share
 from megatron_rl.model.families.family import Family
 from megatron_rl.model.families.model import Model, tensors_of
-from megatron_rl.model.families.params import HEAD, VOCAB_PADDING, constant_map, param_map, value_param_map
+from megatron_rl.model.families.params import (
+    HEAD,
+    VOCAB_PADDING,
+    constant_map,
+    is_in_eight_bits,
+    param_map,
+    value_param_map,
+)
 from megatron_rl.model.families.registry import FAMILIES, REWARD_FAMILIES, family_of, is_reward_model
 from megatron_rl.model.families.rope import rope_of, rope_problem, rope_type, ropes_of, softmax_growth
 from megatron_rl.model.families.shape import (
@@ -29,6 +36,7 @@ from megatron_rl.model.parts import CORRECTION, AttentionShape, Constant, Latent
 
 __all__ = [
     "CORRECTION",
+    "is_in_eight_bits",
     "AttentionShape",
     "head_cap",
     "attention_shape",

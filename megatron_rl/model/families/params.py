@@ -15,6 +15,15 @@ VOCAB_PADDING = 64
 HEAD = "output_layer.weight"
 """Megatron's name of the weight of a vocabulary head and of a value head."""
 
+EIGHT_BIT_LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+"""Megatron's names of the linears of attention and dense MLPs, whose products can be in 8 bits."""
+
+
+def is_in_eight_bits(name: str) -> bool:
+    """Whether a parameter, by its name in Megatron, is the weight of such a linear; those of experts are not."""
+    *parents, linear, kind = name.split(".")
+    return kind == "weight" and linear in EIGHT_BIT_LINEARS and not {"experts", "shared_experts"} & set(parents)
+
 
 @lru_cache(maxsize=16)
 def layers_of(family: Family, shape: ModelShape) -> tuple[Layer, ...]:

@@ -121,6 +121,10 @@ class AttentionPart(LayerPart):
     def cached_elements(self, tp_size: int) -> int:
         """Elements of one token in the rollout engine's cache, on one of `tp_size` ranks."""
 
+    own_linears: ClassVar[str] = ""
+    """Whose linear layers are the project's own, which no library can compute instead, as "latent attention"; "": none.
+    """
+
     @property
     @abstractmethod
     def not_cut(self) -> str:

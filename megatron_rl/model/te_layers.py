@@ -1,0 +1,112 @@
+"""Linear layers of transformer-engine in a model's layers, and what is asked of the installed package.
+
+transformer-engine keeps a norm that it computes with a linear layer under a name of its own; `our_name` gives the name
+that it has in every other layer, so that weights, checkpoints and the rollout engine do not see who computes.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Any
+
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from megatron_rl.config.megatron import LOCAL, TRANSFORMER_ENGINE, OverrideTransformerConfig
+from megatron_rl.errors import ConfigError
+
+PACKAGE = "transformer-engine"
+INSTALL = "requirements/gpu_te.txt says how to install 2.11.0"
+
+OUR_NAMES = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+"""Ends of transformer-engine's names of parameters -> what they are called here."""
+
+
+def our_name(name: str) -> str:
+    """The name of a parameter whoever computes with it: `decoder.layers.3.input_layernorm.weight`."""
+    for theirs, ours in OUR_NAMES.items():
+        if name.endswith(theirs):
+            return name.removesuffix(theirs) + ours
+    return name
+
+
+def put_te_layers(spec: ModuleSpec, implementation: str, *, has_experts: bool) -> None:
+    """Let transformer-engine compute the linear layers of attention and of a dense MLP, as `implementation` says.
+
+    Experts stay: the rollout engine wants their weights in one stack. Megatron's import of transformer-engine must have
+    succeeded (`refuse_unusable`).
+    """
+    if implementation == LOCAL:
+        return
+    from megatron.core.extensions.transformer_engine import (
+        TEColumnParallelLinear,
+        TELayerNormColumnParallelLinear,
+        TERowParallelLinear,
+    )
+
+    with_norms, layer = implementation == TRANSFORMER_ENGINE, spec.submodules
+    column: Any = TELayerNormColumnParallelLinear if with_norms else TEColumnParallelLinear
+    attention = layer.self_attention.submodules
+    attention.linear_qkv, attention.linear_proj = column, TERowParallelLinear
+    if with_norms:
+        layer.input_layernorm = IdentityOp
+    if has_experts:
+        return
+    mlp = layer.mlp.submodules
+    mlp.linear_fc1, mlp.linear_fc2 = column, TERowParallelLinear
+    if with_norms:
+        layer.pre_mlp_layernorm = IdentityOp
+
+
+def refuse_unusable(options: OverrideTransformerConfig) -> None:
+    """Raise ConfigError if transformer-engine or apex is asked for and this process cannot compute with the installed
+    one.
+    """
+    if options.transformer_impl != LOCAL and (problem := te_problem()):
+        asked = f"transformer_impl={options.transformer_impl}"
+        raise ConfigError(f"{asked}: {problem}; {INSTALL}; nearest: transformer_impl={LOCAL}")
+    if options.gradient_accumulation_fusion and (problem := apex_problem()):
+        raise ConfigError(f"gradient_accumulation_fusion=true: {problem}")
+
+
+def te_problem() -> str:
+    """What is wrong with the installed transformer-engine; empty: nothing. Megatron's own range of versions counts."""
+    try:
+        version = metadata.version(PACKAGE)
+    except metadata.PackageNotFoundError:
+        return f"{PACKAGE} is not installed"
+    if not megatrons_range().contains(version, prereleases=True):
+        return f"megatron-core wants {PACKAGE}{megatrons_range()}, and {version} is installed"
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    if not HAVE_TE:
+        return f"{PACKAGE} {version} cannot be imported: python -c 'import transformer_engine.pytorch' says why"
+    return ""
+
+
+def megatrons_range() -> SpecifierSet:
+    """The versions of transformer-engine that the installed megatron-core names in its extras."""
+    asked = map(Requirement, metadata.requires("megatron-core") or ())
+    return next(one.specifier for one in asked if one.name == PACKAGE)
+
+
+def apex_problem() -> str:
+    """Why the installed `apex` is not NVIDIA's; empty: it is, or there is none.
+
+    The package index has another project of that name, a toolkit for web sites on pyramid.
+    """
+    try:
+        asked = map(Requirement, metadata.requires("apex") or ())
+    except metadata.PackageNotFoundError:
+        return ""
+    if not any(one.name.lower().startswith("pyramid") for one in asked):
+        return ""
+    return (
+        f"apex {metadata.version('apex')} of the package index is a toolkit for web sites and not NVIDIA's: "
+        "pip uninstall apex; requirements/gpu_apex.txt says how to install NVIDIA's"
+    )

@@ -1,0 +1,68 @@
+"""One of two ranks that builds an actor with transformer-engine's layers on a CPU, and writes down what it has.
+
+python te_rank.py WHEEL VERSION MODEL IMPLEMENTATION FOLDER: of the unpacked wheel, with the launcher's variables.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from pretended_te import pretend
+
+
+def main(root: str, version: str, model: str, implementation: str, folder: str) -> None:
+    pretend(Path(root), version)
+    import torch
+    from tiny_models import run_config
+
+    from megatron_rl.checkpoint.sharded_files import CheckpointWriter
+    from megatron_rl.model.te_layers import megatrons_range
+    from megatron_rl.roles import model_source
+    from megatron_rl.roles.flat_parameters import flat_parameters
+    from megatron_rl.roles.host import RankHost
+
+    class TrainingHost(RankHost):
+        """Patches what trains alone: vLLM would take the stub of triton for the real one."""
+
+        def join_world(self, environment, timeout, generates) -> None:
+            super().join_world(environment, timeout, generates=False)
+
+    if not megatrons_range().contains(version):  # built all the same, to see whether the names would hold
+        model_source.refuse_unusable = lambda options: None
+    keys = {"sequence_parallel": True, "override_transformer_config__transformer_impl": implementation}
+    keys = {f"actor_rollout_ref__actor__megatron__{key}": value for key, value in keys.items()}
+    worker = TrainingHost(run_config(model, 2, 1, **keys))
+    worker.build("actor")
+    actor, out, rank = worker.roles["actor"], Path(folder), worker.groups.rank
+    [chunk] = actor.trainable.models
+    parameters = model_source.named_parameters([chunk])
+    modules = {name: type(module).__mro__ for name, module in chunk.named_modules()}
+    found = {
+        "names": {name: list(parameter.shape) for name, parameter in chunk.named_parameters()},
+        "by_te": sorted(name for name, kinds in modules.items() if any(is_te(kind) for kind in kinds)),
+        "sequence_parallel": sorted(name for name, p in parameters.items() if getattr(p, "sequence_parallel", False)),
+        "split": sorted(name for name, p in parameters.items() if getattr(p, "tensor_model_parallel", False)),
+    }
+    (out / f"rank{rank}.json").write_text(json.dumps(found))
+    flat = flat_parameters(actor.trainable, actor.specs, actor.source.place, None, node=0)
+    slots = {
+        slot.name: flat.buffers[slot.buffer][slot.offset : slot.offset + slot.shard.numel].clone()
+        for slot in flat.member.held
+    }
+    torch.save(slots, out / f"slots{rank}.pt")
+    actor.export_hf(out / "exported")
+    if rank == 0:
+        (out / "saved").mkdir()
+    writer = CheckpointWriter(worker.device.torch_device)
+    actor.checkpoint.save(out / "saved", writer, beside_training=False)
+    assert writer.finish(wait=True)
+
+
+def is_te(kind: type) -> bool:
+    return kind.__module__.startswith("transformer_engine.")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,178 @@
+"""transformer-engine's layers in place of Megatron's, with its own Python: names, shapes, weights in and out.
+
+Its compiled parts are pretended (`pretended_te.py`), so nothing is computed. The wheels are pure Python; `make install`
+unpacks both versions beside the virtual environment's own packages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from tiny_models import run_config, save_qwen2, save_qwen3_moe_with_dense_layers
+
+from megatron_rl.checkpoint.saved_tensors import SavedTensors
+from megatron_rl.cluster.rank_worker import listen
+from megatron_rl.cluster.ranks import LOOPBACK
+from megatron_rl.config.megatron import TE_LINEAR, TRANSFORMER_ENGINE
+from megatron_rl.records import RoleState
+from megatron_rl.roles.environment import worker_environment
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
+
+REPOSITORY = Path(__file__).parents[2]
+NEWEST, USED = "2.20.2", "2.11.0"
+FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
+class Built(NamedTuple):
+    """What two ranks built. ranks: their files; folder: with what they exported and saved."""
+
+    ranks: list[dict[str, Any]]
+    folder: Path
+    model: Path
+
+    def slots(self, rank: int) -> dict[str, torch.Tensor]:
+        return torch.load(self.folder / f"slots{rank}.pt")
+
+
+def wheel(version: str) -> Path:
+    return Path(sys.prefix, "contract", f"transformer_engine-{version}")
+
+
+def with_drawn_norms(model: str) -> str:
+    """Draw the weights of a saved model's norms, which are all 1: two that are equal could be exchanged unseen."""
+    file, generator = Path(model, "model.safetensors"), torch.Generator().manual_seed(3)
+    tensors = load_file(file)
+    drawn = {name: torch.rand(t.shape, generator=generator) for name, t in tensors.items() if "norm.weight" in name}
+    save_file(tensors | drawn, file, metadata={"format": "pt"})
+    return model
+
+
+def build(root: Path, version: str, model: str, implementation: str, folder: Path) -> Built:
+    """Run `te_rank.py` on two ranks. Raises AssertionError with what a rank printed."""
+    with listen(LOOPBACK) as probe:
+        port = str(probe.getsockname()[1])
+    variables = os.environ | worker_environment("cpu", ranks_per_node=2)
+    variables |= {"WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, "NODE_RANK": "0"}
+    variables |= {"NODE_ADDRESS": LOOPBACK, "GLOO_SOCKET_IFNAME": "lo"}
+    variables["PYTHONPATH"] = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests/dist")))
+    script = Path(__file__).parent / "te_rank.py"
+    command = [sys.executable, str(script), str(root), version, model, implementation, str(folder)]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        printed = [rank.communicate(timeout=150)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], printed[0][-3000:]
+    return Built([json.loads((folder / f"rank{r}.json").read_text()) for r in range(2)], folder, Path(model))
+
+
+def check_weights(built: Built) -> None:
+    """The folder comes out as it went in; buffers have vLLM's names, by hand for the first layer."""
+    original, exported = (
+        load_file(folder / "model.safetensors") for folder in (built.model, built.folder / "exported")
+    )
+    assert original.keys() == exported.keys()
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in original.items())
+    layer = "model.layers.0"
+    norms = [original[f"{layer}.{name}.weight"] for name in ("input_layernorm", "post_attention_layernorm")]
+    for rank in range(2):
+        slots = built.slots(rank)
+        qkv = torch.cat([original[f"{layer}.self_attn.{part}_proj.weight"].chunk(2)[rank] for part in "qkv"])
+        gate_up = torch.cat([original[f"{layer}.mlp.{part}_proj.weight"].chunk(2)[rank] for part in ("gate", "up")])
+        assert torch.equal(slots[f"{layer}.self_attn.qkv_proj.weight"], qkv.flatten())
+        assert torch.equal(slots[f"{layer}.mlp.gate_up_proj.weight"], gate_up.flatten())
+        assert torch.equal(slots[f"{layer}.input_layernorm.weight"], norms[0])
+        assert torch.equal(slots[f"{layer}.post_attention_layernorm.weight"], norms[1])
+
+
+def check_names(built: Built, implementation: str, with_experts: tuple[int, ...]) -> None:
+    """transformer-engine computes linears of attention and dense MLPs, and norms are where `implementation` says."""
+    for found in built.ranks:
+        names, fused = found["names"], implementation == TRANSFORMER_ENGINE
+        dense = [layer for layer in range(4) if layer not in with_experts]
+        linears = [(layer, f"self_attention.{name}") for layer in range(4) for name in ("linear_qkv", "linear_proj")]
+        linears += [(layer, f"mlp.{name}") for layer in dense for name in ("linear_fc1", "linear_fc2")]
+        assert found["by_te"] == sorted(f"decoder.layers.{layer}.{name}" for layer, name in linears)
+        for theirs, ours in FUSED_NORMS.items():
+            for layer in range(4):
+                is_theirs = fused and (layer in dense or ours == "input_layernorm.weight")
+                prefix = f"decoder.layers.{layer}."
+                assert names.get(prefix + theirs) == ([128] if is_theirs else None)
+                assert names.get(prefix + ours) == (None if is_theirs else [128])
+                # Its gradient is summed over the ranks that share a sequence, whoever has it.
+                assert prefix + ours in found["sequence_parallel"]
+        split = {f"decoder.layers.{layer}.{name}.weight" for layer, name in linears}
+        assert split <= set(found["split"])
+
+
+def load_and_export(config: Any, saved: Path, target: Path) -> None:
+    from megatron_rl.roles.host import RankHost
+
+    worker = RankHost(config)
+    worker.build("actor")
+    actor = worker.roles["actor"]
+    with torch.no_grad():
+        for buffer in actor.trainable.param_buffers:
+            buffer.param_data.zero_()
+    actor.checkpoint.load(saved, RoleState(num_updates=0, adam_step=0))
+    actor.export_hf(target)
+
+
+def test_transformer_engine_has_the_same_weights(tmp_path: Path) -> None:
+    """Two ranks with sequence parallelism, 2.11: in, where vLLM reads, out; a checkpoint goes on in Megatron's layers
+    on one rank. Would not catch what its kernels compute.
+    """
+    model = with_drawn_norms(save_qwen2(tmp_path / "model"))
+    built = build(wheel(USED), USED, model, TRANSFORMER_ENGINE, tmp_path)
+    check_names(built, TRANSFORMER_ENGINE, with_experts=())
+    check_weights(built)
+    names = SavedTensors(tmp_path / "saved").names
+    assert not any(theirs in name for name in names for theirs in ("_extra_state", "layer_norm_weight"))
+    run_ranks(1, load_and_export, run_config(model, 1, 1), tmp_path / "saved", tmp_path / "again")
+    original, again = load_file(f"{model}/model.safetensors"), load_file(tmp_path / "again/model.safetensors")
+    assert all(torch.equal(tensor, again[name]) for name, tensor in original.items())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("implementation", [TE_LINEAR, TRANSFORMER_ENGINE])
+@pytest.mark.parametrize("version", [USED, NEWEST])
+def test_both_versions_have_megatrons_names(version: str, implementation: str, tmp_path: Path) -> None:
+    """Layers with and without experts. Megatron refuses the newer version; its names would hold."""
+    model = with_drawn_norms(save_qwen3_moe_with_dense_layers(tmp_path / "model"))
+    built = build(wheel(version), version, model, implementation, tmp_path)
+    check_names(built, implementation, with_experts=(3,))
+    check_weights(built)
+
+
+@pytest.mark.exhaustive
+def test_a_renamed_parameter_is_found(tmp_path: Path) -> None:
+    """A copy of the wheel in which the norm's weight has another name; its own renamings of that weight follow."""
+    copy = shutil.copytree(wheel(USED), tmp_path / "wheel")
+    for file in copy.rglob("transformer_engine/pytorch/module/*.py"):
+        file.write_text(file.read_text().replace("layer_norm_weight", "norm_scale"))
+    with pytest.raises(AssertionError, match=r"decoder\.layers\.\d\.self_attention\.linear_qkv\.norm_scale"):
+        build(copy, USED, save_qwen2(tmp_path / "model"), TRANSFORMER_ENGINE, tmp_path)
