@@ -33,6 +33,7 @@ from megatron_rl.config.keys import (
     leaf_of,
     type_of,
 )
+from megatron_rl.config.megatron import FP8_FORMATS, TE_LINEAR
 from megatron_rl.config.problems import like_name, nearest_name, raise_problems, refused, violations_of
 from megatron_rl.config.schema import MISSING, RunConfig
 from megatron_rl.config.setting import TAKEN_AWAY, Setting
@@ -45,11 +46,17 @@ HYDRA_PREFIXES = ("++", "+", "~")
 
 ACTOR_MODEL, CRITIC_MODEL = "actor_rollout_ref.model.path", "critic.model.path"
 DTYPE = "actor_rollout_ref.actor.megatron.dtype"
+FP8 = "fp8"
 DIFF_BOUNDS = {
-    "actor_rollout_ref.rollout.logprob_diff_bound": {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.05},
-    "actor_rollout_ref.rollout.logprob_diff_mean_bound": {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.005},
+    "actor_rollout_ref.rollout.logprob_diff_bound": {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.05, FP8: 1.0},
+    "actor_rollout_ref.rollout.logprob_diff_mean_bound": {
+        "float32": 1e-4,
+        "bfloat16": 0.05,
+        "float16": 0.005,
+        FP8: 0.1,
+    },
 }
-"""Defaults by compute dtype, above the effect of rounding alone in small models (docs/gpu.md)."""
+"""Defaults by compute dtype, or for products in 8 bits: above the effect of rounding in small models (docs/gpu.md)."""
 
 CUDA_DEFAULTS = {
     DTYPE: "bfloat16",
@@ -58,6 +65,12 @@ CUDA_DEFAULTS = {
     "async_training.second_buffer": False,
 }
 """Defaults on GPUs: verl's, and no transfer beside generation, which no GPU has shown. On CPUs the schema's hold."""
+
+OPTIONS = tuple(
+    f"{role}.megatron.override_transformer_config"
+    for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model")
+)
+"""Groups of Megatron's own options, by role."""
 
 LARGEST_WHOLE = 2**63 - 1
 """The largest integer of torch and numpy."""
@@ -148,14 +161,22 @@ def _schema() -> bytes:
 
 
 def _fill_in(config: Any, given: set[str]) -> None:
-    """Set defaults that depend on other keys: verl's defaults on GPUs, and bounds by the dtype."""
+    """Set defaults that depend on other keys: verl's on GPUs, who computes in 8 bits there, and bounds by the dtype."""
     defaults: dict[str, Any] = CUDA_DEFAULTS if _raw(config, "trainer.device") == "cuda" else {}
     for key, value in defaults.items():
         if key not in given:
             OmegaConf.update(config, key, value)
+    for options in OPTIONS if defaults else ():
+        if f"{options}.transformer_impl" not in given and _raw(config, f"{options}.fp8") in FP8_FORMATS:
+            OmegaConf.update(config, f"{options}.transformer_impl", TE_LINEAR)
     for key, bounds in DIFF_BOUNDS.items():
-        if key not in given and (dtype := _raw(config, DTYPE)) in bounds:
-            OmegaConf.update(config, key, bounds[dtype])
+        if key not in given and (kind := _kind_of_products(config)) in bounds:
+            OmegaConf.update(config, key, bounds[kind])
+
+
+def _kind_of_products(config: Any) -> Any:
+    """The actor's dtype, or that its products are in 8 bits."""
+    return FP8 if _raw(config, f"{OPTIONS[0]}.fp8") in FP8_FORMATS else _raw(config, DTYPE)
 
 
 def _name_one_model(config: Any, given: set[str], task: str | None) -> None:

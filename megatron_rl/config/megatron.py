@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
@@ -81,11 +82,12 @@ class OverrideTransformerConfig:
     """
     transformer_impl: Annotated[str, OneOf(IMPLEMENTATIONS)] = LOCAL
     """Who computes the linear layers of attention and dense MLPs. local: Megatron's own | te_linear: transformer-engine
-    | transformer_engine: with the norm before each. The last two need trainer.device=cuda. Weights have the same names
-    in checkpoints."""
+    | transformer_engine: with the norm before each. The last two need trainer.device=cuda, where te_linear is the
+    default of a role with fp8. Weights have the same names in checkpoints."""
     fp8: Annotated[str | None, OneOf(FP8_FORMATS)] = None
     """Products of those layers in 8 bits, with weights and gradients as before. e4m3 | hybrid: e5m2 for gradients |
-    null: none. Needs transformer_impl other than local; on CPUs megatron.fp8_emulate."""
+    null: none. Needs transformer_impl other than local; on CPUs megatron.fp8_emulate. The reference follows the actor.
+    """
     fp8_recipe: Annotated[str, OneOf(tuple(FP8_RECIPES))] = "blockwise"
     """Elements with one scale. blockwise: 128 of a token, 128 x 128 of a weight | tensorwise: a whole tensor."""
     gradient_accumulation_fusion: bool = False
@@ -182,6 +184,7 @@ def follows(key: str) -> Any:
     return f"${{{key}}}"
 
 
+ACTOR_LAYOUT = "actor_rollout_ref.actor.megatron"
 FOLLOWED_OPTIONS = ("cp_comm_type", "transformer_impl")
 """Options of the actor's layers that other roles have, too, until they are set for them."""
 FORWARD_OPTIONS = (*FOLLOWED_OPTIONS, "fp8", "fp8_recipe")
@@ -190,8 +193,19 @@ FORWARD_OPTIONS = (*FOLLOWED_OPTIONS, "fp8", "fp8_recipe")
 
 def follow_actor() -> MegatronConfig:
     """A layout that is the actor's until a key is set."""
-    actor = "actor_rollout_ref.actor.megatron"
-    layout = MegatronConfig(**{name: follows(f"{actor}.{name}") for name in LAYOUT_KEYS})
-    for name in FOLLOWED_OPTIONS:
-        setattr(layout.override_transformer_config, name, follows(f"{actor}.override_transformer_config.{name}"))
+    layout = MegatronConfig(**{name: follows(f"{ACTOR_LAYOUT}.{name}") for name in LAYOUT_KEYS})
+    _follow_options(layout, FOLLOWED_OPTIONS)
     return layout
+
+
+def follow_actor_in_all() -> MegatronConfig:
+    """A layout and a forward pass that are the actor's until a key is set: what is compared with it rounds as it."""
+    layout = follow_actor()
+    layout.fp8_emulate = follows(f"{ACTOR_LAYOUT}.fp8_emulate")
+    _follow_options(layout, FORWARD_OPTIONS)
+    return layout
+
+
+def _follow_options(layout: MegatronConfig, names: Iterable[str]) -> None:
+    for name in names:
+        setattr(layout.override_transformer_config, name, follows(f"{ACTOR_LAYOUT}.override_transformer_config.{name}"))

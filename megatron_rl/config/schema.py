@@ -32,7 +32,7 @@ from megatron_rl.config.constraints import (
 )
 from megatron_rl.config.correction import RolloutCorrectionConfig
 from megatron_rl.config.declarations import KL_ESTIMATES
-from megatron_rl.config.megatron import MegatronConfig, OptimConfig, follow_actor, follows
+from megatron_rl.config.megatron import MegatronConfig, OptimConfig, follow_actor, follow_actor_in_all, follows
 from megatron_rl.config.multi_turn import MultiTurnConfig
 from megatron_rl.config.pretraining import PretrainingConfig
 from megatron_rl.config.prompt_sampler_keys import PromptSamplerConfig
@@ -295,10 +295,10 @@ class RolloutConfig:
     logprob_diff_bound: Positive = 1e-3
     """Largest allowed |log-prob of the rollout - log-prob of the trainer| of 99% of a step's sampled tokens; beyond it
     the run stops. Rounding in float32 gives about 1e-5 (3e-5 at worst in the demo), a stale or misplaced weight 1e-2
-    and more. Where it is not set: 1e-3 for float32, 0.5 for bfloat16, 0.05 for float16."""
+    and more. Where it is not set: 1e-3 for float32, 0.5 for bfloat16, 0.05 for float16, 1 for fp8."""
     logprob_diff_mean_bound: Positive = 1e-4
     """Largest allowed mean of that difference over those tokens. Unless it is set: 1e-4 for float32, 0.05 for bfloat16,
-    0.005 for float16."""
+    0.005 for float16, 0.1 for fp8."""
     logprob_diff_warn_steps: Annotated[int | None, Or(None, "5 on GPUs, else 0"), Ge(0)] = None
     """First steps of a run in which a larger difference is only a warning; null: 5 on GPUs, else 0."""
     val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
@@ -313,7 +313,7 @@ class RefConfig:
     """Samples per forward pass of the frozen reference, where not dynamic."""
     log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.rollout.log_prob_use_dynamic_bsz")
     log_prob_max_token_len_per_gpu: PassTokens = follows("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu")
-    megatron: MegatronConfig = field(default_factory=follow_actor)
+    megatron: MegatronConfig = field(default_factory=follow_actor_in_all)
 
 
 @dataclass

@@ -7,7 +7,7 @@ be called by all TP and PP ranks of a data-parallel rank, with the same micro-ba
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import groupby
@@ -67,10 +67,9 @@ class Pipeline:
         self.routing: ExpertRouting | None = None  # for models with experts
         caps = any(getattr(module, "soft_cap", None) for chunk in self.chunks for module in chunk.modules())
         config: Any = self.chunks[0].config
-        # Columns of a block are a multiple of it for each context-parallel rank: the parts of sequence parallelism, and
-        # what products in 8 bits take.
-        self._per_share = groups.grid.tp_size if config.sequence_parallel else 1
-        self._per_share *= FP8_RECIPES[config.fp8_recipe] if config.fp8 else 1
+        self._num_parts = groups.grid.tp_size if config.sequence_parallel else 1
+        # The tokens of a rank's part are a multiple of it.
+        self._token_multiple = FP8_RECIPES[config.fp8_recipe] if config.fp8 else 1
         example = torch.empty(0, dtype=config.params_dtype, device=device)
         self._needs_slots = caps or not has_varlen_attention(example)
 
@@ -91,8 +90,6 @@ class Pipeline:
             return self._own_packs(batch, cut)
         per_segment = segment_multiple(grid.cp_size)
         lengths = lengths_in_blocks(batch, per_segment)
-        per_share = self._per_share
-        multiples = (math.lcm(per_segment, grid.cp_size * per_share), per_segment)
         prompts = self._prompts(batch) if cut.remove_padding and self._shares_prompts else None
         with_tokens = self.routing is not None
 
@@ -101,17 +98,28 @@ class Pipeline:
                 return cut.plan_units(lengths, sizes, num_blocks, self._round_size)
             return cut.plan(lengths, num_blocks, self._round_size, prompts)
 
+        def blocks_of(plan: list[list[int]]) -> list[MicroBatch]:
+            columns = self._columns_multiple(grid.cp_size, [1] if cut.remove_padding else map(len, plan))
+            return micro_batches(batch, plan, cut.remove_padding, columns, prompts, per_segment, with_tokens)
+
         plan = planned(1)
         if not (cut.is_dynamic or grid.experts_join_dp_ranks):
-            return micro_batches(batch, plan, cut.remove_padding, multiples[0], prompts, multiples[1], with_tokens)
+            return blocks_of(plan)
         agreed = 0
         # A rank that needs more blocks than were agreed on, which is rare, makes all of them try once more.
         while (most := self._most_blocks(plan)) != agreed:
             agreed = most
             if len(plan) != agreed:
                 plan = planned(agreed)
-        blocks = micro_batches(batch, plan, cut.remove_padding, multiples[0], prompts, multiples[1], with_tokens)
+        blocks = blocks_of(plan)
         return [*blocks, *[blocks[0].neutral()] * (agreed - len(blocks))]
+
+    def _columns_multiple(self, num_sharing: int, num_rows: Iterable[int]) -> int:
+        """What the columns of blocks must be a multiple of. num_sharing: context-parallel ranks that share a block;
+        num_rows: of each block.
+        """
+        tokens = self._token_multiple // math.gcd(self._token_multiple, *num_rows)
+        return math.lcm(segment_multiple(num_sharing), num_sharing * self._num_parts * tokens)
 
     def _own_packs(self, batch: Batch, cut: MicroBatching) -> list[MicroBatch]:
         """This rank's part of the plan that all ranks of its context-parallel group make."""
@@ -119,22 +127,22 @@ class Pipeline:
         lengths = lengths_in_blocks(batch, segment_multiple(grid.cp_size) if "conversation_starts" in batch else 1)
         assert cut.max_tokens is not None and grid.most_sharing is not None  # preflight asks for both
         plan = plan_packs(lengths, cut.work(lengths), cut.max_tokens, grid.cp_size, grid.most_sharing)
-        per_share = self._per_share
+        alone = math.lcm(2, self._columns_multiple(1, [1]))
         with_tokens, mine, blocks = self.routing is not None, plan.of_rank(self.groups.cp_rank), []
         for size, packs in groupby(mine, key=lambda one: one.size):
             # Any row does for what an idle pass is made of.
             parts, per_segment = [list(one.rows) or [0] for one in packs], segment_multiple(size)
-            multiple = math.lcm(per_segment, size * per_share)
+            multiple = self._columns_multiple(size, [1])
             blocks += micro_batches(batch, parts, True, multiple, None, per_segment, with_tokens)
         blocks = [
             replace(block, num_sharing=one.size, is_reported=one.first == self.groups.cp_rank)
             if one.rows
-            else block.idle(math.lcm(2, per_share))
+            else block.idle(alone)
             for one, block in zip(mine, blocks, strict=True)
         ]
         if len(self.chunks) == 1:
             return blocks
-        width = round_up(plan.most_tokens(lengths), math.lcm(2, per_share))
+        width = round_up(plan.most_tokens(lengths), alone)
         blocks = [widened(block, width * (block.num_sharing or 1)) for block in blocks]
         return [*blocks, *[blocks[0].idle(width)] * (-len(blocks) % self._round_size)]
 

@@ -282,14 +282,6 @@ def test_features_have_names(override, feature):
     assert [(kind, name) for kind, _, name in notes(override)] == [("not supported", feature)]
 
 
-def test_eight_bits_ask_for_transformer_engine():
-    """By hand, as all layers are transformer-engine's in verl. Would not catch another meaning of a recipe there."""
-    group = f"{MEGATRON}.override_transformer_config"
-    became = {f"{group}.fp8": "e4m3", f"{group}.transformer_impl": "te_linear"}
-    assert notes(f"+{group}.fp8=e4m3", f"{group}.fp8_recipe=blockwise") == [("renamed", became, "")]
-    assert notes(f"{group}.fp8=null")[0][0] == "ignored"
-
-
 def test_what_verl_counts_in_samples_and_transfers_is_counted_in_steps():
     """By hand: steps of 2 x 32 prompts, weights every 4 of them, and a tenth of the samples may be older than the last
     transfer: 3 steps old between two, and 1 of the share before. Would not catch another meaning in a newer verl.

@@ -51,14 +51,6 @@ def recomputed(key: str, target: str, value: Any, given: Mapping[str, Any]) -> O
     }
 
 
-def eight_bits(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
-    """FP8 in verl is transformer-engine's, which computes all layers there; here it is asked for."""
-    if not value:
-        return "not asked for"
-    group = key.rpartition(".")[0]
-    return {key: value, f"{group}.transformer_impl": given.get(f"{group}.transformer_impl", "te_linear")}
-
-
 def known_parts(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
     """Parts of a layer to recompute -> those that can be; a part that does not exist stays, to be refused."""
     if not isinstance(value, list):
@@ -127,7 +119,6 @@ CONVERSIONS: dict[str, Conversion] = {
     "batches_ahead": async_keys.batches_ahead,
     "behaviour_as_old": async_keys.behaviour_as_old,
     "drawn_one_by_one": async_keys.drawn_one_by_one,
-    "eight_bits": eight_bits,
     "known_parts": known_parts,
     "graphs_of_gpus": graphs_of_gpus,
     "mini_batches_per_transfer": async_keys.mini_batches_per_transfer,

@@ -54,7 +54,7 @@ def eight_bit_problems(role: RoleSpec, model: ModelSizes | None, device: str) ->
         yield from _not_emulated(role, key, model)
     elif options.transformer_impl == LOCAL:
         impl = f"{role.key}.{OPTIONS}.transformer_impl"
-        rule = f"{key} needs transformer-engine"
+        rule = "needs transformer-engine"
         yield Violation({key: options.fp8, impl: LOCAL}, rule, {impl: TE_LINEAR}, subject=f"{key}={options.fp8}")
     if options.gradient_accumulation_fusion and device == CPU:
         fusion = f"{role.key}.{OPTIONS}.gradient_accumulation_fusion"

@@ -6,6 +6,7 @@ adds for generation, transition and saving is in `memory.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -167,7 +168,8 @@ class RoleLedger:
         grid, role, pass_spec = self.grid, self.role, cut or getattr(self.role, kind)
         options = role.megatron.override_transformer_config
         multiple = grid.tp_size if role.megatron.sequence_parallel else 1
-        multiple *= FP8_RECIPES[options.fp8_recipe] if options.fp8 else 1
+        tokens = FP8_RECIPES[options.fp8_recipe] if options.fp8 else 1
+        multiple *= tokens if pass_spec.remove_padding else tokens // math.gcd(tokens, pass_spec.num_rows)
         sizes = {size: grid.num_replicas // size for size in grid.pack_sizes} or {grid.cp_size: grid.dp_size}
         return largest_of(
             [passes_of(self.config, role, kind, pass_spec, dp_size, multiple, cp) for cp, dp_size in sizes.items()]
