@@ -121,3 +121,13 @@ def test_the_ablation_of_turns_can_run(files, tmp_path):
     turns = read_ablation(Path("configs/ablations/turns.yaml"), [f"{key}={value}" for key, value in own.items()])
     planned = plan_points(turns, tmp_path / "out")
     assert len(planned) == 6 and not any(point.violations for point in planned)
+
+
+@pytest.mark.parametrize(("device", "valid"), [("cpu", 3), ("cuda", 7)])
+def test_the_ablation_of_implementations_can_run(files, tmp_path, device, valid):
+    """On CPUs Megatron's layers, plain and with emulated rounding; on a GPU those and transformer-engine's, plain and
+    in 8 bits. Would not catch one that fails while it trains.
+    """
+    given = [f"{key}={value}" for key, value in (files | {"trainer.device": device}).items()]
+    planned = plan_points(read_ablation(Path("configs/ablations/implementations.yaml"), given), tmp_path / "out")
+    assert len(planned) == 11 and sum(not point.violations for point in planned) == valid
