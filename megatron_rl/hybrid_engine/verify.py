@@ -21,6 +21,8 @@ from megatron_rl.hybrid_engine.transport import Transport
 from megatron_rl.parallel.sharding import Box
 
 WORD_BYTES = 8
+MOST_ROWS = 1 << 20
+"""Rows whose sums lie on the device at once, of 8 bytes each, with four more numbers for each."""
 
 
 def is_verified(number: int, every: int) -> bool:
@@ -118,30 +120,65 @@ def owned_pieces(plan: ExchangePlan) -> list[dict[PieceKey, int]]:
 
 
 class Checksums:
-    """Checksums of many strided tensors: one kernel for each, and three for all of them together.
+    """Checksums of many strided tensors: one kernel for each, and a few for every `MOST_ROWS` rows.
 
     Equal content in another memory layout gives the same checksum. The tensors' memory may be released in between.
+    Between calls a checksum keeps one number on the device, not one for every row: rows of experts are many and short.
     """
 
     def __init__(self, views: Sequence[Tensor], device: torch.device) -> None:
         shaped = [view.reshape(1, -1) if view.dim() < 2 else view for view in views]
         counts = [view[..., 0].numel() for view in shaped]
-        self._num = len(views)
-        self._row_sums = torch.empty(sum(counts), dtype=torch.int64, device=device)
-        self._weights = torch.cat([torch.arange(1, 2 * count, 2) for count in counts] or [torch.arange(0)]).to(device)
-        self._owner = torch.repeat_interleave(torch.arange(self._num), torch.tensor(counts, dtype=torch.int64)).to(
-            device
-        )
-        sums = [part.view(view.shape[:-1]) for part, view in zip(self._row_sums.split(counts), shaped, strict=True)]
-        self._words = [(out, *as_words(view)) for out, view in zip(sums, shaped, strict=True)]
+        words = [as_words(view) for view in shaped]
+        self._device = device
+        self._runs = [
+            _Run(words[first:stop], torch.tensor(counts[first:stop], dtype=torch.int64, device=device), num_rows)
+            for first, stop, num_rows in runs_of_rows(counts)
+        ]
+        self._most_rows = max((run.num_rows for run in self._runs), default=0)
 
     def compute(self) -> Tensor:
         """int64 [number of tensors]."""
-        for out, words, must_copy in self._words:
+        scratch = torch.empty(self._most_rows, dtype=torch.int64, device=self._device)
+        found = [run.compute(scratch[: run.num_rows]) for run in self._runs]
+        return torch.cat([torch.zeros(0, dtype=torch.int64, device=self._device), *found])
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Neighbouring tensors: their words, see `as_words`, and their rows: int64 [tensors], which add up to num_rows."""
+
+    words: list[tuple[Tensor, bool]]
+    counts: Tensor
+    num_rows: int
+
+    def compute(self, row_sums: Tensor) -> Tensor:
+        """Return int64 [tensors]; row_sums: int64 [num_rows], overwritten."""
+        start = 0
+        for words, must_copy in self.words:
             source = words.contiguous().view(torch.int64) if must_copy else words
-            torch.sum(source, -1, dtype=torch.int64, out=out)
-        result = torch.zeros(self._num, dtype=torch.int64, device=self._row_sums.device)
-        return result.index_add_(0, self._owner, self._row_sums * self._weights)
+            stop = start + source[..., 0].numel()
+            torch.sum(source, -1, dtype=torch.int64, out=row_sums[start:stop].view(source.shape[:-1]))
+            start = stop
+        numbers = torch.arange(len(self.words), device=row_sums.device)
+        owner = numbers.repeat_interleave(self.counts, output_size=self.num_rows)
+        row_of_owner = (
+            torch.arange(self.num_rows, device=row_sums.device) - (self.counts.cumsum(0) - self.counts)[owner]
+        )
+        result = torch.zeros(len(self.words), dtype=torch.int64, device=row_sums.device)
+        return result.index_add_(0, owner, row_sums.mul_(row_of_owner.mul_(2).add_(1)))
+
+
+def runs_of_rows(counts: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Cut tensors with so many rows into runs: (first, stop, rows), of at most MOST_ROWS rows or a single tensor."""
+    runs: list[tuple[int, int, int]] = []
+    for number, count in enumerate(counts):
+        if runs and runs[-1][2] + count <= MOST_ROWS:
+            first, _, num_rows = runs.pop()
+            runs.append((first, number + 1, num_rows + count))
+        else:
+            runs.append((number, number + 1, count))
+    return runs
 
 
 def as_words(rows: Tensor) -> tuple[Tensor, bool]:

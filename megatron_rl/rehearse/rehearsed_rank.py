@@ -96,7 +96,8 @@ class RehearsedRank:
         rollout = self.host.spec.role(ROLLOUT)
         engine = None
         if rollout is not None and ACTOR in self.host.roles:
-            engine = self._phase("init", lambda: rehearsed_engine(rollout, self.host.rank, self.host.roles))
+            memory = self.mode.memory
+            engine = self._phase("init", lambda: rehearsed_engine(rollout, self.host.rank, self.host.roles, memory))
             self.host.ledger.note("init")
         for role in self.trained:
             self._update(role, WARM_UP, UNEVEN)

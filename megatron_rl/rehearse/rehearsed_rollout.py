@@ -9,6 +9,7 @@ from megatron_rl.config.roles import ACTOR, RoleSpec
 from megatron_rl.hybrid_engine.hybrid_engine import HybridEngine
 from megatron_rl.hybrid_engine.offload import offloaded
 from megatron_rl.parallel.rank_grid import RolloutGrid
+from megatron_rl.rehearse.live_memory import LiveMemory
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.role import Role
@@ -28,24 +29,30 @@ class NoEngine:
 class PeakFromHere:
     """The last memory that is offloaded: none. What was there before is no part of the peak of an exchange."""
 
-    def __init__(self, rank: Rank) -> None:
-        self._rank = rank
+    def __init__(self, rank: Rank, memory: LiveMemory) -> None:
+        self._rank, self._memory = rank, memory
 
     def offload(self) -> None:
         """Begin to measure."""
         self._rank.device.reset_peak_memory()
+        self._memory.begin()
 
     def reload(self) -> None:
         """Do nothing."""
 
 
-def rehearsed_engine(spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role]) -> HybridEngine:
-    """Make the hybrid engine of a rollout in the actor's pool, in the order of `Rollout`; in train mode."""
+def rehearsed_engine(
+    spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], memory: LiveMemory
+) -> HybridEngine:
+    """Make the hybrid engine of a rollout in the actor's pool, in the order of `Rollout`; in train mode.
+
+    memory: of the device, whose peak begins anew when all that leaves for generation has left.
+    """
     offloadable = all_offloadable(neighbours)
     source, grid = rank.source(spec), RolloutGrid(rank.groups.grid, spec.settings.tensor_model_parallel_size)
     with offloaded(offloadable):
         weights = shared_weights(cast("Actor", neighbours[ACTOR]), spec, rank, source, grid)
         weights.gather()
         weights.release()
-    offloadable.append(PeakFromHere(rank))
+    offloadable.append(PeakFromHere(rank, memory))
     return HybridEngine(weights, NoEngine(), rank.device, offloadable, spec.settings.verify_weights_every)

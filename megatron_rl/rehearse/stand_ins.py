@@ -8,12 +8,15 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_rl.experience.micro_batches import MicroBatch
 from megatron_rl.hybrid_engine import offload, stable_memory, verify
 from megatron_rl.hybrid_engine.plan import Member
 from megatron_rl.hybrid_engine.transport import Transport
+from megatron_rl.losses.aggregate import BatchTotals
 from megatron_rl.rehearse.dispatch_mode import RehearsalMode
 from megatron_rl.roles.model_source import UnloadedModel
 from megatron_rl.roles.pipeline import Pipeline
+from megatron_rl.roles.training import TrainableModel
 
 
 def stand_in(mode: RehearsalMode, members: Sequence[Member]) -> None:
@@ -23,6 +26,7 @@ def stand_in(mode: RehearsalMode, members: Sequence[Member]) -> None:
     _count_blocks(mode)
     _know_members(members)
     _move_no_bytes(mode)
+    _count_for_all()
 
 
 def _load_no_weights() -> None:
@@ -74,6 +78,19 @@ def _count_blocks(mode: RehearsalMode) -> None:
         return schedule(pipeline, step, blocks, **options)
 
     setattr(Pipeline, "_schedule", _schedule)  # noqa: B010  mypy: it is a method
+
+
+def _count_for_all() -> None:
+    """The tokens of a mini-batch are added up over ranks, of which one reports each shared micro-batch: here each rank
+    reports all that it has, and one that has none knows that others do. Without tokens no rank would step.
+    """
+    counted = TrainableModel.totals
+
+    def totals(model: TrainableModel, blocks: list[MicroBatch]) -> BatchTotals:
+        found = counted(model, [replace(block, is_reported=True) for block in blocks])
+        return BatchTotals(max(1, found.tokens), max(1, found.rows))
+
+    setattr(TrainableModel, "totals", totals)  # noqa: B010  mypy: it is a method
 
 
 def _post_together(mode: RehearsalMode) -> None:

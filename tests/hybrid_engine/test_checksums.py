@@ -1,11 +1,14 @@
 """What a checksum sees and what it does not."""
 
+import gc
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.hybrid_engine.verify import Checksums
+from megatron_rl.hybrid_engine import verify
+from megatron_rl.hybrid_engine.verify import Checksums, runs_of_rows
 
 DTYPES = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
@@ -77,3 +80,30 @@ def test_checksum_by_hand():
     found = Checksums([words, words[:, :1], bits], torch.device("cpu")).compute()
     assert found.tolist() == [3 + 3 * 30 + 5 * 300, 1 + 3 * 10 + 5 * 100, 12 + 3 * 21]
     assert Checksums([], torch.device("cpu")).compute().tolist() == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(counts=st.lists(st.integers(0, 9), max_size=12), most=st.integers(1, 12))
+def test_runs_of_tensors_change_no_checksum(counts, most):
+    """However many rows are summed at once, which no run exceeds. Would not catch a wrong limit."""
+    tensors = [random_tensor((count, 4), torch.bfloat16, seed) for seed, count in enumerate(counts)]
+    alone = [Checksums([tensor], torch.device("cpu")).compute() for tensor in tensors]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify, "MOST_ROWS", most)
+        runs = runs_of_rows(counts)
+        found = Checksums(tensors, torch.device("cpu")).compute()
+    assert found.tolist() == [int(one) for one in alone]
+    assert [number for first, stop, _ in runs for number in range(first, stop)] == list(range(len(counts)))
+    assert all(num_rows <= most or stop == first + 1 for first, stop, num_rows in runs)
+
+
+def test_nothing_is_kept_for_every_row():
+    """A million short rows: between calls no memory but a number. Would not catch memory during a call."""
+    rows = torch.ones(1 << 20, 4)
+    sums = Checksums([rows], torch.device("cpu"))
+    sums.compute()
+    gc.collect()
+    kept = [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and one.dtype == torch.int64]
+    assert (
+        sum(one.untyped_storage().nbytes() for one in kept if one.untyped_storage().data_ptr() != rows.data_ptr()) < 1e6
+    )
