@@ -16,6 +16,7 @@ COMMON_PATCHES = (
     "third_party_patches.megatron_core.l2_norm",
     "third_party_patches.megatron_core.fused_weight_gradient",
     "third_party_patches.megatron_core.permute_without_waits",
+    "third_party_patches.megatron_core.dispatcher_lets_go",
     "third_party_patches.megatron_core.threaded_writer",
     "third_party_patches.vllm.queue_name",
     "third_party_patches.vllm.rank_order",

@@ -70,6 +70,7 @@ class StackedQKVSelfAttention(SelfAttention):
         out: tuple[Tensor, Tensor | None] = super().forward(
             hidden_states, attention_mask, rotary_pos_emb=None, packed_seq_params=packed_seq_params, **options
         )
+        del self._turns  # they would outlive the pass
         if self.post_layernorm is None:
             return out
         return self.post_layernorm(out[0]), out[1]

@@ -24,7 +24,7 @@ def num_rows(config: RunConfig, pool: PoolSpec, pass_spec: PassSpec, num_samples
     """Return rows of the longest length of a data-parallel rank: enough to fill the pipeline, at most its share.
 
     num_samples: of the pass, over all ranks. Activations, and the calls of one micro-batch, are those of the whole pass
-    then.
+    then. Ranks that choose who shares a pass all have the rows of all of them.
     """
     layout = pool.layout
     stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size or 1
@@ -35,7 +35,8 @@ def num_rows(config: RunConfig, pool: PoolSpec, pass_spec: PassSpec, num_samples
         longest = (pass_spec.longest or config.longest_sequence) + pass_spec.extra_tokens
         per_block = max(1, pass_spec.max_tokens * cp_size // longest)
     num_blocks = stages + MORE_ROUNDS if chunks == 1 else 2 * stages
-    return max(1, min(num_blocks * per_block, -(-num_samples // dp_size)))
+    num_groups = dp_size if layout.dynamic_context_parallel and cp_size > 1 else 1
+    return num_groups * max(1, min(num_blocks * per_block, -(-num_samples // dp_size)))
 
 
 def lengths_of(

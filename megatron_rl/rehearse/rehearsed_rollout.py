@@ -41,9 +41,7 @@ class PeakFromHere:
         """Do nothing."""
 
 
-def rehearsed_engine(
-    spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], memory: LiveMemory
-) -> HybridEngine:
+def rehearsed_engine(spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], memory: LiveMemory) -> HybridEngine:
     """Make the hybrid engine of a rollout in the actor's pool, in the order of `Rollout`; in train mode.
 
     memory: of the device, whose peak begins anew when all that leaves for generation has left.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from transformers import AutoConfig, GenerationConfig
 
 from megatron_rl.config.roles import ACTOR, RoleSpec
@@ -189,14 +190,15 @@ class Rollout(Role):
         return ""
 
 
-class GatherScratch:
-    """Memory into which Megatron gathers the parts of a sequence from TP ranks: kept for the next time, and made when
-    it is missing.
+class PassScratch:
+    """What Megatron keeps of one pass for the next, and makes when it is missing: memory into which the parts of a
+    sequence are gathered from TP ranks, and tables of rotary angles of every position.
     """
 
     def offload(self) -> None:
         """Free the memory."""
         parallel_state.get_global_memory_buffer().buffer.clear()
+        RotaryEmbedding.forward.cache_clear()
 
     def reload(self) -> None:
         """Do nothing: the next pass makes it."""
@@ -205,7 +207,7 @@ class GatherScratch:
 def all_offloadable(neighbours: Mapping[str, Role]) -> list[Offloadable]:
     """Return what leaves the device while the rank of these roles generates."""
     memories = [memory for role in neighbours.values() for memory in role.offloadable()]
-    return [*memories, *([GatherScratch()] if neighbours else [])]
+    return [*memories, *([PassScratch()] if neighbours else [])]
 
 
 def overridden_settings(config: RunConfig) -> dict[str, Any]:

@@ -113,6 +113,17 @@ def test_rows_fill_the_pipeline(config):
     assert num_rows(config, pool, actor.update, 4) == 2  # the share of one of two data-parallel ranks
 
 
+def test_ranks_that_choose_who_shares_a_pass_have_all_rows():
+    """Two groups of four: twice the rows of one data-parallel rank. Would not catch a third group."""
+    actor = "actor_rollout_ref.actor"
+    sizes = [f"{actor}.megatron.context_parallel_size=4", f"{actor}.ppo_max_token_len_per_gpu=32768"]
+    config = load_config("configs/recipes/qwen3_30b_a3b_128k_grpo.yaml", sizes)
+    placement = Placement.of(config)
+    [pool], role = placement.pools.values(), placement.roles["actor"]
+    assert num_rows(config, pool, role.update, 256) == 2 * 2
+    assert num_rows(config, pool, role.update, 2) == 2 * 1
+
+
 def test_made_up_rows_have_the_columns_of_sampled_tokens(config):
     """Lengths by hand: the longest, then 40% of them. Would not catch values that a loss cannot take."""
     lengths = lengths_of(config, Placement.of(config).roles["actor"].update, 2, UNEVEN)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -147,6 +149,40 @@ def check_token_counts() -> None:
     torch.testing.assert_close(dispatched(dispatcher, tokens, routing, probs), expected)
 
 
+def check_dispatcher_lets_go() -> None:
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    from third_party_patches.megatron_core import cpu_torch, dispatcher_lets_go
+
+    cpu_torch.PATCH.apply()
+    dist.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=8
+    )
+    dispatcher = MoEAlltoAllTokenDispatcher(4, [0, 1, 2, 3], config, moe_utils.get_default_pg_collection())
+
+    def gradient_of_pass() -> tuple[torch.Tensor, weakref.ref[torch.Tensor]]:
+        """Of tokens whose weights depend on them; and the leaf of the graph, which the caller does not hold."""
+        tokens = random_tensor(5, 8, seed=0).requires_grad_()
+        weights = tokens[:, :4].softmax(-1)
+        routing = torch.zeros(5, 4, dtype=torch.bool).scatter(1, weights.topk(2).indices, True)
+        dispatched(dispatcher, tokens, routing, weights * routing).square().sum().backward()
+        return tokens.grad, weakref.ref(tokens)
+
+    before, held = gradient_of_pass()
+    assert held() is not None
+    dispatcher_lets_go.PATCH.apply()
+    dispatcher_lets_go.PATCH.apply()
+    after, gone = gradient_of_pass()
+    assert gone() is None and held() is None
+    assert torch.equal(before, after)
+
+
 def check_uneven_gather() -> None:
     import torch.distributed as dist
     from megatron.core.tensor_parallel import mappings
@@ -250,6 +286,13 @@ def test_router_gemm() -> None:
 def test_token_counts() -> None:
     """Without: all-to-all refuses its sizes. With: 2 ranks' experts answer all tokens. Would not catch capacities."""
     run_ranks(2, check_token_counts, timeout=100)
+
+
+def test_dispatcher_lets_go() -> None:
+    """Without: the tokens of a pass live on. With: they do not, and gradients are the same bit for bit. Would not catch
+    other dispatchers.
+    """
+    run_ranks(1, check_dispatcher_lets_go, timeout=100)
 
 
 def test_uneven_gather() -> None:
