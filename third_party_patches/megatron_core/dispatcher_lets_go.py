@@ -1,7 +1,7 @@
 """Let megatron-core's dispatcher of tokens to experts hold nothing of a pass that is over.
 
-Reason: it keeps the routing weights of its last pass, and with them their graph. That holds the layer's input and, where
-layers are recomputed, after a backward pass its gradient too: two hidden states a layer, until the same layer runs
+Reason: it keeps the routing weights of its last pass, and with them their graph. That holds the layer's input, and
+after the backward pass of a recomputed layer the input's gradient: two hidden states a layer, until the same layer runs
 again. While a rank generates, none does.
 What it does: weights, mask and places are forgotten when the last tokens are back, which is their last use.
 """
