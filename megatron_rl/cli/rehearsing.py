@@ -69,29 +69,19 @@ def rehearse_command(
     Console().print(peak_table(peaks))
     say(f"waits, memory by line and collectives of each rank: {out}/rank*.json")
     refuse_to_lose_output()
-    wrong = beyond(peaks) + _mismatches(reports, placement)
+    wrong = beyond(peaks) + _mismatches(reports, placement.world_size)
     if wrong:
         raise RehearsalError("; ".join(wrong))
 
 
-def _mismatches(reports: Sequence[Mapping[str, Any]], placement: Placement) -> list[str]:
-    """Match the calls of each pool's ranks, say how many fit, and return what does not."""
-    wrong: list[str] = []
-    for pool in placement.pools.values():
-        calls = {
-            report["rank"]: list(map(GroupCall.from_json, report["calls"]))
-            for report in reports
-            if report["pool"] == pool.name
-        }
-        if not calls:
-            continue
-        match = match_calls(calls)
-        where = f" of pool {pool.name}" if len(placement.pools) > 1 else ""
-        wrong += [f"{text}{where}" for text in match.sentences()]
-        if match.fits:
-            others = "" if len(calls) == pool.world_size else f", as far as they meet: {pool.world_size} in all"
-            say(f"{match.num_calls} collectives, sends and receives of {len(calls)} ranks{where} fit together{others}")
-    return wrong
+def _mismatches(reports: Sequence[Mapping[str, Any]], num_ranks: int) -> list[str]:
+    """Match the calls of all ranks, say how many fit, and return what does not. num_ranks: of the run."""
+    calls = {report["number"]: list(map(GroupCall.from_json, report["calls"])) for report in reports}
+    match = match_calls(calls)
+    if match.fits:
+        others = "" if len(calls) == num_ranks else f", as far as they meet: {num_ranks} in all"
+        say(f"{match.num_calls} collectives, sends and receives of {len(calls)} ranks fit together{others}")
+    return match.sentences()
 
 
 def _checked(config: Path, overrides: tuple[str, ...], stage: str | None) -> RunConfig:

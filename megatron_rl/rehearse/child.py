@@ -81,21 +81,23 @@ def rehearsed(request: RehearsalRequest, rank: RankOfPool) -> dict[str, Any]:
     from megatron_rl.ledger.planner.checked import planned_task
     from megatron_rl.rehearse.dispatch_mode import RehearsalMode
     from megatron_rl.rehearse.live_memory import LiveMemory
+    from megatron_rl.rehearse.rehearsed_bridge import JointRanks, first_node
     from megatron_rl.rehearse.rehearsed_rank import RehearsedRank
     from megatron_rl.rehearse.stand_ins import stand_in
 
     config = read_run(Path(request.config), request.overrides, request.task).config
     assert config is not None  # the parent has checked it
     config = planned_task(config, request.task)
-    size = Placement.of(config).pools[rank.pool].size
-    environment = _environment(rank, size.world_size, size.num_ranks_per_node)
+    placement = Placement.of(config)
+    size, joint = placement.pools[rank.pool].size, JointRanks.of(config)
+    environment = _environment(rank, size.world_size, size.num_ranks_per_node, first_node(placement, rank.pool))
     gpu = pretended_cuda.GPU
-    mode = RehearsalMode(torch.device("cuda", 0), LiveMemory(gpu.allocate))
+    mode = RehearsalMode(torch.device("cuda", 0), LiveMemory(gpu.allocate), rank.number - rank.rank)
     gpu.on_wait = mode.wait
     follow_resizes(mode.memory.resized)
-    stand_in(mode, _members(config, rank))
+    stand_in(mode, _members(config, rank), joint)
     with mode:
-        one = RehearsedRank(config, rank.pool, environment, mode)
+        one = RehearsedRank(config, rank.pool, environment, mode, joint)
         one.run()
     return one.report() | mode.report()
 
@@ -123,11 +125,11 @@ def follow_resizes(note: Callable[[Any], None]) -> None:
     setattr(torch.UntypedStorage, "resize_", resize_)  # noqa: B010  mypy: it is a method
 
 
-def _environment(rank: RankOfPool, world_size: int, ranks_per_node: int) -> Any:
-    """Return a rank's place. The launcher shows a rank its own GPU alone."""
+def _environment(rank: RankOfPool, world_size: int, ranks_per_node: int, first_node: int) -> Any:
+    """Return a rank's place. The launcher shows a rank its own GPU alone. first_node: of its pool."""
     from megatron_rl.roles.environment import RankEnvironment
 
-    node = rank.rank // ranks_per_node
+    node = first_node + rank.rank // ranks_per_node
     return RankEnvironment(rank.rank, world_size, 0, node, "127.0.0.1", "127.0.0.1", 0)
 
 

@@ -17,7 +17,7 @@ TOLERANCE = 0.02
 """Share of the plan by which a rehearsed peak may exceed it."""
 SMALL = 100_000_000
 """Bytes that may be more all the same: copies of single tensors, which the plan does not count."""
-NOT_REHEARSED = ("KV cache", "vLLM activations", "foreign stages", "rollout weights", "arriving weights")
+NOT_REHEARSED = ("KV cache", "vLLM activations")
 """What vLLM holds, in the plan's names: no engine is rehearsed."""
 GB = 1e9
 
@@ -60,7 +60,9 @@ def peaks_of(config: RunConfig, reports: Sequence[Mapping[str, Any]]) -> list[Pe
 def rehearsed_part(stage: StageMemory, phase: str) -> int:
     """Return the bytes of a planned phase that a rehearsal has: all but vLLM's."""
     if phase == INIT:  # which may be largest with an engine
-        return max(sum(stage.built.values()), sum(without_moments(stage.exchanged).values()))
+        # With a rollout in another pool each end of the bridge is built, and its memory for messages with it.
+        ends = stage.exchanged or stage.phases.get(RESHARD, {})
+        return max(sum(stage.built.values()), sum(without_moments(ends).values()))
     if phase == RESHARD and stage.exchanged:  # which may be largest when the cache has come
         return sum(stage.exchanged.values())
     return sum(size for name, size in stage.phases[phase].items() if name not in NOT_REHEARSED)

@@ -60,11 +60,15 @@ class RehearsalMode(TorchDispatchMode):
     """See the module. Results of collectives are this rank's own values, as if all ranks had the same.
 
     waits, operations: phase -> what, and the line or the operator -> how often. num_blocks: phase -> micro-batches.
-    invented: values that the program read and nobody knows, by the line that read them.
+    invented: values that the program read and nobody knows, by the line that read them. joint: a group over ranks of
+    several pools, and their numbers over all pools; None until there is one.
     """
 
-    def __init__(self, device: torch.device, memory: LiveMemory) -> None:
+    def __init__(self, device: torch.device, memory: LiveMemory, first_number: int = 0) -> None:
+        """first_number: of this rank's pool, over all pools."""
         super().__init__()
+        self.first_number = first_number
+        self.joint: tuple[Any, tuple[int, ...]] | None = None
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.device, self.memory, self.values = device, memory, KnownValues()
         self.phase = "start"
@@ -290,7 +294,7 @@ class RehearsalMode(TorchDispatchMode):
         groups = [
             leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type())
         ]
-        ranks = tuple(torch.distributed.get_process_group_ranks(ProcessGroup.unbox(groups[0]))) if groups else ()
+        ranks = self._numbers_of(ProcessGroup.unbox(groups[0])) if groups else ()
         sizes = tuple(
             Size.of(leaf.shape, str(leaf.dtype)[6:], "cuda" if isinstance(leaf, FakeTensor) else "cpu")
             for leaf in leaves
@@ -301,6 +305,12 @@ class RehearsalMode(TorchDispatchMode):
         peer, root = ranks[numbers[0]] if is_message else None, numbers[0] if name == "broadcast" else None
         batch = self._batch if is_message else None
         self.calls.append(GroupCall(self.phase, name, ranks, sizes, line, root, peer, batch))
+
+    def _numbers_of(self, group: Any) -> tuple[int, ...]:
+        """Return the numbers of a group's ranks over all pools."""
+        if self.joint is not None and group is self.joint[0]:
+            return self.joint[1]
+        return tuple(self.first_number + rank for rank in torch.distributed.get_process_group_ranks(group))
 
     def _done(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not any(isinstance(leaf, FakeTensor) for leaf in tree_flatten((args, kwargs))[0]):

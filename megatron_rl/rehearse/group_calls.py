@@ -31,10 +31,11 @@ class Size:
 class GroupCall:
     """One operation of one rank.
 
-    name: torch's, without its namespace. group: global ranks of the process group, in its order. sizes: of its tensors.
-    root: the rank that a broadcast comes from, within the group; None of others. peer: global rank of the other side of
-    a send or receive; None of collectives. batch: number shared by the sends and receives that are posted at once;
-    None: alone. phase: of the step. line: file and number of the innermost line of this project or of Megatron.
+    name: torch's, without its namespace. group: numbers of the process group's ranks over all pools, in its order; ():
+    all that there are. sizes: of its tensors. root: the rank that a broadcast comes from, within the group; None of
+    others. peer: number over all pools of the other side of a send or receive; None of collectives. batch: number
+    shared by the sends and receives that are posted at once; None: alone. phase: of the step. line: file and number of
+    the innermost line of this project or of Megatron.
     """
 
     phase: str

@@ -25,6 +25,7 @@ from megatron_rl.rehearse.made_up_batches import (
     made_up_pairs,
     num_rows,
 )
+from megatron_rl.rehearse.rehearsed_bridge import JointRanks, RehearsedReceiver
 from megatron_rl.rehearse.rehearsed_rollout import rehearsed_engine
 from megatron_rl.roles.environment import RankEnvironment
 from megatron_rl.roles.host import RankHost
@@ -79,8 +80,16 @@ class RehearsedRank:
     seconds: phase -> how long its rehearsal took.
     """
 
-    def __init__(self, config: RunConfig, pool: str, environment: RankEnvironment, mode: RehearsalMode) -> None:
-        self.config, self.mode = config, mode
+    def __init__(
+        self,
+        config: RunConfig,
+        pool: str,
+        environment: RankEnvironment,
+        mode: RehearsalMode,
+        joint: JointRanks | None = None,
+    ) -> None:
+        """joint: the ranks of the bridge to a rollout in another pool; None: there is none."""
+        self.config, self.mode, self.joint = config, mode, joint
         self.seconds: dict[str, float] = {}
         self.host: RehearsedHost = self._phase(
             "start", lambda: RehearsedHost(config, pool=pool, environment=environment)
@@ -88,17 +97,12 @@ class RehearsedRank:
 
     def run(self) -> None:
         """Build the roles; update each once, for Adam's moments; then score and update, enter rollout
-        mode and leave it, which is what is measured.
+        mode and leave it, or send or receive weights, which is what is measured.
         """
         roles = self.host.spec.megatron_roles
         for role in roles:
             self._phase("init", lambda role=role: self.host.build(role.name))  # type: ignore[misc]
-        rollout = self.host.spec.role(ROLLOUT)
-        engine = None
-        if rollout is not None and ACTOR in self.host.roles:
-            memory = self.mode.memory
-            engine = self._phase("init", lambda: rehearsed_engine(rollout, self.host.rank, self.host.roles, memory))
-            self.host.ledger.note("init")
+        transitions = self._transitions()
         for role in self.trained:
             self._update(role, WARM_UP, UNEVEN)
         self.taken = {"init": self._take_memory()["init"]}
@@ -108,11 +112,36 @@ class RehearsedRank:
                 self._call(role, role.score.phase, methods.score, batch)
         for role in self.trained:
             self._update(role)
-        if engine is not None:
-            with self.host.ledger.phase(RESHARD):
-                self._phase(RESHARD, engine.enter)
-            self._phase(LEAVE, engine.exit)
+        for name, body in transitions.items():
+            self._phase(name, body)
         self.taken |= self._take_memory()
+
+    def _transitions(self) -> dict[str, Callable[[], Any]]:
+        """Build what moves weights to generation; returns phase -> what happens in it on this rank."""
+        host, rollout, joint = self.host, self.host.spec.role(ROLLOUT), self.joint
+        if joint is not None and ACTOR in host.roles:
+            actor: Any = host.roles[ACTOR]
+            self._phase("init", lambda: actor.join_bridge(joint.address))
+            host.ledger.note("init")
+            return {RESHARD: lambda: host.run(ACTOR, "send_weights", (0,), {})}
+        if rollout is None:
+            return {}
+        if joint is not None:
+            second = bool(self.config.samples_ahead and self.config.async_training.second_buffer)
+            receiver = self._phase(
+                "init", lambda: RehearsedReceiver(rollout, host.rank, host.roles, second, joint.address)
+            )
+            host.ledger.note("init")
+            return {RESHARD: lambda: receiver.enter(host.ledger.phase(RESHARD)), LEAVE: receiver.engine.exit}
+        memory = self.mode.memory
+        engine = self._phase("init", lambda: rehearsed_engine(rollout, host.rank, host.roles, memory))
+        host.ledger.note("init")
+
+        def enter() -> None:
+            with host.ledger.phase(RESHARD):
+                engine.enter()
+
+        return {RESHARD: enter, LEAVE: engine.exit}
 
     @property
     def trained(self) -> list[RoleSpec]:

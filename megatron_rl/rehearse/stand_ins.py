@@ -4,27 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron_rl.device import Device
 from megatron_rl.experience.micro_batches import MicroBatch
 from megatron_rl.hybrid_engine import offload, stable_memory, verify
+from megatron_rl.hybrid_engine.bridge import Offer
 from megatron_rl.hybrid_engine.plan import Member
 from megatron_rl.hybrid_engine.transport import Transport
 from megatron_rl.losses.aggregate import BatchTotals
 from megatron_rl.rehearse.dispatch_mode import RehearsalMode
+from megatron_rl.rehearse.rehearsed_bridge import JointRanks, fake_joint_group, names_of, same_place
+from megatron_rl.roles import actor, received_weights
+from megatron_rl.roles.bridge_address import BridgeAddress
 from megatron_rl.roles.model_source import UnloadedModel
 from megatron_rl.roles.pipeline import Pipeline
 from megatron_rl.roles.training import TrainableModel
 
 
-def stand_in(mode: RehearsalMode, members: Sequence[Member]) -> None:
-    """Apply all of them. members: of this rank's exchange group; none where weights are not shared."""
+def stand_in(mode: RehearsalMode, members: Sequence[Member], joint: JointRanks | None) -> None:
+    """Apply all of them. members: of this rank's exchange group; none where weights are not shared. joint: the ranks of
+    the bridge between pools; None: there is none.
+    """
     _load_no_weights()
     _post_together(mode)
     _count_blocks(mode)
-    _know_members(members)
+    _know_members(members, joint)
+    _meet_nobody(mode, joint)
     _move_no_bytes(mode)
     _count_for_all()
 
@@ -34,24 +43,47 @@ def _load_no_weights() -> None:
     setattr(UnloadedModel, "load", lambda model: None)  # noqa: B010  mypy: it is a method
 
 
-def _know_members(members: Sequence[Member]) -> None:
+def _know_members(members: Sequence[Member], joint: JointRanks | None) -> None:
     """Ranks tell each other where their shards lie; nobody is there, so it is where the plan lays them.
 
     Raises RuntimeError where this rank's own lie elsewhere.
     """
 
     def all_gather_object(transport: Transport, value: Any) -> list[Any]:
+        if isinstance(value, Offer):
+            assert joint is not None  # an offer is for a bridge
+            _check_place(value.member, joint.members[transport.number])
+            return joint.offers(value)
+        if not isinstance(value, Member):  # a report at the end of a transfer
+            return [value] * transport.size
         own = next((member for member in members if member.rank == value.rank), None)
-        if own is None or in_order(own) != in_order(value):
-            planned = [] if own is None else [slot.name for slot in in_order(own).held]
-            laid = [slot.name for slot in in_order(value).held]
-            raise RuntimeError(f"{value.name} lays its shards otherwise than planned: {laid}, not {planned}")
+        _check_place(value, own)
         return [value if member is own else member for member in members]
 
-    def in_order(member: Member) -> Member:
-        return replace(member, held=tuple(sorted(member.held, key=lambda slot: (slot.buffer, slot.offset))))
-
     setattr(Transport, "all_gather_object", all_gather_object)  # noqa: B010  mypy: it is a method
+
+
+def _check_place(laid: Member, planned: Member | None) -> None:
+    if planned is None or not same_place(laid, planned):
+        raise RuntimeError(
+            f"{laid.name} lays its shards otherwise than planned: {names_of(laid)}, not {names_of(planned)}"
+        )
+
+
+def _meet_nobody(mode: RehearsalMode, joint: JointRanks | None) -> None:
+    """A bridge opens without the ranks of the other side, and no thread waits for calls to transfers."""
+    if joint is None:
+        return
+
+    def join_bridge(address: BridgeAddress, number: int, device: Device, timeout: timedelta) -> Transport:
+        group = fake_joint_group(number, address.size)
+        mode.joint = group, joint.numbers
+        return Transport(group, is_own=True)
+
+    for module in (actor, received_weights):
+        vars(module)["join_bridge"] = join_bridge
+    vars(received_weights)["BridgeCalls"] = lambda address, rank: None
+    setattr(received_weights.Arrivals, "listen", lambda arrivals, calls: None)  # noqa: B010  mypy: it is a method
 
 
 def _move_no_bytes(mode: RehearsalMode) -> None:
