@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +23,7 @@ from megatron_rl.rehearse.rehearsal_request import all_ranks
 from megatron_rl.rehearse.rehearsed_rollout import NoEngine
 from megatron_rl.roles.bridge_address import AcrossBridge, BridgeAddress
 from megatron_rl.roles.rank import Rank
-from megatron_rl.roles.received_weights import ReceivedWeights, received_weights
+from megatron_rl.roles.received_weights import received_weights
 from megatron_rl.roles.role import Role
 from megatron_rl.roles.rollout import all_offloadable
 
@@ -91,30 +89,26 @@ def fake_joint_group(number: int, size: int) -> dist.ProcessGroup:
 
 
 class RehearsedReceiver:
-    """A rollout whose weights come from another pool: all of it but vLLM. It receives once."""
+    """A rollout whose weights come from another pool: all of it but vLLM. On GPUs it has no second buffer."""
 
-    def __init__(
-        self, spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], second_buffer: bool, address: BridgeAddress
-    ) -> None:
+    def __init__(self, spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], address: BridgeAddress) -> None:
         """Make the memory for the weights, and this end of the bridge, in the order of `Rollout`."""
         source, grid = rank.source(spec), RolloutGrid(rank.groups.grid, spec.settings.tensor_model_parallel_size)
         offloadable = all_offloadable(neighbours)
-        bridge = AcrossBridge(second_buffer=second_buffer)
         with offloaded(offloadable):
-            self.weights: ReceivedWeights = received_weights(bridge, spec, rank, source, grid)
+            self._weights = received_weights(AcrossBridge(), spec, rank, source, grid)
         every = spec.settings.verify_weights_every
-        self.engine = HybridEngine(self.weights, NoEngine(), rank.device, offloadable, every)
-        self.weights.join(address)
+        self._engine = HybridEngine(self._weights, NoEngine(), rank.device, offloadable, every)
+        self._weights.join(address)
 
-    def enter(self, measured: AbstractContextManager[Any]) -> None:
-        """Receive weights, and enter rollout mode with them. measured: the phase."""
-        with measured:
-            receiver = self.weights.receiver
-            report = receiver.receive()
-            if receiver.has_second_buffer:
-                receiver.conclude(report)
-                self.weights.arrivals.take()
-            self.engine.enter()
+    def enter(self) -> None:
+        """Receive weights, and enter rollout mode with them."""
+        self._weights.arrivals.receive()
+        self._engine.enter()
+
+    def exit(self) -> None:
+        """Leave rollout mode."""
+        self._engine.exit()
 
 
 def same_place(one: Member, other: Member) -> bool:

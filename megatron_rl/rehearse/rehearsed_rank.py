@@ -13,6 +13,7 @@ from megatron_rl.columns import ACTOR_UPDATE, COLUMNS, CRITIC_UPDATE
 from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, ROLLOUT, SCORER, TUNED, PassSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.tasks import DPO, SFT
+from megatron_rl.hybrid_engine.hybrid_engine import HybridEngine
 from megatron_rl.observe.memory_ledger import PhaseMemory
 from megatron_rl.records import Batch
 from megatron_rl.rehearse.dispatch_mode import RehearsalMode
@@ -118,7 +119,7 @@ class RehearsedRank:
 
     def _transitions(self) -> dict[str, Callable[[], Any]]:
         """Build what moves weights to generation; returns phase -> what happens in it on this rank."""
-        host, rollout, joint = self.host, self.host.spec.role(ROLLOUT), self.joint
+        host, rollout, joint, memory = self.host, self.host.spec.role(ROLLOUT), self.joint, self.mode.memory
         if joint is not None and ACTOR in host.roles:
             actor: Any = host.roles[ACTOR]
             self._phase("init", lambda: actor.join_bridge(joint.address))
@@ -126,15 +127,13 @@ class RehearsedRank:
             return {RESHARD: lambda: host.run(ACTOR, "send_weights", (0,), {})}
         if rollout is None:
             return {}
-        if joint is not None:
-            second = bool(self.config.samples_ahead and self.config.async_training.second_buffer)
-            receiver = self._phase(
-                "init", lambda: RehearsedReceiver(rollout, host.rank, host.roles, second, joint.address)
-            )
-            host.ledger.note("init")
-            return {RESHARD: lambda: receiver.enter(host.ledger.phase(RESHARD)), LEAVE: receiver.engine.exit}
-        memory = self.mode.memory
-        engine = self._phase("init", lambda: rehearsed_engine(rollout, host.rank, host.roles, memory))
+
+        def built() -> HybridEngine | RehearsedReceiver:
+            if joint is not None:
+                return RehearsedReceiver(rollout, host.rank, host.roles, joint.address)
+            return rehearsed_engine(rollout, host.rank, host.roles, memory)
+
+        engine = self._phase("init", built)
         host.ledger.note("init")
 
         def enter() -> None:

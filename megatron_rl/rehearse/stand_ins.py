@@ -54,8 +54,6 @@ def _know_members(members: Sequence[Member], joint: JointRanks | None) -> None:
             assert joint is not None  # an offer is for a bridge
             _check_place(value.member, joint.members[transport.number])
             return joint.offers(value)
-        if not isinstance(value, Member):  # a report at the end of a transfer
-            return [value] * transport.size
         own = next((member for member in members if member.rank == value.rank), None)
         _check_place(value, own)
         return [value if member is own else member for member in members]
@@ -71,7 +69,7 @@ def _check_place(laid: Member, planned: Member | None) -> None:
 
 
 def _meet_nobody(mode: RehearsalMode, joint: JointRanks | None) -> None:
-    """A bridge opens without the ranks of the other side, and no thread waits for calls to transfers."""
+    """A bridge opens without the ranks of the other side."""
     if joint is None:
         return
 
@@ -82,8 +80,6 @@ def _meet_nobody(mode: RehearsalMode, joint: JointRanks | None) -> None:
 
     for module in (actor, received_weights):
         vars(module)["join_bridge"] = join_bridge
-    vars(received_weights)["BridgeCalls"] = lambda address, rank: None
-    setattr(received_weights.Arrivals, "listen", lambda arrivals, calls: None)  # noqa: B010  mypy: it is a method
 
 
 def _move_no_bytes(mode: RehearsalMode) -> None:

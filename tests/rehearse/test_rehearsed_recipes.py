@@ -122,6 +122,36 @@ def test_passes_of_two_groups_leave_nothing(tmp_path):
         assert weights > 0.99 * found["phases"]["reshard"]["peak"]
 
 
+SPLIT = ("pools={rollout: {nnodes: 1, n_gpus_per_node: 8}}", "actor_rollout_ref.rollout.pool=rollout")
+"""Overrides of a recipe on one node: generation has a node of its own."""
+
+
+def test_weights_for_another_pool(tmp_path):
+    """Ranks of both pools: messages fit, and a rollout rank gets its shard, by hand: one layer of 7B over TP2.
+
+    Would not catch a message of a rank that is not rehearsed.
+    """
+    recipe = "configs/recipes/qwen2.5_7b_grpo.yaml"
+    answer = rehearse(tmp_path, "--ranks", "0,1,8,9", "--layers", "1", *SPLIT, config=recipe)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "of 4 ranks fit together, as far as they meet: 16 in all" in answer.stdout
+    messages = [
+        call
+        for number in (0, 1, 8, 9)
+        for call in report(tmp_path, number)["calls"]
+        if call["phase"] == "reshard" and call["name"] in ("send", "recv") and {7, 8} < set(call["group"])
+    ]
+    assert all(call["group"] == list(range(16)) for call in messages)
+    sent = [call["peer"] for call in report(tmp_path, 0)["calls"] if call["phase"] == "reshard" and call["peer"]]
+    assert sent and min(sent) >= 8  # all of it goes to the other pool
+    hidden, inner, heads, kv, vocab = 3584, 18944, 28 * 128, 4 * 128, 152064
+    layer = (hidden * (heads + 2 * kv) + heads + 2 * kv + heads * hidden + 3 * hidden * inner) // 2 + 2 * hidden
+    shard = layer + 2 * vocab * hidden // 2 + hidden
+    received = [call for call in report(tmp_path, 8)["calls"] if call in messages and call["name"] == "recv"]
+    assert sum(call["sizes"][0]["numel"] for call in received) == shard
+    assert report(tmp_path, 8)["phases"]["reshard"]["peak"] == pytest.approx(2 * shard, rel=0.05)
+
+
 def test_all_recipes_are_rehearsed():
     """Every file under configs/ that does not run on CPUs. Would not catch a recipe elsewhere."""
     files = {str(file.relative_to(REPOSITORY)) for file in (REPOSITORY / "configs").rglob("*.yaml")}
@@ -163,3 +193,34 @@ def test_a_failing_rank_is_named(tmp_path):
     answer = rehearse(tmp_path / "out", "--ranks", "63", "--layers", "1", *mine)
     assert answer.returncode == 1
     assert "rank 63 could not be rehearsed" in answer.stderr and "no such luck" in answer.stderr
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", [(), ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",)])
+def test_all_ranks_of_two_pools(tmp_path, layout):
+    """Training of one stage and of two: every message of a transfer has its other side. Would not catch its content."""
+    recipe = "configs/recipes/qwen2.5_7b_grpo.yaml"
+    answer = rehearse(tmp_path, "--ranks", "all", "--layers", "1", *SPLIT, *layout, config=recipe)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert " of 16 ranks fit together\n" in answer.stdout
+    sent, received = (
+        sum(
+            call["sizes"][0]["numel"]
+            for number in range(16)
+            for call in report(tmp_path, number)["calls"]
+            if (call["phase"], call["name"]) == ("reshard", name)
+        )
+        for name in ("send", "recv")
+    )
+    assert sent == received > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+def test_all_ranks_of_the_70b_recipe(tmp_path):
+    """64 ranks with two layers a stage: peaks are planned and every call has its other sides. Would not catch other
+    layers.
+    """
+    answer = rehearse(tmp_path, "--ranks", "all", "--layers", "2")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert " of 64 ranks fit together\n" in answer.stdout
