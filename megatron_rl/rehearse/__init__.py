@@ -11,6 +11,7 @@ shortened.py          a configuration whose models have few layers
 child.py              the process: a fork for each rank
 rehearsed_rank.py     a rank's phases, on the batches of made_up_batches.py
 rehearsed_rollout.py  entering rollout mode in the actor's pool; rehearsed_bridge.py: weights for another pool
+rehearsed_save.py     a save, without its bytes; objects that ranks exchange
 stand_ins.py          what happens where other ranks or files would answer
 dispatch_mode.py      what happens to every operation; known_values.py, live_memory.py: what it keeps
 group_calls.py        a recorded collective, or send or receive; matcher.py: whether those of all ranks fit together

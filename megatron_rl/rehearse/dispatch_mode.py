@@ -306,6 +306,11 @@ class RehearsalMode(TorchDispatchMode):
         batch = self._batch if is_message else None
         self.calls.append(GroupCall(self.phase, name, ranks, sizes, line, root, peer, batch))
 
+    def note_objects(self, name: str, group: Any, root: int | None = None) -> None:
+        """Note that ranks of a group exchange objects; None: all of the pool. root: its rank in the pool."""
+        group = torch.distributed.group.WORLD if group is None else group
+        self.calls.append(GroupCall(self.phase, name, self._numbers_of(group), (), current_line(), root))
+
     def _numbers_of(self, group: Any) -> tuple[int, ...]:
         """Return the numbers of a group's ranks over all pools."""
         if self.joint is not None and group is self.joint[0]:

@@ -28,6 +28,7 @@ from megatron_rl.rehearse.made_up_batches import (
 )
 from megatron_rl.rehearse.rehearsed_bridge import JointRanks, RehearsedReceiver
 from megatron_rl.rehearse.rehearsed_rollout import rehearsed_engine
+from megatron_rl.rehearse.rehearsed_save import record_objects, rehearse_save
 from megatron_rl.roles.environment import RankEnvironment
 from megatron_rl.roles.host import RankHost
 from third_party_patches import apply_patches
@@ -60,8 +61,8 @@ TUNED_METHODS = {
 """Of the policy that a task trains, by task."""
 MADE_UP = ("old_log_probs", "ref_log_probs", "advantages", "old_values", "returns")
 """Columns that updates are given, where they read them."""
-RESHARD, LEAVE = "reshard", "leave"
-"""Phases of entering and leaving rollout mode."""
+RESHARD, LEAVE, SAVE = "reshard", "leave", "save"
+"""Phases of entering and leaving rollout mode, and of a save."""
 WARM_UP = "first "
 """Begins the name of the first update of a role, whose rows are uneven and which makes Adam's moments."""
 
@@ -95,10 +96,11 @@ class RehearsedRank:
         self.host: RehearsedHost = self._phase(
             "start", lambda: RehearsedHost(config, pool=pool, environment=environment)
         )
+        record_objects(mode)
 
     def run(self) -> None:
         """Build the roles; update each once, for Adam's moments; then score and update, enter rollout
-        mode and leave it, or send or receive weights, which is what is measured.
+        mode and leave it, or send or receive weights, and save, which is what is measured.
         """
         roles = self.host.spec.megatron_roles
         for role in roles:
@@ -115,6 +117,8 @@ class RehearsedRank:
             self._update(role)
         for name, body in transitions.items():
             self._phase(name, body)
+        if self.host.trained:
+            self._phase(SAVE, lambda: rehearse_save(self.host))
         self.taken |= self._take_memory()
 
     def _transitions(self) -> dict[str, Callable[[], Any]]:

@@ -69,7 +69,10 @@ def test_a_rank_of_the_70b_recipe(tmp_path):
     assert owned["actor gradients"] == 2 * owned["actor parameters"]
     assert owned["actor moments"] == pytest.approx(owned["actor gradients"], rel=1e-4)  # 8 bytes, over two replicas
     scored = {"old_log_prob", "ref", "values", "update_actor", "update_critic"}
-    assert scored | {"init", "reshard"} == set(found["phases"])
+    assert scored | {"init", "reshard", "save"} == set(found["phases"])
+    # Actor and critic, and what all ranks agree on: tensors, their files, and at the end what was written.
+    saving = [call["name"] for call in found["calls"] if call["phase"] == "save"]
+    assert saving.count("all_gather_object") == 2 and saving.count("gather_object") == 4
     # Entering rollout mode brings the layers of three other stages and the embedding, from the ranks that have them.
     entering = [call for call in found["calls"] if call["phase"] == "reshard" and call["name"] == "recv"]
     received = sum(call["sizes"][0]["numel"] for call in entering)
