@@ -34,6 +34,10 @@ SHAPED_BY_VALUES = {
 }
 """Operations whose result has a shape that only the values tell: on a GPU the host waits for it."""
 INDEXES = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
+LARGE_ON_HOST = 1 << 22
+"""Elements from which on a floating-point tensor on the CPU has no values that count: the state of an offloaded Adam,
+whose memory a rehearsing machine need not have.
+"""
 MOST_AT_PEAK = 20
 """Places of a phase's memory that a report names."""
 
@@ -158,6 +162,8 @@ class RehearsalMode(TorchDispatchMode):
     @staticmethod
     def _on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do an operation on real tensors; there is nothing to pin them for."""
+        if _is_on_large_ones(func, args, kwargs):
+            return _without_values(func, args, kwargs)
         if func is aten._pin_memory.default:
             return args[0].clone()
         if kwargs.get("pin_memory"):
@@ -198,6 +204,8 @@ class RehearsalMode(TorchDispatchMode):
             self._invent(func)
             if not makes_copy:
                 return args[0]  # whatever it holds: large copies need not be made up
+            if _is_large(source):
+                return torch.empty(source.shape, dtype=kwargs.get("dtype") or source.dtype)
             values = torch.zeros(source.shape, dtype=source.dtype)
         if makes_copy:
             return func(values, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
@@ -328,6 +336,30 @@ class RehearsalMode(TorchDispatchMode):
                 lambda leaf: torch.empty(0, dtype=leaf.dtype) if isinstance(leaf, FakeTensor) else leaf, (args, kwargs)
             )
             return func(*args, **kwargs)
+
+
+def _is_large(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.numel() >= LARGE_ON_HOST
+
+
+def _is_on_large_ones(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operation computes with large tensors on the CPU, and not only looks at them otherwise."""
+    tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+    return any(map(_is_large, tensors)) and not func.is_view and func not in READS
+
+
+def _without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do an operation on large tensors but for their values: memory that nobody writes is not taken."""
+    if func is aten._pin_memory.default:
+        return args[0]
+    if _written(func, args, kwargs):
+        return args[0] if func._schema.returns else None
+    args, kwargs = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+    if kwargs.get("device") is not None:
+        kwargs["device"] = torch.device("meta")
+    kwargs.pop("pin_memory", None)
+    made = func(*args, **kwargs)
+    return tree_map(lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf, made)
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

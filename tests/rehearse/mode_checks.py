@@ -23,6 +23,43 @@ def check_tensors_on_the_cpu_are_real(mode, torch):
     assert not mode.operations and not mode.waits
 
 
+def check_large_tensors_on_the_cpu_take_no_memory(mode, torch):
+    """Adam's state on the host: 4 GB of masters and moments, of which a pinned copy, a step and a copy back."""
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    numel = 1 << 28
+    weight = torch.empty(numel, dtype=torch.bfloat16, device="cuda")
+    master = torch.nn.Parameter(weight.float().cpu().pin_memory())
+    adam = torch.optim.AdamW([master], foreach=False)
+    master.grad = torch.empty(numel, device="cpu")
+    master.grad.copy_(torch.empty(numel, device="cuda"))
+    adam.step()
+    weight.copy_(master)
+    assert master.shape == (numel,) and master.device.type == "cpu"
+    assert adam.state[master]["exp_avg"].shape == (numel,) and int(adam.state[master]["step"]) == 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
+    assert mode.values.of(weight) is None
+    part = torch.zeros(1 << 20)
+    assert part.add_(1).sum() == 1 << 20  # below the limit values count
+
+
+def check_numbers_of_ranks_count_over_all_pools(mode, torch):
+    import torch.distributed as dist
+
+    from megatron_rl.rehearse.rehearsed_bridge import fake_joint_group
+
+    mode.first_number = 10
+    dist.all_reduce(torch.ones(2, device="cuda"))
+    group = fake_joint_group(1, 3)
+    mode.joint = group, (3, 11, 12)
+    group.send([torch.ones(2, device="cuda")], 2, 0)
+    mode.note_objects("gather_object", None, 0)
+    first, second, third = mode.calls
+    assert first.group == (10, 11, 12, 13) == third.group and third.sizes == () and third.root == 0
+    assert second.group == (3, 11, 12) and second.peer == 12
+
+
 def check_memory_is_counted_by_storage(mode, torch):
     mode.begin("one")
     kept = torch.empty(1000, device="cuda")  # 4000 bytes, rounded up to 4096
