@@ -10,12 +10,10 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_rl.device import Device
-from megatron_rl.experience.micro_batches import MicroBatch
 from megatron_rl.hybrid_engine import offload, stable_memory, verify
 from megatron_rl.hybrid_engine.bridge import Offer
 from megatron_rl.hybrid_engine.plan import Member
 from megatron_rl.hybrid_engine.transport import Transport
-from megatron_rl.losses.aggregate import BatchTotals
 from megatron_rl.rehearse.dispatch_mode import RehearsalMode
 from megatron_rl.rehearse.rehearsed_bridge import JointRanks, fake_joint_group, names_of, same_place
 from megatron_rl.roles import actor, received_weights
@@ -114,9 +112,9 @@ def _count_for_all() -> None:
     """
     counted = TrainableModel.totals
 
-    def totals(model: TrainableModel, blocks: list[MicroBatch]) -> BatchTotals:
+    def totals(model: TrainableModel, blocks: list[Any]) -> Any:
         found = counted(model, [replace(block, is_reported=True) for block in blocks])
-        return BatchTotals(max(1, found.tokens), max(1, found.rows))
+        return replace(found, tokens=max(1, found.tokens), rows=max(1, found.rows))
 
     setattr(TrainableModel, "totals", totals)  # noqa: B010  mypy: it is a method
 
