@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_rl.columns import ACTOR_SCORES
@@ -319,4 +320,7 @@ class Pipeline:
             micro_batch_size=num_rows,
             **options,
         )
+        # Megatron's blocks hold what the stage before sent, and its gradient, until the next pass.
+        for chunk in self.chunks:
+            get_attr_wrapped_model(chunk, "set_input_tensor")(None)
         return outputs

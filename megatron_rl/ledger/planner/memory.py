@@ -128,11 +128,17 @@ class MemoryOfStage:
                 phases[role.update.phase] = held | ledger.update(self.pp_rank, ledger.passes(UPDATE))
         if any(role.is_trained for role in self.roles):
             copied = sum(self.pool.ledger(role).checkpoint_copy(self.pp_rank) for role in self.roles)
-            phases[SAVE] = held | ({"checkpoint copy": copied} if self.config.trainer.device == "cpu" else {})
+            on_cpu = self.config.trainer.device == "cpu"
+            extra = {"checkpoint copy": copied} if on_cpu else self._kept_by_passes()
+            phases[SAVE] = held | extra
         kind = "only" if self.is_first and self.is_last else "first" if self.is_first else "middle"
         kind = "last" if self.is_last and not self.is_first else kind
         ordered = {name: phases[name] for name in phase_order(self.roles) if name in phases}
         return StageMemory(self.pool.spec.name, self.pp_rank, kind, ordered, built, self._exchanged(held))
+
+    def _kept_by_passes(self) -> Held:
+        """Return what a pass leaves on a GPU for the next one."""
+        return {"gathered sequence": max(self.pool.ledger(role).gathered_bytes() for role in self.roles)}
 
     def _largest_while_built(self) -> Held:
         """Return the largest moment while roles are built one after the other, before the rollout."""
@@ -157,7 +163,7 @@ class MemoryOfStage:
             }
         if self.is_split and self.pool is self.models.training:
             bucket = min(self.models.bucket_bytes, held["actor parameters"])
-            return {RESHARD: held | {"exchange scratch": bucket}}
+            return {RESHARD: held | {"exchange scratch": bucket} | self._kept_by_passes()}
         return self._in_place(held) if self.generates else {}
 
     def _in_place(self, held: Held) -> dict[str, Held]:

@@ -160,6 +160,15 @@ class RoleLedger:
 
     # Passes through the trainer
 
+    def gathered_bytes(self) -> int:
+        """Return the memory into which Megatron gathers a micro-batch's hidden states from TP ranks, and which it keeps
+        for the next pass; 0 without sequence parallelism.
+        """
+        if not self.role.megatron.sequence_parallel or self.grid.tp_size == 1:
+            return 0
+        kinds = [kind for kind in (SCORE, UPDATE) if getattr(self.role, kind) is not None]
+        return max((self.passes(kind).block.tokens for kind in kinds), default=0) * self.layer.hidden * self.element
+
     def passes(self, kind: str, cut: PassSpec | None = None) -> Passes:
         """Return the micro-batches of a pass; with dynamic CP the largest over all sizes of a group.
 
