@@ -138,7 +138,8 @@ class MemoryOfStage:
 
     def _kept_by_passes(self) -> Held:
         """Return what a pass leaves on a GPU for the next one."""
-        return {"gathered sequence": max(self.pool.ledger(role).gathered_bytes() for role in self.roles)}
+        gathered = max(self.pool.ledger(role).gathered_bytes() for role in self.roles)
+        return {"gathered sequence": gathered} if gathered else {}
 
     def _largest_while_built(self) -> Held:
         """Return the largest moment while roles are built one after the other, before the rollout."""
