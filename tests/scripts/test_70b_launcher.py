@@ -61,6 +61,25 @@ def test_check_takes_the_place_of_training():
     assert check == [*train[:3], "check-cluster", "--stage", *train[3:]]
 
 
+def test_dry_run_of_products_in_eight_bits(dry_run):
+    """Linears of 20 layers of 70B on a rank, an eighth of 855.6 million elements each: two bytes in the actor and one in
+    the reference. transformer-engine changes nothing else of the plan, and is the default with fp8.
+
+    Would not catch what its kernels take.
+    """
+    group = "actor_rollout_ref.actor.megatron.override_transformer_config"
+    answer = launcher(f"{group}.fp8=e4m3", DRY_RUN="1")
+    assert (answer.returncode, answer.stderr) == (0, "")
+    linears = 2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672
+    for name, size in (("actor", 2), ("reference", 1)):
+        assert re.search(rf"{name} weights in 8 bits +│ +{size * linears * 20 / 8 / 1e9:.2f} GB", answer.stdout)
+    fused = launcher(f"{group}.transformer_impl=transformer_engine", DRY_RUN="1")
+    memory = [
+        one.stdout[one.stdout.index("Memory per GPU") : one.stdout.index("Commands, in")] for one in (fused, dry_run)
+    ]
+    assert fused.returncode == 0 and memory[0] == memory[1]
+
+
 def test_dry_run_prints_the_plan(dry_run):
     """Figures of the 8 x 8 GPUs, without a download. The transition is (141.1 GB / 8) x 3/4 = 13.23 GB a GPU.
 
