@@ -62,7 +62,7 @@ def test_check_takes_the_place_of_training():
 
 
 def test_dry_run_of_products_in_eight_bits(dry_run):
-    """Linears of 20 layers of 70B on a rank, an eighth of 855.6 million elements each: two bytes in the actor and one in
+    """Linears of 20 layers of 70B on a rank, an eighth of 855.6 million elements each: two bytes in the actor, one in
     the reference. transformer-engine changes nothing else of the plan, and is the default with fp8.
 
     Would not catch what its kernels take.
