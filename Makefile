@@ -20,7 +20,7 @@ TE_VERSIONS := 2.11.0 2.20.2
 KEY := $(shell { echo $(CURDIR) $(TE_VERSIONS); cat $(REQUIREMENTS) pyproject.toml; } | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(KEY)
 
-.PHONY: install assets demo demo-real demo-agent demo-rlhf test test-sweeps test-exhaustive test-fast lint gpu-check clean
+.PHONY: install assets demo demo-real demo-agent demo-rlhf test test-sweeps test-exhaustive test-weekly test-fast lint gpu-check clean
 
 install: $(STAMP)
 
@@ -69,13 +69,17 @@ test: lint assets
 
 # Three tests at a time, not files, because one file has sweeps of a quarter of an hour; what failed beside others runs once
 # more, alone.
-SWEEPS := $(BIN)/python -m pytest -m "exhaustive and not quiet"
+SWEEPS := $(BIN)/python -m pytest -m "exhaustive and not quiet and not weekly"
 test-sweeps: assets
 	$(SWEEPS) -n 3 --dist worksteal $(ARGS) || $(SWEEPS) --last-failed --last-failed-no-failures none $(ARGS)
 
 # Then those that measure seconds, alone.
 test-exhaustive: test-sweeps
 	$(BIN)/python -m pytest -m "exhaustive and quiet" $(ARGS)
+
+# What scripts/nightly.sh runs with WEEKLY=1.
+test-weekly: assets
+	$(BIN)/python -m pytest -m weekly $(ARGS)
 
 test-fast: lint
 	$(BIN)/python -m pytest -m "not dist and not slow and not exhaustive" $(ARGS)

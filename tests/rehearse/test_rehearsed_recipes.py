@@ -101,6 +101,7 @@ def test_waits_of_experts(tmp_path):
         assert waits_of_each_block(found, phase) <= 2 + 1  # and counts of experts, once an update
 
 
+@pytest.mark.exhaustive
 def test_passes_of_two_groups_leave_nothing(tmp_path):
     """Ranks of both groups, and of both halves of one, that choose who shares a pass: calls fit, all step alike, and
     while a rank generates no memory is left that a pass made: of experts, rotary angles and gathered sequences.
@@ -219,6 +220,7 @@ def test_all_ranks_of_two_pools(tmp_path, layout):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.weekly
 @pytest.mark.timeout(3600)
 def test_all_ranks_of_the_70b_recipe(tmp_path):
     """64 ranks with two layers a stage: peaks are planned and every call has its other sides. Would not catch other
