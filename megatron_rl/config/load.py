@@ -162,13 +162,13 @@ def _schema() -> bytes:
 
 def _fill_in(config: Any, given: set[str]) -> None:
     """Set defaults that depend on other keys: verl's on GPUs, who computes in 8 bits there, and bounds by the dtype."""
-    defaults: dict[str, Any] = CUDA_DEFAULTS if _raw(config, "trainer.device") == "cuda" else {}
+    defaults: dict[str, Any] = {}
+    if _raw(config, "trainer.device") == "cuda":
+        in_eight_bits = [options for options in OPTIONS if _raw(config, f"{options}.fp8") in FP8_FORMATS]
+        defaults = CUDA_DEFAULTS | {f"{options}.transformer_impl": TE_LINEAR for options in in_eight_bits}
     for key, value in defaults.items():
         if key not in given:
             OmegaConf.update(config, key, value)
-    for options in OPTIONS if defaults else ():
-        if f"{options}.transformer_impl" not in given and _raw(config, f"{options}.fp8") in FP8_FORMATS:
-            OmegaConf.update(config, f"{options}.transformer_impl", TE_LINEAR)
     for key, bounds in DIFF_BOUNDS.items():
         if key not in given and (kind := _kind_of_products(config)) in bounds:
             OmegaConf.update(config, key, bounds[kind])

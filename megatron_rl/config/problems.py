@@ -12,13 +12,16 @@ from megatron_rl.config.file_kinds import instead_of_file
 from megatron_rl.errors import ConfigError, Violation
 
 
-def raise_problems(headline: str, violations: Sequence[Violation]) -> None:
-    """Raise one ConfigError that lists every violation, numbered if there are several. Return if there are none."""
+def raise_problems(headline: str, violations: Sequence[Violation], kind: str = "problems") -> None:
+    """Raise one ConfigError that lists every violation, numbered if there are several. Return if there are none.
+
+    kind: what several of them are called.
+    """
     if len(violations) == 1:
         raise ConfigError(f"{headline}: {violations[0]}", violations)
     if violations:
         lines = [f"  {number}. {violation}" for number, violation in enumerate(violations, start=1)]
-        raise ConfigError("\n".join([f"{headline}: {len(violations)} problems", *lines]), violations)
+        raise ConfigError("\n".join([f"{headline}: {len(violations)} {kind}", *lines]), violations)
 
 
 def refused(violation: Violation) -> ConfigError:

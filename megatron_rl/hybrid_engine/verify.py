@@ -140,8 +140,8 @@ class Checksums:
     def compute(self) -> Tensor:
         """int64 [number of tensors]."""
         scratch = torch.empty(self._most_rows, dtype=torch.int64, device=self._device)
-        found = [run.compute(scratch[: run.num_rows]) for run in self._runs]
-        return torch.cat([torch.zeros(0, dtype=torch.int64, device=self._device), *found])
+        of_runs = [run.compute(scratch[: run.num_rows]) for run in self._runs]
+        return torch.cat([torch.zeros(0, dtype=torch.int64, device=self._device), *of_runs])
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from megatron_rl.roles.rendezvous import open_store
 TIMEOUT = timedelta(seconds=60)
 """Longest wait for other ranks in a collective."""
 NUM_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
-"""Of an all-reduce: large enough that latency does not count."""
+"""Bytes of an all-reduce, by device. So many that the time of a message without content does not matter."""
 REPEATS = 5
 BLOCKING = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
 """NCCL then raises in the waiting thread after `TIMEOUT`, where otherwise the process is ended."""

@@ -12,10 +12,11 @@ from megatron_rl.cluster.hosting import PoolOptions
 from megatron_rl.cluster.launcher import ProcessInfo, Ranks
 from megatron_rl.cluster.pool import ProcessPool
 from megatron_rl.cluster.waiting import get_all
-from megatron_rl.errors import ConfigError
+from megatron_rl.config.problems import raise_problems
+from megatron_rl.errors import Violation
 from megatron_rl.node_check.checked_rank import BLOCKING, CheckedRank
 from megatron_rl.node_check.node_report import ACROSS, NodeFacts, NodeReport, RankFacts, ReduceReport, joined
-from megatron_rl.node_check.node_rules import Finding, NodeRules, judge, listing
+from megatron_rl.node_check.node_rules import NodeRules, judge, listing
 
 CLOCK_ROUNDS = 5
 REDUCE_LIMIT_S = 420.0
@@ -39,13 +40,14 @@ class NodeCheck:
         """Raise ConfigError with all faults, if there are any. Raises WorkerFailure where a process dies meanwhile."""
         start = time.monotonic()
         nodes, reduces = self.reports(ranks)
-        found = judge(nodes, reduces, self.rules)
+        findings = judge(nodes, reduces, self.rules)
         for line in listing(nodes, reduces):
             self.say(line)
-        for finding in found:
+        for finding in findings:
             if not finding.is_fault:
                 self.say(f"note: {finding}")
-        raise_faults(found)
+        faults = [Violation({}, str(finding)) for finding in findings if finding.is_fault]
+        raise_problems("the nodes cannot hold this run", faults, "faults")
         self.say(f"{len(nodes)} node(s) checked in {time.monotonic() - start:.0f} s: nothing wrong")
 
     def reports(self, ranks: Mapping[str, Ranks]) -> tuple[list[NodeReport], list[ReduceReport]]:
@@ -123,14 +125,3 @@ def reduced(pool: str, host: CheckedRank, nodes: Sequence[str]) -> list[ReduceRe
         places = tuple(dict.fromkeys(nodes))
         return [ReduceReport(pool, ACROSS, places, None, f"it has not ended after {REDUCE_LIMIT_S:g} s")]
     return joined(pool, nodes, [one for of_rank in measured for one in of_rank])
-
-
-def raise_faults(findings: Sequence[Finding]) -> None:
-    """Raise one ConfigError with every fault, numbered if there are several."""
-    faults = [str(finding) for finding in findings if finding.is_fault]
-    headline = "the nodes cannot hold this run"
-    if len(faults) == 1:
-        raise ConfigError(f"{headline}: {faults[0]}")
-    if faults:
-        lines = [f"  {number}. {fault}" for number, fault in enumerate(faults, start=1)]
-        raise ConfigError("\n".join([f"{headline}: {len(faults)} faults", *lines]))

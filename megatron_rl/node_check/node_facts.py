@@ -47,7 +47,7 @@ def node_facts(on_gpus: bool) -> NodeFacts:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a hash of all Python files below a folder, so that two checkouts can be told apart."""
+    """Return a hash of all Python files below a folder. Nodes with other sources have another one."""
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*.py")):
         digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes())
@@ -73,24 +73,24 @@ def parse_links(matrix: str) -> dict[str, str]:
     rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in matrix.splitlines()]
     columns = next((row for row in rows if row[:1] == ["GPU0"] and "X" not in row), [])
     gpus = [name for name in columns if re.fullmatch(r"GPU\d+", name)]
-    found: dict[str, str] = {}
+    links: dict[str, str] = {}
     for row in rows:
         if row and row[0] in gpus and row is not columns and len(row) > len(gpus):
             here = gpus.index(row[0])
-            found |= {f"{row[0]}-{gpus[there]}": row[1 + there] for there in range(here + 1, len(gpus))}
-    return found
+            links |= {f"{row[0]}-{gpus[there]}": row[1 + there] for there in range(here + 1, len(gpus))}
+    return links
 
 
 def ports(adapters: Path) -> tuple[PortFacts, ...]:
     """Return all ports below /sys/class/infiniband, whose files `state` and `rate` have lines such as "4: ACTIVE" and
     "400 Gb/sec (4X NDR)".
     """
-    found = []
+    facts = []
     for port in sorted(adapters.glob("*/ports/*")):
         state, rate = _line(port / "state"), re.match(r"[\d.]+", _line(port / "rate"))
         name = f"{port.parents[1].name}/{port.name}"
-        found.append(PortFacts(name, "ACTIVE" in state, float(rate.group()) / 8 if rate else 0.0))
-    return tuple(found)
+        facts.append(PortFacts(name, "ACTIVE" in state, float(rate.group()) / 8 if rate else 0.0))
+    return tuple(facts)
 
 
 def _version(names: tuple[str, ...]) -> str:
@@ -101,7 +101,7 @@ def _version(names: tuple[str, ...]) -> str:
 
 
 def _asked(*arguments: str) -> str:
-    """What nvidia-smi prints; empty where there is none, or it does not answer."""
+    """Return what nvidia-smi prints; "" if it is not installed or does not answer in `LIMIT_S`."""
     try:
         done = subprocess.run(
             [NVIDIA_SMI, *arguments], capture_output=True, text=True, timeout=LIMIT_S, check=False, errors="replace"

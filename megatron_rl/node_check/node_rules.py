@@ -58,10 +58,10 @@ class Finding:
 
 def judge(nodes: Sequence[NodeReport], reduces: Sequence[ReduceReport], rules: NodeRules) -> list[Finding]:
     """Return everything that is wrong, or worth a look, node by node within each rule."""
-    found = [*_versions(nodes), *_clocks(nodes, rules), *_reduces(reduces, rules)]
+    findings = [*_versions(nodes), *_clocks(nodes, rules), *_reduces(reduces, rules)]
     if rules.on_gpus:
-        found[0:0] = [*_gpus(nodes), *_memory(nodes, rules), *_links(nodes), *_ports(nodes)]
-    return found
+        findings[0:0] = [*_gpus(nodes), *_memory(nodes, rules), *_links(nodes), *_ports(nodes)]
+    return findings
 
 
 def _versions(nodes: Sequence[NodeReport]) -> Iterator[Finding]:

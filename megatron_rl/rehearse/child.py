@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.cluster.child_processes import die_with
+from megatron_rl.errors import ConfigError
 from megatron_rl.rehearse.rehearsal_request import RankOfPool, RehearsalRequest, rank_file
 from third_party_patches.torch import pretended_cuda
 
@@ -47,6 +48,8 @@ def _in_child(request: RehearsalRequest, rank: RankOfPool, parent: int) -> None:
     try:
         report = rehearsed(request, rank)
         status = 0
+    except ConfigError as error:  # which a user can mend
+        report = {"failure": f"ConfigError: {error}"}
     except BaseException:
         report = {"failure": traceback.format_exc()}
     finally:
@@ -97,9 +100,9 @@ def rehearsed(request: RehearsalRequest, rank: RankOfPool) -> dict[str, Any]:
     follow_resizes(mode.memory.resized)
     stand_in(mode, _members(config, rank), joint)
     with mode:
-        one = RehearsedRank(config, rank.pool, environment, mode, joint)
-        one.run()
-    return one.report() | mode.report()
+        rehearsal = RehearsedRank(config, rank.pool, environment, mode, joint)
+        rehearsal.run()
+    return rehearsal.report() | mode.report()
 
 
 def _members(config: Any, rank: RankOfPool) -> list[Any]:

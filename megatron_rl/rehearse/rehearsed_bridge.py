@@ -38,7 +38,7 @@ class JointRanks:
 
     @classmethod
     def of(cls, config: RunConfig) -> JointRanks | None:
-        """Return those of a run; None where nothing generates, or on the actor's own memory."""
+        """Return the bridge's ranks; None if nothing generates, or actor and rollout share a pool."""
         models = RunModels(config)
         placement = models.placement
         if not placement.generates or placement.is_colocated:
@@ -79,7 +79,7 @@ def first_node(placement: Placement, pool: str) -> int:
 
 
 def fake_joint_group(number: int, size: int) -> dist.ProcessGroup:
-    """Return a group of ranks of several worlds in which this rank has a number and nobody else is."""
+    """Return a group of `size` ranks, this one with a number and no process behind the others."""
     backend, kind = FakeProcessGroup._create_internal(number, size), dist.ProcessGroup.BackendType.CUSTOM
     group = dist.ProcessGroup(FakeStore(), number, size)
     for device in ("cpu", "cuda"):
@@ -122,5 +122,5 @@ def in_order(member: Member) -> Member:
 
 
 def names_of(member: Member | None) -> Sequence[str]:
-    """Return the names of a member's shards, in the order of its buffers; none of nobody's."""
+    """Return the names of a member's shards, in the order of its buffers; [] for None."""
     return [] if member is None else [slot.name for slot in in_order(member).held]

@@ -113,8 +113,8 @@ def _count_for_all() -> None:
     counted = TrainableModel.totals
 
     def totals(model: TrainableModel, blocks: list[Any]) -> Any:
-        found = counted(model, [replace(block, is_reported=True) for block in blocks])
-        return replace(found, tokens=max(1, found.tokens), rows=max(1, found.rows))
+        batch = counted(model, [replace(block, is_reported=True) for block in blocks])
+        return replace(batch, tokens=max(1, batch.tokens), rows=max(1, batch.rows))
 
     setattr(TrainableModel, "totals", totals)  # noqa: B010  mypy: it is a method
 

@@ -112,6 +112,21 @@ def off_by(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
 
 
+def added_up(
+    add: Callable[[torch.Tensor], object], shape: tuple[int, int], device: str, repeats: int
+) -> tuple[torch.Tensor, float]:
+    """A float32 buffer of zeros to which `add` has been applied so many times, and the seconds of one of them."""
+    from megatron_rl.device import settled_seconds
+
+    total, where = torch.zeros(shape, device=device), torch.device(device)
+    add(total)  # loads kernels
+    total.zero_()
+    start = settled_seconds(where)
+    for _ in range(repeats):
+        add(total)
+    return total, (settled_seconds(where) - start) / repeats
+
+
 def both_ways(
     form: Callable[..., torch.Tensor], given: Sequence[torch.Tensor], grad: torch.Tensor
 ) -> list[torch.Tensor]:

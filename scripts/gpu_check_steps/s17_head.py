@@ -3,19 +3,18 @@ and without."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import step
 import torch
-from models import off_by
+from models import added_up, off_by
 
 
 def run(device: str, small: bool, figures: dict[str, Any]) -> None:
     """Error of 32 chunks, seconds of one, bfloat16. A CPU has no product with a float32 sum of 16-bit factors."""
-    from megatron_rl.device import settled_seconds
     from megatron_rl.model.log_probs import add_product_in_float32
 
-    where = torch.device(device)
     tokens, hidden, vocab = (32, 64, 512) if small else (896, 4096, 32000)
     generator = torch.Generator(device).manual_seed(0)
     parts = [
@@ -25,16 +24,14 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
     expected = sum(8 * (grad.double().t() @ states.double()) for grad, states in parts)
     forms = {"ours": add_product_in_float32, "in two steps": lambda total, a, b: total.add_(torch.mm(a, b))}
     for name, form in forms.items():
-        total = torch.zeros(vocab, hidden, device=device)
-        form(total, parts[0][0].t(), parts[0][1])  # loads kernels
-        total.zero_()
-        start = settled_seconds(where)
-        for _ in range(8):
+
+        def add(total: torch.Tensor, form: Callable[..., Any] = form) -> None:
             for grad, states in parts:
                 form(total, grad.t(), states)
-        seconds = (settled_seconds(where) - start) / 32
+
+        total, seconds = added_up(add, (vocab, hidden), device, 8)
         error = off_by(total, expected)
-        figures[name] = f"off by {error:.1e}, {seconds:.5f} s a chunk"
+        figures[name] = f"off by {error:.1e}, {seconds / len(parts):.5f} s a chunk"
         assert error < 0.01, f"{name}: off by {error}"
 
 

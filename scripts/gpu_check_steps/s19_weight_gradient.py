@@ -4,19 +4,18 @@ two steps."""
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from typing import Any
 
 import step
 import torch
-from models import off_by
+from models import added_up, off_by
 
 
 def run(device: str, small: bool, figures: dict[str, Any]) -> None:
     """Error after 16 micro-batches, seconds of one; bfloat16. apex's where it is installed."""
-    from megatron_rl.device import settled_seconds
     from third_party_patches.megatron_core.fused_weight_gradient import FusedWeightGradient
 
-    where = torch.device(device)
     tokens, inputs, outputs = (48, 64, 96) if small else (2048, 4096, 4096)
     generator = torch.Generator(device).manual_seed(0)
     states, grad = (
@@ -32,13 +31,7 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
     except ImportError:
         figures["apex's"] = "not installed"
     for name, form in forms.items():
-        total = torch.zeros(outputs, inputs, device=device)
-        form(states, grad, total)  # loads kernels
-        total.zero_()
-        start = settled_seconds(where)
-        for _ in range(16):
-            form(states, grad, total)
-        seconds = (settled_seconds(where) - start) / 16
+        total, seconds = added_up(partial(form, states, grad), (outputs, inputs), device, 16)
         error = off_by(total, expected)
         figures[name] = f"off by {error:.1e}, {seconds:.5f} s a micro-batch"
         assert error < 0.01, f"{name}: off by {error}"

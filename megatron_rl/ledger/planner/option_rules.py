@@ -11,11 +11,10 @@ from megatron_rl.config.roles import ACTOR, ROLLOUT, PassSpec, RoleSpec, roles_o
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
 from megatron_rl.ledger.planner.activations import SELECTIVE
-from megatron_rl.ledger.planner.implementation_rules import eight_bit_problems, implementation_problems
+from megatron_rl.ledger.planner.implementation_rules import GROUP, eight_bit_problems, implementation_problems
 from megatron_rl.ledger.planner.model_folder import ModelSizes
 from megatron_rl.parallel.stages import StagePlan
 
-GROUP = "megatron.override_transformer_config"
 GRANULARITY, METHOD, NUMBER, MODULES = (
     f"recompute_{name}" for name in ("granularity", "method", "num_layers", "modules")
 )

@@ -122,7 +122,8 @@ class AttentionPart(LayerPart):
         """Elements of one token in the rollout engine's cache, on one of `tp_size` ranks."""
 
     own_linears: ClassVar[str] = ""
-    """Whose linear layers are the project's own, which no library can compute instead, as "latent attention"; "": none.
+    """The name of this kind of attention, as "latent attention", if its linear layers are classes of this project, in
+    whose place no library's can be put; "" if they are Megatron's.
     """
 
     @property
