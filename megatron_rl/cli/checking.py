@@ -35,7 +35,7 @@ def check_cluster_command(
     assert run.config is not None  # without one there are violations
     run_config = run.config
     if run_config.generates:
-        run_config = with_kv_cache(run_config, planned_hardware(run_config.trainer))
+        run_config = with_kv_cache(run_config, planned_hardware(run_config))
     run_config.trainer.total_training_steps = run_config.trainer.total_training_steps or ANY_STEPS
     quiet_libraries()
     quiet_engines()

@@ -71,7 +71,7 @@ def plan_command(
     """
     try:
         run = checked(config, overrides, without_files, change=lambda read: planned_task(read, stage), task=stage)
-        gpu = None if run.config is None else planned_hardware(run.config.trainer, hardware)
+        gpu = None if run.config is None else planned_hardware(run.config, hardware)
         if run.config is not None and not run.violations:
             check_lengths(run.config, prompt_length, response_length)
     except ConfigError as error:
@@ -139,8 +139,8 @@ def map_command(
     kept = [*(overrides or []), *(keep or [])]
     run_config, keeps = read_base(config, kept)
     check_lengths(run_config, prompt_length, response_length)
-    gpu = planned_hardware(run_config.trainer, hardware)
     cluster = cluster_of(run_config, gpus, gpus_per_node, keeps)
+    gpu = planned_hardware(run_config, hardware, cluster.num_nodes)
     lengths = mean_lengths(run_config.data, prompt_length, response_length)
     request = MapRequest(config, tuple(kept), run_config, gpu, cluster, keeps, lengths, gpus_per_node)
     mapped = find_placements(request)

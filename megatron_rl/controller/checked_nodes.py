@@ -25,7 +25,7 @@ def rules_of(config: RunConfig) -> NodeRules:
     """Return the rules of a run. The configuration must have passed preflight. Raises ConfigError as
     `planned_hardware`.
     """
-    trainer, hardware = config.trainer, planned_hardware(config.trainer)
+    trainer, hardware = config.trainer, planned_hardware(config)
     on_gpus = trainer.device == "cuda"
     per_node = {pool.size.num_ranks_per_node for pool in Placement.of(config).pools.values()}
     planned = {

@@ -213,7 +213,7 @@ def connect(actor: Actor, rollout: Rollout, num_receivers: int) -> None:
 
 def hardware_here(config: RunConfig) -> Hardware:
     """Hardware that the plan of this run assumes: this machine's GPU if there is one, else the default."""
-    hardware = planned_hardware(config.trainer)
+    hardware = planned_hardware(config)
     if config.trainer.device == "cuda" and torch.cuda.is_available():
         return replace(hardware, memory_bytes=float(torch.cuda.get_device_properties(0).total_memory))
     return hardware

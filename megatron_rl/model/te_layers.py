@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import metadata
 from typing import Any
 
+import torch
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from packaging.requirements import Requirement
@@ -70,8 +71,27 @@ def refuse_unusable(options: OverrideTransformerConfig) -> None:
     if options.transformer_impl != LOCAL and (problem := te_problem()):
         asked = f"transformer_impl={options.transformer_impl}"
         raise ConfigError(f"{asked}: {problem}; {INSTALL}; nearest: transformer_impl={LOCAL}")
+    if options.transformer_impl != LOCAL and options.fp8 is not None:
+        refuse_without_eight_bits(options)
     if options.gradient_accumulation_fusion and (problem := apex_problem()):
         raise ConfigError(f"gradient_accumulation_fusion=true: {problem}")
+
+
+def refuse_without_eight_bits(options: OverrideTransformerConfig) -> None:
+    """Raise ConfigError if transformer-engine knows no products in 8 bits of this recipe on this process's GPU."""
+    from megatron.core.extensions.transformer_engine import FP8GlobalStateManager
+
+    by_recipe = {
+        "blockwise": FP8GlobalStateManager.is_fp8_block_scaling_available(),
+        "tensorwise": FP8GlobalStateManager.is_fp8_available(),
+    }
+    is_there, reason = by_recipe[options.fp8_recipe]
+    if is_there:
+        return
+    other = next((f"fp8_recipe={recipe}" for recipe, (works, _) in by_recipe.items() if works), "fp8=null")
+    major, minor = torch.cuda.get_device_capability()
+    asked = f"fp8={options.fp8}, fp8_recipe={options.fp8_recipe}"
+    raise ConfigError(f"{asked} on a GPU of compute capability {major}.{minor}: {reason} nearest: {other}")
 
 
 def te_problem() -> str:

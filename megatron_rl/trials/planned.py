@@ -107,7 +107,7 @@ def _planned(point: Point, short: dict[str, str], ablation: AblationConfig, fold
         violations = [*violations, *preflight(config), *_recording_problems(config, ablation)]
     if config is None or violations:
         return PlannedPoint(point, options, violations)
-    hardware = planned_hardware(config.trainer, ablation.hardware)
+    hardware = planned_hardware(config, ablation.hardware)
     lengths = mean_lengths(config.data, ablation.prompt_length, ablation.response_length)
     plan = RunPlan.of(config, hardware, lengths)
     grid = plan.models.grid

@@ -45,6 +45,8 @@ def main(root: str, version: str, model: str, implementation: str, folder: str) 
         "sequence_parallel": sorted(name for name, p in parameters.items() if getattr(p, "sequence_parallel", False)),
         "split": sorted(name for name, p in parameters.items() if getattr(p, "tensor_model_parallel", False)),
     }
+    if megatrons_range().contains(version):
+        found["eight_bits"] = refusals_of_eight_bits()
     (out / f"rank{rank}.json").write_text(json.dumps(found))
     flat = flat_parameters(actor.trainable, actor.specs, actor.source.place, None, node=0)
     slots = {
@@ -58,6 +60,33 @@ def main(root: str, version: str, model: str, implementation: str, folder: str) 
     writer = CheckpointWriter(worker.device.torch_device)
     actor.checkpoint.save(out / "saved", writer, beside_training=False)
     assert writer.finish(wait=True)
+
+
+def refusals_of_eight_bits() -> dict[str, dict[str, str]]:
+    """Recipe -> compute capability -> why `fp8` is refused there; empty: allowed."""
+    import torch
+    from transformer_engine.pytorch import quantization
+
+    from megatron_rl.config.megatron import FP8_RECIPES, TE_LINEAR, OverrideTransformerConfig
+    from megatron_rl.errors import ConfigError
+    from megatron_rl.model.te_layers import refuse_without_eight_bits
+
+    result: dict[str, dict[str, str]] = {recipe: {} for recipe in FP8_RECIPES}
+    torch.version.cuda = "13.0"
+    quantization.tex.get_cublasLt_version = lambda: 130000
+    for capability in ((8, 0), (8, 9), (9, 0)):
+        torch.cuda.get_device_capability = lambda device=None, seen=capability: seen
+        quantization.get_device_compute_capability = torch.cuda.get_device_capability
+        quantization.check_fp8_support.cache_clear()
+        quantization.check_fp8_block_scaling_support.cache_clear()
+        for recipe, answers in result.items():
+            options = OverrideTransformerConfig(transformer_impl=TE_LINEAR, fp8="e4m3", fp8_recipe=recipe)
+            try:
+                refuse_without_eight_bits(options)
+                answers["{}.{}".format(*capability)] = ""
+            except ConfigError as error:
+                answers["{}.{}".format(*capability)] = str(error)
+    return result
 
 
 def is_te(kind: type) -> bool:

@@ -129,6 +129,18 @@ def check_names(built: Built, implementation: str, with_experts: tuple[int, ...]
         assert split <= set(found["split"])
 
 
+def check_refusals(built: Built) -> None:
+    """GPUs before 8.9 have no products in 8 bits, 8.9 none of blocks, in transformer-engine's own words."""
+    blockwise, tensorwise = (built.ranks[0]["eight_bits"][recipe] for recipe in ("blockwise", "tensorwise"))
+    assert blockwise["9.0"] == tensorwise["9.0"] == tensorwise["8.9"] == ""
+    asked = "fp8=e4m3, fp8_recipe={} on a GPU of compute capability {}: "
+    assert blockwise["8.9"].startswith(asked.format("blockwise", "8.9") + "FP8 block scaled GEMM requires")
+    assert blockwise["8.9"].endswith("nearest: fp8_recipe=tensorwise")
+    for recipe, answers in (("blockwise", blockwise), ("tensorwise", tensorwise)):
+        assert answers["8.0"].startswith(asked.format(recipe, "8.0"))
+        assert answers["8.0"].endswith("nearest: fp8=null")
+
+
 def load_and_export(config: Any, saved: Path, target: Path) -> None:
     from megatron_rl.roles.host import RankHost
 
@@ -150,6 +162,7 @@ def test_transformer_engine_has_the_same_weights(tmp_path: Path) -> None:
     built = build(wheel(USED), USED, model, TRANSFORMER_ENGINE, tmp_path)
     check_names(built, TRANSFORMER_ENGINE, with_experts=())
     check_weights(built)
+    check_refusals(built)
     names = SavedTensors(tmp_path / "saved").names
     assert not any(theirs in name for name in names for theirs in ("_extra_state", "layer_norm_weight"))
     run_ranks(1, load_and_export, run_config(model, 1, 1), tmp_path / "saved", tmp_path / "again")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 from published.points import cost
 
-from megatron_rl.config.trainer import TrainerConfig
+from megatron_rl.config.load import load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.ledger.planner.hardware import FOLDER, Overheads, latency, load_hardware, planned_hardware
 from megatron_rl.ledger.planner.time import ALL_COLLECTIVES, DP_COLLECTIVES, Busy, Estimator, Layout, Load
@@ -153,9 +154,29 @@ def test_a_file_with_groups(tmp_path):
         load_hardware(str(file))
 
 
+PPO = Path(__file__).parents[2] / "configs/llama3_70b_ppo.yaml"
+
+
 def test_what_a_plan_is_made_for():
     """As named, else the run's file, else the device's default. Would not catch a file of another machine."""
-    assert planned_hardware(TrainerConfig(device="cpu")).name == "cpu"
-    assert planned_hardware(TrainerConfig(device="cuda")).name == "h100"
-    mine = TrainerConfig(device="cpu", hardware_file=str(FOLDER / "a100.yaml"))
-    assert planned_hardware(mine).name == "a100" and planned_hardware(mine, "h200").name == "h200"
+    on_cpu = load_config(PPO, ["trainer.device=cpu"])
+    assert planned_hardware(on_cpu).name == "cpu"
+    assert planned_hardware(load_config(PPO)).name == "h100"
+    on_cpu.trainer.hardware_file = str(FOLDER / "a100.yaml")
+    assert planned_hardware(on_cpu).name == "a100" and planned_hardware(on_cpu, "h200").name == "h200"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_nodes", "expected"),
+    [
+        ((), None, 7e9),  # eight nodes, captured graphs
+        (("trainer.nnodes=1",), None, 4e9),
+        ((), 1, 4e9),
+        (("actor_rollout_ref.rollout.enforce_eager=true",), None, 5e9),
+        (("trainer.nnodes=1", "actor_rollout_ref.rollout.enforce_eager=true"), None, 2e9),
+        (("trainer.nnodes=1", "trainer.device=cpu"), 2, 0.7e9),
+    ],
+)
+def test_memory_that_no_allocator_sees(overrides, num_nodes, expected):
+    """Graphs and groups over nodes cost a GPU's memory, by hand. Would not catch another size of either."""
+    assert planned_hardware(load_config(PPO, list(overrides)), None, num_nodes).context_bytes == expected

@@ -171,7 +171,8 @@ def test_which_runs_check_their_nodes(file, overrides, checks):
 
 
 def test_rules_of_a_large_run(monkeypatch):
-    """A tenth of 450 GB/s of a link, and of 50 GB/s for each of 8 GPUs; the plan's 66 GB and 2 GB of CUDA's own.
+    """A tenth of 450 GB/s of a link, and of 50 GB/s for each of 8 GPUs; the plan's 66 GB, and 7 GB of
+    CUDA's context, NCCL over nodes and captured graphs.
 
     Would not catch that a plan is wrong.
     """
@@ -181,7 +182,7 @@ def test_rules_of_a_large_run(monkeypatch):
     monkeypatch.setattr(checked_nodes, "planned_memory", lambda config: planned)
     rules = rules_of(load_config(LARGE, []))
     assert rules.on_gpus and rules.floors == pytest.approx({INSIDE: 45.0, ACROSS: 40.0, PAIR: 40.0})
-    assert rules.least_free_bytes == {"global_pool": 68 * GB}
+    assert rules.least_free_bytes == {"global_pool": 73 * GB}
     given = rules_of(load_config(LARGE, ["trainer.min_node_bandwidth_gbs=5"]))
     assert given.floors == pytest.approx({INSIDE: 45.0, ACROSS: 5.0, PAIR: 5.0})
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_rl.config.load import read_tree
 from megatron_rl.config.problems import nearest_name
-from megatron_rl.config.trainer import TrainerConfig
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError
 
 FOLDER = Path(__file__).parent / "gpus"
@@ -137,9 +137,23 @@ def default_hardware(device: str) -> str:
     return "cpu" if device == "cpu" else "h100"
 
 
-def planned_hardware(trainer: TrainerConfig, named: str | None = None) -> Hardware:
-    """Load the hardware of a plan: as named, else `trainer.hardware_file`, else the default. Raises ConfigError."""
-    return load_hardware(named or trainer.hardware_file or default_hardware(trainer.device))
+NETWORK_BYTES, GRAPH_BYTES = 3.0e9, 2.0e9
+"""Estimates: what NCCL takes besides for groups that span nodes, and what captured graphs take."""
+
+
+def planned_hardware(config: RunConfig, named: str | None = None, num_nodes: int | None = None) -> Hardware:
+    """Load the hardware of a plan: as named, else `trainer.hardware_file`, else the default. Raises ConfigError.
+
+    On GPUs context_bytes are those of this run: with NCCL's over nodes and with captured graphs, where it has them.
+    num_nodes: of the run; None: trainer.nnodes.
+    """
+    trainer = config.trainer
+    hardware = load_hardware(named or trainer.hardware_file or default_hardware(trainer.device))
+    if trainer.device == "cpu":
+        return hardware
+    across = NETWORK_BYTES if (num_nodes or trainer.nnodes) > 1 else 0.0
+    graphs = GRAPH_BYTES if config.generates and not config.actor_rollout_ref.rollout.enforce_eager else 0.0
+    return dataclasses.replace(hardware, context_bytes=hardware.context_bytes + across + graphs)
 
 
 def load_hardware(name: str) -> Hardware:

@@ -67,7 +67,7 @@ def stall_timeout_s(config: RunConfig) -> float:
     """
     if config.trainer.stall_timeout_s is not None:
         return config.trainer.stall_timeout_s
-    hardware, models = planned_hardware(config.trainer), RunModels(config)
+    hardware, models = planned_hardware(config), RunModels(config)
     if isinstance(config, TaskConfig):
         load = task_load(config, config.longest_sequence)
         return max(SHORTEST_S, PHASES * task_time(config, models, hardware, load).total)
