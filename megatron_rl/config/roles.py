@@ -6,10 +6,11 @@ Preflight, memory plan, time estimate and the ranks read this table; none of the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_rl.config.algorithms import uses_critic, uses_reference
+from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.task_config import TaskConfig
@@ -69,7 +70,9 @@ class RoleSpec:
 
     megatron: its training layout; for the rollout the actor's, which names the dtype. score, update: its passes; a role
     with `update` is trained and saved. settings: the group itself. mixed: further examples that its update reads.
-    makes: the column that it adds to every batch; None: none, or not in every run.
+    makes: the column that it adds to every batch; None: none, or not in every run. lora: the adapters that are trained
+    in place of the weights, or read by the rollout; rank 0: none. base_of: the role on the same ranks whose model
+    without adapters is this role's; None: it has a model of its own.
     """
 
     name: str
@@ -84,6 +87,8 @@ class RoleSpec:
     update: PassSpec | None = None
     mixed: Mixed | None = None
     makes: Makes | None = None
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    base_of: str | None = None
 
     @property
     def is_trained(self) -> bool:
@@ -297,7 +302,9 @@ def _policy(config: RunConfig, kind: str, key: str, pool: str, settings: Any) ->
     """A role that starts from the actor's model."""
     shared = config.actor_rollout_ref
     megatron = shared.actor.megatron if kind == ROLLOUT else settings.megatron
-    return RoleSpec(kind, kind, key, pool, shared.model.path, "actor_rollout_ref.model.path", megatron, settings)
+    lora = LoraConfig() if kind == REFERENCE else shared.model.lora
+    model = (shared.model.path, "actor_rollout_ref.model.path", megatron, settings)
+    return RoleSpec(kind, kind, key, pool, *model, lora=lora)
 
 
 def _actor(config: RunConfig) -> RoleSpec:
@@ -320,7 +327,8 @@ def _reference(config: RunConfig) -> RoleSpec:
     shared, key = config.actor_rollout_ref, "actor_rollout_ref.ref"
     role = _policy(config, REFERENCE, key, shared.ref.pool, shared.ref)
     score = _pass("ref", shared.model.use_remove_padding, key, shared.ref, LOG_PROB_KEYS)
-    return replace(role, score=score, makes=Makes("ref_log_probs", "log_probs"))
+    is_base = shared.model.lora.rank > 0 and shared.ref.pool == shared.actor.pool
+    return replace(role, score=score, makes=Makes("ref_log_probs", "log_probs"), base_of=ACTOR if is_base else None)
 
 
 def _critic(config: RunConfig) -> RoleSpec:
@@ -331,6 +339,7 @@ def _critic(config: RunConfig) -> RoleSpec:
         score=_pass("values", packed, CRITIC, critic, VALUE_KEYS),
         update=_pass("update_critic", packed, CRITIC, critic, UPDATE_KEYS),
         makes=Makes("old_values", "values"),
+        lora=critic.model.lora,
     )
 
 

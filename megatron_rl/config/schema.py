@@ -32,6 +32,7 @@ from megatron_rl.config.constraints import (
 )
 from megatron_rl.config.correction import RolloutCorrectionConfig
 from megatron_rl.config.declarations import KL_ESTIMATES
+from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.megatron import MegatronConfig, OptimConfig, follow_actor, follow_actor_in_all, follows
 from megatron_rl.config.multi_turn import MultiTurnConfig
 from megatron_rl.config.pretraining import PretrainingConfig
@@ -109,6 +110,7 @@ class ModelConfig:
     override_config: ModelOverrideConfig = field(default_factory=ModelOverrideConfig)
     use_remove_padding: bool = True
     """Lay the sequences of a micro-batch end to end instead of padding each to the longest."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 def as_list(files: str | list[str]) -> list[str]:
@@ -332,6 +334,7 @@ class CriticModelConfig:
     path: FilePath = "${actor_rollout_ref.model.path}"
     """Hugging Face folder of the critic's trunk; the value head starts fresh."""
     use_remove_padding: bool = follows("actor_rollout_ref.model.use_remove_padding")
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from megatron_rl.hybrid_engine.verify import WeightVerifier
 from megatron_rl.parallel.sharding import LogicalTensor
 
 FOREIGN_POOL = "megatron_rl foreign weights"
-"""The tag of the foreign buffer in vLLM's CUDA allocator."""
+"""The tag of the foreign buffer in vLLM's CUDA allocator. No two buffers may have one tag."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class AllGatherPPModel:
     foreign buffer starts released. All ranks of the group must call `gather` and `verify` together.
 
     tensors: every logical tensor of the model. bucket_bytes: scratch memory of a gather. drop_train_weights: let
-    `drop_training` release training's buffers on the ranks that would otherwise hold their shards twice.
+    `drop_training` release training's buffers on the ranks that would otherwise hold their shards twice. memory_pool:
+    of the foreign buffer in vLLM's CUDA allocator.
 
     Raises ValueError if training's shards do not make up the model, or if they are to be dropped and the rollout shards
     do not contain them.
@@ -61,6 +62,7 @@ class AllGatherPPModel:
         *,
         bucket_bytes: int,
         drop_train_weights: bool = False,
+        memory_pool: str = FOREIGN_POOL,
     ) -> None:
         self.own = own
         self.transport = transport
@@ -69,7 +71,7 @@ class AllGatherPPModel:
         self.plan, self.is_dropping = plan_memory(tensors, members, self.number, drop_train_weights)
         like = own.buffers[0]
         transport.connect(like.device)
-        self.foreign = MemoryBuffer(self.mine.foreign_numel, like.dtype, like.device, FOREIGN_POOL)
+        self.foreign = MemoryBuffer(self.mine.foreign_numel, like.dtype, like.device, memory_pool)
         buffers = dict(enumerate(own.buffers)) | {FOREIGN: self.foreign.data}
         message_numel = max(1, bucket_bytes // like.element_size() // NUM_SCRATCH)
         self._exchange = Exchange(

@@ -171,7 +171,7 @@ class Actor(TrainedRole):
 
         rollout, source = self.rank.config.actor_rollout_ref.rollout, self.source
         self.sender = BridgeSender(
-            flat_parameters(self.trainable, source.model.specs, source.place, None, self.rank.node),
+            flat_parameters(self.base, self.rank.groups, source.place, None, self.rank.node),
             {spec.tensor.name: spec.tensor for spec in source.model.specs.values()},
             join_bridge(address, self.rank.groups.rank, self.rank.device, self.rank.timeout),
             bucket_bytes=rollout.update_weights_bucket_megabytes << 20,

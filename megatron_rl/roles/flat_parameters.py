@@ -1,16 +1,64 @@
-"""The actor's parameters for the hybrid engine: flat buffers with named slots, without a model class."""
+"""A rank's parameters as the hybrid engine and checkpoints see them: flat buffers with named slots, no model class."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import torch
+from megatron.core.models.gpt import GPTModel
 
 from megatron_rl.hybrid_engine.allgather_pp import FlatParameters
 from megatron_rl.hybrid_engine.layout import Slot
 from megatron_rl.hybrid_engine.plan import Member
 from megatron_rl.model.families import ParamSpec
+from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.parallel.sharding import Place, shard_of
 from megatron_rl.roles.model_source import named_parameters
-from megatron_rl.roles.training import TrainableModel
+
+ALIGNMENT = 64
+"""Elements to whose multiples parameters are aligned in a flat buffer, as in DDP's."""
+
+
+class FrozenBuffer:
+    """Parameters without gradients in one tensor, as DDP lays those with gradients.
+
+    param_data: all of them. param_index_map: parameter -> (first element, one after its last, 0).
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Move the parameters, of one dtype, which are not read yet: their values are lost."""
+        self.param_index_map: dict[torch.nn.Parameter, tuple[int, int, int]] = {}
+        stop = 0
+        for parameter in parameters:
+            start = -(-stop // ALIGNMENT) * ALIGNMENT
+            stop = start + parameter.numel()
+            self.param_index_map[parameter] = (start, stop, 0)
+        like = next(iter(self.param_index_map))
+        self.param_data = torch.zeros(stop, dtype=like.dtype, device=like.device)
+        for parameter, (start, end, _) in self.param_index_map.items():
+            parameter.data = self.param_data[start:end].view(parameter.shape)
+
+
+@dataclass(frozen=True)
+class WeightView:
+    """Some of a rank's parameters: by global name, their specs, and the flat buffers in which they lie.
+
+    A trained role has two: its base, the model that the folder names, and what it trains; without adapters they are
+    one.
+    buffers: each has `param_data` and `param_index_map`. specs: of the parameters of all ranks.
+    """
+
+    buffers: Sequence[Any]
+    parameters: Mapping[str, torch.nn.Parameter]
+    specs: Mapping[str, ParamSpec]
+
+    @classmethod
+    def of(cls, models: list[GPTModel], specs: Mapping[str, ParamSpec], buffers: Sequence[Any]) -> WeightView:
+        """The parameters of the models that have a spec."""
+        named = named_parameters(models)
+        return cls(buffers, {name: parameter for name, parameter in named.items() if name in specs}, specs)
 
 
 def place_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -19,28 +67,28 @@ def place_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def flat_parameters(
-    trainable: TrainableModel, specs: dict[str, ParamSpec], held: Place, wanted: Place | None, node: int
+    view: WeightView, groups: TrainGroups, held: Place, wanted: Place | None, node: int
 ) -> FlatParameters:
-    """DDP's own `param_data`, with each parameter's slot under its logical name.
+    """The buffers of a view, with each parameter's slot under its logical name.
 
     held, wanted: where this rank's shards lie in training and in generation; None: it does not generate. node: the
-    number of its node. Raises RuntimeError when DDP's buffers have different dtypes, or a parameter does not lie where
-    DDP and the layout say.
+    number of its node. Raises RuntimeError when the buffers have different dtypes, or a parameter does not lie where
+    buffer and layout say.
     """
-    buffers = trainable.param_buffers
+    buffers = view.buffers
     dtypes = {buffer.param_data.dtype for buffer in buffers}
     if len(dtypes) != 1:
-        raise RuntimeError(f"parameters of one dtype expected, DDP has buffers of {sorted(map(str, dtypes))}")
+        raise RuntimeError(f"parameters of one dtype expected, there are buffers of {sorted(map(str, dtypes))}")
     slots = []
-    for name, parameter in named_parameters(trainable.models).items():
+    for name, parameter in view.parameters.items():
         number = next(i for i, buffer in enumerate(buffers) if parameter in buffer.param_index_map)
         start, stop, _ = buffers[number].param_index_map[parameter]
-        shard = shard_of(specs[name].tensor, held)
+        tensor = view.specs[name].tensor
+        shard = shard_of(tensor, held)
         lies_there = place_of(parameter) == place_of(buffers[number].param_data[start:stop])
         if not lies_there or parameter.shape != shard.shape:
-            raise RuntimeError(f"{name} {tuple(parameter.shape)} does not lie in DDP's buffer as {shard.shape}")
-        slots.append(Slot(specs[name].tensor.name, number, start, shard))
-    groups = trainable.groups
+            raise RuntimeError(f"{name} {tuple(parameter.shape)} does not lie in its buffer as {shard.shape}")
+        slots.append(Slot(tensor.name, number, start, shard))
     return FlatParameters(
         tuple(buffer.param_data for buffer in buffers),
         Member(

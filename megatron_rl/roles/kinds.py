@@ -18,7 +18,7 @@ from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.bridge_address import AcrossBridge
 from megatron_rl.roles.critic import Critic
 from megatron_rl.roles.rank import Rank
-from megatron_rl.roles.reference import Reference
+from megatron_rl.roles.reference import BaseReference, Reference
 from megatron_rl.roles.reward_model import RewardModel
 from megatron_rl.roles.role import Role
 from megatron_rl.roles.rollout import Rollout
@@ -41,4 +41,6 @@ def build_role(spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], bridg
     """Make a role on this rank. neighbours: the roles that the rank has already. bridge: as for `Rollout`."""
     if spec.kind == ROLLOUT:
         return Rollout(spec, rank, neighbours, bridge)
+    if spec.base_of is not None:
+        return BaseReference(spec, rank, neighbours)
     return MODEL_KINDS[spec.kind](spec, rank)

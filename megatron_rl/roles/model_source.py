@@ -5,7 +5,8 @@ A rank's model is a list of chunks, run in that order: one, or with a virtual pi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,14 @@ from transformers import AutoConfig, PretrainedConfig
 
 from megatron_rl.checkpoint.constants import load_constants
 from megatron_rl.checkpoint.hf_import import HFFolder, global_name, load_hf_weights
+from megatron_rl.checkpoint.peft_folder import PeftFolder, load_adapters
+from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.device import Device
+from megatron_rl.model.adapters import AdapterSet
 from megatron_rl.model.eight_bits import emulate_eight_bits
 from megatron_rl.model.families import HEAD, Model, ParamSpec, is_reward_model
+from megatron_rl.model.families.adapter_params import adapter_specs
 from megatron_rl.model.gpt import build_language_model, build_value_model, transformer_config
 from megatron_rl.model.te_layers import our_name, refuse_unusable
 from megatron_rl.parallel.mpu import TrainGroups
@@ -40,13 +45,20 @@ class UnloadedModel:
     source: ModelSource
     drawn: frozenset[str] = frozenset()
     """Parameters that were initialised at random and are in no folder."""
+    trained: Mapping[str, ParamSpec] = field(default_factory=dict)
+    """Global name -> spec of what is trained in place of the weights: adapters, and a value head; {}: the weights."""
 
     def load(self) -> None:
         """Read this rank's shards from the folder. Raises ConfigError when a tensor is missing or misshapen."""
-        parameters = {name: p for name, p in named_parameters(self.chunks).items() if name not in self.drawn}
+        given = self.drawn | self.source.adapter_specs.keys()
+        parameters = {name: p for name, p in named_parameters(self.chunks).items() if name not in given}
         folder = HFFolder(self.source.path)
         load_hf_weights(parameters, self.specs, folder, self.source.place)
         load_constants(named_buffers(self.chunks), self.source.model.constants, folder)
+        if self.source.adapter_specs and self.source.lora.adapter_path is not None:
+            specs, named = self.source.adapter_specs, named_parameters(self.chunks)
+            adapters = {name: named[name] for name in named if name in specs}
+            load_adapters(adapters, specs, PeftFolder.open(self.source.lora.adapter_path), self.source.place)
 
 
 @dataclass(frozen=True)
@@ -58,16 +70,33 @@ class ModelSource:
     groups: TrainGroups
     device: Device
     megatron: MegatronConfig
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    seed: int = 0
+    """Of the values of adapters that no folder gives."""
 
     @classmethod
-    def open(cls, path: str, groups: TrainGroups, device: Device, megatron: MegatronConfig) -> ModelSource:
-        """Read the folder's config.json."""
-        return cls(Path(path), AutoConfig.from_pretrained(path), groups, device, megatron)
+    def open(
+        cls,
+        path: str,
+        groups: TrainGroups,
+        device: Device,
+        megatron: MegatronConfig,
+        lora: LoraConfig | None = None,
+        seed: int = 0,
+    ) -> ModelSource:
+        """Read the folder's config.json. lora: the adapters of the model; None: none."""
+        settings = AutoConfig.from_pretrained(path)
+        return cls(Path(path), settings, groups, device, megatron, lora or LoraConfig(), seed)
 
     @cached_property
     def model(self) -> Model:
         """The model as its parts: sizes, parameters, constants."""
         return Model.of(self.hf_config.to_dict())
+
+    @cached_property
+    def adapter_specs(self) -> dict[str, ParamSpec]:
+        """Global name -> spec of the adapters; {} without. Raises ConfigError as `adapter_specs` of the families."""
+        return adapter_specs(self.model.specs, self.lora)
 
     @property
     def vocab_multiple(self) -> int:
@@ -91,7 +120,7 @@ class ModelSource:
         """
         chunks = build_value_model(self.hf_config, self._config(), self.groups, self.vocab_multiple, head_seed)
         drawn = frozenset() if is_reward_model(self.hf_config.architectures) else frozenset({HEAD})
-        return self._unloaded(chunks, self.model.value_specs, drawn)
+        return self._unloaded(chunks, self.model.value_specs, drawn, heads=frozenset({HEAD}))
 
     def _config(self) -> TransformerConfig:
         """Megatron's configuration. Raises ConfigError where what computes the layers is not installed."""
@@ -99,16 +128,29 @@ class ModelSource:
         return transformer_config(self.hf_config, self.groups, self.megatron, self.device)
 
     def _unloaded(
-        self, chunks: list[GPTModel], specs: dict[str, ParamSpec], drawn: frozenset[str] = frozenset()
+        self,
+        chunks: list[GPTModel],
+        specs: dict[str, ParamSpec],
+        drawn: frozenset[str] = frozenset(),
+        heads: frozenset[str] = frozenset(),
     ) -> UnloadedModel:
+        """heads: parameters that are trained beside adapters."""
         parameters = named_parameters(chunks)
         if unknown := sorted(parameters.keys() - specs.keys()):
             computed_by = self.megatron.override_transformer_config.transformer_impl
             raise RuntimeError(f"parameters of transformer_impl={computed_by} that no family describes: {unknown}")
-        mark_tensor_parallel(parameters, specs)
+        trained: dict[str, ParamSpec] = {}
+        if self.adapter_specs:
+            AdapterSet(self.lora, specs, self.adapter_specs, self.place, self.seed).attach(chunks)
+            trained = self.adapter_specs | {name: specs[name] for name in heads}
+            parameters = named_parameters(chunks)
+            for name in heads & parameters.keys():
+                parameters[name].requires_grad_()
+        mark_tensor_parallel(parameters, specs | trained)
         if self.megatron.fp8_emulate:
             emulate_eight_bits(chunks)
-        return UnloadedModel([chunk.to(self.device.torch_device) for chunk in chunks], specs, self, drawn)
+        chunks = [chunk.to(self.device.torch_device) for chunk in chunks]
+        return UnloadedModel(chunks, specs, self, drawn, trained)
 
 
 def named_parameters(chunks: list[GPTModel]) -> dict[str, torch.nn.Parameter]:

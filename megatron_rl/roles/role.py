@@ -72,6 +72,8 @@ class TrainedRole(Role):
     """
 
     def __init__(self, spec: RoleSpec, rank: Rank, source: ModelSource, model: UnloadedModel) -> None:
+        from megatron_rl.roles.flat_parameters import FrozenBuffer, WeightView
+        from megatron_rl.roles.model_source import named_parameters
         from megatron_rl.roles.role_checkpoint import RoleCheckpoint
         from megatron_rl.roles.training import TrainableModel
 
@@ -80,6 +82,10 @@ class TrainedRole(Role):
         self.cut, self.score_cut = rank.micro_batching(spec.update), rank.micro_batching(spec.score)
         self.loss_scale = rank.loss_scale(spec)
         self.source = source
+        frozen = []
+        if model.trained:
+            given = named_parameters(model.chunks)
+            frozen = [FrozenBuffer(given[name] for name in given if not given[name].requires_grad)]
         self.trainable = TrainableModel(
             model.chunks,
             model.load,
@@ -88,13 +94,18 @@ class TrainedRole(Role):
             spec.megatron,
             rank.groups,
             rank.device.torch_device,
+            frozen,
         )
-        self.checkpoint = RoleCheckpoint(self.trainable, model.specs, source.place)
+        models, buffers = self.trainable.models, self.trainable.param_buffers
+        self.base = self.trained = WeightView.of(models, model.specs, frozen or buffers)
+        if model.trained:
+            self.trained = WeightView.of(models, model.trained, buffers)
+        self.checkpoint = RoleCheckpoint(self.trainable, dict(self.trained.specs), source.place)
 
     @property
     def specs(self) -> dict[str, ParamSpec]:
-        """Global Megatron name -> its spec."""
-        return self.checkpoint.specs
+        """Global Megatron name -> its spec, of the model that the folder names."""
+        return dict(self.base.specs)
 
     @property
     def architecture(self) -> str:

@@ -25,7 +25,8 @@ from megatron_rl.roles.training import TrainableModel
 class RoleCheckpoint:
     """Saves and loads a `TrainableModel`; all ranks must call every method.
 
-    specs: global Megatron name -> what it is made of, for every parameter that a rank may hold. place: this rank's.
+    specs: global Megatron name -> what it is made of, for every trained parameter that a rank may hold. place: this
+    rank's.
     """
 
     def __init__(self, trainable: TrainableModel, specs: dict[str, ParamSpec], place: Place) -> None:
@@ -69,6 +70,8 @@ class RoleCheckpoint:
 
     def _weight_runs(self) -> Iterator[FlatRun]:
         for name, parameter in named_parameters(self.trainable.models).items():
+            if name not in self.specs:  # frozen
+                continue
             yield FlatRun(name, WEIGHT, 0, parameter.detach().view(-1))
 
     def _owned_runs(self) -> Iterator[FlatRun]:

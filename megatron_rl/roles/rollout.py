@@ -11,15 +11,18 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from transformers import AutoConfig, GenerationConfig
 
+from megatron_rl.config.lora import RESIDENT, LoraConfig
 from megatron_rl.config.roles import ACTOR, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.device import release_cached
 from megatron_rl.dispatch import Dispatch, Stop, remote_method
-from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel
+from megatron_rl.hybrid_engine.adapted_weights import AdaptedWeights
+from megatron_rl.hybrid_engine.allgather_pp import FOREIGN_POOL, AllGatherPPModel
 from megatron_rl.hybrid_engine.hybrid_engine import HybridEngine, TransitionReport
 from megatron_rl.hybrid_engine.offload import Offloadable, offloaded
 from megatron_rl.hybrid_engine.rng import swap
-from megatron_rl.model.families import VOCAB_PADDING, rollout_settings, routed_layers
+from megatron_rl.model.families import VOCAB_PADDING, rollout_settings, routed_layers, tensors_of
+from megatron_rl.model.families.adapter_params import held_rank
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.roles.bridge_address import AcrossBridge, BridgeAddress
 from megatron_rl.roles.rank import Rank
@@ -30,6 +33,10 @@ from megatron_rl.rollout.slices import Slice, SliceReport
 if TYPE_CHECKING:
     from megatron_rl.roles.actor import Actor
     from megatron_rl.roles.model_source import ModelSource
+    from megatron_rl.rollout.engine import EngineAdapters
+
+ADAPTER_POOL = "megatron_rl foreign adapters"
+"""The tag of foreign adapters in vLLM's CUDA allocator."""
 
 
 class Rollout(Role):
@@ -51,7 +58,7 @@ class Rollout(Role):
         grid = RolloutGrid(rank.groups.grid, spec.settings.tensor_model_parallel_size)
         self._actor = None if bridge is not None else cast("Actor", neighbours[ACTOR])
         self._constants = read_constants(source.model.constants.values(), source.path, rank.device.torch_device)
-        self.weights: AllGatherPPModel | ReceivedWeights
+        self.weights: AllGatherPPModel | AdaptedWeights | ReceivedWeights
         self.replica = grid.replica(rank.groups.rank) + (0 if bridge is None else bridge.first_replica)
         offloadable = all_offloadable(neighbours)
         # vLLM reseeds the process's generators while it starts.
@@ -73,6 +80,7 @@ class Rollout(Role):
                 dtype=spec.megatron.dtype,
                 grid=grid,
                 tensors=self.weights.tensors | self._constants,
+                adapters=adapters_of(self.weights, spec.lora),
                 seed=rank.config.trainer.seed,
                 # Preflight lets a window pass that cuts nothing off; vLLM cannot build one in some layers only.
                 hf_overrides=rollout_settings(source.model.family, settings) | overridden_settings(rank.config),
@@ -204,6 +212,15 @@ class PassScratch:
         """Do nothing: the next pass makes it."""
 
 
+def adapters_of(weights: Any, lora: LoraConfig) -> EngineAdapters | None:
+    """The adapters that generation reads; None if it reads whole weights alone."""
+    from megatron_rl.rollout.engine import EngineAdapters
+
+    if not isinstance(weights, AdaptedWeights):
+        return None
+    return EngineAdapters(weights.adapters.tensors, held_rank(lora.rank), lora.scale)
+
+
 def all_offloadable(neighbours: Mapping[str, Role]) -> list[Offloadable]:
     """Return what leaves the device while the rank of these roles generates."""
     memories = [memory for role in neighbours.values() for memory in role.offloadable()]
@@ -218,20 +235,27 @@ def overridden_settings(config: RunConfig) -> dict[str, Any]:
 
 def shared_weights(
     actor: Actor, spec: RoleSpec, rank: Rank, source: ModelSource, grid: RolloutGrid
-) -> AllGatherPPModel:
+) -> AllGatherPPModel | AdaptedWeights:
     """The rollout shard on the actor's own memory; collective over each exchange group."""
-    from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel
     from megatron_rl.hybrid_engine.transport import Transport
-    from megatron_rl.roles.flat_parameters import flat_parameters
+    from megatron_rl.roles.flat_parameters import WeightView, flat_parameters
 
     wanted = grid.place(rank.groups.rank, VOCAB_PADDING)
-    return AllGatherPPModel(
-        flat_parameters(actor.trainable, source.model.specs, source.place, wanted, rank.node),
-        {param.tensor.name: param.tensor for param in source.model.specs.values()},
-        Transport(rank.groups.exchange_group),
-        bucket_bytes=spec.settings.update_weights_bucket_megabytes << 20,
-        drop_train_weights=spec.settings.drop_train_weights,
-    )
+
+    def shard(view: WeightView, memory_pool: str) -> AllGatherPPModel:
+        return AllGatherPPModel(
+            flat_parameters(view, rank.groups, source.place, wanted, rank.node),
+            tensors_of(view.specs),
+            Transport(rank.groups.exchange_group),
+            bucket_bytes=spec.settings.update_weights_bucket_megabytes << 20,
+            drop_train_weights=spec.settings.drop_train_weights and view is actor.base,
+            memory_pool=memory_pool,
+        )
+
+    base = shard(actor.base, FOREIGN_POOL)
+    if actor.trained is actor.base:
+        return base
+    return AdaptedWeights(base, shard(actor.trained, ADAPTER_POOL), spec.lora.base == RESIDENT)
 
 
 def eos_token_ids(model_path: str) -> list[int]:

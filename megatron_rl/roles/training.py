@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,11 +150,14 @@ class TrainableModel:
         megatron: MegatronConfig,
         groups: TrainGroups,
         device: torch.device,
+        frozen: Sequence[Any] = (),
     ) -> None:
         """`load_weights` fills the parameters of `models`; it is called once, when they lie in DDP's buffers.
 
-        `num_run_steps`: optimizer steps of the whole run, which a decay without a length of its own lasts.
+        `num_run_steps`: optimizer steps of the whole run, which a decay without a length of its own lasts. frozen:
+        buffers of parameters without gradients, in their `param_data`.
         """
+        self.frozen = frozen
         self.megatron = megatron
         self.groups = groups
         self.device = device
@@ -194,9 +197,10 @@ class TrainableModel:
         kept = {buffer.param_data.untyped_storage()._cdata for buffer in self.param_buffers}
         moments = [tensor for tensor in self.adam.since_first_step() if tensor.device.type == self.device.type]
         kept |= {tensor.untyped_storage()._cdata for tensor in moments}
+        parameters = [buffer.param_data for buffer in (*self.param_buffers, *self.frozen)]
         others = [tensor for tensor in self.optimizer_state() if tensor.untyped_storage()._cdata not in kept]
         return {
-            "parameters": storage_bytes([buffer.param_data for buffer in self.param_buffers]),
+            "parameters": storage_bytes(parameters),
             "gradients": storage_bytes([buffer.grad_data for buffer in self.param_buffers]),
             "moments": storage_bytes(moments),
             "masters": storage_bytes(others),
@@ -229,7 +233,7 @@ class TrainableModel:
         if megatron.optimizer_offload:
             memory.append(HostCopy(self.optimizer_state))
         if megatron.param_offload:
-            memory.append(HostCopy(lambda: [buffer.param_data for buffer in self.param_buffers]))
+            memory.append(HostCopy(lambda: [buffer.param_data for buffer in (*self.param_buffers, *self.frozen)]))
         return memory
 
     def totals(self, blocks: list[MicroBatch]) -> BatchTotals:

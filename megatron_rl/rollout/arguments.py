@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from megatron_rl.config.schema import RolloutConfig
@@ -83,3 +84,14 @@ def compilation(config: RolloutConfig) -> dict[str, Any]:
     captured = {} if config.enforce_eager else {"max_cudagraph_capture_size": config.max_num_seqs}
     passes = {"pass_config": {"fuse_allreduce_rms": False}} if config.disable_custom_all_reduce else {}
     return captured | passes
+
+
+def adapter_arguments(rank: int, names: Iterable[str]) -> dict[str, Any]:
+    """Further arguments of an engine that reads one adapter of `rank` rows, in the dtype of the weights.
+
+    names: of its tensors, `model.layers.0.self_attn.q_proj.lora_A`. Other linears have no adapter; vLLM has none for
+    experts on CPUs.
+    """
+    projections = sorted({name.split(".")[-2] for name in names})
+    own = {"max_lora_rank": rank, "max_loras": 1, "max_cpu_loras": 1, "lora_target_modules": projections}
+    return {"enable_lora": True} | own

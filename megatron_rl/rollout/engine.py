@@ -6,11 +6,12 @@ import functools
 import hashlib
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from vllm import LLM, ModelRegistry
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from megatron_rl.config.schema import RolloutConfig
@@ -20,11 +21,12 @@ from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.parallel.vllm_ps import RolloutGroups, rank_order, read_rollout_groups
 from megatron_rl.rollout.addresses import must_stay, places
-from megatron_rl.rollout.arguments import engine_arguments
+from megatron_rl.rollout.arguments import adapter_arguments, engine_arguments
 from megatron_rl.rollout.kv_cache import KVCache
 from megatron_rl.rollout.shared_weights import register_shared_loader
 from megatron_rl.rollout.slices import Drawn, Slice
 from megatron_rl.rollout.unfinished import UnfinishedRequests, forget_prefixes, of_ranks
+from third_party_patches.vllm.adapter_views import using_adapters
 from third_party_patches.vllm.rank_order import using_rank_order
 
 
@@ -45,6 +47,17 @@ def report_steps(engine: LLMEngine) -> None:
     engine.step = counted
 
 
+class EngineAdapters(NamedTuple):
+    """Adapters that generation reads: vLLM's name of a projection with lora_A or lora_B -> tensor of this rank's shard.
+
+    rank: rows of every A, one of vLLM's. scale: of their products.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    rank: int
+    scale: float
+
+
 class RolloutEngine:
     """One rank's vLLM engine. All ranks of a rollout TP group must call every method with the same arguments.
 
@@ -52,7 +65,8 @@ class RolloutEngine:
     capture graphs over them, and must never move again.
     hf_overrides: settings that replace those of the folder's config.json.
     routed_layers: the layers that have experts, if the engine must be able to return the experts of every token; else
-    None. attention: of the model; its blocks of the cache and its arguments are the engine's.
+    None. attention: of the model; its blocks of the cache and its arguments are the engine's. adapters: read beside
+    `tensors`; they must not move either. None: there are none.
     """
 
     def __init__(
@@ -70,14 +84,18 @@ class RolloutEngine:
         device: Device,
         attention: AttentionPart,
         routed_layers: Sequence[int] | None = None,
+        adapters: EngineAdapters | None = None,
     ) -> None:
         inspect_in_process(architecture)
         register_shared_loader(tensors)
         returns_experts = routed_layers is not None
         given = (model_path, config, max_model_len, dtype, seed, hf_overrides, attention, returns_experts)
         arguments = engine_arguments(device.kind, *given, grid.tp_rank(dist.get_rank()))
+        adapters = adapters or EngineAdapters({}, 0, 1.0)
+        if adapters.tensors:
+            arguments |= adapter_arguments(adapters.rank, adapters.tensors)
         keep_current_stream(device.torch_device)
-        with using_rank_order(rank_order(grid)):
+        with using_rank_order(rank_order(grid)), using_adapters(adapters.tensors, adapters.scale):
             self.llm = LLM(**arguments)
         self.groups: RolloutGroups = read_rollout_groups(grid)
         runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
@@ -85,7 +103,8 @@ class RolloutEngine:
         report_steps(self.llm.llm_engine)
         self.kv_cache = KVCache(list(runner.kv_caches))
         self._places = places(self.model, self.kv_cache.tensors)
-        self.requests = UnfinishedRequests(self.llm.llm_engine, eos_token_ids, routed_layers or ())
+        request = LoRARequest("policy", 1, str(model_path)) if adapters.tensors else None
+        self.requests = UnfinishedRequests(self.llm.llm_engine, eos_token_ids, routed_layers or (), request)
 
     def wake(self) -> None:
         """Allocate the KV cache and drop cached prefixes. Raises RuntimeError if the engine still has requests, and

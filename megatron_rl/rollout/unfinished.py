@@ -13,6 +13,7 @@ import torch.distributed as dist
 from vllm import SamplingParams
 from vllm.distributed import parallel_state
 from vllm.logprobs import FlatLogprobs
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -56,15 +57,23 @@ def token_log_probs(answer: CompletionOutput) -> list[float]:
 class UnfinishedRequests:
     """The unfinished requests of one engine. All ranks of a rollout TP group must make the same calls.
 
-    routed_layers: the layers that have experts, of an engine that returns the experts of every token.
+    routed_layers: the layers that have experts, of an engine that returns the experts of every token. adapter: what
+    every request names, if the engine reads one.
     Raises ValueError if the engine schedules asynchronously, because a step would end while another one runs.
     """
 
-    def __init__(self, engine: LLMEngine, eos_token_ids: Sequence[int], routed_layers: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        engine: LLMEngine,
+        eos_token_ids: Sequence[int],
+        routed_layers: Sequence[int] = (),
+        adapter: LoRARequest | None = None,
+    ) -> None:
         if engine.vllm_config.scheduler_config.async_scheduling:
             raise ValueError("counted steps need an engine without asynchronous scheduling (async_scheduling=False)")
         self._engine = engine
         self._eos_token_ids, self._routed_layers = eos_token_ids, list(routed_layers)
+        self._adapter = adapter
         self._names: dict[int, str] = {}  # request -> vLLM's own name for it
 
     @property
@@ -129,7 +138,9 @@ class UnfinishedRequests:
         params = sampling_params(start.sampling, start.seed, self._eos_token_ids, start.max_tokens, kind)
         # A cached prefix of other weights must not match.
         prompt = {"prompt_token_ids": list(start.token_ids), "cache_salt": f"version {version}"}
-        self._names[start.request] = self._engine.add_request(str(start.request), prompt, params)
+        self._names[start.request] = self._engine.add_request(
+            str(start.request), prompt, params, lora_request=self._adapter
+        )
 
 
 def experts_of_tokens(answer: CompletionOutput, layers: Sequence[int]) -> torch.Tensor:

@@ -75,7 +75,7 @@ class Mapped:
         grid = RolloutGrid(worker.groups.grid, config.actor_rollout_ref.rollout.tensor_model_parallel_size)
         wanted = grid.place(worker.groups.rank, VOCAB_PADDING)
         self.group, self.rank = worker.groups.exchange_group, worker.groups.rank
-        self.own = flat_parameters(worker.roles["actor"].trainable, source.model.specs, source.place, wanted, node=0)
+        self.own = flat_parameters(worker.roles["actor"].base, worker.groups, source.place, wanted, node=0)
         self.tensors = {spec.tensor.name: spec.tensor for spec in source.model.specs.values()}
         self.drop_train_weights = config.actor_rollout_ref.rollout.drop_train_weights
 

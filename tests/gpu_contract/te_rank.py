@@ -48,7 +48,7 @@ def main(root: str, version: str, model: str, implementation: str, folder: str) 
     if megatrons_range().contains(version):
         found["eight_bits"] = refusals_of_eight_bits()
     (out / f"rank{rank}.json").write_text(json.dumps(found))
-    flat = flat_parameters(actor.trainable, actor.specs, actor.source.place, None, node=0)
+    flat = flat_parameters(actor.base, worker.groups, actor.source.place, None, node=0)
     slots = {
         slot.name: flat.buffers[slot.buffer][slot.offset : slot.offset + slot.shard.numel].clone()
         for slot in flat.member.held

@@ -1,0 +1,48 @@
+"""Keys of adapters (LoRA: Hu et al., "Low-Rank Adaptation of Large Language Models", arXiv:2106.09685). No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from annotated_types import Ge, Le
+
+from megatron_rl.config.constraints import AtMost, FilePath, NotNegative, OneOf
+
+LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+"""Megatron's names of the linears that adapters are for, and verl's default targets."""
+RESIDENT, REFETCH = "resident", "refetch"
+"""Where foreign stages of the base are between generations: they stay, or they are brought each time."""
+
+
+@dataclass
+class LoraConfig:
+    """The group `lora` of a role's model: W + (alpha / rank) B A, of which A and B are trained and W is frozen."""
+
+    rank: Annotated[int, Ge(0), AtMost(512)] = 0
+    """Rows of A and columns of B; 0: no adapters, the whole model is trained."""
+    alpha: NotNegative = 32.0
+    """The adapter's product is multiplied by alpha / rank."""
+    dropout: Annotated[float, Ge(0), Le(0)] = 0.0
+    """0 alone: with dropout an update would compute other log-probs than those that it compares them with."""
+    type: Annotated[str, OneOf(("canonical_lora",))] = "canonical_lora"
+    """canonical_lora: one A and one B for each of q, k, v, o, gate, up and down, as PEFT has them."""
+    target_modules: list[str] = field(default_factory=lambda: list(LINEARS))
+    """linear_qkv | linear_proj | linear_fc1 | linear_fc2, q_proj and so on, all-linear, or full names with wildcards:
+    *.layers.0.*.linear_qkv."""
+    exclude_modules: list[str] = field(default_factory=list)
+    """Names as in target_modules that get no adapter."""
+    adapter_path: FilePath | None = None
+    """PEFT folder to start from: adapter_config.json and safetensors."""
+    merge: bool = False
+    """false alone: generation adds the adapters' products, and reads them where they are trained."""
+    lora_A_init_method: Annotated[str, OneOf(("xavier", "kaiming", "normal"))] = "xavier"  # noqa: N815  verl's name
+    """How A is drawn; B starts at 0. normal: with a standard deviation of 1 / rank, as PEFT's gaussian."""
+    base: Annotated[str, OneOf((RESIDENT, REFETCH))] = RESIDENT
+    """The frozen weights of other stages, which generation needs: resident: brought once, and kept on the device |
+    refetch: brought for each generation."""
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank: the factor of the product."""
+        return self.alpha / max(1, self.rank)
