@@ -21,6 +21,7 @@ COMMON_PATCHES = (
     "third_party_patches.vllm.queue_name",
     "third_party_patches.vllm.rank_order",
     "third_party_patches.vllm.adapter_views",
+    "third_party_patches.vllm.experts_without_adapters",
     "third_party_patches.vllm.routed_experts_everywhere",
 )
 CPU_PATCHES = (

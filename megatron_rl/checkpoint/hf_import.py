@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def global_name(name: str, first_layer: int) -> str:
 
 @torch.no_grad()
 def load_hf_weights(
-    named_parameters: dict[str, torch.nn.Parameter], specs: dict[str, ParamSpec], folder: HFFolder, place: Place
+    named_parameters: Mapping[str, torch.Tensor], specs: dict[str, ParamSpec], folder: HFFolder, place: Place
 ) -> None:
     """Fill this rank's parameters (global Megatron names) from the folder, one piece of a tensor at a time.
 

@@ -13,7 +13,7 @@ class AdaptedWeights:
 
     def __init__(self, base: AllGatherPPModel, adapters: AllGatherPPModel, keeps_base: bool) -> None:
         self.base, self.adapters, self.keeps_base = base, adapters, keeps_base
-        self.tensors = base.tensors
+        self.tensors, self.adapter_tensors = base.tensors, adapters.tensors
         self._has_base = self._is_verified = False
         self.lower_bound = Bytes(0, 0)
         """The least that the last gather could bring."""

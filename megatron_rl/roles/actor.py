@@ -167,12 +167,13 @@ class Actor(TrainedRole):
 
     def _join(self, address: BridgeAddress) -> None:
         from megatron_rl.hybrid_engine.bridge import BridgeSender
+        from megatron_rl.model.families import tensors_of
         from megatron_rl.roles.flat_parameters import flat_parameters
 
         rollout, source = self.rank.config.actor_rollout_ref.rollout, self.source
         self.sender = BridgeSender(
-            flat_parameters(self.base, self.rank.groups, source.place, None, self.rank.node),
-            {spec.tensor.name: spec.tensor for spec in source.model.specs.values()},
+            flat_parameters(self.trained, self.rank.groups, source.place, None, self.rank.node),
+            tensors_of(self.trained.specs),
             join_bridge(address, self.rank.groups.rank, self.rank.device, self.rank.timeout),
             bucket_bytes=rollout.update_weights_bucket_megabytes << 20,
             verify_every=rollout.verify_weights_every,

@@ -15,9 +15,10 @@ from megatron_rl.hybrid_engine.allgather_pp import Bytes
 from megatron_rl.hybrid_engine.bridge import BridgeReceiver, BrokenBridgeError
 from megatron_rl.hybrid_engine.hybrid_engine import TransitionReport
 from megatron_rl.hybrid_engine.plan import Member
-from megatron_rl.model.families import VOCAB_PADDING
+from megatron_rl.model.families import VOCAB_PADDING, tensors_of
 from megatron_rl.observe.memory_ledger import storage_bytes
 from megatron_rl.parallel.rank_grid import RolloutGrid
+from megatron_rl.parallel.sharding import Place, shard_of
 from megatron_rl.roles.bridge_address import AcrossBridge, BridgeAddress, BridgeCalls, join_bridge
 from megatron_rl.roles.rank import Rank
 
@@ -170,13 +171,22 @@ class ReceivedWeights:
 
     lower_bound = Bytes(0, 0)
 
-    def __init__(self, receiver: BridgeReceiver, rank: Rank, grid: RolloutGrid, replica: int) -> None:
-        """replica: the number of this rank's in the run."""
+    def __init__(
+        self,
+        receiver: BridgeReceiver,
+        rank: Rank,
+        grid: RolloutGrid,
+        replica: int,
+        base: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        """replica: the number of this rank's in the run. base: the weights beside which adapters arrive; None: whole
+        weights arrive.
+        """
         self.receiver = receiver
         self.arrivals = Arrivals(receiver, rank.device.torch_device, replica)
         self._rank, self._grid = rank, grid
-        self.tensors = receiver.tensors
-        for tensor in self.tensors.values():
+        self.tensors, self.adapter_tensors = (receiver.tensors, {}) if base is None else (base, receiver.tensors)
+        for tensor in receiver.tensors.values():
             tensor.zero_()  # vLLM runs once while it is built, before the first weights come
 
     def join(self, address: BridgeAddress) -> None:
@@ -206,7 +216,8 @@ class ReceivedWeights:
     def memory(self) -> dict[str, int]:
         """The shard, and the second buffer."""
         arriving = {"arriving weights": self.receiver.arriving_bytes} if self.receiver.has_second_buffer else {}
-        return {"rollout weights": storage_bytes(list(self.tensors.values()))} | arriving
+        held = storage_bytes([*self.tensors.values(), *self.adapter_tensors.values()])
+        return {"rollout weights": held} | arriving
 
     def gather(self) -> Bytes:
         """Switch to the weights that have arrived, if generation reads none yet."""
@@ -232,17 +243,32 @@ class ReceivedWeights:
 def received_weights(
     bridge: AcrossBridge, spec: RoleSpec, rank: Rank, source: ModelSource, grid: RolloutGrid
 ) -> ReceivedWeights:
-    """Memory for the rollout shard that will come over a bridge."""
+    """Memory for the rollout shard that will come over a bridge; of a policy with adapters these come alone, and the
+    base is read from its folder.
+    """
+    place, dtype = grid.place(rank.groups.rank, VOCAB_PADDING), torch_dtype(spec.megatron.dtype)
     receiver = BridgeReceiver(
-        grid.place(rank.groups.rank, VOCAB_PADDING),
-        {param.tensor.name: param.tensor for param in source.model.specs.values()},
-        torch_dtype(spec.megatron.dtype),
+        place,
+        tensors_of(source.adapter_specs or source.model.specs),
+        dtype,
         rank.device.torch_device,
         bucket_bytes=spec.settings.update_weights_bucket_megabytes << 20,
         verify_every=spec.settings.verify_weights_every,
         second_buffer=bridge.second_buffer,
     )
-    return ReceivedWeights(receiver, rank, grid, grid.replica(rank.groups.rank) + bridge.first_replica)
+    base = base_shard(source, place, dtype, rank.device.torch_device) if source.adapter_specs else None
+    return ReceivedWeights(receiver, rank, grid, grid.replica(rank.groups.rank) + bridge.first_replica, base)
+
+
+def base_shard(source: ModelSource, place: Place, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+    """vLLM's name -> this place's shard of a folder's weights. Raises ConfigError as `load_hf_weights`."""
+    from megatron_rl.checkpoint.hf_import import HFFolder, load_hf_weights
+
+    specs = {spec.tensor.name: spec for spec in source.model.specs.values()}
+    shards = {name: shard_of(spec.tensor, place) for name, spec in specs.items()}
+    tensors = {name: torch.empty(shard.shape, dtype=dtype, device=device) for name, shard in shards.items()}
+    load_hf_weights(tensors, specs, HFFolder(source.path), place)
+    return tensors
 
 
 def torch_dtype(name: str) -> torch.dtype:

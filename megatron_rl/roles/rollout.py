@@ -212,13 +212,15 @@ class PassScratch:
         """Do nothing: the next pass makes it."""
 
 
-def adapters_of(weights: Any, lora: LoraConfig) -> EngineAdapters | None:
+def adapters_of(
+    weights: AllGatherPPModel | AdaptedWeights | ReceivedWeights, lora: LoraConfig
+) -> EngineAdapters | None:
     """The adapters that generation reads; None if it reads whole weights alone."""
     from megatron_rl.rollout.engine import EngineAdapters
 
-    if not isinstance(weights, AdaptedWeights):
+    if not lora.rank or isinstance(weights, AllGatherPPModel):
         return None
-    return EngineAdapters(weights.adapters.tensors, held_rank(lora.rank), lora.scale)
+    return EngineAdapters(weights.adapter_tensors, held_rank(lora.rank), lora.scale)
 
 
 def all_offloadable(neighbours: Mapping[str, Role]) -> list[Offloadable]:

@@ -93,10 +93,13 @@ def projections_of(specs: Mapping[str, ParamSpec]) -> list[Projection]:
 
 
 def adapted(specs: Mapping[str, ParamSpec], lora: LoraConfig) -> list[Projection]:
-    """The matrices that `lora` gives adapters to. Raises ConfigError for an element that names none."""
+    """The matrices that `lora` gives adapters to. Raises ConfigError for an element that names none.
+
+    Megatron's own names may: linear_fc1 of a model whose MLPs are experts, which have no adapters.
+    """
     candidates = projections_of(specs)
     for pattern in [*lora.target_modules, *lora.exclude_modules]:
-        if not any(each.matches(pattern) for each in candidates):
+        if pattern not in LINEARS and not any(each.matches(pattern) for each in candidates):
             names = sorted({alias for each in candidates for alias in each.aliases})
             raise ConfigError(f"{pattern} names no linear of the model; nearest: {nearest_name(pattern, names)}")
     return [each for each in candidates if _any(each, lora.target_modules) and not _any(each, lora.exclude_modules)]

@@ -1,0 +1,307 @@
+"""Adapters against PEFT: log-probs, gradients, greedy tokens, and the bytes of transitions, in every layout.
+
+Why no number can depend on the layout: A's product of a linear that is cut by outputs is the same on all TP ranks, and
+what comes back to it is summed over them; of a linear that is cut by inputs A's product is summed, so B sees the whole.
+Under sequence parallelism the same sums run over parts of the tokens, and Megatron adds up the gradients of the half
+that is whole on every rank. Stages and replicas treat an adapter as any other parameter.
+
+Not exercised: 16 bits, CUDA's kernels, vLLM's on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from rollout_checks import EOS, GREEDY, RANDOM, logprob_difference, prompts, round_trip, tokens
+from test_layout_parity import NUM_ROWS, OPTIMIZER, collected, relative
+from tiny_models import random_batch, run_config, save_llama, save_qwen2, save_qwen3_moe
+
+from megatron_rl.columns import ACTOR_UPDATE, SCORING
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+RANK, ALPHA = 4, 10.0
+"""vLLM holds 8 rows. The scale is 2.5, which vLLM does not have by itself."""
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def peft_model(model_path: str, folder: Path | None = None, linears: Sequence[str] = LINEARS) -> Any:
+    """transformers' model with the adapter in `folder`, or with a new one of `linears`, whose B is drawn too."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    from megatron_rl.controller.report import hf_model
+
+    base = hf_model(model_path).requires_grad_(False)
+    if folder is not None:
+        return PeftModel.from_pretrained(base, folder, is_trainable=True)
+    settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(linears), task_type="CAUSAL_LM")
+    model = get_peft_model(base, settings)
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    return model
+
+
+def adapted_rank(config) -> dict:
+    """Everything that the tests look at, from one build of actor, reference and rollout."""
+    from megatron_rl.config.roles import Placement
+    from megatron_rl.roles.host import RankHost
+    from megatron_rl.roles.model_source import named_parameters
+
+    worker = RankHost(config)
+    for role in ("actor", "reference", "rollout"):
+        if role in Placement.of(config).roles:
+            worker.build(role)
+    actor, where = worker.roles["actor"], worker.coordinates()
+    rows = torch.arange(NUM_ROWS).tensor_split(where.dp_size)[where.dp_rank]
+    mine = random_batch(NUM_ROWS)[rows]
+
+    def score(method) -> torch.Tensor | None:
+        scores = method(mine.read_by(SCORING))
+        return None if scores is None else scores.flat(scores.names[0])
+
+    def held() -> dict[str, torch.Tensor]:
+        named = named_parameters(actor.trainable.models)
+        return {name: named[name].detach().clone() for name in actor.trained.parameters}
+
+    result: dict[str, Any] = {"where": where, "place": actor.source.place, "before": held()}
+    frozen = [buffer.param_data.clone() for buffer in actor.trainable.frozen]
+    result["log_probs"] = score(actor.log_probs)
+    result["ref_log_probs"] = score(worker.roles["reference"].log_probs)
+    greedy, first = round_trip(worker, GREEDY)
+    sampled, second = round_trip(worker, RANDOM)
+    result |= {"greedy": tokens(greedy), "reports": [first, second]}
+    result["difference"] = logprob_difference(worker, sampled)
+    result["update"] = actor.update(mine.read_by(ACTOR_UPDATE))
+    result["after"] = held()
+    result["log_probs_after"] = score(actor.log_probs)
+    again, _ = round_trip(worker, GREEDY)
+    result["greedy_after"] = tokens(again)
+    result["difference_after"] = logprob_difference(worker, again)
+    buffers = actor.trainable.frozen
+    result["base_moved"] = not all(torch.equal(b.param_data, was) for b, was in zip(buffers, frozen, strict=True))
+    result["memory"] = worker.owned_memory()
+    return result
+
+
+def whole_adapters(results: list[dict], field: str, specs) -> dict[str, torch.Tensor]:
+    """PEFT's names -> whole tensors, cut to the rank that was asked for, from all ranks' shards."""
+    from megatron_rl.checkpoint.hf_tensors import hf_tensors, pieces, put_together
+
+    held = {rank: r[field] for rank, r in enumerate(results)}
+    places = {rank: r["place"] for rank, r in enumerate(results)}
+    whole = {}
+    for tensor in hf_tensors(specs):
+        holders = [rank for rank, weights in held.items() if tensor.parameter in weights]
+        parts = pieces(tensor, holders, places)
+        found = put_together(tensor, ((p, held[p.rank][tensor.parameter][p.source]) for p in parts))
+        is_a = tensor.name.endswith("lora_A.weight")
+        beyond = found[RANK:] if is_a else found[:, RANK:]
+        assert not beyond.any(), f"{tensor.name}: rows beyond the rank are not 0"
+        whole[tensor.name] = found[:RANK] if is_a else found[:, :RANK]
+    return whole
+
+
+def log_probs_of(model: Any) -> torch.Tensor:
+    """Log-prob of every sampled token of the batch, one row after the other."""
+    batch, found = random_batch(NUM_ROWS), []
+    for ids, length in zip(batch["input_ids"].unbind(), batch.num_sampled.tolist(), strict=True):
+        log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        found.append(log_probs.gather(-1, ids[1:, None])[-length:, 0])
+    return torch.cat(found)
+
+
+@torch.no_grad()
+def greedy_of(model: Any) -> list[list[int]]:
+    answers = []
+    for row in prompts().prompt_ids.unbind():
+        ids = row.tolist()
+        for _ in range(GREEDY.max_tokens):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+            if ids[-1] == EOS:
+                break
+        answers.append(ids[len(row) :])
+    return answers
+
+
+class Oracle:
+    """What transformers with PEFT computes: before, one PPO update of the adapters by hand, and after."""
+
+    def __init__(self, model_path: str, folder: Path, linears: Sequence[str] = LINEARS) -> None:
+        from safetensors.torch import load_file
+
+        self.model_path, self.folder = model_path, folder
+        peft_model(model_path, None, linears).save_pretrained(folder)
+        self.file = load_file(folder / "adapter_model.safetensors")
+        model = peft_model(model_path, folder)
+        log_probs = log_probs_of(model)
+        self.log_probs, self.greedy = log_probs.detach(), greedy_of(model)
+        with torch.no_grad(), model.disable_adapter():
+            self.ref_log_probs = log_probs_of(model)
+        advantages = random_batch(NUM_ROWS).flat("advantages")
+        (-(advantages * log_probs).mean()).backward()
+        named = {name.replace(".default.", "."): p for name, p in model.named_parameters() if p.requires_grad}
+        assert named.keys() == self.file.keys()
+        norm = torch.stack([p.grad.norm() for p in named.values()]).norm()
+        self.grad_norm, self.after = float(norm), {}
+        factor = min(1.0, 1.0 / (self.grad_norm + 1e-6))
+        with torch.no_grad():
+            for name, parameter in named.items():
+                grad = parameter.grad * factor
+                # Adam's first step, whose moments are the gradient and its square.
+                parameter -= OPTIMIZER["lr"] * grad / (grad.abs() + OPTIMIZER["eps"])
+                self.after[name] = parameter.detach().clone()
+            self.log_probs_after, self.greedy_after = log_probs_of(model), greedy_of(model)
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory) -> Oracle:
+    folder = tmp_path_factory.mktemp("dense")
+    return Oracle(save_qwen2(folder / "model"), folder / "peft")
+
+
+@pytest.fixture(scope="module")
+def expert_oracle(tmp_path_factory) -> Oracle:
+    """Of a model whose MLPs are experts, which have no adapters."""
+    folder = tmp_path_factory.mktemp("experts")
+    return Oracle(save_qwen3_moe(folder / "model"), folder / "peft", LINEARS[:4])
+
+
+def run_adapted(oracle: Oracle, world_size: int, tp_size: int, pp_size: int, **keys) -> list[dict]:
+    lora = {"rank": RANK, "alpha": ALPHA, "adapter_path": str(oracle.folder)}
+    overrides: dict[str, Any] = {f"actor_rollout_ref__model__lora__{key}": value for key, value in lora.items()}
+    overrides |= {f"actor_rollout_ref__actor__optim__{key}": value for key, value in OPTIMIZER.items()}
+    overrides |= {f"actor_rollout_ref__{key}": value for key, value in keys.items()}
+    return run_ranks(world_size, adapted_rank, run_config(oracle.model_path, tp_size, pp_size, **overrides))
+
+
+def check(results: list[dict], oracle: Oracle) -> None:
+    """Everything against PEFT: 1e-5 relative, log-probs of vLLM 5e-5, tokens exactly."""
+    from megatron_rl.config.lora import LoraConfig
+    from megatron_rl.model.families import Model
+    from megatron_rl.model.families.adapter_params import adapter_specs
+
+    specs = adapter_specs(Model.read(oracle.model_path).specs, LoraConfig(rank=RANK))
+    wanted = {name for name, spec in specs.items() if spec.hf_names[0] in oracle.file}
+    assert wanted == specs.keys()
+    for field in ("log_probs", "ref_log_probs", "log_probs_after"):
+        assert relative(collected(results, field), getattr(oracle, field)) < 1e-5, field
+    assert relative(oracle.log_probs, oracle.ref_log_probs) > 1e-2  # the adapters do something
+    assert all(r["update"]["actor/grad_norm"] == pytest.approx(oracle.grad_norm, rel=1e-5) for r in results)
+    for field, expected in (("before", oracle.file), ("after", oracle.after)):
+        found = whole_adapters(results, field, specs)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert relative(found[name], tensor) < 1e-5, name
+    by_replica = {r["where"].replica: r for r in results}
+    for field in ("greedy", "greedy_after"):
+        assert all(r[field] == getattr(oracle, field) for r in by_replica.values()), field
+    differences = [r[name] for r in results for name in ("difference", "difference_after") if r[name] is not None]
+    assert differences and max(differences) < 5e-5
+    assert not any(r["base_moved"] for r in results)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "tp_size", "pp_size", "keys"),
+    [
+        pytest.param(1, 1, 1, {}, id="one"),
+        pytest.param(4, 2, 2, {"actor__megatron__sequence_parallel": True}, id="TP2xPP2-SP"),
+    ],
+)
+def test_adapters_equal_peft(oracle: Oracle, world_size: int, tp_size: int, pp_size: int, keys: dict) -> None:
+    """Would not catch an error of 16 bits. The base is brought once: later transitions move adapters alone."""
+    results = run_adapted(oracle, world_size, tp_size, pp_size, **keys)
+    check(results, oracle)
+    specs_bytes = sum(tensor.nbytes for tensor in results[0]["before"].values())
+    for result in results:
+        for report in result["reports"]:
+            assert report.bytes_received == report.lower_bound_bytes
+            assert report.bytes_received <= (pp_size - 1) * 2 * specs_bytes
+
+
+A_LAYOUT = "actor__megatron__"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("world_size", "tp_size", "pp_size", "keys"),
+    [
+        pytest.param(2, 2, 1, {}, id="TP2"),
+        pytest.param(2, 1, 2, {"model__lora__base": "refetch"}, id="PP2-refetch"),
+        pytest.param(2, 1, 1, {"model__use_remove_padding": False}, id="DP2-padded"),
+        pytest.param(2, 1, 1, {f"{A_LAYOUT}context_parallel_size": 2}, id="CP2"),
+        pytest.param(4, 1, 2, {f"{A_LAYOUT}virtual_pipeline_model_parallel_size": 2}, id="PP2xVPP2xDP2"),
+        pytest.param(
+            2, 2, 1, {f"{A_LAYOUT}override_transformer_config__recompute_granularity": "full"}, id="recomputed"
+        ),
+        pytest.param(
+            2, 2, 1, {"rollout__drop_train_weights": True, "rollout__tensor_model_parallel_size": 1}, id="dropped"
+        ),
+    ],
+)
+def test_adapters_equal_peft_in_further_layouts(
+    oracle: Oracle, world_size: int, tp_size: int, pp_size: int, keys: dict
+) -> None:
+    """Would not catch an error of 16 bits."""
+    if "recompute_granularity" in "".join(keys):
+        keys = keys | {
+            f"{A_LAYOUT}override_transformer_config__recompute_{name}": value
+            for name, value in (("method", "uniform"), ("num_layers", 1))
+        }
+    check(run_adapted(oracle, world_size, tp_size, pp_size, **keys), oracle)
+
+
+@pytest.mark.exhaustive
+def test_merged_ranks_have_the_same_adapters(tmp_path: Path) -> None:
+    """TP4 for training, TP2 for generation: two ranks' shards of B become one. Would not catch an error of 16 bits."""
+    oracle = Oracle(save_llama(tmp_path / "model", num_key_value_heads=4), tmp_path / "peft")
+    check(run_adapted(oracle, 4, 4, 1, rollout__tensor_model_parallel_size=2), oracle)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("world_size", "keys"),
+    [pytest.param(1, {}, id="one"), pytest.param(2, {f"{A_LAYOUT}expert_model_parallel_size": 2}, id="EP2")],
+)
+def test_adapters_beside_experts_equal_peft(expert_oracle: Oracle, world_size: int, keys: dict) -> None:
+    """Attention has adapters, experts have none. Would not catch adapters of experts, of which there are none."""
+    check(run_adapted(expert_oracle, world_size, 1, 1, **keys), expert_oracle)
+
+
+def fresh_rank(config) -> dict:
+    """Log-probs of actor and reference before any update, and each rank's A."""
+    from megatron_rl.roles.host import RankHost
+
+    worker = RankHost(config)
+    worker.build("actor")
+    worker.build("reference")
+    batch = random_batch(NUM_ROWS).read_by(SCORING)
+    scores = [worker.roles[name].log_probs(batch) for name in ("actor", "reference")]
+    actor = worker.roles["actor"]
+    memory = worker.roles["reference"].memory()
+    held = {name: p.detach().clone() for name, p in actor.trained.parameters.items()}
+    flat = [None if each is None else each.flat(each.names[0]) for each in scores]
+    return {"scores": flat, "place": actor.source.place, "held": held, "memory": memory}
+
+
+def test_new_adapters_are_the_reference(oracle: Oracle) -> None:
+    """KL is exactly 0 before the first update, the reference takes no memory, and A does not depend on the layout."""
+    from megatron_rl.config.lora import LoraConfig
+    from megatron_rl.model.families import Model
+    from megatron_rl.model.families.adapter_params import adapter_specs
+
+    keys = {"actor_rollout_ref__model__lora__rank": RANK}
+    alone = run_ranks(1, fresh_rank, run_config(oracle.model_path, 1, 1, **keys))
+    cut = run_ranks(2, fresh_rank, run_config(oracle.model_path, 2, 1, **keys))
+    specs = adapter_specs(Model.read(oracle.model_path).specs, LoraConfig(rank=RANK))
+    for results in (alone, cut):
+        assert all(torch.equal(*r["scores"]) and not r["memory"] for r in results)
+    whole, others = (whole_adapters(results, "held", specs) for results in (alone, cut))
+    assert all(torch.equal(tensor, others[name]) for name, tensor in whole.items())
+    assert all(tensor.any() == name.endswith("lora_A.weight") for name, tensor in whole.items())
