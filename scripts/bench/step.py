@@ -2,6 +2,7 @@
 
     python scripts/bench/step.py [--trl-python PYTHON] [--sizes small tiny] [--rounds 7] [--arms local ray trl]
     python scripts/bench/step.py --against CHECKOUT [--sizes tiny] [--arms local ray]
+    python scripts/bench/step.py --against . --arms local --other-keys actor_rollout_ref.model.lora.rank=32
 
 PYTHON belongs to an environment of its own, with TRL in it; nothing of this package needs it. Without one the commands
 that make it are printed. CHECKOUT is a folder with another commit of this repository (`git worktree add`): the names of
@@ -37,6 +38,7 @@ TRL = ("torch==2.13.0", "transformers==5.16.1", "trl==1.16.0")
 LR, WEIGHT_DECAY, KL_COEF = 1e-6, 0.01, 0.001
 OTHER = "_other"
 """Behind the names of the arms that run another checkout's code."""
+UPDATE = "timing_s/update_actor"
 TRL_SETTINGS = {"bf16": False, "gradient_checkpointing": False}
 """Both are on by default, and both make it slower on these cores."""
 
@@ -208,7 +210,8 @@ def command_of(arm: str, size: Size, folder: Path, steps: int, asked: list[str],
     if arm != "trl":
         config = folder / f"{arm}.yaml"
         config.write_text(yaml.safe_dump(our_config(size, folder, steps)))
-        overrides = [f"trainer.default_local_dir={folder / arm}", *options.ours]
+        own = options.other_keys if arm.endswith(OTHER) else []
+        overrides = [f"trainer.default_local_dir={folder / arm}", *options.ours, *own]
         script = repository_of(arm, options) / "scripts/bench/step_ours.py"
         return [sys.executable, str(script), str(config), arm.removesuffix(OTHER), *overrides]
     job = {
@@ -262,7 +265,14 @@ def report(size: Size, taken: Mapping[str, list[dict]]) -> dict:
             ratios = [one / other for one, other in zip(said[above][name], said[below][name], strict=True)]
             said[below][f"ratio of {name}"] = ratios
             print(f"  {above} / {below}, {name.replace('_', ' ')}: {spread(ratios)}")
+        print(f"  {above} / {below}, {UPDATE}: {spread(ratios_of_phase(taken[above], taken[below], UPDATE))}")
     return said
+
+
+def ratios_of_phase(steps: Sequence[dict], others: Sequence[dict], phase: str) -> list[float]:
+    """Of the seconds of one phase, round by round; without those that lack it."""
+    pairs = [(one["phases"].get(phase), other["phases"].get(phase)) for one, other in zip(steps, others, strict=True)]
+    return [one / other for one, other in pairs if one and other] or [float("nan")]
 
 
 def phases_of(steps: Sequence[dict]) -> list[str]:
@@ -303,6 +313,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=1, help="rounds before those")
     parser.add_argument("--threads", type=int, default=2, help="of each process")
     parser.add_argument("--ours", nargs="*", default=[], help="dotted overrides of this package's configuration")
+    parser.add_argument("--other-keys", nargs="*", default=[], help="the same, of the arms of --against alone")
     parser.add_argument("--trl-passes", type=int, help="forward and backward passes of a step of TRL's")
     parser.add_argument("--trl-settings", default="{}", help="JSON: further fields of its GRPOConfig")
     parser.add_argument("--json", type=Path, help="write all figures there")
