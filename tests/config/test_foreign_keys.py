@@ -268,7 +268,8 @@ def test_tools_and_turns_of_verl_have_keys_here():
 @pytest.mark.parametrize(
     ("override", "feature"),
     [
-        ("actor_rollout_ref.model.lora_rank=8", "LoRA"),
+        ("reward_model.model.lora_rank=8", "LoRA"),
+        ("actor_rollout_ref.model.lora.lora_B_init_method=xavier", "another start of B"),
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=4", "Ulysses sequence parallelism"),
         ("actor_rollout_ref.rollout.multi_turn.interaction_config_path=asks.yaml", "interactions of verl's files"),
         (f"+{MEGATRON}.override_transformer_config.fp4=e2m1", "FP4 training"),
@@ -280,6 +281,27 @@ def test_tools_and_turns_of_verl_have_keys_here():
 def test_features_have_names(override, feature):
     """By hand. Would not catch a feature whose switch is another key."""
     assert [(kind, name) for kind, _, name in notes(override)] == [("not supported", feature)]
+
+
+ACTORS, CANONICAL = "actor_rollout_ref.model", {"actor_rollout_ref.model.lora.type": "canonical_lora"}
+
+
+@pytest.mark.parametrize(
+    ("override", "kind", "becomes"),
+    [
+        (f"{ACTORS}.lora_rank=64", "renamed", {f"{ACTORS}.lora.rank": 64}),
+        ("critic.model.lora_alpha=16", "renamed", {"critic.model.lora.alpha": 16}),
+        (f"{ACTORS}.lora_adapter_path=adapter", "renamed", {f"{ACTORS}.lora.adapter_path": "adapter"}),
+        (f"{ACTORS}.target_modules=all-linear", "ignored", {}),
+        (f"{ACTORS}.target_modules=[q_proj]", "renamed", {f"{ACTORS}.lora.target_modules": ["q_proj"]}),
+        (f"{ACTORS}.lora.type=lora", "renamed", CANONICAL),
+        (f"{ACTORS}.lora.merge=true", "renamed", {f"{ACTORS}.lora.merge": False}),
+        (f"{ACTORS}.lora.lora_B_init_method=zero", "ignored", {}),
+    ],
+)
+def test_adapters_of_verl(override, kind, becomes):
+    """Keys of its Megatron and FSDP engines, by hand. Would not catch a detail that has no row."""
+    assert [(found, settings) for found, settings, _ in notes(override)] == [(kind, becomes)]
 
 
 def test_what_verl_counts_in_samples_and_transfers_is_counted_in_steps():

@@ -214,7 +214,7 @@ def test_exit_codes_of_the_command(tmp_path):
     said = {}
     for arguments in (
         ("--out", str(out), "--", "+trainer.nnodes=1", "trainer.max_actor_ckpt_to_keep=2"),
-        ("--", "+actor_rollout_ref.model.lora_rank=8"),
+        ("--", "+reward_model.model.lora_rank=8"),
         ("no_such.sh",),
     ):
         finished = subprocess.run(
