@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megatron_rl.device import has_varlen_attention
+from megatron_rl.device import has_varlen_attention, in_one_copy
 from megatron_rl.model.shaped_attention import by_group, by_head, by_token
 
 SMALLEST_TILE = 1 << 16
@@ -25,16 +25,16 @@ SMALLEST_TILE = 1 << 16
 
 @dataclass(frozen=True)
 class Pieces:
-    """Tokens end to end in pieces of these lengths. Each piece belongs to another segment."""
+    """Tokens end to end in pieces of these lengths. Each piece belongs to another segment. boundaries: see
+    `boundaries_of`, on the device of the tokens.
+    """
 
     lengths: tuple[int, ...]
-    device: torch.device
+    boundaries: Tensor
 
-    @cached_property
-    def boundaries(self) -> Tensor:
-        """int32 [pieces + 1], from 0 on."""
-        ends = torch.tensor((0, *self.lengths)).cumsum(0)
-        return ends.to(self.device, torch.int32)
+    @classmethod
+    def of(cls, lengths: tuple[int, ...], device: torch.device) -> Pieces:
+        return cls(lengths, boundaries_of(lengths).to(device))
 
     @cached_property
     def longest(self) -> int:
@@ -43,7 +43,13 @@ class Pieces:
     def rows(self, which: Sequence[int]) -> Tensor:
         """int64 [pieces, length]: positions of the tokens of some pieces, all of one length."""
         starts = torch.tensor((0, *self.lengths)).cumsum(0)[torch.tensor(which)]
-        return (starts[:, None] + torch.arange(self.lengths[which[0]])[None]).to(self.device)
+        rows = starts[:, None] + torch.arange(self.lengths[which[0]])[None]
+        return in_one_copy([{"rows": rows}], self.boundaries.device)[0]["rows"]
+
+
+def boundaries_of(lengths: Sequence[int]) -> Tensor:
+    """Return where pieces of these lengths begin and end: int32 [pieces + 1], from 0 on, on the CPU."""
+    return torch.tensor((0, *lengths)).cumsum(0).to(torch.int32)
 
 
 @dataclass(frozen=True)

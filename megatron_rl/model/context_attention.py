@@ -17,9 +17,9 @@ Legend: t tokens of this rank, N query heads and K key/value heads of this TP ra
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megatron_rl.device import has_varlen_attention
 from megatron_rl.model.attention import CausalAttention, bucketed, varlen
-from megatron_rl.model.block_attention import Facing, Merged, Pieces, block_backward, block_forward
+from megatron_rl.model.block_attention import Facing, Merged, Pieces, block_backward, block_forward, boundaries_of
 from megatron_rl.model.key_exchange import ChangeParts, Gathered, KeyExchange, Ring
 from megatron_rl.model.segments import Segments
 from megatron_rl.parallel.zigzag import zigzag_columns
@@ -42,11 +42,22 @@ class ContextSegments(Segments):
     lengths: of all segments, row after row; padded rows are segments of one length. positions: int64 [S / C], of the
     columns of a row that this rank reads. Megatron's own `cp_group` stays unset; with it Megatron would split the
     rotary angles.
+
+    For blocks of keys: own_boundaries and chunk_boundaries, int32 [segments + 1], of this rank's parts of the segments
+    and of their first chunks, or second ones, alone; first_chunks, second_chunks: int64 [t / 2], the tokens of these.
+    For heads: the tensors of `Segments`, of the whole segments; order: int64 [C * t], positions in the whole segments
+    of the tokens of all ranks, rank after rank; back: its inverse.
     """
 
     lengths: tuple[int, ...] = ()
     size: int = 1
     group: dist.ProcessGroup | None = None
+    own_boundaries: Tensor | None = None
+    chunk_boundaries: Tensor | None = None
+    first_chunks: Tensor | None = None
+    second_chunks: Tensor | None = None
+    order: Tensor | None = None
+    back: Tensor | None = None
 
     @classmethod
     def cut(
@@ -56,25 +67,28 @@ class ContextSegments(Segments):
         columns: Tensor,
         size: int,
         group: dist.ProcessGroup | None = None,
+        how: str | None = None,
+        with_slots: bool = True,
     ) -> ContextSegments:
-        """lengths: of the segments of one row, each a multiple of 2 * C. columns: `zigzag_columns` of this rank. size:
-        C. group: the group of attention.
+        """lengths: of the segments of one row, each a multiple of 2 * C. columns: `zigzag_columns` of this rank, on the
+        device that tensors are wanted on. size: C. group: the group of attention. how: one of `cp_comm_type`, which
+        alone can be computed; None: all. with_slots: see `Segments.on_host`.
         """
         sizes = torch.tensor(lengths)
         positions = torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-        return cls(
+        segments = cls(
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
-            positions=positions.to(columns.device)[columns],
+            positions=positions[columns.cpu()],
             lengths=lengths * num_rows,
             size=size,
             group=group,
         )
-
-    @property
-    def device(self) -> torch.device:
-        assert self.positions is not None  # only Megatron's own class has none
-        return self.positions.device
+        if how != A2A:
+            segments = segments._with_chunks()
+        if how is None or how == A2A:
+            segments = segments._with_whole(with_slots)
+        return segments.with_tensors({name: x.to(columns.device) for name, x in segments.tensors().items()})
 
     # Blocks of keys
 
@@ -84,15 +98,31 @@ class ContextSegments(Segments):
         """
         if source == rank:
             return self._same, None, None
-        return (self._earlier, None, self._halves[0]) if source < rank else (self._later, self._halves[1], None)
+        return (self._earlier, None, self.first_chunks) if source < rank else (self._later, self.second_chunks, None)
+
+    def _with_chunks(self) -> Self:
+        chunks = torch.tensor(self._lengths_over(2 * self.size))
+        is_second = torch.tensor([False, True]).repeat(len(chunks)).repeat_interleave(chunks.repeat_interleave(2))
+        return replace(
+            self,
+            own_boundaries=boundaries_of(self._lengths_over(self.size)),
+            chunk_boundaries=boundaries_of(self._lengths_over(2 * self.size)),
+            first_chunks=torch.nonzero(~is_second)[:, 0],
+            second_chunks=torch.nonzero(is_second)[:, 0],
+        )
+
+    def _lengths_over(self, parts: int) -> tuple[int, ...]:
+        return tuple(length // parts for length in self.lengths)
 
     @cached_property
     def _own(self) -> Pieces:
-        return Pieces(tuple(length // self.size for length in self.lengths), self.device)
+        assert self.own_boundaries is not None  # only those that were cut for heads have none
+        return Pieces(self._lengths_over(self.size), self.own_boundaries)
 
     @cached_property
     def _chunks(self) -> Pieces:
-        return Pieces(tuple(length // 2 for length in self._own.lengths), self.device)
+        assert self.chunk_boundaries is not None
+        return Pieces(self._lengths_over(2 * self.size), self.chunk_boundaries)
 
     @cached_property
     def _same(self) -> Facing:
@@ -106,31 +136,13 @@ class ContextSegments(Segments):
     def _later(self) -> Facing:
         return Facing(self._chunks, self._own, causal=False)
 
-    @cached_property
-    def _halves(self) -> tuple[Tensor, Tensor]:
-        """The tokens of the first chunks and those of the second chunks: int64 [t / 2] each."""
-        pattern = torch.tensor([False, True]).repeat(len(self.lengths))
-        is_second = pattern.repeat_interleave(torch.tensor(self._chunks.lengths).repeat_interleave(2))
-        first, second = (torch.nonzero(of)[:, 0].to(self.device) for of in (~is_second, is_second))
-        return first, second
+    # Whole segments, to which each rank attends with some of the heads
 
-    # Whole segments
-
-    @cached_property
-    def whole(self) -> Segments:
-        """The segments with all tokens, to which each rank attends with some of the heads."""
-        return Segments.of(self.lengths, self.device)
-
-    @cached_property
-    def order(self) -> Tensor:
-        """int64 [C * t]: positions in the whole segments of the tokens of all ranks, rank after rank."""
-        ranks = [zigzag_columns(self.lengths, self.size, rank) for rank in range(self.size)]
-        return torch.cat(ranks).to(self.device)
-
-    @cached_property
-    def back(self) -> Tensor:
-        """The inverse of `order`."""
-        return self.order.argsort()
+    def _with_whole(self, with_slots: bool) -> Self:
+        whole = Segments.on_host(self.lengths, with_slots=with_slots)
+        order = torch.cat([zigzag_columns(self.lengths, self.size, rank) for rank in range(self.size)])
+        of_whole = {name: x for name, x in whole.tensors().items() if name != "positions"}
+        return replace(self, shapes=whole.shapes, order=order, back=order.argsort()).with_tensors(of_whole)
 
 
 class ContextAttention(CausalAttention):
@@ -222,7 +234,8 @@ def head_wise(query: Tensor, key: Tensor, value: Tensor, segments: ContextSegmen
 
     If there are fewer key/value heads than ranks, several ranks get the same head.
     """
-    assert segments.group is not None
+    order, back = segments.order, segments.back
+    assert segments.group is not None and order is not None and back is not None  # only of one process, or of blocks
     group, size = segments.group, segments.group.size()
     copies = math.lcm(key.shape[1], size) // key.shape[1]
     if copies > 1:
@@ -231,8 +244,8 @@ def head_wise(query: Tensor, key: Tensor, value: Tensor, segments: ContextSegmen
     parts = [x.unflatten(1, (size, -1)).transpose(0, 1) for x in (query, key, value)]
     counts = [part.shape[2] for part in parts]
     mixed: Tensor = ChangeParts.apply(torch.cat(parts, 2), group)
-    q, k, v = mixed.flatten(0, 1).index_select(0, segments.back).split(counts, 1)
+    q, k, v = mixed.flatten(0, 1).index_select(0, back).split(counts, 1)
     attend_segments = varlen if has_varlen_attention(query) else bucketed
-    out = attend_segments(q, k, v, segments.whole)
-    mine: Tensor = ChangeParts.apply(out.index_select(0, segments.order).unflatten(0, (size, -1)), group)
+    out = attend_segments(q, k, v, segments)
+    mine: Tensor = ChangeParts.apply(out.index_select(0, order).unflatten(0, (size, -1)), group)
     return mine.transpose(0, 1).flatten(1, 2)

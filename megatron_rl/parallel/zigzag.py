@@ -51,11 +51,13 @@ def zigzag_columns(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tensor
 class ContextShare:
     """A context-parallel rank's part of one block. Legend: b x S the whole block, N its sampled tokens, n those here.
 
-    columns: int64 [S / cp_size], the columns that this rank reads of every row. places: int64 [n], where among the
-    b x S / cp_size that it reads a sampled token is predicted. numbers: int64 [n], numbers of these tokens among the N.
+    columns: int64 [S / cp_size], the columns that this rank reads of every row; host_columns: the same on the CPU,
+    also when the others are on a device. places: int64 [n], where among the b x S / cp_size that it reads a sampled
+    token is predicted. numbers: int64 [n], numbers of these tokens among the N.
     """
 
     columns: Tensor
+    host_columns: Tensor
     places: Tensor
     numbers: Tensor
     num_scored: int
@@ -67,7 +69,7 @@ class ContextShare:
         whole = torch.nn.functional.pad(predicts_sampled, (0, 1))
         scored = whole[:, columns]
         numbers = (whole.flatten().cumsum(0) - 1).view_as(whole)[:, columns][scored]
-        return cls(columns, scored.flatten().nonzero()[:, 0], numbers, int(whole.sum()), group)
+        return cls(columns, columns, scored.flatten().nonzero()[:, 0], numbers, int(whole.sum()), group)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a pass reads on the device, by name."""

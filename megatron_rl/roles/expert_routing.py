@@ -88,16 +88,16 @@ class ExpertRouting:
         if not self.is_balanced or not torch.is_grad_enabled():
             return None
         found, rows, lengths = places_of_rows(block)
-        here = self._here(torch.arange(block.input_ids.numel()), block).cpu()
+        here = self._part(torch.arange(block.input_ids.numel()), block)
         token_at = torch.full((block.input_ids.numel(),), -1)
         token_at[here] = torch.arange(len(here))
         is_here = token_at[found] >= 0
         groups = [self.groups.tp_group] if self._is_cut else []
         if block.share is not None:
             groups.append(block.share.group)
-        weights = (c * self.loss_factor / total for c, total in zip(self._coefficients, self._totals, strict=True))
-        tokens, of_rows = token_at[found][is_here].to(self.device), rows[is_here].to(self.device)
-        return Balance(tokens, of_rows, lengths.to(self.device, torch.float32), groups, *weights)
+        aux, z = (c * self.loss_factor / total for c, total in zip(self._coefficients, self._totals, strict=True))
+        there = {"tokens": token_at[found][is_here], "rows": rows[is_here], "lengths": lengths.float()}
+        return Balance(**in_one_copy([there], self.device)[0], groups=groups, aux_weight=aux, z_weight=z)
 
     @contextmanager
     def forward_pass(self, chunk: int, block: MicroBatch) -> Iterator[None]:
@@ -119,13 +119,17 @@ class ExpertRouting:
             self._kept[chunk].append((block, routers.take_choices()))
 
     def _here(self, places_of_block: Tensor, block: MicroBatch) -> Tensor:
-        """[S * b, ...] -> this rank's part of it, on its device."""
+        """Return `_part` on this rank's device."""
+        return in_one_copy([{"places": self._part(places_of_block, block)}], self.device)[0]["places"]
+
+    def _part(self, places_of_block: Tensor, block: MicroBatch) -> Tensor:
+        """[S * b, ...] -> this rank's part of it. All on the CPU."""
         if block.share is not None:
             columns = places_of_block.view(-1, len(block.input_ids), *places_of_block.shape[1:])
-            places_of_block = columns[block.share.columns.cpu()].flatten(0, 1)
+            places_of_block = columns[block.share.host_columns].flatten(0, 1)
         if self._is_cut:
             places_of_block = places_of_block.chunk(self.groups.grid.tp_size)[self.groups.tp_rank]
-        return in_one_copy([{"places": places_of_block}], self.device)[0]["places"]
+        return places_of_block
 
     def finish(self, lengths: Tensor) -> Tensor | None:
         """End the pass: [N, this rank's layers, K] of all tokens of the record, row after row, where they are recorded.

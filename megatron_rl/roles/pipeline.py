@@ -274,7 +274,8 @@ class Pipeline:
         share = block.share
         if share is not None:
             lengths, size = self._segments(block), share.group.size()
-            return ContextSegments.cut(lengths, len(block.input_ids), share.columns, size, share.group)
+            how, num_rows = self.chunks[0].config.cp_comm_type, len(block.input_ids)
+            return ContextSegments.cut(lengths, num_rows, share.columns, size, share.group, how, self._needs_slots)
         if block.segments is None:
             return None
         return Segments.on_host(block.segments, block.prefixes, self._needs_slots)

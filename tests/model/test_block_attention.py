@@ -50,7 +50,7 @@ def test_two_blocks_by_hand():
     key, value = torch.tensor([1.0, 2.0, 3.0]).log()[:, None, None], torch.tensor([6.0, 12.0, 18.0])[:, None, None]
     merged = Merged(query)
     for block, out in ((slice(0, 2), 10.0), (slice(2, 3), 18.0)):
-        facing = Facing(Pieces((1,), CPU), Pieces((len(key[block]),), CPU), causal=False)
+        facing = Facing(Pieces.of((1,), CPU), Pieces.of((len(key[block]),), CPU), causal=False)
         found, log_sum = plain_forward(query, key[block], value[block], facing)
         assert found.item() == pytest.approx(out, rel=1e-6) and log_sum.item() == pytest.approx(math.log(3), rel=1e-6)
         merged.add(found, log_sum)
@@ -60,7 +60,7 @@ def test_two_blocks_by_hand():
 
 def test_blocks_far_apart():
     """Scores of 1000 and -1000 neither overflow nor lose the larger. Would not catch lost digits in between."""
-    query, far = torch.ones(1, 1, 1), Facing(Pieces((1,), CPU), Pieces((1,), CPU), causal=False)
+    query, far = torch.ones(1, 1, 1), Facing(Pieces.of((1,), CPU), Pieces.of((1,), CPU), causal=False)
     for order in ((1000.0, -1000.0), (-1000.0, 1000.0)):
         merged = Merged(query)
         for score in order:
@@ -78,7 +78,7 @@ def test_one_block_equals_float64(tile, num_kv, monkeypatch):
     leaves = [x.double().requires_grad_() for x in (query, key, value)]
     expected = exact(*leaves, lengths)
     wanted = torch.autograd.grad(expected, leaves, grad.double())
-    pieces = Pieces(tuple(lengths), CPU)
+    pieces = Pieces.of(tuple(lengths), CPU)
     facing = Facing(pieces, pieces, causal=True)
     out, log_sum = plain_forward(query, key, value, facing)
     assert (out - expected).abs().max() < 1e-5
@@ -126,7 +126,7 @@ def test_flash_kernels_are_called_as_torch_has_them(num_kv):
     """
     shapes = [(12, 4, 16), (20, num_kv, 16), (20, num_kv, 16), (12, 4, 16)]
     query, key, value, grad = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
-    facing = Facing(Pieces((4, 8), torch.device("meta")), Pieces((8, 12), torch.device("meta")), causal=False)
+    facing = Facing(Pieces.of((4, 8), torch.device("meta")), Pieces.of((8, 12), torch.device("meta")), causal=False)
     out, log_sum = flash_forward(query, key, value, facing)
     assert out.shape == (12, 4, 16) and log_sum.shape == (12, 4) and log_sum.dtype == torch.float32
     grads = flash_backward(grad, query, key, value, out.float(), log_sum, facing)

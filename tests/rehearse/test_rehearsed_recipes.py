@@ -101,10 +101,30 @@ def test_waits_of_experts(tmp_path):
         assert waits_of_each_block(found, phase) <= 2 + 1  # and counts of experts, once an update
 
 
+@pytest.mark.parametrize("way", ["p2p", pytest.param("a2a", marks=pytest.mark.exhaustive)])
+def test_no_waits_of_context_parallel_attention(tmp_path, way):
+    """Two ranks share every sequence: none of their micro-batches is waited for, forward or in an update.
+
+    Would not catch a wait of attention without kernels, which float32 has.
+    """
+    megatron = "actor_rollout_ref.actor.megatron"
+    options = [f"{megatron}.context_parallel_size=2", f"{megatron}.override_transformer_config.cp_comm_type={way}"]
+    recipe = "configs/recipes/llama3_8b_grpo.yaml"
+    answer = rehearse(tmp_path, "--ranks", "0", "--layers", "1", "--jobs", "1", *options, config=recipe)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    found = report(tmp_path, 0)
+    exchanged = {"p2p": {"send", "recv"}, "a2a": {"alltoall_base"}}[way]
+    for phase in ("old_log_prob", "ref", "update_actor"):
+        assert found["num_blocks"][phase] > 1
+        assert waits_of_each_block(found, phase) == 0, found["waits"][phase]
+        assert exchanged <= {call["name"] for call in found["calls"] if call["phase"] == phase}
+
+
 @pytest.mark.exhaustive
 def test_passes_of_two_groups_leave_nothing(tmp_path):
     """Ranks of both groups, and of both halves of one, that choose who shares a pass: calls fit, all step alike, and
-    while a rank generates no memory is left that a pass made: of experts, rotary angles and gathered sequences.
+    while a rank generates no memory is left that a pass made: of experts, rotary angles and gathered sequences. Waits
+    have their ceiling.
 
     Would not catch what layers other than the first leave.
     """
@@ -124,6 +144,9 @@ def test_passes_of_two_groups_leave_nothing(tmp_path):
             if line.startswith(("roles/training.py:104", "hybrid_engine/stable_memory.py"))
         )
         assert weights > 0.99 * found["phases"]["reshard"]["peak"]
+        # As without context parallelism: one a layer of experts and forward pass, and counts of experts.
+        assert waits_of_each_block(found, "old_log_prob") == 1
+        assert waits_of_each_block(found, "update_actor") <= 2 + 1
 
 
 SPLIT = ("pools={rollout: {nnodes: 1, n_gpus_per_node: 8}}", "actor_rollout_ref.rollout.pool=rollout")
