@@ -1,0 +1,191 @@
+"""One rank's engine on a GPU that is not there: vLLM's own worker, model and second runner, built and run on tensors
+without memory, bound to shards of the shapes that our plan gives them.
+
+python vllm_rank.py LIBRARY CONFIG RANK FOLDER [OVERRIDES]: writes `engine.json` there. LIBRARY: of `pretended_cuda`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from third_party_patches.torch import fake_parameters, fake_worlds, pretended_cuda
+
+LAYERS = 2
+STEPS = 3
+NOT_DRAWN = 1
+"""An end token; tokens whose values nobody knows are 0."""
+
+
+class HeldCache:
+    """In place of the KV cache's memory in vLLM's allocator, which is compiled."""
+
+    is_allocated = True
+
+    def __init__(self, tensors: list[Any], tag: str) -> None:
+        sizes = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+        self.num_bytes = sum(sizes.values())
+
+
+def main(library: str, file: str, rank: int, folder: Path, overrides: list[str]) -> None:
+    pretended_cuda.load(Path(library))
+    import torch
+    import torch._inductor.utils
+    import torch.nested._internal.nested_tensor  # noqa: F401
+
+    for patch in (pretended_cuda, fake_parameters, fake_worlds):
+        patch.apply()
+    from pretended_vllm import EngineMode, pretend
+
+    from megatron_rl.config.load import read_run
+    from megatron_rl.ledger.planner.memory import engine_bytes
+    from megatron_rl.ledger.planner.run_models import RunModels
+    from megatron_rl.rehearse.live_memory import LiveMemory
+    from megatron_rl.rehearse.rehearsed_save import record_objects
+    from megatron_rl.rehearse.shortened import shortened
+    from megatron_rl.roles.environment import worker_environment
+
+    mode = EngineMode(torch.device("cuda", 0), LiveMemory(pretended_cuda.GPU.allocate))
+    pretended_cuda.GPU.on_wait = mode.wait
+    whole = read_run(file, overrides, "ppo").config
+    models = RunModels(read_run(file, [*overrides, *shortened(whole, LAYERS, folder)], "ppo").config)
+    pool = models.generating.spec
+    os.environ |= worker_environment("cuda", pool.size.num_ranks_per_node)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(pool.world_size), "LOCAL_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # it is compiled, and not installed
+    pretend(mode)
+    stand_in()
+    torch.distributed.init_process_group(rank=rank, world_size=pool.world_size)
+    record_objects(mode)
+    with mode:
+        found = of_engine(models, rank, mode)
+    planned = engine_bytes(models.config, models.actor, models.element, models.rollout_tp)
+    (folder / "engine.json").write_text(json.dumps(found | {"planned": planned} | mode.report(), default=str))
+
+
+def of_engine(models: Any, rank: int, mode: Any) -> dict[str, Any]:
+    """Build the engine of a rank, draw a few tokens, and return what was seen. Bytes are beside weights and cache."""
+    from megatron_rl.rollout.slices import Slice
+
+    gpu, tensors = pretended_cuda.GPU, shards(models, rank)
+    weights, profiled = gpu.allocated, measure_profile(mode)
+    mode.begin("build")
+    engine = built_engine(models, tensors)
+    held = gpu.allocated - weights - engine.kv_cache.num_bytes
+    mode.begin("slice")
+    gpu.reset_peak()
+    drawn, num_steps = engine.advance(Slice(0, STEPS, starts()))
+    worker = engine.llm.llm_engine.model_executor.driver_worker.worker
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    given = {tensor.untyped_storage()._cdata for tensor in tensors.values()}
+    return {
+        "worker": type(worker).__name__,
+        "runner": type(worker.model_runner).__module__,
+        "backends": sorted({layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")}),
+        "is_bound": {parameter.untyped_storage()._cdata for parameter in engine.model.parameters()} == given,
+        "cache": engine.kv_cache.num_bytes,
+        "held": held,
+        "profiled": profiled[0] - weights,
+        "drawn": {number: len(one.token_ids) for number, one in drawn.items()},
+        "num_steps": num_steps,
+        "called": dict(mode.called),
+    }
+
+
+def shards(models: Any, rank: int) -> dict[str, Any]:
+    """A rank's shards for generation, by vLLM's names."""
+    import torch
+
+    from megatron_rl.model.families import VOCAB_PADDING
+    from megatron_rl.parallel.sharding import shard_of
+
+    place, tensors = models.rollout.place(rank, VOCAB_PADDING), [spec.tensor for spec in models.actor.specs.values()]
+    return {
+        tensor.name: torch.empty(shard_of(tensor, place).shape, dtype=torch.bfloat16, device="cuda")
+        for tensor in tensors
+    }
+
+
+def built_engine(models: Any, tensors: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    from megatron_rl.device import Device
+    from megatron_rl.model.families import rollout_settings
+    from megatron_rl.rollout.engine import RolloutEngine
+
+    role = models.placement.roles["rollout"]
+    hf_config = AutoConfig.from_pretrained(role.model_path)
+    return RolloutEngine(
+        model_path=role.model_path,
+        architecture=hf_config.architectures[0],
+        eos_token_ids=[NOT_DRAWN],
+        config=role.settings,
+        max_model_len=models.config.longest_sequence,
+        dtype="bfloat16",
+        grid=models.rollout,
+        tensors=tensors,
+        seed=1,
+        hf_overrides=rollout_settings(models.actor.family, hf_config.to_dict()),
+        device=Device("cuda"),
+        attention=models.actor.attention,
+    )
+
+
+def measure_profile(mode: Any) -> list[int]:
+    """The list gets the peak of vLLM's profiling pass, in bytes, while an engine is built."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    gpu, profile_run, found = pretended_cuda.GPU, GPUModelRunner.profile_run, []
+
+    def measured(*args: Any, **options: Any) -> None:
+        mode.begin("profile")
+        gpu.reset_peak()
+        profile_run(*args, **options)
+        found.append(gpu.peak)
+        mode.begin("build")
+
+    GPUModelRunner.profile_run = measured
+    return found
+
+
+def starts() -> tuple[Any, ...]:
+    """Two requests of uneven length, with every filter of tokens."""
+    from megatron_rl.records import Sampling
+    from megatron_rl.rollout.slices import Start
+
+    sampling = Sampling(temperature=1.0, top_p=0.9, top_k=50, max_tokens=STEPS, salt=0)
+    prompts = (range(2, 52), range(2, 11))
+    return tuple(Start(number, tuple(prompt), number, STEPS, sampling) for number, prompt in enumerate(prompts))
+
+
+def stand_in() -> None:
+    """What is compiled in vLLM's GPU wheel, or waits for other ranks."""
+    from contextlib import nullcontext
+
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+    from vllm.v1.worker import gpu_worker
+
+    from megatron_rl.rollout import cuda_worker, kv_cache
+
+    cuda_worker.pool = lambda tag: nullcontext()
+    kv_cache.adopt = HeldCache
+    gpu_worker.kernel_warmup = lambda *args, **options: None
+    MessageQueue.create_from_process_group = lambda *args, **options: None
+
+
+if __name__ == "__main__":
+    _, library, config, rank, folder, *overrides = sys.argv
+    status = 1
+    try:
+        main(library, config, int(rank), Path(folder), overrides)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)  # torch would look for the GPU's memory once more
