@@ -16,6 +16,7 @@ from published.table import Judged, calibrated, judged, kendall, median_error, r
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError
+from megatron_rl.ledger.planner.answer_lengths import Lengths
 from megatron_rl.ledger.planner.hardware import known_hardware, load_hardware
 from megatron_rl.ledger.planner.step_time import generation_seconds
 from megatron_rl.ledger.planner.time import (
@@ -25,7 +26,6 @@ from megatron_rl.ledger.planner.time import (
     RL_SHARE,
     Estimator,
     Layout,
-    Lengths,
     Load,
     ModelCost,
 )

@@ -24,10 +24,9 @@ from megatron_rl.ledger.planner.layout_rules import rollout_misfits
 from megatron_rl.ledger.planner.memory_report import usable_bytes
 from megatron_rl.ledger.planner.model_folder import ModelSizes
 from megatron_rl.ledger.planner.preflight import read_models
-from megatron_rl.ledger.planner.role_ledger import ELEMENT_BYTES, RoleLedger
+from megatron_rl.ledger.planner.role_ledger import ELEMENT_BYTES, RoleLedger, RoleParams
 from megatron_rl.ledger.planner.step_time import layout_of, scored_load, step_load, updated_load
 from megatron_rl.ledger.planner.time import Estimator, Layout, Load, ModelCost
-from megatron_rl.ledger.planner.weights import ModelParams
 from megatron_rl.model.families import Model
 from megatron_rl.parallel.stages import StagePlan
 
@@ -100,9 +99,9 @@ class RoleWork:
         return list(self.spec.phases)
 
     @cached_property
-    def params(self) -> ModelParams:
-        """The parameters of its model."""
-        return ModelParams(self.model.value_specs if self.spec.has_value_head else self.model.specs)
+    def params(self) -> RoleParams:
+        """The parameters of its model, and its adapters."""
+        return RoleParams.of(self.spec, self.model)
 
     def ledger(self, config: RunConfig, grid: Grid, shape: GridShape) -> RoleLedger:
         """Return what the role holds and needs on a layout."""
@@ -165,12 +164,11 @@ class MapWork:
         self.device = config.trainer.device
         sizes = {model.path: model for model in read_models(config, config_only=True)[0]}
         specs = list(roles_of(config))
-        costs = {path: ModelCost.of(model.parts) for path, model in sizes.items()}
         self.roles = {
             spec.name: RoleWork(
                 spec,
                 sizes[spec.model_path],
-                costs[spec.model_path],
+                ModelCost.of(sizes[spec.model_path].parts, spec.lora),
                 ELEMENT_BYTES[spec.megatron.dtype],
             )
             for spec in specs
@@ -258,7 +256,7 @@ class MapWork:
                 score = role.cost.forward_flops(load.length) * load.num_tokens / rate
             if role.spec.update is not None:
                 load = updated_load(self.load, role.spec, self.config)
-                update = 3 * role.cost.forward_flops(load.length) * load.num_tokens * load.epochs / rate
+                update = role.cost.update_flops(load.length) * load.num_tokens * load.epochs / rate
             bounds[role.name] = (score, update)
         return bounds
 

@@ -16,11 +16,11 @@ from typing import Any
 
 from megatron_rl.config.roles import ROLLOUT
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.ledger.planner.answer_lengths import Lengths as Distribution
 from megatron_rl.ledger.planner.memory import GEN, RESHARD
 from megatron_rl.ledger.planner.run_models import RunModels
 from megatron_rl.ledger.planner.step_time import StepTime
 from megatron_rl.ledger.planner.time import Estimator, Load
-from megatron_rl.ledger.planner.time import Lengths as Distribution
 from megatron_rl.sampling.engine_model import Costs
 from megatron_rl.sampling.estimates import optimum, synchronous
 from megatron_rl.sampling.rules import Rules

@@ -113,6 +113,8 @@ class MemoryOfStage:
             held["rollout weights"] = self.models.rollout_weights_bytes
             if self.config.samples_ahead and self.config.async_training.second_buffer:
                 held["arriving weights"] = self.models.rollout_weights_bytes
+        elif self.generates and (stays := self.models.resident_bytes(self.pp_rank)):
+            held["foreign stages"] = stays
         built = self._largest_while_built()
         # While the engine is built, training's memory has left as far as it does for generation.
         complete = without_moments(self._staying(held)) | self._rollout_memory() if self.generates else built
@@ -175,7 +177,7 @@ class MemoryOfStage:
         staying = self._staying(held)
         foreign = self.models.foreign_bytes(self.pp_rank)
         exchange = self._exchanged(held)
-        dropped = {"actor parameters": 0} if self._drops_training() else {}
+        dropped = self._dropped()
         cache = self.config.actor_rollout_ref.rollout.kv_cache_memory_bytes
         woken = staying | dropped | {"foreign stages": foreign, "KV cache": cache}
         reshard = max(exchange, woken, key=lambda moment: sum(moment.values()))
@@ -192,6 +194,14 @@ class MemoryOfStage:
         """Return what stays on the device while this pool generates."""
         offloaded = {f"{role.name} {kind}" for role in self.roles for kind in _offloaded_kinds(role.megatron)}
         return {name: size for name, size in held.items() if name not in offloaded}
+
+    def _dropped(self) -> Held:
+        """Return what is left of training's parameters while their base is dropped, as a change: {} if it is not."""
+        if not self._drops_training():
+            return {}
+        ledger = self.pool.ledger(self.models.actor_role)
+        trained = ledger.weights.numel(self.pp_rank) * ledger.element if ledger.adapters else 0
+        return {"actor parameters": trained}
 
     def _drops_training(self) -> bool:
         if not self.config.actor_rollout_ref.rollout.drop_train_weights:

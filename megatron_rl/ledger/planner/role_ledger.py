@@ -15,9 +15,11 @@ from megatron_rl.config.megatron import FP8_RECIPES
 from megatron_rl.config.roles import PassSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.ledger.planner.activations import CHUNKS_BACKWARD, CHUNKS_FORWARD, MeanLayer, Recompute, in_flight
+from megatron_rl.ledger.planner.adapter_costs import AdapterCosts
 from megatron_rl.ledger.planner.weights import ModelParams, TrainedWeights, bucket_numel
 from megatron_rl.model.chunks import chunk_tokens
-from megatron_rl.model.families import Model, is_in_eight_bits
+from megatron_rl.model.families import HEAD, Model, is_in_eight_bits
+from megatron_rl.model.families.adapter_params import adapter_specs
 from megatron_rl.model.parts import FP32, Cut, LayerBlock
 from megatron_rl.parallel.rank_grid import train_grid
 from megatron_rl.parallel.sharding import padded_vocab_size, vocab_multiple
@@ -37,6 +39,28 @@ class Passes:
 
     block: LayerBlock
     num_blocks: int
+
+
+@dataclass(frozen=True)
+class RoleParams:
+    """The parameters of a role's model, and those that it trains, if it does.
+
+    base: of the model, without what is trained beside adapters. trained: adapters, and a value head; None: the base.
+    """
+
+    base: ModelParams
+    trained: ModelParams | None = None
+
+    @classmethod
+    def of(cls, role: RoleSpec, model: Model) -> RoleParams:
+        """Read a role's. Raises ConfigError for adapters of linears that the model does not have."""
+        specs = model.value_specs if role.has_value_head else model.specs
+        adapters = adapter_specs(model.specs, role.lora)
+        if not adapters:
+            return cls(ModelParams(specs))
+        heads = {HEAD} if role.has_value_head else set()
+        base = {name: spec for name, spec in specs.items() if name not in heads}
+        return cls(ModelParams(base), ModelParams(adapters | {name: specs[name] for name in heads}))
 
 
 @dataclass(frozen=True)
@@ -67,10 +91,11 @@ class StageHeld:
 class RoleLedger:
     """The bytes of one role on `world_size` ranks, in the layout that its `megatron` group sets.
 
-    params: of its model. The configuration must have passed preflight.
+    The configuration must have passed preflight.
+    base: the parameters of its model. weights: those that it trains, which without adapters are all of them.
     """
 
-    def __init__(self, config: RunConfig, role: RoleSpec, model: Model, params: ModelParams, world_size: int) -> None:
+    def __init__(self, config: RunConfig, role: RoleSpec, model: Model, params: RoleParams, world_size: int) -> None:
         self.config, self.role, self.model = config, role, model
         megatron = role.megatron
         self.element = ELEMENT_BYTES[megatron.dtype]
@@ -78,7 +103,10 @@ class RoleLedger:
         self.stages = StagePlan.from_config(model.shape.num_layers, megatron)
         self.vocab_multiple = vocab_multiple(megatron.make_vocab_size_divisible_by, self.grid.tp_size)
         buckets = bucket_numel(megatron.override_ddp_config, self.grid.num_replicas) if role.is_trained else None
-        self.weights = TrainedWeights(params, self.stages, self.grid, self.vocab_multiple, buckets)
+        cut = (self.stages, self.grid, self.vocab_multiple)
+        self.adapters = None if params.trained is None else AdapterCosts.of(params.trained.specs, self.stages)
+        self.base = TrainedWeights(params.base, *cut, None if self.adapters else buckets, self.adapters is not None)
+        self.weights = self.base if params.trained is None else TrainedWeights(params.trained, *cut, buckets)
 
     @cached_property
     def layer(self) -> MeanLayer:
@@ -98,13 +126,16 @@ class RoleLedger:
     def held(self, pp_rank: int) -> StageHeld:
         """Return what a rank of a stage holds all the time, without what Adam keeps on the host.
 
-        Frozen: parameters without padding. Trained: buffers of parameters in the model's dtype and of gradients in
-        float32, and the rank's share of moments and of masters of bfloat16 weights, which data-parallel ranks shard
-        (ZeRO stage 1, Rajbhandari et al., arXiv:1910.02054).
+        Frozen: parameters without padding; none where they are another role's. Trained: buffers of parameters in the
+        model's dtype and of gradients in float32, and the rank's share of moments and of masters of bfloat16 weights,
+        which data-parallel ranks shard (ZeRO stage 1, Rajbhandari et al., arXiv:1910.02054). With adapters all of that
+        is theirs, and the model's parameters are in a buffer of their own.
         """
+        if self.role.base_of is not None:
+            return StageHeld(0)
         element, in_eight_bits = self.element, self._in_eight_bits(pp_rank)
         if not self.role.is_trained:
-            return StageHeld(self.weights.num_params(pp_rank) * element, in_eight_bits=in_eight_bits)
+            return StageHeld(self.num_params(pp_rank) * element, in_eight_bits=in_eight_bits)
         numel, share = self.weights.numel(pp_rank), self.weights.optimizer_share(pp_rank)
         moments, masters = share * 2 * FP32, 0 if element == FP32 else share * FP32
         offloaded = offloaded_share(self.role)
@@ -114,7 +145,17 @@ class RoleLedger:
             masters = masters or int(offloaded * share * FP32)
         else:
             moments, masters = (int(size * (1 - offloaded)) for size in (moments, masters))
-        return StageHeld(numel * element, numel * FP32, moments, masters, in_eight_bits)
+        return StageHeld(numel * element + self.frozen(pp_rank), numel * FP32, moments, masters, in_eight_bits)
+
+    def num_params(self, pp_rank: int) -> int:
+        """Return the parameters of a rank, without padding of buffers; 0 where they are another role's."""
+        if self.role.base_of is not None:
+            return 0
+        return self.base.num_params(pp_rank) + (self.weights.num_params(pp_rank) if self.adapters else 0)
+
+    def frozen(self, pp_rank: int) -> int:
+        """Return the bytes of the parameters that are not trained beside adapters; 0 without adapters."""
+        return self.base.numel(pp_rank) * self.element if self.adapters else 0
 
     def _in_eight_bits(self, pp_rank: int) -> int:
         """Return the bytes of the weights of `fp8`. transformer-engine keeps them by rows, and for the backward pass by
@@ -133,12 +174,13 @@ class RoleLedger:
         """
         if not self.role.is_trained:
             return []
-        held, name = self.held(pp_rank), self.role.name
+        held, frozen, name = self.held(pp_rank), self.frozen(pp_rank), self.role.name
         moved = {f"{name} parameters": held.parameters, f"{name} gradients": held.gradients}
         in_layers, others = self.weights.largest(pp_rank)
         last = min(max(in_layers, others) if pp_rank == 0 else in_layers, self.weights.optimizer_share(pp_rank))
         copied = {f"{name} masters": held.masters, "weight copied": last * self.element} if held.masters else {}
-        return [moved | {"weights in modules": held.parameters}, moved | copied]
+        into_frozen = [{f"{name} parameters": frozen, "weights in modules": held.parameters}] if frozen else []
+        return [*into_frozen, moved | {"weights in modules": held.parameters - frozen}, moved | copied]
 
     def checkpoint_copy(self, pp_rank: int) -> int:
         """Return the bytes of the copies that a save keeps until they are written.
@@ -163,8 +205,11 @@ class RoleLedger:
     def gathered_bytes(self) -> int:
         """Return the memory into which Megatron gathers a micro-batch's hidden states from TP ranks, and which it keeps
         for the next pass; 0 without sequence parallelism.
+
+        Frozen linears gather anew, so that a model with adapters keeps nothing.
         """
-        if not self.role.megatron.sequence_parallel or self.grid.tp_size == 1:
+        is_frozen = self.adapters is not None or self.role.base_of is not None
+        if not self.role.megatron.sequence_parallel or self.grid.tp_size == 1 or is_frozen:
             return 0
         kinds = [kind for kind in (SCORE, UPDATE) if getattr(self.role, kind) is not None]
         return max((self.passes(kind).block.tokens for kind in kinds), default=0) * self.layer.hidden * self.element
@@ -189,6 +234,10 @@ class RoleLedger:
         grid, way = self.grid, self.role.megatron.override_transformer_config.cp_comm_type
         return self.layer.exchanged_bytes(block, grid.most_sharing or grid.cp_size, way, backward=backward)
 
+    def _adapters(self, block: LayerBlock) -> tuple[float, float]:
+        """Return the bytes of adapters' products in one layer: those that backward needs, and those of a moment."""
+        return self.adapters.layer_bytes(block, self.layer.cut) if self.adapters else (0.0, 0.0)
+
     def _head(self, pp_rank: int, block: LayerBlock, num_chunks: int) -> Held:
         """Return the logits of `num_chunks` chunks that exist at the same time, and the scored hidden states."""
         if pp_rank < self.grid.pp_size - 1 or self.role.has_value_head:
@@ -205,6 +254,7 @@ class RoleLedger:
         head = self._head(pp_rank, block, CHUNKS_FORWARD)
         hidden = 2 * block.tokens * layer.hidden * layer.element
         running = layer.transient_bytes(block, backward=False) + self._exchanged_keys(block, backward=False)
+        running += self._adapters(block)[1]
         # The schedule keeps what the head was given until the next micro-batch has passed it.
         previous = hidden // 2 if head and passes.num_blocks > 1 else 0
         return {"activations": int(max(hidden + running - sum(head.values()), hidden)) + previous, **head}
@@ -219,10 +269,12 @@ class RoleLedger:
         alive = in_flight(self.grid.pp_size, pp_rank, len(chunks), passes.num_blocks)
         in_layers, others = (size * element for size in self.weights.largest(pp_rank))
         parts = recompute.part_bytes(layer, block)
-        hidden, saved = layer.input_bytes(block), layer.saved_bytes(block) - sum(parts)
+        of_adapters, at_once = self._adapters(block)
+        hidden, saved = layer.input_bytes(block), layer.saved_bytes(block) - sum(parts) + of_adapters
         kept = alive * (recompute.kept_bytes(max(chunks), hidden, saved) + 2 * hidden)
         made = recompute.made_bytes(max(chunks), saved) + max(parts, default=0.0)
         running = made + layer.transient_bytes(block, backward=True) + self._exchanged_keys(block, backward=True)
+        running += at_once
         moments = [{"activations": int(kept + running), "weight gradient": in_layers}]
         head = self._head(pp_rank, block, CHUNKS_BACKWARD)
         if head:

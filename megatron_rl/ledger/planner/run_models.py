@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatron_rl.config.lora import RESIDENT
 from megatron_rl.config.roles import ROLLOUT, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.plan import ExchangePlan, Member, plan_memory
 from megatron_rl.hybrid_engine.schedule import make_schedule
-from megatron_rl.ledger.planner.role_ledger import ELEMENT_BYTES, RoleLedger
+from megatron_rl.ledger.planner.role_ledger import ELEMENT_BYTES, RoleLedger, RoleParams
 from megatron_rl.ledger.planner.weights import LAYER, ModelParams, TrainedWeights, aligned
 from megatron_rl.model.families import VOCAB_PADDING, Model, ParamSpec, tensors_of
 from megatron_rl.parallel.rank_grid import RolloutGrid, train_grid
@@ -37,7 +38,7 @@ class PoolModels:
         self.rollout = RolloutGrid(self.grid, generates.settings.tensor_model_parallel_size) if generates else None
         self.vpp_size = self.megatron.virtual_pipeline_model_parallel_size or 1
         self._models, self._config = models, config
-        self._params: dict[tuple[str, bool], ModelParams] = {}
+        self._params: dict[tuple[str, ...], RoleParams] = {}
         self._ledgers: dict[str, RoleLedger] = {}
 
     def model(self, role: RoleSpec) -> Model:
@@ -47,15 +48,16 @@ class PoolModels:
     def ledger(self, role: RoleSpec) -> RoleLedger:
         """Return what a role of this pool holds and needs."""
         if role.name not in self._ledgers:
-            model, key = self.model(role), (role.model_path, role.has_value_head)
+            model, kind = self.model(role), "value" if role.has_value_head else "language"
+            key = (role.model_path, kind, *([role.name] if role.lora.rank else []))
             if key not in self._params:
-                self._params[key] = ModelParams(model.value_specs if role.has_value_head else model.specs)
+                self._params[key] = RoleParams.of(role, model)
             self._ledgers[role.name] = RoleLedger(self._config, role, model, self._params[key], self.spec.world_size)
         return self._ledgers[role.name]
 
     def weights(self, role: RoleSpec) -> TrainedWeights:
-        """Return the parameters of a role."""
-        return self.ledger(role).weights
+        """Return the parameters of a role's model."""
+        return self.ledger(role).base
 
 
 @dataclass(frozen=True)
@@ -92,14 +94,14 @@ class AlikeLayers:
 
 def one_layer_of_each(specs: Mapping[str, ParamSpec], stages: StagePlan) -> tuple[dict[str, ParamSpec], dict[str, int]]:
     """Return the parameters outside of layers and of the first layer of every kind of every stage, and how many layers
-    of that kind and stage each tensor stands for. Kinds: with experts, without.
+    of that kind and stage each tensor stands for. Kinds: with experts, without; with these or those adapters.
     """
     kinds = kinds_of(specs)
     first: dict[int, int] = {}
     for rank in range(stages.pp_size):
         here: dict[tuple[str, ...], list[int]] = {}
         for layer in sorted(layer for chunk in stages.layers(rank) for layer in chunk):
-            here.setdefault(kinds[layer], []).append(layer)
+            here.setdefault(kinds.get(layer, ()), []).append(layer)
         first |= {layers[0]: len(layers) for layers in here.values()}
     kept, counts = {}, {}
     for name, spec in specs.items():
@@ -161,8 +163,19 @@ class RunModels:
 
     @property
     def actor_weights(self) -> TrainedWeights:
-        """The parameters of the policy."""
+        """The parameters of the policy, without adapters."""
         return self.training.weights(self.actor_role)
+
+    @property
+    def actor_adapters(self) -> TrainedWeights | None:
+        """The adapters of the policy; None: its weights are trained."""
+        ledger = self.training.ledger(self.actor_role)
+        return ledger.weights if ledger.adapters else None
+
+    @property
+    def keeps_base(self) -> bool:
+        """Whether the base moves once, and stays where generation reads it."""
+        return self.actor_adapters is not None and self.actor_role.lora.base == RESIDENT
 
     @property
     def bucket_bytes(self) -> int:
@@ -177,15 +190,27 @@ class RunModels:
         return [i for i, member in enumerate(members) if self.grid.pp_rank(member.rank) == pp_rank]
 
     def foreign_bytes(self, pp_rank: int) -> int:
-        """Return the bytes of the largest foreign buffer among a stage's ranks."""
+        """Return the bytes of the largest foreign memory among a stage's ranks, of the base and of adapters."""
+        numbers = self.members_of_stage(pp_rank)
+        return max(sum(part.foreign_numel(number) for part in self.alike_parts) for number in numbers) * self.element
+
+    def resident_bytes(self, pp_rank: int) -> int:
+        """Return the bytes of foreign memory that stays on a stage's ranks between generations."""
+        if not self.keeps_base:
+            return 0
         return max(map(self.alike_layers.foreign_numel, self.members_of_stage(pp_rank))) * self.element
 
     def scratch_bytes(self, pp_rank: int) -> int:
-        """Return the bytes for packed messages of a transition. Contiguous pieces are sent from where they are."""
+        """Return the bytes for packed messages of a transition. Contiguous pieces are sent from where they are.
+
+        Base and adapters are exchanged one after the other.
+        """
         bucket = self.bucket_bytes
         if (pp_rank, bucket) not in self._scratch:
             message_numel = max(1, bucket // self.element // NUM_SCRATCH)
-            steps = make_schedule(self.exchange, self.members_of_stage(pp_rank)[0], message_numel)
+            number = self.members_of_stage(pp_rank)[0]
+            exchanges = [each for each in (self.exchange, self.adapter_exchange) if each is not None]
+            steps = [step for each in exchanges for step in make_schedule(each, number, message_numel)]
             packed = [leg.numel for step in steps for leg in (step.send, step.receive) if leg and not leg.is_direct]
             self._scratch[pp_rank, bucket] = NUM_SCRATCH * max(packed, default=0) * self.element
         return self._scratch[pp_rank, bucket]
@@ -198,12 +223,32 @@ class RunModels:
         return self._alike.exchange if self._alike is not None else self._exchange(self.actor_weights)
 
     @cached_property
+    def adapter_exchange(self) -> ExchangePlan | None:
+        """`exchange` of the adapters; None without."""
+        if self._alike is not None:
+            return self._alike.adapter_exchange
+        return None if self.actor_adapters is None else self._exchange(self.actor_adapters)
+
+    @cached_property
     def alike_layers(self) -> AlikeLayers:
         """The transition of the first exchange group, planned for one layer of each kind and stage."""
+        return self._alike.alike_layers if self._alike is not None else self._alike_of(self.actor_weights)
+
+    @cached_property
+    def alike_adapters(self) -> AlikeLayers | None:
+        """`alike_layers` of the adapters; None without."""
         if self._alike is not None:
-            return self._alike.alike_layers
-        specs, counts = one_layer_of_each(self.actor.specs, self.actor_weights.stages)
-        return AlikeLayers(self._exchange(replace(self.actor_weights, params=ModelParams(specs))), counts)
+            return self._alike.alike_adapters
+        return None if self.actor_adapters is None else self._alike_of(self.actor_adapters)
+
+    @property
+    def alike_parts(self) -> list[AlikeLayers]:
+        """The transitions of base and adapters."""
+        return [part for part in (self.alike_layers, self.alike_adapters) if part is not None]
+
+    def _alike_of(self, weights: TrainedWeights) -> AlikeLayers:
+        specs, counts = one_layer_of_each(weights.params.specs, weights.stages)
+        return AlikeLayers(self._exchange(replace(weights, params=ModelParams(specs))), counts)
 
     def members_with(self, rank: int, weights: TrainedWeights | None = None) -> list[Member]:
         """Return the members of a rank's exchange group. weights: None: the actor's."""
@@ -213,7 +258,8 @@ class RunModels:
 
     def _exchange(self, weights: TrainedWeights) -> ExchangePlan:
         members = self.members_with(0, weights)
-        drop = self.config.actor_rollout_ref.rollout.drop_train_weights
+        is_base = weights.is_frozen or self.actor_adapters is None
+        drop = self.config.actor_rollout_ref.rollout.drop_train_weights and is_base
         return plan_memory(tensors_of(weights.params.specs), members, 0, drop)[0]
 
     # A rollout in another pool
@@ -221,5 +267,6 @@ class RunModels:
     @cached_property
     def rollout_weights_bytes(self) -> int:
         """Bytes of the shard that each rank of a rollout in its own pool keeps, rows of padding included."""
-        place = self.rollout.place(0, VOCAB_PADDING)
-        return sum(shard_of(tensor, place).numel for tensor in tensors_of(self.actor.specs).values()) * self.element
+        place, adapters = self.rollout.place(0, VOCAB_PADDING), self.actor_adapters
+        specs = {**self.actor.specs, **(adapters.params.specs if adapters else {})}
+        return sum(shard_of(tensor, place).numel for tensor in tensors_of(specs).values()) * self.element

@@ -160,13 +160,13 @@ def offload_seconds(models: RunModels, hardware: Hardware) -> float:
     """Return the seconds of offloading to the host for generation and loading back, on the rank that moves most."""
     seconds = 0.0
     for role in models.generating.spec.megatron_roles:
-        weights, element = models.generating.weights(role), models.generating.element
+        ledger, element = models.generating.ledger(role), models.generating.element
         offloaded = [0] * models.generating.grid.pp_size
         for pp_rank in range(len(offloaded)):
             if role.megatron.param_offload:
-                offloaded[pp_rank] += weights.num_params(pp_rank) * element
+                offloaded[pp_rank] += ledger.num_params(pp_rank) * element
             if role.megatron.optimizer_offload and role.is_trained:
-                offloaded[pp_rank] += weights.optimizer_share(pp_rank) * optimizer_bytes(element)
+                offloaded[pp_rank] += ledger.weights.optimizer_share(pp_rank) * optimizer_bytes(element)
         seconds += 2 * max(offloaded) / hardware.host_bandwidth
     return seconds
 
@@ -190,7 +190,8 @@ def generation(models: RunModels, hardware: Hardware) -> Estimator:
     """Return the time estimator of the actor's model on the ranks that generate, whose training may be another's."""
     size = models.generating.spec.size
     layout = Layout(models.generating.grid.world_size, size.num_ranks_per_node, rollout_tp=models.rollout_tp)
-    return Estimator(ModelCost.of(models.actor), layout, hardware, models.actor_role.megatron.dtype)
+    cost = ModelCost.of(models.actor, models.actor_role.lora)
+    return Estimator(cost, layout, hardware, models.actor_role.megatron.dtype)
 
 
 def sharing(pool: PoolModels, pass_spec: PassSpec, load: Load) -> int:
@@ -207,7 +208,7 @@ def estimator_of(pool: PoolModels, role: RoleSpec, hardware: Hardware, cp_size: 
     model, way = pool.model(role), role.megatron.override_transformer_config.cp_comm_type
     size = (pool.grid.world_size, pool.spec.size.num_ranks_per_node)
     layout = layout_of(pool.megatron, model.shape.num_layers, size, cp_size, way)
-    return Estimator(ModelCost.of(model), layout, hardware, role.megatron.dtype)
+    return Estimator(ModelCost.of(model, role.lora), layout, hardware, role.megatron.dtype)
 
 
 def layout_of(megatron: MegatronConfig, num_layers: int, size: tuple[int, int], cp: int, cp_comm_type: str) -> Layout:

@@ -3,7 +3,8 @@
 Legend: t, p, d: TP, PP, copies of the model (DP x CP); P matrix parameters; L layers; H hidden size.
     training     3 forward passes of work (4 where all layers are recomputed) over peak * efficiency, or reading the
                  weights or launching kernels where that takes longer, for the fullest rank, in micro-batches through
-                 stages whose slowest sets the pace (`pipeline_seconds`): the last one also has the head
+                 stages whose slowest sets the pace (`pipeline_seconds`): the last one also has the head. Beside
+                 adapters matrices are frozen: their third pass, the gradients of weights, is spared
     generation   every decode step reads the weights and the cache once, or computes if that takes longer, and has a
                  fixed overhead of the engine; lengths follow the maximum-entropy distribution with their mean and bound
     transition   the exact bytes of the hybrid engine's plan, over links inside a node and over the network
@@ -16,9 +17,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron_rl.config.lora import LoraConfig
+from megatron_rl.ledger.planner.answer_lengths import Lengths
 from megatron_rl.ledger.planner.hardware import Hardware, Overheads, latency
 from megatron_rl.ledger.planner.weights import EMBEDDING, is_tied
 from megatron_rl.model.families import HEAD, Model
+from megatron_rl.model.families.adapter_params import adapter_specs
 
 BF16, FP32 = 2, 4
 MEMORY_EFFICIENCY = 0.8
@@ -37,6 +41,8 @@ all ranks (norms).
 """
 RL_SHARE = 0.777
 """Efficiency of passes over short sequences of many lengths, as a share of that of long training; calibrated."""
+ADAPTER_LAUNCHES = 0.5
+"""Kernels of a layer's adapters as a share of the layer's own; assumed, where all linears have adapters."""
 DECODE_OVERHEAD = 6.35e-3
 """Seconds of the engine in a decode step, besides the GPU's work; calibrated."""
 
@@ -57,7 +63,8 @@ class ModelCost:
     num_params: all parameters. matrix_params: those that a token is multiplied with. head_params: of these the
     vocabulary head's, on the last stage; 0: counted as spread evenly. kv_ranks: the most TP ranks of generation that
     share the cache: more repeat it; None: any number do. experts_share: share of `num_params` in experts,
-    of which a token uses experts_per_token / num_experts.
+    of which a token uses experts_per_token / num_experts. adapter_params: of A and B, which are trained in place of the
+    others; 0: all are trained.
     """
 
     num_params: int
@@ -71,10 +78,14 @@ class ModelCost:
     experts_share: float = 0.0
     head_params: int = 0
     kv_ranks: int | None = None
+    adapter_params: int = 0
 
     @classmethod
-    def of(cls, model: Model) -> ModelCost:
-        """Read the sizes of a model, in bfloat16. An embedding is a lookup: unless tied, it multiplies nothing."""
+    def of(cls, model: Model, lora: LoraConfig | None = None) -> ModelCost:
+        """Read the sizes of a model, in bfloat16. An embedding is a lookup: unless tied, it multiplies nothing.
+
+        lora: its adapters; None: none.
+        """
         shape = model.shape
         embedding = 0 if is_tied(model.specs) else model.specs[EMBEDDING].tensor.numel
         return cls(
@@ -89,13 +100,28 @@ class ModelCost:
             experts_share=model.num_expert_params / model.num_params,
             head_params=model.specs[HEAD].tensor.numel,
             kv_ranks=model.cached_elements(1) // model.cached_elements(1 << 20),
+            adapter_params=num_adapter_params(model, lora),
         )
+
+    @property
+    def trained_params(self) -> int:
+        """Parameters with gradients and Adam's moments."""
+        return self.adapter_params or self.num_params
 
     def forward_flops(self, length: float) -> float:
         """Return the FLOPs of one token's forward pass in a sequence of `length` tokens: matrices and causal
         attention.
         """
-        return 2 * self.matrix_params + self.attention_flops(length)
+        return 2 * (self.matrix_params + self.adapter_params) + self.attention_flops(length)
+
+    def update_flops(self, length: float) -> float:
+        """Return the FLOPs of one token's forward and backward pass without recomputation."""
+        spared = self.spared_passes(3) * 2 * self.matrix_params
+        return 3 * self.forward_flops(length) - spared
+
+    def spared_passes(self, passes: float) -> int:
+        """Return how many of `passes` forward passes frozen matrices do not need: the gradients of their weights."""
+        return 1 if self.adapter_params and passes > 1 else 0
 
     def attention_flops(self, length: float) -> float:
         """Return the FLOPs of causal attention alone."""
@@ -108,7 +134,13 @@ class ModelCost:
         seen = 1.0
         if self.num_experts:
             seen = 1 - (1 - self.experts_per_token / self.num_experts) ** num_tokens
-        return self.num_params * BF16 * (1 - self.experts_share * (1 - seen))
+        return self.num_params * BF16 * (1 - self.experts_share * (1 - seen)) + self.adapter_params * BF16
+
+
+def num_adapter_params(model: Model, lora: LoraConfig | None) -> int:
+    """Return the elements of all A and B, held rows of zeros included. lora: None: no adapters."""
+    specs = {} if lora is None else adapter_specs(model.specs, lora)
+    return sum(spec.tensor.numel for spec in specs.values())
 
 
 @dataclass(frozen=True)
@@ -257,15 +289,17 @@ class Estimator:
             blocks = math.ceil(blocks / layout.pp) * layout.pp
         tokens = mine / blocks
         rate = gpu.flops(self.dtype) * gpu.matmul_efficiency * load.efficiency_share * tokens / (tokens + gpu.half_rows)
-        head = passes * tokens * 2 * model.head_params / (layout.tp * rate)
+        products = passes - model.spared_passes(passes)  # of matrices
+        head = products * tokens * 2 * model.head_params / (layout.tp * rate)
         attention = model.attention_flops(load.length) * (1 / gpu.attention_share - 1)
         layer = passes * tokens * (model.forward_flops(load.length) + attention - 2 * model.head_params)
+        layer -= (passes - products) * tokens * 2 * (model.matrix_params - model.head_params)
         layer = layer / model.num_layers / (layout.tp * rate)
         layer += all_reduces * self._all_reduce(tokens * model.hidden * BF16, layout.tp)
-        layer += self._experts(tokens, passes, rate) + self._key_exchange(tokens, passes)
+        layer += self._experts(tokens, products, rate) + self._key_exchange(tokens, passes)
         layers = layout.stage_layers or (model.num_layers / layout.pp,) * layout.pp
-        read = passes * self._weight_bytes() / layout.pp / (gpu.memory_bandwidth * MEMORY_EFFICIENCY)
-        launch = passes * gpu.overheads.launch * model.num_layers / layout.pp
+        read = products * self._weight_bytes() / layout.pp / (gpu.memory_bandwidth * MEMORY_EFFICIENCY)
+        launch = passes * gpu.overheads.launch * self._launches * model.num_layers / layout.pp
         slowest = max(max(layers) * layer, layers[-1] * layer + head, read, launch)
         total = max(model.num_layers * layer + head, layout.pp * read, layout.pp * launch, slowest)
         on_stage, on_layer = self._pass_overheads(tokens, passes, all_reduces)
@@ -290,6 +324,7 @@ class Estimator:
         if passes > 1:
             again = (passes - 3) * on_layer
             on_stage, on_layer = known.update_pass, known.update_layer + tokens * known.update_token + again
+        on_layer *= self._launches
         collective = latency(self.hardware.collectives, layout.tp)
         hops = 2 * (passes > 1) + (passes == 1) if layout.pp > 1 else 0
         on_stage += all_reduces * collective + hops * latency(self.hardware.collectives, 2)
@@ -314,6 +349,11 @@ class Estimator:
     def _weight_bytes(self) -> float:
         """Return the bytes of all stages that one rank of TP and EP would hold."""
         return self._params_of_rank * (FP32 if self.dtype == "float32" else BF16)
+
+    @property
+    def _launches(self) -> float:
+        """Kernels of a layer with its adapters, over those without."""
+        return 1 + (ADAPTER_LAUNCHES if self.model.adapter_params else 0)
 
     @property
     def _params_of_rank(self) -> float:
@@ -361,9 +401,9 @@ class Estimator:
         traffic.
         """
         layout = self.layout
-        mine = self._params_of_rank / layout.pp
+        mine = (self.model.adapter_params / layout.tp or self._params_of_rank) / layout.pp
         exchanged = mine * (FP32 + BF16) * (layout.dp - 1) / layout.dp / self._replica_bandwidth
-        adam = 40 * self.model.num_params / layout.num_gpus / (self.hardware.memory_bandwidth * MEMORY_EFFICIENCY)
+        adam = 40 * self.model.trained_params / layout.num_gpus / (self.hardware.memory_bandwidth * MEMORY_EFFICIENCY)
         known = self.hardware.overheads
         own = known.optimizer_step + known.optimizer_layer * self.model.num_layers / layout.pp
         own += DP_COLLECTIVES * latency(self.hardware.collectives, layout.dp)
@@ -453,46 +493,3 @@ class Estimator:
         tp, gpu = self.layout.rollout_tp, self.hardware
         compute = tokens * self.model.forward_flops(length) / tp / (gpu.flops(self.dtype) * gpu.matmul_efficiency)
         return compute + 2 * self.model.num_layers * self._all_reduce(tokens * self.model.hidden * BF16, tp)
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """The maximum-entropy distribution of lengths in [0, bound] with a given mean: density ~ exp(-rate * x).
-
-    rate: 0 is uniform; below 0 most lengths are near the bound (Jaynes, Phys. Rev. 106, 1957).
-    """
-
-    rate: float
-    bound: float
-
-    @classmethod
-    def with_mean(cls, mean: float, bound: float) -> Lengths:
-        """Find the rate by bisection. A mean at the bound itself gives the steepest slope that is tried."""
-        low, high = -200 / bound, 200 / bound
-        for _ in range(80):
-            middle = (low + high) / 2
-            low, high = (middle, high) if cls(middle, bound).mean > mean else (low, middle)
-        return cls((low + high) / 2, bound)
-
-    @property
-    def mean(self) -> float:
-        """1 / rate - bound / (exp(rate * bound) - 1)."""
-        steepness = self.rate * self.bound
-        if abs(steepness) < 1e-6:
-            return self.bound / 2
-        return 1 / self.rate - self.bound / math.expm1(steepness)
-
-    def survival(self, length: float) -> float:
-        """Return the share of answers longer than `length`."""
-        if length >= self.bound:
-            return 0.0
-        if abs(self.rate * self.bound) < 1e-6:
-            return 1 - length / self.bound
-        whole = math.expm1(-self.rate * self.bound)
-        return (math.exp(-self.rate * length) - 1 - whole) / -whole
-
-    def quantile(self, share: float) -> float:
-        """Return the length that `share` of the answers do not exceed."""
-        if abs(self.rate * self.bound) < 1e-6:
-            return share * self.bound
-        return -math.log1p(share * math.expm1(-self.rate * self.bound)) / self.rate

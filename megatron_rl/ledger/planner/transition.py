@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from megatron_rl.ledger.planner.hardware import Hardware
-from megatron_rl.ledger.planner.run_models import RunModels
+from megatron_rl.ledger.planner.run_models import AlikeLayers, RunModels
 from megatron_rl.ledger.planner.time import LINK_EFFICIENCY
-from megatron_rl.model.families import VOCAB_PADDING, tensors_of
+from megatron_rl.ledger.planner.weights import TrainedWeights
+from megatron_rl.model.families import VOCAB_PADDING, ParamSpec, tensors_of
 from megatron_rl.parallel.sharding import box_numel, shard_of
 
 
@@ -22,6 +24,9 @@ class TransitionPlan:
 
     With a rollout in its own pool there is one entry for each rank of one replica, which receives its whole shard,
     M / t_g; replicas pass it on. sent: bytes that each rank of the actor's pool sends, M in all; None in place.
+
+    With adapters M is what moves in every step: adapters alone where the base stays. once: the base's transition then,
+    before the first step; None: all that moves moves in every step.
     """
 
     network: tuple[int, ...]
@@ -29,40 +34,63 @@ class TransitionPlan:
     model_bytes: int
     lower_bound: float
     sent: tuple[int, ...] | None = None
+    once: TransitionPlan | None = None
 
     @classmethod
     def of(cls, models: RunModels) -> TransitionPlan:
         """Count the transition of a run piece by piece."""
-        return cls._in_place(models) if models.placement.is_colocated else cls._between_pools(models)
+        adapters = models.actor_adapters
+        if models.placement.is_colocated:
+            base, trained = models.alike_layers, models.alike_adapters
+            parts = [cls._in_place(models, base, models.actor.num_params)]
+            if trained is not None and adapters is not None:
+                parts.append(cls._in_place(models, trained, numel_of(adapters.params.specs)))
+        else:
+            parts = [cls._between_pools(models, models.actor_weights)]
+            parts += [] if adapters is None else [cls._between_pools(models, adapters)]
+        if len(parts) == 1:
+            return parts[0]
+        return replace(parts[1], once=parts[0]) if models.keeps_base else parts[0].plus(parts[1])
 
     @classmethod
-    def _in_place(cls, models: RunModels) -> TransitionPlan:
-        layers, element = models.alike_layers, models.element
+    def _in_place(cls, models: RunModels, layers: AlikeLayers, numel: int) -> TransitionPlan:
+        """numel: elements of the whole model, or of all adapters."""
+        element = models.element
         network, link = [], []
         for number in range(len(layers.plan.members)):
             network.append(layers.over_network(number) * element)
             link.append(layers.received(number) * element - network[-1])
-        model_bytes = models.actor.num_params * element
+        model_bytes = numel * element
         grid, rollout_tp = models.grid, models.rollout.tp_size
         held = grid.tp_size * grid.pp_size
         return cls(tuple(network), tuple(link), model_bytes, max(0.0, model_bytes / rollout_tp - model_bytes / held))
 
     @classmethod
-    def _between_pools(cls, models: RunModels) -> TransitionPlan:
+    def _between_pools(cls, models: RunModels, weights: TrainedWeights) -> TransitionPlan:
         """Count everything as network traffic: pools are assumed to have their own machines."""
-        tensors, rollout = tensors_of(models.actor.specs).values(), models.rollout
+        tensors, rollout = tensors_of(weights.params.specs).values(), models.rollout
         received = []
         for rank in rollout.tp_groups()[0]:
             shards = [shard_of(tensor, rollout.place(rank, VOCAB_PADDING)) for tensor in tensors]
             received.append(sum(box_numel(part.box) for shard in shards for part in shard.parts) * models.element)
-        model_bytes = models.actor.num_params * models.element
+        model_bytes = numel_of(weights.params.specs) * models.element
         return cls(
             tuple(received),
             (0,) * len(received),
             model_bytes,
             model_bytes / rollout.tp_size,
-            tuple(_sent_bytes(models)),
+            tuple(_sent_bytes(models, weights)),
         )
+
+    def plus(self, other: TransitionPlan) -> TransitionPlan:
+        """Return both, one after the other, between the same ranks."""
+        network, link = (
+            tuple(map(sum, zip(mine, theirs, strict=True)))
+            for mine, theirs in ((self.network, other.network), (self.link, other.link))
+        )
+        sent = None if self.sent is None else tuple(map(sum, zip(self.sent, other.sent or (), strict=True)))
+        model_bytes, lower_bound = self.model_bytes + other.model_bytes, self.lower_bound + other.lower_bound
+        return TransitionPlan(network, link, model_bytes, lower_bound, sent)
 
     @property
     def mean_network(self) -> float:
@@ -78,7 +106,7 @@ class TransitionPlan:
         """Return the seconds until the slowest rank has everything: network first, then links inside of its node.
 
         Between pools sending, receiving and passing on to other replicas overlap, so that the largest number of bytes
-        that one rank sends or receives decides.
+        that one rank sends or receives decides. What moves once is not part of it.
         """
         received = max(
             far / hardware.network_bandwidth + near / hardware.link_bandwidth
@@ -88,12 +116,17 @@ class TransitionPlan:
         return max(received, sent) / LINK_EFFICIENCY + hardware.overheads.transition
 
 
-def _sent_bytes(models: RunModels) -> list[int]:
+def numel_of(specs: Mapping[str, ParamSpec]) -> int:
+    """Return the elements of whole tensors, without padding of the vocabulary; a tied matrix once."""
+    return sum(tensor.numel for tensor in tensors_of(specs).values())
+
+
+def _sent_bytes(models: RunModels, weights: TrainedWeights) -> list[int]:
     """Return the bytes that every rank of the actor's pool sends: each stage once, spread evenly over its ranks."""
-    specs, grid, sent_bytes = models.actor.specs, models.grid, []
+    specs, grid, sent_bytes = weights.params.specs, models.grid, []
     sent: set[str] = set()
     for pp_rank in range(grid.pp_size):
-        names = {specs[name].tensor.name for name in models.actor_weights.names(pp_rank)} - sent
+        names = {specs[name].tensor.name for name in weights.names(pp_rank)} - sent
         sent |= names
         numel = sum(tensor.numel for name, tensor in tensors_of(specs).items() if name in names)
         share, rest = divmod(numel, grid.stage_size)

@@ -34,14 +34,14 @@ def bucket_numel(override: OverrideDDPConfig, num_replicas: int) -> int | None:
 
 
 def is_tied(specs: Mapping[str, ParamSpec]) -> bool:
-    """Return whether the head shares the embedding's weight."""
-    return specs[EMBEDDING] == specs[HEAD]
+    """Return whether the head shares the embedding's weight. Adapters have neither."""
+    return EMBEDDING in specs and specs[EMBEDDING] == specs.get(HEAD)
 
 
 class ParamRun(NamedTuple):
     """Parameters that follow each other in a buffer on one rank, aligned.
 
-    names, numels: in the buffer's order, last to first. total: elements. aligned: elements with each start aligned.
+    names, numels: in the buffer's order, in DDP's last to first. total: elements. aligned: with each start aligned.
     """
 
     names: tuple[str, ...]
@@ -78,26 +78,27 @@ class ModelParams:
             layer: first.setdefault(tuple(specs[name].tensor.alike for name in names), layer)
             for layer, names in layers.items()
         }
-        self._numels: dict[tuple[int, bool, Place], tuple[int, ...]] = {}
-        self._blocks: dict[tuple[int, bool, Place], ParamRun | None] = {}
+        self._numels: dict[tuple[int, bool | None, Place], tuple[int, ...]] = {}
+        self._blocks: dict[tuple[int, bool | None, Place], ParamRun | None] = {}
         self.buffers: dict[object, list[FlatBuffer]] = {}
 
-    def _parted(self, names: Sequence[str]) -> dict[bool, tuple[str, ...]]:
-        """Return the dense parameters and those of experts, each last to first."""
-        return {
+    def _parted(self, names: Sequence[str]) -> dict[bool | None, tuple[str, ...]]:
+        """Return the dense parameters and those of experts, each last to first, and under None all, first to last."""
+        parted: dict[bool | None, tuple[str, ...]] = {
             kind: tuple(name for name in reversed(names) if self.specs[name].tensor.is_expert is kind)
             for kind in (False, True)
         }
+        return parted | {None: tuple(names)}
 
-    def layer(self, layer: int, place: Place, *, is_expert: bool) -> ParamRun | None:
-        """Return the dense parameters of a layer, or its experts; None where it has none."""
+    def layer(self, layer: int, place: Place, *, is_expert: bool | None) -> ParamRun | None:
+        """Return the dense parameters of a layer, or its experts; None where it has none. is_expert: None: both."""
         key = (layer, is_expert, place)
         if key not in self._blocks:
             names = self._layers[layer][is_expert] if layer in self._layers else ()
             self._blocks[key] = self._block(names, (self._first_alike[layer], is_expert, place)) if names else None
         return self._blocks[key]
 
-    def _block(self, names: tuple[str, ...], alike: tuple[int, bool, Place]) -> ParamRun:
+    def _block(self, names: tuple[str, ...], alike: tuple[int, bool | None, Place]) -> ParamRun:
         if alike not in self._numels:
             self._numels[alike] = tuple(shard_of(self.specs[name].tensor, alike[2]).numel for name in names)
         numels = self._numels[alike]
@@ -111,7 +112,7 @@ class ModelParams:
 
 @dataclass(frozen=True)
 class FlatBuffer:
-    """One of DDP's buffers on a rank, of dense parameters or of experts.
+    """One of DDP's buffers on a rank, of dense parameters or of experts; or that of all frozen ones.
 
     blocks, starts: parameters in order, and where they start. numel: elements with padding; num_params: without.
     """
@@ -152,7 +153,8 @@ class TrainedWeights:
     """A model's parameters under a training layout. All ranks of one stage hold shards of the same sizes.
 
     vocab_multiple: to which the vocabulary is padded. bucket_numel: elements of a bucket in the buffers that have
-    several; None: every buffer is one bucket.
+    several; None: every buffer is one bucket. is_frozen: the parameters lie beside adapters, in one buffer without
+    padding (`roles.flat_parameters.FrozenBuffer`), and not in DDP's.
     """
 
     params: ModelParams
@@ -160,6 +162,7 @@ class TrainedWeights:
     grid: TrainGrid
     vocab_multiple: int
     bucket_numel: int | None = None
+    is_frozen: bool = False
 
     @cached_property
     def shares(self) -> dict[bool, int]:
@@ -186,7 +189,7 @@ class TrainedWeights:
     def largest(self, pp_rank: int) -> tuple[int, int]:
         """Return the elements of a stage's largest gradient in layers, and of that outside of them."""
         found = [buffer.largest for buffer in self.buffers(pp_rank)]
-        return max(in_layers for in_layers, _ in found), max(others for _, others in found)
+        return max((in_layers for in_layers, _ in found), default=0), max((others for _, others in found), default=0)
 
     def names(self, pp_rank: int) -> list[str]:
         """Return the parameters of a stage. A tied head is one of its own where the last stage is not the first."""
@@ -200,9 +203,10 @@ class TrainedWeights:
         if pp_rank not in self._found:
             place = self.grid.place(pp_rank * self.grid.stage_size, self.vocab_multiple)
             multiples = tuple(math.lcm(shares, BUCKET_MULTIPLE) for shares in self.shares.values())
-            key = (self.stages, pp_rank, place, multiples, self.bucket_numel)
+            key = (self.stages, pp_rank, place, multiples, self.bucket_numel, self.is_frozen)
             if key not in self.params.buffers:
-                self.params.buffers[key] = self._stage_buffers(pp_rank, place, multiples)
+                made = self._frozen_buffers(pp_rank, place) if self.is_frozen else None
+                self.params.buffers[key] = made or self._stage_buffers(pp_rank, place, multiples)
             self._found[pp_rank] = self.params.buffers[key]
         return self._found[pp_rank]
 
@@ -212,7 +216,7 @@ class TrainedWeights:
 
     def _stage_buffers(self, pp_rank: int, place: Place, multiples: tuple[int, ...]) -> list[FlatBuffer]:
         chunks, pp_size = self.stages.layers(pp_rank), self.stages.pp_size
-        buffers = []
+        buffers: list[FlatBuffer] = []
         for number, layers in enumerate(chunks):
             # Megatron makes one bucket for other stages and chunks: the rest does not wait for their traffic.
             bucket_numel = self.bucket_numel if pp_rank == number == 0 else None
@@ -221,15 +225,32 @@ class TrainedWeights:
                 found = [self.params.layer(layer, place, is_expert=is_expert) for layer in reversed(layers)]
                 blocks = [block for block in found if block is not None]
                 if not is_expert:
-                    after = self.params.after if is_end else []
-                    if self.params.is_tied and pp_size == 1:
-                        after = [name for name in after if name != HEAD]
+                    after = self._after if is_end else []
                     before = self.params.before if pp_rank == number == 0 else []
                     ends = [[self.params.alone(name, place) for name in reversed(names)] for names in (after, before)]
                     blocks = [*ends[0], *blocks, *ends[1]]
                 if blocks:
                     buffers.append(self._buffer(blocks, multiple, bucket_numel, is_expert=is_expert))
         return buffers
+
+    @property
+    def _after(self) -> list[str]:
+        """Parameters after the layers. A head that the embedding's stage ties is none of its own."""
+        is_one = self.params.is_tied and self.stages.pp_size == 1
+        return [name for name in self.params.after if not (is_one and name == HEAD)]
+
+    def _frozen_buffers(self, pp_rank: int, place: Place) -> list[FlatBuffer]:
+        """Return the one buffer of a stage whose parameters are frozen: first to last, each start aligned."""
+        layers = [layer for chunk in self.stages.layers(pp_rank) for layer in chunk]
+        found = [self.params.layer(layer, place, is_expert=None) for layer in layers]
+        before = self.params.before if pp_rank == 0 else []
+        after = self._after if pp_rank == self.stages.pp_size - 1 else []
+        ends = [[self.params.alone(name, place) for name in names] for names in (before, after)]
+        blocks = [*ends[0], *(block for block in found if block is not None), *ends[1]]
+        starts = [sum(block.aligned for block in blocks[:number]) for number in range(len(blocks))]
+        last = blocks[-1].numels[-1]
+        numel = starts[-1] + blocks[-1].aligned - aligned(last) + last
+        return [FlatBuffer(False, tuple(blocks), tuple(starts), numel, sum(block.total for block in blocks))]
 
     def _buffer(
         self, blocks: Sequence[ParamRun], multiple: int, bucket_numel: int | None, *, is_expert: bool

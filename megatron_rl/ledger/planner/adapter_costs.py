@@ -1,0 +1,55 @@
+"""What adapters' products take in a layer: bytes of activations, counted from the shapes of A and B."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_rl.model.families.adapter_params import LORA_A
+from megatron_rl.model.parts import Cut, LayerBlock, ParamSpec
+from megatron_rl.parallel.stages import StagePlan
+
+
+@dataclass(frozen=True)
+class AdapterCosts:
+    """The adapters of a model, in the mean layer and in its widest linear.
+
+    whole, summed: rows of all A of linears that are cut by outputs, whose products every TP rank has for all tokens,
+    and of those that are cut by inputs, whose products have the tokens between TP regions. outputs, inputs: the most
+    columns of one linear's adapted outputs, of both kinds.
+    """
+
+    whole: float
+    summed: float
+    outputs: int
+    inputs: int
+
+    @classmethod
+    def of(cls, specs: Mapping[str, ParamSpec], stages: StagePlan) -> AdapterCosts:
+        """Count the A and B among the trained parameters; others have no such product."""
+        num_layers = sum(map(sum, stages.chunk_sizes))
+        rows, columns = {0: 0, 1: 0}, {0: defaultdict[str, int](int), 1: defaultdict[str, int](int)}
+        kinds: dict[str, int] = {}
+        for name, spec in specs.items():
+            linear, is_adapter, _ = name.partition(".adapters.")
+            if not is_adapter:
+                continue
+            if name.endswith(LORA_A):
+                kinds[linear] = 0 if spec.tensor.tp_dim is None else 1
+                rows[kinds[linear]] += spec.tensor.segments[0].shape[0]
+            else:
+                columns[kinds[linear]][linear] += spec.tensor.segments[0].shape[0]
+        widest = (max(columns[kind].values(), default=0) for kind in (0, 1))
+        return cls(rows[0] / num_layers, rows[1] / num_layers, *widest)
+
+    def layer_bytes(self, block: LayerBlock, cut: Cut) -> tuple[float, float]:
+        """Return the bytes that a layer keeps for backward, and those that one linear holds for a moment.
+
+        Kept: A's products. The inputs of A are those of the linear, which the layer counts. For a moment: B's products
+        of a linear, and their sum with its output.
+        """
+        between = block.tokens * cut.sequence_share
+        kept = (block.tokens * self.whole + between * self.summed) * cut.element
+        at_once = max(block.tokens * self.outputs / cut.tp_size, between * self.inputs)
+        return kept, 2 * at_once * cut.element
