@@ -43,13 +43,15 @@ class AdapterCosts:
         widest = (max(columns[kind].values(), default=0) for kind in (0, 1))
         return cls(rows[0] / num_layers, rows[1] / num_layers, *widest)
 
-    def layer_bytes(self, block: LayerBlock, cut: Cut) -> tuple[float, float]:
-        """Return the bytes that a layer keeps for backward, and those that one linear holds for a moment.
-
-        Kept: A's products. The inputs of A are those of the linear, which the layer counts. For a moment: B's products
-        of a linear, and their sum with its output.
+    def kept_bytes(self, block: LayerBlock, cut: Cut) -> float:
+        """Return the bytes that a layer keeps for backward: A's products. A's inputs are those of the linear, which the
+        layer counts.
         """
-        between = block.tokens * cut.sequence_share
-        kept = (block.tokens * self.whole + between * self.summed) * cut.element
-        at_once = max(block.tokens * self.outputs / cut.tp_size, between * self.inputs)
-        return kept, 2 * at_once * cut.element
+        return (block.tokens * self.whole + block.tokens * cut.sequence_share * self.summed) * cut.element
+
+    def running_bytes(self, block: LayerBlock, cut: Cut, *, backward: bool) -> float:
+        """Return the bytes that the widest linear holds for a moment: B's products and their sum with its output;
+        backward the gradient of the products.
+        """
+        widest = max(self.outputs / cut.tp_size, self.inputs * cut.sequence_share)
+        return (1 if backward else 2) * block.tokens * widest * cut.element

@@ -234,9 +234,12 @@ class RoleLedger:
         grid, way = self.grid, self.role.megatron.override_transformer_config.cp_comm_type
         return self.layer.exchanged_bytes(block, grid.most_sharing or grid.cp_size, way, backward=backward)
 
-    def _adapters(self, block: LayerBlock) -> tuple[float, float]:
-        """Return the bytes of adapters' products in one layer: those that backward needs, and those of a moment."""
-        return self.adapters.layer_bytes(block, self.layer.cut) if self.adapters else (0.0, 0.0)
+    def _running(self, block: LayerBlock, *, backward: bool) -> float:
+        """Return the bytes that a running layer holds for a moment."""
+        running = self.layer.transient_bytes(block, backward=backward) + self._exchanged_keys(block, backward=backward)
+        if self.adapters is None:
+            return running
+        return running + self.adapters.running_bytes(block, self.layer.cut, backward=backward)
 
     def _head(self, pp_rank: int, block: LayerBlock, num_chunks: int) -> Held:
         """Return the logits of `num_chunks` chunks that exist at the same time, and the scored hidden states."""
@@ -253,8 +256,7 @@ class RoleLedger:
         layer, block = self.layer, passes.block
         head = self._head(pp_rank, block, CHUNKS_FORWARD)
         hidden = 2 * block.tokens * layer.hidden * layer.element
-        running = layer.transient_bytes(block, backward=False) + self._exchanged_keys(block, backward=False)
-        running += self._adapters(block)[1]
+        running = self._running(block, backward=False)
         # The schedule keeps what the head was given until the next micro-batch has passed it.
         previous = hidden // 2 if head and passes.num_blocks > 1 else 0
         return {"activations": int(max(hidden + running - sum(head.values()), hidden)) + previous, **head}
@@ -269,12 +271,11 @@ class RoleLedger:
         alive = in_flight(self.grid.pp_size, pp_rank, len(chunks), passes.num_blocks)
         in_layers, others = (size * element for size in self.weights.largest(pp_rank))
         parts = recompute.part_bytes(layer, block)
-        of_adapters, at_once = self._adapters(block)
-        hidden, saved = layer.input_bytes(block), layer.saved_bytes(block) - sum(parts) + of_adapters
+        hidden, saved = layer.input_bytes(block), layer.saved_bytes(block) - sum(parts)
+        saved += self.adapters.kept_bytes(block, layer.cut) if self.adapters else 0.0
         kept = alive * (recompute.kept_bytes(max(chunks), hidden, saved) + 2 * hidden)
         made = recompute.made_bytes(max(chunks), saved) + max(parts, default=0.0)
-        running = made + layer.transient_bytes(block, backward=True) + self._exchanged_keys(block, backward=True)
-        running += at_once
+        running = made + self._running(block, backward=True)
         moments = [{"activations": int(kept + running), "weight gradient": in_layers}]
         head = self._head(pp_rank, block, CHUNKS_BACKWARD)
         if head:

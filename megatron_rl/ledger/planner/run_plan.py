@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -154,6 +155,7 @@ class RunPlan:
                 "model_bytes": transition.model_bytes,
                 "closed_form_bytes": transition.lower_bound,
                 "sent_bytes_per_rank": None if transition.sent is None else list(transition.sent),
+                "once_bytes_per_rank": None if transition.once is None else transition.once.received,
             },
             "time": {
                 "seconds": self.seconds,
@@ -260,14 +262,21 @@ def transition_rows(plan: TransitionPlan) -> list[tuple[str, object, str]]:
     def span(sizes: Sequence[int]) -> str:
         return f"{amount(min(sizes))} to {amount(max(sizes))}"
 
+    once = []
+    if plan.once is not None:
+        sizes = plan.once.received
+        note = f"mean; {span(sizes)}; the base, before the first step; the rest is of adapters, and of every step"
+        once = [("once in a run", amount(statistics.fmean(sizes)), note)]
     if plan.sent is None:
         formula = "M / rollout TP - M / (TP x PP), M cut evenly"
         return [
+            *once,
             ("over the network", amount(plan.mean_network), f"mean; {span(plan.network)}"),
             ("inside its node", amount(plan.mean_link), f"mean; {span(plan.link)}"),
             ("closed form", amount(plan.lower_bound), f"{formula}, M = {amount(plan.model_bytes)}"),
         ]
     return [
+        *once,
         (
             "received by a rollout rank",
             amount(plan.mean_network),

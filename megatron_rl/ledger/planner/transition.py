@@ -102,6 +102,11 @@ class TransitionPlan:
         """Mean bytes inside of nodes per GPU."""
         return statistics.fmean(self.link)
 
+    @property
+    def received(self) -> list[int]:
+        """Bytes that each rank receives, from wherever they come."""
+        return [sum(sizes) for sizes in zip(self.network, self.link, strict=True)]
+
     def seconds(self, hardware: Hardware) -> float:
         """Return the seconds until the slowest rank has everything: network first, then links inside of its node.
 
