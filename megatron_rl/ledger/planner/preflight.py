@@ -22,6 +22,7 @@ from megatron_rl.ledger.planner.file_rules import file_problems, hardware_proble
 from megatron_rl.ledger.planner.folder_files import end_token_problems
 from megatron_rl.ledger.planner.layout_rules import layout_problems, rollout_problems, sharing_problems
 from megatron_rl.ledger.planner.length_rules import length_problems, task_length_problems
+from megatron_rl.ledger.planner.lora_rules import lora_problems
 from megatron_rl.ledger.planner.model_folder import STARTING_POINTS, ModelSizes, read_model_folder
 from megatron_rl.ledger.planner.option_rules import option_problems
 from megatron_rl.ledger.planner.pool_rules import countable_pools, pool_problems
@@ -75,6 +76,7 @@ def _violations(
             *layout_problems(pools, models),
             *hardware_problems(config.trainer.hardware_file),
             *option_problems(config, models),
+            *lora_problems(config, models, config_only=config_only),
             *sharing_problems(config, pools),
             *rollout_problems(config, pools, models),
             *engine_problems(config, models),
@@ -99,6 +101,7 @@ def _task_problems(
     yield from layout_problems(pools, models)
     yield from hardware_problems(config.trainer.hardware_file)
     yield from option_problems(config, models)
+    yield from lora_problems(config, models, config_only=config_only)
     yield from sharing_problems(config, pools)
     yield from task_length_problems(config, models)
     yield from resume_problems(config)

@@ -16,6 +16,7 @@ from megatron_rl.ledger.planner.batch_arithmetic import batch_table, group_notes
 from megatron_rl.ledger.planner.file_rules import train_rows
 from megatron_rl.ledger.planner.folder_files import lacking_files
 from megatron_rl.ledger.planner.hardware import Hardware
+from megatron_rl.ledger.planner.lora_rules import lora_notes
 from megatron_rl.ledger.planner.memory_advice import Change, advice, cutting_sequences, recomputing_everything
 from megatron_rl.ledger.planner.memory_report import (
     GenerationMemory,
@@ -190,6 +191,7 @@ class RunPlan:
         path = self.config.actor_rollout_ref.model.path
         notes = [f"{path} {rule} before the run can start" for rule in self.lacking]
         notes += [*repeat_notes(self.config.data, self.train_rows), *group_notes(self.config)]
+        notes += lora_notes(self.config)
         notes += replay_notes(self.config, self.models.actor.shape)
         notes += [] if self.ahead is None else [self.ahead.advice]
         turns = self.config.actor_rollout_ref.rollout.multi_turn

@@ -1,0 +1,168 @@
+"""Rules of adapters (LoRA): their numbers, the linears they are for, and the PEFT folder that they start from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.lora import LINEARS, LoraConfig
+from megatron_rl.config.megatron import LOCAL
+from megatron_rl.config.problems import nearest_name
+from megatron_rl.config.roles import RoleSpec, roles_of
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import Violation, shown
+from megatron_rl.ledger.planner.implementation_rules import GROUP
+from megatron_rl.ledger.planner.model_folder import ModelSizes
+from megatron_rl.model.families.adapter_params import ENGINE_RANKS, Projection, projections_of
+from megatron_rl.parallel.stages import StagePlan
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+DEFAULT = LoraConfig()
+LEAST_LR, LEAST_RANK = 1e-5, 8
+"""Below these adapters hardly learn: the rate that works is about ten times that of full training."""
+
+
+def lora_problems(config: RunConfig, models: Sequence[ModelSizes], *, config_only: bool = False) -> Iterable[Violation]:
+    """Every violation, for all roles that train adapters. config_only: folders of adapters need not exist."""
+    by_path = {model.path: model for model in models}
+    for role in adapted_roles(config):
+        key, lora = lora_key(role), role.lora
+        if lora.adapter_path is not None:
+            yield from _folder_problems(key, lora, config_only)
+        if not 0 < lora.rank <= max(ENGINE_RANKS):
+            continue  # none, or a number that its own rule reports
+        yield from _value_problems(role, key)
+        model = by_path.get(role.model_path)
+        if model is not None and (own := model.attention.own_linears):
+            rule = f"is not there for {own}, which {model.path} has: its layers are this project's own"
+            yield Violation({f"{key}.rank": lora.rank}, rule, {f"{key}.rank": 0})
+        elif model is not None:
+            yield from _linear_problems(role, key, model)
+
+
+def adapted_roles(config: RunConfig) -> list[RoleSpec]:
+    """The trained roles whose configuration has adapters, or asks for something of them."""
+    return [role for role in roles_of(config) if role.is_trained and (role.lora.rank or role.lora.adapter_path)]
+
+
+def lora_key(role: RoleSpec) -> str:
+    """The group of a role's adapters."""
+    return f"{role.model_key.removesuffix('.path')}.lora"
+
+
+def _value_problems(role: RoleSpec, key: str) -> Iterable[Violation]:
+    lora, options = role.lora, role.megatron.override_transformer_config
+    if lora.alpha == 0:
+        rule = f"must be > 0 with {key}.rank={lora.rank}: adapters would add nothing, and have no gradients"
+        yield Violation({f"{key}.alpha": lora.alpha}, rule, {f"{key}.alpha": DEFAULT.alpha})
+    if lora.merge:
+        rule = "is not there: generation reads adapters where they are trained, and adds their products"
+        yield Violation({f"{key}.merge": True}, rule, {f"{key}.merge": False})
+    if options.transformer_impl != LOCAL:
+        name = f"{role.key}.{GROUP}.transformer_impl"
+        rule = f"is not there with {key}.rank={lora.rank}: adapters are on Megatron's own linears"
+        yield Violation({name: options.transformer_impl}, rule, {name: LOCAL})
+    if options.fp8 is not None:
+        name = f"{role.key}.{GROUP}.fp8"
+        rule = f"is not there with {key}.rank={lora.rank}: frozen weights and adapters are not rounded to 8 bits"
+        yield Violation({name: options.fp8}, rule, {name: None})
+
+
+def _linear_problems(role: RoleSpec, key: str, model: ModelSizes) -> Iterable[Violation]:
+    """Names that match nothing, linears that are left without adapters, and matrices smaller than the rank."""
+    lora, candidates = role.lora, projections_of(model.parts.specs)
+    names = sorted({alias for each in candidates for alias in each.aliases})
+    unknown = False
+    for name in ("target_modules", "exclude_modules"):
+        given = getattr(lora, name)
+        wrong = [pattern for pattern in given if not any(each.matches(pattern) for each in candidates)]
+        if wrong:
+            unknown = True
+            mended = list(dict.fromkeys(nearest_name(each, names) if each in wrong else each for each in given))
+            rule = f"names no linear of {model.path} with {', '.join(wrong)}; it has {', '.join(names)}"
+            yield Violation({f"{key}.{name}": given}, rule, {f"{key}.{name}": mended})
+    if unknown:
+        return
+    targets = [each for each in candidates if any(each.matches(pattern) for pattern in lora.target_modules)]
+    left = [each for each in targets if not any(each.matches(pattern) for pattern in lora.exclude_modules)]
+    nearest: dict[str, Any] = {f"{key}.exclude_modules": []}
+    bare = _stages_without(role, model, left)
+    if not targets or (bare and _stages_without(role, model, targets)):
+        nearest = {f"{key}.target_modules": list(LINEARS)} | (nearest if lora.exclude_modules else {})
+    if not left or bare:
+        settings = {f"{key}.target_modules": lora.target_modules, f"{key}.exclude_modules": lora.exclude_modules}
+        rule = f"leave no linear of {model.path} with an adapter"
+        if left:
+            rule = f"leave pipeline stage {', '.join(map(str, bare))} without an adapter: each must train something"
+        yield Violation(settings, rule, nearest)
+    widest = min((min(each.segment.shape) for each in left), default=lora.rank)
+    if lora.rank > widest:
+        small = next(each for each in left if min(each.segment.shape) == widest)
+        rows, columns = small.segment.shape
+        rule = f"must be <= {widest}, the smaller side of {small.name} [{rows}, {columns}] of {model.path}"
+        yield Violation({f"{key}.rank": lora.rank}, rule, {f"{key}.rank": widest})
+
+
+def _stages_without(role: RoleSpec, model: ModelSizes, adapted: Sequence[Projection]) -> list[int]:
+    """Return the pipeline stages that would train nothing. The last one of a critic has its head."""
+    try:
+        stages = StagePlan.from_config(model.num_hidden_layers, role.megatron)
+    except (ValueError, ZeroDivisionError):
+        return []  # the layout's own rules report it
+    last = stages.pp_size - 1
+    layers = {int(each.linear.split(".")[2]) for each in adapted}
+    held = ({layer for chunk in stages.layers(rank) for layer in chunk} for rank in range(stages.pp_size))
+    return [rank for rank, own in enumerate(held) if not own & layers and not (role.has_value_head and rank == last)]
+
+
+# A PEFT folder
+
+
+def _folder_problems(key: str, lora: LoraConfig, config_only: bool) -> Iterable[Violation]:
+    """What is wrong with `adapter_path`, or differs between its adapter_config.json and the keys."""
+    given = {f"{key}.adapter_path": lora.adapter_path}
+    folder = Path(str(lora.adapter_path)).expanduser()
+    lacking = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
+    if lacking and not config_only:
+        rule = f"must be a PEFT folder with {CONFIG} and {WEIGHTS}; it lacks {' and '.join(lacking)}"
+        yield Violation(given, rule, {f"{key}.adapter_path": None})
+    if CONFIG in lacking:
+        return
+    try:
+        settings = json.loads((folder / CONFIG).read_text())
+        rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        rule = f"must be a PEFT folder; its {CONFIG} cannot be read: {type(error).__name__}: {error}"
+        yield Violation(given, rule, {f"{key}.adapter_path": None})
+        return
+    if not 0 < rank <= max(ENGINE_RANKS):
+        rule = (
+            f"must be a PEFT folder of a rank that generation has; its r is {rank}, and {max(ENGINE_RANKS)} is the most"
+        )
+        yield Violation(given, rule, {f"{key}.adapter_path": None})
+        return
+    for name, mine, theirs in (("rank", lora.rank, rank), ("alpha", lora.alpha, alpha)):
+        if mine != theirs and (name == "rank" or lora.rank):
+            peft = "r" if name == "rank" else "lora_alpha"
+            rule = f"must be {shown(theirs)}, the {peft} of {key}.adapter_path={lora.adapter_path}"
+            yield Violation({f"{key}.{name}": mine}, rule, {f"{key}.{name}": theirs})
+
+
+# Advice
+
+
+def lora_notes(config: RunConfig) -> list[str]:
+    """Sentences about adapters whose numbers are allowed, and far from what is known to work."""
+    notes = []
+    for role in adapted_roles(config):
+        lr, asked = role.settings.optim.lr, f"{lora_key(role)}.rank={role.lora.rank}"
+        if lr < LEAST_LR:
+            notes.append(
+                f"{role.key}.optim.lr={lr:g} is low for adapters ({asked}): about ten times full training's is known "
+                f"to work, {LEAST_LR:g} or more"
+            )
+        if role.lora.rank < LEAST_RANK:
+            notes.append(f"{asked} is small: {LEAST_RANK} and more are known to learn as full training does")
+    return notes
