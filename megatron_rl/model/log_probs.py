@@ -104,7 +104,8 @@ class HeadLogProb(torch.autograd.Function):
             grad.mul_(-grad_entropy[chunk, None]).sub_(grad_log_prob[chunk, None]).mul_(probs)
             return grad, grad_log_prob[chunk]
 
-        return *head_gradients(hidden, LocalRows(weight, ctx.softmax), targets, gradient), None, None, None
+        rows, is_trained = LocalRows(weight, ctx.softmax), ctx.needs_input_grad[1]
+        return *head_gradients(hidden, rows, targets, gradient, of_weight=is_trained), None, None, None
 
 
 class HeadCrossEntropy(torch.autograd.Function):
@@ -122,34 +123,42 @@ class HeadCrossEntropy(torch.autograd.Function):
             # The logits have become exp(z - m).
             return logits.mul_((mine.largest - combined.log_z).exp()[:, None]), torch.full_like(combined.log_prob, -1.0)
 
-        ctx.save_for_backward(*head_gradients(hidden, rows, targets, gradient))
+        is_trained = ctx.needs_input_grad[1]
+        ctx.save_for_backward(*head_gradients(hidden, rows, targets, gradient, of_weight=is_trained))
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Scale the gradients in place: each is needed once."""
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden.mul_(grad), grad_weight.mul_(grad), None, None
+        return grad_hidden.mul_(grad), None if grad_weight is None else grad_weight.mul_(grad), None, None
 
 
 def head_gradients(
-    hidden: Tensor, rows: LocalRows, targets: Tensor, gradient: Callable[[slice, Tensor], tuple[Tensor, Tensor]]
-) -> tuple[Tensor, Tensor]:
+    hidden: Tensor,
+    rows: LocalRows,
+    targets: Tensor,
+    gradient: Callable[[slice, Tensor], tuple[Tensor, Tensor]],
+    *,
+    of_weight: bool,
+) -> tuple[Tensor, Tensor | None]:
     """Gradients of hidden [N, H], through this rank's rows, and of the weight [v, H], one chunk of tokens at a time.
 
     gradient: (chunk, its logits [n, v]) -> (their gradient [n, v] but for the targets, what is added at the targets
-    [n]); it may overwrite the logits.
+    [n]); it may overwrite the logits. of_weight: False: the weight is frozen, and has None.
     """
     weight, grad_hidden = rows.weight, torch.empty_like(hidden)
-    # 16 bits would lose most of what the later chunks add.
-    grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+    grad_weight = None
+    if of_weight:
+        # 16 bits would lose most of what the later chunks add.
+        grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
     for chunk in chunks(len(hidden), hidden.shape[1], len(weight)):
         logits = rows.logits(hidden[chunk])
         slope = rows.slope(logits)
         grad, at_targets = gradient(chunk, logits)
         rows.add(grad, targets[chunk], at_targets)
         rows.add_product(grad, slope, hidden[chunk], grad_hidden[chunk], grad_weight)
-    return grad_hidden, grad_weight.to(weight.dtype)
+    return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
 @dataclass(frozen=True)
@@ -252,17 +261,19 @@ class LocalRows:
         grad.scatter_add_(-1, local[:, None], (values * is_here)[:, None])
 
     def add_product(
-        self, grad: Tensor, slope: Tensor | None, hidden: Tensor, grad_hidden: Tensor, grad_weight: Tensor
+        self, grad: Tensor, slope: Tensor | None, hidden: Tensor, grad_hidden: Tensor, grad_weight: Tensor | None
     ) -> None:
         """Fill grad_hidden [n, H] and add to grad_weight [v, H] from the gradient [n, v] of a chunk's logits.
 
         grad is overwritten. slope: the result of `slope` for these logits. hidden: [n, H]. grad_weight: float32 or
-        more.
+        more; None: of a frozen weight.
         """
         grad = grad if slope is None else grad.mul_(slope)
         grad = grad if self.temperature == 1.0 else grad.div_(self.temperature)
         grad = grad.to(self.weight.dtype)
         torch.mm(grad, self.weight, out=grad_hidden)
+        if grad_weight is None:
+            return
         if grad.dtype == grad_weight.dtype:
             grad_weight.addmm_(grad.t(), hidden)
         else:

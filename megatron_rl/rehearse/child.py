@@ -106,12 +106,15 @@ def rehearsed(request: RehearsalRequest, rank: RankOfPool) -> dict[str, Any]:
 
 
 def _members(config: Any, rank: RankOfPool) -> list[Any]:
-    """Return the members of the exchange group of a rank whose pool trains and generates; none of others."""
+    """Return the members of the exchange group of a rank whose pool trains and generates, as they hold each of its
+    models, base and adapters; none of others.
+    """
     from megatron_rl.ledger.planner.run_models import RunModels
 
     models = RunModels(config)
     shares = models.placement.is_colocated and models.training.spec.name == rank.pool
-    return models.members_with(rank.rank) if shares else []
+    held = [models.actor_weights, *([models.actor_adapters] if models.actor_adapters else [])]
+    return [models.members_with(rank.rank, weights) for weights in held] if shares else []
 
 
 def follow_resizes(note: Callable[[Any], None]) -> None:

@@ -23,9 +23,9 @@ from megatron_rl.roles.pipeline import Pipeline
 from megatron_rl.roles.training import TrainableModel
 
 
-def stand_in(mode: RehearsalMode, members: Sequence[Member], joint: JointRanks | None) -> None:
-    """Apply all of them. members: of this rank's exchange group; none where weights are not shared. joint: the ranks of
-    the bridge between pools; None: there is none.
+def stand_in(mode: RehearsalMode, members: Sequence[Sequence[Member]], joint: JointRanks | None) -> None:
+    """Apply all of them. members: of this rank's exchange group, as they hold weights, and again as they hold adapters;
+    none where weights are not shared. joint: the ranks of the bridge between pools; None: there is none.
     """
     _load_no_weights()
     _post_together(mode)
@@ -41,7 +41,7 @@ def _load_no_weights() -> None:
     setattr(UnloadedModel, "load", lambda model: None)  # noqa: B010  mypy: it is a method
 
 
-def _know_members(members: Sequence[Member], joint: JointRanks | None) -> None:
+def _know_members(members: Sequence[Sequence[Member]], joint: JointRanks | None) -> None:
     """Ranks tell each other where their shards lie; nobody is there, so it is where the plan lays them.
 
     Raises RuntimeError where this rank's own lie elsewhere.
@@ -52,11 +52,17 @@ def _know_members(members: Sequence[Member], joint: JointRanks | None) -> None:
             assert joint is not None  # an offer is for a bridge
             _check_place(value.member, joint.members[transport.number])
             return joint.offers(value)
-        own = next((member for member in members if member.rank == value.rank), None)
+        group = max(members, key=lambda each: _num_common(each, value))
+        own = next((member for member in group if member.rank == value.rank), None)
         _check_place(value, own)
-        return [value if member is own else member for member in members]
+        return [value if member is own else member for member in group]
 
     setattr(Transport, "all_gather_object", all_gather_object)  # noqa: B010  mypy: it is a method
+
+
+def _num_common(group: Sequence[Member], laid: Member) -> int:
+    """How many of a member's shards are in a group's table of it."""
+    return sum(len({*names_of(member)} & {*names_of(laid)}) for member in group if member.rank == laid.rank)
 
 
 def _check_place(laid: Member, planned: Member | None) -> None:

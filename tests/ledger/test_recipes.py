@@ -24,6 +24,8 @@ LARGE += [REPOSITORY / f"configs/{name}.yaml" for name in ("llama3_70b_ppo", "qw
 STAGE_RECIPES = sorted(set(STAGES_FOLDER.glob("*.yaml")) - set(STAGES_FOLDER.glob("*_cpu.yaml")))
 NUM_GPUS = {
     **dict.fromkeys(("llama3_8b_grpo", "llama3_8b_ppo", "qwen2.5_7b_grpo", "qwen2.5_7b_ppo"), 8),
+    "qwen2.5_7b_lora_grpo": 1,
+    "llama3_70b_lora_grpo": 8,
     "qwen3_30b_a3b_grpo": 16,
     "qwen3_30b_a3b_128k_grpo": 32,
     "qwen3_235b_a22b_gspo": 64,

@@ -99,3 +99,23 @@ def test_bfloat16_gives_a_float32_loss_and_gradients_of_its_own(tp_group):
     for gradient, exact in zip(torch.autograd.grad(loss, (hidden, weight)), dense, strict=True):
         assert gradient.dtype == torch.bfloat16
         torch.testing.assert_close(gradient.double(), exact, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("function", [head_cross_entropy, head_log_probs_alone])
+def test_a_frozen_head_has_no_gradient(tp_group, function, monkeypatch):
+    """Hidden states' gradient is the same bit for bit, and nothing of the weight's size is made for the weight's.
+
+    Would not catch what is made by other means.
+    """
+    hidden, weight, targets, _ = random_case(40, 60, 64, 3.0, seed=3)
+    hidden.requires_grad_()
+    made, zeros_like, gradients = [], torch.zeros_like, []
+    monkeypatch.setattr(
+        torch, "zeros_like", lambda *like, **options: made.append(like[0].shape) or zeros_like(*like, **options)
+    )
+    for is_trained in (True, False):
+        made.clear()
+        loss = function(hidden, weight.requires_grad_(is_trained), targets, VocabSoftmax(60, 0.7, tp_group)).sum()
+        gradients.append(torch.autograd.grad(loss, hidden)[0])
+        assert (weight.shape in made) is is_trained
+    assert torch.equal(*gradients)

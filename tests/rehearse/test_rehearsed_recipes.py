@@ -18,9 +18,11 @@ RECIPE = "configs/llama3_70b_ppo.yaml"
 GPU_RECIPES = {
     "configs/llama3_70b_ppo.yaml": "ppo",
     "configs/qwen3_235b_a22b_gspo.yaml": "ppo",
+    "configs/recipes/llama3_70b_lora_grpo.yaml": "ppo",
     "configs/recipes/llama3_8b_grpo.yaml": "ppo",
     "configs/recipes/llama3_8b_ppo.yaml": "ppo",
     "configs/recipes/qwen2.5_7b_grpo.yaml": "ppo",
+    "configs/recipes/qwen2.5_7b_lora_grpo.yaml": "ppo",
     "configs/recipes/qwen2.5_7b_ppo.yaml": "ppo",
     "configs/recipes/qwen3_30b_a3b_128k_grpo.yaml": "ppo",
     "configs/recipes/qwen3_30b_a3b_grpo.yaml": "ppo",
