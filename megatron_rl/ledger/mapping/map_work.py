@@ -13,8 +13,9 @@ from typing import Any
 from megatron_rl.config.algorithms import scores_old_log_probs
 from megatron_rl.config.keys import value_of
 from megatron_rl.config.load import read_override
+from megatron_rl.config.lora import RESIDENT
 from megatron_rl.config.problems import divisors
-from megatron_rl.config.roles import ACTOR, ROLLOUT, PassSpec, RoleSpec, roles_of
+from megatron_rl.config.roles import ACTOR, REFERENCE, ROLLOUT, PassSpec, RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.ledger.mapping.grids import Grid, GridShape
 from megatron_rl.ledger.planner.cache_rules import KVCacheSize
@@ -166,7 +167,7 @@ class MapWork:
         specs = list(roles_of(config))
         self.roles = {
             spec.name: RoleWork(
-                spec,
+                replace(spec, base_of=None),  # `base` is the other form
                 sizes[spec.model_path],
                 ModelCost.of(sizes[spec.model_path].parts, spec.lora),
                 ELEMENT_BYTES[spec.megatron.dtype],
@@ -180,6 +181,26 @@ class MapWork:
         self._loads: dict[tuple[str, PassSpec, float | None, int], Load] = {}
         self.actor = self.roles[ACTOR]
         self.rollout = next(spec for spec in specs if spec.kind == ROLLOUT)
+
+    @cached_property
+    def base(self) -> RoleWork | None:
+        """The reference on the ranks of an actor that trains adapters: the actor without them. None: there is none."""
+        reference = self.roles.get(REFERENCE)
+        if reference is None or not self.actor.spec.lora.rank:
+            return None
+        return replace(reference, spec=replace(reference.spec, base_of=ACTOR))
+
+    def role_in(self, name: str, block: Sequence[str]) -> RoleWork:
+        """Return a role in a pool of these roles, whose models one of them may hold for another."""
+        if name == REFERENCE and ACTOR in block and self.base is not None:
+            return self.base
+        return self.roles[name]
+
+    @cached_property
+    def keeps_base(self) -> bool:
+        """Whether the foreign part of the actor's base stays between generations, if there is one."""
+        lora = self.actor.spec.lora
+        return lora.rank > 0 and lora.base == RESIDENT
 
     @property
     def names(self) -> list[str]:

@@ -100,7 +100,7 @@ def least_bytes(search: Search, block: tuple[str, ...], units: int) -> float:
     shape, least = search.work.cluster.shape(units), math.inf
     names = tuple(name for name in block if name != ROLLOUT)
     for grid in search.pools.grids(names, shape) if names else []:
-        roles = [search.pools.on_grid(name, grid, shape) for name in names]
+        roles = [search.pools.on_grid(name, grid, shape, block) for name in names]
         total = [sum(held.total for held in stage) for stage in zip(*(role.held for role in roles), strict=True)]
         passes = [size for role in roles for size in least_of_passes(role)]
         generating = least_cache(search.work) if ROLLOUT in block else 0

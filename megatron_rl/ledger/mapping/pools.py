@@ -86,10 +86,10 @@ class Pools:
 
     def __init__(self, work: MapWork) -> None:
         self.work = work
-        self.actor_bytes = ActorBytes.of(work.actor)
+        self.actor_bytes, self.adapter_bytes = ActorBytes.of(work.actor), ActorBytes.of_adapters(work.actor)
         self.num_layouts = 0
         self._fronts: dict[tuple[tuple[str, ...], int], list[PoolChoice]] = {}
-        self._on_grid: dict[tuple[str, Grid, GridShape], OnGrid] = {}
+        self._on_grid: dict[tuple[int, Grid, GridShape], OnGrid] = {}
         self._grids: dict[tuple[tuple[str, ...], GridShape], list[Grid]] = {}
         self._engines: dict[int, int] = {}
 
@@ -136,7 +136,7 @@ class Pools:
         uncut: the choices of `grid`. Without any, or where a rollout's weights take room from passes, some passes may
         have been too large, so that every way to generate counts.
         """
-        if uncut and (ACTOR in block or ROLLOUT not in block):
+        if uncut and not self._takes_room(block):
             return uncut
         shape = self.work.cluster.shape(units)
         roles = self._roles(block, grid, shape)
@@ -144,7 +144,7 @@ class Pools:
             return []
         if ROLLOUT in block:
             return list(self._generating(block, units, grid, roles, {}, (0.0, 0.0), rollout_sizes(self.work, shape)))
-        reshard = sent_seconds(self.work, self.actor_bytes, grid, shape) if ACTOR in block else 0.0
+        reshard = sent_seconds(self.work, self.moved, grid, shape) if ACTOR in block else 0.0
         return [PoolChoice(block, units, shape, grid, {}, None, 0.0, 0.0, 0.0, reshard)]
 
     def _is_beaten(self, grid: Grid, cp: int, ways: Sequence[PoolChoice], kept: Sequence[PoolChoice]) -> bool:
@@ -160,7 +160,7 @@ class Pools:
 
     def _cut(self, block: tuple[str, ...], units: int, grid: Grid, uncut: Sequence[PoolChoice]) -> Iterator[PoolChoice]:
         """Yield the choices of a layout with CP. uncut: those of the same layout without it, which generate equally."""
-        if not uncut or (ACTOR not in block and ROLLOUT in block):
+        if not uncut or self._takes_room(block):
             yield from self._on(block, units, grid)
             return
         self.num_layouts += 1
@@ -185,20 +185,36 @@ class Pools:
         self.num_layouts += 1
         roles = self._roles(block, grid, shape)
         sizes = rollout_sizes(self.work, shape) if ROLLOUT in block else [0]
-        if ACTOR in block or ROLLOUT not in block:
+        if not self._takes_room(block):
             yield from self._with_passes(block, units, grid, roles, self._free(roles), sizes)
             return
         for tp in sizes:  # the rollout's weights stay on the device together with the other roles
-            yield from self._with_passes(block, units, grid, roles, self._free(roles, self._own(tp)), [tp])
+            stay = [self._own(tp)] * len(roles[0].held)
+            if ACTOR in block:
+                stay = [self._foreign_base(tp, grid, roles, number) for number in range(len(stay))]
+            yield from self._with_passes(block, units, grid, roles, self._free(roles, stay), [tp])
+
+    def _takes_room(self, block: tuple[str, ...]) -> bool:
+        """Return whether weights of generation stay on the device while the pool trains."""
+        return ROLLOUT in block and (ACTOR not in block or self.work.keeps_base)
+
+    @cached_property
+    def moved(self) -> ActorBytes:
+        """What moves to generation in every step."""
+        return self.adapter_bytes if self.work.keeps_base else self.actor_bytes.plus(self.adapter_bytes)
 
     def _roles(self, block: tuple[str, ...], grid: Grid, shape: GridShape) -> list[OnGrid]:
         """Return the roles of a pool on one layout, without the rollout."""
-        return [self.on_grid(name, grid, shape) for name in block if name != ROLLOUT]
+        return [self.on_grid(name, grid, shape, block) for name in block if name != ROLLOUT]
 
-    def _free(self, roles: Sequence[OnGrid], taken: int = 0) -> list[int]:
-        """Return the bytes of each sampled stage beside what the roles hold and `taken`; below 0: too large."""
+    def _free(self, roles: Sequence[OnGrid], taken: Sequence[int] = ()) -> list[int]:
+        """Return the bytes of each sampled stage beside what the roles hold and `taken`; below 0: too large.
+
+        taken: of each sampled stage; (): nothing.
+        """
         stages = zip(*(role.held for role in roles), strict=True)
-        return [self.work.usable - taken - sum(held.total for held in stage) for stage in stages]
+        free = [self.work.usable - sum(held.total for held in stage) for stage in stages]
+        return [left - size for left, size in zip(free, taken or [0] * len(free), strict=True)]
 
     def _with_passes(
         self,
@@ -224,7 +240,7 @@ class Pools:
         if ACTOR in block:
             if min(room) < self._bucket:
                 return
-            reshard = sent_seconds(self.work, self.actor_bytes, grid, shape)
+            reshard = sent_seconds(self.work, self.moved, grid, shape)
         yield PoolChoice(block, units, shape, grid, options, None, score, update, 0.0, reshard)
 
     def _fastest(self, roles: Sequence[OnGrid], room: list[int]) -> dict[str, dict[str, Option]] | None:
@@ -260,11 +276,11 @@ class Pools:
             self._grids[key] = layouts
         return self._grids[key]
 
-    def on_grid(self, name: str, grid: Grid, shape: GridShape) -> OnGrid:
-        """Return one role on one layout."""
-        key = (name, grid, shape)
+    def on_grid(self, name: str, grid: Grid, shape: GridShape, block: tuple[str, ...] = ()) -> OnGrid:
+        """Return one role on one layout. block: the roles of its pool."""
+        role = self.work.role_in(name, block)
+        key = (id(role), grid, shape)  # roles live as long as the work
         if key not in self._on_grid:
-            role = self.work.roles[name]
             self._on_grid[key] = OnGrid(self.work, role, grid, shape)
         return self._on_grid[key]
 
@@ -302,19 +318,24 @@ class Pools:
                 continue
             for generation in self._generations(tp, shape, grid, roles, in_place):
                 if in_place and grid is not None:
-                    reshard = in_place_seconds(self.work, self.actor_bytes, grid, shape, tp)
+                    reshard = in_place_seconds(self.work, self.moved, grid, shape, tp)
                 else:
-                    reshard = received_seconds(self.work, self.shard(tp))
+                    kept = self._base_shards[tp] if self.work.keeps_base else 0
+                    reshard = received_seconds(self.work, self.shard(tp) - kept)
                 gen = generation.seconds + generation.offload
                 gen += dispatch_seconds(shape.num_nodes, shape.per_node, self.work.hardware)
                 yield PoolChoice(block, units, shape, grid, options, generation, *training, gen, reshard)
 
     def shard(self, tp: int) -> int:
-        """Return the bytes of the policy on each rank of a rollout."""
-        return self._rollout_shards[tp]
+        """Return the bytes of the policy on each rank of a rollout, with its adapters."""
+        return self._base_shards[tp] + self._adapter_shards[tp]
 
     @cached_property
-    def _rollout_shards(self) -> dict[int, int]:
+    def _adapter_shards(self) -> dict[int, int]:
+        return {size: rollout_shard(self.work.actor, size, adapters=True) for size in self._base_shards}
+
+    @cached_property
+    def _base_shards(self) -> dict[int, int]:
         sizes = {
             size
             for units in self.work.cluster.sizes
@@ -377,16 +398,26 @@ class Pools:
 
     def _foreign(self, tp: int, grid: Grid, roles: Sequence[OnGrid], number: int) -> int:
         """Return the bytes that a rank needs for generation besides its training weights."""
-        whole = self.shard(tp)
+        adapters = self._adapter_shards[tp]
+        if tp == grid.tp:
+            adapters -= self._layers(roles, number) * self.adapter_bytes.layer // tp
+        return self._foreign_base(tp, grid, roles, number) + max(0, adapters)
+
+    def _foreign_base(self, tp: int, grid: Grid, roles: Sequence[OnGrid], number: int) -> int:
+        """Return `_foreign` of the policy without its adapters."""
+        whole = self._base_shards[tp]
         if (
             self.work.keeps.values.get(DROP)
             or tp != grid.tp
             or (self.work.actor.sizes.num_experts and (grid.ep > 1 or grid.expert_tp != tp))
         ):
             return whole
+        return max(0, whole - self._layers(roles, number) * self.actor_bytes.layer // tp)
+
+    def _layers(self, roles: Sequence[OnGrid], number: int) -> int:
+        """Return the layers of a sampled stage of the actor."""
         actor = next(role for role in roles if role.role.name == ACTOR)
-        layers = sum(actor.ledger.stages.chunk_sizes[actor.stages[number]])
-        return max(0, whole - layers * self.actor_bytes.layer // tp)
+        return sum(actor.ledger.stages.chunk_sizes[actor.stages[number]])
 
     def _cache_bytes(self, tp: int, shape: GridShape, room: int) -> int | None:
         """Return the bytes of the cache: for all sequences of a replica, or as many as fit in steps of a sixteenth.

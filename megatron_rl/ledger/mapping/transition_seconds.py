@@ -10,7 +10,7 @@ A placement that `map` offers is counted again by the exchange plan itself.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from megatron_rl.ledger.mapping.grids import Grid, GridShape
 from megatron_rl.ledger.mapping.map_work import MapWork, RoleWork
@@ -19,13 +19,14 @@ from megatron_rl.ledger.planner.run_models import one_layer_of_each
 from megatron_rl.ledger.planner.time import LINK_EFFICIENCY
 from megatron_rl.ledger.planner.weights import EMBEDDING, LAYER, aligned
 from megatron_rl.model.families import VOCAB_PADDING, tensors_of
+from megatron_rl.model.families.adapter_params import adapter_specs
 from megatron_rl.parallel.sharding import Place, shard_of
 from megatron_rl.parallel.stages import StagePlan
 
 
 @dataclass(frozen=True)
 class ActorBytes:
-    """Bytes of the policy: of the whole model, the embedding, one layer, and the parameters after the layers."""
+    """Bytes of the policy, or of its adapters: all, the embedding, one layer, and the parameters after the layers."""
 
     model: int
     embedding: int
@@ -40,6 +41,17 @@ class ActorBytes:
         model, embedding = role.model.num_params * element, specs[EMBEDDING].tensor.numel * element
         return cls(model, embedding, in_layers // role.sizes.num_hidden_layers, model - embedding - in_layers)
 
+    @classmethod
+    def of_adapters(cls, role: RoleWork) -> ActorBytes:
+        """Count the adapters; 0 without."""
+        size = role.cost.adapter_params * role.element
+        return cls(size, 0, size // role.sizes.num_hidden_layers, 0)
+
+    def plus(self, other: ActorBytes) -> ActorBytes:
+        """Return both together."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return ActorBytes(*map(sum, pairs))
+
     def stage(self, role: RoleWork, grid: Grid, pp_rank: int) -> int:
         """Return the bytes of a whole stage, over all of its TP ranks."""
         layers = sum(role.chunks(grid)[pp_rank])
@@ -47,10 +59,14 @@ class ActorBytes:
         return layers * self.layer + ends
 
 
-def rollout_shard(role: RoleWork, tp: int) -> int:
-    """Return the bytes of the policy on each rank of a rollout at TP `tp`, rows of padding included."""
+def rollout_shard(role: RoleWork, tp: int, *, adapters: bool = False) -> int:
+    """Return the bytes of the policy on each rank of a rollout at TP `tp`, rows of padding included.
+
+    adapters: those of its adapters alone.
+    """
     place = Place(0, tp, VOCAB_PADDING, 0, 1, 0, tp)
-    specs, counts = one_layer_of_each(role.model.specs, StagePlan(role.sizes.num_hidden_layers, 1))
+    whole = adapter_specs(role.model.specs, role.spec.lora) if adapters else role.model.specs
+    specs, counts = one_layer_of_each(whole, StagePlan(role.sizes.num_hidden_layers, 1))
     numels = {name: aligned(shard_of(tensor, place).numel) for name, tensor in tensors_of(specs).items()}
     return sum(numel * counts[name] for name, numel in numels.items()) * role.element
 
