@@ -8,18 +8,21 @@ Phase 3: rank 0 writes index, config and tokenizer, and renames the folder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_rl.checkpoint.hf_folder import (
     MAX_SHARD_BYTES,
     Description,
     ExportFile,
+    describe_model,
     plan_export,
     write_files,
 )
@@ -32,43 +35,100 @@ from megatron_rl.parallel.sharding import Place
 
 @torch.no_grad()
 def export_hf(
-    named_parameters: dict[str, torch.nn.Parameter],
-    specs: dict[str, ParamSpec],
-    source: Path,
+    weights: ScatteredTensors,
     target: Path,
-    grid: TrainGrid,
-    vocab_multiple: int,
-    architecture: str,
+    description: Description,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    constants: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    constants: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
-    """Write the model to `target`, with config and tokenizer from `source`; every rank must call.
+    """Write the model to `target`, with config and tokenizer from its source; every rank must call.
 
-    named_parameters: this rank's parameters under global Megatron names. All ranks must see the same file system.
-    architecture: what the folder's config.json calls the model. An existing `target` is replaced.
-    constants: further whole tensors of the folder, the same on all ranks; rank 0 writes them.
+    All ranks must see the same file system. An existing `target` is replaced. constants: further whole tensors of the
+    folder, the same on all ranks; rank 0 writes them.
     """
-    # Phase 1
-    places = {other: grid.place(other, vocab_multiple) for other in range(grid.world_size)}
-    held: list[Any] = [None] * grid.world_size
-    dist.all_gather_object(held, {name: parameter.dtype for name, parameter in named_parameters.items()})
-    tensors = {tensor.name: tensor for tensor in hf_tensors(specs)}
-    parameters = {tensor.parameter for tensor in tensors.values()}
-    by_parameter = {name: holders_of(name, held, places, grid) for name in parameters}
-    holders = {name: by_parameter[tensor.parameter] for name, tensor in tensors.items()}
-    dtypes = {name: held[holders[name][0]][tensor.parameter] for name, tensor in tensors.items()}
-    sizes = {name: tensor.numel * dtypes[name].itemsize for name, tensor in tensors.items()}
+    sizes, holders = weights.sizes, weights.holders | dict.fromkeys(constants, (0,))
     sizes |= {name: tensor.nbytes for name, tensor in constants.items()}
-    holders |= dict.fromkeys(constants, (0,))
-    files = plan_export(sizes, holders, max_shard_bytes)
+    files, num_bytes = plan_export(sizes, holders, max_shard_bytes), sum(sizes.values())
 
-    def gather(file: ExportFile) -> dict[str, torch.Tensor]:
-        inside = {name: tensor for name, tensor in constants.items() if name in file.holders}
-        return gather_file(file, tensors, places, named_parameters, dtypes) | inside
+    def gather(file: ExportFile) -> dict[str, Tensor]:
+        return weights.gather(file) | {name: tensor for name, tensor in constants.items() if name in file.holders}
+
+    def describe(folder: Path) -> None:
+        describe_model(folder, files, num_bytes, description)
 
     # Phases 2 and 3
-    description = Description(source, architecture, next(iter(dtypes.values())))
-    write_files(target, files, gather, sum(sizes.values()), description, dist.get_rank(), dist.barrier)
+    write_files(target, files, gather, describe, dist.get_rank(), dist.barrier)
+
+
+@dataclass(frozen=True)
+class ScatteredTensors:
+    """Tensors of a folder whose pieces lie on the ranks of a grid.
+
+    tensors: by their names in the folder. places: of all ranks. holders: tensor -> the ranks of one stage that together
+    hold it. dtypes: of the tensors. read: returns this rank's shard of a parameter by its Megatron name.
+    """
+
+    tensors: dict[str, HFTensor]
+    places: dict[int, Place]
+    holders: dict[str, tuple[int, ...]]
+    dtypes: dict[str, torch.dtype]
+    read: Callable[[str], Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        named_parameters: Mapping[str, Tensor],
+        specs: Mapping[str, ParamSpec],
+        grid: TrainGrid,
+        vocab_multiple: int,
+        read: Callable[[str], Tensor] | None = None,
+    ) -> ScatteredTensors:
+        """Phase 1, which every rank must call.
+
+        named_parameters: this rank's parameters under global Megatron names. specs: of the tensors. read: as of the
+        class; None: the parameters themselves.
+        """
+        places = {other: grid.place(other, vocab_multiple) for other in range(grid.world_size)}
+        held: list[Any] = [None] * grid.world_size
+        dist.all_gather_object(held, {name: parameter.dtype for name, parameter in named_parameters.items()})
+        tensors = {tensor.name: tensor for tensor in hf_tensors(specs)}
+        parameters = {tensor.parameter for tensor in tensors.values()}
+        by_parameter = {name: holders_of(name, held, places, grid) for name in parameters}
+        holders = {name: by_parameter[tensor.parameter] for name, tensor in tensors.items()}
+        dtypes = {name: held[holders[name][0]][tensor.parameter] for name, tensor in tensors.items()}
+        return cls(tensors, places, holders, dtypes, read or (lambda name: named_parameters[name].detach()))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Tensor -> bytes."""
+        return {name: tensor.numel * self.dtypes[name].itemsize for name, tensor in self.tensors.items()}
+
+    def gather(self, file: ExportFile) -> dict[str, Tensor]:
+        """The whole tensors of one file on its writer, nothing elsewhere; the file's ranks must call."""
+        rank, whole = dist.get_rank(), dict[str, Tensor]()
+        for name in file.tensors:
+            if name not in self.tensors:
+                continue  # a constant, which its writer has
+            made_progress()
+            tensor = self.tensors[name]
+            parts = pieces(tensor, file.holders[name], self.places)
+            if rank == file.writer:
+                whole[name] = put_together(tensor, ((piece, self._fetched(tensor, piece)) for piece in parts))
+                continue
+            for piece in parts:
+                if piece.rank == rank:
+                    dist.send(self._held(tensor, piece), dst=file.writer)
+        return whole
+
+    def _held(self, tensor: HFTensor, piece: TensorPiece) -> Tensor:
+        return self.read(tensor.parameter)[piece.source].cpu().contiguous()
+
+    def _fetched(self, tensor: HFTensor, piece: TensorPiece) -> Tensor:
+        if piece.rank == dist.get_rank():
+            return self._held(tensor, piece)
+        received = torch.empty(piece.shape, dtype=self.dtypes[tensor.name])
+        dist.recv(received, src=piece.rank)
+        return received
 
 
 def holders_of(
@@ -82,38 +142,3 @@ def holders_of(
         if grid.pp_rank(rank) == stage:
             first.setdefault(places[rank], rank)
     return tuple(first.values())
-
-
-def gather_file(
-    file: ExportFile,
-    tensors: dict[str, HFTensor],
-    places: dict[int, Place],
-    named_parameters: dict[str, torch.nn.Parameter],
-    dtypes: dict[str, torch.dtype],
-) -> dict[str, torch.Tensor]:
-    """The whole tensors of one file on its writer, nothing elsewhere; the file's ranks must call."""
-    rank, whole = dist.get_rank(), {}
-
-    def held(tensor: HFTensor, piece: TensorPiece) -> torch.Tensor:
-        return named_parameters[tensor.parameter].detach()[piece.source].cpu().contiguous()
-
-    def fetched(tensor: HFTensor, piece: TensorPiece) -> torch.Tensor:
-        if piece.rank == rank:
-            return held(tensor, piece)
-        received = torch.empty(piece.shape, dtype=dtypes[tensor.name])
-        dist.recv(received, src=piece.rank)
-        return received
-
-    for name in file.tensors:
-        if name not in tensors:
-            continue  # a constant, which its writer has
-        made_progress()
-        tensor = tensors[name]
-        parts = pieces(tensor, file.holders[name], places)
-        if rank == file.writer:
-            whole[name] = put_together(tensor, ((piece, fetched(tensor, piece)) for piece in parts))
-            continue
-        for piece in parts:
-            if piece.rank == rank:
-                dist.send(held(tensor, piece), dst=file.writer)
-    return whole

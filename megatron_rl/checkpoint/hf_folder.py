@@ -136,40 +136,33 @@ def write_index(folder: Path, files: dict[str, list[str]], num_bytes: int) -> No
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def finish_folder(target: Path, files: dict[str, list[str]], num_bytes: int, description: Description) -> None:
-    """Write all but the weights, and put the folder in place of `target`.
-
-    files: file -> its tensors; num_bytes: of all tensors.
-    """
-    unfinished = unfinished_folder(target)
-    write_index(unfinished, files, num_bytes)
+def describe_model(folder: Path, files: Sequence[ExportFile], num_bytes: int, description: Description) -> None:
+    """Write all but the weights of a model's folder. num_bytes: of all tensors."""
+    write_index(folder, {file.name: file.tensors for file in files}, num_bytes)
     source = description.source
     hf_config = AutoConfig.from_pretrained(source)
     hf_config.architectures = [description.architecture]
     hf_config.dtype = description.dtype
     if description.architecture in REWARD_FAMILIES:
         hf_config.num_labels = 1
-    hf_config.save_pretrained(unfinished)
-    AutoTokenizer.from_pretrained(source).save_pretrained(unfinished)
+    hf_config.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     if (source / "generation_config.json").exists():
-        shutil.copy(source / "generation_config.json", unfinished)
-    shutil.rmtree(target, ignore_errors=True)
-    unfinished.rename(target)
+        shutil.copy(source / "generation_config.json", folder)
 
 
 def write_files(
     target: Path,
     files: Sequence[ExportFile],
     gather: Callable[[ExportFile], dict[str, torch.Tensor]],
-    num_bytes: int,
-    description: Description,
+    describe: Callable[[Path], None],
     rank: int = 0,
     meet: Callable[[], object] = lambda: None,
 ) -> None:
     """Write a whole folder in place of `target`; all ranks that hold tensors must call, one file in memory at a time.
 
-    gather: returns the whole tensors of a file on its writer; the file's ranks call it together. num_bytes: of all
-    tensors. meet: a barrier of all ranks.
+    gather: returns the whole tensors of a file on its writer; the file's ranks call it together. describe: writes all
+    but the weights to a folder; rank 0 calls it. meet: a barrier of all ranks.
     """
     unfinished = unfinished_folder(target)
     if rank == 0:
@@ -184,7 +177,9 @@ def write_files(
             del tensors  # before the next file is gathered
     meet()
     if rank == 0:
-        finish_folder(target, {file.name: file.tensors for file in files}, num_bytes, description)
+        describe(unfinished)
+        shutil.rmtree(target, ignore_errors=True)
+        unfinished.rename(target)
     meet()
 
 
@@ -200,6 +195,10 @@ def write_hf_folder(
     sizes: tensor -> bytes, in the order of the files. read: returns a tensor by name; called once for each.
     """
     files = plan_export(sizes, dict.fromkeys(sizes, (0,)), max_shard_bytes)
+    num_bytes = sum(sizes.values())
     write_files(
-        target, files, lambda file: {name: read(name) for name in file.tensors}, sum(sizes.values()), description
+        target,
+        files,
+        lambda file: {name: read(name) for name in file.tensors},
+        lambda folder: describe_model(folder, files, num_bytes, description),
     )

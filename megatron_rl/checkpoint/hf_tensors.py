@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ class TensorPiece:
         return tuple(part.stop - part.start for part in self.target)
 
 
-def hf_tensors(specs: dict[str, ParamSpec]) -> list[HFTensor]:
+def hf_tensors(specs: Mapping[str, ParamSpec]) -> list[HFTensor]:
     """Every tensor of the folder once, in the order of `specs`; of copies (a tied head) the first."""
     tensors: dict[str, HFTensor] = {}
     for parameter, spec in specs.items():

@@ -27,7 +27,8 @@ from megatron_rl.roles.tuned import TunedPolicy
 if TYPE_CHECKING:
     from megatron_rl.controller.run import Run
 
-HF_MODEL = "hf_model"
+HF_MODEL, ADAPTER_FOLDER = "hf_model", "adapter"
+"""The exported model in a run's folder, and its adapters."""
 EXPORT_LOGIT_BOUND, EXPORT_LOGIT_SHARE = 1e-4, 1e-5
 """Largest allowed difference between outputs of the exported model and the trainer's, in float32: the larger one of
 this number and this share of the largest output, which rounding grows with.
@@ -162,7 +163,18 @@ def export_policy(run: OpenRun, policy: Actor | TunedPolicy, rows: Batch) -> flo
     def write(target: Path) -> None:
         policy.export_hf(target).get()
 
+    export_adapter(run, policy)
     return export_and_compare(run, "logits", write, logits, lambda target: hf_sampled_logits(target, rows))
+
+
+def export_adapter(run: OpenRun, role: Any) -> None:
+    """Write the leader's adapters, if it trains some, to the run's folder, in PEFT's format. Raises StorageError."""
+    if not run.pools.placement.leader.lora.rank:
+        return
+    folder = run.logger.folder.path
+    target = folder / ADAPTER_FOLDER
+    with run.logger.clock.phase("export"), removing_unfinished(target), storing(ADAPTER_FOLDER, folder):
+        role.export_adapter(target.resolve()).get()
 
 
 def export_and_compare(

@@ -126,28 +126,42 @@ class TrainedRole(Role):
     def export_hf(self, target: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         """Write the model as a Hugging Face folder, in files of at most `max_shard_bytes`.
 
-        A critic becomes a classifier with one label, which a critic can start from. Raises StorageError if a file of
-        this rank cannot be written.
+        Adapters are merged in. A critic becomes a classifier with one label, which a critic can start from. Raises
+        StorageError if a file of this rank cannot be written.
         """
         import torch
 
         from megatron_rl.checkpoint.constants import read_constants
-        from megatron_rl.checkpoint.hf_export import export_hf
+        from megatron_rl.checkpoint.hf_export import ScatteredTensors, export_hf
+        from megatron_rl.checkpoint.hf_folder import Description
+        from megatron_rl.checkpoint.merged_weights import MergedParameters
         from megatron_rl.roles.model_source import named_parameters
 
         source, bias = self.source, self.checkpoint.bias
         constants = read_constants(source.model.constants.values(), source.path, torch.device("cpu"), dtype=None)
         if bias is not None and bias.has_moved:
             constants = {name: row.cpu() for name, row in bias.whole().items()}
+        parameters = named_parameters(self.trainable.models)
+        merged = MergedParameters(parameters, self.specs, source.adapter_specs, source.place, source.lora.scale)
         with writing(target):
-            export_hf(
-                named_parameters(self.trainable.models),
-                self.specs,
-                source.path,
-                target,
-                source.groups.grid,
-                source.vocab_multiple,
-                self.architecture,
-                max_shard_bytes,
-                constants,
-            )
+            weights = ScatteredTensors.of(parameters, self.specs, source.groups.grid, source.vocab_multiple, merged)
+            dtype = next(iter(weights.dtypes.values()))
+            description = Description(source.path, self.architecture, dtype)
+            export_hf(weights, target, description, max_shard_bytes, constants)
+
+    @remote_method(Dispatch.ONE_TO_ALL, phase="export")
+    def export_adapter(self, target: Path) -> None:
+        """Write the adapters, and a value head beside them, as PEFT's folder. Raises StorageError as `export_hf`."""
+        from megatron_rl.checkpoint.hf_export import ScatteredTensors
+        from megatron_rl.checkpoint.peft_export import PeftSettings, export_adapter, head_modules, head_spec
+        from megatron_rl.model.families.adapter_params import peft_specs, peft_targets
+
+        source, lora, model = self.source, self.source.lora, self.source.model.specs
+        heads = {name: head_spec(spec) for name, spec in self.trained.specs.items() if name not in source.adapter_specs}
+        specs = peft_specs(model, lora) | heads
+        settings = PeftSettings(
+            source.path, lora.rank, lora.alpha, tuple(peft_targets(model, lora)), head_modules(heads)
+        )
+        with writing(target):
+            weights = ScatteredTensors.of(self.trained.parameters, specs, source.groups.grid, source.vocab_multiple)
+            export_adapter(weights, settings, target)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_rl.checkpoint.score_statistics import ScoreStatistics, write_statistics
-from megatron_rl.controller.report import export_and_compare, finish
+from megatron_rl.controller.report import export_adapter, export_and_compare, finish
 from megatron_rl.records import Batch, answer_rows
 from megatron_rl.roles.scorer import TrainedScorer
 from megatron_rl.tasks.task_run import TaskRun
@@ -53,6 +53,7 @@ def export_scorer(run: TaskRun, scorer: TrainedScorer, batch: Batch, statistics:
     def scores() -> torch.Tensor:
         return scorer.scores(batch).get().flat("answer_scores")
 
+    export_adapter(run, scorer)
     return export_and_compare(run, "scores", write, scores, lambda target: hf_scores(target, batch))
 
 

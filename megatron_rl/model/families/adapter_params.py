@@ -114,11 +114,48 @@ def adapter_specs(specs: Mapping[str, ParamSpec], lora: LoraConfig) -> dict[str,
 
     specs: of the model. Raises ConfigError for a target that names none of its linears, or if none is left.
     """
-    if not lora.rank:
-        return {}
-    rank, result = held_rank(lora.rank), dict[str, ParamSpec]()
+    return _specs(specs, lora, held_rank(lora.rank)) if lora.rank else {}
+
+
+def peft_specs(specs: Mapping[str, ParamSpec], lora: LoraConfig) -> dict[str, ParamSpec]:
+    """The same of the rank that was asked for: the tensors of a PEFT folder, the first rows of what is held."""
+    return _specs(specs, lora, lora.rank) if lora.rank else {}
+
+
+def _specs(specs: Mapping[str, ParamSpec], lora: LoraConfig, rank: int) -> dict[str, ParamSpec]:
+    result: dict[str, ParamSpec] = {}
     for projection in adapted(specs, lora):
         result |= projection.params(rank)
     if not result:
         raise ConfigError("target_modules without exclude_modules leave no linear; nearest: exclude_modules=[]")
     return result
+
+
+def peft_targets(specs: Mapping[str, ParamSpec], lora: LoraConfig) -> list[str]:
+    """The adapted matrices as PEFT's target_modules: endings of names that no other matrix has, as short as can be.
+
+    specs: of the model. PEFT takes `q_proj` for every matrix whose name is it or ends in `.q_proj`.
+    """
+    wanted = {each.name for each in adapted(specs, lora)}
+    others = {name.removesuffix(".weight") for spec in specs.values() for name in spec.hf_names} - wanted
+    return sorted({_ending(name, others) for name in wanted})
+
+
+def _ending(name: str, others: Iterable[str]) -> str:
+    parts = name.split(".")
+    endings = (".".join(parts[-size:]) for size in range(1, len(parts)))
+    return next((each for each in endings if not any(f".{other}".endswith(f".{each}") for other in others)), name)
+
+
+def merged_rows(specs: Mapping[str, ParamSpec], adapters: Iterable[str]) -> dict[str, dict[int, tuple[str, str]]]:
+    """Weight of a linear -> number of its segment -> the names of A and B that are merged into it.
+
+    specs: of the model. adapters: names of A and B, as in `adapter_specs`.
+    """
+    found: dict[str, dict[int, tuple[str, str]]] = {}
+    names = set(adapters)
+    for projection in projections_of(specs):
+        name_a, name_b = projection.params(1)
+        if name_a in names:
+            found.setdefault(f"{projection.linear}.weight", {})[projection.number] = (name_a, name_b)
+    return found

@@ -1,0 +1,66 @@
+"""Weights with their adapters merged in, W + scale B A: computed in float32, rounded once, one matrix at a time.
+
+Legend: r rows of A.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from megatron_rl.model.families import ParamSpec
+from megatron_rl.model.families.adapter_params import merged_rows
+from megatron_rl.parallel.sharding import Place, shard_of
+
+Rows = tuple[slice, ...]
+"""Where a product goes in a weight."""
+
+
+def merged(weight: Tensor, products: Iterable[tuple[Rows, Tensor, Tensor]], scale: float) -> Tensor:
+    """A new tensor like `weight` [out, in], which is not written: each product of B [o, r] and A [r, i] is added at its
+    place, which is [o, i] large.
+    """
+    whole = weight.detach().to(torch.float32, copy=True)
+    for rows, lora_a, lora_b in products:
+        whole[rows].addmm_(lora_b.detach().float(), lora_a.detach().float(), alpha=scale)
+    return whole.to(weight.dtype)
+
+
+class MergedParameters:
+    """A rank's parameters as the merged model has them. Call it with the name of one; the last one is kept.
+
+    An adapter is cut as its linear is: of a linear cut by outputs B is cut and A is whole, so B A is the rank's rows of
+    the product; of one cut by inputs A is cut, so it is the rank's columns. No rank needs another's.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        specs: Mapping[str, ParamSpec],
+        adapters: Iterable[str],
+        place: Place,
+        scale: float,
+    ) -> None:
+        """parameters: by global Megatron name, adapters too. specs: of the model. adapters: names of all A and B."""
+        self.parameters, self.specs, self.place, self.scale = parameters, specs, place, scale
+        self.pairs = merged_rows(specs, adapters)
+        self._last: tuple[str, Tensor] | None = None
+
+    def __call__(self, name: str) -> Tensor:
+        """The parameter itself, or if it has adapters the merged one."""
+        if name not in self.pairs:
+            return self.parameters[name].detach()
+        if self._last is None or self._last[0] != name:
+            self._last = None  # before the next one is made
+            self._last = (name, self._merged(name))
+        return self._last[1]
+
+    def _merged(self, name: str) -> Tensor:
+        parts = shard_of(self.specs[name].tensor, self.place).parts
+        products = [
+            (parts[number].index, self.parameters[name_a], self.parameters[name_b])
+            for number, (name_a, name_b) in self.pairs[name].items()
+        ]
+        return merged(self.parameters[name], products, self.scale)
