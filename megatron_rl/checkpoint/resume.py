@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from megatron_rl.checkpoint.adapter_identity import LORA, adapter_differences
 from megatron_rl.checkpoint.contents import contents_faults
 from megatron_rl.checkpoint.folders import LEFTOVERS, NAME, find
 from megatron_rl.checkpoint.manifest import Manifest, ManifestError, OtherFormatError, broken_files, read_manifest
@@ -173,8 +174,9 @@ def _differences(manifest: Manifest, models: Models) -> list[str]:
         if saved is None:
             differences.append(f"it has no {role}, but {', '.join(manifest.models)}")
             continue
+        differences += adapter_differences(role, saved.get(LORA), identity.get(LORA))
         for name, value in identity.items():
-            if saved.get(name) != value:
+            if name != LORA and saved.get(name) != value:
                 differences.append(f"{name} of the {role} is {saved.get(name)}, and configured is {value}")
     return differences
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.checkpoint.adapter_identity import adapter_identity
 from megatron_rl.checkpoint.identity import folder_identity
 from megatron_rl.checkpoint.manifest import model_identity
 from megatron_rl.checkpoint.resume import select
@@ -31,6 +32,10 @@ def configured_models(config: RunConfig) -> dict[str, dict[str, Any]]:
         if read_model_folder(role.name, role.model_path, STARTING_POINTS, config_only=True)[0] is None:
             continue  # the model folder's own rules report it
         settings, dtype = read_config_json(folder / "config.json"), {"dtype": role.megatron.dtype}
+        try:
+            dtype |= adapter_identity(settings, role.lora)
+        except ConfigError:
+            continue  # so do the adapters' rules
         models[role.name] = model_identity(settings) | folder_identity(folder, settings) | dtype
     return models
 

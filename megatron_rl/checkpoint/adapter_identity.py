@@ -1,0 +1,57 @@
+"""The adapters that a checkpoint holds, as a part of its model's identity: a run resumes only its own. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.config.lora import LoraConfig
+from megatron_rl.model.families import Model
+from megatron_rl.model.families.adapter_params import peft_targets
+
+LORA = "lora"
+"""The part's name in an identity; its value is None, or absent, where the whole model is trained."""
+KEYS = {"actor": "actor_rollout_ref.model.lora", "critic": "critic.model.lora"}
+"""Trained role -> the group of its adapters' keys."""
+TARGETS = "target_modules"
+
+
+def adapter_identity(settings: Mapping[str, Any], lora: LoraConfig) -> dict[str, Any]:
+    """The part of the identity; JSON-ready. settings: of the config.json. Raises ConfigError as `adapted`."""
+    if not lora.rank:
+        return {LORA: None}
+    return {LORA: {"rank": lora.rank, "alpha": lora.alpha, TARGETS: peft_targets(Model.of(settings).specs, lora)}}
+
+
+def adapter_differences(role: str, saved: Mapping[str, Any] | None, configured: Mapping[str, Any] | None) -> list[str]:
+    """Every reason why a role with the adapters `configured` cannot go on from those that are `saved`.
+
+    Each is a clause with both values, and the key with which it could.
+    """
+    key = KEYS.get(role, f"{role}.model.lora")
+    if configured is None:
+        if saved is None:
+            return []
+        rank = saved.get("rank")
+        return [
+            f"it holds adapters of rank {rank} alone, and configured is to train the whole {role}: "
+            f"{key}.rank={rank} would go on"
+        ]
+    if saved is None:
+        return [
+            f"it holds the whole {role}, and configured are adapters of rank {configured['rank']}: "
+            f"{key}.rank=0 would go on"
+        ]
+    return [
+        f"{name} of the {role}'s adapters is {_text(saved.get(name))}, and configured is {_text(value)}: "
+        f"{key}.{name}={_text(saved.get(name))} would go on"
+        for name, value in configured.items()
+        if saved.get(name) != value
+    ]
+
+
+def _text(value: Any) -> str:
+    """As it is given on the command line."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
