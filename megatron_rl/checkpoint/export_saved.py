@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from megatron_rl.checkpoint.folders import HF_FOLDER
 from megatron_rl.checkpoint.hf_folder import Description, removing_unfinished, write_hf_folder
 from megatron_rl.checkpoint.hf_tensors import HFTensor, hf_tensors
 from megatron_rl.checkpoint.run_file import read_run_file
+from megatron_rl.checkpoint.saved_adapters import SavedAdapters, holds_adapters
 from megatron_rl.checkpoint.saved_tensors import BIAS, OPTIMIZER_PREFIX, SavedTensors, checkpoint_key
 from megatron_rl.checkpoint.score_statistics import saved_statistics, write_statistics
 from megatron_rl.checkpoint.storage import writing
@@ -39,8 +41,12 @@ class StoredModel:
     files: Mapping[str, str] = field(default_factory=dict)
 
 
-def saved_model(checkpoint: Path, role: str) -> StoredModel:
-    """Open the actor's language model, or the critic as a reward model, of a complete checkpoint."""
+def saved_model(checkpoint: Path, role: str, base: Path | None = None) -> StoredModel:
+    """Open the actor's language model, or the critic as a reward model, of a complete checkpoint.
+
+    Adapters are merged into their base, which is read from `base` or from the folder that the run started from. Raises
+    ConfigError if that is not there, or if the checkpoint holds the whole model and `base` is given.
+    """
     source = checkpoint / role / HF_FOLDER
     settings = AutoConfig.from_pretrained(source).to_dict()
     family, shape = family_of(settings["architectures"]), shape_of(settings)
@@ -49,13 +55,17 @@ def saved_model(checkpoint: Path, role: str) -> StoredModel:
     tensors = {tensor.name: tensor for tensor in hf_tensors(specs)}
     reader = _Reader(SavedTensors(checkpoint / role))
     dtype = reader.saved.dtype(reader.saved.weights[0])
+    read_tensor: Callable[[HFTensor], torch.Tensor] = reader.read
+    if base is not None or holds_adapters(reader.saved):
+        adapters = SavedAdapters.open(checkpoint, role, base)
+        read_tensor = adapters.merged
     constants = read_constants(constant_map(family, shape).values(), source, torch.device("cpu"), dtype=None)
     biases = {name: f"{OPTIMIZER_PREFIX}{BIAS}.{name}" for name in constants}
     if set(biases.values()) <= set(reader.saved.names):
         constants = {name: reader.saved.read([key])[key] for name, key in biases.items()}
 
     def read(name: str) -> torch.Tensor:
-        return constants[name] if name in constants else reader.read(tensors[name])
+        return constants[name] if name in constants else read_tensor(tensors[name])
 
     return StoredModel(
         source,
@@ -67,18 +77,30 @@ def saved_model(checkpoint: Path, role: str) -> StoredModel:
     )
 
 
-def export_saved(checkpoint: Path, role: str, target: Path) -> None:
+def export_saved(checkpoint: Path, role: str, target: Path, base: Path | None = None) -> None:
     """Write the actor's language model, or the critic as a reward model, of a complete checkpoint to `target`.
 
     The tensors keep the dtype they were trained in. A reward model gets the statistics of its held-out scores. An
-    existing `target` is replaced. Raises StorageError if it cannot be written, and then nothing of it is left.
+    existing `target` is replaced. base: as of `saved_model`. Raises ConfigError as that does, StorageError if it cannot
+    be written, and then nothing of it is left.
     """
     run = checkpoint / RUN_FILE
     statistics = saved_statistics(read_run_file(run)["run"]) if role == "critic" and run.exists() else None
-    write_model(saved_model(checkpoint, role), target)
+    write_model(saved_model(checkpoint, role, base), target)
     if statistics is not None:
         with writing():
             write_statistics(target, statistics)
+
+
+def export_saved_adapter(checkpoint: Path, role: str, target: Path, base: Path | None = None) -> None:
+    """Write the adapters of a complete checkpoint to `target`, as PEFT's folder, which names `base`.
+
+    base: None: the folder that the run started from. Raises ConfigError if it holds none, StorageError as
+    `export_saved`.
+    """
+    adapters = SavedAdapters.open(checkpoint, role, base)
+    with storing_folder(target):
+        adapters.write(target)
 
 
 def write_model(model: StoredModel, target: Path) -> None:
@@ -88,10 +110,17 @@ def write_model(model: StoredModel, target: Path) -> None:
     """
     sizes = {name: math.prod(shape) * model.dtypes[name].itemsize for name, shape in model.shapes.items()}
     description = Description(model.source, model.architecture, next(iter(model.dtypes.values())))
+    with storing_folder(target):
+        write_hf_folder(target, sizes, model.read, description)
+
+
+@contextmanager
+def storing_folder(target: Path) -> Iterator[None]:
+    """Raise StorageError if the body cannot write to `target`, and leave nothing of it."""
     with removing_unfinished(target):
         try:
             with writing(target):
-                write_hf_folder(target, sizes, model.read, description)
+                yield
         except StorageError as error:
             raise StorageError(f"{target} could not be written: {error}") from error
 

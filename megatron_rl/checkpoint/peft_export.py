@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,6 @@ from torch import Tensor
 from megatron_rl.checkpoint.hf_export import ScatteredTensors
 from megatron_rl.checkpoint.hf_folder import ExportFile, write_files
 from megatron_rl.checkpoint.peft_folder import CONFIG, WEIGHTS
-from megatron_rl.model.families import ParamSpec
-from megatron_rl.model.families.adapter_params import PEFT_PREFIX
 
 
 @dataclass(frozen=True)
@@ -53,17 +51,6 @@ class PeftSettings:
             "inference_mode": True,
         }
         (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n")
-
-
-def head_spec(spec: ParamSpec) -> ParamSpec:
-    """A head's spec with the name that PEFT's file has for it."""
-    return replace(spec, hf_names=tuple(PEFT_PREFIX + name for name in spec.hf_names))
-
-
-def head_modules(specs: Mapping[str, ParamSpec]) -> tuple[str, ...]:
-    """The modules of heads, as PEFT's modules_to_save. specs: as of `head_spec`."""
-    names = [name for spec in specs.values() for name in spec.hf_names]
-    return tuple(name.removeprefix(PEFT_PREFIX).removesuffix(".weight") for name in names)
 
 
 @torch.no_grad()

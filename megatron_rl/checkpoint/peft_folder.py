@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
+from megatron_rl.config.lora import LINEARS, LoraConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import ParamSpec
+from megatron_rl.model.families.adapter_params import LORA_A, LORA_B, PEFT_PREFIX
 from megatron_rl.parallel.sharding import Place, box_index, shard_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -22,22 +24,43 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
     "use_rslora": (False, None),
     "bias": ("none", None),
-    "modules_to_save": (None, []),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
     "fan_in_fan_out": (False, None),
+    "lora_bias": (False, None),
+    "layer_replication": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "use_bdlora": (None, False),
 }
-"""Settings that may have these values only, or be absent."""
+"""Settings that may have these values only, or be absent. Other values of init_lora_weights change the base."""
+
+
+def head_spec(spec: ParamSpec) -> ParamSpec:
+    """A head's spec with the name that PEFT's file has for it."""
+    return replace(spec, hf_names=tuple(PEFT_PREFIX + name for name in spec.hf_names))
+
+
+def head_names(modules: Iterable[str]) -> list[str]:
+    """The tensors of PEFT's modules_to_save."""
+    return [f"{PEFT_PREFIX}{module}.weight" for module in modules]
+
+
+def head_modules(specs: Mapping[str, ParamSpec]) -> tuple[str, ...]:
+    """The modules of heads, as PEFT's modules_to_save. specs: as of `head_spec`."""
+    names = [name for spec in specs.values() for name in spec.hf_names]
+    return tuple(name.removeprefix(PEFT_PREFIX).removesuffix(".weight") for name in names)
 
 
 @dataclass(frozen=True)
 class PeftFolder:
-    """An adapter on disk. rank, alpha: of all its matrices. names: of its tensors."""
+    """An adapter on disk. rank, alpha: of all its matrices. names: of its tensors. heads: modules that it has whole."""
 
     path: Path
     rank: int
     alpha: float
     names: frozenset[str]
+    heads: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, path: str | Path) -> PeftFolder:
@@ -49,14 +72,32 @@ class PeftFolder:
         try:
             settings = json.loads((folder / CONFIG).read_text())
             rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
+            heads = tuple(map(str, settings.get("modules_to_save") or ()))
             with safe_open(folder / WEIGHTS, "pt") as tensors:
                 names = frozenset(tensors.keys())
-        except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, SafetensorError) as error:
             raise ConfigError(f"the adapter in {folder} cannot be read: {type(error).__name__}: {error}") from error
         for key, allowed in PLAIN.items():
             if key in settings and settings[key] not in allowed:
                 raise ConfigError(f"{folder / CONFIG}: {key}={settings[key]} must be {allowed[0]}: plain LoRA is read")
-        return cls(folder, rank, alpha, names)
+        fused = sorted(name for name in names if any(f".{linear}." in name for linear in LINEARS))
+        if fused:
+            raise ConfigError(
+                f"{folder / WEIGHTS} has {fused[0]}: adapters of Megatron's fused linears have one A for several "
+                "matrices, and are not read; nearest: those of type canonical_lora, under PEFT's names"
+            )
+        # PEFT lists every name that a classifier's head may have.
+        present = tuple(module for module in heads if head_names([module])[0] in names)
+        return cls(folder, rank, alpha, names, present or heads)
+
+    def refuse_other(self, lora: LoraConfig) -> None:
+        """Raise ConfigError if the adapters are of another rank or alpha than the configured ones."""
+        for name, held, asked in (("rank", self.rank, lora.rank), ("alpha", self.alpha, lora.alpha)):
+            if held != asked:
+                raise ConfigError(
+                    f"lora.{name}={asked:g} must be that of lora.adapter_path={self.path}, which is {held:g}; "
+                    f"nearest: lora.{name}={held:g}"
+                )
 
     def read(self, name: str, rows: int, columns: int) -> torch.Tensor:
         """One tensor [rows, columns]. Raises ConfigError if it is missing, misshapen or not finite."""
@@ -75,11 +116,19 @@ class PeftFolder:
 def load_adapters(
     parameters: Mapping[str, torch.Tensor], specs: Mapping[str, ParamSpec], folder: PeftFolder, place: Place
 ) -> None:
-    """Fill this rank's adapters (global names) from a PEFT folder, with zeros beyond the folder's rank.
+    """Fill this rank's adapters (global names) from a PEFT folder, with zeros beyond the folder's rank, and the heads
+    that it has.
 
-    specs: of all adapters. Raises ConfigError where the folder has other tensors than `specs` name.
+    specs: of all adapters, and of heads that are trained beside them. Raises ConfigError where the folder has other
+    tensors than `specs` name.
     """
-    wanted = {spec.hf_names[0] for spec in specs.values()}
+    named = {name: spec if _is_adapter(name) else head_spec(spec) for name, spec in specs.items()}
+    held = set(head_names(folder.heads))
+    wanted = {spec.hf_names[0] for name, spec in named.items() if _is_adapter(name)} | held
+    heads = {spec.hf_names[0] for name, spec in named.items() if not _is_adapter(name)}
+    if not held <= heads:
+        own = [name.removeprefix(PEFT_PREFIX).removesuffix(".weight") for name in heads]
+        raise ConfigError(f"{folder.path / CONFIG}: modules_to_save={list(folder.heads)} must be among {own}")
     if wanted != folder.names:
         lacking, further = sorted(wanted - folder.names)[:3], sorted(folder.names - wanted)[:3]
         raise ConfigError(
@@ -87,11 +136,18 @@ def load_adapters(
             f"{further or 'none'} besides"
         )
     for name, parameter in parameters.items():
-        spec = specs[name]
+        spec = named[name]
         rows, columns = spec.tensor.segments[0].shape
-        is_a = name.endswith("lora_A")
-        shape = (folder.rank, columns) if is_a else (rows, folder.rank)
+        shape = (rows, columns)
+        if _is_adapter(name):
+            shape = (folder.rank, columns) if name.endswith(LORA_A) else (rows, folder.rank)
+        elif spec.hf_names[0] not in held:
+            continue
         whole = folder.read(spec.hf_names[0], *shape)
         whole = F.pad(whole, (0, columns - shape[1], 0, rows - shape[0]))
         for part in shard_of(spec.tensor, place).parts:
             parameter[part.index].copy_(whole[box_index(part.box)])
+
+
+def _is_adapter(name: str) -> bool:
+    return name.endswith((LORA_A, LORA_B))

@@ -26,16 +26,25 @@ def export_command(
     checkpoint: Annotated[Path, typer.Option(help="A global_step_N folder, or a run's folder for its newest.")],
     target: Annotated[Path, typer.Option(help="The Hugging Face folder to write; it must not exist.")],
     role: Annotated[RoleName, typer.Option(help="critic: as a reward model with one label.")] = RoleName.ACTOR,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write the adapters alone, as PEFT's folder, instead of merging them.")
+    ] = False,
+    base: Annotated[
+        Path | None, typer.Option(help="Of adapters: the model folder that the run started from, if it has moved.")
+    ] = None,
 ) -> None:
-    """Write a checkpointed model as a Hugging Face folder. One process, no GPU."""
+    """Write a checkpointed model as a Hugging Face folder, or its adapters as PEFT's. One process, no GPU."""
     refuse_target(target, nearest=Path(f"{target}-{checkpoint.name}"))
     folder = usable_checkpoint(checkpoint)
     if not (folder / role.value).is_dir():
         raise ConfigError(f"--role {role.value}: {folder} has none, as its run trained none; nearest: --role actor")
     quiet_libraries()
-    from megatron_rl.checkpoint.export_saved import export_saved
+    from megatron_rl.checkpoint.export_saved import export_saved, export_saved_adapter
 
-    export_saved(folder, role.value, target)
+    if adapter:
+        export_saved_adapter(folder, role.value, target, base)
+    else:
+        export_saved(folder, role.value, target, base)
     Console().print(f"{role.value} of {folder} written to {target}", soft_wrap=True, markup=False)
 
 

@@ -56,9 +56,11 @@ class UnloadedModel:
         load_hf_weights(parameters, self.specs, folder, self.source.place)
         load_constants(named_buffers(self.chunks), self.source.model.constants, folder)
         if self.source.adapter_specs and self.source.lora.adapter_path is not None:
-            specs, named = self.source.adapter_specs, named_parameters(self.chunks)
-            adapters = {name: named[name] for name in named if name in specs}
-            load_adapters(adapters, specs, PeftFolder.open(self.source.lora.adapter_path), self.source.place)
+            adapter = PeftFolder.open(self.source.lora.adapter_path)
+            adapter.refuse_other(self.source.lora)
+            named = named_parameters(self.chunks)
+            trained = {name: named[name] for name in named if name in self.trained}
+            load_adapters(trained, self.trained, adapter, self.source.place)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,117 @@
+"""The adapters of a saved role: as PEFT's folder, or merged into the base that they were trained on. One process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.checkpoint.adapter_identity import LORA, TARGETS
+from megatron_rl.checkpoint.contents import RUN_FILE
+from megatron_rl.checkpoint.hf_import import HFFolder
+from megatron_rl.checkpoint.hf_tensors import HFTensor
+from megatron_rl.checkpoint.identity import folder_identity
+from megatron_rl.checkpoint.manifest import ManifestError, model_identity, read_manifest
+from megatron_rl.checkpoint.merged_weights import merged
+from megatron_rl.checkpoint.peft_export import PeftSettings, write_adapter
+from megatron_rl.checkpoint.run_file import read_run_file
+from megatron_rl.checkpoint.saved_tensors import SavedTensors, checkpoint_key
+from megatron_rl.checkpoint.weight_files import WeightFileError, read_json
+from megatron_rl.errors import ConfigError
+from megatron_rl.model.families.adapter_params import LORA_A, LORA_B, PEFT_PREFIX
+
+GROUPS = {"actor": "actor_rollout_ref", "critic": "critic"}
+"""Role -> the group of the configuration whose `model.path` it starts from."""
+
+
+def holds_adapters(saved: SavedTensors) -> bool:
+    """Whether a role was saved as adapters instead of its whole model."""
+    return any(name.startswith(PEFT_PREFIX) for name in saved.weights)
+
+
+@dataclass(frozen=True)
+class SavedAdapters:
+    """saved: of one role of a checkpoint. identity: the role's, from the manifest. base: the folder of its base."""
+
+    saved: SavedTensors
+    identity: Mapping[str, Any]
+    base: Path
+
+    @classmethod
+    def open(cls, checkpoint: Path, role: str, base: Path | None = None) -> SavedAdapters:
+        """base: None: the folder that the run started from. Raises ConfigError if the role has no adapters."""
+        saved = SavedTensors(checkpoint / role)
+        if not holds_adapters(saved):
+            raise ConfigError(
+                f"{checkpoint} holds the whole {role}, no adapters; nearest: export without --adapter and --base"
+            )
+        try:
+            identity = read_manifest(checkpoint).models[role]
+        except (ManifestError, KeyError) as error:
+            raise ConfigError(f"{checkpoint} does not say which adapters it holds: {error}") from error
+        if not isinstance(identity.get(LORA), dict):
+            raise ConfigError(f"{checkpoint} holds adapters, and its manifest does not say of which rank and alpha")
+        if base is None:
+            base = Path(read_run_file(checkpoint / RUN_FILE)["config"][GROUPS[role]]["model"]["path"])
+        return cls(saved, identity, base.expanduser())
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        lora = self.identity[LORA]
+        return float(lora["alpha"]) / int(lora["rank"])
+
+    @cached_property
+    def folder(self) -> HFFolder:
+        """The base's weights. Raises ConfigError if they are not there, or another model's."""
+        way_out = "export --base FOLDER names the folder that it was trained from"
+        try:
+            settings = read_json(self.base / "config.json")
+            found = model_identity(settings)
+            found |= folder_identity(self.base, settings) if found.items() <= self.identity.items() else {}
+        except (WeightFileError, OSError) as error:
+            raise ConfigError(f"the base of the adapters, {self.base}, cannot be read: {error}; {way_out}") from error
+        for name, value in found.items():
+            if self.identity.get(name) != value:
+                raise ConfigError(
+                    f"{self.base} is another model than the base of the adapters: {name} is {value}, and was "
+                    f"{self.identity.get(name)}; {way_out}"
+                )
+        return HFFolder(self.base)
+
+    def merged(self, tensor: HFTensor) -> torch.Tensor:
+        """A tensor of the merged model, in the dtype of training."""
+        key = checkpoint_key(tensor.spec, tensor.segment)
+        if key in self.saved.weights:  # a head, which is trained whole
+            return self.saved.read([key])[key]
+        name_a, name_b = (self._name(tensor.name, kind) for kind in (LORA_A, LORA_B))
+        pair = self.saved.read([name_a, name_b]) if name_a in self.saved.weights else {}
+        dtype = self.saved.dtype(self.saved.weights[0])
+        weight = torch.empty(tensor.shape, dtype=dtype)
+        self.folder.copy_box(tensor.name, tuple((0, size) for size in tensor.shape), tensor.shape, weight)
+        if not pair:
+            return weight
+        return merged(weight, [((slice(None),), pair[name_a], pair[name_b])], self.scale)
+
+    def _name(self, weight: str, kind: str) -> str:
+        return f"{PEFT_PREFIX}{weight.removesuffix('.weight')}.{kind}.weight"
+
+    def write(self, target: Path) -> None:
+        """Write PEFT's folder in place of `target`. The base is named, and not read. Raises OSError."""
+        lora = self.identity[LORA]
+        rank = int(lora["rank"])
+        keys = {name if name.startswith(PEFT_PREFIX) else PEFT_PREFIX + name: name for name in self.saved.weights}
+        heads = [name.removesuffix(".weight") for name in keys.values() if not name.startswith(PEFT_PREFIX)]
+
+        def read(name: str) -> torch.Tensor:
+            tensor = self.saved.read([keys[name]])[keys[name]]
+            if name.endswith(f".{LORA_A}.weight"):
+                return tensor[:rank]
+            return tensor[:, :rank] if name.endswith(f".{LORA_B}.weight") else tensor
+
+        settings = PeftSettings(self.base, rank, float(lora["alpha"]), tuple(lora[TARGETS]), tuple(heads))
+        write_adapter(list(keys), read, settings, target)
