@@ -1,0 +1,135 @@
+"""PEFT's folders that cannot be read as plain LoRA of the configured rank are refused by name, never by a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_rl.checkpoint.peft_folder import CONFIG, WEIGHTS, PeftFolder, load_adapters
+from megatron_rl.config.lora import LoraConfig
+from megatron_rl.errors import ConfigError
+from megatron_rl.model.families import Model
+from megatron_rl.model.families.adapter_params import adapter_specs, peft_specs
+from megatron_rl.parallel.sharding import Place, shard_of
+
+SETTINGS = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 40,
+}
+MODEL = Model.of(SETTINGS)
+LORA = LoraConfig(rank=3, alpha=6.0, target_modules=["q_proj", "down_proj"])
+PLACE = Place(tp_rank=1, tp_size=2, vocab_multiple=2)
+
+
+def write(folder: Path, **changes) -> Path:
+    """A whole folder of random adapters; changes: of its settings."""
+    torch.manual_seed(0)
+    shapes = {spec.hf_names[0]: spec.tensor.segments[0].shape for spec in peft_specs(MODEL.specs, LORA).values()}
+    folder.mkdir(exist_ok=True)
+    save_file({name: torch.randn(shape) for name, shape in shapes.items()}, folder / WEIGHTS)
+    settings = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"], **changes}
+    (folder / CONFIG).write_text(json.dumps(settings))
+    return folder
+
+
+def load(folder: Path, lora: LoraConfig = LORA) -> dict[str, torch.Tensor]:
+    """The shards of one rank of two, as a role reads them."""
+    specs = adapter_specs(MODEL.specs, lora)
+    shards = {name: torch.full(shard_of(spec.tensor, PLACE).shape, 9.0) for name, spec in specs.items()}
+    opened = PeftFolder.open(folder)
+    opened.refuse_other(lora)
+    load_adapters(shards, specs, opened, PLACE)
+    return shards
+
+
+def test_shards_are_cut_and_padded(tmp_path: Path) -> None:
+    """Rows of q and columns of down by halves, and zeros up to vLLM's rank 8. Would not catch other linears."""
+    shards, whole = load(write(tmp_path)), load_file(tmp_path / WEIGHTS)
+    prefix, layer = "base_model.model.model.layers.1.", "decoder.layers.1."
+    down_a = shards[layer + "mlp.linear_fc2.adapters.down_proj.lora_A"]
+    q_b = shards[layer + "self_attention.linear_qkv.adapters.q_proj.lora_B"]
+    assert torch.equal(down_a[:3], whole[prefix + "mlp.down_proj.lora_A.weight"][:, 24:])
+    assert torch.equal(q_b[:, :3], whole[prefix + "self_attn.q_proj.lora_B.weight"][16:])
+    assert down_a.shape == (8, 24) and q_b.shape == (16, 8)
+    assert not down_a[3:].any() and not q_b[:, 3:].any()
+
+
+def drop(file: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / file).unlink()
+
+
+def tear(file: str) -> Callable[[Path], None]:
+    return lambda folder: os.truncate(folder / file, 20)
+
+
+def settings(**changes) -> Callable[[Path], None]:
+    return lambda folder: write(folder, **changes) and None
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Callable[[Path], None]:
+    return lambda folder: save_file(change(load_file(folder / WEIGHTS)), folder / WEIGHTS)
+
+
+FIRST = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
+FAULTS = {
+    "half: no weights": (drop(WEIGHTS), f"must have {CONFIG} and {WEIGHTS}, and lacks {WEIGHTS}"),
+    "half: no settings": (drop(CONFIG), f"lacks {CONFIG}"),
+    "torn settings": (tear(CONFIG), "cannot be read: JSONDecodeError"),
+    "torn weights": (tear(WEIGHTS), "cannot be read: SafetensorError"),
+    "a list": (lambda folder: (folder / CONFIG).write_text("[]") and None, "cannot be read: TypeError"),
+    "deep settings": (lambda folder: (folder / CONFIG).write_text("[" * 100_000) and None, "RecursionError"),
+    "DoRA": (settings(use_dora=True), "use_dora=True must be False"),
+    "rslora": (settings(use_rslora=True), "use_rslora=True must be False"),
+    "other method": (settings(peft_type="IA3"), "peft_type=IA3 must be LORA"),
+    "ranks of its own": (settings(rank_pattern={"q_proj": 2}), "rank_pattern={'q_proj': 2} must be {}"),
+    "a base of its own": (settings(init_lora_weights="pissa"), "init_lora_weights=pissa must be True"),
+    "embeddings": (settings(modules_to_save=["embed_tokens"]), "modules_to_save=['embed_tokens'] must be among []"),
+    "other rank": (settings(r=4), "lora.rank=3 must be that of lora.adapter_path="),
+    "other alpha": (settings(lora_alpha=3), "which is 3; nearest: lora.alpha=3"),
+    "one less": (tensors(lambda all: {name: all[name] for name in all if name != FIRST}), f"it lacks ['{FIRST}']"),
+    "one more": (tensors(lambda all: all | {"x": torch.ones(1)}), "and has ['x'] besides"),
+    "misshapen": (tensors(lambda all: all | {FIRST: torch.ones(3, 47)}), "is [3, 47], the model implies [3, 48]"),
+    "not finite": (tensors(lambda all: all | {FIRST: torch.full((3, 48), torch.nan)}), "is NaN or infinite"),
+    "fused": (
+        tensors(lambda _: {"decoder.layers.0.self_attention.linear_qkv.adapter.linear_in.weight": torch.ones(3, 32)}),
+        "Megatron's fused linears have one A for several matrices",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named(name: str, tmp_path: Path) -> None:
+    """With the file and the value. Would not catch a setting that a later PEFT adds."""
+    spoil, expected = FAULTS[name]
+    spoil(write(tmp_path / "adapter"))
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path / "adapter")
+    assert expected in str(caught.value)
+
+
+def test_other_targets_are_named(tmp_path: Path) -> None:
+    """Would not catch targets that name the same matrices otherwise, which are no fault."""
+    other = LoraConfig(rank=3, alpha=6.0, target_modules=["k_proj"])
+    with pytest.raises(ConfigError, match="other adapters than target_modules asks for: it lacks .*k_proj"):
+        load(write(tmp_path), other)
+    load(tmp_path, LoraConfig(rank=3, alpha=6.0, target_modules=["*.q_proj", "linear_fc2"]))
+
+
+def test_settings_that_peft_writes_are_read(tmp_path: Path) -> None:
+    """All of the installed PEFT's defaults. Would not catch those of other versions."""
+    from peft import LoraConfig as PeftLora
+
+    write(tmp_path)
+    PeftLora(r=3, lora_alpha=6, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM").save_pretrained(tmp_path)
+    assert load(tmp_path)
