@@ -30,6 +30,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.tx
 """Files that give tokens their numbers. Changes of other tokenizer files show in the prompts' tokens."""
 SAMPLED_TENSORS, BLOCK = 256, 4096
 """Tensors of which bytes are compared, and how many bytes of each."""
+WEIGHTS = "weights"
+"""The name of the digest of the weights in an identity."""
 SHOWN = 12
 """Hexadecimal digits of a digest, of 64."""
 EPS, THETA, END = 1e-6, 1e4, 2
@@ -102,9 +104,8 @@ def folder_identity(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]
         ends = end_tokens(folder, settings)
         facts |= {} if ends is None else {"eos_token_id": ends}
     try:
-        tensors, faults = read_weight_files(folder)
-        if tensors and not faults:
-            facts["weights"] = weights_digest(tensors)
+        digest = folder_digest(folder)
+        facts |= {} if digest is None else {WEIGHTS: digest}
         for name in TOKENIZER_FILES:
             if (folder / name).is_file():
                 with (folder / name).open("rb") as file:
@@ -112,6 +113,12 @@ def folder_identity(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]
     except OSError:
         pass  # a file that went while it was read
     return facts
+
+
+def folder_digest(folder: Path) -> str | None:
+    """`weights_digest` of a folder; None if its weights cannot be read. Raises OSError."""
+    tensors, faults = read_weight_files(folder)
+    return weights_digest(tensors) if tensors and not faults else None
 
 
 def weights_digest(tensors: Mapping[str, StoredTensor]) -> str:

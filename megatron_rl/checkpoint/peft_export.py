@@ -14,14 +14,16 @@ from torch import Tensor
 
 from megatron_rl.checkpoint.hf_export import ScatteredTensors
 from megatron_rl.checkpoint.hf_folder import ExportFile, write_files
-from megatron_rl.checkpoint.peft_folder import CONFIG, WEIGHTS
+from megatron_rl.checkpoint.identity import WEIGHTS as DIGEST
+from megatron_rl.checkpoint.peft_folder import BASE, CONFIG, WEIGHTS
 
 
 @dataclass(frozen=True)
 class PeftSettings:
     """What adapter_config.json says. base: the model's folder. targets: as of `peft_targets`.
 
-    heads: modules that are trained whole beside adapters: a classifier's score.
+    heads: modules that are trained whole beside adapters: a classifier's score. digest: of the base's weights, as of
+    `folder_digest`.
     """
 
     base: Path
@@ -29,9 +31,10 @@ class PeftSettings:
     alpha: float
     targets: tuple[str, ...]
     heads: tuple[str, ...] = ()
+    digest: str | None = None
 
     def write(self, folder: Path) -> None:
-        """Write adapter_config.json."""
+        """Write adapter_config.json, and a file that names the base by its digest."""
         alpha = int(self.alpha) if self.alpha == int(self.alpha) else self.alpha
         content: dict[str, Any] = {
             "peft_type": "LORA",
@@ -51,6 +54,8 @@ class PeftSettings:
             "inference_mode": True,
         }
         (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n")
+        if self.digest is not None:
+            (folder / BASE).write_text(json.dumps({DIGEST: self.digest}) + "\n")
 
 
 @torch.no_grad()

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
+from megatron_rl.checkpoint.identity import WEIGHTS as DIGEST
+from megatron_rl.checkpoint.identity import folder_digest
 from megatron_rl.config.lora import LINEARS, LoraConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import ParamSpec
@@ -19,6 +21,8 @@ from megatron_rl.model.families.adapter_params import LORA_A, LORA_B, PEFT_PREFI
 from megatron_rl.parallel.sharding import Place, box_index, shard_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE = "base_model.json"
+"""Beside what PEFT writes: the digest of the base's weights. Folders of others have none."""
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "use_dora": (False, None),
@@ -98,6 +102,20 @@ class PeftFolder:
                     f"lora.{name}={asked:g} must be that of lora.adapter_path={self.path}, which is {held:g}; "
                     f"nearest: lora.{name}={held:g}"
                 )
+
+    def refuse_other_base(self, base: Path) -> None:
+        """Raise ConfigError if the folder says that its adapters were trained on other weights than those of `base`."""
+        if not (self.path / BASE).is_file():
+            return
+        try:
+            trained_on, here = json.loads((self.path / BASE).read_text())[DIGEST], folder_digest(base)
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            raise ConfigError(f"{self.path / BASE} cannot be read: {type(error).__name__}: {error}") from error
+        if trained_on != here:
+            raise ConfigError(
+                f"the adapters of {self.path} were trained on weights with the digest {trained_on}, and {base} has "
+                f"{here}; nearest: the folder that they were trained on, or without {BASE} if that is meant"
+            )
 
     def read(self, name: str, rows: int, columns: int) -> torch.Tensor:
         """One tensor [rows, columns]. Raises ConfigError if it is missing, misshapen or not finite."""

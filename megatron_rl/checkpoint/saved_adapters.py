@@ -14,7 +14,7 @@ from megatron_rl.checkpoint.adapter_identity import LORA, TARGETS
 from megatron_rl.checkpoint.contents import RUN_FILE
 from megatron_rl.checkpoint.hf_import import HFFolder
 from megatron_rl.checkpoint.hf_tensors import HFTensor
-from megatron_rl.checkpoint.identity import folder_identity
+from megatron_rl.checkpoint.identity import WEIGHTS, folder_identity
 from megatron_rl.checkpoint.manifest import ManifestError, model_identity, read_manifest
 from megatron_rl.checkpoint.merged_weights import merged
 from megatron_rl.checkpoint.peft_export import PeftSettings, write_adapter
@@ -113,5 +113,6 @@ class SavedAdapters:
                 return tensor[:rank]
             return tensor[:, :rank] if name.endswith(f".{LORA_B}.weight") else tensor
 
-        settings = PeftSettings(self.base, rank, float(lora["alpha"]), tuple(lora[TARGETS]), tuple(heads))
+        targets, digest = tuple(lora[TARGETS]), self.identity.get(WEIGHTS)
+        settings = PeftSettings(self.base, rank, float(lora["alpha"]), targets, tuple(heads), digest)
         write_adapter(list(keys), read, settings, target)

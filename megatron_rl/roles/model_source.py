@@ -58,6 +58,7 @@ class UnloadedModel:
         if self.source.adapter_specs and self.source.lora.adapter_path is not None:
             adapter = PeftFolder.open(self.source.lora.adapter_path)
             adapter.refuse_other(self.source.lora)
+            adapter.refuse_other_base(self.source.path)
             named = named_parameters(self.chunks)
             trained = {name: named[name] for name in named if name in self.trained}
             load_adapters(trained, self.trained, adapter, self.source.place)

@@ -153,6 +153,7 @@ class TrainedRole(Role):
     def export_adapter(self, target: Path) -> None:
         """Write the adapters, and a value head beside them, as PEFT's folder. Raises StorageError as `export_hf`."""
         from megatron_rl.checkpoint.hf_export import ScatteredTensors
+        from megatron_rl.checkpoint.identity import folder_digest
         from megatron_rl.checkpoint.peft_export import PeftSettings, export_adapter
         from megatron_rl.checkpoint.peft_folder import head_modules, head_spec
         from megatron_rl.model.families.adapter_params import peft_specs, peft_targets
@@ -160,9 +161,8 @@ class TrainedRole(Role):
         source, lora, model = self.source, self.source.lora, self.source.model.specs
         heads = {name: head_spec(spec) for name, spec in self.trained.specs.items() if name not in source.adapter_specs}
         specs = peft_specs(model, lora) | heads
-        settings = PeftSettings(
-            source.path, lora.rank, lora.alpha, tuple(peft_targets(model, lora)), head_modules(heads)
-        )
+        targets, digest = tuple(peft_targets(model, lora)), folder_digest(source.path)
+        settings = PeftSettings(source.path, lora.rank, lora.alpha, targets, head_modules(heads), digest)
         with writing(target):
             weights = ScatteredTensors.of(self.trained.parameters, specs, source.groups.grid, source.vocab_multiple)
             export_adapter(weights, settings, target)

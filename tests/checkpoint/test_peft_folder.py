@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_rl.checkpoint.identity import folder_digest
+from megatron_rl.checkpoint.peft_export import PeftSettings
 from megatron_rl.checkpoint.peft_folder import CONFIG, WEIGHTS, PeftFolder, load_adapters
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.errors import ConfigError
@@ -124,6 +126,23 @@ def test_other_targets_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="other adapters than target_modules asks for: it lacks .*k_proj"):
         load(write(tmp_path), other)
     load(tmp_path, LoraConfig(rank=3, alpha=6.0, target_modules=["*.q_proj", "linear_fc2"]))
+
+
+def test_another_base_is_named(tmp_path: Path) -> None:
+    """By the digest beside PEFT's files, where there is one. Would not catch a few changed numbers in a large base."""
+    bases = [tmp_path / name for name in ("one", "two")]
+    for number, base in enumerate(bases):
+        base.mkdir()
+        save_file({"x": torch.full((4, 4), float(number))}, base / "model.safetensors")
+    folder = PeftFolder.open(write(tmp_path / "adapter"))
+    folder.refuse_other_base(bases[1])
+    PeftSettings(bases[0], 3, 6.0, ("q_proj", "down_proj"), (), folder_digest(bases[0])).write(folder.path)
+    folder.refuse_other_base(bases[0])
+    with pytest.raises(ConfigError, match="were trained on weights with the digest"):
+        folder.refuse_other_base(bases[1])
+    (folder.path / "base_model.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot be read: KeyError"):
+        folder.refuse_other_base(bases[1])
 
 
 def test_settings_that_peft_writes_are_read(tmp_path: Path) -> None:

@@ -138,13 +138,14 @@ def peft_targets(specs: Mapping[str, ParamSpec], lora: LoraConfig) -> list[str]:
     """
     wanted = {each.name for each in adapted(specs, lora)}
     others = {name.removesuffix(".weight") for spec in specs.values() for name in spec.hf_names} - wanted
-    return sorted({_ending(name, others) for name in wanted})
+    taken = {ending for name in others for ending in _endings(name)}
+    return sorted({next(ending for ending in _endings(name) if ending not in taken) for name in wanted})
 
 
-def _ending(name: str, others: Iterable[str]) -> str:
+def _endings(name: str) -> list[str]:
+    """The last part of a name, the last two, and so on up to the whole."""
     parts = name.split(".")
-    endings = (".".join(parts[-size:]) for size in range(1, len(parts)))
-    return next((each for each in endings if not any(f".{other}".endswith(f".{each}") for other in others)), name)
+    return [".".join(parts[-size:]) for size in range(1, len(parts) + 1)]
 
 
 def merged_rows(specs: Mapping[str, ParamSpec], adapters: Iterable[str]) -> dict[str, dict[int, tuple[str, str]]]:
