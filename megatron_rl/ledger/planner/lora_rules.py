@@ -77,7 +77,9 @@ def _linear_problems(role: RoleSpec, key: str, model: ModelSizes) -> Iterable[Vi
     unknown = False
     for name in ("target_modules", "exclude_modules"):
         given = getattr(lora, name)
-        wrong = [pattern for pattern in given if not any(each.matches(pattern) for each in candidates)]
+        # Megatron's own names may match nothing: experts have no adapters.
+        asked = [pattern for pattern in given if pattern not in LINEARS]
+        wrong = [pattern for pattern in asked if not any(each.matches(pattern) for each in candidates)]
         if wrong:
             unknown = True
             mended = list(dict.fromkeys(nearest_name(each, names) if each in wrong else each for each in given))

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, SCORER, TUNED, RoleSpec
 from megatron_rl.config.schema import RunConfig
@@ -18,7 +17,6 @@ from megatron_rl.hybrid_engine.plan import covers_training
 from megatron_rl.ledger.planner.role_ledger import IN_EIGHT_BITS, SCORE, UPDATE, Held
 from megatron_rl.ledger.planner.run_models import RunModels
 from megatron_rl.model.families import Model
-from megatron_rl.model.families.adapter_params import adapter_specs
 from megatron_rl.model.parts import FP32
 
 GEN, RESHARD, INIT, SAVE = "gen", "reshard", "init", "save"
@@ -233,16 +231,7 @@ def engine_bytes(config: RunConfig, model: Model, element: int, tp: int) -> int:
     tokens = min(rollout.max_num_batched_tokens, rollout.max_num_seqs * config.data.max_prompt_length)
     parts = max(sum(part.engine_elements(tp) for part in layer.parts) for layer in model.kinds)
     layer = tokens * (4 * shape.hidden_size + parts) * element
-    if config.trainer.device == "cpu":
-        # vLLM's products with adapters on CPUs copy A or B for every token.
-        layer += tokens * widest_adapter(model, config.actor_rollout_ref.model.lora, tp) * element
     return layer + 3 * rollout.max_num_seqs * shape.vocab_size * FP32
-
-
-def widest_adapter(model: Model, lora: LoraConfig, tp: int) -> int:
-    """Return the elements of the largest A or B on a rank of generation; 0 without adapters."""
-    tensors = [spec.tensor for spec in adapter_specs(model.specs, lora).values()]
-    return max((tensor.numel // (tp if tensor.is_split else 1) for tensor in tensors), default=0)
 
 
 def _offloaded_kinds(megatron: MegatronConfig) -> list[str]:
