@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from megatron_rl.cli import app
 from megatron_rl.config.load import load_config
 from megatron_rl.config.lora import LoraConfig
+from megatron_rl.errors import shown
 from megatron_rl.ledger.planner.hardware import load_hardware
 from megatron_rl.ledger.planner.memory import plan_stages
 from megatron_rl.ledger.planner.run_models import RunModels
@@ -130,3 +134,31 @@ def test_an_update_spares_the_gradients_of_weights():
     )
     assert 0.6 < with_adapters["update_actor"] / without["update_actor"] < 0.8
     assert 1.0 <= with_adapters["old_log_prob"] / without["old_log_prob"] < 1.05
+
+
+def found(*keep: str, gpus: int = 4) -> dict:
+    """What `map` finds for 7B."""
+    kept = [part for each in keep for part in ("--keep", each)]
+    ran = CliRunner().invoke(app, ["map", "--config", SMALL, "--gpus", str(gpus), "--json", *kept])
+    assert ran.exit_code == 0, ran.output
+    return json.loads(ran.stdout)
+
+
+def test_the_search_knows_adapters():
+    """Fastest with the reference on the actor's ranks, where it takes nothing; and where a base must stay beside
+    training, placements that the search takes to fit do. Would not catch a placement that the search leaves out."""
+    best, *others = found()["candidates"]
+    assert best["settings"]["actor_rollout_ref.ref.pool"] == best["settings"]["actor_rollout_ref.rollout.pool"]
+    plan = RunPlan.of(load_config(SMALL, overrides(best["settings"])), load_hardware("h100"))
+    assert plan.memory.peak == max(best["memory_bytes"].values()) and plan.step_seconds == best["step_seconds"]
+    assert all(held.get("reference parameters", 0) == 0 for held in plan.memory.worst.phases.values())
+    cut, *_ = found(f"{MEGATRON}.pipeline_model_parallel_size=2", "actor_rollout_ref.rollout.pool=global_pool")[
+        "candidates"
+    ]
+    models = RunModels(load_config(SMALL, overrides(cut["settings"])))
+    assert plan_stages(models)[0].phases["update_actor"]["foreign stages"] > 7e9
+
+
+def overrides(settings: dict) -> list[str]:
+    """Settings as they are typed."""
+    return [f"{key}={shown(value)}" for key, value in settings.items()]

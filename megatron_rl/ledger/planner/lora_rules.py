@@ -94,9 +94,13 @@ def _linear_problems(role: RoleSpec, key: str, model: ModelSizes) -> Iterable[Vi
     if not targets or (bare and _stages_without(role, model, targets)):
         nearest = {f"{key}.target_modules": list(LINEARS)} | (nearest if lora.exclude_modules else {})
     if not left or bare:
-        settings = {f"{key}.target_modules": lora.target_modules, f"{key}.exclude_modules": lora.exclude_modules}
+        settings: dict[str, Any] = {
+            f"{key}.target_modules": lora.target_modules,
+            f"{key}.exclude_modules": lora.exclude_modules,
+        }
         rule = f"leave no linear of {model.path} with an adapter"
         if left:
+            settings[f"{role.key}.megatron.pipeline_model_parallel_size"] = role.megatron.pipeline_model_parallel_size
             rule = f"leave pipeline stage {', '.join(map(str, bare))} without an adapter: each must train something"
         yield Violation(settings, rule, nearest)
     widest = min((min(each.segment.shape) for each in left), default=lora.rank)
