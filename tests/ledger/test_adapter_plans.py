@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,30 @@ def test_what_moves_and_stays(base):
     between = {phase: size for phase, size in foreign.items() if phase not in ("init", "reshard", "gen")}
     assert set(between.values()) == {shard - shared if base == "resident" else 0}
     assert foreign["gen"] == foreign["reshard"] > shard - shared
+
+
+def test_a_base_that_does_not_fit_is_brought_again():
+    """By the plan's advice, where 15 GB beside training are too much. Would not catch
+    advice that is dear."""
+    keys = (*TP2_PP2, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=28000")
+    plan = RunPlan.of(load_config(SMALL, keys), load_hardware("h100"))
+    assert not plan.memory.fits and plan.changes[0].settings == {f"{LORA}.base": "refetch"}
+    assert plan.changes[0].peak <= plan.memory.usable
+
+
+@pytest.mark.parametrize("recipe", [LARGE, SMALL])
+def test_documented_figures(recipe):
+    """The table of docs/lora.md. Would not catch a sixth more or less of the seconds."""
+    plan = RunPlan.of(load_config(recipe), load_hardware("h100"))
+    row = next(line for line in Path("docs/lora.md").read_text().splitlines() if f"{Path(recipe).name})" in line)
+    adapters, peak, phase, seconds, whole = re.search(
+        r"\| ([\d,]+) \| ([\d.]+) GB \| (\w+) \| (\d+) s \| ([\d.]+) GB, does not fit", row
+    ).groups()
+    assert int(adapters.replace(",", "")) * 2 == plan.transition.model_bytes
+    assert plan.memory.peak / 1e9 == pytest.approx(float(peak), abs=0.06) and plan.memory.worst.worst_phase == phase
+    assert plan.step_seconds == pytest.approx(float(seconds), rel=1 / 6)
+    stages = plan_stages(RunModels(load_config(recipe, [f"{LORA}.rank=0"])))
+    assert max(stage.peak for stage in stages) / 1e9 == pytest.approx(float(whole), abs=0.06)
 
 
 def test_an_update_spares_the_gradients_of_weights():

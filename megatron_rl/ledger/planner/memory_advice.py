@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_rl.config.keys import ROLLOUT as ROLLOUT_KEY
 from megatron_rl.config.keys import followed_keys, put, value_of
+from megatron_rl.config.lora import REFETCH, RESIDENT
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.roles import ACTOR, ROLLOUT, SCORER, TUNED, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
@@ -110,6 +111,7 @@ def candidates(config: RunConfig, pools: set[str]) -> Iterator[dict[str, Any]]:
             yield from ({f"{role.key}.megatron.{name}": True} for name in _offloads(role))
         if pool.layout.tensor_model_parallel_size > 1:
             yield of_pool(config, pool, "sequence_parallel", True)
+        yield from _brought_again(config, pool)
         keys = [pass_spec.key for role in pool.megatron_roles for pass_spec in role.passes]
         if placement.generates and pool.name == placement.roles[ROLLOUT].pool:
             keys += [f"{ROLLOUT_KEY}.kv_cache_memory_bytes", f"{ROLLOUT_KEY}.max_num_batched_tokens"]
@@ -119,9 +121,16 @@ def candidates(config: RunConfig, pools: set[str]) -> Iterator[dict[str, Any]]:
                 yield {key: value // 2}
 
 
+def _brought_again(config: RunConfig, pool: PoolSpec) -> Iterator[dict[str, Any]]:
+    """Yield the setting that keeps no foreign part of a base between generations, where adapters are trained."""
+    lora = config.actor_rollout_ref.model.lora
+    if lora.rank and lora.base == RESIDENT and {ACTOR, ROLLOUT} <= {role.kind for role in pool.roles}:
+        yield {"actor_rollout_ref.model.lora.base": REFETCH}
+
+
 def _offloads(role: RoleSpec) -> tuple[str, ...]:
     """Return the offload keys of a role. Generation reads the actor's parameters, so these stay."""
-    if role.kind in (TUNED, SCORER):
+    if role.kind in (TUNED, SCORER) or role.base_of is not None:
         return ()
     trained = ("grad_offload", "optimizer_offload") if role.is_trained else ()
     return trained if role.kind == ACTOR else (*trained, "param_offload")
