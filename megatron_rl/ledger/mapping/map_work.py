@@ -167,7 +167,7 @@ class MapWork:
         specs = list(roles_of(config))
         self.roles = {
             spec.name: RoleWork(
-                replace(spec, base_of=None),  # `base` is the other form
+                replace(spec, base_of=None),  # `_base` is the other form
                 sizes[spec.model_path],
                 ModelCost.of(sizes[spec.model_path].parts, spec.lora),
                 ELEMENT_BYTES[spec.megatron.dtype],
@@ -183,7 +183,7 @@ class MapWork:
         self.rollout = next(spec for spec in specs if spec.kind == ROLLOUT)
 
     @cached_property
-    def base(self) -> RoleWork | None:
+    def _base(self) -> RoleWork | None:
         """The reference on the ranks of an actor that trains adapters: the actor without them. None: there is none."""
         reference = self.roles.get(REFERENCE)
         if reference is None or not self.actor.spec.lora.rank:
@@ -192,8 +192,8 @@ class MapWork:
 
     def role_in(self, name: str, block: Sequence[str]) -> RoleWork:
         """Return a role in a pool of these roles, whose models one of them may hold for another."""
-        if name == REFERENCE and ACTOR in block and self.base is not None:
-            return self.base
+        if name == REFERENCE and ACTOR in block and self._base is not None:
+            return self._base
         return self.roles[name]
 
     @cached_property

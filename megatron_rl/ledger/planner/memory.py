@@ -113,7 +113,7 @@ class MemoryOfStage:
             held["rollout weights"] = self.models.rollout_weights_bytes
             if self.config.samples_ahead and self.config.async_training.second_buffer:
                 held["arriving weights"] = self.models.rollout_weights_bytes
-        elif self.generates and (stays := self.models.resident_bytes(self.pp_rank)):
+        elif self.generates and (stays := self.models.foreign_bytes(self.pp_rank, stays=True)):
             held["foreign stages"] = stays
         built = self._largest_while_built()
         # While the engine is built, training's memory has left as far as it does for generation.

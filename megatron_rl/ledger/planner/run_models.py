@@ -189,16 +189,14 @@ class RunModels:
         members = self.alike_layers.plan.members
         return [i for i, member in enumerate(members) if self.grid.pp_rank(member.rank) == pp_rank]
 
-    def foreign_bytes(self, pp_rank: int) -> int:
-        """Return the bytes of the largest foreign memory among a stage's ranks, of the base and of adapters."""
-        numbers = self.members_of_stage(pp_rank)
-        return max(sum(part.foreign_numel(number) for part in self.alike_parts) for number in numbers) * self.element
+    def foreign_bytes(self, pp_rank: int, *, stays: bool = False) -> int:
+        """Return the bytes of the largest foreign memory among a stage's ranks, of the base and of adapters.
 
-    def resident_bytes(self, pp_rank: int) -> int:
-        """Return the bytes of foreign memory that stays on a stage's ranks between generations."""
-        if not self.keeps_base:
-            return 0
-        return max(map(self.alike_layers.foreign_numel, self.members_of_stage(pp_rank))) * self.element
+        stays: of that part alone that is there between generations.
+        """
+        parts = ([self.alike_layers] if self.keeps_base else []) if stays else self.alike_parts
+        numbers = self.members_of_stage(pp_rank)
+        return max(sum(part.foreign_numel(number) for part in parts) for number in numbers) * self.element
 
     def scratch_bytes(self, pp_rank: int) -> int:
         """Return the bytes for packed messages of a transition. Contiguous pieces are sent from where they are.
@@ -209,7 +207,7 @@ class RunModels:
         if (pp_rank, bucket) not in self._scratch:
             message_numel = max(1, bucket // self.element // NUM_SCRATCH)
             number = self.members_of_stage(pp_rank)[0]
-            exchanges = [each for each in (self.exchange, self.adapter_exchange) if each is not None]
+            exchanges = [each for each in (self.exchange, self._adapter_exchange) if each is not None]
             steps = [step for each in exchanges for step in make_schedule(each, number, message_numel)]
             packed = [leg.numel for step in steps for leg in (step.send, step.receive) if leg and not leg.is_direct]
             self._scratch[pp_rank, bucket] = NUM_SCRATCH * max(packed, default=0) * self.element
@@ -223,10 +221,10 @@ class RunModels:
         return self._alike.exchange if self._alike is not None else self._exchange(self.actor_weights)
 
     @cached_property
-    def adapter_exchange(self) -> ExchangePlan | None:
+    def _adapter_exchange(self) -> ExchangePlan | None:
         """`exchange` of the adapters; None without."""
         if self._alike is not None:
-            return self._alike.adapter_exchange
+            return self._alike._adapter_exchange
         return None if self.actor_adapters is None else self._exchange(self.actor_adapters)
 
     @cached_property
@@ -235,16 +233,16 @@ class RunModels:
         return self._alike.alike_layers if self._alike is not None else self._alike_of(self.actor_weights)
 
     @cached_property
-    def alike_adapters(self) -> AlikeLayers | None:
+    def _alike_adapters(self) -> AlikeLayers | None:
         """`alike_layers` of the adapters; None without."""
         if self._alike is not None:
-            return self._alike.alike_adapters
+            return self._alike._alike_adapters
         return None if self.actor_adapters is None else self._alike_of(self.actor_adapters)
 
     @property
     def alike_parts(self) -> list[AlikeLayers]:
-        """The transitions of base and adapters."""
-        return [part for part in (self.alike_layers, self.alike_adapters) if part is not None]
+        """The transitions of the base, and of adapters if there are any."""
+        return [part for part in (self.alike_layers, self._alike_adapters) if part is not None]
 
     def _alike_of(self, weights: TrainedWeights) -> AlikeLayers:
         specs, counts = one_layer_of_each(weights.params.specs, weights.stages)

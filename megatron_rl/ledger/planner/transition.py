@@ -39,15 +39,12 @@ class TransitionPlan:
     @classmethod
     def of(cls, models: RunModels) -> TransitionPlan:
         """Count the transition of a run piece by piece."""
-        adapters = models.actor_adapters
+        weights = [each for each in (models.actor_weights, models.actor_adapters) if each is not None]
         if models.placement.is_colocated:
-            base, trained = models.alike_layers, models.alike_adapters
-            parts = [cls._in_place(models, base, models.actor.num_params)]
-            if trained is not None and adapters is not None:
-                parts.append(cls._in_place(models, trained, numel_of(adapters.params.specs)))
+            pairs = zip(models.alike_parts, weights, strict=True)
+            parts = [cls._in_place(models, layers, numel_of(each.params.specs)) for layers, each in pairs]
         else:
-            parts = [cls._between_pools(models, models.actor_weights)]
-            parts += [] if adapters is None else [cls._between_pools(models, adapters)]
+            parts = [cls._between_pools(models, each) for each in weights]
         if len(parts) == 1:
             return parts[0]
         return replace(parts[1], once=parts[0]) if models.keeps_base else parts[0].plus(parts[1])
