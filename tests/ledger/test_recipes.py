@@ -46,7 +46,7 @@ def test_recipes_can_start(recipe, monkeypatch, tmp_path):
 
 def test_there_is_one_for_each_algorithm_and_one_with_pools():
     """Would not catch two that are the same."""
-    expected = {"demo", "real", "split", "async", "grpo", "rloo", "remax", "reinforce_pp", "gspo", "dapo"}
+    expected = {"demo", "lora", "real", "split", "async", "grpo", "rloo", "remax", "reinforce_pp", "gspo", "dapo"}
     assert {path.stem.removesuffix("_cpu") for path in RECIPES} == expected
 
 
