@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,25 @@ def test_adapters_in_other_tasks(command_line, files: Path, task: str) -> None:
     losses, others = ([line[name] for line in metrics(run).values() if name in line] for run in (whole, cut))
     assert others == pytest.approx(losses, rel=1e-4, abs=1e-6)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.exhaustive
+def test_dpo_compares_with_the_base(command_line, files: Path) -> None:
+    """From an adapter on, stored or on the fly: the reference is the model without it, so the first loss is not log 2.
+
+    Would not catch a reference that is another model both ways.
+    """
+    few = ("trainer.total_training_steps=1", "trainer.save_freq=-1", "trainer.test_freq=0")
+    start = command_line(*keys_of(files, "sft"), *ADAPTERS, *LOCAL, "trainer.save_freq=-1", stage="sft")
+    assert start.wait() == 0, start.text()
+    adapter = f"actor_rollout_ref.model.lora.adapter_path={start.run / 'adapter'}"
+    losses = []
+    for reference in ("dpo", "dpo on the fly"):
+        run = command_line(*keys_of(files, reference), *few, *ADAPTERS, adapter, *LOCAL, stage="dpo")
+        assert run.wait() == 0, run.text()
+        losses += [line["actor/loss"] for line in metrics(run).values() if "actor/loss" in line]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert abs(losses[0] - math.log(2)) > 1e-3
 
 
 @pytest.mark.exhaustive
