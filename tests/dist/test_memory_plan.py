@@ -130,6 +130,8 @@ CP2 = {f"{MEGATRON}context_parallel_size": 2}
 GATHER = {f"{MEGATRON}override_transformer_config__cp_comm_type": "all_gather"}
 LORA = {"actor_rollout_ref__model__lora__rank": 16, "critic__model__lora__rank": 4}
 REFETCH = {"actor_rollout_ref__model__lora__base": "refetch"}
+DROPPED = {"actor_rollout_ref__rollout__drop_train_weights": True}
+DROPPED |= {"actor_rollout_ref__rollout__tensor_model_parallel_size": 1}
 LAYOUTS = {
     "one rank, packed": (1, 1, 1, {}),
     "TP2, padded, SP": (2, 2, 1, SP | {"actor_rollout_ref__model__use_remove_padding": False}),
@@ -172,6 +174,35 @@ RARELY = (
 CASES = [pytest.param(name, marks=pytest.mark.exhaustive if name in RARELY else []) for name in LAYOUTS]
 
 
+def measured_config(path, world_size: int, tp_size: int, pp_size: int, num_seqs: int, changes: dict):
+    """A configuration whose rows are as long as they may get. num_seqs: that generation runs at once."""
+    return run_config(
+        path,
+        tp_size,
+        pp_size,
+        **changes,
+        data__max_prompt_length=PROMPT,
+        data__max_response_length=RESPONSE,
+        data__train_batch_size=ROWS,
+        actor_rollout_ref__actor__ppo_mini_batch_size=ROWS,
+        actor_rollout_ref__rollout__kv_cache_memory_bytes=4 << 20,
+        actor_rollout_ref__rollout__max_num_seqs=num_seqs,
+        actor_rollout_ref__rollout__max_num_batched_tokens=2048,
+        trainer__n_gpus_per_node=world_size,
+    )
+
+
+@pytest.mark.exhaustive
+def test_a_dropped_base_is_not_held(tmp_path):
+    """TP2 to TP1: training's copy leaves for generation, the adapters stay. Would not catch a peak in between."""
+    config = measured_config(save_llama(tmp_path, **SIZES), 2, 2, 1, 8, LORA | DROPPED)
+    (plan,) = plan_stages(RunModels(config))
+    whole, left = (plan.phases[phase]["actor parameters"] for phase in ("ref", "gen"))
+    assert 0 < left < whole / 4
+    for _, _, ledger in run_ranks(2, measured_phases, config, tmp_path / "checkpoint"):
+        assert owned_otherwise_than_planned(ledger, plan.phases, 0) == []
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_measured_peaks_are_near_the_plan(name, tmp_path):
     """Within 15% in every phase on every rank.
@@ -188,20 +219,7 @@ def test_measured_peaks_are_near_the_plan(name, tmp_path):
             "reward_model__enable": True,
             "reward_model__model__path": save_reward_model(tmp_path / "reward", "Llama"),
         }
-    config = run_config(
-        path,
-        tp_size,
-        pp_size,
-        **changes,
-        data__max_prompt_length=PROMPT,
-        data__max_response_length=RESPONSE,
-        data__train_batch_size=ROWS,
-        actor_rollout_ref__actor__ppo_mini_batch_size=ROWS,
-        actor_rollout_ref__rollout__kv_cache_memory_bytes=4 << 20,
-        actor_rollout_ref__rollout__max_num_seqs=4 if name in HALF else 8,
-        actor_rollout_ref__rollout__max_num_batched_tokens=2048,
-        trainer__n_gpus_per_node=world_size,
-    )
+    config = measured_config(path, world_size, tp_size, pp_size, 4 if name in HALF else 8, changes)
     plan = plan_stages(RunModels(config))
     ranks = run_ranks(world_size, measured_phases, config, tmp_path / "checkpoint")
     told, wrong = [], []

@@ -30,7 +30,7 @@ from megatron_rl.ledger.planner.transition import TransitionPlan
 class BoundedModels(RunModels):
     """A run whose transition messages are assumed to have the largest size, so that no schedule is computed."""
 
-    def scratch_bytes(self, pp_rank: int) -> int:
+    def scratch_bytes(self, pp_rank: int, *, first: bool = False) -> int:
         """Return the bytes of the most messages in flight."""
         return NUM_SCRATCH * max(1, self.bucket_bytes // self.element // NUM_SCRATCH) * self.element
 

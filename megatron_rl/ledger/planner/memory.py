@@ -30,8 +30,8 @@ UPDATING = (CRITIC, ACTOR, SCORER, TUNED)
 class StageMemory:
     """Memory of a rank of one pipeline stage. kind: only, first, middle, last. phases: phase -> what it holds.
 
-    built: the largest moment of the start before there is an engine. exchanged: a rank at the end of an exchange in
-    place; {}: there is none.
+    built: the largest moment of the start before there is an engine. exchanged: a rank at the end of the first exchange
+    in place; {}: there is none.
     """
 
     pool: str
@@ -118,8 +118,11 @@ class MemoryOfStage:
         built = self._largest_while_built()
         # While the engine is built, training's memory has left as far as it does for generation.
         complete = without_moments(self._staying(held)) | self._rollout_memory() if self.generates else built
+        moments = [built, complete]
+        if self.models.keeps_base and self.generates:
+            moments.append(without_moments(self._exchanged(held, first=True)))
         phases = {
-            INIT: max(built, complete, key=lambda moment: sum(moment.values())),
+            INIT: max(moments, key=lambda moment: sum(moment.values())),
             **self._generation_phases(held),
         }
         for role in self.roles:
@@ -136,7 +139,7 @@ class MemoryOfStage:
         kind = "only" if self.is_first and self.is_last else "first" if self.is_first else "middle"
         kind = "last" if self.is_last and not self.is_first else kind
         ordered = {name: phases[name] for name in phase_order(self.roles) if name in phases}
-        return StageMemory(self.pool.spec.name, self.pp_rank, kind, ordered, built, self._exchanged(held))
+        return StageMemory(self.pool.spec.name, self.pp_rank, kind, ordered, built, self._exchanged(held, first=True))
 
     def _kept_by_passes(self) -> Held:
         """Return what a pass leaves on a GPU for the next one."""
@@ -183,11 +186,11 @@ class MemoryOfStage:
         reshard = max(exchange, woken, key=lambda moment: sum(moment.values()))
         return {RESHARD: reshard, GEN: staying | dropped | self._rollout_memory()}
 
-    def _exchanged(self, held: Held) -> Held:
-        """Return what is there at the end of an exchange in place."""
+    def _exchanged(self, held: Held, *, first: bool = False) -> Held:
+        """Return what is there at the end of an exchange in place. first: of the one that brings a base which stays."""
         if self.is_split or not self.generates:
             return {}
-        foreign, scratch = self.models.foreign_bytes(self.pp_rank), self.models.scratch_bytes(self.pp_rank)
+        foreign, scratch = self.models.foreign_bytes(self.pp_rank), self.models.scratch_bytes(self.pp_rank, first=first)
         return self._staying(held) | {"foreign stages": foreign, "exchange scratch": scratch}
 
     def _staying(self, held: Held) -> Held:

@@ -139,7 +139,7 @@ class RunModels:
         self.element, self.vpp_size = self.training.element, self.training.vpp_size
         self.actor_role = self.placement.leader
         self.actor = self.training.model(self.actor_role)
-        self._scratch: dict[tuple[int, int], int] = {}
+        self._scratch: dict[tuple[int, int, bool], int] = {}
         self._alike = alike if self.placement.is_colocated else None
         if self._alike is not None:
             self._scratch = self._alike._scratch
@@ -198,20 +198,22 @@ class RunModels:
         numbers = self.members_of_stage(pp_rank)
         return max(sum(part.foreign_numel(number) for part in parts) for number in numbers) * self.element
 
-    def scratch_bytes(self, pp_rank: int) -> int:
+    def scratch_bytes(self, pp_rank: int, *, first: bool = False) -> int:
         """Return the bytes for packed messages of a transition. Contiguous pieces are sent from where they are.
 
-        Base and adapters are exchanged one after the other.
+        Base and adapters are exchanged one after the other. first: of the transition that brings a base which stays.
         """
         bucket = self.bucket_bytes
-        if (pp_rank, bucket) not in self._scratch:
+        with_base = first or not self.keeps_base
+        key = (pp_rank, bucket, with_base)
+        if key not in self._scratch:
             message_numel = max(1, bucket // self.element // NUM_SCRATCH)
             number = self.members_of_stage(pp_rank)[0]
-            exchanges = [each for each in (self.exchange, self._adapter_exchange) if each is not None]
-            steps = [step for each in exchanges for step in make_schedule(each, number, message_numel)]
+            exchanges = [self.exchange if with_base else None, self._adapter_exchange]
+            steps = [step for each in exchanges if each for step in make_schedule(each, number, message_numel)]
             packed = [leg.numel for step in steps for leg in (step.send, step.receive) if leg and not leg.is_direct]
-            self._scratch[pp_rank, bucket] = NUM_SCRATCH * max(packed, default=0) * self.element
-        return self._scratch[pp_rank, bucket]
+            self._scratch[key] = NUM_SCRATCH * max(packed, default=0) * self.element
+        return self._scratch[key]
 
     @cached_property
     def exchange(self) -> ExchangePlan:
