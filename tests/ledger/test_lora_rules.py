@@ -112,6 +112,20 @@ def test_all_faults_at_once(case):
     )
 
 
+def test_routed_experts_get_none(tmp_path):
+    """Names of their linears are left out of what is offered. Would not catch shared experts, which get some."""
+    (tmp_path / "base").mkdir()
+    case = good_case(tmp_path, base_config(tmp_path / "base"), experts=True)
+    case.set({f"{LORA}.rank": 16})
+    (found,) = in_words(case)
+    assert found.endswith("and routed experts get no adapters; nearest: ['linear_qkv', 'linear_proj']")
+    case.set({f"{LORA}.target_modules": ["up_proj"]})
+    (found,) = in_words(case)
+    assert found.endswith("and routed experts get no adapters; nearest: ['all-linear']")
+    case.set({f"{LORA}.target_modules": ["linear_qkv", "linear_proj"]})
+    assert in_words(case) == []
+
+
 def test_other_implementations_are_refused(case):
     """On GPUs, where transformer-engine is allowed otherwise. Would not catch an implementation that is new."""
     name = f"{MEGATRON}.override_transformer_config.transformer_impl"

@@ -15,10 +15,11 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation, shown
 from megatron_rl.ledger.planner.implementation_rules import GROUP
 from megatron_rl.ledger.planner.model_folder import ModelSizes
-from megatron_rl.model.families.adapter_params import ENGINE_RANKS, Projection, projections_of
+from megatron_rl.model.families.adapter_params import ALL_LINEAR, ENGINE_RANKS, Projection, projections_of
 from megatron_rl.parallel.stages import StagePlan
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MLP_NAMES = ("linear_fc1", "linear_fc2", "linear_fc1_gate", "linear_fc1_up", "gate_proj", "up_proj", "down_proj")
 DEFAULT = LoraConfig()
 LEAST_LR, LEAST_RANK = 1e-5, 8
 """Below these adapters hardly learn: the rate that works is about ten times that of full training."""
@@ -82,8 +83,12 @@ def _linear_problems(role: RoleSpec, key: str, model: ModelSizes) -> Iterable[Vi
         wrong = [pattern for pattern in asked if not any(each.matches(pattern) for each in candidates)]
         if wrong:
             unknown = True
-            mended = list(dict.fromkeys(nearest_name(each, names) if each in wrong else each for each in given))
+            of_experts = [each for each in wrong if model.num_experts and each in MLP_NAMES]
+            left = [each for each in given if each not in of_experts]
+            mended = list(dict.fromkeys(nearest_name(each, names) if each in wrong else each for each in left))
             rule = f"names no linear of {model.path} with {', '.join(wrong)}; it has {', '.join(names)}"
+            rule += ", and routed experts get no adapters" if of_experts else ""
+            mended = mended or ([ALL_LINEAR] if name == "target_modules" else [])
             yield Violation({f"{key}.{name}": given}, rule, {f"{key}.{name}": mended})
     if unknown:
         return

@@ -11,6 +11,7 @@ from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.config.tasks import DPO
 from megatron_rl.ledger.planner.batch_arithmetic import task_table
 from megatron_rl.ledger.planner.hardware import Hardware
+from megatron_rl.ledger.planner.lora_rules import lora_notes
 from megatron_rl.ledger.planner.memory import phase_order, plan_pools
 from megatron_rl.ledger.planner.memory_advice import Change, advice
 from megatron_rl.ledger.planner.memory_report import MemoryReport
@@ -134,11 +135,11 @@ class TaskPlan:
 
     def notes(self) -> list[str]:
         """Sentences to print after the tables."""
-        memory = self.memory
+        memory, notes = self.memory, lora_notes(self.config)
         if memory.fits:
-            return []
+            return notes
         over = amount(memory.peak - memory.usable)
-        notes = [f"the plan does not fit: the worst rank needs {over} more than there is", *change_notes(self.changes)]
+        notes += [f"the plan does not fit: the worst rank needs {over} more than there is", *change_notes(self.changes)]
         if not self.changes or self.changes[-1].peak > memory.usable:
             notes.append("  these are not enough: take more GPUs" if self.changes else "  take more GPUs")
         return notes
