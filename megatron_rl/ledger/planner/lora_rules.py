@@ -15,6 +15,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation, shown
 from megatron_rl.ledger.planner.implementation_rules import GROUP
 from megatron_rl.ledger.planner.model_folder import ModelSizes
+from megatron_rl.model.families import Model
 from megatron_rl.model.families.adapter_params import ALL_LINEAR, ENGINE_RANKS, Projection, projections_of
 from megatron_rl.parallel.stages import StagePlan
 
@@ -165,9 +166,13 @@ def _folder_problems(key: str, lora: LoraConfig, config_only: bool) -> Iterable[
 
 
 def lora_notes(config: RunConfig) -> list[str]:
-    """Sentences about adapters whose numbers are allowed, and far from what is known to work."""
+    """Sentences about adapters whose numbers are allowed, and far from what is known to work; and about linears of
+    experts, which the default targets name and which get none.
+    """
     notes = []
     for role in adapted_roles(config):
+        if Model.read(role.model_path).shape.num_experts and {*MLP_NAMES, ALL_LINEAR} & {*role.lora.target_modules}:
+            notes.append(f"{lora_key(role)}: routed experts of {role.model_path} get no adapters, other linears do")
         lr, asked = role.settings.optim.lr, f"{lora_key(role)}.rank={role.lora.rank}"
         if lr < LEAST_LR:
             notes.append(
