@@ -49,7 +49,7 @@ class Preferences:
         self.is_stored = run.config.needs_reference and not run.config.holds_reference
 
     def store_reference(self) -> None:
-        """Score all answers with the initial weights, without adapters, if the configuration stores them and a new run begins.
+        """Score all answers with the initial weights, without adapters, if they are stored and a new run begins.
 
         Raises StoppedBeforeStep between chunks if a signal asked to stop, ConfigError if a resumed checkpoint lacks
         these scores or has those of other answers.
