@@ -182,7 +182,7 @@ def run_adapted(oracle: Oracle, world_size: int, tp_size: int, pp_size: int, **k
 
 
 def check(results: list[dict], oracle: Oracle) -> None:
-    """Everything against PEFT: 1e-5 relative, log-probs of vLLM 5e-5, tokens exactly."""
+    """Everything against PEFT: 1e-5 relative, log-probs of vLLM 3e-5, tokens exactly."""
     from megatron_rl.config.lora import LoraConfig
     from megatron_rl.model.families import Model
     from megatron_rl.model.families.adapter_params import adapter_specs
@@ -203,7 +203,7 @@ def check(results: list[dict], oracle: Oracle) -> None:
     for field in ("greedy", "greedy_after"):
         assert all(r[field] == getattr(oracle, field) for r in by_replica.values()), field
     differences = [r[name] for r in results for name in ("difference", "difference_after") if r[name] is not None]
-    assert differences and max(differences) < 5e-5
+    assert differences and max(differences) < 3e-5
     assert not any(r["base_moved"] for r in results)
 
 
