@@ -20,6 +20,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megatron_rl.config.eight_bit_rollouts import FP8
 from megatron_rl.config.file_kinds import instead_of_file
 from megatron_rl.config.foreign.translate import Kind, Note, translate
 from megatron_rl.config.keys import (
@@ -46,7 +47,7 @@ HYDRA_PREFIXES = ("++", "+", "~")
 
 ACTOR_MODEL, CRITIC_MODEL = "actor_rollout_ref.model.path", "critic.model.path"
 DTYPE = "actor_rollout_ref.actor.megatron.dtype"
-FP8 = "fp8"
+QUANTIZATION = "actor_rollout_ref.rollout.quantization"
 DIFF_BOUNDS = {
     "actor_rollout_ref.rollout.logprob_diff_bound": {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.05, FP8: 1.0},
     "actor_rollout_ref.rollout.logprob_diff_mean_bound": {
@@ -175,8 +176,9 @@ def _fill_in(config: Any, given: set[str]) -> None:
 
 
 def _kind_of_products(config: Any) -> Any:
-    """The actor's dtype, or that its products are in 8 bits."""
-    return FP8 if _raw(config, f"{OPTIONS[0]}.fp8") in FP8_FORMATS else _raw(config, DTYPE)
+    """The actor's dtype, or that its products or the weights of generation are in 8 bits."""
+    in_eight_bits = _raw(config, f"{OPTIONS[0]}.fp8") in FP8_FORMATS or _raw(config, QUANTIZATION) == FP8
+    return FP8 if in_eight_bits else _raw(config, DTYPE)
 
 
 def _name_one_model(config: Any, given: set[str], task: str | None) -> None:

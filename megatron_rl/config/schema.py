@@ -32,6 +32,7 @@ from megatron_rl.config.constraints import (
 )
 from megatron_rl.config.correction import RolloutCorrectionConfig
 from megatron_rl.config.declarations import KL_ESTIMATES
+from megatron_rl.config.eight_bit_rollouts import EightBitRollouts
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.megatron import MegatronConfig, OptimConfig, follow_actor, follow_actor_in_all, follows
 from megatron_rl.config.multi_turn import MultiTurnConfig
@@ -242,7 +243,7 @@ class ValKwargsConfig:
 
 
 @dataclass
-class RolloutConfig:
+class RolloutConfig(EightBitRollouts):
     name: Annotated[str, OneOf(("vllm",))] = "vllm"
     """Generation engine; vllm is the only one."""
     pool: str = "${actor_rollout_ref.actor.pool}"
@@ -299,8 +300,7 @@ class RolloutConfig:
     the run stops. Rounding in float32 gives about 1e-5 (3e-5 at worst in the demo), a stale or misplaced weight 1e-2
     and more. Where it is not set: 1e-3 for float32, 0.5 for bfloat16, 0.05 for float16, 1 for fp8."""
     logprob_diff_mean_bound: Positive = 1e-4
-    """Largest allowed mean of that difference over those tokens. Unless it is set: 1e-4 for float32, 0.05 for bfloat16,
-    0.005 for float16, 0.1 for fp8."""
+    """Its largest mean. Unless it is set: 1e-4 for float32, 0.05 for bfloat16, 0.005 for float16, 0.1 for fp8."""
     logprob_diff_warn_steps: Annotated[int | None, Or(None, "5 on GPUs, else 0"), Ge(0)] = None
     """First steps of a run in which a larger difference is only a warning; null: 5 on GPUs, else 0."""
     val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_rl.config.eight_bit_rollouts import FP8
 from megatron_rl.config.foreign.defaults import verl_defaults
 from megatron_rl.config.foreign.key_rows import alike
 from megatron_rl.config.foreign.translate import Kind, Note
+from megatron_rl.config.keys import CORRECTION, ROLLOUT
 from megatron_rl.config.megatron import LAYOUT_KEYS
 from megatron_rl.config.setting import Setting
 from megatron_rl.ledger.planner.config_json import feature_of, is_size, model_facts
@@ -31,7 +33,7 @@ LAYOUT_DEFAULTS = {
 def fitted(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
     """The settings of a ported file, and notes of those that are changed or left out."""
     notes: list[Note] = []
-    for step in (_one_layout, _rewards_of_a_model, _models, _reading, _parts_of_rewards):
+    for step in (_one_layout, _rewards_of_a_model, _models, _reading, _parts_of_rewards, _corrected):
         settings, added = step(settings)
         notes += added
     return settings, notes
@@ -176,3 +178,18 @@ def _parts_of_rewards(settings: list[Setting]) -> tuple[list[Setting], list[Note
         return settings, []
     reason = "verl's gdpo divides by the standard deviation all the same; set it again to have it obeyed"
     return [setting for setting in settings if setting is not norm], [Note(Kind.IGNORED, norm, reason)]
+
+
+def _corrected(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
+    """Weigh the tokens that rounded weights draw where a script does not: a run without importance weights is refused
+    here.
+    """
+    given = {setting.key: setting for setting in settings}
+    asked, key = given.get(f"{ROLLOUT}.quantization"), f"{CORRECTION}.rollout_is"
+    weighs = any(name in given and given[name].value for name in (key, f"{CORRECTION}.bypass_mode"))
+    if asked is None or asked.value != FP8 or weighs:
+        return settings, []
+    reason = "rounded weights draw the tokens, and importance weights correct for that"
+    note = Note(Kind.RENAMED, asked, reason, {asked.key: FP8, key: "token"})
+    kept = [setting for setting in settings if setting.key != key]
+    return [*kept, Setting(key, "token", asked.origin)], [note]

@@ -18,6 +18,7 @@ from megatron_rl.device import release_cached
 from megatron_rl.dispatch import Dispatch, Stop, remote_method
 from megatron_rl.hybrid_engine.adapted_weights import AdaptedWeights
 from megatron_rl.hybrid_engine.allgather_pp import FOREIGN_POOL, AllGatherPPModel
+from megatron_rl.hybrid_engine.composed_weights import ComposedWeights
 from megatron_rl.hybrid_engine.hybrid_engine import HybridEngine, TransitionReport
 from megatron_rl.hybrid_engine.offload import Offloadable, offloaded
 from megatron_rl.hybrid_engine.rng import swap
@@ -58,7 +59,7 @@ class Rollout(Role):
         grid = RolloutGrid(rank.groups.grid, spec.settings.tensor_model_parallel_size)
         self._actor = None if bridge is not None else cast("Actor", neighbours[ACTOR])
         self._constants = read_constants(source.model.constants.values(), source.path, rank.device.torch_device)
-        self.weights: AllGatherPPModel | AdaptedWeights | ReceivedWeights
+        self.weights: AllGatherPPModel | ComposedWeights | ReceivedWeights
         self.replica = grid.replica(rank.groups.rank) + (0 if bridge is None else bridge.first_replica)
         offloadable = all_offloadable(neighbours)
         # vLLM reseeds the process's generators while it starts.
@@ -213,12 +214,12 @@ class PassScratch:
 
 
 def adapters_of(
-    weights: AllGatherPPModel | AdaptedWeights | ReceivedWeights, lora: LoraConfig
+    weights: AllGatherPPModel | ComposedWeights | ReceivedWeights, lora: LoraConfig
 ) -> EngineAdapters | None:
     """The adapters that generation reads; None if it reads whole weights alone."""
     from megatron_rl.rollout.engine import EngineAdapters
 
-    if not lora.rank or isinstance(weights, AllGatherPPModel):
+    if not lora.rank or not isinstance(weights, AdaptedWeights | ReceivedWeights):
         return None
     return EngineAdapters(weights.adapter_tensors, held_rank(lora.rank), lora.scale)
 
@@ -237,11 +238,14 @@ def overridden_settings(config: RunConfig) -> dict[str, Any]:
 
 def shared_weights(
     actor: Actor, spec: RoleSpec, rank: Rank, source: ModelSource, grid: RolloutGrid
-) -> AllGatherPPModel | AdaptedWeights:
-    """The rollout shard on the actor's own memory; collective over each exchange group."""
+) -> AllGatherPPModel | ComposedWeights:
+    """The rollout shard on the actor's own memory, or its codes of 8 bits; collective over each exchange group."""
     from megatron_rl.hybrid_engine.transport import Transport
+    from megatron_rl.roles.eight_bit_views import quantized_weights
     from megatron_rl.roles.flat_parameters import WeightView, flat_parameters
 
+    if spec.settings.quantization is not None:
+        return quantized_weights(actor, spec, rank, source, grid)
     wanted = grid.place(rank.groups.rank, VOCAB_PADDING)
 
     def shard(view: WeightView, memory_pool: str) -> AllGatherPPModel:

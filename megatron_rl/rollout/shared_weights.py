@@ -17,6 +17,7 @@ from vllm.model_executor.model_loader.utils import initialize_model, process_wei
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from megatron_rl.rollout.arguments import LOAD_FORMAT
+from megatron_rl.rollout.eight_bit_linears import expect_codes, read_codes_of_experts
 
 HELD_ELSEWHERE = ("e_score_correction_bias",)
 """Parameters that other objects than modules reference too (routers of experts). They are swapped in place."""
@@ -106,8 +107,10 @@ def register_shared_loader(tensors: dict[str, torch.Tensor]) -> None:
             device = torch.device(vllm_config.device_config.device)
             with set_default_torch_dtype(model_config.dtype), device, EmptyOnMeta():
                 model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+            expect_codes(model, tensors)
             bind_parameters(model, tensors)
             process_weights_after_loading(model, model_config, device)
+            read_codes_of_experts(model, model_config.dtype)
             must_have_memory(model)
             ready: torch.nn.Module = model.eval()
             return ready

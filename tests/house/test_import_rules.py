@@ -101,8 +101,10 @@ MOST_FLOORS = 12
 PURE_PARTS = (
     f"{PACKAGE}.parallel.context_packs",
     f"{PACKAGE}.parallel.rank_grid",
+    f"{PACKAGE}.parallel.scale_blocks",
     f"{PACKAGE}.parallel.sharding",
     f"{PACKAGE}.parallel.stages",
+    f"{PACKAGE}.hybrid_engine.eight_bit_members",
     f"{PACKAGE}.hybrid_engine.layout",
     f"{PACKAGE}.hybrid_engine.plan",
     f"{PACKAGE}.hybrid_engine.schedule",

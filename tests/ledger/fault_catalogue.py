@@ -282,6 +282,8 @@ values(
     },
     (f"{CORRECTION}.rollout_is", "must be one of"),
 )
+Q, IS = f"{ROLLOUT}.quantization", f"{CORRECTION}.rollout_is"
+values("codes", "layout correction", {Q: "fp8"}, (IS, "be token or"), (f"{Q}_block_size", "must divide"), experts=False)
 
 # Values between keys
 values("learning rates", "critic.lr", {"critic.optim.min_lr": 1.0}, ("critic.optim.min_lr", "must be <= lr"))
@@ -479,7 +481,7 @@ for _key, _leaf in sorted(LEAVES.items()):
         _constrained_fault(_key)
 
 
-OF_EACH_NUMBER = 75
+OF_EACH_NUMBER = 80
 """Configurations of one fault, of two, of three and of four: together at least as many as there are faults."""
 
 

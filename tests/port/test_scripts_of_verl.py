@@ -23,7 +23,7 @@ FEATURES = {
     "examples_grpo_trainer_run_qwen3_vl-30b-megatron": ["vision-language models"],
     "examples_ppo_trainer_run_moonlight16b_a3b_gsm8k_megatron": [],  # it leaves the path of its model to the user
     "recipe_gkd_megatron_test_qwen": ["distillation from a teacher"],
-    "recipe_low_precision_run_dapo_qwen3_moe_30b_megatron_fp8e2e": ["quantized rollouts"],
+    "recipe_low_precision_run_dapo_qwen3_moe_30b_megatron_fp8e2e": [],  # its EP 8 is for more nodes than its default
     "recipe_qat_run_qwen3_30b_w4a16_megatron": ["quantization-aware training"],
     "verl_experimental_fully_async_policy_shell_geo3k_qwen25vl_7b_megatron_4_4": [
         "vision-language models",
@@ -169,6 +169,7 @@ CORRECTION, GROUPS, LOSS = (
     "algorithm.filter_groups",
     "actor_rollout_ref.actor",
 )
+QUANTIZATION = "actor_rollout_ref.rollout.quantization"
 
 
 @pytest.mark.parametrize(
@@ -188,6 +189,8 @@ CORRECTION, GROUPS, LOSS = (
         ([f"{LOSS}.policy_loss.loss_mode=dppo_tv"], None),
         (["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive"], "in verl their KL is 0"),
         (["algorithm.kl_ctrl.type=adaptive"], None),
+        ([f"{QUANTIZATION}=fp8"], "what goes into the products is rounded, too"),
+        ([f"{QUANTIZATION}=null"], None),
     ],
 )
 def test_what_the_same_key_does_elsewhere_is_said(arguments, expected):
@@ -196,6 +199,32 @@ def test_what_the_same_key_does_elsewhere_is_said(arguments, expected):
     notes = [str(note) for note in result.of(Kind.DIFFERS)]
     assert len(notes) == (expected is not None) and result.features == []
     assert expected is None or (expected in notes[0] and f"#   {notes[0]}" in result.yaml())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "weights", "is_said"),
+    [
+        ([f"{QUANTIZATION}=fp8"], "token", True),
+        (["+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization=fp8"], "token", True),
+        ([f"{QUANTIZATION}=fp8", f"{CORRECTION}.rollout_is=null"], "token", True),
+        ([f"{QUANTIZATION}=fp8", f"{CORRECTION}.rollout_is=sequence"], "sequence", False),
+        ([f"{QUANTIZATION}=fp8", f"{CORRECTION}.bypass_mode=True"], None, False),
+        ([f"{QUANTIZATION}=null"], None, False),
+    ],
+)
+def test_rollouts_in_8_bits_get_importance_weights(arguments, weights, is_said):
+    """Where a script has none, with a note. Would not catch a script whose weights correct for too little."""
+    result = port(None, arguments, {})
+    values = {setting.key: setting.value for setting in result.settings}
+    said = [note for note in result.of(Kind.RENAMED) if "rounded weights draw the tokens" in note.reason]
+    assert result.features == [] and len(said) == is_said
+    assert values.get(f"{CORRECTION}.rollout_is") == weights
+    assert values.get(QUANTIZATION) == (None if arguments == [f"{QUANTIZATION}=null"] else "fp8")
+
+
+def test_other_quantized_rollouts_are_not_here():
+    """By the feature's name. Would not catch a quantization that verl calls fp8 and is another."""
+    assert port(None, [f"{QUANTIZATION}=torchao"], {}).features == ["quantized rollouts of this kind"]
 
 
 def test_gdpo_divides_as_in_verl():

@@ -8,7 +8,7 @@ What it does: no weight is packed, and each expert multiplies its tokens with th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +21,18 @@ def keep_plain(experts: object, layer: torch.nn.Module) -> None:
     """Replace `process_weights_after_loading`: do not pad, pack or replace weights."""
 
 
+class Stack(Protocol):
+    """Matrices of experts, one after the other: a tensor [E, rows, columns], or what makes each when it is asked."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, expert: int, /) -> torch.Tensor: ...
+
+
 def plain_experts(
     tokens: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    w13: Stack,
+    w2: Stack,
     weights: torch.Tensor,
     expert_ids: torch.Tensor,
     weigh_input: bool,
@@ -68,11 +76,15 @@ def apply_plain(
     expert_tokens_meta: object,
     apply_router_weight_on_input: bool,
 ) -> None:
-    """Replace `CPUUnquantizedExperts.apply`. Raises NotImplementedError for biases and other activations than silu."""
+    """Replace `CPUUnquantizedExperts.apply`. Raises NotImplementedError for biases and other activations than silu.
+
+    experts.stacks: read in place of the weights, if it is there.
+    """
     if activation.value != "silu" or experts.w1_bias is not None:
         raise NotImplementedError(f"unpacked experts are gated by silu and have no bias, not {activation.value}")
     local_ids = topk_ids if expert_map is None else expert_map[topk_ids.long()]
-    output.copy_(plain_experts(hidden_states, w1, w2, topk_weights, local_ids, apply_router_weight_on_input))
+    stacks: tuple[Stack, Stack] = getattr(experts, "stacks", (w1, w2))
+    output.copy_(plain_experts(hidden_states, *stacks, topk_weights, local_ids, apply_router_weight_on_input))
 
 
 def apply() -> None:

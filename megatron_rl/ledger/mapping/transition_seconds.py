@@ -15,7 +15,7 @@ from dataclasses import astuple, dataclass
 from megatron_rl.ledger.mapping.grids import Grid, GridShape
 from megatron_rl.ledger.mapping.map_work import MapWork, RoleWork
 from megatron_rl.ledger.mapping.pass_cuts import sampled_stages
-from megatron_rl.ledger.planner.run_models import one_layer_of_each
+from megatron_rl.ledger.planner.alike_layers import one_layer_of_each
 from megatron_rl.ledger.planner.time import LINK_EFFICIENCY
 from megatron_rl.ledger.planner.weights import EMBEDDING, LAYER, aligned
 from megatron_rl.model.families import VOCAB_PADDING, tensors_of

@@ -14,6 +14,7 @@ from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, SCORER, TUNED, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.plan import covers_training
+from megatron_rl.ledger.planner.eight_bit_transition import product_numel
 from megatron_rl.ledger.planner.role_ledger import IN_EIGHT_BITS, SCORE, UPDATE, Held
 from megatron_rl.ledger.planner.run_models import RunModels
 from megatron_rl.model.families import Model
@@ -178,11 +179,10 @@ class MemoryOfStage:
         After the exchange the training copy may be dropped, and then the cache is allocated.
         """
         staying = self._staying(held)
-        foreign = self.models.foreign_bytes(self.pp_rank)
         exchange = self._exchanged(held)
         dropped = self._dropped()
         cache = self.config.actor_rollout_ref.rollout.kv_cache_memory_bytes
-        woken = staying | dropped | {"foreign stages": foreign, "KV cache": cache}
+        woken = staying | dropped | self.models.served_bytes(self.pp_rank) | {"KV cache": cache}
         reshard = max(exchange, woken, key=lambda moment: sum(moment.values()))
         return {RESHARD: reshard, GEN: staying | dropped | self._rollout_memory()}
 
@@ -190,8 +190,8 @@ class MemoryOfStage:
         """Return what is there at the end of an exchange in place. first: of the one that brings a base which stays."""
         if self.is_split or not self.generates:
             return {}
-        foreign, scratch = self.models.foreign_bytes(self.pp_rank), self.models.scratch_bytes(self.pp_rank, first=first)
-        return self._staying(held) | {"foreign stages": foreign, "exchange scratch": scratch}
+        scratch = {"exchange scratch": self.models.scratch_bytes(self.pp_rank, first=first)}
+        return self._staying(held) | self.models.served_bytes(self.pp_rank) | scratch
 
     def _staying(self, held: Held) -> Held:
         """Return what stays on the device while this pool generates."""
@@ -217,23 +217,23 @@ class MemoryOfStage:
         rollout = self.config.actor_rollout_ref.rollout
         tp_size = rollout.tensor_model_parallel_size
         activations = engine_bytes(self.config, self.models.actor, self.models.element, tp_size)
-        foreign = {} if self.is_split else {"foreign stages": self.models.foreign_bytes(self.pp_rank)}
         return {
-            **foreign,
+            **({} if self.is_split else self.models.served_bytes(self.pp_rank)),
             "KV cache": rollout.kv_cache_memory_bytes,
             "vLLM activations": activations,
         }
 
 
 def engine_bytes(config: RunConfig, model: Model, element: int, tp: int) -> int:
-    """Return an estimate of what vLLM needs besides weights and cache: the tokens of a step through one layer, and the
-    gathered float32 logits of all sequences, with a copy for filtering and one for log-probs.
+    """Return an estimate of what vLLM needs besides weights and cache: the tokens of a step through one layer, the
+    largest weight that a product makes of codes, and the gathered float32 logits of all sequences, with a copy for
+    filtering and one for log-probs.
     """
     rollout, shape = config.actor_rollout_ref.rollout, model.shape
     # A step takes at most whole prompts, or one token of each sequence.
     tokens = min(rollout.max_num_batched_tokens, rollout.max_num_seqs * config.data.max_prompt_length)
     parts = max(sum(part.engine_elements(tp) for part in layer.parts) for layer in model.kinds)
-    layer = tokens * (4 * shape.hidden_size + parts) * element
+    layer = (tokens * (4 * shape.hidden_size + parts) + product_numel(config, model, tp)) * element
     return layer + 3 * rollout.max_num_seqs * shape.vocab_size * FP32
 
 

@@ -18,7 +18,7 @@ from megatron_rl.ledger.planner.run_models import RunModels
 
 FRAGMENTATION = 0.05
 """Share of a GPU's memory that an allocator cannot hand out, because free blocks are not contiguous."""
-OF_GENERATION = ("actor parameters", "rollout weights", "foreign stages", "vLLM activations")
+OF_GENERATION = ("actor parameters", "rollout weights", "foreign stages", "own codes", "vLLM activations")
 """Tensors that `gpu_memory_utilization` counts besides the KV cache."""
 MEMORY = "memory"
 

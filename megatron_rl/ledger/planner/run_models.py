@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from megatron_rl.config.lora import RESIDENT
@@ -11,12 +11,13 @@ from megatron_rl.config.roles import ROLLOUT, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.plan import ExchangePlan, Member, plan_memory
 from megatron_rl.hybrid_engine.schedule import make_schedule
+from megatron_rl.ledger.planner.alike_layers import AlikeLayers, one_layer_of_each
+from megatron_rl.ledger.planner.eight_bit_transition import EightBitTransition
 from megatron_rl.ledger.planner.role_ledger import ELEMENT_BYTES, RoleLedger, RoleParams
-from megatron_rl.ledger.planner.weights import LAYER, ModelParams, TrainedWeights, aligned
-from megatron_rl.model.families import VOCAB_PADDING, Model, ParamSpec, tensors_of
+from megatron_rl.ledger.planner.weights import ModelParams, TrainedWeights
+from megatron_rl.model.families import VOCAB_PADDING, Model, tensors_of
 from megatron_rl.parallel.rank_grid import RolloutGrid, train_grid
 from megatron_rl.parallel.sharding import shard_of
-from megatron_rl.parallel.stages import StagePlan
 
 NUM_SCRATCH = 4
 """Messages in flight during a transition, as in `hybrid_engine.exchange`."""
@@ -58,67 +59,6 @@ class PoolModels:
     def weights(self, role: RoleSpec) -> TrainedWeights:
         """Return the parameters of a role's model."""
         return self.ledger(role).base
-
-
-@dataclass(frozen=True)
-class AlikeLayers:
-    """An exchange plan of one layer of each kind and stage, which stands for all layers of that kind and stage.
-
-    A plan of every tensor of a large model takes seconds. Pieces are planned tensor by tensor, so those of one layer
-    times the number of layers equal those of all layers, to the byte.
-    plan: also holds all tensors that belong to no layer. counts: tensor -> how many layers it stands for.
-    """
-
-    plan: ExchangePlan
-    counts: Mapping[str, int]
-
-    def over_network(self, number: int) -> int:
-        """Return the elements that a member receives from other nodes."""
-        members = self.plan.members
-        node = members[number].node
-        pieces = self.plan.plans[number].received
-        return sum(piece.numel * self.counts[piece.name] for piece in pieces if members[piece.source].node != node)
-
-    def received(self, number: int) -> int:
-        """Return the elements that a member receives."""
-        return sum(piece.numel * self.counts[piece.name] for piece in self.plan.plans[number].received)
-
-    def foreign_numel(self, number: int) -> int:
-        """Return the elements of a member's foreign buffer, alignment included; nothing follows the last slot."""
-        slots = self.plan.plans[number].foreign
-        if not slots:
-            return 0
-        total = sum(aligned(slot.shard.numel) * self.counts[slot.name] for slot in slots)
-        return total - aligned(slots[-1].shard.numel) + slots[-1].shard.numel
-
-
-def one_layer_of_each(specs: Mapping[str, ParamSpec], stages: StagePlan) -> tuple[dict[str, ParamSpec], dict[str, int]]:
-    """Return the parameters outside of layers and of the first layer of every kind of every stage, and how many layers
-    of that kind and stage each tensor stands for. Kinds: with experts, without; with these or those adapters.
-    """
-    kinds = kinds_of(specs)
-    first: dict[int, int] = {}
-    for rank in range(stages.pp_size):
-        here: dict[tuple[str, ...], list[int]] = {}
-        for layer in sorted(layer for chunk in stages.layers(rank) for layer in chunk):
-            here.setdefault(kinds.get(layer, ()), []).append(layer)
-        first |= {layers[0]: len(layers) for layers in here.values()}
-    kept, counts = {}, {}
-    for name, spec in specs.items():
-        match = LAYER.match(name)
-        if match is None or int(match[1]) in first:
-            kept[name] = spec
-            counts[spec.tensor.name] = 1 if match is None else first[int(match[1])]
-    return kept, counts
-
-
-def kinds_of(specs: Mapping[str, ParamSpec]) -> dict[int, tuple[str, ...]]:
-    """Return layer -> names of its parameters without its number. Layers with equal names are of one kind."""
-    names: dict[int, list[str]] = {}
-    for name in specs:
-        if layer := LAYER.match(name):
-            names.setdefault(int(layer[1]), []).append(name[layer.end() :])
-    return {layer: tuple(own) for layer, own in names.items()}
 
 
 class RunModels:
@@ -189,6 +129,35 @@ class RunModels:
         members = self.alike_layers.plan.members
         return [i for i, member in enumerate(members) if self.grid.pp_rank(member.rank) == pp_rank]
 
+    @cached_property
+    def in_eight_bits(self) -> EightBitTransition | None:
+        """Bytes of the first exchange group's transition where weights are served in 8 bits; None: they are not."""
+        if self._alike is not None:
+            return self._alike.in_eight_bits
+        rollout, weights, specs = self.config.actor_rollout_ref.rollout, self.actor_weights, self.actor.specs
+        if rollout.quantization is None:
+            return None
+        few, counts = one_layer_of_each(specs, weights.stages)
+        return EightBitTransition(
+            specs,
+            lambda: self.members_with(0),
+            few,
+            lambda: self.members_with(0, replace(weights, params=ModelParams(few))),
+            counts,
+            rollout.quantization_block_size,
+            self.element,
+        )
+
+    def served_bytes(self, pp_rank: int) -> dict[str, int]:
+        """Return what generation reads on a rank of a stage beside training's weights: name -> bytes."""
+        if self.in_eight_bits is None:
+            return {"foreign stages": self.foreign_bytes(pp_rank)}
+        members = self.members_of_stage(pp_rank)
+        return {
+            "foreign stages": max(map(self.in_eight_bits.foreign_bytes, members)),
+            "own codes": max(map(self.in_eight_bits.own_bytes, members)),
+        }
+
     def foreign_bytes(self, pp_rank: int, *, stays: bool = False) -> int:
         """Return the bytes of the largest foreign memory among a stage's ranks, of the base and of adapters.
 
@@ -204,6 +173,8 @@ class RunModels:
         Base and adapters are exchanged one after the other. first: of the transition that brings a base which stays.
         """
         bucket = self.bucket_bytes
+        if self.in_eight_bits is not None:
+            return self.in_eight_bits.scratch_bytes(self.members_of_stage(pp_rank)[0], bucket, NUM_SCRATCH)
         with_base = first or not self.keeps_base
         key = (pp_rank, bucket, with_base)
         if key not in self._scratch:

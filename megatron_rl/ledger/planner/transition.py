@@ -6,8 +6,10 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from megatron_rl.ledger.planner.alike_layers import InPlaceTransition
+from megatron_rl.ledger.planner.eight_bit_transition import EightBitTransition
 from megatron_rl.ledger.planner.hardware import Hardware
-from megatron_rl.ledger.planner.run_models import AlikeLayers, RunModels
+from megatron_rl.ledger.planner.run_models import RunModels
 from megatron_rl.ledger.planner.time import LINK_EFFICIENCY
 from megatron_rl.ledger.planner.weights import TrainedWeights
 from megatron_rl.model.families import VOCAB_PADDING, ParamSpec, tensors_of
@@ -40,9 +42,12 @@ class TransitionPlan:
     def of(cls, models: RunModels) -> TransitionPlan:
         """Count the transition of a run piece by piece."""
         weights = [each for each in (models.actor_weights, models.actor_adapters) if each is not None]
-        if models.placement.is_colocated:
-            pairs = zip(models.alike_parts, weights, strict=True)
-            parts = [cls._in_place(models, layers, numel_of(each.params.specs)) for layers, each in pairs]
+        if models.placement.is_colocated and models.in_eight_bits is not None:
+            parts = [cls._in_place(models, models.in_eight_bits)]
+        elif models.placement.is_colocated:
+            element, pairs = models.element, zip(models.alike_parts, weights, strict=True)
+            moved = (InPlaceTransition(part, element, numel_of(each.params.specs) * element) for part, each in pairs)
+            parts = [cls._in_place(models, each) for each in moved]
         else:
             parts = [cls._between_pools(models, each) for each in weights]
         if len(parts) == 1:
@@ -50,14 +55,12 @@ class TransitionPlan:
         return replace(parts[1], once=parts[0]) if models.keeps_base else parts[0].plus(parts[1])
 
     @classmethod
-    def _in_place(cls, models: RunModels, layers: AlikeLayers, numel: int) -> TransitionPlan:
-        """numel: elements of the whole model, or of all adapters."""
-        element = models.element
+    def _in_place(cls, models: RunModels, moved: InPlaceTransition | EightBitTransition) -> TransitionPlan:
         network, link = [], []
-        for number in range(len(layers.plan.members)):
-            network.append(layers.over_network(number) * element)
-            link.append(layers.received(number) * element - network[-1])
-        model_bytes = numel * element
+        for number in range(len(models.alike_layers.plan.members)):
+            network.append(moved.network_bytes(number))
+            link.append(moved.received_bytes(number) - network[-1])
+        model_bytes = moved.model_bytes
         grid, rollout_tp = models.grid, models.rollout.tp_size
         held = grid.tp_size * grid.pp_size
         return cls(tuple(network), tuple(link), model_bytes, max(0.0, model_bytes / rollout_tp - model_bytes / held))

@@ -11,6 +11,7 @@ from megatron_rl.model.families.params import (
     HEAD,
     VOCAB_PADDING,
     constant_map,
+    eight_bit_names,
     is_in_eight_bits,
     param_map,
     value_param_map,
@@ -36,6 +37,7 @@ from megatron_rl.model.parts import CORRECTION, AttentionShape, Constant, Latent
 
 __all__ = [
     "CORRECTION",
+    "eight_bit_names",
     "is_in_eight_bits",
     "AttentionShape",
     "head_cap",

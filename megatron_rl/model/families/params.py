@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
@@ -23,6 +24,18 @@ def is_in_eight_bits(name: str) -> bool:
     """Whether a parameter, by its name in Megatron, is the weight of such a linear; those of experts are not."""
     *parents, linear, kind = name.split(".")
     return kind == "weight" and linear in EIGHT_BIT_LINEARS and not {"experts", "shared_experts"} & set(parents)
+
+
+def eight_bit_names(specs: Mapping[str, ParamSpec]) -> set[str]:
+    """The rollout engine's names of the weights that it can read as codes of 8 bits: linears of attention, MLPs and
+    shared experts, and stacked experts.
+    """
+    return {spec.tensor.name for name, spec in specs.items() if spec.tensor.is_expert or _is_linear(name)}
+
+
+def _is_linear(name: str) -> bool:
+    *_, linear, kind = name.split(".")
+    return kind == "weight" and linear in EIGHT_BIT_LINEARS
 
 
 @lru_cache(maxsize=16)

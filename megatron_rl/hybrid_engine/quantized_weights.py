@@ -1,0 +1,152 @@
+"""The rollout's weights in 8 bits: every owner quantizes what it trains, and codes and scales travel.
+
+Training's weights are read and never written. Codes and scales of this rank's training shards lie in two buffers of
+their own. What it lacks of its rollout shard lies in foreign buffers, as for weights that are served as they are
+trained. All of them exist during generation alone, each time at the same addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel, Bytes
+from megatron_rl.hybrid_engine.block_codes import CODE, E4M3, SCALE, quantize
+from megatron_rl.hybrid_engine.composed_weights import ComposedPart, ComposedWeights
+from megatron_rl.hybrid_engine.eight_bit_members import own_numel
+from megatron_rl.hybrid_engine.layout import Slot
+from megatron_rl.hybrid_engine.plan import Member
+from megatron_rl.hybrid_engine.stable_memory import MemoryBuffer
+from megatron_rl.hybrid_engine.transport import Transport
+from megatron_rl.hybrid_engine.verify import WeightMismatchError
+
+OWN_CODES_POOL, OWN_SCALES_POOL = "megatron_rl own codes", "megatron_rl own scales"
+"""Tags of the buffers in vLLM's CUDA allocator."""
+
+
+class QuantizedWeight(NamedTuple):
+    """A training shard [R, C], and its codes (bytes, [R, C]) and scales (float32, [R / block, C / block]); the rows of
+    stacked experts are one below the other.
+    """
+
+    name: str
+    trained: Tensor
+    codes: Tensor
+    scales: Tensor
+
+
+class OwnCodes:
+    """Codes and scales of one rank's training shards, in memory that can be released. Allocated at first.
+
+    trained: name -> training shard. codes, scales: the members of both exchanges, whose slots name the places.
+    """
+
+    def __init__(self, trained: dict[str, Tensor], codes: Member, scales: Member, block: int) -> None:
+        device = next(iter(trained.values())).device if trained else torch.device("cpu")
+        self.block = block
+        self.codes = MemoryBuffer(own_numel(codes), CODE, device, OWN_CODES_POOL)
+        self.scales = MemoryBuffer(own_numel(scales), SCALE, device, OWN_SCALES_POOL)
+        self.weights = [
+            QuantizedWeight(
+                slot.name, trained[slot.name].flatten(0, -2), _view(self.codes, slot), _view(self.scales, beside)
+            )
+            for slot, beside in zip(codes.held, scales.held, strict=True)
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are allocated now."""
+        return sum(buffer.num_bytes for buffer in (self.codes, self.scales) if buffer.is_allocated)
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Quantize the current weights."""
+        self.codes.allocate()
+        self.scales.allocate()
+        for weight in self.weights:
+            quantize(weight.trained, self.block, weight.codes, weight.scales)
+
+    @torch.no_grad()
+    def stale(self) -> list[str]:
+        """Names of the weights that have changed since they were quantized."""
+        return [weight.name for weight in self.weights if not self._is_current(weight)]
+
+    def _is_current(self, weight: QuantizedWeight) -> bool:
+        codes, scales = torch.empty_like(weight.codes), torch.empty_like(weight.scales)
+        quantize(weight.trained, self.block, codes, scales)
+        return torch.equal(codes, weight.codes) and torch.equal(scales, weight.scales)
+
+    def release(self) -> None:
+        """Release the memory; the addresses stay."""
+        self.codes.release()
+        self.scales.release()
+
+
+class QuantizedWeights(ComposedWeights):
+    """A rollout shard of codes, of scales, and of weights as they are trained; as `HybridEngine` expects it.
+
+    own: what the exchanges of codes and scales read. transport: of the exchange group. tensors: codes are e4m3.
+    """
+
+    def __init__(
+        self,
+        own: OwnCodes,
+        codes: AllGatherPPModel,
+        scales: AllGatherPPModel,
+        kept: AllGatherPPModel,
+        transport: Transport,
+    ) -> None:
+        super().__init__([ComposedPart(codes), ComposedPart(scales), ComposedPart(kept)])
+        self.own, self._transport = own, transport
+        self._codes = {name: tensor.view(E4M3) for name, tensor in codes.tensors.items()}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The rollout shard, by name; scales under the names of vLLM's."""
+        return super().tensors | self._codes
+
+    def gather(self) -> Bytes:
+        """Quantize this rank's shard, and bring what it lacks; returns what was received."""
+        self.own.renew()
+        return super().gather()
+
+    def verify(self) -> None:
+        """Compare checksums of what moved, and the codes with the weights that they stand for.
+
+        Raises WeightMismatchError on every rank of the group.
+        """
+        super().verify()
+        stale = self.own.stale()
+        counts = [int(count) for count in self._transport.all_gather(torch.tensor([len(stale)]))]
+        if any(counts):
+            number = self._transport.number
+            here = f"{stale[0]} and {len(stale) - 1} more here" if stale else "none here"
+            raise WeightMismatchError(
+                f"codes of 8 bits are not those of the trained weights: {here}; stale weights of the ranks of the "
+                f"group, of which this is number {number}: {counts}"
+            )
+
+    def memory(self) -> dict[str, int]:
+        """Bytes beside training's buffers, by the names of the memory plan."""
+        return super().memory() | {"own codes": self.own.num_bytes}
+
+    def release(self) -> None:
+        """Release codes, scales, and what was brought."""
+        super().release()
+        self.own.release()
+
+
+def trained_shards(buffers: Sequence[Tensor], member: Member, names: set[str]) -> dict[str, Tensor]:
+    """Name -> view of each training shard with one of the names."""
+    return {
+        slot.name: buffers[slot.buffer][slot.offset : slot.stop].view(slot.shard.shape)
+        for slot in member.held
+        if slot.name in names
+    }
+
+
+def _view(buffer: MemoryBuffer, slot: Slot) -> Tensor:
+    return buffer.view(slot.offset, slot.shard.shape).flatten(0, -2)

@@ -1,0 +1,57 @@
+"""A rollout's weights in 8 bits on the actor's memory: three views, of codes, of scales, and of what stays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from megatron_rl.config.roles import RoleSpec
+from megatron_rl.hybrid_engine.allgather_pp import FOREIGN_POOL, AllGatherPPModel, FlatParameters
+from megatron_rl.hybrid_engine.eight_bit_members import EightBitTensors
+from megatron_rl.hybrid_engine.quantized_weights import OwnCodes, QuantizedWeights, trained_shards
+from megatron_rl.hybrid_engine.transport import Transport
+from megatron_rl.model.families import VOCAB_PADDING, eight_bit_names, tensors_of
+from megatron_rl.parallel.rank_grid import RolloutGrid
+from megatron_rl.parallel.sharding import LogicalTensor
+from megatron_rl.roles.flat_parameters import flat_parameters
+from megatron_rl.roles.rank import Rank
+
+if TYPE_CHECKING:
+    from megatron_rl.roles.actor import Actor
+    from megatron_rl.roles.model_source import ModelSource
+
+CODES_POOL, SCALES_POOL = "megatron_rl foreign codes", "megatron_rl foreign scales"
+"""Tags of foreign codes and scales in vLLM's CUDA allocator."""
+
+
+def quantized_weights(
+    actor: Actor, spec: RoleSpec, rank: Rank, source: ModelSource, grid: RolloutGrid
+) -> QuantizedWeights:
+    """The rollout shard with the actor's linears as codes and scales; collective over each exchange group.
+
+    Everything is allocated, and holds nothing before the first `gather`.
+    """
+    specs, block = actor.base.specs, spec.settings.quantization_block_size
+    wanted = grid.place(rank.groups.rank, VOCAB_PADDING)
+    trained = flat_parameters(actor.base, rank.groups, source.place, wanted, rank.node)
+    tensors = EightBitTensors.of(tensors_of(specs), eight_bit_names(specs), block)
+    codes, scales, kept = (members[0] for members in tensors.members([trained.member]))
+    own = OwnCodes(trained_shards(trained.buffers, trained.member, set(tensors.codes)), codes, scales, block)
+    transport = Transport(rank.groups.exchange_group)
+
+    def exchange(held: FlatParameters, moved: Mapping[str, LogicalTensor], memory_pool: str) -> AllGatherPPModel:
+        return AllGatherPPModel(
+            held,
+            moved,
+            Transport(rank.groups.exchange_group),
+            bucket_bytes=spec.settings.update_weights_bucket_megabytes << 20,
+            memory_pool=memory_pool,
+        )
+
+    return QuantizedWeights(
+        own,
+        exchange(FlatParameters((own.codes.data,), codes), tensors.codes, CODES_POOL),
+        exchange(FlatParameters((own.scales.data,), scales), tensors.scales, SCALES_POOL),
+        exchange(FlatParameters(trained.buffers, kept), tensors.kept, FOREIGN_POOL),
+        transport,
+    )
