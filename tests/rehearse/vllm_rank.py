@@ -64,7 +64,7 @@ def main(library: str, file: str, rank: int, folder: Path, overrides: list[str])
     record_objects(mode)
     with mode:
         found = of_engine(models, rank, mode)
-    planned = engine_bytes(models.config, models.actor, models.element, models.rollout_tp)
+    planned = engine_bytes(models.config, models.actor, models.element, models.rollout.tp_size)
     (folder / "engine.json").write_text(json.dumps(found | {"planned": planned} | mode.report(), default=str))
 
 

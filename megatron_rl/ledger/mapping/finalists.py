@@ -22,7 +22,7 @@ from megatron_rl.ledger.mapping.settings import configured, settings_of_placemen
 from megatron_rl.ledger.planner.ahead import ahead_plan
 from megatron_rl.ledger.planner.memory import MemoryOfStage, StageMemory
 from megatron_rl.ledger.planner.preflight import preflight
-from megatron_rl.ledger.planner.run_models import NUM_SCRATCH, RunModels
+from megatron_rl.ledger.planner.run_models import NUM_SCRATCH, RunModels, bucket_bytes
 from megatron_rl.ledger.planner.step_time import StepTime, generation, step_load, step_time
 from megatron_rl.ledger.planner.transition import TransitionPlan
 
@@ -32,7 +32,7 @@ class BoundedModels(RunModels):
 
     def scratch_bytes(self, pp_rank: int, *, first: bool = False) -> int:
         """Return the bytes of the most messages in flight."""
-        return NUM_SCRATCH * max(1, self.bucket_bytes // self.element // NUM_SCRATCH) * self.element
+        return NUM_SCRATCH * max(1, bucket_bytes(self.config) // self.element // NUM_SCRATCH) * self.element
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.plan import covers_training
 from megatron_rl.ledger.planner.eight_bit_transition import product_numel
 from megatron_rl.ledger.planner.role_ledger import IN_EIGHT_BITS, SCORE, UPDATE, Held
-from megatron_rl.ledger.planner.run_models import RunModels
+from megatron_rl.ledger.planner.run_models import RunModels, bucket_bytes
 from megatron_rl.model.families import Model
 from megatron_rl.model.parts import FP32
 
@@ -163,13 +163,13 @@ class MemoryOfStage:
         """Return the transition, and generation where this pool generates. Offloaded tensors are away in both."""
         if self.is_split and self.generates:
             staying = self._staying(held)
-            bucket = min(self.models.bucket_bytes, self.models.rollout_weights_bytes)
+            bucket = min(bucket_bytes(self.config), self.models.rollout_weights_bytes)
             return {
                 RESHARD: staying | {"exchange scratch": bucket},
                 GEN: staying | self._rollout_memory(),
             }
         if self.is_split and self.pool is self.models.training:
-            bucket = min(self.models.bucket_bytes, held["actor parameters"])
+            bucket = min(bucket_bytes(self.config), held["actor parameters"])
             return {RESHARD: held | {"exchange scratch": bucket} | self._kept_by_passes()}
         return self._in_place(held) if self.generates else {}
 

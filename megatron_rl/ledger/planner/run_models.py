@@ -61,6 +61,11 @@ class PoolModels:
         return self.ledger(role).base
 
 
+def bucket_bytes(config: RunConfig) -> int:
+    """Return the most bytes of scratch memory of a transition."""
+    return config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20
+
+
 class RunModels:
     """Every role of a run on the grids of its pool, the actor's pool first.
 
@@ -97,11 +102,6 @@ class RunModels:
         return rollout
 
     @property
-    def rollout_tp(self) -> int:
-        """TP of generation; 1 in a task without generation."""
-        return self.rollout.tp_size if self.placement.generates else 1
-
-    @property
     def actor_weights(self) -> TrainedWeights:
         """The parameters of the policy, without adapters."""
         return self.training.weights(self.actor_role)
@@ -116,11 +116,6 @@ class RunModels:
     def keeps_base(self) -> bool:
         """Whether the base moves once, and stays where generation reads it."""
         return self.actor_adapters is not None and self.actor_role.lora.base == RESIDENT
-
-    @property
-    def bucket_bytes(self) -> int:
-        """Most bytes of scratch memory of a transition."""
-        return self.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20
 
     # A rollout on the actor's memory
 
@@ -172,7 +167,7 @@ class RunModels:
 
         Base and adapters are exchanged one after the other. first: of the transition that brings a base which stays.
         """
-        bucket = self.bucket_bytes
+        bucket = bucket_bytes(self.config)
         if self.in_eight_bits is not None:
             return self.in_eight_bits.scratch_bytes(self.members_of_stage(pp_rank)[0], bucket, NUM_SCRATCH)
         with_base = first or not self.keeps_base

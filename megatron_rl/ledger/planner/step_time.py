@@ -189,7 +189,7 @@ def generation_seconds(estimator: Estimator, load: Load, config: RunConfig) -> f
 def generation(models: RunModels, hardware: Hardware) -> Estimator:
     """Return the time estimator of the actor's model on the ranks that generate, whose training may be another's."""
     size = models.generating.spec.size
-    layout = Layout(models.generating.grid.world_size, size.num_ranks_per_node, rollout_tp=models.rollout_tp)
+    layout = Layout(models.generating.grid.world_size, size.num_ranks_per_node, rollout_tp=models.rollout.tp_size)
     cost = ModelCost.of(models.actor, models.actor_role.lora)
     return Estimator(cost, layout, hardware, models.actor_role.megatron.dtype)
 
