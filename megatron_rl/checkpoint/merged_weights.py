@@ -57,6 +57,10 @@ class MergedParameters:
             self._last = (name, self._merged(name))
         return self._last[1]
 
+    def forget(self) -> None:
+        """Drop the last one."""
+        self._last = None
+
     def _merged(self, name: str) -> Tensor:
         parts = shard_of(self.specs[name].tensor, self.place).parts
         products = [

@@ -35,7 +35,8 @@ class LoraConfig:
     adapter_path: FilePath | None = None
     """PEFT folder to start from: adapter_config.json and safetensors."""
     merge: bool = False
-    """false alone: generation adds the adapters' products, and reads them where they are trained."""
+    """false: generation reads adapters where they are trained, and adds their products | true: each rank merges them
+    into a copy of its weights before every generation, and whole weights cross."""
     lora_A_init_method: Annotated[str, OneOf(("xavier", "kaiming", "normal"))] = "xavier"  # noqa: N815  verl's name
     """How A is drawn; B starts at 0. normal: with a standard deviation of 1 / rank, as PEFT's gaussian."""
     base: Annotated[str, OneOf((RESIDENT, REFETCH))] = RESIDENT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from megatron_rl.roles.role import TrainedRole
 if TYPE_CHECKING:
     from megatron_rl.hybrid_engine.bridge import BridgeSender, SendAttempt, SendReport
     from megatron_rl.roles.expert_routing import ExpertRouting
+    from megatron_rl.roles.merged_shards import MergedShards
 
 
 class Actor(TrainedRole):
@@ -64,6 +66,7 @@ class Actor(TrainedRole):
         # On rank 0, if the rollout has pools of its own: the bridge's store, and older ones that ranks may still use.
         self.bridge_stores: list[BridgeStore] = []
         self.sender: BridgeSender | None = None
+        self.merged: MergedShards | None = None  # what a bridge sends where adapters are merged
 
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def log_probs(self, batch: Batch) -> Batch | None:
@@ -169,11 +172,18 @@ class Actor(TrainedRole):
         from megatron_rl.hybrid_engine.bridge import BridgeSender
         from megatron_rl.model.families import tensors_of
         from megatron_rl.roles.flat_parameters import flat_parameters
+        from megatron_rl.roles.merged_shards import MergedShards
 
-        rollout, source = self.rank.config.actor_rollout_ref.rollout, self.source
+        rollout, source, view = self.rank.config.actor_rollout_ref.rollout, self.source, self.trained
+        if source.lora.rank and source.lora.merge:
+            view, self.merged = self.base, MergedShards(self)
+            flat = self.merged.flat(source.place, None, self.rank.node)
+            self.merged.release()
+        else:
+            flat = flat_parameters(view, self.rank.groups, source.place, None, self.rank.node)
         self.sender = BridgeSender(
-            flat_parameters(self.trained, self.rank.groups, source.place, None, self.rank.node),
-            tensors_of(self.trained.specs),
+            flat,
+            tensors_of(view.specs),
             join_bridge(address, self.rank.groups.rank, self.rank.device, self.rank.timeout),
             bucket_bytes=rollout.update_weights_bucket_megabytes << 20,
             verify_every=rollout.verify_weights_every,
@@ -225,7 +235,8 @@ class Actor(TrainedRole):
                 "the checkpoint's biases of experts are not the model folder's, and only weights go to another pool: "
                 "start from an export of it, or generate in the actor's pool"
             )
-        return self.sender.send(version)
+        with nullcontext() if self.merged is None else self.merged.renewed():
+            return self.sender.send(version)
 
     def compute_gradients(self, batch: Batch, pretraining: ExtraBatch[Batch] | None = None) -> dict[str, float]:
         """Gradients of one mini-batch's loss, aggregated over all its tokens on all ranks. Metrics on the last stage.

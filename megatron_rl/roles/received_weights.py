@@ -243,20 +243,21 @@ class ReceivedWeights:
 def received_weights(
     bridge: AcrossBridge, spec: RoleSpec, rank: Rank, source: ModelSource, grid: RolloutGrid
 ) -> ReceivedWeights:
-    """Memory for the rollout shard that will come over a bridge; of a policy with adapters these come alone, and the
-    base is read from its folder.
+    """Memory for the rollout shard that will come over a bridge. Adapters that are not merged come alone; the base is
+    read from its folder then.
     """
     place, dtype = grid.place(rank.groups.rank, VOCAB_PADDING), torch_dtype(spec.megatron.dtype)
+    adapters_alone = bool(source.adapter_specs) and not spec.lora.merge
     receiver = BridgeReceiver(
         place,
-        tensors_of(source.adapter_specs or source.model.specs),
+        tensors_of(source.adapter_specs if adapters_alone else source.model.specs),
         dtype,
         rank.device.torch_device,
         bucket_bytes=spec.settings.update_weights_bucket_megabytes << 20,
         verify_every=spec.settings.verify_weights_every,
         second_buffer=bridge.second_buffer,
     )
-    base = base_shard(source, place, dtype, rank.device.torch_device) if source.adapter_specs else None
+    base = base_shard(source, place, dtype, rank.device.torch_device) if adapters_alone else None
     return ReceivedWeights(receiver, rank, grid, grid.replica(rank.groups.rank) + bridge.first_replica, base)
 
 

@@ -17,7 +17,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.device import release_cached
 from megatron_rl.dispatch import Dispatch, Stop, remote_method
 from megatron_rl.hybrid_engine.adapted_weights import AdaptedWeights
-from megatron_rl.hybrid_engine.allgather_pp import FOREIGN_POOL, AllGatherPPModel
+from megatron_rl.hybrid_engine.allgather_pp import FOREIGN_POOL, AllGatherPPModel, FlatParameters
 from megatron_rl.hybrid_engine.composed_weights import ComposedWeights
 from megatron_rl.hybrid_engine.hybrid_engine import HybridEngine, TransitionReport
 from megatron_rl.hybrid_engine.offload import Offloadable, offloaded
@@ -219,7 +219,7 @@ def adapters_of(
     """The adapters that generation reads; None if it reads whole weights alone."""
     from megatron_rl.rollout.engine import EngineAdapters
 
-    if not lora.rank or not isinstance(weights, AdaptedWeights | ReceivedWeights):
+    if not lora.rank or lora.merge or not isinstance(weights, AdaptedWeights | ReceivedWeights):
         return None
     return EngineAdapters(weights.adapter_tensors, held_rank(lora.rank), lora.scale)
 
@@ -243,14 +243,15 @@ def shared_weights(
     from megatron_rl.hybrid_engine.transport import Transport
     from megatron_rl.roles.eight_bit_views import quantized_weights
     from megatron_rl.roles.flat_parameters import WeightView, flat_parameters
+    from megatron_rl.roles.merged_shards import MergedShards, MergedWeights
 
     if spec.settings.quantization is not None:
         return quantized_weights(actor, spec, rank, source, grid)
     wanted = grid.place(rank.groups.rank, VOCAB_PADDING)
 
-    def shard(view: WeightView, memory_pool: str) -> AllGatherPPModel:
+    def exchanged(own: FlatParameters, view: WeightView, memory_pool: str = FOREIGN_POOL) -> AllGatherPPModel:
         return AllGatherPPModel(
-            flat_parameters(view, rank.groups, source.place, wanted, rank.node),
+            own,
             tensors_of(view.specs),
             Transport(rank.groups.exchange_group),
             bucket_bytes=spec.settings.update_weights_bucket_megabytes << 20,
@@ -258,10 +259,14 @@ def shared_weights(
             memory_pool=memory_pool,
         )
 
-    base = shard(actor.base, FOREIGN_POOL)
+    if spec.lora.rank and spec.lora.merge:
+        own = MergedShards(actor)
+        return MergedWeights(own, exchanged(own.flat(source.place, wanted, rank.node), actor.base))
+    flat = [flat_parameters(view, rank.groups, source.place, wanted, rank.node) for view in (actor.base, actor.trained)]
+    base = exchanged(flat[0], actor.base)
     if actor.trained is actor.base:
         return base
-    return AdaptedWeights(base, shard(actor.trained, ADAPTER_POOL), spec.lora.base == RESIDENT)
+    return AdaptedWeights(base, exchanged(flat[1], actor.trained, ADAPTER_POOL), spec.lora.base == RESIDENT)
 
 
 def eos_token_ids(model_path: str) -> list[int]:

@@ -295,7 +295,6 @@ ACTORS, CANONICAL = "actor_rollout_ref.model", {"actor_rollout_ref.model.lora.ty
         (f"{ACTORS}.target_modules=all-linear", "ignored", {}),
         (f"{ACTORS}.target_modules=[q_proj]", "renamed", {f"{ACTORS}.lora.target_modules": ["q_proj"]}),
         (f"{ACTORS}.lora.type=lora", "renamed", CANONICAL),
-        (f"{ACTORS}.lora.merge=true", "renamed", {f"{ACTORS}.lora.merge": False}),
         (f"{ACTORS}.lora.lora_B_init_method=zero", "ignored", {}),
     ],
 )

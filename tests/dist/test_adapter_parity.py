@@ -258,6 +258,21 @@ def test_adapters_equal_peft_in_further_layouts(
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(("world_size", "tp_size", "pp_size"), [(1, 1, 1), (4, 2, 2)], ids=["one", "TP2xPP2"])
+def test_merged_adapters_equal_peft(oracle: Oracle, world_size: int, tp_size: int, pp_size: int) -> None:
+    """Generation reads merged weights, and after an update those of the new adapters; every transition moves them all.
+
+    Would not catch an error of 16 bits, in which merging rounds.
+    """
+    results = run_adapted(oracle, world_size, tp_size, pp_size, model__lora__merge=True)
+    check(results, oracle)
+    for result in results:
+        first, second = result["reports"]
+        assert first.bytes_received == second.bytes_received == first.lower_bound_bytes
+        assert (first.bytes_received > 0) == (pp_size > 1)
+
+
+@pytest.mark.exhaustive
 def test_merged_ranks_have_the_same_adapters(tmp_path: Path) -> None:
     """TP4 for training, TP2 for generation: two ranks' shards of B become one. Would not catch an error of 16 bits."""
     oracle = Oracle(save_llama(tmp_path / "model", num_key_value_heads=4), tmp_path / "peft")

@@ -65,7 +65,7 @@ def measured_phases(config, folder: Path) -> tuple[int, dict[str, int], dict[str
         owned += [tensor for role in trained for tensor in role.optimizer_state()]
         owned += [buffer.param_data for role in trained for buffer in role.frozen]
         owned += [] if has_adapters else worker.roles["reference"].pipeline.parameters()
-        owned += [part.foreign.data for part in exchanged(worker)]
+        owned += [part.foreign.data for part in exchanged(worker)] + merged(worker)
         owned += worker.roles["reward_model"].pipeline.parameters() if has_reward else []
         owned += worker.roles["rollout"].generator.kv_cache.tensors
         fixed = sum(worker.owned_memory().values()) - changing(worker)
@@ -107,7 +107,13 @@ def changing(worker) -> int:
 def exchanged(worker) -> list:
     """What has an exchange of its own: all weights, or base and adapters."""
     weights = worker.roles["rollout"].weights
-    return [weights.base, weights.adapters] if hasattr(weights, "adapters") else [weights]
+    return [part.exchange for part in weights.parts] if hasattr(weights, "parts") else [weights]
+
+
+def merged(worker) -> list[torch.Tensor]:
+    """The buffer of weights with adapters merged in, where there is one."""
+    weights = worker.roles["rollout"].weights
+    return [weights.own.buffer.data] if hasattr(weights, "own") else []
 
 
 def recomputed(megatron: str, method: str, num_layers: int) -> dict[str, object]:
@@ -150,12 +156,13 @@ LAYOUTS = {
     "adapters, PP2": (2, 1, 2, LORA),
     "adapters, PP2, brought again, recomputed": (2, 1, 2, LORA | REFETCH | RECOMPUTED),
     "adapters, DP2, host Adam": (2, 1, 1, LORA | HOST_ADAM | BUCKETS),
+    "adapters, PP2, merged": (2, 1, 2, LORA | {"actor_rollout_ref__model__lora__merge": True}),
 }
 MODELS = {"experts": save_qwen3_moe, "shared experts": save_qwen2_moe, "latent attention": save_deepseek_v3}
 MODELS |= {"bounds and windows": save_gemma2, "half turned": save_glm4_moe}
 """By what a layout's name begins with; a Llama where it is none of these."""
 HALF = ("adapters, DP2, host Adam",)
-"""With half of the prompts on each rank: on CPUs vLLM's adapters need memory for every token of a prompt."""
+"""Of the prompts half are on each rank, and generation is planned for as many at once."""
 RARELY = (
     "PP2, recomputed",
     "experts, EP2, DP2",
@@ -169,6 +176,7 @@ RARELY = (
     "adapters",
     "adapters, PP2, brought again, recomputed",
     "adapters, DP2, host Adam",
+    "adapters, PP2, merged",
 )
 """Not part of `make test`."""
 CASES = [pytest.param(name, marks=pytest.mark.exhaustive if name in RARELY else []) for name in LAYOUTS]

@@ -50,11 +50,6 @@ def test_adapters_are_allowed(case):
             f"{LORA}.alpha=0 must be > 0 with {LORA}.rank=16: adapters would add nothing, and have no gradients; "
             "nearest: 32",
         ),
-        (
-            {"merge": True},
-            f"{LORA}.merge=true is not there: generation reads adapters where they are trained, and adds their "
-            "products; nearest: false",
-        ),
         ({"rank": 513}, f"{LORA}.rank=513 must be at most 512; nearest: 512"),
         (
             {"rank": 193},
@@ -96,8 +91,21 @@ def test_single_faults(case, changes, expected):
         assert found == expected
 
 
+def test_what_merging_goes_with(case):
+    """Generation of the actor, whose base stays. Would not catch another role that generates."""
+    case.set({f"{LORA}.merge": True})
+    assert in_words(case) == []
+    case.set({"actor_rollout_ref.rollout.drop_train_weights": True})
+    rule = "does not go with drop_train_weights=true: the base cannot be made again of merged weights"
+    assert f"{LORA}.merge=true {rule}; nearest: false" in in_words(case)
+    critic = "critic.model.lora"
+    case.set({f"{critic}.rank": 16, f"{critic}.merge": True})
+    assert f"{critic}.merge=true is for generation, and critic has none; nearest: false" in in_words(case)
+
+
 def test_all_faults_at_once(case):
     """Those of numbers, names and options. Would not catch one that appears alone."""
+    case.set({"actor_rollout_ref.rollout.drop_train_weights": True})
     case.set({f"{LORA}.alpha": 0.0, f"{LORA}.merge": True, f"{LORA}.target_modules": ["nothing"]})
     case.set({f"{MEGATRON}.override_transformer_config.fp8": "e4m3", f"{MEGATRON}.fp8_emulate": True})
     found = in_words(case)

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_rl.config.lora import LINEARS, LoraConfig
 from megatron_rl.config.megatron import LOCAL
 from megatron_rl.config.problems import nearest_name
-from megatron_rl.config.roles import RoleSpec, roles_of
+from megatron_rl.config.roles import ACTOR, RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation, shown
 from megatron_rl.ledger.planner.implementation_rules import GROUP
@@ -35,7 +35,7 @@ def lora_problems(config: RunConfig, models: Sequence[ModelSizes], *, config_onl
             yield from _folder_problems(key, lora, config_only)
         if not 0 < lora.rank <= max(ENGINE_RANKS):
             continue  # none, or a number that its own rule reports
-        yield from _value_problems(role, key)
+        yield from _value_problems(role, key, config.actor_rollout_ref.rollout.drop_train_weights)
         model = by_path.get(role.model_path)
         if model is not None and (own := model.attention.own_linears):
             rule = f"is not there for {own}, which {model.path} has: its layers are this project's own"
@@ -54,13 +54,15 @@ def lora_key(role: RoleSpec) -> str:
     return f"{role.model_key.removesuffix('.path')}.lora"
 
 
-def _value_problems(role: RoleSpec, key: str) -> Iterable[Violation]:
+def _value_problems(role: RoleSpec, key: str, drops: bool) -> Iterable[Violation]:
     lora, options = role.lora, role.megatron.override_transformer_config
     if lora.alpha == 0:
         rule = f"must be > 0 with {key}.rank={lora.rank}: adapters would add nothing, and have no gradients"
         yield Violation({f"{key}.alpha": lora.alpha}, rule, {f"{key}.alpha": DEFAULT.alpha})
-    if lora.merge:
-        rule = "is not there: generation reads adapters where they are trained, and adds their products"
+    if lora.merge and role.kind != ACTOR:
+        yield Violation({f"{key}.merge": True}, f"is for generation, and {role.key} has none", {f"{key}.merge": False})
+    elif lora.merge and drops:
+        rule = "does not go with drop_train_weights=true: the base cannot be made again of merged weights"
         yield Violation({f"{key}.merge": True}, rule, {f"{key}.merge": False})
     if options.transformer_impl != LOCAL:
         name = f"{role.key}.{GROUP}.transformer_impl"

@@ -16,9 +16,10 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.plan import covers_training
 from megatron_rl.ledger.planner.eight_bit_transition import product_numel
 from megatron_rl.ledger.planner.role_ledger import IN_EIGHT_BITS, SCORE, UPDATE, Held
-from megatron_rl.ledger.planner.run_models import RunModels, bucket_bytes
-from megatron_rl.model.families import Model
+from megatron_rl.ledger.planner.run_models import RunModels, bucket_bytes, merged_bytes
+from megatron_rl.model.families import VOCAB_PADDING, Model, tensors_of
 from megatron_rl.model.parts import FP32
+from megatron_rl.parallel.sharding import shard_of
 
 GEN, RESHARD, INIT, SAVE = "gen", "reshard", "init", "save"
 """Phases outside of the roles' passes; `PassSpec.phase` names the others."""
@@ -113,7 +114,7 @@ class MemoryOfStage:
         if self.generates and self.is_split:
             held["rollout weights"] = self.models.rollout_weights_bytes
             if self.config.samples_ahead and self.config.async_training.second_buffer:
-                held["arriving weights"] = self.models.rollout_weights_bytes
+                held["arriving weights"] = arriving_bytes(self.models)
         elif self.generates and (stays := self.models.foreign_bytes(self.pp_rank, stays=True)):
             held["foreign stages"] = stays
         built = self._largest_while_built()
@@ -170,7 +171,8 @@ class MemoryOfStage:
             }
         if self.is_split and self.pool is self.models.training:
             bucket = min(bucket_bytes(self.config), held["actor parameters"])
-            return {RESHARD: held | {"exchange scratch": bucket} | self._kept_by_passes()}
+            merged = merged_bytes(self.models, self.pp_rank)
+            return {RESHARD: held | merged | {"exchange scratch": bucket} | self._kept_by_passes()}
         return self._in_place(held) if self.generates else {}
 
     def _in_place(self, held: Held) -> dict[str, Held]:
@@ -235,6 +237,14 @@ def engine_bytes(config: RunConfig, model: Model, element: int, tp: int) -> int:
     parts = max(sum(part.engine_elements(tp) for part in layer.parts) for layer in model.kinds)
     layer = (tokens * (4 * shape.hidden_size + parts) + product_numel(config, model, tp)) * element
     return layer + 3 * rollout.max_num_seqs * shape.vocab_size * FP32
+
+
+def arriving_bytes(models: RunModels) -> int:
+    """Return the bytes of a second buffer of a rollout in its own pool: of adapters, where these come alone."""
+    if models.actor_adapters is None:
+        return models.rollout_weights_bytes
+    place, tensors = models.rollout.place(0, VOCAB_PADDING), tensors_of(models.actor_adapters.params.specs)
+    return sum(shard_of(tensor, place).numel for tensor in tensors.values()) * models.element
 
 
 def _offloaded_kinds(megatron: MegatronConfig) -> list[str]:

@@ -14,8 +14,9 @@ from megatron_rl.hybrid_engine.schedule import make_schedule
 from megatron_rl.ledger.planner.alike_layers import AlikeLayers, one_layer_of_each
 from megatron_rl.ledger.planner.eight_bit_transition import EightBitTransition
 from megatron_rl.ledger.planner.role_ledger import ELEMENT_BYTES, RoleLedger, RoleParams
-from megatron_rl.ledger.planner.weights import ModelParams, TrainedWeights
+from megatron_rl.ledger.planner.weights import ModelParams, TrainedWeights, aligned
 from megatron_rl.model.families import VOCAB_PADDING, Model, tensors_of
+from megatron_rl.model.families.adapter_params import adapter_specs, merged_rows
 from megatron_rl.parallel.rank_grid import RolloutGrid, train_grid
 from megatron_rl.parallel.sharding import shard_of
 
@@ -108,9 +109,9 @@ class RunModels:
 
     @property
     def actor_adapters(self) -> TrainedWeights | None:
-        """The adapters of the policy; None: its weights are trained."""
+        """The adapters that generation reads; None: the policy's weights are trained, or adapters are merged."""
         ledger = self.training.ledger(self.actor_role)
-        return ledger.weights if ledger.adapters else None
+        return ledger.weights if ledger.adapters and not self.actor_role.lora.merge else None
 
     @property
     def keeps_base(self) -> bool:
@@ -146,7 +147,7 @@ class RunModels:
     def served_bytes(self, pp_rank: int) -> dict[str, int]:
         """Return what generation reads on a rank of a stage beside training's weights: name -> bytes."""
         if self.in_eight_bits is None:
-            return {"foreign stages": self.foreign_bytes(pp_rank)}
+            return {"foreign stages": self.foreign_bytes(pp_rank)} | merged_bytes(self, pp_rank)
         members = self.members_of_stage(pp_rank)
         return {
             "foreign stages": max(map(self.in_eight_bits.foreign_bytes, members)),
@@ -236,3 +237,13 @@ class RunModels:
         place, adapters = self.rollout.place(0, VOCAB_PADDING), self.actor_adapters
         specs = {**self.actor.specs, **(adapters.params.specs if adapters else {})}
         return sum(shard_of(tensor, place).numel for tensor in tensors_of(specs).values()) * self.element
+
+
+def merged_bytes(models: RunModels, pp_rank: int) -> dict[str, int]:
+    """Return what a rank of a stage holds of weights with adapters merged in, of its own shards; {} if none are."""
+    lora, numels = models.actor_role.lora, models.actor_weights.shard_numels(pp_rank)
+    if not (lora.rank and lora.merge):
+        return {}
+    named = merged_rows(models.actor.specs, adapter_specs(models.actor.specs, lora))
+    own = [numel for name, numel in numels.items() if name in named]
+    return {"own merged": (sum(map(aligned, own[:-1])) + sum(own[-1:])) * models.element}

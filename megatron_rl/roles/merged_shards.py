@@ -1,0 +1,110 @@
+"""Weights with adapters merged in, as generation or a bridge reads them: each rank merges its own shards.
+
+The trainer's tensors are read and never written. Every merge begins with the base, so nothing adds up over steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_rl.checkpoint.merged_weights import MergedParameters
+from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel, Bytes, FlatParameters
+from megatron_rl.hybrid_engine.composed_weights import ComposedPart, ComposedWeights
+from megatron_rl.hybrid_engine.layout import Slot
+from megatron_rl.hybrid_engine.stable_memory import MemoryBuffer
+from megatron_rl.parallel.sharding import Place
+from megatron_rl.roles.flat_parameters import ALIGNMENT, flat_parameters
+from megatron_rl.roles.model_source import named_parameters
+
+if TYPE_CHECKING:
+    from megatron_rl.roles.role import TrainedRole
+
+MERGED_POOL = "megatron_rl own merged weights"
+"""The tag of the buffer in vLLM's CUDA allocator."""
+
+
+class MergedShards:
+    """A rank's weights that have adapters, merged, in a buffer that can be released. Allocated at first."""
+
+    def __init__(self, role: TrainedRole) -> None:
+        source, base = role.source, role.base
+        parameters = named_parameters(role.trainable.models)
+        adapters = source.adapter_specs
+        self._merged = MergedParameters(parameters, dict(base.specs), adapters, source.place, source.lora.scale)
+        self._starts: dict[str, int] = {}
+        stop = 0
+        for name in (name for name in base.parameters if name in self._merged.pairs):
+            self._starts[name] = -(-stop // ALIGNMENT) * ALIGNMENT
+            stop = self._starts[name] + base.parameters[name].numel()
+        self._role = role
+        like = next(iter(base.parameters.values()))
+        self.buffer = MemoryBuffer(stop, like.dtype, like.device, MERGED_POOL)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are allocated now."""
+        return self.buffer.num_bytes if self.buffer.is_allocated else 0
+
+    def flat(self, held: Place, wanted: Place | None, node: int) -> FlatParameters:
+        """The base's buffers and this one; weights with adapters have their slots in this one. Arguments: see
+        `flat_parameters`.
+        """
+        base = self._role.base
+        whole = flat_parameters(base, self._role.trainable.groups, held, wanted, node)
+        number = len(whole.buffers)
+        starts = {base.specs[name].tensor.name: start for name, start in self._starts.items()}
+        slots = [
+            Slot(slot.name, number, starts[slot.name], slot.shard) if slot.name in starts else slot
+            for slot in whole.member.held
+        ]
+        ordered = tuple(sorted(slots, key=lambda slot: (slot.buffer, slot.offset)))
+        return FlatParameters((*whole.buffers, self.buffer.data), replace(whole.member, held=ordered))
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Merge the current adapters."""
+        self.buffer.allocate()
+        for name, start in self._starts.items():
+            merged = self._merged(name)
+            self.buffer.view(start, tuple(merged.shape)).copy_(merged)
+        self._merged.forget()
+
+    def release(self) -> None:
+        """Release the memory; the address stays."""
+        self.buffer.release()
+
+    @contextmanager
+    def renewed(self) -> Iterator[None]:
+        """Hold the merged weights inside the block alone."""
+        self.renew()
+        try:
+            yield
+        finally:
+            self.release()
+
+
+class MergedWeights(ComposedWeights):
+    """A rollout shard of merged weights; as `HybridEngine` expects it."""
+
+    def __init__(self, own: MergedShards, exchange: AllGatherPPModel) -> None:
+        super().__init__([ComposedPart(exchange)])
+        self.own = own
+
+    def gather(self) -> Bytes:
+        """Merge this rank's shards, and bring what it lacks; returns what was received."""
+        self.own.renew()
+        return super().gather()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes beside training's buffers, by the names of the memory plan."""
+        return super().memory() | {"own merged": self.own.num_bytes}
+
+    def release(self) -> None:
+        """Release the merged weights, and what was brought."""
+        super().release()
+        self.own.release()
