@@ -210,7 +210,7 @@ def check(results: list[dict], oracle: Oracle) -> None:
 @pytest.mark.parametrize(
     ("world_size", "tp_size", "pp_size", "keys"),
     [
-        pytest.param(1, 1, 1, {}, id="one"),
+        pytest.param(1, 1, 1, {}, id="one", marks=pytest.mark.exhaustive),
         pytest.param(4, 2, 2, {"actor__megatron__sequence_parallel": True}, id="TP2xPP2-SP"),
     ],
 )

@@ -174,6 +174,7 @@ RARELY = (
     "bounds and windows, PP2",
     "half turned, EP2, DP2",
     "adapters",
+    "adapters, TP2, SP",
     "adapters, PP2, brought again, recomputed",
     "adapters, DP2, host Adam",
     "adapters, PP2, merged",

@@ -193,6 +193,7 @@ def greedy(model) -> list[list[int]]:
     return answers
 
 
+@pytest.mark.exhaustive
 def test_peft_answers_as_vllm_does_here(tmp_path) -> None:
     """The same greedy tokens. Would not catch a difference that is too small to change a token."""
     path = save_llama(tmp_path / "model")
@@ -216,6 +217,7 @@ def critic_steps(config, folder: Path, num_steps: int) -> torch.Tensor | None:
     return None if values is None else values.flat("old_values")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("starts_from_reward_model", [False, True], ids=["drawn head", "given head"])
 def test_a_critic_takes_its_head_along(starts_from_reward_model: bool, tmp_path) -> None:
     """PP2 to TP2, by an adapter with PEFT's modules_to_save, which PEFT reads, and as a merged reward model.

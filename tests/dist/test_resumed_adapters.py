@@ -27,7 +27,7 @@ def config_of(path: str, layout: tuple[int, int, int], **keys):
 
 @pytest.mark.parametrize(
     ("layout", "keys"),
-    [(TP2, {}), pytest.param(PP2, BF16, marks=pytest.mark.exhaustive)],
+    [pytest.param(TP2, {}, marks=pytest.mark.exhaustive), pytest.param(PP2, BF16, marks=pytest.mark.exhaustive)],
     ids=["TP2", "PP2-bf16"],
 )
 def test_same_layout_is_bit_equal(layout, keys, tmp_path) -> None:

@@ -63,6 +63,7 @@ def test_what_a_run_leaves(four_steps, tmp_path: Path) -> None:
         assert sum(".lora_" not in name for name in names) == heads
 
 
+@pytest.mark.exhaustive
 def test_a_base_that_has_moved_or_changed(four_steps, tmp_path: Path) -> None:
     """Its new place is taken, another model refused; the adapter alone needs none. Would not catch a base that differs
     in a few numbers only."""
@@ -86,6 +87,7 @@ def test_a_base_that_has_moved_or_changed(four_steps, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["r"] == 6
 
 
+@pytest.mark.exhaustive
 def test_two_checkpoints_are_averaged(four_steps, tmp_path: Path) -> None:
     """The average is that of the merged models. Would not catch a base that is read wrong, which others do."""
     told(tmp_path, "average", "--checkpoints", four_steps.run, "--target", tmp_path / "mean")
@@ -114,8 +116,16 @@ def test_two_and_two_steps_are_four(command_line, four_steps) -> None:
     ("keys", "expected"),
     [
         ((f"{LORA}.rank=8",), f"{LORA}.rank=6 would go on"),
-        ((f"{LORA}.target_modules=[linear_qkv]",), "target_modules of the actor's adapters is [down_proj,"),
-        ((f"{LORA}.rank=0",), "it holds adapters of rank 6 alone, and configured is to train the whole actor"),
+        pytest.param(
+            (f"{LORA}.target_modules=[linear_qkv]",),
+            "target_modules of the actor's adapters is [down_proj,",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            (f"{LORA}.rank=0",),
+            "it holds adapters of rank 6 alone, and configured is to train the whole actor",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=["rank", "targets", "whole"],
 )
@@ -126,6 +136,7 @@ def test_others_do_not_go_on(command_line, four_steps, tmp_path: Path, keys, exp
     assert expected in " ".join(other.text().split()) and "Traceback" not in other.text()
 
 
+@pytest.mark.exhaustive
 def test_half_an_adapter(command_line, four_steps, tmp_path: Path) -> None:
     """A start from a folder without weights ends with one sentence. Would not catch what tests/checkpoint name."""
     half = tmp_path / "half"
