@@ -38,6 +38,38 @@ class Adapter(torch.nn.Module):
         self.lora_B = torch.nn.Parameter(lora_b)
 
 
+class AddedProducts(torch.autograd.Function):
+    """out [..., O] + scale * B x of each projection, in a new tensor and without one of the products.
+
+    down [..., n r]: x of all projections, side by side. starts: the first column of each in out. ups: their B.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, down: Tensor, starts: Sequence[int], scale: float, *ups: Tensor) -> Tensor:
+        ctx.starts, ctx.scale = starts, scale
+        ctx.save_for_backward(down, *ups)
+        result = out.clone(memory_format=torch.contiguous_format)
+        rows = result.view(-1, result.shape[-1])
+        for start, part, up in zip(starts, parts_of(down, ups), ups, strict=True):
+            rows[:, start : start + len(up)].addmm_(part, up.t(), alpha=scale)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        down, *ups = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        grads = [rows[:, start : start + len(up)] for start, up in zip(ctx.starts, ups, strict=True)]
+        of_down = torch.cat([each @ up for each, up in zip(grads, ups, strict=True)], -1).mul_(ctx.scale)
+        of_ups = [(each.t() @ part).mul_(ctx.scale) for each, part in zip(grads, parts_of(down, ups), strict=True)]
+        return grad, of_down.view(down.shape), None, None, *of_ups
+
+
+def parts_of(down: Tensor, ups: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The columns of each B's input in `down`, as matrices [T, r]."""
+    parts: tuple[Tensor, ...] = down.reshape(-1, down.shape[-1]).split([up.shape[1] for up in ups], -1)
+    return parts
+
+
 class LinearAdapters(torch.nn.ModuleDict):
     """The adapters of one linear, by the name of the projection; it adds their products to the linear's output.
 
@@ -57,19 +89,9 @@ class LinearAdapters(torch.nn.ModuleDict):
             return None
         x, out = inputs[0], output[0]
         pairs = [cast(Adapter, pair) for pair in self.values()]
-        down = torch.nn.functional.linear(x, torch.cat([pair.lora_A for pair in pairs]))
-        parts = self._summed(down).split([len(pair.lora_A) for pair in pairs], -1)
-        products, stop = [], 0
-        for start, part, pair in zip(self.starts, parts, pairs, strict=True):
-            products += self._gap(out, start - stop) + [torch.nn.functional.linear(part, pair.lora_B)]
-            stop = start + products[-1].shape[-1]
-        products += self._gap(out, out.shape[-1] - stop)
-        whole = torch.cat(products, -1) if len(products) > 1 else products[0]
-        return torch.add(out, whole, alpha=self.scale), output[1]
-
-    def _gap(self, out: Tensor, width: int) -> list[Tensor]:
-        """Zeros for the columns of projections without an adapter."""
-        return [out.new_zeros(*out.shape[:-1], width)] if width else []
+        down = self._summed(torch.nn.functional.linear(x, torch.cat([pair.lora_A for pair in pairs])))
+        ups = [pair.lora_B for pair in pairs]
+        return AddedProducts.apply(out, down, self.starts, self.scale, *ups), output[1]
 
     def _summed(self, down: Tensor) -> Tensor:
         """A's products [T, r] where B can take them: see the class. The backward pass has the transposed sum."""

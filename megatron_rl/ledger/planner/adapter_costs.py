@@ -50,8 +50,6 @@ class AdapterCosts:
         return (block.tokens * self.whole + block.tokens * cut.sequence_share * self.summed) * cut.element
 
     def running_bytes(self, block: LayerBlock, cut: Cut, *, backward: bool) -> float:
-        """Return the bytes that the widest linear holds for a moment: B's products, those of all projections together,
-        and their sum with its output; backward the gradient of the products.
-        """
+        """Return the bytes that the widest linear holds for a moment: the sum of its output and the products."""
         widest = max(self.outputs / cut.tp_size, self.inputs * cut.sequence_share)
-        return (1 if backward else 3) * block.tokens * widest * cut.element
+        return 0.0 if backward else block.tokens * widest * cut.element
