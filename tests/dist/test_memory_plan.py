@@ -113,7 +113,7 @@ def exchanged(worker) -> list:
 def merged(worker) -> list[torch.Tensor]:
     """The buffer of weights with adapters merged in, where there is one."""
     weights = worker.roles["rollout"].weights
-    return [weights.own.buffer.data] if hasattr(weights, "own") else []
+    return [weights.own.buffer.data] if "own merged" in weights.memory() else []
 
 
 def recomputed(megatron: str, method: str, num_layers: int) -> dict[str, object]:
