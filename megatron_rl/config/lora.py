@@ -44,6 +44,21 @@ class LoraConfig:
     refetch: brought for each generation."""
 
     @property
+    def is_merged(self) -> bool:
+        """Whether generation reads weights with the adapters merged in."""
+        return self.rank > 0 and self.merge
+
+    @property
+    def crosses_alone(self) -> bool:
+        """Whether generation reads the adapters beside a base, so that they alone cross in every step."""
+        return self.rank > 0 and not self.merge
+
+    @property
+    def keeps_base(self) -> bool:
+        """Whether the base crosses once and stays where generation reads it."""
+        return self.crosses_alone and self.base == RESIDENT
+
+    @property
     def scale(self) -> float:
         """alpha / rank: the factor of the product."""
         return self.alpha / max(1, self.rank)

@@ -175,7 +175,7 @@ class Actor(TrainedRole):
         from megatron_rl.roles.merged_shards import MergedShards
 
         rollout, source, view = self.rank.config.actor_rollout_ref.rollout, self.source, self.trained
-        if source.lora.rank and source.lora.merge:
+        if source.lora.is_merged:
             view, self.merged = self.base, MergedShards(self)
             flat = self.merged.flat(source.place, None, self.rank.node)
             self.merged.release()

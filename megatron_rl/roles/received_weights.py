@@ -247,17 +247,16 @@ def received_weights(
     read from its folder then.
     """
     place, dtype = grid.place(rank.groups.rank, VOCAB_PADDING), torch_dtype(spec.megatron.dtype)
-    adapters_alone = bool(source.adapter_specs) and not spec.lora.merge
     receiver = BridgeReceiver(
         place,
-        tensors_of(source.adapter_specs if adapters_alone else source.model.specs),
+        tensors_of(source.adapter_specs if spec.lora.crosses_alone else source.model.specs),
         dtype,
         rank.device.torch_device,
         bucket_bytes=spec.settings.update_weights_bucket_megabytes << 20,
         verify_every=spec.settings.verify_weights_every,
         second_buffer=bridge.second_buffer,
     )
-    base = base_shard(source, place, dtype, rank.device.torch_device) if adapters_alone else None
+    base = base_shard(source, place, dtype, rank.device.torch_device) if spec.lora.crosses_alone else None
     return ReceivedWeights(receiver, rank, grid, grid.replica(rank.groups.rank) + bridge.first_replica, base)
 
 

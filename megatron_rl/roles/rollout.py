@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from transformers import AutoConfig, GenerationConfig
 
-from megatron_rl.config.lora import RESIDENT, LoraConfig
+from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.roles import ACTOR, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.device import release_cached
@@ -219,7 +219,7 @@ def adapters_of(
     """The adapters that generation reads; None if it reads whole weights alone."""
     from megatron_rl.rollout.engine import EngineAdapters
 
-    if not lora.rank or lora.merge or not isinstance(weights, AdaptedWeights | ReceivedWeights):
+    if not lora.crosses_alone or not isinstance(weights, AdaptedWeights | ReceivedWeights):
         return None
     return EngineAdapters(weights.adapter_tensors, held_rank(lora.rank), lora.scale)
 
@@ -249,9 +249,11 @@ def shared_weights(
         return quantized_weights(actor, spec, rank, source, grid)
     wanted = grid.place(rank.groups.rank, VOCAB_PADDING)
 
-    def exchanged(own: FlatParameters, view: WeightView, memory_pool: str = FOREIGN_POOL) -> AllGatherPPModel:
+    def exchanged(
+        view: WeightView, memory_pool: str = FOREIGN_POOL, own: FlatParameters | None = None
+    ) -> AllGatherPPModel:
         return AllGatherPPModel(
-            own,
+            own or flat_parameters(view, rank.groups, source.place, wanted, rank.node),
             tensors_of(view.specs),
             Transport(rank.groups.exchange_group),
             bucket_bytes=spec.settings.update_weights_bucket_megabytes << 20,
@@ -259,14 +261,14 @@ def shared_weights(
             memory_pool=memory_pool,
         )
 
-    if spec.lora.rank and spec.lora.merge:
-        own = MergedShards(actor)
-        return MergedWeights(own, exchanged(own.flat(source.place, wanted, rank.node), actor.base))
-    flat = [flat_parameters(view, rank.groups, source.place, wanted, rank.node) for view in (actor.base, actor.trained)]
-    base = exchanged(flat[0], actor.base)
-    if actor.trained is actor.base:
+    if spec.lora.is_merged:
+        merged = MergedShards(actor)
+        own = merged.flat(source.place, wanted, rank.node)
+        return MergedWeights(merged, exchanged(actor.base, own=own))
+    base = exchanged(actor.base)
+    if not spec.lora.rank:
         return base
-    return AdaptedWeights(base, exchanged(flat[1], actor.trained, ADAPTER_POOL), spec.lora.base == RESIDENT)
+    return AdaptedWeights(base, exchanged(actor.trained, ADAPTER_POOL), spec.lora.keeps_base)
 
 
 def eos_token_ids(model_path: str) -> list[int]:

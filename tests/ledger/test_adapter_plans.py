@@ -13,6 +13,8 @@ from megatron_rl.cli import app
 from megatron_rl.config.load import load_config
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.errors import shown
+from megatron_rl.ledger.mapping.map_work import ClusterSize, Keeps, MapWork
+from megatron_rl.ledger.mapping.pools import Pools
 from megatron_rl.ledger.planner.hardware import load_hardware
 from megatron_rl.ledger.planner.memory import plan_stages
 from megatron_rl.ledger.planner.run_models import RunModels
@@ -187,3 +189,19 @@ def test_the_search_knows_adapters():
 def overrides(settings: dict) -> list[str]:
     """Settings as they are typed."""
     return [f"{key}={shown(value)}" for key, value in settings.items()]
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_the_search_moves_what_a_run_moves(merge):
+    """Merged weights cross whole in every step, adapters alone otherwise: as the exact plan of one layout.
+
+    Would not catch seconds, which follow from the bytes.
+    """
+    config = load_config(SMALL, [*TP2_PP2, f"{LORA}.merge={str(merge).lower()}"])
+    pools = Pools(MapWork(config, load_hardware("h100"), ClusterSize(1, 4), (256.0, 768.0), Keeps({})))
+    plan = TransitionPlan.of(RunModels(config))
+    assert pools.moved.model == pytest.approx(plan.model_bytes, rel=1e-6)
+    assert (pools.moved.model > 1e10) == merge
+    assert pools.work.keeps_base != merge and (plan.once is None) == merge
+    held = plan_stages(RunModels(config))[0].phases["gen"]
+    assert ("own merged" in held) == merge

@@ -13,7 +13,6 @@ from typing import Any
 from megatron_rl.config.algorithms import scores_old_log_probs
 from megatron_rl.config.keys import value_of
 from megatron_rl.config.load import read_override
-from megatron_rl.config.lora import RESIDENT
 from megatron_rl.config.problems import divisors
 from megatron_rl.config.roles import ACTOR, REFERENCE, ROLLOUT, PassSpec, RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig
@@ -199,8 +198,7 @@ class MapWork:
     @cached_property
     def keeps_base(self) -> bool:
         """Whether the foreign part of the actor's base stays between generations, if there is one."""
-        lora = self.actor.spec.lora
-        return lora.rank > 0 and lora.base == RESIDENT
+        return self.actor.spec.lora.keeps_base
 
     @property
     def names(self) -> list[str]:

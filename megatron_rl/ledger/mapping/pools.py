@@ -401,7 +401,9 @@ class Pools:
         adapters = self._adapter_shards[tp]
         if tp == grid.tp:
             adapters -= self._layers(roles, number) * self.adapter_bytes.layer // tp
-        return self._foreign_base(tp, grid, roles, number) + max(0, adapters)
+        merged = self._layers(roles, number) * self.actor_bytes.layer // grid.tp
+        own = merged if self.work.actor.spec.lora.is_merged else 0
+        return self._foreign_base(tp, grid, roles, number) + max(0, adapters) + own
 
     def _foreign_base(self, tp: int, grid: Grid, roles: Sequence[OnGrid], number: int) -> int:
         """Return `_foreign` of the policy without its adapters."""

@@ -43,8 +43,8 @@ class ActorBytes:
 
     @classmethod
     def of_adapters(cls, role: RoleWork) -> ActorBytes:
-        """Count the adapters; 0 without."""
-        size = role.cost.adapter_params * role.element
+        """Count the adapters that generation reads; 0 without, and where they are merged."""
+        size = role.cost.adapter_params * role.element if role.spec.lora.crosses_alone else 0
         return cls(size, 0, size // role.sizes.num_hidden_layers, 0)
 
     def plus(self, other: ActorBytes) -> ActorBytes:
@@ -62,8 +62,10 @@ class ActorBytes:
 def rollout_shard(role: RoleWork, tp: int, *, adapters: bool = False) -> int:
     """Return the bytes of the policy on each rank of a rollout at TP `tp`, rows of padding included.
 
-    adapters: those of its adapters alone.
+    adapters: those of its adapters alone, if generation reads any.
     """
+    if adapters and not role.spec.lora.crosses_alone:
+        return 0
     place = Place(0, tp, VOCAB_PADDING, 0, 1, 0, tp)
     whole = adapter_specs(role.model.specs, role.spec.lora) if adapters else role.model.specs
     specs, counts = one_layer_of_each(whole, StagePlan(role.sizes.num_hidden_layers, 1))

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_rl.config.keys import ROLLOUT as ROLLOUT_KEY
 from megatron_rl.config.keys import followed_keys, put, value_of
-from megatron_rl.config.lora import REFETCH, RESIDENT
+from megatron_rl.config.lora import REFETCH
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.roles import ACTOR, ROLLOUT, SCORER, TUNED, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
@@ -124,7 +124,7 @@ def candidates(config: RunConfig, pools: set[str]) -> Iterator[dict[str, Any]]:
 def _brought_again(config: RunConfig, pool: PoolSpec) -> Iterator[dict[str, Any]]:
     """Yield the setting that keeps no foreign part of a base between generations, where adapters are trained."""
     lora = config.actor_rollout_ref.model.lora
-    if lora.rank and lora.base == RESIDENT and {ACTOR, ROLLOUT} <= {role.kind for role in pool.roles}:
+    if lora.keeps_base and {ACTOR, ROLLOUT} <= {role.kind for role in pool.roles}:
         yield {"actor_rollout_ref.model.lora.base": REFETCH}
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 
-from megatron_rl.config.lora import RESIDENT
 from megatron_rl.config.roles import ROLLOUT, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.plan import ExchangePlan, Member, plan_memory
@@ -111,12 +110,12 @@ class RunModels:
     def actor_adapters(self) -> TrainedWeights | None:
         """The adapters that generation reads; None: the policy's weights are trained, or adapters are merged."""
         ledger = self.training.ledger(self.actor_role)
-        return ledger.weights if ledger.adapters and not self.actor_role.lora.merge else None
+        return ledger.weights if ledger.adapters and self.actor_role.lora.crosses_alone else None
 
     @property
     def keeps_base(self) -> bool:
         """Whether the base moves once, and stays where generation reads it."""
-        return self.actor_adapters is not None and self.actor_role.lora.base == RESIDENT
+        return self.actor_role.lora.keeps_base
 
     # A rollout on the actor's memory
 
@@ -242,7 +241,7 @@ class RunModels:
 def merged_bytes(models: RunModels, pp_rank: int) -> dict[str, int]:
     """Return what a rank of a stage holds of weights with adapters merged in, of its own shards; {} if none are."""
     lora, numels = models.actor_role.lora, models.actor_weights.shard_numels(pp_rank)
-    if not (lora.rank and lora.merge):
+    if not lora.is_merged:
         return {}
     named = merged_rows(models.actor.specs, adapter_specs(models.actor.specs, lora))
     own = [numel for name, numel in numels.items() if name in named]

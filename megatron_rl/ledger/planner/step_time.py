@@ -190,7 +190,8 @@ def generation(models: RunModels, hardware: Hardware) -> Estimator:
     """Return the time estimator of the actor's model on the ranks that generate, whose training may be another's."""
     size = models.generating.spec.size
     layout = Layout(models.generating.grid.world_size, size.num_ranks_per_node, rollout_tp=models.rollout.tp_size)
-    cost = ModelCost.of(models.actor, models.actor_role.lora)
+    lora = models.actor_role.lora
+    cost = ModelCost.of(models.actor, lora if lora.crosses_alone else None)
     return Estimator(cost, layout, hardware, models.actor_role.megatron.dtype)
 
 
