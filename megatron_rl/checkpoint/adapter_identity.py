@@ -11,8 +11,8 @@ from megatron_rl.model.families.adapter_params import peft_targets
 
 LORA = "lora"
 """The part's name in an identity; its value is None, or absent, where the whole model is trained."""
-KEYS = {"actor": "actor_rollout_ref.model.lora", "critic": "critic.model.lora"}
-"""Trained role -> the group of its adapters' keys."""
+GROUPS = {"actor": "actor_rollout_ref", "critic": "critic"}
+"""Trained role -> the group of the configuration that has its `model`."""
 TARGETS = "target_modules"
 
 
@@ -28,7 +28,7 @@ def adapter_differences(role: str, saved: Mapping[str, Any] | None, configured: 
 
     Each is a clause with both values, and the key with which it could.
     """
-    key = KEYS.get(role, f"{role}.model.lora")
+    key = f"{GROUPS.get(role, role)}.model.lora"
     if configured is None:
         if saved is None:
             return []

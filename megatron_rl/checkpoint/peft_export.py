@@ -66,6 +66,6 @@ def export_adapter(tensors: ScatteredTensors, settings: PeftSettings, target: Pa
 
 
 def write_adapter(names: list[str], read: Callable[[str], Tensor], settings: PeftSettings, target: Path) -> None:
-    """The same from one process. read: returns a tensor by its name in PEFT's file."""
+    """Write the folder in place of `target` from one process. read: returns a tensor by its name in PEFT's file."""
     file = ExportFile(WEIGHTS, dict.fromkeys(names, (0,)), writer=0)
     write_files(target, [file], lambda _: {name: read(name) for name in names}, settings.write)

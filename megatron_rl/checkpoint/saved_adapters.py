@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.checkpoint.adapter_identity import LORA, TARGETS
+from megatron_rl.checkpoint.adapter_identity import GROUPS, LORA, TARGETS
 from megatron_rl.checkpoint.contents import RUN_FILE
 from megatron_rl.checkpoint.hf_import import HFFolder
 from megatron_rl.checkpoint.hf_tensors import HFTensor
@@ -23,9 +23,6 @@ from megatron_rl.checkpoint.saved_tensors import SavedTensors, checkpoint_key
 from megatron_rl.checkpoint.weight_files import WeightFileError, read_json
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families.adapter_params import LORA_A, LORA_B, PEFT_PREFIX
-
-GROUPS = {"actor": "actor_rollout_ref", "critic": "critic"}
-"""Role -> the group of the configuration whose `model.path` it starts from."""
 
 
 def holds_adapters(saved: SavedTensors) -> bool:
@@ -71,11 +68,11 @@ class SavedAdapters:
         way_out = "export --base FOLDER names the folder that it was trained from"
         try:
             settings = read_json(self.base / "config.json")
-            found = model_identity(settings)
-            found |= folder_identity(self.base, settings) if found.items() <= self.identity.items() else {}
+            present = model_identity(settings)
+            present |= folder_identity(self.base, settings) if present.items() <= self.identity.items() else {}
         except (WeightFileError, OSError) as error:
             raise ConfigError(f"the base of the adapters, {self.base}, cannot be read: {error}; {way_out}") from error
-        for name, value in found.items():
+        for name, value in present.items():
             if self.identity.get(name) != value:
                 raise ConfigError(
                     f"{self.base} is another model than the base of the adapters: {name} is {value}, and was "

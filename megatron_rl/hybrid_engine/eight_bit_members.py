@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_rl.hybrid_engine.layout import Slot
-from megatron_rl.hybrid_engine.plan import ALIGNMENT, Member
+from megatron_rl.hybrid_engine.plan import Member, aligned
 from megatron_rl.parallel.scale_blocks import SCALES, scales_of, scales_shard
 from megatron_rl.parallel.sharding import LogicalTensor
 
@@ -47,8 +47,8 @@ class EightBitTensors:
     @cached_property
     def scales(self) -> dict[str, LogicalTensor]:
         """The scales of the codes. Raises ValueError where a matrix is not made of whole blocks."""
-        found = [scales_of(tensor, self.block) for tensor in self.codes.values()]
-        return {tensor.name: tensor for tensor in found}
+        scales = [scales_of(tensor, self.block) for tensor in self.codes.values()]
+        return {tensor.name: tensor for tensor in scales}
 
     def members(self, members: Sequence[Member]) -> EightBitMembers:
         """The members of the three exchanges. members: with all training shards in training's buffers.
@@ -76,11 +76,6 @@ class EightBitTensors:
 def own_numel(member: Member) -> int:
     """Elements of the buffer in which a member keeps its own codes, or scales."""
     return aligned(member.held[-1].stop) if member.held else 0
-
-
-def aligned(numel: int) -> int:
-    """Round elements up to where the next slot starts."""
-    return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
 def _as_it_is(slot: Slot) -> Slot:

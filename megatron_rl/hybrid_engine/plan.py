@@ -221,12 +221,17 @@ def segment_holders(tensor: LogicalTensor, held: Sequence[Mapping[str, Slot]]) -
     return [{box: tuple(members) for box, members in boxes.items()} for boxes in found]
 
 
+def aligned(numel: int) -> int:
+    """Round elements up to where the next slot of a flat buffer starts."""
+    return -(-numel // ALIGNMENT) * ALIGNMENT
+
+
 def place_slot(plan: MemberPlan, tensor: LogicalTensor, wanted: Place, own: Slot | None = None) -> Slot:
     """A rollout slot of one tensor: `own` where training keeps the same shard, or the next of the foreign buffer."""
     shard = shard_of(tensor, wanted)
     if own is not None and own.shard == shard:
         return own
-    offset = -(-plan.foreign_numel // ALIGNMENT) * ALIGNMENT
+    offset = aligned(plan.foreign_numel)
     plan.foreign_numel = offset + shard.numel
     return Slot(tensor.name, FOREIGN, offset, shard)
 

@@ -11,14 +11,11 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_rl.hybrid_engine.allgather_pp import FlatParameters
 from megatron_rl.hybrid_engine.layout import Slot
-from megatron_rl.hybrid_engine.plan import Member
+from megatron_rl.hybrid_engine.plan import Member, aligned
 from megatron_rl.model.families import ParamSpec
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.parallel.sharding import Place, shard_of
 from megatron_rl.roles.model_source import named_parameters
-
-ALIGNMENT = 64
-"""Elements to whose multiples parameters are aligned in a flat buffer, as in DDP's."""
 
 
 class FrozenBuffer:
@@ -32,7 +29,7 @@ class FrozenBuffer:
         self.param_index_map: dict[torch.nn.Parameter, tuple[int, int, int]] = {}
         stop = 0
         for parameter in parameters:
-            start = -(-stop // ALIGNMENT) * ALIGNMENT
+            start = aligned(stop)
             stop = start + parameter.numel()
             self.param_index_map[parameter] = (start, stop, 0)
         like = next(iter(self.param_index_map))

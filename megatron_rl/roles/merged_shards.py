@@ -16,9 +16,10 @@ from megatron_rl.checkpoint.merged_weights import MergedParameters
 from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel, Bytes, FlatParameters
 from megatron_rl.hybrid_engine.composed_weights import ComposedPart, ComposedWeights
 from megatron_rl.hybrid_engine.layout import Slot
+from megatron_rl.hybrid_engine.plan import aligned
 from megatron_rl.hybrid_engine.stable_memory import MemoryBuffer
 from megatron_rl.parallel.sharding import Place
-from megatron_rl.roles.flat_parameters import ALIGNMENT, flat_parameters
+from megatron_rl.roles.flat_parameters import flat_parameters
 from megatron_rl.roles.model_source import named_parameters
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class MergedShards:
         self._starts: dict[str, int] = {}
         stop = 0
         for name in (name for name in base.parameters if name in self._merged.pairs):
-            self._starts[name] = -(-stop // ALIGNMENT) * ALIGNMENT
+            self._starts[name] = aligned(stop)
             stop = self._starts[name] + base.parameters[name].numel()
         self._role = role
         like = next(iter(base.parameters.values()))

@@ -50,8 +50,8 @@ class UnloadedModel:
 
     def load(self) -> None:
         """Read this rank's shards from the folder. Raises ConfigError when a tensor is missing or misshapen."""
-        given = self.drawn | self.source.adapter_specs.keys()
-        parameters = {name: p for name, p in named_parameters(self.chunks).items() if name not in given}
+        named, given = named_parameters(self.chunks), self.drawn | self.source.adapter_specs.keys()
+        parameters = {name: p for name, p in named.items() if name not in given}
         folder = HFFolder(self.source.path)
         load_hf_weights(parameters, self.specs, folder, self.source.place)
         load_constants(named_buffers(self.chunks), self.source.model.constants, folder)
@@ -59,7 +59,6 @@ class UnloadedModel:
             adapter = PeftFolder.open(self.source.lora.adapter_path)
             adapter.refuse_other(self.source.lora)
             adapter.refuse_other_base(self.source.path)
-            named = named_parameters(self.chunks)
             trained = {name: named[name] for name in named if name in self.trained}
             load_adapters(trained, self.trained, adapter, self.source.place)
 
@@ -75,7 +74,7 @@ class ModelSource:
     megatron: MegatronConfig
     lora: LoraConfig = field(default_factory=LoraConfig)
     seed: int = 0
-    """Of the values of adapters that no folder gives."""
+    """Seed of adapters whose values no folder gives."""
 
     @classmethod
     def open(

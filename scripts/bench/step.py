@@ -270,7 +270,7 @@ def report(size: Size, taken: Mapping[str, list[dict]]) -> dict:
 
 
 def ratios_of_phase(steps: Sequence[dict], others: Sequence[dict], phase: str) -> list[float]:
-    """Of the seconds of one phase, round by round; without those that lack it."""
+    """Ratios of the seconds of one phase, round by round; rounds without the phase are left out."""
     pairs = [(one["phases"].get(phase), other["phases"].get(phase)) for one, other in zip(steps, others, strict=True)]
     return [one / other for one, other in pairs if one and other] or [float("nan")]
 

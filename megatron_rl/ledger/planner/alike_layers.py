@@ -1,12 +1,13 @@
-"""An exchange planned for one layer of each kind and stage, in place of all layers."""
+"""Bytes of an exchange: planned for one layer of each kind and stage in place of all, and of its messages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_rl.hybrid_engine.plan import ExchangePlan
-from megatron_rl.ledger.planner.weights import LAYER, aligned
+from megatron_rl.hybrid_engine.plan import ExchangePlan, aligned
+from megatron_rl.hybrid_engine.schedule import make_schedule
+from megatron_rl.ledger.planner.weights import LAYER
 from megatron_rl.model.families import ParamSpec
 from megatron_rl.parallel.stages import StagePlan
 
@@ -62,10 +63,6 @@ class InPlaceTransition:
         """Return the bytes that a member receives from other nodes."""
         return self.layers.over_network(number) * self.element
 
-    def foreign_bytes(self, number: int) -> int:
-        """Return the bytes of a member's foreign buffer."""
-        return self.layers.foreign_numel(number) * self.element
-
 
 def one_layer_of_each(specs: Mapping[str, ParamSpec], stages: StagePlan) -> tuple[dict[str, ParamSpec], dict[str, int]]:
     """Return the parameters outside of layers and of the first layer of every kind of every stage, and how many layers
@@ -94,3 +91,10 @@ def kinds_of(specs: Mapping[str, ParamSpec]) -> dict[int, tuple[str, ...]]:
         if layer := LAYER.match(name):
             names.setdefault(int(layer[1]), []).append(name[layer.end() :])
     return {layer: tuple(own) for layer, own in names.items()}
+
+
+def packed_bytes(exchange: ExchangePlan, number: int, bucket: int, num_messages: int, element: int) -> int:
+    """Return the most bytes of a member's packed messages under way. bucket: bytes of all messages together."""
+    steps = make_schedule(exchange, number, max(1, bucket // element // num_messages))
+    packed = [leg.numel for step in steps for leg in (step.send, step.receive) if leg and not leg.is_direct]
+    return num_messages * max(packed, default=0) * element

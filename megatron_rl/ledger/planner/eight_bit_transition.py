@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.hybrid_engine.eight_bit_members import CODE_BYTES, SCALE_BYTES, EightBitTensors, aligned
-from megatron_rl.hybrid_engine.plan import ExchangePlan, Member, make_plan
-from megatron_rl.hybrid_engine.schedule import make_schedule
-from megatron_rl.ledger.planner.alike_layers import AlikeLayers
+from megatron_rl.hybrid_engine.eight_bit_members import CODE_BYTES, SCALE_BYTES, EightBitTensors
+from megatron_rl.hybrid_engine.plan import ExchangePlan, Member, aligned, make_plan
+from megatron_rl.ledger.planner.alike_layers import AlikeLayers, packed_bytes
 from megatron_rl.model.families import VOCAB_PADDING, Model, ParamSpec, eight_bit_names, tensors_of
 from megatron_rl.parallel.scale_blocks import SCALES
 from megatron_rl.parallel.sharding import LogicalTensor, Place, shard_of
@@ -81,12 +80,8 @@ class EightBitTransition:
 
     def scratch_bytes(self, number: int, bucket: int, num_messages: int) -> int:
         """Return the most bytes of packed messages in one of the exchanges. bucket: bytes of all messages together."""
-        found = []
-        for size, exchange in zip(self.sizes, self.exchanges, strict=True):
-            steps = make_schedule(exchange, number, max(1, bucket // size // num_messages))
-            packed = [leg.numel for step in steps for leg in (step.send, step.receive) if leg and not leg.is_direct]
-            found.append(num_messages * max(packed, default=0) * size)
-        return max(found)
+        pairs = zip(self.sizes, self.exchanges, strict=True)
+        return max(packed_bytes(exchange, number, bucket, num_messages, size) for size, exchange in pairs)
 
 
 def product_numel(config: RunConfig, model: Model, tp_size: int) -> int:

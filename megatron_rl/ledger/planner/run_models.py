@@ -8,12 +8,11 @@ from functools import cached_property
 
 from megatron_rl.config.roles import ROLLOUT, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.hybrid_engine.plan import ExchangePlan, Member, plan_memory
-from megatron_rl.hybrid_engine.schedule import make_schedule
-from megatron_rl.ledger.planner.alike_layers import AlikeLayers, one_layer_of_each
+from megatron_rl.hybrid_engine.plan import ExchangePlan, Member, aligned, plan_memory
+from megatron_rl.ledger.planner.alike_layers import AlikeLayers, one_layer_of_each, packed_bytes
 from megatron_rl.ledger.planner.eight_bit_transition import EightBitTransition
 from megatron_rl.ledger.planner.role_ledger import ELEMENT_BYTES, RoleLedger, RoleParams
-from megatron_rl.ledger.planner.weights import ModelParams, TrainedWeights, aligned
+from megatron_rl.ledger.planner.weights import ModelParams, TrainedWeights
 from megatron_rl.model.families import VOCAB_PADDING, Model, tensors_of
 from megatron_rl.model.families.adapter_params import adapter_specs, merged_rows
 from megatron_rl.parallel.rank_grid import RolloutGrid, train_grid
@@ -173,12 +172,11 @@ class RunModels:
         with_base = first or not self.keeps_base
         key = (pp_rank, bucket, with_base)
         if key not in self._scratch:
-            message_numel = max(1, bucket // self.element // NUM_SCRATCH)
             number = self.members_of_stage(pp_rank)[0]
             exchanges = [self.exchange if with_base else None, self._adapter_exchange]
-            steps = [step for each in exchanges if each for step in make_schedule(each, number, message_numel)]
-            packed = [leg.numel for step in steps for leg in (step.send, step.receive) if leg and not leg.is_direct]
-            self._scratch[key] = NUM_SCRATCH * max(packed, default=0) * self.element
+            self._scratch[key] = max(
+                packed_bytes(each, number, bucket, NUM_SCRATCH, self.element) for each in exchanges if each is not None
+            )
         return self._scratch[key]
 
     @cached_property

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from megatron_rl.config.megatron import OverrideDDPConfig
 from megatron_rl.hybrid_engine.layout import Slot
-from megatron_rl.hybrid_engine.plan import ALIGNMENT, Member
+from megatron_rl.hybrid_engine.plan import Member
+from megatron_rl.hybrid_engine.plan import aligned as aligned  # for mapping, too
 from megatron_rl.model.families import HEAD, ParamSpec
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
 from megatron_rl.parallel.sharding import Place, shard_of
@@ -91,7 +92,7 @@ class ModelParams:
         return parted | {None: tuple(names)}
 
     def layer(self, layer: int, place: Place, *, is_expert: bool | None) -> ParamRun | None:
-        """Return the dense parameters of a layer, or its experts; None where it has none. is_expert: None: both."""
+        """Return the dense parameters of a layer, or its experts, or with is_expert=None both. None: it has no such."""
         key = (layer, is_expert, place)
         if key not in self._blocks:
             names = self._layers[layer][is_expert] if layer in self._layers else ()
@@ -242,11 +243,11 @@ class TrainedWeights:
     def _frozen_buffers(self, pp_rank: int, place: Place) -> list[FlatBuffer]:
         """Return the one buffer of a stage whose parameters are frozen: first to last, each start aligned."""
         layers = [layer for chunk in self.stages.layers(pp_rank) for layer in chunk]
-        found = [self.params.layer(layer, place, is_expert=None) for layer in layers]
+        by_layer = [self.params.layer(layer, place, is_expert=None) for layer in layers]
         before = self.params.before if pp_rank == 0 else []
         after = self._after if pp_rank == self.stages.pp_size - 1 else []
         ends = [[self.params.alone(name, place) for name in names] for names in (before, after)]
-        blocks = [*ends[0], *(block for block in found if block is not None), *ends[1]]
+        blocks = [*ends[0], *(block for block in by_layer if block is not None), *ends[1]]
         starts = [sum(block.aligned for block in blocks[:number]) for number in range(len(blocks))]
         last = blocks[-1].numels[-1]
         numel = starts[-1] + blocks[-1].aligned - aligned(last) + last
@@ -290,11 +291,6 @@ class TrainedWeights:
             wanted = rollout.place(rank, padding)
             members.append(Member(rank, rank // ranks_per_node, self.grid.tp_rank(rank), tuple(held), wanted))
         return members
-
-
-def aligned(numel: int) -> int:
-    """Round elements up to the alignment of parameters in a flat buffer."""
-    return _round_up(numel, ALIGNMENT)
 
 
 def _round_up(number: int, multiple: int) -> int:

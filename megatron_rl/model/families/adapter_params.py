@@ -81,15 +81,15 @@ class Projection:
 
 def projections_of(specs: Mapping[str, ParamSpec]) -> list[Projection]:
     """The matrices of a model that may have an adapter: those of attention, of dense MLPs and of shared experts."""
-    found = []
+    projections = []
     for name, spec in specs.items():
         linear, _, kind = name.rpartition(".")
         if kind != "weight" or linear.rpartition(".")[2] not in LINEARS or spec.tensor.is_expert:
             continue
         for number, (segment, hf_name) in enumerate(zip(spec.tensor.segments, spec.hf_names, strict=True)):
             assert spec.tensor.tp_dim is not None  # linears are cut
-            found.append(Projection(linear, hf_name.removesuffix(".weight"), segment, spec.tensor.tp_dim, number))
-    return found
+            projections.append(Projection(linear, hf_name.removesuffix(".weight"), segment, spec.tensor.tp_dim, number))
+    return projections
 
 
 def adapted(specs: Mapping[str, ParamSpec], lora: LoraConfig) -> list[Projection]:
@@ -118,7 +118,7 @@ def adapter_specs(specs: Mapping[str, ParamSpec], lora: LoraConfig) -> dict[str,
 
 
 def peft_specs(specs: Mapping[str, ParamSpec], lora: LoraConfig) -> dict[str, ParamSpec]:
-    """The same of the rank that was asked for: the tensors of a PEFT folder, the first rows of what is held."""
+    """Specs as of `adapter_specs`, with the configured rank: the tensors of a PEFT folder."""
     return _specs(specs, lora, lora.rank) if lora.rank else {}
 
 
@@ -153,10 +153,10 @@ def merged_rows(specs: Mapping[str, ParamSpec], adapters: Iterable[str]) -> dict
 
     specs: of the model. adapters: names of A and B, as in `adapter_specs`.
     """
-    found: dict[str, dict[int, tuple[str, str]]] = {}
+    rows: dict[str, dict[int, tuple[str, str]]] = {}
     names = set(adapters)
     for projection in projections_of(specs):
         name_a, name_b = projection.params(1)
         if name_a in names:
-            found.setdefault(f"{projection.linear}.weight", {})[projection.number] = (name_a, name_b)
-    return found
+            rows.setdefault(f"{projection.linear}.weight", {})[projection.number] = (name_a, name_b)
+    return rows
