@@ -81,7 +81,12 @@ def addresses(worker) -> dict[str, int]:
 def hugging_face_greedy(path: str) -> list[list[int]]:
     from megatron_rl.controller.report import hf_model
 
-    model = hf_model(path)
+    return greedy_answers(hf_model(path))
+
+
+@torch.no_grad()
+def greedy_answers(model: torch.nn.Module) -> list[list[int]]:
+    """The greedy answers of a model of transformers to `prompts`, token by token."""
     answers = []
     for row in prompts().prompt_ids.unbind():
         ids = row.tolist()

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from rollout_checks import EOS, GREEDY, RANDOM, logprob_difference, prompts, round_trip, tokens
+from rollout_checks import GREEDY, RANDOM, greedy_answers, logprob_difference, round_trip, tokens
 from test_layout_parity import NUM_ROWS, OPTIMIZER, collected, relative
 from tiny_models import random_batch, run_config, save_llama, save_qwen2, save_qwen3_moe
 
@@ -100,34 +100,21 @@ def whole_adapters(results: list[dict], field: str, specs) -> dict[str, torch.Te
     for tensor in hf_tensors(specs):
         holders = [rank for rank, weights in held.items() if tensor.parameter in weights]
         parts = pieces(tensor, holders, places)
-        found = put_together(tensor, ((p, held[p.rank][tensor.parameter][p.source]) for p in parts))
+        matrix = put_together(tensor, ((p, held[p.rank][tensor.parameter][p.source]) for p in parts))
         is_a = tensor.name.endswith("lora_A.weight")
-        beyond = found[RANK:] if is_a else found[:, RANK:]
+        beyond = matrix[RANK:] if is_a else matrix[:, RANK:]
         assert not beyond.any(), f"{tensor.name}: rows beyond the rank are not 0"
-        whole[tensor.name] = found[:RANK] if is_a else found[:, :RANK]
+        whole[tensor.name] = matrix[:RANK] if is_a else matrix[:, :RANK]
     return whole
 
 
 def log_probs_of(model: Any) -> torch.Tensor:
     """Log-prob of every sampled token of the batch, one row after the other."""
-    batch, found = random_batch(NUM_ROWS), []
+    batch, of_rows = random_batch(NUM_ROWS), []
     for ids, length in zip(batch["input_ids"].unbind(), batch.num_sampled.tolist(), strict=True):
         log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
-        found.append(log_probs.gather(-1, ids[1:, None])[-length:, 0])
-    return torch.cat(found)
-
-
-@torch.no_grad()
-def greedy_of(model: Any) -> list[list[int]]:
-    answers = []
-    for row in prompts().prompt_ids.unbind():
-        ids = row.tolist()
-        for _ in range(GREEDY.max_tokens):
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-            if ids[-1] == EOS:
-                break
-        answers.append(ids[len(row) :])
-    return answers
+        of_rows.append(log_probs.gather(-1, ids[1:, None])[-length:, 0])
+    return torch.cat(of_rows)
 
 
 class Oracle:
@@ -141,7 +128,7 @@ class Oracle:
         self.file = load_file(folder / "adapter_model.safetensors")
         model = peft_model(model_path, folder)
         log_probs = log_probs_of(model)
-        self.log_probs, self.greedy = log_probs.detach(), greedy_of(model)
+        self.log_probs, self.greedy = log_probs.detach(), greedy_answers(model)
         with torch.no_grad(), model.disable_adapter():
             self.ref_log_probs = log_probs_of(model)
         advantages = random_batch(NUM_ROWS).flat("advantages")
@@ -157,7 +144,7 @@ class Oracle:
                 # Adam's first step, whose moments are the gradient and its square.
                 parameter -= OPTIMIZER["lr"] * grad / (grad.abs() + OPTIMIZER["eps"])
                 self.after[name] = parameter.detach().clone()
-            self.log_probs_after, self.greedy_after = log_probs_of(model), greedy_of(model)
+            self.log_probs_after, self.greedy_after = log_probs_of(model), greedy_answers(model)
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +155,7 @@ def oracle(tmp_path_factory) -> Oracle:
 
 @pytest.fixture(scope="module")
 def expert_oracle(tmp_path_factory) -> Oracle:
-    """Of a model whose MLPs are experts, which have no adapters."""
+    """The oracle of a model whose MLPs are experts, which have no adapters."""
     folder = tmp_path_factory.mktemp("experts")
     return Oracle(save_qwen3_moe(folder / "model"), folder / "peft", LINEARS[:4])
 
@@ -195,10 +182,10 @@ def check(results: list[dict], oracle: Oracle) -> None:
     assert relative(oracle.log_probs, oracle.ref_log_probs) > 1e-2  # the adapters do something
     assert all(r["update"]["actor/grad_norm"] == pytest.approx(oracle.grad_norm, rel=1e-5) for r in results)
     for field, expected in (("before", oracle.file), ("after", oracle.after)):
-        found = whole_adapters(results, field, specs)
-        assert found.keys() == expected.keys()
+        ours = whole_adapters(results, field, specs)
+        assert ours.keys() == expected.keys()
         for name, tensor in expected.items():
-            assert relative(found[name], tensor) < 1e-5, name
+            assert relative(ours[name], tensor) < 1e-5, name
     by_replica = {r["where"].replica: r for r in results}
     for field in ("greedy", "greedy_after"):
         assert all(r[field] == getattr(oracle, field) for r in by_replica.values()), field

@@ -162,7 +162,7 @@ MODELS = {"experts": save_qwen3_moe, "shared experts": save_qwen2_moe, "latent a
 MODELS |= {"bounds and windows": save_gemma2, "half turned": save_glm4_moe}
 """By what a layout's name begins with; a Llama where it is none of these."""
 HALF = ("adapters, DP2, host Adam",)
-"""Of the prompts half are on each rank, and generation is planned for as many at once."""
+"""Layouts with half of the prompts on each rank, for as many of which generation is planned."""
 RARELY = (
     "PP2, recomputed",
     "experts, EP2, DP2",

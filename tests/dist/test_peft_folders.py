@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from rollout_checks import EOS, GREEDY, prompts, round_trip, tokens
+from rollout_checks import GREEDY, greedy_answers, round_trip, tokens
 from safetensors.torch import load_file
 from tiny_models import (
     random_batch,
@@ -180,30 +180,17 @@ def generated(config, folder: Path) -> list[list[int]]:
     return tokens(answers)
 
 
-@torch.no_grad()
-def greedy(model) -> list[list[int]]:
-    answers = []
-    for row in prompts().prompt_ids.unbind():
-        ids = row.tolist()
-        for _ in range(GREEDY.max_tokens):
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-            if ids[-1] == EOS:
-                break
-        answers.append(ids[len(row) :])
-    return answers
-
-
 @pytest.mark.exhaustive
 def test_peft_answers_as_vllm_does_here(tmp_path) -> None:
-    """The same greedy tokens. Would not catch a difference that is too small to change a token."""
+    """vLLM and PEFT draw the same greedy tokens. Would not catch a difference too small to change a token."""
     path = save_llama(tmp_path / "model")
     (ours,) = run_ranks(1, generated, run_config(path, 1, 1, **RANK6), tmp_path / "adapter")
-    assert ours == greedy(peft_model(path, tmp_path / "adapter"))
-    assert ours != greedy(hf_model(path))
+    assert ours == greedy_answers(peft_model(path, tmp_path / "adapter"))
+    assert ours != greedy_answers(hf_model(path))
 
 
 def critic_steps(config, folder: Path, num_steps: int) -> torch.Tensor | None:
-    """As `steps`, of a critic; its values."""
+    """Train a critic as `steps` trains an actor; return its values."""
     from megatron_rl.roles.host import RankHost
 
     worker = RankHost(config)

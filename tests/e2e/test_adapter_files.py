@@ -31,12 +31,12 @@ def four_steps(recorded) -> RecordedRun:
     return recorded("four steps of adapters", *FOUR, *LOCAL)
 
 
-def told(folder: Path, *arguments: str | Path, code: int = 0) -> str:
-    """What the command says; it must end with this code, and never with a traceback."""
-    said = folder / "said.txt"
-    assert ForkedRun([*map(str, arguments)], REPOSITORY, {"COLUMNS": "200"}, said).wait() == code, said.read_text()
-    assert "Traceback" not in said.read_text()
-    return said.read_text()
+def printed(folder: Path, *arguments: str | Path, code: int = 0) -> str:
+    """What the command prints; it must end with this code, and never with a traceback."""
+    output = folder / "printed.txt"
+    assert ForkedRun([*map(str, arguments)], REPOSITORY, {"COLUMNS": "200"}, output).wait() == code, output.read_text()
+    assert "Traceback" not in output.read_text()
+    return output.read_text()
 
 
 def test_what_a_run_leaves(four_steps, tmp_path: Path) -> None:
@@ -49,13 +49,13 @@ def test_what_a_run_leaves(four_steps, tmp_path: Path) -> None:
     changed = {name for name in base if not torch.equal(base[name], merged[name])}
     assert changed == {name for name in base if name.endswith("_proj.weight")}
     exported = ("export", "--checkpoint", run, "--target")
-    told(tmp_path, *exported, tmp_path / "merged")
-    told(tmp_path, *exported, tmp_path / "adapter", "--adapter")
+    printed(tmp_path, *exported, tmp_path / "merged")
+    printed(tmp_path, *exported, tmp_path / "adapter", "--adapter")
     assert (tmp_path / "merged" / MODEL).read_bytes() == (run / "hf_model" / MODEL).read_bytes()
     for name in (ADAPTER, "adapter_config.json", "base_model.json"):
         assert (tmp_path / "adapter" / name).read_bytes() == (run / "adapter" / name).read_bytes()
-    told(tmp_path, *exported, tmp_path / "values", "--role", "critic")
-    told(tmp_path, *exported, tmp_path / "critic", "--role", "critic", "--adapter")
+    printed(tmp_path, *exported, tmp_path / "values", "--role", "critic")
+    printed(tmp_path, *exported, tmp_path / "critic", "--role", "critic", "--adapter")
     head = load_file(tmp_path / "critic" / ADAPTER)["base_model.model.score.weight"]
     assert torch.equal(load_file(tmp_path / "values" / MODEL)["score.weight"], head)
     for role, heads in (("actor", 0), ("critic", 1)):
@@ -76,22 +76,22 @@ def test_a_base_that_has_moved_or_changed(four_steps, tmp_path: Path) -> None:
     weights = load_file(other / MODEL)
     save_file({name: tensor + 1 for name, tensor in weights.items()}, other / MODEL, metadata={"format": "pt"})
     exported = ("export", "--checkpoint", copy, "--base")
-    told(tmp_path, *exported, moved, "--target", tmp_path / "merged")
+    printed(tmp_path, *exported, moved, "--target", tmp_path / "merged")
     assert (tmp_path / "merged" / MODEL).read_bytes() == (copy / "hf_model" / MODEL).read_bytes()
-    said = told(tmp_path, *exported, other, "--target", tmp_path / "no", code=2)
-    assert f"{other} is another model than the base of the adapters: weights is" in said
-    said = told(tmp_path, *exported, tmp_path / "none", "--target", tmp_path / "no", code=2)
-    assert "cannot be read" in said and "export --base FOLDER names the folder" in said
+    text = printed(tmp_path, *exported, other, "--target", tmp_path / "no", code=2)
+    assert f"{other} is another model than the base of the adapters: weights is" in text
+    text = printed(tmp_path, *exported, tmp_path / "none", "--target", tmp_path / "no", code=2)
+    assert "cannot be read" in text and "export --base FOLDER names the folder" in text
     assert not (tmp_path / "no").exists()
-    told(tmp_path, *exported, tmp_path / "none", "--target", tmp_path / "adapter", "--adapter")
+    printed(tmp_path, *exported, tmp_path / "none", "--target", tmp_path / "adapter", "--adapter")
     assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["r"] == 6
 
 
 @pytest.mark.exhaustive
 def test_two_checkpoints_are_averaged(four_steps, tmp_path: Path) -> None:
     """The average is that of the merged models. Would not catch a base that is read wrong, which others do."""
-    told(tmp_path, "average", "--checkpoints", four_steps.run, "--target", tmp_path / "mean")
-    told(tmp_path, "export", "--checkpoint", four_steps.run / "global_step_2", "--target", tmp_path / "second")
+    printed(tmp_path, "average", "--checkpoints", four_steps.run, "--target", tmp_path / "mean")
+    printed(tmp_path, "export", "--checkpoint", four_steps.run / "global_step_2", "--target", tmp_path / "second")
     parts = [load_file(folder / MODEL) for folder in (tmp_path / "second", four_steps.run / "hf_model")]
     for name, tensor in load_file(tmp_path / "mean" / MODEL).items():
         assert (tensor - (parts[0][name] + parts[1][name]) / 2).abs().max() < 1e-6, name
@@ -174,7 +174,7 @@ def test_stages(command_line, files: Path, stage: str, tmp_path: Path) -> None:
     run: CommandLine = command_line(*keys_of(files, stage), *RANK6, *LOCAL, stage=command_of(stage))
     assert run.wait() == 0, run.text()
     exported = ("export", "--checkpoint", run.run / "global_step_5", "--role", role, "--target")
-    told(tmp_path, *exported, tmp_path / "merged")
-    told(tmp_path, *exported, tmp_path / "adapter", "--adapter")
+    printed(tmp_path, *exported, tmp_path / "merged")
+    printed(tmp_path, *exported, tmp_path / "adapter", "--adapter")
     assert (tmp_path / "merged" / MODEL).read_bytes() == (run.run / "hf_model" / MODEL).read_bytes()
     assert (tmp_path / "adapter" / ADAPTER).read_bytes() == (run.run / "adapter" / ADAPTER).read_bytes()
