@@ -1,4 +1,4 @@
-"""Put the tables of estimators and policy losses into docs/algorithms.md: python scripts/algorithm_tables.py [--check].
+"""Put the tables of estimators and losses into docs/algorithms.md: python scripts/algorithm_tables.py [--check].
 
 A row is what the function declares: its names, the first paragraph of its docstring, the papers it cites, its keys.
 """
@@ -11,12 +11,13 @@ from typing import Any
 
 from marked_tables import write_or_check
 
-from megatron_rl.config.declarations import ESTIMATORS, POLICY_LOSSES, Declaration
+from megatron_rl.config.declarations import ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES, Declaration
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "algorithms.md"
 TABLES: dict[str, tuple[str, Mapping[str, Declaration[Any]]]] = {
     "estimators": ("| `algorithm.adv_estimator` | advantage of each token | source | keys |", ESTIMATORS),
     "policy losses": ("| `policy_loss.loss_mode` | loss of a token | source | keys |", POLICY_LOSSES),
+    "preference losses": ("| `dpo.loss` | loss of a pair | source | keys |", PREFERENCE_LOSSES),
 }
 
 

@@ -77,7 +77,7 @@ def reward_command(
 def dpo_command(
     config: ConfigPath, overrides: Overrides = None, local: Local = False, collapse: Collapse = False
 ) -> None:
-    """Have the actor's model learn preferences directly: dpo.loss=dpo | ipo | kto | simpo | orpo."""
+    """Have the actor's model learn preferences directly: dpo.loss=dpo | ipo | kto | simpo | ..., or several."""
     run_config = startable_task(config, overrides, DPO, local, collapse)
     with imports_of(run_config):
         from megatron_rl.tasks.dpo import dpo

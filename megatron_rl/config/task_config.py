@@ -81,11 +81,13 @@ class TaskConfig(RunConfig):
 
     @property
     def loss_traits(self) -> AnswerLossTraits:
-        """What the loss reads; an undeclared loss is taken to compare answers."""
+        """What the losses read together; an undeclared loss is taken to compare answers."""
         if self.trainer.stage == REWARD:
             return REWARD_MODEL_LOSSES.traits(self.reward_training.loss, AnswerLossTraits())
         if self.trainer.stage == DPO:
-            return PREFERENCE_LOSSES.traits(self.dpo.loss, AnswerLossTraits())
+            traits = [PREFERENCE_LOSSES.traits(name, AnswerLossTraits()) for name in self.dpo.loss]
+            reads = tuple(dict.fromkeys(column for one in traits for column in one.reads))
+            return AnswerLossTraits(reads=reads, alone=any(one.alone for one in traits))
         return AnswerLossTraits(alone=True)
 
     @property

@@ -7,10 +7,10 @@ under `critic`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Gt, Le
 
 from megatron_rl.config.constraints import FilePath, NotNegative, OneOf, Positive
 from megatron_rl.config.declarations import PREFERENCE_LOSSES, REWARD_MODEL_LOSSES
@@ -23,6 +23,7 @@ WITHOUT_ROLLOUT = (SFT, REWARD, DPO)
 LOSS_ON = ("answers", "last", "all")
 BAD_ROWS = ("error", "skip")
 REFERENCES = ("stored", "on_the_fly")
+F_DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
 
 @dataclass
@@ -90,13 +91,20 @@ class RewardTrainingConfig:
 
 @dataclass
 class DPOConfig:
-    loss: Annotated[str, OneOf(PREFERENCE_LOSSES)] = "dpo"
-    """dpo | ipo | kto | simpo | orpo."""
+    loss: Annotated[list[str], OneOf(PREFERENCE_LOSSES)] = field(default_factory=lambda: ["dpo"])
+    """One of dpo | hinge | robust | ipo | apo_zero | apo_down | sppo_hard | nca_pair | simpo | orpo | kto | sft, or a
+    list of them, whose sum is learned. Formulas: docs/algorithms.md."""
+    loss_weights: list[float] | None = None
+    """The weight of each of several losses in their sum; null: 1 each."""
     beta: Positive = 0.1
-    """How strongly the policy is held to the reference; of ipo the regularisation tau, of simpo the scale of
-    rewards, of orpo the weight of the odds ratio."""
+    """How strongly the policy is held to the reference; of ipo the regularisation tau, of hinge 1 / the margin, of
+    simpo the scale of rewards, of orpo the weight of the odds ratio."""
     label_smoothing: Annotated[float, Ge(0), Le(0.5)] = 0.0
-    """dpo: the share of preferences that is taken to be the wrong way round."""
+    """dpo and robust, which needs less than 0.5: the share of preferences that is taken to be the wrong way round."""
+    f_divergence_type: Annotated[str, OneOf(F_DIVERGENCES)] = "reverse_kl"
+    """dpo, hinge, robust, ipo: the divergence that holds the policy to the reference."""
+    f_alpha_divergence_coef: Annotated[float, Gt(0), Le(1)] = 0.5
+    """alpha_divergence: its coefficient; near 0 it is reverse_kl, at 1 forward_kl."""
     simpo_gamma: NotNegative = 0.5
     """simpo: the margin of rewards that is aimed at."""
     desirable_weight: NotNegative = 1.0

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_rl.config.algorithms import trains_on_rule, uses_rule
 from megatron_rl.config.declarations import REWARDS
-from megatron_rl.config.keys import ACTOR, CRITIC, ROLLOUT
+from megatron_rl.config.keys import ACTOR, CRITIC, ROLLOUT, value_of
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.reward_keys import ScoringModelConfig
 from megatron_rl.config.schema import RunConfig, as_list
@@ -23,9 +23,10 @@ REWARD_ARGUMENTS = {"data_source", "solution_str", "ground_truth", "extra_info"}
 def value_problems(config: RunConfig) -> Iterable[Violation]:
     """Every value that breaks its constraint, and every rule between keys of one group."""
     yield from constraint_problems(config)
-    weights, key = config.algorithm.gdpo_reward_weights, "algorithm.gdpo_reward_weights"
-    if weights is not None and not all(map(math.isfinite, weights)):
-        yield Violation({key: weights}, "must be finite", {key: None})
+    for key in ("algorithm.gdpo_reward_weights", "dpo.loss_weights"):
+        weights = value_of(config, key)
+        if weights is not None and not all(map(math.isfinite, weights)):
+            yield Violation({key: weights}, "must be finite", {key: None})
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     if (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None):
         path = trainer.resume_from_path

@@ -20,6 +20,7 @@ class Answers:
     numbers [N]: with their gradient; scores of a reward model, or log-probs of answers under the policy. given [N]: for
     a reward model the margin to the next answer or the score to give; for the policy the reference's log-probs.
     labels [N]: 1 for a desirable answer (kto). sizes: int64 [n], answers of each prompt. baseline: a scalar of kto.
+    lengths: int64 [N], the tokens whose log-probs `numbers` adds up.
     """
 
     numbers: Tensor
@@ -27,6 +28,7 @@ class Answers:
     labels: Tensor
     sizes: Tensor
     baseline: Tensor
+    lengths: Tensor
 
 
 @dataclass(frozen=True)

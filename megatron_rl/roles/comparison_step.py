@@ -69,7 +69,7 @@ class AnswerLearner:
         def loss(output: Tensor, block: MicroBatch) -> tuple[Tensor, MetricParts]:
             numbers = self.of_rows(self.per_token(output, block), block.num_sampled)
             prompts, sizes = block.fields["prompts"], block.fields["num_answers"]
-            answers = Answers(numbers, given[block.rows], labels[block.rows], sizes, shift)
+            answers = Answers(numbers, given[block.rows], labels[block.rows], sizes, shift, block.num_sampled)
             terms = self.objective(answers)
             total = (terms.loss * weights[prompts]).sum() / max(num_prompts, 1)
             # Padding prompts have blocks of their own, so a block counts as a whole or not at all.

@@ -5,14 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rl.config.declarations import PREFERENCE_LOSSES
 from megatron_rl.config.roles import ACTOR, RoleSpec
-from megatron_rl.config.tasks import DPO
 from megatron_rl.dispatch import Dispatch, Stop, remote_method
 from megatron_rl.experience.micro_batches import MicroBatch
 from megatron_rl.losses.metrics import MetricParts
 from megatron_rl.losses.objectives import preference_objective
-from megatron_rl.losses.rows import mean_rows, sum_rows
+from megatron_rl.losses.rows import sum_rows
 from megatron_rl.records import Batch
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.role import TrainedRole
@@ -29,10 +27,8 @@ class TunedPolicy(TrainedRole):
         super().__init__(spec, rank, source, source.language_model())
         settings = source.hf_config.to_dict()
         self.scorer = TokenScorer(self.trainable.pipeline, self.trainable.models, settings, temperature=1.0)
-        preferences = rank.config.dpo
-        means = rank.config.trainer.stage == DPO and PREFERENCE_LOSSES[preferences.loss].traits.means
-        objective, of_rows = preference_objective(preferences), mean_rows if means else sum_rows
-        self.learner = AnswerLearner(self.trainable, self.scorer.log_probs, objective, of_rows)
+        objective = preference_objective(rank.config.dpo)
+        self.learner = AnswerLearner(self.trainable, self.scorer.log_probs, objective, sum_rows)
 
     @remote_method(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
     def update(self, batch: Batch) -> dict[str, float]:
@@ -68,7 +64,7 @@ class TunedPolicy(TrainedRole):
 
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def answer_log_probs(self, batch: Batch) -> Batch | None:
-        """`answer_scores`: sum or mean of the tokens' log-probs, as `dpo.loss` needs; None before the last stage."""
+        """`answer_scores`: the sum of the tokens' log-probs of each answer; None before the last stage."""
         return self.learner.scores(batch, self.score_cut)
 
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)

@@ -43,7 +43,7 @@ class Preferences:
         self.run, self.config = run, run.config.dpo
         self.policy = run.role(TunedPolicy)
         self.sets: dict[str, list[Any]] = {TRAIN: run.data.train, VAL: run.data.val}
-        if self.config.loss == "kto":
+        if "kto" in self.config.loss:
             longest = run.data.max_length
             self.sets |= {f"{name}{MISMATCHED}": mismatched(rows, longest) for name, rows in self.sets.items()}
         self.is_stored = run.config.needs_reference and not run.config.holds_reference
@@ -87,7 +87,7 @@ class Preferences:
 
     def baseline(self, name: str, numbers: Sequence[int]) -> float:
         """kto's baseline: the drift of the policy on answers to other prompts; 0 for other losses."""
-        if self.config.loss != "kto":
+        if "kto" not in self.config.loss:
             return 0.0
         batch = self.batch(f"{name}{MISMATCHED}", numbers)
         ours = self.policy.answer_log_probs(batch).get().flat("answer_scores")
@@ -99,7 +99,8 @@ class Preferences:
         batch = self.batch(VAL, numbers)
         ours = self.policy.answer_log_probs(batch).get().flat("answer_scores")
         shift = torch.tensor(self.baseline(VAL, numbers))
-        answers = Answers(ours, batch.flat("given"), batch.flat("labels"), num_answers(batch), shift)
+        lengths = answer_rows(batch).num_sampled
+        answers = Answers(ours, batch.flat("given"), batch.flat("labels"), num_answers(batch), shift, lengths)
         terms = preference_objective(self.config)(answers)
         means = {f"val/{name}": float(pair[0] / pair[1]) for name, pair in terms.metrics.items() if pair[1]}
         return {LOSS: float(terms.loss.mean())} | means

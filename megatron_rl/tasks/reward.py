@@ -15,7 +15,7 @@ from megatron_rl.config.roles import CRITIC
 from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.losses.objectives import reward_objective
 from megatron_rl.losses.terms import Answers
-from megatron_rl.records import Batch, num_answers
+from megatron_rl.records import Batch, answer_rows, num_answers
 from megatron_rl.roles.scorer import TrainedScorer
 from megatron_rl.tasks.calibration import draw_calibration
 from megatron_rl.tasks.finish import NUM_PARITY_ROWS, export_scorer, finish_task
@@ -50,7 +50,8 @@ def measured(run: TaskRun) -> dict[str, float]:
 def loss_metrics(config: TaskConfig, batch: Batch, scored: Batch) -> dict[str, float]:
     """`val/loss`, mean and standard deviation of the scores, and the metrics of the loss."""
     scores = scored.flat("answer_scores")
-    answers = Answers(scores, batch.flat("given"), batch.flat("labels"), num_answers(batch), torch.zeros(()))
+    lengths = answer_rows(batch).num_sampled
+    answers = Answers(scores, batch.flat("given"), batch.flat("labels"), num_answers(batch), torch.zeros(()), lengths)
     terms = reward_objective(config.reward_training)(answers)
     means = {f"val/{name}": float(pair[0] / pair[1]) for name, pair in terms.metrics.items() if pair[1]}
     statistics = statistics_of(scored)

@@ -5,8 +5,8 @@ are in one pass of one data-parallel rank. The loss is a sum over prompts, divid
 batch, so it does not matter in which pass or on which rank a prompt is. The numbers themselves are log-probs or scores
 of single rows, for which `test_layout_parity.py` derives it.
 
-Not exercised: IPO, SimPO, ORPO, KTO and regression in layouts: they differ from what is here after the numbers are
-there. Context parallelism, which `test_sft_parity.py` has for a loss of tokens.
+Not exercised: regression in layouts: it differs from what is here after the numbers are there. Context parallelism,
+which `test_sft_parity.py` has for a loss of tokens.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from test_layout_parity import often
 from tiny_models import save_qwen2, save_qwen3_moe, save_reward_model
 from torch.nn.functional import logsigmoid
 
+from megatron_rl.config.declarations import PREFERENCE_LOSSES
 from megatron_rl.config.tasks import DPO, REWARD
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
@@ -40,7 +41,9 @@ PAIRS = (2,) * 7
 RANKINGS = (3, 2, 4, 2, 2)
 ALONE = (1,) * 7
 BETA, BASELINE = 0.1, 0.3
-PREFERENCES = ("dpo", "ipo", "simpo", "orpo", "kto")
+PREFERENCES = tuple(PREFERENCE_LOSSES)
+SEVERAL = ("dpo", "sft", "apo_zero")
+WEIGHTS = (0.8, 1.5, 0.3)
 NAMES = {REWARD: "critic", DPO: "actor"}
 OF_TASK = {REWARD: ("all_pairs", RANKINGS), DPO: ("dpo", PAIRS)}
 PACKED = ("actor_rollout_ref__model__use_remove_padding", "critic__model__use_remove_padding")
@@ -63,16 +66,23 @@ def run_layout(
 ) -> list[dict]:
     """`one_update` on every rank; three prompts to a micro-batch unless told otherwise."""
     world_size, tp_size, pp_size = layout
-    keys = {"critic__model__path": path, "reward_training__loss": loss} if task == REWARD else {"dpo__loss": loss}
+    keys = {"critic__model__path": path, "reward_training__loss": loss} if task == REWARD else preference_keys(loss)
     config = task_config(path, task, tp_size, pp_size, **{**keys, **dict.fromkeys(ROWS, 3), **overrides})
     batch, baseline = answer_batch(sizes, task == REWARD), (BASELINE,) if loss == "kto" else ()
     return run_ranks(world_size, one_update, config, batch, len(batch), *baseline)
 
 
+def preference_keys(loss: str) -> dict:
+    """Of a loss, or of several with their weights."""
+    names = loss.split("+")
+    return {"dpo__loss": names, "dpo__loss_weights": None if len(names) == 1 else list(WEIGHTS)}
+
+
 @functools.cache
-def one_process(path: str, task: str) -> list[dict]:
-    """What the others are compared with."""
-    return run_layout(path, task, *OF_TASK[task], (1, 1, 1))
+def one_process(path: str, task: str, loss: str = "") -> list[dict]:
+    """What the others are compared with. loss: "" for the usual one."""
+    usual, sizes = OF_TASK[task]
+    return run_layout(path, task, loss or usual, ALONE if loss == "kto" else sizes, (1, 1, 1))
 
 
 def plain_scores(plain: PlainLoop, sizes: tuple[int, ...]) -> list[torch.Tensor]:
@@ -89,10 +99,23 @@ def plain_log_probs(plain: PlainLoop, sizes: tuple[int, ...], mean: bool) -> lis
 def plain_preference(loss: str, numbers: torch.Tensor, reference: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Of one prompt."""
     ratio = numbers - reference
+    better, worse = BETA * ratio[0], BETA * ratio[-1]
     if loss == "kto":
         return 1 - torch.sigmoid((2 * labels[0] - 1) * BETA * (ratio[0] - BASELINE))
-    if loss == "dpo":
-        return -logsigmoid(BETA * (ratio[0] - ratio[1]))
+    if loss in ("dpo", "robust"):  # without label smoothing
+        return -logsigmoid(better - worse)
+    if loss == "hinge":
+        return torch.clamp(1 - better + worse, min=0)
+    if loss == "apo_zero":
+        return 1 - torch.sigmoid(better) + torch.sigmoid(worse)
+    if loss == "apo_down":
+        return torch.sigmoid(better) + 1 - torch.sigmoid(better - worse)
+    if loss == "sppo_hard":
+        return (ratio[0] - 0.5 / BETA) ** 2 + (ratio[1] + 0.5 / BETA) ** 2
+    if loss == "nca_pair":
+        return -logsigmoid(better) - (logsigmoid(-better) + logsigmoid(-worse)) / 2
+    if loss == "sft":
+        return -numbers[0]
     if loss == "ipo":
         return (ratio[0] - ratio[1] - 1 / (2 * BETA)) ** 2
     if loss == "simpo":
@@ -122,16 +145,27 @@ def test_regression_equals_a_plain_loop(reward_path: str) -> None:
     assert_equals_plain(alone, plain, plain.step(loss), "critic", reward_path)
 
 
-@pytest.mark.parametrize("loss", often(PREFERENCES, ("dpo",)))
+@pytest.mark.parametrize("loss", often((*PREFERENCES, "+".join(SEVERAL)), ("dpo", "+".join(SEVERAL))))
 def test_preferences_equal_a_plain_loop(loss: str, policy_path: str) -> None:
     """Formulas written down here once more. Would not catch a formula misread in both places."""
-    sizes, is_mean = ALONE if loss == "kto" else PAIRS, loss in ("simpo", "orpo")
-    alone = run_layout(policy_path, DPO, loss, sizes, (1, 1, 1))
+    sizes, names = ALONE if loss == "kto" else PAIRS, loss.split("+")
+    alone = one_process(policy_path, DPO, loss)
     plain, batch = PlainLoop(policy_path), answer_batch(sizes, score_token=False)
-    numbers = plain_log_probs(plain, sizes, is_mean)
-    told = zip(numbers, batch["given"].unbind(), batch["labels"].unbind(), strict=True)
-    losses = [plain_preference(loss, *one) for one in told]
-    assert_equals_plain(alone, plain, plain.step(torch.stack(losses).mean()), "actor", policy_path)
+    total = torch.zeros(())
+    for name, weight in zip(names, (1.0,) if len(names) == 1 else WEIGHTS, strict=True):
+        numbers = plain_log_probs(plain, sizes, name in ("simpo", "orpo", "sft"))
+        told = zip(numbers, batch["given"].unbind(), batch["labels"].unbind(), strict=True)
+        total = total + weight * torch.stack([plain_preference(name, *one) for one in told]).mean()
+    assert_equals_plain(alone, plain, plain.step(total), "actor", policy_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("loss", [*(name for name in PREFERENCES if name != "dpo"), "+".join(SEVERAL)])
+def test_every_preference_loss_equals_one_process(loss: str, policy_path: str) -> None:
+    """On TP2xPP2 in several passes. Would not catch an error that one process shares, which the plain loop does."""
+    sizes, overrides = ALONE if loss == "kto" else PAIRS, dict.fromkeys(ROWS, 2)
+    found = run_layout(policy_path, DPO, loss, sizes, LAYOUTS["TP2xPP2"], **overrides)
+    assert_same(found, one_process(policy_path, DPO, loss), "actor", policy_path)
 
 
 CASES = [

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_rl.cli import app
+from megatron_rl.config.keys import put
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.task_config import for_task
@@ -106,14 +107,26 @@ def test_a_profiled_machine_reaches_its_measured_rate(config) -> None:
         ("reward", "critic.optim.lr=-1", "critic.optim.lr"),
         ("dpo", "dpo.beta=0", "dpo.beta"),
         ("dpo", "dpo.loss=ppo", "dpo.loss"),
+        ("dpo", "dpo.loss=[]", "dpo.loss"),
+        ("dpo", "dpo.loss=[dpo,dpo]", "dpo.loss"),
+        ("dpo", "dpo.loss=[dpo,kto]", "dpo.loss"),
+        ("dpo", "dpo.loss_weights=[1.0,2.0]", "dpo.loss_weights"),
+        ("dpo", "dpo.loss_weights=[0.0]", "dpo.loss_weights"),
+        ("dpo", "dpo.loss=robust dpo.label_smoothing=0.5", "dpo.label_smoothing"),
+        ("dpo", "dpo.loss=[sppo_hard,sft] dpo.f_divergence_type=forward_kl", "dpo.f_divergence_type"),
         ("sft", "data.truncation=middle", "data.truncation"),
     ],
 )
 def test_what_cannot_start_is_refused(config, task: str, override: str, key: str) -> None:
-    """With the key. Would not catch rows that are too long, which are found when files are read."""
+    """With the key, and what it offers can start. Would not catch rows that are too long, which are found when files
+    are read."""
     assert preflight(config(task), config_only=True) == []
-    problems = preflight(config(task, override), config_only=True)
+    broken = config(task, *override.split())
+    problems = preflight(broken, config_only=True)
     assert any(key in problem.settings for problem in problems), problems
+    for name, value in [pair for problem in problems for pair in problem.nearest.items()]:
+        put(broken, name, value)
+    assert preflight(broken, config_only=True) == []
 
 
 def test_one_fault_is_one_sentence(config) -> None:

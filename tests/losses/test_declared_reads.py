@@ -48,7 +48,8 @@ def answers_of(is_alone: bool) -> Answers:
     """Two prompts, with an answer each or with two and three."""
     sizes = torch.tensor([1, 1] if is_alone else [2, 3])
     number = int(sizes.sum())
-    return Answers(-drawn(1, number), -drawn(2, number), torch.arange(number) % 2.0, sizes, torch.tensor(0.1))
+    lengths = torch.arange(number) + 1
+    return Answers(-drawn(1, number), -drawn(2, number), torch.arange(number) % 2.0, sizes, torch.tensor(0.1), lengths)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,8 @@ def answers_of(is_alone: bool) -> Answers:
 )
 def test_losses_of_answers_depend_on_the_columns_that_they_declare(losses, config, objective) -> None:
     """Each column changed alone. Would not catch a column that only metrics read."""
-    for config.loss, declared in losses.items():
+    for name, declared in losses.items():
+        config.loss = [name] if losses is PREFERENCE_LOSSES else name
         answers = answers_of(declared.traits.alone)
         number = len(answers.numbers)
         changed = {"given": answers.given - drawn(3, number), "labels": 1 - answers.labels}
@@ -71,4 +73,4 @@ def test_losses_of_answers_depend_on_the_columns_that_they_declare(losses, confi
             for name, column in changed.items()
             if not objective(config)(replace(answers, **{name: column})).loss.equal(before)
         }
-        assert read == set(declared.traits.reads), config.loss
+        assert read == set(declared.traits.reads), name

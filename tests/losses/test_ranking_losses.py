@@ -23,7 +23,7 @@ rankings = st.lists(st.lists(st.tuples(number, st.floats(0, 2)), max_size=4), mi
 
 def loss_of(name: str, scores: torch.Tensor, sizes: torch.Tensor, given: torch.Tensor | None = None):
     none = torch.zeros_like(scores)
-    answers = Answers(scores, none if given is None else given, none, sizes, torch.zeros(()))
+    answers = Answers(scores, none if given is None else given, none, sizes, torch.zeros(()), sizes)
     return REWARD_MODEL_LOSSES[name].function(answers, RewardTrainingConfig(name, use_margins=given is not None))
 
 

@@ -27,6 +27,7 @@ from megatron_rl.ledger.planner.lora_rules import lora_problems
 from megatron_rl.ledger.planner.model_folder import STARTING_POINTS, ModelSizes, read_model_folder
 from megatron_rl.ledger.planner.option_rules import option_problems
 from megatron_rl.ledger.planner.pool_rules import countable_pools, pool_problems
+from megatron_rl.ledger.planner.preference_rules import preference_problems
 from megatron_rl.ledger.planner.pretraining_rules import pretraining_problems
 from megatron_rl.ledger.planner.replay_rules import replay_problems
 from megatron_rl.ledger.planner.resume_rules import resume_problems
@@ -106,6 +107,7 @@ def _task_problems(
     yield from lora_problems(config, models, config_only=config_only)
     yield from sharing_problems(config, pools)
     yield from task_length_problems(config, models)
+    yield from preference_problems(config)
     yield from resume_problems(config)
 
 

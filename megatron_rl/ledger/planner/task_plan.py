@@ -52,7 +52,7 @@ def task_time(config: TaskConfig, models: RunModels, hardware: Hardware, load: L
     if hardware.is_measured:
         # The rate was measured with passes like these; whatever else they take is in the overheads.
         load = replace(load, efficiency_share=1.0)
-    has_baseline = config.trainer.stage == DPO and config.dpo.loss == "kto"
+    has_baseline = config.trainer.stage == DPO and "kto" in config.dpo.loss
     for role in models.placement.megatron_roles:
         pool = models.pools[role.pool]
         estimator = estimator_of(pool, role, hardware, pool.grid.cp_size)
