@@ -40,6 +40,7 @@ def take_step(run: Run, step: int) -> dict[str, float]:
     batch = run.sampler.next(step)
     score(run.scorers, batch)
     metrics = run.algorithm.add_advantages(batch.rows, step) | update(run, batch.rows, step)
+    run.refresh_reference(step)
     run.sampler.load_weights(step)
     metrics |= run.describe(batch)
     return metrics | run.validation.after(step)

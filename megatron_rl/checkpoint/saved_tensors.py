@@ -20,6 +20,8 @@ WEIGHT = "weight"
 """The kind of the parameters themselves; other kinds are the optimizer's names for its state."""
 BIAS = "expert_bias"
 """The kind of the experts' selection biases, saved once training has changed them."""
+REFERENCE_WEIGHT = "reference"
+"""The kind of the reference's parameters, saved once they have moved to the policy's."""
 OPTIMIZER_PREFIX = "optimizer.state."
 
 

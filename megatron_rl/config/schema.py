@@ -34,10 +34,11 @@ from megatron_rl.config.correction import RolloutCorrectionConfig
 from megatron_rl.config.declarations import KL_ESTIMATES
 from megatron_rl.config.eight_bit_rollouts import EightBitRollouts
 from megatron_rl.config.lora import LoraConfig
-from megatron_rl.config.megatron import MegatronConfig, OptimConfig, follow_actor, follow_actor_in_all, follows
+from megatron_rl.config.megatron import MegatronConfig, OptimConfig, follow_actor, follows
 from megatron_rl.config.multi_turn import MultiTurnConfig
 from megatron_rl.config.pretraining import PretrainingConfig
 from megatron_rl.config.prompt_sampler_keys import PromptSamplerConfig
+from megatron_rl.config.reference_keys import RefConfig
 from megatron_rl.config.reward_keys import CustomRewardFunctionConfig, RewardModelConfig, ScoringModelConfig
 from megatron_rl.config.tasks import DPOConfig, RewardTrainingConfig, TaskDataConfig
 from megatron_rl.config.trainer import GLOBAL_POOL, MOST_RANKS, RANKS, TrainerConfig
@@ -305,17 +306,6 @@ class RolloutConfig(EightBitRollouts):
     """First steps of a run in which a larger difference is only a warning; null: 5 on GPUs, else 0."""
     val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
-
-
-@dataclass
-class RefConfig:
-    pool: str = "${actor_rollout_ref.actor.pool}"
-    """The pool whose ranks hold the frozen reference."""
-    log_prob_micro_batch_size_per_gpu: Size = follows("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu")
-    """Samples per forward pass of the frozen reference, where not dynamic."""
-    log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.rollout.log_prob_use_dynamic_bsz")
-    log_prob_max_token_len_per_gpu: PassTokens = follows("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu")
-    megatron: MegatronConfig = field(default_factory=follow_actor_in_all)
 
 
 @dataclass

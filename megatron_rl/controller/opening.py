@@ -13,7 +13,7 @@ from megatron_rl.cluster.heartbeat_monitor import STACKS_FILE, HeartbeatLimits
 from megatron_rl.cluster.hosting import Hosting, PoolOptions
 from megatron_rl.cluster.launcher import Launcher
 from megatron_rl.cluster.process_cluster import ProcessCluster, reserve_all
-from megatron_rl.config.roles import ROLLOUT, Placement
+from megatron_rl.config.roles import REFERENCE, ROLLOUT, Placement
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.trainer import LOCAL, TrainerConfig
 from megatron_rl.controller.checked_nodes import checks_nodes, rules_of
@@ -29,6 +29,7 @@ from megatron_rl.roles.host import RankHost
 from megatron_rl.roles.kinds import KINDS
 from megatron_rl.roles.preloaded import preloaded
 from megatron_rl.roles.rank import sequence_work
+from megatron_rl.roles.reference import Reference
 
 Kind = TypeVar("Kind")
 
@@ -103,6 +104,11 @@ class OpenRun:
     life: Lifecycle
     logger: RunLogger
     started: float
+
+    def refresh_reference(self, step: int) -> None:
+        """Move the reference to the policy if it is to follow and this step, whose update is over, is one of those."""
+        if self.config.actor_rollout_ref.ref.is_refreshed_after(step):
+            self.pools.handle(REFERENCE, Reference).refresh().get()
 
 
 @dataclass(frozen=True)

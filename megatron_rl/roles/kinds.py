@@ -25,15 +25,14 @@ from megatron_rl.roles.rollout import Rollout
 from megatron_rl.roles.scorer import TrainedScorer
 from megatron_rl.roles.tuned import TunedPolicy
 
-MODEL_KINDS: dict[str, type[Actor | Reference | Critic | RewardModel | TunedPolicy | TrainedScorer]] = {
+MODEL_KINDS: dict[str, type[Actor | Critic | RewardModel | TunedPolicy | TrainedScorer]] = {
     ACTOR: Actor,
-    REFERENCE: Reference,
     CRITIC: Critic,
     REWARD_MODEL: RewardModel,
     TUNED: TunedPolicy,
     SCORER: TrainedScorer,
 }
-KINDS: dict[str, type[Role]] = {**MODEL_KINDS, ROLLOUT: Rollout}
+KINDS: dict[str, type[Role]] = {**MODEL_KINDS, REFERENCE: Reference, ROLLOUT: Rollout}
 """Kind -> class."""
 
 
@@ -43,4 +42,6 @@ def build_role(spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], bridg
         return Rollout(spec, rank, neighbours, bridge)
     if spec.base_of is not None:
         return BaseReference(spec, rank, neighbours)
+    if spec.kind == REFERENCE:
+        return Reference(spec, rank, neighbours)
     return MODEL_KINDS[spec.kind](spec, rank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
-from megatron_rl.config.roles import RoleSpec
+from megatron_rl.config.roles import ACTOR, RoleSpec
 from megatron_rl.dispatch import Dispatch, Stop, remote_method
 from megatron_rl.records import Batch
 from megatron_rl.roles.rank import Rank
@@ -20,9 +20,10 @@ def made_column(spec: RoleSpec) -> str:
 
 
 class Reference(FrozenRole):
-    """Scores tokens as the policy did before training."""
+    """Scores tokens as the policy did before training, or when this reference last moved to it."""
 
-    def __init__(self, spec: RoleSpec, rank: Rank) -> None:
+    def __init__(self, spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role]) -> None:
+        """neighbours: the roles of this rank, with the policy if the reference may move to it."""
         from megatron_rl.roles.token_scorer import TokenScorer
 
         self.column, source = made_column(spec), rank.source(spec)
@@ -30,11 +31,27 @@ class Reference(FrozenRole):
         self.scorer = TokenScorer(
             self.pipeline, self.pipeline.chunks, source.hf_config.to_dict(), rank.config.temperature
         )
+        if spec.settings.sync_ref_model:
+            self._follow(cast(TrainedRole, neighbours[ACTOR]))
+
+    def _follow(self, policy: TrainedRole) -> None:
+        """Become part of the policy's checkpoint, and able to move to the policy."""
+        from megatron_rl.roles.model_source import named_parameters
+        from megatron_rl.roles.reference_refresh import ReferenceRefresh
+
+        ours, theirs = named_parameters(self.pipeline.chunks), named_parameters(policy.trainable.models)
+        self.following = ReferenceRefresh(ours, theirs, self.spec.settings.ref_model_mixup_alpha)
+        policy.checkpoint.reference = self.following
 
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def log_probs(self, batch: Batch) -> Batch | None:
         """The log-prob of each sampled token, in the column of the role's row; None before the last stage."""
         return self.scorer.score(self.column, batch, self.cut)
+
+    @remote_method(Dispatch.ONE_TO_ALL, stop=Stop.NEVER_AFTER)
+    def refresh(self) -> None:
+        """Move to the policy by `ref_model_mixup_alpha`; only with `sync_ref_model`."""
+        self.following.refresh()
 
 
 class BaseReference(Role):

@@ -19,6 +19,7 @@ from megatron_rl.parallel.sharding import Place
 from megatron_rl.records import RoleState
 from megatron_rl.roles.expert_bias import ExpertBias
 from megatron_rl.roles.model_source import named_parameters
+from megatron_rl.roles.reference_refresh import ReferenceRefresh
 from megatron_rl.roles.training import TrainableModel
 
 
@@ -35,6 +36,8 @@ class RoleCheckpoint:
         self.place = place
         self.bias: ExpertBias | None = None
         """The experts' selection biases, for models that have them."""
+        self.reference: ReferenceRefresh | None = None
+        """The policy's reference, if it may follow the policy."""
 
     def save(self, folder: Path, writer: CheckpointWriter, beside_training: bool) -> RoleState:
         """Write to `folder`, which exists and is empty; complete when `writer.finish` returns True."""
@@ -44,6 +47,8 @@ class RoleCheckpoint:
         tensors = sharded_state(runs, self.specs, self.place)
         if self.bias is not None and self.bias.has_moved and self.bias.writes:
             tensors |= sharded_state(self.bias.runs(), self.bias.specs, self.place)
+        if self.reference is not None and self.reference.has_moved:
+            tensors |= sharded_state(self.reference.runs_like(runs), self.specs, self.place)
         writer.save(tensors, folder, beside_training)
         return self.state
 
@@ -56,6 +61,10 @@ class RoleCheckpoint:
         if self.bias is not None and self.bias.is_in(SavedTensors(folder).names):
             tensors |= sharded_state(self.bias.runs(), self.bias.specs, self.place)
             self.bias.has_moved = True
+        if self.reference is not None and self.reference.is_in(SavedTensors(folder).names, self.specs):
+            weights = self.reference.runs_like(self._weight_runs())
+            tensors |= sharded_state(weights, self.specs, self.place)
+            self.reference.has_moved = True
         read(tensors, folder)
         self.trainable.continue_from(state.num_updates, state.adam_step)
         self.trainable.loss_scaling.set(state.loss_scale, state.good_steps)

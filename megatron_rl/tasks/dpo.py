@@ -30,6 +30,7 @@ def dpo(config: TaskConfig, local: bool = False) -> dict[str, Any]:
             batch, baseline = preferences.batch(TRAIN, numbers), preferences.baseline(TRAIN, numbers)
             updated = policy.update_preferences(batch, len(batch), baseline)
             metrics = run.logger.update_metrics(ACTOR, [updated])
+            run.refresh_reference(step)
             metrics |= run.describe(batch.flat("input_ids").numel())
             run.logger.log(metrics | run.held_out.after(step), step)
         rows = answer_rows(preference_batch(run.data.val[:NUM_PARITY_ROWS])).read_by(SCORING)

@@ -68,6 +68,8 @@ def measured(config, folder: Path) -> tuple[int, dict[str, int], dict[str, dict[
         with StorageMeter(owned, lambda: fixed) as meter:
             worker.run(role, method, tuple(arguments), {})
         peaks[worker.roles[role].spec.phases[label]] = meter.peak
+    if config.actor_rollout_ref.ref.sync_ref_model:
+        worker.run("reference", "refresh", (), {})
     (folder / name).mkdir(parents=True, exist_ok=True)
     with StorageMeter(owned, lambda: fixed) as meter:
         worker.begin_save(folder)
@@ -86,6 +88,7 @@ CASES = {
     "reward, DP2, by tokens": (REWARD, 2, 1, 1, {f"critic__{key}": value for key, value in BY_TOKENS.items()}),
     "dpo, PP2, padded": (DPO, 2, 1, 2, PADDED),
     "dpo on the fly, DP2": (DPO, 2, 1, 1, FLY),
+    "dpo that follows, DP2": (DPO, 2, 1, 1, FLY | {"actor_rollout_ref__ref__sync_ref_model": True}),
 }
 
 

@@ -19,8 +19,14 @@ SHORT = (
     "trainer.save_freq=2",
 )
 STAGES = {"sft": "sft", "reward": "pairs", "dpo": "pairs", "dpo on the fly": "pairs", "kto": "labels"}
+STAGES |= {"dpo that follows": "pairs"}
 """What is run -> the files that it reads."""
-KEYS = {"dpo on the fly": ("dpo.reference=on_the_fly",), "kto": ("dpo.loss=kto",)}
+FOLLOWS = tuple(f"actor_rollout_ref.ref.{key}" for key in ("sync_ref_model=true", "ref_model_sync_steps=2"))
+KEYS = {
+    "dpo on the fly": ("dpo.reference=on_the_fly",),
+    "dpo that follows": ("dpo.reference=on_the_fly", "dpo.loss=[apo_zero,sft]", "dpo.loss_weights=[1.0,0.2]", *FOLLOWS),
+    "kto": ("dpo.loss=kto",),
+}
 
 
 def write_files(folder: Path) -> Path:
@@ -48,7 +54,7 @@ def keys_of(files: Path, stage: str) -> tuple[str, ...]:
 
 def command_of(stage: str) -> str:
     """The command that runs it."""
-    return {"dpo on the fly": "dpo", "kto": "dpo"}.get(stage, stage)
+    return {"dpo on the fly": "dpo", "dpo that follows": "dpo", "kto": "dpo"}.get(stage, stage)
 
 
 def weights_apart(run: CommandLine | RecordedRun, other: CommandLine | RecordedRun) -> float:

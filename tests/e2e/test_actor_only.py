@@ -63,6 +63,23 @@ def test_saves_and_goes_on(command_line) -> None:
 
 
 @pytest.mark.exhaustive
+def test_a_reference_that_follows_goes_on(command_line) -> None:
+    """It becomes the policy after step 2, where the run is saved: no KL in step 3, and two steps and two more are four,
+    bit for bit. Would not catch a share below 1, which tests/dist have."""
+    ref = "actor_rollout_ref.ref"
+    follows = (f"{ref}.sync_ref_model=true", f"{ref}.ref_model_mixup_alpha=1.0", f"{ref}.ref_model_sync_steps=2")
+    grpo = ("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=true", f"{ACTOR}.optim.lr=1e-3")
+    keys = (*SHORT, *LOCAL, *follows, *grpo, "trainer.save_freq=2", "trainer.test_freq=2")
+    first, whole = (command_line(*keys, f"trainer.total_training_steps={steps}") for steps in (2, 4))
+    assert first.wait() == 0, first.text()
+    second = command_line(*keys, "trainer.total_training_steps=4", folder=first.folder)
+    assert second.wait() == 0 == whole.wait(), second.text() + whole.text()
+    assert metrics(second) == metrics(whole)
+    kl = {step: abs(logged["actor/reward_kl_penalty"]) for step, logged in metrics(whole).items()}
+    assert max(kl[1], kl[3]) < 1e-5 < 1e-4 < min(kl[2], kl[4]), kl
+
+
+@pytest.mark.exhaustive
 def test_one_update_a_step_needs_no_pass_for_old_log_probs(command_line) -> None:
     """GRPO with a KL in the loss, with the pass and without: every metric that both have, and the weights, bit for bit.
 

@@ -29,6 +29,9 @@ LARGE = (
     f"{ACTOR}.megatron.pipeline_model_parallel_size=4",
     f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",
 )
+SYNC_KEY, KL = "actor_rollout_ref.ref.sync_ref_model", "actor_rollout_ref.actor.use_kl_loss=true"
+SYNC = f"{SYNC_KEY}=true"
+OTHER = "pools.other.n_gpus_per_node=8 pools.other.nnodes=8 critic.pool=other actor_rollout_ref.ref.pool=other"
 
 
 @pytest.fixture
@@ -114,6 +117,12 @@ def test_a_profiled_machine_reaches_its_measured_rate(config) -> None:
         ("dpo", "dpo.loss_weights=[0.0]", "dpo.loss_weights"),
         ("dpo", "dpo.loss=robust dpo.label_smoothing=0.5", "dpo.label_smoothing"),
         ("dpo", "dpo.loss=[sppo_hard,sft] dpo.f_divergence_type=forward_kl", "dpo.f_divergence_type"),
+        ("dpo", SYNC, SYNC_KEY),
+        ("dpo", f"{SYNC} dpo.loss=simpo", SYNC_KEY),
+        ("dpo", f"{SYNC} actor_rollout_ref.model.lora.rank=8 dpo.reference=on_the_fly", SYNC_KEY),
+        ("ppo", f"{SYNC} algorithm.use_kl_in_reward=false", SYNC_KEY),
+        ("ppo", f"{SYNC} actor_rollout_ref.model.lora.rank=8 {KL}", SYNC_KEY),
+        ("ppo", f"{SYNC} {KL} {OTHER}", SYNC_KEY),
         ("sft", "data.truncation=middle", "data.truncation"),
     ],
 )

@@ -29,6 +29,7 @@ from megatron_rl.ledger.planner.option_rules import option_problems
 from megatron_rl.ledger.planner.pool_rules import countable_pools, pool_problems
 from megatron_rl.ledger.planner.preference_rules import preference_problems
 from megatron_rl.ledger.planner.pretraining_rules import pretraining_problems
+from megatron_rl.ledger.planner.reference_rules import refresh_problems
 from megatron_rl.ledger.planner.replay_rules import replay_problems
 from megatron_rl.ledger.planner.resume_rules import resume_problems
 from megatron_rl.ledger.planner.vocabulary import reading_problems
@@ -88,6 +89,7 @@ def _violations(
             *length_problems(config, models),
             *cache_problems(config, models),
             *pretraining_problems(config, models, config_only=config_only),
+            *refresh_problems(config),
             *resume_problems(config),
         ],
         followed_keys(config),
@@ -108,6 +110,7 @@ def _task_problems(
     yield from sharing_problems(config, pools)
     yield from task_length_problems(config, models)
     yield from preference_problems(config)
+    yield from refresh_problems(config)
     yield from resume_problems(config)
 
 

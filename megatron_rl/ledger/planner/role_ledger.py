@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_rl.config.megatron import FP8_RECIPES
-from megatron_rl.config.roles import PassSpec, RoleSpec
+from megatron_rl.config.roles import ACTOR, PassSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.ledger.planner.activations import CHUNKS_BACKWARD, CHUNKS_FORWARD, MeanLayer, Recompute, in_flight
 from megatron_rl.ledger.planner.adapter_costs import AdapterCosts
+from megatron_rl.ledger.planner.reference_rules import follows_policy
 from megatron_rl.ledger.planner.weights import ModelParams, TrainedWeights, bucket_numel
 from megatron_rl.model.chunks import chunk_tokens
 from megatron_rl.model.families import HEAD, Model, is_in_eight_bits
@@ -186,17 +187,20 @@ class RoleLedger:
         """Return the bytes of the copies that a save keeps until they are written.
 
         From a GPU they go to host memory, which does not count. On a CPU megatron-core copies slices of larger
-        tensors: all weights, and moments of several segments. An asynchronous save copies the other moments as well.
+        tensors: all weights, and, of several segments, moments and what a reference has that follows. An asynchronous
+        save copies those of one segment as well.
         """
         if self.config.trainer.device != "cpu" or not self.role.is_trained:
             return 0
         copied, is_async, specs = 0, self.role.settings.checkpoint.async_save, self.weights.params.specs
         masters = FP32 if is_async and self.element != FP32 else 0
+        follows = self.role.name == ACTOR and follows_policy(self.config)
+        reference = self.element if follows else 0
         for buffer in self.weights.buffers(pp_rank):
             copies = [
                 numel for name, numel in buffer.numels.items() if is_async or len(specs[name].tensor.segments) > 1
             ]
-            moments = sum(copies) * 2 * FP32
+            moments = sum(copies) * (2 * FP32 + reference)
             copied += (buffer.num_params * (self.element + masters) + moments) // self.weights.shares[buffer.is_expert]
         return copied
 

@@ -1,0 +1,35 @@
+"""Keys of the reference, `actor_rollout_ref.ref`: where it is, how it scores, and whether it follows the policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from annotated_types import Gt, Le
+
+from megatron_rl.config.constraints import PassTokens, Size
+from megatron_rl.config.megatron import MegatronConfig, follow_actor_in_all, follows
+
+
+@dataclass
+class RefConfig:
+    """The reference of a KL, and of `dpo.reference=on_the_fly`."""
+
+    pool: str = "${actor_rollout_ref.actor.pool}"
+    """The pool whose ranks hold the frozen reference."""
+    log_prob_micro_batch_size_per_gpu: Size = follows("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu")
+    """Samples per forward pass of the frozen reference, where not dynamic."""
+    log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.rollout.log_prob_use_dynamic_bsz")
+    log_prob_max_token_len_per_gpu: PassTokens = follows("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu")
+    sync_ref_model: bool = False
+    """TR-DPO: after every ref_model_sync_steps steps the reference becomes a * policy + (1 - a) * reference, a =
+    ref_model_mixup_alpha."""
+    ref_model_mixup_alpha: Annotated[float, Gt(0), Le(1)] = 0.6
+    """sync_ref_model: the policy's share; 1: the reference becomes the policy."""
+    ref_model_sync_steps: Size = 512
+    """sync_ref_model: steps from one refresh to the next."""
+    megatron: MegatronConfig = field(default_factory=follow_actor_in_all)
+
+    def is_refreshed_after(self, step: int) -> bool:
+        """Whether the reference moves to the policy once this step is taken."""
+        return self.sync_ref_model and step % self.ref_model_sync_steps == 0

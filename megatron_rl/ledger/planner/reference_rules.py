@@ -1,0 +1,56 @@
+"""Rules of a reference that follows its policy: it needs weights of its own, beside the policy's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from megatron_rl.config.keys import REF
+from megatron_rl.config.roles import REFERENCE, RoleSpec, roles_of
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.task_config import TaskConfig
+from megatron_rl.config.tasks import DPO, PPO
+from megatron_rl.errors import Violation
+
+SYNC = f"{REF}.sync_ref_model"
+BIAS = "moe_router_enable_expert_bias"
+
+
+def follows_policy(config: RunConfig) -> bool:
+    """Whether a run has a reference that moves to its policy."""
+    return config.actor_rollout_ref.ref.sync_ref_model and any(role.kind == REFERENCE for role in roles_of(config))
+
+
+def refresh_problems(config: RunConfig) -> Iterable[Violation]:
+    """Every violation of `sync_ref_model`; none for a task that compares with no reference at all."""
+    if not config.actor_rollout_ref.ref.sync_ref_model or config.trainer.stage not in (PPO, DPO):
+        return
+    roles = {role.kind: role for role in roles_of(config)}
+    broken = _broken_rule(config, roles.get(REFERENCE), config.actor_rollout_ref.actor.pool)
+    if broken is not None:
+        rule, nearest, hint = broken
+        yield Violation({SYNC: True}, rule, nearest, hint)
+
+
+def _broken_rule(
+    config: RunConfig, reference: RoleSpec | None, actor_pool: str
+) -> tuple[str, dict[str, Any], str] | None:
+    """(the rule, the nearest choice, a hint) of the first that is broken."""
+    off = {SYNC: False}
+    if config.actor_rollout_ref.model.lora.rank > 0:
+        rule = "must be false with adapters: the reference is the actor without them, which never changes"
+        return rule, off, "actor_rollout_ref.model.lora.rank=0 trains the weights themselves"
+    if reference is None and isinstance(config, TaskConfig) and config.needs_reference:
+        rule = (
+            f"needs the reference's weights, and dpo.reference={config.dpo.reference} keeps its first log-probs alone"
+        )
+        return rule, {"dpo.reference": "on_the_fly"}, ""
+    if reference is None:
+        return "has no reference to move: nothing is compared with one", off, ""
+    if reference.pool != actor_pool:
+        rule = f"needs {REF}.pool={actor_pool}: the reference takes the actor's weights where they are"
+        return rule, {f"{REF}.pool": actor_pool}, ""
+    if getattr(config.actor_rollout_ref.actor.megatron.override_transformer_config, BIAS):
+        rule = f"must be false with {BIAS}=true: the biases of the actor's experts move, and the reference's do not"
+        return rule, off, ""
+    return None

@@ -1,0 +1,53 @@
+"""A reference that follows its policy: now and then it becomes a * policy + (1 - a) * reference.
+
+TR-DPO: Gorbatovski et al., arXiv:2404.09656. Both roles are on the same grid, so a rank has the same elements of both:
+nothing is sent. The moved reference is part of the policy's checkpoint, in whose runs it is written, so that every
+element is written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from megatron_rl.checkpoint.saved_tensors import REFERENCE_WEIGHT, WEIGHT, checkpoint_key
+from megatron_rl.checkpoint.sharded_state import FlatRun
+from megatron_rl.model.families import ParamSpec
+
+
+class ReferenceRefresh:
+    """The parameters of a reference and of its policy on one rank, both by global Megatron names.
+
+    has_moved: the reference is no longer the model of its folder. Raises ValueError if the two have other parameters.
+    """
+
+    def __init__(self, reference: Mapping[str, Tensor], policy: Mapping[str, Tensor], alpha: float) -> None:
+        shapes = [{name: tensor.shape for name, tensor in model.items()} for model in (reference, policy)]
+        if shapes[0] != shapes[1]:
+            others = sorted(shapes[0].items() ^ shapes[1].items())
+            raise ValueError(f"reference and policy are cut or built in other ways, as {others[0][0]} is")
+        self._reference, self._policy, self.alpha = reference, policy, alpha
+        self.has_moved = False
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Move the reference, in place."""
+        self.has_moved = True
+        for name, tensor in self._reference.items():
+            tensor.lerp_(self._policy[name].to(tensor.dtype), self.alpha)
+
+    # In the policy's checkpoint
+
+    def runs_like(self, runs: Iterable[FlatRun]) -> Iterator[FlatRun]:
+        """The reference's elements where these runs have the policy's weights."""
+        for run in runs:
+            if run.kind == WEIGHT:
+                elements = self._reference[run.name].detach().view(-1)[run.start : run.start + len(run.data)]
+                yield FlatRun(run.name, REFERENCE_WEIGHT, run.start, elements)
+
+    def is_in(self, names: Collection[str], specs: Mapping[str, ParamSpec]) -> bool:
+        """Whether a checkpoint with tensors of these names holds a moved reference. specs: of all parameters."""
+        there = set(names)
+        return all(checkpoint_key(spec, 0, REFERENCE_WEIGHT) in there for spec in specs.values())

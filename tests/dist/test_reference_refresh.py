@@ -1,0 +1,121 @@
+"""A reference that follows its policy: what it becomes, and that a checkpoint has it, for every layout.
+
+Why bit for bit: the reference is written and read without arithmetic, as the policy is, and a refresh is a function of
+the two. Not exercised: when a run refreshes, which tests/e2e/test_stage_runs.py resumes.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from task_cases import answer_batch, task_config
+from test_layout_parity import whole_weights
+from test_resumed_roles import start_saving
+from tiny_models import save_qwen3_moe
+
+from megatron_rl.checkpoint.saved_tensors import SavedTensors
+from megatron_rl.columns import SCORING
+from megatron_rl.config.tasks import DPO
+from megatron_rl.records import answer_rows
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+PROMPTS = (2,) * 6
+BF16 = {"actor_rollout_ref__actor__megatron__dtype": "bfloat16"}
+EP2 = {"actor_rollout_ref__actor__megatron__expert_model_parallel_size": 2}
+SPLIT = EP2 | {
+    "actor_rollout_ref__actor__megatron__sequence_parallel": True,
+    "actor_rollout_ref__actor__megatron__expert_tensor_parallel_size": 1,
+}
+
+
+def config_of(path: str, tp_size: int, pp_size: int, alpha: float = 0.25, **keys):
+    followed = {"actor_rollout_ref__ref__sync_ref_model": True, "actor_rollout_ref__ref__ref_model_mixup_alpha": alpha}
+    return task_config(path, DPO, tp_size, pp_size, dpo__reference="on_the_fly", **followed, **keys)
+
+
+def refreshed(config, num_refreshes: int, source: Path | None = None, target: Path | None = None) -> dict:
+    """Load `source`, take an update and a refresh so often, save to `target`: what one rank then knows.
+
+    mixed: whether each refresh gave just the mixture of what there was before. apart: whether the two roles differ.
+    """
+    from megatron_rl.roles.host import RankHost
+    from megatron_rl.roles.model_source import named_parameters
+
+    worker = RankHost(config)
+    worker.build("actor")
+    worker.build("reference")
+    policy, reference, where = worker.roles["actor"], worker.roles["reference"], worker.coordinates()
+    weights = {
+        "policy": named_parameters(policy.trainable.models),
+        "reference": named_parameters(reference.pipeline.chunks),
+    }
+
+    def held(role: str) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in weights[role].items()}
+
+    if source is not None:
+        states = pickle.loads((source / "states.pickle").read_bytes())
+        policy.checkpoint.load(source / "actor", states["actor"])
+    rows = torch.arange(len(PROMPTS)).tensor_split(where.dp_size)[where.dp_rank]
+    mine = answer_batch(PROMPTS, score_token=False)[rows]
+    mixed, alpha = [], config.actor_rollout_ref.ref.ref_model_mixup_alpha
+    for _ in range(num_refreshes):
+        worker.run("actor", "update_preferences", (mine, len(PROMPTS)), {})
+        before, now = held("reference"), held("policy")
+        worker.run("reference", "refresh", (), {})
+        mixed += [torch.equal(weights["reference"][name], before[name].lerp(now[name], alpha)) for name in now]
+    if target is not None:
+        assert start_saving(worker, target).finish(wait=True)
+    scores = reference.log_probs(answer_rows(mine).read_by(SCORING)), policy.base_log_probs(mine)
+    return {
+        "where": where,
+        "place": policy.source.place,
+        "mixed": all(mixed),
+        "apart": any(not torch.equal(held("policy")[name], tensor) for name, tensor in held("reference").items()),
+        "scores": [None if one is None else one.flat(one.names[0]).sum() for one in scores],
+        "actor_weights": held("reference"),  # the policy's names
+    }
+
+
+@pytest.mark.parametrize(
+    ("layout", "keys"),
+    [((2, 1, 1), EP2 | BF16), pytest.param((4, 2, 2), SPLIT, marks=pytest.mark.exhaustive)],
+    ids=["DP2xEP2-bf16", "TP2xPP2xEP2"],
+)
+def test_a_moved_reference_is_in_the_checkpoint(layout, keys, tmp_path: Path) -> None:
+    """Two refreshes, each the mixture to the last bit; then one process, and the same layout, begin with just that.
+
+    Experts, and a head tied to the embedding that the last stage holds. Would not catch a reference that is not asked.
+    """
+    path, saved = save_qwen3_moe(tmp_path, tie_word_embeddings=True), tmp_path / "saved"
+    world_size, *cut = layout
+    whole = run_ranks(world_size, refreshed, config_of(path, *cut, **keys), 2, None, saved)
+    assert all(rank["mixed"] for rank in whole)
+    tensors, expected = SavedTensors(saved / "actor"), whole_weights(whole, "actor", path)
+    assert {f"optimizer.state.reference.{name}" for name in tensors.weights} <= set(tensors.names)
+    assert all(rank["apart"] for rank in whole)
+    dtype = {key: value for key, value in keys.items() if key in BF16}
+    for ranks, config in ((1, config_of(path, 1, 1, **dtype)), (world_size, config_of(path, *cut, **keys))):
+        found = whole_weights(run_ranks(ranks, refreshed, config, 0, saved), "actor", path)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_the_whole_share_makes_the_reference_the_policy(tmp_path: Path) -> None:
+    """a = 1: the same log-probs; a checkpoint before the first refresh has no reference, which then is the folder's.
+
+    Would not catch another order of update and refresh.
+    """
+    path = save_qwen3_moe(tmp_path)
+    (one,) = run_ranks(1, refreshed, config_of(path, 1, 1, alpha=1.0), 1)
+    reference, policy = one["scores"]
+    assert one["mixed"] and reference.item() == pytest.approx(policy.item(), rel=1e-6)
+    (fresh,) = run_ranks(1, refreshed, config_of(path, 1, 1), 0, None, tmp_path / "saved")
+    assert not any("reference" in name for name in SavedTensors(tmp_path / "saved" / "actor").names)
+    (again,) = run_ranks(1, refreshed, config_of(path, 1, 1), 0, tmp_path / "saved")
+    assert again["scores"][0] == fresh["scores"][0]
