@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -53,16 +54,16 @@ def saved_model(checkpoint: Path, role: str, base: Path | None = None) -> Stored
     is_critic = role == "critic"
     specs = value_param_map(family, shape) if is_critic else param_map(family, shape)
     tensors = {tensor.name: tensor for tensor in hf_tensors(specs)}
-    reader = _Reader(SavedTensors(checkpoint / role))
-    dtype = reader.saved.dtype(reader.saved.weights[0])
-    read_tensor: Callable[[HFTensor], torch.Tensor] = reader.read
-    if base is not None or holds_adapters(reader.saved):
+    saved = SavedTensors(checkpoint / role)
+    dtype = saved.dtype(saved.weights[0])
+    read_tensor: Callable[[HFTensor], torch.Tensor] = partial(_read, saved)
+    if base is not None or holds_adapters(saved):
         adapters = SavedAdapters.open(checkpoint, role, base)
         read_tensor = adapters.merged
     constants = read_constants(constant_map(family, shape).values(), source, torch.device("cpu"), dtype=None)
     biases = {name: f"{OPTIMIZER_PREFIX}{BIAS}.{name}" for name in constants}
-    if set(biases.values()) <= set(reader.saved.names):
-        constants = {name: reader.saved.read([key])[key] for name, key in biases.items()}
+    if set(biases.values()) <= set(saved.names):
+        constants = {name: saved.read([key])[key] for name, key in biases.items()}
 
     def read(name: str) -> torch.Tensor:
         return constants[name] if name in constants else read_tensor(tensors[name])
@@ -75,6 +76,11 @@ def saved_model(checkpoint: Path, role: str, base: Path | None = None) -> Stored
         dict.fromkeys(tensors, dtype) | {name: tensor.dtype for name, tensor in constants.items()},
         read,
     )
+
+
+def _read(saved: SavedTensors, tensor: HFTensor) -> torch.Tensor:
+    whole = saved.kept(checkpoint_key(tensor.spec, tensor.segment))
+    return whole if tensor.expert is None else whole[tensor.expert].clone()
 
 
 def export_saved(checkpoint: Path, role: str, target: Path, base: Path | None = None) -> None:
@@ -123,17 +129,3 @@ def storing_folder(target: Path) -> Iterator[None]:
                 yield
         except StorageError as error:
             raise StorageError(f"{target} could not be written: {error}") from error
-
-
-class _Reader:
-    """Reads stacked experts once for all experts of a layer."""
-
-    def __init__(self, saved: SavedTensors) -> None:
-        self.saved = saved
-        self._key, self._tensor = "", torch.empty(0)
-
-    def read(self, tensor: HFTensor) -> torch.Tensor:
-        key = checkpoint_key(tensor.spec, tensor.segment)
-        if key != self._key:
-            self._key, self._tensor = key, self.saved.read([key])[key]
-        return self._tensor if tensor.expert is None else self._tensor[tensor.expert].clone()

@@ -1,6 +1,6 @@
 """Weights with their adapters merged in, W + scale B A: computed in float32, rounded once, one matrix at a time.
 
-Legend: r rows of A.
+Legend: r rows of A, E experts of a stack.
 """
 
 from __future__ import annotations
@@ -18,14 +18,25 @@ Rows = tuple[slice, ...]
 """Where a product goes in a weight."""
 
 
-def merged(weight: Tensor, products: Iterable[tuple[Rows, Tensor, Tensor]], scale: float) -> Tensor:
-    """A new tensor like `weight` [out, in], which is not written: each product of B [o, r] and A [r, i] is added at its
-    place, which is [o, i] large.
+def merged(
+    weight: Tensor, products: Iterable[tuple[Rows, Tensor, Tensor]], scale: float, out: Tensor | None = None
+) -> Tensor:
+    """A tensor like `weight` [out, in], which is not written: each product of B [o, r] and A [r, i] is added at its
+    place, which is [o, i] large. All may be stacks [E, ...], of which one matrix at a time is in float32.
+
+    out: where it goes; None: a new one.
     """
+    out = torch.empty_like(weight) if out is None else out
+    if weight.dim() == 3:
+        products = list(products)
+        for expert, matrix in enumerate(weight):
+            own = [(rows[1:], lora_a[expert], lora_b[expert]) for rows, lora_a, lora_b in products]
+            merged(matrix, own, scale, out[expert])
+        return out
     whole = weight.detach().to(torch.float32, copy=True)
     for rows, lora_a, lora_b in products:
         whole[rows].addmm_(lora_b.detach().float(), lora_a.detach().float(), alpha=scale)
-    return whole.to(weight.dtype)
+    return out.copy_(whole)
 
 
 class MergedParameters:
@@ -54,17 +65,14 @@ class MergedParameters:
             return self.parameters[name].detach()
         if self._last is None or self._last[0] != name:
             self._last = None  # before the next one is made
-            self._last = (name, self._merged(name))
+            self._last = (name, self.write(name))
         return self._last[1]
 
-    def forget(self) -> None:
-        """Drop the last one."""
-        self._last = None
-
-    def _merged(self, name: str) -> Tensor:
+    def write(self, name: str, out: Tensor | None = None) -> Tensor:
+        """Merge one that has adapters into `out`, or into a new tensor."""
         parts = shard_of(self.specs[name].tensor, self.place).parts
         products = [
             (parts[number].index, self.parameters[name_a], self.parameters[name_b])
             for number, (name_a, name_b) in self.pairs[name].items()
         ]
-        return merged(self.parameters[name], products, self.scale)
+        return merged(self.parameters[name].detach(), products, self.scale, out)

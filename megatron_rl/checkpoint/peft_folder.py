@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
+from megatron_rl.checkpoint.hf_tensors import hf_tensors, pieces
 from megatron_rl.checkpoint.identity import WEIGHTS as DIGEST
 from megatron_rl.checkpoint.identity import folder_digest
 from megatron_rl.config.lora import LINEARS, LoraConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import ParamSpec
 from megatron_rl.model.families.adapter_params import LORA_A, LORA_B, PEFT_PREFIX
-from megatron_rl.parallel.sharding import Place, box_index, shard_of
+from megatron_rl.parallel.sharding import Place
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE = "base_model.json"
@@ -117,12 +119,15 @@ class PeftFolder:
                 f"{here}; nearest: the folder that they were trained on, or without {BASE} if that is meant"
             )
 
+    @cached_property
+    def _file(self) -> Any:
+        return safe_open(self.path / WEIGHTS, "pt")
+
     def read(self, name: str, rows: int, columns: int) -> torch.Tensor:
         """One tensor [rows, columns]. Raises ConfigError if it is missing, misshapen or not finite."""
         if name not in self.names:
             raise ConfigError(f"{self.path / WEIGHTS} has no {name}")
-        with safe_open(self.path / WEIGHTS, "pt") as tensors:
-            tensor: torch.Tensor = tensors.get_tensor(name)
+        tensor: torch.Tensor = self._file.get_tensor(name)
         if tensor.shape != (rows, columns):
             raise ConfigError(f"{name} in {self.path} is {list(tensor.shape)}, the model implies {[rows, columns]}")
         if not torch.isfinite(tensor).all():
@@ -142,7 +147,7 @@ def load_adapters(
     """
     named = {name: spec if _is_adapter(name) else head_spec(spec) for name, spec in specs.items()}
     held = set(head_names(folder.heads))
-    wanted = {spec.hf_names[0] for name, spec in named.items() if _is_adapter(name)} | held
+    wanted = {tensor.name for tensor in hf_tensors(named) if _is_adapter(tensor.parameter)} | held
     heads = {spec.hf_names[0] for name, spec in named.items() if not _is_adapter(name)}
     if not held <= heads:
         own = [name.removeprefix(PEFT_PREFIX).removesuffix(".weight") for name in heads]
@@ -153,18 +158,15 @@ def load_adapters(
             f"{folder.path} has other adapters than target_modules asks for: it lacks {lacking or 'none'}, and has "
             f"{further or 'none'} besides"
         )
-    for name, parameter in parameters.items():
-        spec = named[name]
-        rows, columns = spec.tensor.segments[0].shape
-        shape = (rows, columns)
-        if _is_adapter(name):
-            shape = (folder.rank, columns) if name.endswith(LORA_A) else (rows, folder.rank)
-        elif spec.hf_names[0] not in held:
+    for tensor in hf_tensors({name: named[name] for name in parameters}):
+        if not _is_adapter(tensor.parameter) and tensor.name not in held:
             continue
-        whole = folder.read(spec.hf_names[0], *shape)
-        whole = F.pad(whole, (0, columns - shape[1], 0, rows - shape[0]))
-        for part in shard_of(spec.tensor, place).parts:
-            parameter[part.index].copy_(whole[box_index(part.box)])
+        for piece in pieces(tensor, (0,), {0: place}):  # none for the experts of other ranks
+            rows, columns = shape = tensor.shape
+            if _is_adapter(tensor.parameter):
+                shape = (folder.rank, columns) if tensor.parameter.endswith(LORA_A) else (rows, folder.rank)
+            whole = F.pad(folder.read(tensor.name, *shape), (0, columns - shape[1], 0, rows - shape[0]))
+            parameters[tensor.parameter][piece.source].copy_(whole[piece.target])
 
 
 def _is_adapter(name: str) -> bool:

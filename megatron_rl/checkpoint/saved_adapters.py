@@ -84,32 +84,40 @@ class SavedAdapters:
         """A tensor of the merged model, in the dtype of training."""
         key = checkpoint_key(tensor.spec, tensor.segment)
         if key in self.saved.weights:  # a head, which is trained whole
-            return self.saved.read([key])[key]
-        name_a, name_b = (self._name(tensor.name, kind) for kind in (LORA_A, LORA_B))
-        pair = self.saved.read([name_a, name_b]) if name_a in self.saved.weights else {}
-        dtype = self.saved.dtype(self.saved.weights[0])
-        weight = torch.empty(tensor.shape, dtype=dtype)
+            return self.saved.kept(key)
+        names = [f"{PEFT_PREFIX}{key.removesuffix('.weight')}.{kind}.weight" for kind in (LORA_A, LORA_B)]
+        weight = torch.empty(tensor.shape, dtype=self.saved.dtype(self.saved.weights[0]))
         self.folder.copy_box(tensor.name, tuple((0, size) for size in tensor.shape), tensor.shape, weight)
-        if not pair:
+        if names[0] not in self.saved.weights:
             return weight
-        return merged(weight, [((slice(None),), pair[name_a], pair[name_b])], self.scale)
-
-    def _name(self, weight: str, kind: str) -> str:
-        return f"{PEFT_PREFIX}{weight.removesuffix('.weight')}.{kind}.weight"
+        pair = [self.saved.kept(name) for name in names]
+        lora_a, lora_b = pair if tensor.expert is None else [part[tensor.expert] for part in pair]
+        return merged(weight, [((slice(None),), lora_a, lora_b)], self.scale)
 
     def write(self, target: Path) -> None:
         """Write PEFT's folder in place of `target`. The base is named, and not read. Raises OSError."""
         lora = self.identity[LORA]
         rank = int(lora["rank"])
-        keys = {name if name.startswith(PEFT_PREFIX) else PEFT_PREFIX + name: name for name in self.saved.weights}
-        heads = [name.removesuffix(".weight") for name in keys.values() if not name.startswith(PEFT_PREFIX)]
+        heads = [name.removesuffix(".weight") for name in self.saved.weights if not name.startswith(PEFT_PREFIX)]
+        places = dict[str, tuple[str, int | None]]()
+        for key in self.saved.weights:
+            name = key if key.startswith(PEFT_PREFIX) else PEFT_PREFIX + key
+            stack = self.saved.shape(key)[:-2]
+            places |= {expert_name(name, each): (key, each) for each in range(*stack)} if stack else {name: (key, None)}
 
         def read(name: str) -> torch.Tensor:
-            tensor = self.saved.read([keys[name]])[keys[name]]
+            key, expert = places[name]
+            tensor = self.saved.kept(key) if expert is None else self.saved.kept(key)[expert]
             if name.endswith(f".{LORA_A}.weight"):
                 return tensor[:rank]
             return tensor[:, :rank] if name.endswith(f".{LORA_B}.weight") else tensor
 
         targets, digest = tuple(lora[TARGETS]), self.identity.get(WEIGHTS)
         settings = PeftSettings(self.base, rank, float(lora["alpha"]), targets, tuple(heads), digest)
-        write_adapter(list(keys), read, settings, target)
+        write_adapter(list(places), read, settings, target)
+
+
+def expert_name(name: str, expert: int) -> str:
+    """The name of one expert's A or B in PEFT's file, from that of the stack in a checkpoint."""
+    parent, own, kind, weight = name.rsplit(".", 3)
+    return f"{parent}.{expert}.{own}.{kind}.{weight}"

@@ -8,6 +8,7 @@ checkpoint of one layout is read in any other, and a reader without a layout fin
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -53,6 +54,8 @@ class SavedTensors:
         self._reader = KeptMetadata(folder)
         entries = self._reader.read_metadata().state_dict_metadata
         self._entries = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+        self.kept = lru_cache(maxsize=2)(self._whole)
+        """One tensor by its name; the last two are kept, for what reads a stack of experts one by one."""
 
     @property
     def names(self) -> list[str]:
@@ -64,6 +67,10 @@ class SavedTensors:
         """The weights alone."""
         return [name for name in self._entries if not name.startswith(OPTIMIZER_PREFIX)]
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one whole tensor."""
+        return tuple(self._entries[name].size)
+
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of one tensor."""
         return self._entries[name].properties.dtype
@@ -73,3 +80,6 @@ class SavedTensors:
         tensors = {name: torch.empty(self._entries[name].size, dtype=self.dtype(name)) for name in names}
         load(tensors, storage_reader=self._reader, no_dist=True)
         return tensors
+
+    def _whole(self, name: str) -> torch.Tensor:
+        return self.read([name])[name]

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron_rl.checkpoint.blocks import Block, blocks_of
 from megatron_rl.checkpoint.saved_tensors import checkpoint_key
 from megatron_rl.model.families import ParamSpec
-from megatron_rl.parallel.sharding import Place, box_shape, shard_of
+from megatron_rl.parallel.sharding import Place, box_shape, is_first_copy, shard_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def written_at(place: Place, specs: dict[str, ParamSpec]) -> set[str]:
     first: dict[str, str] = {}
     for name, spec in specs.items():
         first.setdefault(spec.tensor.name, name)
-    return {name for name in first.values() if specs[name].tensor.is_split or place.tp_rank == 0}
+    return {name for name in first.values() if is_first_copy(specs[name].tensor, place)}
 
 
 def sharded_state(runs: Iterable[FlatRun], specs: dict[str, ParamSpec], place: Place) -> dict[str, ShardedTensor]:

@@ -1,6 +1,6 @@
-"""Adapters on Megatron's linears: out + scale B (A x), in every layout.
+"""Adapters on Megatron's linears and on stacked experts: out + scale B (A x), in every layout.
 
-Legend: T tokens of this rank, I inputs and O outputs of a linear on this rank, r rows of A.
+Legend: T tokens of this rank, I inputs and O outputs of a linear on this rank, r rows of A, E experts of this rank.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -25,12 +27,12 @@ from torch import Tensor
 
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.model.families import ParamSpec
-from megatron_rl.model.families.adapter_params import LORA_B
+from megatron_rl.model.families.adapter_params import STACKED, merged_rows
 from megatron_rl.parallel.sharding import Place, box_index, shard_of
 
 
 class Adapter(torch.nn.Module):
-    """A [r, I] and B [O, r] of one matrix."""
+    """A [r, I] and B [O, r] of one matrix, or A [E, r, I] and B [E, O, r] of a stack."""
 
     def __init__(self, lora_a: Tensor, lora_b: Tensor) -> None:
         super().__init__()
@@ -70,16 +72,24 @@ def parts_of(down: Tensor, ups: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return parts
 
 
-class LinearAdapters(torch.nn.ModuleDict):
-    """The adapters of one linear, by the name of the projection; it adds their products to the linear's output.
+class AdapterDict(torch.nn.ModuleDict):
+    """Adapters by the name of their projection, which can be off."""
+
+    def __init__(self, adapters: Mapping[str, Adapter], scale: float) -> None:
+        super().__init__(dict(adapters))
+        self.scale, self.is_on = scale, True
+
+
+class LinearAdapters(AdapterDict):
+    """The adapters of one linear; it adds their products to the linear's output.
 
     A linear cut by outputs may stack several projections, whose first rows are `starts`; its A is whole on every TP
     rank, and what comes back to it is summed over them. Of one cut by inputs A's product is summed, and B is whole.
     """
 
     def __init__(self, linear: Any, adapters: Mapping[str, Adapter], starts: Sequence[int], scale: float) -> None:
-        super().__init__(dict(adapters))
-        self.starts, self.scale, self.is_on = tuple(starts), scale, True
+        super().__init__(adapters, scale)
+        self.starts = tuple(starts)
         self.cuts_inputs = hasattr(linear, "input_is_parallel")
         self.tp_group, self.sequence_parallel = linear.tp_group, bool(linear.sequence_parallel)
         linear.register_forward_hook(self._add)
@@ -89,7 +99,7 @@ class LinearAdapters(torch.nn.ModuleDict):
             return None
         x, out = inputs[0], output[0]
         pairs = [cast(Adapter, pair) for pair in self.values()]
-        down = self._summed(torch.nn.functional.linear(x, torch.cat([pair.lora_A for pair in pairs])))
+        down = self._summed(F.linear(x, torch.cat([pair.lora_A for pair in pairs])))
         ups = [pair.lora_B for pair in pairs]
         return AddedProducts.apply(out, down, self.starts, self.scale, *ups), output[1]
 
@@ -106,6 +116,56 @@ class LinearAdapters(torch.nn.ModuleDict):
             return gathered
         copied: Tensor = copy_to_tensor_model_parallel_region(down, group=self.tp_group)
         return copied
+
+
+class ExpertAdapters(AdapterDict):
+    """The adapters of stacked experts: `w13` has those of gate and up, `w2` those of down.
+
+    starts: of either stack, projection -> its first row there. Experts return partial sums, which are added up with
+    their outputs. What all of `group`, the ranks that cut experts, hold whole has the sum of their gradients: A of gate
+    and up, B of down.
+    """
+
+    def __init__(
+        self, adapters: Mapping[str, Adapter], starts: Mapping[str, Mapping[str, int]], scale: float, group: Any
+    ) -> None:
+        super().__init__(adapters, scale)
+        self.starts, self.group = starts, group
+        for parameter in self.parameters():
+            vars(parameter)["allreduce"] = False  # as the experts' own
+
+    def linears(self, name: str, stack: Tensor) -> list[Callable[[Tensor], Tensor]]:
+        """The product with each expert's matrix of the stack `name`, which has adapters or none: [T, I] -> [T, O]."""
+        starts = self.starts.get(name, {})
+        if not self.is_on or not starts:
+            return plain_linears(stack)
+        pairs = [cast(Adapter, self[projection]) for projection in starts]
+        downs, ups = [pair.lora_A for pair in pairs], [pair.lora_B for pair in pairs]
+        if name == "w13":
+            downs = [copy_to_tensor_model_parallel_region(down, group=self.group) for down in downs]
+        else:
+            ups = [copy_to_tensor_model_parallel_region(up, group=self.group) for up in ups]
+        # Unbound at once: indexing a stack makes a gradient as large as the stack, for each expert.
+        of_experts = zip(
+            stack.unbind(),
+            zip(*(down.unbind() for down in downs), strict=True),
+            zip(*(up.unbind() for up in ups), strict=True),
+            strict=True,
+        )
+        return [partial(self._product, tuple(starts.values()), *matrices) for matrices in of_experts]
+
+    def _product(
+        self, starts: Sequence[int], weight: Tensor, downs: Sequence[Tensor], ups: Sequence[Tensor], x: Tensor
+    ) -> Tensor:
+        products = torch.cat([F.linear(x, down) for down in downs], -1)
+        out: Tensor = AddedProducts.apply(F.linear(x, weight), products, starts, self.scale, *ups)
+        return out
+
+
+def plain_linears(stack: Tensor) -> list[Callable[[Tensor], Tensor]]:
+    """The product with each expert's matrix [O, I] of a stack."""
+    # Unbound at once: indexing a stack makes a gradient as large as the stack, for each expert.
+    return [partial(F.linear, weight=matrix) for matrix in stack.unbind()]
 
 
 @dataclass(frozen=True)
@@ -126,42 +186,41 @@ class AdapterSet:
 
         Values do not depend on the layout: A is drawn whole from the seed and its name, B is 0.
         """
-        by_linear: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-        for name in self.specs:
-            linear, _, rest = name.partition(".adapters.")
-            by_linear[linear][rest.partition(".")[0]].append(name)
+        by_module: dict[str, list[str]] = defaultdict(list)
+        pairs = merged_rows(self.base, self.specs)
+        for weight in pairs:
+            by_module[weight.rpartition(".")[0]].append(weight)
         for chunk in chunks:
             chunk.requires_grad_(False)
             for layer in chunk.decoder.layers:
                 for own, module in list(layer.named_modules()):
-                    linear = f"decoder.layers.{layer.layer_number - 1}.{own}"
-                    if linear in by_linear:
-                        self._attach(module, linear, by_linear[linear])
+                    name = f"decoder.layers.{layer.layer_number - 1}.{own}"
+                    if name in by_module:
+                        self._attach(module, {weight: pairs[weight] for weight in by_module[name]})
             _carry_gradients(chunk)
 
-    def _attach(self, linear: Any, name: str, projections: Mapping[str, list[str]]) -> None:
-        weight, adapters, starts = linear.weight, {}, []
-        for projection, (name_a, name_b) in projections.items():
-            spec_a, spec_b = self.specs[name_a], self.specs[name_b]
-            drawn = shard(drawn_a(spec_a, self.lora, self.seed), spec_a, self.place)
-            lora_b = torch.zeros(shard_of(spec_b.tensor, self.place).shape)
-            adapters[projection] = Adapter(*(part.to(weight.device, weight.dtype) for part in (drawn, lora_b)))
-            starts.append(self._first_row(name, spec_b))
-        linear.adapters = LinearAdapters(linear, adapters, starts, self.lora.scale)
-        if linear.adapters.sequence_parallel:
+    def _attach(self, module: Any, weights: Mapping[str, Mapping[int, tuple[str, str]]]) -> None:
+        adapters: dict[str, Adapter] = {}
+        starts: dict[str, dict[str, int]] = defaultdict(dict)
+        for weight, projections in weights.items():
+            own = weight.rpartition(".")[2]
+            parameter, parts = getattr(module, own), shard_of(self.base[weight].tensor, self.place).parts
+            for number, (name_a, name_b) in projections.items():
+                projection = name_a.split(".")[-2]
+                drawn = drawn_a(self.specs[name_a], self.lora, self.seed, self.place)
+                lora_b = torch.zeros(shard_of(self.specs[name_b].tensor, self.place).shape)
+                pair = (part.to(parameter.device, parameter.dtype) for part in (drawn, lora_b))
+                adapters[projection] = Adapter(*pair)
+                starts[own][projection] = parts[number].at[-2]
+        if starts.keys() <= STACKED.keys():
+            module.adapters = ExpertAdapters(adapters, starts, self.lora.scale, module.tp_group)
+            return
+        module.adapters = LinearAdapters(module, adapters, tuple(starts["weight"].values()), self.lora.scale)
+        if module.adapters.sequence_parallel:
             # Each rank sees its own tokens here; Megatron sums what is marked so.
             for adapter in adapters.values():
-                part: Any = adapter.lora_B if linear.adapters.cuts_inputs else adapter.lora_A
+                part: Any = adapter.lora_B if module.adapters.cuts_inputs else adapter.lora_A
                 part.sequence_parallel = True
-
-    def _first_row(self, linear: str, spec: ParamSpec) -> int:
-        """The first row of a projection in the output of its linear on this rank."""
-        base = self.base[f"{linear}.weight"]
-        if base.tensor.tp_dim != 0:
-            return 0
-        names = [name.removesuffix(".weight") for name in base.hf_names]
-        number = names.index(spec.tensor.name.removesuffix(f".{LORA_B}"))
-        return shard_of(base.tensor, self.place).parts[number].at[0]
 
 
 def _carry_gradients(chunk: Any) -> None:
@@ -170,36 +229,38 @@ def _carry_gradients(chunk: Any) -> None:
         chunk.embedding.register_forward_hook(lambda module, inputs, out: out.requires_grad_())
 
 
-def drawn_a(spec: ParamSpec, lora: LoraConfig, seed: int) -> Tensor:
-    """The whole A [held rank, in] of one adapter, float32, with zeros below the rank that was asked for."""
-    (segment,) = spec.tensor.segments
-    columns = segment.shape[1]
-    digest = hashlib.sha256(f"{seed} {spec.tensor.name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-    own = torch.empty(lora.rank, columns)
+def drawn_a(spec: ParamSpec, lora: LoraConfig, seed: int, place: Place) -> Tensor:
+    """This rank's part of A [held rank, in] or [E, held rank, in], float32: drawn whole from the seed and its name, one
+    for each expert, with zeros below the rank that was asked for.
+    """
+    (part,) = shard_of(spec.tensor, place).parts
+    rows, columns = spec.tensor.segments[0].shape[-2:]
+    index, names = box_index(part.box), [spec.tensor.name]
+    if spec.tensor.is_expert:
+        names = [spec.tensor.name.format(expert=expert) for expert in range(*part.box[0])]
+    drawn = []
+    for name in names:
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        own = _initial(torch.empty(lora.rank, columns), lora, generator)
+        drawn.append(F.pad(own, (0, 0, 0, rows - lora.rank))[index[-2:]])
+    return torch.stack(drawn) if spec.tensor.is_expert else drawn[0]
+
+
+def _initial(own: Tensor, lora: LoraConfig, generator: torch.Generator) -> Tensor:
     match lora.lora_A_init_method:
         case "xavier":
-            torch.nn.init.xavier_normal_(own, generator=generator)
+            return torch.nn.init.xavier_normal_(own, generator=generator)
         case "kaiming":
-            torch.nn.init.kaiming_uniform_(own, a=math.sqrt(5), generator=generator)
+            return torch.nn.init.kaiming_uniform_(own, a=math.sqrt(5), generator=generator)
         case _:
-            own.normal_(std=1 / lora.rank, generator=generator)
-    return torch.nn.functional.pad(own, (0, 0, 0, segment.shape[0] - lora.rank))
-
-
-def shard(whole: Tensor, spec: ParamSpec, place: Place) -> Tensor:
-    """This rank's part of a tensor of one segment."""
-    part = shard_of(spec.tensor, place)
-    out = whole.new_zeros(part.shape)
-    for each in part.parts:
-        out[each.index] = whole[box_index(each.box)]
-    return out
+            return own.normal_(std=1 / lora.rank, generator=generator)
 
 
 @contextmanager
 def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Let the chunks compute as the base does, without their adapters."""
-    held = [module for chunk in chunks for module in chunk.modules() if isinstance(module, LinearAdapters)]
+    held = [module for chunk in chunks for module in chunk.modules() if isinstance(module, AdapterDict)]
     for module in held:
         module.is_on = False
     try:

@@ -17,6 +17,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
 from megatron_rl.device import has_grouped_mm, in_one_copy
+from megatron_rl.model.adapters import ExpertAdapters, plain_linears
 from megatron_rl.model.families import Model, Routing
 from megatron_rl.model.mlp import SiluGate
 from megatron_rl.parallel.rank_grid import TrainGrid
@@ -77,6 +78,7 @@ class StackedExperts(MegatronModule):
     """The gated MLPs of this rank's experts, stacked as vLLM stacks them.
 
     w13 [E, 2F, H] holds [gate; up], w2 [E, H, F]. Expert TP ranks return partial sums; Megatron's dispatcher adds them.
+    With adapters experts run one after the other, also while these are off, so that both compute the same sums.
     """
 
     def __init__(
@@ -88,7 +90,9 @@ class StackedExperts(MegatronModule):
     ) -> None:
         """name: the module's, which newer versions of Megatron pass."""
         super().__init__(config=config)
-        hidden, columns = config.hidden_size, config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
+        self.tp_group = pg_collection.expt_tp
+        self.adapters: ExpertAdapters | None = None
+        hidden, columns = config.hidden_size, config.moe_ffn_hidden_size // self.tp_group.size()
 
         def weight(*shape: int) -> torch.nn.Parameter:
             parameter = torch.nn.Parameter(torch.empty(num_local_experts, *shape, dtype=config.params_dtype))
@@ -101,6 +105,8 @@ class StackedExperts(MegatronModule):
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
         """tokens [T, H] sorted by expert, tokens_per_expert int64 [E], weights [T] -> ([T, H], None: no bias)."""
+        if self.adapters is not None:
+            return one_by_one(tokens, tokens_per_expert, weights, self.w13, self.w2, self.adapters), None
         mixed = grouped if fits_grouped_mm(tokens, self.w13, self.w2) else one_by_one
         return mixed(tokens, tokens_per_expert, weights, self.w13, self.w2), None
 
@@ -119,15 +125,22 @@ def grouped(tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor, w13: Ten
     return F.grouped_mm(hidden, w2.transpose(1, 2), offs=ends) * weights.unsqueeze(-1).to(tokens.dtype)
 
 
-def one_by_one(tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    """Compute `grouped` one expert after the other."""
+def one_by_one(
+    tokens: Tensor,
+    tokens_per_expert: Tensor,
+    weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    adapters: ExpertAdapters | None = None,
+) -> Tensor:
+    """Compute `grouped` one expert after the other, with the products of adapters."""
     counts = tokens_per_expert.tolist()
-    # Unbound at once: indexing a stack makes a gradient as large as the stack, for each expert.
-    experts = zip(tokens.split(counts), weights.split(counts), w13.unbind(), w2.unbind(), strict=True)
-    outputs = [
-        F.linear(gated(F.linear(mine, up)), down) * weight.unsqueeze(-1).to(mine.dtype)
-        for mine, weight, up, down in experts
-    ]
+    ups, downs = (
+        plain_linears(stack) if adapters is None else adapters.linears(name, stack)
+        for name, stack in (("w13", w13), ("w2", w2))
+    )
+    experts = zip(tokens.split(counts), weights.split(counts), ups, downs, strict=True)
+    outputs = [down(gated(up(mine))) * weight.unsqueeze(-1).to(mine.dtype) for mine, weight, up, down in experts]
     return torch.cat(outputs)
 
 

@@ -162,6 +162,11 @@ def cut(segment: Segment, dim: int, rank: int, size: int) -> Interval:
     raise ValueError(f"tp({size}) and the {units} units of {segment.name} do not divide each other")
 
 
+def is_first_copy(tensor: LogicalTensor, place: Place) -> bool:
+    """Whether no earlier rank of the tensor-parallel group at `place` holds the same elements."""
+    return tensor.is_split or (place.etp_rank if tensor.is_expert else place.tp_rank) == 0
+
+
 def vocab_multiple(make_vocab_size_divisible_by: int, tp_size: int) -> int:
     """Training pads its vocabulary to a multiple of this: of the given number, and so that TP ranks get equal parts."""
     return math.lcm(make_vocab_size_divisible_by, tp_size)

@@ -14,6 +14,7 @@ from megatron_rl.config.setting import Setting
 from megatron_rl.ledger.planner.config_json import feature_of, is_size, model_facts
 from megatron_rl.ledger.planner.hub_cache import model_folder
 from megatron_rl.ledger.planner.length_rules import OVERRIDE
+from megatron_rl.ledger.planner.lora_rules import ROUTED
 from megatron_rl.ledger.planner.model_folder import STARTING_POINTS
 from megatron_rl.ledger.planner.vocabulary import different_tokens
 
@@ -22,6 +23,7 @@ ACTOR = "actor_rollout_ref.actor"
 FOLLOWERS = ("actor_rollout_ref.ref", "critic", "reward_model")
 TEXT_KEY = "reward_model.model.input_tokenizer"
 COUNTING = "counting embedding or loss as a layer of a stage"
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 LAYOUT_DEFAULTS = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -33,7 +35,7 @@ LAYOUT_DEFAULTS = {
 def fitted(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
     """The settings of a ported file, and notes of those that are changed or left out."""
     notes: list[Note] = []
-    for step in (_one_layout, _rewards_of_a_model, _models, _reading, _parts_of_rewards, _corrected):
+    for step in (_one_layout, _rewards_of_a_model, _models, _reading, _parts_of_rewards, _corrected, _dense_adapters):
         settings, added = step(settings)
         notes += added
     return settings, notes
@@ -193,3 +195,23 @@ def _corrected(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
     note = Note(Kind.RENAMED, asked, reason, {asked.key: FP8, key: "token"})
     kept = [setting for setting in settings if setting.key != key]
     return [*kept, Setting(key, "token", asked.origin)], [note]
+
+
+def _dense_adapters(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
+    """Give no adapters to routed experts of models on GPUs: such adapters are refused here."""
+    given = {setting.key: setting for setting in settings}
+    device, notes = given.get("trainer.device"), []
+    for group in ("actor_rollout_ref", "critic"):
+        rank, path = given.get(f"{group}.model.lora.rank"), given.get(f"{group}.model.path")
+        key = f"{group}.model.lora.exclude_modules"
+        asked = given[key].value if key in given else []
+        facts = {} if path is None else model_facts(str(path.value))
+        has_experts = any(facts.get(name) for name in EXPERT_COUNTS)
+        on_cpu = device is not None and device.value == "cpu"
+        if rank is None or not rank.value or not has_experts or on_cpu or not isinstance(asked, list):
+            continue
+        settings = [setting for setting in settings if setting.key != key]
+        settings.append(Setting(key, [*asked, ROUTED], rank.origin))
+        reason = "adapters of routed experts have run on CPUs alone; other linears have theirs"
+        notes.append(Note(Kind.RENAMED, rank, reason, {rank.key: rank.value, key: [*asked, ROUTED]}))
+    return settings, notes

@@ -71,9 +71,7 @@ class MergedShards:
         """Merge the current adapters."""
         self.buffer.allocate()
         for name, start in self._starts.items():
-            merged = self._merged(name)
-            self.buffer.view(start, tuple(merged.shape)).copy_(merged)
-        self._merged.forget()
+            self._merged.write(name, self.buffer.view(start, tuple(self._role.base.parameters[name].shape)))
 
     def release(self) -> None:
         """Release the memory; the address stays."""

@@ -29,7 +29,7 @@ from megatron_rl.model.families.adapter_params import adapter_specs
 from megatron_rl.model.gpt import build_language_model, build_value_model, transformer_config
 from megatron_rl.model.te_layers import our_name, refuse_unusable
 from megatron_rl.parallel.mpu import TrainGroups
-from megatron_rl.parallel.sharding import Place, vocab_multiple
+from megatron_rl.parallel.sharding import Place, is_first_copy, vocab_multiple
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class ModelSource:
             parameters = named_parameters(chunks)
             for name in heads & parameters.keys():
                 parameters[name].requires_grad_()
-        mark_tensor_parallel(parameters, specs | trained)
+        mark_tensor_parallel(parameters, specs | trained, self.place)
         if self.megatron.fp8_emulate:
             emulate_eight_bits(chunks)
         chunks = [chunk.to(self.device.torch_device) for chunk in chunks]
@@ -173,15 +173,18 @@ def named_buffers(chunks: list[GPTModel]) -> dict[str, torch.Tensor]:
     }
 
 
-def mark_tensor_parallel(parameters: dict[str, torch.nn.Parameter], specs: dict[str, ParamSpec]) -> None:
-    """Tell Megatron which parameters are split over TP ranks.
+def mark_tensor_parallel(parameters: dict[str, torch.nn.Parameter], specs: dict[str, ParamSpec], place: Place) -> None:
+    """Tell Megatron which parameters are split over TP ranks, and which of experts other ranks count.
 
-    Megatron sets these marks only where it draws the initial weights. Without them the gradient norm counts the
-    shards of TP rank 0 alone.
+    Megatron sets these marks only where it draws the initial weights. Without them the gradient norm counts what the
+    first TP rank has, and experts are cut by other ranks than those of TP.
     """
     parameter: Any  # Megatron's marks are no attributes of torch's
     for name, parameter in parameters.items():
-        if specs[name].tensor.is_split:
+        tensor = specs[name].tensor
+        if tensor.is_split or (tensor.is_expert and is_first_copy(tensor, place)):
             parameter.tensor_model_parallel = True
-            parameter.partition_dim = specs[name].tensor.tp_dim
+            parameter.partition_dim = tensor.tp_dim
             parameter.partition_stride = 1
+        elif tensor.is_expert:
+            parameter.shared = True

@@ -68,8 +68,8 @@ def test_the_same_go_on(saved, configured, tmp_path: Path) -> None:
 
 
 def test_targets_as_short_as_they_can_be() -> None:
-    """One name for all layers, full names for some of them, and never a routed expert's. Would not catch a model whose
-    layers have other names."""
+    """One name for all layers, full names for some of them, and a routed expert's if it has an adapter. Would not catch
+    a model whose layers have other names."""
     dense = Model.of(SETTINGS).specs
     assert peft_targets(dense, LoraConfig(rank=1, target_modules=["linear_fc1"])) == ["gate_proj", "up_proj"]
     first = LoraConfig(rank=1, target_modules=["*.layers.1.*.q_proj", "linear_proj"])
@@ -81,6 +81,9 @@ def test_targets_as_short_as_they_can_be() -> None:
         "moe_intermediate_size": 16,
         "shared_expert_intermediate_size": 32,
     }
-    targets = peft_targets(Model.of(experts).specs, LoraConfig(rank=1))
+    specs = Model.of(experts).specs
+    assert {"gate_proj", "up_proj", "down_proj"} <= set(peft_targets(specs, LoraConfig(rank=1)))
+    assert peft_targets(specs, LoraConfig(rank=1, target_modules=["*.experts.linear_fc2"])) == ["experts.down_proj"]
+    targets = peft_targets(specs, LoraConfig(rank=1, exclude_modules=["*.experts.*"]))
     assert {"q_proj", "shared_expert.gate_proj", "shared_expert.down_proj"} <= set(targets)
     assert not {"gate_proj", "down_proj"} & set(targets)

@@ -3,13 +3,15 @@
 Why no number can depend on the layout: A's product of a linear that is cut by outputs is the same on all TP ranks, and
 what comes back to it is summed over them; of a linear that is cut by inputs A's product is summed, so B sees the whole.
 Under sequence parallelism the same sums run over parts of the tokens, and Megatron adds up the gradients of the half
-that is whole on every rank. Stages and replicas treat an adapter as any other parameter.
+that is whole on every rank. Stages and replicas treat an adapter as any other parameter. Experts' adapters are cut by
+experts, and of what ranks that cut one expert hold whole the gradients are summed over them.
 
 Not exercised: 16 bits, CUDA's kernels, vLLM's on a GPU.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from rollout_checks import GREEDY, RANDOM, greedy_answers, logprob_difference, round_trip, tokens
+from safetensors.torch import load_file, save_file
 from test_layout_parity import NUM_ROWS, OPTIMIZER, collected, relative
 from tiny_models import random_batch, run_config, save_llama, save_qwen2, save_qwen3_moe
 
@@ -46,6 +49,44 @@ def peft_model(model_path: str, folder: Path | None = None, linears: Sequence[st
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
     return model
+
+
+def write_adapters_of(model_path: str, folder: Path) -> None:
+    """A PEFT folder with adapters of attention and of every expert under its own name, A and B drawn."""
+    base = load_file(f"{model_path}/model.safetensors")
+    torch.manual_seed(2)
+    tensors, targets = {}, set[str]()
+    for name, weight in base.items():
+        matrix = name.removesuffix(".weight")
+        if matrix.rpartition(".")[2] in LINEARS:
+            tensors[f"base_model.model.{matrix}.lora_A.weight"] = 0.1 * torch.randn(RANK, weight.shape[1])
+            tensors[f"base_model.model.{matrix}.lora_B.weight"] = 0.05 * torch.randn(weight.shape[0], RANK)
+            targets.add(matrix.rpartition(".")[2])
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA}
+    settings |= {"base_model_name_or_path": model_path, "target_modules": sorted(targets)}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+
+
+def matrices(name: str, tensor: torch.Tensor, num_experts: int) -> dict[str, torch.Tensor]:
+    """Names as in a folder -> views of a tensor of PEFT's. It holds A and B of all experts in one, those of gate and
+    up as one of twice the rank, whose B has two blocks; what is outside of them is none of ours.
+    """
+    block, is_experts, rest = name.partition(".mlp.experts.")
+    if not is_experts:
+        return {name: tensor}
+    is_a, views = "lora_A" in rest, {}
+    parts = ["gate_proj", "up_proj"] if rest.startswith("base_layer.") else ["down_proj"]
+    ranks = RANK * len(parts)
+    stack = tensor.view(num_experts, ranks, -1) if is_a else tensor.view(-1, ranks, num_experts).permute(2, 0, 1)
+    rows = stack.shape[1] // len(parts)
+    for number, part in enumerate(parts):
+        own = slice(number * RANK, (number + 1) * RANK)
+        view = stack[:, own] if is_a else stack[:, number * rows : (number + 1) * rows, own]
+        kind = "lora_A" if is_a else "lora_B"
+        views |= {f"{block}.mlp.experts.{e}.{part}.{kind}.weight": view[e] for e in range(num_experts)}
+    return views
 
 
 def adapted_rank(config) -> dict:
@@ -120,11 +161,16 @@ def log_probs_of(model: Any) -> torch.Tensor:
 class Oracle:
     """What transformers with PEFT computes: before, one PPO update of the adapters by hand, and after."""
 
-    def __init__(self, model_path: str, folder: Path, linears: Sequence[str] = LINEARS) -> None:
-        from safetensors.torch import load_file
-
+    def __init__(
+        self, model_path: str, folder: Path, linears: Sequence[str] = LINEARS, *, experts: bool = False
+    ) -> None:
+        """experts: they have adapters as well."""
         self.model_path, self.folder = model_path, folder
-        peft_model(model_path, None, linears).save_pretrained(folder)
+        self.excluded = [] if experts or linears == LINEARS else ["*.experts.*"]
+        if experts:
+            write_adapters_of(model_path, folder)
+        else:
+            peft_model(model_path, None, linears).save_pretrained(folder)
         self.file = load_file(folder / "adapter_model.safetensors")
         model = peft_model(model_path, folder)
         log_probs = log_probs_of(model)
@@ -133,17 +179,26 @@ class Oracle:
             self.ref_log_probs = log_probs_of(model)
         advantages = random_batch(NUM_ROWS).flat("advantages")
         (-(advantages * log_probs).mean()).backward()
-        named = {name.replace(".default.", "."): p for name, p in model.named_parameters() if p.requires_grad}
+        num_experts = getattr(model.config, "num_experts", 0)
+        named: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                views, grads = (
+                    matrices(name.replace(".default.", "."), tensor, num_experts)
+                    for tensor in (parameter.detach(), parameter.grad)
+                )
+                named |= {each: (view, grads[each]) for each, view in views.items()}
         assert named.keys() == self.file.keys()
-        norm = torch.stack([p.grad.norm() for p in named.values()]).norm()
+        assert all(torch.equal(view, self.file[name]) for name, (view, _) in named.items())
+        norm = torch.stack([grad.norm() for _, grad in named.values()]).norm()
         self.grad_norm, self.after = float(norm), {}
         factor = min(1.0, 1.0 / (self.grad_norm + 1e-6))
         with torch.no_grad():
-            for name, parameter in named.items():
-                grad = parameter.grad * factor
+            for name, (parameter, own) in named.items():
+                grad = own * factor
                 # Adam's first step, whose moments are the gradient and its square.
                 parameter -= OPTIMIZER["lr"] * grad / (grad.abs() + OPTIMIZER["eps"])
-                self.after[name] = parameter.detach().clone()
+                self.after[name] = parameter.clone()
             self.log_probs_after, self.greedy_after = log_probs_of(model), greedy_answers(model)
 
 
@@ -160,8 +215,15 @@ def expert_oracle(tmp_path_factory) -> Oracle:
     return Oracle(save_qwen3_moe(folder / "model"), folder / "peft", LINEARS[:4])
 
 
+@pytest.fixture(scope="module")
+def adapted_experts(tmp_path_factory) -> Oracle:
+    """The oracle of a model whose experts have adapters as well."""
+    folder = tmp_path_factory.mktemp("adapted")
+    return Oracle(save_qwen3_moe(folder / "model"), folder / "peft", experts=True)
+
+
 def run_adapted(oracle: Oracle, world_size: int, tp_size: int, pp_size: int, **keys) -> list[dict]:
-    lora = {"rank": RANK, "alpha": ALPHA, "adapter_path": str(oracle.folder)}
+    lora = {"rank": RANK, "alpha": ALPHA, "adapter_path": str(oracle.folder), "exclude_modules": oracle.excluded}
     overrides: dict[str, Any] = {f"actor_rollout_ref__model__lora__{key}": value for key, value in lora.items()}
     overrides |= {f"actor_rollout_ref__actor__optim__{key}": value for key, value in OPTIMIZER.items()}
     overrides |= {f"actor_rollout_ref__{key}": value for key, value in keys.items()}
@@ -170,13 +232,14 @@ def run_adapted(oracle: Oracle, world_size: int, tp_size: int, pp_size: int, **k
 
 def check(results: list[dict], oracle: Oracle) -> None:
     """Everything against PEFT: 1e-5 relative, log-probs of vLLM 3e-5, tokens exactly."""
+    from megatron_rl.checkpoint.hf_tensors import hf_tensors
     from megatron_rl.config.lora import LoraConfig
     from megatron_rl.model.families import Model
     from megatron_rl.model.families.adapter_params import adapter_specs
 
-    specs = adapter_specs(Model.read(oracle.model_path).specs, LoraConfig(rank=RANK))
-    wanted = {name for name, spec in specs.items() if spec.hf_names[0] in oracle.file}
-    assert wanted == specs.keys()
+    lora = LoraConfig(rank=RANK, exclude_modules=oracle.excluded)
+    specs = adapter_specs(Model.read(oracle.model_path).specs, lora)
+    assert {tensor.name for tensor in hf_tensors(specs)} == oracle.file.keys()
     for field in ("log_probs", "ref_log_probs", "log_probs_after"):
         assert relative(collected(results, field), getattr(oracle, field)) < 1e-5, field
     assert relative(oracle.log_probs, oracle.ref_log_probs) > 1e-2  # the adapters do something
@@ -272,8 +335,34 @@ def test_merged_ranks_have_the_same_adapters(tmp_path: Path) -> None:
     [pytest.param(1, {}, id="one"), pytest.param(2, {f"{A_LAYOUT}expert_model_parallel_size": 2}, id="EP2")],
 )
 def test_adapters_beside_experts_equal_peft(expert_oracle: Oracle, world_size: int, keys: dict) -> None:
-    """Attention has adapters, experts have none. Would not catch adapters of experts, of which there are none."""
+    """Attention has adapters, experts have none. Would not catch an error of 16 bits."""
     check(run_adapted(expert_oracle, world_size, 1, 1, **keys), expert_oracle)
+
+
+SP_EP2 = {f"{A_LAYOUT}sequence_parallel": True, f"{A_LAYOUT}expert_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "tp_size", "keys"),
+    [
+        pytest.param(1, 1, {}, id="one", marks=pytest.mark.exhaustive),
+        pytest.param(2, 1, {f"{A_LAYOUT}expert_model_parallel_size": 2}, id="EP2"),
+        pytest.param(
+            2, 2, SP_EP2 | {f"{A_LAYOUT}expert_tensor_parallel_size": 1}, id="TP2-EP2", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(4, 2, SP_EP2, id="TP2xEP2", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_adapters_of_experts_equal_peft(adapted_experts: Oracle, world_size: int, tp_size: int, keys: dict) -> None:
+    """Every expert has adapters, and generation reads them merged. Of TP2-EP2 every TP rank has experts of its own, of
+    TP2xEP2 each expert is cut in two.
+
+    Would not catch an error of 16 bits, in which merging rounds.
+    """
+    results = run_adapted(adapted_experts, world_size, tp_size, 1, model__lora__merge=True, **keys)
+    check(results, adapted_experts)
+    for result in results:
+        assert all(report.bytes_received == report.lower_bound_bytes for report in result["reports"])
 
 
 def fresh_rank(config) -> dict:

@@ -17,9 +17,11 @@ from tiny_models import (
     random_batch,
     run_config,
     save_llama,
+    save_mixtral,
     save_qwen2,
     save_qwen2_moe,
     save_qwen3,
+    save_qwen3_moe,
     save_reward_model,
 )
 
@@ -43,6 +45,8 @@ EP2 = {
     "actor_rollout_ref__actor__megatron__expert_tensor_parallel_size": 1,
     "actor_rollout_ref__actor__megatron__sequence_parallel": True,
 }
+
+BESIDE = {f"{LORA}exclude_modules": ["*.experts.*"]}
 
 
 def steps(config, folder: Path | None, num_steps: int) -> torch.Tensor | None:
@@ -102,9 +106,18 @@ def merged_by_hand(path: str, adapter: Path, scale: float) -> dict[str, torch.Te
         (save_qwen2, (4, 2, 2, {}), (1, 1, 1, {})),
         pytest.param(save_llama, (4, 2, 2, SP_VPP2), (2, 2, 1, {}), marks=pytest.mark.exhaustive),
         pytest.param(save_qwen3, (2, 1, 2, {}), (4, 2, 1, {}), marks=pytest.mark.exhaustive),
-        pytest.param(save_qwen2_moe, (2, 2, 1, EP2), (2, 1, 2, {}), marks=pytest.mark.exhaustive),
+        pytest.param(save_qwen2_moe, (2, 2, 1, EP2 | BESIDE), (2, 1, 2, BESIDE), marks=pytest.mark.exhaustive),
+        pytest.param(save_qwen3_moe, (2, 2, 1, EP2), (2, 1, 2, {}), marks=pytest.mark.exhaustive),
+        pytest.param(save_mixtral, (2, 1, 2, {}), (2, 2, 1, EP2), marks=pytest.mark.exhaustive),
     ],
-    ids=["TP2xPP2 to 1", "TP2xPP2xVPP2 to TP2", "PP2 to TP2xDP2", "experts: TP2xEP2 to PP2"],
+    ids=[
+        "TP2xPP2 to 1",
+        "TP2xPP2xVPP2 to TP2",
+        "PP2 to TP2xDP2",
+        "beside experts: TP2xEP2 to PP2",
+        "experts: TP2xEP2 to PP2",
+        "experts of other names: PP2 to TP2xEP2",
+    ],
 )
 def test_out_and_in_again(save_model, layout, other, tmp_path) -> None:
     """Trained in one layout, read by PEFT and in another layout: 1e-4 in logits, and the same bytes out once more.

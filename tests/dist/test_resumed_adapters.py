@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from test_resumed_roles import metrics_of, train
-from tiny_models import run_config, save_llama
+from tiny_models import run_config, save_llama, save_qwen3_moe
 
 from megatron_rl.checkpoint.saved_tensors import SavedTensors
 
@@ -19,6 +19,16 @@ ADAPTERS = {f"{group}__model__lora__rank": 6 for group in ("actor_rollout_ref", 
 ADAPTERS |= {"actor_rollout_ref__actor__optim__lr": 1e-3, "critic__optim__lr": 1e-3}
 TP2, PP2, ONE = (2, 2, 1), (2, 1, 2), (1, 1, 1)
 BF16 = {"actor_rollout_ref__actor__megatron__dtype": "bfloat16"}
+
+EP2 = {
+    f"{group}__megatron__{key}": value
+    for group in ("actor_rollout_ref__actor", "critic")
+    for key, value in (
+        ("sequence_parallel", True),
+        ("expert_model_parallel_size", 2),
+        ("expert_tensor_parallel_size", 1),
+    )
+}
 
 
 def config_of(path: str, layout: tuple[int, int, int], **keys):
@@ -48,13 +58,19 @@ def test_same_layout_is_bit_equal(layout, keys, tmp_path) -> None:
         assert {name for name in names if ".lora_" not in name} == others
 
 
-def test_other_layouts_go_on_alike(tmp_path) -> None:
-    """TP2 for 2 steps, PP2 for 2, one process for 2, against TP2 for all 6: within 1e-5 in every metric.
+@pytest.mark.parametrize(
+    ("save_model", "keys"),
+    [(save_llama, {}), pytest.param(save_qwen3_moe, EP2, marks=pytest.mark.exhaustive)],
+    ids=["dense", "experts"],
+)
+def test_other_layouts_go_on_alike(save_model, keys, tmp_path) -> None:
+    """TP2 for 2 steps, PP2 for 2, one process for 2, against TP2 for all 6: within 1e-5 in every metric. Experts and
+    their adapters are at first on both ranks, half of them on each.
 
     Would not catch a wrong adapter that no metric depends on.
     """
-    path, first, second = save_llama(tmp_path / "model"), tmp_path / "first", tmp_path / "second"
-    expected = metrics_of(run_ranks(2, train, config_of(path, TP2), 1, 6, None, first, 2))
+    path, first, second = save_model(tmp_path / "model"), tmp_path / "first", tmp_path / "second"
+    expected = metrics_of(run_ranks(2, train, config_of(path, TP2, **keys), 1, 6, None, first, 2))
     ours = [
         *metrics_of(run_ranks(2, train, config_of(path, PP2), 3, 4, first, second)),
         *metrics_of(run_ranks(1, train, config_of(path, ONE), 5, 6, second)),

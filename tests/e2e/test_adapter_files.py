@@ -12,8 +12,9 @@ from command_line import REPOSITORY, CommandLine
 from forked_run import ForkedRun
 from recorded_runs import RecordedRun
 from safetensors.torch import load_file, save_file
-from short_runs import LOCAL, SHORT, TP2, WITHOUT_RAY, metrics, steps_saved
+from short_runs import LOCAL, MEGATRON, SHORT, TP2, WITHOUT_RAY, metrics, steps_saved
 from stage_files import command_of, keys_of
+from test_several_nodes import tiny_moe
 
 from megatron_rl.checkpoint.saved_tensors import SavedTensors
 
@@ -22,6 +23,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 LORA = "actor_rollout_ref.model.lora"
 RANK6 = (f"{LORA}.rank=6", "critic.model.lora.rank=6")
 FOUR = (*SHORT, *RANK6, "trainer.total_training_steps=4", "trainer.save_freq=2")
+GRPO = "configs/grpo_cpu.yaml"
 MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 
 
@@ -178,3 +180,34 @@ def test_stages(command_line, files: Path, stage: str, tmp_path: Path) -> None:
     printed(tmp_path, *exported, tmp_path / "adapter", "--adapter")
     assert (tmp_path / "merged" / MODEL).read_bytes() == (run.run / "hf_model" / MODEL).read_bytes()
     assert (tmp_path / "adapter" / ADAPTER).read_bytes() == (run.run / "adapter" / ADAPTER).read_bytes()
+
+
+@pytest.mark.exhaustive
+def test_experts(command_line, files: Path, tmp_path: Path) -> None:
+    """Adapters of every expert on two ranks that share them: `sft`, and `train` from its adapter. That merges for
+    generation, and without it ends with one sentence. Checkpoints export the adapter's bytes and the merged model.
+
+    Would not catch experts that are cut, which tests/dist have.
+    """
+    model = tiny_moe(tmp_path / "model")
+    layout = (*TP2, f"{MEGATRON}.tensor_model_parallel_size=1", f"{MEGATRON}.expert_model_parallel_size=2", WITHOUT_RAY)
+    keys = (*layout, f"actor_rollout_ref.model.path={model}", f"{LORA}.rank=6", "trainer.total_training_steps=2")
+    tuned = command_line(*keys_of(files, "sft"), *keys, stage="sft")
+    assert tuned.wait() == 0, tuned.text()
+    keys = (*SHORT, *keys, f"{LORA}.adapter_path={tuned.run / 'adapter'}", "trainer.save_freq=2")
+    refused = command_line(*keys, config=GRPO)
+    assert refused.wait() == 2 and f"nearest: {LORA}.merge=true" in " ".join(refused.text().split())
+    merged = command_line(*keys, f"{LORA}.merge=true", config=GRPO)
+    assert merged.wait() == 0, merged.text()
+    name = "base_model.model.model.layers.1.mlp.experts.5.up_proj.lora_B.weight"
+    first, second = (load_file(run.run / "adapter" / ADAPTER)[name] for run in (tuned, merged))
+    assert first.any() and not torch.equal(first, second)
+    for number, run in enumerate((tuned, merged)):
+        exported = ("export", "--checkpoint", run.run / "global_step_2", "--target")
+        folder = tmp_path / str(number)
+        printed(tmp_path, *exported, folder / "merged")
+        printed(tmp_path, *exported, folder / "alone", "--adapter")
+        assert (folder / "alone" / ADAPTER).read_bytes() == (run.run / "adapter" / ADAPTER).read_bytes()
+        ours, theirs = (load_file(where / MODEL) for where in (folder / "merged", run.run / "hf_model"))
+        assert ours.keys() == theirs.keys()
+        assert all((ours[name] - theirs[name]).abs().max() < 1e-6 for name in ours)

@@ -120,22 +120,32 @@ def test_all_faults_at_once(case):
     )
 
 
-def test_routed_experts_get_none(tmp_path):
-    """The default targets pass with a sentence, other names of theirs do not. Would not catch shared experts, which get
-    some.
+def test_routed_experts(tmp_path):
+    """Merged, or in a run that does not generate, or excluded; gate and up together; on CPUs alone. Each nearest choice
+    is valid. Would not catch shared experts, which are no routed ones.
     """
     (tmp_path / "base").mkdir()
     case = good_case(tmp_path, base_config(tmp_path / "base"), experts=True)
     case.set({f"{LORA}.rank": 16})
+    targets = f"{LORA}.target_modules=['linear_qkv', 'linear_proj', 'linear_fc1', 'linear_fc2']"
+    reach = "reach the routed experts of FOLDER/model, such as model.layers.0.mlp.experts.{expert}.gate_proj"
+    excluded = f"{LORA}.exclude_modules=['*.experts.*']"
+    assert in_words(case) == [
+        f"{targets} and {LORA}.merge=false {reach}, whose adapters generation reads merged alone; nearest: "
+        f"{LORA}.merge=true; or {excluded}, which gives them none"
+    ]
+    case.set({f"{LORA}.exclude_modules": ["*.experts.*"]})
     assert in_words(case) == []
-    path = case.config.actor_rollout_ref.model.path
-    sentence = f"{LORA}: routed experts of {path} get no adapters, other linears do"
-    assert sentence in lora_notes(case.config)
-    case.set({f"{LORA}.target_modules": ["up_proj"]})
-    (found,) = in_words(case)
-    assert found.endswith("and routed experts get no adapters; nearest: ['all-linear']")
-    case.set({f"{LORA}.target_modules": ["linear_qkv", "linear_proj"]})
-    assert in_words(case) == [] and sentence not in lora_notes(case.config)
+    case.set({f"{LORA}.exclude_modules": [], f"{LORA}.merge": True})
+    assert in_words(case) == []
+    case.set({f"{LORA}.target_modules": ["linear_qkv", "gate_proj"]})
+    (half,) = in_words(case)
+    assert half.endswith(
+        f"and not its other half: gate and up are one parameter in PEFT; nearest: {targets} {LORA}.exclude_modules=[]"
+    )
+    case.set({f"{LORA}.target_modules": ["*.experts.*"], "trainer.device": "cuda"})
+    rule = f"{reach}, and adapters of experts have run on CPUs alone; nearest: {excluded} {targets}"
+    assert f"{LORA}.target_modules=['*.experts.*'] and trainer.device=cuda {rule}" in in_words(case)
 
 
 def test_other_implementations_are_refused(case):

@@ -222,6 +222,20 @@ def test_rollouts_in_8_bits_get_importance_weights(arguments, weights, is_said):
     assert values.get(QUANTIZATION) == (None if arguments == [f"{QUANTIZATION}=null"] else "fp8")
 
 
+@pytest.mark.parametrize("experts", [0, 4])
+def test_routed_experts_get_no_adapters_on_gpus(experts, tmp_path):
+    """With a note, where the model has some; what the script excludes stays. Would not catch a model that is not there
+    to be read.
+    """
+    (tmp_path / "config.json").write_text(json.dumps({"num_experts": experts}))
+    excluded = "actor_rollout_ref.model.lora.exclude_modules"
+    keys = [f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.model.lora_rank=8", f"{excluded}=[o_proj]"]
+    result = port(None, keys, {})
+    values = {setting.key: setting.value for setting in result.settings}
+    assert values[excluded] == (["o_proj", "*.experts.*"] if experts else ["o_proj"])
+    assert any("on CPUs alone" in note.reason for note in result.of(Kind.RENAMED)) == (experts > 0)
+
+
 def test_other_quantized_rollouts_are_not_here():
     """By the feature's name. Would not catch a quantization that verl calls fp8 and is another."""
     assert port(None, [f"{QUANTIZATION}=torchao"], {}).features == ["quantized rollouts of this kind"]

@@ -16,40 +16,48 @@ class AdapterCosts:
     """The adapters of a model, in the mean layer and in its widest linear.
 
     whole, summed: rows of all A of linears that are cut by outputs, whose products every TP rank has for all tokens,
-    and of those that are cut by inputs, whose products have the tokens between TP regions. outputs, inputs: the most
-    columns of one linear's adapted outputs, of both kinds.
+    and of those that are cut by inputs, whose products have the tokens between TP regions. routed: rows of all A of one
+    expert, times the experts that a token is sent to. outputs, inputs: the most columns of one linear's adapted
+    outputs, of both kinds.
     """
 
     whole: float
     summed: float
+    routed: float
     outputs: int
     inputs: int
 
     @classmethod
-    def of(cls, specs: Mapping[str, ParamSpec], stages: StagePlan) -> AdapterCosts:
+    def of(cls, specs: Mapping[str, ParamSpec], stages: StagePlan, experts_per_token: int) -> AdapterCosts:
         """Count the A and B among the trained parameters; others have no such product."""
         num_layers = sum(map(sum, stages.chunk_sizes))
+        routed = 0
         rows, columns = {0: 0, 1: 0}, {0: defaultdict[str, int](int), 1: defaultdict[str, int](int)}
         kinds: dict[str, int] = {}
         for name, spec in specs.items():
             linear, is_adapter, _ = name.partition(".adapters.")
             if not is_adapter:
                 continue
-            if name.endswith(LORA_A):
+            if spec.tensor.is_expert:
+                routed += spec.tensor.segments[0].shape[1] * experts_per_token * name.endswith(LORA_A)
+            elif name.endswith(LORA_A):
                 kinds[linear] = 0 if spec.tensor.tp_dim is None else 1
                 rows[kinds[linear]] += spec.tensor.segments[0].shape[0]
             else:
                 columns[kinds[linear]][linear] += spec.tensor.segments[0].shape[0]
         widest = (max(columns[kind].values(), default=0) for kind in (0, 1))
-        return cls(rows[0] / num_layers, rows[1] / num_layers, *widest)
+        return cls(rows[0] / num_layers, rows[1] / num_layers, routed / num_layers, *widest)
 
     def kept_bytes(self, block: LayerBlock, cut: Cut) -> float:
         """Return the bytes that a layer keeps for backward: A's products. A's inputs are those of the linear, which the
         layer counts.
         """
-        return (block.tokens * self.whole + block.tokens * cut.sequence_share * self.summed) * cut.element
+        between = cut.sequence_share * (self.summed + self.routed * cut.expert_tp_size)
+        return block.tokens * (self.whole + between) * cut.element
 
     def running_bytes(self, block: LayerBlock, cut: Cut, *, backward: bool) -> float:
-        """Return the bytes that the widest linear holds for a moment: the sum of its output and the products."""
+        """Return the bytes that the widest linear holds for a moment: the sum of its output and the products. Experts
+        run one after the other, and hold less.
+        """
         widest = max(self.outputs / cut.tp_size, self.inputs * cut.sequence_share)
         return 0.0 if backward else block.tokens * widest * cut.element

@@ -15,12 +15,12 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation, shown
 from megatron_rl.ledger.planner.implementation_rules import GROUP
 from megatron_rl.ledger.planner.model_folder import ModelSizes
-from megatron_rl.model.families import Model
-from megatron_rl.model.families.adapter_params import ALL_LINEAR, ENGINE_RANKS, Projection, projections_of
+from megatron_rl.model.families.adapter_params import ENGINE_RANKS, Projection, projections_of
 from megatron_rl.parallel.stages import StagePlan
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-MLP_NAMES = ("linear_fc1", "linear_fc2", "linear_fc1_gate", "linear_fc1_up", "gate_proj", "up_proj", "down_proj")
+ROUTED = "*.experts.*"
+"""The element of exclude_modules that names all linears of routed experts."""
 DEFAULT = LoraConfig()
 LEAST_LR, LEAST_RANK = 1e-5, 8
 """Below these adapters hardly learn: the rate that works is about ten times that of full training."""
@@ -41,7 +41,7 @@ def lora_problems(config: RunConfig, models: Sequence[ModelSizes], *, config_onl
             rule = f"is not there for {own}, which {model.path} has: its layers are this project's own"
             yield Violation({f"{key}.rank": lora.rank}, rule, {f"{key}.rank": 0})
         elif model is not None:
-            yield from _linear_problems(role, key, model)
+            yield from _linear_problems(config, role, key, model)
 
 
 def adapted_roles(config: RunConfig) -> list[RoleSpec]:
@@ -74,24 +74,18 @@ def _value_problems(role: RoleSpec, key: str, drops: bool) -> Iterable[Violation
         yield Violation({name: options.fp8}, rule, {name: None})
 
 
-def _linear_problems(role: RoleSpec, key: str, model: ModelSizes) -> Iterable[Violation]:
+def _linear_problems(config: RunConfig, role: RoleSpec, key: str, model: ModelSizes) -> Iterable[Violation]:
     """Names that match nothing, linears that are left without adapters, and matrices smaller than the rank."""
     lora, candidates = role.lora, projections_of(model.parts.specs)
     names = sorted({alias for each in candidates for alias in each.aliases})
     unknown = False
     for name in ("target_modules", "exclude_modules"):
         given = getattr(lora, name)
-        # Megatron's own names may match nothing: experts have no adapters.
-        asked = [pattern for pattern in given if pattern not in LINEARS]
-        wrong = [pattern for pattern in asked if not any(each.matches(pattern) for each in candidates)]
+        wrong = [pattern for pattern in given if not any(each.matches(pattern) for each in candidates)]
         if wrong:
             unknown = True
-            of_experts = [each for each in wrong if model.num_experts and each in MLP_NAMES]
-            left = [each for each in given if each not in of_experts]
-            mended = list(dict.fromkeys(nearest_name(each, names) if each in wrong else each for each in left))
+            mended = list(dict.fromkeys(nearest_name(each, names) if each in wrong else each for each in given))
             rule = f"names no linear of {model.path} with {', '.join(wrong)}; it has {', '.join(names)}"
-            rule += ", and routed experts get no adapters" if of_experts else ""
-            mended = mended or ([ALL_LINEAR] if name == "target_modules" else [])
             yield Violation({f"{key}.{name}": given}, rule, {f"{key}.{name}": mended})
     if unknown:
         return
@@ -111,12 +105,44 @@ def _linear_problems(role: RoleSpec, key: str, model: ModelSizes) -> Iterable[Vi
             settings[f"{role.key}.megatron.pipeline_model_parallel_size"] = role.megatron.pipeline_model_parallel_size
             rule = f"leave pipeline stage {', '.join(map(str, bare))} without an adapter: each must train something"
         yield Violation(settings, rule, nearest)
-    widest = min((min(each.segment.shape) for each in left), default=lora.rank)
+    yield from _expert_problems(config, role, key, model.path, left)
+    widest = min((min(each.shape) for each in left), default=lora.rank)
     if lora.rank > widest:
-        small = next(each for each in left if min(each.segment.shape) == widest)
-        rows, columns = small.segment.shape
+        small = next(each for each in left if min(each.shape) == widest)
+        rows, columns = small.shape
         rule = f"must be <= {widest}, the smaller side of {small.name} [{rows}, {columns}] of {model.path}"
         yield Violation({f"{key}.rank": lora.rank}, rule, {f"{key}.rank": widest})
+
+
+def _expert_problems(
+    config: RunConfig, role: RoleSpec, key: str, path: str, left: Sequence[Projection]
+) -> Iterable[Violation]:
+    """Adapters of routed experts where nothing computes them, and of one half of what PEFT has in one parameter."""
+    lora, routed = role.lora, [each for each in left if each.is_expert]
+    if not routed:
+        return
+    without: dict[str, Any] = {f"{key}.exclude_modules": list(dict.fromkeys([*lora.exclude_modules, ROUTED]))}
+    if len(routed) == len(left):
+        without[f"{key}.target_modules"] = list(LINEARS)
+    reach = f"reach the routed experts of {path}, such as {routed[0].name}"
+    given = {f"{key}.target_modules": lora.target_modules}
+    if config.trainer.device != "cpu":
+        rule = f"{reach}, and adapters of experts have run on CPUs alone"
+        yield Violation(given | {"trainer.device": config.trainer.device}, rule, without)
+    elif config.generates and role.kind == ACTOR and not lora.merge:
+        rule = f"{reach}, whose adapters generation reads merged alone"
+        drops = config.actor_rollout_ref.rollout.drop_train_weights
+        hint = f"or {key}.exclude_modules={shown(without[f'{key}.exclude_modules'])}, which gives them none"
+        nearest = without if drops else {f"{key}.merge": True}
+        yield Violation(given | {f"{key}.merge": False}, rule, nearest, "" if drops else hint)
+    numbers: dict[str, list[Projection]] = {}
+    for each in routed:
+        numbers.setdefault(each.weight, []).append(each)
+    halves = [found[0] for weight, found in numbers.items() if weight.endswith("w13") and len(found) == 1]
+    if halves:
+        rule = f"give {halves[0].name} an adapter and not its other half: gate and up are one parameter in PEFT"
+        settings = given | {f"{key}.exclude_modules": lora.exclude_modules}
+        yield Violation(settings, rule, {f"{key}.target_modules": list(LINEARS), f"{key}.exclude_modules": []})
 
 
 def _stages_without(role: RoleSpec, model: ModelSizes, adapted: Sequence[Projection]) -> list[int]:
@@ -168,13 +194,9 @@ def _folder_problems(key: str, lora: LoraConfig, config_only: bool) -> Iterable[
 
 
 def lora_notes(config: RunConfig) -> list[str]:
-    """Sentences about adapters whose numbers are allowed, and far from what is known to work; and about linears of
-    experts, which the default targets name and which get none.
-    """
+    """Sentences about adapters whose numbers are allowed, and far from what is known to work."""
     notes = []
     for role in adapted_roles(config):
-        if Model.read(role.model_path).shape.num_experts and {*MLP_NAMES, ALL_LINEAR} & {*role.lora.target_modules}:
-            notes.append(f"{lora_key(role)}: routed experts of {role.model_path} get no adapters, other linears do")
         lr, asked = role.settings.optim.lr, f"{lora_key(role)}.rank={role.lora.rank}"
         if lr < LEAST_LR:
             notes.append(

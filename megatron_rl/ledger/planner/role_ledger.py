@@ -105,7 +105,9 @@ class RoleLedger:
         self.vocab_multiple = vocab_multiple(megatron.make_vocab_size_divisible_by, self.grid.tp_size)
         buckets = bucket_numel(megatron.override_ddp_config, self.grid.num_replicas) if role.is_trained else None
         cut = (self.stages, self.grid, self.vocab_multiple)
-        self.adapters = None if params.trained is None else AdapterCosts.of(params.trained.specs, self.stages)
+        self.adapters = None
+        if params.trained is not None:
+            self.adapters = AdapterCosts.of(params.trained.specs, self.stages, model.shape.experts_per_token)
         self.base = TrainedWeights(params.base, *cut, None if self.adapters else buckets, self.adapters is not None)
         self.weights = self.base if params.trained is None else TrainedWeights(params.trained, *cut, buckets)
 

@@ -64,7 +64,7 @@ class ModelCost:
     vocabulary head's, on the last stage; 0: counted as spread evenly. kv_ranks: the most TP ranks of generation that
     share the cache: more repeat it; None: any number do. experts_share: share of `num_params` in experts,
     of which a token uses experts_per_token / num_experts. adapter_params: of A and B, which are trained in place of the
-    others; 0: all are trained.
+    others; 0: all are trained. active_adapter_params: of these, those that a token passes.
     """
 
     num_params: int
@@ -79,6 +79,7 @@ class ModelCost:
     head_params: int = 0
     kv_ranks: int | None = None
     adapter_params: int = 0
+    active_adapter_params: int = 0
 
     @classmethod
     def of(cls, model: Model, lora: LoraConfig | None = None) -> ModelCost:
@@ -101,6 +102,7 @@ class ModelCost:
             head_params=model.specs[HEAD].tensor.numel,
             kv_ranks=model.cached_elements(1) // model.cached_elements(1 << 20),
             adapter_params=num_adapter_params(model, lora),
+            active_adapter_params=num_adapter_params(model, lora, active=True),
         )
 
     @property
@@ -112,7 +114,7 @@ class ModelCost:
         """Return the FLOPs of one token's forward pass in a sequence of `length` tokens: matrices and causal
         attention.
         """
-        return 2 * (self.matrix_params + self.adapter_params) + self.attention_flops(length)
+        return 2 * (self.matrix_params + self.active_adapter_params) + self.attention_flops(length)
 
     def update_flops(self, length: float) -> float:
         """Return the FLOPs of one token's forward and backward pass without recomputation."""
@@ -137,10 +139,12 @@ class ModelCost:
         return self.num_params * BF16 * (1 - self.experts_share * (1 - seen)) + self.adapter_params * BF16
 
 
-def num_adapter_params(model: Model, lora: LoraConfig | None) -> int:
-    """Return the elements of all A and B, held rows of zeros included. lora: None: no adapters."""
-    specs = {} if lora is None else adapter_specs(model.specs, lora)
-    return sum(spec.tensor.numel for spec in specs.values())
+def num_adapter_params(model: Model, lora: LoraConfig | None, *, active: bool = False) -> int:
+    """Return the elements of all A and B, held rows of zeros included. active: of those that a token passes."""
+    tensors = [spec.tensor for spec in adapter_specs(model.specs, lora).values()] if lora is not None else []
+    routed = sum(tensor.numel for tensor in tensors if tensor.is_expert) if active else 0
+    passed = routed * model.shape.experts_per_token // max(1, model.shape.num_experts)
+    return sum(tensor.numel for tensor in tensors) - routed + passed
 
 
 @dataclass(frozen=True)

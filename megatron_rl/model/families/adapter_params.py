@@ -1,7 +1,7 @@
 """Adapters of a model as parameters: which linears have one, and the shape, cut and names of each A and B. No torch.
 
 An adapter is cut as vLLM cuts it: of a linear cut by outputs A is whole and B is cut by outputs; of one cut by inputs
-A is cut by inputs and B is whole.
+A is cut by inputs and B is whole. Those of experts are stacked as their matrices are, and cut by experts besides.
 """
 
 from __future__ import annotations
@@ -25,10 +25,16 @@ CANONICAL = {
     "v_proj": "linear_v",
     "gate_proj": "linear_fc1_gate",
     "up_proj": "linear_fc1_up",
+    "w1": "linear_fc1_gate",
+    "w3": "linear_fc1_up",
 }
 """Name of a projection in a folder -> its name in verl's canonical_lora, where it is not Megatron's."""
+STACKED = {"w13": "linear_fc1", "w2": "linear_fc2"}
+"""Megatron's name of a linear of routed experts, by the stack of all of a rank."""
 PEFT_PREFIX = "base_model.model."
 LORA_A, LORA_B = "lora_A", "lora_B"
+EACH = "{expert}."
+"""In the name of a matrix that every expert has."""
 
 
 def held_rank(rank: int) -> int:
@@ -38,17 +44,36 @@ def held_rank(rank: int) -> int:
 
 @dataclass(frozen=True)
 class Projection:
-    """One matrix that may have an adapter. linear: Megatron's module, `decoder.layers.0.self_attention.linear_qkv`.
+    """One matrix that may have an adapter, or one of each expert, E of them in a stack.
 
-    name: in a folder, `model.layers.0.self_attn.q_proj`. segment: the matrix [out, in] and what cuts it along `tp_dim`.
-    number: of its segment in the linear's stack.
+    weight: Megatron's parameter, `decoder.layers.0.self_attention.linear_qkv.weight` or `decoder.layers.0.mlp.experts.
+    w13`. name: in a folder, `model.layers.0.self_attn.q_proj`; those of experts have `{expert}` in it. segment: the
+    matrix [out, in] or [E, out, in], and what cuts it along `tp_dim`. number: of its segment in the parameter.
     """
 
-    linear: str
+    weight: str
     name: str
     segment: Segment
     tp_dim: int
     number: int
+    is_expert: bool
+
+    @property
+    def module(self) -> str:
+        """Megatron's module that has the parameter."""
+        return self.weight.rpartition(".")[0]
+
+    @property
+    def linear(self) -> str:
+        """Megatron's name of the linear: of experts `decoder.layers.0.mlp.experts.linear_fc1`."""
+        own = self.weight.rpartition(".")[2]
+        return f"{self.module}.{STACKED[own]}" if self.is_expert else self.module
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of one matrix: out, in."""
+        rows, columns = self.segment.shape[-2:]
+        return rows, columns
 
     @property
     def aliases(self) -> set[str]:
@@ -65,41 +90,41 @@ class Projection:
         return pattern in self.aliases
 
     def params(self, rank: int) -> dict[str, ParamSpec]:
-        """Megatron name -> spec of A [rank, in] and B [out, rank]."""
-        rows, columns = self.segment.shape
-        by_rows = self.tp_dim == 0
-        a = Segment("A", (rank, columns), 1 if by_rows else self.segment.num_units)
-        b = Segment("B", (rows, rank), self.segment.num_units if by_rows else 1)
-        cuts = {LORA_A: (a, None if by_rows else 1), LORA_B: (b, 0 if by_rows else None)}
+        """Megatron name -> spec of A [rank, in] and B [out, rank], or of the stacks of all experts'."""
+        (rows, columns), stack = self.shape, self.segment.shape[:-2]
+        by_rows = self.tp_dim == len(stack)
+        a = Segment("A", (*stack, rank, columns), 1 if by_rows else self.segment.num_units)
+        b = Segment("B", (*stack, rows, rank), self.segment.num_units if by_rows else 1)
+        cuts = {LORA_A: (a, None if by_rows else self.tp_dim), LORA_B: (b, self.tp_dim if by_rows else None)}
         return {
-            f"{self.linear}.adapters.{self.name.rpartition('.')[2]}.{kind}": ParamSpec(
-                LogicalTensor(f"{self.name}.{kind}", (segment,), tp_dim), (f"{PEFT_PREFIX}{self.name}.{kind}.weight",)
+            f"{self.module}.adapters.{self.name.rpartition('.')[2]}.{kind}": ParamSpec(
+                LogicalTensor(f"{self.name}.{kind}", (segment,), tp_dim, self.is_expert),
+                (f"{PEFT_PREFIX}{self.name}.{kind}.weight",),
             )
             for kind, (segment, tp_dim) in cuts.items()
         }
 
 
 def projections_of(specs: Mapping[str, ParamSpec]) -> list[Projection]:
-    """The matrices of a model that may have an adapter: those of attention, of dense MLPs and of shared experts."""
+    """The matrices of a model that may have an adapter: those of attention, MLPs, shared and routed experts."""
     projections = []
     for name, spec in specs.items():
         linear, _, kind = name.rpartition(".")
-        if kind != "weight" or linear.rpartition(".")[2] not in LINEARS or spec.tensor.is_expert:
+        is_linear = kind == "weight" and linear.rpartition(".")[2] in LINEARS
+        if not is_linear and not spec.tensor.is_expert:
             continue
+        tp_dim, is_expert = spec.tensor.tp_dim, spec.tensor.is_expert
+        assert tp_dim is not None  # linears are cut
         for number, (segment, hf_name) in enumerate(zip(spec.tensor.segments, spec.hf_names, strict=True)):
-            assert spec.tensor.tp_dim is not None  # linears are cut
-            projections.append(Projection(linear, hf_name.removesuffix(".weight"), segment, spec.tensor.tp_dim, number))
+            projections.append(Projection(name, hf_name.removesuffix(".weight"), segment, tp_dim, number, is_expert))
     return projections
 
 
 def adapted(specs: Mapping[str, ParamSpec], lora: LoraConfig) -> list[Projection]:
-    """The matrices that `lora` gives adapters to. Raises ConfigError for an element that names none.
-
-    Megatron's own names may: linear_fc1 of a model whose MLPs are experts, which have no adapters.
-    """
+    """The matrices that `lora` gives adapters to. Raises ConfigError for an element that names none."""
     candidates = projections_of(specs)
     for pattern in [*lora.target_modules, *lora.exclude_modules]:
-        if pattern not in LINEARS and not any(each.matches(pattern) for each in candidates):
+        if not any(each.matches(pattern) for each in candidates):
             names = sorted({alias for each in candidates for alias in each.aliases})
             raise ConfigError(f"{pattern} names no linear of the model; nearest: {nearest_name(pattern, names)}")
     return [each for each in candidates if _any(each, lora.target_modules) and not _any(each, lora.exclude_modules)]
@@ -134,10 +159,12 @@ def _specs(specs: Mapping[str, ParamSpec], lora: LoraConfig, rank: int) -> dict[
 def peft_targets(specs: Mapping[str, ParamSpec], lora: LoraConfig) -> list[str]:
     """The adapted matrices as PEFT's target_modules: endings of names that no other matrix has, as short as can be.
 
-    specs: of the model. PEFT takes `q_proj` for every matrix whose name is it or ends in `.q_proj`.
+    specs: of the model. PEFT takes `q_proj` for every matrix whose name is it or ends in `.q_proj`; those of experts
+    are named without a number.
     """
-    wanted = {each.name for each in adapted(specs, lora)}
-    others = {name.removesuffix(".weight") for spec in specs.values() for name in spec.hf_names} - wanted
+    wanted = {each.name.replace(EACH, "") for each in adapted(specs, lora)}
+    names = {name.removesuffix(".weight").replace(EACH, "") for spec in specs.values() for name in spec.hf_names}
+    others = names - wanted
     taken = {ending for name in others for ending in _endings(name)}
     return sorted({next(ending for ending in _endings(name) if ending not in taken) for name in wanted})
 
@@ -149,7 +176,7 @@ def _endings(name: str) -> list[str]:
 
 
 def merged_rows(specs: Mapping[str, ParamSpec], adapters: Iterable[str]) -> dict[str, dict[int, tuple[str, str]]]:
-    """Weight of a linear -> number of its segment -> the names of A and B that are merged into it.
+    """Weight of linears -> number of its segment -> the names of A and B that are merged into it.
 
     specs: of the model. adapters: names of A and B, as in `adapter_specs`.
     """
@@ -158,5 +185,5 @@ def merged_rows(specs: Mapping[str, ParamSpec], adapters: Iterable[str]) -> dict
     for projection in projections_of(specs):
         name_a, name_b = projection.params(1)
         if name_a in names:
-            rows.setdefault(f"{projection.linear}.weight", {})[projection.number] = (name_a, name_b)
+            rows.setdefault(projection.weight, {})[projection.number] = (name_a, name_b)
     return rows
