@@ -82,6 +82,7 @@ EXPERTS = "[B, (T), layers, K]: experts of the first T <= L tokens, in every lay
 NOT_READ_BEFORE = "what comes before it in its row is not read from here on; absent: a row is one conversation"
 MASKS = "rollout correction; mask of truncated answers"
 TASKS = "records of reward and dpo"
+TEACHER, STUDENT = "teacher", (ACTOR_UPDATE, "teacher.log_probs_at")
 COMPARED = ("losses of answers",)
 
 COLUMNS = ColumnTable(
@@ -104,6 +105,13 @@ COLUMNS = ColumnTable(
     Column("entropy", DRAWN, F32, ACTOR_SCORES, (ENTROPY,), "entropy of the token's distribution"),
     Column("num_other_experts", ROW, I64, ACTOR_SCORES, (METRICS,), "recorded experts that routers would not choose"),
     Column("ref_log_probs", DRAWN, F32, "reference.log_probs", (ACTOR_UPDATE, KL), "log-prob under the reference"),
+    Column("teachers", DRAWN, I64, "teachers", (ACTOR_UPDATE, METRICS), "the number of the row's teacher"),
+    Column("teacher_log_probs", DRAWN, F32, TEACHER, (ACTOR_UPDATE,), "log-prob under the teacher"),
+    Column("teacher_top_ids", DRAWN, "int32", TEACHER, (ACTOR_UPDATE,), "[B, (N), k]: its likeliest tokens"),
+    Column("teacher_top_log_probs", DRAWN, F32, TEACHER, (ACTOR_UPDATE,), "[B, (N), k]: their log-probs"),
+    Column("student_top_ids", DRAWN, "int32", ACTOR_SCORES, STUDENT, "[B, (N), k]: the actor's likeliest tokens"),
+    Column("teacher_log_probs_at", DRAWN, F32, TEACHER, (ACTOR_UPDATE,), "[B, (N), k]: those under the teacher"),
+    Column("teacher_hidden", DRAWN, "the teacher's", TEACHER, (ACTOR_UPDATE,), "[B, (N), H]: before its head"),
     Column("old_values", DRAWN, F32, "critic.values", (CRITIC_UPDATE, METRICS), "the critic's value before the token"),
     Column("observations", DRAWN, I64, "estimator", (), "equal where turns have read the same since the turn before"),
     Column("rewards", DRAWN, F32, KL, (ESTIMATOR, METRICS), "-KL penalty; the score on a row's last one"),

@@ -11,12 +11,19 @@ from typing import Any
 
 from marked_tables import write_or_check
 
-from megatron_rl.config.declarations import ESTIMATORS, POLICY_LOSSES, PREFERENCE_LOSSES, Declaration
+from megatron_rl.config.declarations import (
+    DISTILLATION_LOSSES,
+    ESTIMATORS,
+    POLICY_LOSSES,
+    PREFERENCE_LOSSES,
+    Declaration,
+)
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "algorithms.md"
 TABLES: dict[str, tuple[str, Mapping[str, Declaration[Any]]]] = {
     "estimators": ("| `algorithm.adv_estimator` | advantage of each token | source | keys |", ESTIMATORS),
     "policy losses": ("| `policy_loss.loss_mode` | loss of a token | source | keys |", POLICY_LOSSES),
+    "distillation losses": ("| `loss_mode` | loss of a token | source | keys |", DISTILLATION_LOSSES),
     "preference losses": ("| `dpo.loss` | loss of a pair | source | keys |", PREFERENCE_LOSSES),
 }
 

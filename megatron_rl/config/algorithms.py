@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from megatron_rl.config.declarations import ESTIMATORS, POLICY_LOSSES, EstimatorTraits, PolicyLossTraits
+from typing import NamedTuple
+
+from megatron_rl.config.declarations import (
+    DISTILLATION_LOSSES,
+    ESTIMATORS,
+    POLICY_LOSSES,
+    DistillationTraits,
+    EstimatorTraits,
+    PolicyLossTraits,
+)
 from megatron_rl.config.schema import ActorConfig, RunConfig
 
 
@@ -27,6 +36,34 @@ def scored_columns(config: RunConfig) -> tuple[str, ...]:
     return tuple(column for column, is_needed in needed.items() if is_needed)
 
 
+class Teaching(NamedTuple):
+    """What a run asks of its teachers: the method of the role, and the column that is made by it."""
+
+    method: str
+    column: str
+
+
+STUDENTS_TOP = "student_top_ids"
+WAYS = (
+    Teaching("log_probs", "teacher_log_probs"),
+    Teaching("top_k", "teacher_top_log_probs"),
+    Teaching("log_probs_at", "teacher_log_probs_at"),
+    Teaching("hidden_states", "teacher_hidden"),
+)
+
+
+def distillation_reads(config: RunConfig) -> tuple[str, ...]:
+    """The columns that the configured distillation loss reads; () without teachers."""
+    if not config.distillation.enabled:
+        return ()
+    return DISTILLATION_LOSSES.traits(config.distillation.distillation_loss.loss_mode, DistillationTraits()).reads
+
+
+def teaching(config: RunConfig) -> Teaching | None:
+    """What the configured distillation loss needs of a teacher; None without teachers."""
+    return next((way for way in WAYS if way.column in distillation_reads(config)), None)
+
+
 def uses_critic(config: RunConfig) -> bool:
     """Whether a critic is built and trained: as `critic.enable` says, or where the estimator needs one."""
     enable = config.critic.enable
@@ -34,8 +71,11 @@ def uses_critic(config: RunConfig) -> bool:
 
 
 def uses_reference(config: RunConfig) -> bool:
-    """Whether the frozen reference policy is built: where a KL to it enters the reward or the loss."""
-    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+    """Whether the frozen reference policy is built: where a KL to it enters the reward or the loss, or the estimator
+    reads its log-probs.
+    """
+    reads = "ref_log_probs" in estimator_traits(config).reads
+    return reads or config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
 
 
 def bypasses(config: RunConfig) -> bool:
@@ -48,14 +88,16 @@ def is_on_policy(config: RunConfig) -> bool:
 
     verl's name for one mini-batch and one epoch: the only update of a step begins with the weights that such a pass
     would have. False where old log-probs are read before the update, by a KL in the reward, an estimator, a choice of
-    tokens by their entropy, a correction for the rollout or generation that runs ahead; and where steps have no update,
-    as every step compares log-probs.
+    tokens by their entropy, teachers, a correction for the rollout or generation that runs ahead; and where steps have
+    no update, as every step compares log-probs.
     """
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     correction = algorithm.rollout_correction
     sizes = config.batch_sizes
     updates_once = actor.ppo_epochs == 1 and sizes.mini_batch_prompts(actor) == sizes.num_prompts
-    estimates_without = algorithm.adv_estimator in ESTIMATORS and not scored_columns(config)
+    reads_more = scored_columns(config) or STUDENTS_TOP in distillation_reads(config)
+    reads_more = reads_more or "old_log_probs" in estimator_traits(config).reads
+    estimates_without = algorithm.adv_estimator in ESTIMATORS and not reads_more
     corrects = correction.rollout_is or correction.rollout_rs or correction.rollout_token_veto_threshold is not None
     return (
         updates_once

@@ -60,6 +60,14 @@ class AnswerLossTraits:
 
 
 @dataclass(frozen=True)
+class DistillationTraits:
+    """reads: the columns of a teacher that the loss compares the policy with, one kind of them: see
+    `losses.distillation`."""
+
+    reads: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class RewardTraits:
     """data_sources: whose answers `compute_score` gives to this rule. package: the Python package that it imports, or
     None, and requirement: how pip names it."""
@@ -147,6 +155,8 @@ PREFERENCE_LOSSES = Declarations[AnswerLossTraits](LOSSES)
 """Choices of `dpo.loss`; functions take (pairs or answers, DPOConfig) of `losses.terms`."""
 REWARD_MODEL_LOSSES = Declarations[AnswerLossTraits](LOSSES)
 """Choices of `reward_training.loss`; functions take (answers, RewardTrainingConfig)."""
+DISTILLATION_LOSSES = Declarations[DistillationTraits](LOSSES)
+"""Choices of `distillation.distillation_loss.loss_mode`; functions are those of `losses.distillation`."""
 REWARDS = Declarations[RewardTraits](BUILT_IN_REWARDS)
 """Choices of `custom_reward_function.name` where its `path` is null."""
 
@@ -156,6 +166,7 @@ READERS: dict[str, Declarations[Any]] = {
     "policy loss": POLICY_LOSSES,
     "preference loss": PREFERENCE_LOSSES,
     "reward model loss": REWARD_MODEL_LOSSES,
+    "distillation loss": DISTILLATION_LOSSES,
 }
 """Kinds of functions whose traits say which columns they read."""
 
@@ -208,6 +219,15 @@ def reward_model_loss(
 ) -> Callable[[Function], Function]:
     """Declare a loss that trains reward models; keys are those of `reward_training`. Raises as `estimator`."""
     return REWARD_MODEL_LOSSES.add(names, AnswerLossTraits(reads=declared_columns(reads), alone=alone), keys)
+
+
+def distillation_loss(
+    *names: str, reads: tuple[str, ...], keys: tuple[str, ...] = ()
+) -> Callable[[Function], Function]:
+    """Declare a loss that compares policy and teacher; keys are those of `distillation.distillation_loss`. Raises as
+    `estimator`.
+    """
+    return DISTILLATION_LOSSES.add(names, DistillationTraits(declared_columns(reads)), keys)
 
 
 def reward(

@@ -1,6 +1,7 @@
 """Every dotted key of the schema with its type and constraints, and the values of a configuration by key.
 
-The user names groups of their own below `pools` and `reward_models`: the elements of the schema's dicts of dataclasses.
+The user names groups of their own below `pools`, `reward_models` and `distillation.teacher_models`: the elements of the
+schema's dicts of dataclasses.
 """
 
 from __future__ import annotations
@@ -49,20 +50,32 @@ def _element_group(kind: Any) -> type | None:
 
 _ALL = dict(_leaves(RunConfig))
 ELEMENT_GROUPS = {key: group for key, leaf in _ALL.items() if (group := _element_group(leaf.kind)) is not None}
-"""Top-level keys below which the user names groups -> the class of such a group."""
+"""Keys below which the user names groups -> the class of such a group."""
 
 LEAVES = {key: leaf for key, leaf in _ALL.items() if key not in ELEMENT_GROUPS}
 KEYS = {key: leaf.kind for key, leaf in LEAVES.items()}
 """Every dotted key of the schema, with its constraints and with its type; of named groups see `NAMED_GROUPS`."""
 
 NAMED_GROUPS = {top: dict(_leaves(group)) for top, group in ELEMENT_GROUPS.items()}
-"""Top-level keys below which the user names groups -> the keys of such a group, with their constraints."""
+"""Keys below which the user names groups -> the keys of such a group, with their constraints."""
 
 OPEN_KEYS = {key for key, kind in KEYS.items() if typing.get_origin(kind) is dict}
 """Keys under which the user may put names of their own."""
 
 GROUPS = {key[:end] for key in KEYS for end, character in enumerate(key) if character == "."}
 """Every dotted name that has keys below it."""
+
+
+def in_named_group(key: str) -> tuple[str, str, str] | None:
+    """(key below which it is named, its name, the rest) of a dotted key in a group of the user's; else None.
+
+    Name and rest may be "".
+    """
+    for top in NAMED_GROUPS:
+        if key == top or key.startswith(f"{top}."):
+            name, _, below = key[len(top) + 1 :].partition(".")
+            return top, name, below
+    return None
 
 
 def is_key(key: str) -> bool:
@@ -72,8 +85,8 @@ def is_key(key: str) -> bool:
 
 def leaf_of(key: str) -> Constraints | None:
     """Type and constraints of a dotted key; None for an unknown key."""
-    top, _, below = key.partition(".")
-    return NAMED_GROUPS[top].get(below.partition(".")[2]) if top in NAMED_GROUPS else LEAVES.get(key)
+    named = in_named_group(key)
+    return LEAVES.get(key) if named is None else NAMED_GROUPS[named[0]].get(named[2])
 
 
 def type_of(key: str) -> Any:
@@ -103,14 +116,14 @@ def _defaults() -> dict[str, Any]:
     """Key -> its default, which may be an interpolation; of named groups below `TOP.*`."""
     config: Any = RunConfig()
     for top, group in ELEMENT_GROUPS.items():
-        getattr(config, top)["*"] = group()
+        value_of(config, top)["*"] = group()
     return {key: value_of(config, key) for key, _ in leaves_of(config)}
 
 
 def default_of(key: str) -> Any:
     """The default of a key, with the defaults of the keys it follows put in; None for a mandatory key."""
-    top, _, below = key.partition(".")
-    default = _defaults()[f"{top}.*.{below.partition('.')[2]}" if top in NAMED_GROUPS else key]
+    named = in_named_group(key)
+    default = _defaults()[key if named is None else f"{named[0]}.*.{named[2]}"]
     if not isinstance(default, str) or default == MISSING:
         return None if default == MISSING else default
     leader = INTERPOLATION.fullmatch(default)

@@ -30,6 +30,7 @@ from megatron_rl.config.keys import (
     KEYS,
     NAMED_GROUPS,
     default_of,
+    in_named_group,
     is_key,
     leaf_of,
     type_of,
@@ -261,9 +262,9 @@ def like_name_of(key: str) -> str | None:
 
 def unknown_key(key: str, value: Any, where: str) -> Violation | None:
     """The violation of an unknown key, with the nearest known key; None for a known key."""
-    top, _, below = key.partition(".")
-    if top in NAMED_GROUPS:
-        name, _, inner = below.partition(".")
+    named = in_named_group(key)
+    if named is not None:
+        top, name, inner = named
         if inner in NAMED_GROUPS[top]:
             return None
         if not inner:
@@ -283,11 +284,11 @@ def _unknown(key: str, value: Any, where: str, like: str | None) -> Violation:
 def _apply(config: Any, setting: Setting) -> Violation | None:
     """Put one setting into the config. Return its violation, or None."""
     key, given = setting.key, {setting.key: setting.value}
-    top, *below = key.split(".")
-    if top in NAMED_GROUPS and below:
-        is_empty = len(below) == 1 and setting.value in (None, {})
-        if below[0] not in config[top] and (is_empty or ".".join(below[1:]) in NAMED_GROUPS[top]):
-            config[top][below[0]] = OmegaConf.structured(ELEMENT_GROUPS[top])
+    top, name, below = in_named_group(key) or ("", "", "")
+    if name:
+        is_empty, groups = not below and setting.value in (None, {}), OmegaConf.select(config, top)
+        if name not in groups and (is_empty or below in NAMED_GROUPS[top]):
+            groups[name] = OmegaConf.structured(ELEMENT_GROUPS[top])
         if is_empty:
             return None
     if key in GROUPS:

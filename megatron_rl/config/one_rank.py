@@ -28,6 +28,7 @@ def collapsed(config: Config) -> Config:
     for group in (shared.rollout, reward):
         group.nnodes, group.n_gpus_per_node = 0, 1
     roles: list[Any] = [shared.actor, shared.ref, alone.critic, reward, *alone.reward_models.values()]
+    roles += alone.distillation.teacher_models.values()
     for role in (*roles, shared.rollout):
         role.pool = GLOBAL_POOL
     for role in roles:

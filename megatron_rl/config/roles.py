@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_rl.config.algorithms import uses_critic, uses_reference
+from megatron_rl.config.algorithms import teaching, uses_critic, uses_reference
+from megatron_rl.config.distillation_keys import SELF, TeacherConfig
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.schema import RunConfig
@@ -18,7 +19,8 @@ from megatron_rl.config.tasks import REWARD
 from megatron_rl.config.trainer import GLOBAL_POOL
 
 ACTOR, REFERENCE, CRITIC, REWARD_MODEL, ROLLOUT = "actor", "reference", "critic", "reward_model", "rollout"
-"""Kinds of roles. A kind is also the name of its only role; only reward models may be several."""
+TEACHER = "teacher"
+"""Kinds of roles. A kind is also the name of its only role; only reward models and teachers may be several."""
 TUNED, SCORER = "tuned", "scorer"
 """Kinds of the role that a task without generation trains. A policy has the name of the actor. A reward model has the
 name of the critic, because it is saved and exported like one."""
@@ -71,8 +73,8 @@ class RoleSpec:
     megatron: its training layout; for the rollout the actor's, which names the dtype. score, update: its passes; a role
     with `update` is trained and saved. settings: the group itself. mixed: further examples that its update reads.
     makes: the column that it adds to every batch; None: none, or not in every run. lora: the adapters that are trained
-    in place of the weights, or read by the rollout; rank 0: none. base_of: the role on the same ranks whose model
-    without adapters is this role's; None: it has a model of its own.
+    in place of the weights, or read by the rollout; rank 0: none. model_of: the role on the same ranks whose model is
+    this role's, a reference's without its adapters; None: it has a model of its own.
     """
 
     name: str
@@ -88,7 +90,7 @@ class RoleSpec:
     mixed: Mixed | None = None
     makes: Makes | None = None
     lora: LoraConfig = field(default_factory=LoraConfig)
-    base_of: str | None = None
+    model_of: str | None = None
 
     @property
     def is_trained(self) -> bool:
@@ -205,6 +207,11 @@ class Placement:
     def reward_models(self) -> list[RoleSpec]:
         """Every reward model, `reward_model` first."""
         return [role for role in self.roles.values() if role.kind == REWARD_MODEL]
+
+    @property
+    def teachers(self) -> list[RoleSpec]:
+        """Every teacher."""
+        return [role for role in self.roles.values() if role.kind == TEACHER]
 
     @property
     def world_size(self) -> int:
@@ -328,7 +335,7 @@ def _reference(config: RunConfig) -> RoleSpec:
     role = _policy(config, REFERENCE, key, shared.ref.pool, shared.ref)
     score = _pass("ref", shared.model.use_remove_padding, key, shared.ref, LOG_PROB_KEYS)
     is_base = shared.model.lora.rank > 0 and shared.ref.pool == shared.actor.pool
-    return replace(role, score=score, makes=Makes("ref_log_probs", "log_probs"), base_of=ACTOR if is_base else None)
+    return replace(role, score=score, makes=Makes("ref_log_probs", "log_probs"), model_of=ACTOR if is_base else None)
 
 
 def _critic(config: RunConfig) -> RoleSpec:
@@ -349,6 +356,32 @@ def _reward_models(config: RunConfig) -> Iterator[RoleSpec]:
         yield _reward_model(REWARD_MODEL, REWARD_MODEL, reward, reward_pool(config), "rm_scores", longest)
     for name, further in config.reward_models.items():
         yield _reward_model(name, f"reward_models.{name}", further, further.pool, f"rm_scores_{name}", longest)
+
+
+def _teachers(config: RunConfig) -> Iterator[RoleSpec]:
+    if (way := teaching(config)) is not None:
+        for name, teacher in config.distillation.teacher_models.items():
+            yield _teacher(config, name, teacher, Makes(way.column, way.method))
+
+
+def _teacher(config: RunConfig, name: str, teacher: TeacherConfig, makes: Makes) -> RoleSpec:
+    """A frozen model that says more of the tokens than a reference; `self`: the actor."""
+    shared, key = config.actor_rollout_ref, f"distillation.teacher_models.{name}"
+    is_self = teacher.model_path == SELF
+    score = _pass(f"teacher_{name}", teacher.use_remove_padding, key, teacher, LOG_PROB_KEYS)
+    prompt = config.data.max_prompt_length if teacher.prompt_key is None else teacher.max_prompt_length
+    longest = prompt + config.data.max_response_length
+    role = RoleSpec(
+        *(name, TEACHER, key, shared.actor.pool if is_self else teacher.pool),
+        model_path=shared.model.path if is_self else teacher.model_path,  # type: ignore[arg-type]
+        model_key=f"{key}.model_path",
+        megatron=shared.actor.megatron if is_self else teacher.megatron,
+        settings=teacher,
+        score=replace(score, longest=longest),
+        makes=makes,
+        model_of=ACTOR if is_self else None,
+    )
+    return replace(role, score=_with_room(role, longest))
 
 
 def _rollout(config: RunConfig) -> RoleSpec:
@@ -376,6 +409,7 @@ ROWS: list[Callable[[RunConfig], Iterable[RoleSpec]]] = [
     lambda config: [_reference(config)] if uses_reference(config) else [],
     lambda config: [_critic(config)] if uses_critic(config) else [],
     _reward_models,
+    _teachers,
     lambda config: [_rollout(config)],
 ]
 """The roles of PPO: each row gives those that a configuration asks for. A role that only scores is one row: it has

@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 from annotated_types import Ge, Gt, Le
 
+from megatron_rl.config.algorithm_keys import AlgorithmConfig
 from megatron_rl.config.async_training import AsyncTrainingConfig
 from megatron_rl.config.batch_sizes import BatchSizes
 from megatron_rl.config.constraints import (
@@ -30,8 +31,8 @@ from megatron_rl.config.constraints import (
     Size,
     UnitInterval,
 )
-from megatron_rl.config.correction import RolloutCorrectionConfig
 from megatron_rl.config.declarations import KL_ESTIMATES
+from megatron_rl.config.distillation_keys import DistillationConfig
 from megatron_rl.config.eight_bit_rollouts import EightBitRollouts
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.megatron import MegatronConfig, OptimConfig, follow_actor, follows
@@ -42,6 +43,7 @@ from megatron_rl.config.reference_keys import RefConfig
 from megatron_rl.config.reward_keys import CustomRewardFunctionConfig, RewardModelConfig, ScoringModelConfig
 from megatron_rl.config.tasks import DPOConfig, RewardTrainingConfig, TaskDataConfig
 from megatron_rl.config.trainer import GLOBAL_POOL, MOST_RANKS, RANKS, TrainerConfig
+from megatron_rl.config.user_files import UserFileConfig
 
 MISSING = "???"
 
@@ -124,12 +126,6 @@ def as_list(files: str | list[str]) -> list[str]:
 class CheckpointConfig:
     async_save: bool = False
     """Write in a background thread; the checkpoint counts once it is complete, at the start of a later step."""
-
-
-@dataclass
-class UserFileConfig:
-    path: FilePath | None = None
-    """Python file that defines the function, or the class of a scorer."""
 
 
 @dataclass
@@ -355,72 +351,6 @@ class CriticConfig:
 
 
 @dataclass
-class KlCtrlConfig:
-    type: Annotated[str, OneOf(("fixed", "adaptive"))] = "fixed"
-    """fixed | adaptive: the weight follows the measured KL towards target_kl."""
-    kl_coef: NotNegative = 0.001
-    """Weight of the KL penalty; of the adaptive one the first."""
-    target_kl: Positive = 0.1
-    """KL per token that the adaptive weight aims at."""
-    horizon: Size = 10000
-    """Samples over which the adaptive weight changes; the larger the slower."""
-
-
-@dataclass
-class FilterGroupsConfig:
-    enable: bool = False
-    """Dynamic sampling: draw batches of data.gen_batch_size prompts until data.train_batch_size of them have samples
-    with different scores, and train on those."""
-    metric: Annotated[str, OneOf(("score", "acc"))] = "score"
-    """The number that must differ: score | acc, the accuracy that the rule reports (its score if it reports none)."""
-    max_num_gen_batches: Count = 10
-    """Batches per step at most, then it is filled up with prompts whose samples have equal scores; 0: no limit."""
-
-
-@dataclass
-class AlgorithmConfig:
-    adv_estimator: str = "gae"
-    """gae | grpo | grpo_passk | gdpo | gpg | rloo | opo | max_rl | optimal_token_baseline |
-    tir_optimal_token_baseline | gigpo | reinforce_plus_plus | reinforce_plus_plus_baseline | remax |
-    grpo_vectorized: grpo | rloo_vectorized: rloo | the name of a function in custom_adv_estimator.path. Only gae needs
-    a critic."""
-    custom_adv_estimator: UserFileConfig = field(default_factory=UserFileConfig)
-    norm_adv_by_std_in_grpo: bool = True
-    """Divide GRPO's advantages by the standard deviation of the group; false is Dr.GRPO. Also grpo_passk's, gdpo's,
-    gigpo's."""
-    scale_rewards: Annotated[str, OneOf(("group", "batch"))] = "group"
-    """grpo: that standard deviation is of the answers of a group | batch: of all answers of the step (LitePPO)."""
-    gdpo_reward_keys: list[str] | None = None
-    """gdpo: which numbers of the reward function's dict are normalised apart."""
-    gdpo_reward_weights: list[float] | None = None
-    """gdpo: what each of them counts; null: 1."""
-    gigpo_step_advantage_w: Annotated[float, Ge(0)] = 1.0
-    """gigpo: what the advantage among turns that have read the same counts, beside that among episodes."""
-    gamma: UnitInterval = 1.0
-    """Discount per token, of gae and reinforce_plus_plus; gigpo: per turn."""
-    lam: UnitInterval = 1.0
-    """GAE's lambda."""
-    adaptive_lam_alpha: Annotated[float | None, Gt(0), Nearest(0.05)] = None
-    """gae: give the advantages of an answer of l tokens lambda = 1 - 1 / (alpha l), and returns lam (VAPO has alpha
-    0.05 and lam 1); null: lam for both."""
-    gae_timestep: Annotated[str, OneOf(("token", "turn"))] = "token"
-    """gae: a time step is a token | a turn of the policy, with the value of its first token and one advantage."""
-    turn_rewards: bool = False
-    """gae, reinforce_plus_plus, remax and gigpo: the environment's reward for a turn is on that turn's last token;
-    false: the whole score is on the last token of the episode."""
-    mask_truncated_completions: bool = False
-    """Leave answers that reached data.max_response_length without an end out of the losses of actor and critic; they
-    still count in advantages."""
-    use_kl_in_reward: bool = False
-    """Subtract kl_coef * KL to the reference policy from every token's reward."""
-    kl_penalty: Annotated[str, OneOf(KL_ESTIMATES)] = "kl"
-    """How that KL is estimated: kl (k1) | abs | mse (k2) | low_var_kl (k3); a + after it changes no reward."""
-    kl_ctrl: KlCtrlConfig = field(default_factory=KlCtrlConfig)
-    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
-    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
-
-
-@dataclass
 class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
@@ -438,6 +368,7 @@ class RunConfig:
     ptx: PretrainingConfig = field(default_factory=PretrainingConfig)
     reward_training: RewardTrainingConfig = field(default_factory=RewardTrainingConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
     @property

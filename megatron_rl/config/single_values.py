@@ -39,6 +39,7 @@ def _shared_layouts(config: RunConfig) -> set[str]:
     """Layout keys of reference and reward models that share the grid of another role, whose values they must have."""
     led: set[str] = set()
     groups = {REF, "reward_model", *(f"reward_models.{name}" for name in config.reward_models)}
+    groups |= {f"distillation.teacher_models.{name}" for name in config.distillation.teacher_models}
     for role in roles_of(config):
         if role.kind != ROLLOUT_ROLE and role.pool not in led:
             led.add(role.pool)

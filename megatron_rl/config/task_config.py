@@ -107,7 +107,7 @@ class TaskConfig(RunConfig):
 
     def ignores(self, key: str) -> bool:
         """Whether the task does not read a dotted key."""
-        return key in IGNORED_KEYS or key.startswith(("reward_models.", "custom_scorers."))
+        return key in IGNORED_KEYS or key.startswith(("reward_models.", "custom_scorers.", "distillation."))
 
 
 def for_task(config: RunConfig, task: str) -> RunConfig:

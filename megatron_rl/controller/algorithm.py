@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE
+from megatron_rl.config.algorithm_keys import KlCtrlConfig
 from megatron_rl.config.algorithms import bypasses
-from megatron_rl.config.schema import ActorConfig, CriticConfig, KlCtrlConfig, RolloutConfig, RunConfig
+from megatron_rl.config.schema import ActorConfig, CriticConfig, RolloutConfig, RunConfig
 from megatron_rl.errors import ParityError
 from megatron_rl.experience.batches import mini_batch_rows
 from megatron_rl.experience.derived_columns import (

@@ -53,6 +53,7 @@ from megatron_rl.scoring.rewards import Rewards, reward_shaping, text_readers
 from megatron_rl.scoring.rule import NoRule, RuleReward
 from megatron_rl.scoring.sampled_batch import SampledBatch
 from megatron_rl.scoring.sources import check_sources
+from megatron_rl.scoring.teachers import check_teachers, other_prompts
 
 NEXT_BATCH = RemoteMethod(Dispatch.ONE_TO_ALL, "gen", stop=Stop.BEFORE)
 """A wait for answers, as a remote method that a run may stop before."""
@@ -125,6 +126,8 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         data = Data.read(config, tokenizer)
         config = with_steps(with_kv_cache(config, hardware_here(config)), len(data.train))
         alone = check_sources(config, data.sources)
+        check_teachers(config, data.train.data_sources)
+        prompts_of_teachers = other_prompts(config, tokenizer, data.train)
         rules = rule_reward(config, tokenizer, data.judged_sources(config), local)
         readers, template_notes = text_readers(config, tokenizer, (data.train, data.val))
         shaping = reward_shaping(config)
@@ -144,7 +147,11 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         roles = Roles.of(pools, logger)
         rewards = Rewards(config, rules, roles.reward_models, logger.warn, logger.clock, readers, shaping)
         rewarding = RewardScorer(rewards)
-        scorers = [*prompt_feedback(data.cursor), *scorers_of(config, pools, algorithm, own_scorers), rewarding]
+        scorers = [
+            *prompt_feedback(data.cursor),
+            *scorers_of(config, pools, algorithm, own_scorers, prompts_of_teachers),
+            rewarding,
+        ]
         sources = Sources(config, data.train, data.cursor, rewarding, logger, episodes)
         checks = (partial(raise_failures, pools.cluster), partial(stop_policy.before, NEXT_BATCH))
         sampler = open_sampler(schedule, sources, roles.actor, roles.rollout, checks, opened)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 from megatron_rl.columns import ACTOR_SCORES, SCORING
-from megatron_rl.config.algorithms import bypasses, scores_old_log_probs
-from megatron_rl.config.roles import ACTOR
+from megatron_rl.config.algorithms import (
+    STUDENTS_TOP,
+    bypasses,
+    distillation_reads,
+    scores_old_log_probs,
+    teaching,
+)
+from megatron_rl.config.roles import ACTOR, TEACHER, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.user_functions import load_class, reward_errors
 from megatron_rl.controller.algorithm import Algorithm
@@ -23,16 +28,20 @@ from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.kinds import KINDS
 from megatron_rl.scoring.batch_scorers import RoleScorer, Scorer
 from megatron_rl.scoring.sampled_batch import SampledBatch
+from megatron_rl.scoring.teachers import OtherPrompts, TeacherCall, TeacherScorer
 
 
-def scorers_of(config: RunConfig, pools: RunPools, algorithm: Algorithm, own: Sequence[Scorer]) -> list[Scorer]:
-    """Every scorer of a run but the rewards', in the order in which they start. own: the user's.
+def scorers_of(
+    config: RunConfig, pools: RunPools, algorithm: Algorithm, own: Sequence[Scorer], prompts: OtherPrompts
+) -> list[Scorer]:
+    """Every scorer of a run but the rewards', in the order in which they start. own: the user's. prompts: teachers'.
 
     Rewards follow them, because conversations may have to be tokenised for reward models first, and because their
     columns are there when the user's scorers give theirs.
     """
     actor = pools.handle(ACTOR, Actor)
-    return [*_actor_scorers(config, actor, algorithm), *role_scorers(pools), *own]
+    taught = teacher_scorers(config, pools, prompts)
+    return [*taught, *_actor_scorers(config, actor, algorithm), *role_scorers(pools), *own]
 
 
 def user_scorers(config: RunConfig) -> list[UserScorer]:
@@ -43,9 +52,21 @@ def user_scorers(config: RunConfig) -> list[UserScorer]:
 def role_scorers(pools: RunPools) -> Iterator[Scorer]:
     """A scorer for each role whose row in `config.roles` says which column it makes."""
     for spec in pools.placement.roles.values():
-        if spec.makes is not None:
-            handle: Any = pools.handle(spec.name, KINDS[spec.kind])
-            yield RoleScorer(getattr(handle, spec.makes.method))
+        if spec.makes is not None and spec.kind != TEACHER:
+            yield RoleScorer(_method(pools, spec, spec.makes.method))
+
+
+def teacher_scorers(config: RunConfig, pools: RunPools, prompts: OtherPrompts) -> list[Scorer]:
+    """One scorer for all teachers, if there are any."""
+    way = teaching(config)
+    calls = [TeacherCall(spec, _method(pools, spec, way.method)) for spec in pools.placement.teachers if way]
+    asks = [STUDENTS_TOP] if STUDENTS_TOP in distillation_reads(config) else []
+    return [TeacherScorer(calls, asks, prompts)] if calls else []
+
+
+def _method(pools: RunPools, spec: RoleSpec, name: str) -> Callable[[Batch], Future[Batch]]:
+    method: Callable[[Batch], Future[Batch]] = getattr(pools.handle(spec.name, KINDS[spec.kind]), name)
+    return method
 
 
 def _actor_scorers(config: RunConfig, actor: Actor, algorithm: Algorithm) -> Iterator[Scorer]:

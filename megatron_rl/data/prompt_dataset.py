@@ -118,6 +118,36 @@ class PromptDataset:
         kept = [prompt for prompt in self._prompts if data_sources is None or prompt.row.data_source in data_sources]
         return [prompt.row.prompt for prompt in kept], [prompt.token_ids.tolist() for prompt in kept]
 
+    def prompts_at(
+        self,
+        key: tuple[str, str],
+        most: tuple[str, int],
+        tokenizer: PreTrainedTokenizerBase,
+        data_config: DataConfig,
+        data_sources: Collection[str] | None = None,
+    ) -> dict[int, torch.Tensor]:
+        """Number of each prompt of these data sources, or of all, -> tokens of the prompt in an entry of extra_info.
+
+        key, most: names of the keys that set the entry and its tokens at most, with their values. Raises ConfigError
+        for a missing or too long one, and as `tokenise`.
+        """
+        (key_name, name), (most_name, limit) = key, most
+        kept = [prompt for prompt in self._prompts if data_sources is None or prompt.row.data_source in data_sources]
+        if lacking := [prompt.index for prompt in kept if not prompt.row.extra_info.get(name)]:
+            raise ConfigError(
+                f"{key_name}={name} must be an entry of extra_info of every prompt that is taught, and "
+                f"{len(lacking)} of {len(kept)} lack it; the first is row {lacking[0]}"
+            )
+        rows = [(RowPlace(key_name, p.index), p.row._replace(prompt=p.row.extra_info[name])) for p in kept]
+        token_ids = tokenise(f"extra_info.{name}", rows, tokenizer, data_config)
+        if long := [prompt.index for prompt, ids in zip(kept, token_ids, strict=True) if len(ids) > limit]:
+            longest = max(map(len, token_ids))
+            raise ConfigError(
+                f"{most_name}={limit} must be at least {longest}, the tokens of the longest one in extra_info.{name}; "
+                f"{len(long)} of {len(kept)} are longer, the first is row {long[0]}; nearest: {most_name}={longest}"
+            )
+        return {prompt.index: torch.tensor(ids) for prompt, ids in zip(kept, token_ids, strict=True)}
+
     def batch(self, indices: Sequence[int]) -> Prompts:
         """The prompts at `indices` (each in [0, len(self)), at least one) as a record of B = len(indices) rows.
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from megatron_rl.config.algorithm_keys import AlgorithmConfig
 from megatron_rl.config.correction import RolloutCorrectionConfig
 from megatron_rl.config.declarations import ESTIMATORS, KL_ESTIMATES, EstimatorTraits
-from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.losses.estimators import Estimator, Samples
 from megatron_rl.losses.rollout_correction import correct_rollout
@@ -95,6 +95,7 @@ def add_advantages(experience: Batch, estimator: Estimator, config: AlgorithmCon
         turns=turn_numbers(experience),
         observations=flat("observations"),
         old_log_probs=flat("old_log_probs"),
+        ref_log_probs=flat("ref_log_probs"),
         sum_pi_squared=flat("sum_pi_squared"),
         rollout_weights=flat("rollout_weights"),
     )

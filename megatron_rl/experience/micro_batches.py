@@ -24,7 +24,7 @@ from megatron_rl.parallel.zigzag import ContextShare
 from megatron_rl.records import Batch, conversations, elements_of, first_true, places_in_rows, row_lengths
 
 NO_FIELDS = ("input_ids", "sampled", "conversation_starts", "routed_experts")
-"""Columns that are not one float per sampled token."""
+"""Columns that are no numbers of sampled tokens."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class MicroBatch:
     predicts_sampled: bool [b, S - 1], true where the *next* token is a sampled one, of the same row; on the CPU.
     places: int64 [N], where it is true, among the b x S of the block; None: the block has not been moved.
     num_sampled: int64 [n]. rows: int64 [n], their numbers in the record, in the order they lie here.
-    fields: the batch's float columns of sampled tokens, of these rows, flattened row by row to [N].
+    fields: the batch's other columns of sampled tokens, of these rows, flattened row by row to [N, ...].
     segments: lengths of what lies end to end, filler included, adding up to S; None when padded.
     prefixes: of the first segments, (first column, columns) of what comes before them and lies elsewhere in the block:
     their prompt but for its last token; 0 columns where a segment is whole.
@@ -165,6 +165,14 @@ class MicroBatch:
         """
         return values if self.share is None else self.share.whole(values)
 
+    def part(self, values: Tensor) -> Tensor:
+        """values [N, ...] -> those of the tokens in `targets`."""
+        return values if self.share is None else values[self.share.numbers]
+
+    def wide(self, name: str) -> Tensor:
+        """A column of several numbers a token [N, ...], on the block's device, where that of all blocks may not fit."""
+        return self.fields[name].to(self.input_ids.device)
+
     @property
     def kept(self) -> Tensor:
         """float32 [N]: 1 for each sampled token that counts in a loss; all of them where the batch does not say."""
@@ -173,10 +181,10 @@ class MicroBatch:
         return torch.ones(len(self._places()), device=self.input_ids.device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return everything that a pass reads on the device, by name."""
+        """Return everything that a pass reads on the device from its beginning on, by name: all but `wide` columns."""
         named = {"input_ids": self.input_ids, "num_sampled": self.num_sampled, "rows": self.rows}
         of_share = {} if self.share is None else {f"share.{name}": x for name, x in self.share.tensors().items()}
-        fields = {f"fields.{name}": field for name, field in self.fields.items()}
+        fields = {f"fields.{name}": field for name, field in self.fields.items() if field.dim() == 1}
         return named | {"places": self._places()} | of_share | fields
 
     def with_tensors(self, moved: Mapping[str, Tensor]) -> MicroBatch:
@@ -185,7 +193,8 @@ class MicroBatch:
         if self.share is not None:
             of_share: dict[str, Any] = {name: moved[f"share.{name}"] for name in self.share.tensors()}
             changed["share"] = replace(self.share, **of_share)
-        return replace(self, **changed, fields={name: moved[f"fields.{name}"] for name in self.fields})
+        fields = {name: moved.get(f"fields.{name}", field) for name, field in self.fields.items()}
+        return replace(self, **changed, fields=fields)
 
     def neutral(self) -> MicroBatch:
         """A block of the same shape without any row: it runs like this one and adds nothing to a loss."""
@@ -241,7 +250,7 @@ def micro_batches(
     segment_multiple: int = 1,
     with_tokens: bool = False,
 ) -> list[MicroBatch]:
-    """Return the blocks that `plan` lists, of a batch with `input_ids`, `sampled` and float columns of sampled tokens.
+    """Return the blocks that `plan` lists, of a batch with `input_ids`, `sampled` and columns of sampled tokens.
 
     A block is as wide as its content needs, rounded up to a multiple of `column_multiple`. prompts: `prompt_numbers` of
     the rows, where rows of a packed block share prompts. segment_multiple divides column_multiple; the length of every

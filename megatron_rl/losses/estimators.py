@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from megatron_rl.config.algorithm_keys import AlgorithmConfig
 from megatron_rl.config.declarations import ESTIMATORS, estimator
-from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.config.user_functions import load_function
 from megatron_rl.losses.advantages import gae, rewards_to_go, whiten
 from megatron_rl.losses.rows import spread, total_rows
@@ -29,8 +29,9 @@ class Samples:
     The other fields are None unless the estimator reads them (`EstimatorTraits`), or the run has them.
     values: float [T], of the critic. greedy_scores: float [B], of the greedy answer to each answer's prompt.
     components: float [B, K], the numbers that `algorithm.gdpo_reward_keys` names.
-    old_log_probs: float [T], of the sampled tokens. sum_pi_squared: float [T], the sum of squared probabilities over
-    the vocabulary. rollout_weights: float [T], the importance weights of the rollout's samples.
+    old_log_probs, ref_log_probs: float [T], of the sampled tokens under policy and reference. sum_pi_squared: float
+    [T], the sum of squared probabilities over the vocabulary. rollout_weights: float [T], the importance weights of the
+    rollout's samples.
     turns: int64 [T], the number of each token's turn, counted over all answers; None: an answer is one turn.
     observations: int64 [T], equal for tokens whose turns have read the same tokens since the turn before.
     """
@@ -47,6 +48,7 @@ class Samples:
     rollout_weights: Tensor | None = None
     turns: Tensor | None = None
     observations: Tensor | None = None
+    ref_log_probs: Tensor | None = None
 
     @property
     def totals(self) -> Tensor:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron_rl.config.algorithm_keys import AlgorithmConfig
 from megatron_rl.config.declarations import estimator
-from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.losses.advantages import rewards_to_go
 from megatron_rl.losses.estimators import Samples, required
 

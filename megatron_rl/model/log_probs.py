@@ -251,14 +251,14 @@ class LocalRows:
         return slope
 
     def take(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the targets' logits [n]; 0 for a target that another rank holds."""
+        """Return the targets' logits, in the shape [n] or [n, k] of targets; 0 for one that another rank holds."""
         local, is_here = self._local(targets)
-        return torch.where(is_here, logits.gather(-1, local[:, None])[:, 0], 0.0)
+        return torch.where(is_here, logits.gather(-1, _as_columns(local)).view_as(local), 0.0)
 
     def add(self, grad: Tensor, targets: Tensor, values: Tensor) -> None:
-        """Add values [n] to the targets' columns of grad [n, v], for targets that this rank holds."""
+        """Add values, [n] or [n, k] as targets, to their columns of grad [n, v], for targets that this rank holds."""
         local, is_here = self._local(targets)
-        grad.scatter_add_(-1, local[:, None], (values * is_here)[:, None])
+        grad.scatter_add_(-1, _as_columns(local), _as_columns(values * is_here))
 
     def add_product(
         self, grad: Tensor, slope: Tensor | None, hidden: Tensor, grad_hidden: Tensor, grad_weight: Tensor | None
@@ -282,6 +282,11 @@ class LocalRows:
     def _local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         local = targets - self.first
         return local.clamp(0, len(self.weight) - 1), (local >= 0) & (local < len(self.weight))
+
+
+def _as_columns(values: Tensor) -> Tensor:
+    """[n] -> [n, 1]; [n, k] as it is. n may be 0."""
+    return values if values.dim() > 1 else values[:, None]
 
 
 def add_product_in_float32(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -14,6 +14,13 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
+from megatron_rl.model.head_distillation import (
+    Divergence,
+    OtherHead,
+    head_divergence,
+    head_log_probs_at,
+    head_top_k,
+)
 from megatron_rl.model.log_probs import (
     Combined,
     VocabSoftmax,
@@ -78,6 +85,18 @@ class VocabHead:
         gradients. All TP ranks must call.
         """
         return head_statistics(hidden, self.weight, targets, self.softmax, columns)
+
+    def top_k(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """hidden [N, H] -> (ids int64, log-probs float32), [N, k] each, without gradients. All TP ranks must call."""
+        return head_top_k(hidden, self.weight, k, self.softmax)
+
+    def log_probs_at(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """hidden [N, H], ids int64 [N, k] -> their log-probs float32 [N, k]. All TP ranks must call."""
+        return head_log_probs_at(self._copied(hidden), self.weight, ids, self.softmax)
+
+    def divergence(self, hidden: Tensor, other_hidden: Tensor, other: OtherHead, kind: Divergence) -> Tensor:
+        """hidden [N, H], the other head's [N, H'] -> float32 [N]; see `head_divergence`. All TP ranks must call."""
+        return head_divergence(self._copied(hidden), self.weight, self.softmax, other_hidden, other, kind)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from megatron_rl.columns import COLUMNS
-from megatron_rl.config.roles import PassSpec, PoolSpec
+from megatron_rl.config.algorithms import distillation_reads
+from megatron_rl.config.roles import PassSpec, Placement, PoolSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.records import Batch, ragged_from_lengths, single_turn
+from megatron_rl.rehearse.shortened import read_settings
 
 UNEVEN = (1.0, 0.4, 0.7, 0.25)
 """Lengths of rows as shares of the longest one, in turn."""
@@ -49,8 +51,32 @@ def lengths_of(
     return [(max(1, int(prompt * share)), max(1, int(answer * share))) for share in sizes]
 
 
-def made_up(lengths: Sequence[tuple[int, int]], columns: Sequence[str]) -> Batch:
-    """Return rows of (prompt, answer) tokens with these columns of sampled tokens, which are zeros."""
+def of_teachers(config: RunConfig) -> dict[str, torch.Tensor]:
+    """Return the columns by which the actor learns from teachers, for one token: name -> zeros [1] or [1, numbers]."""
+    reads, teachers = distillation_reads(config), Placement.of(config).teachers
+    if not reads:
+        return {}
+    columns = {"teachers": torch.zeros(1, dtype=torch.int64)}
+    for name in reads:
+        if name == "teacher_log_probs":
+            columns[name] = torch.zeros(1)
+        elif name == "teacher_hidden":
+            width = max(read_settings(role.model_path)["hidden_size"] for role in teachers)
+            columns[name] = torch.zeros(1, width, dtype=getattr(torch, teachers[0].megatron.dtype))
+        else:
+            sizes = [read_settings(role.model_path)["vocab_size"] for role in teachers]
+            width = min(config.distillation.distillation_loss.topk, *sizes)
+            columns[name] = torch.zeros(1, width, dtype=torch.int32 if name.endswith("_ids") else torch.float32)
+    return columns
+
+
+def made_up(
+    lengths: Sequence[tuple[int, int]], columns: Sequence[str], others: Mapping[str, torch.Tensor] | None = None
+) -> Batch:
+    """Return rows of (prompt, answer) tokens with these columns of sampled tokens, which are zeros.
+
+    others: further columns, name -> the value of every token.
+    """
     totals = torch.tensor([prompt + answer for prompt, answer in lengths])
     answers = torch.tensor([answer for _, answer in lengths])
     input_ids = ragged_from_lengths(torch.arange(int(totals.sum())) % 1000, totals)
@@ -58,6 +84,9 @@ def made_up(lengths: Sequence[tuple[int, int]], columns: Sequence[str]) -> Batch
     for name in columns:
         assert COLUMNS[name].shape == "sampled token"
         batch.add(**{name: batch.per_sampled_token(torch.zeros(int(answers.sum())))})
+    for name, value in (others or {}).items():
+        whole = value.new_zeros(int(answers.sum()), *value.shape[1:])
+        batch.add(**{name: batch.per_sampled_token(whole)})
     return batch
 
 

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from megatron_rl.columns import ACTOR_UPDATE, COLUMNS, CRITIC_UPDATE
-from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, ROLLOUT, SCORER, TUNED, PassSpec, RoleSpec
+from megatron_rl.config.algorithms import STUDENTS_TOP, distillation_reads, teaching
+from megatron_rl.config.roles import (
+    ACTOR,
+    CRITIC,
+    REFERENCE,
+    REWARD_MODEL,
+    ROLLOUT,
+    SCORER,
+    TEACHER,
+    TUNED,
+    PassSpec,
+    RoleSpec,
+)
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.tasks import DPO, SFT
 from megatron_rl.hybrid_engine.hybrid_engine import HybridEngine
@@ -25,6 +37,7 @@ from megatron_rl.rehearse.made_up_batches import (
     made_up,
     made_up_pairs,
     num_rows,
+    of_teachers,
 )
 from megatron_rl.rehearse.rehearsed_bridge import JointRanks, RehearsedReceiver
 from megatron_rl.rehearse.rehearsed_rollout import rehearsed_engine
@@ -53,7 +66,7 @@ METHODS = {
     REWARD_MODEL: Methods("scores"),
     SCORER: Methods("scores", "update", compares=True),
 }
-"""By kind of role; `methods_of` knows the others."""
+"""By kind of role; `RehearsedRank` knows the others."""
 TUNED_METHODS = {
     SFT: Methods("log_likelihoods", "update"),
     DPO: Methods("answer_log_probs", "update_preferences", compares=True),
@@ -111,7 +124,7 @@ class RehearsedRank:
         self.taken = {"init": self._take_memory()["init"]}
         for role in roles:
             if role.score is not None and (methods := self._methods(role)):
-                batch = self._batch(methods, role.score, self.config.batch_sizes.num_samples, ())
+                batch = self._batch(methods, role.score, self.config.batch_sizes.num_samples, self._asked(role))
                 self._call(role, role.score.phase, methods.score, batch)
         for role in self.trained:
             self._update(role)
@@ -152,6 +165,8 @@ class RehearsedRank:
         return [role for role in self.host.spec.megatron_roles if role.update is not None and self._methods(role)]
 
     def _methods(self, role: RoleSpec) -> Methods | None:
+        if role.kind == TEACHER and (way := teaching(self.config)) is not None:
+            return Methods(way.method)
         return TUNED_METHODS.get(self.config.trainer.stage) if role.kind == TUNED else METHODS.get(role.kind)
 
     def _take_memory(self) -> dict[str, PhaseMemory]:
@@ -162,9 +177,15 @@ class RehearsedRank:
         assert spec is not None and methods is not None
         read = () if methods.reader is None else COLUMNS.read_by(methods.reader)
         num_samples = self.config.batch_sizes.mini_batch_samples(role.settings)
-        batch = self._batch(methods, spec, num_samples, [name for name in read if name in MADE_UP], shares)
+        taught = [name for name in of_teachers(self.config) if role.kind == ACTOR]
+        batch = self._batch(methods, spec, num_samples, [*taught, *(name for name in read if name in MADE_UP)], shares)
         options = {"num_prompts": len(batch)} if methods.compares else {}
         self._call(role, prefix + spec.phase, methods.update, batch, **options)
+
+    def _asked(self, role: RoleSpec) -> Sequence[str]:
+        """Columns that a score reads beyond the tokens."""
+        is_asked = role.kind == TEACHER and STUDENTS_TOP in distillation_reads(self.config)
+        return [STUDENTS_TOP] if is_asked else []
 
     def _batch(
         self, methods: Methods, spec: PassSpec, num_samples: int, columns: Any, shares: tuple[float, ...] = (1.0,)
@@ -174,7 +195,9 @@ class RehearsedRank:
             return made_up_pairs(
                 lengths_of(self.config, half_as_long(self.config, spec), max(1, num // ANSWERS), shares)
             )
-        return made_up(lengths_of(self.config, spec, num, shares), columns)
+        taught = {name: value for name, value in of_teachers(self.config).items() if name in columns}
+        lengths = lengths_of(self.config, spec, num, shares)
+        return made_up(lengths, [name for name in columns if name not in taught], taught)
 
     def _call(self, role: RoleSpec, phase: str, method: str, batch: Batch, **options: Any) -> None:
         self._phase(phase, lambda: self.host.run(role.name, method, (batch,), options))

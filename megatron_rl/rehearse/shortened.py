@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.roles import Placement, RoleSpec
+from megatron_rl.config.roles import TEACHER, Placement, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError
 
@@ -22,6 +22,8 @@ def shortened(config: RunConfig, layers_per_stage: int, folder: Path) -> list[st
     """
     overrides: dict[str, str] = {}
     for role in Placement.of(config).roles.values():
+        if role.kind == TEACHER and role.model_of is not None:
+            continue  # it is the actor, and has no folder
         wanted = layers_per_stage * num_chunks(config, role)
         target = folder / role.name
         settings = read_settings(role.model_path)

@@ -16,7 +16,7 @@ from megatron_rl.hybrid_engine.plan import Member
 from megatron_rl.hybrid_engine.transport import Transport
 from megatron_rl.rehearse.dispatch_mode import RehearsalMode
 from megatron_rl.rehearse.rehearsed_bridge import JointRanks, fake_joint_group, names_of, same_place
-from megatron_rl.roles import actor, received_weights
+from megatron_rl.roles import actor, received_weights, teacher_heads
 from megatron_rl.roles.bridge_address import BridgeAddress
 from megatron_rl.roles.model_source import UnloadedModel
 from megatron_rl.roles.pipeline import Pipeline
@@ -39,6 +39,7 @@ def stand_in(mode: RehearsalMode, members: Sequence[Sequence[Member]], joint: Jo
 def _load_no_weights() -> None:
     """Parameters have no memory: there is nothing to read into them."""
     setattr(UnloadedModel, "load", lambda model: None)  # noqa: B010  mypy: it is a method
+    vars(teacher_heads)["read_rows"] = lambda *arguments: None
 
 
 def _know_members(members: Sequence[Sequence[Member]], joint: JointRanks | None) -> None:

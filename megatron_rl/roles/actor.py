@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.config.algorithms import policy_agg_mode, scored_columns
+from megatron_rl.config.algorithms import STUDENTS_TOP, distillation_reads, policy_agg_mode, scored_columns
 from megatron_rl.config.declarations import KL_ESTIMATES
 from megatron_rl.config.roles import RoleSpec
 from megatron_rl.dispatch import Dispatch, ExtraBatch, Stop, remote_method
 from megatron_rl.errors import ConfigError
 from megatron_rl.experience.micro_batches import MicroBatch
+from megatron_rl.hybrid_engine.offload import Offloadable
 from megatron_rl.losses.aggregate import BatchTotals, token_weights
 from megatron_rl.losses.cross_entropy import cross_entropy
 from megatron_rl.losses.kl import importance_weighted
@@ -27,9 +28,11 @@ from megatron_rl.records import Batch, ragged_from_lengths, row_lengths
 from megatron_rl.roles.bridge_address import BridgeAddress, BridgeStore, join_bridge
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.role import TrainedRole
+from megatron_rl.roles.teacher import num_compared
 
 if TYPE_CHECKING:
     from megatron_rl.hybrid_engine.bridge import BridgeSender, SendAttempt, SendReport
+    from megatron_rl.roles.distilled import Distillation
     from megatron_rl.roles.expert_routing import ExpertRouting
     from megatron_rl.roles.merged_shards import MergedShards
 
@@ -38,6 +41,7 @@ class Actor(TrainedRole):
     """The policy that is trained."""
 
     def __init__(self, spec: RoleSpec, rank: Rank) -> None:
+        from megatron_rl.roles.distilled import Distillation
         from megatron_rl.roles.expert_bias import ExpertBias
         from megatron_rl.roles.expert_routing import ExpertRouting
         from megatron_rl.roles.model_source import named_buffers
@@ -48,6 +52,8 @@ class Actor(TrainedRole):
         self.correction = rank.config.algorithm.rollout_correction
         self.policy_loss = load_policy_loss(self.config, self.correction)
         self.columns = scored_columns(rank.config)
+        compares_top = STUDENTS_TOP in distillation_reads(rank.config)
+        self.num_top = num_compared(rank.config, source.hf_config.vocab_size) if compares_top else 0
         settings = source.hf_config.to_dict()
         self.scorer = TokenScorer(self.trainable.pipeline, self.trainable.models, settings, rank.config.temperature)
         # For given examples, which were not sampled.
@@ -62,19 +68,36 @@ class Actor(TrainedRole):
             buffers = named_buffers(self.trainable.models)
             device = rank.device.torch_device
             self.checkpoint.bias = ExpertBias(buffers, source.model.constants, rank.groups, device)
+        self.distillation: Distillation | None = None
+        if rank.config.distillation.enabled:
+            self.distillation = Distillation(rank, self.scorer)
         self._load: Tensor | None = None  # of experts, in the last pass
         # On rank 0, if the rollout has pools of its own: the bridge's store, and older ones that ranks may still use.
         self.bridge_stores: list[BridgeStore] = []
         self.sender: BridgeSender | None = None
         self.merged: MergedShards | None = None  # what a bridge sends where adapters are merged
 
+    def memory(self) -> dict[str, int]:
+        """Bytes of what is trained, and of teachers' heads beside the policy's."""
+        from megatron_rl.roles.teacher_heads import bytes_of_heads
+
+        heads = [] if self.distillation is None else self.distillation.heads
+        return super().memory() | bytes_of_heads(self.rank, heads)
+
+    def offloadable(self) -> list[Offloadable]:
+        """Tensors that the offload keys select, and teachers' heads as their teachers' keys say."""
+        from megatron_rl.roles.teacher_heads import offloadable_heads
+
+        heads = [] if self.distillation is None else self.distillation.heads
+        return [*super().offloadable(), *offloadable_heads(self.rank, heads)]
+
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def log_probs(self, batch: Batch) -> Batch | None:
         """`old_log_probs`, the log-prob of each sampled token; None before the last stage.
 
-        Adds the columns that `scored_columns` names. With R3 tokens go to the batch's `routed_experts`. Where it has
-        them, `num_other_experts` says how many of these the routers would not have chosen; with R2 `routed_experts` are
-        the routers' choices.
+        Adds the columns that `scored_columns` names, and `student_top_ids` where teachers are asked about those. With
+        R3 tokens go to the batch's `routed_experts`. Where it has them, `num_other_experts` says how many of these the
+        routers would not have chosen; with R2 `routed_experts` are the routers' choices.
         """
         return self._scored(batch, replays=self.config.router_replay.mode == "R3")
 
@@ -87,7 +110,7 @@ class Actor(TrainedRole):
         keeps = self.config.router_replay.mode == "R2"
         if self.routing is not None:
             self.routing.begin(replays=replays, records=keeps or "routed_experts" in batch)
-        scores = self.scorer.score("old_log_probs", batch, self.score_cut, self.columns)
+        scores = self.scorer.score("old_log_probs", batch, self.score_cut, self.columns, self.num_top)
         return scores if self.routing is None else self._with_choices(scores, batch, keeps)
 
     def _with_choices(self, scores: Batch | None, batch: Batch, keeps: bool) -> Batch | None:
@@ -294,16 +317,25 @@ class Actor(TrainedRole):
         self, hidden: Tensor, block: MicroBatch, totals: BatchTotals, own: list[Tensor]
     ) -> tuple[Tensor, MetricParts]:
         """(loss of a block, its parts of metrics); log-probs are appended to `own` if the block has no old ones."""
+        from megatron_rl.roles.distilled import Taught
+
         config, fields, lengths = self.config, block.fields, block.num_sampled
         log_probs, entropy = self.scorer.log_probs_and_entropy(hidden, block)
         old_log_probs = fields.get("old_log_probs")
         if old_log_probs is None:
             old_log_probs = log_probs.detach()
             own.append(old_log_probs)
-        terms, losses, kept = self._policy_terms(log_probs, old_log_probs, block)
+        taught = Taught(fields["advantages"])
+        if self.distillation is not None:
+            taught = self.distillation(hidden, block, log_probs, old_log_probs)
+        terms, losses, kept = self._policy_terms(log_probs, old_log_probs, taught.advantages, block)
         weights = token_weights(block.kept, lengths, totals, config.loss_agg_mode, self.loss_scale)
-        weighted = losses * token_weights(kept, lengths, totals, policy_agg_mode(config), self.loss_scale)
+        of_policy = token_weights(kept, lengths, totals, policy_agg_mode(config), self.loss_scale)
+        weighted = taught.policy_weight * losses * of_policy
         parts, penalty = {"actor/pg_loss": weighted.sum()}, -config.entropy_coeff * entropy
+        if taught.losses is not None:
+            parts["distillation/loss"] = (taught.losses * weights).sum()
+            penalty = taught.weight * taught.losses + penalty
         if config.use_kl_loss:
             kl = KL_ESTIMATES[config.kl_loss_type].function(log_probs, fields["ref_log_probs"])
             if config.kl_loss_unbiased:
@@ -318,12 +350,13 @@ class Actor(TrainedRole):
             "actor/ppo_kl": terms.kl,
             "actor/entropy": entropy,
             **terms.metrics,
+            **taught.metrics,
         }
         parts |= {name: (values * per_token).sum() for name, values in measured.items()}
         return total, {name: part.detach() for name, part in parts.items()}
 
     def _policy_terms(
-        self, log_probs: Tensor, old_log_probs: Tensor, block: MicroBatch
+        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, block: MicroBatch
     ) -> tuple[PolicyTerms, Tensor, Tensor]:
         """(the policy loss's terms, its losses with the rollout's weights [N], 1 where a token counts in it [N])."""
         config, correction, fields, lengths = self.config, self.correction, block.fields, block.num_sampled
@@ -334,7 +367,7 @@ class Actor(TrainedRole):
             # The ratio of any other loss is already taken to the rollout.
             rollout_weights = weights if correction.loss_type == "reinforce" else None
             kept = kept * accepted
-        tokens = PolicyTokens(log_probs, old_log_probs, fields["advantages"], lengths, kept, rollout_weights)
+        tokens = PolicyTokens(log_probs, old_log_probs, advantages, lengths, kept, rollout_weights)
         terms = self.policy_loss(tokens, config)
         if terms.loss.shape != log_probs.shape:
             raise ConfigError(

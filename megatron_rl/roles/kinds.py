@@ -11,6 +11,7 @@ from megatron_rl.config.roles import (
     REWARD_MODEL,
     ROLLOUT,
     SCORER,
+    TEACHER,
     TUNED,
     RoleSpec,
 )
@@ -23,12 +24,14 @@ from megatron_rl.roles.reward_model import RewardModel
 from megatron_rl.roles.role import Role
 from megatron_rl.roles.rollout import Rollout
 from megatron_rl.roles.scorer import TrainedScorer
+from megatron_rl.roles.teacher import SelfTeacher, Teacher
 from megatron_rl.roles.tuned import TunedPolicy
 
-MODEL_KINDS: dict[str, type[Actor | Critic | RewardModel | TunedPolicy | TrainedScorer]] = {
+MODEL_KINDS: dict[str, type[Actor | Critic | RewardModel | Teacher | TunedPolicy | TrainedScorer]] = {
     ACTOR: Actor,
     CRITIC: Critic,
     REWARD_MODEL: RewardModel,
+    TEACHER: Teacher,
     TUNED: TunedPolicy,
     SCORER: TrainedScorer,
 }
@@ -40,8 +43,8 @@ def build_role(spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], bridg
     """Make a role on this rank. neighbours: the roles that the rank has already. bridge: as for `Rollout`."""
     if spec.kind == ROLLOUT:
         return Rollout(spec, rank, neighbours, bridge)
-    if spec.base_of is not None:
-        return BaseReference(spec, rank, neighbours)
+    if spec.model_of is not None:
+        return (SelfTeacher if spec.kind == TEACHER else BaseReference)(spec, rank, neighbours)
     if spec.kind == REFERENCE:
         return Reference(spec, rank, neighbours)
     return MODEL_KINDS[spec.kind](spec, rank)

@@ -45,7 +45,7 @@ from megatron_rl.roles.expert_routing import ExpertRouting
 from megatron_rl.roles.known_shapes import messages_of_known_shapes
 
 PerToken = Callable[[Tensor, MicroBatch], Tensor]
-"""(model output [b, S, ...], its micro-batch) -> one float32 per sampled token, [N]."""
+"""(model output [b, S, ...], its micro-batch) -> numbers of each sampled token, [N, ...]."""
 
 Loss = Callable[[Tensor, MicroBatch], tuple[Tensor, MetricParts]]
 """(model output [b, S, ...], its micro-batch) -> (loss summed over its tokens, its parts of metrics by name)."""
@@ -180,7 +180,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, batch: Batch, cut: MicroBatching, per_token: PerToken) -> Tensor | None:
-        """`per_token` of every sampled token, row by row of the batch, on the CPU: [all tokens, ...] float32.
+        """`per_token` of every sampled token, row by row of the batch, on the CPU: [all tokens, ...].
 
         On the last stage; None before. All ranks must call.
         """

@@ -62,9 +62,9 @@ class BaseReference(Role):
         from megatron_rl.roles.token_scorer import TokenScorer
 
         super().__init__(spec)
-        assert spec.base_of is not None
+        assert spec.model_of is not None
         self.column, self.cut = made_column(spec), rank.micro_batching(spec.score)
-        self.policy = cast(TrainedRole, neighbours[spec.base_of])
+        self.policy = cast(TrainedRole, neighbours[spec.model_of])
         trainable, settings = self.policy.trainable, self.policy.source.hf_config.to_dict()
         self.scorer = TokenScorer(trainable.pipeline, trainable.models, settings, rank.config.temperature)
 

@@ -23,6 +23,7 @@ class TokenScorer:
     """Log-probabilities of sampled tokens under one language model, at the sampling temperature.
 
     models: the chunks of this rank's stage, of which the last stage's last one has the head. settings: config.json's.
+    What has many numbers a token leaves the device with its micro-batch, as that of all would need much memory there.
     """
 
     def __init__(
@@ -59,27 +60,71 @@ class TokenScorer:
         total = self.head.cross_entropy(block.scored(hidden), block.targets)
         return total if block.share is None else block.share.total(total)
 
-    def score(self, column: str, batch: Batch, cut: MicroBatching, others: Sequence[str] = ()) -> Batch | None:
+    def score(
+        self, column: str, batch: Batch, cut: MicroBatching, others: Sequence[str] = (), num_top: int = 0
+    ) -> Batch | None:
         """Log-prob of every sampled token as a column of this name; on the last stage, None before.
 
-        others: further columns, "entropy" and "sum_pi_squared" or one of them. All ranks must call.
+        others: further columns, "entropy" and "sum_pi_squared" or one of them. num_top: also make `student_top_ids` of
+        so many likeliest tokens; 0: do not. All ranks must call.
         """
-        if not others:
+        if not (others or num_top):
             return self.pipeline.score(column, batch, cut, self.log_probs)
 
         def per_token(hidden: Tensor, block: MicroBatch) -> Tensor:
             statistics = self.head.statistics(block.scored(hidden), block.targets, others)
-            values = [statistics.log_prob, *(getattr(statistics, name) for name in others)]
-            return block.whole(torch.stack(values, -1))
+            values = torch.stack([statistics.log_prob, *(getattr(statistics, name) for name in others)], -1)
+            if num_top:
+                values = torch.cat([values, _as_floats(self.head.top_k(block.scored(hidden), num_top)[0])], -1)
+            values = block.whole(values)
+            return values.cpu() if num_top else values
 
         of_tokens = self.pipeline.forward(batch.read_by(ACTOR_SCORES), cut, per_token)
         if of_tokens is None:
             return None
-        columns = (batch.per_sampled_token(values.contiguous()) for values in of_tokens.T)
-        return Batch(**dict(zip((column, *others), columns, strict=True)))
+        names = (column, *others)
+        columns = (batch.per_sampled_token(of_tokens[:, place].contiguous()) for place in range(len(names)))
+        scores = Batch(**dict(zip(names, columns, strict=True)))
+        if num_top:
+            scores.add(student_top_ids=batch.per_sampled_token(of_tokens[:, len(names) :].int()))
+        return scores
+
+    def top_k(self, batch: Batch, cut: MicroBatching, k: int) -> tuple[Tensor, Tensor] | None:
+        """(ids int32, log-probs float32), [sampled tokens, k] each, of the k likeliest tokens; on the last stage, None
+        before. All ranks must call.
+        """
+
+        def per_token(hidden: Tensor, block: MicroBatch) -> Tensor:
+            ids, log_probs = self.head.top_k(block.scored(hidden), k)
+            return block.whole(torch.cat([_as_floats(ids), log_probs], -1)).cpu()
+
+        both = self.pipeline.forward(batch, cut, per_token)
+        return None if both is None else (both[:, :k].int(), both[:, k:].contiguous())
+
+    def log_probs_at(self, batch: Batch, cut: MicroBatching, column: str) -> Tensor | None:
+        """Log-probs float32 [sampled tokens, k] of the tokens whose ids int32 [B, (N), k] a column has; on the last
+        stage, None before. All ranks must call.
+        """
+
+        def per_token(hidden: Tensor, block: MicroBatch) -> Tensor:
+            ids = block.part(block.wide(column)).long()
+            return block.whole(self.head.log_probs_at(block.scored(hidden), ids)).cpu()
+
+        return self.pipeline.forward(batch, cut, per_token)
+
+    def hidden_states(self, batch: Batch, cut: MicroBatching) -> Tensor | None:
+        """What the head reads of each sampled token, [sampled tokens, H] in the model's dtype; on the last stage, None
+        before. All ranks must call.
+        """
+        return self.pipeline.forward(batch, cut, lambda hidden, block: block.whole(block.scored(hidden)).cpu())
 
     def logits(self, batch: Batch, cut: MicroBatching) -> Tensor | None:
         """Float32 logits [sampled tokens, vocab_size] on the CPU, for parity checks; None before the last stage."""
         return self.pipeline.forward(
             batch, cut, lambda hidden, block: block.whole(self.head.logits(block.scored(hidden)))
         )
+
+
+def _as_floats(ids: Tensor) -> Tensor:
+    """Ids of tokens in float32, which has every whole number below 2^24."""
+    return ids.float()

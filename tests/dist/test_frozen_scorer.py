@@ -17,7 +17,7 @@ from megatron_rl.records import Batch, Prompts, ragged, row_lengths
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
 
-TEACHER = "teacher_log_probs"
+TEACHER = "coach_log_probs"
 
 
 def sampled() -> tuple[Prompts, Batch]:
@@ -49,17 +49,17 @@ def columns_of_a_step(config: RunConfig, teacher: str) -> Batch:
     from megatron_rl.scoring.batch_scorers import score
     from megatron_rl.scoring.sampled_batch import SampledBatch
 
-    COLUMNS.declare(Column(TEACHER, "sampled token", "float32", "teacher", (), "log-prob under another model"))
+    COLUMNS.declare(Column(TEACHER, "sampled token", "float32", "coach", (), "log-prob under another model"))
 
     reference = Placement.of(config).roles[REFERENCE]
-    row = replace(reference, name="teacher", model_path=teacher, makes=Makes(TEACHER, "log_probs"))
+    row = replace(reference, name="coach", model_path=teacher, makes=Makes(TEACHER, "log_probs"))
     roles.ROWS.insert(1, lambda config: [row])  # this process ends with the test
 
     placement = Placement.of(config)
     kinds = {name: KINDS[role.kind] for name, role in placement.roles.items()}
     with InProcessCluster(placement.pools, Hosting(RankHost, (config, default_pg_timeout), kinds, "cpu")) as cluster:
         hosts = {name: pool.host(RankHost) for name, pool in cluster.pools.items()}
-        for role in ("teacher", REFERENCE, "critic"):
+        for role in ("coach", REFERENCE, "critic"):
             hosts[placement.roles[role].pool].build(role).get()
         batch = SampledBatch(1, *sampled())
         score(list(role_scorers(RunPools(placement, cluster, hosts))), batch)

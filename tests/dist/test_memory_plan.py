@@ -20,6 +20,7 @@ from tiny_models import (
 )
 
 from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE, SCORING
+from megatron_rl.config.algorithms import distillation_reads, teaching
 from megatron_rl.config.megatron import OverrideTransformerConfig
 from megatron_rl.ledger.planner.memory import StageMemory, plan_stages
 from megatron_rl.ledger.planner.run_models import RunModels
@@ -31,12 +32,20 @@ MEGATRON = "actor_rollout_ref__actor__megatron__"
 SIZES = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 512, "max_position_embeddings": 256}
 
 
-def full_experience(num_rows: int):
+def full_experience(num_rows: int, config):
     """Every sequence as long as it may get, as the plan takes it."""
     rows = [torch.randint(2, 70, (PROMPT + RESPONSE,)) for _ in range(num_rows)]
     experience = single_turn(ragged(rows), torch.full((num_rows,), RESPONSE))
     for name in ("rollout_log_probs", "old_values", "advantages", "returns", "old_log_probs", "ref_log_probs"):
         experience.add(**{name: experience.per_sampled_token(torch.randn(num_rows * RESPONSE))})
+    if config.distillation.enabled:
+        num_sampled, reads = num_rows * RESPONSE, distillation_reads(config)
+        experience.add(teachers=experience.per_sampled_token(torch.zeros(num_sampled, dtype=torch.int64)))
+        for name in reads:
+            width = WIDE if name == "teacher_hidden" else TOP
+            values = torch.randint(0, 1024, (num_sampled, width), dtype=torch.int32)
+            values = values if name.endswith("ids") else -torch.rand(num_sampled, width)
+            experience.add(**{name: experience.per_sampled_token(values)})
     return experience
 
 
@@ -48,9 +57,10 @@ def measured_phases(config, folder: Path) -> tuple[int, dict[str, int], dict[str
 
     worker = RankHost(config)
     has_reward, has_adapters = config.reward_model.enable, config.actor_rollout_ref.model.lora.rank > 0
-    for role in ("actor", "reference", "critic", *(["reward_model"] if has_reward else []), "rollout"):
+    teachers, way = list(config.distillation.teacher_models), teaching(config)
+    for role in ("actor", "reference", "critic", *(["reward_model"] if has_reward else []), *teachers, "rollout"):
         worker.build(role)
-    experience = full_experience(ROWS // worker.groups.grid.dp_size)
+    experience = full_experience(ROWS // worker.groups.grid.dp_size, config)
     prompts = [tuple(ids[:PROMPT].tolist()) for ids in experience["input_ids"].unbind()]
     sampling = Sampling(1.0, 1.0, -1, RESPONSE, 0)
     starts = tuple(Start(row, prompt, row, RESPONSE, sampling) for row, prompt in enumerate(prompts))
@@ -67,6 +77,8 @@ def measured_phases(config, folder: Path) -> tuple[int, dict[str, int], dict[str
         owned += [] if has_adapters else worker.roles["reference"].pipeline.parameters()
         owned += [part.foreign.data for part in exchanged(worker)] + merged(worker)
         owned += worker.roles["reward_model"].pipeline.parameters() if has_reward else []
+        owned += [weight for name in teachers for weight in worker.roles[name].pipeline.parameters()]
+        owned += [head.weight for head in worker.roles["actor"].distillation.heads] if teachers else []
         owned += worker.roles["rollout"].generator.kv_cache.tensors
         fixed = sum(worker.owned_memory().values()) - changing(worker)
         meter = StorageMeter(owned, lambda: fixed + changing(worker))
@@ -82,6 +94,8 @@ def measured_phases(config, folder: Path) -> tuple[int, dict[str, int], dict[str
     worker.roles["rollout"].exit()
     if has_reward:
         measure("rm_scores", "reward_model", "scores", experience.read_by(SCORING))
+    for name in teachers:
+        measure(f"teacher_{name}", name, way.method, experience.read_by(SCORING))
     measure("old_log_prob", "actor", "log_probs", experience.read_by(SCORING))
     measure("ref", "reference", "log_probs", experience.read_by(SCORING))
     measure("values", "critic", "values", experience.read_by(SCORING))
@@ -139,6 +153,10 @@ MERGED = {"actor_rollout_ref__model__lora__merge": True}
 REFETCH = {"actor_rollout_ref__model__lora__base": "refetch"}
 DROPPED = {"actor_rollout_ref__rollout__drop_train_weights": True}
 DROPPED |= {"actor_rollout_ref__rollout__tensor_model_parallel_size": 1}
+WIDE, TOP, DISTILLATION = 192, 128, "distillation__distillation_loss__"
+TAUGHT = {"distillation__enabled": True, f"{DISTILLATION}use_policy_gradient": False}
+VOCABULARY, TOP_K = ({f"{DISTILLATION}loss_mode": mode} for mode in ("forward_kl", "forward_kl_topk"))
+AWAY = {"distillation__teacher_models__wide__megatron__param_offload": True}
 LAYOUTS = {
     "one rank, packed": (1, 1, 1, {}),
     "TP2, padded, SP": (2, 2, 1, SP | {"actor_rollout_ref__model__use_remove_padding": False}),
@@ -159,6 +177,11 @@ LAYOUTS = {
     "adapters, DP2, host Adam": (2, 1, 1, LORA | HOST_ADAM | BUCKETS),
     "experts, adapters merged, EP2": (2, 1, 1, LORA | MERGED | EP2),
     "adapters, PP2, merged": (2, 1, 2, LORA | MERGED),
+    "taught, PP2": (2, 1, 2, TAUGHT | VOCABULARY),
+    "taught, TP2, SP": (2, 2, 1, TAUGHT | VOCABULARY | SP),
+    "taught, DP2, top": (2, 1, 1, TAUGHT | TOP_K),
+    "taught, PP2, CP2": (4, 1, 2, TAUGHT | VOCABULARY | CP2),
+    "taught, CP2, top": (2, 1, 1, TAUGHT | TOP_K | CP2),
 }
 MODELS = {"experts": save_qwen3_moe, "shared experts": save_qwen2_moe, "latent attention": save_deepseek_v3}
 MODELS |= {"bounds and windows": save_gemma2, "half turned": save_glm4_moe}
@@ -181,6 +204,10 @@ RARELY = (
     "adapters, DP2, host Adam",
     "experts, adapters merged, EP2",
     "adapters, PP2, merged",
+    "taught, TP2, SP",
+    "taught, DP2, top",
+    "taught, PP2, CP2",
+    "taught, CP2, top",
 )
 """Not part of `make test`."""
 CASES = [pytest.param(name, marks=pytest.mark.exhaustive if name in RARELY else []) for name in LAYOUTS]
@@ -215,6 +242,27 @@ def test_a_dropped_base_is_not_held(tmp_path):
         assert owned_otherwise_than_planned(ledger, plan.phases, 0) == []
 
 
+def taught_by(folder: Path) -> dict[str, object]:
+    """Keys of a teacher that is wider than the policy."""
+    folder.mkdir()
+    wide = save_llama(folder, **SIZES | {"hidden_size": WIDE})
+    return {"distillation__teacher_models": {"wide": {"model_path": wide}}}
+
+
+@pytest.mark.exhaustive
+def test_a_teachers_head_leaves_with_its_parameters(tmp_path):
+    """For generation, from the last stage, which alone has it. Would not catch a peak in between."""
+    (tmp_path / "model").mkdir()
+    keys = taught_by(tmp_path / "wide") | TAUGHT | VOCABULARY | AWAY
+    config = measured_config(save_llama(tmp_path / "model", **SIZES), 2, 1, 2, 8, keys)
+    plan = plan_stages(RunModels(config))
+    assert [stage.phases["ref"].get("wide head") for stage in plan] == [None, 1024 * WIDE * 4]
+    for stage, _, ledger in run_ranks(2, measured_phases, config, tmp_path / "checkpoint"):
+        held = {phase: ledger[phase].get("wide head") for phase in ("gen", "ref")}
+        assert held == ({"gen": 0, "ref": 1024 * WIDE * 4} if stage else {"gen": None, "ref": None})
+        assert "wide head" not in plan[stage].phases["gen"]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_measured_peaks_are_near_the_plan(name, tmp_path):
     """Within 15% in every phase on every rank.
@@ -231,6 +279,8 @@ def test_measured_peaks_are_near_the_plan(name, tmp_path):
             "reward_model__enable": True,
             "reward_model__model__path": save_reward_model(tmp_path / "reward", "Llama"),
         }
+    if name.startswith("taught"):
+        changes = taught_by(tmp_path / "wide") | changes
     config = measured_config(path, world_size, tp_size, pp_size, 4 if name in HALF else 8, changes)
     plan = plan_stages(RunModels(config))
     ranks = run_ranks(world_size, measured_phases, config, tmp_path / "checkpoint")

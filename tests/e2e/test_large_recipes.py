@@ -50,6 +50,29 @@ def test_gspo_on_235b(command_line, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_distillation_from_a_pool_of_its_own(command_line, tmp_path: Path) -> None:
+    """TP2 x PP2 with a teacher of another family and size on two other ranks, over the whole vocabulary, no reward.
+
+    Would not catch a student that forgets what is not asked of it.
+    """
+    keys = (
+        *TINY,
+        *("trainer.n_gpus_per_node=4", f"{ROLLOUT}.tensor_model_parallel_size=2"),
+        *("trainer.total_training_steps=4", f"{ACTOR}.optim.lr=3e-3", f"{ACTOR}.ppo_mini_batch_size=8"),
+        *(f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.pipeline_model_parallel_size=2"),
+        *("pools.teachers.n_gpus_per_node=2", "distillation.teacher_models.expert.model_path=assets/demo/model"),
+        f"{MEGATRON}.expert_model_parallel_size=1",
+        f"{ACTOR}.ppo_max_token_len_per_gpu=48",
+        f"actor_rollout_ref.model.path={tiny_moe(tmp_path / 'model')}",
+    )
+    run = command_line(*keys, config="configs/recipes/llama3_70b_distill.yaml")
+    assert run.wait() == 0, run.text()
+    first, *_, last = metrics(run).values()
+    assert first["actor/grad_norm"] > 0 and first["actor/pg_loss"] == 0
+    assert last["distillation/loss"] < 0.9 * first["distillation/loss"]
+
+
+@pytest.mark.exhaustive
 def test_128k_grpo(command_line, tmp_path: Path) -> None:
     """Up to CP2 with EP2: 12 tokens on a rank are half of the longest sequence; a leash to the reference.
 

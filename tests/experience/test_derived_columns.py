@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron_rl.columns import ACTOR_UPDATE
+from megatron_rl.config.algorithm_keys import AlgorithmConfig
 from megatron_rl.config.correction import RolloutCorrectionConfig
-from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.experience.derived_columns import (
     add_advantages,

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.config.algorithm_keys import AlgorithmConfig
 from megatron_rl.config.correction import RolloutCorrectionConfig
 from megatron_rl.config.declarations import ESTIMATORS
-from megatron_rl.config.schema import AlgorithmConfig
 from megatron_rl.experience.derived_columns import (
     add_advantages,
     add_rewards,

@@ -12,7 +12,15 @@ from megatron_rl.config import declarations
 from megatron_rl.config.keys import KEYS
 
 REPOSITORY = Path(__file__).parents[2]
-TABLES = ("ESTIMATORS", "POLICY_LOSSES", "PREFERENCE_LOSSES", "REWARD_MODEL_LOSSES", "KL_ESTIMATES", "REWARDS")
+TABLES = (
+    "ESTIMATORS",
+    "POLICY_LOSSES",
+    "PREFERENCE_LOSSES",
+    "REWARD_MODEL_LOSSES",
+    "DISTILLATION_LOSSES",
+    "KL_ESTIMATES",
+    "REWARDS",
+)
 
 WITHOUT_LIBRARIES = """
 import sys
@@ -41,6 +49,7 @@ GROUPS = {
     "POLICY_LOSSES": "actor_rollout_ref.actor",
     "PREFERENCE_LOSSES": "dpo",
     "REWARD_MODEL_LOSSES": "reward_training",
+    "DISTILLATION_LOSSES": "distillation.distillation_loss",
 }
 
 
@@ -73,7 +82,8 @@ def test_a_new_loss_is_one_file(tmp_path):
 import megatron_rl.losses
 megatron_rl.losses.__path__.append({str(tmp_path)!r})
 from megatron_rl.config.algorithms import policy_agg_mode, uses_critic
-from megatron_rl.config.schema import ActorConfig, AlgorithmConfig, PolicyLossConfig, RunConfig
+from megatron_rl.config.algorithm_keys import AlgorithmConfig
+from megatron_rl.config.schema import ActorConfig, PolicyLossConfig, RunConfig
 from megatron_rl.ledger.planner import algorithm_rules
 print("quarter" in declarations.POLICY_LOSSES, declarations.POLICY_LOSSES["quarter"].papers[0])
 print(policy_agg_mode(ActorConfig(policy_loss=PolicyLossConfig("quarter"))))

@@ -39,7 +39,7 @@ SAMPLED = (
     | HELD
     | {"hybrid_engine", "roles", "cluster", "scoring.rewards", "scoring.sampled_batch"}
     | SCHEDULE
-    | {"scoring.batch_scorers", "agents", *TURNS}
+    | {"scoring.batch_scorers", "scoring.teachers", "agents", *TURNS}
 )
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
@@ -67,6 +67,7 @@ ROOMS: dict[str, set[str]] = {
     "scoring.rewards": PARTS | HELD,
     "scoring.sampled_batch": PARTS | HELD,
     "scoring.batch_scorers": PARTS | HELD | {"scoring.rewards", "scoring.sampled_batch"},
+    "scoring.teachers": PARTS | {"scoring.sampled_batch"},
     "sampling": SAMPLED,
     "ledger.planner": GROUND | {"parallel", "hybrid_engine", "model", "checkpoint", "data"} | SCHEDULE,
     "ledger.mapping": {

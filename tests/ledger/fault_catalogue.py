@@ -13,10 +13,12 @@ from typing import get_args
 import ahead_faults  # noqa: F401 - puts its faults into the catalogue
 import model_faults  # noqa: F401 - as well
 import pool_faults  # noqa: F401 - as well
+import teacher_faults  # noqa: F401 - as well
 from fault import (
     ACTOR,
     CATALOGUE,
     CORRECTION,
+    CP,
     EP,
     ETP,
     FIRST,
@@ -129,7 +131,7 @@ values(
 )
 values(
     "short passes",
-    "length tokens",
+    "length tokens algorithm",
     {f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 63},
     (f"{ACTOR}.ppo_max_token_len_per_gpu", "must be >= data.max_prompt_length + data.max_response_length = 64"),
 )
@@ -434,8 +436,7 @@ RULED_ELSEWHERE = {
     "reward_model.overlong_buffer.len",
     "algorithm.filter_groups.max_num_gen_batches",
     f"{MEGATRON}.make_vocab_size_divisible_by",
-    f"{MEGATRON}.dtype",
-    "trainer.logger",
+    *(f"{MEGATRON}.dtype", CP, "trainer.logger"),
     f"{ACTOR}.loss_agg_mode",
     *(
         f"{ROLLOUT}.{name}"
@@ -481,7 +482,7 @@ for _key, _leaf in sorted(LEAVES.items()):
         _constrained_fault(_key)
 
 
-OF_EACH_NUMBER = 80
+OF_EACH_NUMBER = 90
 """Configurations of one fault, of two, of three and of four: together at least as many as there are faults."""
 
 

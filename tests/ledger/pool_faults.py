@@ -172,6 +172,7 @@ values("no bucket", "ddp", {BUCKET: 0, OVERLAPS: True}, (BUCKET, "or >= 1"))
 values("parts of nothing", "layout", {MODULES: ["mlp"]}, (MODULES, "must be null, or"))
 
 # Context parallelism: 6 ranks TP2 x PP3, 12 heads
+values("no cp", "layout", {CP: 0}, (CP, "must be >= 1"))
 values("cp", "layout", {CP: 4}, (TP, "must divide the 6 ranks"), experts=False)
 values("heads of a2a", "layout", {CP: 4, GPUS: 24, WAY: "a2a"}, (WAY, "query heads of a TP rank"), experts=False)
 values("way of cp", "layout", {WAY: "ring"}, (WAY, "must be one of p2p, all_gather, a2a"))

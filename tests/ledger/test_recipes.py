@@ -31,6 +31,7 @@ NUM_GPUS = {
     "qwen3_235b_a22b_gspo": 64,
     "qwen3_32b_grpo": 32,
     "llama3_70b_ppo": 64,
+    "llama3_70b_distill": 72,
 }
 
 
@@ -41,12 +42,28 @@ def test_recipes_can_start(recipe, monkeypatch, tmp_path):
     if not (REPOSITORY / needed).exists():
         pytest.skip(f"{needed} is missing: run `{made_by}`")
     monkeypatch.chdir(REPOSITORY)
-    assert problems(load_config(recipe, [f"trainer.default_local_dir={tmp_path}"])) == []
+    # The demo's teacher is what `make demo` leaves.
+    teacher = "distillation.teacher_models.carrier.model_path=assets/demo/model"
+    given = [teacher] if recipe.stem == "distill_cpu" else []
+    assert problems(load_config(recipe, [f"trainer.default_local_dir={tmp_path}", *given])) == []
 
 
 def test_there_is_one_for_each_algorithm_and_one_with_pools():
     """Would not catch two that are the same."""
-    expected = {"demo", "lora", "real", "split", "async", "grpo", "rloo", "remax", "reinforce_pp", "gspo", "dapo"}
+    expected = {
+        "demo",
+        "distill",
+        "lora",
+        "real",
+        "split",
+        "async",
+        "grpo",
+        "rloo",
+        "remax",
+        "reinforce_pp",
+        "gspo",
+        "dapo",
+    }
     assert {path.stem.removesuffix("_cpu") for path in RECIPES} == expected
 
 

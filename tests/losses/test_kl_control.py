@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.config.schema import KlCtrlConfig, RunConfig
+from megatron_rl.config.algorithm_keys import KlCtrlConfig
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.controller.algorithm import Algorithm
 from megatron_rl.losses.kl import AdaptiveKL, FixedKL
 from megatron_rl.observe.phase_clock import PhaseClock

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.model import chunks as chunk_sizes
 from megatron_rl.model.chunks import chunk_tokens
-from megatron_rl.model.log_probs import VocabSoftmax, chunks, head_log_probs, head_statistics
+from megatron_rl.model.log_probs import LocalRows, VocabSoftmax, chunks, head_log_probs, head_statistics
 
 
 @settings(max_examples=60, deadline=None)
@@ -161,3 +161,15 @@ def test_the_heads_gradient_does_not_round_more_with_more_chunks(tp_group, num_c
     (exact,) = torch.autograd.grad(picked.sum(), exact_weight)
     assert found.dtype == torch.bfloat16
     assert (found.double() - exact).norm() / exact.norm() < 0.004
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3)])
+def test_rows_of_no_token(tp_group, shape):
+    """As a rank has that shares sequences with others: no logit, and nothing is added. Would not catch a rank whose
+    group is another.
+    """
+    rows = LocalRows(torch.randn(16, 8), VocabSoftmax(16, 1.0, tp_group))
+    targets, grad = torch.zeros(shape, dtype=torch.int64), torch.zeros(0, 16)
+    assert rows.take(torch.zeros(0, 16), targets).shape == shape
+    rows.add(grad, targets, torch.zeros(shape))
+    assert grad.shape == (0, 16)

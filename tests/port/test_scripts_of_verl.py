@@ -22,7 +22,7 @@ FEATURES = {
     "examples_grpo_trainer_run_qwen2_5_vl-7b-megatron": ["vision-language models"],
     "examples_grpo_trainer_run_qwen3_vl-30b-megatron": ["vision-language models"],
     "examples_ppo_trainer_run_moonlight16b_a3b_gsm8k_megatron": [],  # it leaves the path of its model to the user
-    "recipe_gkd_megatron_test_qwen": ["distillation from a teacher"],
+    "recipe_gkd_megatron_test_qwen": [],  # its teacher's folder is named where the teacher's server is started
     "recipe_low_precision_run_dapo_qwen3_moe_30b_megatron_fp8e2e": [],  # its EP 8 is for more nodes than its default
     "recipe_qat_run_qwen3_30b_w4a16_megatron": ["quantization-aware training"],
     "verl_experimental_fully_async_policy_shell_geo3k_qwen25vl_7b_megatron_4_4": [
@@ -64,8 +64,8 @@ def rows():
 
 
 def test_scripts_pass_or_name_what_they_lack(rows):
-    """All 38, as `plan --without-files` sees them. Would not catch a script that passes and trains something else."""
-    assert len(rows) == 38
+    """All 39, as `plan --without-files` sees them. Would not catch a script that passes and trains something else."""
+    assert len(rows) == 39
     assert {name for name, row in rows.items() if not row.passes} == FEATURES.keys()
     for name, wanted in FEATURES.items():
         found = rows[name].features
@@ -137,6 +137,7 @@ def test_a_file_that_is_nested_too_deeply(tmp_path):
         ("verl.experimental.one_step_off_policy.main_ppo", None),
         ("verl.experimental.fully_async_policy.fully_async_main", None),
         ("verl.trainer.fsdp_sft_trainer", "supervised fine-tuning"),
+        ("recipe.gkd.megatron.main_gkd", None),
         ("recipe.own.run_it", "the program recipe.own.run_it"),
     ],
 )
@@ -220,6 +221,78 @@ def test_rollouts_in_8_bits_get_importance_weights(arguments, weights, is_said):
     assert result.features == [] and len(said) == is_said
     assert values.get(f"{CORRECTION}.rollout_is") == weights
     assert values.get(QUANTIZATION) == (None if arguments == [f"{QUANTIZATION}=null"] else "fp8")
+
+
+DISTILLATION, TEACHER = "distillation", "distillation.teacher_models.teacher"
+LOSS_OF_TEACHERS = f"{DISTILLATION}.distillation_loss"
+
+
+def test_a_teacher_behind_a_server_is_one_of_the_run():
+    """The recipe gkd's: its loss, and the folder that the user must name, who may have. Would not catch a server of
+    another recipe.
+    """
+    arguments = ["teacher.server_ip=127.0.0.1", "teacher.server_port=15555", "rollout.nnodes=1"]
+    result = port(None, arguments, {})
+    values = {setting.key: setting.value for setting in result.settings}
+    assert result.features == [] and values[f"{TEACHER}.model_path"] is None
+    assert values[f"{LOSS_OF_TEACHERS}.loss_mode"] == "forward_kl_topk" and values[f"{DISTILLATION}.enabled"] is True
+    assert values[f"{LOSS_OF_TEACHERS}.use_policy_gradient"] is values[f"{LOSS_OF_TEACHERS}.use_task_rewards"] is False
+    assert values["actor_rollout_ref.hybrid_engine"] is False
+    (said,) = (str(note) for note in result.of(Kind.RENAMED) if note.setting.key == "teacher.server_ip")
+    assert said.endswith(f"name its folder, with which the server is started, in {TEACHER}.model_path")
+    result = port(None, [*arguments, f"{TEACHER}.model_path=big", "algorithm.adv_estimator=gae"], {})
+    values = {setting.key: setting.value for setting in result.settings}
+    assert (values[f"{TEACHER}.model_path"], values["algorithm.adv_estimator"]) == ("big", "gae")
+    assert port(None, ["teacher.server_ip=null"], {}).features == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ("+{t}.math.model_path=a", "+{t}.code.model_path=b", "{t}.code.inference.tensor_model_parallel_size=4"),
+            {
+                "pools.teachers.nnodes": 2,
+                "pools.teachers.n_gpus_per_node": 4,
+                "{t}.math.pool": "teachers",
+                "{t}.math.megatron.tensor_model_parallel_size": 2,
+                "{t}.code.megatron.tensor_model_parallel_size": 4,
+                "{t}.code.megatron.pipeline_model_parallel_size": 1,
+            },
+        ),
+        (
+            ("{t}.math.model_path=a", "{t}.math.pool=mine", "{t}.math.inference.tensor_model_parallel_size=16"),
+            {"{t}.math.pool": "mine", "{t}.math.megatron.tensor_model_parallel_size": 8},
+        ),
+        (
+            ("{t}.math.model_path=a", "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=2"),
+            {"{t}.math.megatron.virtual_pipeline_model_parallel_size": None},
+        ),
+        (("distillation.teacher_model.model_path=a",), {"{t}.teacher_model.model_path": "a"}),
+    ],
+)
+def test_machines_of_teachers_are_a_pool(arguments, expected):
+    """Whose layout is the server's TP, and not the actor's. Would not catch teachers of different TP, of which the plan
+    says that they share one grid.
+    """
+    sizes = (f"{DISTILLATION}.nnodes=2", f"{DISTILLATION}.n_gpus_per_node=4", f"{DISTILLATION}.enabled=True")
+    teachers = f"{DISTILLATION}.teacher_models"
+    result = port(None, [*sizes, *(text.replace("{t}", teachers) for text in arguments)], {})
+    values = {setting.key: setting.value for setting in result.settings}
+    wanted = {key.replace("{t}", teachers): value for key, value in expected.items()}
+    assert result.features == [] and {key: values[key] for key in wanted} == wanted
+
+
+def test_keys_of_distillation_that_ask_for_nothing_here():
+    """Servers, and the ratio of a policy loss; earlier names of a loss. Would not catch a key that is new."""
+    given = ["teacher_models.t.num_replicas=2", "teacher_models.t.inference.name=vllm", "nnodes=0", "n_gpus_per_node=8"]
+    given += [f"distillation_loss.{text}" for text in ("policy_loss_mode=vanilla", "clip_ratio_low=0.2")]
+    renamed = {"use_policy_loss": "use_task_rewards", "jsd_beta": "beta"}
+    given += [f"distillation_loss.{name}=0" for name in renamed]
+    result = port(None, [f"{DISTILLATION}.{text}" for text in given], {})
+    assert result.features == [] and len(result.of(Kind.IGNORED)) == 6
+    keys = {setting.key for setting in result.settings if setting.key.startswith(DISTILLATION)}
+    assert keys == {f"{LOSS_OF_TEACHERS}.{name}" for name in renamed.values()}
 
 
 @pytest.mark.parametrize("experts", [0, 4])

@@ -18,6 +18,7 @@ RECIPE = "configs/llama3_70b_ppo.yaml"
 GPU_RECIPES = {
     "configs/llama3_70b_ppo.yaml": "ppo",
     "configs/qwen3_235b_a22b_gspo.yaml": "ppo",
+    "configs/recipes/llama3_70b_distill.yaml": "ppo",
     "configs/recipes/llama3_70b_lora_grpo.yaml": "ppo",
     "configs/recipes/llama3_8b_grpo.yaml": "ppo",
     "configs/recipes/llama3_8b_ppo.yaml": "ppo",
@@ -204,6 +205,34 @@ def test_every_recipe(tmp_path, recipe, stage):
     ranks = ",".join(map(str, sorted({0, world // 2, world - 1})))
     answer = rehearse(tmp_path, "--ranks", ranks, "--layers", "2", "--stage", stage, config=recipe)
     assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
+TEACHER, LOSS = "distillation.teacher_models.expert", "distillation.distillation_loss"
+LIKE_IT = (f"{TEACHER}.model_path=configs/models/llama-3-8b", f"{TEACHER}.megatron.param_offload=true")
+ITSELF = (f"{TEACHER}.model_path=self", f"{TEACHER}.prompt_key=hint", "actor_rollout_ref.actor.ppo_mini_batch_size=256")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("mode", "teacher"),
+    [("k2", LIKE_IT), ("forward_kl_topk", LIKE_IT), ("reverse_kl_topk", LIKE_IT), ("jsd", LIKE_IT), ("jsd", ITSELF)],
+)
+def test_ranks_with_a_teacher(tmp_path, mode, teacher):
+    """In the actor's pool: peaks within 2%, a copy for each micro-batch that makes many numbers a token, and no head
+    and no teacher on the device while it generates.
+
+    Would not catch how long a copy takes.
+    """
+    options = ("distillation.enabled=true", f"{LOSS}.loss_mode={mode}", f"{LOSS}.use_policy_gradient=false")
+    recipe = "configs/recipes/llama3_8b_grpo.yaml"
+    answer = rehearse(tmp_path, "--ranks", "0", "--layers", "1", "--jobs", "1", *options, *teacher, config=recipe)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    found = report(tmp_path, 0)
+    assert waits_of_each_block(found, "teacher_expert") <= 2 and found["num_blocks"]["teacher_expert"] > 1
+    owned = {phase: found["phases"][phase]["owned"] for phase in ("update_actor", "reshard")}
+    has_head = mode == "jsd" and teacher == LIKE_IT
+    assert owned["update_actor"].get("expert head", 0) == has_head * 128256 // 2 * 4096 * 2
+    assert not any(size for name, size in owned["reshard"].items() if name.startswith("expert"))
 
 
 @pytest.mark.exhaustive

@@ -80,6 +80,25 @@ def test_dry_run_of_products_in_eight_bits(dry_run):
     assert fused.returncode == 0 and memory[0] == memory[1]
 
 
+def test_dry_run_with_a_teacher_in_its_own_pool():
+    """70B that learn from 70B on 8 further GPUs: both pools fit. An eighth of the teacher is 17.6 GB.
+
+    Would not catch that a ninth machine must be started by hand.
+    """
+    teacher, loss = "distillation.teacher_models.expert", "distillation.distillation_loss"
+    pool = ("pools.teachers.nnodes=1", "pools.teachers.n_gpus_per_node=8", f"{teacher}.pool=teachers")
+    model = (f"{teacher}.model_path=configs/models/llama-3-70b", f"{teacher}.megatron.pipeline_model_parallel_size=1")
+    ways = (f"{loss}.loss_mode=jsd", f"{loss}.use_policy_gradient=false", f"{loss}.use_task_rewards=false")
+    others = ("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false", "distillation.enabled=true")
+    answer = launcher(*pool, *model, *ways, *others, DRY_RUN="1")
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert "does not fit" not in answer.stdout
+    printed = answer.stdout[answer.stdout.index("Memory per GPU of teachers") :]
+    rows = re.findall(r"│ (\S[^│]*?) +│ +([\d.]+) GB │", printed)
+    assert ("init", "17.64") in rows and ("teacher_expert", "18.10") in rows
+    assert re.search(r"│ teacher_expert +│ +[\d.]+ s │ +\d+%, on teachers", printed)
+
+
 def test_dry_run_prints_the_plan(dry_run):
     """Figures of the 8 x 8 GPUs, without a download. The transition is (141.1 GB / 8) x 3/4 = 13.23 GB a GPU.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_rl.config.foreign import async_keys
+from megatron_rl.config.foreign import async_keys, teacher_keys
 from megatron_rl.config.foreign.key_rows import Outcome
 
 LAYOUT_OF = {"actor_rollout_ref.rollout": "actor_rollout_ref.actor", "actor_rollout_ref.ref": "actor_rollout_ref.actor"}
@@ -124,6 +124,7 @@ CONVERSIONS: dict[str, Conversion] = {
     "mini_batches_per_transfer": async_keys.mini_batches_per_transfer,
     "oldest_version": async_keys.oldest_version,
     "per_rank": per_rank,
+    "pool_of_teachers": teacher_keys.pool_of_teachers,
     "recomputed": recomputed,
     "repeatable": async_keys.repeatable,
     "rule_by_source": rule_by_source,
@@ -131,6 +132,7 @@ CONVERSIONS: dict[str, Conversion] = {
     "stale_groups": async_keys.stale_groups,
     "steps_ahead": async_keys.steps_ahead,
     "steps_of_prompts": async_keys.steps_of_prompts,
+    "teacher_of_a_server": teacher_keys.teacher_of_a_server,
     "transfers_to_steps": async_keys.transfers_to_steps,
     "truncated_importance": truncated_importance,
     "turns_with_tools": turns_with_tools,

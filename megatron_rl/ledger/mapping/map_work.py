@@ -24,9 +24,11 @@ from megatron_rl.ledger.planner.layout_rules import rollout_misfits
 from megatron_rl.ledger.planner.memory_report import usable_bytes
 from megatron_rl.ledger.planner.model_folder import ModelSizes
 from megatron_rl.ledger.planner.preflight import read_models
-from megatron_rl.ledger.planner.role_ledger import ELEMENT_BYTES, RoleLedger, RoleParams
+from megatron_rl.ledger.planner.role_ledger import RoleLedger, RoleParams
 from megatron_rl.ledger.planner.step_time import layout_of, scored_load, step_load, updated_load
+from megatron_rl.ledger.planner.teaching_costs import TeachingCosts
 from megatron_rl.ledger.planner.time import Estimator, Layout, Load, ModelCost
+from megatron_rl.ledger.planner.weights import ELEMENT_BYTES
 from megatron_rl.model.families import Model
 from megatron_rl.parallel.stages import StagePlan
 
@@ -68,12 +70,13 @@ LEVELS = (
 
 @dataclass(frozen=True, eq=False)
 class RoleWork:
-    """One role on Megatron's grid, its model and its cost. element: bytes of a parameter."""
+    """One role on Megatron's grid, its model and its cost. element: bytes of a parameter. teaching: for or by it."""
 
     spec: RoleSpec
     sizes: ModelSizes
     cost: ModelCost
     element: int
+    teaching: TeachingCosts
 
     @property
     def name(self) -> str:
@@ -106,14 +109,14 @@ class RoleWork:
     def ledger(self, config: RunConfig, grid: Grid, shape: GridShape) -> RoleLedger:
         """Return what the role holds and needs on a layout."""
         spec = replace(self.spec, megatron=replace(self.spec.megatron, **grid.settings))
-        return RoleLedger(config, spec, self.model, self.params, shape.num_ranks)
+        return RoleLedger(config, spec, self.model, self.params, shape.num_ranks, self.teaching)
 
     @cached_property
     def offloads(self) -> dict[tuple[str, ...], dict[str, bool]]:
         """Level of `LEVELS` -> settings of this role. Only trained roles have gradients and moments, and generation
         reads the actor's parameters.
         """
-        allowed = {"param_offload"} if self.name != ACTOR else set()
+        allowed = {"param_offload"} if self.name != ACTOR and self.spec.model_of is None else set()
         allowed |= {"grad_offload", "optimizer_offload"} if self.spec.is_trained else set()
         return {
             level: {f"{self.group}.{key}": key in level and key in allowed for key in LEVELS[-1]} for level in LEVELS
@@ -164,12 +167,14 @@ class MapWork:
         self.device = config.trainer.device
         sizes = {model.path: model for model in read_models(config, config_only=True)[0]}
         specs = list(roles_of(config))
+        models = {path: model.parts for path, model in sizes.items()}
         self.roles = {
             spec.name: RoleWork(
-                replace(spec, base_of=None),  # `_base` is the other form
+                replace(spec, model_of=None) if spec.kind == REFERENCE else spec,  # `_base` is the other form
                 sizes[spec.model_path],
-                ModelCost.of(sizes[spec.model_path].parts, spec.lora),
+                ModelCost.of(models[spec.model_path], spec.lora),
                 ELEMENT_BYTES[spec.megatron.dtype],
+                TeachingCosts.of(config, spec, models),
             )
             for spec in specs
             if spec.kind != ROLLOUT
@@ -187,7 +192,7 @@ class MapWork:
         reference = self.roles.get(REFERENCE)
         if reference is None or not self.actor.spec.lora.rank:
             return None
-        return replace(reference, spec=replace(reference.spec, base_of=ACTOR))
+        return replace(reference, spec=replace(reference.spec, model_of=ACTOR))
 
     def role_in(self, name: str, block: Sequence[str]) -> RoleWork:
         """Return a role in a pool of these roles, whose models one of them may hold for another."""
@@ -230,11 +235,12 @@ class MapWork:
         """
         key = (role.name, pass_spec, recompute, cp)
         if key not in self._loads:
-            load = (
-                scored_load(self.load, pass_spec, self.config, max(cp, 1))
-                if recompute is None
-                else updated_load(self.load, replace(role.spec, update=pass_spec), self.config, recompute, max(cp, 1))
-            )
+            if recompute is None:
+                load = scored_load(self.load, pass_spec, self.config, max(cp, 1))
+            else:
+                spec = replace(role.spec, update=pass_spec)
+                load = updated_load(self.load, spec, self.config, recompute, max(cp, 1))
+                load = replace(load, head_products=role.teaching.products)
             self._loads[key] = load if cp else replace(load, block_tokens=1 << 50)
         return self._loads[key]
 

@@ -46,6 +46,9 @@ class PoolNames:
         names = [self.name(block) for block in partition]
         if len(set(names)) < len(names):
             return False
+        owners = {name: role.spec.model_of for name, role in self.work.roles.items() if role.spec.model_of is not None}
+        if any(name in block and owner not in block for block in partition for name, owner in owners.items()):
+            return False
         together = any(ACTOR in block and ROLLOUT in block for block in partition)
         if self.work.keeps.values.get(HYBRID) in (True, False) and self.work.keeps.values[HYBRID] != together:
             return False

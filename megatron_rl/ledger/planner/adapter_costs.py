@@ -1,4 +1,4 @@
-"""What adapters' products take in a layer: bytes of activations, counted from the shapes of A and B."""
+"""What adapters cost: their elements, and the bytes of activations that their products take in a layer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_rl.model.families.adapter_params import LORA_A
+from megatron_rl.config.lora import LoraConfig
+from megatron_rl.model.families import Model
+from megatron_rl.model.families.adapter_params import LORA_A, adapter_specs
 from megatron_rl.model.parts import Cut, LayerBlock, ParamSpec
 from megatron_rl.parallel.stages import StagePlan
 
@@ -61,3 +63,11 @@ class AdapterCosts:
         """
         widest = max(self.outputs / cut.tp_size, self.inputs * cut.sequence_share)
         return 0.0 if backward else block.tokens * widest * cut.element
+
+
+def num_adapter_params(model: Model, lora: LoraConfig | None, *, active: bool = False) -> int:
+    """Return the elements of all A and B, held rows of zeros included. active: of those that a token passes."""
+    tensors = [spec.tensor for spec in adapter_specs(model.specs, lora).values()] if lora is not None else []
+    routed = sum(tensor.numel for tensor in tensors if tensor.is_expert) if active else 0
+    passed = routed * model.shape.experts_per_token // max(1, model.shape.num_experts)
+    return sum(tensor.numel for tensor in tensors) - routed + passed

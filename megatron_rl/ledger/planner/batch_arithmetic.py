@@ -134,7 +134,9 @@ def repeat_notes(data: DataConfig, sizes: Sequence[int]) -> list[str]:
 def group_notes(config: RunConfig) -> list[str]:
     """Return a sentence where an estimator compares the samples of a prompt and there is only one of each."""
     algorithm, samples = config.algorithm, config.actor_rollout_ref.rollout.n
-    if samples > 1 or "groups" not in estimator_traits(config).reads:
+    teaching = config.distillation
+    has_no_rewards = teaching.enabled and not teaching.distillation_loss.use_task_rewards
+    if samples > 1 or has_no_rewards or "groups" not in estimator_traits(config).reads:
         return []
     return [
         f"note: algorithm.adv_estimator={algorithm.adv_estimator} compares the samples of a prompt, and "

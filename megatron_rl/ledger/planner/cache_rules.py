@@ -9,7 +9,7 @@ from megatron_rl.config.keys import ROLLOUT
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
 from megatron_rl.ledger.planner.model_folder import ModelSizes
-from megatron_rl.ledger.planner.role_ledger import ELEMENT_BYTES
+from megatron_rl.ledger.planner.weights import ELEMENT_BYTES
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from megatron_rl.config.keys import value_of
-from megatron_rl.config.roles import CRITIC, pretraining_length, roles_of
+from megatron_rl.config.roles import CRITIC, TEACHER, pretraining_length, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
 from megatron_rl.ledger.planner.model_folder import ModelSizes
@@ -20,6 +20,7 @@ def length_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[Vio
     keys = {"data.max_prompt_length": prompt, "data.max_response_length": response}
     yield from _pack_problems(config)
     yield from _text_length_problems(config, models)
+    yield from _teacher_problems(config, models)
     readers = {role.model_path for role in roles_of(config) if not role.reads_text}
     models = [model for model in models if model.path in readers]
     for model in models:
@@ -89,11 +90,14 @@ def _pack_problems(config: RunConfig) -> Iterable[Violation]:
     lengths = (config.data.max_prompt_length, config.data.max_response_length)
     passes = [(spec, role) for role in roles_of(config) for spec in role.passes if spec.max_tokens is not None]
     sizes = {spec.key: role.megatron.context_parallel_size for spec, role in passes}
+    teachers = {spec.key for spec, role in passes if role.kind == TEACHER}
     for key, own in dict.fromkeys((spec.key, spec.longest) for spec, _ in passes):
         # The configured limit: a pass makes room for what its role reads beyond the longest sequence.
         longest, what = sum(lengths), "data.max_prompt_length + data.max_response_length"
         if own not in (None, longest):
             longest, what = own, f"{key.rpartition('.')[0]}.max_length"
+            if key in teachers:
+                what = what.replace(".max_length", ".max_prompt_length + data.max_response_length")
         if min(lengths) >= 1:
             named = f"({what}) / cp({sizes[key]}) = {longest}" if sizes[key] > 1 else f"{what} = {longest}"
             yield from _too_few_tokens(key, value_of(config, key), sizes[key], longest, named)
@@ -104,7 +108,7 @@ def _text_length_problems(config: RunConfig, models: list[ModelSizes]) -> Iterab
     by_path = {model.path: model for model in models}
     for role in roles_of(config):
         model, longest = by_path.get(role.model_path), role.score.longest if role.score is not None else None
-        if model is None or longest is None:
+        if model is None or longest is None or role.kind == TEACHER:
             continue
         key = f"{role.key}.max_length"
         for name, limit in model.longest.items():
@@ -113,6 +117,22 @@ def _text_length_problems(config: RunConfig, models: list[ModelSizes]) -> Iterab
                 if role.settings.max_length is None:
                     rule += f"; null is data.max_prompt_length + data.max_response_length = {longest}"
                 yield Violation({key: role.settings.max_length}, rule, {key: limit})
+
+
+def _teacher_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[Violation]:
+    """Longer prompts that teachers read in place of the policy's."""
+    by_path, response = {model.path: model for model in models}, config.data.max_response_length
+    for role in roles_of(config):
+        model = by_path.get(role.model_path)
+        if role.kind != TEACHER or model is None or response < 1:
+            continue
+        prompt, key = role.settings.max_prompt_length, f"{role.key}.max_prompt_length"
+        if role.settings.prompt_key is None or prompt <= max(config.data.max_prompt_length, 0):
+            continue
+        for name, limit in _limits(config, model):
+            if prompt + response > limit > response:
+                rule = f"and data.max_response_length={response} must be <= {name}({limit}) of {model.path} together"
+                yield Violation({key: prompt}, rule, {key: limit - response})
 
 
 def _vocabulary_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[Violation]:

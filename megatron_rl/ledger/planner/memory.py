@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config.megatron import MegatronConfig
-from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, SCORER, TUNED, RoleSpec
+from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, SCORER, TEACHER, TUNED, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.plan import covers_training
 from megatron_rl.ledger.planner.eight_bit_transition import product_numel
@@ -23,7 +23,7 @@ from megatron_rl.parallel.sharding import shard_of
 
 GEN, RESHARD, INIT, SAVE = "gen", "reshard", "init", "save"
 """Phases outside of the roles' passes; `PassSpec.phase` names the others."""
-SCORING = (REWARD_MODEL, ACTOR, TUNED, REFERENCE, CRITIC, SCORER)
+SCORING = (REWARD_MODEL, TEACHER, ACTOR, TUNED, REFERENCE, CRITIC, SCORER)
 UPDATING = (CRITIC, ACTOR, SCORER, TUNED)
 """Kinds of roles whose scores and updates a pool runs, in this order."""
 
@@ -110,7 +110,7 @@ class MemoryOfStage:
         """Return the memory of all phases of this pool."""
         held: Held = {}
         for role in self.roles:
-            held |= self.pool.ledger(role).held(self.pp_rank).named(role)
+            held |= self._held(role)
         if self.generates and self.is_split:
             held["rollout weights"] = self.models.rollout_weights_bytes
             if self.config.samples_ahead and self.config.async_training.second_buffer:
@@ -143,6 +143,11 @@ class MemoryOfStage:
         ordered = {name: phases[name] for name in phase_order(self.roles) if name in phases}
         return StageMemory(self.pool.spec.name, self.pp_rank, kind, ordered, built, self._exchanged(held, first=True))
 
+    def _held(self, role: RoleSpec) -> Held:
+        """Return what a role holds all the time."""
+        ledger = self.pool.ledger(role)
+        return ledger.held(self.pp_rank).named(role) | ledger.teacher_heads(self.pp_rank)
+
     def _kept_by_passes(self) -> Held:
         """Return what a pass leaves on a GPU for the next one."""
         gathered = max(self.pool.ledger(role).gathered_bytes() for role in self.roles)
@@ -155,7 +160,7 @@ class MemoryOfStage:
         for role in self.roles:
             ledger = self.pool.ledger(role)
             moments += [before | moment for moment in ledger.while_built(self.pp_rank)]
-            before |= without_moments(ledger.held(self.pp_rank).named(role))
+            before |= without_moments(self._held(role))
         return max([*moments, before], key=lambda moment: sum(moment.values()))
 
     # Generation
@@ -198,6 +203,8 @@ class MemoryOfStage:
     def _staying(self, held: Held) -> Held:
         """Return what stays on the device while this pool generates."""
         offloaded = {f"{role.name} {kind}" for role in self.roles for kind in _offloaded_kinds(role.megatron)}
+        for role in self.roles:
+            offloaded |= self.pool.ledger(role).teacher_heads(self.pp_rank, resting=True).keys()
         return {name: size for name, size in held.items() if name not in offloaded}
 
     def _dropped(self) -> Held:

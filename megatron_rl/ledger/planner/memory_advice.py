@@ -130,7 +130,7 @@ def _brought_again(config: RunConfig, pool: PoolSpec) -> Iterator[dict[str, Any]
 
 def _offloads(role: RoleSpec) -> tuple[str, ...]:
     """Return the offload keys of a role. Generation reads the actor's parameters, so these stay."""
-    if role.kind in (TUNED, SCORER) or role.base_of is not None:
+    if role.kind in (TUNED, SCORER) or role.model_of is not None:
         return ()
     trained = ("grad_offload", "optimizer_offload") if role.is_trained else ()
     return trained if role.kind == ACTOR else (*trained, "param_offload")

@@ -17,7 +17,8 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.ledger.planner.activations import CHUNKS_BACKWARD, CHUNKS_FORWARD, MeanLayer, Recompute, in_flight
 from megatron_rl.ledger.planner.adapter_costs import AdapterCosts
 from megatron_rl.ledger.planner.reference_rules import follows_policy
-from megatron_rl.ledger.planner.weights import ModelParams, TrainedWeights, bucket_numel
+from megatron_rl.ledger.planner.teaching_costs import COLUMNS, COPIES_AT_END, NO_TEACHING, TeachingCosts
+from megatron_rl.ledger.planner.weights import ELEMENT_BYTES, ModelParams, TrainedWeights, bucket_numel
 from megatron_rl.model.chunks import chunk_tokens
 from megatron_rl.model.families import HEAD, Model, is_in_eight_bits
 from megatron_rl.model.families.adapter_params import adapter_specs
@@ -26,7 +27,6 @@ from megatron_rl.parallel.rank_grid import train_grid
 from megatron_rl.parallel.sharding import padded_vocab_size, vocab_multiple
 from megatron_rl.parallel.stages import StagePlan
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SCORE, UPDATE = "score", "update"
 """Kinds of passes, as `RoleSpec` names them."""
 IN_EIGHT_BITS = "weights in 8 bits"
@@ -74,11 +74,13 @@ class StageHeld:
     masters: int = 0
     in_eight_bits: int = 0
     """Weights as products of `fp8` take them, which are kept beside the weights from the first pass on."""
+    heads: int = 0
+    """Teachers' heads, which `RoleLedger.teacher_heads` names."""
 
     @cached_property
     def total(self) -> int:
         """All of them together."""
-        return self.parameters + self.gradients + self.moments + self.masters + self.in_eight_bits
+        return self.parameters + self.gradients + self.moments + self.masters + self.in_eight_bits + self.heads
 
     def named(self, role: RoleSpec) -> Held:
         """Return name -> bytes."""
@@ -96,8 +98,16 @@ class RoleLedger:
     base: the parameters of its model. weights: those that it trains, which without adapters are all of them.
     """
 
-    def __init__(self, config: RunConfig, role: RoleSpec, model: Model, params: RoleParams, world_size: int) -> None:
-        self.config, self.role, self.model = config, role, model
+    def __init__(
+        self,
+        config: RunConfig,
+        role: RoleSpec,
+        model: Model,
+        params: RoleParams,
+        world_size: int,
+        teaching: TeachingCosts = NO_TEACHING,
+    ) -> None:
+        self.config, self.role, self.model, self.teaching = config, role, model, teaching
         megatron = role.megatron
         self.element = ELEMENT_BYTES[megatron.dtype]
         self.grid = train_grid(world_size, megatron)
@@ -134,7 +144,7 @@ class RoleLedger:
         which data-parallel ranks shard (ZeRO stage 1, Rajbhandari et al., arXiv:1910.02054). With adapters all of that
         is theirs, and the model's parameters are in a buffer of their own.
         """
-        if self.role.base_of is not None:
+        if self.role.model_of is not None:
             return StageHeld(0)
         element, in_eight_bits = self.element, self._in_eight_bits(pp_rank)
         if not self.role.is_trained:
@@ -148,11 +158,22 @@ class RoleLedger:
             masters = masters or int(offloaded * share * FP32)
         else:
             moments, masters = (int(size * (1 - offloaded)) for size in (moments, masters))
-        return StageHeld(numel * element + self.frozen(pp_rank), numel * FP32, moments, masters, in_eight_bits)
+        parameters, heads = numel * element + self.frozen(pp_rank), sum(self.teacher_heads(pp_rank).values())
+        return StageHeld(parameters, numel * FP32, moments, masters, in_eight_bits, heads)
+
+    def teacher_heads(self, pp_rank: int, *, resting: bool = False) -> Held:
+        """Return what a rank of a stage holds of teachers' heads beside its own: name -> bytes.
+
+        resting: of those alone that are offloaded while the rank generates, as their teachers' parameters are.
+        """
+        if not self._is_last(pp_rank):
+            return {}
+        heads = [head for head in self.teaching.heads if head.megatron.param_offload or not resting]
+        return {head.name: self._head_rows * head.hidden * head.element for head in heads}
 
     def num_params(self, pp_rank: int) -> int:
         """Return the parameters of a rank, without padding of buffers; 0 where they are another role's."""
-        if self.role.base_of is not None:
+        if self.role.model_of is not None:
             return 0
         return self.base.num_params(pp_rank) + (self.weights.num_params(pp_rank) if self.adapters else 0)
 
@@ -214,7 +235,7 @@ class RoleLedger:
 
         Frozen linears gather anew, so that a model with adapters keeps nothing.
         """
-        is_frozen = self.adapters is not None or self.role.base_of is not None
+        is_frozen = self.adapters is not None or self.role.model_of is not None
         if not self.role.megatron.sequence_parallel or self.grid.tp_size == 1 or is_frozen:
             return 0
         kinds = [kind for kind in (SCORE, UPDATE) if getattr(self.role, kind) is not None]
@@ -249,23 +270,45 @@ class RoleLedger:
 
     def _head(self, pp_rank: int, block: LayerBlock, num_chunks: int) -> Held:
         """Return the logits of `num_chunks` chunks that exist at the same time, and the scored hidden states."""
-        if pp_rank < self.grid.pp_size - 1 or self.role.has_value_head:
+        if not self._is_last(pp_rank) or self.role.has_value_head:
             return {}
-        shape = self.model.shape
-        rows = padded_vocab_size(shape.vocab_size, self.vocab_multiple) // self.grid.tp_size
+        shape, rows = self.model.shape, self._head_rows
         scored = block.response_tokens * shape.hidden_size * self.element
         logits = min(chunk_tokens(shape.hidden_size, rows), block.response_tokens) * rows * FP32
         return {"logits chunk": num_chunks * logits + scored}
 
+    @property
+    def _head_rows(self) -> int:
+        """Rows of the vocabulary on a rank, with padding."""
+        return padded_vocab_size(self.model.shape.vocab_size, self.vocab_multiple) // self.grid.tp_size
+
+    def _is_last(self, pp_rank: int) -> bool:
+        return pp_rank == self.grid.pp_size - 1
+
+    def _teaching_score(self, pp_rank: int, passes: Passes) -> int:
+        """Return the bytes of what a score makes for teaching, of one micro-batch; on a CPU, of all."""
+        if not self._is_last(pp_rank):
+            return 0
+        tokens = passes.block.response_tokens * self.grid.cp_size
+        found = tokens * self.teaching.found_bytes(self.grid.tp_size)
+        return found + tokens * self.teaching.made * (passes.num_blocks if self._on_cpu else 1)
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.config.trainer.device == "cpu"
+
     def forward(self, pp_rank: int, passes: Passes) -> Held:
         """Return what a score holds: hidden states, and one layer at a time or the head."""
         layer, block = self.layer, passes.block
-        head = self._head(pp_rank, block, CHUNKS_FORWARD)
+        head = self._head(pp_rank, block, CHUNKS_FORWARD if self.teaching.makes_logits else 0)
         hidden = 2 * block.tokens * layer.hidden * layer.element
         running = self._running(block, backward=False)
         # The schedule keeps what the head was given until the next micro-batch has passed it.
         previous = hidden // 2 if head and passes.num_blocks > 1 else 0
-        return {"activations": int(max(hidden + running - sum(head.values()), hidden)) + previous, **head}
+        held = {"activations": int(max(hidden + running - sum(head.values()), hidden)) + previous, **head}
+        if made := self._teaching_score(pp_rank, passes):
+            held[COLUMNS] = max(made, COPIES_AT_END * made * self._on_cpu - sum(held.values()))
+        return held
 
     def update(self, pp_rank: int, passes: Passes, recompute: Recompute | None = None) -> Held:
         """Return what an update holds at the worst of three moments: the backward of a layer, of the head, or Adam's
@@ -282,13 +325,20 @@ class RoleLedger:
         kept = alive * (recompute.kept_bytes(max(chunks), hidden, saved) + 2 * hidden)
         made = recompute.made_bytes(max(chunks), saved) + max(parts, default=0.0)
         running = made + self._running(block, backward=True)
-        moments = [{"activations": int(kept + running), "weight gradient": in_layers}]
+        read = block.response_tokens * self.grid.cp_size * self.teaching.read
+        # The columns of all micro-batches are cut from the batch at once, on the host.
+        columns = {COLUMNS: read * passes.num_blocks} if read and self._on_cpu else {}
+        moments = [{"activations": int(kept + running), "weight gradient": in_layers, **columns}]
         head = self._head(pp_rank, block, CHUNKS_BACKWARD)
         if head:
             at_head = others
             if element < FP32:  # products in the model's dtype accumulate in float32
                 at_head += at_head // element * FP32
-            moments.append({"activations": int(kept), "weight gradient": at_head, **head})
+            if self.teaching.compares:  # the gradients of two uses of the head are added up
+                at_head += others
+                again = block.response_tokens * (layer.hidden * element + self.teaching.compared_bytes)
+                columns = {COLUMNS: max(read, columns.get(COLUMNS, 0)) + again}
+            moments.append({"activations": int(kept), "weight gradient": at_head, **head, **columns})
         share, device = self.weights.optimizer_share(pp_rank), self.config.trainer.device
         largest = max(in_layers, others) // element
         moments.append({"optimizer step": optimizer_temporaries(share, largest, device)})

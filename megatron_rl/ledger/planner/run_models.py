@@ -11,8 +11,9 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.plan import ExchangePlan, Member, aligned, plan_memory
 from megatron_rl.ledger.planner.alike_layers import AlikeLayers, one_layer_of_each, packed_bytes
 from megatron_rl.ledger.planner.eight_bit_transition import EightBitTransition
-from megatron_rl.ledger.planner.role_ledger import ELEMENT_BYTES, RoleLedger, RoleParams
-from megatron_rl.ledger.planner.weights import ModelParams, TrainedWeights
+from megatron_rl.ledger.planner.role_ledger import RoleLedger, RoleParams
+from megatron_rl.ledger.planner.teaching_costs import TeachingCosts
+from megatron_rl.ledger.planner.weights import ELEMENT_BYTES, ModelParams, TrainedWeights
 from megatron_rl.model.families import VOCAB_PADDING, Model, tensors_of
 from megatron_rl.model.families.adapter_params import adapter_specs, merged_rows
 from megatron_rl.parallel.rank_grid import RolloutGrid, train_grid
@@ -52,7 +53,9 @@ class PoolModels:
             key = (role.model_path, kind, *([role.name] if role.lora.rank else []))
             if key not in self._params:
                 self._params[key] = RoleParams.of(role, model)
-            self._ledgers[role.name] = RoleLedger(self._config, role, model, self._params[key], self.spec.world_size)
+            teaching = TeachingCosts.of(self._config, role, self._models)
+            arguments = (self._config, role, model, self._params[key], self.spec.world_size)
+            self._ledgers[role.name] = RoleLedger(*arguments, teaching)
         return self._ledgers[role.name]
 
     def weights(self, role: RoleSpec) -> TrainedWeights:

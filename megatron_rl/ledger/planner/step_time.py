@@ -115,9 +115,9 @@ def step_time(models: RunModels, hardware: Hardware, load: Load, transition: Tra
         if role.update is not None:
             cp_size = sharing(pool, role.update, load)
             estimator = estimator_of(pool, role, hardware, cp_size)
-            busy = estimator.trained(
-                updated_load(load, role, models.config, pool.ledger(role).recomputed_share(), cp_size)
-            )
+            ledger = pool.ledger(role)
+            updated = updated_load(load, role, models.config, ledger.recomputed_share(), cp_size)
+            busy = estimator.trained(replace(updated, head_products=ledger.teaching.products))
             seconds[role.update.phase] = estimator.seconds(busy)
             wants[role.update.phase] = busy.work * pool.grid.world_size / estimator.seconds(busy)
             updates.add(role.update.phase)
@@ -163,6 +163,7 @@ def offload_seconds(models: RunModels, hardware: Hardware) -> float:
         ledger, element = models.generating.ledger(role), models.generating.element
         offloaded = [0] * models.generating.grid.pp_size
         for pp_rank in range(len(offloaded)):
+            offloaded[pp_rank] += sum(ledger.teacher_heads(pp_rank, resting=True).values())
             if role.megatron.param_offload:
                 offloaded[pp_rank] += ledger.num_params(pp_rank) * element
             if role.megatron.optimizer_offload and role.is_trained:

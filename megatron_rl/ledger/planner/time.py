@@ -18,11 +18,11 @@ import math
 from dataclasses import dataclass
 
 from megatron_rl.config.lora import LoraConfig
+from megatron_rl.ledger.planner.adapter_costs import num_adapter_params
 from megatron_rl.ledger.planner.answer_lengths import Lengths
 from megatron_rl.ledger.planner.hardware import Hardware, Overheads, latency
 from megatron_rl.ledger.planner.weights import EMBEDDING, is_tied
 from megatron_rl.model.families import HEAD, Model
-from megatron_rl.model.families.adapter_params import adapter_specs
 
 BF16, FP32 = 2, 4
 MEMORY_EFFICIENCY = 0.8
@@ -139,14 +139,6 @@ class ModelCost:
         return self.num_params * BF16 * (1 - self.experts_share * (1 - seen)) + self.adapter_params * BF16
 
 
-def num_adapter_params(model: Model, lora: LoraConfig | None, *, active: bool = False) -> int:
-    """Return the elements of all A and B, held rows of zeros included. active: of those that a token passes."""
-    tensors = [spec.tensor for spec in adapter_specs(model.specs, lora).values()] if lora is not None else []
-    routed = sum(tensor.numel for tensor in tensors if tensor.is_expert) if active else 0
-    passed = routed * model.shape.experts_per_token // max(1, model.shape.num_experts)
-    return sum(tensor.numel for tensor in tensors) - routed + passed
-
-
 @dataclass(frozen=True)
 class Layout:
     """Parallel sizes of training and generation on `num_gpus` GPUs.
@@ -189,7 +181,8 @@ class Load:
     step. block_tokens: tokens of one micro-batch on a rank. max_seqs: sequences that a replica decodes at once.
     recompute: share of the layers that run forward twice. efficiency_share: of the hardware's efficiency, in training.
     decode_overhead, collective_latency: seconds, where the hardware file has none. overlaps_dp: data-parallel traffic
-    is hidden. mixed: examples that every optimizer step reads in addition, as num_samples and prompt.
+    is hidden. mixed: examples that every optimizer step reads in addition, as num_samples and prompt. head_products: of
+    an answer's tokens with the vocabulary head in an update, beyond those of its passes.
     """
 
     num_samples: int
@@ -206,6 +199,7 @@ class Load:
     collective_latency: float = COLLECTIVE_LATENCY
     overlaps_dp: bool = False
     mixed: Load | None = None
+    head_products: float = 0.0
 
     @property
     def length(self) -> float:
@@ -294,7 +288,8 @@ class Estimator:
         tokens = mine / blocks
         rate = gpu.flops(self.dtype) * gpu.matmul_efficiency * load.efficiency_share * tokens / (tokens + gpu.half_rows)
         products = passes - model.spared_passes(passes)  # of matrices
-        head = products * tokens * 2 * model.head_params / (layout.tp * rate)
+        further = load.head_products * load.response / load.length if passes > 1 else 0.0
+        head = (products + further) * tokens * 2 * model.head_params / (layout.tp * rate)
         attention = model.attention_flops(load.length) * (1 / gpu.attention_share - 1)
         layer = passes * tokens * (model.forward_flops(load.length) + attention - 2 * model.head_params)
         layer -= (passes - products) * tokens * 2 * (model.matrix_params - model.head_params)

@@ -23,6 +23,8 @@ from megatron_rl.parallel.stages import StagePlan
 
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 EMBEDDING = "embedding.word_embeddings.weight"
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""By dtype of a model."""
 BUCKET_MULTIPLE = 128
 """Elements. Buckets are padded to a multiple of it and of the ranks that shard the optimizer's state."""
 

@@ -1,0 +1,13 @@
+"""A key that names the user's own Python file. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.config.constraints import FilePath
+
+
+@dataclass
+class UserFileConfig:
+    path: FilePath | None = None
+    """Python file that defines the function, or the class of a scorer."""
