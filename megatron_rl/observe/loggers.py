@@ -30,6 +30,7 @@ CONSOLE_FIELDS = (
     ("actor/reward_kl_penalty", "kl", ".4f"),
     ("actor/entropy", "entropy", ".3f"),
     ("actor/pg_loss", "pg_loss", "+.4f"),
+    ("distillation/loss", "distill", ".4f"),
     ("actor/pg_clipfrac", "clip", ".1%"),
     ("actor/grad_norm", "grad", ".2f"),
     ("critic/vf_loss", "vf_loss", ".4f"),
