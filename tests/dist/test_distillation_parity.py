@@ -232,6 +232,8 @@ def taught_by_two(own: torch.Tensor, config) -> dict:
         rows.append(torch.arange(number, NUM_ROWS, 2))
         answers.append(worker.roles[f"teacher_{number}"].hidden_states(batch.read_by(SCORING)[rows[-1]]))
     numbers = torch.repeat_interleave(torch.arange(NUM_ROWS) % 2, batch.num_sampled)
+    sizes = [int(batch.num_sampled[mine].sum()) * size * 4 for mine, size in zip(rows, (64, 192), strict=True)]
+    assert [answer.flat("teacher_hidden").nbytes for answer in answers] == sizes  # hidden size x dtype a token
     columns = {**joined_rows(answers, rows, batch.num_sampled), "teachers": numbers}
     batch.add(**{name: batch.per_sampled_token(values) for name, values in columns.items()})
     actor = worker.roles["actor"]

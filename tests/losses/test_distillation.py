@@ -86,6 +86,23 @@ def test_over_a_top_k(mode, tail, expected):
     assert float(loss(teachers, teachers, keys)) == 0.0
 
 
+@pytest.mark.parametrize("tail", [False, True])
+@pytest.mark.parametrize("mode", ["forward_kl", "reverse_kl"])
+def test_a_top_k_of_all_tokens_is_the_whole_distribution(mode, tail):
+    """In any order, and in gradients. Would not catch a k that is not the vocabulary."""
+    generator = torch.Generator().manual_seed(1)
+    logits, teacher = torch.randn(2, 6, 11, generator=generator, dtype=torch.float64).unbind()
+    logits.requires_grad_()
+    log_probs, order = logits.log_softmax(-1), torch.randperm(11, generator=generator)
+    teacher = teacher.log_softmax(-1)
+    keys = DistillationLossConfig(topk_tail=tail, log_prob_min_clamp=None)
+    cut = DISTILLATION_LOSSES[f"{mode}_topk"].function(log_probs[:, order], teacher[:, order], keys)
+    whole, _ = DISTILLATION_LOSSES[mode].function(keys).sums(log_probs, teacher)
+    torch.testing.assert_close(cut, whole)
+    gradients = [torch.autograd.grad(values.sum(), logits, retain_graph=True)[0] for values in (cut, whole)]
+    torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-6)
+
+
 def test_the_rest_has_a_price():
     """A student that gives all but nothing to the teacher's two. Would not catch a bound in the wrong place."""
     keys = DistillationLossConfig(topk_tail=True, log_prob_min_clamp=-20.0)
