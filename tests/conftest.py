@@ -8,6 +8,7 @@ import sys
 from collections.abc import Generator
 
 import pytest
+from hypothesis import settings
 
 from megatron_rl.cluster.loading import without_collections
 
@@ -18,6 +19,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Several tests share the cores: a thread that waits for its siblings must not spin, or a model of a few kilobytes takes
 # a hundred times as long as alone. Read by OpenMP when torch is loaded, here and in every process that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# What a busy machine makes of an example's milliseconds is no fault of the code.
+settings.register_profile("without deadlines", deadline=None)
+settings.load_profile("without deadlines")
 
 # Tests start hundreds of processes, each of which would compile this package anew; and each worker all files of tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
