@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 
+from megatron_rl.checkpoint.fused_adapters import Source, adapter_sources, not_read
 from megatron_rl.checkpoint.hf_tensors import hf_tensors, pieces
 from megatron_rl.checkpoint.identity import WEIGHTS as DIGEST
 from megatron_rl.checkpoint.identity import folder_digest
@@ -86,11 +87,11 @@ class PeftFolder:
         for key, allowed in PLAIN.items():
             if key in settings and settings[key] not in allowed:
                 raise ConfigError(f"{folder / CONFIG}: {key}={settings[key]} must be {allowed[0]}: plain LoRA is read")
-        fused = sorted(name for name in names if any(f".{linear}." in name for linear in LINEARS))
-        if fused:
+        if fused := not_read(names, LINEARS):
             raise ConfigError(
-                f"{folder / WEIGHTS} has {fused[0]}: adapters of Megatron's fused linears have one A for several "
-                "matrices, and are not read; nearest: those of type canonical_lora, under PEFT's names"
+                f"{folder / WEIGHTS} has {fused[0]}: of Megatron's linears whole tensors are read, such as "
+                "decoder.layers.0.self_attention.linear_qkv.adapter.linear_in.weight, and none of routed experts; "
+                "nearest: what Megatron-Bridge exports as a PEFT folder"
             )
         # PEFT lists every name that a classifier's head may have.
         present = tuple(module for module in heads if head_names([module])[0] in names)
@@ -120,19 +121,29 @@ class PeftFolder:
             )
 
     @cached_property
-    def _file(self) -> Any:
-        return safe_open(self.path / WEIGHTS, "pt")
+    def _whole(self) -> Callable[[str], torch.Tensor]:
+        """A tensor by its name; the last ones are kept, for what is read part by part."""
+        file = safe_open(self.path / WEIGHTS, "pt")
 
-    def read(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        """One tensor [rows, columns]. Raises ConfigError if it is missing, misshapen or not finite."""
-        if name not in self.names:
-            raise ConfigError(f"{self.path / WEIGHTS} has no {name}")
-        tensor: torch.Tensor = self._file.get_tensor(name)
-        if tensor.shape != (rows, columns):
-            raise ConfigError(f"{name} in {self.path} is {list(tensor.shape)}, the model implies {[rows, columns]}")
-        if not torch.isfinite(tensor).all():
-            raise ConfigError(f"{self.path / WEIGHTS} cannot be used: an element of {name} is NaN or infinite")
-        return tensor
+        @lru_cache(maxsize=2)
+        def read(name: str) -> torch.Tensor:
+            tensor: torch.Tensor = file.get_tensor(name)
+            if not torch.isfinite(tensor).all():
+                raise ConfigError(f"{self.path / WEIGHTS} cannot be used: an element of {name} is NaN or infinite")
+            return tensor
+
+        return read
+
+    def read(self, source: Source) -> torch.Tensor:
+        """A or B of one matrix. Raises ConfigError if it is missing, misshapen or not finite."""
+        if source.name not in self.names:
+            raise ConfigError(f"{self.path / WEIGHTS} has no {source.name}")
+        tensor = self._whole(source.name)
+        if tensor.shape != source.shape:
+            raise ConfigError(
+                f"{source.name} in {self.path} is {list(tensor.shape)}, the model implies {list(source.shape)}"
+            )
+        return source.cut(tensor)
 
 
 @torch.no_grad()
@@ -147,7 +158,8 @@ def load_adapters(
     """
     named = {name: spec if _is_adapter(name) else head_spec(spec) for name, spec in specs.items()}
     held = set(head_names(folder.heads))
-    wanted = {tensor.name for tensor in hf_tensors(named) if _is_adapter(tensor.parameter)} | held
+    sources = adapter_sources({x: spec for x, spec in named.items() if _is_adapter(x)}, folder.names, folder.rank)
+    wanted = {source.name for source in sources.values()} | held
     heads = {spec.hf_names[0] for name, spec in named.items() if not _is_adapter(name)}
     if not held <= heads:
         own = [name.removeprefix(PEFT_PREFIX).removesuffix(".weight") for name in heads]
@@ -162,10 +174,9 @@ def load_adapters(
         if not _is_adapter(tensor.parameter) and tensor.name not in held:
             continue
         for piece in pieces(tensor, (0,), {0: place}):  # none for the experts of other ranks
-            rows, columns = shape = tensor.shape
-            if _is_adapter(tensor.parameter):
-                shape = (folder.rank, columns) if tensor.parameter.endswith(LORA_A) else (rows, folder.rank)
-            whole = F.pad(folder.read(tensor.name, *shape), (0, columns - shape[1], 0, rows - shape[0]))
+            part = folder.read(sources.get(tensor.name, Source(tensor.name, tensor.shape)))
+            rows, columns = (size - given for size, given in zip(tensor.shape, part.shape, strict=True))
+            whole = F.pad(part, (0, columns, 0, rows))
             parameters[tensor.parameter][piece.source].copy_(whole[piece.target])
 
 

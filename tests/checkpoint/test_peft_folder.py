@@ -83,6 +83,7 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
     return lambda folder: save_file(change(load_file(folder / WEIGHTS)), folder / WEIGHTS)
 
 
+QKV = "decoder.layers.{}.self_attention.linear_qkv.adapter"
 FIRST = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
 FAULTS = {
     "half: no weights": (drop(WEIGHTS), f"must have {CONFIG} and {WEIGHTS}, and lacks {WEIGHTS}"),
@@ -103,9 +104,21 @@ FAULTS = {
     "one more": (tensors(lambda all: all | {"x": torch.ones(1)}), "and has ['x'] besides"),
     "misshapen": (tensors(lambda all: all | {FIRST: torch.ones(3, 47)}), "is [3, 47], the model implies [3, 48]"),
     "not finite": (tensors(lambda all: all | {FIRST: torch.full((3, 48), torch.nan)}), "is NaN or infinite"),
-    "fused": (
-        tensors(lambda _: {"decoder.layers.0.self_attention.linear_qkv.adapter.linear_in.weight": torch.ones(3, 32)}),
-        "Megatron's fused linears have one A for several matrices",
+    "one for all experts": (
+        tensors(lambda _: {"decoder.layers.0.mlp.experts.linear_fc1.adapter.linear_in.weight": torch.ones(3, 32)}),
+        "of Megatron's linears whole tensors are read, such as "
+        "decoder.layers.0.self_attention.linear_qkv.adapter.linear_in.weight, and none of routed experts; nearest: "
+        "what Megatron-Bridge exports as a PEFT folder",
+    ),
+    "one of several": (
+        tensors(
+            lambda all: (
+                {name: all[name] for name in all if "down_proj" in name}
+                | {f"{QKV.format(layer)}.linear_in.weight": torch.ones(3, 32) for layer in (0, 1)}
+                | {f"{QKV.format(layer)}.linear_out.weight": torch.ones(64, 3) for layer in (0, 1)}
+            )
+        ),
+        "linear_qkv.adapter.linear_out.weight in",
     ),
 }
 
@@ -118,6 +131,44 @@ def test_a_fault_is_named(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path / "adapter")
     assert expected in str(caught.value)
+
+
+def test_fused_adapters_are_cut(tmp_path: Path) -> None:
+    """Megatron-Bridge's of all linears: every rank has what it has from PEFT's names, where A is there once for each
+    matrix. Megatron's rows of a group are its queries, its key and its value. Would not catch another order of groups.
+    """
+    lora = LoraConfig(rank=3, alpha=6.0)
+    torch.manual_seed(0)
+    specs = peft_specs(MODEL.specs, lora)
+    own = {spec.hf_names[0]: torch.randn(spec.tensor.segments[0].shape) for spec in specs.values()}
+    fused, groups, size = {}, 2, 8
+    for layer in (0, 1):
+        for name, part, projections in (
+            ("self_attention.linear_qkv", "self_attn", ("q", "k", "v")),
+            ("self_attention.linear_proj", "self_attn", ("o",)),
+            ("mlp.linear_fc1", "mlp", ("gate", "up")),
+            ("mlp.linear_fc2", "mlp", ("down",)),
+        ):
+            prefix = f"base_model.model.model.layers.{layer}.{part}."
+            names = [f"{prefix}{projection}_proj.lora_" for projection in projections]
+            for other in names[1:]:
+                own[f"{other}A.weight"] = own[f"{names[0]}A.weight"].clone()
+            rows = [own[f"{each}B.weight"] for each in names]
+            if len(rows) == 3:
+                q, k, v = rows
+                each = len(q) // groups
+                rows = []
+                for g in range(groups):
+                    rows += [q[g * each : (g + 1) * each], k[g * size : (g + 1) * size], v[g * size : (g + 1) * size]]
+            fused[f"decoder.layers.{layer}.{name}.adapter.linear_in.weight"] = own[f"{names[0]}A.weight"].clone()
+            fused[f"decoder.layers.{layer}.{name}.adapter.linear_out.weight"] = torch.cat(rows)
+    shards = []
+    for number, tensors_of in enumerate((own, fused)):
+        folder = write(tmp_path / str(number))
+        save_file(tensors_of, folder / WEIGHTS)
+        shards.append(load(folder, lora))
+    assert shards[0].keys() == shards[1].keys() and len(shards[0]) == 28
+    assert all(torch.equal(tensor, shards[1][name]) for name, tensor in shards[0].items())
 
 
 def test_other_targets_are_named(tmp_path: Path) -> None:

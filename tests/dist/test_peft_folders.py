@@ -177,6 +177,40 @@ def test_a_folder_that_peft_wrote(tmp_path) -> None:
     assert (peft_logits(path, written) - ours).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("save_model", "layout", "keys"),
+    [(save_qwen3_moe, (2, 2, 1), EP2), pytest.param(save_mixtral, (1, 1, 1), {}, marks=pytest.mark.exhaustive)],
+    ids=["TP2xEP2", "one"],
+)
+def test_peft_has_all_experts_in_one_parameter(save_model, layout, keys, tmp_path) -> None:
+    """Of PEFT's `target_parameters` gate and up share an A here: its logits within 1e-4, and what goes out again is
+    PEFT's as well. Would not catch one of both alone.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    path, adapter = save_model(tmp_path / "model"), tmp_path / "adapter"
+    settings = LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=["o_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        task_type="CAUSAL_LM",
+    )
+    torch.manual_seed(1)
+    model = get_peft_model(hf_model(path), settings)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(adapter)
+    lora = {"rank": 4, "alpha": 8.0, "target_modules": ["o_proj", "*.experts.*"], "adapter_path": str(adapter)}
+    config = run_config(path, *layout[1:], **keys, **{f"{LORA}{name}": value for name, value in lora.items()})
+    ours = logits_of(run_ranks(layout[0], steps, config, tmp_path / "out", 0))
+    sequences = random_batch(NUM_ROWS).read_by(SCORING)
+    assert (ours - hf_sampled_logits(Path(path), sequences)).abs().max() > 1e-2
+    for folder in (adapter, tmp_path / "out/adapter"):
+        assert (ours - peft_logits(path, folder)).abs().max() < 1e-4
+
+
 def generated(config, folder: Path) -> list[list[int]]:
     """What vLLM answers greedily with adapters that were trained here, which are exported."""
     from megatron_rl.roles.host import RankHost
