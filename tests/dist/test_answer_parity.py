@@ -168,6 +168,17 @@ def test_every_preference_loss_equals_one_process(loss: str, policy_path: str) -
     assert_same(found, one_process(policy_path, DPO, loss), "actor", policy_path)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["forward_kl", "js_divergence", "alpha_divergence"])
+def test_every_f_divergence_equals_one_process(kind: str, policy_path: str) -> None:
+    """On TP2xPP2 and TP2xDP2, in several passes. Would not catch a wrong formula; tests/losses has those."""
+    keys = {"dpo__f_divergence_type": kind}
+    whole = run_layout(policy_path, DPO, "dpo", PAIRS, (1, 1, 1), **keys)
+    for name in ("TP2xPP2", "TP2xDP2"):
+        found = run_layout(policy_path, DPO, "dpo", PAIRS, LAYOUTS[name], **keys, **dict.fromkeys(ROWS, 2))
+        assert_same(found, whole, "actor", policy_path)
+
+
 CASES = [
     pytest.param(task, *case.values, marks=case.marks, id="-".join((task, *case.values)))
     for task, chosen in ((REWARD, ("TP2xDP2", "padded", "accumulated")), (DPO, None))
