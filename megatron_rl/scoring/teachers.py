@@ -83,10 +83,9 @@ class TeacherScorer:
     def start(self, batch: SampledBatch) -> None:
         self._batch = batch
         sources = batch.prompts.data_source
-        self._rows = [
-            torch.tensor([row for row, source in enumerate(sources) if call.spec.settings.key in (None, source)])
-            for call in self._calls
-        ]
+        keys = [call.spec.settings.key for call in self._calls]
+        taught = [[row for row, source in enumerate(sources) if key in (None, source)] for key in keys]
+        self._rows = [torch.tensor(rows, dtype=torch.int64) for rows in taught]  # a teacher may have none in a step
         self._pending = [] if self._asks else self._asked()
 
     def _asked(self) -> list[Future[Batch] | None]:
