@@ -105,7 +105,7 @@ COLUMNS = ColumnTable(
     Column("entropy", DRAWN, F32, ACTOR_SCORES, (ENTROPY,), "entropy of the token's distribution"),
     Column("num_other_experts", ROW, I64, ACTOR_SCORES, (METRICS,), "recorded experts that routers would not choose"),
     Column("ref_log_probs", DRAWN, F32, "reference.log_probs", (ACTOR_UPDATE, KL), "log-prob under the reference"),
-    Column("teachers", DRAWN, I64, "teachers", (ACTOR_UPDATE, METRICS), "the number of the row's teacher"),
+    Column("teachers", DRAWN, I64, "teachers", (ACTOR_UPDATE,), "the number of the row's teacher"),
     Column("teacher_log_probs", DRAWN, F32, TEACHER, (ACTOR_UPDATE,), "log-prob under the teacher"),
     Column("teacher_top_ids", DRAWN, "int32", TEACHER, (ACTOR_UPDATE,), "[B, (N), k]: its likeliest tokens"),
     Column("teacher_top_log_probs", DRAWN, F32, TEACHER, (ACTOR_UPDATE,), "[B, (N), k]: their log-probs"),

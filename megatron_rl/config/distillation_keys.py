@@ -43,8 +43,8 @@ class TeacherConfig:
 @dataclass
 class DistillationLossConfig:
     loss_mode: Annotated[str, OneOf(DISTILLATION_LOSSES)] = "k3"
-    """Of the sampled tokens alone: kl (k1) | abs | mse (k2) | low_var_kl (k3). Over the top-k of one model:
-    forward_kl_topk | reverse_kl_topk. Over the whole vocabulary: forward_kl | reverse_kl | mixed_kl | jsd."""
+    """What is compared. The sampled tokens alone: kl (k1) | abs | mse (k2) | low_var_kl (k3); the top-k of one model:
+    forward_kl_topk | reverse_kl_topk; the whole vocabulary: forward_kl | reverse_kl | mixed_kl | jsd."""
     topk: Annotated[int, Ge(1), AtMost(2**15)] = 128
     """Tokens of the teacher, or with reverse_kl_topk of the actor, that a loss over the top-k compares."""
     topk_tail: bool = True

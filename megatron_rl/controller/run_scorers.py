@@ -10,7 +10,6 @@ from megatron_rl.config.algorithms import (
     bypasses,
     distillation_reads,
     scores_old_log_probs,
-    teaching,
 )
 from megatron_rl.config.roles import ACTOR, TEACHER, RoleSpec
 from megatron_rl.config.schema import RunConfig
@@ -53,19 +52,20 @@ def role_scorers(pools: RunPools) -> Iterator[Scorer]:
     """A scorer for each role whose row in `config.roles` says which column it makes."""
     for spec in pools.placement.roles.values():
         if spec.makes is not None and spec.kind != TEACHER:
-            yield RoleScorer(_method(pools, spec, spec.makes.method))
+            yield RoleScorer(_method(pools, spec))
 
 
 def teacher_scorers(config: RunConfig, pools: RunPools, prompts: OtherPrompts) -> list[Scorer]:
     """One scorer for all teachers, if there are any."""
-    way = teaching(config)
-    calls = [TeacherCall(spec, _method(pools, spec, way.method)) for spec in pools.placement.teachers if way]
+    calls = [TeacherCall(spec, _method(pools, spec)) for spec in pools.placement.teachers]
     asks = [STUDENTS_TOP] if STUDENTS_TOP in distillation_reads(config) else []
     return [TeacherScorer(calls, asks, prompts)] if calls else []
 
 
-def _method(pools: RunPools, spec: RoleSpec, name: str) -> Callable[[Batch], Future[Batch]]:
-    method: Callable[[Batch], Future[Batch]] = getattr(pools.handle(spec.name, KINDS[spec.kind]), name)
+def _method(pools: RunPools, spec: RoleSpec) -> Callable[[Batch], Future[Batch]]:
+    """The method that makes the column which the role's row names."""
+    assert spec.makes is not None
+    method: Callable[[Batch], Future[Batch]] = getattr(pools.handle(spec.name, KINDS[spec.kind]), spec.makes.method)
     return method
 
 

@@ -115,8 +115,12 @@ class PromptDataset:
 
     def texts(self, data_sources: Collection[str] | None = None) -> tuple[list[Conversation], list[list[int]]]:
         """The prompts of these data sources, or of all, as their files have them, and their tokens."""
-        kept = [prompt for prompt in self._prompts if data_sources is None or prompt.row.data_source in data_sources]
+        kept = self._of_sources(data_sources)
         return [prompt.row.prompt for prompt in kept], [prompt.token_ids.tolist() for prompt in kept]
+
+    def _of_sources(self, data_sources: Collection[str] | None) -> list[Prompt]:
+        """The prompts of these data sources, or of all."""
+        return [prompt for prompt in self._prompts if data_sources is None or prompt.row.data_source in data_sources]
 
     def prompts_at(
         self,
@@ -132,7 +136,7 @@ class PromptDataset:
         for a missing or too long one, and as `tokenise`.
         """
         (key_name, name), (most_name, limit) = key, most
-        kept = [prompt for prompt in self._prompts if data_sources is None or prompt.row.data_source in data_sources]
+        kept = self._of_sources(data_sources)
         if lacking := [prompt.index for prompt in kept if not prompt.row.extra_info.get(name)]:
             raise ConfigError(
                 f"{key_name}={name} must be an entry of extra_info of every prompt that is taught, and "

@@ -21,17 +21,17 @@ class MixedKL:
     reverse: float
 
     def sums(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-        """(this rank's part of the divergence [n], what `gradient` needs of it when added up over ranks [n])."""
-        difference = log_p - log_q
-        reverse = (log_p.exp() * difference).sum(-1)
-        if self.reverse == 1.0:
-            return reverse, reverse
-        forward = -(log_q.exp() * difference).sum(-1)
+        """(this rank's part of the divergence [n], its part of KL(p || q) [n], 0 where w = 0 needs none)."""
+        difference, nothing = log_p - log_q, log_p.new_zeros(len(log_p))
+        reverse = (log_p.exp() * difference).sum(-1) if self.reverse > 0 else nothing
+        forward = -(log_q.exp() * difference).sum(-1) if self.reverse < 1 else nothing
         return (1 - self.reverse) * forward + self.reverse * reverse, reverse
 
     def gradient(self, log_p: Tensor, log_q: Tensor, slope: Tensor) -> Tensor:
         """d / dz_j = (1 - w) (p_j - q_j) + w p_j (log p_j - log q_j - KL(p || q)). slope: KL(p || q) [n, 1]."""
         p = log_p.exp()
+        if self.reverse == 0.0:
+            return p.sub_(log_q.exp())
         of_reverse = (log_p - log_q).sub_(slope).mul_(p).mul_(self.reverse)
         return of_reverse if self.reverse == 1.0 else of_reverse.add_(p.sub_(log_q.exp()), alpha=1 - self.reverse)
 
@@ -48,7 +48,7 @@ class GeneralisedJSD:
         return torch.logaddexp(log_q + math.log(self.beta), log_p + math.log1p(-self.beta))
 
     def sums(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-        """As `MixedKL.sums`."""
+        """(this rank's part of the divergence [n], its part of KL(p || m) [n])."""
         log_m = self._log_mixture(log_p, log_q)
         of_policy = (log_p.exp() * (log_p - log_m)).sum(-1)
         of_teacher = (log_q.exp() * (log_q - log_m)).sum(-1)

@@ -29,11 +29,11 @@ def estimate_online_dpo(samples: Samples, config: AlgorithmConfig) -> tuple[Tens
 
     assert samples.old_log_probs is not None and samples.ref_log_probs is not None
     ratios = sum_rows(samples.old_log_probs - samples.ref_log_probs, samples.lengths)
-    index, sizes = numbered(samples.groups)
+    (index, sizes), scores = numbered(samples.groups), samples.totals
     of_rows = torch.zeros_like(ratios)
     for group in range(len(sizes)):
         rows = (index == group).nonzero()[:, 0]
-        totals = samples.totals[rows]
+        totals = scores[rows]
         best, worst = rows[totals.argmax()], rows[totals.argmin()]
         if totals.max() > totals.min():
             margin = config.online_dpo_beta * (ratios[best] - ratios[worst])

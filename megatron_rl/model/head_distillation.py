@@ -6,6 +6,7 @@ elements exists: logits are made for a chunk of tokens, and again in backward. T
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -87,12 +88,13 @@ class HeadLogProbsAt(torch.autograd.Function):
         """d log p_i / d z_j = 1[j = i] - p_j, summed over the k tokens i."""
         hidden, weight, ids, log_z = ctx.saved_tensors
 
-        def gradient(chunk: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
-            probs = logits.sub_(log_z[chunk, None]).exp_()
-            return probs.mul_(-grad_at[chunk].sum(-1, keepdim=True)), grad_at[chunk]
+        def gradient(chunk: slice, logits: Tensor) -> Tensor:
+            grad = logits.sub_(log_z[chunk, None]).exp_().mul_(-grad_at[chunk].sum(-1, keepdim=True))
+            rows.add(grad, ids[chunk], grad_at[chunk])
+            return grad
 
         rows, is_trained = LocalRows(weight, ctx.softmax), ctx.needs_input_grad[1]
-        return *head_gradients(hidden, rows, ids, gradient, of_weight=is_trained), None, None
+        return *head_gradients(hidden, rows, gradient, of_weight=is_trained), None, None
 
 
 class Divergence(Protocol):
@@ -166,18 +168,11 @@ class HeadDivergence(torch.autograd.Function):
             of_logits: Tensor = kind.gradient(mine, theirs, slope[chunk, None]) * grad[chunk, None]
             return of_logits
 
-        rows, weight_grad = LocalRows(weight, ctx.softmax), None
-        if ctx.needs_input_grad[1]:
-            weight_grad = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-        hidden_grad = torch.empty_like(hidden)
-        for chunk in _half_chunks(hidden, weight):
-            logits = rows.logits(hidden[chunk])
-            cap_slope = rows.slope(logits)
-            rows.add_product(gradient(chunk, logits), cap_slope, hidden[chunk], hidden_grad[chunk], weight_grad)
-        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None, None, None
+        rows, is_trained, cut = LocalRows(weight, ctx.softmax), ctx.needs_input_grad[1], _half_chunks(hidden, weight)
+        return *head_gradients(hidden, rows, gradient, of_weight=is_trained, cut=cut), None, None, None, None
 
 
-def _half_chunks(hidden: Tensor, weight: Tensor) -> Any:
+def _half_chunks(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
     """Chunks in which the logits of two heads, and what is made of them, take no more room than those of one."""
     return chunks(len(hidden), hidden.shape[1] // 2, 2 * len(weight))
 

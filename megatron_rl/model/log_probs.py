@@ -11,7 +11,7 @@ backward must follow before the next forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -95,17 +95,19 @@ class HeadLogProb(torch.autograd.Function):
         """
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
 
-        def gradient(chunk: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
+        def gradient(chunk: slice, logits: Tensor) -> Tensor:
             log_probs = logits.sub_(log_z[chunk, None])
             if entropy is None or grad_entropy is None:
-                return log_probs.exp_().mul_(-grad_log_prob[chunk, None]), grad_log_prob[chunk]
-            probs = log_probs.exp()
-            grad = log_probs.clamp_(min=-1e30).add_(entropy[chunk, None])
-            grad.mul_(-grad_entropy[chunk, None]).sub_(grad_log_prob[chunk, None]).mul_(probs)
-            return grad, grad_log_prob[chunk]
+                grad = log_probs.exp_().mul_(-grad_log_prob[chunk, None])
+            else:
+                probs = log_probs.exp()
+                grad = log_probs.clamp_(min=-1e30).add_(entropy[chunk, None])
+                grad.mul_(-grad_entropy[chunk, None]).sub_(grad_log_prob[chunk, None]).mul_(probs)
+            rows.add(grad, targets[chunk], grad_log_prob[chunk])
+            return grad
 
         rows, is_trained = LocalRows(weight, ctx.softmax), ctx.needs_input_grad[1]
-        return *head_gradients(hidden, rows, targets, gradient, of_weight=is_trained), None, None, None
+        return *head_gradients(hidden, rows, gradient, of_weight=is_trained), None, None, None
 
 
 class HeadCrossEntropy(torch.autograd.Function):
@@ -116,15 +118,17 @@ class HeadCrossEntropy(torch.autograd.Function):
         """See `head_cross_entropy`. d(-log p) / d z_j = p_j - 1[j = target]."""
         rows, total = LocalRows(weight, softmax), hidden.new_zeros((), dtype=torch.float32)
 
-        def gradient(chunk: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
+        def gradient(chunk: slice, logits: Tensor) -> Tensor:
             mine = sums_of_logits(logits, rows, targets[chunk])
             combined = combine(mine, softmax.tp_group)
             total.sub_(combined.log_prob.sum())
             # The logits have become exp(z - m).
-            return logits.mul_((mine.largest - combined.log_z).exp()[:, None]), torch.full_like(combined.log_prob, -1.0)
+            grad = logits.mul_((mine.largest - combined.log_z).exp()[:, None])
+            rows.add(grad, targets[chunk], torch.full_like(combined.log_prob, -1.0))
+            return grad
 
         is_trained = ctx.needs_input_grad[1]
-        ctx.save_for_backward(*head_gradients(hidden, rows, targets, gradient, of_weight=is_trained))
+        ctx.save_for_backward(*head_gradients(hidden, rows, gradient, of_weight=is_trained))
         return total
 
     @staticmethod
@@ -137,26 +141,25 @@ class HeadCrossEntropy(torch.autograd.Function):
 def head_gradients(
     hidden: Tensor,
     rows: LocalRows,
-    targets: Tensor,
-    gradient: Callable[[slice, Tensor], tuple[Tensor, Tensor]],
+    gradient: Callable[[slice, Tensor], Tensor],
     *,
     of_weight: bool,
+    cut: Iterable[slice] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of hidden [N, H], through this rank's rows, and of the weight [v, H], one chunk of tokens at a time.
 
-    gradient: (chunk, its logits [n, v]) -> (their gradient [n, v] but for the targets, what is added at the targets
-    [n]); it may overwrite the logits. of_weight: False: the weight is frozen, and has None.
+    gradient: (chunk, its logits [n, v]) -> their gradient [n, v]; it may overwrite the logits. of_weight: False: the
+    weight is frozen, and has None. cut: the chunks; None: `chunks`.
     """
     weight, grad_hidden = rows.weight, torch.empty_like(hidden)
     grad_weight = None
     if of_weight:
         # 16 bits would lose most of what the later chunks add.
         grad_weight = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-    for chunk in chunks(len(hidden), hidden.shape[1], len(weight)):
+    for chunk in chunks(len(hidden), hidden.shape[1], len(weight)) if cut is None else cut:
         logits = rows.logits(hidden[chunk])
         slope = rows.slope(logits)
-        grad, at_targets = gradient(chunk, logits)
-        rows.add(grad, targets[chunk], at_targets)
+        grad = gradient(chunk, logits)
         rows.add_product(grad, slope, hidden[chunk], grad_hidden[chunk], grad_weight)
     return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 

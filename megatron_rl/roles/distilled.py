@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,10 +12,8 @@ from torch import Tensor
 from megatron_rl.config.algorithms import distillation_reads
 from megatron_rl.config.declarations import DISTILLATION_LOSSES
 from megatron_rl.experience.micro_batches import MicroBatch
-from megatron_rl.model.log_probs import VocabSoftmax
 from megatron_rl.model.vocab_head import VocabHead
 from megatron_rl.roles.rank import Rank
-from megatron_rl.roles.teacher import distillation_temperature
 from megatron_rl.roles.teacher_heads import teacher_heads
 from megatron_rl.roles.token_scorer import TokenScorer
 
@@ -46,26 +44,17 @@ class Distillation:
         self.keys = rank.config.distillation.distillation_loss
         declared = DISTILLATION_LOSSES[self.keys.loss_mode]
         self._loss: Callable[..., Any] = declared.function
-        self._reads = set(distillation_reads(rank.config))
+        self._reads = distillation_reads(rank.config)
         self.in_advantages = self.keys.use_policy_gradient
         self.task_weight = self.keys.task_loss_coef if self.keys.use_task_rewards else 0.0
         self.weight = self.keys.distillation_loss_coef if self.keys.use_task_rewards else 1.0
-        self._scorer, softmax = scorer, scorer.head.softmax
+        self._scorer, own = scorer, scorer.head
         self.heads = []
         if "teacher_hidden" in self._reads and rank.groups.is_last_stage:
             self.heads = teacher_heads(rank, scorer)
             # Over the tokens that both have, which may be other ones for each teacher.
             self._own = [
-                VocabHead(
-                    scorer.head.model,
-                    VocabSoftmax(
-                        other.softmax.vocab_size,
-                        distillation_temperature(rank.config),
-                        softmax.tp_group,
-                        softmax.soft_cap,
-                    ),
-                )
-                for other in self.heads
+                VocabHead(own.model, replace(other.softmax, soft_cap=own.softmax.soft_cap)) for other in self.heads
             ]
 
     def __call__(self, hidden: Tensor, block: MicroBatch, log_probs: Tensor, old_log_probs: Tensor) -> Taught:
@@ -87,11 +76,7 @@ class Distillation:
             return weights * self._bounded(self._loss(log_probs, fields["teacher_log_probs"])), {}
         if "teacher_hidden" in self._reads:
             return self._divergence(hidden, block), {}
-        ids, of_teacher = (
-            ("teacher_top_ids", "teacher_top_log_probs")
-            if "teacher_top_ids" in self._reads
-            else ("student_top_ids", "teacher_log_probs_at")
-        )
+        ids, of_teacher = self._reads
         at_ids, theirs = block.part(block.wide(ids)).long(), block.wide(of_teacher)
         mine = block.whole(self._scorer.head.log_probs_at(block.scored(hidden), at_ids))
         masses = {"distillation/student_mass": mine, "distillation/teacher_mass": theirs}

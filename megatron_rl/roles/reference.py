@@ -59,6 +59,7 @@ class BaseReference(Role):
 
     def __init__(self, spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role]) -> None:
         """neighbours: the roles of this rank, with the policy."""
+        from megatron_rl.roles.pipeline import Pipeline
         from megatron_rl.roles.token_scorer import TokenScorer
 
         super().__init__(spec)
@@ -66,17 +67,14 @@ class BaseReference(Role):
         self.column, self.cut = made_column(spec), rank.micro_batching(spec.score)
         self.policy = cast(TrainedRole, neighbours[spec.model_of])
         trainable, settings = self.policy.trainable, self.policy.source.hf_config.to_dict()
-        self.scorer = TokenScorer(trainable.pipeline, trainable.models, settings, rank.config.temperature)
+        # Without routing: the policy's choices of experts are not this model's.
+        pipeline = Pipeline(list(trainable.chunks), rank.groups, rank.device.torch_device)
+        self.scorer = TokenScorer(pipeline, trainable.models, settings, rank.config.temperature)
 
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def log_probs(self, batch: Batch) -> Batch | None:
         """The log-prob of each sampled token, in the column of the role's row; None before the last stage."""
         from megatron_rl.model.adapters import adapters_off
 
-        pipeline, routing = self.scorer.pipeline, self.scorer.pipeline.routing
-        pipeline.routing = None  # the policy's choices of experts are not this model's
-        try:
-            with adapters_off(self.policy.trainable.models):
-                return self.scorer.score(self.column, batch, self.cut)
-        finally:
-            pipeline.routing = routing
+        with adapters_off(self.policy.trainable.models):
+            return self.scorer.score(self.column, batch, self.cut)

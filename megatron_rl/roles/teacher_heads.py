@@ -36,7 +36,7 @@ def bytes_of_heads(rank: Rank, heads: Sequence[OtherHead]) -> dict[str, int]:
 
 
 def offloadable_heads(rank: Rank, heads: Sequence[OtherHead]) -> list[Offloadable]:
-    """Those that leave the device during generation, with the parameters of their teachers."""
+    """The heads that are offloaded during generation, as the parameters of their teachers are."""
     leaving = [head.weight for spec, head in _read(rank, heads) if spec.megatron.param_offload]
     return [HostCopy(lambda: leaving)] if leaving else []
 

@@ -51,7 +51,7 @@ def teacher(key: str | None, factor: float, asked: list[list[list[int]]]) -> Tea
     ids=["both", "none of the first"],
 )
 def test_each_row_has_its_own_teacher(sources, numbers, expected):
-    """Also in a step that has no row for one of them, which is not asked. Would not catch a wrong source of a prompt."""
+    """A teacher without rows in a step is not asked. Would not catch a wrong source of a prompt."""
     asked: tuple[list, list] = ([], [])
     scorer = TeacherScorer([teacher("a", 1.0, asked[0]), teacher("b", 10.0, asked[1])], (), {})
     scorer.start(sampled(sources))

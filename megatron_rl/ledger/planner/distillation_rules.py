@@ -49,7 +49,7 @@ def _name_problems(config: RunConfig) -> Iterable[Violation]:
 
 
 def _routing_problems(config: RunConfig) -> Iterable[Violation]:
-    """Of several teachers each has prompts of its own."""
+    """Each of several teachers has prompts of its own, named by its key."""
     teachers = config.distillation.teacher_models
     if len(teachers) < 2:
         return

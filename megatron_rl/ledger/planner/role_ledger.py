@@ -290,8 +290,8 @@ class RoleLedger:
         if not self._is_last(pp_rank):
             return 0
         tokens = passes.block.response_tokens * self.grid.cp_size
-        found = tokens * self.teaching.found_bytes(self.grid.tp_size)
-        return found + tokens * self.teaching.made * (passes.num_blocks if self._on_cpu else 1)
+        gathered = tokens * self.teaching.found_bytes(self.grid.tp_size)
+        return gathered + tokens * self.teaching.made * (passes.num_blocks if self._on_cpu else 1)
 
     @property
     def _on_cpu(self) -> bool:

@@ -71,7 +71,7 @@ class Projection:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of one matrix: out, in."""
+        """(outputs, inputs) of the matrix."""
         rows, columns = self.segment.shape[-2:]
         return rows, columns
 
