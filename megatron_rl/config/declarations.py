@@ -15,6 +15,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from megatron_rl.columns import COLUMNS
@@ -137,10 +138,10 @@ class Declarations(Mapping[str, Declaration[Traits]]):
         return self[name].traits if name in self else otherwise
 
 
-def import_modules_of(package: str) -> None:
-    """Import every module directly in a package, in the order of their names."""
-    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
-        importlib.import_module(f"{package}.{module.name}")
+def import_modules_of(package: str) -> list[ModuleType]:
+    """Import every module directly in a package, in the order of their names, and return them."""
+    modules = pkgutil.iter_modules(importlib.import_module(package).__path__)
+    return [importlib.import_module(f"{package}.{module.name}") for module in modules]
 
 
 LOSSES, BUILT_IN_REWARDS = "megatron_rl.losses", "megatron_rl.scoring.built_in"

@@ -1,7 +1,7 @@
 """The supported Hugging Face architectures, described once, as data that needs no torch.
 
 Preflight, the model builder, import, export and the rollout binding all read the same description. A family is one
-entry in `registry.py`.
+entry in a file of `known/`.
 """
 
 from megatron_rl.model.families.attention_keys import attention_shape, rotary_share

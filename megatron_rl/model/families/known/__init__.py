@@ -1,0 +1,1 @@
+"""The supported families, a file for each maker, with its entries in `FAMILIES`."""

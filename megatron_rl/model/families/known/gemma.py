@@ -1,0 +1,44 @@
+"""Google's Gemma: windows, bounds, and norms around every part of a layer."""
+
+from __future__ import annotations
+
+from megatron_rl.model.families.attention_keys import AttentionKeys
+from megatron_rl.model.families.family import Family, Style
+
+GEMMA_STYLE = Style("gelu_pytorch_tanh", True, True, True, "final_logit_softcapping")
+GEMMA_DEFAULTS = {
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+}
+
+FAMILIES = (
+    # Gemma-2: windows in every second layer, bounded products and logits, norms around every part of a layer.
+    Family(
+        "Gemma2ForCausalLM",
+        "Gemma2ForSequenceClassification",
+        attention=AttentionKeys(scale="query_pre_attn_scalar", soft_cap="attn_logit_softcapping", local=True),
+        style=GEMMA_STYLE,
+        defaults=GEMMA_DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    # Gemma-3, the language models: five layers with windows and a rotary embedding of their own to one without.
+    Family(
+        "Gemma3ForCausalLM",
+        "Gemma3TextForSequenceClassification",
+        own_type="gemma3_text",
+        qk_norm=True,
+        attention=AttentionKeys(
+            scale="query_pre_attn_scalar",
+            local=True,
+            period=6,
+            period_key="sliding_window_pattern",
+            thetas=(1_000_000.0, 10_000.0),
+        ),
+        style=GEMMA_STYLE,
+        # vLLM reads no bound on products of this family, so there must be none.
+        fixed={"attn_logit_softcapping": None},
+        defaults=GEMMA_DEFAULTS | {"final_logit_softcapping": None},
+    ),
+)

@@ -1,0 +1,36 @@
+"""GLM, by Z.ai."""
+
+from __future__ import annotations
+
+from megatron_rl.model.families.attention_keys import AttentionKeys
+from megatron_rl.model.families.family import Family, first_rule
+from megatron_rl.model.families.known.deepseek import BIAS, SHARED
+from megatron_rl.model.parts import Experts, Scoring
+
+FAMILIES = (
+    # GLM-4.5 and 4.6: half of every head turns, and experts are chosen by sigmoid scores and a bias as in DeepSeek-V3.
+    Family(
+        "Glm4MoeForCausalLM",
+        "Glm4MoeForSequenceClassification",  # which transformers lacks: only critics here start from one
+        qkv_bias_key="attention_bias",
+        qk_norm_key="use_qk_norm",
+        attention=AttentionKeys(partial_rotary=0.5),
+        experts=Experts(
+            count_keys=("n_routed_experts", "num_local_experts"),
+            dense_keys=first_rule(absent=1),
+            shared=SHARED,
+            scoring=Scoring("sigmoid", best=2, bias=BIAS, normalised=True),
+        ),
+        defaults={
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "norm_topk_prob": True,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": None,
+        },
+        ahead_key="num_nextn_predict_layers",
+    ),
+)
