@@ -1,4 +1,4 @@
-"""The memory plan against what CPU ranks hold in every phase of a step: within 15%."""
+"""The memory plan against what CPU ranks hold in every phase of a step: within 10%."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ def measured_phases(config, folder: Path) -> tuple[int, dict[str, int], dict[str
         owned += [tensor for role in trained for tensor in role.optimizer_state()]
         owned += [buffer.param_data for role in trained for buffer in role.frozen]
         owned += [] if has_adapters else worker.roles["reference"].pipeline.parameters()
-        owned += [part.foreign.data for part in exchanged(worker)] + merged(worker)
+        owned += [buffer.data for part in exchanged(worker) for buffer in (part.foreign, part.scratch)]
+        owned += [buffer.data for buffer in merged(worker)]
         owned += worker.roles["reward_model"].pipeline.parameters() if has_reward else []
         owned += [weight for name in teachers for weight in worker.roles[name].pipeline.parameters()]
         owned += [head.weight for head in worker.roles["actor"].distillation.heads] if teachers else []
@@ -111,7 +112,7 @@ def measured_phases(config, folder: Path) -> tuple[int, dict[str, int], dict[str
 
 def changing(worker) -> int:
     """Bytes of what comes and goes inside of a phase."""
-    buffers = [buffer for part in exchanged(worker) for buffer in (part.foreign, part.scratch)]
+    buffers = [buffer for part in exchanged(worker) for buffer in (part.foreign, part.scratch)] + merged(worker)
     return (
         sum(buffer.num_bytes for buffer in buffers if buffer.is_allocated)
         + worker.roles["rollout"].generator.kv_cache.num_bytes
@@ -124,10 +125,10 @@ def exchanged(worker) -> list:
     return [part.exchange for part in weights.parts] if hasattr(weights, "parts") else [weights]
 
 
-def merged(worker) -> list[torch.Tensor]:
+def merged(worker) -> list:
     """The buffer of weights with adapters merged in, where there is one."""
     weights = worker.roles["rollout"].weights
-    return [weights.own.buffer.data] if "own merged" in weights.memory() else []
+    return [weights.own.buffer] if "own merged" in weights.memory() else []
 
 
 def recomputed(megatron: str, method: str, num_layers: int) -> dict[str, object]:
@@ -186,6 +187,8 @@ LAYOUTS = {
 MODELS = {"experts": save_qwen3_moe, "shared experts": save_qwen2_moe, "latent attention": save_deepseek_v3}
 MODELS |= {"bounds and windows": save_gemma2, "half turned": save_glm4_moe}
 """By what a layout's name begins with; a Llama where it is none of these."""
+ENGINE_OF_EXPERTS = ("experts, EP2, DP2", "experts, EP2, DP2, router again", "shared experts, EP2, DP2")
+ENGINE_OF_EXPERTS += ("latent attention, EP2, DP2", "half turned, EP2, DP2")
 HALF = ("adapters, DP2, host Adam",)
 """Layouts with half of the prompts on each rank, for as many of which generation is planned."""
 RARELY = (
@@ -265,7 +268,7 @@ def test_a_teachers_head_leaves_with_its_parameters(tmp_path):
 
 @pytest.mark.parametrize("name", CASES)
 def test_measured_peaks_are_near_the_plan(name, tmp_path):
-    """Within 15% in every phase on every rank.
+    """Within 10% in every phase on every rank, but for the engine's estimate of experts.
 
     Would not catch memory that never is a tensor's, such as gloo's, nor how CUDA's allocator rounds.
     """
@@ -290,13 +293,18 @@ def test_measured_peaks_are_near_the_plan(name, tmp_path):
         for phase, peak in peaks.items():
             planned = plan[stage].total(phase)
             told.append(f"rank {rank} {phase}: measured {peak / 1e6:.2f} MB, planned {planned / 1e6:.2f}")
-            wrong += [told[-1]] if abs(peak / planned - 1) > 0.15 else []
+            wrong += [told[-1]] if abs(peak / planned - 1) > bound(name, phase) else []
         exactly = "adapters" in name
         wrong += owned_otherwise_than_planned(ledger, plan[stage].phases, 0 if exactly else 1024)
     print("\n".join(told))
     assert not wrong, "\n".join(wrong)
     if is_recomputed:
         check_savings([peaks for stage, peaks, _ in ranks if stage == 0][0], config)
+
+
+def bound(name: str, phase: str) -> float:
+    """How far a phase may be from its plan. vLLM runs experts one after the other on CPUs, and at once on GPUs."""
+    return 0.15 if phase == "gen" and name in ENGINE_OF_EXPERTS else 0.10
 
 
 def check_savings(peaks: dict[str, int], config) -> None:

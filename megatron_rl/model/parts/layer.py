@@ -58,7 +58,7 @@ class Layer:
         # A norm after attention or MLP keeps its input.
         norms = 2 if self.norms_after else 0
         own = block.tokens * cut.sequence_share
-        residual = own * ((6 + norms) * self.hidden * cut.element + (2 + norms) * FP32)
+        residual = own * ((4 + norms) * self.hidden * cut.element + (2 + norms) * FP32)
         return residual + sum(part.kept_bytes(block, cut) for part in self.parts)
 
     def again_bytes(self, block: LayerBlock, cut: Cut, module: str) -> float:
