@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import math
 from collections.abc import Callable
-from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron_rl.config.file_kinds import instead_of_file
 from megatron_rl.ledger.planner.hub_cache import model_folder
+from megatron_rl.model.families.refused import refusal_of
 
 LARGEST_FILE = 16 << 20
 """Bytes; real files have a few thousand."""
@@ -151,15 +147,9 @@ TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
 """Key that may be missing or null -> check of its value, and what it must be."""
 
 
-@cache
-def _features() -> dict[str, str]:
-    text = resources.files("megatron_rl.config.foreign").joinpath("architectures.yaml").read_text()
-    return dict(yaml.safe_load(text))
-
-
 def feature_of(architecture: str) -> str:
     """Return the name of the feature that an unknown architecture needs."""
-    return next(feature for pattern, feature in _features().items() if fnmatch.fnmatchcase(architecture, pattern))
+    return refusal_of(architecture).needs
 
 
 def model_facts(path: str) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from megatron_rl.config.problems import divisors, nearest_name, nearest_number
 from megatron_rl.errors import Violation
 from megatron_rl.ledger.planner.config_json import (
     ConfigJsonError,
-    feature_of,
     is_size,
     not_finite,
     read_config_json,
@@ -35,6 +34,7 @@ from megatron_rl.model.families import (
     experts_of,
     num_experts_key,
     num_labels,
+    refusal_of,
     rope_problem,
     rotary_share,
     routing_of,
@@ -201,9 +201,12 @@ def _described(
         theirs = str(architectures[0]) if architectures else ""
         rule = f"must be one of {', '.join(sorted(known))} for {key}"
         lacking = {"architectures": architectures}
-        unknown = _in_file(file, lacking, rule, {"architectures": [nearest_name(theirs, known)]})
-        if theirs and theirs not in STARTING_POINTS:
-            unknown = replace(unknown, hint=f"{theirs} needs {feature_of(theirs)}, which is not here")
+        is_refused = bool(theirs) and theirs not in STARTING_POINTS
+        refusal = refusal_of(theirs) if is_refused else None
+        near = refusal.nearest if refusal is not None and refusal.nearest in known else nearest_name(theirs, known)
+        unknown = _in_file(file, lacking, rule, {"architectures": [near]})
+        if refusal is not None:
+            unknown = replace(unknown, hint=f"{theirs} needs {refusal.needs}, which is not here")
         return None, [unknown]
     sizes, problems = _read_settings(path, file, settings, known[name])
     if name in REWARD_FAMILIES and num_labels(settings) != 1:

@@ -16,6 +16,7 @@ from megatron_rl.model.families.params import (
     param_map,
     value_param_map,
 )
+from megatron_rl.model.families.refused import refusal_of
 from megatron_rl.model.families.registry import FAMILIES, REWARD_FAMILIES, family_of, is_reward_model
 from megatron_rl.model.families.rope import rope_of, rope_problem, rope_type, ropes_of, softmax_growth
 from megatron_rl.model.families.shape import (
@@ -68,6 +69,7 @@ __all__ = [
     "num_experts_key",
     "num_labels",
     "param_map",
+    "refusal_of",
     "rope_of",
     "rope_problem",
     "rope_type",

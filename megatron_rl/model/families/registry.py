@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron_rl.config.declarations import import_modules_of
+from megatron_rl.config.problems import nearest_name
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families.family import Family
+from megatron_rl.model.families.refused import refusal_of
 
 KNOWN = "megatron_rl.model.families.known"
 ALL: tuple[Family, ...] = tuple(family for maker in import_modules_of(KNOWN) for family in maker.FAMILIES)
@@ -21,12 +23,19 @@ REWARD_FAMILIES: dict[str, Family] = {family.reward_architecture: family for fam
 
 
 def family_of(architectures: Iterable[str] | None) -> Family:
-    """The family of a HF config's `architectures`; raises ConfigError, listing the known ones, when there is none."""
-    known = FAMILIES | REWARD_FAMILIES
-    for name in architectures or []:
+    """The family of a HF config's `architectures`; raises ConfigError when there is none, with what the first needs,
+    the nearest one and the known ones.
+    """
+    known, names = FAMILIES | REWARD_FAMILIES, list(architectures or [])
+    for name in names:
         if name in known:
             return known[name]
-    raise ConfigError(f"architecture {architectures} is not supported; known: {', '.join(sorted(known))}")
+    lacks = ""
+    if names:
+        refusal = refusal_of(names[0])
+        near = refusal.nearest if refusal.nearest in known else nearest_name(names[0], known)
+        lacks = f": it needs {refusal.needs}; nearest: {near}"
+    raise ConfigError(f"architecture {architectures} is not supported{lacks}; known: {', '.join(sorted(known))}")
 
 
 def is_reward_model(architectures: Iterable[str] | None) -> bool:
