@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 
 from megatron_rl.checkpoint.constants import read_constants
 from megatron_rl.checkpoint.contents import RUN_FILE
 from megatron_rl.checkpoint.folders import HF_FOLDER
+from megatron_rl.checkpoint.hf_config import read_hf_config
 from megatron_rl.checkpoint.hf_folder import Description, removing_unfinished, write_hf_folder
 from megatron_rl.checkpoint.hf_tensors import HFTensor, hf_tensors
 from megatron_rl.checkpoint.run_file import read_run_file
@@ -49,7 +49,7 @@ def saved_model(checkpoint: Path, role: str, base: Path | None = None) -> Stored
     ConfigError if that is not there, or if the checkpoint holds the whole model and `base` is given.
     """
     source = checkpoint / role / HF_FOLDER
-    settings = AutoConfig.from_pretrained(source).to_dict()
+    settings = read_hf_config(source).to_dict()
     family, shape = family_of(settings["architectures"]), shape_of(settings)
     is_critic = role == "critic"
     specs = value_param_map(family, shape) if is_critic else param_map(family, shape)

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
+from megatron_rl.checkpoint.hf_config import read_hf_config
 from megatron_rl.checkpoint.storage import free_space, storage_reason
 from megatron_rl.errors import StorageError
 from megatron_rl.model.families import REWARD_FAMILIES
@@ -140,7 +141,7 @@ def describe_model(folder: Path, files: Sequence[ExportFile], num_bytes: int, de
     """Write all but the weights of a model's folder. num_bytes: of all tensors."""
     write_index(folder, {file.name: file.tensors for file in files}, num_bytes)
     source = description.source
-    hf_config = AutoConfig.from_pretrained(source)
+    hf_config = read_hf_config(source)
     hf_config.architectures = [description.architecture]
     hf_config.dtype = description.dtype
     if description.architecture in REWARD_FAMILIES:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig
 
+from megatron_rl.checkpoint.hf_config import read_hf_config
 from megatron_rl.checkpoint.hf_folder import removing_unfinished
 from megatron_rl.checkpoint.storage import storing
 from megatron_rl.config.roles import ROLLOUT
@@ -222,10 +222,10 @@ def hf_model(folder: Path | str) -> Any:
     """
     from transformers import AutoModelForCausalLM  # as late as possible: it imports every kind of layer
 
-    settings = AutoConfig.from_pretrained(folder)
+    settings = read_hf_config(folder)
     capped = getattr(settings, "attn_logit_softcapping", None) is not None
     options = {"attn_implementation": "eager"} if capped else {}
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, config=settings, dtype=torch.float32, **options).eval()
 
 
 @torch.no_grad()

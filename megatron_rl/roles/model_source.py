@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from megatron_rl.checkpoint.constants import load_constants
+from megatron_rl.checkpoint.hf_config import read_hf_config
 from megatron_rl.checkpoint.hf_import import HFFolder, global_name, load_hf_weights
 from megatron_rl.checkpoint.peft_folder import PeftFolder, load_adapters
 from megatron_rl.config.lora import LoraConfig
@@ -87,7 +88,7 @@ class ModelSource:
         seed: int = 0,
     ) -> ModelSource:
         """Read the folder's config.json. lora: the adapters of the model; None: none."""
-        settings = AutoConfig.from_pretrained(path)
+        settings = read_hf_config(path)
         return cls(Path(path), settings, groups, device, megatron, lora or LoraConfig(), seed)
 
     @cached_property

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 
+from megatron_rl.checkpoint.hf_config import read_hf_config
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.roles import ACTOR, RoleSpec
 from megatron_rl.config.schema import RunConfig
@@ -276,5 +277,5 @@ def eos_token_ids(model_path: str) -> list[int]:
     if (Path(model_path) / "generation_config.json").exists():
         declared = GenerationConfig.from_pretrained(model_path).eos_token_id
     else:
-        declared = AutoConfig.from_pretrained(model_path).eos_token_id
+        declared = read_hf_config(model_path).eos_token_id
     return [declared] if isinstance(declared, int) else list(declared)

@@ -127,7 +127,7 @@ def _is_object(value: object) -> bool:
 
 
 TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
-    **dict.fromkeys(("architectures", "layer_types"), (_is_names, "a list of names")),
+    **dict.fromkeys(("architectures", "layer_types", "mlp_layer_types"), (_is_names, "a list of names")),
     **dict.fromkeys(("rope_parameters", "rope_scaling", "id2label"), (_is_object, "an object in braces")),
     **dict.fromkeys(("num_key_value_heads", "head_dim", "sliding_window"), (is_size, "a whole number >= 1")),
     **dict.fromkeys(("num_labels", "decoder_sparse_step"), (is_size, "a whole number >= 1")),

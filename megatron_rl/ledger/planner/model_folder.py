@@ -358,7 +358,7 @@ def _unsupported(file: Path, settings: dict[str, Any], family: Family) -> Iterab
     if family.attention.local and layer_types and is_size(num_layers) and len(layer_types) != num_layers:
         yield _in_file(file, {"layer_types": layer_types}, f"must name the kind of each of the {num_layers} layers")
     kind = settings.get("model_type")
-    if kind is not None and kind != family.model_type:
+    if kind is not None and kind not in (family.model_type, *family.other_types):
         rule = f"must be that of {family.architecture}, as transformers reads config.json by it"
         yield _in_file(file, {"model_type": kind}, rule, {"model_type": family.model_type})
     for name, required in family.fixed_settings.items():

@@ -17,7 +17,7 @@ from megatron_rl.model.families.params import (
     value_param_map,
 )
 from megatron_rl.model.families.refused import refusal_of
-from megatron_rl.model.families.registry import FAMILIES, REWARD_FAMILIES, family_of, is_reward_model
+from megatron_rl.model.families.registry import FAMILIES, KNOWN_TYPES, REWARD_FAMILIES, family_of, is_reward_model
 from megatron_rl.model.families.rope import rope_of, rope_problem, rope_type, ropes_of, softmax_growth
 from megatron_rl.model.families.shape import (
     Routing,
@@ -54,6 +54,7 @@ __all__ = [
     "softmax_growth",
     "FAMILIES",
     "HEAD",
+    "KNOWN_TYPES",
     "REWARD_FAMILIES",
     "VOCAB_PADDING",
     "Family",

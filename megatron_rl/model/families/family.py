@@ -50,6 +50,9 @@ class Style:
 
 
 LISTED, STEP, FIRST = "mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace"
+MLP_KINDS, DENSE, SPARSE = "mlp_layer_types", "dense", "sparse"
+KINDS_RULE = {MLP_KINDS: (DENSE,)}
+"""GLM-4.7-Flash's key: the kind of MLP of every layer. Absent: the first layer alone is dense."""
 STEP_RULE = {LISTED: (), STEP: 1}
 """Qwen's keys: layers by number, and experts in every n-th layer only. Absent: experts are everywhere."""
 
@@ -86,7 +89,7 @@ class Family:
     rollout: settings that vLLM reads from config.json and that transformers does not need.
     ahead_key: the config.json key of the number of multi-token prediction layers after the others, which are not
     loaded; None: the family has none. own_type: the model_type of config.json, if it is not the architecture's name in
-    lower case.
+    lower case. other_types: model types that published folders of this arithmetic have and transformers does not know.
     """
 
     architecture: str
@@ -104,6 +107,7 @@ class Family:
     defaults: Mapping[str, object] = field(default_factory=dict, hash=False)
     ahead_key: str | None = None
     own_type: str | None = None
+    other_types: tuple[str, ...] = ()
 
     @property
     def model_type(self) -> str:

@@ -54,7 +54,6 @@ REFUSED = (
     Refusal("Kimi*", "Kimi models other than those of DeepSeek-V3's architecture", "DeepseekV3ForCausalLM"),
     Refusal("DeepseekV*", "sparse attention", "DeepseekV3ForCausalLM"),
     Refusal("GlmMoeDsa*", "sparse attention", "Glm4MoeForCausalLM"),
-    Refusal("Glm4MoeLite*", "GLM's latent attention", "Glm4MoeForCausalLM"),
     Refusal("*VL*", VISION),
     Refusal("*ForConditionalGeneration", VISION),
     Refusal("MiniCPM[VO]*", VISION),

@@ -21,6 +21,9 @@ FAMILIES: dict[str, Family] = {family.architecture: family for family in ALL}
 REWARD_FAMILIES: dict[str, Family] = {family.reward_architecture: family for family in ALL}
 """Models with a classification head, which only a critic can start from."""
 
+KNOWN_TYPES: dict[str, str] = {other: family.model_type for family in ALL for other in family.other_types}
+"""model_type of a published config.json that transformers does not know -> the one by which it reads it."""
+
 
 def family_of(architectures: Iterable[str] | None) -> Family:
     """The family of a HF config's `architectures`; raises ConfigError when there is none, with what the first needs,

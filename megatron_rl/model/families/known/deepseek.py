@@ -25,7 +25,7 @@ FAMILIES = (
         fixed={"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1},
         rollout={"scoring_func": "softmax"},
     ),
-    # DeepSeek-V3 and Moonlight: latent attention, and experts chosen by sigmoid scores and a bias.
+    # DeepSeek-V3, Moonlight and Kimi-K2: latent attention, and experts chosen by sigmoid scores and a bias.
     Family(
         "DeepseekV3ForCausalLM",
         "DeepseekV3ForSequenceClassification",
@@ -45,5 +45,6 @@ FAMILIES = (
         rollout={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         defaults={"eos_token_id": 1},
         ahead_key="num_nextn_predict_layers",
+        other_types=("kimi_k2",),
     ),
 )
