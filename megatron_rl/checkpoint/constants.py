@@ -23,9 +23,10 @@ FILE = "constants.safetensors"
 
 def constants_of(settings: Mapping[str, Any]) -> dict[str, Constant]:
     """Megatron name -> constant for the model of a config.json, which may leave out keys with defaults."""
-    # Only routers have some; a config.json without experts may leave sizes out.
-    routing = routing_of(family_of(settings["architectures"]), settings)
-    return {} if routing is None else Model.of(settings).constants
+    # Of other models a config.json may leave sizes out.
+    family = family_of(settings["architectures"])
+    has_some = family.style.layer_scales or routing_of(family, settings) is not None
+    return Model.of(settings).constants if has_some else {}
 
 
 @torch.no_grad()

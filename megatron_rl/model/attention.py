@@ -6,6 +6,8 @@ and S = T tokens of several segments.
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +19,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 from megatron_rl.device import has_grouped_attention, has_varlen_attention
 from megatron_rl.model.families import AttentionShape
-from megatron_rl.model.norm import RMSNorm
+from megatron_rl.model.norm import RMSNorm, bare_norm
+from megatron_rl.model.parts import GroupedAttention
 from megatron_rl.model.segments import Segments, to_slots, to_tokens, turns_of
 from megatron_rl.model.shaped_attention import ShapedAttention
 
@@ -28,23 +31,37 @@ class StackedQKVSelfAttention(SelfAttention):
     Megatron interleaves q, k and v per query group; vLLM and Hugging Face stack them. Stacking here lets the rollout
     engine read the very same memory.
 
-    shape: the model's variants of attention; None: plain. norm_after: the norm of the output, `post_layernorm`.
+    shape: the model's variants of attention; None: plain. part: this layer's attention; None: that of Megatron's
+    configuration. norm_after: the norm of the output, `post_layernorm`.
     """
 
     def __init__(
         self,
+        config: Any,
+        submodules: Any,
         *args: Any,
         shape: AttentionShape | None = None,
+        part: GroupedAttention | None = None,
         norm_after: type[RMSNorm] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(*args, **options)
+        shares_keys = part is not None and part.values_are_keys
+        if part is not None:
+            config = copy.copy(config)  # one for all layers, whose heads may differ
+            config.kv_channels, config.num_query_groups = part.head_size, part.num_kv_heads
+        if shares_keys:
+            columns = config.kv_channels * config.num_query_groups
+            submodules = replace(submodules, linear_qkv=_without_values(submodules.linear_qkv, columns))
+        super().__init__(config, submodules, *args, **options)
+        self.shares_keys, self.norms_values = shares_keys, part is not None and part.value_norm
         head_size = self.hidden_size_per_attention_head
-        self.turned = head_size if shape is None else shape.turned
+        self.turned = head_size if shape is None or shape.wide is not None else shape.turned
         # With two rotary embeddings their angles are concatenated: first those of layers without a window.
         self.number_of_rope: int | None = None
         if shape is not None and shape.two_ropes:
             self.number_of_rope = int(shape.window(self.layer_number - 1) is not None)
+            wide = shape.turned if shape.wide is None else shape.wide.size
+            self.angles_of_ropes = [wide // 2, shape.turned // 2]
         self.post_layernorm: RMSNorm | None = None
         if norm_after is not None:
             self.post_layernorm = norm_after(self.config, self.config.hidden_size, self.config.layernorm_epsilon)
@@ -65,7 +82,7 @@ class StackedQKVSelfAttention(SelfAttention):
         """
         self._turns = turns_of(rotary_pos_emb, packed_seq_params)
         if self.number_of_rope is not None:
-            cosine, sine = (turn.chunk(2, -1)[self.number_of_rope] for turn in self._turns)
+            cosine, sine = (turn.split(self.angles_of_ropes, -1)[self.number_of_rope] for turn in self._turns)
             self._turns = (cosine, sine)
         out: tuple[Tensor, Tensor | None] = super().forward(
             hidden_states, attention_mask, rotary_pos_emb=None, packed_seq_params=packed_seq_params, **options
@@ -88,10 +105,13 @@ class StackedQKVSelfAttention(SelfAttention):
         mixed_qkv, _ = self.linear_qkv(hidden_states)
         head_size = self.hidden_size_per_attention_head
         num_q, num_kv = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
-        sizes = [num_q * head_size, num_kv * head_size, num_kv * head_size]
-        query, key, value = (
+        sizes = [num_q * head_size, *[num_kv * head_size] * (1 if self.shares_keys else 2)]
+        query, key, *values = (
             part.reshape(*part.shape[:-1], -1, head_size) for part in torch.split(mixed_qkv, sizes, dim=-1)
         )
+        value = key if self.shares_keys else values[0]
+        if self.norms_values:
+            value = bare_norm(value, self.config.layernorm_epsilon)
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)
         if self.k_layernorm is not None:
@@ -106,6 +126,15 @@ class StackedQKVSelfAttention(SelfAttention):
             return whole
         turning, still = x.split([self.turned, x.shape[-1] - self.turned], dim=-1)
         return torch.cat([RotaryTurn.apply(turning, cosine, sine), still], dim=-1)
+
+
+def _without_values(linear_qkv: Any, columns: int) -> Any:
+    """A builder of the fused projection without the `columns` of its values."""
+
+    def build(num_in: int, num_out: int, **options: Any) -> Any:
+        return linear_qkv(num_in, num_out - columns, **options)
+
+    return build
 
 
 class RotaryTurn(torch.autograd.Function):

@@ -26,11 +26,20 @@ from megatron_rl.model.families import (
     shape_of,
     softmax_growth,
 )
+from megatron_rl.model.families.attention_keys import GLOBAL
 from megatron_rl.model.families.family import Style
 from megatron_rl.model.grouped_router import GroupedRouter
 from megatron_rl.model.latent_attention import LatentSelfAttention
 from megatron_rl.model.norm import RMSNorm, ZeroCentredNorm
-from megatron_rl.model.parts import ExpertsMLP, GatedMLP, GroupedAttention, LatentAttention, LayerPart
+from megatron_rl.model.parts import (
+    AttentionShape,
+    ExpertsMLP,
+    GatedMLP,
+    GroupedAttention,
+    LatentAttention,
+    LayerPart,
+)
+from megatron_rl.model.parts.layer import SCALE
 from megatron_rl.model.router_balance import BalancedRouter
 
 
@@ -54,7 +63,7 @@ def put_grouped_attention(
     shape, attention = shape_of(settings).attention, layer.submodules.self_attention
     norm_after = norm_of(style) if style.norms_after else None
     attention.module = StackedQKVSelfAttention
-    attention.params = {**attention.params, "shape": shape, "norm_after": norm_after}
+    attention.params = {**attention.params, "shape": shape, "part": part, "norm_after": norm_after}
     core = ContextAttention if config.context_parallel_size > 1 else CausalAttention
     attention.submodules.core_attention = ModuleSpec(module=core, params={"shape": shape})
     if part.qk_norm:
@@ -108,6 +117,19 @@ def scale_embedding(model: GPTModel, style: Style) -> None:
     model.embedding.register_forward_hook(scaled)
 
 
+def scale_layers(model: GPTModel, style: Style) -> None:
+    """Multiply each layer's output by its `layer_scalar`, a buffer that the folder fills, if the family does."""
+    if not style.layer_scales:
+        return
+
+    def scaled(layer: Any, given: Any, out: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        return out[0] * getattr(layer, SCALE).to(out[0].dtype), out[1]
+
+    for layer in model.decoder.layers:
+        layer.register_buffer(SCALE, torch.ones(1))
+        layer.register_forward_hook(scaled)
+
+
 def rotary_frequencies(hf_config: PretrainedConfig, head_size: int) -> torch.Tensor:
     """Inverse frequencies of the rotary embedding, float32 [turned / 2], as transformers computes them.
 
@@ -124,7 +146,12 @@ def rotary_frequencies(hf_config: PretrainedConfig, head_size: int) -> torch.Ten
     ropes = ropes_of(family.attention, settings)
     if not ropes:
         return _frequencies(hf_config, hf_config.rope_parameters, turned, None)
-    return torch.cat([_frequencies(hf_config, rope, turned, kind) for kind, rope in ropes.items()])
+    shape = shape_of(settings).attention
+    assert isinstance(shape, AttentionShape)
+    sizes = dict.fromkeys(ropes, shape.turned)
+    if shape.wide is not None:
+        sizes[GLOBAL] = shape.wide.size
+    return torch.cat([_frequencies(hf_config, rope, sizes[kind], kind) for kind, rope in ropes.items()])
 
 
 def _frequencies(hf_config: PretrainedConfig, rope: Any, turned: int, kind: str | None) -> torch.Tensor:

@@ -58,6 +58,15 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
+def bare_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root-mean-square norm of x [..., size] without a weight, in float32."""
+    wide, size = x.float(), x.shape[-1]
+    if has_fused_norm(x):
+        return F.rms_norm(wide, (size,), None, eps).type_as(x)
+    out: torch.Tensor = CpuNorm.apply(wide, wide.new_ones(size), eps)
+    return out.type_as(x)
+
+
 class ZeroCentredNorm(RMSNorm):
     """RMSNorm whose weight w stands for 1 + w. The sum is made in float32, as in transformers and vLLM."""
 

@@ -140,7 +140,7 @@ class TrainedRole(Role):
         source, bias = self.source, self.checkpoint.bias
         constants = read_constants(source.model.constants.values(), source.path, torch.device("cpu"), dtype=None)
         if bias is not None and bias.has_moved:
-            constants = {name: row.cpu() for name, row in bias.whole().items()}
+            constants |= {name: row.cpu() for name, row in bias.whole().items()}
         parameters = named_parameters(self.trainable.models)
         merged = MergedParameters(parameters, self.specs, source.adapter_specs, source.place, source.lora.scale)
         with writing(target):

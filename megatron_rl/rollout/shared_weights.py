@@ -39,11 +39,15 @@ class EmptyOnMeta(TorchFunctionMode):
 
 
 def bind_parameters(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Replace every parameter of `model` by the tensor of its name, sharing memory.
+    """Replace every parameter of `model` by the tensor of its name, sharing memory. Buffers get the values of theirs.
 
     Raises ValueError naming the parameters that have no tensor, the tensors that have no parameter, or a pair of
     different shape or dtype.
     """
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in tensors}
+    for name, buffer in buffers.items():
+        buffer.copy_(tensors[name])  # no update changes it
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in buffers}
     names = {name for name, _ in model.named_parameters()}
     if names != set(tensors):
         raise ValueError(

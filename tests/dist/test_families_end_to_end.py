@@ -19,6 +19,7 @@ import torch
 from ranks import run_ranks
 from rollout_checks import GREEDY, hugging_face_greedy, round_trip, tokens
 from safetensors.torch import load_file
+from tiny_gemma4 import save_gemma4, save_gemma4_with_keys_for_values
 from tiny_glm import save_glm4_moe_lite
 from tiny_models import (
     random_batch,
@@ -51,7 +52,8 @@ NUM_ROWS = 7
 MAX_SHARD_BYTES = 400_000
 """About a third of a tiny model, and less than a pipeline stage."""
 
-DENSE = (save_llama, save_llama31, save_qwen2, save_qwen3, save_mistral, save_gemma2, save_gemma3)
+GEMMA4 = (save_gemma4, save_gemma4_with_keys_for_values)
+DENSE = (save_llama, save_llama31, save_qwen2, save_qwen3, save_mistral, save_gemma2, save_gemma3, *GEMMA4)
 LATENT = (save_deepseek_v2, save_deepseek_v3, save_moonlight, save_kimi_k2, save_glm4_moe_lite)
 WITH_EXPERTS = (save_qwen3_moe, save_mixtral, save_qwen2_moe, save_qwen3_moe_with_dense_layers, save_glm4_moe, *LATENT)
 LAYOUTS = {

@@ -188,7 +188,7 @@ def test_every_tensor_of_transformers_is_claimed_once(architecture, tied):
     family, is_classifier = family_of([architecture]), architecture in REWARD_FAMILIES
     model_class = getattr(transformers, architecture)
     assert model_class.config_class.model_type == family.model_type
-    known = {name: size for name, size in SIZES.items() if family.experts or "expert" not in name}
+    known = {name: size for name, size in SIZES.items() if family.experts or "expert" not in name} | family.fixed
     config = model_class.config_class(**known, tie_word_embeddings=tied, num_labels=1, architectures=[architecture])
     with torch.device("meta"):
         model = model_class(config)

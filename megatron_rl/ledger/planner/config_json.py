@@ -16,6 +16,7 @@ LARGEST_FILE = 16 << 20
 """Bytes; real files have a few thousand."""
 LARGEST_NUMBER = 2**31 - 1
 LARGEST = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 10_000)
+LARGEST["num_global_key_value_heads"] = 10_000
 LARGEST |= dict.fromkeys(
     ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group"),
     10_000,
@@ -27,6 +28,7 @@ LARGEST |= dict.fromkeys(
         "moe_intermediate_size",
         "shared_expert_intermediate_size",
         "head_dim",
+        "global_head_dim",
         "kv_lora_rank",
         "q_lora_rank",
         "qk_nope_head_dim",
@@ -128,8 +130,11 @@ def _is_object(value: object) -> bool:
 
 TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
     **dict.fromkeys(("architectures", "layer_types", "mlp_layer_types"), (_is_names, "a list of names")),
-    **dict.fromkeys(("rope_parameters", "rope_scaling", "id2label"), (_is_object, "an object in braces")),
+    **dict.fromkeys(
+        ("rope_parameters", "rope_scaling", "id2label", "per_layer_config"), (_is_object, "an object in braces")
+    ),
     **dict.fromkeys(("num_key_value_heads", "head_dim", "sliding_window"), (is_size, "a whole number >= 1")),
+    **dict.fromkeys(("global_head_dim", "num_global_key_value_heads"), (is_size, "a whole number >= 1")),
     **dict.fromkeys(("num_labels", "decoder_sparse_step"), (is_size, "a whole number >= 1")),
     **dict.fromkeys(("q_lora_rank", "n_group", "topk_group"), (is_size, "a whole number >= 1")),
     **dict.fromkeys(("first_k_dense_replace", "n_shared_experts"), (_is_count, "a whole number >= 0")),

@@ -25,7 +25,7 @@ def engine_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable
     """The actor's attention against the kernels of the device. `layout_rules` checks rollout TP."""
     key, path, device = "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path, config.trainer.device
     model = next((model for model in models if model.path == path), None)
-    problem = model.attention.engine_problem(device) if model is not None and model.even_heads else None
-    if problem is not None:
-        subject, rule = problem
+    parts = model.parts.attentions if model is not None and model.even_heads else ()
+    problems = dict.fromkeys(problem for part in parts if (problem := part.engine_problem(device)) is not None)
+    for subject, rule in problems:
         yield Violation({key: path}, rule, hint="take another model", subject=f"{subject} of {path}")

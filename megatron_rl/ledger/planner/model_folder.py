@@ -97,8 +97,13 @@ class ModelSizes:
 
     @property
     def attention(self) -> AttentionPart:
-        """The attention of its layers."""
+        """The attention of its first layer."""
         return self.parts.attention
+
+    @property
+    def own_linears(self) -> str:
+        """The first kind of attention whose linear layers are this project's own; "" if there is none."""
+        return next((part.own_linears for part in self.parts.attentions if part.own_linears), "")
 
     @property
     def rollout_tp_divides(self) -> dict[str, int]:
@@ -111,9 +116,12 @@ class ModelSizes:
         """Name -> value of every size that TP must divide. ETP shards experts, and the vocabulary is padded."""
         mlp = () if self.num_experts and not self.has_dense_layers else ("intermediate_size",)
         names = ("num_attention_heads", "num_key_value_heads", *mlp)
-        return {name: getattr(self, name) for name in names} | dict(
+        sizes = {name: getattr(self, name) for name in names} | dict(
             [self.shared_experts] if self.shared_experts else ()
         )
+        for part in [] if self.model is None else self.model.attentions:
+            sizes |= part.tp_divides
+        return sizes
 
     @property
     def longest(self) -> dict[str, int]:
@@ -259,6 +267,9 @@ def _read_settings(
     if beyond:
         return None, [*problems, *(_in_file(file, {k: settings[k]}, f"must be <= {beyond[k]}") for k in beyond)]
     problems += _head_problems(file, settings, family) if family.attention.shares_hidden else []
+    wrong = family.attention.problem(settings)
+    if wrong is not None:
+        return None, [*problems, _in_file(file, *wrong)]
     routing = routing_of(family, settings)
     if routing is not None:
         problems += _routing_problems(file, routing, family)
@@ -361,10 +372,12 @@ def _unsupported(file: Path, settings: dict[str, Any], family: Family) -> Iterab
     if kind is not None and kind not in (family.model_type, *family.other_types):
         rule = f"must be that of {family.architecture}, as transformers reads config.json by it"
         yield _in_file(file, {"model_type": kind}, rule, {"model_type": family.model_type})
+    given = family.given(settings)
     for name, required in family.fixed_settings.items():
-        value = settings.get(name, required)
+        value = given.get(name, required)
         if value != required and (value or required):
-            yield _in_file(file, {name: value}, "is not supported", {name: required})
+            because = f": {family.reasons[name]}" if name in family.reasons else ""
+            yield _in_file(file, {name: value}, f"is not supported{because}", {name: required})
 
 
 def _listing(folder: Path) -> str:

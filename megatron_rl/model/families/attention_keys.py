@@ -19,6 +19,8 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
 }
 """Supported type -> settings that it needs. The frequencies do not depend on the length of a sequence."""
 YARN = "yarn"
+PROPORTIONAL = "proportional"
+"""A rotary embedding whose frequencies are those of the whole head, and 0 beyond a share of it."""
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 """config.json's names of a layer with a window of `sliding_window` positions, and of a layer without."""
 
@@ -31,7 +33,8 @@ class AttentionKeys:
     the key of a bound c on these products, as c tanh(x / c); None: they have no bound. local: layers have a window if
     `layer_types` says so; without that key, all but every `period`-th layer. period_key: a key with another period.
     thetas: default bases of two rotary embeddings, for layers without a window and with one; None: all layers share
-    one. partial_rotary: the default share of a head that is rotated; None: always the whole head.
+    one. partial_rotary: the default share of a head that is rotated; None: always the whole head. ends_global: the last
+    layer has no window, whatever else says.
     """
 
     scale: str | None = None
@@ -41,12 +44,19 @@ class AttentionKeys:
     period_key: str | None = None
     thetas: tuple[float, float] | None = None
     partial_rotary: float | None = None
+    ends_global: bool = False
 
     size_keys: ClassVar[tuple[str, ...]] = ()
     """Further keys that must be sizes."""
     shares_hidden: ClassVar[bool] = True
     """Without `head_dim` the heads share the hidden size."""
     rope_types: ClassVar[Mapping[str, tuple[str, ...]]] = ROPE_TYPES
+    absent_ropes: ClassVar[Mapping[str, Any]] = {}
+    """Rotary settings where config.json has none."""
+
+    def problem(self, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
+        """Settings that do not fit each other, and the rule that they break; None if they fit. Check types before."""
+        return None
 
     def sizes(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """num_kv_heads, head_size and attention of `ModelShape`, from the settings of a config.json with defaults."""
@@ -113,10 +123,10 @@ def layer_kinds(keys: AttentionKeys, settings: Mapping[str, Any]) -> list[str]:
     count = settings["num_hidden_layers"]
     if not keys.local:
         return [GLOBAL] * count
-    if settings.get("layer_types"):
-        return list(settings["layer_types"])
     period = keys.period if keys.period_key is None else settings.get(keys.period_key) or keys.period
-    return [LOCAL if (layer + 1) % period else GLOBAL for layer in range(count)]
+    usual = [LOCAL if (layer + 1) % period else GLOBAL for layer in range(count)]
+    kinds = list(settings.get("layer_types") or usual)
+    return [*kinds[:-1], GLOBAL] if keys.ends_global else kinds
 
 
 def rotary_share(keys: AttentionKeys, settings: Mapping[str, Any]) -> float:

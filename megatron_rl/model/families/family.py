@@ -30,7 +30,7 @@ class Style:
     activation: of the gated MLP, by config.json's name. zero_centred_norms: a norm's weight w stands for 1 + w.
     norms_after: outputs of attention and MLP are normalised before they are added. scaled_embedding: embeddings are
     multiplied by the square root of the hidden size. head_cap: the config.json key of a bound c on logits, as
-    c tanh(x / c); None: logits have no bound.
+    c tanh(x / c); None: logits have no bound. layer_scales: a layer's output is multiplied by a number of its own.
     """
 
     activation: str = "silu"
@@ -38,6 +38,7 @@ class Style:
     norms_after: bool = False
     scaled_embedding: bool = False
     head_cap: str | None = None
+    layer_scales: bool = False
 
     @property
     def fixed(self) -> dict[str, object]:
@@ -84,7 +85,7 @@ class Family:
     attention: what config.json says of attention, and the part that it makes. style: how a layer joins its parts.
     experts: MLPs are routers over experts, in all layers or in those that config.json names; None: all are dense.
     window: sliding-window attention that config.json may ask for; None: the architecture has none.
-    fixed: further config.json settings that may have one value only (or be absent).
+    fixed: further config.json settings that may have one value only (or be absent). reasons: of some of them, why.
     defaults: values of absent config.json settings, if they differ from the usual defaults.
     rollout: settings that vLLM reads from config.json and that transformers does not need.
     ahead_key: the config.json key of the number of multi-token prediction layers after the others, which are not
@@ -103,6 +104,7 @@ class Family:
     experts: Experts | None = None
     window: Window | None = None
     fixed: Mapping[str, object] = field(default_factory=dict, hash=False)
+    reasons: Mapping[str, str] = field(default_factory=dict, hash=False)
     rollout: Mapping[str, object] = field(default_factory=dict, hash=False)
     defaults: Mapping[str, object] = field(default_factory=dict, hash=False)
     ahead_key: str | None = None

@@ -53,6 +53,11 @@ class Model:
         """The attention of the first layer. All layers have the same kind of cache."""
         return self.layers[0].attention
 
+    @property
+    def attentions(self) -> tuple[AttentionPart, ...]:
+        """The different attentions of its layers, in their order."""
+        return tuple(dict.fromkeys(layer.attention for layer in self.layers))
+
     @cached_property
     def specs(self) -> dict[str, ParamSpec]:
         """Megatron name (layers counted over the whole model) -> spec, of the language model."""

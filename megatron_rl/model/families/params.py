@@ -48,6 +48,7 @@ def layers_of(family: Family, shape: ModelShape) -> tuple[Layer, ...]:
             family.attention.part(shape, number),
             _mlp(family, shape, number),
             family.style.norms_after,
+            family.style.layer_scales,
         )
         for number in range(shape.num_layers)
     )

@@ -39,7 +39,7 @@ REFUSED = (
     Refusal("Llama4*", LLAMA_4, "LlamaForCausalLM"),
     Refusal("Gemma3nForConditionalGeneration", f"{GEMMA_3N}; its folders see and hear", "Gemma3ForCausalLM"),
     Refusal("Gemma3n*", GEMMA_3N, "Gemma3ForCausalLM"),
-    Refusal("Gemma4*", "heads of two sizes, and a scale of every layer", "Gemma3ForCausalLM"),
+    Refusal("Gemma4*", f"{VISION}: a dense text model is here, in a folder of its own", "Gemma4ForCausalLM"),
     Refusal("NemotronH*", NEMOTRON_H, "Qwen3MoeForCausalLM"),
     Refusal("Qwen3Next*", DELTA_RULE, "Qwen3MoeForCausalLM"),
     Refusal(

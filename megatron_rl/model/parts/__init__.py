@@ -2,7 +2,7 @@
 
 from megatron_rl.model.parts.expert_mlp import Experts, ExpertsMLP, Scoring, SharedExperts
 from megatron_rl.model.parts.gated_mlp import GatedMLP
-from megatron_rl.model.parts.grouped_attention import AttentionShape, GroupedAttention
+from megatron_rl.model.parts.grouped_attention import AttentionShape, GroupedAttention, WideHeads
 from megatron_rl.model.parts.latent import LatentAttention
 from megatron_rl.model.parts.layer import Layer
 from megatron_rl.model.parts.model_shape import ModelShape
@@ -28,4 +28,5 @@ __all__ = [
     "LayerPart",
     "Scoring",
     "SharedExperts",
+    "WideHeads",
 ]

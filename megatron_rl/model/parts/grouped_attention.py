@@ -19,12 +19,26 @@ CUDA_HEAD_MULTIPLE, CUDA_LARGEST_HEAD = 8, 256
 
 
 @dataclass(frozen=True)
+class WideHeads:
+    """Heads of the layers without a window, where they differ from those of the others.
+
+    size: elements of a head. num_kv: heads of keys and values. values_are_keys: there is no projection to values; they
+    are the keys before norm and rotation.
+    """
+
+    size: int
+    num_kv: int
+    values_are_keys: bool
+
+
+@dataclass(frozen=True)
 class AttentionShape:
     """One model's attention. scale: of products of queries and keys. soft_cap: their bound; None: no bound.
 
     windows: per layer the number of positions that a token attends to, including its own; None: all before it; (): no
     layer has a window. turned: number of elements of a head that are rotated, from the first on. two_ropes: layers with
-    a window have a rotary embedding of their own.
+    a window have a rotary embedding of their own. wide: heads of layers without a window, which are turned whole; None:
+    all layers have the same heads. value_norm: values are normalised per head, without a weight.
     """
 
     scale: float = 1.0
@@ -32,6 +46,8 @@ class AttentionShape:
     soft_cap: float | None = None
     windows: tuple[int | None, ...] = ()
     two_ropes: bool = False
+    wide: WideHeads | None = None
+    value_norm: bool = False
 
     def window(self, layer: int) -> int | None:
         """The window of one layer, counted over the whole model from 0."""
@@ -49,7 +65,9 @@ class GroupedAttention(AttentionPart):
 
     qkv_bias: q, k and v projections have biases. qk_norm: queries and keys are normalised per head. soft_cap: bound of
     products; None: none. window: positions that a token attends to, its own included; None: all before it. is_whole:
-    no layer of the model has a bound or a window.
+    no layer of the model has a bound or a window. value_norm: values are normalised per head, without a weight.
+    values_are_keys: there is no projection to values; they are the keys before norm and rotation. kv_heads_key: the
+    config.json key of num_kv_heads.
     """
 
     block_sizes = BLOCK_SIZES
@@ -63,6 +81,14 @@ class GroupedAttention(AttentionPart):
     soft_cap: float | None = None
     window: int | None = None
     is_whole: bool = True
+    value_norm: bool = False
+    values_are_keys: bool = False
+    kv_heads_key: str = "num_key_value_heads"
+
+    @property
+    def _matrices(self) -> int:
+        """Matrices from the hidden state to heads of keys and values."""
+        return 1 if self.values_are_keys else 2
 
     def params(self, mega: str, hf: str) -> dict[str, ParamSpec]:
         """Queries, keys and values are stacked in one matrix per TP rank, as vLLM has them."""
@@ -71,7 +97,7 @@ class GroupedAttention(AttentionPart):
         def qkv(kind: str, *columns: int) -> ParamSpec:
             parts = tuple(
                 Segment(name, (num * size, *columns), num)
-                for name, num in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+                for name, num in (("q", heads), ("k", kv_heads), ("v", kv_heads))[: 1 + self._matrices]
             )
             names = tuple(f"{hf}self_attn.{part.name}_proj.{kind}" for part in parts)
             return ParamSpec(LogicalTensor(f"{hf}self_attn.qkv_proj.{kind}", parts, tp_dim=0), names)
@@ -91,7 +117,7 @@ class GroupedAttention(AttentionPart):
 
     @property
     def token_elements(self) -> int:
-        return 2 * self.hidden * (self.num_heads + self.num_kv_heads) * self.head_size
+        return self.hidden * (2 * self.num_heads + self._matrices * self.num_kv_heads) * self.head_size
 
     @property
     def query_columns(self) -> int:
@@ -109,13 +135,15 @@ class GroupedAttention(AttentionPart):
 
     def kept_bytes(self, block: LayerBlock, cut: Cut) -> float:
         q, kv, element, copies = self._q(cut), self._kv(cut), cut.element, cut.copies(block)
-        mixed, own = q + 2 * kv, 0.0
+        mixed, own = q + self._matrices * kv, 0.0
         statistics = block.slots * (self.num_heads // cut.tp_size) * FP32
         if self.qk_norm:
             own += block.tokens * (self.num_heads // cut.tp_size + self._kv_heads(cut.tp_size)) * FP32
             # The float32 norm, which is our own on CPUs, keeps no copy of its input.
             own += block.tokens * (q + kv) * element if element != FP32 else 0
             own += block.tokens * mixed * element if block.slots != block.tokens or copies else 0
+        if self.value_norm:
+            own += block.tokens * (self._kv_heads(cut.tp_size) * FP32 + (0 if copies else kv * element))
         if copies:
             return own + statistics + (block.tokens * q + block.slots * (2 * q + 2 * kv)) * element
         # Values are read where the fused projection wrote them.
@@ -128,7 +156,7 @@ class GroupedAttention(AttentionPart):
         statistics = block.slots * (self.num_heads // cut.tp_size) * FP32
         if not cut.copies(block):
             return statistics + block.tokens * q * cut.element  # its output: the next layer keeps a copy
-        rows, inputs = block.slots * 2 * (q + kv), block.tokens * (q + 2 * kv)
+        rows, inputs = block.slots * 2 * (q + kv), block.tokens * (q + self._matrices * kv)
         return statistics + (rows - inputs) * cut.element
 
     def widest_elements(self, block: LayerBlock, cut: Cut, *, backward: bool) -> float:
@@ -141,7 +169,7 @@ class GroupedAttention(AttentionPart):
         return min(LARGEST_TILE, block.slots * self.num_heads // cut.tp_size * keys) * FP32 * (1 + backward)
 
     def columns(self, cut: Cut) -> float:
-        return 2 * (self._q(cut) + self._kv(cut))
+        return 2 * self._q(cut) + self._matrices * self._kv(cut)
 
     def engine_elements(self, tp_size: int) -> int:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_size // tp_size
@@ -151,7 +179,16 @@ class GroupedAttention(AttentionPart):
 
     @property
     def not_cut(self) -> str:
-        return "" if self.is_whole else "attention with windows or bounded products"
+        whole = self.is_whole and not self.value_norm
+        return "" if whole else "attention with windows, bounded products or normalised values"
+
+    @property
+    def own_linears(self) -> str:
+        return "attention whose values are its keys" if self.values_are_keys else ""
+
+    @property
+    def tp_divides(self) -> dict[str, int]:
+        return {self.kv_heads_key: self.num_kv_heads}
 
     def exchanged_bytes(self, block: LayerBlock, cut: Cut, num_ranks: int, *, backward: bool) -> float:
         # Keys and values in the model's dtype; their gradients and this rank's output accumulate in float32.

@@ -121,10 +121,17 @@ class AttentionPart(LayerPart):
     def cached_elements(self, tp_size: int) -> int:
         """Elements of one token in the rollout engine's cache, on one of `tp_size` ranks."""
 
-    own_linears: ClassVar[str] = ""
-    """The name of this kind of attention, as "latent attention", if its linear layers are classes of this project, in
-    whose place no library's can be put; "" if they are Megatron's.
-    """
+    @property
+    def own_linears(self) -> str:
+        """The name of this kind of attention, as "latent attention", if its linear layers are this project's own, in
+        whose place no library's can be put; "" if they are Megatron's.
+        """
+        return ""
+
+    @property
+    def tp_divides(self) -> dict[str, int]:
+        """Name in config.json -> further numbers that TP must divide."""
+        return {}
 
     @property
     @abstractmethod

@@ -8,7 +8,7 @@ from megatron_rl.model.families.known.deepseek import BIAS, SHARED
 from megatron_rl.model.parts import Experts, Scoring
 
 FAMILIES = (
-    # GLM-4.5, 4.6 and 4.7: half of every head turns, and experts are chosen by sigmoid scores and a bias as in DeepSeek-V3.
+    # GLM-4.5, 4.6, 4.7: half of every head turns; experts are chosen by sigmoid scores and a bias as in DeepSeek-V3.
     Family(
         "Glm4MoeForCausalLM",
         "Glm4MoeForSequenceClassification",  # which transformers lacks: only critics here start from one
