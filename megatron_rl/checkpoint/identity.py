@@ -71,7 +71,7 @@ def _attention_choices(family: Family, settings: Mapping[str, Any]) -> dict[str,
     if keys.partial_rotary is not None:
         chosen["partial_rotary_factor"] = rotary_share(keys, settings)
     if keys.local:
-        shape = keys.sizes(settings)["attention"]
+        shape = keys.described(settings, settings["head_dim"])
         chosen |= {
             "attention_scale": shape.scale,
             "attention_soft_cap": shape.soft_cap,

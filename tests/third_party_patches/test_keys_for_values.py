@@ -19,18 +19,10 @@ class Heads(torch.nn.Module):
         return heads[0]
 
 
-def check_keys_for_values(folder: Path) -> None:
+def tiny_config():
     from transformers import Gemma4TextConfig
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.models.gemma4 import Gemma4Attention
 
-    from third_party_patches.vllm.keys_for_values import PATCH
-    from third_party_patches.vllm.unpacked_linear import PATCH as PLAIN
-
-    PLAIN.apply()
-    config = Gemma4TextConfig(
+    return Gemma4TextConfig(
         architectures=["Gemma4ForCausalLM"],
         hidden_size=24,
         num_hidden_layers=2,
@@ -43,6 +35,19 @@ def check_keys_for_values(folder: Path) -> None:
         attention_k_eq_v=True,
         max_position_embeddings=16,
     )
+
+
+def check_keys_for_values(folder: Path) -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models.gemma4 import Gemma4Attention
+
+    from third_party_patches.vllm.keys_for_values import PATCH
+    from third_party_patches.vllm.unpacked_linear import PATCH as PLAIN
+
+    PLAIN.apply()
+    config = tiny_config()
     config.save_pretrained(folder)
     generator = torch.Generator().manual_seed(0)
 

@@ -63,8 +63,11 @@ class AttentionKeys:
         heads = settings["num_attention_heads"]
         head_size = settings.get("head_dim") or settings["hidden_size"] // heads
         kv_heads = settings.get("num_key_value_heads") or heads
-        described = attention_shape(self, settings, head_size)
-        return {"num_kv_heads": kv_heads, "head_size": head_size, "attention": described}
+        return {"num_kv_heads": kv_heads, "head_size": head_size, "attention": self.described(settings, head_size)}
+
+    def described(self, settings: Mapping[str, Any], head_size: int) -> AttentionShape:
+        """Return the variants of attention, from the settings of a config.json with defaults."""
+        return attention_shape(self, settings, head_size)
 
     def part(self, shape: ModelShape, layer: int) -> AttentionPart:
         """Return the attention of one layer."""

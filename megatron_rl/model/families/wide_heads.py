@@ -52,11 +52,10 @@ class WideHeadKeys(AttentionKeys):
             return {SIZE: wide.size}, "must be an even number of elements"
         return None
 
-    def sizes(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Sizes of the layers with a window, and in `attention` those of the others."""
-        sizes = super().sizes(settings)
-        wide = replace(sizes["attention"], scale=1.0, wide=wide_heads(settings), value_norm=True)
-        return sizes | {"attention": wide}
+    def described(self, settings: Mapping[str, Any], head_size: int) -> AttentionShape:
+        """Return the variants of attention, with the heads of layers without a window."""
+        usual = super().described(settings, head_size)
+        return replace(usual, scale=1.0, wide=wide_heads(settings), value_norm=True)
 
     def part(self, shape: ModelShape, layer: int) -> AttentionPart:
         """Return the attention of one layer. Raises TypeError for sizes that other keys have read."""

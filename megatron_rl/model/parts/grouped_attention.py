@@ -14,6 +14,8 @@ BLOCK_SIZES = {"cpu": 32, "cuda": 16}
 """Tokens of one block of vLLM's cache, by device. The kernel on CPU accepts multiples of 32."""
 CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Elements of a head for which vLLM has kernels on CPU. vLLM's own list lacks 48, which it computes."""
+KV_MATRICES = {False: 2, True: 1}
+"""Whether values are keys -> matrices from the hidden state to heads of keys and values."""
 CUDA_HEAD_MULTIPLE, CUDA_LARGEST_HEAD = 8, 256
 """FlashAttention's rule."""
 
@@ -85,11 +87,6 @@ class GroupedAttention(AttentionPart):
     values_are_keys: bool = False
     kv_heads_key: str = "num_key_value_heads"
 
-    @property
-    def _matrices(self) -> int:
-        """Matrices from the hidden state to heads of keys and values."""
-        return 1 if self.values_are_keys else 2
-
     def params(self, mega: str, hf: str) -> dict[str, ParamSpec]:
         """Queries, keys and values are stacked in one matrix per TP rank, as vLLM has them."""
         hidden, heads, kv_heads, size = self.hidden, self.num_heads, self.num_kv_heads, self.head_size
@@ -97,7 +94,9 @@ class GroupedAttention(AttentionPart):
         def qkv(kind: str, *columns: int) -> ParamSpec:
             parts = tuple(
                 Segment(name, (num * size, *columns), num)
-                for name, num in (("q", heads), ("k", kv_heads), ("v", kv_heads))[: 1 + self._matrices]
+                for name, num in (("q", heads), ("k", kv_heads), ("v", kv_heads))[
+                    : 1 + KV_MATRICES[self.values_are_keys]
+                ]
             )
             names = tuple(f"{hf}self_attn.{part.name}_proj.{kind}" for part in parts)
             return ParamSpec(LogicalTensor(f"{hf}self_attn.qkv_proj.{kind}", parts, tp_dim=0), names)
@@ -117,7 +116,9 @@ class GroupedAttention(AttentionPart):
 
     @property
     def token_elements(self) -> int:
-        return self.hidden * (2 * self.num_heads + self._matrices * self.num_kv_heads) * self.head_size
+        return (
+            self.hidden * (2 * self.num_heads + KV_MATRICES[self.values_are_keys] * self.num_kv_heads) * self.head_size
+        )
 
     @property
     def query_columns(self) -> int:
@@ -135,7 +136,7 @@ class GroupedAttention(AttentionPart):
 
     def kept_bytes(self, block: LayerBlock, cut: Cut) -> float:
         q, kv, element, copies = self._q(cut), self._kv(cut), cut.element, cut.copies(block)
-        mixed, own = q + self._matrices * kv, 0.0
+        mixed, own = q + KV_MATRICES[self.values_are_keys] * kv, 0.0
         statistics = block.slots * (self.num_heads // cut.tp_size) * FP32
         if self.qk_norm:
             own += block.tokens * (self.num_heads // cut.tp_size + self._kv_heads(cut.tp_size)) * FP32
@@ -156,7 +157,7 @@ class GroupedAttention(AttentionPart):
         statistics = block.slots * (self.num_heads // cut.tp_size) * FP32
         if not cut.copies(block):
             return statistics + block.tokens * q * cut.element  # its output: the next layer keeps a copy
-        rows, inputs = block.slots * 2 * (q + kv), block.tokens * (q + self._matrices * kv)
+        rows, inputs = block.slots * 2 * (q + kv), block.tokens * (q + KV_MATRICES[self.values_are_keys] * kv)
         return statistics + (rows - inputs) * cut.element
 
     def widest_elements(self, block: LayerBlock, cut: Cut, *, backward: bool) -> float:
@@ -169,7 +170,7 @@ class GroupedAttention(AttentionPart):
         return min(LARGEST_TILE, block.slots * self.num_heads // cut.tp_size * keys) * FP32 * (1 + backward)
 
     def columns(self, cut: Cut) -> float:
-        return 2 * self._q(cut) + self._matrices * self._kv(cut)
+        return 2 * self._q(cut) + KV_MATRICES[self.values_are_keys] * self._kv(cut)
 
     def engine_elements(self, tp_size: int) -> int:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_size // tp_size
