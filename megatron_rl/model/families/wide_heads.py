@@ -15,8 +15,8 @@ SIZE, KV_HEADS, OF_LAYERS, SHARED = (
     "per_layer_config",
     "attention_k_eq_v",
 )
-OWN = {"head_dim": "size", "num_key_value_heads": "num_kv"}
-"""Key of one layer in `per_layer_config` -> field of `WideHeads`."""
+OWN = ("head_dim", "num_key_value_heads")
+"""Keys of one layer in `per_layer_config`."""
 DEFAULT_SIZE = 512
 
 
@@ -35,16 +35,14 @@ class WideHeadKeys(AttentionKeys):
 
     def problem(self, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
         """Layers without a window must have equal heads, those with one none of their own."""
-        wanted = {str(number) for number, kind in enumerate(layer_kinds(self, settings)) if kind == GLOBAL}
-        given = settings.get(OF_LAYERS)
-        sizes = [] if not given else [given.get(number, given.get(int(number))) for number in sorted(wanted)]
-        if given and ({str(number) for number in given} != wanted or any(own != sizes[0] for own in sizes)):
-            rule = (
-                f"must have the same heads for the layers of {GLOBAL}, {', '.join(sorted(wanted))}, and for no others"
-            )
+        wanted = [str(number) for number, kind in enumerate(layer_kinds(self, settings)) if kind == GLOBAL]
+        given = {str(number): own for number, own in (settings.get(OF_LAYERS) or {}).items()}
+        sizes = [given.get(number) for number in wanted]
+        if given and (given.keys() != set(wanted) or any(own != sizes[0] for own in sizes)):
+            rule = f"must have equal heads for the layers of {GLOBAL}, {', '.join(wanted)}, and for no others"
             return {OF_LAYERS: given}, rule
-        if given and not (isinstance(sizes[0], Mapping) and sizes[0].keys() <= OWN.keys()):
-            return {OF_LAYERS: given}, f"must have none but {', '.join(OWN)}"
+        if given and not _are_sizes(sizes[0]):
+            return {OF_LAYERS: given}, f"must have none but {', '.join(OWN)}, whole numbers >= 1"
         wide, heads = wide_heads(settings), settings["num_attention_heads"]
         if heads % wide.num_kv:
             return {KV_HEADS: wide.num_kv}, f"must divide num_attention_heads({heads})"
@@ -76,10 +74,16 @@ class WideHeadKeys(AttentionKeys):
         )
 
 
+def _are_sizes(own: object) -> bool:
+    if not isinstance(own, Mapping) or not own.keys() <= set(OWN):
+        return False
+    return all(type(size) is int and size >= 1 for size in own.values())
+
+
 def wide_heads(settings: Mapping[str, Any]) -> WideHeads:
     """Heads of the layers without a window, of settings with the family's defaults."""
     shared = bool(settings.get(SHARED))
-    usual = {"head_dim": settings["head_dim"], "num_key_value_heads": settings["num_key_value_heads"]}
+    usual = {key: settings[key] for key in OWN}
     given = settings.get(OF_LAYERS)
     if given is not None:
         sizes = usual | dict(next(iter(given.values()), {}))

@@ -91,15 +91,15 @@ class GroupedAttention(AttentionPart):
         """Queries, keys and values are stacked in one matrix per TP rank, as vLLM has them."""
         hidden, heads, kv_heads, size = self.hidden, self.num_heads, self.num_kv_heads, self.head_size
 
+        names = "qk" if self.values_are_keys else "qkv"
+
         def qkv(kind: str, *columns: int) -> ParamSpec:
             parts = tuple(
                 Segment(name, (num * size, *columns), num)
-                for name, num in (("q", heads), ("k", kv_heads), ("v", kv_heads))[
-                    : 1 + KV_MATRICES[self.values_are_keys]
-                ]
+                for name, num in zip(names, (heads, kv_heads, kv_heads), strict=False)
             )
-            names = tuple(f"{hf}self_attn.{part.name}_proj.{kind}" for part in parts)
-            return ParamSpec(LogicalTensor(f"{hf}self_attn.qkv_proj.{kind}", parts, tp_dim=0), names)
+            theirs = tuple(f"{hf}self_attn.{part.name}_proj.{kind}" for part in parts)
+            return ParamSpec(LogicalTensor(f"{hf}self_attn.qkv_proj.{kind}", parts, tp_dim=0), theirs)
 
         o_proj = Segment("columns", (hidden, heads * size), heads)
         params = {
@@ -116,9 +116,8 @@ class GroupedAttention(AttentionPart):
 
     @property
     def token_elements(self) -> int:
-        return (
-            self.hidden * (2 * self.num_heads + KV_MATRICES[self.values_are_keys] * self.num_kv_heads) * self.head_size
-        )
+        kv_heads = KV_MATRICES[self.values_are_keys] * self.num_kv_heads
+        return self.hidden * (2 * self.num_heads + kv_heads) * self.head_size
 
     @property
     def query_columns(self) -> int:
