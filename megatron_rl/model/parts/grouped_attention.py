@@ -86,6 +86,7 @@ class GroupedAttention(AttentionPart):
     value_norm: bool = False
     values_are_keys: bool = False
     kv_heads_key: str = "num_key_value_heads"
+    own_linears: str = ""
 
     def params(self, mega: str, hf: str) -> dict[str, ParamSpec]:
         """Queries, keys and values are stacked in one matrix per TP rank, as vLLM has them."""
@@ -123,18 +124,16 @@ class GroupedAttention(AttentionPart):
     def query_columns(self) -> int:
         return self.num_heads * self.head_size
 
-    def _q(self, cut: Cut) -> int:
-        return self.num_heads // cut.tp_size * self.head_size
-
     def _kv_heads(self, tp_size: int) -> int:
         """Heads on one rank: those of few heads are repeated."""
         return max(1, self.num_kv_heads // tp_size)
 
-    def _kv(self, cut: Cut) -> int:
-        return self._kv_heads(cut.tp_size) * self.head_size
+    def _shares(self, cut: Cut) -> tuple[int, int]:
+        """Columns of queries, and of keys, on one rank."""
+        return self.num_heads // cut.tp_size * self.head_size, self._kv_heads(cut.tp_size) * self.head_size
 
     def kept_bytes(self, block: LayerBlock, cut: Cut) -> float:
-        q, kv, element, copies = self._q(cut), self._kv(cut), cut.element, cut.copies(block)
+        (q, kv), element, copies = self._shares(cut), cut.element, cut.copies(block)
         mixed, own = q + KV_MATRICES[self.values_are_keys] * kv, 0.0
         statistics = block.slots * (self.num_heads // cut.tp_size) * FP32
         if self.qk_norm:
@@ -152,7 +151,7 @@ class GroupedAttention(AttentionPart):
     def again_bytes(self, block: LayerBlock, cut: Cut, module: str) -> float:
         if module != self.recomputed_as:
             return 0.0
-        q, kv = self._q(cut), self._kv(cut)
+        q, kv = self._shares(cut)
         statistics = block.slots * (self.num_heads // cut.tp_size) * FP32
         if not cut.copies(block):
             return statistics + block.tokens * q * cut.element  # its output: the next layer keeps a copy
@@ -160,7 +159,8 @@ class GroupedAttention(AttentionPart):
         return statistics + (rows - inputs) * cut.element
 
     def widest_elements(self, block: LayerBlock, cut: Cut, *, backward: bool) -> float:
-        return (self._q(cut) + 2 * self._kv(cut)) * block.slots * 3
+        q, kv = self._shares(cut)
+        return (q + 2 * kv) * block.slots * 3
 
     def products_bytes(self, block: LayerBlock, cut: Cut, *, backward: bool) -> float:
         if self.is_whole or (self.soft_cap is None and cut.element != FP32):
@@ -169,7 +169,8 @@ class GroupedAttention(AttentionPart):
         return min(LARGEST_TILE, block.slots * self.num_heads // cut.tp_size * keys) * FP32 * (1 + backward)
 
     def columns(self, cut: Cut) -> float:
-        return 2 * self._q(cut) + KV_MATRICES[self.values_are_keys] * self._kv(cut)
+        q, kv = self._shares(cut)
+        return 2 * q + KV_MATRICES[self.values_are_keys] * kv
 
     def engine_elements(self, tp_size: int) -> int:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_size // tp_size
@@ -183,17 +184,14 @@ class GroupedAttention(AttentionPart):
         return "" if whole else "attention with windows, bounded products or normalised values"
 
     @property
-    def own_linears(self) -> str:
-        return "attention whose values are its keys" if self.values_are_keys else ""
-
-    @property
     def tp_divides(self) -> dict[str, int]:
         return {self.kv_heads_key: self.num_kv_heads}
 
     def exchanged_bytes(self, block: LayerBlock, cut: Cut, num_ranks: int, *, backward: bool) -> float:
         # Keys and values in the model's dtype; their gradients and this rank's output accumulate in float32.
-        pairs = num_ranks * block.tokens * 2 * self._kv(cut) * (cut.element + (FP32 if backward else 0))
-        return pairs + block.tokens * self._q(cut) * FP32
+        q, kv = self._shares(cut)
+        pairs = num_ranks * block.tokens * 2 * kv * (cut.element + (FP32 if backward else 0))
+        return pairs + block.tokens * q * FP32
 
     def engine_problem(self, device: str) -> tuple[str, str] | None:
         size, rule = self.head_size, ""
