@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
+from megatron_rl.checkpoint.carried import DTYPES
 from megatron_rl.checkpoint.export_saved import StoredModel, saved_model, write_model
 from megatron_rl.checkpoint.folders import find
 from megatron_rl.checkpoint.hf_config import read_hf_config
@@ -31,8 +32,6 @@ from megatron_rl.checkpoint.weight_files import WeightFileError, odd_files, read
 from megatron_rl.config.file_kinds import NOTHING, kind_of
 from megatron_rl.errors import ConfigError
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""By safetensors' names."""
 FILE = "average.json"
 """The file in a written folder that lists the averaged checkpoints."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_rl.checkpoint.carried import CarriedTensors, kept_carried
 from megatron_rl.checkpoint.constants import read_constants
 from megatron_rl.checkpoint.contents import RUN_FILE
 from megatron_rl.checkpoint.folders import HF_FOLDER
@@ -45,8 +46,8 @@ class StoredModel:
 def saved_model(checkpoint: Path, role: str, base: Path | None = None) -> StoredModel:
     """Open the actor's language model, or the critic as a reward model, of a complete checkpoint.
 
-    Adapters are merged into their base, which is read from `base` or from the folder that the run started from. Raises
-    ConfigError if that is not there, or if the checkpoint holds the whole model and `base` is given.
+    Adapters are merged into their base, and carried tensors are read from it: from `base`, or from the folder that the
+    run started from. Raises ConfigError if that is not there, or if the checkpoint needs none and `base` is given.
     """
     source = checkpoint / role / HF_FOLDER
     settings = read_hf_config(source).to_dict()
@@ -57,7 +58,8 @@ def saved_model(checkpoint: Path, role: str, base: Path | None = None) -> Stored
     saved = SavedTensors(checkpoint / role)
     dtype = saved.dtype(saved.weights[0])
     read_tensor: Callable[[HFTensor], torch.Tensor] = partial(_read, saved)
-    if base is not None or holds_adapters(saved):
+    carried = CarriedTensors() if is_critic else kept_carried(source, base)
+    if holds_adapters(saved) or (base is not None and not carried.stored):
         adapters = SavedAdapters.open(checkpoint, role, base)
         read_tensor = adapters.merged
     constants = read_constants(constant_map(family, shape).values(), source, torch.device("cpu"), dtype=None)
@@ -66,14 +68,17 @@ def saved_model(checkpoint: Path, role: str, base: Path | None = None) -> Stored
         constants = {name: saved.read([key])[key] for name, key in biases.items()}
 
     def read(name: str) -> torch.Tensor:
+        if name in carried.stored:
+            return carried.read(name)
         return constants[name] if name in constants else read_tensor(tensors[name])
 
     return StoredModel(
         source,
         family.reward_architecture if is_critic else family.architecture,
         {name: tensor.shape for name, tensor in tensors.items()}
-        | {name: tuple(tensor.shape) for name, tensor in constants.items()},
-        dict.fromkeys(tensors, dtype) | {name: tensor.dtype for name, tensor in constants.items()},
+        | {name: tuple(tensor.shape) for name, tensor in constants.items()}
+        | carried.shapes,
+        dict.fromkeys(tensors, dtype) | {name: tensor.dtype for name, tensor in constants.items()} | carried.dtypes,
         read,
     )
 
@@ -86,9 +91,9 @@ def _read(saved: SavedTensors, tensor: HFTensor) -> torch.Tensor:
 def export_saved(checkpoint: Path, role: str, target: Path, base: Path | None = None) -> None:
     """Write the actor's language model, or the critic as a reward model, of a complete checkpoint to `target`.
 
-    The tensors keep the dtype they were trained in. A reward model gets the statistics of its held-out scores. An
-    existing `target` is replaced. base: as of `saved_model`. Raises ConfigError as that does, StorageError if it cannot
-    be written, and then nothing of it is left.
+    The tensors keep the dtype they were trained in, and carried ones their own. A reward model gets the statistics of
+    its held-out scores. An existing `target` is replaced. base: as of `saved_model`. Raises ConfigError as that does,
+    StorageError if it cannot be written, and then nothing of it is left.
     """
     run = checkpoint / RUN_FILE
     statistics = saved_statistics(read_run_file(run)["run"]) if role == "critic" and run.exists() else None

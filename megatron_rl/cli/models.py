@@ -30,7 +30,8 @@ def export_command(
         bool, typer.Option("--adapter", help="Write the adapters alone, as PEFT's folder, instead of merging them.")
     ] = False,
     base: Annotated[
-        Path | None, typer.Option(help="Of adapters: the model folder that the run started from, if it has moved.")
+        Path | None,
+        typer.Option(help="The model folder that the run started from, if it has moved: of adapters, carried tensors."),
     ] = None,
 ) -> None:
     """Write a checkpointed model as a Hugging Face folder, or its adapters as PEFT's. One process, no GPU."""

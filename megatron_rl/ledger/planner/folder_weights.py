@@ -1,7 +1,7 @@
 """Which tensors of a model folder are read, from the headers of its files and its config.json.
 
-A tensor that nothing reads is a sign that config.json belongs to another model, unless it is of a known kind: layers
-that predict several tokens, the head of another role, buffers that are recomputed.
+A tensor that nothing reads is a sign that config.json belongs to another model, unless it is of a known kind: carried
+tensors, which exports write again; the head of another role; buffers that are recomputed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from megatron_rl.checkpoint.weight_files import StoredTensor, some_of, type_faults
 from megatron_rl.errors import Violation
 from megatron_rl.model.families import (
+    LAYER,
     REWARD_FAMILIES,
     Family,
     ModelShape,
@@ -25,7 +26,6 @@ from megatron_rl.model.families import (
 )
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
-LAYER = re.compile(r"model\.layers\.(\d+)\.")
 HEADS = {"lm_head.weight": "lm_head.", "score.weight": "score.", "": "v_head."}
 """Tensor that is read of a head -> prefix of the head's tensors; the last is TRL's value head."""
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -74,10 +74,9 @@ class FolderWeights:
         shape = shape_of(settings)
         is_reward_model = any(name in REWARD_FAMILIES for name in settings["architectures"])
         reads = ReadTensors.of(family, shape, is_reward_model)
-        ahead = 0 if family.ahead_key is None else settings.get(family.ahead_key) or 0
         weights = cls({}, {}, [])
         for name, tensor in tensors.items():
-            kind = _kind(name, reads, shape.num_layers, ahead)
+            kind = CARRIED if family.carries(name, settings) else _kind(name, reads)
             if reads.has(name):
                 weights.read[name] = tensor
             elif kind is None:
@@ -87,16 +86,13 @@ class FolderWeights:
         return weights
 
 
-AHEAD, HEAD, BUFFER, COPY = "of layers that predict several tokens", "of another head", "buffers", "a tied head"
+CARRIED, HEAD, BUFFER, COPY = "carried", "of another head", "buffers", "a tied head"
 
 
-def _kind(name: str, reads: ReadTensors, num_layers: int, ahead: int) -> str | None:
-    """Return the kind of a tensor that is rightly not read; None for other tensors."""
-    layer = LAYER.match(name)
+def _kind(name: str, reads: ReadTensors) -> str | None:
+    """Return the kind of a tensor that is rightly not read and is not carried; None for other tensors."""
     if name.endswith(".rotary_emb.inv_freq"):
         return BUFFER
-    if layer is not None and num_layers <= int(layer[1]) < num_layers + ahead:
-        return AHEAD
     if name == reads.own_head:
         return COPY
     own = HEADS[reads.own_head]
@@ -148,5 +144,10 @@ def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
 
 def unread_weights(path: str, weights: FolderWeights) -> str | None:
     """Return one line that names tensors which are not read but may have been meant; None if there are none."""
-    parts = [f"{some_of([*weights.left[kind]])}, {kind}" for kind in (AHEAD, HEAD) if kind in weights.left]
+    parts = []
+    if carried := weights.left.get(CARRIED):
+        size = sum(tensor.stop - tensor.start for tensor in carried.values())
+        parts.append(f"{some_of([*carried])}, of {size:,} bytes, which exports of the language model write again")
+    if other := weights.left.get(HEAD):
+        parts.append(f"{some_of([*other])}, {HEAD}")
     return f"of {path} these tensors are not read: {'; '.join(parts)}" if parts else None

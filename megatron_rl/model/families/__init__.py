@@ -5,7 +5,7 @@ entry in a file of `known/`.
 """
 
 from megatron_rl.model.families.attention_keys import attention_shape, rotary_share
-from megatron_rl.model.families.family import Family
+from megatron_rl.model.families.family import LAYER, Family
 from megatron_rl.model.families.model import Model, tensors_of
 from megatron_rl.model.families.params import (
     HEAD,
@@ -55,6 +55,7 @@ __all__ = [
     "FAMILIES",
     "HEAD",
     "KNOWN_TYPES",
+    "LAYER",
     "REWARD_FAMILIES",
     "VOCAB_PADDING",
     "Family",

@@ -12,6 +12,8 @@ from megatron_rl.model.parts import Experts
 
 WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 """The positions in a name such as Qwen2Moe where a word begins."""
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+"""The beginning of the names of a layer's tensors in a folder."""
 
 FIXED_SETTINGS = {
     "attention_bias": False,
@@ -88,9 +90,11 @@ class Family:
     fixed: further config.json settings that may have one value only (or be absent). reasons: of some of them, why.
     defaults: values of absent config.json settings, if they differ from the usual defaults.
     rollout: settings that vLLM reads from config.json and that transformers does not need.
-    ahead_key: the config.json key of the number of multi-token prediction layers after the others, which are not
-    loaded; None: the family has none. own_type: the model_type of config.json, if it is not the architecture's name in
-    lower case. other_types: model types that published folders of this arithmetic have and transformers does not know.
+    carried: beginnings of the names of tensors that are carried: neither read nor trained, and written again by exports
+    untouched. ahead_key: the config.json key of the number of multi-token prediction layers after the others, which are
+    carried, too; None: the family has none. own_type: the model_type of config.json, if it is not the architecture's
+    name in lower case. other_types: model types that published folders of this arithmetic have and transformers does
+    not know.
     """
 
     architecture: str
@@ -107,6 +111,7 @@ class Family:
     reasons: Mapping[str, str] = field(default_factory=dict, hash=False)
     rollout: Mapping[str, object] = field(default_factory=dict, hash=False)
     defaults: Mapping[str, object] = field(default_factory=dict, hash=False)
+    carried: tuple[str, ...] = ()
     ahead_key: str | None = None
     own_type: str | None = None
     other_types: tuple[str, ...] = ()
@@ -119,6 +124,14 @@ class Family:
     def given(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of a config.json with defaults for absent ones."""
         return {"tie_word_embeddings": False} | dict(self.defaults) | dict(settings)
+
+    def carries(self, name: str, settings: Mapping[str, Any]) -> bool:
+        """Whether a tensor of a folder with this config.json is carried, if the model does not read it."""
+        if name.startswith(self.carried):
+            return True
+        layer, last = LAYER.match(name), settings["num_hidden_layers"]
+        ahead = 0 if self.ahead_key is None else settings.get(self.ahead_key) or 0
+        return layer is not None and last <= int(layer[1]) < last + ahead
 
     @property
     def fixed_settings(self) -> dict[str, object]:
