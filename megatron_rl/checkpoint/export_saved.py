@@ -85,7 +85,7 @@ def saved_model(checkpoint: Path, role: str, base: Path | None = None) -> Stored
 
 def _read(saved: SavedTensors, tensor: HFTensor) -> torch.Tensor:
     whole = saved.kept(checkpoint_key(tensor.spec, tensor.segment))
-    return whole if tensor.expert is None else whole[tensor.expert].clone()
+    return tensor.as_in_folder(whole if tensor.expert is None else whole[tensor.expert].clone())
 
 
 def export_saved(checkpoint: Path, role: str, target: Path, base: Path | None = None) -> None:

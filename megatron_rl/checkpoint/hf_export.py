@@ -128,7 +128,7 @@ class ScatteredTensors:
         return whole
 
     def _held(self, tensor: HFTensor, piece: TensorPiece) -> Tensor:
-        return self.read(tensor.parameter)[piece.source].cpu().contiguous()
+        return tensor.as_in_folder(self.read(tensor.parameter)[piece.source].cpu()).contiguous()
 
     def _fetched(self, tensor: HFTensor, piece: TensorPiece) -> Tensor:
         if piece.rank == dist.get_rank():

@@ -25,6 +25,10 @@ MAX_SHARD_BYTES = 1 << 30
 """A file of weights is no larger, unless one tensor is."""
 
 
+QUANTIZATION = "quantization_config"
+"""The config.json key of quantised weights."""
+
+
 @dataclass(frozen=True)
 class Description:
     """Config and tokenizer of an exported folder: those of `source`, with this architecture and dtype."""
@@ -32,6 +36,11 @@ class Description:
     source: Path
     architecture: str
     dtype: torch.dtype
+
+
+def was_quantised(source: Path) -> bool:
+    """Whether a folder's config.json speaks of quantised weights, which an export of it does not hold."""
+    return bool(json.loads((source / "config.json").read_text()).get(QUANTIZATION))
 
 
 def plan_files(sizes: dict[str, int], max_shard_bytes: int = MAX_SHARD_BYTES) -> list[list[str]]:
@@ -144,6 +153,8 @@ def describe_model(folder: Path, files: Sequence[ExportFile], num_bytes: int, de
     hf_config = read_hf_config(source)
     hf_config.architectures = [description.architecture]
     hf_config.dtype = description.dtype
+    if hasattr(hf_config, QUANTIZATION):
+        delattr(hf_config, QUANTIZATION)  # weights are written as they are trained
     if description.architecture in REWARD_FAMILIES:
         hf_config.num_labels = 1
     hf_config.save_pretrained(folder)

@@ -84,9 +84,14 @@ class SavedAdapters:
         """A tensor of the merged model, in the dtype of training."""
         key = checkpoint_key(tensor.spec, tensor.segment)
         if key in self.saved.weights:  # a head, which is trained whole
-            return self.saved.kept(key)
+            return tensor.as_in_folder(self.saved.kept(key))
         names = [f"{PEFT_PREFIX}{key.removesuffix('.weight')}.{kind}.weight" for kind in (LORA_A, LORA_B)]
         weight = torch.empty(tensor.shape, dtype=self.saved.dtype(self.saved.weights[0]))
+        if self.folder.has_codes(tensor.name):
+            shape = tensor.spec.tensor.segments[tensor.segment].shape
+            everything = tuple((0, size) for size in shape)
+            self.folder.copy_codes(tensor.name, everything, shape, tensor.as_in_folder(weight))
+            return weight
         self.folder.copy_box(tensor.name, tuple((0, size) for size in tensor.shape), tensor.shape, weight)
         if names[0] not in self.saved.weights:
             return weight

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
@@ -32,7 +33,7 @@ class StackedQKVSelfAttention(SelfAttention):
     engine read the very same memory.
 
     shape: the model's variants of attention; None: plain. part: this layer's attention; None: that of Megatron's
-    configuration. norm_after: the norm of the output, `post_layernorm`.
+    configuration. norm_after: the norm of the output, `post_layernorm`. turn_scale: factor of cosine and sine.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class StackedQKVSelfAttention(SelfAttention):
         shape: AttentionShape | None = None,
         part: GroupedAttention | None = None,
         norm_after: type[RMSNorm] | None = None,
+        turn_scale: float = 1.0,
         **options: Any,
     ) -> None:
         shares_keys = part is not None and part.values_are_keys
@@ -54,6 +56,7 @@ class StackedQKVSelfAttention(SelfAttention):
             submodules = replace(submodules, linear_qkv=_without_values(submodules.linear_qkv, columns))
         super().__init__(config, submodules, *args, **options)
         self.shares_keys, self.norms_values = shares_keys, part is not None and part.value_norm
+        self.turn_scale = turn_scale
         head_size = self.hidden_size_per_attention_head
         self.turned = head_size if shape is None or shape.wide is not None else shape.turned
         # With two rotary embeddings their angles are concatenated: first those of layers without a window.
@@ -116,7 +119,7 @@ class StackedQKVSelfAttention(SelfAttention):
             query = self.q_layernorm(query)
         if self.k_layernorm is not None:
             key = self.k_layernorm(key)
-        cosine, sine = (turn.to(query.dtype) for turn in self._turns)
+        cosine, sine = ((self.turn_scale * turn).to(query.dtype) for turn in self._turns)
         return self._turn(query, cosine, sine), self._turn(key, cosine, sine), value
 
     def _turn(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -135,6 +138,16 @@ def _without_values(linear_qkv: Any, columns: int) -> Any:
         return linear_qkv(num_in, num_out - columns, **options)
 
     return build
+
+
+class BiasedRowParallelLinear(RowParallelLinear):
+    """Megatron's linear cut by inputs, with a bias, though its configuration asks for none.
+
+    With the configuration's biases experts could not be cut over TP ranks.
+    """
+
+    def __init__(self, *sizes: int, **options: Any) -> None:
+        super().__init__(*sizes, **options | {"bias": True})
 
 
 class RotaryTurn(torch.autograd.Function):
@@ -168,7 +181,7 @@ class CausalAttention(MegatronModule):
     """Causal core attention with torch's kernels; the same code on CPU and CUDA.
 
     Padded rows are aligned left, so the causal mask alone hides the padding on the right from every real position.
-    shape: the model's variants of attention; None: plain.
+    shape: the model's variants of attention; None: plain. With sinks `sinks` [N] are the logits of this rank's heads.
     """
 
     def __init__(
@@ -188,6 +201,10 @@ class CausalAttention(MegatronModule):
             self.soft_cap, self.window = shape.soft_cap, shape.window(layer_number - 1)
             # Kernels scale by the head size; the query is scaled by the rest.
             self.growth = shape.scale * config.kv_channels**0.5
+        self.sinks: torch.nn.Parameter | None = None
+        if shape is not None and shape.sinks:
+            num_heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.sinks = torch.nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype))
 
     def forward(
         self,
@@ -202,27 +219,32 @@ class CausalAttention(MegatronModule):
         query = query if self.growth == 1.0 else query * self.growth
         if packed_seq_params is None:
             q_BSND, k_BSKD, v_BSKD = (x.transpose(0, 1) for x in (query, key, value))
-            out_SBND = attend(q_BSND, k_BSKD, v_BSKD, self.soft_cap, self.window).transpose(0, 1)
+            out_SBND = attend(q_BSND, k_BSKD, v_BSKD, self.soft_cap, self.window, self.sinks).transpose(0, 1)
         else:
             heads = (query.squeeze(1), key.squeeze(1), value.squeeze(1))
-            if has_varlen_attention(query) and self.soft_cap is None:
+            if has_varlen_attention(query) and self.soft_cap is None and self.sinks is None:
                 out = varlen(*heads, packed_seq_params, self.window)
             else:
-                out = bucketed(*heads, packed_seq_params, self.soft_cap, self.window)
+                out = bucketed(*heads, packed_seq_params, self.soft_cap, self.window, self.sinks)
             out_SBND = out[:, None]
         return out_SBND.flatten(2)
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, soft_cap: float | None = None, window: int | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention within each of B rows: query [B, S, N, D], key and value [B, S, K, D] -> [B, S, N, D].
 
-    soft_cap, window: see `ShapedAttention`.
+    soft_cap, window, sinks: see `ShapedAttention`.
     """
     window = None if window is None or window >= query.shape[1] else window
-    if soft_cap is not None or window is not None:
-        shaped: Tensor = ShapedAttention.apply(query, key, value, soft_cap, window)
+    if soft_cap is not None or window is not None or sinks is not None:
+        shaped: Tensor = ShapedAttention.apply(query, key, value, soft_cap, window, sinks)
         return shaped
     q_BNSD, k_BKSD, v_BKSD = (x.transpose(1, 2) for x in (query, key, value))
     grouped = q_BNSD.shape[1] != k_BKSD.shape[1]
@@ -239,10 +261,11 @@ def bucketed(
     segments: Segments,
     soft_cap: float | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention within each segment, bucket by bucket: [T, N, D], [T, K, D] twice -> [T, N, D]."""
     rows = zip(*(to_slots(x, segments) for x in (query, key, value)), strict=True)
-    return to_tokens([attend(q, k, v, soft_cap, window) for q, k, v in rows], segments)
+    return to_tokens([attend(q, k, v, soft_cap, window, sinks) for q, k, v in rows], segments)
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None = None) -> Tensor:

@@ -19,8 +19,10 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from megatron_rl.rollout.arguments import LOAD_FORMAT
 from megatron_rl.rollout.eight_bit_linears import expect_codes, read_codes_of_experts
 
-HELD_ELSEWHERE = ("e_score_correction_bias",)
-"""Parameters that other objects than modules reference too (routers of experts). They are swapped in place."""
+HELD_ELSEWHERE = ("e_score_correction_bias", "sinks")
+"""Parameters that other objects than modules reference too (routers of experts, attention's kernels). They are swapped
+in place.
+"""
 
 ROUTER = ".gate.weight"
 """Weights that some vLLM models keep in float32. They are read in the trainer's dtype, as in training."""

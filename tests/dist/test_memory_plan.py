@@ -9,6 +9,7 @@ import torch
 from ranks import run_ranks
 from storage_meter import StorageMeter
 from tiny_gemma4 import save_gemma4, save_gemma4_with_keys_for_values
+from tiny_gpt_oss import save_gpt_oss
 from tiny_models import (
     run_config,
     save_deepseek_v3,
@@ -31,6 +32,11 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 PROMPT, RESPONSE, ROWS = 136, 24, 8
 MEGATRON = "actor_rollout_ref__actor__megatron__"
 SIZES = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 512, "max_position_embeddings": 256}
+
+
+def save_narrow_gpt_oss(folder: Path, **sizes) -> str:
+    """A gpt-oss whose stacks take less room on their way than the cache, which the plan of a transition may name."""
+    return save_gpt_oss(folder, **sizes | {"intermediate_size": 48})
 
 
 def full_experience(num_rows: int, config):
@@ -174,6 +180,8 @@ LAYOUTS = {
     "half turned, EP2, DP2": (2, 1, 1, EP2),
     "wide heads, PP2": (2, 1, 2, {}),
     "keys for values, TP2, SP": (2, 2, 1, SP),
+    "sinks, EP2, DP2": (2, 1, 1, EP2),
+    "sinks, TP2, SP": (2, 2, 1, SP),
     "adapters": (1, 1, 1, LORA),
     "adapters, TP2, SP": (2, 2, 1, LORA | SP),
     "adapters, PP2": (2, 1, 2, LORA),
@@ -188,7 +196,7 @@ LAYOUTS = {
     "taught, CP2, top": (2, 1, 1, TAUGHT | TOP_K | CP2),
 }
 MODELS = {"experts": save_qwen3_moe, "shared experts": save_qwen2_moe, "latent attention": save_deepseek_v3}
-MODELS |= {"bounds and windows": save_gemma2, "half turned": save_glm4_moe}
+MODELS |= {"bounds and windows": save_gemma2, "half turned": save_glm4_moe, "sinks": save_narrow_gpt_oss}
 MODELS |= {"wide heads": save_gemma4, "keys for values": save_gemma4_with_keys_for_values}
 """By what a layout's name begins with; a Llama where it is none of these."""
 ENGINE_OF_EXPERTS = ("experts, EP2, DP2", "experts, EP2, DP2, router again", "shared experts, EP2, DP2")
@@ -207,6 +215,8 @@ RARELY = (
     "half turned, EP2, DP2",
     "wide heads, PP2",
     "keys for values, TP2, SP",
+    "sinks, EP2, DP2",
+    "sinks, TP2, SP",
     "adapters",
     "adapters, TP2, SP",
     "adapters, PP2, brought again, recomputed",
@@ -300,8 +310,9 @@ def test_measured_peaks_are_near_the_plan(name, tmp_path):
             planned = plan[stage].total(phase)
             told.append(f"rank {rank} {phase}: measured {peak / 1e6:.2f} MB, planned {planned / 1e6:.2f}")
             wrong += [told[-1]] if abs(peak / planned - 1) > bound(name, phase) else []
-        exactly = "adapters" in name
-        wrong += owned_otherwise_than_planned(ledger, plan[stage].phases, 0 if exactly else 1024)
+        # The plan counts what lies before each aligned parameter, of which sinks and biases have much.
+        most = 0 if "adapters" in name else 8192 if name.startswith("sinks") else 1024
+        wrong += owned_otherwise_than_planned(ledger, plan[stage].phases, most)
     print("\n".join(told))
     assert not wrong, "\n".join(wrong)
     if is_recomputed:

@@ -124,7 +124,7 @@ def tie_routers(path: str) -> str:
     file = Path(path, "model.safetensors")
     tensors, generator = load_file(file), torch.Generator().manual_seed(5)
     for name, tensor in tensors.items():
-        if name.endswith("mlp.gate.weight"):
+        if name.endswith(("mlp.gate.weight", "mlp.router.weight", "mlp.router.bias")):
             for expert in (1, 2, 4, 5):
                 noise = 1e-7 * torch.randn(tensor[expert].shape, generator=generator)
                 tensor[expert] = tensor[expert - expert % 3] + noise

@@ -194,7 +194,7 @@ def test_every_tensor_of_transformers_is_claimed_once(architecture, tied):
         model = model_class(config)
     names = family.experts
     stacks = {}
-    if names is not None:
+    if names is not None and names.stacks is None:
         single = f"{names.block}.experts.{{}}."
         stacks["gate_up_proj"] = [f"{single}{names.gate}.weight", f"{single}{names.up}.weight"]
         stacks["down_proj"] = [f"{single}{names.down}.weight"]

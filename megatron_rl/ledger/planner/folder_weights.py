@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint.weight_files import StoredTensor, some_of, type_faults
+from megatron_rl.checkpoint.weight_files import BYTES, StoredTensor, some_of, stored_names, type_faults
 from megatron_rl.errors import Violation
 from megatron_rl.model.families import (
     LAYER,
@@ -35,19 +36,26 @@ COMPARED, BLOCK = 16, 4096
 
 @dataclass(frozen=True)
 class ReadTensors:
-    """The tensors that a model reads. names: `{expert}` stands for one of `num_experts`. own_head: of its role."""
+    """The tensors that a model reads. names: `{expert}` stands for one of `num_experts`. own_head: of its role. codes:
+    what takes the place of some of them in a folder in 4 bits.
+    """
 
     names: frozenset[str]
     num_experts: int
     own_head: str
+    codes: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, family: Family, shape: ModelShape, is_reward_model: bool) -> ReadTensors:
-        """Return the names for a model with a vocabulary head, or for a reward model with a score head."""
+    def of(cls, family: Family, shape: ModelShape, is_reward_model: bool, is_packed: bool = False) -> ReadTensors:
+        """Return the names for a model with a vocabulary head, or for a reward model with a score head. is_packed: what
+        may be stored in 4 bits is.
+        """
         specs = (value_param_map if is_reward_model else param_map)(family, shape)
         names = {name for spec in specs.values() for name in spec.hf_names}
         names |= {constant.name for constant in constant_map(family, shape).values()}
-        return cls(frozenset(names), shape.num_experts, "score.weight" if is_reward_model else LM_HEAD)
+        codes = [stored_names(spec.hf_names[0]) for spec in specs.values() if spec.transposed and is_packed]
+        head = "score.weight" if is_reward_model else LM_HEAD
+        return cls(frozenset(names), shape.num_experts, head, frozenset(chain.from_iterable(codes)))
 
     def has(self, name: str) -> bool:
         """Return whether a tensor of a folder is read."""
@@ -61,23 +69,26 @@ class ReadTensors:
 @dataclass(frozen=True)
 class FolderWeights:
     """The tensors of a folder. read: by name. left: kind -> tensors that are rightly not read. others: unexpected
-    names.
+    names. codes: tensors of bytes that are unpacked.
     """
 
     read: dict[str, StoredTensor]
     left: dict[str, dict[str, StoredTensor]]
     others: list[str]
+    codes: dict[str, StoredTensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tensors: Mapping[str, StoredTensor], settings: Mapping[str, Any], family: Family) -> FolderWeights:
         """Sort the tensors of a folder. settings: of a config.json that preflight has accepted."""
         shape = shape_of(settings)
         is_reward_model = any(name in REWARD_FAMILIES for name in settings["architectures"])
-        reads = ReadTensors.of(family, shape, is_reward_model)
+        reads = ReadTensors.of(family, shape, is_reward_model, family.unpacks(settings))
         weights = cls({}, {}, [])
         for name, tensor in tensors.items():
             kind = CARRIED if family.carries(name, settings) else _kind(name, reads)
-            if reads.has(name):
+            if name in reads.codes and tensor.dtype == BYTES:
+                weights.codes[name] = tensor
+            elif reads.has(name):
                 weights.read[name] = tensor
             elif kind is None:
                 weights.others.append(name)
@@ -140,6 +151,16 @@ def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
             if left.read(size) != right.read(size):
                 return False
     return True
+
+
+def unpacked_weights(path: str, weights: FolderWeights) -> str | None:
+    """Return one line about tensors that are stored in fewer bits than they are trained in; None if there are none."""
+    if not weights.codes:
+        return None
+    return (
+        f"of {path} {len(weights.codes) // 2} tensors are in 4 bits (MXFP4): they are unpacked as they are read, and "
+        "exports hold them in the type of training, without quantization_config"
+    )
 
 
 def unread_weights(path: str, weights: FolderWeights) -> str | None:

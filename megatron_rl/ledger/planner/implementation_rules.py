@@ -31,7 +31,7 @@ def implementation_problems(role: RoleSpec, model: ModelSizes | None, device: st
 
 def _unfit(key: str, chosen: str, model: ModelSizes) -> Iterable[Violation]:
     """Models whose layers are not Megatron's."""
-    if own := model.own_linears:
+    if own := model.te_lacks:
         rule = f"is not there for {own}, which {model.path} has: its layers are this project's own"
         yield Violation({key: chosen}, rule, {key: LOCAL})
     elif chosen == TRANSFORMER_ENGINE and model.parts.family.style.zero_centred_norms:

@@ -21,7 +21,12 @@ from megatron_rl.ledger.planner.config_json import (
     wrong_types,
 )
 from megatron_rl.ledger.planner.folder_files import FolderFiles, lacking_in
-from megatron_rl.ledger.planner.folder_weights import FolderWeights, unread_weights, weights_problems
+from megatron_rl.ledger.planner.folder_weights import (
+    FolderWeights,
+    unpacked_weights,
+    unread_weights,
+    weights_problems,
+)
 from megatron_rl.ledger.planner.hub_cache import is_hub_id
 from megatron_rl.model.families import (
     FAMILIES,
@@ -32,6 +37,7 @@ from megatron_rl.model.families import (
     Routing,
     dense_layers_problem,
     experts_of,
+    kinds_by_period,
     num_experts_key,
     num_labels,
     refusal_of,
@@ -65,8 +71,8 @@ class ModelSizes:
     before it. even_heads: `head_dim` is given, or the hidden size divides into heads. has_dense_layers: some layers of
     a model with experts have none. shared_experts: name and columns of the MLP of shared experts, which TP shards like
     a dense one; None: there is none. has_expert_bias: experts are chosen by score plus bias. model: as its parts;
-    None: only these numbers are known. unread: one line that
-    names weights which are not read but may have been meant; None: there are none, or weights were not checked.
+    None: only these numbers are known. unread: one line that names weights which are not read but may have been meant;
+    unpacked: one about weights that are stored in fewer bits; None: there are none, or weights were not checked.
     """
 
     path: str
@@ -86,6 +92,7 @@ class ModelSizes:
     shared_experts: tuple[str, int] | None = None
     has_expert_bias: bool = False
     unread: str | None = None
+    unpacked: str | None = None
     model: Model | None = None
 
     @property
@@ -104,6 +111,11 @@ class ModelSizes:
     def own_linears(self) -> str:
         """The first kind of attention whose linear layers are this project's own; "" if there is none."""
         return next((part.own_linears for part in self.parts.attentions if part.own_linears), "")
+
+    @property
+    def te_lacks(self) -> str:
+        """What transformer-engine's linear layers lack for the first attention that they do not fit; "" if nothing."""
+        return next((part.te_lacks for part in self.parts.attentions if part.te_lacks), "")
 
     @property
     def rollout_tp_divides(self) -> dict[str, int]:
@@ -242,7 +254,8 @@ def _with_files(
         return sizes, problems
     weights = FolderWeights.of(files.tensors, model.settings, model.family)
     problems += weights_problems(key, sizes.path, weights, model.settings)
-    return replace(sizes, unread=unread_weights(sizes.path, weights)), problems
+    left, stored = unread_weights(sizes.path, weights), unpacked_weights(sizes.path, weights)
+    return replace(sizes, unread=left, unpacked=stored), problems
 
 
 def _in_file(file: Path, settings: dict[str, Any], rule: str, nearest: dict[str, Any] | None = None) -> Violation:
@@ -368,6 +381,11 @@ def _unsupported(file: Path, settings: dict[str, Any], family: Family) -> Iterab
     num_layers = settings.get("num_hidden_layers")
     if family.attention.local and layer_types and is_size(num_layers) and len(layer_types) != num_layers:
         yield _in_file(file, {"layer_types": layer_types}, f"must name the kind of each of the {num_layers} layers")
+    elif family.attention.has_fixed_kinds and layer_types and is_size(num_layers):
+        periodic = kinds_by_period(family.attention, settings)
+        if list(layer_types) != periodic:
+            rule = "must be what vLLM takes for granted, a window in every second layer from the first on"
+            yield _in_file(file, {"layer_types": layer_types}, rule, {"layer_types": periodic})
     kind = settings.get("model_type")
     if kind is not None and kind not in (family.model_type, *family.other_types):
         rule = f"must be that of {family.architecture}, as transformers reads config.json by it"
@@ -375,6 +393,8 @@ def _unsupported(file: Path, settings: dict[str, Any], family: Family) -> Iterab
     given = family.given(settings)
     for name, required in family.fixed_settings.items():
         value = given.get(name, required)
+        if name == "quantization_config" and family.unpacks(settings):
+            continue
         if value != required and (value or required):
             because = f": {family.reasons[name]}" if name in family.reasons else ""
             yield _in_file(file, {name: value}, f"is not supported{because}", {name: required})

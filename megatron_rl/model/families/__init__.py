@@ -4,7 +4,7 @@ Preflight, the model builder, import, export and the rollout binding all read th
 entry in a file of `known/`.
 """
 
-from megatron_rl.model.families.attention_keys import attention_shape, rotary_share
+from megatron_rl.model.families.attention_keys import attention_shape, kinds_by_period, rotary_share
 from megatron_rl.model.families.family import LAYER, Family
 from megatron_rl.model.families.model import Model, tensors_of
 from megatron_rl.model.families.params import (
@@ -34,7 +34,15 @@ from megatron_rl.model.families.shape import (
     shape_of,
     sliding_window,
 )
-from megatron_rl.model.parts import CORRECTION, AttentionShape, Constant, LatentAttention, ModelShape, ParamSpec
+from megatron_rl.model.parts import (
+    CORRECTION,
+    AttentionShape,
+    Constant,
+    LatentAttention,
+    ModelShape,
+    ParamSpec,
+    is_one_by_one,
+)
 
 __all__ = [
     "CORRECTION",
@@ -66,6 +74,8 @@ __all__ = [
     "dense_layers_problem",
     "family_of",
     "full_attention",
+    "is_one_by_one",
+    "kinds_by_period",
     "is_reward_model",
     "experts_of",
     "num_experts_key",

@@ -9,7 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron_rl.model.parts import AttentionPart, AttentionShape, GroupedAttention, LatentAttention, ModelShape
+from megatron_rl.model.parts import (
+    AttentionPart,
+    AttentionShape,
+    GroupedAttention,
+    LatentAttention,
+    ModelShape,
+    SinkAttention,
+)
 from megatron_rl.model.parts.latent import SIZE_KEYS
 
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
@@ -53,6 +60,14 @@ class AttentionKeys:
     rope_types: ClassVar[Mapping[str, tuple[str, ...]]] = ROPE_TYPES
     absent_ropes: ClassVar[Mapping[str, Any]] = {}
     """Rotary settings where config.json has none."""
+    differing_yarn: ClassVar[tuple[str, ...]] = ("attention_factor", "truncate")
+    """Settings of yarn that vLLM reads otherwise than transformers."""
+    has_fixed_kinds: ClassVar[bool] = False
+    """vLLM reads no `layer_types`: layers must have windows by `period`."""
+    sinks: ClassVar[bool] = False
+    """Every head has a logit of its own in its softmax."""
+    made: ClassVar[type[GroupedAttention]] = GroupedAttention
+    """The part that the keys make."""
 
     def problem(self, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
         """Settings that do not fit each other, and the rule that they break; None if they fit. Check types before."""
@@ -72,7 +87,7 @@ class AttentionKeys:
     def part(self, shape: ModelShape, layer: int) -> AttentionPart:
         """Return the attention of one layer."""
         described = shape.attention if isinstance(shape.attention, AttentionShape) else AttentionShape()
-        return GroupedAttention(
+        return self.made(
             shape.hidden_size,
             shape.num_heads,
             shape.num_kv_heads,
@@ -83,6 +98,18 @@ class AttentionKeys:
             described.window(layer),
             described.is_whole,
         )
+
+
+class SinkKeys(AttentionKeys):
+    """Keys of attention with sinks (gpt-oss). vLLM takes yarn for granted, and a window in every second layer."""
+
+    rope_types: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        YARN: ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+    }
+    differing_yarn = ("attention_factor", "mscale", "mscale_all_dim")
+    has_fixed_kinds = True
+    sinks = True
+    made = SinkAttention
 
 
 class LatentKeys(AttentionKeys):
@@ -118,18 +145,23 @@ def attention_shape(keys: AttentionKeys, settings: Mapping[str, Any], head_size:
             settings.get("sliding_window") if kind == LOCAL else None for kind in layer_kinds(keys, settings)
         )
     share = rotary_share(keys, settings)
-    return AttentionShape(scaled**-0.5, int(head_size * share), cap or None, windows, keys.thetas is not None)
+    two_ropes, turned = keys.thetas is not None, int(head_size * share)
+    return AttentionShape(scaled**-0.5, turned, cap or None, windows, two_ropes, sinks=keys.sinks)
 
 
 def layer_kinds(keys: AttentionKeys, settings: Mapping[str, Any]) -> list[str]:
     """`LOCAL` or `GLOBAL` for every layer; families without windows have only the latter."""
-    count = settings["num_hidden_layers"]
     if not keys.local:
-        return [GLOBAL] * count
-    period = keys.period if keys.period_key is None else settings.get(keys.period_key) or keys.period
-    usual = [LOCAL if (layer + 1) % period else GLOBAL for layer in range(count)]
-    kinds = list(settings.get("layer_types") or usual)
+        return [GLOBAL] * settings["num_hidden_layers"]
+    kinds = list(settings.get("layer_types") or kinds_by_period(keys, settings))
     return [*kinds[:-1], GLOBAL] if keys.ends_global else kinds
+
+
+def kinds_by_period(keys: AttentionKeys, settings: Mapping[str, Any]) -> list[str]:
+    """`layer_kinds` of a family with windows whose config.json has no `layer_types`."""
+    count = settings["num_hidden_layers"]
+    period = keys.period if keys.period_key is None else settings.get(keys.period_key) or keys.period
+    return [LOCAL if (layer + 1) % period else GLOBAL for layer in range(count)]
 
 
 def rotary_share(keys: AttentionKeys, settings: Mapping[str, Any]) -> float:

@@ -90,6 +90,8 @@ class Family:
     fixed: further config.json settings that may have one value only (or be absent). reasons: of some of them, why.
     defaults: values of absent config.json settings, if they differ from the usual defaults.
     rollout: settings that vLLM reads from config.json and that transformers does not need.
+    engine_names: module of a folder's tensors -> vLLM's name of it, where they differ.
+    unpacked: quantised weights, by `quant_method` of config.json's quantization_config, that import unpacks.
     carried: beginnings of the names of tensors that are carried: neither read nor trained, and written again by exports
     untouched. ahead_key: the config.json key of the number of multi-token prediction layers after the others, which are
     carried, too; None: the family has none. own_type: the model_type of config.json, if it is not the architecture's
@@ -112,6 +114,8 @@ class Family:
     rollout: Mapping[str, object] = field(default_factory=dict, hash=False)
     defaults: Mapping[str, object] = field(default_factory=dict, hash=False)
     carried: tuple[str, ...] = ()
+    engine_names: Mapping[str, str] = field(default_factory=dict, hash=False)
+    unpacked: tuple[str, ...] = ()
     ahead_key: str | None = None
     own_type: str | None = None
     other_types: tuple[str, ...] = ()
@@ -132,6 +136,11 @@ class Family:
         layer, last = LAYER.match(name), settings["num_hidden_layers"]
         ahead = 0 if self.ahead_key is None else settings.get(self.ahead_key) or 0
         return layer is not None and last <= int(layer[1]) < last + ahead
+
+    def unpacks(self, settings: Mapping[str, Any]) -> bool:
+        """Whether a config.json has quantised weights that import unpacks."""
+        quantised = settings.get("quantization_config")
+        return isinstance(quantised, Mapping) and quantised.get("quant_method") in self.unpacked
 
     @property
     def fixed_settings(self) -> dict[str, object]:

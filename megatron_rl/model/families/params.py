@@ -30,7 +30,12 @@ def eight_bit_names(specs: Mapping[str, ParamSpec]) -> set[str]:
     """The rollout engine's names of the weights that it can read as codes of 8 bits: linears of attention, MLPs and
     shared experts, and stacked experts.
     """
-    return {spec.tensor.name for name, spec in specs.items() if spec.tensor.is_expert or _is_linear(name)}
+    return {spec.tensor.name for name, spec in specs.items() if _is_stack(spec) or _is_linear(name)}
+
+
+def _is_stack(spec: ParamSpec) -> bool:
+    """Whether it is a stack of matrices of experts, and not of their biases."""
+    return spec.tensor.is_expert and len(spec.tensor.segments[0].shape) > 2
 
 
 def _is_linear(name: str) -> bool:
@@ -68,6 +73,19 @@ def param_map(family: Family, shape: ModelShape) -> dict[str, ParamSpec]:
 
     In the order of the layers, the embedding first.
     """
+    return {name: engine_named(spec, family.engine_names) for name, spec in _folder_named(family, shape).items()}
+
+
+def engine_named(spec: ParamSpec, names: Mapping[str, str]) -> ParamSpec:
+    """The spec with vLLM's names of modules in its tensor's name."""
+    if not names:
+        return spec
+    name = ".".join(names.get(module, module) for module in spec.tensor.name.split("."))
+    return replace(spec, tensor=replace(spec.tensor, name=name))
+
+
+def _folder_named(family: Family, shape: ModelShape) -> dict[str, ParamSpec]:
+    """`param_map`, with the folder's names of modules."""
     embedding = vocab_matrix("model.embed_tokens.weight", shape.vocab_size, shape.hidden_size)
     head = embedding if shape.tied else vocab_matrix("lm_head.weight", shape.vocab_size, shape.hidden_size)
     params = {"embedding.word_embeddings.weight": embedding}

@@ -43,11 +43,6 @@ REFUSED = (
     Refusal("NemotronH*", NEMOTRON_H, "Qwen3MoeForCausalLM"),
     Refusal("Qwen3Next*", DELTA_RULE, "Qwen3MoeForCausalLM"),
     Refusal(
-        "GptOss*",
-        "attention sinks, gates that are bounded, experts with biases and 4-bit weights",
-        "Qwen3MoeForCausalLM",
-    ),
-    Refusal(
         "KimiLinear*", "linear attention by the gated delta rule with a gate of each element", "DeepseekV3ForCausalLM"
     ),
     Refusal("KimiK25*", f"{VISION}: K2's language model is here, in a folder of its own", "DeepseekV3ForCausalLM"),

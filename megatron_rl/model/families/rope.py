@@ -72,7 +72,7 @@ def rope_problem(settings: Mapping[str, Any], keys: AttentionKeys | None = None)
     if keys.partial_rotary is None and fraction != 1.0:
         return f"partial_rotary_factor={fraction} is not supported; nearest: 1.0"
     if kind == YARN:
-        return _yarn_problem(rope)
+        return _yarn_problem(rope, keys.differing_yarn)
     return None
 
 
@@ -88,9 +88,9 @@ def _proportional_problem(rope: Mapping[str, Any], fraction: float) -> str | Non
     return None
 
 
-def _yarn_problem(rope: Mapping[str, Any]) -> str | None:
+def _yarn_problem(rope: Mapping[str, Any], differing: tuple[str, ...]) -> str | None:
     """Settings of yarn that transformers and vLLM read differently."""
-    odd = [name for name in ("attention_factor", "truncate") if rope.get(name) is not None]
+    odd = [name for name in differing if rope.get(name) is not None]
     if odd:
         return f"yarn with {', '.join(odd)} is not supported, because vLLM does not read it as transformers does"
     if bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim")):

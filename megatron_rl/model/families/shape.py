@@ -205,6 +205,8 @@ def full_attention(family: Family, settings: Mapping[str, Any]) -> dict[str, Any
 def rollout_settings(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that vLLM needs beside config.json to compute what transformers computes."""
     overrides = full_attention(family, settings) | dict(family.rollout)
+    if family.unpacks(settings):
+        overrides["quantization_config"] = None
     if family.experts is not None and family.experts.scoring is not None:
         groups, per_token = groups_of(family.experts.scoring, settings)
         overrides |= {"n_group": groups, "topk_group": per_token}

@@ -1,13 +1,14 @@
 """The parts that layers are made of. Each states its parameters and its costs once; needs no torch."""
 
-from megatron_rl.model.parts.expert_mlp import Experts, ExpertsMLP, Scoring, SharedExperts
+from megatron_rl.model.parts.expert_mlp import Experts, ExpertsMLP, ExpertStacks, Scoring, SharedExperts
 from megatron_rl.model.parts.gated_mlp import GatedMLP
 from megatron_rl.model.parts.grouped_attention import AttentionShape, GroupedAttention, WideHeads
 from megatron_rl.model.parts.latent import LatentAttention
 from megatron_rl.model.parts.layer import Layer
 from megatron_rl.model.parts.model_shape import ModelShape
-from megatron_rl.model.parts.param_spec import CORRECTION, Constant, ParamSpec
+from megatron_rl.model.parts.param_spec import CORRECTION, Constant, ParamSpec, is_one_by_one
 from megatron_rl.model.parts.part import FP32, AttentionPart, Cut, LayerBlock, LayerPart
+from megatron_rl.model.parts.sink_attention import SinkAttention
 
 __all__ = [
     "CORRECTION",
@@ -16,6 +17,7 @@ __all__ = [
     "AttentionShape",
     "Constant",
     "Cut",
+    "ExpertStacks",
     "Experts",
     "ExpertsMLP",
     "GatedMLP",
@@ -29,4 +31,6 @@ __all__ = [
     "Scoring",
     "SharedExperts",
     "WideHeads",
+    "SinkAttention",
+    "is_one_by_one",
 ]

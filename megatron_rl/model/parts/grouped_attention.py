@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megatron_rl.model.parts.param_spec import ParamSpec, single, whole
 from megatron_rl.model.parts.part import FP32, AttentionPart, Cut, LayerBlock
@@ -40,7 +41,8 @@ class AttentionShape:
     windows: per layer the number of positions that a token attends to, including its own; None: all before it; (): no
     layer has a window. turned: number of elements of a head that are rotated, from the first on. two_ropes: layers with
     a window have a rotary embedding of their own. wide: heads of layers without a window, which are turned whole; None:
-    all layers have the same heads. value_norm: values are normalised per head, without a weight.
+    all layers have the same heads. value_norm: values are normalised per head, without a weight. sinks: every head has
+    a learned logit that joins its softmax.
     """
 
     scale: float = 1.0
@@ -50,6 +52,7 @@ class AttentionShape:
     two_ropes: bool = False
     wide: WideHeads | None = None
     value_norm: bool = False
+    sinks: bool = False
 
     def window(self, layer: int) -> int | None:
         """The window of one layer, counted over the whole model from 0."""
@@ -57,8 +60,8 @@ class AttentionShape:
 
     @property
     def is_whole(self) -> bool:
-        """Whether attention is plain: no bound and no window."""
-        return self.soft_cap is None and not any(self.windows)
+        """Whether attention is plain: no bound, no window and no sink."""
+        return self.soft_cap is None and not any(self.windows) and not self.sinks
 
 
 @dataclass(frozen=True)
@@ -67,12 +70,13 @@ class GroupedAttention(AttentionPart):
 
     qkv_bias: q, k and v projections have biases. qk_norm: queries and keys are normalised per head. soft_cap: bound of
     products; None: none. window: positions that a token attends to, its own included; None: all before it. is_whole:
-    no layer of the model has a bound or a window. value_norm: values are normalised per head, without a weight.
+    no layer of the model has a bound, a window or a sink. value_norm: values are normalised per head, without a weight.
     values_are_keys: there is no projection to values; they are the keys before norm and rotation. kv_heads_key: the
-    config.json key of num_kv_heads.
+    config.json key of num_kv_heads. has_kernel: GPUs have one if there is no bound.
     """
 
     block_sizes = BLOCK_SIZES
+    has_kernel: ClassVar[bool] = True
 
     hidden: int
     num_heads: int
@@ -163,7 +167,7 @@ class GroupedAttention(AttentionPart):
         return (q + 2 * kv) * block.slots * 3
 
     def products_bytes(self, block: LayerBlock, cut: Cut, *, backward: bool) -> float:
-        if self.is_whole or (self.soft_cap is None and cut.element != FP32):
+        if self.is_whole or (self.has_kernel and self.soft_cap is None and cut.element != FP32):
             return 0.0
         keys = block.longest if self.window is None else min(self.window, block.longest)
         return min(LARGEST_TILE, block.slots * self.num_heads // cut.tp_size * keys) * FP32 * (1 + backward)

@@ -23,11 +23,24 @@ class ParamSpec:
     """One Megatron parameter: the logical tensor it is a shard of, and the Hugging Face tensor of each segment.
 
     Two Megatron parameters with the same tensor (a tied head on the last pipeline stage) are copies. The names of an
-    expert tensor contain `{expert}` for the expert's number; each expert is one slice along dim 0.
+    expert tensor contain `{expert}` for the expert's number; each expert is one slice along dim 0. Without it the
+    folder has all experts in one tensor.
+    transposed: the folder's tensor has the last two dims in the other order. Such a tensor may also be there as codes
+    of 4 bits, which keep this order (`checkpoint/mxfp4.py`).
     """
 
     tensor: LogicalTensor
     hf_names: tuple[str, ...]
+    transposed: bool = False
+
+
+EACH = "{expert}"
+"""In the name of a folder's tensor that every expert has."""
+
+
+def is_one_by_one(spec: ParamSpec) -> bool:
+    """Whether the folder has a tensor for each expert."""
+    return spec.tensor.is_expert and EACH in spec.hf_names[0]
 
 
 def single(name: str, segment: Segment, tp_dim: int) -> ParamSpec:

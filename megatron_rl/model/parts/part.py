@@ -134,6 +134,11 @@ class AttentionPart(LayerPart):
         return {}
 
     @property
+    def te_lacks(self) -> str:
+        """What transformer-engine's linear layers lack for it, as "latent attention"; "" if nothing."""
+        return self.own_linears
+
+    @property
     @abstractmethod
     def not_cut(self) -> str:
         """Why CP cannot share a sequence, as "latent attention"; "" if it can."""
@@ -141,6 +146,10 @@ class AttentionPart(LayerPart):
     def exchanged_bytes(self, block: LayerBlock, cut: Cut, num_ranks: int, *, backward: bool) -> float:
         """Bytes of `num_ranks` context-parallel ranks' keys and values while a layer attends to them."""
         return 0.0
+
+    def copied_dtypes(self, device: str) -> tuple[str, ...]:
+        """Types of weights of which vLLM on a device would keep copies, which updates do not reach."""
+        return ()
 
     def engine_problem(self, device: str) -> tuple[str, str] | None:
         """Why vLLM has no kernel on a device: (the sizes, the rule that they break); None if it has one."""
