@@ -34,6 +34,7 @@ CPU_PATCHES = (
     "third_party_patches.megatron_core.uneven_gather",
     "third_party_patches.vllm.unpacked_linear",
     "third_party_patches.vllm.unpacked_experts",
+    "third_party_patches.vllm.sigmoid_routing",
     "third_party_patches.vllm.cpu_dense_adapters",
     "third_party_patches.vllm.cpu_partial_prompts",
     "third_party_patches.vllm.cpu_routed_experts",

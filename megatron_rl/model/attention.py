@@ -20,7 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from megatron_rl.device import has_grouped_attention, has_varlen_attention
 from megatron_rl.model.families import AttentionShape
-from megatron_rl.model.norm import RMSNorm, bare_norm
+from megatron_rl.model.norm import JointNorm, RMSNorm, bare_norm
 from megatron_rl.model.parts import GroupedAttention
 from megatron_rl.model.segments import Segments, to_slots, to_tokens, turns_of
 from megatron_rl.model.shaped_attention import ShapedAttention
@@ -34,6 +34,7 @@ class StackedQKVSelfAttention(SelfAttention):
 
     shape: the model's variants of attention; None: plain. part: this layer's attention; None: that of Megatron's
     configuration. norm_after: the norm of the output, `post_layernorm`. turn_scale: factor of cosine and sine.
+    joint_norms: norms of queries and keys are over all heads together.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class StackedQKVSelfAttention(SelfAttention):
         part: GroupedAttention | None = None,
         norm_after: type[RMSNorm] | None = None,
         turn_scale: float = 1.0,
+        joint_norms: bool = False,
         **options: Any,
     ) -> None:
         shares_keys = part is not None and part.values_are_keys
@@ -57,6 +59,10 @@ class StackedQKVSelfAttention(SelfAttention):
         super().__init__(config, submodules, *args, **options)
         self.shares_keys, self.norms_values = shares_keys, part is not None and part.value_norm
         self.turn_scale = turn_scale
+        if joint_norms:
+            size, group = self.hidden_size_per_attention_head, self.tp_group
+            self.q_layernorm = JointNorm(self.config, self.num_attention_heads_per_partition, size, group)
+            self.k_layernorm = JointNorm(self.config, self.num_query_groups_per_partition, size, group)
         head_size = self.hidden_size_per_attention_head
         self.turned = head_size if shape is None or shape.wide is not None else shape.turned
         # With two rotary embeddings their angles are concatenated: first those of layers without a window.

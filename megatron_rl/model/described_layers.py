@@ -66,10 +66,10 @@ def put_grouped_attention(
     norm_after = norm_of(style) if style.norms_after else None
     attention.module = StackedQKVSelfAttention
     attention.params = {**attention.params, "shape": shape, "part": part, "norm_after": norm_after}
-    attention.params["turn_scale"] = turn_scale(hf_config)
+    attention.params |= {"turn_scale": turn_scale(hf_config), "joint_norms": part.joint_norms}
     core = ContextAttention if config.context_parallel_size > 1 else CausalAttention
     attention.submodules.core_attention = ModuleSpec(module=core, params={"shape": shape})
-    if part.qk_norm:
+    if part.qk_norm and not part.joint_norms:
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = norm_of(style)
 
 

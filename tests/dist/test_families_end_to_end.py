@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from tiny_gemma4 import save_gemma4, save_gemma4_with_keys_for_values
 from tiny_glm import save_glm4_moe_lite
 from tiny_gpt_oss import save_gpt_oss
+from tiny_minimax import save_minimax
 from tiny_models import (
     random_batch,
     run_config,
@@ -57,7 +58,7 @@ GEMMA4 = (save_gemma4, save_gemma4_with_keys_for_values)
 DENSE = (save_llama, save_llama31, save_qwen2, save_qwen3, save_mistral, save_gemma2, save_gemma3, *GEMMA4)
 LATENT = (save_deepseek_v2, save_deepseek_v3, save_moonlight, save_kimi_k2, save_glm4_moe_lite)
 WITH_EXPERTS = (save_qwen3_moe, save_mixtral, save_qwen2_moe, save_qwen3_moe_with_dense_layers, save_glm4_moe, *LATENT)
-WITH_EXPERTS += (save_gpt_oss,)
+WITH_EXPERTS += (save_gpt_oss, save_minimax)
 LAYOUTS = {
     "one process": (1, 1, 1, {}),
     "TP2": (2, 2, 1, {}),
@@ -79,6 +80,7 @@ sinks), and every layout, dense and with experts. Qwen2, Qwen3 and Qwen3-MoE are
 """
 FURTHER = [(save, "TP2xPP2") for save in (*DENSE, *WITH_EXPERTS)] + [(save, "EP2") for save in WITH_EXPERTS]
 FURTHER += [(save_gpt_oss, "PP2"), (save_gpt_oss, "one process")]
+FURTHER += [(save_minimax, "PP2"), (save_minimax, "one process"), (save_minimax, "TP2")]
 FURTHER += [(save_llama31, "one process"), (save_qwen2_with_windows, "PP2")]
 """What the sweeps have: each family cut along all of its axes, and its experts spread."""
 CASES = [

@@ -10,6 +10,7 @@ from ranks import run_ranks
 from storage_meter import StorageMeter
 from tiny_gemma4 import save_gemma4, save_gemma4_with_keys_for_values
 from tiny_gpt_oss import save_gpt_oss
+from tiny_minimax import save_minimax
 from tiny_models import (
     run_config,
     save_deepseek_v3,
@@ -182,6 +183,7 @@ LAYOUTS = {
     "keys for values, TP2, SP": (2, 2, 1, SP),
     "sinks, EP2, DP2": (2, 1, 1, EP2),
     "sinks, TP2, SP": (2, 2, 1, SP),
+    "joint norms, TP2, SP": (2, 2, 1, SP),
     "adapters": (1, 1, 1, LORA),
     "adapters, TP2, SP": (2, 2, 1, LORA | SP),
     "adapters, PP2": (2, 1, 2, LORA),
@@ -198,6 +200,7 @@ LAYOUTS = {
 MODELS = {"experts": save_qwen3_moe, "shared experts": save_qwen2_moe, "latent attention": save_deepseek_v3}
 MODELS |= {"bounds and windows": save_gemma2, "half turned": save_glm4_moe, "sinks": save_narrow_gpt_oss}
 MODELS |= {"wide heads": save_gemma4, "keys for values": save_gemma4_with_keys_for_values}
+MODELS |= {"joint norms": save_minimax}
 """By what a layout's name begins with; a Llama where it is none of these."""
 ENGINE_OF_EXPERTS = ("experts, EP2, DP2", "experts, EP2, DP2, router again", "shared experts, EP2, DP2")
 ENGINE_OF_EXPERTS += ("latent attention, EP2, DP2", "half turned, EP2, DP2")
@@ -217,6 +220,7 @@ RARELY = (
     "keys for values, TP2, SP",
     "sinks, EP2, DP2",
     "sinks, TP2, SP",
+    "joint norms, TP2, SP",
     "adapters",
     "adapters, TP2, SP",
     "adapters, PP2, brought again, recomputed",

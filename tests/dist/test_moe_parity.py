@@ -31,6 +31,8 @@ from test_layout_parity import (
 from tiny_models import random_batch, run_config, save_qwen3, save_qwen3_moe
 
 from megatron_rl.columns import ACTOR_UPDATE, SCORING
+from megatron_rl.model.families import family_of
+from megatron_rl.model.parts import Experts
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -127,18 +129,22 @@ def hugging_face_gradients(path: str) -> dict[str, torch.Tensor]:
     from megatron_rl.controller.report import hf_model
 
     model, on_disk = hf_model(path), HFFolder(Path(path)).files
+    names = family_of(model.config.architectures).experts or Experts()
     advantages = random_batch(NUM_ROWS)["advantages"].values()
     (-hugging_face_log_probs(path, model) * advantages).mean().backward()
     gradients = {}
     for name, parameter in model.named_parameters():
+        name = name.replace(".mlp.", f".{names.block}.")
         stack, _, kind = name.rpartition(".")
         if name in on_disk:
             gradients[name] = parameter.grad
         elif kind == "gate_up_proj":
             for expert, (gate, up) in enumerate(grad.chunk(2) for grad in parameter.grad):
-                gradients |= {f"{stack}.{expert}.gate_proj.weight": gate, f"{stack}.{expert}.up_proj.weight": up}
+                single = f"{stack}.{expert}."
+                gradients |= {f"{single}{names.gate}.weight": gate, f"{single}{names.up}.weight": up}
         elif kind == "down_proj":
-            gradients |= {f"{stack}.{expert}.down_proj.weight": grad for expert, grad in enumerate(parameter.grad)}
+            of_experts = enumerate(parameter.grad)
+            gradients |= {f"{stack}.{expert}.{names.down}.weight": grad for expert, grad in of_experts}
         else:
             gradients[name] = parameter.grad
     return gradients

@@ -200,7 +200,8 @@ def test_every_tensor_of_transformers_is_claimed_once(architecture, tied):
         stacks["down_proj"] = [f"{single}{names.down}.weight"]
     expected = shapes_in_a_folder(model, 3, stacks)
     if names is not None:
-        expected = {name.replace("mlp.gate.", f"{names.block}.gate."): shape for name, shape in expected.items()}
+        for own in ("gate.", "e_score_correction_bias"):
+            expected = {name.replace(f"mlp.{own}", f"{names.block}.{own}"): shape for name, shape in expected.items()}
     if tied and not is_classifier:
         del expected["lm_head.weight"]
     specs = (value_param_map if is_classifier else param_map)(family, shape_of(config.to_dict()))

@@ -23,7 +23,25 @@ GPT_OSS = {
     "tie_word_embeddings": False,
     "max_position_embeddings": 131072,
 }
+MINIMAX = {
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "model_type": "minimax_m2",
+    "head_dim": 128,
+    "hidden_size": 3072,
+    "intermediate_size": 1536,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 62,
+    "num_local_experts": 256,
+    "num_experts_per_tok": 8,
+    "vocab_size": 200064,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 196608,
+    "rotary_dim": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+}
 PUBLISHED = {
+    "MiniMax-M2": (MINIMAX, 228_689_748_992),
     "gpt-oss-20b": (GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32}, 20_914_757_184),
     "gpt-oss-120b": (GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128}, 116_829_156_672),
 }
@@ -31,8 +49,8 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_of_published_models(name: str) -> None:
-    """Equal to the last one, and to the model cards' 20.9 and 116.8 billion. Would not catch a config.json that says
-    otherwise than the numbers here.
+    """Equal to the last one, and to the model cards' 229, 20.9 and 116.8 billion. Would not catch a config.json that
+    says otherwise than the numbers here.
     """
     settings, count = PUBLISHED[name]
     (architecture,) = settings["architectures"]

@@ -142,6 +142,8 @@ TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
     **dict.fromkeys(("query_pre_attn_scalar", "attn_logit_softcapping"), (_is_above_0, "a finite number > 0")),
     **dict.fromkeys(("final_logit_softcapping", "rope_local_base_freq"), (_is_above_0, "a finite number > 0")),
     "partial_rotary_factor": (_is_above_0, "a finite number > 0"),
+    "rotary_dim": (is_size, "a whole number >= 1"),
+    "num_mtp_modules": (_is_count, "a whole number >= 0"),
     "sliding_window_pattern": (is_size, "a whole number >= 1"),
     "routed_scaling_factor": (_is_above_0, "a finite number > 0"),
     "mlp_only_layers": (_are_numbers, "a list of whole numbers >= 0"),

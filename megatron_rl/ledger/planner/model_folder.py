@@ -309,6 +309,15 @@ def _head_problems(file: Path, settings: dict[str, Any], family: Family) -> Iter
     if not 0 < share <= 1 or int(size * share) % 2 or int(size * share) == 0:
         rule = f"must be a share of head_dim({size}) that is a whole even number of elements"
         yield _in_file(file, {"partial_rotary_factor": share}, rule, {"partial_rotary_factor": 1.0})
+        return
+    key = family.attention.turned_key
+    turned = None if key is None else settings.get(key)
+    if key is not None and turned is not None and turned != int(size * share):
+        rule = (
+            f"must be head_dim({size}) * partial_rotary_factor({share}) = {int(size * share)}: vLLM turns as many "
+            f"elements of a head as {key} says, and transformers reads partial_rotary_factor of rope_parameters alone"
+        )
+        yield _in_file(file, {key: turned}, rule, {"rope_parameters.partial_rotary_factor": turned / size})
 
 
 def _sizes(path: str, settings: dict[str, Any], family: Family, routing: Routing | None) -> ModelSizes:

@@ -41,7 +41,9 @@ class AttentionKeys:
     `layer_types` says so; without that key, all but every `period`-th layer. period_key: a key with another period.
     thetas: default bases of two rotary embeddings, for layers without a window and with one; None: all layers share
     one. partial_rotary: the default share of a head that is rotated; None: always the whole head. ends_global: the last
-    layer has no window, whatever else says.
+    layer has no window, whatever else says. turned_key: the key of the number of elements that are rotated, which vLLM
+    reads and transformers does not; None: there is none. joint_norms: norms of queries and keys are over all heads
+    together.
     """
 
     scale: str | None = None
@@ -52,6 +54,8 @@ class AttentionKeys:
     thetas: tuple[float, float] | None = None
     partial_rotary: float | None = None
     ends_global: bool = False
+    turned_key: str | None = None
+    joint_norms: bool = False
 
     size_keys: ClassVar[tuple[str, ...]] = ()
     """Further keys that must be sizes."""
@@ -97,6 +101,7 @@ class AttentionKeys:
             described.soft_cap,
             described.window(layer),
             described.is_whole,
+            joint_norms=self.joint_norms,
         )
 
 
@@ -147,6 +152,12 @@ def attention_shape(keys: AttentionKeys, settings: Mapping[str, Any], head_size:
     share = rotary_share(keys, settings)
     two_ropes, turned = keys.thetas is not None, int(head_size * share)
     return AttentionShape(scaled**-0.5, turned, cap or None, windows, two_ropes, sinks=keys.sinks)
+
+
+def turned_elements(keys: AttentionKeys, settings: Mapping[str, Any]) -> int:
+    """Elements of a head that are rotated. settings: with the family's defaults, and a `head_dim` or its parts."""
+    size = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
+    return int(size * rotary_share(keys, settings))
 
 
 def layer_kinds(keys: AttentionKeys, settings: Mapping[str, Any]) -> list[str]:

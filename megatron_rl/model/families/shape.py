@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rl.model.families.attention_keys import turned_elements
 from megatron_rl.model.families.family import DENSE, FIRST, LISTED, MLP_KINDS, SPARSE, STEP, Family
 from megatron_rl.model.families.registry import family_of
 from megatron_rl.model.parts import Experts, ModelShape, Scoring
@@ -205,6 +206,8 @@ def full_attention(family: Family, settings: Mapping[str, Any]) -> dict[str, Any
 def rollout_settings(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that vLLM needs beside config.json to compute what transformers computes."""
     overrides = full_attention(family, settings) | dict(family.rollout)
+    if family.attention.turned_key is not None:
+        overrides[family.attention.turned_key] = turned_elements(family.attention, family.given(settings))
     if family.unpacks(settings):
         overrides["quantization_config"] = None
     if family.experts is not None and family.experts.scoring is not None:

@@ -68,11 +68,12 @@ class AttentionShape:
 class GroupedAttention(AttentionPart):
     """Grouped-query attention (Ainslie et al., arXiv:2305.13245) of one layer.
 
-    qkv_bias: q, k and v projections have biases. qk_norm: queries and keys are normalised per head. soft_cap: bound of
-    products; None: none. window: positions that a token attends to, its own included; None: all before it. is_whole:
-    no layer of the model has a bound, a window or a sink. value_norm: values are normalised per head, without a weight.
-    values_are_keys: there is no projection to values; they are the keys before norm and rotation. kv_heads_key: the
-    config.json key of num_kv_heads. has_kernel: GPUs have one if there is no bound.
+    qkv_bias: q, k and v projections have biases. qk_norm: queries and keys are normalised, per head, or with
+    joint_norms over all heads together. soft_cap: bound of products; None: none. window: positions that a token attends
+    to, its own included; None: all before it. is_whole: no layer of the model has a bound, a window or a sink.
+    value_norm: values are normalised per head, without a weight. values_are_keys: there is no projection to values;
+    they are the keys before norm and rotation. kv_heads_key: the config.json key of num_kv_heads. has_kernel: GPUs have
+    one if there is no bound.
     """
 
     block_sizes = BLOCK_SIZES
@@ -91,6 +92,7 @@ class GroupedAttention(AttentionPart):
     values_are_keys: bool = False
     kv_heads_key: str = "num_key_value_heads"
     own_linears: str = ""
+    joint_norms: bool = False
 
     def params(self, mega: str, hf: str) -> dict[str, ParamSpec]:
         """Queries, keys and values are stacked in one matrix per TP rank, as vLLM has them."""
@@ -114,9 +116,11 @@ class GroupedAttention(AttentionPart):
         if self.qkv_bias:
             params[f"{mega}self_attention.linear_qkv.bias"] = qkv("bias")
         if self.qk_norm:
-            for part in "qk":
-                name = f"{mega}self_attention.{part}_layernorm.weight"
-                params[name] = whole(f"{hf}self_attn.{part}_norm.weight", (size,))
+            for part, num in (("q", heads), ("k", kv_heads)):
+                name, theirs = f"{mega}self_attention.{part}_layernorm.weight", f"{hf}self_attn.{part}_norm.weight"
+                params[name] = whole(theirs, (size,))
+                if self.joint_norms:
+                    params[name] = single(theirs, Segment("heads", (num * size,), num), 0)
         return params
 
     @property
@@ -141,7 +145,8 @@ class GroupedAttention(AttentionPart):
         mixed, own = q + KV_MATRICES[self.values_are_keys] * kv, 0.0
         statistics = block.slots * (self.num_heads // cut.tp_size) * FP32
         if self.qk_norm:
-            own += block.tokens * (self.num_heads // cut.tp_size + self._kv_heads(cut.tp_size)) * FP32
+            norms = self.num_heads // cut.tp_size + self._kv_heads(cut.tp_size)
+            own += block.tokens * (2 if self.joint_norms else norms) * FP32
             # The float32 norm, which is our own on CPUs, keeps no copy of its input.
             own += block.tokens * (q + kv) * element if element != FP32 else 0
             own += block.tokens * mixed * element if block.slots != block.tokens or copies else 0
@@ -211,5 +216,6 @@ class GroupedAttention(AttentionPart):
             "num_query_groups": self.num_kv_heads,
             "kv_channels": self.head_size,
             "add_qkv_bias": self.qkv_bias,
-            "qk_layernorm": self.qk_norm,
+            # Megatron sums the gradients of these norms over TP ranks, which cut joint norms.
+            "qk_layernorm": self.qk_norm and not self.joint_norms,
         }
