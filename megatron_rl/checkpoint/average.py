@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from megatron_rl.checkpoint.carried import DTYPES
 from megatron_rl.checkpoint.export_saved import StoredModel, saved_model, write_model
 from megatron_rl.checkpoint.folders import find
-from megatron_rl.checkpoint.hf_config import read_hf_config
+from megatron_rl.checkpoint.hf_config import language_config, read_hf_config
 from megatron_rl.checkpoint.hf_import import is_finite
 from megatron_rl.checkpoint.identity import computed_settings
 from megatron_rl.checkpoint.manifest import MANIFEST, model_identity
@@ -188,7 +188,7 @@ def _tokens(folder: Path) -> dict[str, int]:
 
 
 def _settings(model: StoredModel) -> dict[str, Any]:
-    settings = read_hf_config(model.source).to_dict()
+    settings = language_config(model.source).to_dict()
     settings["architectures"] = [model.architecture]
     return model_identity(settings) | computed_settings(settings)
 

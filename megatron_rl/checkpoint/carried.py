@@ -17,7 +17,7 @@ import torch
 from megatron_rl.checkpoint.identity import weights_digest
 from megatron_rl.checkpoint.weight_files import StoredTensor, WeightFileError, read_json, read_weight_files, some_of
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.families import Family, family_of
+from megatron_rl.model.families import Family, family_of, text_settings
 from megatron_rl.observe.liveness import made_progress
 
 FILE = "carried.json"
@@ -53,7 +53,7 @@ class CarriedTensors:
         Raises ConfigError if these cannot be read, or if a tensor is of a type that torch lacks.
         """
         try:
-            settings = read_json(folder / "config.json")
+            settings = text_settings(read_json(folder / "config.json"))
             family = family_of(settings["architectures"])
             if not carries_any(family):
                 return cls()

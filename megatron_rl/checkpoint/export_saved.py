@@ -15,7 +15,7 @@ from megatron_rl.checkpoint.carried import CarriedTensors, kept_carried
 from megatron_rl.checkpoint.constants import read_constants
 from megatron_rl.checkpoint.contents import RUN_FILE
 from megatron_rl.checkpoint.folders import HF_FOLDER
-from megatron_rl.checkpoint.hf_config import read_hf_config
+from megatron_rl.checkpoint.hf_config import language_config
 from megatron_rl.checkpoint.hf_folder import Description, removing_unfinished, write_hf_folder
 from megatron_rl.checkpoint.hf_tensors import HFTensor, hf_tensors
 from megatron_rl.checkpoint.run_file import read_run_file
@@ -24,7 +24,7 @@ from megatron_rl.checkpoint.saved_tensors import BIAS, OPTIMIZER_PREFIX, SavedTe
 from megatron_rl.checkpoint.score_statistics import saved_statistics, write_statistics
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.errors import StorageError
-from megatron_rl.model.families import constant_map, family_of, param_map, shape_of, value_param_map
+from megatron_rl.model.families import Model
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ def saved_model(checkpoint: Path, role: str, base: Path | None = None) -> Stored
     run started from. Raises ConfigError if that is not there, or if the checkpoint needs none and `base` is given.
     """
     source = checkpoint / role / HF_FOLDER
-    settings = read_hf_config(source).to_dict()
-    family, shape = family_of(settings["architectures"]), shape_of(settings)
+    model = Model.of(language_config(source).to_dict())
     is_critic = role == "critic"
-    specs = value_param_map(family, shape) if is_critic else param_map(family, shape)
-    tensors = {tensor.name: tensor for tensor in hf_tensors(specs)}
+    specs = model.value_specs if is_critic else model.specs
+    names = [tensor.name for tensor in hf_tensors(model.classifier_specs if is_critic else specs)]
+    tensors = dict(zip(names, hf_tensors(specs), strict=True))
     saved = SavedTensors(checkpoint / role)
     dtype = saved.dtype(saved.weights[0])
     read_tensor: Callable[[HFTensor], torch.Tensor] = partial(_read, saved)
@@ -62,7 +62,7 @@ def saved_model(checkpoint: Path, role: str, base: Path | None = None) -> Stored
     if holds_adapters(saved) or (base is not None and not carried.stored):
         adapters = SavedAdapters.open(checkpoint, role, base)
         read_tensor = adapters.merged
-    constants = read_constants(constant_map(family, shape).values(), source, torch.device("cpu"), dtype=None)
+    constants = read_constants(model.constants.values(), source, torch.device("cpu"), dtype=None)
     biases = {name: f"{OPTIMIZER_PREFIX}{BIAS}.{name}" for name in constants}
     if set(biases.values()) <= set(saved.names):
         constants = {name: saved.read([key])[key] for name, key in biases.items()}
@@ -74,7 +74,7 @@ def saved_model(checkpoint: Path, role: str, base: Path | None = None) -> Stored
 
     return StoredModel(
         source,
-        family.reward_architecture if is_critic else family.architecture,
+        model.family.reward_architecture if is_critic else model.family.architecture,
         {name: tensor.shape for name, tensor in tensors.items()}
         | {name: tuple(tensor.shape) for name, tensor in constants.items()}
         | carried.shapes,

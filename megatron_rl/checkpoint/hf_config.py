@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
-from megatron_rl.model.families import KNOWN_TYPES
+from megatron_rl.model.families import KNOWN_TYPES, inside_of
 
 
 def read_hf_config(folder: Path | str) -> PretrainedConfig:
@@ -24,3 +24,17 @@ def read_hf_config(folder: Path | str) -> PretrainedConfig:
     own: PretrainedConfig = CONFIG_MAPPING[KNOWN_TYPES[kind]].from_pretrained(folder)
     own.model_type = KNOWN_TYPES[kind]  # by which transformers finds how weights are named, too
     return own
+
+
+def language_config(folder: Path | str) -> PretrainedConfig:
+    """Return `read_hf_config`; of a model with a language model inside, that language model's part.
+
+    The part keeps the architecture of the whole.
+    """
+    config = read_hf_config(folder)
+    inside = inside_of(config.architectures)
+    if inside is None:
+        return config
+    text: PretrainedConfig = getattr(config, inside.key)
+    text.architectures, text.tie_word_embeddings = config.architectures, config.tie_word_embeddings
+    return text

@@ -17,9 +17,10 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from megatron_rl.checkpoint.hf_config import read_hf_config
+from megatron_rl.checkpoint.larger_models import classifier_config, copy_description
 from megatron_rl.checkpoint.storage import free_space, storage_reason
 from megatron_rl.errors import StorageError
-from megatron_rl.model.families import REWARD_FAMILIES
+from megatron_rl.model.families import REWARD_FAMILIES, inside_of
 
 MAX_SHARD_BYTES = 1 << 30
 """A file of weights is no larger, unless one tensor is."""
@@ -150,12 +151,16 @@ def describe_model(folder: Path, files: Sequence[ExportFile], num_bytes: int, de
     """Write all but the weights of a model's folder. num_bytes: of all tensors."""
     write_index(folder, {file.name: file.tensors for file in files}, num_bytes)
     source = description.source
-    hf_config = read_hf_config(source)
+    is_classifier = description.architecture in REWARD_FAMILIES
+    if not is_classifier and inside_of([description.architecture]) is not None:
+        copy_description(source, folder, description.dtype)
+        return
+    hf_config = classifier_config(source) if is_classifier else read_hf_config(source)
     hf_config.architectures = [description.architecture]
     hf_config.dtype = description.dtype
     if hasattr(hf_config, QUANTIZATION):
         delattr(hf_config, QUANTIZATION)  # weights are written as they are trained
-    if description.architecture in REWARD_FAMILIES:
+    if is_classifier:
         hf_config.num_labels = 1
     hf_config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)

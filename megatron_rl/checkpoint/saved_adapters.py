@@ -22,6 +22,7 @@ from megatron_rl.checkpoint.run_file import read_run_file
 from megatron_rl.checkpoint.saved_tensors import SavedTensors, checkpoint_key
 from megatron_rl.checkpoint.weight_files import WeightFileError, read_json
 from megatron_rl.errors import ConfigError
+from megatron_rl.model.families import text_settings
 from megatron_rl.model.families.adapter_params import LORA_A, LORA_B, PEFT_PREFIX
 
 
@@ -67,7 +68,7 @@ class SavedAdapters:
         """The base's weights. Raises ConfigError if they are not there, or another model's."""
         way_out = "export --base FOLDER names the folder that it was trained from"
         try:
-            settings = read_json(self.base / "config.json")
+            settings = text_settings(read_json(self.base / "config.json"))
             present = model_identity(settings)
             present |= folder_identity(self.base, settings) if present.items() <= self.identity.items() else {}
         except (WeightFileError, OSError) as error:

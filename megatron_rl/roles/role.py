@@ -147,7 +147,8 @@ class TrainedRole(Role):
         parameters = named_parameters(self.trainable.models)
         merged = MergedParameters(parameters, self.specs, source.adapter_specs, source.place, source.lora.scale)
         with writing(target):
-            weights = ScatteredTensors.of(parameters, self.specs, source.groups.grid, source.vocab_multiple, merged)
+            specs = source.model.classifier_specs if self.spec.has_value_head else self.specs
+            weights = ScatteredTensors.of(parameters, specs, source.groups.grid, source.vocab_multiple, merged)
             dtype = next(iter(weights.dtypes.values()))
             description = Description(source.path, self.architecture, dtype)
             export_hf(weights, target, description, max_shard_bytes, constants, carried)

@@ -26,10 +26,11 @@ def engine_arguments(
     attention: AttentionPart,
     returns_experts: bool = False,
     tp_rank: int = 0,
+    text_only: bool = False,
 ) -> dict[str, Any]:
     """Keyword arguments of `vllm.LLM`. device_kind: "cpu" or "cuda"; the others: see `RolloutEngine`.
 
-    tp_rank: this rank's place in its rollout TP group.
+    tp_rank: this rank's place in its rollout TP group. text_only: build the language model of a larger one alone.
     """
     arguments: dict[str, Any] = {
         "model": model_path,
@@ -53,6 +54,8 @@ def engine_arguments(
         "disable_hybrid_kv_cache_manager": True,
         "enable_return_routed_experts": returns_experts,
     }
+    if text_only:
+        arguments["language_model_only"] = True
     if device_kind == "cpu":
         # vLLM's default is 128. A block holds tokens of one answer only, and samples of a group share whole blocks of
         # their prompt.

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.file_kinds import instead_of_file
+from megatron_rl.errors import ConfigError
 from megatron_rl.ledger.planner.hub_cache import model_folder
+from megatron_rl.model.families import text_settings
 from megatron_rl.model.families.refused import refusal_of
 
 LARGEST_FILE = 16 << 20
@@ -46,7 +48,10 @@ class ConfigJsonError(Exception):
 
 
 def read_config_json(file: Path) -> dict[str, Any]:
-    """Read the object in a config.json. Raises ConfigJsonError."""
+    """Read the object in a config.json; of a model with a language model inside, that one's settings.
+
+    Raises ConfigJsonError.
+    """
     lacks = instead_of_file(file)
     if lacks is not None:
         raise ConfigJsonError(f"{file} must be a file: {lacks}")
@@ -60,7 +65,12 @@ def read_config_json(file: Path) -> dict[str, Any]:
         raise ConfigJsonError(f"{file} cannot be read: {error.strerror}") from error
     if not isinstance(settings, dict):
         raise ConfigJsonError(f"{file} is not an object in braces")
-    return settings
+    if not _is_names(settings.get("architectures") or []):
+        return settings  # a rule of its own says so
+    try:
+        return text_settings(settings)
+    except ConfigError as error:
+        raise ConfigJsonError(f"{file} cannot be used: {error}") from error
 
 
 def is_size(value: object) -> bool:

@@ -19,17 +19,20 @@ from megatron_rl.model.families import (
     LAYER,
     REWARD_FAMILIES,
     Family,
+    Model,
     ModelShape,
     constant_map,
+    inside_of,
     param_map,
     shape_of,
     value_param_map,
 )
+from megatron_rl.model.families.params import EMBEDDING
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 HEADS = {"lm_head.weight": "lm_head.", "score.weight": "score.", "": "v_head."}
 """Tensor that is read of a head -> prefix of the head's tensors; the last is TRL's value head."""
-EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+LM_HEAD = "lm_head.weight"
 COMPARED, BLOCK = 16, 4096
 """Number of blocks of two matrices that are compared, and bytes of a block."""
 
@@ -118,9 +121,10 @@ def weights_problems(key: str, path: str, weights: FolderWeights, settings: Mapp
         return
     if weights.others:
         yield _others_problem(key, path, weights.others, settings)
-    copy, embedding = weights.left.get(COPY, {}).get(LM_HEAD), weights.read.get(EMBEDDING)
+    name = Model.of(settings).specs[EMBEDDING].hf_names[0]
+    copy, embedding = weights.left.get(COPY, {}).get(LM_HEAD), weights.read.get(name)
     if copy is not None and embedding is not None and not _are_equal(copy, embedding):
-        rule = f"is said to be tied by tie_word_embeddings of its config.json, and {LM_HEAD} differs from {EMBEDDING}"
+        rule = f"is said to be tied by tie_word_embeddings of its config.json, and {LM_HEAD} differs from {name}"
         hint = "set tie_word_embeddings to false there, or take the tensor out"
         yield Violation({key: path}, f"must hold one vocabulary matrix: the head {rule}", hint=hint)
 
@@ -134,7 +138,9 @@ def _others_problem(key: str, path: str, others: list[str], settings: Mapping[st
         file = str(Path(path).expanduser() / "config.json")
         return Violation({key_of_count: count}, rule, {key_of_count: max(layers) + 1}, file=file)
     rule = f"must hold no weights that its config.json does not imply, and holds {some_of(others)}"
-    return Violation({key: path}, rule)
+    inside = inside_of(settings["architectures"])
+    hint = "" if inside is None else f"those of its language model begin with {inside.folder_prefix}"
+    return Violation({key: path}, rule, hint=hint)
 
 
 def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:

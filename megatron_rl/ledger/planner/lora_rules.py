@@ -40,6 +40,10 @@ def lora_problems(config: RunConfig, models: Sequence[ModelSizes], *, config_onl
         if model is not None and (own := model.own_linears):
             rule = f"is not there for {own}, which {model.path} has: its layers are this project's own"
             yield Violation({f"{key}.rank": lora.rank}, rule, {f"{key}.rank": 0})
+        elif model is not None and (inside := model.parts.family.inside) is not None:
+            rule = f"is not there for a language model inside of a larger one, such as {model.path}: adapters of "
+            rule += f"{inside.text.architecture} are"
+            yield Violation({f"{key}.rank": lora.rank}, rule, {f"{key}.rank": 0})
         elif model is not None:
             yield from _linear_problems(config, role, key, model)
 

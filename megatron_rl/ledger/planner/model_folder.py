@@ -41,6 +41,7 @@ from megatron_rl.model.families import (
     num_experts_key,
     num_labels,
     refusal_of,
+    rope_of,
     rope_problem,
     rotary_share,
     routing_of,
@@ -223,7 +224,7 @@ def _described(
         lacking = {"architectures": architectures}
         is_refused = bool(theirs) and theirs not in STARTING_POINTS
         refusal = refusal_of(theirs) if is_refused else None
-        near = refusal.nearest if refusal is not None and refusal.nearest in known else nearest_name(theirs, known)
+        near = refusal.nearest if refusal is not None and refusal.nearest in known else _nearest(theirs, known)
         unknown = _in_file(file, lacking, rule, {"architectures": [near]})
         if refusal is not None:
             unknown = replace(unknown, hint=f"{theirs} needs {refusal.needs}, which is not here")
@@ -234,6 +235,13 @@ def _described(
         rule = f"must be 1, because {key} is to give one value"
         problems.append(_in_file(file, labels, rule, {"num_labels": 1}))
     return None if sizes is None else _Described(sizes, known[name], settings), problems
+
+
+def _nearest(architecture: str, known: Mapping[str, Family]) -> str:
+    """Return the allowed architecture with the same trunk, else the one with the nearest name."""
+    family = STARTING_POINTS.get(architecture)
+    own = () if family is None else (family.architecture, family.reward_architecture)
+    return next((name for name in own if name in known), None) or nearest_name(architecture, known)
 
 
 def _with_files(
@@ -318,6 +326,14 @@ def _head_problems(file: Path, settings: dict[str, Any], family: Family) -> Iter
             f"elements of a head as {key} says, and transformers reads partial_rotary_factor of rope_parameters alone"
         )
         yield _in_file(file, {key: turned}, rule, {"rope_parameters.partial_rotary_factor": turned / size})
+    sections = rope_of(settings).get("mrope_section")
+    if sections is not None and not _are_sections(sections, int(size * share) // 2):
+        rule = f"must be whole numbers >= 1 that add up to {int(size * share) // 2}, half of what turns of a head"
+        yield _in_file(file, {"mrope_section": sections}, rule)
+
+
+def _are_sections(sections: object, total: int) -> bool:
+    return isinstance(sections, list) and all(map(is_size, sections)) and sum(sections) == total
 
 
 def _sizes(path: str, settings: dict[str, Any], family: Family, routing: Routing | None) -> ModelSizes:

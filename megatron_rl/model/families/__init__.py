@@ -17,7 +17,15 @@ from megatron_rl.model.families.params import (
     value_param_map,
 )
 from megatron_rl.model.families.refused import refusal_of
-from megatron_rl.model.families.registry import FAMILIES, KNOWN_TYPES, REWARD_FAMILIES, family_of, is_reward_model
+from megatron_rl.model.families.registry import (
+    FAMILIES,
+    KNOWN_TYPES,
+    REWARD_FAMILIES,
+    family_of,
+    inside_of,
+    is_reward_model,
+    text_settings,
+)
 from megatron_rl.model.families.rope import rope_of, rope_problem, rope_type, ropes_of, softmax_growth
 from megatron_rl.model.families.shape import (
     Routing,
@@ -27,6 +35,7 @@ from megatron_rl.model.families.shape import (
     head_cap,
     num_experts_key,
     num_labels,
+    placed_settings,
     rollout_settings,
     routed_layers,
     routing_of,
@@ -77,6 +86,9 @@ __all__ = [
     "is_one_by_one",
     "kinds_by_period",
     "is_reward_model",
+    "inside_of",
+    "text_settings",
+    "placed_settings",
     "experts_of",
     "num_experts_key",
     "num_labels",

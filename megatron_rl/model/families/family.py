@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from megatron_rl.model.families.attention_keys import AttentionKeys
@@ -12,6 +13,8 @@ from megatron_rl.model.parts import Experts
 
 WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 """The positions in a name such as Qwen2Moe where a word begins."""
+TRUNK = "model."
+"""The beginning of the names of all tensors but the head's in a language model's folder."""
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 """The beginning of the names of a layer's tensors in a folder."""
 
@@ -78,6 +81,29 @@ class Window:
 
 
 @dataclass(frozen=True)
+class Inside:
+    """Where a language model lies in the folder of a larger model, such as one that also reads images.
+
+    text: the language model by itself; a critic is exported as its classifier. key: the object of config.json with its
+    settings, which may also lie outside of it. folder_prefix: stands in the names of a folder's tensors for the text
+    model's "model.". engine_prefix: stands before the text model's names in the rollout engine.
+    """
+
+    text: Family
+    key: str = "text_config"
+    folder_prefix: str = "model.language_model."
+    engine_prefix: str = "language_model."
+
+    def in_folder(self, name: str) -> str:
+        """The name in the folder of a tensor of the text model."""
+        return self.folder_prefix + name.removeprefix(TRUNK) if name.startswith(TRUNK) else name
+
+    def in_engine(self, name: str) -> str:
+        """The name in the rollout engine of a tensor of the text model."""
+        return self.engine_prefix + name
+
+
+@dataclass(frozen=True)
 class Family:
     """One architecture, under its names in config.json.
 
@@ -96,7 +122,8 @@ class Family:
     untouched. ahead_key: the config.json key of the number of multi-token prediction layers after the others, which are
     carried, too; None: the family has none. own_type: the model_type of config.json, if it is not the architecture's
     name in lower case. other_types: model types that published folders of this arithmetic have and transformers does
-    not know.
+    not know. inside: where the language model lies in a larger one, of which the rest is carried; None: it is the whole
+    model.
     """
 
     architecture: str
@@ -119,11 +146,34 @@ class Family:
     ahead_key: str | None = None
     own_type: str | None = None
     other_types: tuple[str, ...] = ()
+    inside: Inside | None = None
 
     @property
     def model_type(self) -> str:
         """The name by which transformers finds the class that reads config.json."""
         return self.own_type or WORD.sub("_", self.architecture.removesuffix("ForCausalLM")).lower()
+
+    @property
+    def text(self) -> Family:
+        """The language model as a whole model."""
+        return self if self.inside is None else self.inside.text
+
+    def within(
+        self,
+        architecture: str,
+        model_type: str,
+        carried: tuple[str, ...],
+        defaults: Mapping[str, object] = MappingProxyType({}),
+        **places: str,
+    ) -> Family:
+        """The family of a larger model with this language model inside.
+
+        defaults: values of absent settings, if they differ from this model's. places: fields of `Inside`.
+        """
+        inside, absent = Inside(self, **places), dict(self.defaults) | dict(defaults)
+        return replace(
+            self, architecture=architecture, own_type=model_type, carried=carried, defaults=absent, inside=inside
+        )
 
     def given(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of a config.json with defaults for absent ones."""
@@ -133,9 +183,11 @@ class Family:
         """Whether a tensor of a folder with this config.json is carried, if the model does not read it."""
         if name.startswith(self.carried):
             return True
-        layer, last = LAYER.match(name), settings["num_hidden_layers"]
-        ahead = 0 if self.ahead_key is None else settings.get(self.ahead_key) or 0
-        return layer is not None and last <= int(layer[1]) < last + ahead
+        layer, ahead = LAYER.match(name), 0 if self.ahead_key is None else settings.get(self.ahead_key) or 0
+        if layer is None or not ahead:
+            return False
+        last: int = settings["num_hidden_layers"]
+        return last <= int(layer[1]) < last + ahead
 
     def unpacks(self, settings: Mapping[str, Any]) -> bool:
         """Whether a config.json has quantised weights that import unpacks."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_rl.model.families.family import Family
 from megatron_rl.model.families.params import constant_map, layers_of, param_map, value_param_map
-from megatron_rl.model.families.registry import family_of
+from megatron_rl.model.families.registry import family_of, text_settings
 from megatron_rl.model.families.shape import shape_of
 from megatron_rl.model.parts import AttentionPart, Constant, Layer, ModelShape, ParamSpec
 from megatron_rl.parallel.sharding import LogicalTensor
@@ -31,6 +31,7 @@ class Model:
 
         Raises ConfigError for an unknown architecture.
         """
+        settings = text_settings(settings)
         return cls(family_of(settings["architectures"]), shape_of(settings))
 
     @classmethod
@@ -67,6 +68,11 @@ class Model:
     def value_specs(self) -> dict[str, ParamSpec]:
         """`specs` of the value model: the trunk and a head of one value."""
         return value_param_map(self.family, self.shape)
+
+    @cached_property
+    def classifier_specs(self) -> dict[str, ParamSpec]:
+        """`value_specs` under the names of an exported classifier, which is never inside a larger model."""
+        return value_param_map(self.family.text, self.shape)
 
     @cached_property
     def constants(self) -> dict[str, Constant]:

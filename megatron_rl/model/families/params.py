@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from megatron_rl.model.families.family import Family
+from megatron_rl.model.families.family import Family, Inside
 from megatron_rl.model.parts import Constant, ExpertsMLP, GatedMLP, Layer, LayerPart, ModelShape, ParamSpec
 from megatron_rl.model.parts.param_spec import vocab_matrix, whole
 
 VOCAB_PADDING = 64
 """vLLM pads vocabularies to a multiple of this; it is also training's default."""
 
+EMBEDDING = "embedding.word_embeddings.weight"
+"""Megatron's name of the vocabulary's vectors."""
 HEAD = "output_layer.weight"
 """Megatron's name of the weight of a vocabulary head and of a value head."""
 
@@ -73,7 +75,8 @@ def param_map(family: Family, shape: ModelShape) -> dict[str, ParamSpec]:
 
     In the order of the layers, the embedding first.
     """
-    return {name: engine_named(spec, family.engine_names) for name, spec in _folder_named(family, shape).items()}
+    params = {name: engine_named(spec, family.engine_names) for name, spec in _folder_named(family, shape).items()}
+    return params if family.inside is None else _named_inside(params, family.inside)
 
 
 def engine_named(spec: ParamSpec, names: Mapping[str, str]) -> ParamSpec:
@@ -88,10 +91,21 @@ def _folder_named(family: Family, shape: ModelShape) -> dict[str, ParamSpec]:
     """`param_map`, with the folder's names of modules."""
     embedding = vocab_matrix("model.embed_tokens.weight", shape.vocab_size, shape.hidden_size)
     head = embedding if shape.tied else vocab_matrix("lm_head.weight", shape.vocab_size, shape.hidden_size)
-    params = {"embedding.word_embeddings.weight": embedding}
+    params = {EMBEDDING: embedding}
     for number, layer in enumerate(layers_of(family, shape)):
         params |= layer.params(*_prefixes(number))
     return params | {"decoder.final_layernorm.weight": whole("model.norm.weight", (shape.hidden_size,)), HEAD: head}
+
+
+def _named_inside(params: Mapping[str, ParamSpec], inside: Inside) -> dict[str, ParamSpec]:
+    """Give the tensors of a language model the names that they have in a larger one."""
+    return {
+        name: ParamSpec(
+            replace(spec.tensor, name=inside.in_engine(spec.tensor.name)),
+            tuple(map(inside.in_folder, spec.hf_names)),
+        )
+        for name, spec in params.items()
+    }
 
 
 def value_param_map(family: Family, shape: ModelShape) -> dict[str, ParamSpec]:
@@ -101,10 +115,15 @@ def value_param_map(family: Family, shape: ModelShape) -> dict[str, ParamSpec]:
 
 
 def constant_map(family: Family, shape: ModelShape) -> dict[str, Constant]:
-    """Megatron name -> tensor that training reads and no update changes; {} in most families."""
+    """Megatron name -> tensor that training reads and no update changes; {} in most families.
+
+    Raises ValueError if there are some inside a larger model: a constant has one name for folder and engine.
+    """
     constants: dict[str, Constant] = {}
     for number, layer in enumerate(layers_of(family, shape)):
         constants |= layer.constants(*_prefixes(number))
+    if constants and family.inside is not None:
+        raise ValueError(f"{family.architecture} has constants inside: {', '.join(constants)}")
     return constants
 
 

@@ -204,7 +204,10 @@ def full_attention(family: Family, settings: Mapping[str, Any]) -> dict[str, Any
 
 
 def rollout_settings(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that vLLM needs beside config.json to compute what transformers computes."""
+    """Settings that vLLM needs beside config.json to compute what transformers computes.
+
+    settings: of the language model, and so are those that are returned (see `placed_settings`).
+    """
     overrides = full_attention(family, settings) | dict(family.rollout)
     if family.attention.turned_key is not None:
         overrides[family.attention.turned_key] = turned_elements(family.attention, family.given(settings))
@@ -215,7 +218,15 @@ def rollout_settings(family: Family, settings: Mapping[str, Any]) -> dict[str, A
         overrides |= {"n_group": groups, "topk_group": per_token}
     if family.experts is not None and MLP_KINDS in family.experts.dense_keys:
         overrides[FIRST] = len(dense_layers(family, settings))
+    if family.inside is not None:
+        # transformers reads that of the whole model, and vLLM the language model's.
+        overrides |= {"tie_word_embeddings": family.given(settings)["tie_word_embeddings"]}
     return overrides
+
+
+def placed_settings(family: Family, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a language model as settings of the whole config.json."""
+    return overrides if family.inside is None or not overrides else {family.inside.key: overrides}
 
 
 def num_labels(settings: Mapping[str, Any]) -> int:
