@@ -16,11 +16,18 @@ from ranks import run_ranks
 from rollout_checks import GREEDY, hugging_face_greedy, logprob_difference, round_trip, tokens
 from test_carried_tensors import raw
 from test_families_end_to_end import LAYOUTS, rows_of
+from test_reward_model_critic import hugging_face_values
 from tiny_models import random_batch, run_config
-from tiny_vision import PROCESSORS, save_gemma3_vision, save_qwen3_vl, save_qwen25_vl
+from tiny_vision import (
+    PROCESSORS,
+    save_gemma3_vision,
+    save_qwen3_vl,
+    save_qwen25_vl,
+    save_qwen25_vl_as_published,
+)
 
 from megatron_rl.checkpoint.export_saved import export_saved
-from megatron_rl.columns import ACTOR_UPDATE, SCORING
+from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE, SCORING
 from megatron_rl.controller.lifecycle import copy_model_files
 from megatron_rl.controller.report import hf_model, hf_sampled_logits
 
@@ -29,7 +36,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 NUM_ROWS = 7
 OFTEN = ((save_qwen3_vl, "TP2"),)
 FURTHER = [(save, layout) for save in (save_qwen25_vl, save_qwen3_vl, save_gemma3_vision) for layout in ("TP2xPP2",)]
-FURTHER += [(save_qwen25_vl, "TP2"), (save_gemma3_vision, "one process")]
+FURTHER += [(save_qwen25_vl_as_published, "TP2"), (save_gemma3_vision, "one process")]
 CASES = [
     pytest.param(*case, marks=[] if case in OFTEN else pytest.mark.exhaustive, id=f"{case[0].__name__}-{case[1]}")
     for case in dict.fromkeys([*OFTEN, *FURTHER])
@@ -105,3 +112,50 @@ def test_a_language_model_is_trained_inside_a_larger_one(save, layout, tmp_path)
     for name in ("config.json", "tokenizer.json", *PROCESSORS):
         assert (tmp_path / "offline" / name).read_bytes() == (path / name).read_bytes(), name
     assert not (tmp_path / "offline" / "carried.json").exists()
+
+
+def train_critic(config, folder: Path) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Values of the untouched critic, then of the trained one; both are exported, the latter saved."""
+    from test_resumed_roles import start_saving
+
+    from megatron_rl.roles.host import RankHost
+
+    worker = RankHost(config)
+    worker.build("critic")
+    critic, rows = worker.roles["critic"], random_batch(NUM_ROWS)
+    before = critic.values(rows.read_by(SCORING))
+    critic.export_hf(folder / "untouched")
+    critic.update(rows.read_by(CRITIC_UPDATE))
+    after = critic.values(rows.read_by(SCORING))
+    critic.export_hf(folder / "trained")
+    start_saving(worker, folder / "saved").finish(wait=True)
+    return None if before is None else (before.flat("old_values"), after.flat("old_values"))
+
+
+@pytest.mark.parametrize(
+    ("save", "architecture"),
+    [
+        (save_qwen3_vl, "Qwen3ForSequenceClassification"),
+        pytest.param(save_qwen25_vl, "Qwen2ForSequenceClassification", marks=pytest.mark.exhaustive),
+        pytest.param(save_gemma3_vision, "Gemma3TextForSequenceClassification", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_critic_is_written_as_a_classifier_of_text(save, architecture, tmp_path) -> None:
+    """Its values are transformers' within 2e-5, and it carries nothing; of a checkpoint, too. Would not catch a head
+    that is drawn differently in another layout.
+    """
+    path = save(tmp_path / "model")
+    ranks = run_ranks(2, train_critic, run_config(path, 1, 2, critic__optim__lr=1e-2), tmp_path)
+    answers = [answer for answer in ranks if answer is not None]
+    assert answers
+    for before, after in answers:
+        assert (before - hugging_face_values(tmp_path / "untouched")).abs().max() < 2e-5
+        assert (after - hugging_face_values(tmp_path / "trained")).abs().max() < 2e-5
+        assert (after - before).abs().max() > 1e-3
+    settings = json.loads((tmp_path / "trained" / "config.json").read_text())
+    assert settings["architectures"] == [architecture] and "vision_config" not in settings
+    exported = raw(tmp_path / "trained")
+    assert {name.split(".")[0] for name in exported} == {"model", "score"}
+    copy_model_files({"critic": path}, tmp_path / "saved")
+    export_saved(tmp_path / "saved", "critic", tmp_path / "offline")
+    assert raw(tmp_path / "offline") == exported

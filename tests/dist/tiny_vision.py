@@ -38,6 +38,19 @@ def save_qwen25_vl(folder: Path, **changes) -> str:
     return with_vision(save(Qwen2_5_VLForConditionalGeneration(config), folder), "visual.")
 
 
+def save_qwen25_vl_as_published(folder: Path) -> str:
+    """The same with the config.json of the published folders: flat, with an old spelling of the rotary embedding."""
+    path = save_qwen25_vl(folder)
+    file = folder / "config.json"
+    settings = json.loads(file.read_text())
+    text = settings.pop("text_config")
+    rope, kept = text.pop("rope_parameters"), settings["model_type"]
+    flat = text | settings | {"rope_theta": rope["rope_theta"], "model_type": kept}
+    flat["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    file.write_text(json.dumps(flat, indent=1))
+    return path
+
+
 def save_qwen3_vl(folder: Path, **changes) -> str:
     """A Qwen3-VL with tied embeddings, and sections that alternate."""
     torch.manual_seed(0)
