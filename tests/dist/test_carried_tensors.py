@@ -19,8 +19,12 @@ from test_resumed_roles import start_saving
 from tiny_carried import save_deepseek_v3_with_layer_ahead, save_glm4_with_layer_ahead
 from tiny_models import random_batch, run_config
 
+from megatron_rl.checkpoint.adapter_identity import adapter_identity
 from megatron_rl.checkpoint.export_saved import export_saved
+from megatron_rl.checkpoint.identity import folder_identity
+from megatron_rl.checkpoint.manifest import FORMAT, Manifest, model_identity, write_manifest
 from megatron_rl.columns import ACTOR_UPDATE
+from megatron_rl.config.lora import LoraConfig
 from megatron_rl.controller.lifecycle import copy_model_files
 from megatron_rl.errors import ConfigError
 from megatron_rl.records import RoleState
@@ -108,10 +112,16 @@ def test_carried_layers_come_out_of_every_export(save_model, layout, other, keys
     changed = {name for name in original if trained[name] != original[name]}
     assert len(changed) > 10 and not changed & carried
 
-    if keys:
-        return  # a checkpoint of adapters needs a run's manifest: test_resumed_adapters.py
     saved = tmp_path / "saved"
     assert "actor/huggingface/carried.json" in copy_model_files({"actor": str(path)}, saved)
+    if keys:  # whose base the manifest describes
+        settings = json.loads((path / "config.json").read_text())
+        base = model_identity(settings) | folder_identity(path, settings)
+        adapters = adapter_identity(settings, LoraConfig(rank=4, alpha=8.0))
+        write_manifest(saved, Manifest(FORMAT, 1, {"actor": base | adapters}, {}))
+        export_saved(saved, "actor", tmp_path / "offline", base=path)
+        assert raw(tmp_path / "offline") == trained
+        return
     export_saved(saved, "actor", tmp_path / "offline")
     assert raw(tmp_path / "offline") == trained
     world, tp_size, pp_size = other
