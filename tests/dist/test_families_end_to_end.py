@@ -73,6 +73,7 @@ OFTEN = (
     (save_deepseek_v2, "PP2"),
     (save_gemma3, "PP2"),
     (save_gpt_oss, "TP2"),
+    (save_gemma4_with_keys_for_values, "PP2"),
 )
 """What `make test` goes through: what families are built of (biases, shared experts, latent attention, windows,
 sinks), and every layout, dense and with experts. Qwen2, Qwen3 and Qwen3-MoE are in `test_hybrid_engine.py`,

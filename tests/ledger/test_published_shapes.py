@@ -10,6 +10,8 @@ import transformers
 from model_folders import write_model
 
 from megatron_rl.checkpoint.hf_config import read_hf_config
+from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.errors import ConfigError
 from megatron_rl.ledger.planner.folder_files import lacking_in
 from megatron_rl.ledger.planner.model_folder import read_model_folder
 from megatron_rl.model.families import Model
@@ -258,6 +260,16 @@ def test_tp_divides_both_numbers_of_heads(tmp_path):
     assert (usual.head_size, usual.num_kv_heads, usual.values_are_keys, usual.window) == (256, 16, False, 1024)
     assert (usual.own_linears, sizes.own_linears) == ("", "attention whose values are its keys")
     assert sizes.parts.cached_elements(2) == 50 * 2 * 8 * 256 + 10 * 2 * 2 * 512
+
+
+def test_code_of_a_tokenizer_is_not_run_and_nobody_is_asked(tmp_path):
+    """Kimi's tokenizer_config.json names a class of its own. Would not catch code beside another file."""
+    path = write(tmp_path / "model", KIMI_K2)
+    own = {"tokenizer_class": "TikTokenTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_kimi.T", None]}}
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(own))
+    (tmp_path / "model" / "tokenization_kimi.py").write_text("raise SystemExit(3)")
+    with pytest.raises(ConfigError, match="asks for code of its own, tokenization_kimi.T, and no code of a folder"):
+        load_tokenizer(path)
 
 
 def test_a_tokenizer_that_is_code_is_refused_by_its_name(tmp_path):
