@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from ranks import run_ranks
 from rollout_checks import GREEDY, RANDOM, hugging_face_greedy, logprob_difference, round_trip, tokens
+from safetensors.torch import load_file
+from test_expert_bias_updates import updated
 from test_layout_parity import NUM_ROWS, assert_same, relative, run_layout, whole_weights
 from test_moe_parity import EP2, ETP1, SP, hugging_face_gradients, policy_gradients
 from tiny_gemma4 import save_gemma4, save_gemma4_with_keys_for_values
@@ -14,7 +17,9 @@ from tiny_glm import save_glm4_moe_lite
 from tiny_models import random_batch, run_config
 from tiny_moonshot import save_kimi_k2
 
+from megatron_rl.checkpoint.export_saved import export_saved
 from megatron_rl.columns import ACTOR_UPDATE
+from megatron_rl.controller.lifecycle import copy_model_files
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -96,3 +101,25 @@ def test_tokens_and_log_probs_around_an_update(save, tmp_path) -> None:
     assert expected[0] != expected[1]
     differences = [far for rank in ranks for _, far in rank if far is not None]
     assert len(differences) == 4 and max(differences) < LOG_PROB_BOUND
+
+
+@pytest.mark.exhaustive
+def test_wide_heads_are_saved_resumed_and_exported(tmp_path) -> None:
+    """Saved in TP2 x PP2 and resumed in one process: the same greedy answers; exported without ranks: the bytes of the
+    live export, scales of layers included. Would not catch moments of Adam.
+    """
+    path = save_gemma4_with_keys_for_values(tmp_path / "model")
+    keys = {"actor_rollout_ref__actor__optim__lr": 0.02}
+    ranks = run_ranks(4, updated, run_config(path, 2, 2, **keys), tmp_path / "cut")
+    saved = tmp_path / "cut" / "saved"
+    copy_model_files({"actor": path}, saved)
+    (whole,) = run_ranks(1, updated, run_config(path, 1, 1, **keys), tmp_path / "whole", saved)
+    assert all(rank["greedy"] == whole["greedy"] for rank in ranks)
+    export_saved(saved, "actor", tmp_path / "exported")
+    live, alone, resumed = (
+        load_file(folder / "model.safetensors")
+        for folder in (tmp_path / "cut" / "exported", tmp_path / "exported", tmp_path / "whole" / "exported")
+    )
+    assert live.keys() == alone.keys() == resumed.keys() == load_file(Path(path, "model.safetensors")).keys()
+    assert all(torch.equal(live[name], other[name]) for name in live for other in (alone, resumed))
+    assert "model.layers.1.layer_scalar" in live and "model.layers.1.self_attn.v_proj.weight" not in live
