@@ -17,7 +17,7 @@ import torch
 from megatron_rl.checkpoint.identity import weights_digest
 from megatron_rl.checkpoint.weight_files import StoredTensor, WeightFileError, read_json, read_weight_files, some_of
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.families import Family, family_of, text_settings
+from megatron_rl.model.families import family_of, text_settings
 from megatron_rl.observe.liveness import made_progress
 
 FILE = "carried.json"
@@ -54,13 +54,13 @@ class CarriedTensors:
         """
         try:
             settings = text_settings(read_json(folder / "config.json"))
-            family = family_of(settings["architectures"])
-            if not carries_any(family):
+            named = family_of(settings["architectures"]).carried
+            if not named.can_be:
                 return cls()
             tensors, faults = read_weight_files(folder)
         except (WeightFileError, OSError) as error:
             raise ConfigError(f"the tensors that {folder} carries cannot be read: {error}") from error
-        carried = {name: tensor for name, tensor in tensors.items() if family.carries(name, settings)}
+        carried = {name: tensor for name, tensor in tensors.items() if named.has(name, settings)}
         faults += [
             f"{name} in {tensor.file.name} is of type {tensor.dtype}, which is none of {', '.join(DTYPES)}"
             for name, tensor in carried.items()
@@ -104,11 +104,6 @@ class CarriedTensors:
         if not math.prod(tensor.shape):
             return torch.empty(tensor.shape, dtype=dtype)
         return torch.frombuffer(data, dtype=dtype).view(tensor.shape)
-
-
-def carries_any(family: Family) -> bool:
-    """Whether folders of a family can hold carried tensors."""
-    return bool(family.carried) or family.ahead_key is not None
 
 
 def keep_carried(source: Path, target: Path) -> str | None:

@@ -24,7 +24,7 @@ from megatron_rl.checkpoint.saved_tensors import BIAS, OPTIMIZER_PREFIX, SavedTe
 from megatron_rl.checkpoint.score_statistics import saved_statistics, write_statistics
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.errors import StorageError
-from megatron_rl.model.families import Model
+from megatron_rl.model.families import Model, classifier_map
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def saved_model(checkpoint: Path, role: str, base: Path | None = None) -> Stored
     model = Model.of(language_config(source).to_dict())
     is_critic = role == "critic"
     specs = model.value_specs if is_critic else model.specs
-    names = [tensor.name for tensor in hf_tensors(model.classifier_specs if is_critic else specs)]
+    names = [tensor.name for tensor in hf_tensors(classifier_map(model.family, model.shape) if is_critic else specs)]
     tensors = dict(zip(names, hf_tensors(specs), strict=True))
     saved = SavedTensors(checkpoint / role)
     dtype = saved.dtype(saved.weights[0])

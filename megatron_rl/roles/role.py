@@ -137,6 +137,7 @@ class TrainedRole(Role):
         from megatron_rl.checkpoint.hf_export import ScatteredTensors, export_hf
         from megatron_rl.checkpoint.hf_folder import Description
         from megatron_rl.checkpoint.merged_weights import MergedParameters
+        from megatron_rl.model.families import classifier_map
         from megatron_rl.roles.model_source import named_parameters
 
         source, bias = self.source, self.checkpoint.bias
@@ -147,7 +148,8 @@ class TrainedRole(Role):
         parameters = named_parameters(self.trainable.models)
         merged = MergedParameters(parameters, self.specs, source.adapter_specs, source.place, source.lora.scale)
         with writing(target):
-            specs = source.model.classifier_specs if self.spec.has_value_head else self.specs
+            model = source.model
+            specs = classifier_map(model.family, model.shape) if self.spec.has_value_head else self.specs
             weights = ScatteredTensors.of(parameters, specs, source.groups.grid, source.vocab_multiple, merged)
             dtype = next(iter(weights.dtypes.values()))
             description = Description(source.path, self.architecture, dtype)

@@ -88,7 +88,7 @@ class FolderWeights:
         reads = ReadTensors.of(family, shape, is_reward_model, family.unpacks(settings))
         weights = cls({}, {}, [])
         for name, tensor in tensors.items():
-            kind = CARRIED if family.carries(name, settings) else _kind(name, reads)
+            kind = CARRIED if family.carried.has(name, settings) else _kind(name, reads)
             if name in reads.codes and tensor.dtype == BYTES:
                 weights.codes[name] = tensor
             elif reads.has(name):

@@ -10,6 +10,7 @@ from megatron_rl.model.families.model import Model, tensors_of
 from megatron_rl.model.families.params import (
     HEAD,
     VOCAB_PADDING,
+    classifier_map,
     constant_map,
     eight_bit_names,
     is_in_eight_bits,
@@ -63,6 +64,7 @@ __all__ = [
     "rotary_share",
     "Constant",
     "LatentAttention",
+    "classifier_map",
     "constant_map",
     "rollout_settings",
     "routed_layers",

@@ -81,6 +81,33 @@ class Window:
 
 
 @dataclass(frozen=True)
+class Carried:
+    """Which tensors of a folder are carried: neither read nor trained, and written again by exports untouched.
+
+    prefixes: beginnings of their names. ahead_key: the config.json key of the number of multi-token prediction layers
+    after the others, which are carried, too; None: there are none.
+    """
+
+    prefixes: tuple[str, ...] = ()
+    ahead_key: str | None = None
+
+    @property
+    def can_be(self) -> bool:
+        """Whether a folder of the family can hold some."""
+        return bool(self.prefixes) or self.ahead_key is not None
+
+    def has(self, name: str, settings: Mapping[str, Any]) -> bool:
+        """Whether a tensor of a folder with this config.json is one, if the model does not read it."""
+        if name.startswith(self.prefixes):
+            return True
+        layer, ahead = LAYER.match(name), 0 if self.ahead_key is None else settings.get(self.ahead_key) or 0
+        if layer is None or not ahead:
+            return False
+        last: int = settings["num_hidden_layers"]
+        return last <= int(layer[1]) < last + ahead
+
+
+@dataclass(frozen=True)
 class Inside:
     """Where a language model lies in the folder of a larger model, such as one that also reads images.
 
@@ -118,12 +145,10 @@ class Family:
     rollout: settings that vLLM reads from config.json and that transformers does not need.
     engine_names: module of a folder's tensors -> vLLM's name of it, where they differ.
     unpacked: quantised weights, by `quant_method` of config.json's quantization_config, that import unpacks.
-    carried: beginnings of the names of tensors that are carried: neither read nor trained, and written again by exports
-    untouched. ahead_key: the config.json key of the number of multi-token prediction layers after the others, which are
-    carried, too; None: the family has none. own_type: the model_type of config.json, if it is not the architecture's
-    name in lower case. other_types: model types that published folders of this arithmetic have and transformers does
-    not know. inside: where the language model lies in a larger one, of which the rest is carried; None: it is the whole
-    model.
+    carried: tensors of the folder beside those of the language model. own_type: the model_type of config.json, if it is
+    not the architecture's name in lower case. other_types: model types that published folders of this arithmetic have
+    and transformers does not know. inside: where the language model lies in a larger one, of which the rest is carried;
+    None: it is the whole model.
     """
 
     architecture: str
@@ -140,10 +165,9 @@ class Family:
     reasons: Mapping[str, str] = field(default_factory=dict, hash=False)
     rollout: Mapping[str, object] = field(default_factory=dict, hash=False)
     defaults: Mapping[str, object] = field(default_factory=dict, hash=False)
-    carried: tuple[str, ...] = ()
+    carried: Carried = Carried()
     engine_names: Mapping[str, str] = field(default_factory=dict, hash=False)
     unpacked: tuple[str, ...] = ()
-    ahead_key: str | None = None
     own_type: str | None = None
     other_types: tuple[str, ...] = ()
     inside: Inside | None = None
@@ -162,7 +186,7 @@ class Family:
         self,
         architecture: str,
         model_type: str,
-        carried: tuple[str, ...],
+        carried: Carried,
         defaults: Mapping[str, object] = MappingProxyType({}),
         **places: str,
     ) -> Family:
@@ -178,16 +202,6 @@ class Family:
     def given(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of a config.json with defaults for absent ones."""
         return {"tie_word_embeddings": False} | dict(self.defaults) | dict(settings)
-
-    def carries(self, name: str, settings: Mapping[str, Any]) -> bool:
-        """Whether a tensor of a folder with this config.json is carried, if the model does not read it."""
-        if name.startswith(self.carried):
-            return True
-        layer, ahead = LAYER.match(name), 0 if self.ahead_key is None else settings.get(self.ahead_key) or 0
-        if layer is None or not ahead:
-            return False
-        last: int = settings["num_hidden_layers"]
-        return last <= int(layer[1]) < last + ahead
 
     def unpacks(self, settings: Mapping[str, Any]) -> bool:
         """Whether a config.json has quantised weights that import unpacks."""

@@ -70,11 +70,6 @@ class Model:
         return value_param_map(self.family, self.shape)
 
     @cached_property
-    def classifier_specs(self) -> dict[str, ParamSpec]:
-        """`value_specs` under the names of an exported classifier, which is never inside a larger model."""
-        return value_param_map(self.family.text, self.shape)
-
-    @cached_property
     def constants(self) -> dict[str, Constant]:
         """Megatron name -> tensor that training reads and never changes."""
         return constant_map(self.family, self.shape)

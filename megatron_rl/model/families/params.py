@@ -114,6 +114,11 @@ def value_param_map(family: Family, shape: ModelShape) -> dict[str, ParamSpec]:
     return trunk | {HEAD: whole("score.weight", (1, shape.hidden_size))}
 
 
+def classifier_map(family: Family, shape: ModelShape) -> dict[str, ParamSpec]:
+    """`value_param_map` under the names of an exported classifier, which is never inside a larger model."""
+    return value_param_map(family.text, shape)
+
+
 def constant_map(family: Family, shape: ModelShape) -> dict[str, Constant]:
     """Megatron name -> tensor that training reads and no update changes; {} in most families.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.model.families.attention_keys import AttentionKeys
-from megatron_rl.model.families.family import Family, Style
+from megatron_rl.model.families.family import Carried, Family, Style
 
 GEMMA_STYLE = Style("gelu_pytorch_tanh", True, True, True, "final_logit_softcapping")
 GEMMA_DEFAULTS = {
@@ -54,7 +54,7 @@ FAMILIES = (
     GEMMA3.within(
         "Gemma3ForConditionalGeneration",
         "gemma3",
-        carried=("vision_tower.", "multi_modal_projector."),
+        carried=Carried(("vision_tower.", "multi_modal_projector.")),
         defaults=GEMMA3_INSIDE,
         folder_prefix="language_model.model.",
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.model.families.attention_keys import AttentionKeys, LatentKeys
-from megatron_rl.model.families.family import KINDS_RULE, Family, first_rule
+from megatron_rl.model.families.family import KINDS_RULE, Carried, Family, first_rule
 from megatron_rl.model.families.known.deepseek import BIAS, SHARED
 from megatron_rl.model.parts import Experts, Scoring
 
@@ -31,7 +31,7 @@ FAMILIES = (
             "rms_norm_eps": 1e-5,
             "eos_token_id": None,
         },
-        ahead_key="num_nextn_predict_layers",
+        carried=Carried(ahead_key="num_nextn_predict_layers"),
     ),
     # GLM-4.7-Flash: latent attention, and experts chosen as in GLM-4.5.
     Family(
@@ -64,6 +64,6 @@ FAMILIES = (
             "rms_norm_eps": 1e-5,
             "eos_token_id": 1,
         },
-        ahead_key="num_nextn_predict_layers",
+        carried=Carried(ahead_key="num_nextn_predict_layers"),
     ),
 )

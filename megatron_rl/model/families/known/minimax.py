@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.model.families.attention_keys import AttentionKeys
-from megatron_rl.model.families.family import Family
+from megatron_rl.model.families.family import Carried, Family
 from megatron_rl.model.parts import Experts, Scoring
 
 FAMILIES = (
@@ -39,6 +39,6 @@ FAMILIES = (
             "num_experts_per_tok": 8,
             "eos_token_id": 200020,
         },
-        ahead_key="num_mtp_modules",
+        carried=Carried(ahead_key="num_mtp_modules"),
     ),
 )
