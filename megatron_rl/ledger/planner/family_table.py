@@ -23,6 +23,8 @@ SMALL = {
     "num_hidden_layers": 6,
     "vocab_size": 1024,
 }
+ROPE = {"factor": 2.0, "original_max_position_embeddings": 512}
+"""Numbers of a rotary embedding, where a family has none without them."""
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
 """Sizes for which vLLM has a kernel on CPU, too."""
 
@@ -60,6 +62,10 @@ def small_settings(family: Family) -> dict[str, Any]:
         shared = family.experts.shared
         settings |= {} if shared is None else {shared.size_key: 64}
         settings |= {} if shared is None or shared.count_key is None else {shared.count_key: 1}
+    types = family.attention.rope_types
+    if "default" not in types:
+        kind = next(iter(types))
+        settings["rope_parameters"] = {"rope_type": kind, "rope_theta": 1e4} | {key: ROPE[key] for key in types[kind]}
     names = {"architectures": [family.architecture], "model_type": family.model_type, "eos_token_id": 1}
     return settings | {"hidden_act": family.style.activation} | dict(family.fixed) | names
 
