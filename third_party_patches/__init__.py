@@ -24,6 +24,7 @@ COMMON_PATCHES = (
     "third_party_patches.vllm.experts_without_adapters",
     "third_party_patches.vllm.routed_experts_everywhere",
     "third_party_patches.vllm.keys_for_values",
+    "third_party_patches.vllm.worlds_of_gpt_oss",
 )
 CPU_PATCHES = (
     "third_party_patches.megatron_core.cpu_torch",
