@@ -23,7 +23,7 @@ SMALL = {
     "num_hidden_layers": 6,
     "vocab_size": 1024,
 }
-ROPE = {"factor": 2.0, "original_max_position_embeddings": 512}
+ROPE = {"factor": 2.0, "original_max_position_embeddings": 512, "beta_fast": 32.0, "beta_slow": 1.0}
 """Numbers of a rotary embedding, where a family has none without them."""
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
 """Sizes for which vLLM has a kernel on CPU, too."""
