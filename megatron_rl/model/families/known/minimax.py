@@ -35,6 +35,7 @@ FAMILIES = (
         defaults={
             "head_dim": 128,
             "max_position_embeddings": 196608,
+            "rope_theta": 5_000_000.0,
             "num_local_experts": 256,
             "num_experts_per_tok": 8,
             "eos_token_id": 200020,

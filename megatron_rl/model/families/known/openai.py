@@ -25,6 +25,7 @@ FAMILIES = (
         fixed={"attention_bias": True, "rms_norm_eps": 1e-5, "swiglu_limit": 7.0},
         defaults={
             "head_dim": 64,
+            "rope_theta": 150_000.0,
             "sliding_window": 128,
             "rms_norm_eps": 1e-5,
             "max_position_embeddings": 131072,
