@@ -101,7 +101,9 @@ def test_what_is_left_out_has_the_librarys_value(tmp_path, architecture):
         assert found["rope_scaling"] == {kind: read.rope_parameters[kind] for kind in kinds}
     else:
         assert found["rope_theta"] == read.rope_parameters["rope_theta"]
-        assert found["rope_type"] == read.rope_parameters["rope_type"] and found["rope_scaling"] == {}
+        spelling = ("rope_type", "rope_theta", "partial_rotary_factor")
+        scaling = {name: value for name, value in read.rope_parameters.items() if name not in spelling}
+        assert found["rope_type"] == read.rope_parameters["rope_type"] and found["rope_scaling"] == scaling
     declared = getattr(read, "eos_token_id", None)
     assert end_tokens(tmp_path, settings) == (None if declared is None else [declared])
     AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)

@@ -6,6 +6,7 @@ from megatron_rl.model.families.attention_keys import SinkKeys
 from megatron_rl.model.families.family import Family
 from megatron_rl.model.parts import Experts, ExpertStacks
 
+YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 FAMILIES = (
     # gpt-oss: sinks, a window in every second layer, experts with biases and bounded gates, published in 4 bits.
     Family(
@@ -26,6 +27,7 @@ FAMILIES = (
         defaults={
             "head_dim": 64,
             "rope_theta": 150_000.0,
+            "rope_scaling": YARN | {"original_max_position_embeddings": 4096},
             "sliding_window": 128,
             "rms_norm_eps": 1e-5,
             "max_position_embeddings": 131072,
