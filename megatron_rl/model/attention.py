@@ -212,6 +212,11 @@ class CausalAttention(MegatronModule):
             num_heads = config.num_attention_heads // config.tensor_model_parallel_size
             self.sinks = torch.nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype))
 
+    @property
+    def needs_slots(self) -> bool:
+        """Whether no device has a kernel for it, so that packed rows must have slots."""
+        return self.soft_cap is not None or self.sinks is not None
+
     def forward(
         self,
         query: Tensor,
@@ -228,7 +233,7 @@ class CausalAttention(MegatronModule):
             out_SBND = attend(q_BSND, k_BSKD, v_BSKD, self.soft_cap, self.window, self.sinks).transpose(0, 1)
         else:
             heads = (query.squeeze(1), key.squeeze(1), value.squeeze(1))
-            if has_varlen_attention(query) and self.soft_cap is None and self.sinks is None:
+            if has_varlen_attention(query) and not self.needs_slots:
                 out = varlen(*heads, packed_seq_params, self.window)
             else:
                 out = bucketed(*heads, packed_seq_params, self.soft_cap, self.window, self.sinks)

@@ -30,6 +30,7 @@ NUM_GPUS = {
     "qwen3_30b_a3b_128k_grpo": 32,
     "qwen3_235b_a22b_gspo": 64,
     "qwen3_32b_grpo": 32,
+    "gpt_oss_20b_grpo": 8,
     "llama3_70b_ppo": 64,
     "llama3_70b_distill": 72,
 }
