@@ -34,11 +34,13 @@ CPU_PATCHES = (
     "third_party_patches.vllm.unpacked_linear",
     "third_party_patches.vllm.unpacked_experts",
     "third_party_patches.vllm.cpu_dense_adapters",
+    "third_party_patches.vllm.cpu_gated_delta",
     "third_party_patches.vllm.cpu_partial_prompts",
     "third_party_patches.vllm.cpu_routed_experts",
     "third_party_patches.vllm.kernel_scan",
     "third_party_patches.vllm.shm_group_name",
     "third_party_patches.vllm.shm_lifetime",
+    "third_party_patches.vllm.without_torchvision",
 )
 DRIVER_PATCHES = (
     "third_party_patches.ray.few_daemons",

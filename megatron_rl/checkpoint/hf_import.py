@@ -125,7 +125,8 @@ def load_hf_weights(
 
 def read_part(folder: HFFolder, spec: ParamSpec, segment: int, box: Box, into: torch.Tensor) -> None:
     """Copy `box` of one segment from the folder; of an expert tensor, one expert after the other."""
-    name, shape = spec.hf_names[segment], spec.tensor.segments[segment].shape
+    name, shape = spec.hf_names[segment], spec.hf_shape(segment)
+    box = spec.in_hf(segment, box)
     if not spec.tensor.is_expert:
         folder.copy_box(name, box, shape, into)
         return

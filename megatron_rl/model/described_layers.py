@@ -15,6 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.attention import CausalAttention, StackedQKVSelfAttention
 from megatron_rl.model.context_attention import ContextAttention
+from megatron_rl.model.delta_attention import GatedDeltaAttention
 from megatron_rl.model.experts import SharedExpertsLayer, StackedExperts
 from megatron_rl.model.families import (
     Routing,
@@ -30,7 +31,7 @@ from megatron_rl.model.families.family import Style
 from megatron_rl.model.grouped_router import GroupedRouter
 from megatron_rl.model.latent_attention import LatentSelfAttention
 from megatron_rl.model.norm import RMSNorm, ZeroCentredNorm
-from megatron_rl.model.parts import ExpertsMLP, GatedMLP, GroupedAttention, LatentAttention, LayerPart
+from megatron_rl.model.parts import ExpertsMLP, GatedDelta, GatedMLP, GroupedAttention, LatentAttention, LayerPart
 from megatron_rl.model.router_balance import BalancedRouter
 
 
@@ -72,6 +73,14 @@ def put_latent_attention(
         _, turn_scale = ROPE_INIT_FUNCTIONS[kind](hf_config, device="cpu")
     sizes: dict[str, Any] = {"latent": part, "growth": softmax_growth(settings), "turn_scale": turn_scale}
     layer.submodules.self_attention = ModuleSpec(module=LatentSelfAttention, params=sizes)
+
+
+@put_part.register
+def put_gated_delta(
+    part: GatedDelta, layer: ModuleSpec, config: TransformerConfig, hf_config: PretrainedConfig
+) -> None:
+    """Put linear attention by the gated delta rule into a layer."""
+    layer.submodules.self_attention = ModuleSpec(module=GatedDeltaAttention, params={"delta": part})
 
 
 @put_part.register

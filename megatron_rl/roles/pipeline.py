@@ -66,13 +66,14 @@ class Pipeline:
         self.groups = groups
         self.device = device
         self.routing: ExpertRouting | None = None  # for models with experts
-        caps = any(getattr(module, "soft_cap", None) for chunk in self.chunks for module in chunk.modules())
+        modules = [module for chunk in self.chunks for module in chunk.modules()]
+        bound = any(getattr(each, "soft_cap", None) or getattr(each, "needs_slots", False) for each in modules)
         config: Any = self.chunks[0].config
         self._num_parts = groups.grid.tp_size if config.sequence_parallel else 1
         # The tokens of a rank's part are a multiple of it.
         self._token_multiple = FP8_RECIPES[config.fp8_recipe] if config.fp8 else 1
         example = torch.empty(0, dtype=config.params_dtype, device=device)
-        self._needs_slots = caps or not has_varlen_attention(example)
+        self._needs_slots = bound or not has_varlen_attention(example)
 
     def micro_batches(self, batch: Batch, cut: MicroBatching, sizes: Sequence[int] | None = None) -> list[MicroBatch]:
         """Cut a batch into blocks that this pipeline can run; all ranks must call.

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.model.parts import AttentionPart
+from megatron_rl.model.parts import Attention
 
 LOAD_FORMAT = "megatron_rl_shared"
 """The name under which vLLM knows the loader of `shared_weights.py`."""
@@ -23,7 +23,7 @@ def engine_arguments(
     dtype: str,
     seed: int,
     hf_overrides: dict[str, Any],
-    attention: AttentionPart,
+    attention: Attention,
     returns_experts: bool = False,
     tp_rank: int = 0,
 ) -> dict[str, Any]:
@@ -53,6 +53,7 @@ def engine_arguments(
         "disable_hybrid_kv_cache_manager": True,
         "enable_return_routed_experts": returns_experts,
     }
+    arguments |= attention.engine_arguments
     if device_kind == "cpu":
         # vLLM's default is 128. A block holds tokens of one answer only, and samples of a group share whole blocks of
         # their prompt.

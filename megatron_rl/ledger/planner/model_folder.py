@@ -41,7 +41,7 @@ from megatron_rl.model.families import (
     routing_problem,
     sliding_window,
 )
-from megatron_rl.model.parts import AttentionPart, SharedExperts
+from megatron_rl.model.parts import Attention, SharedExperts
 from megatron_rl.parallel.sharding import padded_vocab_size
 
 SIZES = (
@@ -96,7 +96,7 @@ class ModelSizes:
         return self.model
 
     @property
-    def attention(self) -> AttentionPart:
+    def attention(self) -> Attention:
         """The attention of its layers."""
         return self.parts.attention
 
@@ -111,9 +111,10 @@ class ModelSizes:
         """Name -> value of every size that TP must divide. ETP shards experts, and the vocabulary is padded."""
         mlp = () if self.num_experts and not self.has_dense_layers else ("intermediate_size",)
         names = ("num_attention_heads", "num_key_value_heads", *mlp)
-        return {name: getattr(self, name) for name in names} | dict(
+        sizes = {name: getattr(self, name) for name in names} | dict(
             [self.shared_experts] if self.shared_experts else ()
         )
+        return sizes if self.model is None else sizes | self.attention.tp_divides
 
     @property
     def longest(self) -> dict[str, int]:
@@ -245,7 +246,9 @@ def _read_settings(
     settings = family.given(settings)
     wanted: tuple[str, ...] = SIZES
     if family.experts is not None:
-        wanted = (*SIZES, num_experts_key(family, settings), family.experts.size_key, "num_experts_per_tok")
+        # Where all layers have experts, no other MLP has columns.
+        own = SIZES if family.experts.dense_keys else tuple(size for size in SIZES if size != "intermediate_size")
+        wanted = (*own, num_experts_key(family, settings), family.experts.size_key, "num_experts_per_tok")
         shared = family.experts.shared
         wanted += () if shared is None else (shared.size_key,)
     wanted += family.attention.size_keys
@@ -304,7 +307,7 @@ def _sizes(path: str, settings: dict[str, Any], family: Family, routing: Routing
         path=path,
         num_attention_heads=heads,
         num_key_value_heads=shape.num_kv_heads,
-        intermediate_size=settings["intermediate_size"],
+        intermediate_size=settings.get("intermediate_size", shape.ffn_size),
         padded_vocab_size=padded_vocab_size(vocab_size, VOCAB_PADDING),
         num_hidden_layers=shape.num_layers,
         max_position_embeddings=settings["max_position_embeddings"],
@@ -342,7 +345,7 @@ def _unsupported(file: Path, settings: dict[str, Any], family: Family) -> Iterab
         key = "rope_parameters" if settings.get("rope_parameters") else "rope_scaling"
         yield _in_file(file, {key: settings.get(key)}, f"cannot be used: {problem}")
     has_windows = family.attention.local or sliding_window(family, settings) is not None
-    kinds = {"full_attention", "sliding_attention"} if has_windows else {"full_attention"}
+    kinds = {"full_attention"} | family.attention.other_kinds | ({"sliding_attention"} if has_windows else set())
     layer_types = settings.get("layer_types") or ()
     unknown = set(layer_types) - kinds
     if unknown:
@@ -352,7 +355,8 @@ def _unsupported(file: Path, settings: dict[str, Any], family: Family) -> Iterab
             {"layer_types": layer_types}, f"with {rule} ({file})", nearest, file=str(file), subject="layer_types"
         )
     num_layers = settings.get("num_hidden_layers")
-    if family.attention.local and layer_types and is_size(num_layers) and len(layer_types) != num_layers:
+    is_mixed = family.attention.local or bool(family.attention.other_kinds)
+    if is_mixed and layer_types and is_size(num_layers) and len(layer_types) != num_layers:
         yield _in_file(file, {"layer_types": layer_types}, f"must name the kind of each of the {num_layers} layers")
     kind = settings.get("model_type")
     if kind is not None and kind != family.model_type:

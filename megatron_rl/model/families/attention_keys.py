@@ -46,6 +46,8 @@ class AttentionKeys:
     """Further keys that must be sizes."""
     shares_hidden: ClassVar[bool] = True
     """Without `head_dim` the heads share the hidden size."""
+    other_kinds: ClassVar[frozenset[str]] = frozenset()
+    """config.json's names of layers that are not of full attention, besides those with windows."""
     rope_types: ClassVar[Mapping[str, tuple[str, ...]]] = ROPE_TYPES
 
     def sizes(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,6 +71,7 @@ class AttentionKeys:
             described.soft_cap,
             described.window(layer),
             described.is_whole,
+            described.gated,
         )
 
 

@@ -23,8 +23,8 @@ class AttentionShape:
     """One model's attention. scale: of products of queries and keys. soft_cap: their bound; None: no bound.
 
     windows: per layer the number of positions that a token attends to, including its own; None: all before it; (): no
-    layer has a window. turned: number of elements of a head that are rotated, from the first on. two_ropes: layers with
-    a window have a rotary embedding of their own.
+    layer has a window. gated: what heads answer is scaled by a gate. turned: number of elements of a head that are
+    rotated, from the first on. two_ropes: layers with a window have a rotary embedding of their own.
     """
 
     scale: float = 1.0
@@ -32,6 +32,7 @@ class AttentionShape:
     soft_cap: float | None = None
     windows: tuple[int | None, ...] = ()
     two_ropes: bool = False
+    gated: bool = False
 
     def window(self, layer: int) -> int | None:
         """The window of one layer, counted over the whole model from 0."""
@@ -49,7 +50,8 @@ class GroupedAttention(AttentionPart):
 
     qkv_bias: q, k and v projections have biases. qk_norm: queries and keys are normalised per head. soft_cap: bound of
     products; None: none. window: positions that a token attends to, its own included; None: all before it. is_whole:
-    no layer of the model has a bound or a window.
+    no layer of the model has a bound or a window. gated: the projection of queries has beside each head a gate of its
+    size, whose sigmoid scales what the head answers.
     """
 
     block_sizes = BLOCK_SIZES
@@ -63,16 +65,15 @@ class GroupedAttention(AttentionPart):
     soft_cap: float | None = None
     window: int | None = None
     is_whole: bool = True
+    gated: bool = False
 
     def params(self, mega: str, hf: str) -> dict[str, ParamSpec]:
         """Queries, keys and values are stacked in one matrix per TP rank, as vLLM has them."""
         hidden, heads, kv_heads, size = self.hidden, self.num_heads, self.num_kv_heads, self.head_size
 
         def qkv(kind: str, *columns: int) -> ParamSpec:
-            parts = tuple(
-                Segment(name, (num * size, *columns), num)
-                for name, num in (("q", heads), ("k", kv_heads), ("v", kv_heads))
-            )
+            rows = (("q", heads, size * (1 + self.gated)), ("k", kv_heads, size), ("v", kv_heads, size))
+            parts = tuple(Segment(name, (num * each, *columns), num) for name, num, each in rows)
             names = tuple(f"{hf}self_attn.{part.name}_proj.{kind}" for part in parts)
             return ParamSpec(LogicalTensor(f"{hf}self_attn.qkv_proj.{kind}", parts, tp_dim=0), names)
 
@@ -91,7 +92,7 @@ class GroupedAttention(AttentionPart):
 
     @property
     def token_elements(self) -> int:
-        return 2 * self.hidden * (self.num_heads + self.num_kv_heads) * self.head_size
+        return self.hidden * ((2 + self.gated) * self.num_heads + 2 * self.num_kv_heads) * self.head_size
 
     @property
     def query_columns(self) -> int:
@@ -141,10 +142,10 @@ class GroupedAttention(AttentionPart):
         return min(LARGEST_TILE, block.slots * self.num_heads // cut.tp_size * keys) * FP32 * (1 + backward)
 
     def columns(self, cut: Cut) -> float:
-        return 2 * (self._q(cut) + self._kv(cut))
+        return (2 + self.gated) * self._q(cut) + 2 * self._kv(cut)
 
     def engine_elements(self, tp_size: int) -> int:
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_size // tp_size
+        return ((1 + self.gated) * self.num_heads + 2 * self.num_kv_heads) * self.head_size // tp_size
 
     def cached_elements(self, tp_size: int) -> int:
         return 2 * self._kv_heads(tp_size) * self.head_size
@@ -173,4 +174,5 @@ class GroupedAttention(AttentionPart):
             "kv_channels": self.head_size,
             "add_qkv_bias": self.qkv_bias,
             "qk_layernorm": self.qk_norm,
+            "attention_output_gate": self.gated,
         }

@@ -103,12 +103,14 @@ class LayerPart(ABC):
 class AttentionPart(LayerPart):
     """A part that mixes the tokens of a sequence, with what generation caches of it.
 
-    block_sizes: device -> tokens of one block of vLLM's cache. cpu_engine_arguments: arguments of `vllm.LLM` that the
-    part needs on CPU. unreplayable: device -> why vLLM hands out no experts of the tokens of such a model.
+    block_sizes: device -> tokens of one block of vLLM's cache, before states enlarge it. engine_arguments and
+    cpu_engine_arguments: arguments of `vllm.LLM` that the part needs, anywhere and on CPU. unreplayable: device -> why
+    vLLM hands out no experts of the tokens of such a model.
     """
 
     recomputed_as = "core_attn"
     block_sizes: ClassVar[Mapping[str, int]]
+    engine_arguments: ClassVar[Mapping[str, object]] = {}
     cpu_engine_arguments: ClassVar[Mapping[str, object]] = {}
     unreplayable: ClassVar[Mapping[str, str]] = {}
 
@@ -121,6 +123,12 @@ class AttentionPart(LayerPart):
     def cached_elements(self, tp_size: int) -> int:
         """Elements of one token in the rollout engine's cache, on one of `tp_size` ranks."""
 
+    def state_bytes(self, tp_size: int, element: int) -> int:
+        """Bytes that the rollout engine caches of one request, however long, on one of `tp_size` ranks. element: of a
+        parameter.
+        """
+        return 0
+
     own_linears: ClassVar[str] = ""
     """The name of this kind of attention, as "latent attention", if its linear layers are classes of this project, in
     whose place no library's can be put; "" if they are Megatron's.
@@ -130,6 +138,11 @@ class AttentionPart(LayerPart):
     @abstractmethod
     def not_cut(self) -> str:
         """Why CP cannot share a sequence, as "latent attention"; "" if it can."""
+
+    @property
+    def tp_divides(self) -> dict[str, int]:
+        """Name in config.json -> number that TP must divide, besides heads of queries and of keys."""
+        return {}
 
     def exchanged_bytes(self, block: LayerBlock, cut: Cut, num_ranks: int, *, backward: bool) -> float:
         """Bytes of `num_ranks` context-parallel ranks' keys and values while a layer attends to them."""
