@@ -55,9 +55,12 @@ def save_qwen3_next(folder: Path, **changes) -> str:
 
 
 def drawn(model: torch.nn.Module) -> torch.nn.Module:
-    """Draw what transformers makes equal for all heads, so that mixing heads up is noticed, and large convolutions:
-    small answers of heads, which are normalised, would enlarge errors of rounding.
+    """Draw what transformers makes equal for all heads, so that mixing heads up is noticed.
+
+    Keys resemble queries: a head whose answer is almost 0 would be normalised, with all errors of rounding in it.
     """
+    keys, size = DELTA["linear_num_key_heads"], DELTA["linear_key_head_dim"]
+    rows = keys * size
     for name, parameter in model.named_parameters():
         if name.endswith("dt_bias"):
             torch.nn.init.uniform_(parameter, -1.0, 1.0)
@@ -65,6 +68,12 @@ def drawn(model: torch.nn.Module) -> torch.nn.Module:
             torch.nn.init.uniform_(parameter, -3.0, 0.0)
         elif name.endswith("conv1d.weight"):
             torch.nn.init.uniform_(parameter, -1.0, 1.0)
+            parameter.data[rows : 2 * rows] = parameter.data[:rows]
+        elif name.endswith("in_proj_qkv.weight"):
+            parameter.data[rows : 2 * rows].mul_(0.5).add_(parameter.data[:rows])
+        elif name.endswith("in_proj_qkvz.weight"):
+            heads = parameter.data.unflatten(0, (keys, -1))
+            heads[:, size : 2 * size].mul_(0.5).add_(heads[:, :size])
         elif name.endswith("linear_attn.norm.weight"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     return model
