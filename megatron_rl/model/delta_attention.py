@@ -144,6 +144,7 @@ class GatedDeltaAttention(MegatronModule):
         if packed_seq_params is None:
             out = self._core(*(x.transpose(0, 1) for x in (mixed, b, a))).transpose(0, 1)
         else:
+            gate = gate.contiguous()  # a view would keep the projections that slots are copies of
             rows = zip(*(to_slots(x[:, 0], packed_seq_params) for x in (mixed, b, a)), strict=True)
             out = to_tokens([self._core(*row) for row in rows], packed_seq_params)[:, None]
         projected, _ = self.linear_proj(self.norm(out, gate).flatten(2))

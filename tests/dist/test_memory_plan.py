@@ -18,6 +18,7 @@ from tiny_models import (
     save_qwen3_moe,
     save_reward_model,
 )
+from tiny_qwen3_5 import save_qwen3_5, save_qwen3_next
 
 from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE, SCORING
 from megatron_rl.config.algorithms import distillation_reads, teaching
@@ -170,6 +171,9 @@ LAYOUTS = {
     "latent attention, EP2, DP2": (2, 1, 1, EP2),
     "bounds and windows, PP2": (2, 1, 2, {}),
     "half turned, EP2, DP2": (2, 1, 1, EP2),
+    "gated delta rule, TP2, SP": (2, 2, 1, SP),
+    "gated delta rule, padded": (1, 1, 1, {"actor_rollout_ref__model__use_remove_padding": False}),
+    "interleaved delta rule, EP2, DP2": (2, 1, 1, EP2),
     "adapters": (1, 1, 1, LORA),
     "adapters, TP2, SP": (2, 2, 1, LORA | SP),
     "adapters, PP2": (2, 1, 2, LORA),
@@ -184,6 +188,7 @@ LAYOUTS = {
     "taught, CP2, top": (2, 1, 1, TAUGHT | TOP_K | CP2),
 }
 MODELS = {"experts": save_qwen3_moe, "shared experts": save_qwen2_moe, "latent attention": save_deepseek_v3}
+MODELS |= {"gated delta rule": save_qwen3_5, "interleaved delta rule": save_qwen3_next}
 MODELS |= {"bounds and windows": save_gemma2, "half turned": save_glm4_moe}
 """By what a layout's name begins with; a Llama where it is none of these."""
 HALF = ("adapters, DP2, host Adam",)
@@ -198,6 +203,9 @@ RARELY = (
     "latent attention, EP2, DP2",
     "bounds and windows, PP2",
     "half turned, EP2, DP2",
+    "gated delta rule, TP2, SP",
+    "gated delta rule, padded",
+    "interleaved delta rule, EP2, DP2",
     "adapters",
     "adapters, TP2, SP",
     "adapters, PP2, brought again, recomputed",
@@ -291,8 +299,9 @@ def test_measured_peaks_are_near_the_plan(name, tmp_path):
             planned = plan[stage].total(phase)
             told.append(f"rank {rank} {phase}: measured {peak / 1e6:.2f} MB, planned {planned / 1e6:.2f}")
             wrong += [told[-1]] if abs(peak / planned - 1) > 0.15 else []
-        exactly = "adapters" in name
-        wrong += owned_otherwise_than_planned(ledger, plan[stage].phases, 0 if exactly else 1024)
+        # Parameters with an element for each head are filled up to 64 in a buffer, and have moments of their own size.
+        most = 0 if "adapters" in name else 4096 if "delta rule" in name else 1024
+        wrong += owned_otherwise_than_planned(ledger, plan[stage].phases, most)
     print("\n".join(told))
     assert not wrong, "\n".join(wrong)
     if is_recomputed:

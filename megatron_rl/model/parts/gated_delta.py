@@ -131,12 +131,14 @@ class GatedDelta(AttentionPart):
         return 0.0
 
     def products_bytes(self, block: LayerBlock, cut: Cut, *, backward: bool) -> float:
-        """Bytes of the rule in float32 over a bucket of segments, taken as all of them."""
-        rows = block.slots
-        values = self.num_values // cut.tp_size
-        per_token = values * (10 * self.key_size + 6 * self.value_size + 4 * CHUNK) + 3 * self.channels // cut.tp_size
-        states = values * self.key_size * self.value_size * (rows // CHUNK if backward else 2)
-        return FP32 * (rows * per_token * (2 if backward else 1) + states)
+        """Bytes of the rule in float32 over a bucket of segments, taken as all of them. Backward keeps what it makes
+        again, and makes gradients of some.
+        """
+        values, channels = self.num_values // cut.tp_size, self.channels // cut.tp_size
+        of_keys, of_values, of_pairs, of_channels = (8, 6, 8, 4) if backward else (4, 3, 3, 1)
+        per_head = of_keys * self.key_size + of_values * self.value_size + of_pairs * CHUNK
+        states = values * self.key_size * self.value_size * (2 * block.slots / CHUNK if backward else 2)
+        return FP32 * (block.slots * (values * per_head + of_channels * channels) + states)
 
     def columns(self, cut: Cut) -> float:
         return (self.channels + 2 * self.value_columns + 2 * self.num_values) // cut.tp_size

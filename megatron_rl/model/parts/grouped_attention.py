@@ -117,6 +117,8 @@ class GroupedAttention(AttentionPart):
             # The float32 norm, which is our own on CPUs, keeps no copy of its input.
             own += block.tokens * (q + kv) * element if element != FP32 else 0
             own += block.tokens * mixed * element if block.slots != block.tokens or copies else 0
+        # The gates, and what they scale.
+        own += 2 * self.gated * block.tokens * q * element
         if copies:
             return own + statistics + (block.tokens * q + block.slots * (2 * q + 2 * kv)) * element
         # Values are read where the fused projection wrote them.
