@@ -9,17 +9,19 @@ import pytest
 from ranks import run_ranks
 from test_router_replay import BOUND, REPLAY, differences, tied_config
 from tiny_models import save_qwen2_moe, save_qwen3_moe_with_dense_layers, tie_routers
+from tiny_qwen3_5 import save_qwen3_5_moe
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 SAVED = {
     "Qwen3-MoE, experts in the last layer alone": save_qwen3_moe_with_dense_layers,
     "Qwen2-MoE, a dense layer on each stage": save_qwen2_moe,
+    "Qwen3.5-MoE, linear layers on each stage": save_qwen3_5_moe,
 }
-first, second = SAVED
+first, *others = SAVED
 
 
-@pytest.mark.parametrize("name", [first, pytest.param(second, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", [first, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in others)])
 def test_the_engines_experts_make_log_probs_agree(name: str, tmp_path: Path) -> None:
     """On two stages, of which one may have no experts at all; routers are made to tie.
 

@@ -22,8 +22,8 @@ STATES_HELD = 2
 class KVCacheSize:
     """The cache of one rank in vLLM's blocks. One block is never given to a request.
 
-    bytes_per_token: of all layers. block_bytes: of one block. shared_by: block tables of a request for keys and values, which have a block each
-    for the same tokens. states: blocks of a request that hold states, however long it is.
+    bytes_per_token: of all layers. block_bytes: of one block. shared_by: block tables of a request for keys and values,
+    which have a block each for the same tokens. states: blocks of a request that hold states, however long it is.
     """
 
     block_size: int

@@ -259,6 +259,9 @@ def _read_settings(
     if beyond:
         return None, [*problems, *(_in_file(file, {k: settings[k]}, f"must be <= {beyond[k]}") for k in beyond)]
     problems += _head_problems(file, settings, family) if family.attention.shares_hidden else []
+    together = family.attention.problem(settings)
+    if together is not None:
+        return None, [*problems, _in_file(file, *together)]
     routing = routing_of(family, settings)
     if routing is not None:
         problems += _routing_problems(file, routing, family)
@@ -355,8 +358,7 @@ def _unsupported(file: Path, settings: dict[str, Any], family: Family) -> Iterab
             {"layer_types": layer_types}, f"with {rule} ({file})", nearest, file=str(file), subject="layer_types"
         )
     num_layers = settings.get("num_hidden_layers")
-    is_mixed = family.attention.local or bool(family.attention.other_kinds)
-    if is_mixed and layer_types and is_size(num_layers) and len(layer_types) != num_layers:
+    if family.attention.local and layer_types and is_size(num_layers) and len(layer_types) != num_layers:
         yield _in_file(file, {"layer_types": layer_types}, f"must name the kind of each of the {num_layers} layers")
     kind = settings.get("model_type")
     if kind is not None and kind != family.model_type:

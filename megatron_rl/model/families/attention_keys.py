@@ -58,6 +58,10 @@ class AttentionKeys:
         described = attention_shape(self, settings, head_size)
         return {"num_kv_heads": kv_heads, "head_size": head_size, "attention": described}
 
+    def problem(self, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
+        """Settings that do not go together, and the rule that they break; None if they do. Check sizes before."""
+        return None
+
     def part(self, shape: ModelShape, layer: int) -> AttentionPart:
         """Return the attention of one layer."""
         described = shape.attention if isinstance(shape.attention, AttentionShape) else AttentionShape()

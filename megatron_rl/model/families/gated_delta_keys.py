@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from megatron_rl.model.families.attention_keys import GLOBAL, AttentionKeys
 from megatron_rl.model.parts import AttentionPart, AttentionShape, GatedDelta, ModelShape
-from megatron_rl.model.parts.gated_delta import SIZE_KEYS
+from megatron_rl.model.parts.gated_delta import KEY_HEADS, SIZE_KEYS, VALUE_HEADS
 
 LINEAR = "linear_attention"
 """config.json's name of a layer of linear attention."""
@@ -49,6 +49,19 @@ class GatedDeltaKeys(AttentionKeys):
             return list(settings["layer_types"])
         period = settings.get(self.period_key or "") or self.period
         return [LINEAR if (layer + 1) % period else GLOBAL for layer in range(settings["num_hidden_layers"])]
+
+    def problem(self, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
+        """Heads of values share those of keys evenly, every layer has a kind, and some a cache that grows."""
+        keys, values, number = settings[KEY_HEADS], settings[VALUE_HEADS], settings["num_hidden_layers"]
+        kinds = self.kinds_of_layers(settings)
+        if len(kinds) != number:
+            return {"layer_types": kinds}, f"must name the kind of each of the {number} layers"
+        if values % keys:
+            return {VALUE_HEADS: values}, f"must be a multiple of {KEY_HEADS}({keys})"
+        if GLOBAL not in kinds:
+            given = {key: settings[key] for key in ("layer_types", self.period_key) if key and settings.get(key)}
+            return given, f"must leave at least one layer of {GLOBAL}: the size of the engine's blocks follows from it"
+        return None
 
     def part(self, shape: ModelShape, layer: int) -> AttentionPart:
         """Raises TypeError for sizes that other keys have read."""
