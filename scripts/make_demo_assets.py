@@ -175,7 +175,7 @@ def save_untrained(folder: Path, seed: int) -> None:
 
 
 def tune(folder: Path, seed: int, train: list[Pair], held_out: list[Pair]) -> Path:
-    """Teach an untrained model the lessons with `megatron-rl sft`, all in `folder`; the tuned model's folder.
+    """Teach the model of `folder`/untrained the lessons with `megatron-rl sft`; the tuned model's folder.
 
     Raises subprocess.CalledProcessError where the stage fails, which has said why.
     """
@@ -185,7 +185,6 @@ def tune(folder: Path, seed: int, train: list[Pair], held_out: list[Pair]) -> Pa
     num_batches, batch_size = stage["trainer"]["total_training_steps"], stage["data"]["train_batch_size"]
     write_parquet(lessons(train, num_batches, batch_size, seed), folder / "lessons.parquet")
     write_parquet(answer_rows(held_out, 1, seed + 1), folder / "held_out.parquet")
-    save_untrained(folder / "untrained", seed)
     overrides = {
         "data.train_files": folder / "lessons.parquet",
         "data.val_files": folder / "held_out.parquet",
@@ -227,6 +226,7 @@ def build(folder: Path, seed: int) -> dict:
     write_parquet(rows(train, "train"), folder / "train.parquet")
     write_parquet(rows(held_out, "test"), folder / "test.parquet")
     with tempfile.TemporaryDirectory(dir=folder, prefix="tuning-") as work:
+        save_untrained(Path(work, "untrained"), seed)
         shutil.move(tune(Path(work), seed, train, held_out), folder / "model")
 
     greedy, sampled = (accuracy(folder / "model", held_out, temperature, seed) for temperature in (0.0, 1.0))

@@ -23,6 +23,8 @@ COMMON_PATCHES = (
     "third_party_patches.vllm.adapter_views",
     "third_party_patches.vllm.experts_without_adapters",
     "third_party_patches.vllm.routed_experts_everywhere",
+    "third_party_patches.vllm.keys_for_values",
+    "third_party_patches.vllm.worlds_of_gpt_oss",
 )
 CPU_PATCHES = (
     "third_party_patches.megatron_core.cpu_torch",
@@ -33,14 +35,15 @@ CPU_PATCHES = (
     "third_party_patches.megatron_core.uneven_gather",
     "third_party_patches.vllm.unpacked_linear",
     "third_party_patches.vllm.unpacked_experts",
+    "third_party_patches.vllm.sigmoid_routing",
     "third_party_patches.vllm.cpu_dense_adapters",
     "third_party_patches.vllm.cpu_gated_delta",
     "third_party_patches.vllm.cpu_partial_prompts",
     "third_party_patches.vllm.cpu_routed_experts",
     "third_party_patches.vllm.kernel_scan",
+    "third_party_patches.vllm.without_torchvision",
     "third_party_patches.vllm.shm_group_name",
     "third_party_patches.vllm.shm_lifetime",
-    "third_party_patches.vllm.without_torchvision",
 )
 DRIVER_PATCHES = (
     "third_party_patches.ray.few_daemons",

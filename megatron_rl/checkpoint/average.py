@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
+from megatron_rl.checkpoint.carried import DTYPES
 from megatron_rl.checkpoint.export_saved import StoredModel, saved_model, write_model
 from megatron_rl.checkpoint.folders import find
+from megatron_rl.checkpoint.hf_config import language_config, read_hf_config
 from megatron_rl.checkpoint.hf_import import is_finite
 from megatron_rl.checkpoint.identity import computed_settings
 from megatron_rl.checkpoint.manifest import MANIFEST, model_identity
@@ -30,8 +32,6 @@ from megatron_rl.checkpoint.weight_files import WeightFileError, odd_files, read
 from megatron_rl.config.file_kinds import NOTHING, kind_of
 from megatron_rl.errors import ConfigError
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""By safetensors' names."""
 FILE = "average.json"
 """The file in a written folder that lists the averaged checkpoints."""
 
@@ -144,7 +144,7 @@ def folder_model(folder: Path) -> StoredModel:
     try:
         for file in sorted(folder.glob("*.json")):
             read_json(file)
-        settings = AutoConfig.from_pretrained(folder)
+        settings = read_hf_config(folder)
     except (WeightFileError, OSError, ValueError) as error:
         raise ConfigError(f"{folder} cannot be averaged: {error!s:.500}") from error
 
@@ -188,7 +188,7 @@ def _tokens(folder: Path) -> dict[str, int]:
 
 
 def _settings(model: StoredModel) -> dict[str, Any]:
-    settings = AutoConfig.from_pretrained(model.source).to_dict()
+    settings = language_config(model.source).to_dict()
     settings["architectures"] = [model.architecture]
     return model_identity(settings) | computed_settings(settings)
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.checkpoint.hf_import import HFFolder
-from megatron_rl.model.families import Constant, Model, family_of, routing_of
+from megatron_rl.model.families import Constant, Model, family_of, routing_of, text_settings
 
 FILE = "constants.safetensors"
 """The file of constants next to a checkpoint's config.json, where no other tensors are."""
@@ -23,9 +23,10 @@ FILE = "constants.safetensors"
 
 def constants_of(settings: Mapping[str, Any]) -> dict[str, Constant]:
     """Megatron name -> constant for the model of a config.json, which may leave out keys with defaults."""
-    # Only routers have some; a config.json without experts may leave sizes out.
-    routing = routing_of(family_of(settings["architectures"]), settings)
-    return {} if routing is None else Model.of(settings).constants
+    # Of other models a config.json may leave sizes out.
+    family = family_of(settings["architectures"])
+    has_some = family.style.layer_scales or routing_of(family, settings) is not None
+    return Model.of(settings).constants if has_some else {}
 
 
 @torch.no_grad()
@@ -61,7 +62,7 @@ def _copy(folder: HFFolder, constant: Constant, into: torch.Tensor) -> None:
 
 def keep_constants(source: Path, target: Path) -> str | None:
     """Write a folder's constants to `target`; returns the file's name, None if there are no constants."""
-    constants = constants_of(json.loads((source / "config.json").read_text())).values()
+    constants = constants_of(text_settings(json.loads((source / "config.json").read_text()))).values()
     kept = read_constants(constants, source, torch.device("cpu"), dtype=None)
     if not kept:
         return None

@@ -10,11 +10,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 
+from megatron_rl.checkpoint.carried import CarriedTensors, kept_carried
 from megatron_rl.checkpoint.constants import read_constants
 from megatron_rl.checkpoint.contents import RUN_FILE
 from megatron_rl.checkpoint.folders import HF_FOLDER
+from megatron_rl.checkpoint.hf_config import language_config
 from megatron_rl.checkpoint.hf_folder import Description, removing_unfinished, write_hf_folder
 from megatron_rl.checkpoint.hf_tensors import HFTensor, hf_tensors
 from megatron_rl.checkpoint.run_file import read_run_file
@@ -23,7 +24,7 @@ from megatron_rl.checkpoint.saved_tensors import BIAS, OPTIMIZER_PREFIX, SavedTe
 from megatron_rl.checkpoint.score_statistics import saved_statistics, write_statistics
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.errors import StorageError
-from megatron_rl.model.families import constant_map, family_of, param_map, shape_of, value_param_map
+from megatron_rl.model.families import Model, classifier_map
 
 
 @dataclass(frozen=True)
@@ -45,50 +46,54 @@ class StoredModel:
 def saved_model(checkpoint: Path, role: str, base: Path | None = None) -> StoredModel:
     """Open the actor's language model, or the critic as a reward model, of a complete checkpoint.
 
-    Adapters are merged into their base, which is read from `base` or from the folder that the run started from. Raises
-    ConfigError if that is not there, or if the checkpoint holds the whole model and `base` is given.
+    Adapters are merged into their base, and carried tensors are read from it: from `base`, or from the folder that the
+    run started from. Raises ConfigError if that is not there, or if the checkpoint needs none and `base` is given.
     """
     source = checkpoint / role / HF_FOLDER
-    settings = AutoConfig.from_pretrained(source).to_dict()
-    family, shape = family_of(settings["architectures"]), shape_of(settings)
+    model = Model.of(language_config(source).to_dict())
     is_critic = role == "critic"
-    specs = value_param_map(family, shape) if is_critic else param_map(family, shape)
-    tensors = {tensor.name: tensor for tensor in hf_tensors(specs)}
+    specs = model.value_specs if is_critic else model.specs
+    names = [tensor.name for tensor in hf_tensors(classifier_map(model.family, model.shape) if is_critic else specs)]
+    tensors = dict(zip(names, hf_tensors(specs), strict=True))
     saved = SavedTensors(checkpoint / role)
     dtype = saved.dtype(saved.weights[0])
     read_tensor: Callable[[HFTensor], torch.Tensor] = partial(_read, saved)
-    if base is not None or holds_adapters(saved):
+    carried = CarriedTensors() if is_critic else kept_carried(source, base)
+    if holds_adapters(saved) or (base is not None and not carried.stored):
         adapters = SavedAdapters.open(checkpoint, role, base)
         read_tensor = adapters.merged
-    constants = read_constants(constant_map(family, shape).values(), source, torch.device("cpu"), dtype=None)
+    constants = read_constants(model.constants.values(), source, torch.device("cpu"), dtype=None)
     biases = {name: f"{OPTIMIZER_PREFIX}{BIAS}.{name}" for name in constants}
     if set(biases.values()) <= set(saved.names):
         constants = {name: saved.read([key])[key] for name, key in biases.items()}
 
     def read(name: str) -> torch.Tensor:
+        if name in carried.stored:
+            return carried.read(name)
         return constants[name] if name in constants else read_tensor(tensors[name])
 
     return StoredModel(
         source,
-        family.reward_architecture if is_critic else family.architecture,
+        model.family.reward_architecture if is_critic else model.family.architecture,
         {name: tensor.shape for name, tensor in tensors.items()}
-        | {name: tuple(tensor.shape) for name, tensor in constants.items()},
-        dict.fromkeys(tensors, dtype) | {name: tensor.dtype for name, tensor in constants.items()},
+        | {name: tuple(tensor.shape) for name, tensor in constants.items()}
+        | carried.shapes,
+        dict.fromkeys(tensors, dtype) | {name: tensor.dtype for name, tensor in constants.items()} | carried.dtypes,
         read,
     )
 
 
 def _read(saved: SavedTensors, tensor: HFTensor) -> torch.Tensor:
     whole = saved.kept(checkpoint_key(tensor.spec, tensor.segment))
-    return whole if tensor.expert is None else whole[tensor.expert].clone()
+    return tensor.as_in_folder(whole if tensor.expert is None else whole[tensor.expert].clone())
 
 
 def export_saved(checkpoint: Path, role: str, target: Path, base: Path | None = None) -> None:
     """Write the actor's language model, or the critic as a reward model, of a complete checkpoint to `target`.
 
-    The tensors keep the dtype they were trained in. A reward model gets the statistics of its held-out scores. An
-    existing `target` is replaced. base: as of `saved_model`. Raises ConfigError as that does, StorageError if it cannot
-    be written, and then nothing of it is left.
+    The tensors keep the dtype they were trained in, and carried ones their own. A reward model gets the statistics of
+    its held-out scores. An existing `target` is replaced. base: as of `saved_model`. Raises ConfigError as that does,
+    StorageError if it cannot be written, and then nothing of it is left.
     """
     run = checkpoint / RUN_FILE
     statistics = saved_statistics(read_run_file(run)["run"]) if role == "critic" and run.exists() else None

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.checkpoint.carried import CarriedTensors
 from megatron_rl.checkpoint.hf_folder import (
     MAX_SHARD_BYTES,
     Description,
@@ -40,18 +41,24 @@ def export_hf(
     description: Description,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     constants: Mapping[str, Tensor] = MappingProxyType({}),
+    carried: CarriedTensors | None = None,
 ) -> None:
     """Write the model to `target`, with config and tokenizer from its source; every rank must call.
 
     All ranks must see the same file system. An existing `target` is replaced. constants: further whole tensors of the
-    folder, the same on all ranks; rank 0 writes them.
+    folder, the same on all ranks. carried: tensors that are copied from the source. Rank 0 writes both.
     """
-    sizes, holders = weights.sizes, weights.holders | dict.fromkeys(constants, (0,))
-    sizes |= {name: tensor.nbytes for name, tensor in constants.items()}
+    carried = carried or CarriedTensors()
+    further = {name: tensor.nbytes for name, tensor in constants.items()} | carried.sizes
+    sizes, holders = weights.sizes | further, weights.holders | dict.fromkeys(further, (0,))
     files, num_bytes = plan_export(sizes, holders, max_shard_bytes), sum(sizes.values())
 
     def gather(file: ExportFile) -> dict[str, Tensor]:
-        return weights.gather(file) | {name: tensor for name, tensor in constants.items() if name in file.holders}
+        whole = weights.gather(file)
+        if dist.get_rank() == 0:
+            whole |= {name: constants[name] for name in file.tensors if name in constants}
+            whole |= {name: carried.read(name) for name in file.tensors if name in carried.stored}
+        return whole
 
     def describe(folder: Path) -> None:
         describe_model(folder, files, num_bytes, description)
@@ -108,7 +115,7 @@ class ScatteredTensors:
         rank, whole = dist.get_rank(), dict[str, Tensor]()
         for name in file.tensors:
             if name not in self.tensors:
-                continue  # a constant, which its writer has
+                continue  # a constant or a carried tensor, which rank 0 has
             made_progress()
             tensor = self.tensors[name]
             parts = pieces(tensor, file.holders[name], self.places)
@@ -121,7 +128,7 @@ class ScatteredTensors:
         return whole
 
     def _held(self, tensor: HFTensor, piece: TensorPiece) -> Tensor:
-        return self.read(tensor.parameter)[piece.source].cpu().contiguous()
+        return tensor.as_in_folder(self.read(tensor.parameter)[piece.source].cpu()).contiguous()
 
     def _fetched(self, tensor: HFTensor, piece: TensorPiece) -> Tensor:
         if piece.rank == dist.get_rank():

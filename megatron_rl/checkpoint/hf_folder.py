@@ -14,14 +14,20 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
+from megatron_rl.checkpoint.hf_config import read_hf_config
+from megatron_rl.checkpoint.larger_models import classifier_config, copy_description
 from megatron_rl.checkpoint.storage import free_space, storage_reason
 from megatron_rl.errors import StorageError
-from megatron_rl.model.families import REWARD_FAMILIES
+from megatron_rl.model.families import REWARD_FAMILIES, inside_of
 
 MAX_SHARD_BYTES = 1 << 30
 """A file of weights is no larger, unless one tensor is."""
+
+
+QUANTIZATION = "quantization_config"
+"""The config.json key of quantised weights."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,11 @@ class Description:
     source: Path
     architecture: str
     dtype: torch.dtype
+
+
+def was_quantised(source: Path) -> bool:
+    """Whether a folder's config.json speaks of quantised weights, which an export of it does not hold."""
+    return bool(json.loads((source / "config.json").read_text()).get(QUANTIZATION))
 
 
 def plan_files(sizes: dict[str, int], max_shard_bytes: int = MAX_SHARD_BYTES) -> list[list[str]]:
@@ -140,10 +151,16 @@ def describe_model(folder: Path, files: Sequence[ExportFile], num_bytes: int, de
     """Write all but the weights of a model's folder. num_bytes: of all tensors."""
     write_index(folder, {file.name: file.tensors for file in files}, num_bytes)
     source = description.source
-    hf_config = AutoConfig.from_pretrained(source)
+    is_classifier = description.architecture in REWARD_FAMILIES
+    if not is_classifier and inside_of([description.architecture]) is not None:
+        copy_description(source, folder, description.dtype)
+        return
+    hf_config = classifier_config(source) if is_classifier else read_hf_config(source)
     hf_config.architectures = [description.architecture]
     hf_config.dtype = description.dtype
-    if description.architecture in REWARD_FAMILIES:
+    if hasattr(hf_config, QUANTIZATION):
+        delattr(hf_config, QUANTIZATION)  # weights are written as they are trained
+    if is_classifier:
         hf_config.num_labels = 1
     hf_config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)

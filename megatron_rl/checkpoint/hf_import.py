@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from megatron_rl.checkpoint.weight_files import WeightFileError, weight_files
+from megatron_rl.checkpoint.mxfp4 import GROUP, unpacked
+from megatron_rl.checkpoint.weight_files import WeightFileError, stored_names, weight_files
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.families import ParamSpec
+from megatron_rl.model.families import ParamSpec, is_one_by_one
 from megatron_rl.observe.liveness import made_progress
-from megatron_rl.parallel.sharding import Box, Place, box_index, shard_of
+from megatron_rl.parallel.sharding import Box, Place, box_index, box_shape, shard_of
 
 MAX_MAPPED_ELEMENTS = 16 << 20
 """Elements that are read before files are closed and mapped anew: pages count as this process's while mapped."""
@@ -63,11 +64,43 @@ class HFFolder:
             last = min(first + num_rows, stop)
             read, copied = self._slice(name)[(slice(first, last), *rest)], into[first - start : last - start]
             copied.copy_(read)
-            if not is_finite(copied):
+            if copied.is_floating_point() and not is_finite(copied):
                 what = f"is too large for {into.dtype}" if is_finite(read) else "is NaN or infinite"
                 raise ConfigError(f"{self.path / self.files[name]} cannot be used: an element of {name} {what}")
             made_progress()
             self._account((last - first) * row)
+
+    def has_codes(self, name: str) -> bool:
+        """Whether a tensor is there as codes of 4 bits (`mxfp4.py`)."""
+        return name not in self.files and stored_names(name)[0] in self.files
+
+    def copy_codes(self, name: str, box: Box, whole_shape: tuple[int, ...], into: torch.Tensor) -> None:
+        """Copy the elements of `box` of a stack of matrices [E, rows, columns] that is there as codes.
+
+        Raises ConfigError as `copy_box`.
+        """
+        *stack, columns = whole_shape
+        if columns % GROUP:
+            raise ConfigError(f"{name} in {self.path} has codes of 4 bits, and rows of {columns}, not of {GROUP} n")
+        (first, stop), groups = box[-1], columns // GROUP
+        whole_groups = first // GROUP, -(-stop // GROUP)
+        own = slice(first - whole_groups[0] * GROUP, stop - whole_groups[0] * GROUP)
+        shapes = ((*stack, groups, GROUP // 2), (*stack, groups))
+        num_rows = max(1, MAX_MAPPED_ELEMENTS // columns)
+        for number, expert in enumerate(range(*box[0])):
+            for start in range(box[1][0], box[1][1], num_rows):
+                last = min(start + num_rows, box[1][1])
+                piece: Box = ((expert, expert + 1), (start, last), whole_groups)
+                parts = []
+                for stored, shape in zip(stored_names(name), shapes, strict=True):
+                    rest = ((0, GROUP // 2),) if len(shape) > len(piece) else ()
+                    sizes = box_shape((*piece, *rest))
+                    parts.append(torch.empty(sizes, dtype=torch.uint8))
+                    self.copy_box(stored, (*piece, *rest), shape, parts[-1])
+                copied = into[number, start - box[1][0] : last - box[1][0]]
+                copied.copy_(unpacked(*parts)[0, :, own])
+                if not is_finite(copied):
+                    raise ConfigError(f"{name} of {self.path} cannot be used: a number is infinite in {into.dtype}")
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of one tensor. Raises ConfigError if there is no tensor of that name."""
@@ -124,10 +157,17 @@ def load_hf_weights(
 
 
 def read_part(folder: HFFolder, spec: ParamSpec, segment: int, box: Box, into: torch.Tensor) -> None:
-    """Copy `box` of one segment from the folder; of an expert tensor, one expert after the other."""
+    """Copy `box` of one segment from the folder; of experts that it has one by one, one after the other."""
     name, shape = spec.hf_names[segment], spec.hf_shape(segment)
     box = spec.in_hf(segment, box)
-    if not spec.tensor.is_expert:
+    if folder.has_codes(name):
+        folder.copy_codes(name, box, shape, into)
+        return
+    if spec.transposed:
+        swapped = ((*box[:-2], box[-1], box[-2]), (*shape[:-2], shape[-1], shape[-2]))
+        folder.copy_box(name, *swapped, into.transpose(-1, -2))
+        return
+    if not is_one_by_one(spec):
         folder.copy_box(name, box, shape, into)
         return
     for row, expert in enumerate(range(*box[0])):

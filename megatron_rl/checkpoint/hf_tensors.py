@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.model.families import ParamSpec
+from megatron_rl.model.families import ParamSpec, is_one_by_one
 from megatron_rl.parallel.sharding import Place, box_index, shard_of
 
 Index = tuple[int | slice, ...]
@@ -34,16 +34,24 @@ class HFTensor:
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole tensor, without padding."""
         shape = self.spec.hf_shape(self.segment)
-        return shape if self.expert is None else shape[1:]
+        shape = shape if self.expert is None else shape[1:]
+        return (*shape[:-2], shape[-1], shape[-2]) if self.spec.transposed else shape
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    def as_in_folder(self, data: torch.Tensor) -> torch.Tensor:
+        """Elements of it, or of a part, in the order of the folder's dims; given in that of the parameter's."""
+        return data.transpose(-1, -2) if self.spec.transposed else data
+
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """One rank's contribution to a whole tensor: `source` of its shard goes to `target` of the tensor."""
+    """One rank's contribution to a whole tensor: `source` of its shard goes to `target` of the tensor.
+
+    The dims of `source` are the parameter's, those of `target` the folder's (`HFTensor.as_in_folder`).
+    """
 
     rank: int
     source: Index
@@ -59,7 +67,7 @@ def hf_tensors(specs: Mapping[str, ParamSpec]) -> list[HFTensor]:
     tensors: dict[str, HFTensor] = {}
     for parameter, spec in specs.items():
         for segment, name in enumerate(spec.hf_names):
-            if not spec.tensor.is_expert:
+            if not is_one_by_one(spec):
                 tensors.setdefault(name, HFTensor(name, parameter, spec, segment))
                 continue
             for expert in range(spec.tensor.segments[segment].shape[0]):
@@ -82,6 +90,8 @@ def pieces(tensor: HFTensor, holders: Iterable[int], places: dict[int, Place]) -
                 if not first <= tensor.expert < stop:
                     continue
                 source = (part.at[0] + tensor.expert - first, *source[1:])
+            if tensor.spec.transposed:
+                box = (*box[:-2], box[-1], box[-2])
             by_box.setdefault(box, TensorPiece(rank, source, box_index(box)))
     return list(by_box.values())
 

@@ -15,7 +15,6 @@ from megatron_rl.checkpoint.weight_files import StoredTensor, WeightFileError, r
 from megatron_rl.model.families import (
     REWARD_FAMILIES,
     Family,
-    attention_shape,
     family_of,
     head_cap,
     rope_of,
@@ -71,8 +70,8 @@ def _attention_choices(family: Family, settings: Mapping[str, Any]) -> dict[str,
     keys, chosen = family.attention, dict[str, Any]()
     if keys.partial_rotary is not None:
         chosen["partial_rotary_factor"] = rotary_share(keys, settings)
-    if keys.scale is not None:
-        shape = attention_shape(keys, settings, settings["head_dim"])
+    if keys.local:
+        shape = keys.described(settings, settings["head_dim"])
         chosen |= {
             "attention_scale": shape.scale,
             "attention_soft_cap": shape.soft_cap,

@@ -22,6 +22,7 @@ from megatron_rl.checkpoint.run_file import read_run_file
 from megatron_rl.checkpoint.saved_tensors import SavedTensors, checkpoint_key
 from megatron_rl.checkpoint.weight_files import WeightFileError, read_json
 from megatron_rl.errors import ConfigError
+from megatron_rl.model.families import text_settings
 from megatron_rl.model.families.adapter_params import LORA_A, LORA_B, PEFT_PREFIX
 
 
@@ -67,7 +68,7 @@ class SavedAdapters:
         """The base's weights. Raises ConfigError if they are not there, or another model's."""
         way_out = "export --base FOLDER names the folder that it was trained from"
         try:
-            settings = read_json(self.base / "config.json")
+            settings = text_settings(read_json(self.base / "config.json"))
             present = model_identity(settings)
             present |= folder_identity(self.base, settings) if present.items() <= self.identity.items() else {}
         except (WeightFileError, OSError) as error:
@@ -84,9 +85,14 @@ class SavedAdapters:
         """A tensor of the merged model, in the dtype of training."""
         key = checkpoint_key(tensor.spec, tensor.segment)
         if key in self.saved.weights:  # a head, which is trained whole
-            return self.saved.kept(key)
+            return tensor.as_in_folder(self.saved.kept(key))
         names = [f"{PEFT_PREFIX}{key.removesuffix('.weight')}.{kind}.weight" for kind in (LORA_A, LORA_B)]
         weight = torch.empty(tensor.shape, dtype=self.saved.dtype(self.saved.weights[0]))
+        if self.folder.has_codes(tensor.name):
+            shape = tensor.spec.tensor.segments[tensor.segment].shape
+            everything = tuple((0, size) for size in shape)
+            self.folder.copy_codes(tensor.name, everything, shape, tensor.as_in_folder(weight))
+            return weight
         self.folder.copy_box(tensor.name, tuple((0, size) for size in tensor.shape), tensor.shape, weight)
         if names[0] not in self.saved.weights:
             return weight

@@ -31,7 +31,10 @@ BITS = {
 }
 """Bits of an element; sizes of other types are not compared."""
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""Types of weights. What is packed into others means nothing without scales, which are not read here."""
+"""Types of weights. What is packed into others means nothing without scales."""
+BYTES = "U8"
+BLOCKS, SCALES = "_blocks", "_scales"
+"""What follows a tensor's name in the names of the two tensors of bytes that it is stored as in 4 bits (`mxfp4.py`)."""
 
 
 class WeightFileError(Exception):
@@ -179,6 +182,11 @@ def type_faults(tensors: Mapping[str, StoredTensor]) -> list[str]:
     first, rest = tensors[odd[0]], f" (and {len(odd) - 1} more tensors)" if len(odd) > 1 else ""
     rule = f"weights must be of type {', '.join(FLOATS)}, and quantised ones be unpacked to one of these first"
     return [f"{odd[0]} in {first.file.name} is of type {first.dtype}{rest}: {rule}"]
+
+
+def stored_names(name: str) -> tuple[str, str]:
+    """The two tensors that a tensor is stored as in 4 bits."""
+    return name + BLOCKS, name + SCALES
 
 
 def some_of(names: Sequence[str]) -> str:

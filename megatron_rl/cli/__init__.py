@@ -1,5 +1,5 @@
 """The command line: megatron-rl sft | reward | dpo | train | plan | map | profile | rehearse | check-cluster |
-columns | ablate | export | average | nightly | port.
+columns | families | ablate | export | average | nightly | port.
 
 Configuration mistakes are reported before torch, Ray or vLLM is imported; exit codes are those of `errors.py`.
 """
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_rl.cli.checking import check_cluster_command
+from megatron_rl.cli.families import families_command
 from megatron_rl.cli.models import average_command, export_command
 from megatron_rl.cli.planning import columns_command, map_command, plan_command, profile_command
 from megatron_rl.cli.porting import port_command
@@ -43,6 +44,7 @@ app.command("profile")(profile_command)
 app.command("rehearse")(rehearse_command)
 app.command("check-cluster")(check_cluster_command)
 app.command("columns")(columns_command)
+app.command("families")(families_command)
 app.command("export")(export_command)
 app.command("average")(average_command)
 app.command("nightly")(nightly_command)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from megatron_rl.checkpoint.folders import HF_FOLDER
 from megatron_rl.checkpoint.resume import usable_checkpoint
 from megatron_rl.checkpoint.targets import refuse_target
 from megatron_rl.errors import ConfigError
@@ -30,7 +31,8 @@ def export_command(
         bool, typer.Option("--adapter", help="Write the adapters alone, as PEFT's folder, instead of merging them.")
     ] = False,
     base: Annotated[
-        Path | None, typer.Option(help="Of adapters: the model folder that the run started from, if it has moved.")
+        Path | None,
+        typer.Option(help="The model folder that the run started from, if it has moved: of adapters, carried tensors."),
     ] = None,
 ) -> None:
     """Write a checkpointed model as a Hugging Face folder, or its adapters as PEFT's. One process, no GPU."""
@@ -40,12 +42,16 @@ def export_command(
         raise ConfigError(f"--role {role.value}: {folder} has none, as its run trained none; nearest: --role actor")
     quiet_libraries()
     from megatron_rl.checkpoint.export_saved import export_saved, export_saved_adapter
+    from megatron_rl.checkpoint.hf_folder import was_quantised
 
     if adapter:
         export_saved_adapter(folder, role.value, target, base)
     else:
         export_saved(folder, role.value, target, base)
     Console().print(f"{role.value} of {folder} written to {target}", soft_wrap=True, markup=False)
+    if not adapter and was_quantised(folder / role.value / HF_FOLDER):
+        note = "its weights were read in fewer bits; they are written as they were trained, without quantization_config"
+        Console().print(note, soft_wrap=True, markup=False)
 
 
 def average_command(

@@ -287,6 +287,7 @@ def copy_model_files(trained: Mapping[str, str], folder: Path) -> list[str]:
 
     trained: role -> the Hugging Face folder that it starts from.
     """
+    from megatron_rl.checkpoint.carried import keep_carried
     from megatron_rl.checkpoint.constants import keep_constants
 
     names = []
@@ -297,6 +298,7 @@ def copy_model_files(trained: Mapping[str, str], folder: Path) -> list[str]:
             if file.suffix in MODEL_FILES and not file.name.endswith(".index.json"):
                 shutil.copyfile(file, target / file.name)
                 names.append(f"{role}/{HF_FOLDER}/{file.name}")
-        kept = keep_constants(Path(path), target)
-        names += [] if kept is None else [f"{role}/{HF_FOLDER}/{kept}"]
+        for keep in (keep_constants, keep_carried):
+            kept = keep(Path(path), target)
+            names += [] if kept is None else [f"{role}/{HF_FOLDER}/{kept}"]
     return names

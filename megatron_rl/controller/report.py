@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig
+import transformers
 
+from megatron_rl.checkpoint.hf_config import read_hf_config
 from megatron_rl.checkpoint.hf_folder import removing_unfinished
 from megatron_rl.checkpoint.storage import storing
 from megatron_rl.config.roles import ROLLOUT
@@ -216,16 +217,15 @@ def export_bound(outputs: torch.Tensor) -> float:
 
 
 def hf_model(folder: Path | str) -> Any:
-    """Load a Hugging Face folder's language model with transformers, in float32.
+    """Load a Hugging Face folder with transformers, in float32, as the class that its config.json names.
 
     A model whose attention logits are capped needs transformers' eager attention: the others leave the cap out.
     """
-    from transformers import AutoModelForCausalLM  # as late as possible: it imports every kind of layer
-
-    settings = AutoConfig.from_pretrained(folder)
-    capped = getattr(settings, "attn_logit_softcapping", None) is not None
+    settings = read_hf_config(folder)
+    model_class = getattr(transformers, settings.architectures[0])
+    capped = getattr(settings.get_text_config(), "attn_logit_softcapping", None) is not None
     options = {"attn_implementation": "eager"} if capped else {}
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+    return model_class.from_pretrained(folder, config=settings, dtype=torch.float32, **options).eval()
 
 
 @torch.no_grad()

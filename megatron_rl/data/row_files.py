@@ -22,6 +22,8 @@ from megatron_rl.data.row_problems import BadRow, RowPlace, RowProblem, refuse
 from megatron_rl.errors import ConfigError
 
 Row = dict[str, Any]
+NOT_TEXT = ("images", "videos", "audios")
+"""verl's columns of what is no text, which a language model would be trained without."""
 Content = TypeVar("Content")
 
 ROWS_AT_ONCE = 1024
@@ -68,20 +70,29 @@ def read_rows(
     """All rows of a file: (place, `read` of its content) of each that can be used, and the bad rows.
 
     columns: the columns, or fields of structs (column.field), that a parquet file is read for; jsonl is read whole.
-    read: raises RowProblem for a row that cannot be used.
+    read: raises RowProblem for a row that cannot be used. A row with images, videos or sounds cannot.
 
     Raises ConfigError as `column_forms`, and for a damaged file.
     """
     file = _checked_file(path)
     rows, bad_rows = [], []
+    columns = (*columns, *NOT_TEXT)
     for place, content in _json_rows(path, file) if file.suffix == ".jsonl" else _parquet_rows(path, file, columns):
         try:
             if isinstance(content, RowProblem):
                 raise content
+            _refuse_what_is_not_text(content)
             rows.append((place, read(content)))
         except RowProblem as problem:
             bad_rows.append(problem.at(place))
     return rows, bad_rows
+
+
+def _refuse_what_is_not_text(content: Row) -> None:
+    for name in NOT_TEXT:
+        if content.get(name):
+            number = f"{len(content[name])} entries" if isinstance(content[name], list) else "an entry"
+            raise RowProblem("not_text", name, number)
 
 
 def count_rows(path: str, most: int) -> int:

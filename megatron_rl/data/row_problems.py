@@ -31,6 +31,7 @@ KINDS: dict[str, tuple[str, str]] = {
         "rename it: human is user, gpt and bot are assistant",
     ),
     "content_not_text": ("a message's content must be text, or parts of type text", "take images and sounds out"),
+    "not_text": ("a row must be text alone", "take images, videos and sounds out, or take the row out"),
     "misplaced_system": ("a system message must come before all others", "move it to the beginning"),
     "stray_tool_message": (
         "a tool's message must follow the assistant's or another tool's",

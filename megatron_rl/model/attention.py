@@ -6,10 +6,13 @@ and S = T tokens of several segments.
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
@@ -17,7 +20,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 from megatron_rl.device import has_grouped_attention, has_varlen_attention
 from megatron_rl.model.families import AttentionShape
-from megatron_rl.model.norm import RMSNorm
+from megatron_rl.model.norm import JointNorm, RMSNorm, bare_norm
+from megatron_rl.model.parts import GroupedAttention
 from megatron_rl.model.segments import Segments, to_slots, to_tokens, turns_of
 from megatron_rl.model.shaped_attention import ShapedAttention
 
@@ -28,23 +32,45 @@ class StackedQKVSelfAttention(SelfAttention):
     Megatron interleaves q, k and v per query group; vLLM and Hugging Face stack them. Stacking here lets the rollout
     engine read the very same memory.
 
-    shape: the model's variants of attention; None: plain. norm_after: the norm of the output, `post_layernorm`.
+    shape: the model's variants of attention; None: plain. part: this layer's attention; None: that of Megatron's
+    configuration. norm_after: the norm of the output, `post_layernorm`. turn_scale: factor of cosine and sine.
+    joint_norms: norms of queries and keys are over all heads together.
     """
 
     def __init__(
         self,
+        config: Any,
+        submodules: Any,
         *args: Any,
         shape: AttentionShape | None = None,
+        part: GroupedAttention | None = None,
         norm_after: type[RMSNorm] | None = None,
+        turn_scale: float = 1.0,
+        joint_norms: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(*args, **options)
+        shares_keys = part is not None and part.values_are_keys
+        if part is not None:
+            config = copy.copy(config)  # one for all layers, whose heads may differ
+            config.kv_channels, config.num_query_groups = part.head_size, part.num_kv_heads
+        if shares_keys:
+            columns = config.kv_channels * config.num_query_groups
+            submodules = replace(submodules, linear_qkv=_without_values(submodules.linear_qkv, columns))
+        super().__init__(config, submodules, *args, **options)
+        self.shares_keys, self.norms_values = shares_keys, part is not None and part.value_norm
+        self.turn_scale = turn_scale
+        if joint_norms:
+            size, group = self.hidden_size_per_attention_head, self.tp_group
+            self.q_layernorm = JointNorm(self.config, self.num_attention_heads_per_partition, size, group)
+            self.k_layernorm = JointNorm(self.config, self.num_query_groups_per_partition, size, group)
         head_size = self.hidden_size_per_attention_head
-        self.turned = head_size if shape is None else shape.turned
+        self.turned = head_size if shape is None or shape.wide is not None else shape.turned
         # With two rotary embeddings their angles are concatenated: first those of layers without a window.
         self.number_of_rope: int | None = None
         if shape is not None and shape.two_ropes:
             self.number_of_rope = int(shape.window(self.layer_number - 1) is not None)
+            wide = shape.turned if shape.wide is None else shape.wide.size
+            self.angles_of_ropes = [wide // 2, shape.turned // 2]
         self.post_layernorm: RMSNorm | None = None
         if norm_after is not None:
             self.post_layernorm = norm_after(self.config, self.config.hidden_size, self.config.layernorm_epsilon)
@@ -65,7 +91,7 @@ class StackedQKVSelfAttention(SelfAttention):
         """
         self._turns = turns_of(rotary_pos_emb, packed_seq_params)
         if self.number_of_rope is not None:
-            cosine, sine = (turn.chunk(2, -1)[self.number_of_rope] for turn in self._turns)
+            cosine, sine = (turn.split(self.angles_of_ropes, -1)[self.number_of_rope] for turn in self._turns)
             self._turns = (cosine, sine)
         out: tuple[Tensor, Tensor | None] = super().forward(
             hidden_states, attention_mask, rotary_pos_emb=None, packed_seq_params=packed_seq_params, **options
@@ -90,19 +116,24 @@ class StackedQKVSelfAttention(SelfAttention):
         mixed_qkv, _ = self.linear_qkv(hidden_states)
         head_size = self.hidden_size_per_attention_head
         num_q, num_kv = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
-        sizes = [num_q * head_size * (1 + output_gate), num_kv * head_size, num_kv * head_size]
-        query, key, value = (
+        of_values = [] if self.shares_keys else [num_kv]
+        counts = [num_q, num_kv, *of_values]
+        sizes = [num_q * head_size * (1 + output_gate), *(num_kv * head_size for _ in counts[1:])]
+        query, key, *values = (
             part.reshape(*part.shape[:-1], num, -1)
-            for part, num in zip(torch.split(mixed_qkv, sizes, dim=-1), (num_q, num_kv, num_kv), strict=True)
+            for part, num in zip(torch.split(mixed_qkv, sizes, dim=-1), counts, strict=True)
         )
+        value = key if self.shares_keys else values[0]
         gates: list[Tensor] = []
         if output_gate:
             query, *gates = query.chunk(2, dim=-1)
+        if self.norms_values:
+            value = bare_norm(value, self.config.layernorm_epsilon)
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)
         if self.k_layernorm is not None:
             key = self.k_layernorm(key)
-        cosine, sine = (turn.to(query.dtype) for turn in self._turns)
+        cosine, sine = ((self.turn_scale * turn).to(query.dtype) for turn in self._turns)
         return self._turn(query, cosine, sine), self._turn(key, cosine, sine), value, *gates
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -132,6 +163,25 @@ class SigmoidGate(torch.autograd.Function):
         x, gate = ctx.saved_tensors
         opened = gate.sigmoid()
         return grad * opened, torch.ops.aten.sigmoid_backward(grad * x, opened)
+
+
+def _without_values(linear_qkv: Any, columns: int) -> Any:
+    """A builder of the fused projection without the `columns` of its values."""
+
+    def build(num_in: int, num_out: int, **options: Any) -> Any:
+        return linear_qkv(num_in, num_out - columns, **options)
+
+    return build
+
+
+class BiasedRowParallelLinear(RowParallelLinear):
+    """Megatron's linear cut by inputs, with a bias, though its configuration asks for none.
+
+    With the configuration's biases experts could not be cut over TP ranks.
+    """
+
+    def __init__(self, *sizes: int, **options: Any) -> None:
+        super().__init__(*sizes, **options | {"bias": True})
 
 
 class RotaryTurn(torch.autograd.Function):
@@ -165,7 +215,7 @@ class CausalAttention(MegatronModule):
     """Causal core attention with torch's kernels; the same code on CPU and CUDA.
 
     Padded rows are aligned left, so the causal mask alone hides the padding on the right from every real position.
-    shape: the model's variants of attention; None: plain.
+    shape: the model's variants of attention; None: plain. With sinks `sinks` [N] are the logits of this rank's heads.
     """
 
     def __init__(
@@ -185,6 +235,10 @@ class CausalAttention(MegatronModule):
             self.soft_cap, self.window = shape.soft_cap, shape.window(layer_number - 1)
             # Kernels scale by the head size; the query is scaled by the rest.
             self.growth = shape.scale * config.kv_channels**0.5
+        self.sinks: torch.nn.Parameter | None = None
+        if shape is not None and shape.sinks:
+            num_heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.sinks = torch.nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype))
 
     def forward(
         self,
@@ -199,27 +253,32 @@ class CausalAttention(MegatronModule):
         query = query if self.growth == 1.0 else query * self.growth
         if packed_seq_params is None:
             q_BSND, k_BSKD, v_BSKD = (x.transpose(0, 1) for x in (query, key, value))
-            out_SBND = attend(q_BSND, k_BSKD, v_BSKD, self.soft_cap, self.window).transpose(0, 1)
+            out_SBND = attend(q_BSND, k_BSKD, v_BSKD, self.soft_cap, self.window, self.sinks).transpose(0, 1)
         else:
             heads = (query.squeeze(1), key.squeeze(1), value.squeeze(1))
-            if has_varlen_attention(query) and self.soft_cap is None:
+            if has_varlen_attention(query) and self.soft_cap is None and self.sinks is None:
                 out = varlen(*heads, packed_seq_params, self.window)
             else:
-                out = bucketed(*heads, packed_seq_params, self.soft_cap, self.window)
+                out = bucketed(*heads, packed_seq_params, self.soft_cap, self.window, self.sinks)
             out_SBND = out[:, None]
         return out_SBND.flatten(2)
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, soft_cap: float | None = None, window: int | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention within each of B rows: query [B, S, N, D], key and value [B, S, K, D] -> [B, S, N, D].
 
-    soft_cap, window: see `ShapedAttention`.
+    soft_cap, window, sinks: see `ShapedAttention`.
     """
     window = None if window is None or window >= query.shape[1] else window
-    if soft_cap is not None or window is not None:
-        shaped: Tensor = ShapedAttention.apply(query, key, value, soft_cap, window)
+    if soft_cap is not None or window is not None or sinks is not None:
+        shaped: Tensor = ShapedAttention.apply(query, key, value, soft_cap, window, sinks)
         return shaped
     q_BNSD, k_BKSD, v_BKSD = (x.transpose(1, 2) for x in (query, key, value))
     grouped = q_BNSD.shape[1] != k_BKSD.shape[1]
@@ -236,10 +295,11 @@ def bucketed(
     segments: Segments,
     soft_cap: float | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention within each segment, bucket by bucket: [T, N, D], [T, K, D] twice -> [T, N, D]."""
     rows = zip(*(to_slots(x, segments) for x in (query, key, value)), strict=True)
-    return to_tokens([attend(q, k, v, soft_cap, window) for q, k, v in rows], segments)
+    return to_tokens([attend(q, k, v, soft_cap, window, sinks) for q, k, v in rows], segments)
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, window: int | None = None) -> Tensor:

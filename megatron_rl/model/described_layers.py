@@ -13,7 +13,8 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.attention import CausalAttention, StackedQKVSelfAttention
+from megatron_rl.model.attention import BiasedRowParallelLinear, CausalAttention, StackedQKVSelfAttention
+from megatron_rl.model.biased_experts import BiasedExperts
 from megatron_rl.model.context_attention import ContextAttention
 from megatron_rl.model.delta_attention import GatedDeltaAttention
 from megatron_rl.model.experts import SharedExpertsLayer, StackedExperts
@@ -27,12 +28,23 @@ from megatron_rl.model.families import (
     shape_of,
     softmax_growth,
 )
+from megatron_rl.model.families.attention_keys import GLOBAL
 from megatron_rl.model.families.family import Style
 from megatron_rl.model.grouped_router import GroupedRouter
 from megatron_rl.model.latent_attention import LatentSelfAttention
 from megatron_rl.model.norm import RMSNorm, ZeroCentredNorm
-from megatron_rl.model.parts import ExpertsMLP, GatedDelta, GatedMLP, GroupedAttention, LatentAttention, LayerPart
-from megatron_rl.model.router_balance import BalancedRouter
+from megatron_rl.model.parts import (
+    AttentionShape,
+    ExpertsMLP,
+    GatedDelta,
+    GatedMLP,
+    GroupedAttention,
+    LatentAttention,
+    LayerPart,
+    SinkAttention,
+)
+from megatron_rl.model.parts.layer import SCALE
+from megatron_rl.model.router_balance import BalancedRouter, BiasedRouter
 
 
 def norm_of(style: Style) -> type[RMSNorm]:
@@ -55,11 +67,21 @@ def put_grouped_attention(
     shape, attention = shape_of(settings).attention, layer.submodules.self_attention
     norm_after = norm_of(style) if style.norms_after else None
     attention.module = StackedQKVSelfAttention
-    attention.params = {**attention.params, "shape": shape, "norm_after": norm_after}
+    attention.params = {**attention.params, "shape": shape, "part": part, "norm_after": norm_after}
+    attention.params |= {"turn_scale": turn_scale(hf_config), "joint_norms": part.joint_norms}
     core = ContextAttention if config.context_parallel_size > 1 else CausalAttention
     attention.submodules.core_attention = ModuleSpec(module=core, params={"shape": shape})
-    if part.qk_norm:
+    if part.qk_norm and not part.joint_norms:
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = norm_of(style)
+
+
+@put_part.register
+def put_sink_attention(
+    part: SinkAttention, layer: ModuleSpec, config: TransformerConfig, hf_config: PretrainedConfig
+) -> None:
+    """Put attention with sinks into a layer, whose output has a bias."""
+    put_grouped_attention(part, layer, config, hf_config)
+    layer.submodules.self_attention.submodules.linear_proj = BiasedRowParallelLinear
 
 
 @put_part.register
@@ -67,12 +89,21 @@ def put_latent_attention(
     part: LatentAttention, layer: ModuleSpec, config: TransformerConfig, hf_config: PretrainedConfig
 ) -> None:
     """Put latent attention into a layer. The rotary embedding must be supported."""
-    settings = hf_config.to_dict()
-    kind, turn_scale = rope_type(settings), 1.0
-    if kind != "default":
-        _, turn_scale = ROPE_INIT_FUNCTIONS[kind](hf_config, device="cpu")
-    sizes: dict[str, Any] = {"latent": part, "growth": softmax_growth(settings), "turn_scale": turn_scale}
+    sizes: dict[str, Any] = {"latent": part, "growth": softmax_growth(hf_config.to_dict())}
+    sizes["turn_scale"] = turn_scale(hf_config)
     layer.submodules.self_attention = ModuleSpec(module=LatentSelfAttention, params=sizes)
+
+
+def turn_scale(hf_config: PretrainedConfig) -> float:
+    """Factor of cosine and sine of the rotary embedding, as transformers computes it; 1 but for yarn."""
+    settings = hf_config.to_dict()
+    family = family_of(hf_config.architectures or ["LlamaForCausalLM"])
+    kind = rope_type(settings)
+    if kind == "default" or kind not in family.attention.rope_types or ropes_of(family.attention, settings):
+        return 1.0
+    scale: float
+    _, scale = ROPE_INIT_FUNCTIONS[kind](hf_config, device="cpu")
+    return scale
 
 
 @put_part.register
@@ -90,12 +121,13 @@ def put_mlp(part: GatedMLP, layer: ModuleSpec, config: TransformerConfig, hf_con
 
 @put_part.register
 def put_experts(part: ExpertsMLP, layer: ModuleSpec, config: TransformerConfig, hf_config: PretrainedConfig) -> None:
-    """Put stacked experts into a layer, with a `BalancedRouter`, or a `GroupedRouter` where scores are in groups."""
+    """Put stacked experts into a layer, and the router that their scores, or a bias of its logits, ask for."""
     routing = Routing.from_hf(family_of(hf_config.architectures), hf_config.to_dict())
     block = moe_submodules(layer.submodules.mlp)
-    block.experts = StackedExperts
+    block.experts = StackedExperts if part.names.stacks is None else BiasedExperts
     block.shared_experts.module = SharedExpertsLayer
-    block.router = BalancedRouter if routing.scoring is None else partial(GroupedRouter, routing=routing)
+    plain = BiasedRouter if part.names.router_bias else BalancedRouter
+    block.router = plain if routing.scoring is None else partial(GroupedRouter, routing=routing)
 
 
 def moe_submodules(mlp: Any) -> Any:
@@ -117,6 +149,19 @@ def scale_embedding(model: GPTModel, style: Style) -> None:
     model.embedding.register_forward_hook(scaled)
 
 
+def scale_layers(model: GPTModel, style: Style) -> None:
+    """Multiply each layer's output by its `layer_scalar`, a buffer that the folder fills, if the family does."""
+    if not style.layer_scales:
+        return
+
+    def scaled(layer: Any, given: Any, out: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        return out[0] * getattr(layer, SCALE).to(out[0].dtype), out[1]
+
+    for layer in model.decoder.layers:
+        layer.register_buffer(SCALE, torch.ones(1))
+        layer.register_forward_hook(scaled)
+
+
 def rotary_frequencies(hf_config: PretrainedConfig, head_size: int) -> torch.Tensor:
     """Inverse frequencies of the rotary embedding, float32 [turned / 2], as transformers computes them.
 
@@ -133,7 +178,12 @@ def rotary_frequencies(hf_config: PretrainedConfig, head_size: int) -> torch.Ten
     ropes = ropes_of(family.attention, settings)
     if not ropes:
         return _frequencies(hf_config, hf_config.rope_parameters, turned, None)
-    return torch.cat([_frequencies(hf_config, rope, turned, kind) for kind, rope in ropes.items()])
+    shape = shape_of(settings).attention
+    assert isinstance(shape, AttentionShape)
+    sizes = dict.fromkeys(ropes, shape.turned)
+    if shape.wide is not None:
+        sizes[GLOBAL] = shape.wide.size
+    return torch.cat([_frequencies(hf_config, rope, sizes[kind], kind) for kind, rope in ropes.items()])
 
 
 def _frequencies(hf_config: PretrainedConfig, rope: Any, turned: int, kind: str | None) -> torch.Tensor:

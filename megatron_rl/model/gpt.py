@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 
 from megatron_rl.config.megatron import LOCAL, MegatronConfig
 from megatron_rl.device import Device
-from megatron_rl.model.described_layers import norm_of, put_part, rotary_frequencies, scale_embedding
+from megatron_rl.model.described_layers import norm_of, put_part, rotary_frequencies, scale_embedding, scale_layers
 from megatron_rl.model.experts import moe_settings
 from megatron_rl.model.families import Model, family_of
 from megatron_rl.model.mlp import gate_sparingly
@@ -195,6 +195,7 @@ def build_stage(
         chunk.rotary_pos_emb.cp_group = None
         chunk.rotary_pos_emb.get_rotary_seq_len = num_angles(chunk.rotary_pos_emb.get_rotary_seq_len)
         scale_embedding(chunk, style)
+        scale_layers(chunk, style)
         for layer in chunk.decoder.layers:
             if isinstance(layer.mlp, MLP):
                 eps, norm = config.layernorm_epsilon, norm_of(style)

@@ -86,3 +86,13 @@ class BalancedRouter(TopKRouter):
     def shares(self, logits: Tensor) -> Tensor:
         """float32 [T, E] -> scores that add up to 1."""
         return logits.softmax(-1)
+
+
+class BiasedRouter(BalancedRouter):
+    """A router whose logits have a bias [E], which Megatron's has only with biases everywhere."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        bias: Any = torch.nn.Parameter(torch.empty(self.num_experts, dtype=self.config.params_dtype))
+        bias.sequence_parallel = self.config.sequence_parallel
+        self.bias = bias

@@ -1,4 +1,4 @@
-"""Causal attention with bounded products or a window, for devices without a kernel for it.
+"""Causal attention with bounded products, a window or sinks, for devices without a kernel for it.
 
 Queries are processed in tiles, each with the keys that they can see; nothing of S x S elements is kept. Backward keeps
 the output and the logarithm of the sum of exponentials and computes the products again, as flash attention does (Dao et
@@ -23,28 +23,37 @@ class ShapedAttention(torch.autograd.Function):
     """query [B, S, N, D], key and value [B, S, K, D] -> [B, S, N, D].
 
     soft_cap: c; products x become c tanh(x / c); None: no bound. window: number of positions that a token sees,
-    including its own; None: all before it.
+    including its own; None: all before it. sinks [N]: a logit of each head that joins its softmax beside those of the
+    keys, with a value of 0 (Agarwal et al., arXiv:2508.10925); None: there are none.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, soft_cap: float | None, window: int | None
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        soft_cap: float | None,
+        window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         out = torch.empty_like(query)
         log_sum = query.new_empty(query.shape[:3], dtype=torch.float32)
         for rows, keys in tiles(query, key, window):
             scores = products(query[:, rows], key[:, keys], rows, keys, soft_cap, window)
             sums = scores.logsumexp(-1)
+            if sinks is not None:
+                sums = torch.logaddexp(sums, sinks.float().view(1, key.shape[2], -1, 1))
             probs = scores.sub_(sums[..., None]).exp_()
             out[:, rows] = by_token(probs @ by_head(value[:, keys])).to(out.dtype)
             log_sum[:, rows] = by_token(sums[..., None])[..., 0]
-        ctx.save_for_backward(query, key, value, out, log_sum)
+        ctx.save_for_backward(query, key, value, out, log_sum, sinks)
         ctx.soft_cap, ctx.window = soft_cap, window
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, log_sum = ctx.saved_tensors
+        query, key, value, out, log_sum, sinks = ctx.saved_tensors
         scale, num_kv = query.shape[-1] ** -0.5, key.shape[2]
         d_query = torch.empty_like(query)
         d_key, d_value = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (key, value))
@@ -61,7 +70,12 @@ class ShapedAttention(torch.autograd.Function):
             q = by_group(query[:, rows].float(), num_kv)
             for of, through, mixed in ((d_key, d_scores, q), (d_value, probs, d_out)):
                 of[:, keys] += (through.transpose(-1, -2) @ mixed).sum(2).transpose(1, 2)
-        return d_query, d_key.to(key.dtype), d_value.to(value.dtype), None, None
+        d_sinks = None
+        if sinks is not None and ctx.needs_input_grad[5]:
+            # A sink has probability p and value 0, so its logit's gradient is -p (gradient . output).
+            share = (sinks.float() - log_sum).exp_()
+            d_sinks = share.mul_((grad * out).sum(-1, dtype=torch.float32)).sum((0, 1)).neg_().to(sinks.dtype)
+        return d_query, d_key.to(key.dtype), d_value.to(value.dtype), None, None, d_sinks
 
 
 def tiles(query: Tensor, key: Tensor, window: int | None) -> Iterator[tuple[slice, slice]]:

@@ -38,6 +38,8 @@ class LogicalTensor:
     tp_dim: the dim that tensor parallelism cuts and along which segments are stacked; None if every rank holds all.
     is_expert: dim 0 counts experts, cut by expert parallelism, and `tp_dim` is cut by expert tensor parallelism.
     is_vocab: rows are padded, so that the last ranks' shards may hold rows that are no token's.
+    is_first_only: the first TP rank holds all of it and the others zeros of the same shape, as of a bias that is added
+    to partial sums.
     """
 
     name: str
@@ -45,11 +47,12 @@ class LogicalTensor:
     tp_dim: int | None
     is_expert: bool = False
     is_vocab: bool = False
+    is_first_only: bool = False
 
     @cached_property
     def alike(self) -> AlikeTensors:
         """Its fields without the name, which the tensors of other layers share."""
-        return AlikeTensors(self.segments, self.tp_dim, self.is_expert, self.is_vocab)
+        return AlikeTensors(self.segments, self.tp_dim, self.is_expert, self.is_vocab, self.is_first_only)
 
     @property
     def numel(self) -> int:
@@ -69,6 +72,7 @@ class AlikeTensors(NamedTuple):
     tp_dim: int | None
     is_expert: bool
     is_vocab: bool
+    is_first_only: bool = False
 
 
 class Place(NamedTuple):
@@ -130,6 +134,8 @@ def _shard(tensor: AlikeTensors, place: Place) -> Shard:
     if tensor.is_expert:
         experts = _even_cut("experts", shape[0], place.ep_rank, place.ep_size)
         shape[0] = experts[1] - experts[0]
+    if tensor.is_first_only and tp_rank > 0:
+        return Shard(tuple(shape), ())
     parts, offset = [], 0
     for number, segment in enumerate(tensor.segments):
         box = [(0, size) for size in segment.shape]

@@ -11,6 +11,7 @@ from megatron_rl.columns import COLUMNS
 from megatron_rl.config.algorithms import distillation_reads
 from megatron_rl.config.roles import PassSpec, Placement, PoolSpec
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.model.families import text_settings
 from megatron_rl.records import Batch, ragged_from_lengths, single_turn
 from megatron_rl.rehearse.shortened import read_settings
 
@@ -61,10 +62,10 @@ def of_teachers(config: RunConfig) -> dict[str, torch.Tensor]:
         if name == "teacher_log_probs":
             columns[name] = torch.zeros(1)
         elif name == "teacher_hidden":
-            width = max(read_settings(role.model_path)["hidden_size"] for role in teachers)
+            width = max(text_settings(read_settings(role.model_path))["hidden_size"] for role in teachers)
             columns[name] = torch.zeros(1, width, dtype=getattr(torch, teachers[0].megatron.dtype))
         else:
-            sizes = [read_settings(role.model_path)["vocab_size"] for role in teachers]
+            sizes = [text_settings(read_settings(role.model_path))["vocab_size"] for role in teachers]
             width = min(config.distillation.distillation_loss.topk, *sizes)
             columns[name] = torch.zeros(1, width, dtype=torch.int32 if name.endswith("_ids") else torch.float32)
     return columns

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_rl.config.roles import TEACHER, Placement, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError
+from megatron_rl.model.families import inside_of, text_settings
 
 LAYERS = "num_hidden_layers"
 UNEVEN_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
@@ -27,10 +28,11 @@ def shortened(config: RunConfig, layers_per_stage: int, folder: Path) -> list[st
         wanted = layers_per_stage * num_chunks(config, role)
         target = folder / role.name
         settings = read_settings(role.model_path)
-        if settings[LAYERS] < wanted:
+        num_layers = text_settings(settings)[LAYERS]
+        if num_layers < wanted:
             raise ConfigError(
                 f"--layers {layers_per_stage} makes {wanted} layers of role {role.name}, whose model has "
-                f"{settings[LAYERS]}; nearest: leave --layers out"
+                f"{num_layers}; nearest: leave --layers out"
             )
         target.mkdir(exist_ok=True)
         (target / "config.json").write_text(json.dumps(cut_settings(settings, wanted)))
@@ -50,6 +52,9 @@ def num_chunks(config: RunConfig, role: RoleSpec) -> int:
 
 def cut_settings(settings: dict[str, Any], num_layers: int) -> dict[str, Any]:
     """Return config.json's settings of a model with fewer layers, the first ones."""
+    inside = inside_of(settings.get("architectures"))
+    if inside is not None and inside.key in settings:
+        return settings | {inside.key: cut_settings(settings[inside.key], num_layers)}
     before = settings[LAYERS]
     per_layer = {key: value[:num_layers] for key, value in settings.items() if _is_per_layer(value, before)}
     return settings | per_layer | {LAYERS: num_layers}

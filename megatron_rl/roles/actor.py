@@ -41,6 +41,7 @@ class Actor(TrainedRole):
     """The policy that is trained."""
 
     def __init__(self, spec: RoleSpec, rank: Rank) -> None:
+        from megatron_rl.model.families import CORRECTION
         from megatron_rl.roles.distilled import Distillation
         from megatron_rl.roles.expert_bias import ExpertBias
         from megatron_rl.roles.expert_routing import ExpertRouting
@@ -64,10 +65,10 @@ class Actor(TrainedRole):
             options = spec.megatron.override_transformer_config
             self.routing = ExpertRouting(self.trainable.models, rank.groups, rank.device.torch_device, options)
             self.trainable.pipeline.routing = self.routing
-        if source.model.constants:
+        biases = {name: own for name, own in source.model.constants.items() if name.endswith(CORRECTION)}
+        if biases:
             buffers = named_buffers(self.trainable.models)
-            device = rank.device.torch_device
-            self.checkpoint.bias = ExpertBias(buffers, source.model.constants, rank.groups, device)
+            self.checkpoint.bias = ExpertBias(buffers, biases, rank.groups, rank.device.torch_device)
         self.distillation: Distillation | None = None
         if rank.config.distillation.enabled:
             self.distillation = Distillation(rank, self.scorer)

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from megatron_rl.checkpoint.constants import load_constants
+from megatron_rl.checkpoint.hf_config import language_config
 from megatron_rl.checkpoint.hf_import import HFFolder, global_name, load_hf_weights
 from megatron_rl.checkpoint.peft_folder import PeftFolder, load_adapters
 from megatron_rl.config.lora import LoraConfig
@@ -86,8 +87,8 @@ class ModelSource:
         lora: LoraConfig | None = None,
         seed: int = 0,
     ) -> ModelSource:
-        """Read the folder's config.json. lora: the adapters of the model; None: none."""
-        settings = AutoConfig.from_pretrained(path)
+        """Read what the folder's config.json says of the language model. lora: adapters of the model; None: none."""
+        settings = language_config(path)
         return cls(Path(path), settings, groups, device, megatron, lora or LoraConfig(), seed)
 
     @cached_property

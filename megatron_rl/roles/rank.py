@@ -7,8 +7,7 @@ from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from transformers import AutoConfig
-
+from megatron_rl.checkpoint.hf_config import language_config
 from megatron_rl.config.megatron import FORWARD_OPTIONS, OptimConfig, OverrideTransformerConfig
 from megatron_rl.config.roles import PassSpec, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 def sequence_work(model_path: str) -> SequenceWork:
     """Cost of a sequence under the model in a Hugging Face folder."""
-    return SequenceWork(Model.of(AutoConfig.from_pretrained(model_path).to_dict()).attention_parity)
+    return SequenceWork(Model.of(language_config(model_path).to_dict()).attention_parity)
 
 
 def in_optimizer_steps(optim: OptimConfig, num_steps: int, num_optimizer_steps: int) -> OptimConfig:

@@ -126,28 +126,34 @@ class TrainedRole(Role):
     def export_hf(self, target: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         """Write the model as a Hugging Face folder, in files of at most `max_shard_bytes`.
 
-        Adapters are merged in. A critic becomes a classifier with one label, which a critic can start from. Raises
-        StorageError if a file of this rank cannot be written.
+        Adapters are merged in, and carried tensors copied from the folder that the role started from. A critic becomes
+        a classifier with one label, which a critic can start from and which carries nothing. Raises ConfigError if that
+        folder cannot be read, StorageError if a file of this rank cannot be written.
         """
         import torch
 
+        from megatron_rl.checkpoint.carried import CarriedTensors
         from megatron_rl.checkpoint.constants import read_constants
         from megatron_rl.checkpoint.hf_export import ScatteredTensors, export_hf
         from megatron_rl.checkpoint.hf_folder import Description
         from megatron_rl.checkpoint.merged_weights import MergedParameters
+        from megatron_rl.model.families import classifier_map
         from megatron_rl.roles.model_source import named_parameters
 
         source, bias = self.source, self.checkpoint.bias
+        carried = None if self.spec.has_value_head else CarriedTensors.of(source.path)
         constants = read_constants(source.model.constants.values(), source.path, torch.device("cpu"), dtype=None)
         if bias is not None and bias.has_moved:
-            constants = {name: row.cpu() for name, row in bias.whole().items()}
+            constants |= {name: row.cpu() for name, row in bias.whole().items()}
         parameters = named_parameters(self.trainable.models)
         merged = MergedParameters(parameters, self.specs, source.adapter_specs, source.place, source.lora.scale)
         with writing(target):
-            weights = ScatteredTensors.of(parameters, self.specs, source.groups.grid, source.vocab_multiple, merged)
+            model = source.model
+            specs = classifier_map(model.family, model.shape) if self.spec.has_value_head else self.specs
+            weights = ScatteredTensors.of(parameters, specs, source.groups.grid, source.vocab_multiple, merged)
             dtype = next(iter(weights.dtypes.values()))
             description = Description(source.path, self.architecture, dtype)
-            export_hf(weights, target, description, max_shard_bytes, constants)
+            export_hf(weights, target, description, max_shard_bytes, constants, carried)
 
     @remote_method(Dispatch.ONE_TO_ALL, phase="export")
     def export_adapter(self, target: Path) -> None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 
+from megatron_rl.checkpoint.hf_config import language_config
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.roles import ACTOR, RoleSpec
 from megatron_rl.config.schema import RunConfig
@@ -22,7 +23,7 @@ from megatron_rl.hybrid_engine.composed_weights import ComposedWeights
 from megatron_rl.hybrid_engine.hybrid_engine import HybridEngine, TransitionReport
 from megatron_rl.hybrid_engine.offload import Offloadable, offloaded
 from megatron_rl.hybrid_engine.rng import swap
-from megatron_rl.model.families import VOCAB_PADDING, rollout_settings, routed_layers, tensors_of
+from megatron_rl.model.families import VOCAB_PADDING, placed_settings, rollout_settings, routed_layers, tensors_of
 from megatron_rl.model.families.adapter_params import held_rank
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.roles.bridge_address import AcrossBridge, BridgeAddress
@@ -84,7 +85,11 @@ class Rollout(Role):
                 adapters=adapters_of(self.weights, spec.lora),
                 seed=rank.config.trainer.seed,
                 # Preflight lets a window pass that cuts nothing off; vLLM cannot build one in some layers only.
-                hf_overrides=rollout_settings(source.model.family, settings) | overridden_settings(rank.config),
+                hf_overrides=placed_settings(
+                    source.model.family,
+                    rollout_settings(source.model.family, settings) | overridden_settings(rank.config),
+                ),
+                text_only=source.model.family.inside is not None,
                 device=rank.device,
                 routed_layers=routed_layers(source.model.family, settings) if rank.config.returns_experts else None,
                 attention=source.model.attention,
@@ -276,5 +281,5 @@ def eos_token_ids(model_path: str) -> list[int]:
     if (Path(model_path) / "generation_config.json").exists():
         declared = GenerationConfig.from_pretrained(model_path).eos_token_id
     else:
-        declared = AutoConfig.from_pretrained(model_path).eos_token_id
+        declared = language_config(model_path).eos_token_id
     return [declared] if isinstance(declared, int) else list(declared)

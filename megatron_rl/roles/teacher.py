@@ -23,9 +23,9 @@ def compared_tokens(config: RunConfig, vocab_size: int) -> int:
     """Tokens over which student and teacher are compared: those that both vocabularies have, of which the larger one
     has further rows for padding. vocab_size: of the teacher's config.json.
     """
-    from transformers import AutoConfig
+    from megatron_rl.checkpoint.hf_config import language_config
 
-    student = AutoConfig.from_pretrained(config.actor_rollout_ref.model.path)
+    student = language_config(config.actor_rollout_ref.model.path)
     return min(vocab_size, int(student.vocab_size))
 
 

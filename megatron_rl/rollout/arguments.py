@@ -26,10 +26,11 @@ def engine_arguments(
     attention: Attention,
     returns_experts: bool = False,
     tp_rank: int = 0,
+    text_only: bool = False,
 ) -> dict[str, Any]:
     """Keyword arguments of `vllm.LLM`. device_kind: "cpu" or "cuda"; the others: see `RolloutEngine`.
 
-    tp_rank: this rank's place in its rollout TP group.
+    tp_rank: this rank's place in its rollout TP group. text_only: build the language model of a larger one alone.
     """
     arguments: dict[str, Any] = {
         "model": model_path,
@@ -54,6 +55,8 @@ def engine_arguments(
         "enable_return_routed_experts": returns_experts,
     }
     arguments |= attention.engine_arguments
+    if text_only:
+        arguments["language_model_only"] = True
     if device_kind == "cpu":
         # vLLM's default is 128. A block holds tokens of one answer only, and samples of a group share whole blocks of
         # their prompt.

@@ -66,7 +66,8 @@ class RolloutEngine:
     hf_overrides: settings that replace those of the folder's config.json.
     routed_layers: the layers that have experts, if the engine must be able to return the experts of every token; else
     None. attention: of the model; its blocks of the cache and its arguments are the engine's. adapters: read beside
-    `tensors`; they must not move either. None: there are none.
+    `tensors`; they must not move either. None: there are none. text_only: the folder's model is larger than `tensors`,
+    which are its language model's.
     """
 
     def __init__(
@@ -85,12 +86,13 @@ class RolloutEngine:
         attention: Attention,
         routed_layers: Sequence[int] | None = None,
         adapters: EngineAdapters | None = None,
+        text_only: bool = False,
     ) -> None:
         inspect_in_process(architecture)
         register_shared_loader(tensors)
         returns_experts = routed_layers is not None
         given = (model_path, config, max_model_len, dtype, seed, hf_overrides, attention, returns_experts)
-        arguments = engine_arguments(device.kind, *given, grid.tp_rank(dist.get_rank()))
+        arguments = engine_arguments(device.kind, *given, grid.tp_rank(dist.get_rank()), text_only)
         adapters = adapters or EngineAdapters({}, 0, 1.0)
         if adapters.tensors:
             arguments |= adapter_arguments(adapters.rank, adapters.tensors)

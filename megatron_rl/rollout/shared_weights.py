@@ -19,8 +19,10 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from megatron_rl.rollout.arguments import LOAD_FORMAT
 from megatron_rl.rollout.eight_bit_linears import expect_codes, read_codes_of_experts
 
-HELD_ELSEWHERE = ("e_score_correction_bias",)
-"""Parameters that other objects than modules reference too (routers of experts). They are swapped in place."""
+HELD_ELSEWHERE = ("e_score_correction_bias", "sinks")
+"""Parameters that other objects than modules reference too (routers of experts, attention's kernels). They are swapped
+in place.
+"""
 
 ROUTER, DECAY = ".gate.weight", ".A_log"
 """Weights that some vLLM models keep in float32. They are read in the trainer's dtype, as in training."""
@@ -39,11 +41,15 @@ class EmptyOnMeta(TorchFunctionMode):
 
 
 def bind_parameters(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Replace every parameter of `model` by the tensor of its name, sharing memory.
+    """Replace every parameter of `model` by the tensor of its name, sharing memory. Buffers get the values of theirs.
 
     Raises ValueError naming the parameters that have no tensor, the tensors that have no parameter, or a pair of
     different shape or dtype.
     """
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in tensors}
+    for name, buffer in buffers.items():
+        buffer.copy_(tensors[name])  # no update changes it
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in buffers}
     names = {name for name, _ in model.named_parameters()}
     if names != set(tensors):
         raise ValueError(

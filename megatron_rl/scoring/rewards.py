@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from megatron_rl.checkpoint.hf_config import read_hf_config
 from megatron_rl.checkpoint.score_statistics import StatisticsError, read_statistics
 from megatron_rl.columns import SCORING
 from megatron_rl.config.algorithms import estimator_traits
@@ -225,7 +226,7 @@ def text_readers(
         key, given = f"{role.key}.model.input_tokenizer", role.settings.model.input_tokenizer
         policy = tokenizer if given == config.actor_rollout_ref.model.path else load_tokenizer(given, key)
         own = load_tokenizer(role.model_path, role.model_key)
-        largest, size = max(own.get_vocab().values()), AutoConfig.from_pretrained(role.model_path).vocab_size
+        largest, size = max(own.get_vocab().values()), read_hf_config(role.model_path).vocab_size
         if largest >= size:
             raise ConfigError(
                 f"{role.model_key}={role.model_path}: its tokenizer has a token of number {largest}, and the "

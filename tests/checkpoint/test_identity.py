@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from megatron_rl.checkpoint.identity import SAMPLED_TENSORS, computed_settings, end_tokens, folder_identity
-from megatron_rl.model.families import FAMILIES
+from megatron_rl.model.families import FAMILIES, text_settings
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "num_hidden_layers": 2}
 
@@ -90,16 +90,21 @@ def test_what_is_left_out_has_the_librarys_value(tmp_path, architecture):
     settings |= {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "intermediate_size": 8}
     settings |= {"shared_expert_intermediate_size": 8, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
     kind = getattr(transformers, architecture).config_class.model_type
+    if (inside := FAMILIES[architecture].inside) is not None:
+        settings = {"architectures": [architecture], inside.key: settings}
     (tmp_path / "config.json").write_text(json.dumps(settings | {"model_type": kind}))
-    read, found = AutoConfig.from_pretrained(tmp_path), computed_settings(settings)
+    settings = text_settings(settings)
+    read, found = AutoConfig.from_pretrained(tmp_path).get_text_config(), computed_settings(settings)
     assert found["rms_norm_eps"] == read.rms_norm_eps
     if "full_attention" in read.rope_parameters:
         kinds = ("full_attention", "sliding_attention")
         assert found["rope_scaling"] == {kind: read.rope_parameters[kind] for kind in kinds}
     else:
         assert found["rope_theta"] == read.rope_parameters["rope_theta"]
-        assert found["rope_type"] == read.rope_parameters["rope_type"] and found["rope_scaling"] == {}
-    declared = read.eos_token_id
+        spelling = ("rope_type", "rope_theta", "partial_rotary_factor")
+        scaling = {name: value for name, value in read.rope_parameters.items() if name not in spelling}
+        assert found["rope_type"] == read.rope_parameters["rope_type"] and found["rope_scaling"] == scaling
+    declared = getattr(read, "eos_token_id", None)
     assert end_tokens(tmp_path, settings) == (None if declared is None else [declared])
-    read.save_pretrained(tmp_path)
-    assert computed_settings(json.loads((tmp_path / "config.json").read_text())) == found
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    assert computed_settings(text_settings(json.loads((tmp_path / "config.json").read_text()))) == found

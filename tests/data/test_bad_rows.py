@@ -69,6 +69,7 @@ CASES = [
         chat({"role": "user", "content": [{"type": "image"}]}, ANSWER),
         "messages[0].content[0]",
     ),
+    ("not_text", "sft", "answer", {"prompt": "what", "response": "that", "images": [{"path": "a.png"}]}, "images"),
     ("misplaced_system", "sft", "messages", chat(USER, {"role": "system", "content": "so"}, ANSWER), "messages[1]"),
     ("stray_tool_message", "sft", "messages", chat(USER, {"role": "tool", "content": "4"}, ANSWER), "messages[1]"),
     ("no_question", "sft", "messages", chat(ANSWER), "messages[0]"),

@@ -23,6 +23,7 @@ from rollout_checks import (
     weights,
 )
 from safetensors.torch import load_file, save_file
+from tiny_gpt_oss import save_gpt_oss
 from tiny_models import random_batch, save_llama, save_qwen2_moe, save_qwen3_moe
 from transition_cases import EP2, ETP1, FOUR_KV_HEADS, MEGATRON, ROLLOUT, SP, Case
 
@@ -34,6 +35,8 @@ from megatron_rl.ledger.planner.transition import TransitionPlan
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 BLOCK, NUM_ROUNDS = 32, 20
+STACKS = (".experts.gate_up_proj", ".experts.down_proj")
+"""Of gpt-oss: transposed, which square blocks do not see."""
 IN_EIGHT_BITS = tuple(f".{name}_proj.weight" for name in ("q", "k", "v", "o", "gate", "up", "down"))
 OPTIONS = {f"{ROLLOUT}quantization": "fp8", f"{ROLLOUT}quantization_block_size": BLOCK}
 BF16 = OPTIONS | {f"{MEGATRON}dtype": "bfloat16"}
@@ -47,6 +50,15 @@ CASES = [
     Case("PP2DP2-TP2", 1, 2, 2, dp=2, save=save_llama, options=OPTIONS),
     Case("TP2EP2ETP1-TP2-experts", 2, 1, 2, save=save_qwen3_moe, model=WIDE, options=OPTIONS | SP | EP2 | ETP1),
     Case("TP2PP2-TP1-shared-experts", 2, 2, 1, save=save_qwen2_moe, model=SHARED, options=OPTIONS | SP),
+    Case(
+        "TP2PP2-TP1-sinks",
+        2,
+        2,
+        1,
+        save=save_gpt_oss,
+        model={"head_dim": 64, "intermediate_size": 128},
+        options=OPTIONS | SP,
+    ),
     Case("TP1-TP1", 1, 1, 1, options=OPTIONS, lacks=False),
     Case("TP2PP2-TP1-bfloat16", 2, 2, 1, options=BF16),
 ]
@@ -63,6 +75,8 @@ def rounded_folder(path: str, folder: str) -> str:
     for name, tensor in tensors.items():
         if name.endswith(IN_EIGHT_BITS):
             tensors[name] = rounded(tensor, E4M3, (BLOCK, BLOCK))
+        elif name.endswith(STACKS):
+            tensors[name] = torch.stack([rounded(each.contiguous(), E4M3, (BLOCK, BLOCK)) for each in tensor])
     save_file(tensors, file, metadata={"format": "pt"})
     return folder
 

@@ -12,6 +12,7 @@ from rollout_checks import GREEDY, hugging_face_greedy, round_trip, tokens
 from safetensors.torch import load_file
 from test_layout_parity import NUM_ROWS
 from test_moe_parity import EP2, ETP1, SP
+from tiny_minimax import save_minimax
 from tiny_models import random_batch, run_config, save_glm4_moe
 
 from megatron_rl.checkpoint.export_saved import export_saved
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300), pytest.mark.exhaustive
 
 OPTIONS = "override_transformer_config__moe_router_"
 BIASED = {f"{OPTIONS}enable_expert_bias": True, f"{OPTIONS}bias_update_rate": 0.3}
-BIAS = "gate.e_score_correction_bias"
+BIAS = ".e_score_correction_bias"
 
 
 def config_of(path: str, tp_size: int = 1, pp_size: int = 1, **sizes):
@@ -66,12 +67,13 @@ def biases(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if name.endswith(BIAS)}
 
 
-def test_biases_go_everywhere(tmp_path) -> None:
+@pytest.mark.parametrize(("save", "num_routed"), [(save_glm4_moe, 3), (save_minimax, 4)])
+def test_biases_go_everywhere(save, num_routed, tmp_path) -> None:
     """In one process and in two layouts; generation is transformers' with the exported biases; resumed in another
     layout, or exported without ranks, they are what was saved. Would not catch a bias that moves by the wrong sign in
     all.
     """
-    path = save_glm4_moe(tmp_path / "model")
+    path = save(tmp_path / "model")
     layouts = {"one": (1, 1, 1, {}), "EP2": (4, 2, 1, SP | EP2 | ETP1), "PP2": (2, 1, 2, {})}
     found = {}
     for name, (ranks, tp_size, pp_size, sizes) in layouts.items():
@@ -82,7 +84,7 @@ def test_biases_go_everywhere(tmp_path) -> None:
     before = biases(Path(path))
     assert expected != hugging_face_greedy(path), "the biases moved too little to be noticed"
     steps = {name: found["one"][name] - before[name] for name in before}
-    assert len(steps) == 3
+    assert len(steps) == num_routed
     for name, step in steps.items():
         assert set(step.abs().mul(10).round().tolist()) <= {0.0, 3.0} and step.any()
         assert all(torch.equal(found[layout][name], found["one"][name]) for layout in layouts)

@@ -12,6 +12,8 @@ import torch
 from ranks import run_ranks
 from rollout_checks import EOS, GREEDY, hugging_face_greedy, prompts
 from safetensors.torch import load_file
+from tiny_gpt_oss import save_gpt_oss
+from tiny_minimax import save_minimax
 from tiny_models import random_batch, run_config, save_llama, save_mixtral, save_qwen2, save_qwen3_moe
 from transformers import AutoModelForCausalLM
 
@@ -44,8 +46,10 @@ def export_before_and_after_update(config, folder: Path) -> torch.Tensor | None:
         (save_qwen2, 2, 1, {"virtual_pipeline_model_parallel_size": 2}),
         pytest.param(save_llama, 2, 1, {"num_layers_in_first_pipeline_stage": 1}, marks=pytest.mark.exhaustive),
         (save_qwen3_moe, 4, 2, SP | EP2),
+        pytest.param(save_gpt_oss, 4, 2, SP, marks=pytest.mark.exhaustive),
+        pytest.param(save_minimax, 4, 2, SP | EP2, marks=pytest.mark.exhaustive),
     ],
-    ids=["tied in chunks", "untied with uneven stages", "EP2"],
+    ids=["tied in chunks", "untied with uneven stages", "EP2", "stacks", "joint norms"],
 )
 def test_export(save_model, world_size, tp_size, keys, tmp_path) -> None:
     """Byte-identical when untouched, 1e-4 in logits when trained; would not catch a wrong tokenizer (none here)."""

@@ -19,6 +19,10 @@ import torch
 from ranks import run_ranks
 from rollout_checks import GREEDY, hugging_face_greedy, round_trip, tokens
 from safetensors.torch import load_file
+from tiny_gemma4 import save_gemma4, save_gemma4_with_keys_for_values
+from tiny_glm import save_glm4_moe_lite
+from tiny_gpt_oss import save_gpt_oss
+from tiny_minimax import save_minimax
 from tiny_models import (
     random_batch,
     run_config,
@@ -39,6 +43,7 @@ from tiny_models import (
     save_qwen3_moe,
     save_qwen3_moe_with_dense_layers,
 )
+from tiny_moonshot import save_kimi_k2
 from tiny_qwen3_5 import save_qwen3_5, save_qwen3_5_moe, save_qwen3_next
 
 from megatron_rl.columns import SCORING
@@ -50,11 +55,21 @@ NUM_ROWS = 7
 MAX_SHARD_BYTES = 400_000
 """About a third of a tiny model, and less than a pipeline stage."""
 
-DENSE = (save_llama, save_llama31, save_qwen2, save_qwen3, save_mistral, save_gemma2, save_gemma3, save_qwen3_5)
-LATENT = (save_deepseek_v2, save_deepseek_v3, save_moonlight)
-DELTA = (save_qwen3_5_moe, save_qwen3_next)
-PLAIN = (save_qwen3_moe, save_mixtral, save_qwen2_moe, save_qwen3_moe_with_dense_layers, save_glm4_moe)
-WITH_EXPERTS = (*PLAIN, *LATENT, *DELTA)
+GEMMA4 = (save_gemma4, save_gemma4_with_keys_for_values)
+DENSE = (
+    save_llama,
+    save_llama31,
+    save_qwen2,
+    save_qwen3,
+    save_mistral,
+    save_gemma2,
+    save_gemma3,
+    *GEMMA4,
+    save_qwen3_5,
+)
+LATENT = (save_deepseek_v2, save_deepseek_v3, save_moonlight, save_kimi_k2, save_glm4_moe_lite)
+WITH_EXPERTS = (save_qwen3_moe, save_mixtral, save_qwen2_moe, save_qwen3_moe_with_dense_layers, save_glm4_moe, *LATENT)
+WITH_EXPERTS += (save_gpt_oss, save_minimax, save_qwen3_5_moe, save_qwen3_next)
 LAYOUTS = {
     "one process": (1, 1, 1, {}),
     "TP2": (2, 2, 1, {}),
@@ -68,12 +83,16 @@ OFTEN = (
     (save_qwen2_moe, "EP2"),
     (save_deepseek_v2, "PP2"),
     (save_gemma3, "PP2"),
+    (save_gpt_oss, "TP2"),
+    (save_gemma4_with_keys_for_values, "PP2"),
 )
-"""What `make test` goes through: what families are built of (biases, shared experts, latent attention, windows), and
-every layout, dense and with experts. Qwen2, Qwen3 and Qwen3-MoE are in `test_hybrid_engine.py`, `test_moe_parity.py`,
-`test_transitions.py` and `test_export.py`; the tensors of every family in tests/model.
+"""What `make test` goes through: what families are built of (biases, shared experts, latent attention, windows,
+sinks), and every layout, dense and with experts. Qwen2, Qwen3 and Qwen3-MoE are in `test_hybrid_engine.py`,
+`test_moe_parity.py`, `test_transitions.py` and `test_export.py`; the tensors of every family in tests/model.
 """
 FURTHER = [(save, "TP2xPP2") for save in (*DENSE, *WITH_EXPERTS)] + [(save, "EP2") for save in WITH_EXPERTS]
+FURTHER += [(save_gpt_oss, "PP2"), (save_gpt_oss, "one process")]
+FURTHER += [(save_minimax, "PP2"), (save_minimax, "one process"), (save_minimax, "TP2")]
 FURTHER += [(save_llama31, "one process"), (save_qwen2_with_windows, "PP2")]
 """What the sweeps have: each family cut along all of its axes, and its experts spread."""
 CASES = [

@@ -109,7 +109,8 @@ def whole_weights(results: list[dict], role: str, model_path: str) -> dict[str, 
     for tensor in hf_tensors(specs):
         holders = [rank for rank, weights in held.items() if tensor.parameter in weights]
         parts = pieces(tensor, holders, places)
-        whole[tensor.name] = put_together(tensor, ((p, held[p.rank][tensor.parameter][p.source]) for p in parts))
+        of_ranks = ((p, held[p.rank][tensor.parameter][p.source]) for p in parts)
+        whole[tensor.name] = put_together(tensor, ((p, tensor.as_in_folder(data)) for p, data in of_ranks))
     return whole
 
 

@@ -1,4 +1,4 @@
-"""The memory plan against what CPU ranks hold in every phase of a step: within 15%."""
+"""The memory plan against what CPU ranks hold in every phase of a step: within 10%."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import pytest
 import torch
 from ranks import run_ranks
 from storage_meter import StorageMeter
+from tiny_gemma4 import save_gemma4, save_gemma4_with_keys_for_values
+from tiny_gpt_oss import save_gpt_oss
+from tiny_minimax import save_minimax
 from tiny_models import (
     run_config,
     save_deepseek_v3,
@@ -31,6 +34,11 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 PROMPT, RESPONSE, ROWS = 136, 24, 8
 MEGATRON = "actor_rollout_ref__actor__megatron__"
 SIZES = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 512, "max_position_embeddings": 256}
+
+
+def save_narrow_gpt_oss(folder: Path, **sizes) -> str:
+    """A gpt-oss whose stacks take less room on their way than the cache, which the plan of a transition may name."""
+    return save_gpt_oss(folder, **sizes | {"intermediate_size": 48})
 
 
 def full_experience(num_rows: int, config):
@@ -76,7 +84,8 @@ def measured_phases(config, folder: Path) -> tuple[int, dict[str, int], dict[str
         owned += [tensor for role in trained for tensor in role.optimizer_state()]
         owned += [buffer.param_data for role in trained for buffer in role.frozen]
         owned += [] if has_adapters else worker.roles["reference"].pipeline.parameters()
-        owned += [part.foreign.data for part in exchanged(worker)] + merged(worker)
+        owned += [buffer.data for part in exchanged(worker) for buffer in (part.foreign, part.scratch)]
+        owned += [buffer.data for buffer in merged(worker)]
         owned += worker.roles["reward_model"].pipeline.parameters() if has_reward else []
         owned += [weight for name in teachers for weight in worker.roles[name].pipeline.parameters()]
         owned += [head.weight for head in worker.roles["actor"].distillation.heads] if teachers else []
@@ -112,7 +121,7 @@ def measured_phases(config, folder: Path) -> tuple[int, dict[str, int], dict[str
 
 def changing(worker) -> int:
     """Bytes of what comes and goes inside of a phase."""
-    buffers = [buffer for part in exchanged(worker) for buffer in (part.foreign, part.scratch)]
+    buffers = [buffer for part in exchanged(worker) for buffer in (part.foreign, part.scratch)] + merged(worker)
     return (
         sum(buffer.num_bytes for buffer in buffers if buffer.is_allocated)
         + worker.roles["rollout"].generator.kv_cache.num_bytes
@@ -125,10 +134,10 @@ def exchanged(worker) -> list:
     return [part.exchange for part in weights.parts] if hasattr(weights, "parts") else [weights]
 
 
-def merged(worker) -> list[torch.Tensor]:
+def merged(worker) -> list:
     """The buffer of weights with adapters merged in, where there is one."""
     weights = worker.roles["rollout"].weights
-    return [weights.own.buffer.data] if "own merged" in weights.memory() else []
+    return [weights.own.buffer] if "own merged" in weights.memory() else []
 
 
 def recomputed(megatron: str, method: str, num_layers: int) -> dict[str, object]:
@@ -171,6 +180,11 @@ LAYOUTS = {
     "latent attention, EP2, DP2": (2, 1, 1, EP2),
     "bounds and windows, PP2": (2, 1, 2, {}),
     "half turned, EP2, DP2": (2, 1, 1, EP2),
+    "wide heads, PP2": (2, 1, 2, {}),
+    "keys for values, TP2, SP": (2, 2, 1, SP),
+    "sinks, EP2, DP2": (2, 1, 1, EP2),
+    "sinks, TP2, SP": (2, 2, 1, SP),
+    "joint norms, TP2, SP": (2, 2, 1, SP),
     "gated delta rule, TP2, SP": (2, 2, 1, SP),
     "gated delta rule, padded": (1, 1, 1, {"actor_rollout_ref__model__use_remove_padding": False}),
     "interleaved delta rule, EP2, DP2": (2, 1, 1, EP2),
@@ -188,9 +202,14 @@ LAYOUTS = {
     "taught, CP2, top": (2, 1, 1, TAUGHT | TOP_K | CP2),
 }
 MODELS = {"experts": save_qwen3_moe, "shared experts": save_qwen2_moe, "latent attention": save_deepseek_v3}
+MODELS |= {"bounds and windows": save_gemma2, "half turned": save_glm4_moe, "sinks": save_narrow_gpt_oss}
+MODELS |= {"wide heads": save_gemma4, "keys for values": save_gemma4_with_keys_for_values}
+MODELS |= {"joint norms": save_minimax}
 MODELS |= {"gated delta rule": save_qwen3_5, "interleaved delta rule": save_qwen3_next}
 MODELS |= {"bounds and windows": save_gemma2, "half turned": save_glm4_moe}
 """By what a layout's name begins with; a Llama where it is none of these."""
+ENGINE_OF_EXPERTS = ("experts, EP2, DP2", "experts, EP2, DP2, router again", "shared experts, EP2, DP2")
+ENGINE_OF_EXPERTS += ("latent attention, EP2, DP2", "half turned, EP2, DP2")
 HALF = ("adapters, DP2, host Adam",)
 """Layouts with half of the prompts on each rank, for as many of which generation is planned."""
 RARELY = (
@@ -203,6 +222,11 @@ RARELY = (
     "latent attention, EP2, DP2",
     "bounds and windows, PP2",
     "half turned, EP2, DP2",
+    "wide heads, PP2",
+    "keys for values, TP2, SP",
+    "sinks, EP2, DP2",
+    "sinks, TP2, SP",
+    "joint norms, TP2, SP",
     "gated delta rule, TP2, SP",
     "gated delta rule, padded",
     "interleaved delta rule, EP2, DP2",
@@ -273,7 +297,7 @@ def test_a_teachers_head_leaves_with_its_parameters(tmp_path):
 
 @pytest.mark.parametrize("name", CASES)
 def test_measured_peaks_are_near_the_plan(name, tmp_path):
-    """Within 15% in every phase on every rank.
+    """Within 10% in every phase on every rank, but for the engine's estimate of experts.
 
     Would not catch memory that never is a tensor's, such as gloo's, nor how CUDA's allocator rounds.
     """
@@ -298,14 +322,19 @@ def test_measured_peaks_are_near_the_plan(name, tmp_path):
         for phase, peak in peaks.items():
             planned = plan[stage].total(phase)
             told.append(f"rank {rank} {phase}: measured {peak / 1e6:.2f} MB, planned {planned / 1e6:.2f}")
-            wrong += [told[-1]] if abs(peak / planned - 1) > 0.15 else []
-        # Parameters with an element for each head are filled up to 64 in a buffer, and have moments of their own size.
-        most = 0 if "adapters" in name else 4096 if "delta rule" in name else 1024
+            wrong += [told[-1]] if abs(peak / planned - 1) > bound(name, phase) else []
+        # The plan counts what lies before each aligned parameter, of which sinks, biases and decays have much.
+        most = 0 if "adapters" in name else 8192 if name.startswith("sinks") or "delta rule" in name else 1024
         wrong += owned_otherwise_than_planned(ledger, plan[stage].phases, most)
     print("\n".join(told))
     assert not wrong, "\n".join(wrong)
     if is_recomputed:
         check_savings([peaks for stage, peaks, _ in ranks if stage == 0][0], config)
+
+
+def bound(name: str, phase: str) -> float:
+    """How far a phase may be from its plan. vLLM runs experts one after the other on CPUs, and at once on GPUs."""
+    return 0.15 if phase == "gen" and name in ENGINE_OF_EXPERTS else 0.10
 
 
 def check_savings(peaks: dict[str, int], config) -> None:

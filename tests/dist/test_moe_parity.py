@@ -12,6 +12,8 @@ routers (`test_balanced_routers.py`); ties between experts (`test_router_replay.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -29,6 +31,8 @@ from test_layout_parity import (
 from tiny_models import random_batch, run_config, save_qwen3, save_qwen3_moe
 
 from megatron_rl.columns import ACTOR_UPDATE, SCORING
+from megatron_rl.model.families import family_of
+from megatron_rl.model.parts import Experts
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -120,20 +124,27 @@ def policy_gradients(config) -> dict:
 
 
 def hugging_face_gradients(path: str) -> dict[str, torch.Tensor]:
-    """Gradients of -mean(advantage * log-prob) under transformers' own model, experts taken apart as on disk."""
+    """Gradients of -mean(advantage * log-prob) under transformers' own model, experts as on disk."""
+    from megatron_rl.checkpoint.hf_import import HFFolder
     from megatron_rl.controller.report import hf_model
 
-    model = hf_model(path)
+    model, on_disk = hf_model(path), HFFolder(Path(path)).files
+    names = family_of(model.config.architectures).experts or Experts()
     advantages = random_batch(NUM_ROWS)["advantages"].values()
     (-hugging_face_log_probs(path, model) * advantages).mean().backward()
     gradients = {}
     for name, parameter in model.named_parameters():
+        name = name.replace(".mlp.", f".{names.block}.")
         stack, _, kind = name.rpartition(".")
-        if kind == "gate_up_proj":
+        if name in on_disk:
+            gradients[name] = parameter.grad
+        elif kind == "gate_up_proj":
             for expert, (gate, up) in enumerate(grad.chunk(2) for grad in parameter.grad):
-                gradients |= {f"{stack}.{expert}.gate_proj.weight": gate, f"{stack}.{expert}.up_proj.weight": up}
+                single = f"{stack}.{expert}."
+                gradients |= {f"{single}{names.gate}.weight": gate, f"{single}{names.up}.weight": up}
         elif kind == "down_proj":
-            gradients |= {f"{stack}.{expert}.down_proj.weight": grad for expert, grad in enumerate(parameter.grad)}
+            of_experts = enumerate(parameter.grad)
+            gradients |= {f"{stack}.{expert}.{names.down}.weight": grad for expert, grad in of_experts}
         else:
             gradients[name] = parameter.grad
     return gradients

@@ -13,6 +13,8 @@ import pytest
 import torch
 from ranks import run_ranks
 from test_layout_parity import often
+from tiny_gpt_oss import save_gpt_oss
+from tiny_minimax import save_minimax
 from tiny_models import random_batch, run_config, save_qwen2, save_qwen3_moe
 
 from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE, SCORING
@@ -33,6 +35,8 @@ LAYOUTS = {
     "PP2, VPP2, packed": (save_qwen2, (2, 1, 2), VPP2, True, [(UNIFORM, 1), (BLOCK, 1)]),
     "experts, DP2, EP2": (save_qwen3_moe, (2, 1, 1), EP2, True, [(UNIFORM, 1), (BLOCK, 2)]),
     "experts, TP2, EP2, SP": (save_qwen3_moe, (2, 2, 1), EP2 | ETP1 | SP, True, [(UNIFORM, 2)]),
+    "joint norms, TP2, SP": (save_minimax, (2, 2, 1), SP, True, [(UNIFORM, 1), (BLOCK, 2)]),
+    "sinks and biases, TP2, SP": (save_gpt_oss, (2, 2, 1), SP, True, [(UNIFORM, 1), (BLOCK, 2)]),
 }
 """Name -> model, (ranks, tp, pp), further sizes, whether rows are packed, and the (method, number of layers) tried."""
 OFTEN = ("one process, packed", "experts, TP2, EP2, SP")

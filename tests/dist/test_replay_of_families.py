@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 from test_router_replay import BOUND, REPLAY, differences, tied_config
+from tiny_gpt_oss import save_gpt_oss
+from tiny_minimax import save_minimax
 from tiny_models import save_qwen2_moe, save_qwen3_moe_with_dense_layers, tie_routers
 from tiny_qwen3_5 import save_qwen3_5_moe
 
@@ -16,6 +18,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 SAVED = {
     "Qwen3-MoE, experts in the last layer alone": save_qwen3_moe_with_dense_layers,
     "Qwen2-MoE, a dense layer on each stage": save_qwen2_moe,
+    "gpt-oss, whose routers have biases": save_gpt_oss,
+    "MiniMax-M2, by sigmoid scores": save_minimax,
     "Qwen3.5-MoE, linear layers on each stage": save_qwen3_5_moe,
 }
 first, *others = SAVED

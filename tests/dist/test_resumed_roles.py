@@ -16,6 +16,8 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
+from tiny_gpt_oss import save_gpt_oss, save_gpt_oss_in_4_bits
+from tiny_minimax import save_minimax
 from tiny_models import random_batch, run_config, save_llama, save_qwen2, save_qwen3_moe
 
 from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE
@@ -94,6 +96,7 @@ ACTOR_AND_CRITIC = ("actor_rollout_ref__actor", "critic")
 EP2 = {"actor_rollout_ref__actor__megatron__expert_model_parallel_size": 2}
 MOE = EP2 | {"actor_rollout_ref__actor__megatron__sequence_parallel": True}
 MOE |= {"actor_rollout_ref__actor__megatron__expert_tensor_parallel_size": 1}
+SP = {"actor_rollout_ref__actor__megatron__sequence_parallel": True}
 BF16 = {"actor_rollout_ref__actor__megatron__dtype": "bfloat16"}
 ASYNC = {"actor_rollout_ref__actor__checkpoint__async_save": True}
 HOST_ADAM = {f"{role}__optim__override_optimizer_config__optimizer_cpu_offload": True for role in ACTOR_AND_CRITIC}
@@ -170,8 +173,16 @@ def tied_experts(folder: Path) -> str:
         (tied_experts, (4, 2, 2, MOE), (2, 1, 2, VPP2)),
         pytest.param(save_qwen2, (4, 1, 2, CP2), (2, 2, 1, {}), marks=pytest.mark.exhaustive),
         pytest.param(save_llama, (2, 1, 1, {}), (2, 1, 1, CP2), marks=pytest.mark.exhaustive),
+        pytest.param(save_gpt_oss, (2, 2, 1, SP), (2, 1, 1, EP2), marks=pytest.mark.exhaustive),
+        pytest.param(save_minimax, (2, 2, 1, SP), (2, 1, 2, {}), marks=pytest.mark.exhaustive),
     ],
-    ids=["tied experts: TP2xPP2xEP2 to PP2xVPP2", "PP2xCP2 to TP2", "DP2 to CP2"],
+    ids=[
+        "tied experts: TP2xPP2xEP2 to PP2xVPP2",
+        "PP2xCP2 to TP2",
+        "DP2 to CP2",
+        "stacks: TP2xETP2 to EP2",
+        "joint norms: TP2 to PP2",
+    ],
 )
 def test_experts_and_tied_heads_change_their_layout(save_model, before, after, tmp_path) -> None:
     """Two steps in one layout, two in another, against four in the first. Would not catch a wrong weight that no
@@ -208,6 +219,28 @@ def test_untouched_model_comes_out_of_a_checkpoint(tmp_path) -> None:
         assert exported.keys() ^ original.keys() == differs
         assert all(torch.equal(tensor, original[name]) for name, tensor in exported.items() if name not in differs)
     assert tuple(exported["score.weight"].shape) == (1, 128)
+
+
+@pytest.mark.exhaustive
+def test_stacks_come_out_of_a_checkpoint(tmp_path) -> None:
+    """Saved by TP2xPP2 from a folder in 4 bits, exported by one process: what transformers' function unpacks, and no
+    word of 4 bits. Would not catch a mistake in what only training changes.
+    """
+    from tiny_gpt_oss import unpack_by_transformers
+
+    from megatron_rl.checkpoint.export_saved import export_saved
+    from megatron_rl.checkpoint.hf_folder import was_quantised
+
+    path = save_gpt_oss_in_4_bits(tmp_path / "model")
+    run_ranks(4, train, run_config(path, 2, 2, **SP), 1, 0, None, tmp_path / "saved")
+    plain = unpack_by_transformers(path, tmp_path / "plain", torch.float32)
+    role = tmp_path / "saved" / "actor" / "huggingface"
+    shutil.copytree(path, role, ignore=shutil.ignore_patterns("*.safetensors"))
+    export_saved(tmp_path / "saved", "actor", tmp_path / "exported")
+    exported, expected = (load_file(Path(folder, "model.safetensors")) for folder in (tmp_path / "exported", plain))
+    assert exported.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(tensor, exported[name])] == []
+    assert was_quantised(role) and not was_quantised(tmp_path / "exported")
 
 
 def saved(folder: Path) -> dict[str, torch.Tensor]:

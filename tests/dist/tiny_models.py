@@ -119,12 +119,15 @@ def save_qwen3_moe(folder: Path, **changes) -> str:
     return save(Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings)), folder)
 
 
+ROUTERS = ("mlp.gate.weight", "moe.gate.weight", "moe.e_score_correction_bias", "router.weight", "router.bias")
+
+
 def tie_routers(path: str) -> str:
-    """Make experts 0, 1 and 2 of a saved Qwen3-MoE equally likely, and 3, 4 and 5, but for noise of rounding's size."""
+    """Make experts 0, 1 and 2 of a saved model's 6 equally likely, and 3, 4 and 5, but for noise of rounding's size."""
     file = Path(path, "model.safetensors")
     tensors, generator = load_file(file), torch.Generator().manual_seed(5)
     for name, tensor in tensors.items():
-        if name.endswith("mlp.gate.weight"):
+        if name.endswith(ROUTERS):
             for expert in (1, 2, 4, 5):
                 noise = 1e-7 * torch.randn(tensor[expert].shape, generator=generator)
                 tensor[expert] = tensor[expert - expert % 3] + noise

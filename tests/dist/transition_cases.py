@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
+from tiny_gpt_oss import save_gpt_oss
+from tiny_minimax import save_minimax
 from tiny_models import (
     run_config,
     save_deepseek_v2,
@@ -74,6 +76,9 @@ CASES = [
     Case("TP2PP2ETP2-TP1-qwen2-moe", 2, 2, 1, save=save_qwen2_moe, options=SP),
     Case("TP2ETP2-TP1-deepseek-v3", 2, 1, 1, save=save_deepseek_v3, options=SP),
     Case("TP2PP2ETP2-TP2-deepseek-v2", 2, 2, 2, save=save_deepseek_v2, options=SP),
+    Case("TP2PP2ETP2-TP1-gpt-oss", 2, 2, 1, save=save_gpt_oss, options=SP),
+    Case("TP2PP2ETP2-TP1-minimax", 2, 2, 1, save=save_minimax, options=SP),
+    Case("DP2EP2-TP2-gpt-oss", 1, 1, 2, dp=2, save=save_gpt_oss, options=EP2),
     Case("PP2DP2EP2-TP1-moonlight", 1, 2, 1, dp=2, save=save_moonlight, options=EP2),
 ]
 OFTEN = ("TP2EP2ETP1-TP2",)

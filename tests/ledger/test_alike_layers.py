@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from test_published_shapes import GEMMA_4, write
 
 from megatron_rl.config.load import load_config
 from megatron_rl.ledger.planner.run_models import RunModels
@@ -17,7 +18,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor.megatron", "actor_rollout_ref.rollout.
 def layout(model: str, ranks: int, tp: int, pp: int, rollout_tp: int, *more: str) -> RunModels:
     """On nodes of 8."""
     sizes = [f"{ACTOR}.tensor_model_parallel_size={tp}", f"{ACTOR}.pipeline_model_parallel_size={pp}"]
-    overrides = [f"actor_rollout_ref.model.path={REPOSITORY}/configs/models/{model}", f"{ROLLOUT}={rollout_tp}"]
+    overrides = [f"actor_rollout_ref.model.path={REPOSITORY / 'configs/models' / model}", f"{ROLLOUT}={rollout_tp}"]
     overrides += [f"trainer.nnodes={max(1, ranks // 8)}", f"trainer.n_gpus_per_node={min(8, ranks)}", *sizes, *more]
     return RunModels(load_config(REPOSITORY / "configs/recipes/llama3_8b_grpo.yaml", overrides))
 
@@ -36,8 +37,16 @@ def layout(model: str, ranks: int, tp: int, pp: int, rollout_tp: int, *more: str
     ids=["two nodes", "one node", "chunks", "uneven", "dropped", "experts", "dense first"],
 )
 def test_one_layer_of_each_stage_counts_for_all(models):
-    """To the element, on every rank of the group. Would not catch layers whose tensors differ in size alone."""
-    found = models()
+    """To the element, on every rank of the group. Would not catch a layer of a kind that these models lack."""
+    counts_for_all(models())
+
+
+def test_layers_of_other_sizes_are_of_other_kinds(tmp_path):
+    """Gemma-4's layers have parameters of equal names. Would not catch sizes that differ with the rank."""
+    counts_for_all(layout(write(tmp_path / "model", GEMMA_4), 8, 2, 2, 4))
+
+
+def counts_for_all(found: RunModels) -> None:
     whole, few = found.exchange, found.alike_layers
     assert sum(few.counts.values()) > len(few.counts)
     for number, plan in enumerate(whole.plans):

@@ -70,7 +70,7 @@ def test_what_is_offered_with_context_parallelism_can_run(tmp_path):
 
 def test_other_sizes_are_explained(tmp_path):
     """Where two ranks share a sequence, one takes longer or does not fit. Would not catch sizes above 16."""
-    mapped = find_placements(long_answers(tmp_path), 1)
+    mapped = find_placements(long_answers(tmp_path, memory=4.5), 1)
     assert mapped.candidates[0].settings[CP] == 2
     chosen, *others = explain(mapped, CP)
     assert chosen.value == 2 and {other.value for other in others} == {1, 4}

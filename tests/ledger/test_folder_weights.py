@@ -62,7 +62,7 @@ def test_experts_beyond_the_last_are_refused(moe_config, tmp_path):
         assert f"and holds {name}" in problem
 
 
-def test_layers_that_predict_several_tokens_are_left(tmp_path):
+def test_layers_that_predict_several_tokens_are_carried(tmp_path):
     """As many as config.json says, with a line about it. Would not catch such layers in the place of others."""
     names = [f"model.layers.6.{part}.weight" for part in ("enorm", "mlp.experts.0.up_proj", "shared_head.head", "x")]
     for changes, count in (({"num_nextn_predict_layers": 1}, 0), ({}, 1), ({"num_nextn_predict_layers": 0}, 1)):
@@ -74,8 +74,8 @@ def test_layers_that_predict_several_tokens_are_left(tmp_path):
     write_tensors(folder / WEIGHTS, dict.fromkeys(names, "BF16"))
     sizes, _ = read_model_folder("key", str(folder))
     assert sizes.unread == (
-        f"of {folder} these tensors are not read: {', '.join(names[:3])} and 1 more, of layers that predict "
-        "several tokens"
+        f"of {folder} these tensors are not read: {', '.join(names[:3])} and 1 more, of 64 bytes, which exports of the "
+        "language model write again"
     )
 
 

@@ -169,7 +169,7 @@ LAYER = Layer(64, GroupedAttention(64, num_heads=8, num_kv_heads=4, head_size=8)
 
 @pytest.mark.parametrize(
     ("sequence_parallel", "expected"),
-    [(False, 6 * 10752 + 2 * 168), (True, 6 * 5376 + 2 * 84)],
+    [(False, 4 * 10752 + 2 * 168), (True, 4 * 5376 + 2 * 84)],
 )
 def test_saved_tensors_of_one_layer(sequence_parallel, expected):
     """As they were read off a real layer at TP2, packed: 42 tokens of 4 segments in 56 slots, with and without SP.

@@ -1,8 +1,7 @@
-"""The patches for models with layers of the gated delta rule, without them and with them, in processes of their own."""
+"""The patch for models with layers of the gated delta rule, without it and with it, in a process of its own."""
 
 from __future__ import annotations
 
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -83,25 +82,3 @@ def test_gated_delta_on_cpu():
     Would not catch a slot that two requests share.
     """
     run_ranks(1, check_gated_delta, timeout=100)
-
-
-def check_torchvision():
-    from vllm import ModelRegistry
-
-    from third_party_patches.vllm.without_torchvision import PATCH
-
-    architecture = "Qwen3_5ForCausalLM"
-    if importlib.util.find_spec("torchvision") is None:
-        with pytest.raises(ModuleNotFoundError, match="torchvision"):
-            ModelRegistry.models[architecture].load_model_cls()
-    PATCH.apply()
-    PATCH.apply()
-    assert ModelRegistry.models[architecture].load_model_cls().__name__ == architecture
-    from transformers.utils import is_torchvision_available
-
-    assert is_torchvision_available() == (importlib.util.find_spec("torchvision") is not None)
-
-
-def test_language_models_beside_a_vision_tower():
-    """Their class is imported without torchvision, and nothing thinks that it is there. Would not catch its use."""
-    run_ranks(1, check_torchvision, timeout=100)

@@ -258,6 +258,85 @@ def check_unpacked_experts() -> None:
         assert difference(runner, w13, w2) < 1e-5
 
 
+def bounded_moe(x, w13, w13_bias, w2, w2_bias, weights, ids) -> torch.Tensor:
+    """Token by token and expert by expert, as gpt-oss has it."""
+    output = torch.zeros_like(x)
+    for token in range(len(x)):
+        for weight, expert in zip(weights[token], ids[token].tolist(), strict=True):
+            mixed = w13[expert] @ x[token] + w13_bias[expert]
+            gate, up = mixed[0::2].clamp(max=7.0), mixed[1::2].clamp(-7.0, 7.0)
+            hidden = (up + 1.0) * gate * torch.sigmoid(1.702 * gate)
+            output[token] += weight * (w2[expert] @ hidden + w2_bias[expert])
+    return output
+
+
+def check_bounded_experts() -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state as vllm_ps
+    from vllm.forward_context import set_forward_context
+    from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
+
+    def layer(name: str):
+        options = {"params_dtype": torch.float32, "has_bias": True, "activation": "swigluoai"}
+        return FusedMoEFactory(4, 2, 32, 48, prefix=name, **options)
+
+    x, logits = random_tensor(5, 32, seed=2), random_tensor(5, 4, seed=3)
+    weights, ids = logits.topk(2)
+    weights = weights.softmax(-1)
+    config = VllmConfig()
+    with set_current_vllm_config(config):
+        vllm_ps.init_distributed_environment(1, 0, "env://", 0, "gloo")
+        vllm_ps.initialize_model_parallel()
+        with pytest.raises(NotImplementedError, match="No Unquantized MoE backend"):
+            layer("stock")
+
+        from third_party_patches.vllm.unpacked_experts import PATCH
+
+        PATCH.apply()
+        runner = layer("plain")
+        experts = runner.routed_experts
+        tensors = {
+            "w13_weight": random_tensor(4, 96, 32, seed=0),
+            "w13_bias": 30.0 * random_tensor(4, 96, seed=4),  # beyond the bounds
+            "w2_weight": random_tensor(4, 32, 48, seed=1),
+            "w2_bias": random_tensor(4, 32, seed=5),
+        }
+        for kind, tensor in tensors.items():
+            setattr(experts, kind, torch.nn.Parameter(tensor, requires_grad=False))
+        experts.quant_method.process_weights_after_loading(experts)
+        for factor in (1.0, 1.5):
+            for tensor in tensors.values():
+                tensor.mul_(factor)
+            with set_forward_context(None, config, num_tokens=5):
+                found = runner(x, logits)
+            torch.testing.assert_close(found, bounded_moe(x, *tensors.values(), weights, ids), atol=1e-4, rtol=1e-5)
+
+
+def check_sigmoid_routing() -> None:
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    logits, bias = random_tensor(7, 6, seed=0), 3.0 * random_tensor(6, seed=1)
+    router = CPURouter(2, 6, scoring_func="sigmoid", e_score_correction_bias=bias)
+    plain = CPURouter(2, 6)
+    expected = plain._compute_routing(logits, logits, None)
+    with pytest.raises(AssertionError):
+        router._compute_routing(logits, logits, None)
+
+    from third_party_patches.vllm.sigmoid_routing import PATCH
+
+    PATCH.apply()
+    PATCH.apply()
+    weights, ids = router._compute_routing(logits, logits, None)
+    scores = logits.sigmoid()
+    chosen = (scores + bias).topk(2).indices
+    assert torch.equal(ids.sort(-1).values.long(), chosen.sort(-1).values)
+    assert not torch.equal(chosen.sort(-1).values, scores.topk(2).indices.sort(-1).values)
+    own = scores.gather(1, ids.long())
+    torch.testing.assert_close(weights, own / own.sum(-1, keepdim=True))
+    for ours, before in zip(plain._compute_routing(logits, logits, None), expected, strict=True):
+        assert torch.equal(ours, before)
+
+
 def check_experts_of_other_ranks() -> None:
     from third_party_patches.vllm.unpacked_experts import plain_experts
 
@@ -301,8 +380,22 @@ def test_uneven_gather() -> None:
 
 
 def test_unpacked_experts() -> None:
-    """Without: weights are padded, packed, copied. With: read where they lie. Would not catch biases: refused."""
+    """Without: weights are padded, packed, copied. With: read where they lie. Would not catch a width that vLLM's other
+    layers refuse.
+    """
     run_ranks(1, check_unpacked_experts, timeout=100)
+
+
+def test_experts_with_biases_and_bounded_gates() -> None:
+    """Without: 48 columns are refused. With: values by hand, before and after all change in place. Would not catch
+    bfloat16.
+    """
+    run_ranks(1, check_bounded_experts, timeout=100)
+
+
+def test_sigmoid_routing() -> None:
+    """Without: an assertion. With: scores and bias by hand, and a softmax as before. Would not catch scaled weights."""
+    run_ranks(1, check_sigmoid_routing, timeout=100)
 
 
 def test_experts_of_other_ranks() -> None:

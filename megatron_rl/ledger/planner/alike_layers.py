@@ -11,6 +11,9 @@ from megatron_rl.ledger.planner.weights import LAYER
 from megatron_rl.model.families import ParamSpec
 from megatron_rl.parallel.stages import StagePlan
 
+Kind = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
+"""Names of a layer's parameters without its number, each with the shapes of its segments."""
+
 
 @dataclass(frozen=True)
 class AlikeLayers:
@@ -66,12 +69,12 @@ class InPlaceTransition:
 
 def one_layer_of_each(specs: Mapping[str, ParamSpec], stages: StagePlan) -> tuple[dict[str, ParamSpec], dict[str, int]]:
     """Return the parameters outside of layers and of the first layer of every kind of every stage, and how many layers
-    of that kind and stage each tensor stands for. Kinds: with experts, without; with these or those adapters.
+    of that kind and stage each tensor stands for. Kinds: with experts, without; with these or those adapters or sizes.
     """
     kinds = kinds_of(specs)
     first: dict[int, int] = {}
     for rank in range(stages.pp_size):
-        here: dict[tuple[str, ...], list[int]] = {}
+        here: dict[Kind, list[int]] = {}
         for layer in sorted(layer for chunk in stages.layers(rank) for layer in chunk):
             here.setdefault(kinds.get(layer, ()), []).append(layer)
         first |= {layers[0]: len(layers) for layers in here.values()}
@@ -84,13 +87,14 @@ def one_layer_of_each(specs: Mapping[str, ParamSpec], stages: StagePlan) -> tupl
     return kept, counts
 
 
-def kinds_of(specs: Mapping[str, ParamSpec]) -> dict[int, tuple[str, ...]]:
-    """Return layer -> names of its parameters without its number. Layers with equal names are of one kind."""
-    names: dict[int, list[str]] = {}
-    for name in specs:
+def kinds_of(specs: Mapping[str, ParamSpec]) -> dict[int, Kind]:
+    """Return layer -> its kind: layers of equal kinds have parameters of equal names and sizes."""
+    kinds: dict[int, list[tuple[str, tuple[tuple[int, ...], ...]]]] = {}
+    for name, spec in specs.items():
         if layer := LAYER.match(name):
-            names.setdefault(int(layer[1]), []).append(name[layer.end() :])
-    return {layer: tuple(own) for layer, own in names.items()}
+            sizes = tuple(segment.shape for segment in spec.tensor.segments)
+            kinds.setdefault(int(layer[1]), []).append((name[layer.end() :], sizes))
+    return {layer: tuple(own) for layer, own in kinds.items()}
 
 
 def packed_bytes(exchange: ExchangePlan, number: int, bucket: int, num_messages: int, element: int) -> int:

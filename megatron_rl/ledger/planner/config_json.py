@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import math
 from collections.abc import Callable
-from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron_rl.config.file_kinds import instead_of_file
+from megatron_rl.errors import ConfigError
 from megatron_rl.ledger.planner.hub_cache import model_folder
+from megatron_rl.model.families import text_settings
+from megatron_rl.model.families.refused import refusal_of
 
 LARGEST_FILE = 16 << 20
 """Bytes; real files have a few thousand."""
 LARGEST_NUMBER = 2**31 - 1
 LARGEST = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 10_000)
+LARGEST["num_global_key_value_heads"] = 10_000
 LARGEST |= dict.fromkeys(
     ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group"),
     10_000,
@@ -34,6 +33,7 @@ LARGEST |= dict.fromkeys(
         "moe_intermediate_size",
         "shared_expert_intermediate_size",
         "head_dim",
+        "global_head_dim",
         "kv_lora_rank",
         "q_lora_rank",
         "qk_nope_head_dim",
@@ -51,7 +51,10 @@ class ConfigJsonError(Exception):
 
 
 def read_config_json(file: Path) -> dict[str, Any]:
-    """Read the object in a config.json. Raises ConfigJsonError."""
+    """Read the object in a config.json; of a model with a language model inside, that one's settings.
+
+    Raises ConfigJsonError.
+    """
     lacks = instead_of_file(file)
     if lacks is not None:
         raise ConfigJsonError(f"{file} must be a file: {lacks}")
@@ -65,7 +68,12 @@ def read_config_json(file: Path) -> dict[str, Any]:
         raise ConfigJsonError(f"{file} cannot be read: {error.strerror}") from error
     if not isinstance(settings, dict):
         raise ConfigJsonError(f"{file} is not an object in braces")
-    return settings
+    if not _is_names(settings.get("architectures") or []):
+        return settings  # a rule of its own says so
+    try:
+        return text_settings(settings)
+    except ConfigError as error:
+        raise ConfigJsonError(f"{file} cannot be used: {error}") from error
 
 
 def is_size(value: object) -> bool:
@@ -134,9 +142,12 @@ def _is_object(value: object) -> bool:
 
 
 TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
-    **dict.fromkeys(("architectures", "layer_types"), (_is_names, "a list of names")),
-    **dict.fromkeys(("rope_parameters", "rope_scaling", "id2label"), (_is_object, "an object in braces")),
+    **dict.fromkeys(("architectures", "layer_types", "mlp_layer_types"), (_is_names, "a list of names")),
+    **dict.fromkeys(
+        ("rope_parameters", "rope_scaling", "id2label", "per_layer_config"), (_is_object, "an object in braces")
+    ),
     **dict.fromkeys(("num_key_value_heads", "head_dim", "sliding_window"), (is_size, "a whole number >= 1")),
+    **dict.fromkeys(("global_head_dim", "num_global_key_value_heads"), (is_size, "a whole number >= 1")),
     **dict.fromkeys(("num_labels", "decoder_sparse_step"), (is_size, "a whole number >= 1")),
     **dict.fromkeys(("q_lora_rank", "n_group", "topk_group"), (is_size, "a whole number >= 1")),
     **dict.fromkeys(("first_k_dense_replace", "n_shared_experts"), (_is_count, "a whole number >= 0")),
@@ -145,6 +156,8 @@ TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
     **dict.fromkeys(("final_logit_softcapping", "rope_local_base_freq"), (_is_above_0, "a finite number > 0")),
     "partial_rotary_factor": (_is_above_0, "a finite number > 0"),
     "full_attention_interval": (is_size, "a whole number >= 1"),
+    "rotary_dim": (is_size, "a whole number >= 1"),
+    "num_mtp_modules": (_is_count, "a whole number >= 0"),
     "sliding_window_pattern": (is_size, "a whole number >= 1"),
     "routed_scaling_factor": (_is_above_0, "a finite number > 0"),
     "mlp_only_layers": (_are_numbers, "a list of whole numbers >= 0"),
@@ -155,15 +168,9 @@ TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
 """Key that may be missing or null -> check of its value, and what it must be."""
 
 
-@cache
-def _features() -> dict[str, str]:
-    text = resources.files("megatron_rl.config.foreign").joinpath("architectures.yaml").read_text()
-    return dict(yaml.safe_load(text))
-
-
 def feature_of(architecture: str) -> str:
     """Return the name of the feature that an unknown architecture needs."""
-    return next(feature for pattern, feature in _features().items() if fnmatch.fnmatchcase(architecture, pattern))
+    return refusal_of(architecture).needs
 
 
 def model_facts(path: str) -> dict[str, Any]:

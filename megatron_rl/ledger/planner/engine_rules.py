@@ -12,6 +12,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
 from megatron_rl.ledger.planner.model_folder import ModelSizes
 
+DTYPE = "actor_rollout_ref.actor.megatron.dtype"
 CPU_TP_SIZES = (1, 2, 3, 4, 8)
 """Numbers of ranks for which its all-reduce in shared memory works."""
 
@@ -25,7 +26,11 @@ def engine_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable
     """The actor's attention against the kernels of the device. `layout_rules` checks rollout TP."""
     key, path, device = "actor_rollout_ref.model.path", config.actor_rollout_ref.model.path, config.trainer.device
     model = next((model for model in models if model.path == path), None)
-    problem = model.attention.engine_problem(device) if model is not None and model.even_heads else None
-    if problem is not None:
-        subject, rule = problem
+    parts = model.parts.attentions if model is not None and model.even_heads else ()
+    problems = dict.fromkeys(problem for part in parts if (problem := part.engine_problem(device)) is not None)
+    for subject, rule in problems:
         yield Violation({key: path}, rule, hint="take another model", subject=f"{subject} of {path}")
+    dtype = config.actor_rollout_ref.actor.megatron.dtype
+    if model is not None and dtype in model.attention.copied_dtypes(device):
+        rule = f"is not there for {path}: vLLM on trainer.device={device} would keep a copy of its weights"
+        yield Violation({DTYPE: dtype}, rule, {DTYPE: "bfloat16"})

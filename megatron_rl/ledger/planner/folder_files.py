@@ -66,7 +66,9 @@ def lacking_in(folder: Path) -> list[str]:
     if not any(folder.glob("*.safetensors")):
         rules.append("must hold *.safetensors files")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        rules.append(f"must hold a tokenizer ({', '.join(TOKENIZER_FILES)})")
+        code = [file.name for file in sorted(folder.glob("tokenization_*.py"))]
+        own = f", as {code[0]} is not one: no code of a folder is run" if code else ""
+        rules.append(f"must hold a tokenizer ({', '.join(TOKENIZER_FILES)}){own}")
     return rules
 
 

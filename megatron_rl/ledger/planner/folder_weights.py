@@ -1,53 +1,64 @@
 """Which tensors of a model folder are read, from the headers of its files and its config.json.
 
-A tensor that nothing reads is a sign that config.json belongs to another model, unless it is of a known kind: layers
-that predict several tokens, the head of another role, buffers that are recomputed.
+A tensor that nothing reads is a sign that config.json belongs to another model, unless it is of a known kind: carried
+tensors, which exports write again; the head of another role; buffers that are recomputed.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.checkpoint.weight_files import StoredTensor, some_of, type_faults
+from megatron_rl.checkpoint.weight_files import BYTES, StoredTensor, some_of, stored_names, type_faults
 from megatron_rl.errors import Violation
 from megatron_rl.model.families import (
+    LAYER,
     REWARD_FAMILIES,
     Family,
+    Model,
     ModelShape,
     constant_map,
+    inside_of,
     param_map,
     shape_of,
     value_param_map,
 )
+from megatron_rl.model.families.params import EMBEDDING
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
-LAYER = re.compile(r"model\.layers\.(\d+)\.")
 HEADS = {"lm_head.weight": "lm_head.", "score.weight": "score.", "": "v_head."}
 """Tensor that is read of a head -> prefix of the head's tensors; the last is TRL's value head."""
-EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+LM_HEAD = "lm_head.weight"
 COMPARED, BLOCK = 16, 4096
 """Number of blocks of two matrices that are compared, and bytes of a block."""
 
 
 @dataclass(frozen=True)
 class ReadTensors:
-    """The tensors that a model reads. names: `{expert}` stands for one of `num_experts`. own_head: of its role."""
+    """The tensors that a model reads. names: `{expert}` stands for one of `num_experts`. own_head: of its role. codes:
+    what takes the place of some of them in a folder in 4 bits.
+    """
 
     names: frozenset[str]
     num_experts: int
     own_head: str
+    codes: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, family: Family, shape: ModelShape, is_reward_model: bool) -> ReadTensors:
-        """Return the names for a model with a vocabulary head, or for a reward model with a score head."""
+    def of(cls, family: Family, shape: ModelShape, is_reward_model: bool, is_packed: bool = False) -> ReadTensors:
+        """Return the names for a model with a vocabulary head, or for a reward model with a score head. is_packed: what
+        may be stored in 4 bits is.
+        """
         specs = (value_param_map if is_reward_model else param_map)(family, shape)
         names = {name for spec in specs.values() for name in spec.hf_names}
         names |= {constant.name for constant in constant_map(family, shape).values()}
-        return cls(frozenset(names), shape.num_experts, "score.weight" if is_reward_model else LM_HEAD)
+        codes = [stored_names(spec.hf_names[0]) for spec in specs.values() if spec.transposed and is_packed]
+        head = "score.weight" if is_reward_model else LM_HEAD
+        return cls(frozenset(names), shape.num_experts, head, frozenset(chain.from_iterable(codes)))
 
     def has(self, name: str) -> bool:
         """Return whether a tensor of a folder is read."""
@@ -61,24 +72,26 @@ class ReadTensors:
 @dataclass(frozen=True)
 class FolderWeights:
     """The tensors of a folder. read: by name. left: kind -> tensors that are rightly not read. others: unexpected
-    names.
+    names. codes: tensors of bytes that are unpacked.
     """
 
     read: dict[str, StoredTensor]
     left: dict[str, dict[str, StoredTensor]]
     others: list[str]
+    codes: dict[str, StoredTensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tensors: Mapping[str, StoredTensor], settings: Mapping[str, Any], family: Family) -> FolderWeights:
         """Sort the tensors of a folder. settings: of a config.json that preflight has accepted."""
         shape = shape_of(settings)
         is_reward_model = any(name in REWARD_FAMILIES for name in settings["architectures"])
-        reads = ReadTensors.of(family, shape, is_reward_model)
-        ahead = 0 if family.ahead_key is None else settings.get(family.ahead_key) or 0
+        reads = ReadTensors.of(family, shape, is_reward_model, family.unpacks(settings))
         weights = cls({}, {}, [])
         for name, tensor in tensors.items():
-            kind = _kind(name, reads, shape.num_layers, ahead)
-            if reads.has(name):
+            kind = CARRIED if family.carried.has(name, settings) else _kind(name, reads)
+            if name in reads.codes and tensor.dtype == BYTES:
+                weights.codes[name] = tensor
+            elif reads.has(name):
                 weights.read[name] = tensor
             elif kind is None:
                 weights.others.append(name)
@@ -87,16 +100,13 @@ class FolderWeights:
         return weights
 
 
-AHEAD, HEAD, BUFFER, COPY = "of layers that predict several tokens", "of another head", "buffers", "a tied head"
+CARRIED, HEAD, BUFFER, COPY = "carried", "of another head", "buffers", "a tied head"
 
 
-def _kind(name: str, reads: ReadTensors, num_layers: int, ahead: int) -> str | None:
-    """Return the kind of a tensor that is rightly not read; None for other tensors."""
-    layer = LAYER.match(name)
+def _kind(name: str, reads: ReadTensors) -> str | None:
+    """Return the kind of a tensor that is rightly not read and is not carried; None for other tensors."""
     if name.endswith(".rotary_emb.inv_freq"):
         return BUFFER
-    if layer is not None and num_layers <= int(layer[1]) < num_layers + ahead:
-        return AHEAD
     if name == reads.own_head:
         return COPY
     own = HEADS[reads.own_head]
@@ -111,9 +121,10 @@ def weights_problems(key: str, path: str, weights: FolderWeights, settings: Mapp
         return
     if weights.others:
         yield _others_problem(key, path, weights.others, settings)
-    copy, embedding = weights.left.get(COPY, {}).get(LM_HEAD), weights.read.get(EMBEDDING)
+    name = Model.of(settings).specs[EMBEDDING].hf_names[0]
+    copy, embedding = weights.left.get(COPY, {}).get(LM_HEAD), weights.read.get(name)
     if copy is not None and embedding is not None and not _are_equal(copy, embedding):
-        rule = f"is said to be tied by tie_word_embeddings of its config.json, and {LM_HEAD} differs from {EMBEDDING}"
+        rule = f"is said to be tied by tie_word_embeddings of its config.json, and {LM_HEAD} differs from {name}"
         hint = "set tie_word_embeddings to false there, or take the tensor out"
         yield Violation({key: path}, f"must hold one vocabulary matrix: the head {rule}", hint=hint)
 
@@ -127,7 +138,9 @@ def _others_problem(key: str, path: str, others: list[str], settings: Mapping[st
         file = str(Path(path).expanduser() / "config.json")
         return Violation({key_of_count: count}, rule, {key_of_count: max(layers) + 1}, file=file)
     rule = f"must hold no weights that its config.json does not imply, and holds {some_of(others)}"
-    return Violation({key: path}, rule)
+    inside = inside_of(settings["architectures"])
+    hint = "" if inside is None else f"those of its language model begin with {inside.folder_prefix}"
+    return Violation({key: path}, rule, hint=hint)
 
 
 def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
@@ -146,7 +159,22 @@ def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
     return True
 
 
+def unpacked_weights(path: str, weights: FolderWeights) -> str | None:
+    """Return one line about tensors that are stored in fewer bits than they are trained in; None if there are none."""
+    if not weights.codes:
+        return None
+    return (
+        f"of {path} {len(weights.codes) // 2} tensors are in 4 bits (MXFP4): they are unpacked as they are read, and "
+        "exports hold them in the type of training, without quantization_config"
+    )
+
+
 def unread_weights(path: str, weights: FolderWeights) -> str | None:
     """Return one line that names tensors which are not read but may have been meant; None if there are none."""
-    parts = [f"{some_of([*weights.left[kind]])}, {kind}" for kind in (AHEAD, HEAD) if kind in weights.left]
+    parts = []
+    if carried := weights.left.get(CARRIED):
+        size = sum(tensor.stop - tensor.start for tensor in carried.values())
+        parts.append(f"{some_of([*carried])}, of {size:,} bytes, which exports of the language model write again")
+    if other := weights.left.get(HEAD):
+        parts.append(f"{some_of([*other])}, {HEAD}")
     return f"of {path} these tensors are not read: {'; '.join(parts)}" if parts else None

@@ -14,7 +14,6 @@ from megatron_rl.config.problems import divisors, nearest_name, nearest_number
 from megatron_rl.errors import Violation
 from megatron_rl.ledger.planner.config_json import (
     ConfigJsonError,
-    feature_of,
     is_size,
     not_finite,
     read_config_json,
@@ -22,7 +21,12 @@ from megatron_rl.ledger.planner.config_json import (
     wrong_types,
 )
 from megatron_rl.ledger.planner.folder_files import FolderFiles, lacking_in
-from megatron_rl.ledger.planner.folder_weights import FolderWeights, unread_weights, weights_problems
+from megatron_rl.ledger.planner.folder_weights import (
+    FolderWeights,
+    unpacked_weights,
+    unread_weights,
+    weights_problems,
+)
 from megatron_rl.ledger.planner.hub_cache import is_hub_id
 from megatron_rl.model.families import (
     FAMILIES,
@@ -33,8 +37,11 @@ from megatron_rl.model.families import (
     Routing,
     dense_layers_problem,
     experts_of,
+    kinds_by_period,
     num_experts_key,
     num_labels,
+    refusal_of,
+    rope_of,
     rope_problem,
     rotary_share,
     routing_of,
@@ -65,8 +72,8 @@ class ModelSizes:
     before it. even_heads: `head_dim` is given, or the hidden size divides into heads. has_dense_layers: some layers of
     a model with experts have none. shared_experts: name and columns of the MLP of shared experts, which TP shards like
     a dense one; None: there is none. has_expert_bias: experts are chosen by score plus bias. model: as its parts;
-    None: only these numbers are known. unread: one line that
-    names weights which are not read but may have been meant; None: there are none, or weights were not checked.
+    None: only these numbers are known. unread: one line that names weights which are not read but may have been meant;
+    unpacked: one about weights that are stored in fewer bits; None: there are none, or weights were not checked.
     """
 
     path: str
@@ -86,6 +93,7 @@ class ModelSizes:
     shared_experts: tuple[str, int] | None = None
     has_expert_bias: bool = False
     unread: str | None = None
+    unpacked: str | None = None
     model: Model | None = None
 
     @property
@@ -101,6 +109,16 @@ class ModelSizes:
         return self.parts.attention
 
     @property
+    def own_linears(self) -> str:
+        """The first kind of attention whose linear layers are this project's own; "" if there is none."""
+        return next((part.own_linears for part in self.parts.attentions if part.own_linears), "")
+
+    @property
+    def te_lacks(self) -> str:
+        """What transformer-engine's linear layers lack for the first attention that they do not fit; "" if nothing."""
+        return next((part.te_lacks for part in self.parts.attentions if part.te_lacks), "")
+
+    @property
     def rollout_tp_divides(self) -> dict[str, int]:
         """Name -> value of every size that generation shards over its TP ranks, experts included."""
         sizes = self.tp_divides | {"padded_vocab_size": self.padded_vocab_size}
@@ -114,7 +132,9 @@ class ModelSizes:
         sizes = {name: getattr(self, name) for name in names} | dict(
             [self.shared_experts] if self.shared_experts else ()
         )
-        return sizes if self.model is None else sizes | self.attention.tp_divides
+        for part in [] if self.model is None else self.model.attentions:
+            sizes |= part.tp_divides
+        return sizes
 
     @property
     def longest(self) -> dict[str, int]:
@@ -202,9 +222,12 @@ def _described(
         theirs = str(architectures[0]) if architectures else ""
         rule = f"must be one of {', '.join(sorted(known))} for {key}"
         lacking = {"architectures": architectures}
-        unknown = _in_file(file, lacking, rule, {"architectures": [nearest_name(theirs, known)]})
-        if theirs and theirs not in STARTING_POINTS:
-            unknown = replace(unknown, hint=f"{theirs} needs {feature_of(theirs)}, which is not here")
+        is_refused = bool(theirs) and theirs not in STARTING_POINTS
+        refusal = refusal_of(theirs) if is_refused else None
+        near = refusal.nearest if refusal is not None and refusal.nearest in known else _nearest(theirs, known)
+        unknown = _in_file(file, lacking, rule, {"architectures": [near]})
+        if refusal is not None:
+            unknown = replace(unknown, hint=f"{theirs} needs {refusal.needs}, which is not here")
         return None, [unknown]
     sizes, problems = _read_settings(path, file, settings, known[name])
     if name in REWARD_FAMILIES and num_labels(settings) != 1:
@@ -212,6 +235,13 @@ def _described(
         rule = f"must be 1, because {key} is to give one value"
         problems.append(_in_file(file, labels, rule, {"num_labels": 1}))
     return None if sizes is None else _Described(sizes, known[name], settings), problems
+
+
+def _nearest(architecture: str, known: Mapping[str, Family]) -> str:
+    """Return the allowed architecture with the same trunk, else the one with the nearest name."""
+    family = STARTING_POINTS.get(architecture)
+    own = () if family is None else (family.architecture, family.reward_architecture)
+    return next((name for name in own if name in known), None) or nearest_name(architecture, known)
 
 
 def _with_files(
@@ -232,7 +262,8 @@ def _with_files(
         return sizes, problems
     weights = FolderWeights.of(files.tensors, model.settings, model.family)
     problems += weights_problems(key, sizes.path, weights, model.settings)
-    return replace(sizes, unread=unread_weights(sizes.path, weights)), problems
+    left, stored = unread_weights(sizes.path, weights), unpacked_weights(sizes.path, weights)
+    return replace(sizes, unread=left, unpacked=stored), problems
 
 
 def _in_file(file: Path, settings: dict[str, Any], rule: str, nearest: dict[str, Any] | None = None) -> Violation:
@@ -259,9 +290,9 @@ def _read_settings(
     if beyond:
         return None, [*problems, *(_in_file(file, {k: settings[k]}, f"must be <= {beyond[k]}") for k in beyond)]
     problems += _head_problems(file, settings, family) if family.attention.shares_hidden else []
-    together = family.attention.problem(settings)
-    if together is not None:
-        return None, [*problems, _in_file(file, *together)]
+    wrong = family.attention.problem(settings)
+    if wrong is not None:
+        return None, [*problems, _in_file(file, *wrong)]
     routing = routing_of(family, settings)
     if routing is not None:
         problems += _routing_problems(file, routing, family)
@@ -288,6 +319,23 @@ def _head_problems(file: Path, settings: dict[str, Any], family: Family) -> Iter
     if not 0 < share <= 1 or int(size * share) % 2 or int(size * share) == 0:
         rule = f"must be a share of head_dim({size}) that is a whole even number of elements"
         yield _in_file(file, {"partial_rotary_factor": share}, rule, {"partial_rotary_factor": 1.0})
+        return
+    key = family.attention.turned_key
+    turned = None if key is None else settings.get(key)
+    if key is not None and turned is not None and turned != int(size * share):
+        rule = (
+            f"must be head_dim({size}) * partial_rotary_factor({share}) = {int(size * share)}: vLLM turns as many "
+            f"elements of a head as {key} says, and transformers reads partial_rotary_factor of rope_parameters alone"
+        )
+        yield _in_file(file, {key: turned}, rule, {"rope_parameters.partial_rotary_factor": turned / size})
+    sections = rope_of(settings).get("mrope_section")
+    if sections is not None and not _are_sections(sections, int(size * share) // 2):
+        rule = f"must be whole numbers >= 1 that add up to {int(size * share) // 2}, half of what turns of a head"
+        yield _in_file(file, {"mrope_section": sections}, rule)
+
+
+def _are_sections(sections: object, total: int) -> bool:
+    return isinstance(sections, list) and all(map(is_size, sections)) and sum(sections) == total
 
 
 def _sizes(path: str, settings: dict[str, Any], family: Family, routing: Routing | None) -> ModelSizes:
@@ -360,14 +408,23 @@ def _unsupported(file: Path, settings: dict[str, Any], family: Family) -> Iterab
     num_layers = settings.get("num_hidden_layers")
     if family.attention.local and layer_types and is_size(num_layers) and len(layer_types) != num_layers:
         yield _in_file(file, {"layer_types": layer_types}, f"must name the kind of each of the {num_layers} layers")
+    elif family.attention.has_fixed_kinds and layer_types and is_size(num_layers):
+        periodic = kinds_by_period(family.attention, settings)
+        if list(layer_types) != periodic:
+            rule = "must be what vLLM takes for granted, a window in every second layer from the first on"
+            yield _in_file(file, {"layer_types": layer_types}, rule, {"layer_types": periodic})
     kind = settings.get("model_type")
-    if kind is not None and kind != family.model_type:
+    if kind is not None and kind not in (family.model_type, *family.other_types):
         rule = f"must be that of {family.architecture}, as transformers reads config.json by it"
         yield _in_file(file, {"model_type": kind}, rule, {"model_type": family.model_type})
+    given = family.given(settings)
     for name, required in family.fixed_settings.items():
-        value = settings.get(name, required)
+        value = given.get(name, required)
+        if name == "quantization_config" and family.unpacks(settings):
+            continue
         if value != required and (value or required):
-            yield _in_file(file, {name: value}, "is not supported", {name: required})
+            because = f": {family.reasons[name]}" if name in family.reasons else ""
+            yield _in_file(file, {name: value}, f"is not supported{because}", {name: required})
 
 
 def _listing(folder: Path) -> str:

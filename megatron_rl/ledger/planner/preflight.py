@@ -49,8 +49,8 @@ def preflight(config: RunConfig, *, config_only: bool = False) -> list[Violation
 
 
 def examined(config: RunConfig, *, config_only: bool = False) -> tuple[list[Violation], list[str]]:
-    """Violations as `preflight` returns them, and one line for each ignored part of a model folder that may be there on
-    purpose.
+    """Violations as `preflight` returns them, and one line for each part of a model folder that is unpacked, or ignored
+    though it may be there on purpose.
     """
     # Other rules look at these paths, and count with these numbers.
     unusable = [*magnitude_problems(config), *path_problems(config)]
@@ -58,7 +58,8 @@ def examined(config: RunConfig, *, config_only: bool = False) -> tuple[list[Viol
         return without_echoes([*value_problems(config), *unusable], followed_keys(config)), []
     models, problems = read_models(config, config_only=config_only)
     violations = _violations(config, models, problems, config_only)
-    return violations, [model.unread for model in models if model.unread is not None]
+    notes = [note for model in models for note in (model.unread, model.unpacked) if note is not None]
+    return violations, notes
 
 
 def _violations(

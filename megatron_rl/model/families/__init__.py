@@ -4,19 +4,29 @@ Preflight, the model builder, import, export and the rollout binding all read th
 entry in a file of `known/`.
 """
 
-from megatron_rl.model.families.attention_keys import attention_shape, rotary_share
-from megatron_rl.model.families.family import Family
+from megatron_rl.model.families.attention_keys import attention_shape, kinds_by_period, rotary_share
+from megatron_rl.model.families.family import LAYER, Family
 from megatron_rl.model.families.model import Model, tensors_of
 from megatron_rl.model.families.params import (
     HEAD,
     VOCAB_PADDING,
+    classifier_map,
     constant_map,
     eight_bit_names,
     is_in_eight_bits,
     param_map,
     value_param_map,
 )
-from megatron_rl.model.families.registry import FAMILIES, REWARD_FAMILIES, family_of, is_reward_model
+from megatron_rl.model.families.refused import refusal_of
+from megatron_rl.model.families.registry import (
+    FAMILIES,
+    KNOWN_TYPES,
+    REWARD_FAMILIES,
+    family_of,
+    inside_of,
+    is_reward_model,
+    text_settings,
+)
 from megatron_rl.model.families.rope import rope_of, rope_problem, rope_type, ropes_of, softmax_growth
 from megatron_rl.model.families.shape import (
     Routing,
@@ -26,6 +36,7 @@ from megatron_rl.model.families.shape import (
     head_cap,
     num_experts_key,
     num_labels,
+    placed_settings,
     rollout_settings,
     routed_layers,
     routing_of,
@@ -33,7 +44,15 @@ from megatron_rl.model.families.shape import (
     shape_of,
     sliding_window,
 )
-from megatron_rl.model.parts import CORRECTION, AttentionShape, Constant, LatentAttention, ModelShape, ParamSpec
+from megatron_rl.model.parts import (
+    CORRECTION,
+    AttentionShape,
+    Constant,
+    LatentAttention,
+    ModelShape,
+    ParamSpec,
+    is_one_by_one,
+)
 
 __all__ = [
     "CORRECTION",
@@ -45,6 +64,7 @@ __all__ = [
     "rotary_share",
     "Constant",
     "LatentAttention",
+    "classifier_map",
     "constant_map",
     "rollout_settings",
     "routed_layers",
@@ -53,6 +73,8 @@ __all__ = [
     "softmax_growth",
     "FAMILIES",
     "HEAD",
+    "KNOWN_TYPES",
+    "LAYER",
     "REWARD_FAMILIES",
     "VOCAB_PADDING",
     "Family",
@@ -63,11 +85,17 @@ __all__ = [
     "dense_layers_problem",
     "family_of",
     "full_attention",
+    "is_one_by_one",
+    "kinds_by_period",
     "is_reward_model",
+    "inside_of",
+    "text_settings",
+    "placed_settings",
     "experts_of",
     "num_experts_key",
     "num_labels",
     "param_map",
+    "refusal_of",
     "rope_of",
     "rope_problem",
     "rope_type",

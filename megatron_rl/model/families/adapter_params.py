@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from megatron_rl.config.lora import LINEARS, LoraConfig
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.parts import ParamSpec
+from megatron_rl.model.parts import ParamSpec, is_one_by_one
 from megatron_rl.parallel.sharding import LogicalTensor, Segment
 
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -47,12 +47,14 @@ class Projection:
     """One matrix that may have an adapter, or one of each expert, E of them in a stack.
 
     weight: Megatron's parameter, `decoder.layers.0.self_attention.linear_qkv.weight` or `decoder.layers.0.mlp.experts.
-    w13`. name: in a folder, `model.layers.0.self_attn.q_proj`; those of experts have `{expert}` in it. segment: the
-    matrix [out, in] or [E, out, in], and what cuts it along `tp_dim`. number: of its segment in the parameter.
+    w13`. name: in a folder, `model.layers.0.self_attn.q_proj`; those of experts have `{expert}` in it. engine: vLLM's
+    name of it. segment: the matrix [out, in] or [E, out, in], and what cuts it along `tp_dim`. number: of its segment
+    in the parameter.
     """
 
     weight: str
     name: str
+    engine: str
     segment: Segment
     tp_dim: int
     number: int
@@ -98,7 +100,7 @@ class Projection:
         cuts = {LORA_A: (a, None if by_rows else self.tp_dim), LORA_B: (b, self.tp_dim if by_rows else None)}
         return {
             f"{self.module}.adapters.{self.name.rpartition('.')[2]}.{kind}": ParamSpec(
-                LogicalTensor(f"{self.name}.{kind}", (segment,), tp_dim, self.is_expert),
+                LogicalTensor(f"{self.engine}.{kind}", (segment,), tp_dim, self.is_expert),
                 (f"{PEFT_PREFIX}{self.name}.{kind}.weight",),
             )
             for kind, (segment, tp_dim) in cuts.items()
@@ -106,7 +108,18 @@ class Projection:
 
 
 def projections_of(specs: Mapping[str, ParamSpec]) -> list[Projection]:
-    """The matrices of a model that may have an adapter: those of attention, MLPs, shared and routed experts."""
+    """The matrices of a model that may have an adapter: those of attention, MLPs, shared and routed experts.
+
+    Experts that a folder has in stacks may have none.
+    """
+    return _projections({name: spec for name, spec in specs.items() if not _is_stored_stack(spec)})
+
+
+def _is_stored_stack(spec: ParamSpec) -> bool:
+    return spec.tensor.is_expert and not is_one_by_one(spec)
+
+
+def _projections(specs: Mapping[str, ParamSpec]) -> list[Projection]:
     projections = []
     for name, spec in specs.items():
         linear, _, kind = name.rpartition(".")
@@ -116,15 +129,20 @@ def projections_of(specs: Mapping[str, ParamSpec]) -> list[Projection]:
         tp_dim, is_expert = spec.tensor.tp_dim, spec.tensor.is_expert
         assert tp_dim is not None  # linears are cut
         for number, (segment, hf_name) in enumerate(zip(spec.tensor.segments, spec.hf_names, strict=True)):
-            projections.append(Projection(name, hf_name.removesuffix(".weight"), segment, tp_dim, number, is_expert))
+            own = hf_name.removesuffix(".weight")
+            parent = spec.tensor.name.rsplit(".", 2)[0]
+            engine = own if is_expert else f"{parent}.{own.rpartition('.')[2]}"
+            projections.append(Projection(name, own, engine, segment, tp_dim, number, is_expert))
     return projections
 
 
 def adapted(specs: Mapping[str, ParamSpec], lora: LoraConfig) -> list[Projection]:
     """The matrices that `lora` gives adapters to. Raises ConfigError for an element that names none."""
     candidates = projections_of(specs)
+    # A key may name stacks of experts, as its default does. They have no adapters all the same.
+    stacks = _projections({name: spec for name, spec in specs.items() if _is_stored_stack(spec) and spec.transposed})
     for pattern in [*lora.target_modules, *lora.exclude_modules]:
-        if not any(each.matches(pattern) for each in candidates):
+        if not any(each.matches(pattern) for each in (*candidates, *stacks)):
             names = sorted({alias for each in candidates for alias in each.aliases})
             raise ConfigError(f"{pattern} names no linear of the model; nearest: {nearest_name(pattern, names)}")
     return [each for each in candidates if _any(each, lora.target_modules) and not _any(each, lora.exclude_modules)]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from megatron_rl.model.families.attention_keys import AttentionKeys
@@ -12,6 +13,10 @@ from megatron_rl.model.parts import Experts
 
 WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 """The positions in a name such as Qwen2Moe where a word begins."""
+TRUNK = "model."
+"""The beginning of the names of all tensors but the head's in a language model's folder."""
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+"""The beginning of the names of a layer's tensors in a folder."""
 
 FIXED_SETTINGS = {
     "attention_bias": False,
@@ -30,7 +35,7 @@ class Style:
     activation: of the gated MLP, by config.json's name. zero_centred_norms: a norm's weight w stands for 1 + w.
     norms_after: outputs of attention and MLP are normalised before they are added. scaled_embedding: embeddings are
     multiplied by the square root of the hidden size. head_cap: the config.json key of a bound c on logits, as
-    c tanh(x / c); None: logits have no bound.
+    c tanh(x / c); None: logits have no bound. layer_scales: a layer's output is multiplied by a number of its own.
     """
 
     activation: str = "silu"
@@ -38,6 +43,7 @@ class Style:
     norms_after: bool = False
     scaled_embedding: bool = False
     head_cap: str | None = None
+    layer_scales: bool = False
 
     @property
     def fixed(self) -> dict[str, object]:
@@ -50,6 +56,9 @@ class Style:
 
 
 LISTED, STEP, FIRST = "mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace"
+MLP_KINDS, DENSE, SPARSE = "mlp_layer_types", "dense", "sparse"
+KINDS_RULE = {MLP_KINDS: (DENSE,)}
+"""GLM-4.7-Flash's key: the kind of MLP of every layer. Absent: the first layer alone is dense."""
 STEP_RULE = {LISTED: (), STEP: 1}
 """Qwen's keys: layers by number, and experts in every n-th layer only. Absent: experts are everywhere."""
 
@@ -72,6 +81,56 @@ class Window:
 
 
 @dataclass(frozen=True)
+class Carried:
+    """Which tensors of a folder are carried: neither read nor trained, and written again by exports untouched.
+
+    prefixes: beginnings of their names. ahead_key: the config.json key of the number of multi-token prediction layers
+    after the others, which are carried, too; None: there are none.
+    """
+
+    prefixes: tuple[str, ...] = ()
+    ahead_key: str | None = None
+
+    @property
+    def can_be(self) -> bool:
+        """Whether a folder of the family can hold some."""
+        return bool(self.prefixes) or self.ahead_key is not None
+
+    def has(self, name: str, settings: Mapping[str, Any]) -> bool:
+        """Whether a tensor of a folder with this config.json is one, if the model does not read it."""
+        if name.startswith(self.prefixes):
+            return True
+        layer, ahead = LAYER.match(name), 0 if self.ahead_key is None else settings.get(self.ahead_key) or 0
+        if layer is None or not ahead:
+            return False
+        last: int = settings["num_hidden_layers"]
+        return last <= int(layer[1]) < last + ahead
+
+
+@dataclass(frozen=True)
+class Inside:
+    """Where a language model lies in the folder of a larger model, such as one that also reads images.
+
+    text: the language model by itself; a critic is exported as its classifier. key: the object of config.json with its
+    settings, which may also lie outside of it. folder_prefix: stands in the names of a folder's tensors for the text
+    model's "model.". engine_prefix: stands before the text model's names in the rollout engine.
+    """
+
+    text: Family
+    key: str = "text_config"
+    folder_prefix: str = "model.language_model."
+    engine_prefix: str = "language_model."
+
+    def in_folder(self, name: str) -> str:
+        """The name in the folder of a tensor of the text model."""
+        return self.folder_prefix + name.removeprefix(TRUNK) if name.startswith(TRUNK) else name
+
+    def in_engine(self, name: str) -> str:
+        """The name in the rollout engine of a tensor of the text model."""
+        return self.engine_prefix + name
+
+
+@dataclass(frozen=True)
 class Family:
     """One architecture, under its names in config.json.
 
@@ -81,12 +140,15 @@ class Family:
     attention: what config.json says of attention, and the part that it makes. style: how a layer joins its parts.
     experts: MLPs are routers over experts, in all layers or in those that config.json names; None: all are dense.
     window: sliding-window attention that config.json may ask for; None: the architecture has none.
-    fixed: further config.json settings that may have one value only (or be absent).
+    fixed: further config.json settings that may have one value only (or be absent). reasons: of some of them, why.
     defaults: values of absent config.json settings, if they differ from the usual defaults.
     rollout: settings that vLLM reads from config.json and that transformers does not need.
-    ahead_key: the config.json key of the number of multi-token prediction layers after the others, which are not
-    loaded; None: the family has none. own_type: the model_type of config.json, if it is not the architecture's name in
-    lower case.
+    engine_names: module of a folder's tensors -> vLLM's name of it, where they differ.
+    unpacked: quantised weights, by `quant_method` of config.json's quantization_config, that import unpacks.
+    carried: tensors of the folder beside those of the language model. own_type: the model_type of config.json, if it is
+    not the architecture's name in lower case. other_types: model types that published folders of this arithmetic have
+    and transformers does not know. inside: where the language model lies in a larger one, of which the rest is carried;
+    None: it is the whole model.
     """
 
     architecture: str
@@ -100,19 +162,51 @@ class Family:
     experts: Experts | None = None
     window: Window | None = None
     fixed: Mapping[str, object] = field(default_factory=dict, hash=False)
+    reasons: Mapping[str, str] = field(default_factory=dict, hash=False)
     rollout: Mapping[str, object] = field(default_factory=dict, hash=False)
     defaults: Mapping[str, object] = field(default_factory=dict, hash=False)
-    ahead_key: str | None = None
+    carried: Carried = Carried()
+    engine_names: Mapping[str, str] = field(default_factory=dict, hash=False)
+    unpacked: tuple[str, ...] = ()
     own_type: str | None = None
+    other_types: tuple[str, ...] = ()
+    inside: Inside | None = None
 
     @property
     def model_type(self) -> str:
         """The name by which transformers finds the class that reads config.json."""
         return self.own_type or WORD.sub("_", self.architecture.removesuffix("ForCausalLM")).lower()
 
+    @property
+    def text(self) -> Family:
+        """The language model as a whole model."""
+        return self if self.inside is None else self.inside.text
+
+    def within(
+        self,
+        architecture: str,
+        model_type: str,
+        carried: Carried,
+        defaults: Mapping[str, object] = MappingProxyType({}),
+        **places: str,
+    ) -> Family:
+        """The family of a larger model with this language model inside.
+
+        defaults: values of absent settings, if they differ from this model's. places: fields of `Inside`.
+        """
+        inside, absent = Inside(self, **places), dict(self.defaults) | dict(defaults)
+        return replace(
+            self, architecture=architecture, own_type=model_type, carried=carried, defaults=absent, inside=inside
+        )
+
     def given(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of a config.json with defaults for absent ones."""
         return {"tie_word_embeddings": False} | dict(self.defaults) | dict(settings)
+
+    def unpacks(self, settings: Mapping[str, Any]) -> bool:
+        """Whether a config.json has quantised weights that import unpacks."""
+        quantised = settings.get("quantization_config")
+        return isinstance(quantised, Mapping) and quantised.get("quant_method") in self.unpacked
 
     @property
     def fixed_settings(self) -> dict[str, object]:

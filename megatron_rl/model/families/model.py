@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_rl.model.families.family import Family
 from megatron_rl.model.families.params import constant_map, layers_of, param_map, value_param_map
-from megatron_rl.model.families.registry import family_of
+from megatron_rl.model.families.registry import family_of, text_settings
 from megatron_rl.model.families.shape import shape_of
 from megatron_rl.model.parts import Attention, AttentionPart, Constant, Layer, MixedAttention, ModelShape, ParamSpec
 from megatron_rl.parallel.sharding import LogicalTensor
@@ -31,6 +31,7 @@ class Model:
 
         Raises ConfigError for an unknown architecture.
         """
+        settings = text_settings(settings)
         return cls(family_of(settings["architectures"]), shape_of(settings))
 
     @classmethod
@@ -55,6 +56,11 @@ class Model:
         for layer in self.layers:
             kinds.setdefault(type(layer.attention), layer.attention)
         return MixedAttention(tuple(kinds.values())) if len(kinds) > 1 else self.layers[0].attention
+
+    @property
+    def attentions(self) -> tuple[AttentionPart, ...]:
+        """The different attentions of its layers, in their order."""
+        return tuple(dict.fromkeys(layer.attention for layer in self.layers))
 
     @cached_property
     def specs(self) -> dict[str, ParamSpec]:

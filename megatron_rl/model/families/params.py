@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from megatron_rl.model.families.family import Family
+from megatron_rl.model.families.family import Family, Inside
 from megatron_rl.model.parts import Constant, ExpertsMLP, GatedMLP, Layer, LayerPart, ModelShape, ParamSpec
 from megatron_rl.model.parts.param_spec import vocab_matrix, whole
 
 VOCAB_PADDING = 64
 """vLLM pads vocabularies to a multiple of this; it is also training's default."""
 
+EMBEDDING = "embedding.word_embeddings.weight"
+"""Megatron's name of the vocabulary's vectors."""
 HEAD = "output_layer.weight"
 """Megatron's name of the weight of a vocabulary head and of a value head."""
 
@@ -30,7 +32,12 @@ def eight_bit_names(specs: Mapping[str, ParamSpec]) -> set[str]:
     """The rollout engine's names of the weights that it can read as codes of 8 bits: linears of attention, MLPs and
     shared experts, and stacked experts.
     """
-    return {spec.tensor.name for name, spec in specs.items() if spec.tensor.is_expert or _is_linear(name)}
+    return {spec.tensor.name for name, spec in specs.items() if _is_stack(spec) or _is_linear(name)}
+
+
+def _is_stack(spec: ParamSpec) -> bool:
+    """Whether it is a stack of matrices of experts, and not of their biases."""
+    return spec.tensor.is_expert and len(spec.tensor.segments[0].shape) > 2
 
 
 def _is_linear(name: str) -> bool:
@@ -48,6 +55,7 @@ def layers_of(family: Family, shape: ModelShape) -> tuple[Layer, ...]:
             family.attention.part(shape, number),
             _mlp(family, shape, number),
             family.style.norms_after,
+            family.style.layer_scales,
         )
         for number in range(shape.num_layers)
     )
@@ -67,12 +75,37 @@ def param_map(family: Family, shape: ModelShape) -> dict[str, ParamSpec]:
 
     In the order of the layers, the embedding first.
     """
+    params = {name: engine_named(spec, family.engine_names) for name, spec in _folder_named(family, shape).items()}
+    return params if family.inside is None else _named_inside(params, family.inside)
+
+
+def engine_named(spec: ParamSpec, names: Mapping[str, str]) -> ParamSpec:
+    """The spec with vLLM's names of modules in its tensor's name."""
+    if not names:
+        return spec
+    name = ".".join(names.get(module, module) for module in spec.tensor.name.split("."))
+    return replace(spec, tensor=replace(spec.tensor, name=name))
+
+
+def _folder_named(family: Family, shape: ModelShape) -> dict[str, ParamSpec]:
+    """`param_map`, with the folder's names of modules."""
     embedding = vocab_matrix("model.embed_tokens.weight", shape.vocab_size, shape.hidden_size)
     head = embedding if shape.tied else vocab_matrix("lm_head.weight", shape.vocab_size, shape.hidden_size)
-    params = {"embedding.word_embeddings.weight": embedding}
+    params = {EMBEDDING: embedding}
     for number, layer in enumerate(layers_of(family, shape)):
         params |= layer.params(*_prefixes(number))
     return params | {"decoder.final_layernorm.weight": whole("model.norm.weight", (shape.hidden_size,)), HEAD: head}
+
+
+def _named_inside(params: Mapping[str, ParamSpec], inside: Inside) -> dict[str, ParamSpec]:
+    """Give the tensors of a language model the names that they have in a larger one."""
+    return {
+        name: ParamSpec(
+            replace(spec.tensor, name=inside.in_engine(spec.tensor.name)),
+            tuple(map(inside.in_folder, spec.hf_names)),
+        )
+        for name, spec in params.items()
+    }
 
 
 def value_param_map(family: Family, shape: ModelShape) -> dict[str, ParamSpec]:
@@ -81,11 +114,21 @@ def value_param_map(family: Family, shape: ModelShape) -> dict[str, ParamSpec]:
     return trunk | {HEAD: whole("score.weight", (1, shape.hidden_size))}
 
 
+def classifier_map(family: Family, shape: ModelShape) -> dict[str, ParamSpec]:
+    """`value_param_map` under the names of an exported classifier, which is never inside a larger model."""
+    return value_param_map(family.text, shape)
+
+
 def constant_map(family: Family, shape: ModelShape) -> dict[str, Constant]:
-    """Megatron name -> tensor that training reads and no update changes; {} in most families."""
+    """Megatron name -> tensor that training reads and no update changes; {} in most families.
+
+    Raises ValueError if there are some inside a larger model: a constant has one name for folder and engine.
+    """
     constants: dict[str, Constant] = {}
     for number, layer in enumerate(layers_of(family, shape)):
         constants |= layer.constants(*_prefixes(number))
+    if constants and family.inside is not None:
+        raise ValueError(f"{family.architecture} has constants inside: {', '.join(constants)}")
     return constants
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from megatron_rl.model.families.attention_keys import GLOBAL, LOCAL, YARN, AttentionKeys
+from megatron_rl.model.families.attention_keys import GLOBAL, LOCAL, PROPORTIONAL, YARN, AttentionKeys
 
 
 def rope_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -18,7 +19,7 @@ def ropes_of(keys: AttentionKeys, settings: Mapping[str, Any]) -> dict[str, dict
     """Kind of layer -> its rotary settings with their base, in families with two embeddings; else {}."""
     if keys.thetas is None:
         return {}
-    rope = rope_of(settings)
+    rope = rope_of(settings) or keys.absent_ropes
     if GLOBAL in rope or LOCAL in rope:
         ropes = {kind: dict(rope.get(kind) or {}) for kind in (GLOBAL, LOCAL)}
     else:
@@ -48,7 +49,7 @@ def rope_problem(settings: Mapping[str, Any], keys: AttentionKeys | None = None)
     if odd and keys.thetas is not None:
         return f"{odd[0]} must be an object in braces"
     for kind, own in ropes_of(keys, settings).items():
-        problem = rope_problem({"rope_parameters": own})
+        problem = rope_problem({"rope_parameters": own}, replace(keys, thetas=None))
         if problem is not None:
             return f"of {kind} {problem}"
     if keys.thetas is not None:
@@ -66,10 +67,12 @@ def rope_problem(settings: Mapping[str, Any], keys: AttentionKeys | None = None)
     fraction = rope.get("partial_rotary_factor", 1.0)
     if not isinstance(fraction, int | float):
         return f"partial_rotary_factor={fraction!r} must be a number"
+    if kind == PROPORTIONAL:
+        return _proportional_problem(rope, fraction)
     if keys.partial_rotary is None and fraction != 1.0:
         return f"partial_rotary_factor={fraction} is not supported; nearest: 1.0"
     if kind == YARN:
-        return _yarn_problem(rope)
+        return _yarn_problem(rope, keys.differing_yarn)
     return None
 
 
@@ -77,9 +80,17 @@ def _is_above_0(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
-def _yarn_problem(rope: Mapping[str, Any]) -> str | None:
+def _proportional_problem(rope: Mapping[str, Any], fraction: float) -> str | None:
+    if not 0 < fraction <= 1:
+        return f"partial_rotary_factor={fraction} must be above 0 and at most 1"
+    if rope.get("factor") not in (None, 1.0):
+        return f"factor={rope['factor']} of rope_type={PROPORTIONAL!r} is not supported, because vLLM does not read it"
+    return None
+
+
+def _yarn_problem(rope: Mapping[str, Any], differing: tuple[str, ...]) -> str | None:
     """Settings of yarn that transformers and vLLM read differently."""
-    odd = [name for name in ("attention_factor", "truncate") if rope.get(name) is not None]
+    odd = [name for name in differing if rope.get(name) is not None]
     if odd:
         return f"yarn with {', '.join(odd)} is not supported, because vLLM does not read it as transformers does"
     if bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim")):

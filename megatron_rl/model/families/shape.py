@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.model.families.family import FIRST, LISTED, STEP, Family
+from megatron_rl.model.families.attention_keys import turned_elements
+from megatron_rl.model.families.family import DENSE, FIRST, LISTED, MLP_KINDS, SPARSE, STEP, Family
 from megatron_rl.model.families.registry import family_of
 from megatron_rl.model.parts import Experts, ModelShape, Scoring
 
@@ -102,6 +103,7 @@ def dense_layers(family: Family, settings: Mapping[str, Any]) -> tuple[int, ...]
         key: family.experts.dense_keys[key] if value is None else value for key, value in given.items()
     }
     listed, step, first = rules.get(LISTED, ()), rules.get(STEP, 1), rules.get(FIRST, 0)
+    listed = [*listed, *(layer for layer, kind in enumerate(rules.get(MLP_KINDS, ())) if kind == DENSE)]
     layers = range(settings["num_hidden_layers"])
     return tuple(layer for layer in layers if layer in listed or (layer + 1) % step or layer < first)
 
@@ -122,7 +124,16 @@ def dense_layers_problem(family: Family, settings: Mapping[str, Any]) -> tuple[d
     listed = given.get(LISTED, ())
     if any(not 0 <= layer < num_layers for layer in listed):
         return {LISTED: listed}, f"must be numbers of layers, from 0 to {num_layers - 1}"
-    if len(dense_layers(family, settings)) == num_layers:
+    dense = dense_layers(family, settings)
+    if MLP_KINDS in family.experts.dense_keys:
+        kinds, first = settings.get(MLP_KINDS), settings.get(FIRST)
+        if kinds is not None and list(kinds) != [DENSE] * len(dense) + [SPARSE] * (num_layers - len(dense)):
+            return {
+                MLP_KINDS: kinds
+            }, f"must name {num_layers} layers, {DENSE} ones before {SPARSE} ones, as vLLM counts"
+        if first not in (None, len(dense)):
+            return {FIRST: first}, f"must be {len(dense)}, as {MLP_KINDS} says, by which transformers builds layers"
+    if len(dense) == num_layers:
         return given, f"must leave experts to at least one of the {num_layers} layers"
     return None
 
@@ -193,12 +204,29 @@ def full_attention(family: Family, settings: Mapping[str, Any]) -> dict[str, Any
 
 
 def rollout_settings(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that vLLM needs beside config.json to compute what transformers computes."""
+    """Settings that vLLM needs beside config.json to compute what transformers computes.
+
+    settings: of the language model, and so are those that are returned (see `placed_settings`).
+    """
     overrides = full_attention(family, settings) | dict(family.rollout)
+    if family.attention.turned_key is not None:
+        overrides[family.attention.turned_key] = turned_elements(family.attention, family.given(settings))
+    if family.unpacks(settings):
+        overrides["quantization_config"] = None
     if family.experts is not None and family.experts.scoring is not None:
         groups, per_token = groups_of(family.experts.scoring, settings)
         overrides |= {"n_group": groups, "topk_group": per_token}
+    if family.experts is not None and MLP_KINDS in family.experts.dense_keys:
+        overrides[FIRST] = len(dense_layers(family, settings))
+    if family.inside is not None:
+        # transformers reads that of the whole model, and vLLM the language model's.
+        overrides |= {"tie_word_embeddings": family.given(settings)["tie_word_embeddings"]}
     return overrides
+
+
+def placed_settings(family: Family, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a language model as settings of the whole config.json."""
+    return overrides if family.inside is None or not overrides else {family.inside.key: overrides}
 
 
 def num_labels(settings: Mapping[str, Any]) -> int:

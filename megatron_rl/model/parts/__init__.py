@@ -1,15 +1,16 @@
 """The parts that layers are made of. Each states its parameters and its costs once; needs no torch."""
 
-from megatron_rl.model.parts.expert_mlp import Experts, ExpertsMLP, Scoring, SharedExperts
+from megatron_rl.model.parts.expert_mlp import Experts, ExpertsMLP, ExpertStacks, Scoring, SharedExperts
 from megatron_rl.model.parts.gated_delta import GatedDelta
 from megatron_rl.model.parts.gated_mlp import GatedMLP
-from megatron_rl.model.parts.grouped_attention import AttentionShape, GroupedAttention
+from megatron_rl.model.parts.grouped_attention import AttentionShape, GroupedAttention, WideHeads
 from megatron_rl.model.parts.latent import LatentAttention
 from megatron_rl.model.parts.layer import Layer
 from megatron_rl.model.parts.mixed_attention import Attention, MixedAttention
 from megatron_rl.model.parts.model_shape import ModelShape
-from megatron_rl.model.parts.param_spec import CORRECTION, Constant, ParamSpec
+from megatron_rl.model.parts.param_spec import CORRECTION, Constant, ParamSpec, is_one_by_one
 from megatron_rl.model.parts.part import FP32, AttentionPart, Cut, LayerBlock, LayerPart
+from megatron_rl.model.parts.sink_attention import SinkAttention
 
 __all__ = [
     "CORRECTION",
@@ -19,6 +20,7 @@ __all__ = [
     "AttentionShape",
     "Constant",
     "Cut",
+    "ExpertStacks",
     "Experts",
     "ExpertsMLP",
     "GatedDelta",
@@ -33,4 +35,7 @@ __all__ = [
     "LayerPart",
     "Scoring",
     "SharedExperts",
+    "WideHeads",
+    "SinkAttention",
+    "is_one_by_one",
 ]

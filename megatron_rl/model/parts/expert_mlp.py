@@ -45,10 +45,24 @@ class Scoring:
 
 
 @dataclass(frozen=True)
+class ExpertStacks:
+    """Experts that a folder has in stacks of all, with biases: [E, H, 2F] and [E, F, H], inputs before outputs.
+
+    Columns of gate and up take turns. gate_up, down: names in the experts' block; bias: what follows them in the names
+    of the biases, [E, 2F] and [E, H].
+    """
+
+    gate_up: str = "experts.gate_up_proj"
+    down: str = "experts.down_proj"
+    bias: str = "_bias"
+
+
+@dataclass(frozen=True)
 class Experts:
     """How an architecture names its experts, in config.json and in its tensors.
 
-    block: the part of a layer that has the router (`gate`) and the experts.
+    block: the part of a layer that has the router and the experts. router: its name there; router_bias: its logits have
+    a bias.
     gate, up, down: the three matrices of one expert, down(silu(gate(x)) * up(x)).
     count_keys: config.json keys of the number of experts; which one transformers writes depends on its version.
     size_key: the config.json key of one expert's columns.
@@ -56,9 +70,12 @@ class Experts:
     dense_keys: the config.json keys that say which layers have a dense MLP instead -> their defaults (`dense_layers`).
     shared: an MLP that every token passes beside its experts; None: the family has none.
     scoring: how experts are chosen; None: the largest values of a softmax over all experts.
+    stacks: all experts lie in stacks, with biases and bounded gates (`model/biased_experts.py`); None: one by one.
     """
 
     block: str = "mlp"
+    router: str = "gate"
+    router_bias: bool = False
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
@@ -68,6 +85,7 @@ class Experts:
     dense_keys: Mapping[str, object] = field(default_factory=dict, hash=False)
     shared: SharedExperts | None = None
     scoring: Scoring | None = None
+    stacks: ExpertStacks | None = None
 
 
 @dataclass(frozen=True)
@@ -88,27 +106,63 @@ class ExpertsMLP(LayerPart):
 
     def params(self, mega: str, hf: str) -> dict[str, ParamSpec]:
         """Router and experts; all experts of a rank are stacked in one tensor, as vLLM keeps them."""
-        names, experts, hidden, ffn = self.names, self.num_experts, self.hidden, self.ffn
+        names, hidden = self.names, self.hidden
         block = f"{hf}{names.block}."
-        stacked, single = f"{block}experts.routed_experts.", f"{block}experts.{{expert}}."
-        gate_up = tuple(Segment(name, (experts, ffn, hidden), ffn) for name in ("gate", "up"))
-        down = (Segment("columns", (experts, hidden, ffn), ffn),)
-        params = {
-            f"{mega}mlp.router.weight": whole(f"{block}gate.weight", (experts, hidden)),
-            f"{mega}mlp.experts.w13": ParamSpec(
-                LogicalTensor(f"{stacked}w13_weight", gate_up, tp_dim=1, is_expert=True),
-                (f"{single}{names.gate}.weight", f"{single}{names.up}.weight"),
-            ),
-            f"{mega}mlp.experts.w2": ParamSpec(
-                LogicalTensor(f"{stacked}w2_weight", down, tp_dim=2, is_expert=True), (f"{single}{names.down}.weight",)
-            ),
-        }
+        router = f"{block}{names.router}"
+        params = {f"{mega}mlp.router.weight": whole(f"{router}.weight", (self.num_experts, hidden))}
+        if names.router_bias:
+            params[f"{mega}mlp.router.bias"] = whole(f"{router}.bias", (self.num_experts,))
+        experts = self._single(block) if names.stacks is None else self._stacked(block, names.stacks)
+        params |= {f"{mega}mlp.experts.{name}": spec for name, spec in experts.items()}
         if names.shared is not None and self.shared:
             shared = f"{mega}mlp.shared_experts."
             if names.shared.gate is not None:
                 params[f"{shared}gate_weight"] = whole(f"{block}{names.shared.gate}.weight", (1, hidden))
             params |= mlp_params(hidden, self.shared, shared, f"{block}{names.shared.block}.")
         return params
+
+    def _single(self, block: str) -> dict[str, ParamSpec]:
+        """The stacks of experts that the folder has one by one. block: prefix of the experts' block."""
+        names, experts, hidden, ffn = self.names, self.num_experts, self.hidden, self.ffn
+        stacked, single = f"{block}experts.routed_experts.", f"{block}experts.{{expert}}."
+        gate_up = tuple(Segment(name, (experts, ffn, hidden), ffn) for name in ("gate", "up"))
+        down = (Segment("columns", (experts, hidden, ffn), ffn),)
+        return {
+            "w13": ParamSpec(
+                LogicalTensor(f"{stacked}w13_weight", gate_up, tp_dim=1, is_expert=True),
+                (f"{single}{names.gate}.weight", f"{single}{names.up}.weight"),
+            ),
+            "w2": ParamSpec(
+                LogicalTensor(f"{stacked}w2_weight", down, tp_dim=2, is_expert=True), (f"{single}{names.down}.weight",)
+            ),
+        }
+
+    def _stacked(self, block: str, stacks: ExpertStacks) -> dict[str, ParamSpec]:
+        """Stacks with biases. Gate and up take turns in rows, so a cut of pairs of rows is one interval."""
+        experts, hidden, ffn = self.num_experts, self.hidden, self.ffn
+
+        def stack(kind: str, segment: Segment, tp_dim: int | None, name: str, **options: bool) -> ParamSpec:
+            named = f"{block}experts.routed_experts.{kind}"
+            first_only = options.pop("first_only", False)
+            tensor = LogicalTensor(named, (segment,), tp_dim, is_expert=True, is_first_only=first_only)
+            return ParamSpec(tensor, (f"{block}{name}",), **options)
+
+        gate_up, down = Segment("gate_up", (experts, 2 * ffn, hidden), ffn), (experts, hidden, ffn)
+        return {
+            "w13": stack("w13_weight", gate_up, 1, stacks.gate_up, transposed=True),
+            "w13_bias": stack(
+                "w13_bias", Segment("gate_up", (experts, 2 * ffn), ffn), 1, f"{stacks.gate_up}{stacks.bias}"
+            ),
+            "w2": stack("w2_weight", Segment("columns", down, ffn), 2, stacks.down, transposed=True),
+            # Ranks add partial sums, and the bias must be in one of them.
+            "w2_bias": stack(
+                "w2_bias",
+                Segment("all", (experts, hidden), 1),
+                None,
+                f"{stacks.down}{stacks.bias}",
+                first_only=True,
+            ),
+        }
 
     def constants(self, mega: str, hf: str) -> dict[str, Constant]:
         """The bias that is added to scores for the choice of experts."""
@@ -131,7 +185,8 @@ class ExpertsMLP(LayerPart):
         router = own * self.num_experts * (FP32 + 1) + rows * (8 + 8 + FP32)
         has_gate = self.names.shared is not None and self.names.shared.gate is not None
         every = 3 * shared * block.tokens + has_gate * (self.hidden + 1) * own
-        return (rows * (2 * self.hidden + 4 * ffn + 1) + every) * cut.element + router
+        kept = 4 if self.names.stacks is None else 3  # a bounded gate computes itself again
+        return (rows * (2 * self.hidden + kept * ffn + 1) + every) * cut.element + router
 
     def widest_elements(self, block: LayerBlock, cut: Cut, *, backward: bool) -> float:
         rows, ffn = block.tokens * self._routed(cut), self.ffn // cut.expert_tp_size

@@ -30,7 +30,7 @@ class GatedMLP(LayerPart):
 
     def widest_elements(self, block: LayerBlock, cut: Cut, *, backward: bool) -> float:
         # Our own gate makes one tensor less than that of experts.
-        return self.ffn // cut.tp_size * block.tokens * (3 + backward)
+        return self.ffn // cut.tp_size * block.tokens * 3
 
     def columns(self, cut: Cut) -> float:
         return 3 * (self.ffn // cut.tp_size)

@@ -8,10 +8,14 @@ from megatron_rl.model.parts.expert_mlp import ExpertsMLP
 from megatron_rl.model.parts.param_spec import Constant, ParamSpec, whole
 from megatron_rl.model.parts.part import FP32, AttentionPart, Cut, LayerBlock, LayerPart
 
+SCALE = "layer_scalar"
+"""A layer's name of the number by which its output is multiplied."""
+
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer. norms_after: outputs of attention and MLP are normalised before they are added.
+    """One layer. norms_after: outputs of attention and MLP are normalised before they are added. is_scaled: its output
+    is multiplied by a number that no update changes.
 
     Two layers are of one kind if they are equal.
     """
@@ -20,6 +24,7 @@ class Layer:
     attention: AttentionPart
     mlp: LayerPart
     norms_after: bool = False
+    is_scaled: bool = False
 
     @property
     def has_experts(self) -> bool:
@@ -51,14 +56,15 @@ class Layer:
 
     def constants(self, mega: str, hf: str) -> dict[str, Constant]:
         """Megatron name -> tensor that no update changes."""
-        return self.attention.constants(mega, hf) | self.mlp.constants(mega, hf)
+        scales = {f"{mega}{SCALE}": Constant(f"{hf}{SCALE}", (1,))} if self.is_scaled else {}
+        return self.attention.constants(mega, hf) | self.mlp.constants(mega, hf) | scales
 
     def kept_bytes(self, block: LayerBlock, cut: Cut) -> float:
         """Bytes that the layer keeps between forward and backward."""
         # A norm after attention or MLP keeps its input.
         norms = 2 if self.norms_after else 0
         own = block.tokens * cut.sequence_share
-        residual = own * ((6 + norms) * self.hidden * cut.element + (2 + norms) * FP32)
+        residual = own * ((4 + norms) * self.hidden * cut.element + (2 + norms) * FP32)
         return residual + sum(part.kept_bytes(block, cut) for part in self.parts)
 
     def again_bytes(self, block: LayerBlock, cut: Cut, module: str) -> float:

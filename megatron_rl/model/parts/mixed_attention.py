@@ -40,6 +40,10 @@ class MixedAttention:
         return " and ".join(part.own_linears for part in self.kinds if part.own_linears)
 
     @property
+    def te_lacks(self) -> str:
+        return " and ".join(part.te_lacks for part in self.kinds if part.te_lacks)
+
+    @property
     def not_cut(self) -> str:
         return " and ".join(part.not_cut for part in self.kinds if part.not_cut)
 
@@ -50,6 +54,9 @@ class MixedAttention:
     def engine_problem(self, device: str) -> tuple[str, str] | None:
         problems = (part.engine_problem(device) for part in self.kinds)
         return next((problem for problem in problems if problem is not None), None)
+
+    def copied_dtypes(self, device: str) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(dtype for part in self.kinds for dtype in part.copied_dtypes(device)))
 
     def megatron_settings(self) -> dict[str, object]:
         return _joined(part.megatron_settings() for part in self.kinds)

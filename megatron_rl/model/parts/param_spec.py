@@ -23,12 +23,16 @@ class ParamSpec:
     """One Megatron parameter: the logical tensor it is a shard of, and the Hugging Face tensor of each segment.
 
     Two Megatron parameters with the same tensor (a tied head on the last pipeline stage) are copies. The names of an
-    expert tensor contain `{expert}` for the expert's number; each expert is one slice along dim 0. Segments with one
-    name are sections of one Hugging Face tensor, stacked there along dim 0 as here.
+    expert tensor contain `{expert}` for the expert's number; each expert is one slice along dim 0. Without it the
+    folder has all experts in one tensor. Other segments with one name are sections of one tensor, stacked there along
+    dim 0 as here.
+    transposed: the folder's tensor has the last two dims in the other order. Such a tensor may also be there as codes
+    of 4 bits, which keep this order (`checkpoint/mxfp4.py`).
     """
 
     tensor: LogicalTensor
     hf_names: tuple[str, ...]
+    transposed: bool = False
 
     def sections(self, segment: int) -> tuple[int, ...]:
         """Numbers of the segments that make up the Hugging Face tensor of `segment`, in order."""
@@ -48,6 +52,15 @@ class ParamSpec:
         """A box of a segment as a box of its Hugging Face tensor."""
         first, (start, stop) = self.first_row(segment), box[0]
         return ((first + start, first + stop), *box[1:])
+
+
+EACH = "{expert}"
+"""In the name of a folder's tensor that every expert has."""
+
+
+def is_one_by_one(spec: ParamSpec) -> bool:
+    """Whether the folder has a tensor for each expert."""
+    return spec.tensor.is_expert and EACH in spec.hf_names[0]
 
 
 def single(name: str, segment: Segment, tp_dim: int) -> ParamSpec:

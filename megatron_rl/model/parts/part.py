@@ -129,24 +129,35 @@ class AttentionPart(LayerPart):
         """
         return 0
 
-    own_linears: ClassVar[str] = ""
-    """The name of this kind of attention, as "latent attention", if its linear layers are classes of this project, in
-    whose place no library's can be put; "" if they are Megatron's.
-    """
+    @property
+    def own_linears(self) -> str:
+        """The name of this kind of attention, as "latent attention", if its linear layers are this project's own, in
+        whose place no library's can be put; "" if they are Megatron's.
+        """
+        return ""
+
+    @property
+    def tp_divides(self) -> dict[str, int]:
+        """Name in config.json -> further numbers that TP must divide."""
+        return {}
+
+    @property
+    def te_lacks(self) -> str:
+        """What transformer-engine's linear layers lack for it, as "latent attention"; "" if nothing."""
+        return self.own_linears
 
     @property
     @abstractmethod
     def not_cut(self) -> str:
         """Why CP cannot share a sequence, as "latent attention"; "" if it can."""
 
-    @property
-    def tp_divides(self) -> dict[str, int]:
-        """Name in config.json -> number that TP must divide, besides heads of queries and of keys."""
-        return {}
-
     def exchanged_bytes(self, block: LayerBlock, cut: Cut, num_ranks: int, *, backward: bool) -> float:
         """Bytes of `num_ranks` context-parallel ranks' keys and values while a layer attends to them."""
         return 0.0
+
+    def copied_dtypes(self, device: str) -> tuple[str, ...]:
+        """Types of weights of which vLLM on a device would keep copies, which updates do not reach."""
+        return ()
 
     def engine_problem(self, device: str) -> tuple[str, str] | None:
         """Why vLLM has no kernel on a device: (the sizes, the rule that they break); None if it has one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.model.families.attention_keys import LatentKeys
-from megatron_rl.model.families.family import Family, first_rule
+from megatron_rl.model.families.family import Carried, Family, first_rule
 from megatron_rl.model.parts import Experts, Scoring, SharedExperts
 
 SHARED = SharedExperts("shared_experts", size_key="moe_intermediate_size", count_key="n_shared_experts")
@@ -25,7 +25,7 @@ FAMILIES = (
         fixed={"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1},
         rollout={"scoring_func": "softmax"},
     ),
-    # DeepSeek-V3 and Moonlight: latent attention, and experts chosen by sigmoid scores and a bias.
+    # DeepSeek-V3, Moonlight and Kimi-K2: latent attention, and experts chosen by sigmoid scores and a bias.
     Family(
         "DeepseekV3ForCausalLM",
         "DeepseekV3ForSequenceClassification",
@@ -44,6 +44,7 @@ FAMILIES = (
         },
         rollout={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         defaults={"eos_token_id": 1},
-        ahead_key="num_nextn_predict_layers",
+        carried=Carried(ahead_key="num_nextn_predict_layers"),
+        other_types=("kimi_k2",),
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.model.families.attention_keys import AttentionKeys
-from megatron_rl.model.families.family import Family, Style
+from megatron_rl.model.families.family import Carried, Family, Style
 
 GEMMA_STYLE = Style("gelu_pytorch_tanh", True, True, True, "final_logit_softcapping")
 GEMMA_DEFAULTS = {
@@ -14,6 +14,32 @@ GEMMA_DEFAULTS = {
     "eos_token_id": 1,
 }
 
+# Gemma-3, the language models: five layers with windows and a rotary embedding of their own to one without.
+GEMMA3 = Family(
+    "Gemma3ForCausalLM",
+    "Gemma3TextForSequenceClassification",
+    own_type="gemma3_text",
+    qk_norm=True,
+    attention=AttentionKeys(
+        scale="query_pre_attn_scalar",
+        local=True,
+        period=6,
+        period_key="sliding_window_pattern",
+        thetas=(1_000_000.0, 10_000.0),
+    ),
+    style=GEMMA_STYLE,
+    # vLLM reads no bound on products of this family, so there must be none.
+    fixed={"attn_logit_softcapping": None},
+    defaults=GEMMA_DEFAULTS | {"final_logit_softcapping": None},
+)
+GEMMA3_INSIDE = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+}
+"""What transformers takes where text_config has none."""
+
 FAMILIES = (
     # Gemma-2: windows in every second layer, bounded products and logits, norms around every part of a layer.
     Family(
@@ -23,22 +49,13 @@ FAMILIES = (
         style=GEMMA_STYLE,
         defaults=GEMMA_DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     ),
-    # Gemma-3, the language models: five layers with windows and a rotary embedding of their own to one without.
-    Family(
-        "Gemma3ForCausalLM",
-        "Gemma3TextForSequenceClassification",
-        own_type="gemma3_text",
-        qk_norm=True,
-        attention=AttentionKeys(
-            scale="query_pre_attn_scalar",
-            local=True,
-            period=6,
-            period_key="sliding_window_pattern",
-            thetas=(1_000_000.0, 10_000.0),
-        ),
-        style=GEMMA_STYLE,
-        # vLLM reads no bound on products of this family, so there must be none.
-        fixed={"attn_logit_softcapping": None},
-        defaults=GEMMA_DEFAULTS | {"final_logit_softcapping": None},
+    GEMMA3,
+    # Gemma-3 with a vision tower. Its folders leave out what the language models' say.
+    GEMMA3.within(
+        "Gemma3ForConditionalGeneration",
+        "gemma3",
+        carried=Carried(("vision_tower.", "multi_modal_projector.")),
+        defaults=GEMMA3_INSIDE,
+        folder_prefix="language_model.model.",
     ),
 )

@@ -1,0 +1,40 @@
+"""Read a folder's config.json as transformers' class of its family."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+
+from megatron_rl.model.families import KNOWN_TYPES, inside_of
+
+
+def read_hf_config(folder: Path | str) -> PretrainedConfig:
+    """Return the settings of a Hugging Face folder with transformers' defaults.
+
+    A published model_type that transformers does not know is read as the one it stands for, without the folder's own
+    code, and is saved as that one. Raises OSError or ValueError for a folder that transformers cannot read.
+    """
+    file = Path(folder) / "config.json"
+    kind = json.loads(file.read_text()).get("model_type") if file.is_file() else None
+    if kind not in KNOWN_TYPES:
+        settings: PretrainedConfig = AutoConfig.from_pretrained(folder)
+        return settings
+    own: PretrainedConfig = CONFIG_MAPPING[KNOWN_TYPES[kind]].from_pretrained(folder)
+    own.model_type = KNOWN_TYPES[kind]  # by which transformers finds how weights are named, too
+    return own
+
+
+def language_config(folder: Path | str) -> PretrainedConfig:
+    """Return `read_hf_config`; of a model with a language model inside, that language model's part.
+
+    The part keeps the architecture of the whole.
+    """
+    config = read_hf_config(folder)
+    inside = inside_of(config.architectures)
+    if inside is None:
+        return config
+    text: PretrainedConfig = getattr(config, inside.key)
+    text.architectures, text.tie_word_embeddings = config.architectures, config.tie_word_embeddings
+    return text

@@ -1,0 +1,35 @@
+"""megatron-rl families: which model families are here, what each can do, and which are refused."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from megatron_rl.cli.output import print_json, refuse_to_lose_output, say
+from megatron_rl.ledger.planner.family_table import COLUMNS, family_rows, refused_rows
+
+
+def families_command(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+) -> None:
+    """Print every family and what it can do, with the reason where it cannot; then what is refused by name."""
+    refuse_to_lose_output()
+    rows, refused = family_rows(), refused_rows()
+    if as_json:
+        families = {row.architecture: {column: row.lacks.get(column, True) for column in COLUMNS} for row in rows}
+        print_json({"families": families, "refused": [asdict(refusal) for refusal in refused]})
+        return
+    console, width = Console(), max(len(row.architecture) for row in rows)
+    say(" ".join([" " * width, *(column.ljust(3) for column in COLUMNS)]).rstrip(), console)
+    for row in rows:
+        cells = (cell.ljust(max(3, len(column))) for cell, column in zip(row.cells(), COLUMNS, strict=True))
+        say(" ".join([row.architecture.ljust(width), *cells]).rstrip(), console)
+        for column, why in row.lacks.items():
+            say(f"    {column}: {why}", console)
+    say("Refused by name, where no family above fits:", console)
+    for refusal in refused:
+        near = f"; nearest: {refusal.nearest}" if refusal.nearest else ""
+        say(f"    {refusal.pattern} needs {refusal.needs}{near}", console)
