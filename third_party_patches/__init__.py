@@ -37,6 +37,7 @@ CPU_PATCHES = (
     "third_party_patches.vllm.unpacked_experts",
     "third_party_patches.vllm.sigmoid_routing",
     "third_party_patches.vllm.cpu_dense_adapters",
+    "third_party_patches.vllm.cpu_gated_delta",
     "third_party_patches.vllm.cpu_partial_prompts",
     "third_party_patches.vllm.cpu_routed_experts",
     "third_party_patches.vllm.kernel_scan",

@@ -158,7 +158,8 @@ def load_hf_weights(
 
 def read_part(folder: HFFolder, spec: ParamSpec, segment: int, box: Box, into: torch.Tensor) -> None:
     """Copy `box` of one segment from the folder; of experts that it has one by one, one after the other."""
-    name, shape = spec.hf_names[segment], spec.tensor.segments[segment].shape
+    name, shape = spec.hf_names[segment], spec.hf_shape(segment)
+    box = spec.in_hf(segment, box)
     if folder.has_codes(name):
         folder.copy_codes(name, box, shape, into)
         return

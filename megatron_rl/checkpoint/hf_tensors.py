@@ -18,9 +18,10 @@ Index = tuple[int | slice, ...]
 
 @dataclass(frozen=True)
 class HFTensor:
-    """One tensor of a Hugging Face folder: a segment of a Megatron parameter, or one expert of it.
+    """One tensor of a Hugging Face folder: a segment of a Megatron parameter, several, or one expert of one.
 
-    parameter: the Megatron name, layers counted over the whole model. expert: None if the segment is the tensor.
+    parameter: the Megatron name, layers counted over the whole model. segment: the first. expert: None if segments are
+    the tensor.
     """
 
     name: str
@@ -32,7 +33,7 @@ class HFTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole tensor, without padding."""
-        shape = self.spec.tensor.segments[self.segment].shape
+        shape = self.spec.hf_shape(self.segment)
         shape = shape if self.expert is None else shape[1:]
         return (*shape[:-2], shape[-1], shape[-2]) if self.spec.transposed else shape
 
@@ -80,9 +81,9 @@ def pieces(tensor: HFTensor, holders: Iterable[int], places: dict[int, Place]) -
     by_box: dict[tuple[Any, ...], TensorPiece] = {}
     for rank in holders:
         for part in shard_of(tensor.spec.tensor, places[rank]).parts:
-            if part.segment != tensor.segment:
+            if part.segment not in tensor.spec.sections(tensor.segment):
                 continue
-            box: tuple[Any, ...] = part.box
+            box: tuple[Any, ...] = tensor.spec.in_hf(part.segment, part.box)
             source: tuple[Any, ...] = part.index
             if tensor.expert is not None:
                 (first, stop), box = box[0], box[1:]

@@ -58,8 +58,8 @@ def _sharded_tensor(run: FlatRun, spec: ParamSpec, block: Block) -> ShardedTenso
         data=block.view(run.data, run.start),
         dtype=run.data.dtype,
         local_shape=box_shape(block.box),
-        global_shape=spec.tensor.segments[block.segment].shape,
-        global_offset=tuple(low for low, _ in block.box),
+        global_shape=spec.hf_shape(block.segment),
+        global_offset=tuple(low for low, _ in spec.in_hf(block.segment, block.box)),
         # Runs end anywhere, so the blocks of a tensor make no grid.
         axis_fragmentations=None,
     )

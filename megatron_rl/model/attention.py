@@ -107,18 +107,26 @@ class StackedQKVSelfAttention(SelfAttention):
         key_value_states: Tensor | None = None,
         output_gate: bool = False,
         split_qkv: bool = True,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden_states [S, B, H] -> query [S, B, N, D], key and value [S, B, K, D]; query and key are rotated."""
-        if output_gate or not split_qkv:
-            raise NotImplementedError("gated and unsplit attention have no stacked layout")
+    ) -> tuple[Tensor, ...]:
+        """hidden_states [S, B, H] -> query [S, B, N, D], key and value [S, B, K, D], and with `output_gate` a gate
+        [S, B, N, D]; query and key are rotated.
+        """
+        if not split_qkv:
+            raise NotImplementedError("unsplit attention has no stacked layout")
         mixed_qkv, _ = self.linear_qkv(hidden_states)
         head_size = self.hidden_size_per_attention_head
         num_q, num_kv = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
-        sizes = [num_q * head_size, *[num_kv * head_size] * (1 if self.shares_keys else 2)]
+        of_values = [] if self.shares_keys else [num_kv]
+        counts = [num_q, num_kv, *of_values]
+        sizes = [num_q * head_size * (1 + output_gate), *(num_kv * head_size for _ in counts[1:])]
         query, key, *values = (
-            part.reshape(*part.shape[:-1], -1, head_size) for part in torch.split(mixed_qkv, sizes, dim=-1)
+            part.reshape(*part.shape[:-1], num, -1)
+            for part, num in zip(torch.split(mixed_qkv, sizes, dim=-1), counts, strict=True)
         )
         value = key if self.shares_keys else values[0]
+        gates: list[Tensor] = []
+        if output_gate:
+            query, *gates = query.chunk(2, dim=-1)
         if self.norms_values:
             value = bare_norm(value, self.config.layernorm_epsilon)
         if self.q_layernorm is not None:
@@ -126,7 +134,12 @@ class StackedQKVSelfAttention(SelfAttention):
         if self.k_layernorm is not None:
             key = self.k_layernorm(key)
         cosine, sine = ((self.turn_scale * turn).to(query.dtype) for turn in self._turns)
-        return self._turn(query, cosine, sine), self._turn(key, cosine, sine), value
+        return self._turn(query, cosine, sine), self._turn(key, cosine, sine), value, *gates
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x [S, B, N * D], gate [S, B, N, D] -> the shape of x."""
+        out: Tensor = SigmoidGate.apply(x.view_as(gate), gate)
+        return out.flatten(2)
 
     def _turn(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         """Rotate the first elements of each head of x [S, B, N, D]."""
@@ -135,6 +148,21 @@ class StackedQKVSelfAttention(SelfAttention):
             return whole
         turning, still = x.split([self.turned, x.shape[-1] - self.turned], dim=-1)
         return torch.cat([RotaryTurn.apply(turning, cosine, sine), still], dim=-1)
+
+
+class SigmoidGate(torch.autograd.Function):
+    """x sigmoid(z). Only x and z are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gate)
+        return gate.sigmoid().mul_(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, gate = ctx.saved_tensors
+        opened = gate.sigmoid()
+        return grad * opened, torch.ops.aten.sigmoid_backward(grad * x, opened)
 
 
 def _without_values(linear_qkv: Any, columns: int) -> Any:

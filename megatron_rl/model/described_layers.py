@@ -16,6 +16,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.model.attention import BiasedRowParallelLinear, CausalAttention, StackedQKVSelfAttention
 from megatron_rl.model.biased_experts import BiasedExperts
 from megatron_rl.model.context_attention import ContextAttention
+from megatron_rl.model.delta_attention import GatedDeltaAttention
 from megatron_rl.model.experts import SharedExpertsLayer, StackedExperts
 from megatron_rl.model.families import (
     Routing,
@@ -35,6 +36,7 @@ from megatron_rl.model.norm import RMSNorm, ZeroCentredNorm
 from megatron_rl.model.parts import (
     AttentionShape,
     ExpertsMLP,
+    GatedDelta,
     GatedMLP,
     GroupedAttention,
     LatentAttention,
@@ -102,6 +104,14 @@ def turn_scale(hf_config: PretrainedConfig) -> float:
     scale: float
     _, scale = ROPE_INIT_FUNCTIONS[kind](hf_config, device="cpu")
     return scale
+
+
+@put_part.register
+def put_gated_delta(
+    part: GatedDelta, layer: ModuleSpec, config: TransformerConfig, hf_config: PretrainedConfig
+) -> None:
+    """Put linear attention by the gated delta rule into a layer."""
+    layer.submodules.self_attention = ModuleSpec(module=GatedDeltaAttention, params={"delta": part})
 
 
 @put_part.register

@@ -48,7 +48,7 @@ def transformer_config(
         num_layers=hf_config.num_hidden_layers,
         hidden_size=hf_config.hidden_size,
         num_attention_heads=hf_config.num_attention_heads,
-        ffn_hidden_size=hf_config.intermediate_size,
+        ffn_hidden_size=model.shape.dense_ffn_size or model.shape.ffn_size,
         tensor_model_parallel_size=groups.grid.tp_size,
         pipeline_model_parallel_size=groups.grid.pp_size,
         context_parallel_size=groups.grid.cp_size,

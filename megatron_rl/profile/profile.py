@@ -231,7 +231,9 @@ def with_run(hardware: Hardware, steps: Sequence[Mapping[str, float]], config: P
         metrics["timing_s/step"] - sum(metrics.get(name, 0.0) for name in known) for metrics in steps
     )
     reshard = statistics.median(metrics.get("timing_s/reshard", 0.0) for metrics in steps)
-    number = sum(calls(plan.models, step_load(run_config, plan.memory.kv_tokens, plan.mean_lengths)).values())
+    number = sum(
+        calls(plan.models, step_load(run_config, plan.memory.tokens_of(plan.mean_lengths), plan.mean_lengths)).values()
+    )
     overheads = replace(
         hardware.overheads,
         transition=max(0.0, reshard - plan.seconds["reshard"]),

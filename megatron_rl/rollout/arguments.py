@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.model.parts import AttentionPart
+from megatron_rl.model.parts import Attention
 
 LOAD_FORMAT = "megatron_rl_shared"
 """The name under which vLLM knows the loader of `shared_weights.py`."""
@@ -23,7 +23,7 @@ def engine_arguments(
     dtype: str,
     seed: int,
     hf_overrides: dict[str, Any],
-    attention: AttentionPart,
+    attention: Attention,
     returns_experts: bool = False,
     tp_rank: int = 0,
     text_only: bool = False,
@@ -54,6 +54,7 @@ def engine_arguments(
         "disable_hybrid_kv_cache_manager": True,
         "enable_return_routed_experts": returns_experts,
     }
+    arguments |= attention.engine_arguments
     if text_only:
         arguments["language_model_only"] = True
     if device_kind == "cpu":

@@ -16,7 +16,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.device import Device, keep_current_stream
-from megatron_rl.model.parts import AttentionPart
+from megatron_rl.model.parts import Attention
 from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.parallel.vllm_ps import RolloutGroups, rank_order, read_rollout_groups
@@ -83,7 +83,7 @@ class RolloutEngine:
         seed: int,
         hf_overrides: dict[str, Any],
         device: Device,
-        attention: AttentionPart,
+        attention: Attention,
         routed_layers: Sequence[int] | None = None,
         adapters: EngineAdapters | None = None,
         text_only: bool = False,

@@ -24,7 +24,7 @@ HELD_ELSEWHERE = ("e_score_correction_bias", "sinks")
 in place.
 """
 
-ROUTER = ".gate.weight"
+ROUTER, DECAY = ".gate.weight", ".A_log"
 """Weights that some vLLM models keep in float32. They are read in the trainer's dtype, as in training."""
 
 
@@ -64,7 +64,8 @@ def bind_parameters(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) ->
             if id(old) not in replacements:
                 name = f"{module_name}.{local_name}"
                 tensor = tensors[name]
-                same_dtype = old.dtype == tensor.dtype or (name.endswith(ROUTER) and old.dtype == torch.float32)
+                is_wide = name.endswith((ROUTER, DECAY)) and old.dtype == torch.float32
+                same_dtype = old.dtype == tensor.dtype or is_wide
                 if old.shape != tensor.shape or not same_dtype:
                     raise ValueError(
                         f"{name}: the rollout engine expects {tuple(old.shape)} {old.dtype}, "
@@ -73,7 +74,7 @@ def bind_parameters(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) ->
                 new = torch.nn.Parameter(tensor, requires_grad=False)
                 # vLLM hangs its loading hooks on the parameter object.
                 new.__dict__.update(old.__dict__)
-                if old.dtype != tensor.dtype:
+                if old.dtype != tensor.dtype and name.endswith(ROUTER):
                     read_as_it_is(module)
                 if local_name in HELD_ELSEWHERE:
                     torch.utils.swap_tensors(old, new)

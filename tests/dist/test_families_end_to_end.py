@@ -44,6 +44,7 @@ from tiny_models import (
     save_qwen3_moe_with_dense_layers,
 )
 from tiny_moonshot import save_kimi_k2
+from tiny_qwen3_5 import save_qwen3_5, save_qwen3_5_moe, save_qwen3_next
 
 from megatron_rl.columns import SCORING
 from megatron_rl.controller.report import hf_sampled_logits
@@ -55,10 +56,20 @@ MAX_SHARD_BYTES = 400_000
 """About a third of a tiny model, and less than a pipeline stage."""
 
 GEMMA4 = (save_gemma4, save_gemma4_with_keys_for_values)
-DENSE = (save_llama, save_llama31, save_qwen2, save_qwen3, save_mistral, save_gemma2, save_gemma3, *GEMMA4)
+DENSE = (
+    save_llama,
+    save_llama31,
+    save_qwen2,
+    save_qwen3,
+    save_mistral,
+    save_gemma2,
+    save_gemma3,
+    *GEMMA4,
+    save_qwen3_5,
+)
 LATENT = (save_deepseek_v2, save_deepseek_v3, save_moonlight, save_kimi_k2, save_glm4_moe_lite)
 WITH_EXPERTS = (save_qwen3_moe, save_mixtral, save_qwen2_moe, save_qwen3_moe_with_dense_layers, save_glm4_moe, *LATENT)
-WITH_EXPERTS += (save_gpt_oss, save_minimax)
+WITH_EXPERTS += (save_gpt_oss, save_minimax, save_qwen3_5_moe, save_qwen3_next)
 LAYOUTS = {
     "one process": (1, 1, 1, {}),
     "TP2": (2, 2, 1, {}),

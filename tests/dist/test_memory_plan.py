@@ -21,6 +21,7 @@ from tiny_models import (
     save_qwen3_moe,
     save_reward_model,
 )
+from tiny_qwen3_5 import save_qwen3_5, save_qwen3_next
 
 from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE, SCORING
 from megatron_rl.config.algorithms import distillation_reads, teaching
@@ -184,6 +185,9 @@ LAYOUTS = {
     "sinks, EP2, DP2": (2, 1, 1, EP2),
     "sinks, TP2, SP": (2, 2, 1, SP),
     "joint norms, TP2, SP": (2, 2, 1, SP),
+    "gated delta rule, TP2, SP": (2, 2, 1, SP),
+    "gated delta rule, padded": (1, 1, 1, {"actor_rollout_ref__model__use_remove_padding": False}),
+    "interleaved delta rule, EP2, DP2": (2, 1, 1, EP2),
     "adapters": (1, 1, 1, LORA),
     "adapters, TP2, SP": (2, 2, 1, LORA | SP),
     "adapters, PP2": (2, 1, 2, LORA),
@@ -201,6 +205,8 @@ MODELS = {"experts": save_qwen3_moe, "shared experts": save_qwen2_moe, "latent a
 MODELS |= {"bounds and windows": save_gemma2, "half turned": save_glm4_moe, "sinks": save_narrow_gpt_oss}
 MODELS |= {"wide heads": save_gemma4, "keys for values": save_gemma4_with_keys_for_values}
 MODELS |= {"joint norms": save_minimax}
+MODELS |= {"gated delta rule": save_qwen3_5, "interleaved delta rule": save_qwen3_next}
+MODELS |= {"bounds and windows": save_gemma2, "half turned": save_glm4_moe}
 """By what a layout's name begins with; a Llama where it is none of these."""
 ENGINE_OF_EXPERTS = ("experts, EP2, DP2", "experts, EP2, DP2, router again", "shared experts, EP2, DP2")
 ENGINE_OF_EXPERTS += ("latent attention, EP2, DP2", "half turned, EP2, DP2")
@@ -221,6 +227,9 @@ RARELY = (
     "sinks, EP2, DP2",
     "sinks, TP2, SP",
     "joint norms, TP2, SP",
+    "gated delta rule, TP2, SP",
+    "gated delta rule, padded",
+    "interleaved delta rule, EP2, DP2",
     "adapters",
     "adapters, TP2, SP",
     "adapters, PP2, brought again, recomputed",
@@ -314,8 +323,8 @@ def test_measured_peaks_are_near_the_plan(name, tmp_path):
             planned = plan[stage].total(phase)
             told.append(f"rank {rank} {phase}: measured {peak / 1e6:.2f} MB, planned {planned / 1e6:.2f}")
             wrong += [told[-1]] if abs(peak / planned - 1) > bound(name, phase) else []
-        # The plan counts what lies before each aligned parameter, of which sinks and biases have much.
-        most = 0 if "adapters" in name else 8192 if name.startswith("sinks") else 1024
+        # The plan counts what lies before each aligned parameter, of which sinks, biases and decays have much.
+        most = 0 if "adapters" in name else 8192 if name.startswith("sinks") or "delta rule" in name else 1024
         wrong += owned_otherwise_than_planned(ledger, plan[stage].phases, most)
     print("\n".join(told))
     assert not wrong, "\n".join(wrong)

@@ -11,6 +11,7 @@ from test_router_replay import BOUND, REPLAY, differences, tied_config
 from tiny_gpt_oss import save_gpt_oss
 from tiny_minimax import save_minimax
 from tiny_models import save_qwen2_moe, save_qwen3_moe_with_dense_layers, tie_routers
+from tiny_qwen3_5 import save_qwen3_5_moe
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -19,6 +20,7 @@ SAVED = {
     "Qwen2-MoE, a dense layer on each stage": save_qwen2_moe,
     "gpt-oss, whose routers have biases": save_gpt_oss,
     "MiniMax-M2, by sigmoid scores": save_minimax,
+    "Qwen3.5-MoE, linear layers on each stage": save_qwen3_5_moe,
 }
 first, *others = SAVED
 

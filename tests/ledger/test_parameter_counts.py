@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from ranks import run_ranks
-from transformers import Qwen2MoeConfig
+from transformers import PreTrainedConfig, Qwen2MoeConfig, Qwen3_5MoeTextConfig, Qwen3NextConfig
 
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.ledger.planner.weights import ModelParams, TrainedWeights
-from megatron_rl.model.families import family_of, param_map, shape_of, value_param_map
+from megatron_rl.model.families import Model, family_of, param_map, shape_of, value_param_map
 from megatron_rl.parallel.rank_grid import TrainGrid
 from megatron_rl.parallel.sharding import vocab_multiple
 from megatron_rl.parallel.stages import StagePlan
@@ -59,6 +60,8 @@ LAYOUTS = [
     ("DeepSeek-V3", 8, 2, 2, SP | {"expert_model_parallel_size": 2, "num_layers_in_last_pipeline_stage": 30}),
     ("GLM-4.5-Air-Base", 4, 2, 2, SP | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
     ("gemma3", 4, 1, 2, {}),
+    ("qwen3-next", 8, 2, 2, SP | {"expert_model_parallel_size": 2}),
+    ("qwen3.5-moe", 4, 2, 2, SP | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}),
     ("tied", 8, 2, 1, {}),
     ("tied", 8, 2, 4, {}),
 ]
@@ -70,6 +73,8 @@ def model_folder(name: str, folder: Path) -> Path:
         return PUBLISHED / name
     if name == "gemma3":
         return gemma3_folder(folder / name)
+    if name in DELTA:
+        return delta_folder(folder / name, *DELTA[name])
     if name == "moonlight":
         return moonlight_folder(folder / name)
     if name == "qwen2-moe":
@@ -98,6 +103,30 @@ def gemma3_folder(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(settings))
     return folder
+
+
+DELTA = {
+    "qwen3-next": (Qwen3NextConfig, "Qwen3NextForCausalLM"),
+    "qwen3.5-moe": (Qwen3_5MoeTextConfig, "Qwen3_5MoeForCausalLM"),
+}
+"""transformers' defaults are the sizes of Qwen3-Next-80B-A3B and of Qwen3.5-35B-A3B's language model."""
+
+
+def delta_folder(folder: Path, config: type[PreTrainedConfig], architecture: str) -> Path:
+    """Layers of the gated delta rule, three to one of attention."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config(architectures=[architecture]).to_dict()))
+    return folder
+
+
+@pytest.mark.parametrize(("name", "published"), [("qwen3-next", 79_674_391_296), ("qwen3.5-moe", 34_660_610_688)])
+def test_models_with_linear_layers_have_transformers_parameters(name, published, tmp_path) -> None:
+    """As many as transformers' own model on meta, without its multi-token prediction. Would not catch swapped sizes."""
+    config, architecture = DELTA[name]
+    with torch.device("meta"):
+        model = getattr(transformers, architecture)(config(architectures=[architecture]))
+    read = Model.read(str(delta_folder(tmp_path / name, config, architecture)))
+    assert read.num_params == sum(parameter.numel() for parameter in model.parameters()) == published
 
 
 def moonlight_folder(folder: Path) -> Path:

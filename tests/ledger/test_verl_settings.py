@@ -113,7 +113,6 @@ def test_names_of_the_hub_are_looked_up_in_the_local_cache(config, tmp_path, mon
         ("Qwen2_5_VLForConditionalGeneration", "vision-language models"),
         ("DeepseekV32ForCausalLM", "sparse attention"),
         ("Gemma3ForConditionalGeneration", "vision-language models"),
-        ("Qwen3NextForCausalLM", "linear attention by the gated delta rule, and gates on attention"),
         ("BloomForCausalLM", "models of this architecture"),
     ],
 )

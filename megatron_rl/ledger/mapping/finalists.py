@@ -95,7 +95,8 @@ class Finalists:
             self.too_large.append((placed, memory))
             return None
         drawing = next(choice.generation for choice in placed.choices if choice.generation is not None)
-        load = step_load(config, self.work.cache(drawing.tp).num_tokens(drawing.kv_bytes), self.work.lengths)
+        mean = self.work.load.prompt + self.work.load.response / 2
+        load = step_load(config, self.work.cache(drawing.tp).num_tokens(drawing.kv_bytes, mean), self.work.lengths)
         time = step_time(models, self.work.hardware, load, self._transition(models, placed))
         seconds = time.total
         if placed.ahead:

@@ -115,7 +115,8 @@ def _of_generation(work: MapWork, choice: PoolChoice) -> Iterator[str]:
     replicas = choice.shape.num_ranks // generation.tp
     mine = math.ceil(work.load.num_samples / replicas)
     cache = work.cache(generation.tp)
-    fitting = int(cache.num_tokens(generation.kv_bytes) / (work.load.prompt + work.load.response / 2))
+    mean = work.load.prompt + work.load.response / 2
+    fitting = int(cache.num_tokens(generation.kv_bytes, mean) / mean)
     if fitting < min(mine, work.load.max_seqs):
         yield f"the cache holds {fitting} of {mine} sequences"
     elif work.load.max_seqs < mine:

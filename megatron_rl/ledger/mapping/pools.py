@@ -356,7 +356,8 @@ class Pools:
                 continue
             best = kv_bytes
             cache = work.cache(tp)
-            fitting = int(cache.num_tokens(kv_bytes) / (work.load.prompt + work.load.response / 2))
+            mean = work.load.prompt + work.load.response / 2
+            fitting = int(cache.num_tokens(kv_bytes, mean) / mean)
             max_seqs = max(1, min(work.load.max_seqs, fitting))
             seconds = work.generation(shape, tp, max_seqs)
             steady = work.steady_generation(shape, tp, max_seqs) if not in_place and work.may_run_ahead else seconds
@@ -440,10 +441,9 @@ class Pools:
         if whole <= room:
             return whole
         mean = load.prompt + load.response / 2
-        sequences = int(cache.num_tokens(room) / mean)
+        sequences = int(cache.num_tokens(room, mean) / mean)
         shift = max(0, sequences.bit_length() - 5)
-        tokens = (sequences >> shift << shift) * mean
-        return min(room, max(least, (int(-(-tokens // cache.block_size)) + 1) * cache.block_bytes))
+        return min(room, max(least, cache.bytes_of(sequences >> shift << shift, mean)))
 
     def _offload_seconds(self, roles: Sequence[OnGrid], offloaded: tuple[str, ...]) -> float:
         """Return the seconds of moving what is offloaded to the host and back, as `step_time.offload_seconds` does."""

@@ -23,8 +23,11 @@ LARGEST |= dict.fromkeys(
     ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group"),
     10_000,
 )
+LARGEST |= dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"), 10_000)
 LARGEST |= dict.fromkeys(
     (
+        "linear_key_head_dim",
+        "linear_value_head_dim",
         "hidden_size",
         "intermediate_size",
         "moe_intermediate_size",
@@ -152,6 +155,7 @@ TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
     **dict.fromkeys(("query_pre_attn_scalar", "attn_logit_softcapping"), (_is_above_0, "a finite number > 0")),
     **dict.fromkeys(("final_logit_softcapping", "rope_local_base_freq"), (_is_above_0, "a finite number > 0")),
     "partial_rotary_factor": (_is_above_0, "a finite number > 0"),
+    "full_attention_interval": (is_size, "a whole number >= 1"),
     "rotary_dim": (is_size, "a whole number >= 1"),
     "num_mtp_modules": (_is_count, "a whole number >= 0"),
     "sliding_window_pattern": (is_size, "a whole number >= 1"),

@@ -55,7 +55,7 @@ class FamilyRow:
 
 def small_settings(family: Family) -> dict[str, Any]:
     """The config.json of a small model of a family, with dense layers and layers with experts where it has both."""
-    settings: dict[str, Any] = SMALL | {key: LATENT[key] for key in family.attention.size_keys}
+    settings: dict[str, Any] = SMALL | {key: LATENT[key] for key in family.attention.size_keys if key in LATENT}
     if family.experts is not None:
         settings |= dict.fromkeys(family.experts.count_keys[:1], 8)
         settings |= {family.experts.size_key: 64, "num_experts_per_tok": 2}

@@ -95,6 +95,11 @@ class GenerationMemory(MemoryReport):
         """Tokens that the configured cache of a replica holds."""
         return self.kv_cache.num_tokens(self.kv_bytes)
 
+    def tokens_of(self, mean_lengths: tuple[float, float]) -> int:
+        """Tokens that it holds of half-answered sequences. mean_lengths: of prompt and answer."""
+        prompt, response = mean_lengths
+        return self.kv_cache.num_tokens(self.kv_bytes, prompt + response / 2)
+
     @property
     def kv_sequences(self) -> int:
         """Sequences of full length that the configured cache of a replica holds at once."""

@@ -48,7 +48,7 @@ from megatron_rl.model.families import (
     routing_problem,
     sliding_window,
 )
-from megatron_rl.model.parts import AttentionPart, SharedExperts
+from megatron_rl.model.parts import Attention, SharedExperts
 from megatron_rl.parallel.sharding import padded_vocab_size
 
 SIZES = (
@@ -104,8 +104,8 @@ class ModelSizes:
         return self.model
 
     @property
-    def attention(self) -> AttentionPart:
-        """The attention of its first layer."""
+    def attention(self) -> Attention:
+        """The attention of its layers."""
         return self.parts.attention
 
     @property
@@ -277,7 +277,9 @@ def _read_settings(
     settings = family.given(settings)
     wanted: tuple[str, ...] = SIZES
     if family.experts is not None:
-        wanted = (*SIZES, num_experts_key(family, settings), family.experts.size_key, "num_experts_per_tok")
+        # Where all layers have experts, no other MLP has columns.
+        own = SIZES if family.experts.dense_keys else tuple(size for size in SIZES if size != "intermediate_size")
+        wanted = (*own, num_experts_key(family, settings), family.experts.size_key, "num_experts_per_tok")
         shared = family.experts.shared
         wanted += () if shared is None else (shared.size_key,)
     wanted += family.attention.size_keys
@@ -356,7 +358,7 @@ def _sizes(path: str, settings: dict[str, Any], family: Family, routing: Routing
         path=path,
         num_attention_heads=heads,
         num_key_value_heads=shape.num_kv_heads,
-        intermediate_size=settings["intermediate_size"],
+        intermediate_size=settings.get("intermediate_size", shape.ffn_size),
         padded_vocab_size=padded_vocab_size(vocab_size, VOCAB_PADDING),
         num_hidden_layers=shape.num_layers,
         max_position_embeddings=settings["max_position_embeddings"],
@@ -394,7 +396,7 @@ def _unsupported(file: Path, settings: dict[str, Any], family: Family) -> Iterab
         key = "rope_parameters" if settings.get("rope_parameters") else "rope_scaling"
         yield _in_file(file, {key: settings.get(key)}, f"cannot be used: {problem}")
     has_windows = family.attention.local or sliding_window(family, settings) is not None
-    kinds = {"full_attention", "sliding_attention"} if has_windows else {"full_attention"}
+    kinds = {"full_attention"} | family.attention.other_kinds | ({"sliding_attention"} if has_windows else set())
     layer_types = settings.get("layer_types") or ()
     unknown = set(layer_types) - kinds
     if unknown:

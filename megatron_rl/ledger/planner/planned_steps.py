@@ -45,7 +45,7 @@ class PlannedSteps:
         """
         bound = self._config.data.max_response_length
         lengths = (max(1.0, prompt), min(max(1.0, response), bound))
-        load = step_load(self._config, self._memory.kv_tokens, lengths)
+        load = step_load(self._config, self._memory.tokens_of(lengths), lengths)
         time = step_time(self._models, self._hardware, load, self._transition)
         ahead = {GEN, RESHARD} if self._config.samples_ahead else set()
         return {name: bar.stop - bar.start for name, bar in time.timeline.bars.items() if name not in ahead}
@@ -72,6 +72,6 @@ def stall_timeout_s(config: RunConfig) -> float:
         load = task_load(config, config.longest_sequence)
         return max(SHORTEST_S, PHASES * task_time(config, models, hardware, load).total)
     longest = (float(config.data.max_prompt_length), float(config.data.max_response_length))
-    load = step_load(config, memory_report(config, models, hardware).kv_tokens, longest)
+    load = step_load(config, memory_report(config, models, hardware).tokens_of(longest), longest)
     seconds = step_time(models, hardware, load, TransitionPlan.of(models)).seconds
     return max(SHORTEST_S, PHASES * max(seconds.values()))

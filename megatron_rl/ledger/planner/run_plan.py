@@ -86,7 +86,7 @@ class RunPlan:
         models = RunModels(config)
         memory = memory_report(config, models, hardware)
         transition = TransitionPlan.of(models)
-        load = step_load(config, memory.kv_tokens, lengths)
+        load = step_load(config, memory.tokens_of(lengths), lengths)
         time = step_time(models, hardware, load, transition)
         return cls(
             config,

@@ -61,6 +61,8 @@ class AttentionKeys:
     """Further keys that must be sizes."""
     shares_hidden: ClassVar[bool] = True
     """Without `head_dim` the heads share the hidden size."""
+    other_kinds: ClassVar[frozenset[str]] = frozenset()
+    """config.json's names of layers that are not of full attention, besides those with windows."""
     rope_types: ClassVar[Mapping[str, tuple[str, ...]]] = ROPE_TYPES
     absent_ropes: ClassVar[Mapping[str, Any]] = {}
     """Rotary settings where config.json has none."""
@@ -102,6 +104,7 @@ class AttentionKeys:
             described.window(layer),
             described.is_whole,
             joint_norms=self.joint_norms,
+            gated=described.gated,
         )
 
 

@@ -14,7 +14,7 @@ from megatron_rl.model.families.family import Family
 from megatron_rl.model.families.params import constant_map, layers_of, param_map, value_param_map
 from megatron_rl.model.families.registry import family_of, text_settings
 from megatron_rl.model.families.shape import shape_of
-from megatron_rl.model.parts import AttentionPart, Constant, Layer, ModelShape, ParamSpec
+from megatron_rl.model.parts import Attention, AttentionPart, Constant, Layer, MixedAttention, ModelShape, ParamSpec
 from megatron_rl.parallel.sharding import LogicalTensor
 
 
@@ -49,10 +49,13 @@ class Model:
         """Kind of layer -> how many there are."""
         return dict(Counter(self.layers))
 
-    @property
-    def attention(self) -> AttentionPart:
-        """The attention of the first layer. All layers have the same kind of cache."""
-        return self.layers[0].attention
+    @cached_property
+    def attention(self) -> Attention:
+        """The attention of the first layer, or all kinds that the layers have together."""
+        kinds: dict[type, AttentionPart] = {}
+        for layer in self.layers:
+            kinds.setdefault(type(layer.attention), layer.attention)
+        return MixedAttention(tuple(kinds.values())) if len(kinds) > 1 else self.layers[0].attention
 
     @property
     def attentions(self) -> tuple[AttentionPart, ...]:

@@ -23,7 +23,6 @@ class Refusal:
 
 
 VISION = "vision-language models"
-DELTA_RULE = "linear attention by the gated delta rule, and gates on attention"
 GEMMA_3N = (
     "layers that hand keys and values on, embeddings of every layer, and a bound that vLLM computes over a rank's "
     "share of the columns instead of all, so that its Gemma-3n is wrong at rollout TP > 1"
@@ -41,7 +40,6 @@ REFUSED = (
     Refusal("Gemma3n*", GEMMA_3N, "Gemma3ForCausalLM"),
     Refusal("Gemma4*", f"{VISION}: a dense text model is here, in a folder of its own", "Gemma4ForCausalLM"),
     Refusal("NemotronH*", NEMOTRON_H, "Qwen3MoeForCausalLM"),
-    Refusal("Qwen3Next*", DELTA_RULE, "Qwen3MoeForCausalLM"),
     Refusal(
         "KimiLinear*", "linear attention by the gated delta rule with a gate of each element", "DeepseekV3ForCausalLM"
     ),

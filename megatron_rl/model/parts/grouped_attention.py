@@ -42,7 +42,7 @@ class AttentionShape:
     layer has a window. turned: number of elements of a head that are rotated, from the first on. two_ropes: layers with
     a window have a rotary embedding of their own. wide: heads of layers without a window, which are turned whole; None:
     all layers have the same heads. value_norm: values are normalised per head, without a weight. sinks: every head has
-    a learned logit that joins its softmax.
+    a learned logit that joins its softmax. gated: what heads answer is scaled by a gate.
     """
 
     scale: float = 1.0
@@ -53,6 +53,7 @@ class AttentionShape:
     wide: WideHeads | None = None
     value_norm: bool = False
     sinks: bool = False
+    gated: bool = False
 
     def window(self, layer: int) -> int | None:
         """The window of one layer, counted over the whole model from 0."""
@@ -73,7 +74,8 @@ class GroupedAttention(AttentionPart):
     to, its own included; None: all before it. is_whole: no layer of the model has a bound, a window or a sink.
     value_norm: values are normalised per head, without a weight. values_are_keys: there is no projection to values;
     they are the keys before norm and rotation. kv_heads_key: the config.json key of num_kv_heads. has_kernel: GPUs have
-    one if there is no bound.
+    one if there is no bound. gated: the projection of queries has beside each head
+    a gate of its size, whose sigmoid scales what the head answers.
     """
 
     block_sizes = BLOCK_SIZES
@@ -93,6 +95,7 @@ class GroupedAttention(AttentionPart):
     kv_heads_key: str = "num_key_value_heads"
     own_linears: str = ""
     joint_norms: bool = False
+    gated: bool = False
 
     def params(self, mega: str, hf: str) -> dict[str, ParamSpec]:
         """Queries, keys and values are stacked in one matrix per TP rank, as vLLM has them."""
@@ -101,10 +104,9 @@ class GroupedAttention(AttentionPart):
         names = "qk" if self.values_are_keys else "qkv"
 
         def qkv(kind: str, *columns: int) -> ParamSpec:
-            parts = tuple(
-                Segment(name, (num * size, *columns), num)
-                for name, num in zip(names, (heads, kv_heads, kv_heads), strict=False)
-            )
+            counts = zip(names, (heads, kv_heads, kv_heads), strict=False)
+            rows = ((name, num, size * (1 + (self.gated and name == "q"))) for name, num in counts)
+            parts = tuple(Segment(name, (num * each, *columns), num) for name, num, each in rows)
             theirs = tuple(f"{hf}self_attn.{part.name}_proj.{kind}" for part in parts)
             return ParamSpec(LogicalTensor(f"{hf}self_attn.qkv_proj.{kind}", parts, tp_dim=0), theirs)
 
@@ -126,7 +128,7 @@ class GroupedAttention(AttentionPart):
     @property
     def token_elements(self) -> int:
         kv_heads = KV_MATRICES[self.values_are_keys] * self.num_kv_heads
-        return self.hidden * (2 * self.num_heads + kv_heads) * self.head_size
+        return self.hidden * ((2 + self.gated) * self.num_heads + kv_heads) * self.head_size
 
     @property
     def query_columns(self) -> int:
@@ -150,6 +152,8 @@ class GroupedAttention(AttentionPart):
             # The float32 norm, which is our own on CPUs, keeps no copy of its input.
             own += block.tokens * (q + kv) * element if element != FP32 else 0
             own += block.tokens * mixed * element if block.slots != block.tokens or copies else 0
+        # The gates, and what they scale.
+        own += 2 * self.gated * block.tokens * q * element
         if self.value_norm:
             own += block.tokens * (self._kv_heads(cut.tp_size) * FP32 + (0 if copies else kv * element))
         if copies:
@@ -179,10 +183,10 @@ class GroupedAttention(AttentionPart):
 
     def columns(self, cut: Cut) -> float:
         q, kv = self._shares(cut)
-        return 2 * q + KV_MATRICES[self.values_are_keys] * kv
+        return (2 + self.gated) * q + KV_MATRICES[self.values_are_keys] * kv
 
     def engine_elements(self, tp_size: int) -> int:
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_size // tp_size
+        return ((1 + self.gated) * self.num_heads + 2 * self.num_kv_heads) * self.head_size // tp_size
 
     def cached_elements(self, tp_size: int) -> int:
         return 2 * self._kv_heads(tp_size) * self.head_size
@@ -218,4 +222,5 @@ class GroupedAttention(AttentionPart):
             "add_qkv_bias": self.qkv_bias,
             # Megatron sums the gradients of these norms over TP ranks, which cut joint norms.
             "qk_layernorm": self.qk_norm and not self.joint_norms,
+            "attention_output_gate": self.gated,
         }

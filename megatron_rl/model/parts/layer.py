@@ -75,6 +75,9 @@ class Layer:
         """Bytes that the running layer holds for a moment: the widest step of its parts."""
         widest = max(part.widest_elements(block, cut, backward=backward) for part in self.parts)
         products = sum(part.products_bytes(block, cut, backward=backward) for part in self.parts)
+        if backward:
+            # What the MLP kept is gone when attention's backward runs.
+            products = max(0.0, products - self.mlp.kept_bytes(block, cut))
         return (widest + 2 * self.hidden * block.tokens) * cut.element + products
 
     def share_again(self, cut: Cut, modules: tuple[str, ...]) -> float:

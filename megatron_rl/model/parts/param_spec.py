@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.parallel.sharding import LogicalTensor, Segment
+from megatron_rl.parallel.sharding import Box, LogicalTensor, Segment
 
 CORRECTION = "correction_bias"
 """The router's name of the bias that is added to scores for the choice of experts alone."""
@@ -24,7 +24,8 @@ class ParamSpec:
 
     Two Megatron parameters with the same tensor (a tied head on the last pipeline stage) are copies. The names of an
     expert tensor contain `{expert}` for the expert's number; each expert is one slice along dim 0. Without it the
-    folder has all experts in one tensor.
+    folder has all experts in one tensor. Other segments with one name are sections of one tensor, stacked there along
+    dim 0 as here.
     transposed: the folder's tensor has the last two dims in the other order. Such a tensor may also be there as codes
     of 4 bits, which keep this order (`checkpoint/mxfp4.py`).
     """
@@ -32,6 +33,25 @@ class ParamSpec:
     tensor: LogicalTensor
     hf_names: tuple[str, ...]
     transposed: bool = False
+
+    def sections(self, segment: int) -> tuple[int, ...]:
+        """Numbers of the segments that make up the Hugging Face tensor of `segment`, in order."""
+        return tuple(number for number, name in enumerate(self.hf_names) if name == self.hf_names[segment])
+
+    def hf_shape(self, segment: int) -> tuple[int, ...]:
+        """Shape of the Hugging Face tensor of a segment; of experts of their stack."""
+        rows, *rest = self.tensor.segments[segment].shape
+        others = [number for number in self.sections(segment) if number != segment]
+        return (rows + sum(self.tensor.segments[number].shape[0] for number in others), *rest)
+
+    def first_row(self, segment: int) -> int:
+        """The row of the Hugging Face tensor at which a segment begins."""
+        return sum(self.tensor.segments[number].shape[0] for number in self.sections(segment) if number < segment)
+
+    def in_hf(self, segment: int, box: Box) -> Box:
+        """A box of a segment as a box of its Hugging Face tensor."""
+        first, (start, stop) = self.first_row(segment), box[0]
+        return ((first + start, first + stop), *box[1:])
 
 
 EACH = "{expert}"

@@ -103,12 +103,14 @@ class LayerPart(ABC):
 class AttentionPart(LayerPart):
     """A part that mixes the tokens of a sequence, with what generation caches of it.
 
-    block_sizes: device -> tokens of one block of vLLM's cache. cpu_engine_arguments: arguments of `vllm.LLM` that the
-    part needs on CPU. unreplayable: device -> why vLLM hands out no experts of the tokens of such a model.
+    block_sizes: device -> tokens of one block of vLLM's cache, before states enlarge it. engine_arguments and
+    cpu_engine_arguments: arguments of `vllm.LLM` that the part needs, anywhere and on CPU. unreplayable: device -> why
+    vLLM hands out no experts of the tokens of such a model.
     """
 
     recomputed_as = "core_attn"
     block_sizes: ClassVar[Mapping[str, int]]
+    engine_arguments: ClassVar[Mapping[str, object]] = {}
     cpu_engine_arguments: ClassVar[Mapping[str, object]] = {}
     unreplayable: ClassVar[Mapping[str, str]] = {}
 
@@ -120,6 +122,12 @@ class AttentionPart(LayerPart):
     @abstractmethod
     def cached_elements(self, tp_size: int) -> int:
         """Elements of one token in the rollout engine's cache, on one of `tp_size` ranks."""
+
+    def state_bytes(self, tp_size: int, element: int) -> int:
+        """Bytes that the rollout engine caches of one request, however long, on one of `tp_size` ranks. element: of a
+        parameter.
+        """
+        return 0
 
     @property
     def own_linears(self) -> str:

@@ -1,0 +1,173 @@
+"""Linear attention by the gated delta rule for training, with the rollout engine's weight layout.
+
+Legend: S sequence, S' this rank's part of it under sequence parallelism (else S), B batch, H and N heads of keys and of
+values of this TP rank, K and V sizes of their heads, M = 2 H K + N V channels of the convolution.
+
+A TP rank has some heads of keys and the heads of values that belong to them, so nothing is exchanged between them. Rows
+are computed one by one from a state of zeros: packed segments go through slots (`segments.py`), which begin with a
+prefix, so state crosses no segment, and a prompt of several answers may be stored once. On CUDA it is the same code:
+the kernels that come with vLLM have no backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron_rl.model.delta_rule import DeltaCore, HeadSizes
+from megatron_rl.model.parts import GatedDelta
+from megatron_rl.model.segments import Segments, to_slots, to_tokens
+
+
+class ChannelWeights(torch.nn.Module):
+    """The weight of a convolution over each channel's own tokens, [M, 1, width], of this rank's channels."""
+
+    def __init__(self, config: TransformerConfig, channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = of_this_rank(torch.empty(channels, 1, width, dtype=config.params_dtype))
+
+
+class GatedNorm(torch.nn.Module):
+    """RMS norm of each head's output, times silu of a gate. Every TP rank holds the weight [V]."""
+
+    def __init__(self, config: TransformerConfig, size: int, tp_group: torch.distributed.ProcessGroup) -> None:
+        super().__init__()
+        self.eps, self.tp_group = config.layernorm_epsilon, tp_group
+        self.weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x, gate [..., V] -> the same shape."""
+        # Ranks have different heads, so backward adds up what they find.
+        weight: Tensor = copy_to_tensor_model_parallel_region(self.weight, group=self.tp_group)
+        out: Tensor = NormTimesGate.apply(x, gate, weight, self.eps)
+        return out
+
+
+class NormTimesGate(torch.autograd.Function):
+    """rms_norm(x) w silu(z) over the last dim, computed in float32. Only x, z and w are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, gate, weight)
+        ctx.eps = eps
+        return norm_times_gate(x, gate, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate, weight = (kept.detach().requires_grad_() for kept in ctx.saved_tensors)
+        with torch.enable_grad():
+            out = norm_times_gate(x, gate, weight, ctx.eps)
+        return (*torch.autograd.grad(out, (x, gate, weight), grad), None)
+
+
+def norm_times_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `NormTimesGate`."""
+    wide = x.float()
+    normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (weight.float() * normed * F.silu(gate.float())).to(x.dtype)
+
+
+def of_this_rank(data: Tensor) -> torch.nn.Parameter:
+    """A parameter of which every TP rank has other rows."""
+    parameter = torch.nn.Parameter(data)
+    vars(parameter).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)
+    return parameter
+
+
+class GatedDeltaAttention(MegatronModule):
+    """Replaces Megatron's self-attention in a layer of linear attention."""
+
+    needs_slots = True
+    """No kernel takes packed segments."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        delta: GatedDelta,
+        pg_collection: ProcessGroupCollection,
+        **unused: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.tp_group, self.interleaved = pg_collection.tp, delta.interleaved
+        ranks, dtype = self.tp_group.size(), config.params_dtype
+        self.sizes = HeadSizes(delta.num_keys // ranks, delta.num_values // ranks, delta.key_size, delta.value_size)
+        self.A_log = of_this_rank(torch.empty(self.sizes.num_values, dtype=dtype))
+        self.dt_bias = of_this_rank(torch.empty(self.sizes.num_values, dtype=dtype))
+        self.linear_qkvz = self._columns(delta.channels + delta.value_columns)
+        self.linear_ba = self._columns(2 * delta.num_values)
+        self.conv = ChannelWeights(config, sum(self.sizes.sections), delta.width)
+        self.norm = GatedNorm(config, delta.value_size, self.tp_group)
+        self.linear_proj = RowParallelLinear(
+            delta.value_columns,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_group=self.tp_group,
+        )
+
+    def _columns(self, num_out: int) -> ColumnParallelLinear:
+        """A linear layer cut by heads of keys; under sequence parallelism it gathers its input."""
+        config = self.config
+        return ColumnParallelLinear(
+            config.hidden_size,
+            num_out,
+            config=config,
+            init_method=config.init_method,
+            bias=False,
+            tp_group=self.tp_group,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: Segments | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states [S', B, hidden] -> (the same shape, None: no bias). Positions do not matter."""
+        qkvz, _ = self.linear_qkvz(hidden_states)
+        ba, _ = self.linear_ba(hidden_states)
+        mixed, gate, b, a = self._by_head(qkvz, ba) if self.interleaved else self._by_section(qkvz, ba)
+        if packed_seq_params is None:
+            out = self._core(*(x.transpose(0, 1) for x in (mixed, b, a))).transpose(0, 1)
+        else:
+            gate = gate.contiguous()  # a view would keep the projections that slots are copies of
+            rows = zip(*(to_slots(x[:, 0], packed_seq_params) for x in (mixed, b, a)), strict=True)
+            out = to_tokens([self._core(*row) for row in rows], packed_seq_params)[:, None]
+        projected, _ = self.linear_proj(self.norm(out, gate).flatten(2))
+        return projected, None
+
+    def _core(self, mixed: Tensor, b: Tensor, a: Tensor) -> Tensor:
+        out: Tensor = DeltaCore.apply(mixed, b, a, self.conv.weight, self.A_log, self.dt_bias, self.sizes)
+        return out
+
+    def _by_section(self, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Projections stacked [q; k; v; z] and [b; a] -> mixed [S, B, M], gate [S, B, N, V], b and a [S, B, N]."""
+        sizes = self.sizes
+        columns = sum(sizes.sections)
+        mixed, gate = qkvz.split([columns, qkvz.shape[-1] - columns], -1)
+        b, a = ba.chunk(2, -1)
+        return mixed, gate.unflatten(-1, (-1, sizes.value)), b, a
+
+    def _by_head(self, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`_by_section` of projections that have [q; k; v; z] and [b; a] for each head of keys."""
+        sizes = self.sizes
+        values = sizes.num_values // sizes.num_keys
+        by_head = qkvz.unflatten(-1, (sizes.num_keys, -1))
+        *parts, gate = by_head.split([sizes.key, sizes.key, values * sizes.value, values * sizes.value], -1)
+        b, a = ba.unflatten(-1, (sizes.num_keys, -1)).chunk(2, -1)
+        mixed = torch.cat([part.flatten(-2) for part in parts], -1)
+        return mixed, gate.unflatten(-1, (values, -1)).flatten(-3, -2), b.flatten(-2), a.flatten(-2)

@@ -1,0 +1,70 @@
+"""The attention of a model whose layers have several kinds of it, as rules and engines ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from megatron_rl.model.parts.part import AttentionPart
+
+
+@dataclass(frozen=True)
+class MixedAttention:
+    """Kinds of attention together: what one of them needs the model needs. Names are those of `AttentionPart`.
+
+    kinds: one part of each kind, in the order of the layers.
+    """
+
+    kinds: tuple[AttentionPart, ...]
+
+    @property
+    def block_sizes(self) -> dict[str, int]:
+        """The largest of each device that all kinds know."""
+        devices = set.intersection(*(set(part.block_sizes) for part in self.kinds))
+        return {device: max(part.block_sizes[device] for part in self.kinds) for device in sorted(devices)}
+
+    @property
+    def engine_arguments(self) -> dict[str, object]:
+        return _joined(part.engine_arguments for part in self.kinds)
+
+    @property
+    def cpu_engine_arguments(self) -> dict[str, object]:
+        return _joined(part.cpu_engine_arguments for part in self.kinds)
+
+    @property
+    def unreplayable(self) -> dict[str, str]:
+        return {device: why for part in self.kinds for device, why in part.unreplayable.items()}
+
+    @property
+    def own_linears(self) -> str:
+        return " and ".join(part.own_linears for part in self.kinds if part.own_linears)
+
+    @property
+    def te_lacks(self) -> str:
+        return " and ".join(part.te_lacks for part in self.kinds if part.te_lacks)
+
+    @property
+    def not_cut(self) -> str:
+        return " and ".join(part.not_cut for part in self.kinds if part.not_cut)
+
+    @property
+    def tp_divides(self) -> dict[str, int]:
+        return {name: number for part in self.kinds for name, number in part.tp_divides.items()}
+
+    def engine_problem(self, device: str) -> tuple[str, str] | None:
+        problems = (part.engine_problem(device) for part in self.kinds)
+        return next((problem for problem in problems if problem is not None), None)
+
+    def copied_dtypes(self, device: str) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(dtype for part in self.kinds for dtype in part.copied_dtypes(device)))
+
+    def megatron_settings(self) -> dict[str, object]:
+        return _joined(part.megatron_settings() for part in self.kinds)
+
+
+def _joined(settings: Iterable[Mapping[str, object]]) -> dict[str, object]:
+    return {name: value for one in settings for name, value in one.items()}
+
+
+Attention = AttentionPart | MixedAttention
+"""The attention of all layers of a model."""
