@@ -21,6 +21,7 @@ from tiny_models import random_batch, run_config
 from tiny_vision import (
     PROCESSORS,
     save_gemma3_vision,
+    save_qwen3_5_vision,
     save_qwen3_vl,
     save_qwen25_vl,
     save_qwen25_vl_as_published,
@@ -36,7 +37,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 NUM_ROWS = 7
 OFTEN = ((save_qwen3_vl, "TP2"),)
 FURTHER = [(save, layout) for save in (save_qwen25_vl, save_qwen3_vl, save_gemma3_vision) for layout in ("TP2xPP2",)]
-FURTHER += [(save_qwen25_vl_as_published, "TP2"), (save_gemma3_vision, "one process")]
+FURTHER += [(save_qwen3_5_vision, "TP2xPP2"), (save_qwen25_vl_as_published, "TP2"), (save_gemma3_vision, "one process")]
 CASES = [
     pytest.param(*case, marks=[] if case in OFTEN else pytest.mark.exhaustive, id=f"{case[0].__name__}-{case[1]}")
     for case in dict.fromkeys([*OFTEN, *FURTHER])

@@ -8,11 +8,14 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import GEMMA, QWEN3, SIZES, save
+from tiny_qwen3_5 import DELTA, drawn
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
@@ -25,6 +28,7 @@ IMAGE_TOKENS = {
 }
 """No text has these."""
 VISION = {"depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 128}
+QWEN3_VISION = VISION | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
 PROCESSORS = ("preprocessor_config.json", "video_preprocessor_config.json", "chat_template.jinja")
 
 
@@ -55,9 +59,8 @@ def save_qwen3_vl(folder: Path, **changes) -> str:
     """A Qwen3-VL with tied embeddings, and sections that alternate."""
     torch.manual_seed(0)
     rope = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [8, 8, 8], "mrope_interleaved": True}
-    vision = VISION | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
     text = {**QWEN3, "rope_parameters": rope, "tie_word_embeddings": True, **changes}
-    config = Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **IMAGE_TOKENS)
+    config = Qwen3VLConfig(text_config=text, vision_config=QWEN3_VISION, tie_word_embeddings=True, **IMAGE_TOKENS)
     return with_vision(save(Qwen3VLForConditionalGeneration(config), folder), "model.visual.")
 
 
@@ -76,6 +79,19 @@ def save_gemma3_vision(folder: Path, **changes) -> str:
     images = {"mm_tokens_per_image": 4, "boi_token_index": 1000, "eoi_token_index": 1001, "image_token_index": 1002}
     config = Gemma3Config(text_config=text, vision_config=vision, **images)
     return with_vision(save(Gemma3ForConditionalGeneration(config), folder), "vision_tower.")
+
+
+def save_qwen3_5_vision(folder: Path, **changes) -> str:
+    """A Qwen3.5 that reads images, dense, with a layer that predicts a second token."""
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+    rope |= {"mrope_section": [4, 4, 4], "mrope_interleaved": True}
+    text = {**DELTA, "rope_parameters": rope, "partial_rotary_factor": 0.5, **changes}
+    config = Qwen3_5Config(text_config=text, vision_config=QWEN3_VISION, tie_word_embeddings=False, **IMAGE_TOKENS)
+    path = with_vision(save(drawn(Qwen3_5ForConditionalGeneration(config)), folder), "model.visual.")
+    file = Path(path, "model.safetensors")
+    save_file(load_file(file) | {"mtp.fc.weight": torch.rand(4, 8).bfloat16()}, file, metadata={"format": "pt"})
+    return path
 
 
 def with_vision(path: str, prefix: str) -> str:

@@ -31,6 +31,7 @@ NUM_GPUS = {
     "qwen3_235b_a22b_gspo": 64,
     "qwen3_32b_grpo": 32,
     "gpt_oss_20b_grpo": 8,
+    "qwen3.5_35b_a3b_grpo": 16,
     "llama3_70b_ppo": 64,
     "llama3_70b_distill": 72,
 }

@@ -26,6 +26,7 @@ GPU_RECIPES = {
     "configs/recipes/qwen2.5_7b_grpo.yaml": "ppo",
     "configs/recipes/qwen2.5_7b_lora_grpo.yaml": "ppo",
     "configs/recipes/qwen2.5_7b_ppo.yaml": "ppo",
+    "configs/recipes/qwen3.5_35b_a3b_grpo.yaml": "ppo",
     "configs/recipes/qwen3_30b_a3b_128k_grpo.yaml": "ppo",
     "configs/recipes/qwen3_30b_a3b_grpo.yaml": "ppo",
     "configs/recipes/qwen3_32b_grpo.yaml": "ppo",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.model.families.family import STEP_RULE, Family, Style
+from megatron_rl.model.families.family import STEP_RULE, Carried, Family, Style
 from megatron_rl.model.families.gated_delta_keys import GatedDeltaKeys
 from megatron_rl.model.families.known.qwen2 import NO_END
 from megatron_rl.model.parts import Experts, SharedExperts
@@ -19,10 +19,12 @@ DEFAULTS: dict[str, object] = NO_END | {
     "linear_conv_kernel_dim": 4,
 }
 EXPERT_SIZES: dict[str, object] = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+AHEAD = "mtp."
+"""What the names of multi-token prediction layers begin with."""
 # vLLM reads settings which transformers does not have.
 FIXED = {"attn_output_gate": True, "output_gate_type": "silu", "layer_scale": False}
 
-FAMILIES = (
+TEXT = (
     # Qwen3-Next: projections of a head of keys lie together in a folder.
     Family(
         "Qwen3NextForCausalLM",
@@ -32,6 +34,7 @@ FAMILIES = (
         style=STYLE,
         experts=Experts(dense_keys=STEP_RULE, shared=SHARED),
         fixed=FIXED,
+        carried=Carried((AHEAD,)),
         defaults=DEFAULTS | EXPERT_SIZES | {"num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True},
     ),
     # The language model of Qwen3.5, dense.
@@ -43,6 +46,7 @@ FAMILIES = (
         attention=GatedDeltaKeys(partial_rotary=0.25, period=4, period_key=PERIOD_KEY),
         style=STYLE,
         fixed=FIXED,
+        carried=Carried((AHEAD,)),
         defaults=DEFAULTS,
     ),
     # The same with experts in all layers.
@@ -55,6 +59,14 @@ FAMILIES = (
         style=STYLE,
         experts=Experts(norm_topk_prob=True, shared=SHARED),
         fixed=FIXED | {"mlp_only_layers": [], "norm_topk_prob": True},
+        carried=Carried((AHEAD,)),
         defaults=DEFAULTS | EXPERT_SIZES | {"num_experts": 256, "num_experts_per_tok": 8},
     ),
+)
+# Published folders of Qwen3.5 also read images; their vision tower is carried.
+WITH_IMAGES = Carried(("model.visual.", AHEAD))
+FAMILIES = (
+    *TEXT,
+    TEXT[1].within("Qwen3_5ForConditionalGeneration", "qwen3_5", carried=WITH_IMAGES),
+    TEXT[2].within("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", carried=WITH_IMAGES),
 )
