@@ -56,16 +56,18 @@ def test_gradients_equal_hugging_face(save, tmp_path) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.weekly
 @pytest.mark.parametrize("save", SAVED)
 def test_layouts_equal_one_process(save, tmp_path) -> None:
     """Scores, gradient norms and an update, of actor and critic. Would not catch an error in one process, too."""
     path = save(tmp_path)
     reference = run_layout(path, 1, 1, 1)
     for ranks, sizes in LAYOUTS[save].values():
-        assert_same(run_layout(path, *ranks, **sizes), reference, path)
+        assert_same(run_layout(path, *ranks, **sizes), reference, path, norms=3e-6)
 
 
 @pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_packed_rows_equal_padded_ones(tmp_path) -> None:
     """Scores and an update, of actor and critic. Would not catch an error of both."""
     path = save_qwen3_5(tmp_path)

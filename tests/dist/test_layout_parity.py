@@ -146,8 +146,11 @@ def test_layout_equals_one_process(layout: str, model_path: str, reference: list
     assert_same(run_layout(model_path, *LAYOUTS[layout]), reference, model_path)
 
 
-def assert_same(results: list[dict], reference: list[dict], model_path: str) -> None:
-    """Scores, metrics, gradient norms and new weights of a run equal those of one process within 1e-5."""
+def assert_same(results: list[dict], reference: list[dict], model_path: str, norms: float = 1e-6) -> None:
+    """Scores, metrics, gradient norms and new weights of a run equal those of one process within 1e-5.
+
+    norms: bound of gradient norms, in which errors of rounding mostly cancel.
+    """
     for field in ("log_probs", "ref_log_probs", "values", "log_probs_after", "values_after"):
         assert relative(collected(results, field), collected(reference, field)) < 1e-5, field
     for role in ("actor", "critic"):
@@ -156,7 +159,8 @@ def assert_same(results: list[dict], reference: list[dict], model_path: str) -> 
         assert ours.keys() == expected.keys()
         for name, value in expected.items():
             assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
-        assert all(r[role][f"{role}/grad_norm"] == pytest.approx(expected[f"{role}/grad_norm"]) for r in results)
+        norm = pytest.approx(expected[f"{role}/grad_norm"], rel=norms)
+        assert all(r[role][f"{role}/grad_norm"] == norm for r in results)
         weights, expected_weights = (whole_weights(run, role, model_path) for run in (results, reference))
         assert weights.keys() == expected_weights.keys()
         for name, tensor in expected_weights.items():

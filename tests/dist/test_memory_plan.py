@@ -210,6 +210,7 @@ MODELS |= {"bounds and windows": save_gemma2, "half turned": save_glm4_moe}
 """By what a layout's name begins with; a Llama where it is none of these."""
 ENGINE_OF_EXPERTS = ("experts, EP2, DP2", "experts, EP2, DP2, router again", "shared experts, EP2, DP2")
 ENGINE_OF_EXPERTS += ("latent attention, EP2, DP2", "half turned, EP2, DP2")
+ENGINE_OF_EXPERTS += ("interleaved delta rule, EP2, DP2",)
 HALF = ("adapters, DP2, host Adam",)
 """Layouts with half of the prompts on each rank, for as many of which generation is planned."""
 RARELY = (
