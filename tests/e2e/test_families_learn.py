@@ -18,6 +18,7 @@ from tiny_gemma4 import GEMMA4
 from tiny_gpt_oss import GPT_OSS
 from tiny_minimax import MINIMAX
 from tiny_models import LATENT
+from tiny_qwen3_5 import DELTA, EXPERTS
 from tiny_vision import IMAGE_TOKENS, VISION
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -39,6 +40,9 @@ FAMILIES = {
     "MiniMax-M2": ("MiniMaxM2Config", "MiniMaxM2ForCausalLM", MINIMAX),
     "Gemma-4": ("Gemma4TextConfig", "Gemma4ForCausalLM", GEMMA4 | {"final_logit_softcapping": 30.0}),
     "Kimi-K2": ("DeepseekV3Config", "DeepseekV3ForCausalLM", LATENT | SIGMOID),
+    "Qwen3.5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", DELTA),
+    "Qwen3.5-MoE": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", DELTA | EXPERTS),
+    "Qwen3-Next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", DELTA | EXPERTS | {"norm_topk_prob": True}),
     "GLM-4.7-Flash": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", LATENT | SIGMOID),
 }
 
