@@ -110,12 +110,18 @@ def _models(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
         names = facts[setting.key].get("architectures") or [] if setting is not None else []
         family = STARTING_POINTS.get(names[0]) if names else None
         # verl reads images where rows have some. Here the language model inside a larger one is trained on text.
-        if setting is not None and names and (family is None or family.inside is not None):
+        inside = None if family is None else family.inside
+        if setting is not None and inside is not None and inside.is_only_form:
+            notes.append(
+                Note(Kind.DIFFERS, setting, "its language model alone is trained: rows with images are refused")
+            )
+        elif setting is not None and names and (family is None or inside is not None):
             reason = "docs/models.md has the models that are here"
             feature = f"{feature_of(names[0])} ({names[0]})"
             notes.append(Note(Kind.UNSUPPORTED, setting, reason, feature=feature))
-    if actor is not None and not notes:
-        return _longer(settings, given, facts[actor.key])
+    if actor is not None and all(note.kind is Kind.DIFFERS for note in notes):
+        longer, more = _longer(settings, given, facts[actor.key])
+        return longer, [*notes, *more]
     return settings, notes
 
 

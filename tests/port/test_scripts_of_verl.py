@@ -147,6 +147,16 @@ def test_programs_have_names(tmp_path, program, feature):
     assert found.features == ([] if feature is None else [feature])
 
 
+def test_a_model_of_text_that_is_published_with_a_tower(tmp_path):
+    """Qwen3.5: its script passes, and the note says that images are not read. Would not catch rows that have some."""
+    model = REPOSITORY / "configs/models/qwen3.5-35b-a3b"
+    text = f"python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path={model} algorithm.adv_estimator=grpo"
+    found = port(written(tmp_path, text), [], {})
+    assert found.of(Kind.UNSUPPORTED) == [] and found.features == []
+    notes = [str(note.reason) for note in found.of(Kind.DIFFERS) if note.setting.value == str(model)]
+    assert notes == ["its language model alone is trained: rows with images are refused"]
+
+
 def test_what_is_not_supported_stays_in_the_file(tmp_path):
     """So that a run is refused until it is taken out; and verl's YAML is read as its arguments are.
 

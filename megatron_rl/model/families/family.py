@@ -113,13 +113,15 @@ class Inside:
 
     text: the language model by itself; a critic is exported as its classifier. key: the object of config.json with its
     settings, which may also lie outside of it. folder_prefix: stands in the names of a folder's tensors for the text
-    model's "model.". engine_prefix: stands before the text model's names in the rollout engine.
+    model's "model.". engine_prefix: stands before the text model's names in the rollout engine. is_only_form: the
+    language model is published in no other folder, so that runs on text name it, too.
     """
 
     text: Family
     key: str = "text_config"
     folder_prefix: str = "model.language_model."
     engine_prefix: str = "language_model."
+    is_only_form: bool = False
 
     def in_folder(self, name: str) -> str:
         """The name in the folder of a tensor of the text model."""
@@ -188,7 +190,7 @@ class Family:
         model_type: str,
         carried: Carried,
         defaults: Mapping[str, object] = MappingProxyType({}),
-        **places: str,
+        **places: Any,
     ) -> Family:
         """The family of a larger model with this language model inside.
 

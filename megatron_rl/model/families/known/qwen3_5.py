@@ -67,6 +67,6 @@ TEXT = (
 WITH_IMAGES = Carried(("model.visual.", AHEAD))
 FAMILIES = (
     *TEXT,
-    TEXT[1].within("Qwen3_5ForConditionalGeneration", "qwen3_5", carried=WITH_IMAGES),
-    TEXT[2].within("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", carried=WITH_IMAGES),
+    TEXT[1].within("Qwen3_5ForConditionalGeneration", "qwen3_5", carried=WITH_IMAGES, is_only_form=True),
+    TEXT[2].within("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", carried=WITH_IMAGES, is_only_form=True),
 )
