@@ -4,7 +4,8 @@
 #                 It goes on where it was interrupted; to begin anew, remove outputs/demo_rlhf
 # make demo-agent an agent: a number is guessed in five turns; with TASK=calculator it calls a tool: docs/agents.md
 # make test       lint and tests, 12 minutes on two cores; make test-fast: what needs one process;
-#                 make test-exhaustive: the sweeps that make test leaves out, docs/testing.md
+#                 make test-exhaustive: the sweeps that make test leaves out, make test-weekly: what these leave out,
+#                 docs/testing.md
 # make gpu-check  the first ten minutes on a GPU, step by step; ARGS="--device cpu" without one
 # make install    one virtual environment in .venv; again only when requirements or pyproject.toml have changed
 
@@ -77,7 +78,7 @@ test-sweeps: assets
 test-exhaustive: test-sweeps
 	$(BIN)/python -m pytest -m "exhaustive and quiet" $(ARGS)
 
-# What scripts/nightly.sh runs with WEEKLY=1.
+# What scripts/nightly.sh runs with WEEKLY=1: one at a time, because some take all cores.
 test-weekly: assets
 	$(BIN)/python -m pytest -m weekly $(ARGS)
 

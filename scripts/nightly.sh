@@ -2,7 +2,7 @@
 # The nightly gate (docs/nightly.md); arguments are options and overrides:
 #   bash scripts/nightly.sh                         0 pass, 2 invalid configuration, 10 regression, 11 crash, 12 hang
 #   bash scripts/nightly.sh --renew                 the golden file becomes what this run reaches
-#   WEEKLY=1 bash scripts/nightly.sh                the tests that are too long for every day (docs/testing.md)
+#   WEEKLY=1 bash scripts/nightly.sh                the tests that are too much for every day (docs/testing.md)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

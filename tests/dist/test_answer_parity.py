@@ -16,6 +16,7 @@ import functools
 import pytest
 import torch
 from ranks import run_ranks
+from sweeps import marks_of
 from task_cases import (
     PlainLoop,
     answer_batch,
@@ -159,8 +160,18 @@ def test_preferences_equal_a_plain_loop(loss: str, policy_path: str) -> None:
     assert_equals_plain(alone, plain, plain.step(total), "actor", policy_path)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("loss", [*(name for name in PREFERENCES if name != "dpo"), "+".join(SEVERAL)])
+IN_LAYOUTS = ("simpo", "orpo", "kto", "+".join(SEVERAL))
+"""Losses that read other numbers than dpo does. The others are weekly: they begin after the same numbers."""
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(name, marks=marks_of(name, weekly={*PREFERENCES} - {*IN_LAYOUTS}))
+        for name in (*PREFERENCES, "+".join(SEVERAL))
+        if name != "dpo"
+    ],
+)
 def test_every_preference_loss_equals_one_process(loss: str, policy_path: str) -> None:
     """On TP2xPP2 in several passes. Would not catch an error that one process shares, which the plain loop does."""
     sizes, overrides = ALONE if loss == "kto" else PAIRS, dict.fromkeys(ROWS, 2)
@@ -168,8 +179,14 @@ def test_every_preference_loss_equals_one_process(loss: str, policy_path: str) -
     assert_same(found, one_process(policy_path, DPO, loss), "actor", policy_path)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", ["forward_kl", "js_divergence", "alpha_divergence"])
+DIVERGENCES = ("forward_kl", "js_divergence", "alpha_divergence")
+"""The second is in the sweeps. The others are weekly: tests/losses has their formulas, of the same numbers."""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=marks_of(kind, weekly={*DIVERGENCES} - {"js_divergence"})) for kind in DIVERGENCES],
+)
 def test_every_f_divergence_equals_one_process(kind: str, policy_path: str) -> None:
     """On TP2xPP2 and TP2xDP2, in several passes. Would not catch a wrong formula; tests/losses has those."""
     keys = {"dpo__f_divergence_type": kind}

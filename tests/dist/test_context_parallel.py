@@ -93,9 +93,11 @@ def moe_reference(moe_path) -> list[dict]:
     return run_layout(moe_path, (1, 1, 1), 1, {})
 
 
-@pytest.mark.parametrize("layout", often(LAYOUTS, OFTEN))
+@pytest.mark.parametrize("layout", often(LAYOUTS, OFTEN, weekly=("PP2, VPP2, CP2, a2a", "DP2, CP2, all_gather")))
 def test_layouts_equal_one_process(layout, model_path, reference) -> None:
-    """Scores, metrics, norms before clipping and new weights of actor and critic. Would not catch lost time."""
+    """Scores, metrics, norms before clipping and new weights of actor and critic. Weekly is a way to other ranks' keys
+    beside an axis that it has with more or that another way has. Would not catch lost time.
+    """
     assert_same(run_layout(model_path, *LAYOUTS[layout]), reference, model_path)
 
 

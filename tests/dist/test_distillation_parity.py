@@ -16,6 +16,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import run_ranks
+from sweeps import marks_of
 from test_global_normalisation import hugging_face_model, reduced_gradients, token_loss
 from test_layout_parity import whole_weights
 from test_sampled_holes import CUTS, LAYOUTS, NUM_ROWS, assert_close, rows_with_holes
@@ -43,7 +44,10 @@ MODES = {
     "jsd": {"beta": 0.2},
 }
 OFTEN = ("k1", "forward_kl_topk", "reverse_kl_topk", "jsd")
-"""What `make test` goes through, in one process."""
+"""What `make test` goes through, in one process: what is read of a teacher (drawn tokens, its likeliest tokens, those
+of the student, whole distributions) in one mode each. The sweeps have these in every layout, and the other modes in one
+process; the other modes in layouts, which are other formulas of the same numbers, are weekly.
+"""
 
 
 def keys_of(mode: str) -> dict:
@@ -199,7 +203,8 @@ def cases() -> list:
     """Every mode in every layout; in one process some of them in `make test`."""
     every = [(mode, layout) for mode in MODES for layout in LAYOUTS]
     often = {(mode, "one") for mode in OFTEN}
-    return [pytest.param(*case, marks=[] if case in often else pytest.mark.exhaustive) for case in every]
+    weekly = {(mode, layout) for mode, layout in every if mode not in OFTEN and layout != "one"}
+    return [pytest.param(*case, marks=marks_of(case, often, weekly)) for case in every]
 
 
 @pytest.mark.parametrize(("mode", "layout"), cases())

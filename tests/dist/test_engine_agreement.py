@@ -1,4 +1,7 @@
-"""Engine and trainer have the same log-probs before an update and after, and packed rows are padded ones."""
+"""Engine and trainer have the same log-probs before an update and after, and packed rows are padded ones.
+
+Each family is in the sweeps once in a layout that cuts it in the trainer; the other layouts are weekly.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from rollout_checks import RANDOM, logprob_difference, round_trip
+from sweeps import WEEKLY, marks_of
 from test_layout_parity import NUM_ROWS
 from tiny_gpt_oss import save_gpt_oss
 from tiny_minimax import save_minimax
@@ -17,7 +21,7 @@ from tiny_models import random_batch, run_config
 from megatron_rl.columns import ACTOR_UPDATE, SCORING
 from megatron_rl.controller.report import hf_sampled_logits
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 SAVED: tuple[Callable[..., str], ...] = (save_gpt_oss, save_minimax)
 ROLLOUT_TP = "actor_rollout_ref__rollout__tensor_model_parallel_size"
@@ -29,6 +33,9 @@ LAYOUTS = {
     "DP2, rollout TP2": ((2, 1, 1), {ROLLOUT_TP: 2}),
 }
 
+CASES = [(save, layout) for save in SAVED for layout in LAYOUTS]
+SWEPT = ((save_gpt_oss, "TP2, PP2, SP"), (save_minimax, "TP2, SP, rollout TP1"))
+
 
 def padded_logits(config) -> torch.Tensor | None:
     from megatron_rl.roles.host import RankHost
@@ -38,7 +45,9 @@ def padded_logits(config) -> torch.Tensor | None:
     return worker.roles["actor"].sampled_logits(random_batch(NUM_ROWS).read_by(SCORING))
 
 
-@pytest.mark.parametrize("save", SAVED)
+@pytest.mark.parametrize(
+    "save", [pytest.param(save_gpt_oss, marks=pytest.mark.exhaustive), pytest.param(save_minimax, marks=WEEKLY)]
+)
 def test_padded_rows_have_the_logits_of_packed_ones(save, tmp_path) -> None:
     """Both within 2e-5 of transformers. Would not catch rows that are longer than these."""
     path = save(tmp_path)
@@ -63,8 +72,9 @@ def differences(config) -> list[float | None]:
     return [*found, logprob_difference(worker, round_trip(worker, RANDOM)[0])]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("save", SAVED)
+@pytest.mark.parametrize(
+    ("save", "layout"), [pytest.param(*case, marks=marks_of(case, weekly=set(CASES) - {*SWEPT})) for case in CASES]
+)
 def test_engine_and_trainer_agree_before_and_after_an_update(save, layout, tmp_path) -> None:
     """Log-probs within 5e-5, with what is cut in training cut otherwise in generation. Would not catch a rare tie."""
     (world_size, tp_size, pp_size), keys = LAYOUTS[layout]

@@ -10,6 +10,7 @@ import torch
 from ranks import run_ranks
 from rollout_checks import GREEDY, hugging_face_greedy, round_trip, tokens
 from safetensors.torch import load_file
+from sweeps import WEEKLY
 from test_layout_parity import NUM_ROWS
 from test_moe_parity import EP2, ETP1, SP
 from tiny_minimax import save_minimax
@@ -67,7 +68,7 @@ def biases(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if name.endswith(BIAS)}
 
 
-@pytest.mark.parametrize(("save", "num_routed"), [(save_glm4_moe, 3), (save_minimax, 4)])
+@pytest.mark.parametrize(("save", "num_routed"), [(save_glm4_moe, 3), pytest.param(save_minimax, 4, marks=WEEKLY)])
 def test_biases_go_everywhere(save, num_routed, tmp_path) -> None:
     """In one process and in two layouts; generation is transformers' with the exported biases; resumed in another
     layout, or exported without ranks, they are what was saved. Would not catch a bias that moves by the wrong sign in

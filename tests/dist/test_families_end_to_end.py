@@ -19,6 +19,7 @@ import torch
 from ranks import run_ranks
 from rollout_checks import GREEDY, hugging_face_greedy, round_trip, tokens
 from safetensors.torch import load_file
+from sweeps import marks_of
 from tiny_gemma4 import save_gemma4, save_gemma4_with_keys_for_values
 from tiny_glm import save_glm4_moe_lite
 from tiny_gpt_oss import save_gpt_oss
@@ -90,14 +91,33 @@ OFTEN = (
 sinks), and every layout, dense and with experts. Qwen2, Qwen3 and Qwen3-MoE are in `test_hybrid_engine.py`,
 `test_moe_parity.py`, `test_transitions.py` and `test_export.py`; the tensors of every family in tests/model.
 """
-FURTHER = [(save, "TP2xPP2") for save in (*DENSE, *WITH_EXPERTS)] + [(save, "EP2") for save in WITH_EXPERTS]
-FURTHER += [(save_gpt_oss, "PP2"), (save_gpt_oss, "one process")]
-FURTHER += [(save_minimax, "PP2"), (save_minimax, "one process"), (save_minimax, "TP2")]
-FURTHER += [(save_llama31, "one process"), (save_qwen2_with_windows, "PP2")]
-"""What the sweeps have: each family cut along all of its axes, and its experts spread."""
+OF_EACH_PART = (
+    save_llama31,
+    save_qwen3_moe_with_dense_layers,
+    save_gemma2,
+    save_deepseek_v3,
+    save_glm4_moe,
+    save_gpt_oss,
+    save_minimax,
+    save_gemma4_with_keys_for_values,
+    save_qwen3_5_moe,
+)
+SPREAD = (save_gpt_oss, save_minimax, save_qwen3_5_moe)
+SWEPT = [(save, "TP2xPP2") for save in OF_EACH_PART] + [(save, "EP2") for save in SPREAD]
+"""What the sweeps have: each part in one family, cut along all axes, and each layout of experts' weights spread."""
+NEWER = (
+    *(save_gpt_oss, save_minimax, *GEMMA4, save_kimi_k2, save_glm4_moe_lite),
+    *(save_qwen3_5, save_qwen3_5_moe, save_qwen3_next),
+)
+WEEKLY_CASES = [(save, layout) for save in NEWER for layout in LAYOUTS if save in WITH_EXPERTS or layout != "EP2"]
+WEEKLY_CASES += [(save, "TP2xPP2") for save in (*DENSE, *WITH_EXPERTS)] + [(save, "EP2") for save in WITH_EXPERTS]
+WEEKLY_CASES += [(save_llama31, "one process"), (save_qwen2_with_windows, "PP2")]
+"""What runs once a week, but for the cases above: every family cut along all of its axes and its experts spread, the
+newer ones in all layouts. Other families of the sweeps have their parts.
+"""
 CASES = [
-    pytest.param(*case, marks=[] if case in OFTEN else pytest.mark.exhaustive, id=f"{case[0].__name__}-{case[1]}")
-    for case in dict.fromkeys([*OFTEN, *FURTHER])
+    pytest.param(*case, marks=marks_of(case, OFTEN, set(WEEKLY_CASES) - {*SWEPT}), id=f"{case[0].__name__}-{case[1]}")
+    for case in dict.fromkeys([*OFTEN, *SWEPT, *WEEKLY_CASES])
 ]
 
 

@@ -6,11 +6,13 @@ against the recurrence: transformers ignores where packed rows begin.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from ranks import run_ranks
 from rollout_checks import GREEDY, RANDOM, hugging_face_greedy, logprob_difference, round_trip, tokens
+from sweeps import WEEKLY, marks_of
 from test_layout_parity import NUM_ROWS, assert_same, one_update, relative, run_layout, whole_weights
 from test_moe_parity import EP2, ETP1, SP, hugging_face_gradients, policy_gradients
 from tiny_models import random_batch, run_config
@@ -37,8 +39,12 @@ LAYOUTS = {
 SAVED = tuple(LAYOUTS)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("save", SAVED)
+def swept(chosen: Callable[..., str]) -> list:
+    """Parameters: the chosen model exhaustive. The others are weekly: they have the same rule in other layouts."""
+    return [pytest.param(save, marks=marks_of(save, weekly={*SAVED} - {chosen})) for save in SAVED]
+
+
+@pytest.mark.parametrize("save", swept(save_qwen3_next))
 def test_gradients_equal_hugging_face(save, tmp_path) -> None:
     """All together within 1e-5 of their norm, before clipping, in one process, of packed rows, and each within 2e-5 of
     its largest element: in float32 transformers' own are as far from those in float64. Would not catch errors of
@@ -55,9 +61,7 @@ def test_gradients_equal_hugging_face(save, tmp_path) -> None:
     assert not any(gradient.any() for name, gradient in ours.items() if name not in far)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.weekly
-@pytest.mark.parametrize("save", SAVED)
+@pytest.mark.parametrize("save", swept(save_qwen3_5_moe))
 def test_layouts_equal_one_process(save, tmp_path) -> None:
     """Scores, gradient norms and an update, of actor and critic. Would not catch an error in one process, too."""
     path = save(tmp_path)
@@ -104,7 +108,7 @@ def around_an_update(config, exported: Path) -> tuple[list, list]:
 
 CASES = [
     pytest.param(save_qwen3_5, (1, 1, 1), {}, id="qwen3_5"),
-    pytest.param(save_qwen3_5_moe, (2, 2, 1), SP | EP2 | ETP1, id="qwen3_5_moe", marks=pytest.mark.exhaustive),
+    pytest.param(save_qwen3_5_moe, (2, 2, 1), SP | EP2 | ETP1, id="qwen3_5_moe", marks=WEEKLY),
     pytest.param(save_qwen3_next, (4, 2, 2), SP, id="qwen3_next", marks=pytest.mark.exhaustive),
 ]
 
@@ -140,8 +144,7 @@ def blocks_of_the_engine(config) -> tuple[int, int, int]:
     return engine.vllm_config.cache_config.block_size, max(pages), cache.num_blocks
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("interval", [2, 4])
+@pytest.mark.parametrize("interval", [pytest.param(2, marks=WEEKLY), pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_the_planned_cache_is_the_engines(interval, tmp_path) -> None:
     """With states larger than a page: blocks as planned, and the smallest cache that the plan allows answers a prompt.
 

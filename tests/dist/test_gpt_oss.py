@@ -10,6 +10,7 @@ import torch
 from ranks import run_ranks
 from rollout_checks import GREEDY, hugging_face_greedy, round_trip, tokens
 from safetensors.torch import load_file
+from sweeps import WEEKLY
 from test_adapter_parity import LINEARS, Oracle, check, run_adapted
 from test_layout_parity import NUM_ROWS
 from tiny_gpt_oss import save_gpt_oss, save_gpt_oss_in_4_bits, unpack_by_transformers
@@ -38,8 +39,9 @@ def in_and_out(config, exported: Path) -> dict:
     return {"greedy": tokens(answers), "logits": logits}
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("tp_size", "pp_size"), [pytest.param(1, 1, marks=WEEKLY), pytest.param(2, 2, marks=pytest.mark.exhaustive)]
+)
 def test_a_folder_in_4_bits_is_the_unpacked_one(tp_size, pp_size, tmp_path) -> None:
     """Logits within 2e-5 and tokens of transformers on the folder that transformers' own function unpacks; the export
     is that folder. Cuts of 48 columns end within a group of 32. Would not catch a number that no group here has.
@@ -59,6 +61,7 @@ def test_a_folder_in_4_bits_is_the_unpacked_one(tp_size, pp_size, tmp_path) -> N
 
 
 @pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_a_folder_in_4_bits_comes_out_in_bfloat16(tmp_path) -> None:
     """To the byte, as bfloat16 holds every number of 4 bits. Would not catch an error that transformers has, too."""
     path = save_gpt_oss_in_4_bits(tmp_path / "packed")
@@ -77,8 +80,14 @@ def assert_unpacked(exported: Path, plain: Path, dtype: str) -> None:
     assert not was_quantised(exported)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("save", "world_size"), [(save_gpt_oss, 1), (save_gpt_oss, 2), (save_minimax, 2)])
+@pytest.mark.parametrize(
+    ("save", "world_size"),
+    [
+        pytest.param(save_gpt_oss, 1, marks=WEEKLY),
+        pytest.param(save_gpt_oss, 2, marks=pytest.mark.exhaustive),
+        pytest.param(save_minimax, 2, marks=WEEKLY),
+    ],
+)
 def test_adapters_of_attention_equal_peft(save, world_size, tmp_path) -> None:
     """Before an update and after one. Of gpt-oss no linear of experts has an adapter, so none has to be excluded."""
     oracle = Oracle(save(tmp_path / "model"), tmp_path / "peft", LINEARS[:4])

@@ -28,6 +28,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
+from sweeps import marks_of
 from tiny_models import random_batch, run_config, save_qwen2
 
 from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE, SCORING
@@ -44,9 +45,9 @@ NUM_ROWS = 11
 OPTIMIZER = {"lr": 0.05, "eps": 1.0, "weight_decay": 0.0, "clip_grad": 1.0}
 
 
-def often(layouts: Iterable[str], chosen: Collection[str]) -> list:
-    """Parameters: the chosen ones as they are, the others exhaustive."""
-    return [pytest.param(name, marks=[] if name in chosen else pytest.mark.exhaustive) for name in layouts]
+def often(layouts: Iterable[str], chosen: Collection[str], weekly: Collection[str] = ()) -> list:
+    """Parameters: the chosen ones as they are, the others exhaustive, and of these some weekly."""
+    return [pytest.param(name, marks=marks_of(name, chosen, weekly)) for name in layouts]
 
 
 def one_update(config) -> dict:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from late_messages import LateMessages
 from ranks import run_ranks
-from transition_cases import CASES, Case
+from transition_cases import CASES, Case, often
 
 from megatron_rl.hybrid_engine import schedule
 from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel
@@ -146,9 +146,11 @@ def test_nodes_change_the_way_of_weights_and_nothing_else(tmp_path) -> None:
     check(of("TP2PP2-TP2"), tmp_path, seeds=range(2))
 
 
-@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", [case for case in CASES if case.name != "TP2PP2-TP2"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", often([case for case in CASES if case.name != "TP2PP2-TP2"], chosen=()))
 def test_every_layout_on_every_mapping(case, tmp_path) -> None:
-    """Every mapping of ranks to nodes, for all layouts of the transition tests: the shards of one node, bit for bit."""
+    """Every mapping of ranks to nodes, for all layouts of the transition tests: the shards of one node, bit for bit.
+
+    What is weekly there is weekly here. Would not catch what only a real network does.
+    """
     check(case, tmp_path, seeds=range(2))

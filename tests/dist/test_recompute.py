@@ -40,7 +40,10 @@ LAYOUTS = {
 }
 """Name -> model, (ranks, tp, pp), further sizes, whether rows are packed, and the (method, number of layers) tried."""
 OFTEN = ("one process, packed", "experts, TP2, EP2, SP")
-"""What `make test` goes through: every method, both models; `test_router_replay.py` has PP2, VPP2."""
+"""What `make test` goes through: every method, both models; `test_router_replay.py` has PP2, VPP2.
+
+Joint norms are weekly: the sweeps have another family's attention in the same layout.
+"""
 
 
 def update_both(worker, override: OverrideTransformerConfig) -> dict:
@@ -102,7 +105,7 @@ def same(ours: object, theirs: object) -> bool:
     return torch.equal(ours, theirs) if torch.is_tensor(ours) else ours == theirs
 
 
-@pytest.mark.parametrize("layout", often(LAYOUTS, OFTEN))
+@pytest.mark.parametrize("layout", often(LAYOUTS, OFTEN, weekly=("joint norms, TP2, SP",)))
 def test_an_update_is_the_same_bit_for_bit(layout, tmp_path):
     """Log-probs, values, metrics, gradients, norms and weights; and the layers that are meant to have run twice.
 

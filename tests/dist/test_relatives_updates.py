@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from ranks import run_ranks
 from rollout_checks import GREEDY, RANDOM, hugging_face_greedy, logprob_difference, round_trip, tokens
 from safetensors.torch import load_file
+from sweeps import marks_of
 from test_expert_bias_updates import updated
 from test_layout_parity import NUM_ROWS, assert_same, relative, run_layout, whole_weights
 from test_moe_parity import EP2, ETP1, SP, hugging_face_gradients, policy_gradients
@@ -39,8 +41,13 @@ LAYOUTS = {
 LOG_PROB_BOUND = 5e-5
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("save", GEMMA4)
+def swept(models: Iterable[Callable[..., str]]) -> list:
+    """Parameters: keys that are values, which are new, exhaustive; the others weekly, whose parts other files have."""
+    weekly = {*SAVED} - {save_gemma4_with_keys_for_values}
+    return [pytest.param(save, marks=marks_of(save, weekly=weekly)) for save in models]
+
+
+@pytest.mark.parametrize("save", swept(GEMMA4))
 def test_gradients_equal_those_of_transformers(save, tmp_path) -> None:
     """Every parameter's, before clipping, in one process, with a window shorter than rows. Would not catch errors of
     splitting: layouts do.
@@ -53,8 +60,7 @@ def test_gradients_equal_those_of_transformers(save, tmp_path) -> None:
     assert max(relative(gradient, expected[name]) for name, gradient in ours.items()) < 1e-5
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("save", LAYOUTS)
+@pytest.mark.parametrize("save", swept(LAYOUTS))
 def test_layouts_equal_one_process_of_relatives(save, tmp_path) -> None:
     """Scores, gradient norms and an update, of actor and critic. Would not catch an error in one process, too."""
     path = save(tmp_path)
@@ -87,8 +93,7 @@ def around_an_update(config, exported: Path) -> list[tuple[list[list[int]], floa
     return [before, after]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("save", SAVED)
+@pytest.mark.parametrize("save", swept(SAVED))
 def test_tokens_and_log_probs_around_an_update(save, tmp_path) -> None:
     """TP2 x PP2: greedy answers are those of transformers on what goes in and what comes out; log-probs of samples are
     within 5e-5 of the trainer's. Would not catch a rare tie.
@@ -116,6 +121,7 @@ def test_adapters_on_two_sizes_of_heads(tmp_path) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_wide_heads_are_saved_resumed_and_exported(tmp_path) -> None:
     """Saved in TP2 x PP2 and resumed in one process: the same greedy answers; exported without ranks: the bytes of the
     live export, scales of layers included. Would not catch moments of Adam.

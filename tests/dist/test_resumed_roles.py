@@ -16,6 +16,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
+from sweeps import WEEKLY
 from tiny_gpt_oss import save_gpt_oss, save_gpt_oss_in_4_bits
 from tiny_minimax import save_minimax
 from tiny_models import random_batch, run_config, save_llama, save_qwen2, save_qwen3_moe
@@ -174,7 +175,7 @@ def tied_experts(folder: Path) -> str:
         pytest.param(save_qwen2, (4, 1, 2, CP2), (2, 2, 1, {}), marks=pytest.mark.exhaustive),
         pytest.param(save_llama, (2, 1, 1, {}), (2, 1, 1, CP2), marks=pytest.mark.exhaustive),
         pytest.param(save_gpt_oss, (2, 2, 1, SP), (2, 1, 1, EP2), marks=pytest.mark.exhaustive),
-        pytest.param(save_minimax, (2, 2, 1, SP), (2, 1, 2, {}), marks=pytest.mark.exhaustive),
+        pytest.param(save_minimax, (2, 2, 1, SP), (2, 1, 2, {}), marks=WEEKLY),
     ],
     ids=[
         "tied experts: TP2xPP2xEP2 to PP2xVPP2",

@@ -11,11 +11,13 @@ of three experts a token goes to is decided by the order in which a library adds
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
 from ranks import run_ranks
 from rollout_checks import RANDOM, ask, prompts
+from sweeps import marks_of
 from test_layout_parity import often
 from tiny_models import random_batch, run_config, save_qwen3_moe, tie_routers
 
@@ -188,8 +190,17 @@ def one_process(plain) -> dict[str, list[dict]]:
     return {mode: run_layout(plain, mode, (1, 1, 1)) for mode in ("R2", "R3")}
 
 
-@pytest.mark.parametrize("mode", often(["R2", "R3"], ["R2"]))
-@pytest.mark.parametrize("layout", often(LAYOUTS, ("TP2, PP2, VPP2",)))
+FURTHER = [("TP2, PP2, EP2", "R2")]
+"""What runs once a week: R2 records experts on TP2 with stages, and on EP2, in other layouts."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    [
+        pytest.param(*case, marks=marks_of(case, [("TP2, PP2, VPP2", "R2")], FURTHER))
+        for case in itertools.product(LAYOUTS, ("R2", "R3"))
+    ],
+)
 def test_layouts_equal_one_process(layout, mode, plain, one_process) -> None:
     """Log-probs, experts that differ, recorded experts, metrics and new weights, with experts that no router chooses.
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from rollout_checks import GREEDY, ask, hugging_face_greedy, prompts, tokens
+from sweeps import WEEKLY
 from tiny_gpt_oss import save_gpt_oss
 from tiny_minimax import save_minimax
 from tiny_models import random_batch, run_config, save_llama, save_qwen2, save_qwen3, save_qwen3_moe
@@ -78,13 +79,13 @@ FIRST = [
     Placed(save_qwen2, (2, 2, 1), UNEVEN, 1, 2),  # tied embeddings, t_g below t
 ]
 """`make test` has the first."""
-MORE = drawn(6, seed=7)
-MORE += [
+MORE = [*drawn(6, seed=7), Placed(save_gpt_oss, (1, 1, 2), EP2, 2, 1)]
+FURTHER = [
     Placed(save_gpt_oss, (2, 1, 1), {"sequence_parallel": True}, 1, 2),
-    Placed(save_gpt_oss, (1, 1, 2), EP2, 2, 1),
     Placed(save_minimax, (2, 2, 1), {"sequence_parallel": True}, 1, 2),
     Placed(save_minimax, (1, 2, 1), PLAIN, 2, 1),
 ]
+"""What runs once a week: the newer families in layouts that others have above."""
 
 
 def pool_of(rank: int, num_train: int, num_rollout: int, ports: tuple[int, int]) -> str:
@@ -208,6 +209,7 @@ def run_placed(placed: Placed, folder: Path, flips: bool = False) -> tuple[str, 
     [
         pytest.param(FIRST[0], id=FIRST[0].name),
         *(pytest.param(placed, id=placed.name, marks=pytest.mark.exhaustive) for placed in [*FIRST[1:], *MORE]),
+        *(pytest.param(placed, id=placed.name, marks=WEEKLY) for placed in FURTHER),
     ],
 )
 def test_a_rollout_elsewhere_generates_from_the_actors_weights(placed: Placed, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from rollout_checks import GREEDY, hugging_face_greedy, logprob_difference, round_trip, tokens
+from sweeps import WEEKLY, marks_of
 from test_carried_tensors import raw
 from test_families_end_to_end import LAYOUTS, rows_of
 from test_reward_model_critic import hugging_face_values
@@ -36,11 +37,13 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 NUM_ROWS = 7
 OFTEN = ((save_qwen3_vl, "TP2"),)
-FURTHER = [(save, layout) for save in (save_qwen25_vl, save_qwen3_vl, save_gemma3_vision) for layout in ("TP2xPP2",)]
-FURTHER += [(save_qwen3_5_vision, "TP2xPP2"), (save_qwen25_vl_as_published, "TP2"), (save_gemma3_vision, "one process")]
+SWEPT = ((save_gemma3_vision, "TP2xPP2"), (save_qwen25_vl_as_published, "TP2"))
+FURTHER = tuple((save, "TP2xPP2") for save in (save_qwen25_vl, save_qwen3_vl, save_qwen3_5_vision))
+FURTHER += ((save_gemma3_vision, "one process"),)
+"""What runs once a week, with the further critics below: the same folders, cut otherwise."""
 CASES = [
-    pytest.param(*case, marks=[] if case in OFTEN else pytest.mark.exhaustive, id=f"{case[0].__name__}-{case[1]}")
-    for case in dict.fromkeys([*OFTEN, *FURTHER])
+    pytest.param(*case, marks=marks_of(case, OFTEN, FURTHER), id=f"{case[0].__name__}-{case[1]}")
+    for case in (*OFTEN, *SWEPT, *FURTHER)
 ]
 RATE = {"actor_rollout_ref__actor__optim__lr": 1e-3}
 
@@ -137,8 +140,8 @@ def train_critic(config, folder: Path) -> tuple[torch.Tensor, torch.Tensor] | No
     ("save", "architecture"),
     [
         (save_qwen3_vl, "Qwen3ForSequenceClassification"),
-        pytest.param(save_qwen25_vl, "Qwen2ForSequenceClassification", marks=pytest.mark.exhaustive),
-        pytest.param(save_gemma3_vision, "Gemma3TextForSequenceClassification", marks=pytest.mark.exhaustive),
+        pytest.param(save_qwen25_vl, "Qwen2ForSequenceClassification", marks=WEEKLY),
+        pytest.param(save_gemma3_vision, "Gemma3TextForSequenceClassification", marks=WEEKLY),
     ],
 )
 def test_a_critic_is_written_as_a_classifier_of_text(save, architecture, tmp_path) -> None:

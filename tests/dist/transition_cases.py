@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import pytest
+from sweeps import marks_of
 from tiny_gpt_oss import save_gpt_oss
 from tiny_minimax import save_minimax
 from tiny_models import (
@@ -87,8 +88,17 @@ OFTEN = ("TP2EP2ETP1-TP2",)
 The others differ in the size of an axis or combine what is here; plans are checked for all layouts in
 tests/hybrid_engine.
 """
+WEEKLY_CASES = (
+    "TP4-TP1",
+    "PP2-TP2",
+    "TP2PP2SP-TP1-qwen3",
+    "TP2ETP2-TP1-deepseek-v3",
+    "TP2PP2ETP2-TP1-minimax",
+    "DP2EP2-TP2-gpt-oss",
+)
+"""What the sweeps leave to the week: further families in a layout that another model has, or a subset of its axes."""
 
 
-def often(cases: list[Case]) -> list:
-    """Parameters: those in `OFTEN` as they are, the others exhaustive."""
-    return [pytest.param(one, marks=[] if one.name in OFTEN else pytest.mark.exhaustive, id=one.name) for one in cases]
+def often(cases: list[Case], chosen: Collection[str] = OFTEN) -> list:
+    """Parameters: the chosen ones as they are, the others exhaustive, and of these some weekly."""
+    return [pytest.param(one, marks=marks_of(one.name, chosen, WEEKLY_CASES), id=one.name) for one in cases]

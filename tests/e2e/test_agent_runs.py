@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from short_runs import LOCAL, MEGATRON, WITHOUT_RAY, metrics
+from sweeps import WEEKLY, marks_of
 from test_async_runs import ASYNC, SMALL, assert_same_bits, events, replicas, stopped_in, weights_equal
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
@@ -67,19 +68,21 @@ def test_an_agent_trains_and_its_tokens_are_exact(command_line) -> None:
     assert 0 < max(differences(run)) < BOUND
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "layout",
     [
-        (2, "tensor_model_parallel_size=2"),
-        (2, "tensor_model_parallel_size=1", "pipeline_model_parallel_size=2"),
-        (2, "tensor_model_parallel_size=1", "context_parallel_size=2"),
-        (4, "tensor_model_parallel_size=2", "pipeline_model_parallel_size=2"),
+        pytest.param((2, "tensor_model_parallel_size=2"), marks=WEEKLY),
+        pytest.param((2, "tensor_model_parallel_size=1", "pipeline_model_parallel_size=2"), marks=WEEKLY),
+        pytest.param((2, "tensor_model_parallel_size=1", "context_parallel_size=2"), marks=pytest.mark.exhaustive),
+        pytest.param(
+            (4, "tensor_model_parallel_size=2", "pipeline_model_parallel_size=2"), marks=pytest.mark.exhaustive
+        ),
     ],
     ids=["TP2", "PP2", "CP2", "TP2PP2"],
 )
 def test_agents_in_layouts(command_line, layout) -> None:
     """Two steps each, environments in processes. Weights of the second step come from gradients of the first.
+    Weekly are the axes that the sweeps have together.
 
     Would not catch a layout that loses a little: parity of gradients with holes is tested by itself.
     """
@@ -209,18 +212,18 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("layout", "further"),
     [
-        *((name, ()) for name in LAYOUTS),
-        ("TP2", (PADDED,)),
+        *(pytest.param(name, (), marks=marks_of(name, weekly=("TP2",))) for name in LAYOUTS),
+        pytest.param("TP2", (PADDED,), marks=pytest.mark.exhaustive),
     ],
 )
 def test_conversations_of_one_episode_are_exact(command_line, tmp_path, layout, further) -> None:
     """An agent that asks in other conversations, and an environment with a template that writes earlier turns
     otherwise: the trainer's log-probs are the engine's, so each turn was learned behind what was before it. Contexts
-    are three times as long as those of the bound; another token would differ by whole units.
+    are three times as long as those of the bound; another token would differ by whole units. TP2 with packed rows is
+    weekly: one process has packed rows, and padded ones have TP2.
 
     Would not catch weights that change between two conversations; those of turns do so, too.
     """

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from short_runs import LOCAL, SHORT, TP2, WITHOUT_RAY, metrics
+from sweeps import marks_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 
@@ -57,14 +58,15 @@ def numbers(run) -> dict[int, dict[str, float]]:
     }
 
 
-def rarely(kinds, often: tuple[str, ...]) -> list:
-    return [pytest.param(kind, marks=[] if kind in often else pytest.mark.exhaustive) for kind in kinds]
+def rarely(kinds, often: tuple[str, ...] = (), weekly: tuple[str, ...] = ()) -> list:
+    return [pytest.param(kind, marks=marks_of(kind, often, weekly)) for kind in kinds]
 
 
-@pytest.mark.parametrize("kind", rarely(KINDS, ("forward_kl",)))
+@pytest.mark.parametrize("kind", rarely(KINDS, ("forward_kl",), weekly=("forward_kl_topk",)))
 def test_a_teacher_in_a_pool_and_layout_of_its_own(command_line, other: Path, kind: str) -> None:
-    """TP2 there, one actor's rank here: the numbers of one process, task rewards and all. Would not catch what every
-    layout computes wrong; tests/dist/test_distillation_parity.py does.
+    """TP2 there, one actor's rank here: the numbers of one process, task rewards and all. Weekly is what comes from
+    teachers as another kind's numbers do. Would not catch what every layout computes wrong;
+    tests/dist/test_distillation_parity.py does.
     """
     keys = (*FEW, *KINDS[kind], f"{LOSS}.use_task_rewards=true")
     apart = teacher(other, pool="teachers", **{"megatron.tensor_model_parallel_size": 2})
@@ -84,10 +86,10 @@ def test_a_teacher_in_a_pool_and_layout_of_its_own(command_line, other: Path, ki
             assert found[step][name] == pytest.approx(value, rel=1e-4, abs=1e-6), (step, name)
 
 
-@pytest.mark.parametrize("kind", rarely(KINDS, ("jsd",)))
+@pytest.mark.parametrize("kind", rarely(KINDS, ("jsd",), weekly=("forward_kl", "forward_kl_topk")))
 def test_a_student_learns_nothing_from_itself(command_line, kind: str) -> None:
-    """Teacher and student are one model: loss and gradient are 0 but for rounding. Would not catch a loss that is
-    always 0; the test above does.
+    """Teacher and student are one model: loss and gradient are 0 but for rounding. Weekly are kinds that read of a
+    teacher what another kind reads. Would not catch a loss that is always 0; the test above does.
     """
     once = ("actor_rollout_ref.actor.ppo_epochs=1", "trainer.total_training_steps=1")
     run = command_line(*FEW, *once, *KINDS[kind], *teacher(STUDENT), *LOCAL, config=CONFIG)
@@ -150,10 +152,11 @@ def test_what_prompts_lack_is_said_before_ranks_start(command_line, two_sources:
     assert sentence in " ".join(run.text().split()) and "Traceback" not in run.text()
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl_topk"])
+@pytest.mark.parametrize("kind", rarely(["forward_kl", "reverse_kl_topk"], weekly=("forward_kl",)))
 def test_a_resumed_run_is_the_whole_one(command_line, other: Path, kind: str, tmp_path: Path) -> None:
-    """2 + 2 steps equal 4, bit for bit. Would not catch another layout, which has nothing of the teacher's."""
+    """2 + 2 steps equal 4, bit for bit. Weekly with the kind for which the student sends nothing to its teacher. Would
+    not catch another layout, which has nothing of the teacher's.
+    """
     lasting = ("trainer.save_freq=1", "actor_rollout_ref.actor.optim.lr_decay_style=constant")
     keys = (*FEW, *KINDS[kind], *teacher(other), *LOCAL, *lasting)
     four = command_line(*keys, "trainer.total_training_steps=4", config=CONFIG)
@@ -193,10 +196,9 @@ def carrier(recorded) -> Path:
     return recorded("the demo in one process", *LOCAL, "trainer.test_freq=0").run / "hf_model"
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", rarely([1, 2, 3], weekly=(2, 3)))
 def test_the_demo_learns_without_rewards(command_line, carrier: Path, seed: int) -> None:
-    """configs/distill_cpu.yaml, 20 steps, TP2 x PP2. Would not catch other tasks."""
+    """configs/distill_cpu.yaml, 20 steps, TP2 x PP2; further seeds weekly. Would not catch other tasks."""
     run = command_line(*teacher(carrier), WITHOUT_RAY, f"trainer.seed={seed}", validates_all=True, config=CONFIG)
     assert run.wait() == 0, run.text()
     summary = json.loads((run.run / "summary.json").read_text())

@@ -10,6 +10,7 @@ import pytest
 from recorded_runs import RecordedRun
 from short_runs import LOCAL, ONE, TP2, WITHOUT_RAY, metrics, reached, steps_saved
 from stage_files import STAGES, command_of, keys_of, weights_apart
+from sweeps import marks_of
 from transformers import AutoModelForSequenceClassification
 
 from megatron_rl.checkpoint.export_saved import export_saved
@@ -30,13 +31,12 @@ def five_steps(recorded, files: Path) -> Callable[[str], RecordedRun]:
     return run
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(name, marks=[] if name in OFTEN else pytest.mark.exhaustive) for name in STAGES]
-)
+@pytest.mark.parametrize("stage", [pytest.param(name, marks=marks_of(name, OFTEN, ("kto",))) for name in STAGES])
 def test_killed_stage_goes_on_exactly(command_line, five_steps, files: Path, stage: str) -> None:
     """`kill -9` in step 5: all metrics and the exported model are the uninterrupted run's, bit for bit.
 
-    Would not catch a kill inside a save, which tests/checkpoint have at every instant.
+    Weekly for kto, which keeps what dpo keeps. Would not catch a kill inside a save, which tests/checkpoint have
+    at every instant.
     """
     keys, command = (*keys_of(files, stage), *LOCAL), command_of(stage)
     whole, killed = five_steps(stage), command_line(*keys, stage=command)
