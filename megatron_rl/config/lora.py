@@ -11,8 +11,10 @@ from megatron_rl.config.constraints import AtMost, FilePath, NotNegative, OneOf
 
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Megatron's names of the linears that adapters are for, and verl's default targets."""
-RESIDENT, REFETCH = "resident", "refetch"
-"""Where foreign stages of the base are between generations: they stay, or they are brought each time."""
+RESIDENT, HOST, REFETCH = "resident", "host", "refetch"
+"""Where foreign stages of the base are between generations: they stay, they are on the host, or they are brought each
+time.
+"""
 
 
 @dataclass
@@ -39,9 +41,10 @@ class LoraConfig:
     into a copy of its weights before every generation, and whole weights cross."""
     lora_A_init_method: Annotated[str, OneOf(("xavier", "kaiming", "normal"))] = "xavier"  # noqa: N815  verl's name
     """How A is drawn; B starts at 0. normal: with a standard deviation of 1 / rank, as PEFT's gaussian."""
-    base: Annotated[str, OneOf((RESIDENT, REFETCH))] = RESIDENT
+    base: Annotated[str, OneOf((RESIDENT, HOST, REFETCH))] = RESIDENT
     """The frozen weights of other stages, which generation needs: resident: brought once, and kept on the device |
-    refetch: brought for each generation."""
+    host: brought once, kept in host memory, and copied to the device for each generation | refetch: brought for each
+    generation."""
 
     @property
     def is_merged(self) -> bool:
@@ -55,8 +58,18 @@ class LoraConfig:
 
     @property
     def keeps_base(self) -> bool:
-        """Whether the base crosses once and stays where generation reads it."""
+        """Whether the base crosses once, and is kept on the device or on its host."""
+        return self.crosses_alone and self.base != REFETCH
+
+    @property
+    def base_stays(self) -> bool:
+        """Whether the base stays where generation reads it."""
         return self.crosses_alone and self.base == RESIDENT
+
+    @property
+    def base_on_host(self) -> bool:
+        """Whether the base is copied from host memory for each generation."""
+        return self.crosses_alone and self.base == HOST
 
     @property
     def scale(self) -> float:

@@ -11,12 +11,12 @@ from megatron_rl.hybrid_engine.composed_weights import ComposedPart, ComposedWei
 class AdaptedWeights(ComposedWeights):
     """Base and adapters of a rollout shard, each with an exchange of its own; as `HybridEngine` expects it.
 
-    keeps_base: what the base brought stays on the device, and moves once; otherwise it comes for every generation.
+    stays, from_host: of the base, see `ComposedPart`.
     tensors: of the base.
     """
 
-    def __init__(self, base: AllGatherPPModel, adapters: AllGatherPPModel, keeps_base: bool) -> None:
-        super().__init__([ComposedPart(base, stays=keeps_base), ComposedPart(adapters)])
+    def __init__(self, base: AllGatherPPModel, adapters: AllGatherPPModel, stays: bool, from_host: bool) -> None:
+        super().__init__([ComposedPart(base, stays, from_host), ComposedPart(adapters)])
         self.base, self.adapters = base, adapters
         self.adapter_tensors = adapters.tensors
 

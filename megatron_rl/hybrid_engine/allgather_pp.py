@@ -146,6 +146,16 @@ class AllGatherPPModel:
         """Bytes beside training's buffers, by the names of the memory plan."""
         return {"foreign stages": self.foreign.num_bytes if self.foreign.is_allocated else 0}
 
+    def copy_on_host(self) -> torch.Tensor:
+        """Copy the foreign buffer to host memory, pinned where the buffer is on a GPU."""
+        data = self.foreign.data
+        return torch.empty_like(data, device="cpu", pin_memory=data.is_cuda).copy_(data)
+
+    def take_from(self, copy: torch.Tensor) -> None:
+        """Fill the foreign buffer from its copy on the host."""
+        self.foreign.allocate()
+        self.foreign.data.copy_(copy, non_blocking=True)
+
     def release(self) -> None:
         """Release the foreign buffer's memory, and not training's."""
         self.foreign.release()

@@ -8,16 +8,19 @@ from dataclasses import dataclass
 import torch
 
 from megatron_rl.hybrid_engine.allgather_pp import AllGatherPPModel, Bytes
+from megatron_rl.hybrid_engine.plan import ON_HOST
 
 
 @dataclass
 class ComposedPart:
-    """One exchange of several. stays: what it brought stays on the device, and moves once; otherwise it comes for every
-    generation.
+    """One exchange of several. stays: what it brought stays on the device, and moves once. from_host: it moves once,
+    too, and comes from `copy` in host memory for every later generation. Otherwise it moves for every generation.
     """
 
     exchange: AllGatherPPModel
     stays: bool = False
+    from_host: bool = False
+    copy: torch.Tensor | None = None
     is_here: bool = False
     is_verified: bool = False
 
@@ -38,11 +41,16 @@ class ComposedWeights:
         return {name: tensor for part in self.parts for name, tensor in part.exchange.tensors.items()}
 
     def gather(self) -> Bytes:
-        """Bring what is not here; returns what was received."""
-        moved = [part for part in self.parts if not part.is_here]
+        """Bring what is not here; returns what was received from other ranks."""
+        for part in self.parts:
+            if part.copy is not None:
+                part.exchange.take_from(part.copy)
+                part.is_verified = False
+        moved = [part for part in self.parts if not part.is_here and part.copy is None]
         received = [part.exchange.gather() for part in moved]
         for part in moved:
             part.is_here, part.is_verified = part.stays, False
+            part.copy = part.exchange.copy_on_host() if part.from_host else None
         self.lower_bound = _sum([part.exchange.lower_bound for part in moved])
         return _sum(received)
 
@@ -64,9 +72,14 @@ class ComposedWeights:
             part.exchange.restore_training()
 
     def memory(self) -> dict[str, int]:
-        """Bytes beside training's buffers, by the names of the memory plan."""
+        """Bytes beside training's buffers, by the names of the memory plan. Copies on the host count where it is the
+        device.
+        """
         held = [part.exchange.memory() for part in self.parts]
-        return {name: sum(each[name] for each in held) for name in held[0]}
+        named = {name: sum(each[name] for each in held) for name in held[0]}
+        kept = [part for part in self.parts if part.from_host and not part.exchange.foreign.data.is_cuda]
+        copies = sum(part.copy.nbytes for part in kept if part.copy is not None)
+        return named | ({ON_HOST: copies} if kept else {})
 
     def release(self) -> None:
         """Release what was brought and does not stay."""

@@ -23,6 +23,8 @@ from megatron_rl.parallel.sharding import Box, LogicalTensor, Place, box_numel, 
 
 ALIGNMENT = 64
 """Elements; foreign slots start at a multiple of it, as parameters do in Megatron's buffers."""
+ON_HOST = "base on the host"
+"""The memory plan's name of copies of frozen foreign weights, where the host is the device."""
 
 
 @dataclass(frozen=True)

@@ -273,7 +273,7 @@ def shared_weights(
     base = exchanged(actor.base)
     if not spec.lora.rank:
         return base
-    return AdaptedWeights(base, exchanged(actor.trained, ADAPTER_POOL), spec.lora.keeps_base)
+    return AdaptedWeights(base, exchanged(actor.trained, ADAPTER_POOL), spec.lora.base_stays, spec.lora.base_on_host)
 
 
 def eos_token_ids(model_path: str) -> list[int]:

@@ -284,6 +284,7 @@ A_LAYOUT = "actor__megatron__"
     [
         pytest.param(2, 2, 1, {}, id="TP2"),
         pytest.param(2, 1, 2, {"model__lora__base": "refetch"}, id="PP2-refetch"),
+        pytest.param(2, 1, 2, {"model__lora__base": "host"}, id="PP2-host"),
         pytest.param(2, 1, 1, {"model__use_remove_padding": False}, id="DP2-padded"),
         pytest.param(2, 1, 1, {f"{A_LAYOUT}context_parallel_size": 2}, id="CP2"),
         pytest.param(4, 1, 2, {f"{A_LAYOUT}virtual_pipeline_model_parallel_size": 2}, id="PP2xVPP2xDP2"),

@@ -162,6 +162,7 @@ GATHER = {f"{MEGATRON}override_transformer_config__cp_comm_type": "all_gather"}
 LORA = {"actor_rollout_ref__model__lora__rank": 16, "critic__model__lora__rank": 4}
 MERGED = {"actor_rollout_ref__model__lora__merge": True}
 REFETCH = {"actor_rollout_ref__model__lora__base": "refetch"}
+ON_HOST = {"actor_rollout_ref__model__lora__base": "host"}
 DROPPED = {"actor_rollout_ref__rollout__drop_train_weights": True}
 DROPPED |= {"actor_rollout_ref__rollout__tensor_model_parallel_size": 1}
 WIDE, TOP, DISTILLATION = 192, 128, "distillation__distillation_loss__"
@@ -193,6 +194,7 @@ LAYOUTS = {
     "adapters, TP2, SP": (2, 2, 1, LORA | SP),
     "adapters, PP2": (2, 1, 2, LORA),
     "adapters, PP2, brought again, recomputed": (2, 1, 2, LORA | REFETCH | RECOMPUTED),
+    "adapters, PP2, base on the host": (2, 1, 2, LORA | ON_HOST),
     "adapters, DP2, host Adam": (2, 1, 1, LORA | HOST_ADAM | BUCKETS),
     "experts, adapters merged, EP2": (2, 1, 1, LORA | MERGED | EP2),
     "adapters, PP2, merged": (2, 1, 2, LORA | MERGED),
@@ -229,6 +231,7 @@ RARELY = (
     "gated delta rule, TP2, SP",
     "adapters, TP2, SP",
     "adapters, PP2, brought again, recomputed",
+    "adapters, PP2, base on the host",
     "adapters, DP2, host Adam",
     "experts, adapters merged, EP2",
     "adapters, PP2, merged",

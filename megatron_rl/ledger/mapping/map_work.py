@@ -202,7 +202,7 @@ class MapWork:
 
     @cached_property
     def keeps_base(self) -> bool:
-        """Whether the foreign part of the actor's base stays between generations, if there is one."""
+        """Whether the foreign part of the actor's base moves once, if there is one."""
         return self.actor.spec.lora.keeps_base
 
     @property

@@ -196,7 +196,7 @@ class Pools:
 
     def _takes_room(self, block: tuple[str, ...]) -> bool:
         """Return whether weights of generation stay on the device while the pool trains."""
-        return ROLLOUT in block and (ACTOR not in block or self.work.keeps_base)
+        return ROLLOUT in block and (ACTOR not in block or self.work.actor.spec.lora.base_stays)
 
     @cached_property
     def moved(self) -> ActorBytes:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, SCORER, TEACHER, TUNED, RoleSpec
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.hybrid_engine.plan import covers_training
+from megatron_rl.hybrid_engine.plan import ON_HOST, covers_training
 from megatron_rl.ledger.planner.eight_bit_transition import product_numel
 from megatron_rl.ledger.planner.role_ledger import IN_EIGHT_BITS, SCORE, UPDATE, Held
-from megatron_rl.ledger.planner.run_models import RunModels, bucket_bytes, merged_bytes
+from megatron_rl.ledger.planner.run_models import RunModels, bucket_bytes, host_copy_bytes, merged_bytes
 from megatron_rl.model.families import VOCAB_PADDING, Model, tensors_of
 from megatron_rl.model.parts import FP32
 from megatron_rl.parallel.sharding import shard_of
@@ -117,6 +117,8 @@ class MemoryOfStage:
                 held["arriving weights"] = arriving_bytes(self.models)
         elif self.generates and (stays := self.models.foreign_bytes(self.pp_rank, stays=True)):
             held["foreign stages"] = stays
+        elif self.generates and self.config.trainer.device == "cpu" and self.models.actor_role.lora.base_on_host:
+            held[ON_HOST] = host_copy_bytes(self.models, self.pp_rank)  # the host is the device
         built = self._largest_while_built()
         # While the engine is built, training's memory has left as far as it does for generation.
         complete = without_moments(self._staying(held)) | self._rollout_memory() if self.generates else built

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_rl.config.keys import ROLLOUT as ROLLOUT_KEY
 from megatron_rl.config.keys import followed_keys, put, value_of
-from megatron_rl.config.lora import REFETCH
+from megatron_rl.config.lora import HOST, REFETCH
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.roles import ACTOR, ROLLOUT, SCORER, TUNED, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
@@ -122,10 +122,12 @@ def candidates(config: RunConfig, pools: set[str]) -> Iterator[dict[str, Any]]:
 
 
 def _brought_again(config: RunConfig, pool: PoolSpec) -> Iterator[dict[str, Any]]:
-    """Yield the setting that keeps no foreign part of a base between generations, where adapters are trained."""
+    """Yield the setting that keeps no foreign part of a base on the device between generations, where adapters are
+    trained. On a CPU the host is the device.
+    """
     lora = config.actor_rollout_ref.model.lora
-    if lora.keeps_base and {ACTOR, ROLLOUT} <= {role.kind for role in pool.roles}:
-        yield {"actor_rollout_ref.model.lora.base": REFETCH}
+    if lora.base_stays and {ACTOR, ROLLOUT} <= {role.kind for role in pool.roles}:
+        yield {"actor_rollout_ref.model.lora.base": REFETCH if config.trainer.device == "cpu" else HOST}
 
 
 def _offloads(role: RoleSpec) -> tuple[str, ...]:

@@ -116,7 +116,7 @@ class RunModels:
 
     @property
     def keeps_base(self) -> bool:
-        """Whether the base moves once, and stays where generation reads it."""
+        """Whether the base moves once, and is kept on the device or on its host."""
         return self.actor_role.lora.keeps_base
 
     # A rollout on the actor's memory
@@ -160,7 +160,7 @@ class RunModels:
 
         stays: of that part alone that is there between generations.
         """
-        parts = ([self.alike_layers] if self.keeps_base else []) if stays else self.alike_parts
+        parts = ([self.alike_layers] if self.actor_role.lora.base_stays else []) if stays else self.alike_parts
         numbers = self.members_of_stage(pp_rank)
         return max(sum(part.foreign_numel(number) for part in parts) for number in numbers) * self.element
 
@@ -237,6 +237,13 @@ class RunModels:
         place, adapters = self.rollout.place(0, VOCAB_PADDING), self.actor_adapters
         specs = {**self.actor.specs, **(adapters.params.specs if adapters else {})}
         return sum(shard_of(tensor, place).numel for tensor in tensors_of(specs).values()) * self.element
+
+
+def host_copy_bytes(models: RunModels, pp_rank: int) -> int:
+    """Return the bytes of the largest copy of foreign base weights in host memory among a stage's ranks."""
+    if not models.actor_role.lora.base_on_host or not models.placement.is_colocated:
+        return 0
+    return max(map(models.alike_layers.foreign_numel, models.members_of_stage(pp_rank))) * models.element
 
 
 def merged_bytes(models: RunModels, pp_rank: int) -> dict[str, int]:

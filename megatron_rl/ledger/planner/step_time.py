@@ -18,7 +18,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.ledger.planner.critical_path import Task, Timeline, simulate_tasks
 from megatron_rl.ledger.planner.hardware import Hardware, Overheads
 from megatron_rl.ledger.planner.memory import GEN, RESHARD, phase_order
-from megatron_rl.ledger.planner.run_models import PoolModels, RunModels
+from megatron_rl.ledger.planner.run_models import PoolModels, RunModels, host_copy_bytes
 from megatron_rl.ledger.planner.time import FP32, Estimator, Layout, Load, ModelCost
 from megatron_rl.ledger.planner.transition import TransitionPlan
 from megatron_rl.parallel.context_packs import needed_size
@@ -169,7 +169,8 @@ def offload_seconds(models: RunModels, hardware: Hardware) -> float:
             if role.megatron.optimizer_offload and role.is_trained:
                 offloaded[pp_rank] += ledger.weights.optimizer_share(pp_rank) * optimizer_bytes(element)
         seconds += 2 * max(offloaded) / hardware.host_bandwidth
-    return seconds
+    copied = max(host_copy_bytes(models, pp_rank) for pp_rank in range(models.generating.grid.pp_size))
+    return seconds + copied / hardware.host_bandwidth
 
 
 def optimizer_bytes(element: int) -> int:
