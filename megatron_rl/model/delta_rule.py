@@ -129,8 +129,8 @@ class DeltaCore(torch.autograd.Function):
         mixed, b, a, weight, log_decay, dt_bias = inputs
         with torch.enable_grad():
             out = delta_core(mixed, b, a, weight, log_decay, dt_bias, ctx.sizes)
-        found = iter(torch.autograd.grad(out, [x for x in inputs if x.requires_grad], grad))
-        return (*(next(found) if is_needed else None for is_needed in needed), None)
+        gradients = iter(torch.autograd.grad(out, [x for x in inputs if x.requires_grad], grad))
+        return (*(next(gradients) if is_needed else None for is_needed in needed), None)
 
 
 def delta_core(

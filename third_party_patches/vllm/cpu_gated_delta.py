@@ -47,8 +47,8 @@ def tokens_of(layer: Any, convolved: torch.Tensor, b: torch.Tensor, a: torch.Ten
 def one_step(tokens: Tokens, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """One token of each request: state float32 [T, N, K, V] -> (outputs [T, N, V], the next state)."""
     state = state * tokens.decay.exp()[..., None, None]
-    found = torch.einsum("tnkv,tnk->tnv", state, tokens.key)
-    written = (tokens.value - found) * tokens.rate[..., None]
+    recalled = torch.einsum("tnkv,tnk->tnv", state, tokens.key)
+    written = (tokens.value - recalled) * tokens.rate[..., None]
     state = state + tokens.key[..., None] * written[..., None, :]
     return torch.einsum("tnkv,tnk->tnv", state, tokens.query) * tokens.query.shape[-1] ** -0.5, state
 
