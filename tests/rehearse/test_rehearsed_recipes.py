@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sweeps import marks_of
 
 from megatron_rl.config.load import load_config
 from megatron_rl.config.roles import Placement
@@ -196,8 +197,14 @@ def test_all_recipes_are_rehearsed():
     )
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("recipe", "stage"), list(GPU_RECIPES.items()))
+SLOW = ("configs/recipes/gpt_oss_20b_grpo.yaml", "configs/recipes/qwen3.5_35b_a3b_grpo.yaml")
+"""Whose attention is many small operations, in minutes: weekly."""
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("recipe", "stage"), [pytest.param(*case, marks=marks_of(case[0], weekly=SLOW)) for case in GPU_RECIPES.items()]
+)
 def test_every_recipe(tmp_path, recipe, stage):
     """First, middle and last rank with two layers a stage: peaks within 2% of the plan, calls fit.
 
