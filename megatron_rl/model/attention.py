@@ -34,7 +34,6 @@ class StackedQKVSelfAttention(SelfAttention):
 
     shape: the model's variants of attention; None: plain. part: this layer's attention; None: that of Megatron's
     configuration. norm_after: the norm of the output, `post_layernorm`. turn_scale: factor of cosine and sine.
-    joint_norms: norms of queries and keys are over all heads together.
     """
 
     def __init__(
@@ -46,7 +45,6 @@ class StackedQKVSelfAttention(SelfAttention):
         part: GroupedAttention | None = None,
         norm_after: type[RMSNorm] | None = None,
         turn_scale: float = 1.0,
-        joint_norms: bool = False,
         **options: Any,
     ) -> None:
         shares_keys = part is not None and part.values_are_keys
@@ -59,7 +57,7 @@ class StackedQKVSelfAttention(SelfAttention):
         super().__init__(config, submodules, *args, **options)
         self.shares_keys, self.norms_values = shares_keys, part is not None and part.value_norm
         self.turn_scale = turn_scale
-        if joint_norms:
+        if part is not None and part.joint_norms:
             size, group = self.hidden_size_per_attention_head, self.tp_group
             self.q_layernorm = JointNorm(self.config, self.num_attention_heads_per_partition, size, group)
             self.k_layernorm = JointNorm(self.config, self.num_query_groups_per_partition, size, group)

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 64
-"""Tokens that are computed together."""
+from megatron_rl.model.parts.gated_delta import CHUNK
+
 NORM_EPS = 1e-6
 """Added to the squared length of keys and queries, as in transformers and vLLM."""
 

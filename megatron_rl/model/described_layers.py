@@ -67,8 +67,8 @@ def put_grouped_attention(
     shape, attention = shape_of(settings).attention, layer.submodules.self_attention
     norm_after = norm_of(style) if style.norms_after else None
     attention.module = StackedQKVSelfAttention
-    attention.params = {**attention.params, "shape": shape, "part": part, "norm_after": norm_after}
-    attention.params |= {"turn_scale": turn_scale(hf_config), "joint_norms": part.joint_norms}
+    own = {"shape": shape, "part": part, "norm_after": norm_after, "turn_scale": turn_scale(hf_config)}
+    attention.params = {**attention.params, **own}
     core = ContextAttention if config.context_parallel_size > 1 else CausalAttention
     attention.submodules.core_attention = ModuleSpec(module=core, params={"shape": shape})
     if part.qk_norm and not part.joint_norms:

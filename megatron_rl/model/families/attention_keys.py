@@ -171,11 +171,11 @@ def layer_kinds(keys: AttentionKeys, settings: Mapping[str, Any]) -> list[str]:
     return [*kinds[:-1], GLOBAL] if keys.ends_global else kinds
 
 
-def kinds_by_period(keys: AttentionKeys, settings: Mapping[str, Any]) -> list[str]:
-    """`layer_kinds` of a family with windows whose config.json has no `layer_types`."""
+def kinds_by_period(keys: AttentionKeys, settings: Mapping[str, Any], between: str = LOCAL) -> list[str]:
+    """The kind of every layer where config.json has no `layer_types`. between: of those that are not `GLOBAL`."""
     count = settings["num_hidden_layers"]
     period = keys.period if keys.period_key is None else settings.get(keys.period_key) or keys.period
-    return [LOCAL if (layer + 1) % period else GLOBAL for layer in range(count)]
+    return [between if (layer + 1) % period else GLOBAL for layer in range(count)]
 
 
 def rotary_share(keys: AttentionKeys, settings: Mapping[str, Any]) -> float:

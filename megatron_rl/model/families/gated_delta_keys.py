@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from megatron_rl.model.families.attention_keys import GLOBAL, AttentionKeys
+from megatron_rl.model.families.attention_keys import GLOBAL, AttentionKeys, kinds_by_period
 from megatron_rl.model.parts import AttentionPart, AttentionShape, GatedDelta, ModelShape
 from megatron_rl.model.parts.gated_delta import KEY_HEADS, SIZE_KEYS, VALUE_HEADS
 
@@ -35,20 +35,16 @@ class GatedDeltaKeys(AttentionKeys):
     size_keys: ClassVar[tuple[str, ...]] = SIZE_KEYS
     other_kinds: ClassVar[frozenset[str]] = frozenset({LINEAR})
 
-    def sizes(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the sizes of full attention, and with them the linear layers."""
-        read = super().sizes(settings)
-        plain = {field.name: getattr(read["attention"], field.name) for field in fields(AttentionShape)}
+    def described(self, settings: Mapping[str, Any], head_size: int) -> AttentionShape:
+        """Return the variants of full attention, and with them the linear layers."""
+        usual = replace(super().described(settings, head_size), gated=True)
         delta = GatedDelta.from_hf(settings, self.interleaved)
         linear = tuple(kind == LINEAR for kind in self.kinds_of_layers(settings))
-        return read | {"attention": MixedShape(**plain | {"gated": True}, delta=delta, linear=linear)}
+        return MixedShape(**vars(usual), delta=delta, linear=linear)
 
     def kinds_of_layers(self, settings: Mapping[str, Any]) -> list[str]:
         """The kind of every layer, by config.json's names."""
-        if settings.get("layer_types"):
-            return list(settings["layer_types"])
-        period = settings.get(self.period_key or "") or self.period
-        return [LINEAR if (layer + 1) % period else GLOBAL for layer in range(settings["num_hidden_layers"])]
+        return list(settings.get("layer_types") or kinds_by_period(self, settings, LINEAR))
 
     def problem(self, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
         """Heads of values share those of keys evenly, every layer has a kind, and some a cache that grows."""
