@@ -36,7 +36,7 @@ def quantization_problems(config: RunConfig, models: Sequence[ModelSizes]) -> It
     model = next((model for model in models if model.path == shared.model.path), None)
     if model is None or model.model is None:
         return
-    if own := model.own_linears:
+    if own := model.attention.own_linears:
         yield Violation({KEY: FP8}, f"is not there for {own}, which {model.path} has", {KEY: None})
     else:
         yield from _block_problems(config, model)

@@ -43,8 +43,7 @@ class FamilyRow:
         lacks = {}
         if not any(layer.has_experts for layer in model.layers):
             lacks["EP"] = "it has no experts"
-        whole = next((part.not_cut for part in model.attentions if part.not_cut), "")
-        if whole:
+        if whole := model.attention.not_cut:
             lacks["CP"] = f"{whole}: not cut over context-parallel ranks"
         return cls(family.architecture, lacks)
 

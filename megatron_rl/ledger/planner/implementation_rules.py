@@ -31,7 +31,7 @@ def implementation_problems(role: RoleSpec, model: ModelSizes | None, device: st
 
 def _unfit(key: str, chosen: str, model: ModelSizes) -> Iterable[Violation]:
     """Models whose layers are not Megatron's."""
-    if own := model.te_lacks:
+    if own := model.attention.te_lacks:
         rule = f"is not there for {own}, which {model.path} has: its layers are this project's own"
         yield Violation({key: chosen}, rule, {key: LOCAL})
     elif chosen == TRANSFORMER_ENGINE and model.parts.family.style.zero_centred_norms:
@@ -70,7 +70,7 @@ def _not_emulated(role: RoleSpec, key: str, model: ModelSizes | None) -> Iterabl
     options = role.megatron.override_transformer_config
     if model is not None and model.num_experts:
         yield Violation({key: options.fp8}, f"is not emulated for experts, which {model.path} has", {key: None})
-    elif model is not None and (own := model.own_linears):
+    elif model is not None and (own := model.attention.own_linears):
         rule = f"is not emulated for {own}, which {model.path} has"
         yield Violation({key: options.fp8}, rule, {key: None})
     again = f"{role.key}.{GROUP}.recompute_granularity"

@@ -37,7 +37,7 @@ def lora_problems(config: RunConfig, models: Sequence[ModelSizes], *, config_onl
             continue  # none, or a number that its own rule reports
         yield from _value_problems(role, key, config.actor_rollout_ref.rollout.drop_train_weights)
         model = by_path.get(role.model_path)
-        if model is not None and (own := model.own_linears):
+        if model is not None and (own := model.attention.own_linears):
             rule = f"is not there for {own}, which {model.path} has: its layers are this project's own"
             yield Violation({f"{key}.rank": lora.rank}, rule, {f"{key}.rank": 0})
         elif model is not None and (inside := model.parts.family.inside) is not None:

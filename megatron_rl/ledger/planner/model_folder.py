@@ -109,16 +109,6 @@ class ModelSizes:
         return self.parts.attention
 
     @property
-    def own_linears(self) -> str:
-        """The first kind of attention whose linear layers are this project's own; "" if there is none."""
-        return next((part.own_linears for part in self.parts.attentions if part.own_linears), "")
-
-    @property
-    def te_lacks(self) -> str:
-        """What transformer-engine's linear layers lack for the first attention that they do not fit; "" if nothing."""
-        return next((part.te_lacks for part in self.parts.attentions if part.te_lacks), "")
-
-    @property
     def rollout_tp_divides(self) -> dict[str, int]:
         """Name -> value of every size that generation shards over its TP ranks, experts included."""
         sizes = self.tp_divides | {"padded_vocab_size": self.padded_vocab_size}
@@ -132,9 +122,7 @@ class ModelSizes:
         sizes = {name: getattr(self, name) for name in names} | dict(
             [self.shared_experts] if self.shared_experts else ()
         )
-        for part in [] if self.model is None else self.model.attentions:
-            sizes |= part.tp_divides
-        return sizes
+        return sizes if self.model is None else sizes | self.model.attention.tp_divides
 
     @property
     def longest(self) -> dict[str, int]:

@@ -51,11 +51,9 @@ class Model:
 
     @cached_property
     def attention(self) -> Attention:
-        """The attention of the first layer, or all kinds that the layers have together."""
-        kinds: dict[type, AttentionPart] = {}
-        for layer in self.layers:
-            kinds.setdefault(type(layer.attention), layer.attention)
-        return MixedAttention(tuple(kinds.values())) if len(kinds) > 1 else self.layers[0].attention
+        """The attention of all layers, together where they differ."""
+        kinds = self.attentions
+        return MixedAttention(kinds) if len(kinds) > 1 else kinds[0]
 
     @property
     def attentions(self) -> tuple[AttentionPart, ...]:

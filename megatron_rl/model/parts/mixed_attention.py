@@ -12,7 +12,7 @@ from megatron_rl.model.parts.part import AttentionPart
 class MixedAttention:
     """Kinds of attention together: what one of them needs the model needs. Names are those of `AttentionPart`.
 
-    kinds: one part of each kind, in the order of the layers.
+    kinds: the different parts, in the order of the layers; of a setting that several have, the first's counts.
     """
 
     kinds: tuple[AttentionPart, ...]
@@ -37,23 +37,19 @@ class MixedAttention:
 
     @property
     def own_linears(self) -> str:
-        return " and ".join(part.own_linears for part in self.kinds if part.own_linears)
+        return _listed(part.own_linears for part in self.kinds)
 
     @property
     def te_lacks(self) -> str:
-        return " and ".join(part.te_lacks for part in self.kinds if part.te_lacks)
+        return _listed(part.te_lacks for part in self.kinds)
 
     @property
     def not_cut(self) -> str:
-        return " and ".join(part.not_cut for part in self.kinds if part.not_cut)
+        return _listed(part.not_cut for part in self.kinds)
 
     @property
     def tp_divides(self) -> dict[str, int]:
         return {name: number for part in self.kinds for name, number in part.tp_divides.items()}
-
-    def engine_problem(self, device: str) -> tuple[str, str] | None:
-        problems = (part.engine_problem(device) for part in self.kinds)
-        return next((problem for problem in problems if problem is not None), None)
 
     def copied_dtypes(self, device: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys(dtype for part in self.kinds for dtype in part.copied_dtypes(device)))
@@ -63,7 +59,14 @@ class MixedAttention:
 
 
 def _joined(settings: Iterable[Mapping[str, object]]) -> dict[str, object]:
-    return {name: value for one in settings for name, value in one.items()}
+    joined: dict[str, object] = {}
+    for own in settings:
+        joined = {**own, **joined}
+    return joined
+
+
+def _listed(names: Iterable[str]) -> str:
+    return " and ".join(name for name in dict.fromkeys(names) if name)
 
 
 Attention = AttentionPart | MixedAttention
