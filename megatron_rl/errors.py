@@ -69,24 +69,39 @@ class MegatronRLError(Exception):
 class ConfigError(MegatronRLError):
     """The configuration, a file that it names, or the nodes cannot work. Raised before any role is built.
 
-    violations: the broken rules as data, if rules were checked.
+    violations: the broken rules as data, if rules were checked. is_shortage: nodes have no room for the ranks.
     """
 
     exit_code = 2
 
-    def __init__(self, message: str, violations: Sequence[Violation] = ()) -> None:
+    def __init__(self, message: str, violations: Sequence[Violation] = (), is_shortage: bool = False) -> None:
         super().__init__(message)
         self.violations = tuple(violations)
+        self.is_shortage = is_shortage
 
 
 class WorkerFailure(MegatronRLError):
-    """A worker raised, or its process died. The message names rank, role, method and the worker's traceback."""
+    """A worker raised, or its process died. The message names rank, role, method and the worker's traceback.
+
+    is_loss: a process or node was lost or hung, so that the same step may go well with other processes.
+    """
 
     exit_code = 3
+
+    def __init__(self, message: str = "", is_loss: bool = False) -> None:
+        super().__init__(message)
+        self.is_loss = is_loss
 
 
 class WorkerStall(WorkerFailure):
     """A worker stopped answering, or its method made no progress; message and note say where it was."""
+
+    def __init__(self, message: str = "", is_loss: bool = True) -> None:
+        super().__init__(message, is_loss)
+
+
+class CopyLost(WorkerFailure):
+    """The copies of the state in host memory do not make up the state."""
 
 
 class RewardError(MegatronRLError):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.controller.repairs import Repairs, with_repairs
 from megatron_rl.controller.report import finish_run
 from megatron_rl.controller.run import Run, open_run
 from megatron_rl.dispatch import Future
@@ -26,9 +27,15 @@ def train(config: RunConfig, local: bool = False, replay: Path | None = None) ->
 
     Resumes from the newest checkpoint, or as `trainer.resume_mode` says. local: one rank, all roles in this process.
     replay: the folder of a run whose recorded schedule of generation is repeated.
+    Lost processes and nodes are repaired up to `trainer.max_repairs` times.
     Raises MegatronRLError if a rank or a reward function fails, or a signal asks the run to stop. No process is left.
     """
-    with open_run(config, local, replay) as run:
+    return with_repairs(config, local, lambda repairs: train_once(config, repairs, local, replay))
+
+
+def train_once(config: RunConfig, repairs: Repairs, local: bool, replay: Path | None) -> dict[str, Any]:
+    """Train from where the run stands, with ranks that are started now."""
+    with open_run(config, repairs, local, replay) as run:
         run.validation.before_training(run.life.is_resumed)
         for step in run.life.steps():
             run.logger.log(take_step(run, step), step)

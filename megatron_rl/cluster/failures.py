@@ -90,6 +90,8 @@ def to_error(failures: Sequence[RankFailure], name_pools: bool = False) -> error
         names = [f"{pool} {rank}" if name_pools else str(rank) for pool, rank in others]
         message += f"\n{len(others)} other rank(s) failed after it: {', '.join(names)}"
     error = cause.error_class(message)
+    if isinstance(error, errors.WorkerFailure):
+        error.is_loss |= cause.died or cause.looks_secondary
     if written_for_user:
         error.add_note(f"on the worker:\n{cause.traceback}")
     return error

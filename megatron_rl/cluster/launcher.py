@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from megatron_rl.cluster.scratch import Scratch
 from megatron_rl.config.roles import PoolSize
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
@@ -111,7 +112,25 @@ class Ranks(ABC):
 
 
 class Launcher(AbstractContextManager["Launcher"], Protocol):
-    """When it is left, no process of the run is left on this machine."""
+    """When it is left, no process of the run is left on this machine.
+
+    scratch: the run's folder on this machine. is_lost: the launcher itself is gone, and starts no more ranks.
+    """
+
+    @property
+    def scratch(self) -> Scratch: ...
+
+    @property
+    def is_lost(self) -> bool: ...
+
+    def shortage(self, sizes: Sequence[PoolSize]) -> str:
+        """Return a message when living nodes have no room for pools of these sizes, were they empty, else ""."""
+
+    def hold_nodes(self) -> None:
+        """Keep the run's segments on every node that had ranks until the launcher is left, also without ranks."""
+
+    def segments(self) -> dict[str, list[str]]:
+        """Return node -> names of the run's segments there, without their prefix; of living nodes that are held."""
 
     def reserve(self, size: PoolSize, others: Sequence[PoolSize]) -> AbstractContextManager[Ranks]:
         """Reserve places; others: pools that will be reserved too and must also have room. Raises ConfigError."""

@@ -6,7 +6,6 @@ import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -42,9 +41,25 @@ class LocalLauncher:
         self._supervision.end_run(error)
 
     @property
-    def folder(self) -> Path:
+    def scratch(self) -> Scratch:
         """The run's scratch folder; the launcher must have been entered."""
-        return self._supervision.scratch.folder
+        return self._supervision.scratch
+
+    @property
+    def is_lost(self) -> bool:
+        """Never: a supervisor that is gone shows when a rank is started."""
+        return False
+
+    def shortage(self, sizes: Sequence[PoolSize]) -> str:
+        """Return "": this machine is there."""
+        return ""
+
+    def hold_nodes(self) -> None:
+        """Do nothing: this process holds the run's folder here."""
+
+    def segments(self) -> dict[str, list[str]]:
+        """Return this node -> names of the run's segments."""
+        return {socket.gethostname(): self.scratch.segments()}
 
     @contextmanager
     def reserve(self, size: PoolSize, others: Sequence[PoolSize] = ()) -> Iterator[LocalRanks]:

@@ -77,6 +77,10 @@ class NodeAgent:
         process = await self._ranks[key].process()
         return await asyncio.wrap_future(process.ended)
 
+    async def segments(self) -> list[str]:
+        """Return the names of the run's segments on this node."""
+        return self._supervision.scratch.segments()
+
     async def kill(self, key: int) -> None:
         """Kill a rank."""
         (await self._ranks[key].process()).kill()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +27,7 @@ class ProcessCluster:
 
     def __init__(
         self,
-        launcher: Launcher,
+        launcher: AbstractContextManager[Launcher],
         specs: Sequence[PoolSpec],
         hosting: Hosting,
         check: Callable[[Mapping[str, Ranks]], None] | None = None,
@@ -42,9 +42,9 @@ class ProcessCluster:
 
     def __enter__(self) -> Self:
         with ExitStack() as opened:
-            opened.enter_context(self._launcher)
+            launcher = opened.enter_context(self._launcher)
             failure_domain, numbered = FailureDomain(named=len(self._specs) > 1), list[ProcessInfo]()
-            ranks = reserve_all(self._launcher, self._specs, opened)
+            ranks = reserve_all(launcher, self._specs, opened)
             if self._check is not None:
                 self._check(ranks)
             for spec in self._specs:

@@ -87,13 +87,15 @@ def place_variables(
     """Return the variables that tell each rank of a pool its place, in rank order; everybody: as in `node_addresses`.
 
     NODE_RANK: the number of its node, in the order of the nodes' first ranks. Nodes are Ray's, so ranks on one machine
-    have one number. NODE_ADDRESS: its entry of `node_addresses`. MASTER_ADDR, MASTER_PORT: where rank 0 listens.
+    have one number. NODE_ID: the node's name, which it keeps when ranks start anew. NODE_ADDRESS: its entry of
+    `node_addresses`. MASTER_ADDR, MASTER_PORT: where rank 0 listens.
     """
     addresses = node_addresses(processes, everybody)
     nodes = list(dict.fromkeys(process.node_id for process in everybody or processes))
     return [
         {
             "NODE_RANK": str(nodes.index(process.node_id)),
+            "NODE_ID": process.node_id,
             "NODE_ADDRESS": address,
             "MASTER_ADDR": addresses[0],
             "MASTER_PORT": str(master_port),

@@ -56,7 +56,7 @@ class RayRanks(Ranks):
         num_ranks_per_node = size.num_ranks_per_node
         super().__init__(size.num_nodes * num_ranks_per_node, num_ranks_per_node, 0, num_ranks_per_node)
         self._size, self._others = size, list(others)
-        self._bundle = {"CPU": 1.0, "GPU": 1.0} if device_kind == "cuda" else {"CPU": 1.0}
+        self._bundle = needs_of(device_kind)
         self._session = session
         self._group: PlacementGroup | None = None
         self._agents: dict[int, ActorHandle] = {}
@@ -109,16 +109,8 @@ class RayRanks(Ranks):
         if node not in self._agents:
             strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=node)
             own_gpu = OWN_GPU_ONLY if "GPU" in self._bundle else {}
-            variables = {"PYTHONPATH": import_path(), RUN_ID: self.run_id, **own_gpu}
-            options = {
-                "scheduling_strategy": strategy,
-                "num_cpus": 0,
-                "num_gpus": self._bundle.get("GPU", 0) * self.num_ranks_per_node,
-                "max_restarts": 0,
-                "runtime_env": {"env_vars": variables},
-            }
-            agent, session = ray.remote(NodeAgent).options(**options), self._session
-            self._agents[node] = agent.remote(session.run_id, session.modules, session.import_variables, session.is_own)
+            num_gpus = self._bundle.get("GPU", 0) * self.num_ranks_per_node
+            self._agents[node] = make_agent(self._session, strategy, num_gpus, own_gpu)
         return self._agents[node]
 
     def _forget(self, node: int, agent: ActorHandle) -> None:
@@ -135,7 +127,8 @@ class RayRanks(Ranks):
             raise ConfigError(
                 f"the cluster cannot give {asked(self._size)} x [{listing(self._bundle)}] each within "
                 f"{READY_LIMIT_S:g} s: it has [{listing(ray.cluster_resources())}] in all, "
-                f"[{listing(ray.available_resources())}] free"
+                f"[{listing(ray.available_resources())}] free",
+                is_shortage=True,
             )
 
     def _require_enough(self) -> None:
@@ -143,12 +136,11 @@ class RayRanks(Ranks):
         deadline = time.monotonic() + JOIN_LIMIT_S
         while missing := self._shortage():
             if time.monotonic() > deadline:
-                raise ConfigError(missing)
+                raise ConfigError(missing, is_shortage=True)
             time.sleep(0.5)
 
     def _shortage(self) -> str:
-        living = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        return shortage(living, [self._size, *self._others], self._bundle)
+        return shortage(living_nodes(), [self._size, *self._others], self._bundle)
 
     def _give_back(self) -> None:
         agents, self._agents = self._agents, {}
@@ -186,6 +178,31 @@ class RayRankProcess:
         # Without Ray it is gone, and a call would start Ray again, or wait for a server that is gone.
         if ray.is_initialized() and not self._session.is_lost:
             self._agent.kill.remote(self._key)
+
+
+def make_agent(
+    session: RaySession, strategy: Any, num_gpus: float = 0, variables: Mapping[str, str] | None = None
+) -> ActorHandle:
+    """Start an agent where `strategy` puts it. num_gpus: that its ranks use. variables: of its environment."""
+    options = {
+        "scheduling_strategy": strategy,
+        "num_cpus": 0,
+        "num_gpus": num_gpus,
+        "max_restarts": 0,
+        "runtime_env": {"env_vars": {"PYTHONPATH": import_path(), RUN_ID: session.run_id, **(variables or {})}},
+    }
+    agent = ray.remote(NodeAgent).options(**options)
+    return agent.remote(session.run_id, session.modules, session.import_variables, session.is_own)
+
+
+def needs_of(device_kind: str) -> dict[str, float]:
+    """Return resource -> amount that one rank needs."""
+    return {"CPU": 1.0, "GPU": 1.0} if device_kind == "cuda" else {"CPU": 1.0}
+
+
+def living_nodes() -> list[dict[str, float]]:
+    """Return the resources of every living node of the cluster."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def future_of(

@@ -72,6 +72,7 @@ class RaySession:
         self._monitor: DaemonMonitor | None = None  # None if this process had initialised Ray before
         self._variables: dict[str, str] = {}  # Ray's variables before the start
         self._node_id = ""
+        self._nodes_of_ranks: set[str] = set()
 
     def __enter__(self) -> Self:
         """Raises ConfigError when Ray cannot be joined, and WorkerFailure when it does not start or dies meanwhile."""
@@ -102,13 +103,19 @@ class RaySession:
         return _address() == "local"
 
     @property
+    def scratch(self) -> Scratch:
+        """The run's scratch folder here."""
+        assert self._supervision is not None, "the session was not entered"
+        return self._supervision.scratch
+
+    @property
     def run_id(self) -> str:
         """The run that marks every process."""
-        assert self._supervision is not None, "the session was not entered"
-        return self._supervision.scratch.run_id
+        return self.scratch.run_id
 
     def describe(self, process: ProcessInfo) -> ProcessInfo:
-        """Note whether a process runs on this node."""
+        """Note where a process runs, and whether that is this node."""
+        self._nodes_of_ranks.add(process.node_id)
         return replace(process, is_local=process.node_id == self._node_id)
 
     def _start(self, supervision: Supervision) -> None:

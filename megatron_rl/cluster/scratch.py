@@ -76,6 +76,16 @@ class Scratch:
         """The folder of Ray's session. Ray makes it writable for everybody, so it is not `folder` itself."""
         return self.folder / "ray"
 
+    @property
+    def segment_prefix(self) -> str:
+        """The start of the paths of the run's segments, on every machine."""
+        return f"{SEGMENTS}/{PREFIX}{self.run_id}-"
+
+    def segments(self) -> list[str]:
+        """Return the names of the run's segments on this machine, without the prefix."""
+        prefix = Path(self.segment_prefix).name
+        return [path.name.removeprefix(prefix) for path in SEGMENTS.glob(f"{prefix}*")]
+
     def claim(self, name: str) -> int | None:
         """Return a descriptor to the first process that claims the name while no descriptor of it is open."""
         claim = os.open(self.folder / f"{name}.claim", os.O_RDWR | os.O_CREAT, 0o600)

@@ -134,7 +134,8 @@ class StartFuture(PoolFuture[None]):
         return WorkerFailure(
             f"{num - len(self._missing)} of {num} {step.things} of pool {self.pool.name} {step.done} in "
             f"{self._timeout_s:g} s; "
-            "does another pool still occupy its ranks, or is their node gone?"
+            "does another pool still occupy its ranks, or is their node gone?",
+            is_loss=True,
         )
 
 

@@ -73,6 +73,14 @@ class TrainerConfig:
     stop_grace_s: NotNegative = 300.0
     """Seconds that a run which saves checkpoints may take to finish or abandon its step and to save after SIGTERM,
     Ctrl-C or SIGHUP; a second signal ends it at once."""
+    max_repairs: Count = 0
+    """Lost processes or nodes after which the run starts its ranks anew and goes on, at most one step back; one more
+    ends it (exit code 3). 0: the first one does."""
+    copy_freq: Annotated[int, Or(-1, "never"), Ge(1)] = 1
+    """With max_repairs: copy weights and optimizer state into host memory, of two nodes where there are two, every so
+    many steps; -1: never, and repairs go back to the newest checkpoint."""
+    repair_wait_s: NotNegative = 600.0
+    """Seconds that a repair waits for nodes in place of lost ones."""
     stall_timeout_s: Annotated[float | None, Gt(0), Nearest(1800.0)] = None
     """Seconds after which a method of a rank that makes no progress (no micro-batch, no step of the engine, no message)
     ends the run (exit code 3). null: ten times the longest phase that the planner expects, at least 1800."""

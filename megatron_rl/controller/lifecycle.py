@@ -38,6 +38,7 @@ from megatron_rl.cluster.signals import StopRequest
 from megatron_rl.config.load import flat_settings
 from megatron_rl.config.roles import Placement, trained_roles
 from megatron_rl.config.steps import is_save_step
+from megatron_rl.controller.repairs import Repairs
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.dispatch import RemoteMethod, Stop
 from megatron_rl.errors import StoppedAfterStep, StoppedBeforeStep, StorageError
@@ -103,7 +104,8 @@ class Lifecycle:
     """Steps and checkpoints of one run; a context manager around its steps.
 
     hosts: pool -> handle of its hosts. parts: the controller's state in a checkpoint. drawn: data made in advance for
-    later steps. best: returns the step whose checkpoint is written and kept whatever the other keys say, or None.
+    later steps. repairs: take copies of the state. best: returns the step whose checkpoint is written and kept
+    whatever the other keys say, or None.
     All methods raise StorageError if files cannot be written.
     """
 
@@ -114,11 +116,12 @@ class Lifecycle:
         parts: tuple[Stateful, ...],
         stop_policy: StopPolicy,
         drawn: DrawnAhead,
+        repairs: Repairs,
         best: Callable[[], int | None] = lambda: None,
     ) -> None:
         self.logger, self.config, self.folder = logger, logger.config, logger.folder
         self.hosts, self.parts = hosts, parts
-        self.stop_policy, self.drawn, self.best = stop_policy, drawn, best
+        self.stop_policy, self.drawn, self.best, self.repairs = stop_policy, drawn, best, repairs
         self.root = self.folder.path.resolve()
         self._trained = trained_roles(self.config)
         trained = Placement.of(self.config).trained
@@ -142,11 +145,16 @@ class Lifecycle:
             sweep(self.root)
         if start.path is not None:
             states = {role: RoleState(**state) for role, state in self.folder.saved["roles"].items()}
-            loading = [host.load_checkpoint(start.path.resolve(), states) for host in self.hosts.values()]
+            if (copy := self.folder.copy) is not None:
+                place = self.repairs.place(copy.life)
+                loading = [host.load_copy(place, copy.step, states) for host in self.hosts.values()]
+            else:
+                loading = [host.load_checkpoint(start.path.resolve(), states) for host in self.hosts.values()]
             same_layout = all(all(future.get()) for future in loading)
             self._say_resumed(same_layout)
         # From the beginning, or from another run's folder: existing checkpoints are stale.
-        goes_on = start.path is not None and start.path.resolve().parent == self.root
+        is_own = start.path is not None and start.path.resolve().parent == self.root
+        goes_on = is_own or self.folder.copy is not None
         with storing("the checkpoints", self.root):
             renamed = set_aside(self.root, after_step=start.step if goes_on else -1)
         for old, new in renamed:
@@ -157,7 +165,9 @@ class Lifecycle:
 
         Saves after a step if due. Raises StoppedAfterStep if a signal asked the run to stop.
         """
-        for step in range(self.folder.start.step + 1, self.config.trainer.num_steps + 1):
+        first = self.folder.start.step
+        self.logger.next_metrics |= self.repairs.begun(first, self.folder.source, self.folder.path)
+        for step in range(first + 1, self.config.trainer.num_steps + 1):
             self._before_step = self._state(step - 1)
             if self._under_way is not None:
                 self._try_to_finish(wait=False)
@@ -196,8 +206,12 @@ class Lifecycle:
 
     def _after(self, step: int) -> None:
         trainer, stopping = self.config.trainer, self.stop_policy.stop.is_set
-        if is_save_step(trainer, step) or ((stopping or step == self.best()) and trainer.save_freq > 0):
+        is_saved = is_save_step(trainer, step) or ((stopping or step == self.best()) and trainer.save_freq > 0)
+        if is_saved:
             self._begin(self._state(step))
+        if self.repairs.copies_after(step) and not (is_saved and self._under_way is None):
+            self._copy(self._state(step))
+        self.repairs.took(step)
         if stopping:
             self.settle()
             self.stop_policy.stop.fulfil(StoppedAfterStep.exit_code)
@@ -239,20 +253,34 @@ class Lifecycle:
                 (folder / role).mkdir(parents=True)
             saving = [host.begin_save(folder) for host in self.hosts.values()]
             roles = {role: numbers for future in saving for role, numbers in future.get()[0].items()}
-            content = {
-                "run": state,
-                "roles": {role: dataclasses.asdict(numbers) for role, numbers in roles.items()},
-                "config": dataclasses.asdict(self.config),
-            }
-            (folder / RUN_FILE).write_text(json.dumps(content, indent=1))
             for role in roles:
                 write_role_file(folder, role, state["step"])
-            with self.drawn.saving(state["step"]):
-                self._drawn_files = self.drawn.write(folder, state["step"])
+            self._drawn_files = self._write_own_part(folder, state, roles)
             self._under_way = Manifest(FORMAT, state["step"], self.folder.models, files={})
         if not self._saves_beside_training:
             self.settle()
         self.stop_policy.save_seconds = time.monotonic() - started
+
+    def _copy(self, state: dict[str, Any]) -> None:
+        """Copy the state into host memory. A run that is repaired goes on from there."""
+        started = time.monotonic()
+        folder = self.repairs.new_folder(state["step"])
+        copying = [host.copy_state(self.repairs.place(), state["step"]) for host in self.hosts.values()]
+        reports = [future.get() for future in copying]
+        self._write_own_part(folder, state, {role: numbers for ranks in reports for role, numbers in ranks[0].items()})
+        self.repairs.keep(state["step"], folder, dict(zip(self.hosts, map(len, reports), strict=True)))
+        self.logger.next_metrics["repair/copy_seconds"] = time.monotonic() - started
+
+    def _write_own_part(self, folder: Path, state: dict[str, Any], roles: Mapping[str, RoleState]) -> list[str]:
+        """Write the controller's state and what was drawn ahead; returns the names of the latter's files."""
+        content = {
+            "run": state,
+            "roles": {role: dataclasses.asdict(numbers) for role, numbers in roles.items()},
+            "config": dataclasses.asdict(self.config),
+        }
+        (folder / RUN_FILE).write_text(json.dumps(content, indent=1))
+        with self.drawn.saving(state["step"]):
+            return self.drawn.write(folder, state["step"])
 
     def _try_to_finish(self, wait: bool) -> None:
         if self._under_way is None:

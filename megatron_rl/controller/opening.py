@@ -15,9 +15,10 @@ from megatron_rl.cluster.launcher import Launcher
 from megatron_rl.cluster.process_cluster import ProcessCluster, reserve_all
 from megatron_rl.config.roles import REFERENCE, ROLLOUT, Placement
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.trainer import LOCAL, TrainerConfig
+from megatron_rl.config.trainer import LOCAL
 from megatron_rl.controller.checked_nodes import checks_nodes, rules_of
 from megatron_rl.controller.lifecycle import Lifecycle, Stateful, StopPolicy
+from megatron_rl.controller.repairs import Repairs
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.dispatch import CallInterval, RemoteMethod
 from megatron_rl.ledger.planner.planned_steps import stall_timeout_s
@@ -70,14 +71,20 @@ class RunPools:
 
     @classmethod
     def open(
-        cls, opened: ExitStack, placement: Placement, logger: RunLogger, stop_policy: StopPolicy, local: bool
+        cls,
+        opened: ExitStack,
+        placement: Placement,
+        logger: RunLogger,
+        stop_policy: StopPolicy,
+        local: bool,
+        repairs: Repairs,
     ) -> RunPools:
         """Start the ranks and build every role, in the order of the table; pools build at the same time.
 
         A rollout that is cut into replicas is built later, by the thread that drives the replicas.
         """
         hosting = hosting_of(logger.config, placement, CallObserver(stop_policy, logger))
-        cluster = opened.enter_context(make_cluster(logger.config, placement, hosting, local, logger.say))
+        cluster = opened.enter_context(make_cluster(logger.config, placement, hosting, local, logger.say, repairs))
         hosts = {name: pool.host(RankHost) for name, pool in cluster.pools.items()}
         building = []
         for role in placement.roles.values():
@@ -97,13 +104,13 @@ class RunPools:
 
 @dataclass(frozen=True)
 class OpenRun:
-    """The parts that every run has once it is ready for its first step. started: on the monotonic clock."""
+    """The parts that every run has once it is ready for its first step."""
 
     config: RunConfig
     pools: RunPools
     life: Lifecycle
     logger: RunLogger
-    started: float
+    repairs: Repairs
 
     def refresh_reference(self, step: int) -> None:
         """Move the reference to the policy if it is to follow and this step, whose update is over, is one of those."""
@@ -132,11 +139,16 @@ class CallObserver:
 
 
 def make_cluster(
-    config: RunConfig, placement: Placement, hosting: Hosting, local: bool, say: Callable[[str], None]
+    config: RunConfig,
+    placement: Placement,
+    hosting: Hosting,
+    local: bool,
+    say: Callable[[str], None],
+    repairs: Repairs,
 ) -> Cluster:
     """Return the cluster that a run's pools are started in, which checks its nodes first if the run is to.
 
-    Only the chosen kind is imported. say: takes a line for people.
+    Only the chosen kind is imported. say: takes a line for people. repairs: keep the launcher.
     """
     if local:
         from megatron_rl.cluster.in_process import InProcessCluster
@@ -144,7 +156,7 @@ def make_cluster(
         return InProcessCluster(placement.pools, hosting)
 
     modules = preloaded(config.trainer.device, generates=placement.generates)
-    launcher = make_launcher(config, placement, hosting, modules)
+    launcher = repairs.launcher(lambda: make_launcher(config, placement, hosting, modules))
     check = node_check(config, hosting, say) if checks_nodes(config) else None
     return ProcessCluster(launcher, [*placement.pools.values()], hosting, check)
 
@@ -223,11 +235,6 @@ def raise_failures(cluster: Cluster) -> None:
     """Raise the failure of any pool, also of one that no call waits for."""
     for pool in cluster.pools.values():
         pool.raise_if_failed()
-
-
-def stop_grace_s(trainer: TrainerConfig) -> float | None:
-    """Seconds a run has to stop after a signal; None: it stops at once, because it saves nothing."""
-    return trainer.stop_grace_s if trainer.save_freq > 0 else None
 
 
 def heartbeat_limits(config: RunConfig) -> HeartbeatLimits:

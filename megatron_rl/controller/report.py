@@ -139,11 +139,12 @@ def common_numbers(run: OpenRun) -> dict[str, Any]:
     ]
     return {
         "steps": config.trainer.num_steps,
-        "wall_s": round(time.monotonic() - run.started, 1),
+        "wall_s": round(time.monotonic() - run.repairs.started, 1),
         "layout": layout,
         "pools": {name: [role.name for role in one.roles] for name, one in placement.pools.items()},
         "seed": config.trainer.seed,
         "skipped_updates": run.logger.updates.totals,
+        **({"repairs": [asdict(repair) for repair in run.repairs.all]} if run.repairs.all else {}),
     } | ({"fp8_emulated": emulated} if emulated else {})
 
 

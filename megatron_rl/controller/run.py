@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +13,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.cluster.replicas import ReplicatedPool
-from megatron_rl.cluster.signals import graceful_signals
 from megatron_rl.config.algorithms import trains_on_rule, uses_rule
 from megatron_rl.config.roles import ACTOR, CRITIC, ROLLOUT, Placement, RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig, as_list
@@ -23,8 +21,9 @@ from megatron_rl.controller.algorithm import Algorithm
 from megatron_rl.controller.lifecycle import Lifecycle, StopPolicy
 from megatron_rl.controller.open_episodes import open_episodes, with_tools
 from megatron_rl.controller.open_sampler import open_sampler, open_schedule
-from megatron_rl.controller.opening import OpenRun, RunPools, raise_failures, stop_grace_s, take_folder
+from megatron_rl.controller.opening import OpenRun, RunPools, raise_failures, take_folder
 from megatron_rl.controller.pretraining import Pretraining
+from megatron_rl.controller.repairs import Repairs
 from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.controller.run_scorers import prompt_feedback, scorers_of, user_scorers
@@ -112,14 +111,14 @@ class Run(OpenRun):
 
 
 @contextmanager
-def open_run(config: RunConfig, local: bool = False, replay: Path | None = None) -> Iterator[Run]:
+def open_run(config: RunConfig, repairs: Repairs, local: bool = False, replay: Path | None = None) -> Iterator[Run]:
     """Open a PPO run, ready for its first step.
 
     Errors of data, rewards and checkpoints are raised before any process is started. Arguments are those of
-    `train.train`.
+    `train.train`, and what the run keeps when its ranks are started anew.
     """
-    started, trainer = time.monotonic(), config.trainer
-    with graceful_signals(stop_grace_s(trainer)) as stop, ExitStack() as opened:
+    trainer = config.trainer
+    with ExitStack() as opened:
         placement = Placement.of(config)
         tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
         config = with_tools(config)
@@ -133,7 +132,7 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         shaping = reward_shaping(config)
         own_scorers, pretraining = user_scorers(config), Pretraining(config, tokenizer)
         episodes = open_episodes(config, tokenizer, data.train.are_chats | data.val.are_chats, local, opened)
-        folder = RunFolder(config)
+        folder = RunFolder(config, repairs)
         logger = RunLogger(config, folder, tokenizer, planned_memory(config))
         algorithm = Algorithm(config, logger.clock, logger.warn)
         parts = (data, algorithm, shaping, pretraining, logger)
@@ -142,8 +141,8 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         take_folder(opened, logger, parts, batch_table(config), warnings=warnings)
         schedule = open_schedule(config, placement, folder, opened, replay)
         opened.enter_context(rules)
-        stop_policy = StopPolicy(stop)
-        pools = RunPools.open(opened, placement, logger, stop_policy, local)
+        stop_policy = StopPolicy(repairs.stop)
+        pools = RunPools.open(opened, placement, logger, stop_policy, local, repairs)
         roles = Roles.of(pools, logger)
         rewards = Rewards(config, rules, roles.reward_models, logger.warn, logger.clock, readers, shaping)
         rewarding = RewardScorer(rewards)
@@ -156,14 +155,14 @@ def open_run(config: RunConfig, local: bool = False, replay: Path | None = None)
         checks = (partial(raise_failures, pools.cluster), partial(stop_policy.before, NEXT_BATCH))
         sampler = open_sampler(schedule, sources, roles.actor, roles.rollout, checks, opened)
         held_out: list[Scorer] = [*(scorer for scorer in own_scorers if scorer.in_validation), HeldOutScorer(rewards)]
-        validation = PromptValidation(config, logger, stop, data.val, sampler, held_out)
-        life = Lifecycle(logger, pools.hosts, parts, stop_policy, sampler)
+        validation = PromptValidation(config, logger, repairs.stop, data.val, sampler, held_out)
+        life = Lifecycle(logger, pools.hosts, parts, stop_policy, sampler, repairs)
         life.restore()
         sampler.load_weights(folder.start.step)
         planned = None if trainer.hardware_file is None else PlannedSteps(config, hardware_here(config))
         with life:
             ppo_parts = (roles, sampler, scorers, algorithm, pretraining, validation, planned)
-            yield Run(config, pools, life, logger, started, *ppo_parts)
+            yield Run(config, pools, life, logger, repairs, *ppo_parts)
 
 
 @dataclass(frozen=True)
@@ -215,7 +214,7 @@ def connect(actor: Actor, rollout: Rollout, num_receivers: int) -> None:
     address = actor.offer_bridge(num_receivers).get()
     joining = actor.join_bridge(address), rollout.join_bridge(address)
     for broken in (one for future in joining for one in future.get() if one):
-        raise WorkerFailure(f"the actor's ranks and the rollout's cannot meet: {broken}")
+        raise WorkerFailure(f"the actor's ranks and the rollout's cannot meet: {broken}", is_loss=True)
 
 
 def hardware_here(config: RunConfig) -> Hardware:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 from megatron_rl.checkpoint.contents import RUN_FILE
 from megatron_rl.checkpoint.folders import find, only_writer
-from megatron_rl.checkpoint.resume import select
+from megatron_rl.checkpoint.resume import ResumePoint, select
 from megatron_rl.checkpoint.run_file import read_run_file, reading
 from megatron_rl.checkpoint.storage import storing
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.tasks import PPO
+from megatron_rl.controller.repairs import KeptCopy, Repairs
 from megatron_rl.errors import ConfigError
 from megatron_rl.ledger.planner.file_rules import make_folders
 from megatron_rl.ledger.planner.resume_rules import configured_models
@@ -25,12 +27,14 @@ LoadState = Callable[[dict[str, Any]], None]
 class RunFolder:
     """The constructor chooses the checkpoint to resume, entering claims the folder. Raises ConfigError.
 
-    start: the checkpoint to resume. saved: content of its run.json; {} for a new run. models: role -> identity of its
-    model folder when the run started, for the manifests of its checkpoints.
+    repairs: of a run that may have lived before. copy: the copy in host memory that the run goes on from, if it does.
+    start: the checkpoint to resume, or the controller's part of that copy. saved: content of its run.json; {} for a new
+    run. models: role -> identity of its model folder when the run started, for the manifests of its checkpoints.
     """
 
-    def __init__(self, config: RunConfig) -> None:
-        self._trainer = config.trainer
+    def __init__(self, config: RunConfig, repairs: Repairs | None = None) -> None:
+        self._trainer, self._repairs = config.trainer, repairs
+        self.copy: KeptCopy | None = None
         self.path = Path(config.trainer.default_local_dir)
         self._found = find(self.path)
         self.models = configured_models(config)
@@ -78,8 +82,15 @@ class RunFolder:
         with storing("the files of a run", self.path):
             return self._lock.hold_again()
 
+    @property
+    def source(self) -> str:
+        """What the run goes on from: copy | checkpoint | start."""
+        if self.copy is not None:
+            return "copy"
+        return "start" if self.start.path is None else "checkpoint"
+
     def _select(self) -> None:
-        self.start = select(self._trainer, self.models)
+        self.start, self.copy = self._selected()
         self.saved = {} if self.start.path is None else read_run_file(self.start.path / RUN_FILE)
         if self.start.path is not None:
             with reading(self.start.path / RUN_FILE):
@@ -87,3 +98,13 @@ class RunFolder:
             if task != self._trainer.stage:
                 rule = f"{self.start.path} was saved by {task}, and this is {self._trainer.stage}"
                 raise ConfigError(f"cannot go on: {rule}; nearest: another trainer.default_local_dir")
+
+    def _selected(self) -> tuple[ResumePoint, KeptCopy | None]:
+        """In a life after the first: the newest of its checkpoints and copies; what led to the first, without any."""
+        if self._repairs is None or not self._repairs.life:
+            return select(self._trainer, self.models), None
+        trainer = replace(self._trainer, resume_mode="auto") if find(self.path) else self._trainer
+        start, kept = select(trainer, self.models), self._repairs.kept
+        if kept is not None and kept.step > start.step:
+            return ResumePoint(kept.folder, kept.step), kept
+        return start, None

@@ -36,7 +36,8 @@ class RunLogger:
     """Console, metrics and tables of one run; a context manager around loggers and progress bar.
 
     accuracies, val_rewards: one number for every validation so far. transitions: cost of the last transition for each
-    rollout rank. lacks_validation: the validation after the last step was skipped, because the run was to stop.
+    rollout rank. next_metrics: added to those of the next step. lacks_validation: the validation after the last step
+    was skipped, because the run was to stop.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class RunLogger:
         self.val_rewards: list[float] = []
         self.lacks_validation = False
         self.transitions: Sequence[TransitionReport] = []
+        self.next_metrics: dict[str, float] = {}
         self._planned_memory = planned_memory
         self._num_ranks = Placement.of(config).world_size
         self._open = contextlib.ExitStack()
@@ -204,6 +206,8 @@ class RunLogger:
         """Write one step's metrics and move the progress bar; step 0 is the state before training."""
         with contextlib.suppress(StorageError):  # lines wait in memory; the next checkpoint reports the error
             self.keep_folder()
+        if step:
+            metrics, self.next_metrics = metrics | self.next_metrics, {}
         self.metric_logger.log(metrics, step)
         self._warn_of(self._services.log(metrics, step))
         if step:

@@ -19,7 +19,13 @@ STACKED = {
     "reshard": "#f28fb1",
 }
 """Phases of a step, in the order in which curves stack them, and their colours."""
-OCCASIONAL = {"slice": "#3aa6a0", "testing": "#8d99ae", "save_checkpoint": "#6b4226", "export": "#386641"}
+OCCASIONAL = {
+    "slice": "#3aa6a0",
+    "testing": "#8d99ae",
+    "save_checkpoint": "#6b4226",
+    "copy_state": "#b08968",
+    "export": "#386641",
+}
 """Phases that are not in every step, or not of the trainer."""
 FURTHER = ("#a23e8c", "#4f772d", "#e4572e", "#17becf", "#a8763e")
 """Colours of phases with other names, such as those of further reward models."""

@@ -40,7 +40,7 @@ class Worlds:
     @property
     def folder(self) -> Path:
         """A folder for files that must not outlive the profile."""
-        return self._launcher.folder
+        return self._launcher.scratch.folder
 
     def run(self, task: MeasuringTask, config: Path, time_limit_s: float) -> World:
         """Run every rank of the task's world in a process of its own.

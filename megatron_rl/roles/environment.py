@@ -33,9 +33,9 @@ FLIGHT_RECORDER = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_NCCL_TRACE_BUFFER_S
 class RankEnvironment:
     """One rank's place among processes and nodes, from the variables that the launcher sets.
 
-    node_address: address of this node for other nodes; the loopback address if there are none. master_addr,
-    master_port: address of rank 0. master_listen_fd: on rank 0, a socket that listens there already, if the launcher
-    chose the port.
+    node_id: the launcher's name of this node. node_address: address of this node for other nodes; the loopback address
+    if there are none. master_addr, master_port: address of rank 0. master_listen_fd: on rank 0, a socket that listens
+    there already, if the launcher chose the port.
 
     replica, num_replicas, first_rank: for a replica, which is a world of its own, its number among the replicas of its
     pool and the number of the pool's ranks before it; otherwise 0, 1 and 0.
@@ -52,6 +52,7 @@ class RankEnvironment:
     replica: int = 0
     num_replicas: int = 1
     first_rank: int = 0
+    node_id: str = ""
 
     @classmethod
     def read(cls) -> RankEnvironment:
@@ -69,6 +70,7 @@ class RankEnvironment:
             replica=int(variables.get("POOL_REPLICA", "0")),
             num_replicas=int(variables.get("POOL_REPLICAS", "1")),
             first_rank=int(variables.get("POOL_FIRST_RANK", "0")),
+            node_id=variables.get("NODE_ID", ""),
         )
 
     def choose_interfaces(self) -> None:

@@ -31,7 +31,9 @@ from megatron_rl.roles.role import Role, TrainedRole
 from third_party_patches import apply_patches
 
 if TYPE_CHECKING:
+    from megatron_rl.checkpoint.state_copies import CopyPlace
     from megatron_rl.hybrid_engine.rng import RNGState
+    from megatron_rl.roles.copying import StateCopies
     from megatron_rl.roles.rollout import Rollout
     from megatron_rl.roles.saving import UnfinishedSave
 
@@ -68,6 +70,7 @@ class RankHost:
         )
         self.roles: dict[str, Role] = {}
         self.unfinished: UnfinishedSave | None = None
+        self.copies: StateCopies | None = None
 
     def join_world(self, environment: RankEnvironment, timeout: timedelta, generates: bool) -> None:
         """Patch the libraries of this process and join the pool's world."""
@@ -192,6 +195,47 @@ class RankHost:
         if self._rollout is not None:
             self._rollout.engine.rollout_rng = rollout_rng
         return same_layout
+
+    # Copies in host memory
+
+    @remote_method(Dispatch.ONE_TO_ALL, phase="copy_state")
+    def copy_state(self, place: CopyPlace, step: int) -> dict[str, RoleState]:
+        """Copy every trained role into host memory, where a repair of the run finds it; train mode only.
+
+        Another node gets its copy in the background. Returns role -> its numbers.
+        """
+        from megatron_rl.roles.saving import generators_text
+
+        self._settle_parameters()
+        with self.ledger.phase("save"):
+            tensors = {name: role.checkpoint.owned_tensors() for name, role in self.trained.items()}
+            self._state_copies().take(place, step, tensors, generators_text(self.groups, self.rollout_rng))
+        return {name: role.checkpoint.state for name, role in self.trained.items()}
+
+    @remote_method(Dispatch.ONE_TO_ALL)
+    def load_copy(self, place: CopyPlace, step: int, states: dict[str, RoleState]) -> bool:
+        """Load all trained roles from copies of any layout. states: the result of `copy_state`.
+
+        Returns whether there was a random state for this layout. Raises CopyLost where the copies lack anything.
+        """
+        from megatron_rl.roles.saving import restore_generators
+
+        source = self._state_copies().load(place, step)
+        for name, role in self.trained.items():
+            role.checkpoint.load_from(source.role(name), states[name])
+        same_layout, rollout_rng = restore_generators(source.text(self.groups.rank), self.groups)
+        if self._rollout is not None:
+            self._rollout.engine.rollout_rng = rollout_rng
+        return same_layout
+
+    def _state_copies(self) -> StateCopies:
+        if self.copies is None:
+            from megatron_rl.roles.copying import StateCopies
+
+            self.copies = StateCopies(
+                self.spec.name, self.groups.rank, self.rank.environment.node_id, self.rank.timeout
+            )
+        return self.copies
 
     @property
     def _rollout(self) -> Rollout | None:

@@ -6,10 +6,13 @@ updates: nothing is gathered, nothing is written twice. A rank reads the weights
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import torch
+from megatron.core.dist_checkpointing import ShardedTensor
 
 from megatron_rl.checkpoint.saved_tensors import WEIGHT, SavedTensors
 from megatron_rl.checkpoint.sharded_files import CheckpointWriter, read
@@ -21,6 +24,33 @@ from megatron_rl.roles.expert_bias import ExpertBias
 from megatron_rl.roles.model_source import named_parameters
 from megatron_rl.roles.reference_refresh import ReferenceRefresh
 from megatron_rl.roles.training import TrainableModel
+
+
+class SavedState(Protocol):
+    """A role's saved tensors, in whatever layout. Every rank must call `read`."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """Keys of all tensors."""
+
+    def read(self, tensors: dict[str, ShardedTensor]) -> None:
+        """Fill the tensors' data in place."""
+
+
+class SavedFolder:
+    """A role's folder in a complete checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Keys of all tensors."""
+        return SavedTensors(self._folder).names
+
+    def read(self, tensors: dict[str, ShardedTensor]) -> None:
+        """Fill the tensors' data in place. Raises as `sharded_files.read`."""
+        read(tensors, self._folder)
 
 
 class RoleCheckpoint:
@@ -41,6 +71,11 @@ class RoleCheckpoint:
 
     def save(self, folder: Path, writer: CheckpointWriter, beside_training: bool) -> RoleState:
         """Write to `folder`, which exists and is empty; complete when `writer.finish` returns True."""
+        writer.save(self.owned_tensors(), folder, beside_training)
+        return self.state
+
+    def owned_tensors(self) -> dict[str, ShardedTensor]:
+        """Views of everything that this rank saves; over all ranks each element is there once."""
         self.trainable.adam.create()
         written = written_at(self.place, self.specs)
         runs = [run for run in self._owned_runs() if run.name in written]
@@ -49,23 +84,26 @@ class RoleCheckpoint:
             tensors |= sharded_state(self.bias.runs(), self.bias.specs, self.place)
         if self.reference is not None and self.reference.has_moved:
             tensors |= sharded_state(self.reference.runs_like(runs), self.specs, self.place)
-        writer.save(tensors, folder, beside_training)
-        return self.state
+        return tensors
 
-    @torch.no_grad()
     def load(self, folder: Path, state: RoleState) -> None:
         """Overwrite weights and optimizer with those of `folder`, in whatever layout they were saved."""
+        self.load_from(SavedFolder(folder), state)
+
+    @torch.no_grad()
+    def load_from(self, source: SavedState, state: RoleState) -> None:
+        """Overwrite weights and optimizer with those of `source`."""
         self.trainable.adam.create()
         runs = [*self._weight_runs(), *(run for run in self._owned_runs() if run.kind != WEIGHT)]
         tensors = sharded_state(runs, self.specs, self.place)
-        if self.bias is not None and self.bias.is_in(SavedTensors(folder).names):
+        if self.bias is not None and self.bias.is_in(source.names):
             tensors |= sharded_state(self.bias.runs(), self.bias.specs, self.place)
             self.bias.has_moved = True
-        if self.reference is not None and self.reference.is_in(SavedTensors(folder).names, self.specs):
+        if self.reference is not None and self.reference.is_in(source.names, self.specs):
             weights = self.reference.runs_like(self._weight_runs())
             tensors |= sharded_state(weights, self.specs, self.place)
             self.reference.has_moved = True
-        read(tensors, folder)
+        source.read(tensors)
         self.trainable.continue_from(state.num_updates, state.adam_step)
         self.trainable.loss_scaling.set(state.loss_scale, state.good_steps)
 

@@ -80,7 +80,12 @@ def rank_file(folder: Path, pool: str, rank: int) -> Path:
 
 
 def save_rank_state(folder: Path, pool: str, groups: TrainGroups, rollout_rng: RNGState | None) -> None:
-    """Write the generators of training, of generation and of Megatron's regions."""
+    """Write the generators' states of this rank to its file."""
+    rank_file(folder, pool, groups.rank).write_text(generators_text(groups, rollout_rng))
+
+
+def generators_text(groups: TrainGroups, rollout_rng: RNGState | None) -> str:
+    """States of the generators of training, of generation and of Megatron's regions, as JSON."""
     content = {
         "grid": dataclasses.asdict(groups.grid),
         "rank": groups.rank,
@@ -88,13 +93,18 @@ def save_rank_state(folder: Path, pool: str, groups: TrainGroups, rollout_rng: R
         "rollout": rollout_rng and rollout_rng.to_json(),
         "megatron": {name: to_hex(state) for name, state in get_cuda_rng_tracker().get_states().items()},
     }
-    rank_file(folder, pool, groups.rank).write_text(json.dumps(content))
+    return json.dumps(content)
 
 
 def load_rank_state(folder: Path, pool: str, groups: TrainGroups) -> tuple[bool, RNGState | None]:
-    """Put back what `save_rank_state` wrote: (whether there was a state for this grid, the rollout's generators)."""
+    """Restore what `save_rank_state` wrote: (whether there was a state for this grid, the rollout's generators)."""
     file = rank_file(folder, pool, groups.rank)
-    content: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"grid": None}
+    return restore_generators(file.read_text() if file.exists() else None, groups)
+
+
+def restore_generators(text: str | None, groups: TrainGroups) -> tuple[bool, RNGState | None]:
+    """Restore what `generators_text` gave: (whether it is of this rank of this grid, the rollout's generators)."""
+    content: dict[str, Any] = {"grid": None} if text is None else json.loads(text)
     grid = content["grid"] and {"cp_size": 1} | content["grid"]  # checkpoints from before it was written have none
     if grid != dataclasses.asdict(groups.grid) or content["rank"] != groups.rank:
         return False, None

@@ -94,6 +94,7 @@ class ReplicaSlots:
         self._say(f"the rollout replica {name} failed again after {num_restarts} restarts and stays away: {error}")
         if all(slot.state is State.GONE for slot in self.all):
             raise WorkerFailure(
-                f"no rollout replica is left, each was restarted {self._max_restarts} times; the last: {error}"
+                f"no rollout replica is left, each was restarted {self._max_restarts} times; the last: {error}",
+                is_loss=True,
             )
         return None

@@ -92,7 +92,8 @@ class ReplicaWeights:
             if not reason:
                 return
             reasons = [] if self._driver.slots.num_lost > num_lost else [*reasons, reason]
-        raise WorkerFailure(f"actor and replicas cannot meet, tried {MAX_CONNECT_TRIES} times: {reasons[-1]}")
+        reason = f"actor and replicas cannot meet, tried {MAX_CONNECT_TRIES} times: {reasons[-1]}"
+        raise WorkerFailure(reason, is_loss=True)
 
     def _connect_once(self) -> str:
         """Try once; return why it failed, or ""."""

@@ -10,6 +10,7 @@ from typing import Any
 from megatron_rl.columns import SCORING
 from megatron_rl.config.roles import ACTOR
 from megatron_rl.config.task_config import TaskConfig
+from megatron_rl.controller.repairs import Repairs, with_repairs
 from megatron_rl.controller.report import export_policy
 from megatron_rl.records import answer_rows
 from megatron_rl.roles.tuned import TunedPolicy
@@ -21,7 +22,12 @@ from megatron_rl.tasks.training_records import preference_batch
 
 def dpo(config: TaskConfig, local: bool = False) -> dict[str, Any]:
     """Learn preferences and return the summary that is also written to `summary.json`; otherwise as `train.train`."""
-    with open_task(config, local) as run:
+    return with_repairs(config, local, lambda repairs: dpo_once(config, repairs, local))
+
+
+def dpo_once(config: TaskConfig, repairs: Repairs, local: bool) -> dict[str, Any]:
+    """Learn from where the run stands, with ranks that are started now."""
+    with open_task(config, repairs, local) as run:
         policy, preferences = run.role(TunedPolicy), Preferences(run)
         preferences.store_reference()
         run.held_out.begin(preferences.measured, run.life.is_resumed)

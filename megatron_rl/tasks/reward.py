@@ -13,6 +13,7 @@ import torch
 from megatron_rl.checkpoint.score_statistics import SCORE_MEAN, SCORE_STD, ScoreStatistics
 from megatron_rl.config.roles import CRITIC
 from megatron_rl.config.task_config import TaskConfig
+from megatron_rl.controller.repairs import Repairs, with_repairs
 from megatron_rl.losses.objectives import reward_objective
 from megatron_rl.losses.terms import Answers
 from megatron_rl.records import Batch, answer_rows, num_answers
@@ -26,7 +27,12 @@ from megatron_rl.tasks.training_records import reward_batch
 
 def reward(config: TaskConfig, local: bool = False) -> dict[str, Any]:
     """Train a reward model and return the summary that is also written to `summary.json`, else as `train.train`."""
-    with open_task(config, local) as run:
+    return with_repairs(config, local, lambda repairs: reward_once(config, repairs, local))
+
+
+def reward_once(config: TaskConfig, repairs: Repairs, local: bool) -> dict[str, Any]:
+    """Train from where the run stands, with ranks that are started now."""
+    with open_task(config, repairs, local) as run:
         scorer = run.role(TrainedScorer)
         run.held_out.begin(partial(measured, run), run.life.is_resumed)
         for step in run.life.steps():

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_rl.columns import SCORING
 from megatron_rl.config.roles import ACTOR
 from megatron_rl.config.task_config import TaskConfig
+from megatron_rl.controller.repairs import Repairs, with_repairs
 from megatron_rl.controller.report import export_policy
 from megatron_rl.data.examples import token_batch
 from megatron_rl.roles.tuned import TunedPolicy
@@ -22,7 +23,12 @@ from megatron_rl.tasks.task_run import TaskRun, open_task
 
 def sft(config: TaskConfig, local: bool = False) -> dict[str, Any]:
     """Tune as configured and return the summary that is also written to `summary.json`; otherwise as `train.train`."""
-    with open_task(config, local) as run:
+    return with_repairs(config, local, lambda repairs: sft_once(config, repairs, local))
+
+
+def sft_once(config: TaskConfig, repairs: Repairs, local: bool) -> dict[str, Any]:
+    """Tune from where the run stands, with ranks that are started now."""
+    with open_task(config, repairs, local) as run:
         policy = run.role(TunedPolicy)
         run.held_out.begin(partial(measured, run), run.life.is_resumed)
         for step in run.life.steps():

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from megatron_rl.cluster.signals import graceful_signals
 from megatron_rl.config.roles import REFERENCE, Placement
 from megatron_rl.config.steps import with_steps
 from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.controller.lifecycle import Lifecycle, StopPolicy
-from megatron_rl.controller.opening import OpenRun, RunPools, stop_grace_s, take_folder
+from megatron_rl.controller.opening import OpenRun, RunPools, take_folder
+from megatron_rl.controller.repairs import Repairs
 from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.data.tokenizer import load_tokenizer
@@ -51,25 +50,25 @@ class TaskRun(OpenRun):
 
 
 @contextmanager
-def open_task(config: TaskConfig, local: bool = False) -> Iterator[TaskRun]:
+def open_task(config: TaskConfig, repairs: Repairs, local: bool = False) -> Iterator[TaskRun]:
     """Open a task's run, ready for its first step.
 
-    Errors of data and checkpoints are raised before any process is started. local: one rank, in this process.
+    Errors of data and checkpoints are raised before any process is started. local: one rank, in this process. repairs:
+    what the run keeps when its ranks are started anew.
     """
-    started = time.monotonic()
-    with graceful_signals(stop_grace_s(config.trainer)) as stop, ExitStack() as opened:
+    with ExitStack() as opened:
         placement = Placement.of(config)
         tokenizer = load_tokenizer(placement.leader.model_path)
         data = TaskData(config, tokenizer)
         config = with_steps(config, len(data.train))
-        logger = RunLogger(config, RunFolder(config), tokenizer, planned_memory(config))
-        held_out = HeldOut(config, logger, stop)
+        logger = RunLogger(config, RunFolder(config, repairs), tokenizer, planned_memory(config))
+        held_out = HeldOut(config, logger, repairs.stop)
         parts = (data, held_out, logger)
         take_folder(opened, logger, parts, task_table(config), lines=data.notes)
-        stop_policy = StopPolicy(stop)
-        pools = RunPools.open(opened, placement, logger, stop_policy, local)
+        stop_policy = StopPolicy(repairs.stop)
+        pools = RunPools.open(opened, placement, logger, stop_policy, local, repairs)
         stored = StoredReference(logger.folder.start.path)
-        life = Lifecycle(logger, pools.hosts, parts, stop_policy, stored, held_out.step_to_keep)
+        life = Lifecycle(logger, pools.hosts, parts, stop_policy, stored, repairs, held_out.step_to_keep)
         life.restore()
         with life:
-            yield TaskRun(config, pools, life, logger, started, data, held_out, stored)
+            yield TaskRun(config, pools, life, logger, repairs, data, held_out, stored)

@@ -18,6 +18,7 @@ from megatron_rl.cluster.signals import LastResort, StopRequest
 from megatron_rl.config.load import load_config
 from megatron_rl.config.task_config import for_task
 from megatron_rl.controller.lifecycle import Lifecycle, StopPolicy
+from megatron_rl.controller.repairs import Repairs
 from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.data.tokenizer import load_tokenizer
@@ -112,7 +113,10 @@ def test_what_is_saved_while_a_run_starts_is_gone_on_from(tmp_path, monkeypatch)
         second.saved["config"]["trainer"]["project_name"] = "[/y]"
         last_resort = LastResort()
         last_resort.stand_down()
-        life = Lifecycle(logger, {}, (logger,), StopPolicy(StopRequest(last_resort)), NothingDrawn())
+        stop = StopRequest(last_resort)
+        life = Lifecycle(
+            logger, {}, (logger,), StopPolicy(stop), NothingDrawn(), Repairs(logger.config, stop, local=True)
+        )
         assert life.is_resumed
         life.restore()
         assert next(life.steps()) == 4

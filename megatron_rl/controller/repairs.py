@@ -1,0 +1,237 @@
+"""Go on after a process or node was lost: start the ranks anew, from copies in host memory or the newest checkpoint.
+
+A life is one start of a run's ranks. Between two lives stay the launcher, and with it what nodes hold in memory, the
+request to stop, and the controller's part of the two newest copies.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from rich.console import Console
+
+from megatron_rl.checkpoint.state_copies import CopyPlace, files_of, is_whole
+from megatron_rl.cluster.launcher import Launcher
+from megatron_rl.cluster.signals import StopRequest, graceful_signals
+from megatron_rl.config.roles import Placement
+from megatron_rl.config.schema import Config
+from megatron_rl.config.trainer import TrainerConfig
+from megatron_rl.errors import ConfigError, CopyLost, MegatronRLError, WorkerFailure
+
+Result = TypeVar("Result")
+
+REPAIRS_FILE = "repairs.jsonl"
+"""A line for every repair, in the run's folder."""
+
+MOST_IDLE = 3
+"""Repairs in a row after which no step was taken; then the reason is not an accident."""
+
+_LOOK_S = 0.5
+
+
+@dataclass(frozen=True)
+class KeptCopy:
+    """The controller's part of a copy of the state. folder: run.json and answers. num_ranks: pool -> its ranks."""
+
+    life: int
+    step: int
+    folder: Path
+    num_ranks: Mapping[str, int]
+
+
+@dataclass
+class Repair:
+    """One repair. source: copy | checkpoint | start. step: after which the run went on. seconds: until then."""
+
+    reason: str
+    source: str = "start"
+    step: int = 0
+    steps_lost: int = 0
+    seconds: float = 0.0
+
+    def metrics(self, number: int) -> dict[str, float]:
+        """Metrics of the first step after repair number `number`."""
+        return {"repair/number": number, "repair/steps_lost": self.steps_lost, "repair/seconds": self.seconds}
+
+
+class Repairs:
+    """What outlives the ranks of a run; a context manager around all its lives.
+
+    stop: the request to stop. life: number of the present start, from 0. started: of the first, on the monotonic clock.
+    """
+
+    def __init__(self, config: Config, stop: StopRequest, local: bool) -> None:
+        self.stop = stop
+        self.life = 0
+        self.started = time.monotonic()
+        self.all: list[Repair] = []
+        self._config = config
+        self._is_on = config.trainer.max_repairs > 0 and not local
+        self._open = ExitStack()
+        self._launcher: Launcher | None = None
+        self._kept: list[KeptCopy] = []
+        self._last_step, self._num_idle = 0, 0
+        self._lost_at: float | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        self._open.__exit__(*failure)
+
+    @property
+    def _trainer(self) -> TrainerConfig:
+        return self._config.trainer
+
+    # For a life
+
+    def launcher(self, make: Callable[[], Launcher]) -> AbstractContextManager[Launcher]:
+        """Return what enters the launcher: a new one, or the one of the lives before."""
+        if not self._is_on:
+            return make()
+        if self._launcher is None:
+            self._launcher = self._open.enter_context(make())
+        return nullcontext(self._launcher)
+
+    @property
+    def kept(self) -> KeptCopy | None:
+        """The newest copy that a life may begin with."""
+        return self._kept[-1] if self._kept else None
+
+    def copies_after(self, step: int) -> bool:
+        """Whether the state after a step is to be copied."""
+        return self._is_on and self._trainer.copy_freq > 0 and step % self._trainer.copy_freq == 0
+
+    def place(self, life: int | None = None) -> CopyPlace:
+        """Where copies of a life are; None: of the present one."""
+        assert self._launcher is not None, "no rank was started"
+        return CopyPlace(self._launcher.scratch.segment_prefix, self.life if life is None else life)
+
+    def new_folder(self, step: int) -> Path:
+        """Make an empty folder for the controller's part of a copy."""
+        assert self._launcher is not None, "no rank was started"
+        folder = self._launcher.scratch.folder / "copies" / f"{self.life}_{step}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        return folder
+
+    def keep(self, step: int, folder: Path, num_ranks: Mapping[str, int]) -> None:
+        """Note a copy that all ranks have made; only the two newest are kept."""
+        assert self._launcher is not None, "no rank was started"
+        self._launcher.hold_nodes()
+        self._kept.append(KeptCopy(self.life, step, folder, num_ranks))
+        for old in self._kept[:-2]:
+            shutil.rmtree(old.folder, ignore_errors=True)
+        del self._kept[:-2]
+
+    def took(self, step: int) -> None:
+        """Note that a step is over."""
+        self._last_step, self._num_idle = step, 0
+
+    def begun(self, step: int, source: str, folder: Path) -> dict[str, float]:
+        """Note that a life is ready for the step after `step`; returns metrics of that step, {} for the first life.
+
+        Adds a line to `repairs.jsonl` in the run's folder.
+        """
+        if self._lost_at is None:
+            return {}
+        repair = self.all[-1]
+        repair.source, repair.step, repair.steps_lost = source, step, max(0, self._last_step - step)
+        repair.seconds, self._lost_at = round(time.monotonic() - self._lost_at, 2), None
+        with (folder / REPAIRS_FILE).open("a") as file:
+            file.write(json.dumps({"number": len(self.all), **asdict(repair)}) + "\n")
+        return repair.metrics(len(self.all))
+
+    # Between lives
+
+    def prepare(self, failure: WorkerFailure) -> None:
+        """Decide from what the next life begins, and wait until nodes have room for it.
+
+        Raises `failure` where it would happen again, where there were too many, or where nodes are missing for too
+        long.
+        """
+        if self._lost_at is None:
+            self._lost_at = time.monotonic()
+        launcher = self._launcher
+        is_repairable = failure.is_loss or isinstance(failure, CopyLost)
+        if launcher is None or launcher.is_lost or not is_repairable or self.stop.is_set:
+            raise failure
+        if len(self.all) == self._trainer.max_repairs:
+            failure.add_note(f"it is loss {len(self.all) + 1}, and trainer.max_repairs={self._trainer.max_repairs}")
+            raise failure
+        self._num_idle += 1
+        if self._num_idle > MOST_IDLE:
+            failure.add_note(f"{MOST_IDLE} repairs in a row did not lead to another step")
+            raise failure
+        reason = str(failure).splitlines()[0]
+        self.all.append(Repair(reason))
+        warn(f"repair {len(self.all)} of at most {self._trainer.max_repairs}: {reason}")
+        if isinstance(failure, CopyLost):
+            self._kept.clear()
+        self.wait_for_room(failure)
+        self._drop_torn(launcher)
+        self.life += 1
+
+    def wait_for_room(self, failure: WorkerFailure) -> None:
+        """Wait until living nodes have room for all pools. Raises `failure` after `trainer.repair_wait_s`."""
+        assert self._launcher is not None, "no rank was started"
+        sizes = [pool.size for pool in Placement.of(self._config).pools.values()]
+        deadline, is_waiting = time.monotonic() + self._trainer.repair_wait_s, False
+        while missing := self._launcher.shortage(sizes):
+            if self.stop.is_set or time.monotonic() > deadline:
+                failure.add_note(f"after trainer.repair_wait_s={self._trainer.repair_wait_s:g}: {missing}")
+                raise failure
+            if not is_waiting:
+                warn(f"waiting up to {self._trainer.repair_wait_s:g} s for nodes: {missing}")
+                is_waiting = True
+            time.sleep(_LOOK_S)
+
+    def _drop_torn(self, launcher: Launcher) -> None:
+        """Forget kept copies whose files living nodes do not have."""
+        held = [file for node, names in launcher.segments().items() for file in files_of(names, node)]
+        self._kept = [copy for copy in self._kept if is_whole(held, copy.life, copy.step, copy.num_ranks)]
+
+
+@contextmanager
+def lives_of(config: Config, local: bool = False) -> Iterator[Repairs]:
+    """What a run keeps over all its lives, with its handlers of signals; the main thread must enter it.
+
+    local: one rank in this process, which cannot be repaired. A run that saves nothing stops at once after a signal.
+    """
+    trainer = config.trainer
+    grace_s = trainer.stop_grace_s if trainer.save_freq > 0 else None
+    with graceful_signals(grace_s) as stop, Repairs(config, stop, local) as repairs:
+        yield repairs
+
+
+def with_repairs(config: Config, local: bool, live: Callable[[Repairs], Result]) -> Result:
+    """Call `live` until it returns: once, and again after each loss that can be repaired. Raises its errors."""
+    with lives_of(config, local) as repairs:
+        loss: WorkerFailure | None = None
+        while True:
+            try:
+                return live(repairs)
+            except (WorkerFailure, ConfigError) as error:
+                loss = repairable(error, loss)
+                repairs.prepare(loss)
+
+
+def repairable(error: MegatronRLError, loss: WorkerFailure | None) -> WorkerFailure:
+    """The loss to repair: `error`, or the loss before where nodes went away while ranks started. Raises `error`."""
+    if isinstance(error, WorkerFailure):
+        return error
+    if loss is not None and isinstance(error, ConfigError) and error.is_shortage:
+        return loss
+    raise error
+
+
+def warn(text: str) -> None:
+    """Print a line in yellow: between two lives no logger is open."""
+    Console().print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
