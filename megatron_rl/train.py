@@ -30,12 +30,12 @@ def train(config: RunConfig, local: bool = False, replay: Path | None = None) ->
     Lost processes and nodes are repaired up to `trainer.max_repairs` times.
     Raises MegatronRLError if a rank or a reward function fails, or a signal asks the run to stop. No process is left.
     """
-    return with_repairs(config, local, lambda repairs: train_once(config, repairs, local, replay))
+    return with_repairs(config, local, lambda repairs: train_once(repairs, local, replay))
 
 
-def train_once(config: RunConfig, repairs: Repairs, local: bool, replay: Path | None) -> dict[str, Any]:
+def train_once(repairs: Repairs, local: bool, replay: Path | None) -> dict[str, Any]:
     """Train from where the run stands, with ranks that are started now."""
-    with open_run(config, repairs, local, replay) as run:
+    with open_run(repairs, local, replay) as run:
         run.validation.before_training(run.life.is_resumed)
         for step in run.life.steps():
             run.logger.log(take_step(run, step), step)

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import ray
+from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_rl.cluster.ray_ranks import RayRanks, living_nodes, make_agent, needs_of, shortage
 from megatron_rl.cluster.ray_session import RaySession
 from megatron_rl.config.roles import PoolSize
 
-ANSWER_LIMIT_S = 20.0
-"""Seconds for an agent to list a node's segments; a node that takes longer counts as lost."""
+ANSWER_LIMIT_S = 5.0
+"""Seconds in which agents list the segments of their nodes; a node that takes longer does not answer yet."""
 
 
 class RayLauncher(RaySession):
@@ -26,28 +27,41 @@ class RayLauncher(RaySession):
         super().__init__(num_ranks, modules, variables)
         self._device_kind = device_kind
         self._holders: dict[str, ActorHandle] = {}
+        self._asked: dict[str, ObjectRef] = {}  # answers that are late
 
     def reserve(self, size: PoolSize, others: Sequence[PoolSize] = ()) -> RayRanks:
         """Return the places, to be entered."""
         return RayRanks(size, self._device_kind, self, others=others)
 
     def shortage(self, sizes: Sequence[PoolSize]) -> str:
-        """Return a message when living nodes have no room for pools of these sizes, were they empty, else ""."""
-        return shortage(living_nodes(), sizes, needs_of(self._device_kind))
+        """Return a message when living nodes have no room for pools of these sizes, were they empty, else "".
+
+        A node that had ranks must answer: Ray goes on giving ranks to a lost node until it has noticed the loss.
+        """
+        self.hold_nodes()
+        answering = self.segments().keys()
+        alive = {node["NodeID"]: node for node in living_nodes()}
+        if silent := sorted((self._nodes_of_ranks & alive.keys()) - answering):
+            return f"node {alive[silent[0]]['NodeManagerAddress']} does not answer, and Ray counts it as alive still"
+        return shortage([node["Resources"] for node in alive.values()], sizes, needs_of(self._device_kind))
 
     def hold_nodes(self) -> None:
-        """Keep the run's segments on every node that had ranks: an agent without ranks holds its supervisor."""
+        """Keep the run's segments on every node that had ranks until the launcher is left, also without ranks."""
         for node in self._nodes_of_ranks - self._holders.keys():
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
             self._holders[node] = make_agent(self, strategy)
 
     def segments(self) -> dict[str, list[str]]:
-        """Return node -> names of the run's segments; of nodes that `hold_nodes` named and that live."""
-        asked = {node: agent.segments.remote() for node, agent in self._holders.items()}
+        """Return node -> names of the run's segments; of nodes that `hold_nodes` named and that answer."""
+        asked = {node: self._asked.pop(node, None) or agent.segments.remote() for node, agent in self._holders.items()}
+        if asked:
+            ray.wait([*asked.values()], num_returns=len(asked), timeout=ANSWER_LIMIT_S)
         listed = {}
         for node, answer in asked.items():
             try:
-                listed[node] = ray.get(answer, timeout=ANSWER_LIMIT_S)
+                listed[node] = ray.get(answer, timeout=0)
+            except GetTimeoutError:
+                self._asked[node] = answer  # its agent may be starting on a busy machine
             except RayError:
                 del self._holders[node]
         return listed

@@ -140,7 +140,8 @@ class RayRanks(Ranks):
             time.sleep(0.5)
 
     def _shortage(self) -> str:
-        return shortage(living_nodes(), [self._size, *self._others], self._bundle)
+        living = [node["Resources"] for node in living_nodes()]
+        return shortage(living, [self._size, *self._others], self._bundle)
 
     def _give_back(self) -> None:
         agents, self._agents = self._agents, {}
@@ -200,9 +201,9 @@ def needs_of(device_kind: str) -> dict[str, float]:
     return {"CPU": 1.0, "GPU": 1.0} if device_kind == "cuda" else {"CPU": 1.0}
 
 
-def living_nodes() -> list[dict[str, float]]:
-    """Return the resources of every living node of the cluster."""
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+def living_nodes() -> list[dict[str, Any]]:
+    """Return every node of the cluster that Ray counts as alive, as `ray.nodes` does."""
+    return [node for node in ray.nodes() if node["Alive"]]
 
 
 def future_of(

@@ -26,7 +26,7 @@ from megatron_rl.cluster.leftovers import RUN_ID, end, processes_with
 from megatron_rl.cluster.loading import import_path
 from megatron_rl.cluster.rank_messages import ProcessDied, answer_of
 from megatron_rl.cluster.scratch import Scratch
-from megatron_rl.cluster.supervisor import LARGEST, kill_group
+from megatron_rl.cluster.supervisor import LARGEST, SUPERVISOR, kill_group
 from megatron_rl.errors import ConfigError, RewardError, StoppedAfterStep, StoppedBeforeStep, WorkerFailure
 
 OF_DRIVER = "supervisor"
@@ -59,6 +59,8 @@ class Supervision:
         owns_run: bool = False,
     ) -> None:
         self.scratch = scratch
+        # Agents of a run are processes of the run, too: only its driver may end all of them.
+        self._mark = (scratch.run_id, RUN_ID) if owns_run else (f"{scratch.run_id}/{name}", SUPERVISOR)
         self._process = _start(scratch, name, modules, variables or {})
         try:
             self._control = _connect(scratch.folder / name, self._process)
@@ -138,7 +140,7 @@ class Supervision:
             with suppress(subprocess.TimeoutExpired):
                 process.communicate(timeout=END_LIMIT_S)
             if process.returncode != 0:  # it was killed, or hangs
-                end(lambda: processes_with(self.scratch.run_id), END_LIMIT_S)
+                end(lambda: processes_with(*self._mark), END_LIMIT_S)
 
     def _send(self, request: dict[str, Any]) -> None:
         with suppress(OSError), self._requests:

@@ -274,8 +274,9 @@ def main(name: str, modules: Sequence[str]) -> None:
     adopt_orphans()
     scratch = Scratch.join(os.environ[RUN_ID])
     os.environ[SUPERVISOR] = f"{scratch.run_id}/{name}"
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(str(scratch.folder / name))
+    listener, path = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), scratch.folder / name
+    path.unlink(missing_ok=True)  # of one that has ended: who starts a supervisor has claimed the name
+    listener.bind(str(path))
     listener.listen(socket.SOMAXCONN)
     if modules:
         load(modules, STDIN, scratch)

@@ -209,9 +209,13 @@ class Lifecycle:
         is_saved = is_save_step(trainer, step) or ((stopping or step == self.best()) and trainer.save_freq > 0)
         if is_saved:
             self._begin(self._state(step))
-        if self.repairs.copies_after(step) and not (is_saved and self._under_way is None):
+        is_safe = is_saved and self._under_way is None
+        if self.repairs.copies_after(step) and not is_safe:
             self._copy(self._state(step))
+            is_safe = True
         self.repairs.took(step)
+        if is_safe and not stopping and step < trainer.num_steps:
+            self.repairs.raise_if_nodes_returned()
         if stopping:
             self.settle()
             self.stop_policy.stop.fulfil(StoppedAfterStep.exit_code)

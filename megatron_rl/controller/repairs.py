@@ -20,9 +20,9 @@ from rich.console import Console
 from megatron_rl.checkpoint.state_copies import CopyPlace, files_of, is_whole
 from megatron_rl.cluster.launcher import Launcher
 from megatron_rl.cluster.signals import StopRequest, graceful_signals
-from megatron_rl.config.roles import Placement
-from megatron_rl.config.schema import Config
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.trainer import TrainerConfig
+from megatron_rl.controller.fewer_nodes import sizes_of, smaller
 from megatron_rl.errors import ConfigError, CopyLost, MegatronRLError, WorkerFailure
 
 Result = TypeVar("Result")
@@ -61,18 +61,23 @@ class Repair:
         return {"repair/number": number, "repair/steps_lost": self.steps_lost, "repair/seconds": self.seconds}
 
 
+class NodesReturned(Exception):
+    """A run on fewer nodes than it was given can have all of them again; its newest step is copied or saved."""
+
+
 class Repairs:
     """What outlives the ranks of a run; a context manager around all its lives.
 
-    stop: the request to stop. life: number of the present start, from 0. started: of the first, on the monotonic clock.
+    config: of the present life, which may have fewer nodes. stop: the request to stop. life: number of the present
+    start, from 0. started: of the first, on the monotonic clock. all: the repairs so far.
     """
 
-    def __init__(self, config: Config, stop: StopRequest, local: bool) -> None:
+    def __init__(self, config: RunConfig, stop: StopRequest, local: bool) -> None:
         self.stop = stop
         self.life = 0
         self.started = time.monotonic()
         self.all: list[Repair] = []
-        self._config = config
+        self.config = self._full = config
         self._is_on = config.trainer.max_repairs > 0 and not local
         self._open = ExitStack()
         self._launcher: Launcher | None = None
@@ -88,7 +93,7 @@ class Repairs:
 
     @property
     def _trainer(self) -> TrainerConfig:
-        return self._config.trainer
+        return self._full.trainer
 
     # For a life
 
@@ -125,7 +130,6 @@ class Repairs:
     def keep(self, step: int, folder: Path, num_ranks: Mapping[str, int]) -> None:
         """Note a copy that all ranks have made; only the two newest are kept."""
         assert self._launcher is not None, "no rank was started"
-        self._launcher.hold_nodes()
         self._kept.append(KeptCopy(self.life, step, folder, num_ranks))
         for old in self._kept[:-2]:
             shutil.rmtree(old.folder, ignore_errors=True)
@@ -140,6 +144,8 @@ class Repairs:
 
         Adds a line to `repairs.jsonl` in the run's folder.
         """
+        if self._launcher is not None:
+            self._launcher.hold_nodes()  # before ranks can end
         if self._lost_at is None:
             return {}
         repair = self.all[-1]
@@ -180,18 +186,58 @@ class Repairs:
         self.life += 1
 
     def wait_for_room(self, failure: WorkerFailure) -> None:
-        """Wait until living nodes have room for all pools. Raises `failure` after `trainer.repair_wait_s`."""
+        """Wait until living nodes have room for all pools; after `trainer.repair_wait_s` take fewer nodes.
+
+        Raises `failure` where there are too few for every layout that preflight accepts.
+        """
         assert self._launcher is not None, "no rank was started"
-        sizes = [pool.size for pool in Placement.of(self._config).pools.values()]
-        deadline, is_waiting = time.monotonic() + self._trainer.repair_wait_s, False
-        while missing := self._launcher.shortage(sizes):
-            if self.stop.is_set or time.monotonic() > deadline:
-                failure.add_note(f"after trainer.repair_wait_s={self._trainer.repair_wait_s:g}: {missing}")
+        wait_s, is_waiting = self._trainer.repair_wait_s, False
+        deadline = time.monotonic() + wait_s
+        while missing := self._shortage_of_known():
+            if self.stop.is_set:
                 raise failure
+            if time.monotonic() > deadline:
+                fitting = (fewer for fewer in smaller(self.config) if not self._launcher.shortage(sizes_of(fewer)))
+                fewer = next(fitting, None)
+                if fewer is None:
+                    failure.add_note(f"after trainer.repair_wait_s={wait_s:g} s: {missing}")
+                    raise failure
+                warn(f"going on with trainer.nnodes={fewer.trainer.nnodes} after {wait_s:g} s: {missing}")
+                self.config = fewer
+                return
             if not is_waiting:
-                warn(f"waiting up to {self._trainer.repair_wait_s:g} s for nodes: {missing}")
+                warn(f"waiting up to {wait_s:g} s for nodes: {missing}")
                 is_waiting = True
             time.sleep(_LOOK_S)
+
+    def _shortage_of_known(self) -> str:
+        """Choose the full layout if nodes have room for it, else the present one; return "" or why neither fits."""
+        assert self._launcher is not None, "no rank was started"
+        missing = ""
+        for config in (self._full, self.config):
+            missing = self._launcher.shortage(sizes_of(config))
+            if not missing:
+                self.config = config
+                return ""
+        return missing
+
+    def raise_if_nodes_returned(self) -> None:
+        """Raise NodesReturned if the run has fewer nodes than it was given and could have all of them again.
+
+        Call it when the newest step is copied or saved.
+        """
+        if self.config is self._full or self._launcher is None:
+            return
+        if not self._launcher.shortage(sizes_of(self._full)):
+            raise NodesReturned
+
+    def grow(self) -> None:
+        """Begin a life with all nodes."""
+        assert self._launcher is not None, "no rank was started"
+        warn(f"nodes are back: going on with trainer.nnodes={self._full.trainer.nnodes}")
+        self.config = self._full
+        self._drop_torn(self._launcher)
+        self.life += 1
 
     def _drop_torn(self, launcher: Launcher) -> None:
         """Forget kept copies whose files living nodes do not have."""
@@ -200,7 +246,7 @@ class Repairs:
 
 
 @contextmanager
-def lives_of(config: Config, local: bool = False) -> Iterator[Repairs]:
+def lives_of(config: RunConfig, local: bool = False) -> Iterator[Repairs]:
     """What a run keeps over all its lives, with its handlers of signals; the main thread must enter it.
 
     local: one rank in this process, which cannot be repaired. A run that saves nothing stops at once after a signal.
@@ -211,7 +257,7 @@ def lives_of(config: Config, local: bool = False) -> Iterator[Repairs]:
         yield repairs
 
 
-def with_repairs(config: Config, local: bool, live: Callable[[Repairs], Result]) -> Result:
+def with_repairs(config: RunConfig, local: bool, live: Callable[[Repairs], Result]) -> Result:
     """Call `live` until it returns: once, and again after each loss that can be repaired. Raises its errors."""
     with lives_of(config, local) as repairs:
         loss: WorkerFailure | None = None
@@ -221,6 +267,8 @@ def with_repairs(config: Config, local: bool, live: Callable[[Repairs], Result])
             except (WorkerFailure, ConfigError) as error:
                 loss = repairable(error, loss)
                 repairs.prepare(loss)
+            except NodesReturned:
+                repairs.grow()
 
 
 def repairable(error: MegatronRLError, loss: WorkerFailure | None) -> WorkerFailure:

@@ -111,13 +111,13 @@ class Run(OpenRun):
 
 
 @contextmanager
-def open_run(config: RunConfig, repairs: Repairs, local: bool = False, replay: Path | None = None) -> Iterator[Run]:
+def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) -> Iterator[Run]:
     """Open a PPO run, ready for its first step.
 
-    Errors of data, rewards and checkpoints are raised before any process is started. Arguments are those of
-    `train.train`, and what the run keeps when its ranks are started anew.
+    Errors of data, rewards and checkpoints are raised before any process is started. repairs: what the run keeps when
+    its ranks are started anew, and the configuration; the other arguments are those of `train.train`.
     """
-    trainer = config.trainer
+    config, trainer = repairs.config, repairs.config.trainer
     with ExitStack() as opened:
         placement = Placement.of(config)
         tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)

@@ -22,12 +22,12 @@ from megatron_rl.tasks.training_records import preference_batch
 
 def dpo(config: TaskConfig, local: bool = False) -> dict[str, Any]:
     """Learn preferences and return the summary that is also written to `summary.json`; otherwise as `train.train`."""
-    return with_repairs(config, local, lambda repairs: dpo_once(config, repairs, local))
+    return with_repairs(config, local, lambda repairs: dpo_once(repairs, local))
 
 
-def dpo_once(config: TaskConfig, repairs: Repairs, local: bool) -> dict[str, Any]:
+def dpo_once(repairs: Repairs, local: bool) -> dict[str, Any]:
     """Learn from where the run stands, with ranks that are started now."""
-    with open_task(config, repairs, local) as run:
+    with open_task(repairs, local) as run:
         policy, preferences = run.role(TunedPolicy), Preferences(run)
         preferences.store_reference()
         run.held_out.begin(preferences.measured, run.life.is_resumed)

@@ -27,12 +27,12 @@ from megatron_rl.tasks.training_records import reward_batch
 
 def reward(config: TaskConfig, local: bool = False) -> dict[str, Any]:
     """Train a reward model and return the summary that is also written to `summary.json`, else as `train.train`."""
-    return with_repairs(config, local, lambda repairs: reward_once(config, repairs, local))
+    return with_repairs(config, local, lambda repairs: reward_once(repairs, local))
 
 
-def reward_once(config: TaskConfig, repairs: Repairs, local: bool) -> dict[str, Any]:
+def reward_once(repairs: Repairs, local: bool) -> dict[str, Any]:
     """Train from where the run stands, with ranks that are started now."""
-    with open_task(config, repairs, local) as run:
+    with open_task(repairs, local) as run:
         scorer = run.role(TrainedScorer)
         run.held_out.begin(partial(measured, run), run.life.is_resumed)
         for step in run.life.steps():

@@ -23,12 +23,12 @@ from megatron_rl.tasks.task_run import TaskRun, open_task
 
 def sft(config: TaskConfig, local: bool = False) -> dict[str, Any]:
     """Tune as configured and return the summary that is also written to `summary.json`; otherwise as `train.train`."""
-    return with_repairs(config, local, lambda repairs: sft_once(config, repairs, local))
+    return with_repairs(config, local, lambda repairs: sft_once(repairs, local))
 
 
-def sft_once(config: TaskConfig, repairs: Repairs, local: bool) -> dict[str, Any]:
+def sft_once(repairs: Repairs, local: bool) -> dict[str, Any]:
     """Tune from where the run stands, with ranks that are started now."""
-    with open_task(config, repairs, local) as run:
+    with open_task(repairs, local) as run:
         policy = run.role(TunedPolicy)
         run.held_out.begin(partial(measured, run), run.life.is_resumed)
         for step in run.life.steps():

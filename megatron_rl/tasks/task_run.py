@@ -50,12 +50,14 @@ class TaskRun(OpenRun):
 
 
 @contextmanager
-def open_task(config: TaskConfig, repairs: Repairs, local: bool = False) -> Iterator[TaskRun]:
+def open_task(repairs: Repairs, local: bool = False) -> Iterator[TaskRun]:
     """Open a task's run, ready for its first step.
 
     Errors of data and checkpoints are raised before any process is started. local: one rank, in this process. repairs:
-    what the run keeps when its ranks are started anew.
+    what the run keeps when its ranks are started anew, and the configuration.
     """
+    config = repairs.config
+    assert isinstance(config, TaskConfig)
     with ExitStack() as opened:
         placement = Placement.of(config)
         tokenizer = load_tokenizer(placement.leader.model_path)

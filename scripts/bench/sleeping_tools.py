@@ -147,7 +147,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = bench_config(folder, given)
-        with lives_of(config) as repairs, open_run(config, repairs) as run:
+        with lives_of(config) as repairs, open_run(repairs) as run:
             rounds = measure(run, folder, given)
     for figures in rounds:
         figures["by turns / step"] = figures["by turns"] / figures["step"]

@@ -25,7 +25,7 @@ def test_waits_are_hidden(tmp_path: Path) -> None:
     """
     given = argparse.Namespace(episodes=64, rounds=3, mean=0.4, slice_steps=16)
     config = bench_config(tmp_path, given)
-    with lives_of(config) as repairs, open_run(config, repairs) as run:
+    with lives_of(config) as repairs, open_run(repairs) as run:
         rounds = measure(run, tmp_path, given)
     assert min(figures["step / bound"] for figures in rounds) <= 1.15
     assert max(figures["by turns"] / figures["step"] for figures in rounds) >= 2

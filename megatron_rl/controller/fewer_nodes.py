@@ -1,0 +1,27 @@
+"""The same run on fewer nodes: fewer data-parallel ranks, so more micro-batches of the same samples."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+
+from megatron_rl.config.roles import Placement, PoolSize
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.ledger.planner.preflight import preflight
+
+
+def smaller(config: RunConfig) -> Iterator[RunConfig]:
+    """Yield copies of the configuration with fewer nodes of global_pool that preflight accepts, the largest first.
+
+    Batches keep their samples, mini-batches and micro-batches their sizes: what changes is who computes them.
+    """
+    for num_nodes in range(config.trainer.nnodes - 1, 0, -1):
+        fewer = copy.deepcopy(config)
+        fewer.trainer.nnodes = num_nodes
+        if not preflight(fewer):
+            yield fewer
+
+
+def sizes_of(config: RunConfig) -> Sequence[PoolSize]:
+    """Sizes of the pools of a run."""
+    return [pool.size for pool in Placement.of(config).pools.values()]

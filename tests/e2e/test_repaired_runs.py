@@ -1,0 +1,135 @@
+"""Runs that lose ranks or nodes and repair themselves: the same bits as a run that was never hurt."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from command_line import CommandLine
+from raylets import Raylets
+from short_runs import CLOCKED, MEGATRON, SHORT, TP2, WITHOUT_RAY, metrics, reached
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
+
+KEYS = (*SHORT, "trainer.max_repairs=2", "trainer.export_hf=true")
+TP1 = (f"{MEGATRON}.tensor_model_parallel_size=1", f"{MEGATRON}.pipeline_model_parallel_size=1")
+
+
+def unclocked(lines: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
+    """Metrics without those of repairs."""
+    own = (*CLOCKED, "repair/")
+    return {
+        step: {name: value for name, value in line.items() if not name.startswith(own)} for step, line in lines.items()
+    }
+
+
+def weights(run: Path) -> bytes:
+    return (run / "hf_model/model.safetensors").read_bytes()
+
+
+def repairs(run: CommandLine) -> list[dict]:
+    return [json.loads(line) for line in (run.run / "repairs.jsonl").read_text().splitlines()]
+
+
+def rank_of(run: CommandLine, number: int):
+    return next(process for process in run.workers() if process.name().split()[1] == str(number))
+
+
+def test_a_killed_rank_is_started_anew(command_line, recorded) -> None:
+    """Rank 1 of two is killed after two steps, without any checkpoint: the run goes on from the copies in memory, with
+    the metrics and weights of a run that was never hurt, and nothing is left.
+    """
+    well = recorded("never_hurt", *SHORT, *TP2, WITHOUT_RAY)
+    hurt = command_line(*KEYS, *TP2, WITHOUT_RAY)
+    hurt.wait_for(reached(hurt, 2), interval=0.01)
+    rank_of(hurt, 1).kill()
+    assert hurt.wait() == 0, hurt.text()
+    (repair,) = repairs(hurt)
+    assert repair["source"] == "copy" and repair["step"] >= 1 and repair["steps_lost"] <= 1, repair
+    assert "rank 1" in repair["reason"] and repair["reason"] in " ".join(hurt.text().split())
+    assert json.loads((hurt.run / "summary.json").read_text())["repairs"][0]["reason"] == repair["reason"]
+    assert unclocked(metrics(hurt)) == unclocked(metrics(well))
+    assert weights(hurt.run) == weights(well.run)
+    assert "Traceback" not in hurt.text() and hurt.left_over() == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("keys", [("trainer.copy_freq=-1", "trainer.save_freq=2"), ("trainer.copy_freq=-1",)])
+def test_without_copies_a_repair_goes_back(command_line, recorded, keys) -> None:
+    """From the newest checkpoint, or the start; the bits are the same."""
+    well = recorded("never_hurt", *SHORT, *TP2, WITHOUT_RAY)
+    hurt = command_line(*KEYS, *TP2, WITHOUT_RAY, *keys)
+    hurt.wait_for(reached(hurt, 3), interval=0.01)
+    rank_of(hurt, 0).kill()
+    assert hurt.wait() == 0, hurt.text()
+    (repair,) = repairs(hurt)
+    source, step = ("checkpoint", 2) if len(keys) == 2 else ("start", 0)
+    assert repair["source"] == source and step <= repair["step"] < 4, repair
+    assert unclocked(metrics(hurt)) == unclocked(metrics(well))
+    assert weights(hurt.run) == weights(well.run) and hurt.left_over() == []
+
+
+@pytest.mark.exhaustive
+def test_a_hang_is_repaired_and_too_many_losses_end_a_run(command_line) -> None:
+    """A stopped rank is noticed by its silence; with max_repairs=2 the third loss ends the run with code 3."""
+    run = command_line(*KEYS, *TP2, WITHOUT_RAY, "trainer.heartbeat_timeout_s=10", "trainer.total_training_steps=1000")
+    for number, sent in enumerate((signal.SIGSTOP, signal.SIGKILL, signal.SIGKILL)):
+        run.wait_for(reached(run, 2 * number + 1), interval=0.01)
+        rank_of(run, number % 2).send_signal(sent)
+        if number < 2:
+            run.wait_for(lambda number=number: f"repair {number + 1} of at most 2" in run.text())
+            run.wait_for(lambda number=number: run.text().count("going on after step") == number + 1)
+    assert run.wait() == 3, run.text()
+    assert "trainer.max_repairs=2" in run.text() and "Traceback" not in run.text()
+    assert run.left_over() == []
+
+
+@pytest.mark.exhaustive
+def test_a_lost_node_is_replaced_by_a_spare(command_line, recorded) -> None:
+    """PP2 over two Ray nodes, a third is free: the second node is lost at once with what it held; its state comes from
+    the copy that the first one has. The same bits as on one machine.
+    """
+    layout = (f"{MEGATRON}.tensor_model_parallel_size=1", "trainer.nnodes=2", "trainer.n_gpus_per_node=1")
+    with Raylets(1, 1) as cluster:
+        well = command_line(*SHORT, *layout, variables=cluster.variables)
+        assert well.wait() == 0, well.text()
+        cluster.add_node(1)
+        hurt = command_line(*KEYS, *layout, variables=cluster.variables)
+        hurt.wait_for(reached(hurt, 2), interval=0.01)
+        (used,) = (node for node in (1, 2) if cluster.ranks(node))
+        cluster.kill(used)
+        assert hurt.wait() == 0, hurt.text()
+        print(hurt.text())
+        (repair,) = repairs(hurt)
+        assert repair["source"] == "copy" and repair["steps_lost"] <= 1, repair
+        assert unclocked(metrics(hurt)) == unclocked(metrics(well))
+        assert weights(hurt.run) == weights(well.run)
+        assert "Traceback" not in hurt.text() and hurt.left_over() == [] and cluster.left_over() == {}
+
+
+@pytest.mark.exhaustive
+def test_fewer_nodes_until_one_returns(command_line) -> None:
+    """DP2 over two nodes loses one, and none is free: the run goes on with DP1, and with both once a node joins. The
+    first step on one node and the last on two have the losses of a run that was never hurt, to rounding.
+    """
+    layout = (*TP1, "trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.total_training_steps=8")
+    with Raylets(1, 1) as cluster:
+        well = command_line(*SHORT, *layout, variables=cluster.variables)
+        assert well.wait() == 0, well.text()
+        hurt = command_line(*KEYS, *layout, "trainer.repair_wait_s=2", variables=cluster.variables)
+        hurt.wait_for(reached(hurt, 2), interval=0.01)
+        cluster.kill(1)
+        hurt.wait_for(lambda: "going on with trainer.nnodes=1" in hurt.text())
+        hurt.wait_for(reached(hurt, 4), interval=0.01)
+        cluster.add_node(1)
+        assert hurt.wait() == 0, hurt.text()
+        print(hurt.text())
+        assert "nodes are back: going on with trainer.nnodes=2" in hurt.text()
+        (repair,) = repairs(hurt)
+        assert repair["source"] == "copy" and repair["steps_lost"] <= 1, repair
+        for step, line in unclocked(metrics(well)).items():
+            for name in ("actor/pg_loss", "critic/vf_loss", "critic/score/mean", "actor/grad_norm"):
+                assert metrics(hurt)[step][name] == pytest.approx(line[name], rel=1e-4, abs=1e-5), (step, name)
+        assert hurt.left_over() == [] and cluster.left_over() == {}
