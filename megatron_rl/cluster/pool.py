@@ -59,8 +59,8 @@ class ProcessPool:
     `coordinates()`, which returns `dispatch.Coordinates`, and, with `roles` (name -> class), the method
     `run(role, method, args, kwargs)`. Before their class is imported, hosts have RANK, WORLD_SIZE, LOCAL_RANK (the
     index of their device among those they see), LOCAL_WORLD_SIZE and `ranks.place_variables` in their environment, and
-    the driver's import path. Rank 0 also has MASTER_LISTEN_FD, a socket that listens at MASTER_ADDR and MASTER_PORT and
-    that it must take over (`roles/rendezvous.py`).
+    the driver's import path. They meet in the file MASTER_STORE, or, on several nodes, at a socket that listens at
+    MASTER_ADDR and MASTER_PORT: rank 0 has it as MASTER_LISTEN_FD, and must take it over (`roles/rendezvous.py`).
 
     Raises TypeError for a host class without `coordinates`.
     """

@@ -10,6 +10,7 @@ import pickle
 import secrets
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -21,6 +22,7 @@ from megatron_rl.cluster.handle import HOST
 from megatron_rl.cluster.heartbeat import Heartbeat, MonitorAddress
 from megatron_rl.cluster.loading import without_collections
 from megatron_rl.cluster.rank_messages import Payload, RankFailed, dumps
+from megatron_rl.cluster.ranks import LOOPBACK
 from megatron_rl.dispatch import Coordinates, Dispatch, is_collector
 
 PORTS = range(20_000, 32_768)
@@ -73,12 +75,20 @@ class RankWorker:
                 return
             connection.send_bytes(self._reply(message))
 
-    def listen_for_ranks(self, host: str) -> int:
-        """Listen on `host`, where the host object will meet the other ranks; return the port."""
+    def listen_for_ranks(self, host: str) -> dict[str, str]:
+        """Make the place where the hosts of all ranks will meet; return the variables that name it to each of them.
+
+        host: the address of this rank's node. LOOPBACK: all ranks are on this machine, and meet in a new file of the
+        run's folder, MASTER_STORE, which is this user's alone. Else a socket listens on `host`, at MASTER_PORT.
+        """
+        if host == LOOPBACK:
+            descriptor, file = tempfile.mkstemp(prefix="store_")
+            os.close(descriptor)
+            return {"MASTER_STORE": file, "MASTER_PORT": "0"}
         listener = listen(host)
         port: int = listener.getsockname()[1]
         os.environ["MASTER_LISTEN_FD"] = str(listener.detach())
-        return port
+        return {"MASTER_PORT": str(port)}
 
     def construct(self, role: str, env: dict[str, str], pickled: bytes, monitor: MonitorAddress) -> Coordinates:
         """Build the host from `dumps((host_class, args))`, with `env` in the environment.

@@ -82,13 +82,14 @@ def gpu_variables(processes: Sequence[ProcessInfo]) -> list[dict[str, str]]:
 
 
 def place_variables(
-    processes: Sequence[ProcessInfo], master_port: int, everybody: Sequence[ProcessInfo] | None = None
+    processes: Sequence[ProcessInfo], meeting: Mapping[str, str], everybody: Sequence[ProcessInfo] | None = None
 ) -> list[dict[str, str]]:
     """Return the variables that tell each rank of a pool its place, in rank order; everybody: as in `node_addresses`.
 
     NODE_RANK: the number of its node, in the order of the nodes' first ranks. Nodes are Ray's, so ranks on one machine
     have one number. NODE_ID: the node's name, which it keeps when ranks start anew. NODE_ADDRESS: its entry of
-    `node_addresses`. MASTER_ADDR, MASTER_PORT: where rank 0 listens.
+    `node_addresses`. MASTER_ADDR: rank 0's. meeting: the variables that say where all meet
+    (`RankWorker.listen_for_ranks`).
     """
     addresses = node_addresses(processes, everybody)
     nodes = list(dict.fromkeys(process.node_id for process in everybody or processes))
@@ -98,7 +99,7 @@ def place_variables(
             "NODE_ID": process.node_id,
             "NODE_ADDRESS": address,
             "MASTER_ADDR": addresses[0],
-            "MASTER_PORT": str(master_port),
+            **meeting,
         }
         for process, address in zip(processes, addresses, strict=True)
     ]

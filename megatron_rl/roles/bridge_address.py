@@ -17,7 +17,7 @@ from megatron_rl.device import Device
 from megatron_rl.observe.liveness import made_progress
 from megatron_rl.roles.environment import lost_peers_survived
 from megatron_rl.roles.rank import Rank
-from megatron_rl.roles.rendezvous import listen, tcp_store
+from megatron_rl.roles.rendezvous import file_store, listen, new_store_file, tcp_store
 
 if TYPE_CHECKING:
     from megatron_rl.hybrid_engine.transport import Transport
@@ -35,8 +35,9 @@ FOR_GOOD = timedelta(days=365)
 
 @dataclass(frozen=True)
 class BridgeAddress:
-    """A store that rank 0 of the actor's pool serves, for all ranks of both sides, the actor's first.
+    """A store for all ranks of both sides, the actor's first.
 
+    host, port: where rank 0 of the actor's pool serves it. file: what it is instead where all ranks are on one machine.
     The rollout's side may be several pools, which are numbered one after the other. first_receiver: the number of this
     pool's first rank among all that receive.
     """
@@ -46,6 +47,7 @@ class BridgeAddress:
     num_senders: int
     num_receivers: int
     first_receiver: int = 0
+    file: str | None = None
 
     @property
     def size(self) -> int:
@@ -55,6 +57,12 @@ class BridgeAddress:
     def receiver(self, rank: int) -> int:
         """The number, among all of both sides, of a rank of the rollout pool that this address was given to."""
         return self.num_senders + self.first_receiver + rank
+
+    def open(self, timeout: timedelta) -> dist.Store:
+        """One rank's end of the store; it waits for nobody but the server."""
+        if self.file is not None:
+            return file_store(self.file, self.size, timeout)
+        return tcp_store(self.host, self.port, self.size, timeout, wait=False)
 
 
 @dataclass(frozen=True)
@@ -70,13 +78,18 @@ class AcrossBridge:
 
 
 class BridgeStore:
-    """The server's side of a `BridgeAddress`; keep it for as long as the bridge is used."""
+    """The first side of a `BridgeAddress`, which makes the store; keep it for as long as the bridge is used."""
 
     def __init__(self, rank: Rank, num_receivers: int) -> None:
-        host, num_senders = rank.environment.node_address, rank.groups.grid.world_size
-        listener = listen(host, 0, num_senders + num_receivers)
-        self.address = BridgeAddress(host, listener.getsockname()[1], num_senders, num_receivers)
-        self.store = tcp_store(host, self.address.port, self.address.size, rank.timeout, listener.detach(), wait=False)
+        host, sizes = rank.environment.node_address, (rank.groups.grid.world_size, num_receivers)
+        self.store: dist.Store
+        if rank.environment.on_one_machine:
+            self.address = BridgeAddress(host, 0, *sizes, file=new_store_file())
+            self.store = self.address.open(rank.timeout)
+        else:
+            listener = listen(host, 0, sum(sizes))
+            self.address = BridgeAddress(host, listener.getsockname()[1], *sizes)
+            self.store = tcp_store(host, self.address.port, sum(sizes), rank.timeout, listener.detach(), wait=False)
         self._num_calls = 0
 
     def call(self, holding: Mapping[int, int]) -> None:
@@ -96,7 +109,7 @@ class BridgeCalls:
     """The calls of a `BridgeStore`, read by one receiving rank one after the other."""
 
     def __init__(self, address: BridgeAddress, rank: Rank) -> None:
-        self._store = tcp_store(address.host, address.port, address.size, rank.timeout, wait=False)
+        self._store = address.open(rank.timeout)
         self._num_heard = 0
 
     def next(self) -> dict[int, int] | None:
@@ -134,7 +147,7 @@ def join_bridge(address: BridgeAddress, number: int, device: Device, timeout: ti
     from megatron_rl.hybrid_engine.transport import Transport
 
     try:
-        store = tcp_store(address.host, address.port, address.size, timeout, wait=False)
+        store = address.open(timeout)
         keys = list(map(here_key, range(address.size)))
         store.set(keys[number], "")
         deadline = time.monotonic() + MEET_S

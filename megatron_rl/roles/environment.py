@@ -34,8 +34,9 @@ class RankEnvironment:
     """One rank's place among processes and nodes, from the variables that the launcher sets.
 
     node_id: the launcher's name of this node. node_address: address of this node for other nodes; the loopback address
-    if there are none. master_addr, master_port: address of rank 0. master_listen_fd: on rank 0, a socket that listens
-    there already, if the launcher chose the port.
+    if there are none. master_addr, master_port: address of rank 0. master_store: the file in which all ranks meet, where
+    they are on one machine. master_listen_fd: on rank 0, a socket that listens at that address already, if the launcher
+    chose the port.
 
     replica, num_replicas, first_rank: for a replica, which is a world of its own, its number among the replicas of its
     pool and the number of the pool's ranks before it; otherwise 0, 1 and 0.
@@ -48,11 +49,17 @@ class RankEnvironment:
     node_address: str
     master_addr: str
     master_port: int
+    master_store: str | None = None
     master_listen_fd: int | None = None
     replica: int = 0
     num_replicas: int = 1
     first_rank: int = 0
     node_id: str = ""
+
+    @property
+    def on_one_machine(self) -> bool:
+        """Whether all ranks of the run are on this machine."""
+        return self.node_address.startswith(LOOPBACK_PREFIX)
 
     @classmethod
     def read(cls) -> RankEnvironment:
@@ -66,6 +73,7 @@ class RankEnvironment:
             node_address=variables["NODE_ADDRESS"],
             master_addr=variables["MASTER_ADDR"],
             master_port=int(variables["MASTER_PORT"]),
+            master_store=variables.get("MASTER_STORE"),
             master_listen_fd=None if listener is None else int(listener),
             replica=int(variables.get("POOL_REPLICA", "0")),
             num_replicas=int(variables.get("POOL_REPLICAS", "1")),
@@ -82,7 +90,7 @@ class RankEnvironment:
         if GLOO_INTERFACE not in os.environ:
             addresses = {name: [entry.address for entry in entries] for name, entries in psutil.net_if_addrs().items()}
             os.environ[GLOO_INTERFACE] = interface_of(self.node_address, addresses)
-        if not self.node_address.startswith(LOOPBACK_PREFIX):
+        if not self.on_one_machine:
             os.environ.setdefault(NCCL_INTERFACE, f"={os.environ[GLOO_INTERFACE]}")  # "=": no other that begins alike
 
 

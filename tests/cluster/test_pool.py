@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -85,14 +86,18 @@ def test_calls_overlap_and_a_time_out_leaves_the_group_alive(group: ProcessPool)
 
 
 def test_workers_find_their_place_in_the_environment(group: ProcessPool) -> None:
-    """Two "nodes" on one machine are one. Would not catch a master port that is taken before it is used."""
+    """Two "nodes" on one machine are one, and all meet in a new file of the run's folder. Would not catch a file that
+    others may read, as the folder lets nobody in (`test_scratch.py`).
+    """
     num_local = group._ranks.num_ranks_per_node
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TOY_COLOUR", "NODE_RANK", "NODE_ADDRESS")
     *place, node, address = group.host(ToyWorker).environment(*names).get()
     assert place == ["0", "4", "0", str(num_local), "red"]
     assert (node, address) == ("0", "127.0.0.1")
-    master, port = group.host(ToyWorker).environment("MASTER_ADDR", "MASTER_PORT").get()
-    assert master == "127.0.0.1" and 1024 < int(port) < 65536
+    master, store = group.host(ToyWorker).environment("MASTER_ADDR", "MASTER_STORE").get()
+    run = Path(store).parent
+    assert master == "127.0.0.1" and (run.name, run.stat().st_mode & 0o777) == (group._ranks.run_id, 0o700)
+    assert Path(store).stat().st_mode & 0o777 == 0o600
 
 
 def test_the_title_of_a_process_says_what_it_does(group: ProcessPool) -> None:

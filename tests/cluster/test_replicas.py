@@ -58,8 +58,8 @@ def test_a_replica_is_a_world_of_its_own_and_knows_its_number(cluster: ProcessCl
             (replica.number, 2, 2 * replica.number)
         ] * 2
         assert [place.first_rank + place.rank for _, place, _ in answers] == list(replica.ranks)
-    ports = {replica.host(ReplicaHost).where().get()[0][1].master_port for replica in (first, second)}
-    assert len(ports) == 2
+    stores = {replica.host(ReplicaHost).where().get()[0][1].master_store for replica in (first, second)}
+    assert len(stores) == 2 and None not in stores
     [(pool, place, _)] = cluster.pools["train"].host(ReplicaHost).where().get()
     assert (pool, place.replica, place.num_replicas, place.first_rank + place.rank) == ("train", 0, 1, 0)
 

@@ -10,6 +10,7 @@ import multiprocessing as mp
 import os
 import pickle
 import queue
+import shutil
 import signal
 import sys
 import tempfile
@@ -83,6 +84,8 @@ def run_ranks(
         port = probe.getsockname()[1]
     variables = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
     variables |= {"NODE_RANK": "0", "NODE_ADDRESS": LOOPBACK, "GLOO_SOCKET_IFNAME": "lo"}
+    meeting = tempfile.mkdtemp()
+    variables["MASTER_STORE"] = f"{meeting}/store_{Path(meeting).name}"  # a name of its own: segments have it, too
     answers = context.Queue()
     processes = [
         context.Process(target=enter, args=(rank, variables, function, arguments, answers), daemon=True)
@@ -99,6 +102,7 @@ def run_ranks(
         for process in processes:
             process.kill()
             process.join()
+        shutil.rmtree(meeting)
 
 
 def collect(processes: list, answers, timeout: float, lost: Collection[int] = ()) -> list[Any]:

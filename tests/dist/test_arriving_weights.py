@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from ranks import run_ranks
 from sliced_checks import in_slices, joined, largest_difference, nudge, plain_log_probs, starts
 from tiny_models import run_config, save_llama
 
-from megatron_rl.cluster.rank_worker import listen
 from megatron_rl.rollout.slices import Slice
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(150)]
@@ -45,11 +44,12 @@ class Told:
         return [self.store.get(one).decode() for one in what]
 
 
-def host_of(config, pool: str, rank: int, world_size: int, port: int):
-    """This process as a rank of a world in a pool."""
+def host_of(config, pool: str, rank: int, world_size: int, world: str):
+    """This process as a rank of a world, which has a name, in a pool."""
     from megatron_rl.roles.host import RankHost
 
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ["MASTER_STORE"] += f"_{world}"
     return RankHost(config, timedelta(seconds=TIMEOUT_S), pool=pool)
 
 
@@ -57,8 +57,8 @@ def address_of(told: Told, name: str, first_receiver: int):
     from megatron_rl.roles.bridge_address import BridgeAddress
 
     (text,) = told.wait(name)
-    host, port, num_receivers = text.split()
-    return BridgeAddress(host, int(port), 1, int(num_receivers), first_receiver)
+    file, num_receivers = text.split()
+    return BridgeAddress("127.0.0.1", 0, 1, int(num_receivers), first_receiver, file)
 
 
 @contextmanager
@@ -76,16 +76,16 @@ def late(sender, late_s: float, wait: Callable[[], object]):
     sender.send = sends
 
 
-def trains(config, told: Told, exported: Path, port: int, tp_size: int) -> dict:
+def trains(config, told: Told, exported: Path, tp_size: int) -> dict:
     """Send versions 0, 1, 2, ...; version v's weights are nudged v times, and some are exported."""
-    host = host_of(config, "global_pool", 0, 1, port)
+    host = host_of(config, "global_pool", 0, 1, "training")
     host.build("actor")
     actor = host.roles["actor"]
     parameters = list(actor.trainable.pipeline.parameters())
 
     def offer(name: str, num_receivers: int) -> None:
         address = actor.offer_bridge(num_receivers)
-        told.say(name, f"{address.host} {address.port} {num_receivers}")
+        told.say(name, f"{address.file} {num_receivers}")
         broken = actor.join_bridge(address)
         assert not broken, broken
 
@@ -189,10 +189,10 @@ def swaps(rollout, told: Told, number: int, tp_rank: int, found: dict) -> None:
     found["stays"] = addresses == {name: parameter.data_ptr() for name, parameter in parameters.items()}
 
 
-def receives(config, told: Told, number: int, tp_rank: int, port: int, tp_size: int) -> dict:
+def receives(config, told: Told, number: int, tp_rank: int, tp_size: int) -> dict:
     from megatron_rl.roles.bridge_address import AcrossBridge
 
-    host = host_of(config, "rollout_pool", tp_rank, tp_size, port)
+    host = host_of(config, "rollout_pool", tp_rank, tp_size, f"replica_{number}")
     host.build("rollout", AcrossBridge(first_replica=number, second_buffer=True))
     assert host.roles["rollout"].join_bridge(address_of(told, "first bridge", number * tp_size)) == ""
     rollout, found, last = host.roles["rollout"], {}, NUM_SWAPS + 1
@@ -234,14 +234,13 @@ def mismatch() -> None:
     raise WeightMismatchError("rollout rank 0: a tensor differs")
 
 
-def one_rank(config, ports: tuple[int, ...], exported: Path, tp_size: int) -> dict:
-    """ports: of the store at which all meet, and of the worlds."""
+def one_rank(config, exported: Path, tp_size: int) -> dict:
     rank = int(os.environ["RANK"])
-    told = Told(ports[0], serves=rank == 0)
+    told = Told(int(os.environ["MASTER_PORT"]), serves=rank == 0)
     if rank == 0:
-        return trains(config, told, exported, ports[1], tp_size)
+        return trains(config, told, exported, tp_size)
     number, tp_rank = divmod(rank - 1, tp_size)
-    return receives(config, told, number, tp_rank, ports[2 + number], tp_size)
+    return receives(config, told, number, tp_rank, tp_size)
 
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.exhaustive)], ids=["TP1", "TP2"])
@@ -254,10 +253,8 @@ def ranks(request, tmp_path_factory):
     keys |= {f"{rollout}nnodes": 1, f"{rollout}n_gpus_per_node": 2 * tp_size, "trainer__n_gpus_per_node": 1}
     keys |= {"algorithm__use_kl_in_reward": False, "critic__enable": False}
     config = run_config(path, 1, 1, **keys)
-    with ExitStack() as stack:
-        ports = tuple(stack.enter_context(listen("127.0.0.1")).getsockname()[1] for _ in range(4))
     lost = range(1, 1 + tp_size)
-    found = run_ranks(1 + 2 * tp_size, one_rank, config, ports, folder / "exported", tp_size, timeout=120, lost=lost)
+    found = run_ranks(1 + 2 * tp_size, one_rank, config, folder / "exported", tp_size, timeout=120, lost=lost)
     for rank in found[1 + tp_size :]:
         assert rank["kept"] == found[-1]["kept"] and rank["in slices"] == found[-1]["in slices"]
     return path, folder / "exported", found[0], found[-1]

@@ -88,10 +88,11 @@ FURTHER = [
 """What runs once a week: the newer families in layouts that others have above."""
 
 
-def pool_of(rank: int, num_train: int, num_rollout: int, ports: tuple[int, int]) -> str:
+def pool_of(rank: int, num_train: int, num_rollout: int) -> str:
     """Make this process a rank of one of the two pools; the pool."""
     is_rollout = rank >= num_train
-    place = {"RANK": rank - num_train * is_rollout, "LOCAL_RANK": rank, "MASTER_PORT": ports[is_rollout]}
+    place = {"RANK": rank - num_train * is_rollout, "LOCAL_RANK": rank}
+    place["MASTER_STORE"] = f"{os.environ['MASTER_STORE']}_{is_rollout:d}"
     place["WORLD_SIZE"] = num_rollout if is_rollout else num_train
     os.environ |= {name: str(value) for name, value in place.items()}
     return "rollout" if is_rollout else "global_pool"
@@ -175,8 +176,8 @@ def receive_and_generate(config, meeting: Path, flips: bool) -> dict:
     return {"received": received, "answers": answers, "memory": host.owned_memory()}
 
 
-def one_rank(config, num_train: int, num_rollout: int, ports, exported: Path, meeting: Path, flips: bool) -> dict:
-    pool = pool_of(int(os.environ["RANK"]), num_train, num_rollout, ports)
+def one_rank(config, num_train: int, num_rollout: int, exported: Path, meeting: Path, flips: bool) -> dict:
+    pool = pool_of(int(os.environ["RANK"]), num_train, num_rollout)
     if pool == "rollout":
         return receive_and_generate(config, meeting, flips)
     return train_and_send(config, exported, meeting, flips)
@@ -184,8 +185,6 @@ def one_rank(config, num_train: int, num_rollout: int, ports, exported: Path, me
 
 def run_placed(placed: Placed, folder: Path, flips: bool = False) -> tuple[str, list[dict], list[dict]]:
     """The model's folder, and what the ranks of training and of the rollout say."""
-    from megatron_rl.cluster.rank_worker import listen
-
     path = placed.save(folder / "model")
     num_rollout = placed.tp * placed.replicas
     keys = {f"{MEGATRON}{key}": value for key, value in placed.more.items()}
@@ -194,12 +193,10 @@ def run_placed(placed: Placed, folder: Path, flips: bool = False) -> tuple[str, 
     keys |= {"actor_rollout_ref__rollout__nnodes": 1, "actor_rollout_ref__rollout__n_gpus_per_node": num_rollout}
     keys |= {"algorithm__use_kl_in_reward": False, "critic__enable": False}
     config = run_config(path, placed.train[0], placed.train[1], **keys)
-    with listen("127.0.0.1") as first, listen("127.0.0.1") as second:
-        ports = (first.getsockname()[1], second.getsockname()[1])
     found = run_ranks(
         placed.num_train + num_rollout,
         one_rank,
-        *(config, placed.num_train, num_rollout, ports, folder / "exported", folder / "meeting", flips),
+        *(config, placed.num_train, num_rollout, folder / "exported", folder / "meeting", flips),
     )
     return path, found[: placed.num_train], found[placed.num_train :]
 

@@ -303,6 +303,7 @@ def check_shm_group_name():
             found.append(_CPUSHMDistributed.make_group_name(group))
         return found
 
+    del os.environ["MASTER_STORE"]  # as on several nodes
     first, second = names(["29500", "29501"])
     assert first == second
 
@@ -316,6 +317,8 @@ def check_shm_group_name():
     os.environ["MEGATRON_RL_RUN"] = "0123456789"
     assert names(["29500"])[0].startswith("megatron_rl-0123456789-29500-")
     assert names(["29500"], ranks=(2, 3)) != [first]
+    os.environ["MASTER_STORE"] = "/tmp/megatron_rl-1000/0123456789/store_a1b2"
+    assert names(["0"])[0].startswith("megatron_rl-0123456789-store_a1b2-")
 
 
 def check_queue_name():
@@ -352,7 +355,7 @@ def check_shm_lifetime():
             vllm_ps.init_distributed_environment(2, dist.get_rank(), "env://", dist.get_rank(), "gloo")
             vllm_ps.initialize_model_parallel(tensor_model_parallel_size=2)
             summed = vllm_ps.get_tp_group().all_reduce(torch.tensor([1.0, 2.0]))
-            found = sorted(path.name for path in Path("/dev/shm").glob(f"*{os.environ['MASTER_PORT']}-*"))
+            found = sorted(path.name for path in Path("/dev/shm").glob(f"*{Path(os.environ['MASTER_STORE']).name}-*"))
             dist.barrier()
             vllm_ps.destroy_model_parallel()
         assert summed.tolist() == [2.0, 4.0]

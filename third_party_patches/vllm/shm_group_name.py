@@ -3,8 +3,9 @@
 Reason: under `env://` initialisation the segment's name contains only the group's ranks. So two jobs on one machine
 collide ("create shm in SHMManager failed. errno: 17"). A group on two nodes would wait for a segment of the other node,
 as vLLM uses shared memory wherever all ranks of a group have the same name.
-What it does: the name contains the job's rendezvous port, which differs between jobs, and the node's number. A group on
-several nodes then uses torch.distributed. The name begins with the run's id, where there is one, as in `queue_name`.
+What it does: the name contains the file or port at which the job's ranks meet, which differs between jobs, and the
+node's number. A group on several nodes then uses torch.distributed. The name begins with the run's id, where there is
+one, as in `queue_name`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def apply() -> None:
     def make_group_name(communicator: object) -> str:
         run_id = os.environ.get("MEGATRON_RL_RUN")
         run = f"megatron_rl-{run_id}-" if run_id else ""
-        job = f"{os.environ['MASTER_PORT']}-{os.environ['NODE_RANK']}"
+        place = os.path.basename(os.environ.get("MASTER_STORE") or os.environ["MASTER_PORT"])
+        job = f"{place}-{os.environ['NODE_RANK']}"
         return f"{run}{job}-{original(communicator).replace('/', '')}"
 
     cpu_communicator._CPUSHMDistributed.make_group_name = staticmethod(make_group_name)

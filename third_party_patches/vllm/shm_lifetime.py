@@ -1,7 +1,7 @@
 """Leave no shared-memory segment of vLLM's CPU communicator behind, however a process ends.
 
 Reason: a destructor removes the segments, and a killed process never runs it. The segments hold their memory until the
-machine restarts, and a job with the same rendezvous port cannot create its own ("errno: 17").
+machine restarts, and a job whose ranks meet at the same port cannot create its own ("errno: 17").
 What it does: each rank removes an old segment with its name first, and removes the name of its own segment as soon as
 all ranks of the group have mapped it. The kernel frees memory without a name with the last process that maps it.
 """
