@@ -279,6 +279,7 @@ def mapped(path: Path, size: int | None = None) -> torch.Tensor:
     """A file's bytes as a tensor; size: make a new file of so many bytes."""
     if size is None:
         return torch.from_numpy(np.memmap(path, np.uint8, mode="r+"))
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))  # this user's alone, as safetensors makes its files
     return torch.from_numpy(np.memmap(path, np.uint8, mode="w+", shape=(size,)))
 
 

@@ -34,7 +34,7 @@ class RankEnvironment:
     """One rank's place among processes and nodes, from the variables that the launcher sets.
 
     node_id: the launcher's name of this node. node_address: address of this node for other nodes; the loopback address
-    if there are none. master_addr, master_port: address of rank 0. master_store: the file in which all ranks meet, where
+    if there are none. master_addr, master_port: address of rank 0. master_store: the file in which all ranks meet if
     they are on one machine. master_listen_fd: on rank 0, a socket that listens at that address already, if the launcher
     chose the port.
 
