@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from megatron_rl.checkpoint.listed_digests import listed_digests
 from megatron_rl.checkpoint.weight_files import StoredTensor, WeightFileError, read_json, read_weight_files
 from megatron_rl.model.families import (
     REWARD_FAMILIES,
@@ -31,6 +32,8 @@ SAMPLED_TENSORS, BLOCK = 256, 4096
 """Tensors of which bytes are compared, and how many bytes of each."""
 WEIGHTS = "weights"
 """The name of the digest of the weights in an identity."""
+FILES = "weight files"
+"""The name of the digests of whole files of weights, where the folder lists them; compared where both sides have it."""
 SHOWN = 12
 """Hexadecimal digits of a digest, of 64."""
 EPS, THETA, END = 1e-6, 1e4, 2
@@ -105,6 +108,8 @@ def folder_identity(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]
     try:
         digest = folder_digest(folder)
         facts |= {} if digest is None else {WEIGHTS: digest}
+        listed = {name: digest for name, digest in listed_digests(folder).items() if name.endswith(".safetensors")}
+        facts |= {FILES: listed} if listed else {}
         for name in TOKENIZER_FILES:
             if (folder / name).is_file():
                 with (folder / name).open("rb") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from megatron_rl.checkpoint.identity import SAMPLED_TENSORS, computed_settings, end_tokens, folder_identity
+from megatron_rl.checkpoint.listed_digests import unlike_the_list
+from megatron_rl.ledger.planner.folder_files import FolderFiles
 from megatron_rl.model.families import FAMILIES, text_settings
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -108,3 +111,38 @@ def test_what_is_left_out_has_the_librarys_value(tmp_path, architecture):
     assert end_tokens(tmp_path, settings) == (None if declared is None else [declared])
     AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
     assert computed_settings(text_settings(json.loads((tmp_path / "config.json").read_text()))) == found
+
+
+def listing(folder: Path) -> None:
+    """Write down the digests of all files, as `sha256sum * > SHA256SUMS`."""
+    lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in sorted(folder.iterdir())]
+    (folder / "SHA256SUMS").write_text("".join(lines))
+
+
+def test_a_changed_file_of_the_list_is_refused(tmp_path):
+    """One bit inside of a large tensor, where no block is looked at; a file that the list lacks, and one that is gone.
+    The same bit is not seen without a list. Would not catch a list that is changed with the file.
+    """
+    folder = folder_of(tmp_path / "model", tensors(1))
+    assert unlike_the_list(folder) == []
+    before = identity(folder)
+    listing(folder)
+    digest = hashlib.sha256((folder / "part-0.safetensors").read_bytes()).hexdigest()
+    assert unlike_the_list(folder) == [] and identity(folder) == before | {
+        "weight files": {"part-0.safetensors": digest}
+    }
+    assert FolderFiles.read(folder).faults == []
+    data = bytearray((folder / "part-0.safetensors").read_bytes())
+    data[-100] ^= 1
+    (folder / "part-0.safetensors").write_bytes(data)
+    changed = hashlib.sha256(data).hexdigest()
+    rule = f"part-0.safetensors has the SHA-256 {changed[:12]}..., and SHA256SUMS says {digest[:12]}..."
+    assert unlike_the_list(folder) == FolderFiles.read(folder).faults == [rule]
+    assert identity(folder)["weights"] == before["weights"]
+    save_file({"more": torch.zeros(1)}, folder / "more.safetensors")
+    (folder / "tokenizer.json").unlink()
+    assert unlike_the_list(folder) == [
+        "more.safetensors is not in SHA256SUMS",
+        "tokenizer.json of SHA256SUMS is not there",
+        rule,
+    ]

@@ -20,7 +20,7 @@ from megatron_rl.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from megatron_rl.checkpoint.resume import ResumePoint, select, usable_checkpoint
+from megatron_rl.checkpoint.resume import ResumePoint, _differences, select, usable_checkpoint
 from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.errors import ConfigError
 
@@ -334,3 +334,19 @@ def test_what_cannot_be_read_is_told(trainer, tmp_path):
     (save(tmp_path, 20) / "actor/common.pt").mkdir()
     point = select(trainer, MODELS)
     assert point.step == 10 and "its manifest does not list actor/common.pt" in point.skipped[0]
+
+
+def test_listed_files_are_compared_where_both_sides_list_them():
+    """A folder that got its list later goes on; another file does not. Would not catch a list that was removed."""
+    (actor, saved, listed, other) = (
+        "actor",
+        {"weights": "a"},
+        {"weight files": {"m": "1"}},
+        {"weight files": {"m": "2"}},
+    )
+    manifests = [Manifest(4, 1, {actor: saved | files}, {}) for files in ({}, listed)]
+    assert _differences(manifests[0], {actor: saved | listed}) == []
+    assert _differences(manifests[1], {actor: saved | listed}) == _differences(manifests[1], {actor: saved}) == []
+    assert _differences(manifests[1], {actor: saved | other}) == [
+        "weight files of the actor is {'m': '1'}, and configured is {'m': '2'}"
+    ]

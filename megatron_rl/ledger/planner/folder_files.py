@@ -1,6 +1,6 @@
 """Find damaged weights, tokenizer and generation settings of a model folder.
 
-Only the headers of weights are read, and compared with the lengths of the files.
+Only the headers of weights are read, and compared with the lengths of the files; with a list of digests, every byte.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.checkpoint.identity import end_tokens
+from megatron_rl.checkpoint.listed_digests import unlike_the_list
 from megatron_rl.checkpoint.weight_files import StoredTensor, WeightFileError, read_json, read_weight_files
 from megatron_rl.errors import Violation
 from megatron_rl.ledger.planner.config_json import ConfigJsonError, read_config_json
@@ -34,7 +35,7 @@ class FolderFiles:
 
     @classmethod
     def read(cls, folder: Path) -> FolderFiles:
-        """Read a folder. Only the headers of weights are read."""
+        """Read a folder. Only the headers of weights are read, but for what the folder's own list of digests names."""
         tensors, faults = read_weight_files(folder)
         tokens: dict[str, int] = {}
         for name in (*OBJECTS, GENERATION):
@@ -51,7 +52,7 @@ class FolderFiles:
                 faults.append(f"{name} has no model of a tokenizer")
             elif name == "tokenizer.json":
                 tokens = base_tokens(content)
-        return cls(faults, tensors, tokens)
+        return cls(faults + unlike_the_list(folder), tensors, tokens)
 
 
 def lacking_files(path: str) -> list[str]:
