@@ -35,7 +35,8 @@ def unlike_the_list(folder: Path) -> list[str]:
     try:
         listed = listed_digests(folder)
         read = {file.name for pattern in READ for file in folder.glob(pattern)}
-        faults = [f"{name} is not in {LIST}" for name in sorted(read - listed.keys())]
+        unlisted = ", ".join(sorted(read - listed.keys()))
+        faults = [f"{LIST} does not list {unlisted}"] if unlisted else []
         missing = [name for name in listed if not (folder / name).is_file()]
         faults += [f"{name} of {LIST} is not there" for name in missing]
         there = sorted(listed.keys() - set(missing))

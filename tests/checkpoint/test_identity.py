@@ -142,7 +142,7 @@ def test_a_changed_file_of_the_list_is_refused(tmp_path):
     save_file({"more": torch.zeros(1)}, folder / "more.safetensors")
     (folder / "tokenizer.json").unlink()
     assert unlike_the_list(folder) == [
-        "more.safetensors is not in SHA256SUMS",
+        "SHA256SUMS does not list more.safetensors",
         "tokenizer.json of SHA256SUMS is not there",
         rule,
     ]

@@ -93,6 +93,12 @@ model_file("cut weights", WEIGHTS, safetensors(64)[:-4], "it was cut off")
 model_file(
     "cut weights of the critic", WEIGHTS, safetensors(64)[:-64], "it was cut off", "model critic layout", "critic"
 )
+model_file(
+    "files beside the list",
+    "SHA256SUMS",
+    b"",
+    "SHA256SUMS does not list config.json, model.safetensors, tokenizer.json",
+)
 model_file("lost files", INDEX, b'{"weight_map": {"a": "b.safetensors"}}', "not there: b.safetensors")
 model_file("cut tokenizer", "tokenizer.json", b'{"model": {"vo', "tokenizer.json is not valid JSON")
 model_file("no end of an answer", "generation_config.json", b"{}", "eos_token_id must be the number of a token")
