@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from megatron_rl.rehearse.group_calls import RECEIVE, SEND, GroupCall, Size
-from megatron_rl.rehearse.known_values import MOST_ELEMENTS, KnownValues
+from megatron_rl.rehearse.known_values import KnownValues
 from megatron_rl.rehearse.live_memory import LiveMemory
 
 aten = torch.ops.aten
@@ -269,6 +269,7 @@ class RehearsalMode(TorchDispatchMode):
         if logits.dim() != 2 or self.values.of(logits) is not None:
             return False
         rows, width = logits.shape
+        self.values.most = max(self.values.most, rows * width)
         even = (torch.arange(rows * num_chosen) % width).view(rows, num_chosen)
         self.values.give(outputs[1], even)
         self._invent(aten.topk.default)
@@ -290,7 +291,7 @@ class RehearsalMode(TorchDispatchMode):
                     self.values.put(output, self.values.of(source))
         elif name == "allgather_base":
             values, parts = self.values.of(args[1]), args[0].numel() // max(1, args[1].numel())
-            whole = None if values is None or args[0].numel() > MOST_ELEMENTS else values.reshape(-1).repeat(parts)
+            whole = None if values is None or args[0].numel() > self.values.most else values.reshape(-1).repeat(parts)
             self.values.put(args[0], whole)
         elif name == RECEIVE:
             for output in args[0]:

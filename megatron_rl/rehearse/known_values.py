@@ -16,6 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 aten = torch.ops.aten
 MOST_ELEMENTS = 1 << 20
+"""Elements of a tensor up to which its values are known, unless a router has more scores."""
 FILLED = {
     aten.zeros_like.default,
     aten.ones_like.default,
@@ -29,9 +30,14 @@ CPU = torch.device("cpu")
 
 
 class KnownValues:
-    """The twins of one process."""
+    """The twins of one process.
+
+    most: elements up to which tensors have one. Routers raise it: how many tokens go to each expert is counted in a
+    mask of tokens x experts, and tells the sizes of what follows.
+    """
 
     def __init__(self) -> None:
+        self.most = MOST_ELEMENTS
         self._unknown: set[int] = set()  # storages of twins whose values nobody knows any more
 
     def of(self, value: Any) -> Any:
@@ -58,7 +64,7 @@ class KnownValues:
             return
         twin = _twin(tensor)
         if twin is None:
-            if values is not None and tensor.numel() <= MOST_ELEMENTS:
+            if values is not None and tensor.numel() <= self.most:
                 _set_twin(tensor, values.reshape(tensor.shape).clone())
         elif values is None:
             self._unknown.add(_key(twin))
@@ -81,11 +87,11 @@ class KnownValues:
 
     def _followed(self, func: Any, leaves: list[Any], spec: TreeSpec, outputs: list[FakeTensor]) -> bool:
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        if not outputs or is_random or any(output.numel() > MOST_ELEMENTS for output in outputs):
+        if not outputs or is_random or any(output.numel() > self.most for output in outputs):
             return False
         twins = [self._argument(func, leaf) for leaf in leaves]
         tensors = [twin for twin, leaf in zip(twins, leaves, strict=True) if isinstance(leaf, Tensor)]
-        if any(twin is None or twin.numel() > MOST_ELEMENTS for twin in tensors):
+        if any(twin is None or twin.numel() > self.most for twin in tensors):
             return False
         args, kwargs = tree_unflatten(twins, spec)
         try:

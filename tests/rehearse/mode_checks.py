@@ -152,6 +152,14 @@ def check_routers_send_tokens_evenly(mode, torch):
     assert torch.bincount(experts.flatten(), minlength=4).tolist() == [3, 3, 3, 3]
 
 
+def check_tokens_of_each_expert_are_known_for_many_experts(mode, torch):
+    """8,192 tokens and 256 experts, as of Qwen3.5-35B-A3B: 8 x 8192 / 256 go to each, counted as Megatron does."""
+    logits = torch.empty(8192, 256, device="cuda").bernoulli()
+    _, experts = torch.topk(logits, 8)
+    chosen = torch.zeros_like(logits).int().scatter(1, experts, 1).bool()
+    assert chosen.sum(dim=0).long().tolist() == [256] * 256
+
+
 def check_waits_of_copies(mode, torch):
     device = torch.empty(4, device="cuda")
     device.copy_(torch.zeros(4), non_blocking=True)
