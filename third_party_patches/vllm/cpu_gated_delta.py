@@ -3,7 +3,8 @@
 Reason: vLLM's kernel for CPUs refuses float32. In bfloat16 it reads the plain weight of the convolution, which the
 patch `unpacked_linear` keeps, as a packed one: almost all tokens are wrong, without an error.
 What it does: the operation is torch's own, in float32: the recurrence for all requests that draw a token together, and
-transformers' form in chunks for each prompt, or part of one, from the state that its request has.
+transformers' form in chunks for all prompts, or parts of one, of the same length together, from the state that each
+request has.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ NORM_EPS = 1e-6
 
 
 class Tokens(NamedTuple):
-    """What the rule reads of some tokens, in float32: query, key [T, N, K], value [T, N, V], decay and rate [T, N].
+    """What the rule reads of some tokens, in float32: query, key [..., N, K], value [..., N, V], decay, rate [..., N].
 
     Every head of values has its own copy of the query and the key that it shares with others.
     """
@@ -33,11 +34,12 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(layer: Any, convolved: torch.Tensor, b: torch.Tensor, a: torch.Tensor) -> Tokens:
-    """Cut the outputs of the convolution [T, M] into heads; b, a [T, N]. layer: vLLM's."""
-    query, key, value = (part.squeeze(0).float() for part in layer.rearrange_mixed_qkv(F.silu(convolved)))
-    copies = value.shape[1] // key.shape[1]
+    """Cut the outputs of the convolution [..., M] into heads; b, a [..., N]. layer: vLLM's."""
+    parts = layer.rearrange_mixed_qkv(F.silu(convolved).flatten(0, -2))
+    query, key, value = (part.squeeze(0).float().unflatten(0, convolved.shape[:-1]) for part in parts)
+    copies = value.shape[-2] // key.shape[-2]
     query, key = (
-        (part * (part.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()).repeat_interleave(copies, 1)
+        (part * (part.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()).repeat_interleave(copies, -2)
         for part in (query, key)
     )
     decay = -layer.A_log.float().exp() * F.softplus(a.float() + layer.dt_bias.float())
@@ -54,14 +56,22 @@ def one_step(tokens: Tokens, state: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def many_steps(tokens: Tokens, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Successive tokens of one request: state float32 [N, K, V] -> (outputs [T, N, V], the next state)."""
+    """T successive tokens of each of R requests: state float32 [R, N, K, V] -> (outputs [R, T, N, V], next state)."""
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-    query, key, value, decay, rate = (part[None] for part in tokens)
-    outputs, last = torch_chunk_gated_delta_rule(
-        query, key, value, decay, rate, initial_state=state[None], output_final_state=True
-    )
-    return outputs[0], last[0]
+    outputs, last = torch_chunk_gated_delta_rule(*tokens, initial_state=state, output_final_state=True)
+    return outputs, last
+
+
+def by_length(starts: list[int], first: int) -> dict[int, list[int]]:
+    """Return the requests from `first` on that have the same number of tokens: number -> requests.
+
+    starts: each request's first token in the batch, and the end of the last one.
+    """
+    groups: dict[int, list[int]] = {}
+    for row in range(first, len(starts) - 1):
+        groups.setdefault(starts[row + 1] - starts[row], []).append(row)
+    return groups
 
 
 def gated_delta(
@@ -83,16 +93,16 @@ def gated_delta(
         tokens = tokens_of(layer, (inputs * weight[:, 0]).sum(-1), b[:drawing], a[:drawing])
         outputs, state = one_step(tokens, states[mine].float())
         out[:drawing], states[mine] = outputs.to(out.dtype), state.to(states.dtype)
-    for row in range(drawing, drawing + meta.num_prefills):
-        first, last, slot = starts[row], starts[row + 1], slots[row]
-        if not bool(meta.has_initial_state[row]):
-            conv[slot], states[slot] = 0, 0
-        inputs = torch.cat([conv[slot].float(), mixed[first:last].float().T], -1)
-        conv[slot] = inputs[:, -conv.shape[-1] :].to(conv.dtype)
-        convolved = F.conv1d(inputs[None], weight, groups=len(weight))[0].T
-        tokens = tokens_of(layer, convolved, b[first:last], a[first:last])
-        outputs, state = many_steps(tokens, states[slot].float())
-        out[first:last], states[slot] = outputs.to(out.dtype), state.to(states.dtype)
+    for length, rows in by_length(starts[: drawing + meta.num_prefills + 1], drawing).items():
+        places = torch.tensor([starts[row] for row in rows])[:, None] + torch.arange(length)
+        mine, continued = slots[rows], meta.has_initial_state[rows].bool()
+        before = torch.where(continued[:, None, None], conv[mine].float(), 0.0)
+        inputs = torch.cat([before, mixed[places].float().transpose(1, 2)], -1)
+        conv[mine] = inputs[..., -conv.shape[-1] :].to(conv.dtype)
+        convolved = F.conv1d(inputs, weight, groups=len(weight)).transpose(1, 2)
+        state = torch.where(continued[:, None, None, None], states[mine].float(), 0.0)
+        outputs, state = many_steps(tokens_of(layer, convolved, b[places], a[places]), state)
+        out[places], states[mine] = outputs.to(out.dtype), state.to(states.dtype)
 
 
 def apply() -> None:
