@@ -93,6 +93,7 @@ def test_the_demo_inside_a_larger_model_learns(command_line, tmp_path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.weekly
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_tiny_model_learns_the_demo(name, command_line, tmp_path) -> None:
     """A noisy teacher's answers first, then GRPO to 0.9 and more. Would not catch what only long rows show."""
