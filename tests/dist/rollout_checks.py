@@ -96,3 +96,16 @@ def greedy_answers(model: torch.nn.Module) -> list[list[int]]:
                 break
         answers.append(ids[len(row) :])
     return answers
+
+
+@torch.no_grad()
+def hugging_face_log_probs(path: str, answers: list[list[int]]) -> torch.Tensor:
+    """Log-probs of answers to `prompts` under a folder's model of transformers, one after the other."""
+    from megatron_rl.controller.report import hf_model
+
+    model, found = hf_model(path), []
+    for row, answer in zip(prompts().prompt_ids.unbind(), answers, strict=True):
+        ids = torch.tensor([[*row.tolist(), *answer]])
+        log_probs = model(ids).logits[0, len(row) - 1 : -1].log_softmax(-1)
+        found.append(log_probs.gather(-1, ids[0, len(row) :, None])[:, 0])
+    return torch.cat(found)

@@ -17,11 +17,13 @@ from typing import NamedTuple
 import pytest
 import torch
 from ranks import run_ranks
-from rollout_checks import GREEDY, ask, hugging_face_greedy, prompts, tokens
+from rollout_checks import GREEDY, ask, hugging_face_greedy, hugging_face_log_probs, prompts, tokens
 from sweeps import WEEKLY
+from tiny_gemma4 import save_gemma4, save_gemma4_with_keys_for_values
 from tiny_gpt_oss import save_gpt_oss
 from tiny_minimax import save_minimax
 from tiny_models import random_batch, run_config, save_llama, save_qwen2, save_qwen3, save_qwen3_moe
+from tiny_qwen3_5 import save_qwen3_5, save_qwen3_5_moe
 
 from megatron_rl.columns import ACTOR_UPDATE
 
@@ -84,6 +86,10 @@ FURTHER = [
     Placed(save_gpt_oss, (2, 1, 1), {"sequence_parallel": True}, 1, 2),
     Placed(save_minimax, (2, 2, 1), {"sequence_parallel": True}, 1, 2),
     Placed(save_minimax, (1, 2, 1), PLAIN, 2, 1),
+    Placed(save_qwen3_5, (1, 2, 1), PLAIN, 2, 1),
+    Placed(save_qwen3_5_moe, (2, 1, 1), {"sequence_parallel": True}, 1, 2),
+    Placed(save_gemma4, (1, 2, 1), PLAIN, 2, 1),
+    Placed(save_gemma4_with_keys_for_values, (2, 1, 1), PLAIN, 1, 2),
 ]
 """What runs once a week: the newer families in layouts that others have above."""
 
@@ -150,7 +156,7 @@ def flipping(run: Callable) -> Callable:
 
 
 def receive_and_generate(config, meeting: Path, flips: bool) -> dict:
-    """Of a rollout rank: what it received, and its greedy answers with each version of the weights."""
+    """Of a rollout rank: what it received, and greedy answers with their log-probs, for each version of the weights."""
     from megatron_rl.hybrid_engine.exchange import Exchange
     from megatron_rl.hybrid_engine.verify import WeightMismatchError
     from megatron_rl.roles.bridge_address import AcrossBridge
@@ -171,7 +177,8 @@ def receive_and_generate(config, meeting: Path, flips: bool) -> dict:
     for _ in range(2):
         received.append(rollout.receive_weights())
         rollout.enter()
-        answers.append(tokens(ask(rollout, prompts(), GREEDY)))
+        answered = ask(rollout, prompts(), GREEDY)
+        answers.append((tokens(answered), answered.flat("rollout_log_probs").clone()))
         rollout.exit()
     return {"received": received, "answers": answers, "memory": host.owned_memory()}
 
@@ -210,14 +217,18 @@ def run_placed(placed: Placed, folder: Path, flips: bool = False) -> tuple[str, 
     ],
 )
 def test_a_rollout_elsewhere_generates_from_the_actors_weights(placed: Placed, tmp_path: Path) -> None:
-    """Bytes at their bounds, and transformers' greedy tokens before and after an update, on every replica.
+    """Bytes at their bounds, and transformers' greedy tokens before and after an update, on every replica, with its
+    log-probs within 5e-5.
 
     Would not catch a wrong weight that changes no greedy token; the checksums, which are on, would.
     """
     path, training, rollout = run_placed(placed, tmp_path)
     for number, folder in enumerate((path, str(tmp_path / "exported"))):
         expected = hugging_face_greedy(folder)
-        assert all(rank["answers"][number] == expected for rank in rollout)
+        log_probs = hugging_face_log_probs(folder, expected)
+        for rank in rollout:
+            answers, found = rank["answers"][number]
+            assert answers == expected and (found - log_probs).abs().max() < 5e-5
         sent, received = [rank["sent"][number] for rank in training], [rank["received"][number] for rank in rollout]
         assert sum(report.bytes_sent for report in sent) == sent[0].model_bytes == 4 * num_params(path)
         assert [report.bytes_received for report in received] == [report.lower_bound_bytes for report in received]
@@ -231,7 +242,7 @@ def num_params(path: str) -> int:
 
     tied = json.loads((Path(path) / "config.json").read_text())["tie_word_embeddings"]
     tensors = load_file(Path(path) / "model.safetensors")
-    left = ("lm_head.weight",) if tied else ("e_score_correction_bias",)
+    left = ("e_score_correction_bias", "layer_scalar", *(["lm_head.weight"] if tied else []))
     return sum(tensor.numel() for name, tensor in tensors.items() if not name.endswith(left))
 
 
