@@ -40,9 +40,14 @@ def train_command(
     replay: Annotated[
         Path | None, typer.Option("--replay", help="The folder of an asynchronous run, to repeat it bit for bit.")
     ] = None,
+    rollouts_from: Annotated[
+        Path | None,
+        typer.Option("--rollouts-from", help="The folder of a run with recorded samples (trainer.rollouts_from)."),
+    ] = None,
 ) -> None:
     """Train as configured; metrics, curves and the model go to trainer.default_local_dir."""
-    run_config = startable(config, overrides, PPO, collapse)
+    given = [] if rollouts_from is None else [f"trainer.rollouts_from={rollouts_from}"]
+    run_config = startable(config, [*(overrides or ()), *given], PPO, collapse)
     if replay is not None:
         check_replay(run_config, replay)
     run_config = made_ready(run_config, local)

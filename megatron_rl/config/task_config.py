@@ -36,6 +36,8 @@ IGNORED_KEYS = frozenset(
         "reward_model.enable_resource_pool",
         "ptx.coef",
         "ptx.files",
+        "trainer.recorded_prompts",
+        "trainer.rollouts_from",
         "trainer.rollout_ahead",
         "trainer.critic_warmup",
         "async_training.partial_rollout",

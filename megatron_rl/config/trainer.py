@@ -98,6 +98,12 @@ class TrainerConfig:
     min_node_bandwidth_gbs: Annotated[float | None, Gt(0), Nearest(1.0)] = None
     """GB/s that the ranks of a node together must reach in an all-reduce between nodes. null: as
     min_link_bandwidth_gbs."""
+    recorded_prompts: Annotated[int, Or(-1, "all"), Ge(0)] = 1
+    """Prompts of every step whose samples go to samples/STEP.safetensors in the run's folder, token by token, with what
+    the step computed of them: about 60 bytes a token. `view` and `explain` read them. 0: none; -1: all, which
+    `train --rollouts-from` needs."""
+    rollouts_from: FilePath | None = None
+    """The folder of a run that recorded all samples, to train on them; only validation generates. null: generate."""
     rollout_data_dir: FilePath | None = None
     """Folder for a table of the samples of every step, STEP.jsonl; null: none."""
     log_val_generations: Count = 0

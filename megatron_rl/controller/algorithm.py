@@ -131,8 +131,8 @@ class Algorithm:
         """Compare the engine's log-probs of its samples with the trainer's, on answers that the newest weights drew.
 
         Raises ParityError for a `parity_problem`, but in the first steps, which warn of it; not if top_p or top_k cut
-        the engine's distribution, because then the two differ on purpose. With `bypass_mode` there are no log-probs of
-        the trainer to compare.
+        the engine's distribution, because then the two differ on purpose, nor on recorded samples. With `bypass_mode`
+        there are no log-probs of the trainer to compare.
         """
         if bypasses(self.config):
             return {}
@@ -142,7 +142,8 @@ class Algorithm:
         if rollout.top_p == 1.0 and rollout.top_k == -1:
             largest = metrics.get("training/rollout_logprob_diff_max", 0.0)  # of no token there is nothing to compare
             self.logprob_diff_max = max(self.logprob_diff_max, largest)
-            self._stop_or_warn(parity_problem(metrics, rollout), step)
+            if self.config.trainer.rollouts_from is None:  # samples of another run need not be of this policy
+                self._stop_or_warn(parity_problem(metrics, rollout), step)
         return metrics
 
     def _stop_or_warn(self, problem: str, step: int) -> None:

@@ -31,6 +31,7 @@ from megatron_rl.sampling.journal import (
     read_events,
 )
 from megatron_rl.sampling.pool_sampler import PoolSampler
+from megatron_rl.sampling.recorded_sampler import RecordedSampler, check_record
 from megatron_rl.sampling.replay import Replay
 from megatron_rl.sampling.replica_sampler import ReplicaSampler
 from megatron_rl.sampling.rules import Decider, Rules
@@ -134,6 +135,9 @@ def open_schedule(
     start = folder.start
     rules = rules_of(config, placement, start.step + 1)
     num_replicas = placement.pool_of(ROLLOUT).world_size // config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    if config.trainer.rollouts_from is not None:
+        sizes = config.batch_sizes.num_samples
+        check_record(Path(config.trainer.rollouts_from), rules.first_step, rules.num_steps_total, sizes)
     if not config.samples_ahead:
         return Schedule(rules, Scheduler(rules, num_replicas), None, num_replicas, start.step, None)
     settings, last_batch = settings_of(rules, config), rules.last_batch(start.step)
@@ -169,6 +173,8 @@ def open_sampler(
     """
     if not isinstance(rollout, ReplicatedPool):
         kind = GroupFilter if sources.config.algorithm.filter_groups.enable else PoolSampler
+        if sources.config.trainer.rollouts_from is not None:
+            kind = RecordedSampler
         return kind(schedule, sources, rollout, None if Placement.of(sources.config).is_colocated else actor)
     ahead = ReplicaSampler(schedule, sources, rollout.replicas, actor, *checks)
     opened.enter_context(ahead.driver)

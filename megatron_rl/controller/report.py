@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -20,6 +19,7 @@ from megatron_rl.controller.opening import OpenRun
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.errors import ParityError
 from megatron_rl.observe.loggers import METRICS_FILE
+from megatron_rl.observe.phase_clock import TIMELINE_FILE, write_calls
 from megatron_rl.observe.summary import before_after_table, write_summary
 from megatron_rl.records import Batch, conversations
 from megatron_rl.roles.actor import Actor
@@ -113,7 +113,7 @@ def draw_steps(logger: RunLogger) -> None:
 
     calls, folder = logger.clock.recent, logger.folder.path
     try:
-        (folder / "timeline.json").write_text(json.dumps([asdict(call) for call in calls], indent=1) + "\n")
+        write_calls(calls, folder / TIMELINE_FILE)
         plot_timeline(calls, folder / "timeline.png")
     except OSError as error:
         logger.warn(f"the timeline could not be written: {error}")

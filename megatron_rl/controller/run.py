@@ -22,7 +22,9 @@ from megatron_rl.controller.lifecycle import Lifecycle, StopPolicy
 from megatron_rl.controller.open_episodes import open_episodes, with_tools
 from megatron_rl.controller.open_sampler import open_sampler, open_schedule
 from megatron_rl.controller.opening import OpenRun, RunPools, raise_failures, take_folder
+from megatron_rl.controller.plan_file import write_plan
 from megatron_rl.controller.pretraining import Pretraining
+from megatron_rl.controller.recorded_samples import record_samples
 from megatron_rl.controller.repairs import Repairs
 from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.controller.run_logger import RunLogger
@@ -107,6 +109,7 @@ class Run(OpenRun):
             for sentence in departures:
                 self.logger.warn(sentence)
         self.logger.save_samples(self.config.trainer.rollout_data_dir, batch.prompts, scored, batch.step)
+        record_samples(self.logger, batch)
         return metrics | self.logger.memory_metrics(self.pools.hosts)
 
 
@@ -139,6 +142,7 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
         notes = () if episodes is None else episodes.notes
         warnings = (*notes, *data.notes(config), *alone, *template_notes, *pretraining.notes)
         take_folder(opened, logger, parts, batch_table(config), warnings=warnings)
+        write_plan(logger)
         schedule = open_schedule(config, placement, folder, opened, replay)
         opened.enter_context(rules)
         stop_policy = StopPolicy(repairs.stop)

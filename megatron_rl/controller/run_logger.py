@@ -22,8 +22,9 @@ from megatron_rl.losses.rows import total_rows
 from megatron_rl.observe.batch_metrics import length_metrics, score_metrics, throughput_metrics
 from megatron_rl.observe.loggers import MetricLogger
 from megatron_rl.observe.memory_ledger import memory_metrics
-from megatron_rl.observe.phase_clock import PhaseClock
+from megatron_rl.observe.phase_clock import TIMELINE_FILE, PhaseClock, write_calls
 from megatron_rl.observe.progress import RunProgress
+from megatron_rl.observe.sample_files import drop_later
 from megatron_rl.observe.services import Services
 from megatron_rl.observe.summary import write_sample_table
 from megatron_rl.observe.updates import SkippedUpdates, update_means
@@ -65,6 +66,7 @@ class RunLogger:
     def __enter__(self) -> RunLogger:
         """Raises StorageError when the run's folder cannot be written to."""
         trainer = self.config.trainer
+        drop_later(self.folder.path, self.folder.resumed_step or 0)
         metric_logger = MetricLogger(trainer.logger, self.folder.path, self.console, self.folder.resumed_step)
         self.metric_logger = self._open.enter_context(metric_logger)
         settings = dataclasses.asdict(self.config)
@@ -167,7 +169,7 @@ class RunLogger:
     def save_samples(self, folder: str | None, prompts: Prompts, scored: ScoredAnswers, step: int) -> None:
         """Write a table of the answers to `folder`, if one is configured; warns if that fails."""
         if folder is not None:
-            questions = self._questions(prompts)
+            questions = prompt_texts(self.tokenizer, prompts)
             try:
                 write_sample_table(Path(folder), step, scored.table(questions, step))
             except OSError as error:
@@ -181,12 +183,8 @@ class RunLogger:
         chosen = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(self.config.trainer.seed))
         rows = chosen[:number].sort().values
         self.save_samples(str(self.folder.path / "val_generations"), prompts[rows], scored[rows], step)
-        questions = self._questions(prompts[rows])
+        questions = prompt_texts(self.tokenizer, prompts[rows])
         self._warn_of(self._services.log_samples(scored[rows].table(questions, step), step))
-
-    def _questions(self, prompts: Prompts) -> list[str]:
-        prompt_ids = [ids.tolist() for ids in prompts.prompt_ids.unbind()]
-        return list(self.tokenizer.batch_decode(prompt_ids, skip_special_tokens=True))
 
     def skip_validation(self, step: int) -> None:
         """Record, and warn, that the validation due after `step` waits until the run is resumed."""
@@ -210,10 +208,18 @@ class RunLogger:
             metrics, self.next_metrics = metrics | self.next_metrics, {}
         self.metric_logger.log(metrics, step)
         self._warn_of(self._services.log(metrics, step))
+        with contextlib.suppress(OSError):  # the run's end writes it once more, and warns
+            write_calls(self.clock.recent, self.folder.path / TIMELINE_FILE)
         if step:
             accuracy = self.accuracies[-1] if self.accuracies else None
             what, value = shown_value(metrics)
             self.progress.step(step, value, accuracy, metrics["timing_s/step"], what)
+
+
+def prompt_texts(tokenizer: PreTrainedTokenizerBase, prompts: Prompts) -> list[str]:
+    """Return the texts of prompts."""
+    prompt_ids = [ids.tolist() for ids in prompts.prompt_ids.unbind()]
+    return list(tokenizer.batch_decode(prompt_ids, skip_special_tokens=True))
 
 
 def shown_value(metrics: dict[str, float]) -> tuple[str, float]:
@@ -225,7 +231,9 @@ def shown_value(metrics: dict[str, float]) -> tuple[str, float]:
 
 
 def transition_metrics(reports: Sequence[TransitionReport]) -> dict[str, float]:
-    """Cost of a transition on the rank where it was highest."""
+    """Cost of a transition on the rank where it was highest; {} before the first one."""
+    if not reports:
+        return {}
     return {
         "reshard/exchange_s": max(report.exchange_seconds for report in reports),
         "reshard/verify_s": max(report.verify_seconds for report in reports),

@@ -152,6 +152,13 @@ class PromptDataset:
             )
         return {prompt.index: torch.tensor(ids) for prompt, ids in zip(kept, token_ids, strict=True)}
 
+    def places(self, numbers: Sequence[int]) -> list[int | None]:
+        """The argument of `batch` for each row number over all files (`Prompts.index`); None for a row that is none of
+        the usable prompts.
+        """
+        places = {prompt.index: place for place, prompt in enumerate(self._prompts)}
+        return [places.get(number) for number in numbers]
+
     def batch(self, indices: Sequence[int]) -> Prompts:
         """The prompts at `indices` (each in [0, len(self)), at least one) as a record of B = len(indices) rows.
 

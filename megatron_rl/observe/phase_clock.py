@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_rl.observe.appended_file import replace_file
 
 DRIVER = "driver"
 """The lane of what the driver itself does."""
 
+TIMELINE_FILE = "timeline.json"
 KEPT_STEPS = 3
 """Steps whose intervals are kept for the timeline."""
 
@@ -93,3 +98,9 @@ class PhaseClock:
         self._seconds[interval.name] = self._seconds.get(interval.name, 0.0) + seconds
         if self._is_in_step:
             self._steps[-1].append(interval)
+
+
+def write_calls(calls: Sequence[PhaseRun], file: Path) -> None:
+    """Write intervals as JSON, one a line, in place of an earlier file. Raises OSError."""
+    lines = ",\n".join(json.dumps(asdict(call)) for call in calls)
+    replace_file(file, f"[\n{lines}\n]\n".encode())

@@ -12,6 +12,7 @@ from megatron_rl.config.steps import with_steps
 from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.controller.lifecycle import Lifecycle, StopPolicy
 from megatron_rl.controller.opening import OpenRun, RunPools, take_folder
+from megatron_rl.controller.plan_file import write_plan
 from megatron_rl.controller.repairs import Repairs
 from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.controller.run_logger import RunLogger
@@ -67,6 +68,7 @@ def open_task(repairs: Repairs, local: bool = False) -> Iterator[TaskRun]:
         held_out = HeldOut(config, logger, repairs.stop)
         parts = (data, held_out, logger)
         take_folder(opened, logger, parts, task_table(config), lines=data.notes)
+        write_plan(logger)
         stop_policy = StopPolicy(repairs.stop)
         pools = RunPools.open(opened, placement, logger, stop_policy, local, repairs)
         stored = StoredReference(logger.folder.start.path)

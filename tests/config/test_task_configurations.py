@@ -103,6 +103,8 @@ def test_keys_of_ppo_do_not_matter(config, task: str) -> None:
         "ptx.mini_batch_size=1",
         "trainer.rollout_ahead=-1",
         "trainer.critic_warmup=-1",
+        "trainer.recorded_prompts=-5",
+        "trainer.rollouts_from=nowhere",
     ]
     overrides += ["async_training.partial_rollout=true", "data.max_length=40", "data.max_prompt_length=0"]
     plain, found = (for_task(config(*given), task) for given in (["data.max_length=40"], overrides))

@@ -30,6 +30,7 @@ from megatron_rl.ledger.planner.option_rules import option_problems
 from megatron_rl.ledger.planner.pool_rules import countable_pools, pool_problems
 from megatron_rl.ledger.planner.preference_rules import preference_problems
 from megatron_rl.ledger.planner.pretraining_rules import pretraining_problems
+from megatron_rl.ledger.planner.recorded_rules import recorded_problems
 from megatron_rl.ledger.planner.reference_rules import refresh_problems
 from megatron_rl.ledger.planner.replay_rules import replay_problems
 from megatron_rl.ledger.planner.resume_rules import resume_problems
@@ -76,6 +77,7 @@ def _violations(
             *(() if config_only else file_problems(config)),
             *algorithm_problems(config),
             *async_problems(config),
+            *recorded_problems(config, config_only=config_only),
             *problems,
             *pool_problems(config),
             *layout_problems(pools, models),

@@ -1,0 +1,124 @@
+"""Train on the samples that another run has recorded; only validation generates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.columns import COLUMNS
+from megatron_rl.errors import ConfigError
+from megatron_rl.observe.sample_files import GREEDY, RecordedStep, num_recorded, read_step, recorded_files
+from megatron_rl.records import Batch, Prompts, first_true, ragged_from_lengths, row_lengths
+from megatron_rl.roles.actor import Actor
+from megatron_rl.roles.rollout import Rollout
+from megatron_rl.sampling.pool_sampler import PoolSampler
+from megatron_rl.sampling.sampler import Schedule, Sources
+from megatron_rl.scoring.sampled_batch import SampledBatch
+
+KEY = "trainer.rollouts_from"
+
+
+class RecordedSampler(PoolSampler):
+    """The batches of a recorded run. Rewards are computed anew, by the functions and models of this run.
+
+    Raises ConfigError where the record lacks a step or has only some of its samples, or where a batch does not fit the
+    configuration or the prompt files.
+    """
+
+    def __init__(self, schedule: Schedule, sources: Sources, rollout: Rollout, sender: Actor | None = None) -> None:
+        run = sources.config.trainer.rollouts_from
+        if run is None:
+            raise ValueError(f"{KEY} is null")
+        self._run, self._files = Path(run), recorded_files(Path(run))
+        super().__init__(schedule, sources, rollout, sender)
+
+    def next(self, step: int) -> SampledBatch:
+        """The recorded batch of a step."""
+        recorded = read_step(self._files[step])
+        self._check(recorded)
+        self.cursor.next_indices()  # the position in the prompts, which a checkpoint has, moves as in any run
+        rows, greedy = rows_of_record(recorded), None
+        if self.needs_greedy:
+            greedy = rows_of_record(recorded, GREEDY)
+        if not self.config.returns_experts:
+            rows = rows.without("routed_experts")
+        return SampledBatch(step, self._prompts(recorded, rows), rows, greedy)
+
+    def draw_prompts(self, last: int) -> None:
+        """Nothing is drawn for training."""
+
+    def _prompts(self, recorded: RecordedStep, rows: Batch) -> Prompts:
+        """The prompts of the recorded rows, with what the prompt files have for the reward function."""
+        details = recorded.rows
+        numbers = [row["index"] for row in details]
+        places = self.train_data.places(numbers)
+        if None in places:
+            rule = f"prompt {numbers[places.index(None)]}, which is none of data.train_files"
+            raise ConfigError(f"{KEY}={self._run}: step {recorded.step} has {rule}; nearest: the files of that run")
+        prompts = self.train_data.batch([place for place in places if place is not None])
+        uid = torch.from_numpy(recorded.columns["groups"].copy())
+        prompts = replace(prompts, uid=uid, sample=torch.tensor([row["sample"] for row in details]))
+        begun = first_true(rows["sampled"])
+        lengths = row_lengths(rows["input_ids"])
+        ids = rows.flat("input_ids").split(lengths.tolist())
+        read = [row[:length] for row, length in zip(ids, begun.tolist(), strict=True)]
+        if not self.config.has_turns:
+            same = zip(read, prompts.prompt_ids.unbind(), strict=True)
+            other = next((number for number, (a, b) in enumerate(same) if not torch.equal(a, b)), None)
+            if other is not None:
+                where = f"step {recorded.step}, sample {other}, has another prompt than data.train_files"
+                raise ConfigError(f"{KEY}={self._run}: {where}; nearest: the files, template and limits of that run")
+            return prompts
+        texts = None if prompts.raw_prompt is None else [row["prompt"] for row in details]
+        return replace(prompts, prompt_ids=ragged_from_lengths(torch.cat(read), begun), raw_prompt=texts)
+
+    def _check(self, recorded: RecordedStep) -> None:
+        sizes = recorded.lengths["input_ids"]
+        if not recorded.is_whole:
+            rule = f"has {len(recorded.rows)} of the {recorded.num_rows} samples of step {recorded.step}"
+            raise ConfigError(f"{KEY}={self._run} {rule}; nearest: record a run with trainer.recorded_prompts=-1")
+        if sizes.max(initial=0) > self.config.longest_sequence:
+            rule = f"has a sample of {sizes.max()} tokens in step {recorded.step}; the limit is"
+            raise ConfigError(
+                f"{KEY}={self._run} {rule} {self.config.longest_sequence}; "
+                "nearest: data.max_prompt_length and data.max_response_length of that run"
+            )
+        if self.needs_greedy and f"{GREEDY}input_ids" not in recorded.columns:
+            rule = f"has no greedy answers in step {recorded.step}, which algorithm.adv_estimator needs"
+            raise ConfigError(f"{KEY}={self._run} {rule}; nearest: algorithm.adv_estimator=rloo")
+
+
+def check_record(run: Path, first: int, last: int, num_samples: int) -> None:
+    """Raise ConfigError where a step from `first` to `last` has no record, or one of another number of samples."""
+    files = recorded_files(run)
+    for step in range(first, last + 1):
+        if step in files and (number := num_recorded(files[step])) != num_samples:
+            rule = f"has {number} samples of step {step}, and this run takes {num_samples}"
+            raise ConfigError(
+                f"{KEY}={run} {rule}; nearest: its batch size and rollout.n, and trainer.recorded_prompts=-1 in it"
+            )
+    absent = next((step for step in range(first, last + 1) if step not in files), None)
+    if absent is None:
+        return
+    if not files:
+        rule = "has no recorded samples; nearest: a run with trainer.recorded_prompts=-1"
+    else:
+        whole = next((step - 1 for step in range(1, absent + 1) if step not in files), 0)
+        rule = f"has no samples of step {absent}; nearest: trainer.total_training_steps={whole}"
+    raise ConfigError(f"{KEY}={run} {rule}")
+
+
+def rows_of_record(recorded: RecordedStep, prefix: str = "") -> Batch:
+    """Return the columns that generation makes; scorers, the estimator and corrections make the others anew."""
+    made: dict[str, Any] = {}
+    for name, values in recorded.columns.items():
+        own = name.removeprefix(prefix)
+        if not name.startswith(prefix) or own not in COLUMNS or COLUMNS[own].maker.split(";")[0] != "rollout":
+            continue
+        tensor = torch.from_numpy(values.copy())
+        sizes = recorded.lengths.get(name)
+        made[own] = tensor if sizes is None else ragged_from_lengths(tensor, torch.from_numpy(sizes.copy()))
+    return Batch(**made)

@@ -1,0 +1,42 @@
+"""A run that records its samples, and runs that train on them: the same, and with another learning rate and loss."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+from short_runs import LOCAL, SHORT, metrics
+
+from megatron_rl.observe.sample_files import read_step, recorded_files
+
+pytestmark = pytest.mark.slow
+
+STEPS = ("trainer.total_training_steps=2", "trainer.recorded_prompts=-1", *LOCAL)
+
+
+def digests(run):
+    """Of the trained model and of the recorded samples, with everything that the steps computed of them."""
+    files = [run.run / "hf_model/model.safetensors", *recorded_files(run.run).values()]
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+
+
+def test_recorded_samples_train_the_same_model_bit_for_bit(command_line, recorded):
+    """Weights, metrics and every number of every token. Would not catch a difference on several ranks."""
+    first = recorded("all samples", *SHORT, *STEPS)
+    again = command_line(*SHORT, *STEPS, "--rollouts-from", str(first.run))
+    assert again.wait() == 0, again.text()
+    assert metrics(again) == metrics(first) and digests(again) == digests(first)
+    assert all(read_step(file).is_whole for file in recorded_files(first.run).values())
+
+
+def test_recorded_samples_can_be_argued_with(command_line, recorded):
+    """Another loss and learning rate: the same tokens, other weights. Would not catch a loss without an effect."""
+    first = recorded("all samples", *SHORT, *STEPS)
+    keys = ("actor_rollout_ref.actor.optim.lr=1e-3", "actor_rollout_ref.actor.policy_loss.loss_mode=cispo")
+    other = command_line(*SHORT, *STEPS, *keys, "--rollouts-from", str(first.run))
+    assert other.wait() == 0, other.text()
+    one, two = ([read_step(file) for file in recorded_files(run.run).values()] for run in (first, other))
+    for step, (mine, theirs) in enumerate(zip(one, two, strict=True)):
+        assert (mine.columns["input_ids"] == theirs.columns["input_ids"]).all()
+        assert (mine.columns["old_log_probs"] == theirs.columns["old_log_probs"]).all() == (step == 0)
+    assert digests(other)[0] != digests(first)[0]
