@@ -1,5 +1,5 @@
 """The command line: megatron-rl sft | reward | dpo | train | plan | map | profile | rehearse | check-cluster |
-columns | families | ablate | export | average | nightly | port.
+columns | families | ablate | view | explain | export | average | nightly | port.
 
 Configuration mistakes are reported before torch, Ray or vLLM is imported; exit codes are those of `errors.py`.
 """
@@ -21,6 +21,7 @@ from megatron_rl.cli.porting import port_command
 from megatron_rl.cli.rehearsing import rehearse_command
 from megatron_rl.cli.tasks import dpo_command, reward_command, sft_command, train_command
 from megatron_rl.cli.trials import ablate_command, nightly_command
+from megatron_rl.cli.viewing import explain_command, view_command
 from megatron_rl.cluster.compiled import leaving_none_empty
 from megatron_rl.cluster.signals import quit_on_signals, restore_signals
 from megatron_rl.errors import ConfigError, MegatronRLError
@@ -45,6 +46,8 @@ app.command("rehearse")(rehearse_command)
 app.command("check-cluster")(check_cluster_command)
 app.command("columns")(columns_command)
 app.command("families")(families_command)
+app.command("view")(view_command)
+app.command("explain")(explain_command)
 app.command("export")(export_command)
 app.command("average")(average_command)
 app.command("nightly")(nightly_command)

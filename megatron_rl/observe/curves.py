@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter, PercentFormatter
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.observe.panels import LINE_PANELS
 from megatron_rl.observe.phases import STACKED, phase_color
 
 Series = dict[str, tuple[list[int], list[float]]]
@@ -28,37 +29,6 @@ LEGEND = 1.4
 INK, FAINT = "#1f2933", "#9aa5b1"
 TITLE: dict[str, Any] = {"loc": "left", "fontsize": 10.5, "fontweight": "bold", "color": INK}
 COLORS = ("#0b7a75", "#d1495b", "#edae49", "#30638e", "#7b6d8d", "#8cb369", "#c97b63", "#5c6b73", "#b5a642")
-LINE_PANELS: tuple[tuple[str, dict[str, str], str], ...] = (
-    ("Loss", {"actor/loss": "policy", "critic/loss": "reward model", "val/loss": "held out"}, "linear"),
-    (
-        "Pairs in the right order",
-        {"actor/accuracy": "policy", "critic/accuracy": "reward model", "val/accuracy": "held out"},
-        "linear",
-    ),
-    ("Mean reward", {"critic/score/mean": "task reward"}, "linear"),
-    (
-        "Rollout and trainer: |log-prob difference|",
-        {"training/rollout_logprob_diff_max": "largest", "training/rollout_logprob_diff_mean": "mean"},
-        "log",
-    ),
-    (
-        "KL",
-        {
-            "actor/reward_kl_penalty": "policy to reference",
-            "actor/kl_loss": "loss term",
-            "actor/ppo_kl": "update to old policy",
-        },
-        "linear",
-    ),
-    ("Entropy (nats per token)", {"actor/entropy": "policy"}, "linear"),
-    ("Gradient norm", {"actor/grad_norm": "actor", "critic/grad_norm": "critic"}, "log"),
-    (
-        "Load of experts: busiest over mean",
-        {"actor/expert_load/max": "worst layer", "actor/expert_load/mean": "mean of layers"},
-        "linear",
-    ),
-    ("Balancing losses", {"actor/moe_aux_loss/mean": "load", "actor/moe_z_loss/mean": "logits"}, "linear"),
-)
 LOAD_OF_LAYER = "actor/expert_load/layer_"
 
 

@@ -53,6 +53,7 @@ ROOMS: dict[str, set[str]] = {
     "plain_values": set(),
     "config": {"errors", "columns", "plain_values"},
     "observe": {"errors"},
+    "view": {"errors", "config", "observe"},
     **dict.fromkeys(("parallel", "losses"), GROUND),
     "data": GROUND,
     "user_code": GROUND,
@@ -89,7 +90,7 @@ ROOMS: dict[str, set[str]] = {
     "rehearse": GROUND | {"ledger.planner", "parallel", "model", "hybrid_engine", "roles"},
     "cli": GROUND
     | {"rehearse"}
-    | {"train", "tasks", "controller", "roles", "cluster", "checkpoint", "data", "trials", "port", "profile"}
+    | {"train", "tasks", "controller", "roles", "cluster", "checkpoint", "data", "trials", "port", "profile", "view"}
     | {"ledger.planner", "ledger.mapping"},
     "__main__": {"cli", "cluster"},
 }
@@ -153,6 +154,7 @@ WITHOUT_TORCH = (
     "ledger",
     "port",
     "trials",
+    "view",
     "cli",
     "__main__",
 )

@@ -1,0 +1,75 @@
+"""megatron-rl view | explain: what a run did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from megatron_rl.checkpoint.storage import writing
+from megatron_rl.cli.options import check_number
+from megatron_rl.cli.output import check_output_file, print_json, refuse_to_lose_output, say
+from megatron_rl.errors import ConfigError
+from megatron_rl.observe.appended_file import replace_file
+from megatron_rl.observe.sample_files import read_step, recorded_files
+from megatron_rl.observe.summary import plain_table
+from megatron_rl.view.page import page
+from megatron_rl.view.page_data import page_data, page_samples
+from megatron_rl.view.run_files import read_run
+from megatron_rl.view.sample_life import life_lines, sample_life, token_table
+
+MOST_SAMPLES = 100_000
+WIDE = 200
+"""Columns that the numbers of a token need."""
+
+
+def view_command(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    other: Annotated[Path | None, typer.Argument(help="The folder of a run to look at beside it.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The file to write. Default: view.html in the run's folder.")] = None,
+    most: Annotated[int, typer.Option("--samples", help="Samples of each run on the page, of all steps alike.")] = 1000,
+) -> None:
+    """Write a page to look at a run: curves, times, tables, samples and their tokens, the plan. One file, no server.
+
+    Works while the run goes on: the same command again, and a reload, show what has come.
+    """
+    check_number("--samples", most, 1, MOST_SAMPLES)
+    records = [read_run(folder) for folder in (run, other) if folder is not None]
+    target = out or run / "view.html"
+    check_output_file("--out", target, (".html",))
+    samples, total = page_samples(records, most)
+    data = page_data(records, most) | {"total_samples": total}
+    text = page(data, samples, " | ".join(record["name"] for record in data["runs"]))
+    with writing(target):
+        replace_file(target, text.encode())
+    say(f"written to {target}: {len(samples)} of {total} samples, {target.stat().st_size / 1e6:.1f} MB")
+    refuse_to_lose_output()
+
+
+def explain_command(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    step: Annotated[int, typer.Option("--step", help="The step that trained the sample.")],
+    sample: Annotated[int, typer.Option("--sample", help="Its number among the recorded ones, from 0.")],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+) -> None:
+    """Print a sample's life: prompt, tokens, versions, rewards, advantages, its share of the loss."""
+    files = recorded_files(run)
+    if not files:
+        why = "has no recorded samples" if run.is_dir() else "is no folder"
+        raise ConfigError(f"{run} {why}; nearest: the folder of a run with trainer.recorded_prompts=1 or more")
+    if step not in files:
+        nearest = min(files, key=lambda known: abs(known - step))
+        raise ConfigError(f"--step {step} is none of the {len(files)} recorded steps; nearest: --step {nearest}")
+    life = sample_life(read_step(files[step]), sample)
+    if as_json:
+        print_json(life)
+    else:
+        console = Console()
+        for line in life_lines(life):
+            say(line, console)
+        headings, rows = token_table(life)
+        wide = Console(width=max(console.width, WIDE))
+        wide.print(plain_table("Tokens", headings, rows), markup=False)
+    refuse_to_lose_output()

@@ -1,0 +1,162 @@
+"""The life of one recorded sample: prompt, tokens, versions, rewards, advantages, its share of the loss. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.errors import ConfigError
+from megatron_rl.observe.sample_files import RecordedStep
+
+TOKEN_NUMBERS = {
+    "versions": "version",
+    "rollout_log_probs": "engine",
+    "old_log_probs": "trainer",
+    "difference": "difference",
+    "ratio": "ratio",
+    "ref_log_probs": "reference",
+    "entropy": "entropy",
+    "old_values": "value",
+    "turn_rewards": "turn's reward",
+    "rewards": "reward",
+    "returns": "return",
+    "advantages": "advantage",
+    "rollout_weights": "weight",
+    "kept": "kept",
+    "trained": "trained",
+    "loss_terms": "loss",
+}
+"""Numbers of sampled tokens, in the order in which they arise, and their headings. `difference` and `ratio` follow from
+the log-probs of engine and trainer.
+"""
+TABLE_NAMES = {
+    "input",
+    "output",
+    "gts",
+    "score",
+    "step",
+    "data_source",
+    "failure",
+    "index",
+    "sample",
+    "tokens",
+    "prompt",
+}
+"""Entries of a sample's row that are no further numbers or texts of its reward."""
+
+
+def plain(value: Any) -> Any:
+    """Return a number of the record as JSON has it: a float32 as the shortest decimal that is that float32."""
+    if isinstance(value, np.floating):
+        return float(str(value)) if np.isfinite(value) else None
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def plain_row(values: Any) -> list[Any]:
+    """Return the numbers of an array [N], as `plain` gives each."""
+    return [plain(value) for value in values]
+
+
+def token_numbers(recorded: RecordedStep, row: int) -> dict[str, list[Any]]:
+    """Return name -> number of each sampled token of a row, of what the step recorded."""
+    columns = {name: recorded.of(name, row) for name in TOKEN_NUMBERS}
+    engine, trainer = columns["rollout_log_probs"], columns["old_log_probs"]
+    if engine is not None and trainer is not None:
+        columns["difference"] = difference = trainer - engine
+        columns["ratio"] = np.exp(difference.astype(np.float64)).astype(np.float32)
+    return {name: plain_row(values) for name, values in columns.items() if values is not None}
+
+
+def outcome_of(recorded: RecordedStep, row: int) -> str:
+    """Return how a sample ended: ended, cut off, failed episode, or why its rule failed."""
+    if bool(recorded.of("failed", row)):
+        return "failed episode"
+    if failure := recorded.rows[row].get("failure"):
+        return f"rule {failure}".replace("_", " ")
+    return "cut off" if bool(recorded.of("truncated", row)) else "ended"
+
+
+def sample_life(recorded: RecordedStep, row: int) -> dict[str, Any]:
+    """Return everything that the record knows of a sample, JSON-ready. Raises ConfigError for a row that is not there.
+
+    loss: what the sample adds to the policy loss of the step, where the ratio is 1; share: the magnitudes of its
+    tokens' terms over those of all samples of the step, recorded or not.
+    """
+    number = len(recorded.rows)
+    if not 0 <= row < number:
+        nearest = min(max(row, 0), number - 1)
+        rule = f"step {recorded.step} has {number} recorded samples of {recorded.num_rows}"
+        raise ConfigError(f"--sample {row} must be from 0 to {number - 1}: {rule}; nearest: --sample {nearest}")
+    details, groups = recorded.rows[row], recorded.columns["groups"]
+    scores = [plain(score) for score in recorded.columns["scores"][groups == groups[row]]]
+    terms = recorded.of("loss_terms", row)
+    magnitude, terms = recorded.totals["loss_magnitude"], np.zeros(0) if terms is None else terms.astype(np.float64)
+    return {
+        "step": recorded.step,
+        "sample": row,
+        "samples": recorded.num_rows,
+        "prompt_index": details["index"],
+        "number_in_group": details["sample"],
+        "data_source": details["data_source"],
+        "prompt": details["input"],
+        "answer": details["output"],
+        "ground_truth": details["gts"],
+        "outcome": outcome_of(recorded, row),
+        "score": plain(recorded.columns["scores"][row]),
+        "rewards": {name: value for name, value in details.items() if name not in TABLE_NAMES},
+        "group_scores": scores,
+        "loss": float(terms.sum()),
+        "loss_of_step": recorded.totals["loss"],
+        "share": float(np.abs(terms).sum() / magnitude) if magnitude else 0.0,
+        "tokens": details["tokens"],
+        "sampled": plain_row(recorded.of("sampled", row)),
+        "numbers": token_numbers(recorded, row),
+    }
+
+
+def life_lines(life: dict[str, Any]) -> list[str]:
+    """Return the sentences of a sample's life, without its tokens."""
+    scores = life["group_scores"]
+    lines = [
+        f"step {life['step']}, sample {life['sample']} of {life['samples']}: prompt {life['prompt_index']} of "
+        f"{life['data_source']}, answer {life['number_in_group']} to it",
+        f"prompt  {quoted(life['prompt'])}",
+        f"answer  {quoted(life['answer'])}  ({life['outcome']})",
+        f"truth   {quoted(life['ground_truth'])}",
+        f"score   {life['score']:g}; its group: {' '.join(f'{score:g}' for score in scores)}, "
+        f"mean {sum(scores) / len(scores):.4g}",
+    ]
+    if life["rewards"]:
+        lines.append("rewards " + ", ".join(f"{name} {value}" for name, value in life["rewards"].items()))
+    lines.append(
+        f"loss    {life['loss']:+.4g} of the step's {life['loss_of_step']:+.4g} where the ratio is 1; "
+        f"{life['share']:.2%} of what all its tokens weigh"
+    )
+    return lines
+
+
+def token_table(life: dict[str, Any]) -> tuple[list[str], Iterator[Sequence[str]]]:
+    """Return (headings, one row of texts for each token of a sample)."""
+    numbers = life["numbers"]
+
+    def rows() -> Iterator[Sequence[str]]:
+        place = 0
+        for number, (text, is_sampled) in enumerate(zip(life["tokens"], life["sampled"], strict=True)):
+            values = [shown(numbers[name][place]) if is_sampled else "" for name in numbers]
+            yield (str(number), quoted(text), *values)
+            place += is_sampled
+
+    return ["", "token", *(TOKEN_NUMBERS[name] for name in numbers)], rows()
+
+
+def shown(value: Any) -> str:
+    """Return a number with five digits, an integer as it is."""
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def quoted(text: Any) -> str:
+    """Return a value as JSON, in which nothing breaks a line or steers a terminal."""
+    return json.dumps(text, ensure_ascii=False, default=str)
