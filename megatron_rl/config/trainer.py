@@ -29,6 +29,13 @@ LARGEST_SEED = 2**32 - 1
 
 
 @dataclass
+class PrometheusConfig:
+    port: Annotated[int | None, Ge(0), Le(65535), Nearest(9090)] = None
+    """Serve the metrics of the last step to Prometheus on this port of 127.0.0.1, on the driver's machine; 0: a free
+    one, which the run prints; null: none."""
+
+
+@dataclass
 class TrainerConfig:
     stage: Annotated[str, OneOf(TASKS)] = "ppo"
     """ppo | sft | reward | dpo: set by the commands that train; `plan` reads it."""
@@ -120,6 +127,7 @@ class TrainerConfig:
         default_factory=lambda: ["console", "jsonl", "tensorboard"]
     )
     """Where metrics go: console, jsonl, tensorboard, and where they are installed wandb and mlflow."""
+    prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
     seed: Annotated[int, Ge(0), Le(LARGEST_SEED)] = 1
     """Seed of sampling, prompt order, mini-batch splits and the fresh value head."""
     export_hf: bool = True

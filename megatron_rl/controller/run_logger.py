@@ -64,14 +64,16 @@ class RunLogger:
         self._services = Services({})
 
     def __enter__(self) -> RunLogger:
-        """Raises StorageError when the run's folder cannot be written to."""
+        """Raises StorageError when the run's folder cannot be written to, ConfigError when a port is taken."""
         trainer = self.config.trainer
         drop_later(self.folder.path, self.folder.resumed_step or 0)
         metric_logger = MetricLogger(trainer.logger, self.folder.path, self.console, self.folder.resumed_step)
         self.metric_logger = self._open.enter_context(metric_logger)
         settings = dataclasses.asdict(self.config)
         names = (trainer.project_name, trainer.experiment_name)
-        self._services = Services.start(trainer.logger, *names, settings, self.folder.path)
+        self._services = Services.start(trainer.logger, *names, settings, self.folder.path, trainer.prometheus.port)
+        if self._services.exporter is not None:
+            self.say(f"metrics for Prometheus: http://127.0.0.1:{self._services.exporter.port}/metrics")
         self._open.enter_context(self.progress)
         return self
 

@@ -6,7 +6,10 @@ import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_rl.observe.prometheus import PrometheusExporter
 
 
 class Wandb:
@@ -65,13 +68,32 @@ def absent_services(loggers: Sequence[str]) -> list[str]:
 class Services:
     """The services that a run logs to. One that raises is dropped with a warning, and the run goes on."""
 
-    def __init__(self, services: Mapping[str, Wandb | Mlflow]) -> None:
-        self._open = dict(services)
+    def __init__(
+        self, services: Mapping[str, Wandb | Mlflow | PrometheusExporter], exporter: PrometheusExporter | None = None
+    ) -> None:
+        self._open = dict(services) | ({} if exporter is None else {"prometheus": exporter})
+        self.exporter = exporter
 
     @classmethod
-    def start(cls, loggers: Sequence[str], project: str, name: str, settings: dict[str, Any], folder: Path) -> Services:
-        """Start the services of `trainer.logger`. Raises ModuleNotFoundError where a package is absent."""
-        return cls({kind: KINDS[kind](project, name, settings, folder) for kind in loggers if kind in KINDS})
+    def start(
+        cls,
+        loggers: Sequence[str],
+        project: str,
+        name: str,
+        settings: dict[str, Any],
+        folder: Path,
+        port: int | None = None,
+    ) -> Services:
+        """Start the services of `trainer.logger`, and an exporter where it has a port.
+
+        Raises ModuleNotFoundError where a package is absent, ConfigError where the exporter cannot listen.
+        """
+        exporter = None
+        if port is not None:
+            from megatron_rl.observe.prometheus import PrometheusExporter  # a server, only needed here
+
+            exporter = PrometheusExporter(port)
+        return cls({kind: KINDS[kind](project, name, settings, folder) for kind in loggers if kind in KINDS}, exporter)
 
     def log(self, metrics: Mapping[str, float], step: int) -> list[str]:
         """Send the metrics of one step. Returns a warning for each service that failed."""

@@ -1,0 +1,63 @@
+"""The metrics of the last step for Prometheus, at http://127.0.0.1:PORT/metrics of the driver's machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+
+from megatron_rl.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+PHASES = {
+    "timing_s/": ("phase_seconds", "Seconds of a phase in the last step that had it"),
+    "timing_planned_s/": ("phase_planned_seconds", "Planned seconds of a phase"),
+    "perf/memory_gb/": ("phase_memory_gigabytes", "Memory of the fullest rank in a phase"),
+}
+"""Beginning of a metric's name -> gauge with the label `phase`, and its help. All others are `megatron_rl_metric`."""
+
+
+class PrometheusExporter:
+    """Serves what `log` was given last. A service of a run, as `services.Wandb` is.
+
+    port: that it listens on, 0 takes a free one. Raises ConfigError where it cannot listen.
+    """
+
+    def __init__(self, port: int) -> None:
+        registry = CollectorRegistry()
+        self._step = Gauge("megatron_rl_step", "The last step", registry=registry)
+        self._other = Gauge("megatron_rl_metric", "A metric of the last step that had it", ["name"], registry=registry)
+        self._gauges = {
+            prefix: Gauge(f"megatron_rl_{name}", text, ["phase"], registry=registry)
+            for prefix, (name, text) in PHASES.items()
+        }
+        self._seconds = Counter("megatron_rl_exporter_seconds", "Seconds of this exporter's own", registry=registry)
+        try:
+            self._server, self._thread = start_http_server(port, addr=LOOPBACK, registry=registry)
+        except OSError as error:
+            rule = f"must be a port that is free on {LOOPBACK}, and the system says: {error.strerror}"
+            raise ConfigError(f"trainer.prometheus.port={port} {rule}; nearest: trainer.prometheus.port=0") from error
+        self.port: int = self._server.server_port
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Take the metrics of one step; one that a later step does not have keeps its value."""
+        started = time.perf_counter()
+        self._step.set(step)
+        for name, value in metrics.items():
+            prefix = next((prefix for prefix in PHASES if name.startswith(prefix)), None)
+            if prefix is None:
+                self._other.labels(name).set(value)
+            else:
+                self._gauges[prefix].labels(name.removeprefix(prefix)).set(value)
+        self._seconds.inc(time.perf_counter() - started)
+
+    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Samples are no numbers: nothing is done."""
+
+    def close(self) -> None:
+        """Stop to listen."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
