@@ -209,13 +209,7 @@ class Lifecycle:
         is_saved = is_save_step(trainer, step) or ((stopping or step == self.best()) and trainer.save_freq > 0)
         if is_saved:
             self._begin(self._state(step))
-        is_safe = is_saved and self._under_way is None
-        if self.repairs.copies_after(step) and not is_safe:
-            self._copy(self._state(step))
-            is_safe = True
-        self.repairs.took(step)
-        if is_safe and not stopping and step < trainer.num_steps:
-            self.repairs.raise_if_nodes_returned()
+        self._keep_for_repairs(step, is_saved=is_saved and self._under_way is None)
         if stopping:
             self.settle()
             self.stop_policy.stop.fulfil(StoppedAfterStep.exit_code)
@@ -264,6 +258,15 @@ class Lifecycle:
         if not self._saves_beside_training:
             self.settle()
         self.stop_policy.save_seconds = time.monotonic() - started
+
+    def _keep_for_repairs(self, step: int, is_saved: bool) -> None:
+        """Copy the state after a step, unless a complete checkpoint has it. Raises NodesReturned."""
+        copies = self.repairs.copies_after(step) and not is_saved
+        if copies:
+            self._copy(self._state(step))
+        self.repairs.took(step)
+        if (copies or is_saved) and not self.stop_policy.stop.is_set and step < self.config.trainer.num_steps:
+            self.repairs.raise_if_nodes_returned()
 
     def _copy(self, state: dict[str, Any]) -> None:
         """Copy the state into host memory. A run that is repaired goes on from there."""
