@@ -22,7 +22,7 @@ PARTS = (WEIGHTS, OPTIMIZER)
 CHECKSUM, UNFINISHED = ".crc32", ".unfinished"
 """Endings of what is beside a file, and of a file that is being written."""
 
-_NAME = re.compile(r"copy-(?P<node>[0-9a-f]{12})-(?P<life>\d+)-(?P<step>\d+)-(?P<rank>\d+)-(?P<part>\w+)-(?P<pool>.+)")
+_NAME = re.compile(r"copy-(?P<node>[0-9a-f]{12})-(?P<life>\d+)-(?P<step>\d+)-(?P<rank>\d+)-(?P<pool>.+)-(?P<part>\w+)")
 _NODE_LETTERS = 12
 
 
@@ -37,7 +37,7 @@ class CopyFile(NamedTuple):
 
     def name(self, node: str) -> str:
         """The file's name on a node, after the run's prefix. node: any name; nodes may share one folder in tests."""
-        return f"copy-{node_tag(node)}-{self.life}-{self.step}-{self.rank}-{self.part}-{quote(self.pool, safe='')}"
+        return f"copy-{node_tag(node)}-{self.life}-{self.step}-{self.rank}-{quote(self.pool, safe='')}-{self.part}"
 
 
 class CopyPlace(NamedTuple):
@@ -54,7 +54,7 @@ def node_tag(node: str) -> str:
 
 def files_of(names: Iterable[str], node: str) -> list[CopyFile]:
     """The complete copies among `names`, names of files without the run's prefix, that a node has for itself."""
-    matches = (_NAME.fullmatch(name) for name in names if not name.endswith((CHECKSUM, UNFINISHED)))
+    matches = (_NAME.fullmatch(name) for name in names)
     return [
         CopyFile(int(found["life"]), int(found["step"]), unquote(found["pool"]), int(found["rank"]), found["part"])
         for found in matches

@@ -87,6 +87,31 @@ def test_a_hang_is_repaired_and_too_many_losses_end_a_run(command_line) -> None:
 
 
 @pytest.mark.exhaustive
+def test_a_run_ahead_replays_its_repair(command_line) -> None:
+    """A training rank is killed while two replicas draw ahead; the replay of the schedule, its repair included, has
+    the same metrics and weights.
+    """
+    keys = (*SHORT, WITHOUT_RAY, "trainer.max_repairs=2", "trainer.total_training_steps=4")
+    hurt = command_line(*keys, config="configs/async_cpu.yaml")
+    hurt.wait_for(reached(hurt, 2), interval=0.01)
+    next(rank for rank in hurt.workers() if "rank 1 of global_pool" in "".join(rank.cmdline()[:1])).kill()
+    assert hurt.wait() == 0, hurt.text()
+    assert [repair["source"] for repair in repairs(hurt)] == ["copy"]
+    again = command_line(*keys, "--replay", str(hurt.run), config="configs/async_cpu.yaml")
+    assert again.wait() == 0, again.text()
+    clocks = ("rollout/idle_share", "rollout/pause_s", "trainer/idle_share")
+    ours, theirs = (
+        {
+            step: {name: value for name, value in line.items() if name not in clocks}
+            for step, line in unclocked(metrics(run)).items()
+        }
+        for run in (hurt, again)
+    )
+    assert ours == theirs and weights(hurt.run) == weights(again.run)
+    assert hurt.left_over() == [] and again.left_over() == []
+
+
+@pytest.mark.exhaustive
 def test_a_lost_node_is_replaced_by_a_spare(command_line, recorded) -> None:
     """PP2 over two Ray nodes, a third is free: the second node is lost at once with what it held; its state comes from
     the copy that the first one has. The same bits as on one machine.

@@ -227,6 +227,13 @@ class RoleLedger:
             copied += (buffer.num_params * (self.element + masters) + moments) // self.weights.shares[buffer.is_expert]
         return copied
 
+    def saved_bytes(self, pp_rank: int) -> int:
+        """Return the bytes that a rank of a trained role writes to a checkpoint, or to a copy for repairs."""
+        masters = 0 if self.element == FP32 else FP32
+        saved = self.element + 2 * FP32 + masters
+        shares = self.weights.shares
+        return sum(buffer.num_params * saved // shares[buffer.is_expert] for buffer in self.weights.buffers(pp_rank))
+
     # Passes through the trainer
 
     def gathered_bytes(self) -> int:

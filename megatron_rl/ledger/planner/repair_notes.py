@@ -1,0 +1,34 @@
+"""What repairs of a run cost while nothing is lost: host memory for copies of the state."""
+
+from __future__ import annotations
+
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.ledger.planner.plan_tables import amount
+from megatron_rl.ledger.planner.run_models import PoolModels
+
+KEPT_STEPS = 2
+"""Copies of a rank's state: of the newest step, and of the one before, or of the next that is being written."""
+
+
+def copied_bytes(pool: PoolModels) -> int:
+    """Return the bytes that the largest rank of a pool copies after a step."""
+    trained = [pool.ledger(role) for role in pool.spec.roles if role.is_trained]
+    return max(sum(ledger.saved_bytes(stage) for ledger in trained) for stage in range(pool.grid.pp_size))
+
+
+def repair_notes(config: RunConfig, pools: dict[str, PoolModels]) -> list[str]:
+    """Sentences about host memory for copies; none where nothing is copied."""
+    trainer, notes = config.trainer, []
+    if not trainer.max_repairs or trainer.copy_freq < 0:
+        return []
+    for name, pool in pools.items():
+        size, copied = pool.spec.size, copied_bytes(pool)
+        if copied:
+            num_places = 2 if size.num_nodes > 1 else 1
+            held = copied * size.num_ranks_per_node * KEPT_STEPS * num_places
+            where = "its own and another node's ranks" if num_places == 2 else "its ranks"
+            notes.append(
+                f"copies for repairs (trainer.copy_freq={trainer.copy_freq}): {amount(copied)} a rank of {name}, "
+                f"{amount(held)} of host memory a node for two steps of {where}"
+            )
+    return notes
