@@ -104,6 +104,7 @@ class StateCopies:
     def _remove_old(self, place: CopyPlace) -> None:
         """Remove what is older than the newest copy. Files of other layouts go a step later: their ranks are gone."""
         if not self._kept:
+            self._remove_torn(place)
             return
         own = {self._rank, *(source for source, target in enumerate(self._peers) if target == self._rank)}
         for file in self._held(place):
@@ -112,6 +113,13 @@ class StateCopies:
             if (is_older and file.rank in own) or (is_of_others and self._rank == self._local[0]):
                 remove(self.path(place, file))
         del self._kept[:-1]
+
+    def _remove_torn(self, place: CopyPlace) -> None:
+        """Remove files that a rank of an earlier life was writing when it was lost."""
+        if self._rank == self._local[0]:
+            for file in self._held(place, UNFINISHED):
+                if file.life < place.life:
+                    remove(Path(f"{self.path(place, file)}{UNFINISHED}"))
 
     # Loading
 
@@ -150,9 +158,11 @@ class StateCopies:
         """Where this rank's node has a file."""
         return Path(f"{place.prefix}{file.name(self.node)}")
 
-    def _held(self, place: CopyPlace) -> list[CopyFile]:
+    def _held(self, place: CopyPlace, ending: str = "") -> list[CopyFile]:
+        """Files of the pool on this node, of those whose names end so, without the ending."""
         prefix = Path(place.prefix)
-        names = (path.name.removeprefix(prefix.name) for path in prefix.parent.glob(f"{prefix.name}copy-*"))
+        paths = prefix.parent.glob(f"{prefix.name}copy-*{ending}")
+        names = (path.name.removeprefix(prefix.name).removesuffix(ending) for path in paths)
         return [file for file in files_of(names, self.node) if file.pool == self._pool]
 
     def _move(self, place: CopyPlace, file: CopyFile, source: int, target: int) -> None:

@@ -16,7 +16,7 @@ from ranks import run_ranks
 from test_resumed_roles import NUM_ROWS, RATES, metrics_of, whole_state
 from tiny_models import random_batch, run_config, save_llama
 
-from megatron_rl.checkpoint.state_copies import CopyPlace, node_tag
+from megatron_rl.checkpoint.state_copies import UNFINISHED, CopyFile, CopyPlace, node_tag
 from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE
 from megatron_rl.ledger.planner.run_models import RunModels
 
@@ -103,7 +103,10 @@ def test_old_copies_go_and_damaged_ones_are_refused(tmp_path: Path) -> None:
     """
     prefix, path = f"{tmp_path}/run-", save_llama(tmp_path / "model")
     config = run_config(path, 1, 2, **RATES)
+    torn = Path(f"{prefix}{CopyFile(LIFE - 1, 7, 'global_pool', 1, 'weights').name('a')}{UNFINISHED}")
+    torn.touch()
     run_ranks(2, train, config, prefix, "aa", 1, 3, False, (1, 2, 3))
+    assert not torn.exists()
     files = [file for file in files_on(tmp_path, "a") if not file.name.endswith(".crc32")]
     assert sorted({file.name.split("-")[4] for file in files}) == ["2", "3"]
     (damaged,) = (file for file in files if f"-{LIFE}-3-1-" in file.name and file.name.endswith("optimizer"))

@@ -10,6 +10,7 @@ import pytest
 from command_line import CommandLine
 from raylets import Raylets
 from short_runs import CLOCKED, MEGATRON, SHORT, TP2, WITHOUT_RAY, metrics, reached
+from sweeps import WEEKLY
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 
@@ -55,8 +56,14 @@ def test_a_killed_rank_is_started_anew(command_line, recorded) -> None:
     assert "Traceback" not in hurt.text() and hurt.left_over() == []
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("keys", [("trainer.copy_freq=-1", "trainer.save_freq=2"), ("trainer.copy_freq=-1",)])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param(("trainer.copy_freq=-1", "trainer.save_freq=2"), marks=pytest.mark.exhaustive),
+        pytest.param(("trainer.copy_freq=-1",), marks=WEEKLY),
+    ],
+    ids=["checkpoint", "start"],
+)
 def test_without_copies_a_repair_goes_back(command_line, recorded, keys) -> None:
     """From the newest checkpoint, or the start; the bits are the same."""
     well = recorded("never_hurt", *SHORT, *TP2, WITHOUT_RAY)
@@ -72,6 +79,7 @@ def test_without_copies_a_repair_goes_back(command_line, recorded, keys) -> None
 
 
 @pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_a_hang_is_repaired_and_too_many_losses_end_a_run(command_line) -> None:
     """A stopped rank is noticed by its silence; with max_repairs=2 the third loss ends the run with code 3."""
     run = command_line(*KEYS, *TP2, WITHOUT_RAY, "trainer.heartbeat_timeout_s=10", "trainer.total_training_steps=1000")
@@ -134,6 +142,7 @@ def test_a_lost_node_is_replaced_by_a_spare(command_line, recorded) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_fewer_nodes_until_one_returns(command_line) -> None:
     """DP2 over two nodes loses one, and none is free: the run goes on with DP1, and with both once a node joins. The
     first step on one node and the last on two have the losses of a run that was never hurt, to rounding.
