@@ -21,6 +21,7 @@ def test_ranks_of_one_node_stay_on_the_loopback_interface() -> None:
     (variables,) = place_variables([ProcessInfo(1, "a", "10.0.0.3")], {"MASTER_STORE": "/run/store_1"})
     assert variables == {
         "NODE_RANK": "0",
+        "NODE_ID": "a",
         "NODE_ADDRESS": "127.0.0.1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_STORE": "/run/store_1",

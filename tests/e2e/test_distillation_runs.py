@@ -83,7 +83,8 @@ def test_a_teacher_in_a_pool_and_layout_of_its_own(command_line, other: Path, ki
     for step, line in expected.items():
         assert abs(line["distillation/loss"]) > 1e-3
         for name, value in line.items():
-            assert found[step][name] == pytest.approx(value, rel=1e-4, abs=1e-6), (step, name)
+            # Adam makes full steps of rounding noise: kernels without AVX-512 are 1.1e-4 apart, with it below 1e-4.
+            assert found[step][name] == pytest.approx(value, rel=3e-4, abs=1e-6), (step, name)
 
 
 @pytest.mark.parametrize("kind", rarely(KINDS, ("jsd",), weekly=("forward_kl", "forward_kl_topk")))

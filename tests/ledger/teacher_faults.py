@@ -93,7 +93,7 @@ def teacher_of_no_folder(case: Case, rng: Random) -> list[Said]:
     return [(f"{TEACHERS}.t.model_path", "must be a Hugging Face model folder, and there is none")]
 
 
-@fault(TAUGHT)
+@fault(f"{TAUGHT} turns")
 def itself_elsewhere(case: Case, rng: Random) -> list[Said]:
     put_teachers(case, *SELF, "t.pool=rollout_pool")
     return [(f"{TEACHERS}.t.pool", "must be actor_rollout_ref.actor.pool with")]
@@ -171,7 +171,7 @@ def likeliest_tokens_that_nobody_finds(case: Case, rng: Random) -> list[Said]:
     return [(MODE, "needs the trainer's pass for old log-probs")]
 
 
-@fault(f"{TAUGHT} batch")
+@fault(f"{TAUGHT} batch turns")
 def head_that_moves(case: Case, rng: Random) -> list[Said]:
     put_teachers(case, *SELF, *WHOLE)
     return [("actor_rollout_ref.actor.ppo_mini_batch_size", "the head that it is read with moves")]

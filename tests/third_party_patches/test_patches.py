@@ -345,6 +345,8 @@ def check_shm_lifetime():
     from third_party_patches.vllm import shm_group_name, shm_lifetime
 
     current_platform.import_kernels()  # an engine does, and without them groups have no shared memory
+    if not hasattr(torch.ops._C, "init_shm_manager"):
+        return None
     shm_group_name.PATCH.apply()
     dist.init_process_group("gloo")
     os.environ["VLLM_DIST_IDENT"] = "//"
@@ -454,7 +456,10 @@ def test_shm_lifetime():
 
     Would not catch a kill in the moment between making a segment and mapping it.
     """
-    for without, with_patch in run_ranks(2, check_shm_lifetime, timeout=100):
+    found = run_ranks(2, check_shm_lifetime, timeout=100)
+    if None in found:
+        pytest.skip("vLLM's kernels for this CPU, which has no AVX-512, have no shared-memory communicator")
+    for without, with_patch in found:
         assert len(without) == 2 and with_patch == []
 
 
