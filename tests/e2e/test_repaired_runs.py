@@ -95,6 +95,7 @@ def test_a_hang_is_repaired_and_too_many_losses_end_a_run(command_line) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_a_run_ahead_replays_its_repair(command_line) -> None:
     """A training rank is killed while two replicas draw ahead; the replay of the schedule, its repair included, has
     the same metrics and weights.
