@@ -73,7 +73,7 @@ def start(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 def num_lines(file: Path) -> int:
-    """Lines of a file; 0 where there is none."""
+    """Return the number of lines of a file, or 0 without a file."""
     return file.read_text().count("\n") if file.exists() else 0
 
 
@@ -123,11 +123,11 @@ def differences(hurt_folder: Path, well: Path) -> list[str]:
 
 def left_of(run_ids: set[str]) -> list[str]:
     """Processes, folders and segments that runs have left."""
-    found = [str(process) for run_id in run_ids for process in processes_with(run_id)]
+    left = [str(process) for run_id in run_ids for process in processes_with(run_id)]
     for run_id in run_ids:
-        found += map(str, SEGMENTS.glob(f"{PREFIX}{run_id}-*"))
-        found += map(str, Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{run_id}"))
-    return found
+        left += map(str, SEGMENTS.glob(f"{PREFIX}{run_id}-*"))
+        left += map(str, Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{run_id}"))
+    return left
 
 
 def campaign(kind: str, kills: int, seed: int, out: Path) -> Outcome:

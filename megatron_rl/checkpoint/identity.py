@@ -99,6 +99,11 @@ def end_tokens(folder: Path, settings: Mapping[str, Any]) -> list[int] | None:
     return sorted(ends) if right else None
 
 
+def compared(identity: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts of `identity` that must equal those of `saved`: digests of files only where both have them."""
+    return {name: value for name, value in identity.items() if name != FILES or name in saved}
+
+
 def folder_identity(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     """All parts of the identity, by name; JSON-ready. Unreadable files are left out: other rules report them."""
     facts = computed_settings(settings)

@@ -24,8 +24,8 @@ SHOWN = 12
 def listed_digests(folder: Path) -> dict[str, str]:
     """Name -> digest, of the list; empty without a list, and for a line that is none. Raises OSError."""
     lines = (folder / LIST).read_text().splitlines() if (folder / LIST).is_file() else []
-    found = (LINE.fullmatch(line) for line in lines)
-    return {match[2].removeprefix("./"): match[1] for match in found if match}
+    matches = (LINE.fullmatch(line) for line in lines)
+    return {match[2].removeprefix("./"): match[1] for match in matches if match}
 
 
 def unlike_the_list(folder: Path) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_rl.checkpoint.adapter_identity import LORA, adapter_differences
 from megatron_rl.checkpoint.contents import contents_faults
 from megatron_rl.checkpoint.folders import LEFTOVERS, NAME, find
-from megatron_rl.checkpoint.identity import FILES
+from megatron_rl.checkpoint.identity import compared
 from megatron_rl.checkpoint.manifest import Manifest, ManifestError, OtherFormatError, broken_files, read_manifest
 from megatron_rl.checkpoint.pickles import forbidden_globals, pickles_in
 from megatron_rl.config.problems import nearest_name, refused
@@ -176,9 +176,8 @@ def _differences(manifest: Manifest, models: Models) -> list[str]:
             differences.append(f"it has no {role}, but {', '.join(manifest.models)}")
             continue
         differences += adapter_differences(role, saved.get(LORA), identity.get(LORA))
-        for name, value in identity.items():
-            is_compared = name != LORA and not (name == FILES and name not in saved)
-            if is_compared and saved.get(name) != value:
+        for name, value in compared(identity, saved).items():
+            if name != LORA and saved.get(name) != value:
                 differences.append(f"{name} of the {role} is {saved.get(name)}, and configured is {value}")
     return differences
 

@@ -14,7 +14,7 @@ from megatron_rl.checkpoint.adapter_identity import GROUPS, LORA, TARGETS
 from megatron_rl.checkpoint.contents import RUN_FILE
 from megatron_rl.checkpoint.hf_import import HFFolder
 from megatron_rl.checkpoint.hf_tensors import HFTensor
-from megatron_rl.checkpoint.identity import FILES, WEIGHTS, folder_identity
+from megatron_rl.checkpoint.identity import WEIGHTS, compared, folder_identity
 from megatron_rl.checkpoint.manifest import ManifestError, model_identity, read_manifest
 from megatron_rl.checkpoint.merged_weights import merged
 from megatron_rl.checkpoint.peft_export import PeftSettings, write_adapter
@@ -73,8 +73,8 @@ class SavedAdapters:
             present |= folder_identity(self.base, settings) if present.items() <= self.identity.items() else {}
         except (WeightFileError, OSError) as error:
             raise ConfigError(f"the base of the adapters, {self.base}, cannot be read: {error}; {way_out}") from error
-        for name, value in present.items():
-            if self.identity.get(name) != value and not (name == FILES and name not in self.identity):
+        for name, value in compared(present, self.identity).items():
+            if self.identity.get(name) != value:
                 raise ConfigError(
                     f"{self.base} is another model than the base of the adapters: {name} is {value}, and was "
                     f"{self.identity.get(name)}; {way_out}"

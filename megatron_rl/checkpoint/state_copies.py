@@ -22,14 +22,16 @@ PARTS = (WEIGHTS, OPTIMIZER)
 CHECKSUM, UNFINISHED = ".crc32", ".unfinished"
 """Endings of what is beside a file, and of a file that is being written."""
 
-_NAME = re.compile(r"copy-(?P<node>[0-9a-f]{12})-(?P<life>\d+)-(?P<step>\d+)-(?P<rank>\d+)-(?P<pool>.+)-(?P<part>\w+)")
+_NAME = re.compile(
+    r"copy-(?P<node>[0-9a-f]{12})-(?P<attempt>\d+)-(?P<step>\d+)-(?P<rank>\d+)-(?P<pool>.+)-(?P<part>\w+)"
+)
 _NODE_LETTERS = 12
 
 
 class CopyFile(NamedTuple):
-    """What a file holds. life: the number of the run's start that wrote it. rank: of `pool`, which wrote it."""
+    """What a file holds. attempt: the number of the start of ranks that wrote it. rank: of `pool`, which wrote it."""
 
-    life: int
+    attempt: int
     step: int
     pool: str
     rank: int
@@ -37,14 +39,14 @@ class CopyFile(NamedTuple):
 
     def name(self, node: str) -> str:
         """The file's name on a node, after the run's prefix. node: any name; nodes may share one folder in tests."""
-        return f"copy-{node_tag(node)}-{self.life}-{self.step}-{self.rank}-{quote(self.pool, safe='')}-{self.part}"
+        return f"copy-{node_tag(node)}-{self.attempt}-{self.step}-{self.rank}-{quote(self.pool, safe='')}-{self.part}"
 
 
 class CopyPlace(NamedTuple):
-    """Where copies are. prefix: of their paths, in shared memory that the run's end removes. life: see `CopyFile`."""
+    """Where copies are. prefix: of their paths, in shared memory until the run ends. attempt: see `CopyFile`."""
 
     prefix: str
-    life: int
+    attempt: int
 
 
 def node_tag(node: str) -> str:
@@ -56,16 +58,16 @@ def files_of(names: Iterable[str], node: str) -> list[CopyFile]:
     """The complete copies among `names`, names of files without the run's prefix, that a node has for itself."""
     matches = (_NAME.fullmatch(name) for name in names)
     return [
-        CopyFile(int(found["life"]), int(found["step"]), unquote(found["pool"]), int(found["rank"]), found["part"])
-        for found in matches
-        if found is not None and found["node"] == node_tag(node) and found["part"] in PARTS
+        CopyFile(int(match["attempt"]), int(match["step"]), unquote(match["pool"]), int(match["rank"]), match["part"])
+        for match in matches
+        if match is not None and match["node"] == node_tag(node) and match["part"] in PARTS
     ]
 
 
-def is_whole(held: Iterable[CopyFile], life: int, step: int, num_ranks: Mapping[str, int]) -> bool:
+def is_whole(held: Iterable[CopyFile], attempt: int, step: int, num_ranks: Mapping[str, int]) -> bool:
     """Whether `held`, the files of all living nodes, has all files of a step. num_ranks: pool -> its ranks."""
     wanted = {
-        CopyFile(life, step, pool, rank, part)
+        CopyFile(attempt, step, pool, rank, part)
         for pool, size in num_ranks.items()
         for rank in range(size)
         for part in PARTS
@@ -74,7 +76,7 @@ def is_whole(held: Iterable[CopyFile], life: int, step: int, num_ranks: Mapping[
 
 
 def receivers(nodes: Sequence[str]) -> list[int | None]:
-    """Rank -> the rank of another node that keeps its copy; None where all ranks are on one node.
+    """For each rank, return the rank on another node that keeps its copy, or None if all ranks are on one node.
 
     nodes: rank -> its node. A node's copies are on the next node, spread over its ranks.
     """

@@ -1,4 +1,4 @@
-"""The same run on fewer nodes: fewer data-parallel ranks, so more micro-batches of the same samples."""
+"""Configurations of a run on fewer nodes: fewer data-parallel ranks, and more micro-batches of the same samples."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class Lifecycle:
         if start.path is not None:
             states = {role: RoleState(**state) for role, state in self.folder.saved["roles"].items()}
             if (copy := self.folder.copy) is not None:
-                place = self.repairs.place(copy.life)
+                place = self.repairs.place(copy.attempt)
                 loading = [host.load_copy(place, copy.step, states) for host in self.hosts.values()]
             else:
                 loading = [host.load_checkpoint(start.path.resolve(), states) for host in self.hosts.values()]

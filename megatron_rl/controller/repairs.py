@@ -1,7 +1,7 @@
 """Go on after a process or node was lost: start the ranks anew, from copies in host memory or the newest checkpoint.
 
-A life is one start of a run's ranks. Between two lives stay the launcher, and with it what nodes hold in memory, the
-request to stop, and the controller's part of the two newest copies.
+An attempt is one start of a run's ranks. The launcher, the copies in the nodes' memory, the request to stop, and the
+controller's part of the two newest copies are kept from one attempt to the next.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LOOK_S = 0.5
 class KeptCopy:
     """The controller's part of a copy of the state. folder: run.json and answers. num_ranks: pool -> its ranks."""
 
-    life: int
+    attempt: int
     step: int
     folder: Path
     num_ranks: Mapping[str, int]
@@ -66,15 +66,15 @@ class NodesReturned(Exception):
 
 
 class Repairs:
-    """What outlives the ranks of a run; a context manager around all its lives.
+    """The state of a run that is kept when its ranks are started anew; a context manager around all attempts.
 
-    config: of the present life, which may have fewer nodes. stop: the request to stop. life: number of the present
-    start, from 0. started: of the first, on the monotonic clock. all: the repairs so far.
+    config: of the present attempt, which may have fewer nodes. stop: the request to stop. attempt: number of the
+    present start, from 0. started: time of the first, on the monotonic clock. all: the repairs so far.
     """
 
     def __init__(self, config: RunConfig, stop: StopRequest, local: bool) -> None:
         self.stop = stop
-        self.life = 0
+        self.attempt = 0
         self.started = time.monotonic()
         self.all: list[Repair] = []
         self.config = self._full = config
@@ -95,10 +95,10 @@ class Repairs:
     def _trainer(self) -> TrainerConfig:
         return self._full.trainer
 
-    # For a life
+    # Used by an attempt
 
     def launcher(self, make: Callable[[], Launcher]) -> AbstractContextManager[Launcher]:
-        """Return what enters the launcher: a new one, or the one of the lives before."""
+        """Return a context manager that gives the launcher: a new one, or that of the attempts before."""
         if not self._is_on:
             return make()
         if self._launcher is None:
@@ -107,22 +107,22 @@ class Repairs:
 
     @property
     def kept(self) -> KeptCopy | None:
-        """The newest copy that a life may begin with."""
+        """The newest copy that an attempt may begin with."""
         return self._kept[-1] if self._kept else None
 
     def copies_after(self, step: int) -> bool:
         """Whether the state after a step is to be copied."""
         return self._is_on and self._trainer.copy_freq > 0 and step % self._trainer.copy_freq == 0
 
-    def place(self, life: int | None = None) -> CopyPlace:
-        """Where copies of a life are; None: of the present one."""
+    def place(self, attempt: int | None = None) -> CopyPlace:
+        """Where copies of an attempt are; None: of the present one."""
         assert self._launcher is not None, "no rank was started"
-        return CopyPlace(self._launcher.scratch.segment_prefix, self.life if life is None else life)
+        return CopyPlace(self._launcher.scratch.segment_prefix, self.attempt if attempt is None else attempt)
 
     def new_folder(self, step: int) -> Path:
         """Make an empty folder for the controller's part of a copy."""
         assert self._launcher is not None, "no rank was started"
-        folder = self._launcher.scratch.folder / "copies" / f"{self.life}_{step}"
+        folder = self._launcher.scratch.folder / "copies" / f"{self.attempt}_{step}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         return folder
@@ -130,7 +130,7 @@ class Repairs:
     def keep(self, step: int, folder: Path, num_ranks: Mapping[str, int]) -> None:
         """Note a copy that all ranks have made; only the two newest are kept."""
         assert self._launcher is not None, "no rank was started"
-        self._kept.append(KeptCopy(self.life, step, folder, num_ranks))
+        self._kept.append(KeptCopy(self.attempt, step, folder, num_ranks))
         for old in self._kept[:-2]:
             shutil.rmtree(old.folder, ignore_errors=True)
         del self._kept[:-2]
@@ -140,7 +140,7 @@ class Repairs:
         self._last_step, self._num_idle = step, 0
 
     def begun(self, step: int, source: str, folder: Path) -> dict[str, float]:
-        """Note that a life is ready for the step after `step`; returns metrics of that step, {} for the first life.
+        """Note that ranks are ready for the step after `step`; returns metrics of that step, {} in the first attempt.
 
         Adds a line to `repairs.jsonl` in the run's folder.
         """
@@ -155,10 +155,10 @@ class Repairs:
             file.write(json.dumps({"number": len(self.all), **asdict(repair)}) + "\n")
         return repair.metrics(len(self.all))
 
-    # Between lives
+    # Between two attempts
 
     def prepare(self, failure: WorkerFailure) -> None:
-        """Decide from what the next life begins, and wait until nodes have room for it.
+        """Decide from what the next attempt begins, and wait until nodes have room for it.
 
         Raises `failure` where it would happen again, where there were too many, or where nodes are missing for too
         long.
@@ -170,11 +170,11 @@ class Repairs:
         if launcher is None or launcher.is_lost or not is_repairable or self.stop.is_set:
             raise failure
         if len(self.all) == self._trainer.max_repairs:
-            failure.add_note(f"it is loss {len(self.all) + 1}, and trainer.max_repairs={self._trainer.max_repairs}")
+            warn(f"not repaired: it is loss {len(self.all) + 1}, and trainer.max_repairs={self._trainer.max_repairs}")
             raise failure
         self._num_idle += 1
         if self._num_idle > MOST_IDLE:
-            failure.add_note(f"{MOST_IDLE} repairs in a row did not lead to another step")
+            warn(f"not repaired: {MOST_IDLE} repairs in a row did not lead to another step")
             raise failure
         reason = str(failure).splitlines()[0]
         self.all.append(Repair(reason))
@@ -183,7 +183,7 @@ class Repairs:
             self._kept.clear()
         self.wait_for_room(failure)
         self._drop_torn(launcher)
-        self.life += 1
+        self.attempt += 1
 
     def wait_for_room(self, failure: WorkerFailure) -> None:
         """Wait until living nodes have room for all pools; after `trainer.repair_wait_s` take fewer nodes.
@@ -200,7 +200,7 @@ class Repairs:
                 fitting = (fewer for fewer in smaller(self.config) if not self._launcher.shortage(sizes_of(fewer)))
                 fewer = next(fitting, None)
                 if fewer is None:
-                    failure.add_note(f"after trainer.repair_wait_s={wait_s:g} s: {missing}")
+                    warn(f"not repaired after trainer.repair_wait_s={wait_s:g} s: {missing}")
                     raise failure
                 warn(f"going on with trainer.nnodes={fewer.trainer.nnodes} after {wait_s:g} s: {missing}")
                 self.config = fewer
@@ -213,12 +213,11 @@ class Repairs:
     def _shortage_of_known(self) -> str:
         """Choose the full layout if nodes have room for it, else the present one; return "" or why neither fits."""
         assert self._launcher is not None, "no rank was started"
-        missing = ""
-        for config in (self._full, self.config):
-            missing = self._launcher.shortage(sizes_of(config))
-            if not missing:
-                self.config = config
-                return ""
+        missing = self._launcher.shortage(sizes_of(self._full))
+        if not missing:
+            self.config = self._full
+        elif self.config is not self._full:
+            missing = self._launcher.shortage(sizes_of(self.config))
         return missing
 
     def raise_if_nodes_returned(self) -> None:
@@ -232,22 +231,22 @@ class Repairs:
             raise NodesReturned
 
     def grow(self) -> None:
-        """Begin a life with all nodes."""
+        """Let the next attempt have all nodes."""
         assert self._launcher is not None, "no rank was started"
         warn(f"nodes are back: going on with trainer.nnodes={self._full.trainer.nnodes}")
         self.config = self._full
         self._drop_torn(self._launcher)
-        self.life += 1
+        self.attempt += 1
 
     def _drop_torn(self, launcher: Launcher) -> None:
         """Forget kept copies whose files living nodes do not have."""
         held = [file for node, names in launcher.segments().items() for file in files_of(names, node)]
-        self._kept = [copy for copy in self._kept if is_whole(held, copy.life, copy.step, copy.num_ranks)]
+        self._kept = [copy for copy in self._kept if is_whole(held, copy.attempt, copy.step, copy.num_ranks)]
 
 
 @contextmanager
-def lives_of(config: RunConfig, local: bool = False) -> Iterator[Repairs]:
-    """What a run keeps over all its lives, with its handlers of signals; the main thread must enter it.
+def repairs_of(config: RunConfig, local: bool = False) -> Iterator[Repairs]:
+    """Yield a run's `Repairs`, with its signals handled; the main thread must enter it.
 
     local: one rank in this process, which cannot be repaired. A run that saves nothing stops at once after a signal.
     """
@@ -257,13 +256,13 @@ def lives_of(config: RunConfig, local: bool = False) -> Iterator[Repairs]:
         yield repairs
 
 
-def with_repairs(config: RunConfig, local: bool, live: Callable[[Repairs], Result]) -> Result:
-    """Call `live` until it returns: once, and again after each loss that can be repaired. Raises its errors."""
-    with lives_of(config, local) as repairs:
+def with_repairs(config: RunConfig, local: bool, run_once: Callable[[Repairs], Result]) -> Result:
+    """Call `run_once` until it returns: once, and again after each loss that can be repaired. Raises its errors."""
+    with repairs_of(config, local) as repairs:
         loss: WorkerFailure | None = None
         while True:
             try:
-                return live(repairs)
+                return run_once(repairs)
             except (WorkerFailure, ConfigError) as error:
                 loss = repairable(error, loss)
                 repairs.prepare(loss)
@@ -281,5 +280,5 @@ def repairable(error: MegatronRLError, loss: WorkerFailure | None) -> WorkerFail
 
 
 def warn(text: str) -> None:
-    """Print a line in yellow: between two lives no logger is open."""
+    """Print a line in yellow: between two attempts no logger is open."""
     Console().print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)

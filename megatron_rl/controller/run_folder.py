@@ -27,9 +27,10 @@ LoadState = Callable[[dict[str, Any]], None]
 class RunFolder:
     """The constructor chooses the checkpoint to resume, entering claims the folder. Raises ConfigError.
 
-    repairs: of a run that may have lived before. copy: the copy in host memory that the run goes on from, if it does.
-    start: the checkpoint to resume, or the controller's part of that copy. saved: content of its run.json; {} for a new
-    run. models: role -> identity of its model folder when the run started, for the manifests of its checkpoints.
+    repairs: of a run whose ranks may have been started before. copy: the copy in host memory that the run goes on from,
+    if it does. start: the checkpoint to resume, or the controller's part of that copy. saved: content of its run.json;
+    {} for a new run. models: role -> identity of its model folder when the run started, for the manifests of its
+    checkpoints.
     """
 
     def __init__(self, config: RunConfig, repairs: Repairs | None = None) -> None:
@@ -100,8 +101,8 @@ class RunFolder:
                 raise ConfigError(f"cannot go on: {rule}; nearest: another trainer.default_local_dir")
 
     def _selected(self) -> tuple[ResumePoint, KeptCopy | None]:
-        """In a life after the first: the newest of its checkpoints and copies; what led to the first, without any."""
-        if self._repairs is None or not self._repairs.life:
+        """After a repair, the newest of the checkpoints and copies; without any, what the first attempt began with."""
+        if self._repairs is None or not self._repairs.attempt:
             return select(self._trainer, self.models), None
         trainer = replace(self._trainer, resume_mode="auto") if find(self.path) else self._trainer
         start, kept = select(trainer, self.models), self._repairs.kept

@@ -49,7 +49,7 @@ class RecordedStep:
         return len(self.rows) == self.num_rows
 
     def of(self, name: str, row: int) -> Column | None:
-        """The elements of a ragged column in a row, or a row's own value; None where the column is absent."""
+        """Return a row's elements of a ragged column, or a row's single value; None if there is no such column."""
         if name not in self.columns:
             return None
         if name not in self.lengths:

@@ -59,7 +59,7 @@ class BridgeAddress:
         return self.num_senders + self.first_receiver + rank
 
     def open(self, timeout: timedelta) -> dist.Store:
-        """One rank's end of the store; it waits for nobody but the server."""
+        """One rank's end of the store; it waits for the server alone."""
         if self.file is not None:
             return file_store(self.file, self.size, timeout)
         return tcp_store(self.host, self.port, self.size, timeout, wait=False)

@@ -71,7 +71,7 @@ class StateCopies:
         """
         self.settle()
         self._remove_old(place)
-        files = [CopyFile(place.life, step, self._pool, self._rank, part) for part in PARTS]
+        files = [CopyFile(place.attempt, step, self._pool, self._rank, part) for part in PARTS]
         with torch.no_grad():
             for file, content in zip(files, contents(tensors), strict=True):
                 path = self.path(place, file)
@@ -108,27 +108,27 @@ class StateCopies:
             return
         own = {self._rank, *(source for source, target in enumerate(self._peers) if target == self._rank)}
         for file in self._held(place):
-            is_older = file.life == place.life and file.step < self._kept[-1]
-            is_of_others = (file.life, file.step) < (place.life, self._kept[0])
+            is_older = file.attempt == place.attempt and file.step < self._kept[-1]
+            is_of_others = (file.attempt, file.step) < (place.attempt, self._kept[0])
             if (is_older and file.rank in own) or (is_of_others and self._rank == self._local[0]):
                 remove(self.path(place, file))
         del self._kept[:-1]
 
     def _remove_torn(self, place: CopyPlace) -> None:
-        """Remove files that a rank of an earlier life was writing when it was lost."""
+        """Remove files that a rank of an earlier attempt was writing when it was lost."""
         if self._rank == self._local[0]:
             for file in self._held(place, UNFINISHED):
-                if file.life < place.life:
+                if file.attempt < place.attempt:
                     remove(Path(f"{self.path(place, file)}{UNFINISHED}"))
 
     # Loading
 
     def load(self, place: CopyPlace, step: int) -> CopySource:
-        """Bring the headers of a step's files together; `life` of `place` is that which wrote them.
+        """Bring the headers of a step's files together; `place.attempt` is the attempt that wrote them.
 
         Raises CopyLost on all ranks where a file's checksum is wrong.
         """
-        mine = [file for file in self._held(place) if (file.life, file.step) == (place.life, step)]
+        mine = [file for file in self._held(place) if (file.attempt, file.step) == (place.attempt, step)]
         share = sorted(mine)[self._local.index(self._rank) :: len(self._local)]
         headers, damaged = {}, []
         for file in share:

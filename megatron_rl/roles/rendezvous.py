@@ -1,7 +1,7 @@
 """Rendezvous of a world's ranks: a key-value store, which is a file where all are on one machine.
 
 The file is in the run's folder, of mode 0700. Ranks of several nodes meet at a store that rank 0 serves on its own
-address only; torch's server asks nobody for a password.
+address only; torch's server has no password.
 """
 
 from __future__ import annotations

@@ -42,11 +42,11 @@ def panels(names: Iterable[str]) -> list[dict[str, Any]]:
     known = list(names)
     accuracy = [name for name in known if name.startswith(ACCURACY) and not name.endswith("/std")]
     held_out = ("Held-out accuracy", {name: name.removeprefix(ACCURACY) for name in accuracy}, "linear")
-    found = [
+    described = [
         {"title": title, "scale": scale, "names": {name: text for name, text in labels.items() if name in known}}
         for title, labels, scale in (held_out, *LINE_PANELS)
     ]
-    return [panel for panel in found if panel["names"]]
+    return [panel for panel in described if panel["names"]]
 
 
 def run_data(record: RunRecord) -> dict[str, Any]:
@@ -126,8 +126,8 @@ def page_samples(records: Sequence[RunRecord], most: int) -> tuple[list[dict[str
     """
     samples, total = list[dict[str, Any]](), 0
     for number, record in enumerate(records):
-        found, held = run_samples(record, most)
-        samples += [{"run": number, **sample} for sample in found]
+        recorded, held = run_samples(record, most)
+        samples += [{"run": number, **sample} for sample in recorded]
         total += held
     return samples, total
 

@@ -70,7 +70,7 @@ def json_lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def json_file(file: Path) -> Any:
-    """Return the content of a JSON file, None where it is absent or not whole."""
+    """Return the content of a JSON file, or None if it is absent or incomplete."""
     try:
         return json.loads(file.read_text())
     except (OSError, ValueError, RecursionError):

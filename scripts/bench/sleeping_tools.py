@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.load import read_config
-from megatron_rl.controller.repairs import lives_of
+from megatron_rl.controller.repairs import repairs_of
 from megatron_rl.controller.run import Run, open_run
 from megatron_rl.scoring.batch_scorers import score
 from megatron_rl.scoring.sampled_batch import SampledBatch
@@ -147,7 +147,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = bench_config(folder, given)
-        with lives_of(config) as repairs, open_run(repairs) as run:
+        with repairs_of(config) as repairs, open_run(repairs) as run:
             rounds = measure(run, folder, given)
     for figures in rounds:
         figures["by turns / step"] = figures["by turns"] / figures["step"]

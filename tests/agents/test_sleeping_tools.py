@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sleeping_tools import bench_config, measure
 
-from megatron_rl.controller.repairs import lives_of
+from megatron_rl.controller.repairs import repairs_of
 from megatron_rl.controller.run import open_run
 
 
@@ -25,7 +25,7 @@ def test_waits_are_hidden(tmp_path: Path) -> None:
     """
     given = argparse.Namespace(episodes=64, rounds=3, mean=0.4, slice_steps=16)
     config = bench_config(tmp_path, given)
-    with lives_of(config) as repairs, open_run(repairs) as run:
+    with repairs_of(config) as repairs, open_run(repairs) as run:
         rounds = measure(run, tmp_path, given)
     assert min(figures["step / bound"] for figures in rounds) <= 1.15
     assert max(figures["by turns"] / figures["step"] for figures in rounds) >= 2

@@ -21,8 +21,8 @@ POOLS = st.sampled_from(["global_pool", "a-b", "x.y/z", "critic.unfinished"])
 
 
 @given(st.integers(0, 9), st.integers(0, 10**6), POOLS, st.integers(0, 10**5), st.sampled_from(PARTS))
-def test_names_are_read_back_on_their_own_node(life, step, pool, rank, part) -> None:
-    file = CopyFile(life, step, pool, rank, part)
+def test_names_are_read_back_on_their_own_node(attempt, step, pool, rank, part) -> None:
+    file = CopyFile(attempt, step, pool, rank, part)
     name = file.name("node a")
     assert "/" not in name
     assert files_of([name, f"{name}.crc32", f"{name}.unfinished", "other"], "node a") == [file]

@@ -13,16 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from test_resumed_roles import NUM_ROWS, RATES, metrics_of, whole_state
-from tiny_models import random_batch, run_config, save_llama
+from test_resumed_roles import RATES, metrics_of, take_step, whole_state
+from tiny_models import run_config, save_llama
 
 from megatron_rl.checkpoint.state_copies import UNFINISHED, CopyFile, CopyPlace, node_tag
-from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE
 from megatron_rl.ledger.planner.run_models import RunModels
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
-LIFE = 3
+ATTEMPT = 3
 
 
 def train(config, prefix: str, nodes: str, first: int, last: int, loads: bool, copies: tuple[int, ...] = ()) -> dict:
@@ -33,7 +32,7 @@ def train(config, prefix: str, nodes: str, first: int, last: int, loads: bool, c
     from megatron_rl.roles.copying import StateCopies
     from megatron_rl.roles.host import RankHost
 
-    worker, place = RankHost(config), CopyPlace(prefix, LIFE)
+    worker, place = RankHost(config), CopyPlace(prefix, ATTEMPT)
     worker.build("actor")
     worker.build("critic")
     where, states = worker.coordinates(), Path(f"{prefix}states")
@@ -42,13 +41,7 @@ def train(config, prefix: str, nodes: str, first: int, last: int, loads: bool, c
         worker.load_copy(place, first - 1, pickle.loads(states.read_bytes()))
     metrics = []
     for step in range(first, last + 1):
-        batch = random_batch(NUM_ROWS, seed=step)
-        batch.add(old_log_probs=batch["advantages"])
-        mine = batch[torch.arange(NUM_ROWS).tensor_split(where.dp_size)[where.dp_rank]]
-        metrics.append(
-            worker.roles["actor"].update(mine.read_by(ACTOR_UPDATE))
-            | worker.roles["critic"].update(mine.read_by(CRITIC_UPDATE))
-        )
+        metrics.append(take_step(worker, where, step))
         if step in copies:
             numbers = worker.copy_state(place, step)
             if where.rank == 0:
@@ -79,7 +72,7 @@ def test_a_lost_node_comes_from_the_other(tmp_path: Path) -> None:
     assert len([name for name in names if not name.endswith(".crc32")]) == 2 * 4 * 2 and not any(
         name.endswith(".unfinished") for name in names
     )
-    own = [path for path in files_on(tmp_path, "b") if path.suffix != ".crc32" and f"-{LIFE}-2-" in path.name]
+    own = [path for path in files_on(tmp_path, "b") if path.suffix != ".crc32" and f"-{ATTEMPT}-2-" in path.name]
     planned, stages = RunModels(config).pools["global_pool"], {0: 0, 1: 0, 2: 1, 3: 1}
     trained = [planned.ledger(role) for role in planned.spec.roles if role.is_trained]
     size = sum(ledger.saved_bytes(stages[rank]) for rank in range(4) for ledger in trained)
@@ -103,13 +96,13 @@ def test_old_copies_go_and_damaged_ones_are_refused(tmp_path: Path) -> None:
     """
     prefix, path = f"{tmp_path}/run-", save_llama(tmp_path / "model")
     config = run_config(path, 1, 2, **RATES)
-    torn = Path(f"{prefix}{CopyFile(LIFE - 1, 7, 'global_pool', 1, 'weights').name('a')}{UNFINISHED}")
+    torn = Path(f"{prefix}{CopyFile(ATTEMPT - 1, 7, 'global_pool', 1, 'weights').name('a')}{UNFINISHED}")
     torn.touch()
     run_ranks(2, train, config, prefix, "aa", 1, 3, False, (1, 2, 3))
     assert not torn.exists()
     files = [file for file in files_on(tmp_path, "a") if not file.name.endswith(".crc32")]
     assert sorted({file.name.split("-")[4] for file in files}) == ["2", "3"]
-    (damaged,) = (file for file in files if f"-{LIFE}-3-1-" in file.name and file.name.endswith("optimizer"))
+    (damaged,) = (file for file in files if f"-{ATTEMPT}-3-1-" in file.name and file.name.endswith("optimizer"))
     content = bytearray(damaged.read_bytes())
     content[-5] ^= 1
     damaged.write_bytes(content)

@@ -50,13 +50,7 @@ def train(
     if target is not None and last < first:
         save = start_saving(worker, target)
     for step in range(first, last + 1):
-        experience = random_batch(NUM_ROWS, seed=step)
-        experience.add(old_log_probs=experience["advantages"])
-        mine = experience[torch.arange(NUM_ROWS).tensor_split(where.dp_size)[where.dp_rank]]
-        metrics.append(
-            worker.roles["actor"].update(mine.read_by(ACTOR_UPDATE))
-            | worker.roles["critic"].update(mine.read_by(CRITIC_UPDATE))
-        )
+        metrics.append(take_step(worker, where, step))
         if target is not None and step == (after or last):
             save = start_saving(worker, target)
     if save is not None:
@@ -65,6 +59,15 @@ def train(
         "metrics": metrics if where.dp_collector else None,
         "state": {name: whole_state(worker, name) for name in worker.trained},
     }
+
+
+def take_step(worker, where, step: int) -> dict[str, float]:
+    """Update actor and critic with the rows of a step that are this rank's: their metrics."""
+    batch = random_batch(NUM_ROWS, seed=step)
+    batch.add(old_log_probs=batch["advantages"])
+    mine = batch[torch.arange(NUM_ROWS).tensor_split(where.dp_size)[where.dp_rank]]
+    actor = worker.roles["actor"].update(mine.read_by(ACTOR_UPDATE))
+    return actor | worker.roles["critic"].update(mine.read_by(CRITIC_UPDATE))
 
 
 def start_saving(worker, target: Path):
