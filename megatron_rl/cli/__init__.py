@@ -1,5 +1,5 @@
-"""The command line: megatron-rl sft | reward | dpo | train | plan | map | profile | rehearse | check-cluster |
-columns | families | ablate | view | explain | export | average | nightly | port.
+"""The command line: megatron-rl sft | reward | dpo | train | eval | generate | plan | map | profile | rehearse |
+check-cluster | columns | families | ablate | view | explain | export | average | nightly | port.
 
 Configuration mistakes are reported before torch, Ray or vLLM is imported; exit codes are those of `errors.py`.
 """
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_rl.cli.checking import check_cluster_command
+from megatron_rl.cli.evaluating import eval_command, generate_command
 from megatron_rl.cli.families import families_command
 from megatron_rl.cli.models import average_command, export_command
 from megatron_rl.cli.planning import columns_command, map_command, plan_command, profile_command
@@ -38,6 +39,8 @@ app = typer.Typer(
 )
 for name, run_command in RUNS.items():
     app.command(name)(run_command)
+app.command("eval")(eval_command)
+app.command("generate")(generate_command)
 app.command("port", context_settings={"ignore_unknown_options": True})(port_command)
 app.command("plan")(plan_command)
 app.command("map")(map_command)

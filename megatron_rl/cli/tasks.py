@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +15,7 @@ from megatron_rl.cli.options import ConfigPath, Overrides
 from megatron_rl.cli.output import say
 from megatron_rl.cluster.loading import without_collections
 from megatron_rl.cluster.signals import quit_on_signals, restore_signals
+from megatron_rl.config.evaluated import evaluated
 from megatron_rl.config.one_rank import collapsed
 from megatron_rl.config.problems import raise_problems
 from megatron_rl.config.roles import Placement
@@ -51,6 +52,9 @@ def train_command(
     if replay is not None:
         check_replay(run_config, replay)
     run_config = made_ready(run_config, local)
+    if run_config.trainer.val_only:
+        start_evaluation(run_config, local)
+        return
     with imports_of(run_config):
         from megatron_rl.train import train
 
@@ -90,11 +94,21 @@ def dpo_command(
     dpo(run_config, local)
 
 
-def startable(path: Path, overrides: Sequence[str] | None, task: str, collapse: bool) -> RunConfig:
-    """Read the configuration of a task. Raises ConfigError with everything that is wrong; notes go to stderr."""
+def startable(
+    path: Path,
+    overrides: Sequence[str] | None,
+    task: str,
+    collapse: bool,
+    further: Callable[[RunConfig], RunConfig] = lambda config: config,
+) -> RunConfig:
+    """Read the configuration of a task. further: a last change of it.
+
+    Raises ConfigError with everything that is wrong; notes go to stderr.
+    """
 
     def change(config: RunConfig) -> RunConfig:
-        return commanded(collapsed(config) if collapse else config, task)
+        config = commanded(collapsed(config) if collapse else config, task)
+        return further(evaluated(config) if config.trainer.val_only else config)
 
     run = checked(path, overrides, change=change, task=task)
     raise_problems("this run cannot start", run.violations)
@@ -102,6 +116,14 @@ def startable(path: Path, overrides: Sequence[str] | None, task: str, collapse: 
     for line in (*(f"{note.kind.value}: {note}" for note in run.notes), *run.unread):
         say(line, Console(stderr=True))
     return run.config
+
+
+def start_evaluation(config: RunConfig, local: bool) -> None:
+    """Answer the held-out prompts; `config` is made ready."""
+    with imports_of(config):
+        from megatron_rl.controller.evaluation import evaluate
+
+    evaluate(config, local)
 
 
 def startable_task(path: Path, overrides: Sequence[str] | None, task: str, local: bool, collapse: bool) -> TaskConfig:

@@ -63,6 +63,8 @@ class TrainerConfig:
     """Validate every so many steps; always after the last one; 0 or -1: only then."""
     val_before_train: bool = True
     """Validate before the first step."""
+    val_only: bool = False
+    """Answer the held-out prompts, write answers and numbers, and end without training, as `eval` does."""
     default_local_dir: FilePath = "outputs/${trainer.project_name}/${trainer.experiment_name}"
     """Folder for metrics, summary, curves, the exported model and the checkpoints."""
     save_freq: Annotated[int, Or(-1, "never"), Ge(1)] = -1

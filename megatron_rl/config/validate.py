@@ -121,7 +121,8 @@ def _reward_model_problems(config: RunConfig) -> Iterable[Violation]:
     yield from _further_model_problems(config)
     has_model = reward.enable or bool(config.reward_models)
     key, name = "custom_reward_function.name", "compute_score"
-    if not has_model and not has_rule and not config.actor_rollout_ref.rollout.multi_turn.rewards:
+    is_scored = has_model or has_rule or config.actor_rollout_ref.rollout.multi_turn.rewards
+    if not is_scored and not config.trainer.val_only:
         rule = "must be a function, as reward_model.enable=false: nothing would be rewarded"
         yield Violation({key: None}, rule, {key: name})
     elif not has_rule and config.custom_reward_function.path is not None:

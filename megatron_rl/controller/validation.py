@@ -70,13 +70,11 @@ class PromptValidation(Validation):
 
     def run(self, step: int) -> dict[str, float]:
         """Validate now; keeps mean reward, mean accuracy and a few rows."""
-        prompts = self.data.batch(range(len(self.data))).repeat(self.config.actor_rollout_ref.rollout.val_kwargs.n)
         with self.logger.clock.phase("testing"):
-            batch = SampledBatch(step, *self.sampler.answer(prompts, self.sampler.val_sampling()))
-            score(self.scorers, batch)
-            scored = batch.all_scored
-            self.logger.save_samples(self.config.trainer.validation_data_dir, batch.prompts, scored, step)
-            self.logger.save_generations(batch.prompts, scored, step)
+            batch = self.answered(range(len(self.data)), step)
+            scored, prompts = batch.all_scored, batch.prompts
+            self.logger.save_samples(self.config.trainer.validation_data_dir, prompts, scored, step)
+            self.logger.save_generations(prompts, scored, step)
             variables = scored.variables() | {"reward": batch.rows["scores"].tolist()}
             self.logger.val_rewards.append(mean(variables["reward"]))
             if "acc" in variables:
@@ -86,6 +84,13 @@ class PromptValidation(Validation):
             metrics = validation_metrics(sources, prompts.index.tolist(), variables, predictions)
         metrics |= {f"val-aux/{name}": value for name, value in batch.metrics.items()}
         return metrics | self.logger.clock.take("testing")
+
+    def answered(self, prompts: Sequence[int], step: int) -> SampledBatch:
+        """Answers, with their scores, to the held-out prompts with these numbers, each `val_kwargs.n` times."""
+        repeated = self.data.batch(prompts).repeat(self.config.actor_rollout_ref.rollout.val_kwargs.n)
+        batch = SampledBatch(step, *self.sampler.answer(repeated, self.sampler.val_sampling()))
+        score(self.scorers, batch)
+        return batch
 
 
 def mean(values: Sequence[float | None]) -> float:

@@ -84,7 +84,6 @@ def test_each_key_is_translated_or_says_why_not(arguments, kind, text):
         ([f"{SAMPLER}.poll=3"], f"the key {SAMPLER}.poll, which no table knows"),
         (["skip.rollout_tq.enable=true", "skip.rollout_tq.steps=[1]"], "training on stored answers"),
         (["actor_rollout_ref.rollout.single_turn_response_length=9"], "turns that are shorter than an answer"),
-        (["trainer.val_only=true"], "runs that only validate"),
         (["data.train_max_samples=100"], "training on the first rows of a file"),
         (["data.custom_cls.path=mine.py", "data.custom_cls.name=Mine"], "dataset classes of one's own"),
     ],
@@ -95,6 +94,12 @@ def test_what_would_train_something_else_is_refused(arguments, feature):
     assert found.startswith(feature)
 
 
+def test_a_script_that_only_validates_is_kept():
+    """Would not catch what `train` makes of the key: tests/e2e/test_eval_runs.py."""
+    result = port(None, ["trainer.val_only=true"], {})
+    assert result.features == [] and values(result)["trainer.val_only"] is True
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -103,7 +108,7 @@ def test_what_would_train_something_else_is_refused(arguments, feature):
         (["data.max_response_length=99", "actor_rollout_ref.rollout.single_turn_response_length=99"], {}),
         (["actor_rollout_ref.rollout.full_determinism=true"], {}),
         ([SEPARATE, "actor_rollout_ref.rollout.full_determinism=true"], {"async_training.deterministic": True}),
-        (["trainer.val_only=false", "data.train_max_samples=-1", "data.custom_cls.path=null"], {}),
+        (["data.train_max_samples=-1", "data.custom_cls.path=null"], {}),
         (["skip.rollout.enable=false", "skip.rollout.action=cache", "skip.async_rollout.dump_dir=/x"], {}),
         ([SEPARATE, f"{BATCH}=0", f"{MINI}=16", f"{V1}.separate_async.parameter_sync_step=2"], {BATCH: 32}),
         ([SEPARATE, f"{BATCH}=0", "data.gen_batch_size=1", f"{MINI}=16"], {BATCH: 64}),

@@ -15,7 +15,7 @@ UNDEFINED = "-"
 
 
 def batch_table(config: RunConfig) -> list[tuple[str, str, str]]:
-    """Return rows (name, value, meaning) of a PPO run.
+    """Return rows (name, value, meaning) of a PPO run; where it only validates, without those of training.
 
     A value that a broken layout leaves undefined is "-". Shares that are not even are given as smallest to largest.
     """
@@ -27,10 +27,15 @@ def batch_table(config: RunConfig) -> list[tuple[str, str, str]]:
     batch = config.batch_sizes
     prompts, n, samples = batch.num_prompts, batch.samples_per_prompt, batch.num_samples
     mini_prompts, mini_batch = batch.mini_batch_prompts(actor), batch.mini_batch_samples(actor)
-    return [
-        *layout,
+    generation = [
         ("rollout TP", str(rollout.tensor_model_parallel_size), "ranks that generate together"),
         ("rollout replicas", str(replicas or UNDEFINED), "ranks / rollout TP: copies of the model in generation"),
+    ]
+    if config.trainer.val_only:
+        return [*layout, *generation, ("answers per prompt", str(rollout.val_kwargs.n), "rollout.val_kwargs.n")]
+    return [
+        *layout,
+        *generation,
         ("prompts per step", str(prompts), "data.train_batch_size"),
         ("samples per step", str(samples), f"x {n} samples per prompt (rollout.n)"),
         ("prompts per replica", _per_replica(samples, replicas, n), "each replica answers its own share"),

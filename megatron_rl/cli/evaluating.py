@@ -1,0 +1,96 @@
+"""megatron-rl eval | generate: answer a file of prompts with a model, by a run's engines and in its layout."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_rl.checkpoint.resume import usable_checkpoint
+from megatron_rl.cli.options import ConfigPath, Overrides, check_number
+from megatron_rl.cli.output import check_output_folder, say
+from megatron_rl.cli.tasks import Collapse, Local, made_ready, start_evaluation, startable
+from megatron_rl.config.evaluated import unjudged
+from megatron_rl.config.tasks import PPO
+from megatron_rl.observe.console import quiet_libraries
+
+MOST_ANSWERS = 100_000
+
+Model = Annotated[
+    Path | None,
+    typer.Option("--model", help="A Hugging Face folder, a global_step_N folder, or a run's folder for its newest."),
+]
+DataFile = Annotated[Path | None, typer.Option("--data", help="A parquet or jsonl file; default: data.val_files.")]
+Out = Annotated[Path, typer.Option("--out", help="The folder to write. An evaluation that was stopped there goes on.")]
+Answers = Annotated[
+    int | None,
+    typer.Option("--samples", help="Answers to each prompt, sampled where more than one; default: val_kwargs.n."),
+]
+
+
+def eval_command(
+    config: ConfigPath,
+    out: Out,
+    overrides: Overrides = None,
+    model: Model = None,
+    data: DataFile = None,
+    samples: Answers = None,
+    local: Local = False,
+    collapse: Collapse = False,
+) -> None:
+    """Answer prompts and score the answers: pass@k, maj@k per source, with intervals. Nothing is trained."""
+    given = chosen(out, data, samples, model)
+    run_config = startable(config, [*(overrides or ()), *given], PPO, collapse)
+    start_evaluation(made_ready(run_config, local), local)
+
+
+def generate_command(
+    config: ConfigPath,
+    out: Out,
+    overrides: Overrides = None,
+    model: Model = None,
+    data: DataFile = None,
+    samples: Answers = None,
+    local: Local = False,
+    collapse: Collapse = False,
+) -> None:
+    """Answer prompts and write the answers, which nothing scores: the prompts need no ground truth."""
+    given = chosen(out, data, samples, model)
+    run_config = startable(config, [*(overrides or ()), *given], PPO, collapse, unjudged)
+    start_evaluation(made_ready(run_config, local), local)
+
+
+def chosen(out: Path, data: Path | None, samples: int | None, model: Path | None) -> list[str]:
+    """The overrides that options stand for. A checkpoint is exported, into the folder of the evaluation.
+
+    Raises ConfigError for a number out of its range, and for a model that is none.
+    """
+    check_number("--samples", samples, 1, MOST_ANSWERS)
+    check_output_folder("--out", out)
+    kwargs = "actor_rollout_ref.rollout.val_kwargs"
+    given = ["trainer.val_only=true", f"trainer.default_local_dir={out}"]
+    if data is not None:
+        given.append(f"data.val_files={data}")
+    if samples is not None:
+        given += [f"{kwargs}.n={samples}", *([f"{kwargs}.do_sample=true"] if samples > 1 else [])]
+    if model is not None:
+        given.append(f"actor_rollout_ref.model.path={model_folder(model, out)}")
+    return given
+
+
+def model_folder(model: Path, out: Path) -> Path:
+    """`model` itself, or the export of that checkpoint, once it is written. Raises ConfigError where it is neither."""
+    if (model / "config.json").is_file():
+        return model
+    checkpoint = usable_checkpoint(model).resolve()
+    target = out / f"{checkpoint.name}_{hashlib.blake2b(bytes(checkpoint), digest_size=4).hexdigest()}"
+    if target.is_dir():
+        return target  # of the evaluation that was stopped
+    quiet_libraries()
+    from megatron_rl.checkpoint.export_saved import export_saved
+
+    export_saved(checkpoint, "actor", target, None)
+    say(f"actor of {checkpoint} written to {target}")
+    return target

@@ -1,0 +1,174 @@
+"""Evaluate a policy: answer held-out prompts in parts, record every answer, and write numbers with intervals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.checkpoint.storage import storing
+from megatron_rl.config.algorithms import uses_rule
+from megatron_rl.config.roles import ROLLOUT
+from megatron_rl.config.schema import RunConfig, as_list
+from megatron_rl.controller.repairs import Repairs, with_repairs
+from megatron_rl.controller.run import Run, open_run
+from megatron_rl.controller.run_logger import RunLogger, prompt_texts
+from megatron_rl.errors import ConfigError
+from megatron_rl.observe.appended_file import AppendedFile, replace_file
+from megatron_rl.observe.evaluation_table import Estimate, evaluation_table, table_lines
+from megatron_rl.observe.summary import finite_or_null, plain_table, write_summary
+from megatron_rl.scoring.sampled_batch import SampledBatch
+
+ANSWERS_FILE, SETTINGS_FILE, TABLE_FILE, PICTURE_FILE = (
+    "answers.jsonl",
+    "evaluation.json",
+    "evaluation_table.json",
+    "evaluation.png",
+)
+ROUNDS = 4
+"""Answers of a part for each place of an engine. Fewer leave more places empty at its end; more are lost by a kill."""
+
+
+def evaluate(config: RunConfig, local: bool = False) -> dict[str, dict[str, Any]]:
+    """Answer the prompts of `data.val_files` and return the numbers that are also written to `evaluation_table.json`.
+
+    config: made by `config.evaluated`. Goes on where an evaluation with the same settings in
+    `trainer.default_local_dir` was stopped. Raises ConfigError where one with other settings is there; else as `train`.
+    """
+    return with_repairs(config, local, lambda repairs: _evaluate_once(repairs, local))
+
+
+def is_judged(config: RunConfig) -> bool:
+    """Whether anything scores the answers."""
+    has_model = config.reward_model.enable or bool(config.reward_models)
+    return uses_rule(config) or has_model or bool(config.actor_rollout_ref.rollout.multi_turn.rewards)
+
+
+def _evaluate_once(repairs: Repairs, local: bool) -> dict[str, dict[str, Any]]:
+    config = repairs.config
+    folder = Path(config.trainer.default_local_dir)
+    settings = settings_of(config)
+    refuse_other_settings(folder, settings)
+    with open_run(repairs, local) as run, storing("the evaluation", folder):
+        replace_file(folder / SETTINGS_FILE, (json.dumps(settings, indent=2) + "\n").encode())
+        num_samples = config.actor_rollout_ref.rollout.val_kwargs.n
+        rows = whole_rows(folder / ANSWERS_FILE, num_samples)
+        is_there = {row["index"] for row in rows}
+        numbers = run.validation.data.batch(range(len(run.validation.data))).index.tolist()
+        left = [place for place, number in enumerate(numbers) if number not in is_there]
+        if is_there:
+            run.logger.say(f"going on with {len(left)} of {len(numbers)} prompts; the others have their answers")
+        answer_left(run, left, folder, num_samples)
+        return write_table(run.logger, folder, whole_rows(folder / ANSWERS_FILE, num_samples), is_judged(config))
+
+
+def answer_left(run: Run, left: Sequence[int], folder: Path, num_samples: int) -> None:
+    """Answer the prompts at these places, part by part, and append each part to the file of answers."""
+    rollout = run.config.actor_rollout_ref.rollout
+    num_replicas = run.pools.placement.pool_of(ROLLOUT).world_size // rollout.tensor_model_parallel_size
+    size = max(1, ROUNDS * rollout.max_num_seqs * num_replicas // num_samples)
+    file = AppendedFile(folder / ANSWERS_FILE)
+    try:
+        for first in range(0, len(left), size):
+            places = left[first : first + size]
+            with run.logger.clock.phase("testing"):
+                rows = answer_rows(run, run.validation.answered(places, 0))
+            file.append("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+            run.logger.say(f"answered {first + len(places)} of {len(left)} prompts")
+    finally:
+        file.close()
+
+
+def answer_rows(run: Run, batch: SampledBatch) -> list[dict[str, Any]]:
+    """One line per answer, JSON-ready: its prompt's row number, its number among the prompt's answers, texts, the
+    number of its tokens, whether it was cut off, and where something scores: score, acc, pred, failure and extras.
+    """
+    prompts, scored = batch.prompts, batch.all_scored
+    table = scored.table(prompt_texts(run.logger.tokenizer, prompts), 0)
+    has_scores = is_judged(run.config)
+    accuracies = scored.variables().get("acc") if has_scores else None
+    lines = []
+    for row, content in enumerate(table):
+        del content["step"]
+        if not has_scores:
+            content = {name: content[name] for name in ("input", "output", "data_source")}
+        if accuracies is not None:
+            content["acc"] = accuracies[row]
+        place = {"index": int(prompts.index[row]), "sample": int(prompts.sample[row])}
+        drawn = {"num_tokens": int(batch.rows.num_sampled[row]), "is_cut_off": bool(batch.rows["truncated"][row])}
+        lines.append(finite_or_null(place | content | drawn))
+    return lines
+
+
+def settings_of(config: RunConfig) -> dict[str, Any]:
+    """What the answers depend on, JSON-ready: another evaluation in the same folder must have the same."""
+    files = [Path(file) for file in as_list(config.data.val_files)]
+    shared = config.actor_rollout_ref
+    settings = {
+        "model": str(Path(shared.model.path).resolve()),
+        "data": {str(file.resolve()): file.stat().st_size for file in files},
+        "sampling": asdict(shared.rollout.val_kwargs),
+        "max_prompt_length": config.data.max_prompt_length,
+        "max_response_length": config.data.max_response_length,
+        "rule": [config.custom_reward_function.path, config.custom_reward_function.name],
+        "seed": config.trainer.seed,
+    }
+    return dict(json.loads(json.dumps(settings)))
+
+
+def refuse_other_settings(folder: Path, settings: dict[str, Any]) -> None:
+    """Raise ConfigError, with the names, where a folder has an evaluation with other settings."""
+    try:
+        there = json.loads((folder / SETTINGS_FILE).read_text())
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / SETTINGS_FILE} cannot be read: {error}; nearest: --out {folder}_2") from error
+    different = [
+        f"{name} was {there.get(name)}, is {value}" for name, value in settings.items() if value != there.get(name)
+    ]
+    if different:
+        rule = f"{folder} has an evaluation with other settings: {', '.join(different)}"
+        raise ConfigError(f"{rule}; nearest: --out {folder}_2")
+
+
+def whole_rows(file: Path, num_samples: int) -> list[dict[str, Any]]:
+    """The recorded answers of prompts that have all of theirs. What a kill left of others is cut off the file."""
+    if not file.exists():
+        return []
+    lines = file.read_bytes().splitlines(keepends=True)
+    rows, size = list[dict[str, Any]](), 0
+    for first in range(0, len(lines), num_samples):
+        group = lines[first : first + num_samples]
+        if len(group) < num_samples or not group[-1].endswith(b"\n"):
+            break
+        rows += map(json.loads, group)
+        size += sum(map(len, group))
+    if size < file.stat().st_size:
+        with file.open("r+b") as cut:
+            cut.truncate(size)
+    return rows
+
+
+def write_table(
+    logger: RunLogger, folder: Path, rows: Sequence[dict[str, Any]], has_scores: bool
+) -> dict[str, dict[str, Any]]:
+    """Write and print the numbers, and draw them where there is more than one answer to a prompt."""
+    if not has_scores:
+        logger.say(f"{len(rows)} answers written to {folder / ANSWERS_FILE}")
+        return {}
+    table = evaluation_table(rows)
+    numbers = {
+        source: {name: value._asdict() if isinstance(value, Estimate) else value for name, value in values.items()}
+        for source, values in table.items()
+    }
+    write_summary(folder / TABLE_FILE, numbers)
+    headings = ("source", "number", "value", "95% interval")
+    logger.console.print(plain_table("Evaluation", headings, table_lines(table)), markup=False)
+    from megatron_rl.observe.evaluation_picture import plot_evaluation  # matplotlib is not for the start
+
+    plot_evaluation(table, folder / PICTURE_FILE)
+    logger.say(f"written to {folder}: {ANSWERS_FILE}, {TABLE_FILE}, {PICTURE_FILE}")
+    return numbers
