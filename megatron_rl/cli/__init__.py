@@ -1,5 +1,5 @@
-"""The command line: megatron-rl sft | reward | dpo | train | eval | generate | plan | map | profile | rehearse |
-check-cluster | columns | families | ablate | view | explain | export | average | nightly | port.
+"""The command line: megatron-rl init | sft | reward | dpo | train | eval | generate | plan | map | profile |
+rehearse | check-cluster | doctor | columns | families | ablate | view | explain | export | average | nightly | port.
 
 Configuration mistakes are reported before torch, Ray or vLLM is imported; exit codes are those of `errors.py`.
 """
@@ -13,13 +13,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from megatron_rl.cli.checking import check_cluster_command
+from megatron_rl.cli.checking import check_cluster_command, doctor_command
 from megatron_rl.cli.evaluating import eval_command, generate_command
 from megatron_rl.cli.families import families_command
 from megatron_rl.cli.models import average_command, export_command
 from megatron_rl.cli.planning import columns_command, map_command, plan_command, profile_command
 from megatron_rl.cli.porting import port_command
 from megatron_rl.cli.rehearsing import rehearse_command
+from megatron_rl.cli.starting import init_command
 from megatron_rl.cli.tasks import dpo_command, reward_command, sft_command, train_command
 from megatron_rl.cli.trials import ablate_command, nightly_command
 from megatron_rl.cli.viewing import explain_command, view_command
@@ -37,6 +38,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("init")(init_command)
 for name, run_command in RUNS.items():
     app.command(name)(run_command)
 app.command("eval")(eval_command)
@@ -47,6 +49,7 @@ app.command("map")(map_command)
 app.command("profile")(profile_command)
 app.command("rehearse")(rehearse_command)
 app.command("check-cluster")(check_cluster_command)
+app.command("doctor")(doctor_command)
 app.command("columns")(columns_command)
 app.command("families")(families_command)
 app.command("view")(view_command)

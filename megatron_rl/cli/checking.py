@@ -1,20 +1,25 @@
-"""megatron-rl check-cluster: the nodes of a run, without the run."""
+"""megatron-rl check-cluster | doctor: the nodes of a run, without the run; and this machine."""
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from megatron_rl.cli.options import ConfigPath, Overrides
 from megatron_rl.cli.output import refuse_to_lose_output, say
 from megatron_rl.cluster.loading import without_collections
 from megatron_rl.cluster.signals import exit_on_signals, quit_on_signals, restore_signals
 from megatron_rl.config.problems import raise_problems
+from megatron_rl.errors import ConfigError
 from megatron_rl.ledger.planner.checked import checked, planned_task
 from megatron_rl.ledger.planner.hardware import planned_hardware
 from megatron_rl.ledger.planner.memory_report import with_kv_cache
+from megatron_rl.node_check.doctor import Condition, machine_facts, symptoms
 from megatron_rl.observe.console import quiet_engines, quiet_libraries
+from megatron_rl.observe.summary import plain_table
 
 ANY_STEPS = 1
 """Steps of a run whose length follows from its data, which is not read."""
@@ -46,3 +51,16 @@ def check_cluster_command(
     exit_on_signals()
     check_nodes(run_config, say)
     refuse_to_lose_output()
+
+
+def doctor_command() -> None:
+    """Say whether this machine is ready: versions, GPUs, memory, disk, folders, ports, and what to do about each.
+
+    Exit code 2 where something is broken.
+    """
+    lines = symptoms(machine_facts(os.environ.get("RAY_ADDRESS", "")))
+    rows = [(line.what, line.value, line.state.value, line.remedy) for line in lines]
+    Console().print(plain_table("This machine", ("what", "value", "state", "what to do"), rows), markup=False)
+    refuse_to_lose_output()
+    if any(line.state is Condition.BROKEN for line in lines):
+        raise typer.Exit(ConfigError.exit_code)

@@ -85,12 +85,14 @@ ROOMS: dict[str, set[str]] = {
     "tasks": SAMPLED | {"ledger.planner", "controller"},
     "train": SAMPLED | {"sampling", "controller"},
     "port": {"errors", "config", "ledger.planner", "user_code"},
+    "starter": {"errors", "config", "ledger.planner"},
     "trials": {"errors", "config", "observe", "checkpoint", "ledger.planner", "cluster", "cluster.child_processes"},
     "profile": GROUND | {"ledger.planner", "model", "roles", "cluster", "trials"},
     "rehearse": GROUND | {"ledger.planner", "parallel", "model", "hybrid_engine", "roles"},
     "cli": GROUND
     | {"rehearse"}
     | {"train", "tasks", "controller", "roles", "cluster", "checkpoint", "data", "trials", "port", "profile", "view"}
+    | {"starter", "node_check"}
     | {"ledger.planner", "ledger.mapping"},
     "__main__": {"cli", "cluster"},
 }

