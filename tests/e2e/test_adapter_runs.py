@@ -123,6 +123,7 @@ def test_dpo_compares_with_the_base(command_line, files: Path) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_demo_learns_with_adapters(command_line) -> None:
     """configs/lora_cpu.yaml: rank 8, 20 steps, TP2 x PP2. Would not catch other seeds."""
     run = command_line(WITHOUT_RAY, config="configs/lora_cpu.yaml")

@@ -156,7 +156,9 @@ def test_a_lost_replica_and_late_answers_are_repeated(command_line) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["Retry", "Changes", "three_tries"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("Retry", marks=WEEKLY), "Changes", pytest.param("three_tries", marks=WEEKLY)]
+)
 def test_a_killed_run_of_agents_goes_on(command_line, name) -> None:
     """Two steps ahead, deterministic, killed after a checkpoint that holds open episodes. With an environment that
     repeats, and with an agent that does: the bits of the run that was left alone. With one that does not: its open
@@ -215,15 +217,15 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     ("layout", "further"),
     [
-        *(pytest.param(name, (), marks=marks_of(name, weekly=("TP2",))) for name in LAYOUTS),
+        *(pytest.param(name, (), marks=marks_of(name, weekly=("one", "TP2"))) for name in LAYOUTS),
         pytest.param("TP2", (PADDED,), marks=pytest.mark.exhaustive),
     ],
 )
 def test_conversations_of_one_episode_are_exact(command_line, tmp_path, layout, further) -> None:
     """An agent that asks in other conversations, and an environment with a template that writes earlier turns
     otherwise: the trainer's log-probs are the engine's, so each turn was learned behind what was before it. Contexts
-    are three times as long as those of the bound; another token would differ by whole units. TP2 with packed rows is
-    weekly: one process has packed rows, and padded ones have TP2.
+    are three times as long as those of the bound; another token would differ by whole units. One process,
+    and TP2 with packed rows, are weekly: PP2 and CP2 have packed rows, and padded ones have TP2.
 
     Would not catch weights that change between two conversations; those of turns do so, too.
     """

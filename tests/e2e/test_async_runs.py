@@ -137,6 +137,7 @@ def test_a_recorded_run_is_repeated_bit_for_bit(command_line) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_a_replica_that_is_lost_again_while_it_starts(command_line, tmp_path: Path) -> None:
     """Killed while it builds its engine, and the next stopped while all ranks meet: the run goes on, all rows are
     trained, and without partial rollouts no answer has two versions. Would not catch what only happens before the first
@@ -173,6 +174,7 @@ def test_a_replica_that_is_lost_again_while_it_starts(command_line, tmp_path: Pa
 
 
 @pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_the_demo_is_learnt(command_line, tmp_path: Path) -> None:
     """On 2 + 2 processes, a step ahead: held-out accuracy of 0.90, no token older, every batch trained once.
 

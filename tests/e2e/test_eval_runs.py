@@ -64,6 +64,7 @@ def test_a_stopped_evaluation_goes_on(evaluation, tmp_path) -> None:
     assert refused.wait() == 2 and "sampling was {'n': 4" in refused.text(), refused.text()
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_generates_without_ground_truth(recorded, evaluation, few_prompts, tmp_path) -> None:
     """Greedy answers of the newest checkpoint of a run are those of transformers with the model that it exported."""
     run = recorded("five steps", *SHORT, *LOCAL, *SAVING).run

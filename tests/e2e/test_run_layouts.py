@@ -97,6 +97,7 @@ def test_the_demo_learns_in_bfloat16(command_line) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_the_demo_learns_in_eight_bits(command_line) -> None:
     """Actor and reference with emulated products in 8 bits, in one process, with the default bounds: 0.90 of held-out
     answers, as in bfloat16, and an export. Would not catch what a GPU's products do.
@@ -113,6 +114,7 @@ def test_the_demo_learns_in_eight_bits(command_line) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_the_demo_learns_with_rollouts_in_eight_bits(command_line) -> None:
     """All of its steps on TP2 x PP2 with codes of 8 bits, importance weights and the default bounds: 0.95 of held-out
     answers. Would not catch a larger model that loses what this one does not.

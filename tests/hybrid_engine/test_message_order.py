@@ -64,6 +64,7 @@ def test_bridges_end(pools, message_numel, direct_numel):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.weekly
 @settings(max_examples=300, deadline=None)
 @given(case=cases(), pools=pools(), **SIZES)
 def test_many_more(case, pools, message_numel, direct_numel):

@@ -147,6 +147,7 @@ def command(*arguments: str, limit: float) -> subprocess.CompletedProcess:
 
 @pytest.mark.dist
 @pytest.mark.exhaustive
+@pytest.mark.weekly
 @pytest.mark.timeout(900)
 def test_the_command_writes_a_file_for_plan_and_map(tmp_path):
     """As a user would: a profile of two ranks with its short run, then plan and map with its file. The short run itself

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from sweeps import marks_of
+from sweeps import WEEKLY, marks_of
 
 from megatron_rl.config.load import load_config
 from megatron_rl.config.roles import Placement
@@ -108,7 +108,7 @@ def test_waits_of_experts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "way", ["p2p", *(pytest.param(way, marks=pytest.mark.exhaustive) for way in ("all_gather", "a2a"))]
+    "way", ["p2p", pytest.param("all_gather", marks=WEEKLY), pytest.param("a2a", marks=pytest.mark.exhaustive)]
 )
 def test_no_waits_of_context_parallel_attention(tmp_path, way):
     """Two ranks share every sequence: none of their micro-batches is waited for, forward or in an update.
@@ -130,6 +130,7 @@ def test_no_waits_of_context_parallel_attention(tmp_path, way):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_passes_of_two_groups_leave_nothing(tmp_path):
     """Ranks of both groups, and of both halves of one, that choose who shares a pass: calls fit, all step alike, and
     while a rank generates no memory is left that a pass made: of experts, rotary angles and gathered sequences. Waits
@@ -197,13 +198,21 @@ def test_all_recipes_are_rehearsed():
     )
 
 
-SLOW = ("configs/recipes/gpt_oss_20b_grpo.yaml", "configs/recipes/qwen3.5_35b_a3b_grpo.yaml")
-"""Whose attention is many small operations, in minutes: weekly."""
+OFTEN = (
+    "configs/llama3_70b_ppo.yaml",
+    "configs/recipes/llama3_70b_lora_grpo.yaml",
+    "configs/recipes/qwen3_30b_a3b_grpo.yaml",
+    "configs/stages/llama3_70b_dpo.yaml",
+)
+"""PPO with a critic, adapters, experts, a task without generation: of the sweeps; the others are weekly."""
+
+
+RARELY = GPU_RECIPES.keys() - set(OFTEN)
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("recipe", "stage"), [pytest.param(*case, marks=marks_of(case[0], weekly=SLOW)) for case in GPU_RECIPES.items()]
+    ("recipe", "stage"), [pytest.param(*case, marks=marks_of(case[0], weekly=RARELY)) for case in GPU_RECIPES.items()]
 )
 def test_every_recipe(tmp_path, recipe, stage):
     """First, middle and last rank with two layers a stage: peaks within 2% of the plan, calls fit.
@@ -224,7 +233,11 @@ ITSELF = (f"{TEACHER}.model_path=self", f"{TEACHER}.prompt_key=hint", "actor_rol
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mode", "teacher"),
-    [("k2", LIKE_IT), ("forward_kl_topk", LIKE_IT), ("reverse_kl_topk", LIKE_IT), ("jsd", LIKE_IT), ("jsd", ITSELF)],
+    [
+        *(pytest.param(mode, LIKE_IT, marks=WEEKLY) for mode in ("k2", "forward_kl_topk", "reverse_kl_topk")),
+        ("jsd", LIKE_IT),
+        pytest.param("jsd", ITSELF, marks=WEEKLY),
+    ],
 )
 def test_ranks_with_a_teacher(tmp_path, mode, teacher):
     """In the actor's pool: peaks within 2%, a copy for each micro-batch that makes many numbers a token, and no head
@@ -245,6 +258,7 @@ def test_ranks_with_a_teacher(tmp_path, mode, teacher):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_ranks_of_the_70b_recipe_with_all_layers(tmp_path):
     """First, middle and last: every peak within 2% of the plan. Would not catch a rank that differs in its stage."""
     answer = rehearse(tmp_path, "--ranks", "0,20,63")
@@ -266,7 +280,10 @@ def test_a_failing_rank_is_named(tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", [(), ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",)])
+@pytest.mark.parametrize(
+    "layout",
+    [(), pytest.param(("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2",), marks=pytest.mark.weekly)],
+)
 def test_all_ranks_of_two_pools(tmp_path, layout):
     """Training of one stage and of two: every message of a transfer has its other side. Would not catch its content."""
     recipe = "configs/recipes/qwen2.5_7b_grpo.yaml"

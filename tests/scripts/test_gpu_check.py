@@ -56,6 +56,7 @@ def test_unknown_steps_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.weekly
 @pytest.mark.timeout(900)
 def test_every_step_that_a_cpu_has(tmp_path: Path) -> None:
     """With vLLM, too; streams, graphs and contexts need a GPU. Would not catch a figure that is wrong on both sides."""

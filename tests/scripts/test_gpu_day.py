@@ -34,7 +34,9 @@ def run(part: str, tmp_path: Path, timeout: float = 850) -> tuple[int, str, dict
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=() if part == "part2_kernels" else pytest.mark.weekly) for part in PARTS]
+)
 def test_a_part_passes_on_a_cpu(part: str, tmp_path: Path) -> None:
     """Every step that a CPU has, with figures; part 4 learns, saves and goes on. Would not catch what a GPU shows."""
     code, text, found = run(part, tmp_path)
