@@ -24,6 +24,8 @@ MOST_RANKS = 100_000
 RANKS = Bounds(1, MOST_RANKS)
 """Sizes of a pool."""
 
+LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio", "swanlab", "clearml")
+
 LARGEST_SEED = 2**32 - 1
 """The largest seed of numpy, which vLLM seeds on every rank. Torch takes larger ones."""
 
@@ -125,10 +127,9 @@ class TrainerConfig:
     max_skipped_updates: Count = 5
     """Updates of a role in a row that may be skipped because their gradient or loss is not finite; one more ends the
     run (exit code 6). 0: the first one does."""
-    logger: Annotated[list[str], OneOf(("console", "jsonl", "tensorboard", "wandb", "mlflow"))] = field(
-        default_factory=lambda: ["console", "jsonl", "tensorboard"]
-    )
-    """Where metrics go: console, jsonl, tensorboard, and where they are installed wandb and mlflow."""
+    logger: Annotated[list[str], OneOf(LOGGERS)] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
+    """Where metrics go: console, jsonl, tensorboard, and where their packages are installed wandb, mlflow, trackio,
+    swanlab and clearml."""
     prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
     seed: Annotated[int, Ge(0), Le(LARGEST_SEED)] = 1
     """Seed of sampling, prompt order, mini-batch splits and the fresh value head."""

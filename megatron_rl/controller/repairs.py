@@ -151,8 +151,11 @@ class Repairs:
         repair = self.all[-1]
         repair.source, repair.step, repair.steps_lost = source, step, max(0, self._last_step - step)
         repair.seconds, self._lost_at = round(time.monotonic() - self._lost_at, 2), None
-        with (folder / REPAIRS_FILE).open("a") as file:
-            file.write(json.dumps({"number": len(self.all), **asdict(repair)}) + "\n")
+        try:
+            with (folder / REPAIRS_FILE).open("a") as file:
+                file.write(json.dumps({"number": len(self.all), **asdict(repair)}) + "\n")
+        except OSError as error:  # the summary has it too, and the next checkpoint reports a full disk
+            warn(f"{folder / REPAIRS_FILE} lacks repair {len(self.all)}: {error.strerror}")
         return repair.metrics(len(self.all))
 
     # Between two attempts

@@ -34,7 +34,14 @@ OF_THE_DEMO = {
     "eos_token_id": EOS,
     "bos_token_id": BOS,
 }
-SIGMOID = {"q_lora_rank": 96, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8, "norm_topk_prob": True}
+SIGMOID = {
+    "num_hidden_layers": 4,
+    "q_lora_rank": 96,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.8,
+    "norm_topk_prob": True,
+}
 FAMILIES = {
     "gpt-oss": ("GptOssConfig", "GptOssForCausalLM", GPT_OSS),
     "MiniMax-M2": ("MiniMaxM2Config", "MiniMaxM2ForCausalLM", MINIMAX),

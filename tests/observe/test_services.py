@@ -10,7 +10,9 @@ import pytest
 
 from megatron_rl.config.load import load_config
 from megatron_rl.config.single_values import constraint_problems
-from megatron_rl.observe.services import KINDS, Services, absent_services
+from megatron_rl.config.trainer import LOGGERS
+from megatron_rl.observe.services import Services, absent_services
+from megatron_rl.observe.trackers import TRACKERS
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -77,5 +79,6 @@ def test_the_schema_has_every_service_and_refuses_other_names_with_the_nearest()
     config.trainer.logger = ["jsonl", "tensorbord"]
     (violation,) = constraint_problems(config)
     assert violation.nearest == {"trainer.logger": ["jsonl", "tensorboard"]}
-    config.trainer.logger = ["console", "jsonl", "tensorboard", *KINDS]
+    config.trainer.logger = ["console", "jsonl", "tensorboard", *TRACKERS]
+    assert tuple(config.trainer.logger) == LOGGERS
     assert not list(constraint_problems(config))
