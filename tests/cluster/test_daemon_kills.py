@@ -40,10 +40,7 @@ def kill_daemon(
 
 @pytest.mark.parametrize(
     "seeds",
-    [
-        pytest.param(range(first, first + 8), marks=() if first < 16 else pytest.mark.weekly)
-        for first in range(0, 40, 8)
-    ],
+    [pytest.param(range(first, first + 8), marks=() if first < 8 else pytest.mark.weekly) for first in range(0, 40, 8)],
     ids=lambda seeds: str(seeds)[5:],
 )
 def test_a_daemon_may_die_at_any_instant(seeds: range) -> None:

@@ -75,7 +75,7 @@ def test_without_ray_the_thread_that_calls_replicas_ends_too(victim: str) -> Non
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["local", "ray"])
+@pytest.mark.parametrize("kind", [pytest.param("local", marks=pytest.mark.weekly), "ray"])
 def test_random_kills_and_stops(kind: str) -> None:
     """Random ranks of 2 replicas of 2, at random times, starts included, until 8 starts have followed; a thread drives
     them all, and the training pool answers throughout. Would not catch a hang that takes a longer pause to come about.

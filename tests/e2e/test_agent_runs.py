@@ -217,7 +217,7 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     ("layout", "further"),
     [
-        *(pytest.param(name, (), marks=marks_of(name, weekly=("one", "TP2"))) for name in LAYOUTS),
+        *(pytest.param(name, (), marks=marks_of(name, weekly=("one", "TP2", "PP2"))) for name in LAYOUTS),
         pytest.param("TP2", (PADDED,), marks=pytest.mark.exhaustive),
     ],
 )
@@ -225,7 +225,7 @@ def test_conversations_of_one_episode_are_exact(command_line, tmp_path, layout, 
     """An agent that asks in other conversations, and an environment with a template that writes earlier turns
     otherwise: the trainer's log-probs are the engine's, so each turn was learned behind what was before it. Contexts
     are three times as long as those of the bound; another token would differ by whole units. One process,
-    and TP2 with packed rows, are weekly: PP2 and CP2 have packed rows, and padded ones have TP2.
+    PP2, and TP2 with packed rows, are weekly: CP2 has packed rows, and padded ones have TP2.
 
     Would not catch weights that change between two conversations; those of turns do so, too.
     """

@@ -238,6 +238,7 @@ def test_no_step_ahead_on_replicas_is_the_split_synchronous_run(command_line) ->
 
 
 @pytest.mark.exhaustive
+@pytest.mark.weekly
 @pytest.mark.timeout(1800)
 def test_a_run_that_lost_replicas_goes_on_and_is_repeated(command_line, tmp_path: Path) -> None:
     """Three steps ahead with partial rollouts, replicas killed or stopped at random moments, one after the other. No

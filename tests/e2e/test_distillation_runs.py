@@ -176,7 +176,7 @@ def test_a_resumed_run_is_the_whole_one(command_line, other: Path, kind: str, tm
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", ["k1", "forward_kl"])
+@pytest.mark.parametrize("kind", ["k1", pytest.param("forward_kl", marks=pytest.mark.weekly)])
 def test_ahead_of_training(command_line, other: Path, kind: str) -> None:
     """With a correction, a run ahead repeats its own schedule bit for bit. Would not catch another schedule."""
     correction = "algorithm.rollout_correction.rollout_is=token"

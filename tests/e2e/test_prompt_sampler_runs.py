@@ -65,7 +65,7 @@ def test_a_curriculum_chooses_the_prompts(command_line, tmp_path) -> None:
 @pytest.mark.dist
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.weekly), 2])
 def test_a_killed_run_draws_what_it_would_have(command_line, tmp_path, ahead) -> None:
     """Killed after a checkpoint, resumed: the weights of the run that was left alone, also where batches had begun
     ahead of training. Would not catch a class whose draws are random and not in its state.

@@ -166,7 +166,10 @@ def test_the_demo_trains_on_two_nodes(command_line, tmp_path) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", OTHERS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(one, id=one.name, marks=pytest.mark.weekly if one.name.startswith("TP4") else ()) for one in OTHERS],
+)
 def test_nodes_train_as_one_does(layout, command_line, tmp_path) -> None:
     """All printed digits of two steps, for tensor ranks, data-parallel ranks and experts that lie on different nodes;
     the one has no Ray. Would not catch what only a real network does.

@@ -161,6 +161,7 @@ def test_nothing_is_passed_on_before_it_came_and_no_rank_blocks(**arguments) -> 
 
 
 @pytest.mark.exhaustive
+@pytest.mark.weekly
 @settings(max_examples=200, deadline=None)
 @given(**SCHEDULES)
 def test_many_more_schedules(**arguments) -> None:

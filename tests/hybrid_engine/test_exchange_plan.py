@@ -97,6 +97,7 @@ def test_every_needed_element_arrives_once_and_nothing_else(**drawn):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.weekly
 @settings(max_examples=300, deadline=None)
 @given(**EXCHANGES)
 def test_many_more_exchanges(**drawn):

@@ -115,6 +115,7 @@ def test_closed_forms_agree_with_ledger_and_clock(tmp_path, make):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.weekly
 @slowly(24)
 @given(runs())
 def test_closed_forms_of_many_more_runs(tmp_path, make):

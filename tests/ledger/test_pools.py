@@ -365,6 +365,7 @@ def test_any_valid_placement_passes_and_its_plan_has_every_rank_once(config, tmp
 
 
 @pytest.mark.exhaustive
+@pytest.mark.weekly
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(overrides=placements())
 def test_many_more_placements(config, tmp_path, overrides):

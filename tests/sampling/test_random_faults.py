@@ -45,6 +45,7 @@ def test_every_episode_of_several_turns_ends_once(seed):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.weekly
 @pytest.mark.timeout(3000)
 def test_many_more_runs(tmp_path):
     """4,000 runs like those above, each also repeated from its journal. Would not catch what neither would."""
