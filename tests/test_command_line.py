@@ -189,6 +189,20 @@ def test_a_signal_among_imports_says_that_nothing_was_started(small_run, module:
     assert ended.stderr.splitlines()[-1].startswith("SIGTERM: stopped while the command was starting; no process was")
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"), [("megatron-rl tr", {"train"}), ("megatron-rl eval --sa", {"--samples"})]
+)
+def test_a_shell_completes_commands_and_options(monkeypatch, capsys, words, expected):
+    """As bash asks. Would not catch a shell that asks otherwise: the scripts for them are typer's."""
+    monkeypatch.setattr(sys, "argv", ["megatron-rl"])
+    monkeypatch.setenv("_MEGATRON_RL_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert set(capsys.readouterr().out.split()) == expected
+
+
 def test_missing_option_is_a_usage_error():
     """Would not catch a usage text that is out of date."""
     finished = megatron_rl("train")
@@ -199,7 +213,7 @@ def test_missing_option_is_a_usage_error():
 def test_our_errors_become_one_message_and_their_exit_code(monkeypatch, capsys, error, code):
     """Brackets in a message stay as they are. Would not catch an error raised after the loop has ended."""
 
-    def fail() -> None:
+    def fail(**options: str) -> None:
         raise error("rank [3] of actor failed")
 
     monkeypatch.setattr(cli, "app", fail)
@@ -212,7 +226,7 @@ def test_our_errors_become_one_message_and_their_exit_code(monkeypatch, capsys, 
 def test_other_errors_keep_their_traceback(monkeypatch):
     """A fault of ours is not dressed up. Would not catch one that a library swallows."""
 
-    def fail() -> None:
+    def fail(**options: str) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(cli, "app", fail)

@@ -35,7 +35,7 @@ RUNS = {"train": train_command, "sft": sft_command, "reward": reward_command, "d
 app = typer.Typer(
     help="PPO with Megatron training and vLLM generation on one memory.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
 )
 app.command("init")(init_command)
@@ -82,7 +82,7 @@ def main() -> None:
     try:
         refuse_hydra_options(sys.argv[1:])
         with leaving_none_empty():
-            app()
+            app(prog_name="megatron-rl")
     except MegatronRLError as error:
         message = Text.assemble((type(error).__name__, "bold red"), f": {error}")
         Console(stderr=True).print(message, soft_wrap=True, highlight=False)
