@@ -14,6 +14,7 @@ from megatron_rl.cli.output import check_output_folder, say
 from megatron_rl.cli.tasks import Collapse, Local, made_ready, start_evaluation, startable
 from megatron_rl.config.evaluated import unjudged
 from megatron_rl.config.tasks import PPO
+from megatron_rl.errors import ConfigError
 from megatron_rl.observe.console import quiet_libraries
 
 MOST_ANSWERS = 100_000
@@ -84,7 +85,10 @@ def model_folder(model: Path, out: Path) -> Path:
     """`model` itself, or the export of that checkpoint, once it is written. Raises ConfigError where it is neither."""
     if (model / "config.json").is_file():
         return model
-    checkpoint = usable_checkpoint(model).resolve()
+    try:
+        checkpoint = usable_checkpoint(model).resolve()
+    except ConfigError as error:
+        raise ConfigError(f"--model {model} is no Hugging Face folder, which has a config.json, and {error}") from error
     target = out / f"{checkpoint.name}_{hashlib.blake2b(bytes(checkpoint), digest_size=4).hexdigest()}"
     if target.is_dir():
         return target  # of the evaluation that was stopped

@@ -155,7 +155,7 @@ def whole_rows(file: Path, num_samples: int) -> list[dict[str, Any]]:
 def write_table(
     logger: RunLogger, folder: Path, rows: Sequence[dict[str, Any]], has_scores: bool
 ) -> dict[str, dict[str, Any]]:
-    """Write and print the numbers, and draw them where there is more than one answer to a prompt."""
+    """Write and print the numbers, and draw those that depend on k."""
     if not has_scores:
         logger.say(f"{len(rows)} answers written to {folder / ANSWERS_FILE}")
         return {}
@@ -167,8 +167,11 @@ def write_table(
     write_summary(folder / TABLE_FILE, numbers)
     headings = ("source", "number", "value", "95% interval")
     logger.console.print(plain_table("Evaluation", headings, table_lines(table)), markup=False)
-    from megatron_rl.observe.evaluation_picture import plot_evaluation  # matplotlib is not for the start
+    written = [ANSWERS_FILE, TABLE_FILE]
+    if any("pass@1" in values for values in table.values()):
+        from megatron_rl.observe.evaluation_picture import plot_evaluation  # matplotlib is not for the start
 
-    plot_evaluation(table, folder / PICTURE_FILE)
-    logger.say(f"written to {folder}: {ANSWERS_FILE}, {TABLE_FILE}, {PICTURE_FILE}")
+        plot_evaluation(table, folder / PICTURE_FILE)
+        written.append(PICTURE_FILE)
+    logger.say(f"written to {folder}: {', '.join(written)}")
     return numbers

@@ -209,7 +209,11 @@ class Data:
         self.cursor.load_state_dict(state["cursor"])
 
     def notes(self, config: RunConfig) -> list[str]:
-        """Warnings about batches that take a prompt more than once, and about groups of one answer."""
+        """Warnings about batches that take a prompt more than once, and about groups of one answer; none without
+        training.
+        """
+        if config.trainer.val_only:
+            return []
         return [*repeat_notes(config.data, [file.num_prompts for file in self.train.files]), *group_notes(config)]
 
 
