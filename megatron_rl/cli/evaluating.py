@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,8 @@ from megatron_rl.checkpoint.resume import usable_checkpoint
 from megatron_rl.cli.options import ConfigPath, Overrides, check_number
 from megatron_rl.cli.output import check_output_folder, say
 from megatron_rl.cli.tasks import Collapse, Local, made_ready, start_evaluation, startable
-from megatron_rl.config.evaluated import unjudged
+from megatron_rl.config.evaluated import unjudged, without_adapters
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.tasks import PPO
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.console import quiet_libraries
@@ -43,7 +45,7 @@ def eval_command(
 ) -> None:
     """Answer prompts and score the answers: pass@k, maj@k per source, with intervals. Nothing is trained."""
     given = chosen(out, data, samples, model)
-    run_config = startable(config, [*(overrides or ()), *given], PPO, collapse)
+    run_config = startable(config, [*(overrides or ()), *given], PPO, collapse, of_model(model))
     start_evaluation(made_ready(run_config, local), local)
 
 
@@ -59,7 +61,8 @@ def generate_command(
 ) -> None:
     """Answer prompts and write the answers, which nothing scores: the prompts need no ground truth."""
     given = chosen(out, data, samples, model)
-    run_config = startable(config, [*(overrides or ()), *given], PPO, collapse, unjudged)
+    of_this = of_model(model)
+    run_config = startable(config, [*(overrides or ()), *given], PPO, collapse, lambda read: unjudged(of_this(read)))
     start_evaluation(made_ready(run_config, local), local)
 
 
@@ -79,6 +82,13 @@ def chosen(out: Path, data: Path | None, samples: int | None, model: Path | None
     if model is not None:
         given.append(f"actor_rollout_ref.model.path={model_folder(model, out)}")
     return given
+
+
+def of_model(model: Path | None) -> Callable[[RunConfig], RunConfig]:
+    """What changes a configuration for this model: one that is named has no adapters beside it, as exports merge
+    them.
+    """
+    return without_adapters if model is not None else lambda config: config
 
 
 def model_folder(model: Path, out: Path) -> Path:

@@ -6,6 +6,7 @@ import copy
 
 from megatron_rl.config.algorithm_keys import AlgorithmConfig
 from megatron_rl.config.distillation_keys import DistillationConfig
+from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.schema import PolicyLossConfig, RunConfig
 from megatron_rl.config.trainer import GLOBAL_POOL
 
@@ -41,6 +42,13 @@ def unjudged(config: RunConfig) -> RunConfig:
     alone.custom_reward_function.name = alone.custom_reward_function.path = None
     alone.reward_model.enable, alone.reward_models = False, {}
     return without_empty_pools(alone)
+
+
+def without_adapters(config: RunConfig) -> RunConfig:
+    """Return a deep copy of an evaluation whose model has no adapters beside its weights."""
+    alone = copy.deepcopy(config)
+    alone.actor_rollout_ref.model.lora = LoraConfig()
+    return alone
 
 
 def without_empty_pools(alone: RunConfig) -> RunConfig:
