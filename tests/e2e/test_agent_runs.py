@@ -293,6 +293,7 @@ def test_an_agent_that_fails_before_its_first_turn_costs_an_episode(command_line
     assert "the agent raised ValueError: not this one" in run.text()
 
 
+@pytest.mark.exhaustive
 def test_failed_episodes_are_left_out_and_counted(command_line) -> None:
     """Two prompts in sixteen fail in every turn, one of them with its process, which others share. Scores are those of
     the others alone. More than the share that may fail ends the run with code 4 and the reason.
