@@ -15,7 +15,7 @@ from megatron_rl.cli.options import ConfigPath, Overrides
 from megatron_rl.cli.output import say
 from megatron_rl.cluster.loading import without_collections
 from megatron_rl.cluster.signals import quit_on_signals, restore_signals
-from megatron_rl.config.evaluated import evaluated
+from megatron_rl.config.evaluated import EVALUATION, evaluated
 from megatron_rl.config.one_rank import collapsed
 from megatron_rl.config.problems import raise_problems
 from megatron_rl.config.roles import Placement
@@ -53,6 +53,8 @@ def train_command(
         check_replay(run_config, replay)
     run_config = made_ready(run_config, local)
     if run_config.trainer.val_only:
+        # Not among the files of the run itself, which would be replaced.
+        run_config.trainer.default_local_dir = str(Path(run_config.trainer.default_local_dir) / EVALUATION)
         start_evaluation(run_config, local)
         return
     with imports_of(run_config):

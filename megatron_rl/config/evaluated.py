@@ -10,6 +10,9 @@ from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.schema import PolicyLossConfig, RunConfig
 from megatron_rl.config.trainer import GLOBAL_POOL
 
+EVALUATION = "evaluation"
+"""The folder, in that of a run, of the evaluation of a run's own configuration."""
+
 
 def evaluated(config: RunConfig) -> RunConfig:
     """Return a deep copy that answers the prompts of `data.val_files`, which are its training prompts, too, as none are

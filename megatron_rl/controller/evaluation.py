@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_rl.checkpoint.storage import storing
 from megatron_rl.config.algorithms import uses_rule
+from megatron_rl.config.evaluated import EVALUATION
 from megatron_rl.config.roles import ROLLOUT
 from megatron_rl.config.schema import RunConfig, as_list
 from megatron_rl.controller.repairs import Repairs, with_repairs
@@ -18,6 +19,7 @@ from megatron_rl.controller.run_logger import RunLogger, prompt_texts
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.appended_file import AppendedFile, replace_file
 from megatron_rl.observe.evaluation_table import Estimate, evaluation_table, table_lines
+from megatron_rl.observe.loggers import METRICS_FILE
 from megatron_rl.observe.summary import finite_or_null, plain_table, write_summary
 from megatron_rl.scoring.sampled_batch import SampledBatch
 
@@ -75,7 +77,7 @@ def answer_left(run: Run, left: Sequence[int], folder: Path, num_samples: int) -
             places = left[first : first + size]
             with run.logger.clock.phase("testing"):
                 rows = answer_rows(run, run.validation.answered(places, 0))
-            file.append("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+            file.append("".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows).encode())
             run.logger.say(f"answered {first + len(places)} of {len(left)} prompts")
     finally:
         file.close()
@@ -119,19 +121,23 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 
 def refuse_other_settings(folder: Path, settings: dict[str, Any]) -> None:
-    """Raise ConfigError, with the names, where a folder has an evaluation with other settings."""
+    """Raise ConfigError where a folder has an evaluation with other settings, naming them, or a run, whose files an
+    evaluation would replace.
+    """
+    file, nearest = folder / SETTINGS_FILE, f"nearest: --out {folder}_2"
     try:
-        there = json.loads((folder / SETTINGS_FILE).read_text())
+        there = json.loads(file.read_text())
     except FileNotFoundError:
+        if (folder / METRICS_FILE).exists():
+            raise ConfigError(f"{folder} has the metrics of a run; nearest: --out {folder / EVALUATION}") from None
         return
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / SETTINGS_FILE} cannot be read: {error}; nearest: --out {folder}_2") from error
-    different = [
+        raise ConfigError(f"{file} cannot be read: {error}; {nearest}") from error
+    other = [
         f"{name} was {there.get(name)}, is {value}" for name, value in settings.items() if value != there.get(name)
     ]
-    if different:
-        rule = f"{folder} has an evaluation with other settings: {', '.join(different)}"
-        raise ConfigError(f"{rule}; nearest: --out {folder}_2")
+    if other:
+        raise ConfigError(f"{folder} has an evaluation with other settings: {', '.join(other)}; {nearest}")
 
 
 def whole_rows(file: Path, num_samples: int) -> list[dict[str, Any]]:

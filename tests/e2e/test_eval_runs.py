@@ -90,3 +90,18 @@ def test_answers_do_not_depend_on_the_layout(evaluation, tmp_path) -> None:
         run = evaluation(tmp_path / name, *layout, "--samples", "2")
         assert run.wait() == 0, run.text()
     assert lines(tmp_path / "four") == lines(tmp_path / "local")
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_only_validates_leaves_its_files_alone(command_line, tmp_path) -> None:
+    """verl's `trainer.val_only`, in the folder of a run that has trained: the answers lie in a folder of their own.
+
+    Would not catch numbers that differ from a validation's.
+    """
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 7}\n')
+    run = command_line(*LOCAL, "trainer.val_only=true", folder=tmp_path)
+    assert run.wait() == 0, run.text()
+    assert (tmp_path / "run/metrics.jsonl").read_text() == '{"step": 7}\n'
+    rows = [json.loads(line) for line in (tmp_path / "run/evaluation/answers.jsonl").read_text().splitlines()]
+    assert [row["index"] for row in rows] == list(range(40)) and all(row["sample"] == 0 for row in rows)
