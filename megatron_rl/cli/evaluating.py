@@ -44,8 +44,8 @@ def eval_command(
     collapse: Collapse = False,
 ) -> None:
     """Answer prompts and score the answers: pass@k, maj@k per source, with intervals. Nothing is trained."""
-    given = chosen(out, data, samples, model)
-    run_config = startable(config, [*(overrides or ()), *given], PPO, collapse, of_model(model))
+    given = [*(overrides or ()), *chosen(out, data, samples, model)]
+    run_config = startable(config, given, PPO, collapse, of_model(model))
     start_evaluation(made_ready(run_config, local), local)
 
 
@@ -60,9 +60,8 @@ def generate_command(
     collapse: Collapse = False,
 ) -> None:
     """Answer prompts and write the answers, which nothing scores: the prompts need no ground truth."""
-    given = chosen(out, data, samples, model)
-    of_this = of_model(model)
-    run_config = startable(config, [*(overrides or ()), *given], PPO, collapse, lambda read: unjudged(of_this(read)))
+    given = [*(overrides or ()), *chosen(out, data, samples, model)]
+    run_config = startable(config, given, PPO, collapse, lambda read: unjudged(of_model(model)(read)))
     start_evaluation(made_ready(run_config, local), local)
 
 
@@ -85,14 +84,18 @@ def chosen(out: Path, data: Path | None, samples: int | None, model: Path | None
 
 
 def of_model(model: Path | None) -> Callable[[RunConfig], RunConfig]:
-    """What changes a configuration for this model: one that is named has no adapters beside it, as exports merge
-    them.
+    """Return the change of a configuration that `--model` asks for.
+
+    A model that is named has no adapters beside its weights, because an export merges them.
     """
     return without_adapters if model is not None else lambda config: config
 
 
 def model_folder(model: Path, out: Path) -> Path:
-    """`model` itself, or the export of that checkpoint, once it is written. Raises ConfigError where it is neither."""
+    """Return `model` if it is a Hugging Face folder; if it is a checkpoint, export it and return that folder.
+
+    Raises ConfigError where it is neither.
+    """
     if (model / "config.json").is_file():
         return model
     try:

@@ -31,7 +31,7 @@ class KindName(StrEnum):
 
 
 def init_command(
-    folder: Annotated[Path, typer.Argument(help="The folder to write; files that are there are kept.")],
+    folder: Annotated[Path, typer.Argument(help="The folder to write. No file in it is replaced.")],
     model: Annotated[
         str | None, typer.Option(help="A Hugging Face folder; tiny: a model that knows nothing is made.")
     ] = None,
@@ -45,7 +45,7 @@ def init_command(
     Asks for what no option gives, where there is someone to ask.
     """
     if None in (model, kind, gpus) and not sys.stdin.isatty():
-        rule = "--model, --kind and --gpus are needed where nobody can be asked"
+        rule = "give --model, --kind and --gpus: the input is no terminal, so this command cannot ask for them"
         raise ConfigError(f"{rule}; nearest: --model tiny --kind score --gpus 0")
     model = typer.prompt("Model folder, or tiny", default=TINY) if model is None else model
     name = typer.prompt("Kind of task: " + ", ".join(TASK_KINDS), default="score") if kind is None else kind.value
@@ -66,7 +66,7 @@ def init_command(
 
 
 def made_model(folder: Path, model: str) -> Path:
-    """The folder of the model, which is made if it is the tiny one. Raises ConfigError where there is none."""
+    """Return the folder of the model; make the tiny one. Raises ConfigError if a named folder has no model."""
     if model != TINY:
         path = Path(model).expanduser()
         if not (path / "config.json").is_file():

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.algorithms import trains_on_rule, uses_rule
+from megatron_rl.config.algorithms import has_scores, trains_on_rule, uses_rule
 from megatron_rl.config.declarations import REWARDS
 from megatron_rl.config.keys import ACTOR, CRITIC, ROLLOUT, value_of
 from megatron_rl.config.problems import nearest_name
@@ -121,8 +121,7 @@ def _reward_model_problems(config: RunConfig) -> Iterable[Violation]:
     yield from _further_model_problems(config)
     has_model = reward.enable or bool(config.reward_models)
     key, name = "custom_reward_function.name", "compute_score"
-    is_scored = has_model or has_rule or config.actor_rollout_ref.rollout.multi_turn.rewards
-    if not is_scored and not config.trainer.val_only:
+    if not has_scores(config) and not config.trainer.val_only:
         rule = "must be a function, as reward_model.enable=false: nothing would be rewarded"
         yield Violation({key: None}, rule, {key: name})
     elif not has_rule and config.custom_reward_function.path is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint.storage import storing
-from megatron_rl.config.algorithms import uses_rule
+from megatron_rl.config.algorithms import has_scores
 from megatron_rl.config.evaluated import EVALUATION
 from megatron_rl.config.roles import ROLLOUT
 from megatron_rl.config.schema import RunConfig, as_list
@@ -42,12 +42,6 @@ def evaluate(config: RunConfig, local: bool = False) -> dict[str, dict[str, Any]
     return with_repairs(config, local, lambda repairs: _evaluate_once(repairs, local))
 
 
-def is_judged(config: RunConfig) -> bool:
-    """Whether anything scores the answers."""
-    has_model = config.reward_model.enable or bool(config.reward_models)
-    return uses_rule(config) or has_model or bool(config.actor_rollout_ref.rollout.multi_turn.rewards)
-
-
 def _evaluate_once(repairs: Repairs, local: bool) -> dict[str, dict[str, Any]]:
     config = repairs.config
     folder = Path(config.trainer.default_local_dir)
@@ -63,7 +57,7 @@ def _evaluate_once(repairs: Repairs, local: bool) -> dict[str, dict[str, Any]]:
         if is_there:
             run.logger.say(f"going on with {len(left)} of {len(numbers)} prompts; the others have their answers")
         answer_left(run, left, folder, num_samples)
-        return write_table(run.logger, folder, whole_rows(folder / ANSWERS_FILE, num_samples), is_judged(config))
+        return write_table(run.logger, folder, whole_rows(folder / ANSWERS_FILE, num_samples), has_scores(config))
 
 
 def answer_left(run: Run, left: Sequence[int], folder: Path, num_samples: int) -> None:
@@ -89,12 +83,12 @@ def answer_rows(run: Run, batch: SampledBatch) -> list[dict[str, Any]]:
     """
     prompts, scored = batch.prompts, batch.all_scored
     table = scored.table(prompt_texts(run.logger.tokenizer, prompts), 0)
-    has_scores = is_judged(run.config)
-    accuracies = scored.variables().get("acc") if has_scores else None
+    is_scored = has_scores(run.config)
+    accuracies = scored.variables().get("acc") if is_scored else None
     lines = []
     for row, content in enumerate(table):
         del content["step"]
-        if not has_scores:
+        if not is_scored:
             content = {name: content[name] for name in ("input", "output", "data_source")}
         if accuracies is not None:
             content["acc"] = accuracies[row]
@@ -159,10 +153,10 @@ def whole_rows(file: Path, num_samples: int) -> list[dict[str, Any]]:
 
 
 def write_table(
-    logger: RunLogger, folder: Path, rows: Sequence[dict[str, Any]], has_scores: bool
+    logger: RunLogger, folder: Path, rows: Sequence[dict[str, Any]], is_scored: bool
 ) -> dict[str, dict[str, Any]]:
     """Write and print the numbers, and draw those that depend on k."""
-    if not has_scores:
+    if not is_scored:
         logger.say(f"{len(rows)} answers written to {folder / ANSWERS_FILE}")
         return {}
     table = evaluation_table(rows)

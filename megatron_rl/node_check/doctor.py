@@ -102,11 +102,11 @@ def machine_facts(ray_address: str) -> MachineFacts:
 
 def torch_cuda() -> str:
     """The CUDA version that torch was built for, as its version file says; "" for none, or without torch."""
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
+    torch_spec = importlib.util.find_spec("torch")
+    if torch_spec is None or torch_spec.origin is None:
         return ""
     with suppress(OSError):
-        text = Path(found.origin).with_name("version.py").read_text()
+        text = Path(torch_spec.origin).with_name("version.py").read_text()
         stated = re.search(r"^cuda\b.*= *['\"]([\d.]+)['\"]", text, re.MULTILINE)
         return stated.group(1) if stated else ""
     return ""

@@ -20,7 +20,7 @@ PHASES = {
 
 
 class PrometheusExporter:
-    """Serves what `log` was given last. A service of a run, as `services.Wandb` is.
+    """Serves what `log` was given last. A service of a run, as a tracker is.
 
     port: that it listens on, 0 takes a free one. Raises ConfigError where it cannot listen.
     """

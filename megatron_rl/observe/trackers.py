@@ -24,6 +24,12 @@ class Tracker(Protocol):
         """End the run, which sends what is left."""
 
 
+def as_table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Return the names of all columns and the cells of each row, None where a row lacks the column."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return columns, [[row.get(name) for name in columns] for row in rows]
+
+
 class Wandb:
     """A run of Weights & Biases; wandb's own settings say where it goes, and whether it is online."""
 
@@ -37,8 +43,8 @@ class Wandb:
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Send answers of a validation as a table; columns as in a table of samples."""
-        columns = list(dict.fromkeys(name for row in rows for name in row))
-        table = self._wandb.Table(columns=columns, data=[[row.get(name) for name in columns] for row in rows])
+        columns, cells = as_table(rows)
+        table = self._wandb.Table(columns=columns, data=cells)
         self._run.log({"val/generations": table}, step=step)
 
     def close(self) -> None:
@@ -132,8 +138,8 @@ class Clearml:
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Send answers of a validation as a table."""
-        columns = list(dict.fromkeys(name for row in rows for name in row))
-        table = [columns, *([str(row.get(name)) for name in columns] for row in rows)]
+        columns, cells = as_table(rows)
+        table = [columns, *([str(cell) for cell in line] for line in cells)]
         self._task.get_logger().report_table("val/generations", "answers", iteration=step, table_plot=table)
 
     def close(self) -> None:

@@ -89,7 +89,7 @@ GPU = {
     "save_freq": 20,
 }
 LR, TINY_LR = "1e-6", "3e-3"
-"""Of a pretrained model, and of one that knows nothing."""
+"""Learning rates: of a pretrained model, and of the tiny model, whose weights are random."""
 
 
 def write_project(folder: Path, model: Path, name: str, num_gpus: int, is_tiny: bool) -> RunConfig:

@@ -85,7 +85,7 @@ def test_a_checkpoint_generates_without_ground_truth(recorded, evaluation, few_p
 
 @pytest.mark.exhaustive
 def test_answers_do_not_depend_on_the_layout(evaluation, tmp_path) -> None:
-    """Of TP2xPP2 without Ray and of one process: the same sampled answers."""
+    """Four ranks (TP2xPP2, without Ray) and one process draw the same answers."""
     for name, layout in (("four", (WITHOUT_RAY,)), ("local", LOCAL)):
         run = evaluation(tmp_path / name, *layout, "--samples", "2")
         assert run.wait() == 0, run.text()

@@ -50,7 +50,7 @@ def test_wilsons_interval_by_hand() -> None:
 
 
 def test_shares_that_vary_less_count_as_more() -> None:
-    """Of 10 numbers 0.25 and 0.75, whose variance is a quarter of that of 0 and 1, as 40."""
+    """Numbers of 0.25 and 0.75 have a quarter of the variance of 0 and 1: ten of them count as forty."""
     assert share_estimate([0.25, 0.75] * 5) == pytest.approx(share_estimate([0.0, 1.0] * 20))
 
 

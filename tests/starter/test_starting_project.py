@@ -44,7 +44,7 @@ def test_rewards_by_hand(name: str, answer: str, truth: str, expected: object) -
 
 @pytest.mark.parametrize("name", TASK_KINDS)
 def test_questions_are_drawn_again_alike_and_fit(name: str) -> None:
-    """The same with the same seed, others with another; chats are messages; none is longer than its limit in bytes."""
+    """A seed gives the same questions again, another seed gives others. Chats are messages. None exceeds its limit."""
     first = rows(TASK_KINDS[name], name, 64, 1, is_chat=True)
     assert (
         first == rows(TASK_KINDS[name], name, 64, 1, is_chat=True) != rows(TASK_KINDS[name], name, 64, 2, is_chat=True)
@@ -53,10 +53,8 @@ def test_questions_are_drawn_again_alike_and_fit(name: str) -> None:
     assert texts == [row["prompt"] for row in rows(TASK_KINDS[name], name, 64, 1, is_chat=False)]
     assert max(len(text.encode()) for text in texts) <= TASK_KINDS[name].prompt_tokens
     if name == "math":
-        one = reward_of(name)(
-            "mine", first[0]["reward_model"]["ground_truth"], first[0]["reward_model"]["ground_truth"]
-        )
-        assert one["score"] == 1.0
+        truth = first[0]["reward_model"]["ground_truth"]
+        assert reward_of(name)("mine", truth, truth)["score"] == 1.0
 
 
 def test_layouts_divide_the_gpus() -> None:
