@@ -6,6 +6,7 @@
 # make test       lint and tests, 12 minutes on two cores; make test-fast: what needs one process;
 #                 make test-exhaustive: the sweeps that make test leaves out, make test-weekly: what these leave out,
 #                 docs/testing.md
+# make docs       README and docs/ as a site in build/docs, which needs no network
 # make gpu-check  the first ten minutes on a GPU, step by step; ARGS="--device cpu" without one
 # make install    one virtual environment in .venv; again only when requirements or pyproject.toml have changed
 
@@ -21,7 +22,7 @@ TE_VERSIONS := 2.11.0 2.20.2
 KEY := $(shell { echo $(CURDIR) $(TE_VERSIONS); cat $(REQUIREMENTS) pyproject.toml; } | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(KEY)
 
-.PHONY: install assets demo demo-real demo-agent demo-rlhf test test-sweeps test-exhaustive test-weekly test-fast lint gpu-check clean
+.PHONY: install assets demo demo-real demo-agent demo-rlhf test test-sweeps test-exhaustive test-weekly test-fast lint docs gpu-check clean
 
 install: $(STAMP)
 
@@ -90,6 +91,10 @@ lint: install
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check megatron_rl third_party_patches tests scripts
 	$(BIN)/python -m mypy
+
+# Without --quiet, with which mkdocs counts no warnings.
+docs: install
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 # On a machine with a GPU: what the first ten minutes there can show. ARGS="--device cpu" here. docs/gpu.md
 # It installs nothing: the Python there brings torch for its GPU.
