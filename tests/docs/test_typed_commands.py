@@ -49,6 +49,9 @@ EXECUTED = {
         "tests/e2e/test_resumed_runs.py::test_killed_run_of_two_ranks_goes_on_exactly_and_elsewhere"
     ),
     rf"megatron-rl {DEMO}{KEYS}": "tests/e2e/test_several_nodes.py::test_the_demo_trains_on_two_nodes",
+    r"megatron-rl train --config configs/agents/guess\.yaml": (
+        "tests/e2e/test_pages_of_runs.py::test_every_tab_at_two_widths"
+    ),
     r"megatron-rl train --config configs/split_cpu\.yaml": "tests/e2e/test_adapter_runs.py::test_adapters_over_pools",
     rf"megatron-rl train --config configs/async_cpu\.yaml --replay \S+{KEYS}": (
         "tests/e2e/test_async_runs.py::test_a_recorded_run_is_repeated_bit_for_bit"
