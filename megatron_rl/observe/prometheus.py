@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, make_wsgi_app, start_http_server
 
 from megatron_rl.errors import ConfigError
 
@@ -33,25 +34,26 @@ class PrometheusExporter:
             prefix: Gauge(f"megatron_rl_{name}", text, ["phase"], registry=registry)
             for prefix, (name, text) in PHASES.items()
         }
-        self._seconds = Counter("megatron_rl_exporter_seconds", "Seconds of this exporter's own", registry=registry)
+        self._seconds = Counter("megatron_rl_exporter_seconds", "CPU seconds of this exporter's own", registry=registry)
         try:
             self._server, self._thread = start_http_server(port, addr=LOOPBACK, registry=registry)
         except OSError as error:
             rule = f"must be a port that is free on {LOOPBACK}, and the system says: {error.strerror}"
             raise ConfigError(f"trainer.prometheus.port={port} {rule}; nearest: trainer.prometheus.port=0") from error
+        self._answer: Callable[[Any, Any], list[bytes]] = make_wsgi_app(registry)
+        self._server.set_app(self._scraped)
         self.port: int = self._server.server_port
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Take the metrics of one step; one that a later step does not have keeps its value."""
-        started = time.perf_counter()
-        self._step.set(step)
-        for name, value in metrics.items():
-            prefix = next((prefix for prefix in PHASES if name.startswith(prefix)), None)
-            if prefix is None:
-                self._other.labels(name).set(value)
-            else:
-                self._gauges[prefix].labels(name.removeprefix(prefix)).set(value)
-        self._seconds.inc(time.perf_counter() - started)
+        with self._counted():
+            self._step.set(step)
+            for name, value in metrics.items():
+                prefix = next((prefix for prefix in PHASES if name.startswith(prefix)), None)
+                if prefix is None:
+                    self._other.labels(name).set(value)
+                else:
+                    self._gauges[prefix].labels(name.removeprefix(prefix)).set(value)
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Samples are no numbers: nothing is done."""
@@ -61,3 +63,16 @@ class PrometheusExporter:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+    def _scraped(self, environ: Any, start_response: Any) -> list[bytes]:
+        """Answer a request, in a thread of its own."""
+        with self._counted():
+            return self._answer(environ, start_response)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        started = time.thread_time()
+        try:
+            yield
+        finally:
+            self._seconds.inc(time.thread_time() - started)
