@@ -24,7 +24,7 @@ MOST_RANKS = 100_000
 RANKS = Bounds(1, MOST_RANKS)
 """Sizes of a pool."""
 
-LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio", "swanlab", "clearml")
+LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio", "swanlab", "clearml", "opentelemetry")
 
 LARGEST_SEED = 2**32 - 1
 """The largest seed of numpy, which vLLM seeds on every rank. Torch takes larger ones."""
@@ -129,7 +129,7 @@ class TrainerConfig:
     run (exit code 6). 0: the first one does."""
     logger: Annotated[list[str], OneOf(LOGGERS)] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])
     """Where metrics go: console, jsonl, tensorboard, and where their packages are installed wandb, mlflow, trackio,
-    swanlab and clearml."""
+    swanlab, clearml, and opentelemetry for spans."""
     prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
     seed: Annotated[int, Ge(0), Le(LARGEST_SEED)] = 1
     """Seed of sampling, prompt order, mini-batch splits and the fresh value head."""

@@ -12,10 +12,22 @@ from megatron_rl.observe.trackers import TRACKERS, Tracker
 if TYPE_CHECKING:
     from megatron_rl.observe.prometheus import PrometheusExporter
 
+OTLP = "opentelemetry.exporter.otlp.proto.http"
+MODULES, PACKAGES = {"opentelemetry": OTLP}, {"opentelemetry": OTLP.replace(".", "-")}
+"""Name in `trainer.logger` -> the module that it needs, and the package that has it, where these have other names."""
+
 
 def absent_services(loggers: Sequence[str]) -> list[str]:
     """The services of `trainer.logger` whose package is not installed."""
-    return [name for name in TRACKERS if name in loggers and importlib.util.find_spec(name) is None]
+    return [name for name in TRACKERS if name in loggers and not is_installed(MODULES.get(name, name))]
+
+
+def is_installed(module: str) -> bool:
+    """Whether there is a module, whose parents may be missing, too."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 class Services:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_rl.observe.step_spans import StepSpans
+
 
 class Tracker(Protocol):
     """What receives a run. Any method may raise what its package raises."""
@@ -153,5 +155,6 @@ TRACKERS: dict[str, Callable[[str, str, dict[str, Any], Path], Tracker]] = {
     "trackio": Trackio,
     "swanlab": Swanlab,
     "clearml": Clearml,
+    "opentelemetry": StepSpans,
 }
-"""Name in `trainer.logger`, which is the package's too -> what makes a tracker of its four arguments."""
+"""Name in `trainer.logger` -> what makes a tracker of its four arguments."""

@@ -11,7 +11,7 @@ import pytest
 from megatron_rl.config.load import load_config
 from megatron_rl.config.single_values import constraint_problems
 from megatron_rl.config.trainer import LOGGERS
-from megatron_rl.observe.services import Services, absent_services
+from megatron_rl.observe.services import Services, absent_services, is_installed
 from megatron_rl.observe.trackers import TRACKERS
 
 REPOSITORY = Path(__file__).parents[2]
@@ -71,6 +71,7 @@ def test_absent_packages_are_named():
     """Would not catch one that is installed and broken."""
     assert absent_services(["console", "jsonl"]) == []
     assert set(absent_services(["console", "mlflow"])) <= {"mlflow"}
+    assert not is_installed("no_such_package.part") and is_installed("json.decoder")
 
 
 def test_the_schema_has_every_service_and_refuses_other_names_with_the_nearest():

@@ -28,7 +28,7 @@ from megatron_rl.config.validate import REWARD_ARGUMENTS, is_path_or_paths
 from megatron_rl.data.row_files import column_forms, count_rows
 from megatron_rl.errors import ConfigError, Violation
 from megatron_rl.ledger.planner.hardware import load_hardware
-from megatron_rl.observe.services import absent_services
+from megatron_rl.observe.services import PACKAGES, absent_services
 
 PROMPT_SUFFIXES = (".parquet", ".jsonl")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -81,7 +81,8 @@ def _logger_problems(trainer: TrainerConfig) -> Iterable[Violation]:
     for name in absent_services(trainer.logger):
         others = [other for other in trainer.logger if other != name] or ["console"]
         rule = f"names {name}, which is not installed"
-        yield Violation({"trainer.logger": trainer.logger}, rule, {"trainer.logger": others}, f"or: pip install {name}")
+        install = f"or: pip install {PACKAGES.get(name, name)}"
+        yield Violation({"trainer.logger": trainer.logger}, rule, {"trainer.logger": others}, install)
 
 
 def statistics_problems(config: RunConfig) -> Iterable[Violation]:
