@@ -1,9 +1,47 @@
-"""The progress bar at the bottom of a terminal: steps done, the newest numbers, the current phase."""
+"""The progress bar at the bottom of a terminal: steps done, the newest numbers, the current phase and its seconds."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+LONG = 2.0
+"""Seconds after which a phase is a wait, such as for weights that are read, and shows how long it has taken."""
+
+
+class PhaseColumn(ProgressColumn):
+    """The current phase, with its seconds once it is `LONG`; what comes before the first one and after the last step
+    has names, too. clock: seconds, from any beginning.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._began = clock()
+        self._between = "starting"
+
+    def begin(self) -> None:
+        """A phase begins or ends."""
+        self._began = self._clock()
+        self._between = ""
+
+    def render(self, task: Task) -> Text:
+        """The phase, and its whole seconds."""
+        between = "ending" if task.completed == task.total else self._between
+        name, seconds = str(task.fields["phase"]) or between, self._clock() - self._began
+        return Text(f"{name} {seconds:.0f} s" if name and seconds >= LONG else name, style="cyan")
 
 
 class RunProgress(Progress):
@@ -11,13 +49,14 @@ class RunProgress(Progress):
 
     def __init__(self, total_steps: int, console: Console):
         """Prepare a bar for `total_steps`; print to the same `console` to write above it."""
+        self._phase = PhaseColumn()
         super().__init__(
             TextColumn("[bold]step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=20),
             TextColumn("{task.fields[facts]}"),
             TimeRemainingColumn(),
-            TextColumn("[cyan]{task.fields[phase]}"),
+            self._phase,
             console=console,
             disable=not console.is_terminal,
         )
@@ -25,6 +64,7 @@ class RunProgress(Progress):
 
     def phase(self, name: str) -> None:
         """Show the current phase; fits `PhaseClock(on_phase)`."""
+        self._phase.begin()
         self.update(self._steps, phase=name)
 
     def step(self, step: int, reward: float, accuracy: float | None, step_seconds: float, what: str = "reward") -> None:

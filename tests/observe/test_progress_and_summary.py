@@ -2,10 +2,11 @@
 
 import io
 import json
+from types import SimpleNamespace
 
 from rich.console import Console
 
-from megatron_rl.observe.progress import RunProgress
+from megatron_rl.observe.progress import PhaseColumn, RunProgress
 from megatron_rl.observe.summary import before_after_table, layout_table, write_summary
 
 
@@ -29,6 +30,20 @@ def test_progress_shows_step_facts_and_phase_on_a_terminal():
     drive(Console(file=output, force_terminal=True, width=120, color_system=None))
     for part in ("step", "2/4", "reward 0.500  accuracy 0.250  1.5 s/step", "gen"):
         assert part in output.getvalue()
+
+
+def test_a_long_wait_shows_its_seconds():
+    """By a clock of the test's: before, in and between phases, and after the last step. Would not catch a bar that
+    stands still.
+    """
+    now, shown = [0.0], []
+    column = PhaseColumn(lambda: now[0])
+    for seconds, phase, completed in ((1.9, "", 0), (9.0, "", 0), (1.0, "init", 0), (61.2, "", 0), (3.0, "", 4)):
+        now[0] += seconds
+        shown.append(column.render(SimpleNamespace(fields={"phase": phase}, completed=completed, total=4)).plain)
+        if seconds == 9.0:
+            column.begin()
+    assert shown == ["starting", "starting 11 s", "init", "", "ending 65 s"]
 
 
 def test_tables_show_every_cell_and_the_change():
