@@ -2,7 +2,8 @@
 
 One JSON object a line over one TCP connection, which the rank opens; the token proves that the rank is the run's own:
 
-    rank -> driver   {"rank": 3, "token": ...}, then every INTERVAL_S {"role": .., "method": .., "idle_s": ..}
+    rank -> driver   {"rank": 3, "token": ...}, then every INTERVAL_S {"role": .., "method": .., "idle_s": ..,
+                     "leaves": ..}
     driver -> rank   any line asks for {"stacks": "..."}
 """
 
@@ -39,12 +40,14 @@ class Heartbeat:
     """Sends this rank's signs of life to the driver until the process ends; reconnects when the connection breaks.
 
     The sign's idle_s is 0 between methods, otherwise the seconds since the method began or last made progress
-    (`observe.liveness.made_progress`), to within INTERVAL_S.
+    (`observe.liveness.made_progress`), to within INTERVAL_S. got_sigterm: this process was given SIGTERM, and its
+    replica is to leave.
     """
 
     def __init__(self, rank: int, address: MonitorAddress) -> None:
         self._rank = rank
         self._address = address
+        self.got_sigterm = False
         self._doing: tuple[str, str] | None = None
         self._num_methods = 0
         self._mark: tuple[int, int] = (0, 0)
@@ -91,7 +94,8 @@ class Heartbeat:
         if doing is None or mark != self._mark:
             self._mark, self._changed_at = mark, time.monotonic()
         role, method = doing or ("", "")
-        return {"role": role, "method": method, "idle_s": time.monotonic() - self._changed_at}
+        idle_s = time.monotonic() - self._changed_at
+        return {"role": role, "method": method, "idle_s": idle_s, "leaves": self.got_sigterm}
 
 
 def stacks_of_threads(leave_out: threading.Thread) -> str:

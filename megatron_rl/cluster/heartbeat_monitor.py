@@ -77,6 +77,7 @@ class Sign:
     role: str = ""
     method: str = ""
     idle_s: float = 0.0
+    got_sigterm: bool = False
 
 
 class Hang(enum.Enum):
@@ -194,7 +195,8 @@ class HeartbeatMonitor:
             self._stacks[rank] = str(content["stacks"])
         else:
             doing, idle_s = (str(content["role"]), str(content["method"])), float(content["idle_s"])
-            self._signs[rank] = Sign(time.monotonic(), Connection.OPEN, *doing, idle_s)
+            leaves = bool(content.get("leaves"))
+            self._signs[rank] = Sign(time.monotonic(), Connection.OPEN, *doing, idle_s, leaves)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

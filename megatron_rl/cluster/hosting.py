@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.cluster.heartbeat_monitor import HeartbeatLimits
-from megatron_rl.config.roles import PoolSpec
+from megatron_rl.config.roles import ElasticPool, PoolSpec
 from megatron_rl.dispatch import Nobody, Observer
 from megatron_rl.parallel.balance import SequenceWork
 
@@ -36,8 +36,8 @@ class Hosting(PoolOptions):
     """The classes on every rank of every pool, with the options of all pools.
 
     host_class(*args, pool_name): one rank's host (see `ProcessPool`). kinds: role -> its class. device_kind: "cpu" or
-    "cuda". replicated: pool name -> number of ranks of each of its replicas (see `replicas`). replica_observer: hears
-    the calls of replicas, in the thread that makes them.
+    "cuda". replicated: pool name -> number of ranks of each of its replicas (see `replicas`). elastic: of these, the
+    pools whose replicas join and leave. replica_observer: hears the calls of replicas, in the thread that makes them.
     """
 
     host_class: type
@@ -45,6 +45,7 @@ class Hosting(PoolOptions):
     kinds: Mapping[str, type]
     device_kind: str
     replicated: Mapping[str, int] = field(default_factory=dict)
+    elastic: Mapping[str, ElasticPool] = field(default_factory=dict)
     replica_observer: Observer = Nobody()
 
     def kinds_in(self, pool: PoolSpec) -> dict[str, type]:

@@ -101,6 +101,19 @@ class Ranks(ABC):
     def run_id(self) -> str:
         """The run that marks every process."""
 
+    @abstractmethod
+    def ask(self) -> None:
+        """Ask for the places again after `give_back`; do not wait (`is_given`)."""
+
+    @property
+    @abstractmethod
+    def is_given(self) -> bool:
+        """Whether the places are there. Only those of `Launcher.ask` may not be."""
+
+    @abstractmethod
+    def give_back(self) -> None:
+        """Give places that were asked for back, once their processes have ended."""
+
     @property
     def variables(self) -> dict[str, str]:
         """Environment variables of every rank, on every machine."""
@@ -134,3 +147,9 @@ class Launcher(AbstractContextManager["Launcher"], Protocol):
 
     def reserve(self, size: PoolSize, others: Sequence[PoolSize]) -> AbstractContextManager[Ranks]:
         """Reserve places; others: pools that will be reserved too and must also have room. Raises ConfigError."""
+
+    def ask(self, size: PoolSize) -> Ranks:
+        """Ask for places that the cluster may not have yet, and do not wait; the caller gives them back.
+
+        Raises ConfigError where they can never be there.
+        """

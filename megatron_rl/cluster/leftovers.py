@@ -19,6 +19,9 @@ RUN_ID = "MEGATRON_RL_RUN"
 REPLICA = "MEGATRON_RL_REPLICA"
 """The environment variable with the replica that a process belongs to and ends with; unset outside of replicas."""
 
+DRAINS = "MEGATRON_RL_DRAINS"
+"""The environment variable of ranks that answer SIGTERM with a notice that their replica is to leave."""
+
 UNKILLABLE_AFTER_S = 30.0
 _POLL_S = 0.05
 

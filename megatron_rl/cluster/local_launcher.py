@@ -64,6 +64,12 @@ class LocalLauncher:
     @contextmanager
     def reserve(self, size: PoolSize, others: Sequence[PoolSize] = ()) -> Iterator[LocalRanks]:
         """Reserve ranks. Raises ConfigError for a second node, and where there are too few GPUs for all pools."""
+        ranks = self.ask(size)
+        yield ranks
+        self._gpus = None if self._gpus is None else [*(ranks.gpus or ()), *self._gpus]
+
+    def ask(self, size: PoolSize) -> LocalRanks:
+        """Take ranks for the rest of the run; they are there at once. Raises ConfigError as `reserve`."""
         if size.num_nodes > 1:
             raise ConfigError(
                 f"{size.nodes_key}={size.num_nodes} with trainer.launcher=local, which starts ranks on this machine "
@@ -78,8 +84,7 @@ class LocalLauncher:
                     f"nearest: {size.ranks_key}={max(1, len(self._gpus))}, or trainer.launcher=ray on more machines"
                 )
             gpus, self._gpus = self._gpus[:world_size], self._gpus[world_size:]
-        yield LocalRanks(world_size, self._supervision, gpus)
-        self._gpus = None if gpus is None else [*gpus, *(self._gpus or ())]
+        return LocalRanks(world_size, self._supervision, gpus)
 
 
 class LocalRanks(Ranks):
@@ -87,14 +92,25 @@ class LocalRanks(Ranks):
 
     def __init__(self, world_size: int, supervision: Supervision, gpus: Sequence[str] | None) -> None:
         super().__init__(world_size, world_size, 0, world_size)
-        self._supervision, self._gpus = supervision, gpus
+        self.gpus = gpus
+        self._supervision = supervision
 
     def device_index(self, rank: int) -> int:
-        return rank if self._gpus is None else 0
+        return rank if self.gpus is None else 0
 
     def start(self, rank: int, variables: Mapping[str, str]) -> LocalRankProcess:
         host = socket.gethostname()
-        return self._supervision.start(variables, host, host, "" if self._gpus is None else self._gpus[rank])
+        return self._supervision.start(variables, host, host, "" if self.gpus is None else self.gpus[rank])
+
+    def ask(self) -> None:
+        """Do nothing: the places stay the run's."""
+
+    @property
+    def is_given(self) -> bool:
+        return True
+
+    def give_back(self) -> None:
+        """Do nothing: nobody else may have them."""
 
     def share(self, message: bytes) -> bytes:
         return message

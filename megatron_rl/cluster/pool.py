@@ -62,6 +62,8 @@ class ProcessPool:
     the driver's import path. They meet in the file MASTER_STORE, or, on several nodes, at a socket that listens at
     MASTER_ADDR and MASTER_PORT: rank 0 has it as MASTER_LISTEN_FD, and must take it over (`roles/rendezvous.py`).
 
+    processes: of the ranks. monitor: hears their signs of life, once they are up.
+
     Raises TypeError for a host class without `coordinates`.
     """
 
@@ -83,8 +85,8 @@ class ProcessPool:
         coordinates = self._targets[HOST].get("coordinates")
         if coordinates is None or coordinates.mark.dispatch is not Dispatch.ONE_TO_ALL:
             raise TypeError(f"{host_class.__name__} must have a ONE_TO_ALL method `coordinates`")
-        self._processes = Processes(name, ranks, self._options.env)
-        self._monitor: HeartbeatMonitor | None = None
+        self.processes = Processes(name, ranks, self._options.env)
+        self.monitor: HeartbeatMonitor | None = None
         self._routes: dict[Dispatch, Route] = {}
         self._calls: RankCalls | None = None  # once the processes are up
         self._is_begun = False
@@ -110,7 +112,7 @@ class ProcessPool:
     @property
     def pids(self) -> list[int]:
         """Process id of every rank, each on its own node."""
-        return [process.pid for process in self._processes.infos]
+        return [process.pid for process in self.processes.infos]
 
     def handle(self, role: str, kind: type[Kind]) -> Kind:
         """Return a role's handle, which a type checker takes for the role's class; HOST: the host's own methods."""
@@ -145,7 +147,7 @@ class ProcessPool:
         if self._is_begun:
             raise RuntimeError(f"the pool {self.name} was started before")
         self._is_begun = True
-        if not self._processes.started:
+        if not self.processes.started:
             self.spawn()
         return StartFuture(self, self._starting([] if numbered is None else numbered), timeout_s)
 
@@ -154,7 +156,7 @@ class ProcessPool:
         try:
             with self._ending:
                 self.failure_domain.raise_if_ended()
-                self._processes.spawn()
+                self.processes.spawn()
         except BaseException:
             self.shutdown()
             raise
@@ -162,12 +164,12 @@ class ProcessPool:
     def wait_for_processes(self) -> list[ProcessInfo]:
         """Wait until all spawned processes are up; return where they run. Raises WorkerFailure when they fail to."""
         StartFuture(self, self._coming_up(), START_TIMEOUT_S).get()
-        return self._processes.infos
+        return self.processes.infos
 
     def _coming_up(self) -> Iterator[WaitStep]:
-        yield WaitStep("processes", "came up", self._processes.coming_up())
+        yield WaitStep("processes", "came up", self.processes.coming_up())
         with self._needing_processes():
-            self._processes.describe()
+            self.processes.describe()
 
     @contextmanager
     def _needing_processes(self) -> Iterator[None]:
@@ -180,7 +182,7 @@ class ProcessPool:
     def _starting(self, numbered: list[ProcessInfo]) -> Iterator[WaitStep]:
         """Run the start after `spawn`, one step after the other."""
         yield from self._coming_up()
-        started, processes = self._processes.started, self._processes.infos
+        started, processes = self.processes.started, self.processes.infos
         options, ranks = self._options, self._ranks
         nodes = {process.node_id for process in numbered}
         numbered += [process for process in processes if process.node_id not in nodes]
@@ -193,7 +195,7 @@ class ProcessPool:
         only_here = all(process.is_local for process in processes)
         with self._ending:
             self.failure_domain.raise_if_ended()
-            self._monitor = monitor = HeartbeatMonitor(
+            self.monitor = monitor = HeartbeatMonitor(
                 LOOPBACK if only_here else ranks.address, ranks.world_size, options.limits
             )
         self._calls = calls = RankCalls(started, processes, monitor, options.grace_s)
@@ -218,16 +220,16 @@ class ProcessPool:
         reason: raised by later calls and by calls that another thread waits for, unless the pool has ended before.
         """
         self.kill(reason)
-        self._processes.wait_until_gone()
+        self.processes.wait_until_gone()
 
     def kill(self, reason: MegatronRLError | None = None) -> None:
         """Shut down without waiting."""
         self.failure_domain.decide(reason or WorkerFailure("the pool was shut down"))
         is_free = self._ending.acquire(timeout=CALL_LIMIT_S)  # a call into a lost launcher may never return
         try:
-            if self._monitor is not None:
-                self._monitor.close()
-            self._processes.kill()
+            if self.monitor is not None:
+                self.monitor.close()
+            self.processes.kill()
         finally:
             if is_free:
                 self._ending.release()

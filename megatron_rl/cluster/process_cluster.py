@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -13,9 +14,16 @@ from megatron_rl.cluster.failure_domain import FailureDomain
 from megatron_rl.cluster.hosting import Hosting, phases_of
 from megatron_rl.cluster.launcher import Launcher, ProcessInfo, Ranks
 from megatron_rl.cluster.pool import ProcessPool
-from megatron_rl.cluster.replicas import ReplicatedPool
+from megatron_rl.cluster.ranks import ReplicaRanks
+from megatron_rl.cluster.replicas import ReplicatedPool, parts_of
 from megatron_rl.cluster.waiting import PoolFuture, get_all
-from megatron_rl.config.roles import PoolSpec
+from megatron_rl.config.roles import ElasticPool, PoolSpec
+from megatron_rl.errors import ConfigError
+
+ROOM_LIMIT_S = 30.0
+"""Seconds for the cluster to have room for the fewest replicas that a run needs."""
+OTHERS_S = 1.0
+"""Seconds that a start waits for the places of further replicas."""
 
 
 class ProcessCluster:
@@ -44,12 +52,20 @@ class ProcessCluster:
         with ExitStack() as opened:
             launcher = opened.enter_context(self._launcher)
             failure_domain, numbered = FailureDomain(named=len(self._specs) > 1), list[ProcessInfo]()
-            ranks = reserve_all(launcher, self._specs, opened)
+            elastic = self._hosting.elastic
+            ranks = reserve_all(launcher, [spec for spec in self._specs if spec.name not in elastic], opened)
+            parts = {name: ask_for_replicas(name, pool, launcher, opened) for name, pool in elastic.items()}
+            parts |= {
+                name: parts_of(name, ranks[name], size)
+                for name, size in self._hosting.replicated.items()
+                if name not in elastic
+            }
             if self._check is not None:
-                self._check(ranks)
+                given = {f"{name}/{part.number}": part for name in elastic for part in parts[name] if part.is_given}
+                self._check({**ranks, **given})
             for spec in self._specs:
                 if spec.name in self._hosting.replicated:
-                    self._replicate(spec, ranks[spec.name], failure_domain, numbered, opened)
+                    self._replicate(spec, parts[spec.name], failure_domain, numbered, opened)
                 else:
                     self.pools[spec.name] = pool = self._pool(spec, spec.name, ranks[spec.name], failure_domain)
                     opened.push(pool)
@@ -76,7 +92,7 @@ class ProcessCluster:
     def _replicate(
         self,
         spec: PoolSpec,
-        ranks: Ranks,
+        parts: Sequence[ReplicaRanks],
         failure_domain: FailureDomain,
         numbered: list[ProcessInfo],
         opened: ExitStack,
@@ -84,7 +100,7 @@ class ProcessCluster:
         def make(name: str, part: Ranks, own: FailureDomain) -> ProcessPool:
             return self._pool(spec, name, part, own)
 
-        pool = ReplicatedPool(spec.name, ranks, self._hosting.replicated[spec.name], make, numbered)
+        pool = ReplicatedPool(spec.name, parts, make, numbered)
         self.replicated[spec.name] = pool
         opened.callback(pool.end)
         failure_domain.on_end.append(pool.end)
@@ -117,6 +133,33 @@ def reserve_all(launcher: Launcher, specs: Sequence[PoolSpec], opened: ExitStack
     others = {spec.name: [other.size for other in specs if other is not spec] for spec in specs}
     reserved = {spec.name: launcher.reserve(spec.size, others[spec.name]) for spec in specs}
     return {name: opened.enter_context(places) for name, places in reserved.items()}
+
+
+def ask_for_replicas(name: str, pool: ElasticPool, launcher: Launcher, opened: ExitStack) -> list[ReplicaRanks]:
+    """Ask for the places of all replicas, each its own, until `opened` is closed; wait for the fewest that are needed.
+
+    Raises ConfigError where these are not there after ROOM_LIMIT_S.
+    """
+    parts = []
+    for number in range(pool.max_replicas):
+        ranks = launcher.ask(pool.replica)
+        opened.callback(ranks.give_back)
+        size, names = ranks.world_size, f"{name}/{number}"
+        parts.append(ReplicaRanks(names, ranks, number, size, place=0, num_replicas=pool.max_replicas, drains=True))
+    started = time.monotonic()
+    while (num_given := sum(part.is_given for part in parts)) < pool.max_replicas:
+        waited_s = time.monotonic() - started
+        if num_given >= pool.min_replicas and waited_s > OTHERS_S:
+            break
+        if waited_s > ROOM_LIMIT_S:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.min_replicas={pool.min_replicas} x {pool.replica.world_size} rank(s), and "
+                f"the cluster has room for {num_given} replica(s) beside the other pools after {ROOM_LIMIT_S:g} s; "
+                f"nearest: min_replicas={max(1, num_given)}, or more nodes (`ray start --address=...` on each)",
+                is_shortage=True,
+            )
+        time.sleep(0.1)
+    return parts
 
 
 def stacks_file(file: Path, pool: str) -> Path:

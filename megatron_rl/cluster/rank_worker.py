@@ -8,6 +8,7 @@ import functools
 import os
 import pickle
 import secrets
+import signal
 import socket
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 from megatron_rl.cluster.failures import RankFailure, describe
 from megatron_rl.cluster.handle import HOST
 from megatron_rl.cluster.heartbeat import Heartbeat, MonitorAddress
+from megatron_rl.cluster.leftovers import DRAINS
 from megatron_rl.cluster.loading import without_collections
 from megatron_rl.cluster.rank_messages import Payload, RankFailed, dumps
 from megatron_rl.cluster.ranks import LOOPBACK
@@ -104,7 +106,13 @@ class RankWorker:
             return coordinates
 
         os.environ.update(env)
-        self._heartbeat = Heartbeat(self._rank, monitor)
+        self._heartbeat = heartbeat = Heartbeat(self._rank, monitor)
+        if DRAINS in os.environ:
+
+            def note(number: int, frame: object) -> None:
+                heartbeat.got_sigterm = True
+
+            signal.signal(signal.SIGTERM, note)
         self._place = self._attempt(role, "__init__", build)
         return self._place
 

@@ -6,26 +6,39 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_rl.cluster.launcher import VISIBLE_GPUS, ProcessInfo, RankProcess, Ranks
-from megatron_rl.cluster.leftovers import REPLICA
+from megatron_rl.cluster.leftovers import DRAINS, REPLICA
 
 LOOPBACK = "127.0.0.1"
 
 
 class ReplicaRanks(Ranks):
-    """Ranks [number * size, (number + 1) * size) of a reservation, as a world of their own.
+    """Ranks [place * size, (place + 1) * size) of a reservation, as a world of their own.
 
-    Their environment also has POOL_REPLICA (the number), POOL_REPLICAS (the number of replicas in the reservation),
-    POOL_FIRST_RANK (`first`) and `leftovers.REPLICA` (the replica's name). Raises ValueError where the reservation has
-    no such ranks.
+    number: of the replica, which is its place where the reservation has all `num_replicas` of them. Their environment
+    also has POOL_REPLICA (the number), POOL_REPLICAS (how many there are), POOL_FIRST_RANK (the ranks of replicas with
+    smaller numbers) and `leftovers.REPLICA` (the replica's name); with `drains` also DRAINS. Raises ValueError where
+    the reservation has no such ranks.
     """
 
-    def __init__(self, name: str, whole: Ranks, number: int, size: int) -> None:
-        if size < 1 or whole.world_size % size or not 0 <= number < whole.world_size // size:
-            raise ValueError(f"{whole.world_size} ranks have no replica {number} of {size} ranks each")
-        self._name, self._whole, self._number = name, whole, number
+    def __init__(
+        self,
+        name: str,
+        whole: Ranks,
+        number: int,
+        size: int,
+        *,
+        place: int | None = None,
+        num_replicas: int | None = None,
+        drains: bool = False,
+    ) -> None:
+        place = number if place is None else place
+        if size < 1 or whole.world_size % size or not 0 <= place < whole.world_size // size:
+            raise ValueError(f"{whole.world_size} ranks have no replica {place} of {size} ranks each")
+        self._name, self._whole, self._drains = name, whole, drains
+        self.number, self._num_replicas = number, num_replicas or whole.world_size // size
         per_node = whole.num_ranks_per_node
         fits = per_node % size == 0 or size % per_node == 0
-        super().__init__(size, min(size, per_node) if fits else 1, number * size, per_node)
+        super().__init__(size, min(size, per_node) if fits else 1, place * size, per_node)
 
     def device_index(self, rank: int) -> int:
         """The reservation's index where each process sees its own device only, else the `local_rank`."""
@@ -49,13 +62,25 @@ class ReplicaRanks(Ranks):
     def run_id(self) -> str:
         return self._whole.run_id
 
+    def ask(self) -> None:
+        self._whole.ask()
+
+    @property
+    def is_given(self) -> bool:
+        return self._whole.is_given
+
+    def give_back(self) -> None:
+        self._whole.give_back()
+
     @property
     def variables(self) -> dict[str, str]:
+        drains = {DRAINS: "1"} if self._drains else {}
         return self._whole.variables | {
             REPLICA: self._name,
-            "POOL_REPLICA": str(self._number),
-            "POOL_REPLICAS": str(self._whole.world_size // self.world_size),
-            "POOL_FIRST_RANK": str(self.first),
+            "POOL_REPLICA": str(self.number),
+            "POOL_REPLICAS": str(self._num_replicas),
+            "POOL_FIRST_RANK": str(self.number * self.world_size),
+            **drains,
         }
 
 

@@ -33,6 +33,12 @@ class RayLauncher(RaySession):
         """Return the places, to be entered."""
         return RayRanks(size, self._device_kind, self, others=others)
 
+    def ask(self, size: PoolSize) -> RayRanks:
+        """Ask Ray for the places, which it, or its autoscaler, may have later."""
+        ranks = RayRanks(size, self._device_kind, self)
+        ranks.ask()
+        return ranks
+
     def shortage(self, sizes: Sequence[PoolSize]) -> str:
         """Return a message when living nodes have no room for pools of these sizes, were they empty, else "".
 

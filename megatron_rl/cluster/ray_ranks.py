@@ -67,14 +67,31 @@ class RayRanks(Ranks):
         try:
             self._reserve()
         except BaseException:
-            self._give_back()
+            self.give_back()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._give_back()
+        self.give_back()
+
+    def ask(self) -> None:
+        node = {kind: count * self.num_ranks_per_node for kind, count in self._bundle.items()}
+        self._group = placement_group([node] * self._size.num_nodes, strategy="SPREAD")
+
+    @property
+    def is_given(self) -> bool:
+        return self._group is not None and not self.is_lost and bool(self._group.wait(0))
+
+    def give_back(self) -> None:
+        agents, self._agents = self._agents, {}
+        if not self.is_lost and ray.is_initialized():
+            for agent in agents.values():
+                ray.kill(agent)
+            if self._group is not None:
+                remove_placement_group(self._group)
+        self._group = None
 
     def device_index(self, rank: int) -> int:
         """0 on CUDA, where each process sees its own GPU only, else the `local_rank`."""
@@ -120,10 +137,9 @@ class RayRanks(Ranks):
 
     def _reserve(self) -> None:
         """Raises ConfigError: soon where the cluster is too small, after a longer wait where it is occupied."""
-        node = {kind: count * self.num_ranks_per_node for kind, count in self._bundle.items()}
         self._require_enough()
-        self._group = placement_group([node] * self._size.num_nodes, strategy="SPREAD")
-        if not self._group.wait(READY_LIMIT_S):
+        self.ask()
+        if self._group is None or not self._group.wait(READY_LIMIT_S):
             raise ConfigError(
                 f"the cluster cannot give {asked(self._size)} x [{listing(self._bundle)}] each within "
                 f"{READY_LIMIT_S:g} s: it has [{listing(ray.cluster_resources())}] in all, "
@@ -142,15 +158,6 @@ class RayRanks(Ranks):
     def _shortage(self) -> str:
         living = [node["Resources"] for node in living_nodes()]
         return shortage(living, [self._size, *self._others], self._bundle)
-
-    def _give_back(self) -> None:
-        agents, self._agents = self._agents, {}
-        if not self.is_lost and ray.is_initialized():
-            for agent in agents.values():
-                ray.kill(agent)
-            if self._group is not None:
-                remove_placement_group(self._group)
-        self._group = None
 
 
 class RayRankProcess:

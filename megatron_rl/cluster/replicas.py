@@ -7,6 +7,9 @@
     starting = replica.restart()                      # returns at once; another future for wait_any
     starting.get()
 
+Replicas of an elastic pool (`ElasticPool`) come and go: `leave` ends one and gives its places back, `ask_for_place`
+asks for others, and `restart` starts it once `has_place`.
+
 One thread drives all replicas: only it uses them, their handles and their futures. Any thread may call
 `ReplicatedPool.end`; then `ClusterEnded` is raised in the driving thread by everything that it waits for or calls.
 """
@@ -41,15 +44,18 @@ class ClusterEnded(WorkerFailure):
 class Replica:
     """Consecutive ranks of a pool. number: its index among the replicas; name: the pool's name and the number.
 
-    pool: the pool of its present start. make: makes the pool of each start. numbered: see `ProcessPool.begin`.
+    pool: the pool of its present start. make: makes the pool of each start. numbered: see `ProcessPool.begin`. is_away:
+    it has no processes: it has not been started, or has left.
     """
 
     def __init__(
         self, name: str, number: int, ranks: ReplicaRanks, make: MakePool, numbered: list[ProcessInfo]
     ) -> None:
         self.name, self.number = name, number
-        self.ranks = range(ranks.first, ranks.first + ranks.world_size)
+        first = ranks.number * ranks.world_size
+        self.ranks = range(first, first + ranks.world_size)
         self.num_restarts = 0
+        self.is_away = True
         self._ranks, self._make, self._numbered = ranks, make, numbered
         self._changing = threading.Lock()
         self._over: MegatronRLError | None = None
@@ -64,6 +70,31 @@ class Replica:
     def error(self) -> MegatronRLError | None:
         """The error that ended its present processes; None until a call or a wait has noticed it."""
         return self.pool.failure_domain.error
+
+    @property
+    def hosts(self) -> set[str]:
+        """Addresses of the nodes of its ranks; empty until they are up."""
+        return {process.host for process in self.pool.processes.infos}
+
+    @property
+    def got_sigterm(self) -> bool:
+        """Whether a process of it was given SIGTERM since its start; only where its ranks have DRAINS."""
+        monitor = self.pool.monitor
+        return monitor is not None and any(sign.got_sigterm for sign in monitor.signs.values())
+
+    @property
+    def has_place(self) -> bool:
+        """Whether its places are there."""
+        return self._ranks.is_given
+
+    def ask_for_place(self) -> None:
+        """Ask for places after `leave`; do not wait."""
+        self._ranks.ask()
+
+    def spawn(self) -> None:
+        """Start the processes for the first time and do not wait."""
+        self.is_away = False
+        self.pool.spawn()
 
     def handle(self, role: str, kind: type[Kind]) -> Kind:
         """Like `ProcessPool.handle`; after a restart its methods call the new processes."""
@@ -89,6 +120,7 @@ class Replica:
                 raise self._over.with_traceback(None)
             self.pool = pool = self._new_pool()
         self.num_restarts += 1
+        self.is_away = False
         pool.spawn()
         return self.begin(timeout_s)
 
@@ -104,6 +136,12 @@ class Replica:
     def stop(self, reason: str) -> None:
         """Kill the processes and wait for their end, to give the replica up; later calls name the reason."""
         self._end(f"the replica {self.name} was stopped: {reason}")
+
+    def leave(self, reason: str) -> None:
+        """Kill the processes, wait for their end and give their places back; `restart` may start it again."""
+        self._end(f"the replica {self.name} has left: {reason}")
+        self._ranks.give_back()
+        self.is_away = True
 
     def kill(self, error: MegatronRLError) -> None:
         """Kill the processes, do not wait, and never start others; from any thread."""
@@ -121,33 +159,37 @@ class Replica:
         return self._make(self.name, self._ranks, FailureDomain(named=True))
 
 
+def parts_of(name: str, whole: Ranks, size: int) -> list[ReplicaRanks]:
+    """Cut a reservation into replicas of `size` ranks. Raises ValueError where `size` does not divide it."""
+    if size < 1 or whole.world_size % size:
+        raise ValueError(f"replicas of {size} ranks do not divide the {whole.world_size} ranks of pool {name}")
+    return [ReplicaRanks(f"{name}/{number}", whole, number, size) for number in range(whole.world_size // size)]
+
+
 class ReplicatedPool:
-    """All replicas of one pool, of `size` ranks each. numbered: see `ProcessPool.begin`; all pools share the list.
+    """All replicas of one pool. numbered: see `ProcessPool.begin`; all pools share the list."""
 
-    Raises ValueError where `size` does not divide the ranks.
-    """
-
-    def __init__(self, name: str, ranks: Ranks, size: int, make: MakePool, numbered: list[ProcessInfo]) -> None:
-        if size < 1 or ranks.world_size % size:
-            raise ValueError(f"replicas of {size} ranks do not divide the {ranks.world_size} ranks of pool {name}")
+    def __init__(self, name: str, parts: Sequence[ReplicaRanks], make: MakePool, numbered: list[ProcessInfo]) -> None:
         self.name = name
-        self.replicas = [
-            Replica(f"{name}/{number}", number, ReplicaRanks(f"{name}/{number}", ranks, number, size), make, numbered)
-            for number in range(ranks.world_size // size)
-        ]
+        self.replicas = [Replica(f"{name}/{part.number}", part.number, part, make, numbered) for part in parts]
 
     def spawn(self) -> None:
-        """Start all processes and do not wait."""
+        """Start the processes of all replicas that have their places, and do not wait."""
         for replica in self.replicas:
-            replica.pool.spawn()
+            if replica.has_place:
+                replica.spawn()
 
     def wait_for_processes(self) -> list[ProcessInfo]:
         """Wait until all processes are up; return where they run."""
-        return [process for replica in self.replicas for process in replica.pool.wait_for_processes()]
+        return [process for replica in self._started for process in replica.pool.wait_for_processes()]
 
     def begin(self) -> Sequence[PoolFuture[None]]:
         """Begin the rest of every replica's start."""
-        return [replica.begin() for replica in self.replicas]
+        return [replica.begin() for replica in self._started]
+
+    @property
+    def _started(self) -> list[Replica]:
+        return [replica for replica in self.replicas if not replica.is_away]
 
     def end(self, reason: MegatronRLError | None = None) -> None:
         """Kill all processes in whatever state they are, and start no others; from any thread, and repeatedly.

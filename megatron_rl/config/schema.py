@@ -34,6 +34,7 @@ from megatron_rl.config.constraints import (
 from megatron_rl.config.declarations import KL_ESTIMATES
 from megatron_rl.config.distillation_keys import DistillationConfig
 from megatron_rl.config.eight_bit_rollouts import EightBitRollouts
+from megatron_rl.config.elastic_replicas import ElasticReplicas
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.megatron import MegatronConfig, OptimConfig, follow_actor, follows
 from megatron_rl.config.multi_turn import MultiTurnConfig
@@ -240,7 +241,7 @@ class ValKwargsConfig:
 
 
 @dataclass
-class RolloutConfig(EightBitRollouts):
+class RolloutConfig(EightBitRollouts, ElasticReplicas):
     name: Annotated[str, OneOf(("vllm",))] = "vllm"
     """Generation engine; vllm is the only one."""
     pool: str = "${actor_rollout_ref.actor.pool}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 
-from megatron_rl.config.roles import Placement, PoolSize
+from megatron_rl.config.roles import PoolSize, needed_pools
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.ledger.planner.preflight import preflight
 
@@ -23,5 +23,5 @@ def smaller(config: RunConfig) -> Iterator[RunConfig]:
 
 
 def sizes_of(config: RunConfig) -> Sequence[PoolSize]:
-    """Sizes of the pools of a run."""
-    return [pool.size for pool in Placement.of(config).pools.values()]
+    """Sizes of the pools that a run needs."""
+    return [pool.size for pool in needed_pools(config)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -12,12 +13,13 @@ from megatron_rl.agents.episode import Reply
 from megatron_rl.checkpoint.storage import storing
 from megatron_rl.cluster.replicas import ReplicatedPool
 from megatron_rl.config.algorithms import estimator_traits
-from megatron_rl.config.roles import ROLLOUT, Placement
+from megatron_rl.config.roles import ROLLOUT, Placement, elastic_pools
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.errors import ConfigError
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.rollout import Rollout
+from megatron_rl.sampling.drain_notices import DRAIN_FILE, DrainNotices
 from megatron_rl.sampling.group_filter import GroupFilter
 from megatron_rl.sampling.journal import (
     SCHEDULE_FILE,
@@ -78,6 +80,23 @@ def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Rules:
     )
 
 
+def num_replicas_of(config: RunConfig, placement: Placement) -> int:
+    """The replicas of the rollout, at most where they come and go."""
+    pool = placement.pool_of(ROLLOUT)
+    if (elastic := elastic_pools(config).get(pool.name)) is not None:
+        return elastic.max_replicas
+    return pool.world_size // config.actor_rollout_ref.rollout.tensor_model_parallel_size
+
+
+def with_all_replicas(config: RunConfig, replay: Path | None) -> RunConfig:
+    """The configuration of a run, in a replay with all replicas from the start: a replay cannot lose one."""
+    pools = [] if replay is None else list(elastic_pools(config).values())
+    for pool in pools:
+        config = copy.deepcopy(config)
+        config.actor_rollout_ref.rollout.min_replicas = pool.max_replicas
+    return config
+
+
 def settings_of(rules: Rules, config: RunConfig) -> dict[str, Any]:
     """Settings that a replayed schedule must have in common with the run that recorded it."""
     # What awaits_turns says follows from others, which older schedules have.
@@ -134,7 +153,7 @@ def open_schedule(
     """
     start = folder.start
     rules = rules_of(config, placement, start.step + 1)
-    num_replicas = placement.pool_of(ROLLOUT).world_size // config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    num_replicas = num_replicas_of(config, placement)
     if config.trainer.rollouts_from is not None:
         sizes = config.batch_sizes.num_samples
         check_record(Path(config.trainer.rollouts_from), rules.first_step, rules.num_steps_total, sizes)
@@ -176,7 +195,9 @@ def open_sampler(
         if sources.config.trainer.rollouts_from is not None:
             kind = RecordedSampler
         return kind(schedule, sources, rollout, None if Placement.of(sources.config).is_colocated else actor)
-    ahead = ReplicaSampler(schedule, sources, rollout.replicas, actor, *checks)
+    keys, folder = sources.config.actor_rollout_ref.rollout, Path(sources.config.trainer.default_local_dir)
+    notices = opened.enter_context(DrainNotices(folder / DRAIN_FILE, keys.drain_url, sources.logger.warn))
+    ahead = ReplicaSampler(schedule, sources, rollout.replicas, actor, *checks, notices)
     opened.enter_context(ahead.driver)
     ahead.weights.open()
     return ahead

@@ -13,7 +13,7 @@ from megatron_rl.cluster.heartbeat_monitor import STACKS_FILE, HeartbeatLimits
 from megatron_rl.cluster.hosting import Hosting, PoolOptions
 from megatron_rl.cluster.launcher import Launcher
 from megatron_rl.cluster.process_cluster import ProcessCluster, reserve_all
-from megatron_rl.config.roles import REFERENCE, ROLLOUT, Placement
+from megatron_rl.config.roles import REFERENCE, ROLLOUT, Placement, elastic_pools, needed_pools
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.trainer import LOCAL
 from megatron_rl.controller.checked_nodes import checks_nodes, rules_of
@@ -170,7 +170,11 @@ def make_launcher(config: RunConfig, placement: Placement, options: PoolOptions,
         return LocalLauncher(device, modules, options.env)
     from megatron_rl.cluster.ray_launcher import RayLauncher
 
-    return RayLauncher(placement.world_size, device, modules, options.env)
+    further = sum(
+        max(0, pool.max_replicas * pool.replica.world_size - placement.pools[name].world_size)
+        for name, pool in elastic_pools(config).items()
+    )
+    return RayLauncher(placement.world_size + further, device, modules, options.env)
 
 
 def node_check(config: RunConfig, options: PoolOptions, say: Callable[[str], None]) -> NodeCheck:
@@ -188,7 +192,7 @@ def check_nodes(config: RunConfig, say: Callable[[str], None]) -> None:
     modules = () if config.trainer.device == "cuda" else ("megatron_rl.node_check.checked_rank",)
     with ExitStack() as opened:
         launcher = opened.enter_context(make_launcher(config, placement, options, modules))
-        node_check(config, options, say)(reserve_all(launcher, [*placement.pools.values()], opened))
+        node_check(config, options, say)(reserve_all(launcher, needed_pools(config), opened))
 
 
 def hosting_of(config: RunConfig, placement: Placement, observer: CallObserver) -> Hosting:
@@ -205,6 +209,7 @@ def hosting_of(config: RunConfig, placement: Placement, observer: CallObserver) 
         limits=limits,
         observer=observer,
         replicated=replicated_pools(config, placement),
+        elastic=elastic_pools(config),
         sees_node=options.sees_node,
     )
 

@@ -20,7 +20,7 @@ from megatron_rl.config.steps import with_steps
 from megatron_rl.controller.algorithm import Algorithm
 from megatron_rl.controller.lifecycle import Lifecycle, StopPolicy
 from megatron_rl.controller.open_episodes import open_episodes, with_tools
-from megatron_rl.controller.open_sampler import open_sampler, open_schedule
+from megatron_rl.controller.open_sampler import open_sampler, open_schedule, with_all_replicas
 from megatron_rl.controller.opening import OpenRun, RunPools, raise_failures, take_folder
 from megatron_rl.controller.plan_file import write_plan
 from megatron_rl.controller.pretraining import Pretraining
@@ -124,7 +124,7 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
     with ExitStack() as opened:
         placement = Placement.of(config)
         tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
-        config = with_tools(config)
+        config = with_tools(with_all_replicas(config, replay))
         data = Data.read(config, tokenizer)
         config = with_steps(with_kv_cache(config, hardware_here(config)), len(data.train))
         alone = check_sources(config, data.sources)

@@ -50,6 +50,7 @@ class AsyncMetrics:
             "rollout/pause_s": max((report.swap_seconds for report in reports), default=0.0),
             "rollout/replicas": float(num_replicas),
             "rollout/replicas_lost": float(self._slots.num_lost),
+            "rollout/replicas_left": float(self._slots.num_left),
             "trainer/idle_share": min(1.0, self._waited_s / elapsed),
         }
         self._since, self._waited_s, self._counts = now, 0.0, counts

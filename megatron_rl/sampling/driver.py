@@ -65,6 +65,7 @@ class Driver:
         self._hold: Hold | None = None
         self._error: BaseException | None = None
         self._ends = False
+        self._is_sending = False
         self._next_check = 0.0
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
 
@@ -129,6 +130,17 @@ class Driver:
                 self.backlog.decider.admits = True
                 self._changed.notify_all()
 
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """No replica leaves inside, because it takes part in a transfer."""
+        with self._changed:
+            self._is_sending = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_sending = False
+
     # For the thread
 
     def call(
@@ -169,28 +181,59 @@ class Driver:
     def _run(self) -> None:
         try:
             for slot in self.slots.all:
-                self.build(slot)
+                if slot.state is not State.AWAY:
+                    self.build(slot)
+                    continue
+                with self._changed:
+                    self.backlog.lost(slot.number)
             while not self._ends:
                 self._do_jobs()
                 self._give_orders()
                 self.collect(TICK_S)
                 self._take_replies()
-                self._check_replicas()
+                self._check_replicas_if_due()
+                self._let_leave()
         except BaseException as error:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
-    def _check_replicas(self) -> None:
-        """Notice that a replica without a running call has failed."""
-        if time.monotonic() < self._next_check:
-            return
-        self._next_check = time.monotonic() + CHECK_S
+    def check_replicas(self) -> None:
+        """Notice that a replica has failed, also outside of a call."""
         for slot in self.slots.present:
             try:
                 slot.replica.raise_if_failed()
             except MegatronRLError as error:
                 self._lost(slot, error)
+
+    def _check_replicas_if_due(self) -> None:
+        """Look at all replicas, and at the notices of those that come and go."""
+        if time.monotonic() < self._next_check:
+            return
+        self._next_check = time.monotonic() + CHECK_S
+        self.check_replicas()
+        if self.slots.elastic is not None:
+            self.slots.note_notices()
+            for slot in self.slots.all:
+                starting = self.slots.come(slot) if slot.state is State.AWAY else None
+                if starting is not None:
+                    self._calls[starting] = (slot, partial(self.build, slot))
+            self.slots.raise_if_too_few()
+
+    def _let_leave(self) -> None:
+        """End replicas that are to leave, between two slices and outside of transfers, saves and validations."""
+        for slot in self.slots.all:
+            may_end = slot.state in (State.GENERATING, State.JOINING, State.STARTING) and not slot.is_busy
+            if not slot.leaves or not may_end or slot.is_paused:
+                continue
+            with self._changed:
+                if self._hold is not None or self._is_sending:
+                    continue
+                self._drop_calls(slot)
+                if slot.state is State.GENERATING:
+                    self.backlog.lost(slot.number)
+                self.slots.left(slot)
+                self._changed.notify_all()
 
     def _take_replies(self) -> None:
         with self._changed:
@@ -213,6 +256,8 @@ class Driver:
                 continue
             with self._changed:
                 if self._hold is not None and not self._must_go_on():
+                    continue
+                if slot.leaves and self._hold is None:
                     continue
                 order = self.backlog.next_slice(slot.number)
                 if order is not None:
@@ -245,8 +290,7 @@ class Driver:
             self.backlog.done(report)
 
     def _lost(self, slot: ReplicaSlot, error: MegatronRLError) -> None:
-        for future in [future for future, (owner, _) in self._calls.items() if owner is slot]:
-            del self._calls[future]
+        self._drop_calls(slot)
         with self._changed:
             if slot.state is State.GENERATING:
                 self.backlog.lost(slot.number)
@@ -254,6 +298,10 @@ class Driver:
             self._changed.notify_all()
         if starting is not None:
             self._calls[starting] = (slot, partial(self.build, slot))
+
+    def _drop_calls(self, slot: ReplicaSlot) -> None:
+        for future in [future for future, (owner, _) in self._calls.items() if owner is slot]:
+            del self._calls[future]
 
 
 def advance(order: Slice, slot: ReplicaSlot) -> Future[Any]:

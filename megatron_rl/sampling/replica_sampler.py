@@ -12,9 +12,10 @@ from megatron_rl.records import Batch, Prompts, Sampling
 from megatron_rl.roles.actor import Actor
 from megatron_rl.sampling.asked import Asked, ask_replicas
 from megatron_rl.sampling.async_metrics import AsyncMetrics, SpeedWarning
+from megatron_rl.sampling.drain_notices import DrainNotices
 from megatron_rl.sampling.driver import Driver
 from megatron_rl.sampling.journal import Counted
-from megatron_rl.sampling.replica_states import ReplicaSlots
+from megatron_rl.sampling.replica_states import Elastic, ReplicaSlots
 from megatron_rl.sampling.sampler import Sampler, Schedule, Sources
 from megatron_rl.sampling.weight_sync import ReplicaWeights
 from megatron_rl.scoring.sampled_batch import SampledBatch
@@ -31,13 +32,16 @@ class ReplicaSampler(Sampler):
         actor: Actor,
         check_pools: Callable[[], None],
         check_stop: Callable[[], None],
+        notices: DrainNotices,
     ) -> None:
         """check_pools: raises if another pool has failed. check_stop: raises if the run is to stop instead of
-        waiting.
+        waiting. notices: say which replicas of an elastic pool are to leave.
         """
         super().__init__(schedule, sources)
         keys = self.config.async_training
-        slots = ReplicaSlots(replicas, keys.max_replica_restarts, self.logger.warn)
+        rollout, wait_s = self.config.actor_rollout_ref.rollout, self.config.trainer.repair_wait_s
+        elastic = Elastic(rollout.min_replicas, notices, wait_s, rollout.drain_s) if rollout.is_elastic else None
+        slots = ReplicaSlots(replicas, keys.max_replica_restarts, self.logger.warn, elastic)
         self.driver = Driver(slots, self.backlog, check_pools, keys.second_buffer)
         self.weights = ReplicaWeights(actor, self.driver, keys.second_buffer, self.rules.first_step - 1)
         self.metrics = AsyncMetrics(slots, self.logger.clock.ran, self.backlog.decider.counts)

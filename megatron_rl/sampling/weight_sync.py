@@ -98,6 +98,8 @@ class ReplicaWeights:
     def _connect_once(self) -> str:
         """Try once; return why it failed, or ""."""
         self._connected = {}
+        # The others would wait for a replica that has just died.
+        self._driver.ask(self._driver.check_replicas)
         with self._paused() as slots:
             restarts, first = restarts_of(slots), 0
             address = self._actor.offer_bridge(sum(slot.num_ranks for slot in slots)).get()
@@ -140,6 +142,13 @@ class ReplicaWeights:
 
         Joining replicas receive them too and generate from then on.
         """
+        with self._driver.sending():
+            reports = self._send(version, backlog)
+            self.version = version
+            self._let_joining_generate(backlog)
+        return reports
+
+    def _send(self, version: int, backlog: Backlog) -> Sequence[TransitionReport]:
         while True:
             present = self._driver.slots.present
             if not present:
@@ -156,10 +165,7 @@ class ReplicaWeights:
                 continue
             reports = self._transfer(version, present, in_use)
             if reports is not None:
-                break
-        self.version = version
-        self._let_joining_generate(backlog)
-        return reports
+                return reports
 
     def _transfer(
         self, version: int, slots: Sequence[ReplicaSlot], in_use: dict[int, int]

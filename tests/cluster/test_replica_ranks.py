@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from megatron_rl.cluster.hosting import Hosting
 from megatron_rl.cluster.in_process import InProcessCluster
-from megatron_rl.cluster.leftovers import REPLICA
+from megatron_rl.cluster.leftovers import DRAINS, REPLICA
 from megatron_rl.cluster.local_launcher import LocalLauncher
 from megatron_rl.cluster.process_cluster import ProcessCluster
 from megatron_rl.cluster.ranks import ReplicaRanks
 from megatron_rl.cluster.ray_ranks import RayRanks
 from megatron_rl.cluster.ray_session import RaySession
-from megatron_rl.cluster.replicas import ReplicatedPool
+from megatron_rl.cluster.replicas import parts_of
 from megatron_rl.config.roles import PoolSize, PoolSpec
 
 
@@ -58,7 +58,7 @@ def test_replicas_share_out_all_ranks(num_nodes: int, per_node: int, size: int) 
         with pytest.raises(ValueError, match=f"{whole.world_size} ranks have no replica 0 of {size} ranks"):
             ReplicaRanks("rollout/0", whole, 0, size)
         with pytest.raises(ValueError, match=f"replicas of {size} ranks do not divide the {whole.world_size} ranks"):
-            ReplicatedPool("rollout", whole, size, lambda *_: None, [])
+            parts_of("rollout", whole, size)
         return
     found = parts(num_nodes, per_node, size)
     assert [rank for one in found for rank in range(one.first, one.first + size)] == list(range(num_nodes * per_node))
@@ -76,6 +76,16 @@ def test_replicas_share_out_all_ranks(num_nodes: int, per_node: int, size: int) 
             assert (one.local_rank(rank), one.local_world_size(rank)) == (mates.index(rank), len(mates))
     with pytest.raises(ValueError, match="ranks have no replica"):
         ReplicaRanks("rollout/x", whole, len(found), size)
+
+
+def test_a_replica_with_a_reservation_of_its_own() -> None:
+    """The third of four replicas, on two nodes of two ranks that are its own: places count from 0, names from 2."""
+    own = RayRanks(PoolSize(2, 2), "cpu", RaySession(1))
+    part = ReplicaRanks("rollout/2", own, 2, 4, place=0, num_replicas=4, drains=True)
+    assert (part.first, [part.local_rank(rank) for rank in range(4)]) == (0, [0, 1, 0, 1])
+    names = {REPLICA: "rollout/2", "POOL_REPLICA": "2", "POOL_REPLICAS": "4", "POOL_FIRST_RANK": "8", DRAINS: "1"}
+    assert part.variables == names
+    assert not part.is_given  # nobody has asked
 
 
 def test_clusters_refuse_what_they_cannot_replicate() -> None:

@@ -117,7 +117,7 @@ def test_the_rank_that_its_peers_wait_for_is_named_with_its_stack(pair: Ranks, t
     """One sleeps, the other is in a barrier. Would not catch two ranks that wait for each other."""
     limits = HeartbeatLimits(stall_timeout_s=10, stacks_file=tmp_path / "stacks.txt")
     with ProcessPool("toys", pair, FragileWorker, -1, True) as group:
-        group._monitor.limits = limits  # not before: to import torch may take longer
+        group.monitor.limits = limits  # not before: to import torch may take longer
         pids = group.pids
         with pytest.raises(WorkerStall) as raised:
             group.host(FragileWorker).barrier_all_but(1).get(timeout=60)

@@ -6,13 +6,15 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_rl.config.keys import CORRECTION
-from megatron_rl.config.roles import ACTOR, ROLLOUT, roles_of
+from megatron_rl.config.keys import ROLLOUT as ROLLOUT_KEY
+from megatron_rl.config.roles import ACTOR, ROLLOUT, pool_sizes, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
 
 AHEAD = "trainer.rollout_ahead"
 PARTIAL = "async_training.partial_rollout"
 SYNC = "async_training.trigger_parameter_sync_step"
+DETERMINISTIC = "async_training.deterministic"
 
 
 def async_problems(config: RunConfig) -> Iterable[Violation]:
@@ -20,6 +22,7 @@ def async_problems(config: RunConfig) -> Iterable[Violation]:
     if config.trainer.rollout_ahead < 0 or config.async_training.trigger_parameter_sync_step < 1:
         return
     yield from _sync_problems(config)
+    yield from _elastic_problems(config)
     if not config.samples_ahead:
         return
     yield from _stale_problems(config)
@@ -67,6 +70,35 @@ def _stale_problems(config: RunConfig) -> Iterable[Violation]:
             "tokens are trained that older weights drew, and nothing would correct for that"
         )
         yield Violation({key: None}, rule, {key: "token"})
+
+
+def _elastic_problems(config: RunConfig) -> Iterable[Violation]:
+    """Rules of replicas that join and leave."""
+    rollout = config.actor_rollout_ref.rollout
+    low, high = f"{ROLLOUT_KEY}.min_replicas", f"{ROLLOUT_KEY}.max_replicas"
+    most = {low: rollout.min_replicas, high: rollout.max_replicas}
+    if min(rollout.min_replicas, rollout.max_replicas) < 0:
+        return
+    if not rollout.is_elastic:
+        if rollout.max_replicas:
+            yield Violation(most, f"needs {low} >= 1: without it all replicas stay", {low: 1})
+        return
+    pools, sizes = {role.kind: role.pool for role in roles_of(config)}, pool_sizes(config)
+    if not config.samples_ahead or pools[ROLLOUT] == pools[ACTOR]:
+        rule = f"needs a rollout pool of its own (actor_rollout_ref.hybrid_engine=false) and {AHEAD} >= 1"
+        yield Violation({low: rollout.min_replicas}, f"{rule}: only there are replicas", {low: 0})
+        return
+    if config.async_training.deterministic:
+        rule = (
+            f"must be 0 with {DETERMINISTIC}=true: that schedule follows from the configuration, not from who is there"
+        )
+        yield Violation({low: rollout.min_replicas, DETERMINISTIC: True}, rule, {DETERMINISTIC: False})
+    if pools[ROLLOUT] not in sizes:
+        return
+    num_replicas = sizes[pools[ROLLOUT]].world_size // rollout.tensor_model_parallel_size
+    if rollout.min_replicas > (rollout.max_replicas or num_replicas):
+        of = f"{high}={rollout.max_replicas}" if rollout.max_replicas else f"the {num_replicas} replicas of the pool"
+        yield Violation({low: rollout.min_replicas}, f"must be <= {of}", {low: rollout.max_replicas or num_replicas})
 
 
 def asked_ahead(config: RunConfig) -> str:

@@ -1,0 +1,72 @@
+"""Notices that replicas are to leave: lines of a file in the run's folder, and of a URL."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Set
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from urllib.error import URLError
+from urllib.request import urlopen
+
+DRAIN_FILE = "drain"
+"""The file in the run's folder. A line is the number of a replica or the address of a node; # begins a remark."""
+READ_S = 5.0
+"""Seconds from one reading of the URL to the next, and the longest that one may take."""
+MOST_BYTES = 1 << 16
+
+
+class DrainNotices:
+    """A context manager; a thread reads the URL, if there is one. say: prints a line, from any thread."""
+
+    def __init__(self, file: Path, url: str | None, say: Callable[[str], None]) -> None:
+        self._file, self._url, self._say = file, url, say
+        self._from_url: frozenset[str] = frozenset()
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._read_url, name="drain notices", daemon=True)
+
+    def __enter__(self) -> Self:
+        if self._url is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ends.set()  # a reading may take READ_S more
+
+    def of(self, replica: int, hosts: Set[str]) -> str:
+        """The notice that names the replica, by its number or the address of a node of it; "" without one."""
+        names = {str(replica), *hosts}
+        try:
+            in_file = named_in(self._file.read_text(errors="replace"))
+        except FileNotFoundError:
+            in_file = frozenset()
+        for name in sorted(names & in_file):
+            return f"{self._file} names {name}"
+        for name in sorted(names & self._from_url):
+            return f"{self._url} names {name}"
+        return ""
+
+    def _read_url(self) -> None:
+        """Read again and again; what was read last counts where the URL does not answer."""
+        assert self._url is not None
+        has_said = False
+        while not self._ends.wait(READ_S):
+            try:
+                with urlopen(self._url, timeout=READ_S) as answer:
+                    self._from_url = named_in(answer.read(MOST_BYTES).decode(errors="replace"))
+                has_said = False
+            except (URLError, OSError, ValueError) as error:
+                if not has_said:
+                    self._say(
+                        f"actor_rollout_ref.rollout.drain_url={self._url} does not answer, and is asked on: {error}"
+                    )
+                has_said = True
+
+
+def named_in(text: str) -> frozenset[str]:
+    """The names in a notice, one in a line."""
+    lines = (line.partition("#")[0].strip() for line in text.splitlines())
+    return frozenset(line for line in lines if line)
