@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from megatron_rl.config.keys import is_key
 from megatron_rl.config.load import read_override
 from megatron_rl.config.tasks import PPO
 from megatron_rl.errors import ConfigError
-from megatron_rl.ledger.planner.checked import COMMANDS, checked
+from megatron_rl.ledger.planner.checked import COMMANDS, checked, commanded
 
 DEMO = r"train --config configs/demo_cpu\.yaml"
 KEYS = r"(?: [\w.]+=\S+)*"
@@ -52,6 +53,10 @@ EXECUTED = {
     r"megatron-rl train --config configs/agents/guess\.yaml": (
         "tests/e2e/test_pages_of_runs.py::test_every_tab_at_two_widths"
     ),
+    rf"megatron-rl train --config configs/async_cpu\.yaml .*min_replicas=\d+{KEYS}": (
+        "tests/e2e/test_elastic_replicas.py::test_replicas_leave_on_notices_and_come_back"
+    ),
+    r"echo 1 >> \S+/drain": "tests/e2e/test_elastic_replicas.py::test_replicas_leave_on_notices_and_come_back",
     r"megatron-rl train --config configs/split_cpu\.yaml": "tests/e2e/test_adapter_runs.py::test_adapters_over_pools",
     rf"megatron-rl train --config configs/async_cpu\.yaml --replay \S+{KEYS}": (
         "tests/e2e/test_async_runs.py::test_a_recorded_run_is_repeated_bit_for_bit"
@@ -210,8 +215,9 @@ def faults(typed: Typed) -> list[str]:
         return wrong
     if not (REPOSITORY / config).exists():
         return [f"no file {config}"]
-    task = {command: task for task, command in COMMANDS.items()}.get(str(name), PPO)
-    broken = map(str, checked(Path(config), overrides, without_files=True, task=task).violations)
+    task = {command: task for task, command in COMMANDS.items()}.get(str(name))
+    change = None if task is None else partial(commanded, task=task)
+    broken = map(str, checked(Path(config), overrides, True, change, task or PPO).violations)
     return [text for text in broken if not MADE.search(text)]
 
 

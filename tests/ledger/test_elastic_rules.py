@@ -10,6 +10,7 @@ from megatron_rl.config.load import load_config
 from megatron_rl.config.roles import elastic_pools, needed_pools
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.ledger.planner.preflight import preflight
+from megatron_rl.ledger.planner.repair_notes import elastic_notes
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ASYNC = Path("configs/async_cpu.yaml")
@@ -47,6 +48,14 @@ def test_only_a_pool_of_its_own_that_runs_ahead_has_replicas() -> None:
     config = loaded(f"{ROLLOUT}.min_replicas=1", config=Path("configs/demo_cpu.yaml"))
     problems = "\n".join(map(str, preflight(config)))
     assert "hybrid_engine=false" in problems and problems.endswith("nearest: 0")
+
+
+def test_the_plan_says_with_how_many_it_counts() -> None:
+    """Two replicas of the pool, of which one is needed and five may come; nothing where all stay."""
+    keys = (f"{ROLLOUT}.min_replicas=1", f"{ROLLOUT}.max_replicas=5")
+    note = "1 to 5 replicas of 1 rank(s) in rollout_pool: they come and go, and this plan counts with 2"
+    assert elastic_notes(loaded(*keys)) == [note]
+    assert elastic_notes(loaded()) == []
 
 
 def test_the_ranks_that_a_run_needs() -> None:

@@ -1,7 +1,8 @@
-"""What repairs of a run cost while nothing is lost: host memory for copies of the state."""
+"""What a run plans for losses: host memory for copies of the state, and replicas that come and go."""
 
 from __future__ import annotations
 
+from megatron_rl.config.roles import Placement, elastic_pools
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.ledger.planner.plan_tables import amount
 from megatron_rl.ledger.planner.run_models import PoolModels
@@ -14,6 +15,16 @@ def copied_bytes(pool: PoolModels) -> int:
     """Return the bytes that the largest rank of a pool copies after a step."""
     trained = [pool.ledger(role) for role in pool.spec.roles if role.is_trained]
     return max(sum(ledger.saved_bytes(stage) for ledger in trained) for stage in range(pool.grid.pp_size))
+
+
+def elastic_notes(config: RunConfig) -> list[str]:
+    """A sentence about every pool whose replicas come and go."""
+    pools = Placement.of(config).pools
+    return [
+        f"{pool.min_replicas} to {pool.max_replicas} replicas of {pool.replica.world_size} rank(s) in {name}: they "
+        f"come and go, and this plan counts with {pools[name].world_size // pool.replica.world_size}"
+        for name, pool in elastic_pools(config).items()
+    ]
 
 
 def repair_notes(config: RunConfig, pools: dict[str, PoolModels]) -> list[str]:

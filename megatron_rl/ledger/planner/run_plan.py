@@ -35,7 +35,7 @@ from megatron_rl.ledger.planner.plan_tables import (
     pools_table,
     usable_amount,
 )
-from megatron_rl.ledger.planner.repair_notes import repair_notes
+from megatron_rl.ledger.planner.repair_notes import elastic_notes, repair_notes
 from megatron_rl.ledger.planner.replay_rules import replay_notes
 from megatron_rl.ledger.planner.run_models import RunModels
 from megatron_rl.ledger.planner.step_time import StepTime, generation, step_load, step_time
@@ -193,7 +193,7 @@ class RunPlan:
         notes = [f"{path} {rule} before the run can start" for rule in self.lacking]
         notes += [*repeat_notes(self.config.data, self.train_rows), *group_notes(self.config)]
         notes += lora_notes(self.config)
-        notes += repair_notes(self.config, self.models.pools)
+        notes += repair_notes(self.config, self.models.pools) + elastic_notes(self.config)
         notes += replay_notes(self.config, self.models.actor.shape)
         notes += [] if self.ahead is None else [self.ahead.advice]
         turns = self.config.actor_rollout_ref.rollout.multi_turn
