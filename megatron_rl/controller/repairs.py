@@ -84,6 +84,7 @@ class Repairs:
         self._kept: list[KeptCopy] = []
         self._last_step, self._num_idle = 0, 0
         self._lost_at: float | None = None
+        self._read: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -104,6 +105,13 @@ class Repairs:
         if self._launcher is None:
             self._launcher = self._open.enter_context(make())
         return nullcontext(self._launcher)
+
+    def once(self, name: str, read: Callable[[], Result]) -> Result:
+        """Return what `read` has returned in the first attempt, as files take time. Nobody changes what is read."""
+        if name not in self._read:
+            self._read[name] = read()
+        result: Result = self._read[name]
+        return result
 
     @property
     def kept(self) -> KeptCopy | None:

@@ -125,7 +125,7 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
         placement = Placement.of(config)
         tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
         config = with_tools(with_all_replicas(config, replay))
-        data = Data.read(config, tokenizer)
+        data = Data.of(config, repairs.once("prompts", partial(read_prompts, config, tokenizer)))
         config = with_steps(with_kv_cache(config, hardware_here(config)), len(data.train))
         alone = check_sources(config, data.sources)
         check_teachers(config, data.train.data_sources)
@@ -178,14 +178,9 @@ class Data:
     cursor: MixtureCursor | PromptSampler
 
     @classmethod
-    def read(cls, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Data:
-        """Raises ConfigError."""
-        data, keeps_text = config.data, config.has_turns or any(role.reads_text for role in roles_of(config))
-        num_tokens = model_facts(config.actor_rollout_ref.model.path).get("vocab_size")
-        train, val = (
-            PromptDataset(as_list(files), tokenizer, data, is_judged, keeps_text, num_tokens)
-            for files, is_judged in ((data.train_files, trains_on_rule(config)), (data.val_files, uses_rule(config)))
-        )
+    def of(cls, config: RunConfig, prompts: tuple[PromptDataset, PromptDataset]) -> Data:
+        """The position is the beginning. Raises ConfigError."""
+        data, (train, val) = config.data, prompts
         if data.sampler.path is not None:
             return cls(train, val, PromptSampler(data.sampler, train, data.gen_batch_size, data.seed))
         cursor = MixtureCursor(train.files, data.train_file_weights, data.gen_batch_size, data.shuffle, data.seed)
@@ -215,6 +210,17 @@ class Data:
         if config.trainer.val_only:
             return []
         return [*repeat_notes(config.data, [file.num_prompts for file in self.train.files]), *group_notes(config)]
+
+
+def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptDataset, PromptDataset]:
+    """Training and held-out prompts. Raises ConfigError."""
+    data, keeps_text = config.data, config.has_turns or any(role.reads_text for role in roles_of(config))
+    num_tokens = model_facts(config.actor_rollout_ref.model.path).get("vocab_size")
+    train, val = (
+        PromptDataset(as_list(files), tokenizer, data, is_judged, keeps_text, num_tokens)
+        for files, is_judged in ((data.train_files, trains_on_rule(config)), (data.val_files, uses_rule(config)))
+    )
+    return train, val
 
 
 def connect(actor: Actor, rollout: Rollout, num_receivers: int) -> None:

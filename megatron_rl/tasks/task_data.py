@@ -23,7 +23,8 @@ from megatron_rl.ledger.planner.config_json import model_facts
 UNSET_PROMPT_KEY = "prompt"
 """The default of `data.prompt_key`, which tasks without generation read as null."""
 
-Reader = Callable[[Sequence[str], PreTrainedTokenizerBase, ReadingOptions], tuple[list[Any], ReadingReport]]
+ReadFiles = tuple[list[Any], ReadingReport]
+Reader = Callable[[Sequence[str], PreTrainedTokenizerBase, ReadingOptions], ReadFiles]
 
 
 def reader_of(config: TaskConfig) -> Reader:
@@ -46,17 +47,24 @@ def reading_options(config: TaskConfig, kind: str, vocab_size: int | None) -> Re
     return ReadingOptions.of(data, **others)
 
 
+def read_files(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[ReadFiles, ReadFiles]:
+    """The records to train on and those held out, each with a report. Raises ConfigError."""
+    data, read = config.data, reader_of(config)
+    vocab_size = model_facts(config.actor_rollout_ref.model.path).get("vocab_size")
+    train, val = (
+        read(as_list(files), tokenizer, reading_options(config, kind, vocab_size))
+        for kind, files in (("train", data.train_files), ("val", data.val_files))
+    )
+    return train, val
+
+
 class TaskData:
     """train, val: the records. notes: lines to print about them. Raises ConfigError."""
 
-    def __init__(self, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        data, read = config.data, reader_of(config)
+    def __init__(self, config: TaskConfig, files: tuple[ReadFiles, ReadFiles]) -> None:
+        data = config.data
         self.max_length = data.max_length or 0
-        vocab_size = model_facts(config.actor_rollout_ref.model.path).get("vocab_size")
-        (self.train, report), (self.val, val_report) = (
-            read(as_list(files), tokenizer, reading_options(config, kind, vocab_size))
-            for kind, files in (("train", data.train_files), ("val", data.val_files))
-        )
+        (self.train, report), (self.val, val_report) = files
         self.notes = [*report.lines(), *(f"held out: {line}" for line in val_report.lines())]
         self.cursor = MixtureCursor(
             report.prompt_files(), data.train_file_weights, data.train_batch_size, data.shuffle, data.seed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from megatron_rl.config.roles import REFERENCE, Placement
@@ -22,7 +23,7 @@ from megatron_rl.ledger.planner.memory import planned_memory
 from megatron_rl.roles.reference import Reference
 from megatron_rl.tasks.held_out import HeldOut
 from megatron_rl.tasks.stored_reference import StoredReference
-from megatron_rl.tasks.task_data import TaskData
+from megatron_rl.tasks.task_data import TaskData, read_files
 
 Kind = TypeVar("Kind")
 
@@ -62,7 +63,7 @@ def open_task(repairs: Repairs, local: bool = False) -> Iterator[TaskRun]:
     with ExitStack() as opened:
         placement = Placement.of(config)
         tokenizer = load_tokenizer(placement.leader.model_path)
-        data = TaskData(config, tokenizer)
+        data = TaskData(config, repairs.once("examples", partial(read_files, config, tokenizer)))
         config = with_steps(config, len(data.train))
         logger = RunLogger(config, RunFolder(config, repairs), tokenizer, planned_memory(config))
         held_out = HeldOut(config, logger, repairs.stop)
