@@ -33,7 +33,8 @@ SHORT = (
     "trainer.export_hf=true",
 )
 LOCAL = "trainer.launcher=local"
-CONFIGS = {
+CONFIGS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "full demo": ("train", "configs/demo_cpu.yaml", ()),
     "demo": ("train", "configs/demo_cpu.yaml", SHORT),
     "split": ("train", "configs/split_cpu.yaml", SHORT),
     "ahead": ("train", "configs/async_cpu.yaml", SHORT),
