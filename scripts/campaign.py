@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -108,35 +108,44 @@ def repaired(kind: Repaired, kills: int, draw: random.Random, out: Path) -> Outc
 class Ended:
     """Strikes that end a run, which is then started again. codes: with which it may end. launcher: of the run.
 
-    names: what the run's last lines must contain; "" where it cannot speak.
+    names: what the run's last lines must contain; "" where it cannot speak. run: in `CONFIGS`. share: of the kills that
+    were asked for.
     """
 
     struck: str
     launcher: str
     codes: tuple[int, ...]
     names: str = ""
+    run: str = "demo"
+    share: float = 0.1
 
 
+CONTROLLER = Ended("controller, on this machine", LOCAL, (-signal.SIGKILL,))
+ON_RAY = replace(CONTROLLER, struck="controller, on Ray", launcher=RAY)
+GCS = Ended("Ray's GCS server", RAY, (3,), "gcs_server")
 ENDED = {
-    "controller": Ended("controller, on this machine", LOCAL, (-signal.SIGKILL,)),
-    "ray_controller": Ended("controller, on Ray", RAY, (-signal.SIGKILL,)),
-    "gcs": Ended("Ray's GCS server", RAY, (3,), "gcs_server"),
+    "controller": CONTROLLER,
+    "controller_split": replace(CONTROLLER, run="split"),
+    "controller_ahead": replace(ON_RAY, run="ahead"),
+    "gcs": GCS,
+    "gcs_split": replace(GCS, run="split"),
+    "gcs_ahead": replace(GCS, run="ahead"),
     "raylet": Ended("raylet of the controller's node", RAY, (3,), "raylet"),
     "rank": Ended("rank, without repairs", LOCAL, (3,), "rank "),
-    "disk": Ended("disk full", LOCAL, (7,), "No space left on device"),
+    "disk": Ended("disk full", LOCAL, (7,), "No space left on device", share=0.06),
 }
 
 
 def ended(name: str, kills: int, draw: random.Random, out: Path) -> Outcome:
     """Strike a run that saves every step so many times, start it again after each, and compare with one run."""
     kind = ENDED[name]
-    outcome = Outcome(kind.struck, "demo")
+    outcome = Outcome(kind.struck, kind.run)
     keys = (kind.launcher, f"trainer.total_training_steps={3 * kills + 6}", "trainer.save_freq=1")
     keys = (*keys, "trainer.max_ckpt_to_keep=2", "trainer.save_best=false")
     with folder_of(name, out) as folder:
         last_step, struck_at = 0, 0.0
         for number in range(10 * kills + 1):  # a strike may miss a run that has just ended
-            run = StruckRun("demo", folder, out / f"start_{number}.log", *keys)
+            run = StruckRun(kind.run, folder, out / f"start_{number}.log", *keys)
             wanted = draw.randint(0, 3) if outcome.num_strikes < kills else 1_000_000
             run.wait_until(lambda run=run, wanted=wanted: len(run.family()) > 0 and len(run.steps()) >= min(wanted, 1))
             if struck_at and run.steps():
@@ -162,7 +171,8 @@ def ended(name: str, kills: int, draw: random.Random, out: Path) -> Outcome:
             outcome.left += run.left()
         if run.process.returncode != 0:
             raise RuntimeError(f"{run.log} did not end well:\n{run.text()[-3000:]}")
-        well = StruckRun("demo", out / "well", out / "well.log", *keys[:2], LOCAL)
+        again = ("--replay", str(folder)) if kind.run == "ahead" else ()
+        well = StruckRun(kind.run, out / "well", out / "well.log", *keys[:2], LOCAL, *again)
         well.succeed()
         outcome.differences = differences(folder, well.folder)
     return outcome
@@ -171,8 +181,8 @@ def ended(name: str, kills: int, draw: random.Random, out: Path) -> Outcome:
 def hit(name: str, run: StruckRun, folder: Path, draw: random.Random) -> bool:
     """Strike once; False where there was nothing to strike."""
     family = run.family()
-    match name:
-        case "controller" | "ray_controller":
+    match name.partition("_")[0]:
+        case "controller":
             chosen = [psutil.Process(run.process.pid)]
         case "gcs":
             chosen = named(family, "gcs_server")
@@ -285,23 +295,21 @@ def free(folder: Path) -> None:
 
 
 KINDS = (*REPAIRED, *ENDED, "stopped", "nodes")
-SHARES = {"controller": 0.2, "ray_controller": 0.1, "gcs": 0.3, "raylet": 0.1, "rank": 0.1, "disk": 0.06}
-SHARES |= {"stopped": 0.06, "nodes": 0.16}
+SHARES = {name: kind.share for name, kind in (REPAIRED | ENDED).items()} | {"stopped": 0.06, "nodes": 0.16}
 
 
 def campaign(name: str, kills: int, seed: int, out: Path) -> Outcome:
     """All strikes of one kind. Raises RuntimeError where a run did not end well, with its output."""
     out.mkdir(parents=True)
     draw = random.Random(f"{seed} {name}")
-    share = REPAIRED[name].share if name in REPAIRED else SHARES[name]
-    kills = max(1, round(kills * share))
+    kills = max(1, round(kills * SHARES[name]))
     if name in REPAIRED:
         return repaired(REPAIRED[name], kills, draw, out)
     if name in ENDED:
         try:
             return ended(name, kills, draw, out)
         except PermissionError as error:
-            return Outcome(ENDED[name].struck, "demo", skipped=str(error))
+            return Outcome(ENDED[name].struck, ENDED[name].run, skipped=str(error))
     return (stopped if name == "stopped" else nodes)(kills, draw, out)
 
 

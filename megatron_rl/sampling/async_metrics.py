@@ -52,6 +52,9 @@ class AsyncMetrics:
             "rollout/replicas_lost": float(self._slots.num_lost),
             "rollout/replicas_left": float(self._slots.num_left),
             "trainer/idle_share": min(1.0, self._waited_s / elapsed),
+            "perf/requests_in_engines": float(sum(map(len, backlog.engines))),
+            "perf/requests_away": float(len(backlog.answers.away)),
+            "perf/rollout_version": float(max((slot.last_version or 0 for slot in self._slots.generating), default=0)),
         }
         self._since, self._waited_s, self._counts = now, 0.0, counts
         return metrics | new
