@@ -70,6 +70,16 @@ def test_misspelt_key_costs_seconds_and_exits_with_2():
     assert "unknown key trainer.total_steps" in finished.stderr and "trainer.total_training_steps" in finished.stderr
 
 
+def test_plan_of_an_evaluation(planned) -> None:
+    """Its answers for each prompt and no step; a file that is missing is named once, by the key of the user's."""
+    done = planned("--config", DEMO, "trainer.val_only=true")
+    assert done.returncode == 0 and "answers per prompt" in done.stdout and "tokens/s per rank" not in done.stdout
+    done = planned("--config", DEMO, "trainer.val_only=true", "data.val_files=assets/none.parquet")
+    assert done.returncode == 2 and done.stderr.count("assets/none.parquet") == 1
+    assert "data.val_files=assets/none.parquet" in done.stderr
+
+
+
 def test_plan_prints_the_table_of_a_valid_run(small_run):
     """Would not catch a wrong number in the table; its own tests do."""
     finished = megatron_rl("plan", "--config", DEMO, *small_run)

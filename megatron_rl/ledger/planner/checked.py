@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.evaluated import evaluated
 from megatron_rl.config.foreign.defaults import Difference, differences
 from megatron_rl.config.foreign.translate import Kind, Note
 from megatron_rl.config.load import read_run
@@ -88,11 +89,12 @@ def only_ppo(config: RunConfig, command: str) -> RunConfig:
 
 
 def planned_task(config: RunConfig, task: str | None) -> RunConfig:
-    """The configuration for the task of `plan --stage`; None: the task that it names.
+    """The configuration for the task of `plan --stage`; None: the task that it names. Of an evaluation its own.
 
     Raises ConfigError for an unknown task. An unknown `trainer.stage` is reported by its constraint.
     """
     if task is not None and task not in TASKS:
         raise ConfigError(f"--stage {task} must be one of {', '.join(TASKS)}; nearest: {nearest_name(task, TASKS)}")
     name = config.trainer.stage if task is None else task
-    return for_task(config, name) if name in TASKS else config
+    planned = for_task(config, name) if name in TASKS else config
+    return evaluated(planned) if planned.generates and planned.trainer.val_only else planned

@@ -43,11 +43,11 @@ def file_problems(config: RunConfig) -> Iterable[Violation]:
     task without generation are only looked up.
     """
     if not config.generates:
-        for key, paths in prompt_files(config.data):
+        for key, paths in prompt_files(config):
             yield from _missing_files(key, paths)
     else:
         judged = {"data.train_files": trains_on_rule(config), "data.val_files": uses_rule(config)}
-        yield from _prompt_problems(config.data, [key for key, is_judged in judged.items() if is_judged])
+        yield from _prompt_problems(config, [key for key, is_judged in judged.items() if is_judged])
         yield from _reward_problems(config.custom_reward_function)
         yield from _sampler_problems(config.data)
         if config.has_turns:
@@ -113,9 +113,15 @@ def hardware_problems(file: str | None) -> Iterable[Violation]:
         yield Violation({key: file}, f"must be a hardware file: {error}", {key: None})
 
 
-def prompt_files(data: DataConfig) -> list[tuple[str, list[str]]]:
-    """(key, paths) of training and held-out prompts. Another rule reports values without paths."""
-    values = (("data.train_files", data.train_files), ("data.val_files", data.val_files))
+def prompt_files(config: RunConfig) -> list[tuple[str, list[str]]]:
+    """(key, paths) of training and held-out prompts; in an evaluation, which has others for both, of the latter.
+
+    Another rule reports values without paths.
+    """
+    data = config.data
+    values = [("data.val_files", data.val_files)]
+    if not config.trainer.val_only:
+        values.insert(0, ("data.train_files", data.train_files))
     return [(key, as_list(files)) for key, files in values if is_path_or_paths(files)]
 
 
@@ -130,10 +136,11 @@ def train_rows(data: DataConfig) -> list[int]:
     return rows
 
 
-def _prompt_problems(data: DataConfig, judged: Sequence[str]) -> Iterable[Violation]:
+def _prompt_problems(config: RunConfig, judged: Sequence[str]) -> Iterable[Violation]:
     """judged: keys of the files whose rows need a ground truth."""
+    data = config.data
     tables: dict[str, dict[str, str]] = {}
-    for key, paths in prompt_files(data):
+    for key, paths in prompt_files(config):
         for path in paths:
             wrong = _wrong_file(key, path, PROMPT_SUFFIXES)
             if wrong is None:
@@ -155,7 +162,7 @@ def _prompt_problems(data: DataConfig, judged: Sequence[str]) -> Iterable[Violat
             nearest = {key: nearest_name(column, names)} if names else {}
             yield Violation({key: column}, f"must be a column of {meaning}; {lacking[0]} has {has}", nearest)
     for path, columns in tables.items():
-        named = [key for key, paths in prompt_files(data) if key in judged and path in paths]
+        named = [key for key, paths in prompt_files(config) if key in judged and path in paths]
         if named and columns.get("reward_model.ground_truth", "null") == "null":
             rule = f"must have a column reward_model with the field ground_truth; it has {', '.join(columns)}"
             yield Violation({named[0]: path}, rule)

@@ -174,7 +174,8 @@ class RunPlan:
     # As tables
 
     def tables(self) -> list[Table]:
-        """All tables, in the order of printing."""
+        """All tables, in the order of printing; of an evaluation none of a step."""
+        title = f"One step on {self.memory.hardware.name}, estimated"
         return [
             layout_table(batch_table(self.config)),
             pools_table(self.models.pools.values()),
@@ -182,7 +183,7 @@ class RunPlan:
             *(memory_table(self.memory, pool, self._of_pool(pool)) for pool in self.models.pools),
             plain_table("Largest moment", ("what", "held"), self._largest_moment()),
             layout_table(self._cache_rows(), "Room for generation"),
-            layout_table(self._time_rows(), f"One step on {self.memory.hardware.name}, estimated"),
+            *([] if self.config.trainer.val_only else [layout_table(self._time_rows(), title)]),
             *([] if self.ahead is None else [layout_table(self.ahead.rows(), "Running ahead, simulated")]),
             layout_table(transition_rows(self.transition), "Transition to rollout mode, per GPU"),
         ]
