@@ -23,6 +23,7 @@ class DrainNotices:
     def __init__(self, file: Path, url: str | None, say: Callable[[str], None]) -> None:
         self._file, self._url, self._say = file, url, say
         self._from_url: frozenset[str] = frozenset()
+        self._has_said_file = False
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._read_url, name="drain notices", daemon=True)
 
@@ -38,16 +39,24 @@ class DrainNotices:
 
     def of(self, replica: int, hosts: Set[str]) -> str:
         """The notice that names the replica, by its number or the address of a node of it; "" without one."""
-        names = {str(replica), *hosts}
-        try:
-            in_file = named_in(self._file.read_text(errors="replace"))
-        except FileNotFoundError:
-            in_file = frozenset()
+        names, in_file = {str(replica), *hosts}, self._in_file()
         for name in sorted(names & in_file):
             return f"{self._file} names {name}"
         for name in sorted(names & self._from_url):
             return f"{self._url} names {name}"
         return ""
+
+    def _in_file(self) -> frozenset[str]:
+        try:
+            names = named_in(self._file.read_text(errors="replace"))
+        except FileNotFoundError:
+            return frozenset()
+        except OSError as error:
+            if not self._has_said_file:
+                self._say(f"{self._file} cannot be read, and counts as empty: {error.strerror}")
+            self._has_said_file = True
+            return frozenset()
+        return names
 
     def _read_url(self) -> None:
         """Read again and again; what was read last counts where the URL does not answer."""

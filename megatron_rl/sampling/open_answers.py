@@ -11,7 +11,7 @@ from megatron_rl.agents.as_json import EpisodeRecord, records_as_json, records_f
 from megatron_rl.agents.episode import STATES, Episode, EpisodeLimits, Reply, rows_of
 from megatron_rl.agents.observation import Opening
 from megatron_rl.records import Batch, Conversation, Prompts, Sampling, ragged
-from megatron_rl.rollout.slices import Drawn, Start
+from megatron_rl.rollout.slices import DraftCounts, Drawn, Start
 
 SeedOf = Callable[[int, int, int, int, int], int]
 """(salt, prompt index, sample, attempt, number of tokens after the prompt) -> seed."""
@@ -42,6 +42,7 @@ class OpenAnswers:
         self.batch_rows, self._seed_of, self._with_versions = batch_rows, seed_of, with_versions
         self._limits = limits
         self._batches: dict[int, OpenBatch] = {}
+        self._drafts: dict[int, DraftCounts] = {}
 
     @property
     def has_turns(self) -> bool:
@@ -65,6 +66,9 @@ class OpenAnswers:
         """
         for request, new in drawn.items():
             self.episode(request).extend(new, version, self.has_turns)
+            if new.drafts is not None:
+                step = request // self.batch_rows + 1
+                self._drafts[step] = self.drafts(step).plus(new.drafts)
         return [request for request in drawn if self.episode(request).waits]
 
     def take(self, request: int, reply: Reply) -> bool:
@@ -107,9 +111,14 @@ class OpenAnswers:
         batch = self._batches[step]
         return batch.episodes[: len(batch.prompts)]
 
+    def drafts(self, step: int) -> DraftCounts:
+        """What drafts did for the answers of a batch, in this process; zeros without drafts."""
+        return self._drafts.get(step, DraftCounts())
+
     def trained(self, step: int) -> None:
         """Drop the batches up to that of `step`."""
         self._batches = {begun: batch for begun, batch in self._batches.items() if begun > step}
+        self._drafts = {begun: counts for begun, counts in self._drafts.items() if begun > step}
 
     def episode(self, request: int) -> Episode:
         """The episode of a request."""

@@ -26,6 +26,7 @@ from megatron_rl.hybrid_engine.hybrid_engine import TransitionReport
 from megatron_rl.observe.phase_clock import PhaseClock
 from megatron_rl.records import Batch, Prompts, Sampling
 from megatron_rl.rollout.seeds import request_seed
+from megatron_rl.rollout.slices import DraftCounts
 from megatron_rl.sampling.backlog import Backlog
 from megatron_rl.sampling.journal import Journal, reply_event
 from megatron_rl.sampling.open_answers import OpenAnswers
@@ -38,6 +39,15 @@ TURNS = "turns"
 """The phase in which nothing but environments, tools and agents is waited for."""
 FIXED_SALT = -1
 """Validation samples, where they are sampled, use the same seeds every time."""
+
+
+def draft_metrics(counts: DraftCounts) -> dict[str, float]:
+    """Tokens that a request got in an engine step, and the share of guesses that were right; none without drafts."""
+    if not counts.num_steps:
+        return {}
+    accepted = counts.num_tokens - counts.num_steps
+    share = accepted / counts.num_drafted if counts.num_drafted else 0.0
+    return {"rollout/tokens_per_step": counts.num_tokens / counts.num_steps, "rollout/drafts_accepted": share}
 
 
 class SamplingLogger(Protocol):
@@ -196,6 +206,7 @@ class Sampler:
         prompts, rows, greedy = self.backlog.batch(step)
         self.cursor.next_indices()  # these are the prompts of the batch: the cursor moves behind them
         batch = SampledBatch(step, prompts, rows, greedy, first_request=self.rules.requests_of(step).start)
+        batch.metrics |= draft_metrics(self.answers.drafts(step))
         if self.episodes is not None:
             batch.metrics |= self._describe_episodes(step)
         return batch

@@ -32,6 +32,13 @@ def test_the_file_counts_as_long_as_it_is_there(tmp_path: Path) -> None:
         assert notices.of(0, {"10.0.0.7"}) == ""
 
 
+def test_a_file_that_cannot_be_read_is_said_once(tmp_path: Path) -> None:
+    lines: list[str] = []
+    with DrainNotices(tmp_path, None, lines.append) as notices:
+        assert notices.of(1, set()) == notices.of(2, set()) == ""
+    assert lines == [f"{tmp_path} cannot be read, and counts as empty: Is a directory"]
+
+
 class Answers(BaseHTTPRequestHandler):
     """Answers with the server's text, or with an error where that is None."""
 
