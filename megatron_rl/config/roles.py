@@ -37,7 +37,8 @@ class PassSpec:
     max_tokens: tokens of a micro-batch, if samples are joined by their tokens. key: the key of the one that counts.
     extra_tokens: tokens that the role reads beyond prompt and response. longest: tokens of the longest sequence without
     these, if it is not prompt and response (conversations that are tokenised anew, answers that stay together).
-    scored: tokens of that sequence whose log-probs are needed; None: those of the longest response.
+    scored: tokens of that sequence whose log-probs are needed; None: those of the longest response. as_tree: rows of a
+    micro-batch are laid as a trie.
     """
 
     phase: str
@@ -48,6 +49,7 @@ class PassSpec:
     extra_tokens: int = 0
     longest: int | None = None
     scored: int | None = None
+    as_tree: bool = False
 
 
 @dataclass(frozen=True)
@@ -289,11 +291,15 @@ def trained_roles(config: RunConfig) -> dict[str, str]:
 
 def roles_of(config: RunConfig) -> Iterator[RoleSpec]:
     """Every role of a run, in the order of building: the rollout comes after the actor, whose memory it may read."""
-    if isinstance(config, TaskConfig):
-        yield from _task_roles(config)
-        return
-    for rows in ROWS:
-        yield from rows(config)
+    found = _task_roles(config) if isinstance(config, TaskConfig) else (role for rows in ROWS for role in rows(config))
+    as_tree = config.actor_rollout_ref.model.enable_tree_training
+    for role in found:
+        yield _laid_as_trees(role) if as_tree and role.kind != REWARD_MODEL else role
+
+
+def _laid_as_trees(role: RoleSpec) -> RoleSpec:
+    score, update = (None if spec is None else replace(spec, as_tree=True) for spec in (role.score, role.update))
+    return replace(role, score=score, update=update)
 
 
 def _task_roles(config: TaskConfig) -> Iterator[RoleSpec]:

@@ -115,6 +115,10 @@ class ModelConfig:
     override_config: ModelOverrideConfig = field(default_factory=ModelOverrideConfig)
     use_remove_padding: bool = True
     """Lay the sequences of a micro-batch end to end instead of padding each to the longest."""
+    enable_tree_training: bool = False
+    """Lay them as a trie instead, and compute tokens that several begin with alike once: a group's prompt, the branches
+    of an episode, and what answers have in common. Of all roles but reward models; on CPUs. Results differ in the last
+    bits."""
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 

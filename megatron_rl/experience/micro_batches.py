@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.experience.routed_tokens import RoutedTokens, routed_tokens
+from megatron_rl.experience.prefix_tree import PrefixTree, prefix_tree
+from megatron_rl.experience.routed_tokens import RoutedTokens, expert_bytes, routed_tokens
 from megatron_rl.parallel.balance import SequenceWork, pack
 from megatron_rl.parallel.zigzag import ContextShare
 from megatron_rl.records import Batch, conversations, elements_of, first_true, places_in_rows, row_lengths
@@ -33,11 +34,13 @@ class MicroBatching:
 
     num_rows: rows of a block, in the order of the record. max_tokens: join rows by their tokens instead, in as few
     blocks as possible and of equal `work`; None: by number. remove_padding: lay the rows of a block end to end.
+    as_tree: lay them as a trie (`prefix_tree.py`), and join them by the nodes that they have together.
     """
 
     num_rows: int
     max_tokens: int | None = None
     remove_padding: bool = True
+    as_tree: bool = False
     work: SequenceWork = SequenceWork(attention_parity=float("inf"))
 
     @property
@@ -125,6 +128,8 @@ class MicroBatch:
     num_sharing: context-parallel ranks that share the block; None: all of them.
     is_reported: whether this rank reports the results of the block. Of the ranks that share a block one does.
     tokens: what is known of the rows' tokens, where experts are replayed or recorded; else None.
+    tree: how the rows lie as a trie; then `segments` are its own, and predicts_sampled says nothing. `targets` and
+    `scored` then have M pairs instead of N tokens; `whole` and `part` go from the ones to the others.
     """
 
     input_ids: Tensor
@@ -139,21 +144,26 @@ class MicroBatch:
     num_sharing: int | None = None
     is_reported: bool = True
     places: Tensor | None = None
+    tree: PrefixTree | None = None
 
     @property
     def targets(self) -> Tensor:
-        """int64 [N]: the sampled tokens, row by row; of a share those that are predicted there, [n]."""
+        """int64 [N]: the sampled tokens, row by row; of a share those that are predicted there, [n]; of a tree [M]."""
+        if self.tree is not None:
+            return self.tree.targets
         targets = self.input_ids.flatten()[self._places() + 1]
         return targets if self.share is None else targets[self.share.numbers]
 
     def scored(self, output: Tensor) -> Tensor:
         """output [b, S, ...] of a model -> [N, ...], where the sampled tokens are predicted, as `targets`.
 
-        Of a share output is [b, its columns, ...], and [n, ...] comes out.
+        Of a share output is [b, its columns, ...], and [n, ...] comes out; of a tree [M, ...].
         """
         return output.flatten(0, 1).index_select(0, self._places() if self.share is None else self.share.places)
 
     def _places(self) -> Tensor:
+        if self.tree is not None:
+            return self.tree.places
         if self.places is not None:
             return self.places
         return torch.nn.functional.pad(self.predicts_sampled, (0, 1)).flatten().nonzero()[:, 0]
@@ -163,10 +173,14 @@ class MicroBatch:
 
         All context-parallel ranks must call, and get the same.
         """
+        if self.tree is not None:
+            return self.tree.whole(values)
         return values if self.share is None else self.share.whole(values)
 
     def part(self, values: Tensor) -> Tensor:
         """values [N, ...] -> those of the tokens in `targets`."""
+        if self.tree is not None:
+            return self.tree.part(values)
         return values if self.share is None else values[self.share.numbers]
 
     def wide(self, name: str) -> Tensor:
@@ -178,14 +192,16 @@ class MicroBatch:
         """float32 [N]: 1 for each sampled token that counts in a loss; all of them where the batch does not say."""
         if "kept" in self.fields:
             return self.fields["kept"]
-        return torch.ones(len(self._places()), device=self.input_ids.device)
+        num_tokens = len(self._places() if self.tree is None else self.tree.pair_of_token)
+        return torch.ones(num_tokens, device=self.input_ids.device)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return everything that a pass reads on the device from its beginning on, by name: all but `wide` columns."""
         named = {"input_ids": self.input_ids, "num_sampled": self.num_sampled, "rows": self.rows}
         of_share = {} if self.share is None else {f"share.{name}": x for name, x in self.share.tensors().items()}
+        of_tree = {} if self.tree is None else {f"tree.{name}": x for name, x in self.tree.tensors().items()}
         fields = {f"fields.{name}": field for name, field in self.fields.items() if field.dim() == 1}
-        return named | {"places": self._places()} | of_share | fields
+        return named | {"places": self._places()} | of_share | of_tree | fields
 
     def with_tensors(self, moved: Mapping[str, Tensor]) -> MicroBatch:
         """Return the block with other tensors in place of those that `tensors` has, on the device of a pass."""
@@ -193,6 +209,8 @@ class MicroBatch:
         if self.share is not None:
             of_share: dict[str, Any] = {name: moved[f"share.{name}"] for name in self.share.tensors()}
             changed["share"] = replace(self.share, **of_share)
+        if self.tree is not None:
+            changed["tree"] = self.tree.with_tensors({name: moved[f"tree.{name}"] for name in self.tree.tensors()})
         fields = {name: moved.get(f"fields.{name}", field) for name, field in self.fields.items()}
         return replace(self, **changed, fields=fields)
 
@@ -206,6 +224,7 @@ class MicroBatch:
             rows=self.rows[:0],
             fields={name: field[:0] for name, field in self.fields.items()},
             share=None,
+            tree=None,
             tokens=None if self.tokens is None else self.tokens.none(),
         )
 
@@ -249,13 +268,14 @@ def micro_batches(
     prompts: Sequence[int] | None = None,
     segment_multiple: int = 1,
     with_tokens: bool = False,
+    as_tree: bool = False,
 ) -> list[MicroBatch]:
     """Return the blocks that `plan` lists, of a batch with `input_ids`, `sampled` and columns of sampled tokens.
 
     A block is as wide as its content needs, rounded up to a multiple of `column_multiple`. prompts: `prompt_numbers` of
     the rows, where rows of a packed block share prompts. segment_multiple divides column_multiple; the length of every
     packed row is rounded up to a multiple of it. with_tokens: fill `MicroBatch.tokens`, with the batch's
-    `routed_experts` where it has them.
+    `routed_experts` where it has them. as_tree: lay packed rows as a trie, without prompts and segment_multiple.
     """
     # Flat from here on: indexing and slicing a batch costs more than a small block's pass.
     order = torch.tensor([row for rows in plan for row in rows])
@@ -274,7 +294,12 @@ def micro_batches(
     blocks = []
     for number, (rows, tokens, sampled, long, drawn, first) in enumerate(zip(plan, *per_token, *per_row, strict=True)):
         mine = {name: field[number] for name, field in split_fields.items()}
-        if remove_padding:
+        if as_tree:
+            tree = prefix_tree(tokens, sampled, long, expert_bytes(batch, rows) if "routed_experts" in batch else None)
+            input_ids, segments = laid_as_tree(tokens, tree, column_multiple)
+            nothing = torch.zeros(1, input_ids.shape[1] - 1, dtype=torch.bool)
+            blocks.append(MicroBatch(input_ids, nothing, drawn, torch.tensor(rows), mine, segments, tree=tree))
+        elif remove_padding:
             left_out = None
             if prompts is not None:
                 left_out = shared_prefixes([prompts[row] for row in rows], long.tolist(), first.tolist())
@@ -288,6 +313,15 @@ def micro_batches(
         known = routed_tokens(batch, plan, sequences)
         blocks = [replace(block, tokens=tokens) for block, tokens in zip(blocks, known, strict=True)]
     return blocks
+
+
+def laid_as_tree(tokens: Tensor, tree: PrefixTree, column_multiple: int) -> tuple[Tensor, tuple[int, ...]]:
+    """(input_ids, segments) of a block, from its rows' tokens; what rounds it up is a segment of its own."""
+    num_nodes = sum(tree.segments)
+    num_columns = round_up(num_nodes, column_multiple)
+    input_ids = tokens.new_zeros(1, num_columns)
+    input_ids[0, tree.columns] = tokens
+    return input_ids, (*tree.segments, *([num_columns - num_nodes] if num_columns > num_nodes else []))
 
 
 def lengths_in_blocks(batch: Batch, segment_multiple: int) -> list[int]:

@@ -55,6 +55,20 @@ def routed_tokens(batch: Batch, plan: Sequence[Sequence[int]], sequences: Sequen
     ]
 
 
+def expert_bytes(batch: Batch, rows: Sequence[int]) -> Tensor:
+    """uint8 [tokens of these rows, n]: of every token, row after row, the bytes of its experts; 0 where they are not
+    known.
+    """
+    lengths, known = row_lengths(batch["input_ids"]).tolist(), batch["routed_experts"].unbind()
+    parts = [known[row].flatten(1).contiguous().view(torch.uint8) for row in rows]
+    return torch.cat(
+        [
+            torch.nn.functional.pad(part, (0, 0, 0, lengths[row] - len(part)))
+            for row, part in zip(rows, parts, strict=True)
+        ]
+    )
+
+
 def first_of_rows(counts: Tensor, lengths: Tensor) -> Tensor:
     """int64: of rows of `lengths` elements end to end, the first `counts` of each."""
     starts = lengths.cumsum(0) - lengths - (counts.cumsum(0) - counts)

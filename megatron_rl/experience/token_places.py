@@ -21,6 +21,8 @@ def places(block: MicroBatch) -> Tensor:
 
     A token of a prompt that several rows have lies in one place for all of them.
     """
+    if block.tree is not None:
+        return block.tree.columns
     lengths = known_tokens(block).sequences
     num_rows, width = block.input_ids.shape
     column = places_in_rows(lengths)

@@ -62,18 +62,23 @@ class Segments(PackedSeqParams):
         """Segments of these lengths, end to end. prefixes: of the first segments, (first token in the row, number of
         tokens), where 0 tokens is no prefix. Only slots have prefixes; `cu_seqlens` does not.
         """
-        segments = cls.on_host(lengths, prefixes)
+        segments = cls.on_host(lengths, prefix_tokens_of(prefixes))
         return segments.with_tensors({name: tensor.to(device) for name, tensor in segments.tensors().items()})
 
     @classmethod
     def on_host(
-        cls, lengths: Sequence[int], prefixes: Sequence[tuple[int, int]] = (), with_slots: bool = True
+        cls, lengths: Sequence[int], prefixes: tuple[Tensor, Tensor] | None = None, with_slots: bool = True
     ) -> Segments:
-        """Make segments on the CPU, for `with_tensors` to move. with_slots: no kernel takes segments of any length."""
+        """Make segments on the CPU, for `with_tensors` to move. with_slots: no kernel takes segments of any length.
+
+        prefixes: of the first segments, (int64: tokens of each prefix, int64: these tokens, end to end).
+        """
         sizes = torch.tensor(lengths)
         ends = sizes.cumsum(0)
         starts, num_tokens = ends - sizes, int(ends[-1])
-        before, borrowed = torch.tensor([*prefixes, *[(0, 0)] * (len(lengths) - len(prefixes))]).T
+        counts, before = prefix_tokens_of(()) if prefixes is None else prefixes
+        borrowed = torch.nn.functional.pad(counts, (0, len(lengths) - len(counts)))
+        begins = borrowed.cumsum(0) - borrowed
         totals = (sizes + borrowed).tolist()
         positions = torch.arange(num_tokens) - (starts - borrowed).repeat_interleave(sizes)
         cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).to(dtype=torch.int32)
@@ -88,7 +93,10 @@ class Segments(PackedSeqParams):
             column = torch.arange(width)[None]
             num_before, total = borrowed[bucket][:, None], (sizes + borrowed)[bucket][:, None]
             own = torch.minimum(column, total - 1) - num_before + starts[bucket][:, None]
-            rows = torch.where(column < num_before, before[bucket][:, None] + column, own)
+            rows = own
+            if len(before):
+                place = begins[bucket][:, None] + torch.minimum(column, num_before - 1).clamp(min=0)
+                rows = torch.where(column < num_before, before[place.clamp(max=len(before) - 1)], own)
             slots = num_slots + torch.arange(rows.numel()).view_as(rows)
             real = (column >= num_before) & (column < total)
             slot_of_token[rows[real]] = slots[real]
@@ -115,6 +123,13 @@ class Segments(PackedSeqParams):
         """Return the segments of one pass, with these tensors in place of those that `tensors` has."""
         changed: dict[str, Any] = {**moved, "cu_seqlens_kv": moved.get("cu_seqlens_q"), "turns": None}
         return replace(self, **changed)
+
+
+def prefix_tokens_of(prefixes: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """(first token, number of tokens) of each prefix -> (int64: tokens of each prefix, int64: these tokens)."""
+    first, counts = torch.tensor([*prefixes, (0, 0)], dtype=torch.int64)[:-1].T
+    starts = first - (counts.cumsum(0) - counts)
+    return counts, torch.arange(int(counts.sum())) + starts.repeat_interleave(counts)
 
 
 def turns_of(angles: Tensor, segments: Segments | None) -> tuple[Tensor, Tensor]:

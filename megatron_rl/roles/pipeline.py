@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -33,14 +34,16 @@ from megatron_rl.experience.micro_batches import (
     round_up,
     widened,
 )
+from megatron_rl.experience.prefix_tree import Numbers, keys_of, nodes_of, tree_plan
+from megatron_rl.experience.routed_tokens import expert_bytes
 from megatron_rl.losses.metrics import MetricParts, add_parts
 from megatron_rl.model.context_attention import ContextSegments
-from megatron_rl.model.segments import Segments
+from megatron_rl.model.segments import Segments, prefix_tokens_of
 from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.context_packs import plan_packs
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.parallel.zigzag import ContextShare, segment_multiple, zigzag_columns
-from megatron_rl.records import Batch
+from megatron_rl.records import Batch, conversations, row_lengths
 from megatron_rl.roles.expert_routing import ExpertRouting
 from megatron_rl.roles.known_shapes import messages_of_known_shapes
 
@@ -91,17 +94,21 @@ class Pipeline:
             return self._own_packs(batch, cut)
         per_segment = segment_multiple(grid.cp_size)
         lengths = lengths_in_blocks(batch, per_segment)
-        prompts = self._prompts(batch) if cut.remove_padding and self._shares_prompts else None
+        as_tree = cut.as_tree and self._lays_trees(batch)
+        prompts = self._prompts(batch) if cut.remove_padding and self._shares_prompts and not as_tree else None
         with_tokens = self.routing is not None
+        nodes = self._nodes(batch) if as_tree and cut.is_dynamic and sizes is None else None
 
         def planned(num_blocks: int) -> list[list[int]]:
             if sizes is not None:
                 return cut.plan_units(lengths, sizes, num_blocks, self._round_size)
+            if nodes is not None:
+                return tree_plan(*nodes, cut.max_tokens or 0, num_blocks, self._round_size)
             return cut.plan(lengths, num_blocks, self._round_size, prompts)
 
         def blocks_of(plan: list[list[int]]) -> list[MicroBatch]:
             columns = self._columns_multiple(grid.cp_size, [1] if cut.remove_padding else map(len, plan))
-            return micro_batches(batch, plan, cut.remove_padding, columns, prompts, per_segment, with_tokens)
+            return micro_batches(batch, plan, cut.remove_padding, columns, prompts, per_segment, with_tokens, as_tree)
 
         plan = planned(1)
         if not (cut.is_dynamic or grid.experts_join_dp_ranks):
@@ -155,6 +162,21 @@ class Pipeline:
             return None
         replays = self.routing is not None and self.routing.replays
         return prompt_numbers(batch, batch.get("routed_experts") if replays else None)
+
+    def _lays_trees(self, batch: Batch) -> bool:
+        """Experts are known row by row, and so not of rows of several conversations."""
+        return not ("conversation_starts" in batch and "routed_experts" in batch)
+
+    @staticmethod
+    def _nodes(batch: Batch) -> tuple[list[Numbers], list[int]]:
+        """(row -> its nodes in a tree of all rows, rows in the order of their first conversations' tokens)."""
+        num_parts, parts = conversations(batch)
+        rows = range(len(num_parts))
+        keys = keys_of(batch.flat("input_ids"), expert_bytes(batch, rows) if "routed_experts" in batch else None)
+        nodes, order, _ = nodes_of(keys, parts.numpy())
+        first, rank = (num_parts.cumsum(0) - num_parts).numpy(), order.argsort()
+        ends = row_lengths(batch["input_ids"]).cumsum(0)[:-1].tolist()
+        return np.split(nodes, ends), sorted(rows, key=lambda row: int(rank[first[row]]))
 
     @property
     def _shares_prompts(self) -> bool:
@@ -278,7 +300,9 @@ class Pipeline:
             return ContextSegments.cut(lengths, num_rows, share.columns, size, share.group, how, self._needs_slots)
         if block.segments is None:
             return None
-        return Segments.on_host(block.segments, block.prefixes, self._needs_slots)
+        tree = block.tree
+        prefixes = prefix_tokens_of(block.prefixes) if tree is None else (tree.prefix_sizes, tree.prefix_columns)
+        return Segments.on_host(block.segments, prefixes, self._needs_slots)
 
     @staticmethod
     def _segments(block: MicroBatch) -> tuple[int, ...]:

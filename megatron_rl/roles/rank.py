@@ -85,7 +85,7 @@ class Rank:
             raise ValueError("this role has no such pass")
         cp_size = 1 if self.groups.grid.most_sharing else self.groups.grid.cp_size
         max_tokens = spec.max_tokens and round_up(spec.max_tokens * cp_size, segment_multiple(cp_size))
-        return MicroBatching(spec.num_rows, max_tokens, spec.remove_padding, self._work)
+        return MicroBatching(spec.num_rows, max_tokens, spec.remove_padding, spec.as_tree, self._work)
 
     @cached_property
     def _work(self) -> SequenceWork:

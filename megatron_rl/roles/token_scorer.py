@@ -39,7 +39,7 @@ class TokenScorer:
         C: context-parallel ranks, all of which must call, and get the same.
         """
         statistics = self.head.log_probs_and_entropy(block.scored(hidden), block.targets)
-        if block.share is None:
+        if block.share is None and block.tree is None:
             return statistics
         log_probs, entropy = block.whole(torch.stack(statistics, -1)).unbind(-1)
         return log_probs, entropy
@@ -54,8 +54,8 @@ class TokenScorer:
         C and calls are those of `log_probs_and_entropy`. Logits are computed only once where possible.
         """
         # Interleaved stages run several blocks forward before the first comes back, and float16 has no room for
-        # gradients that are scaled later.
-        if len(self.pipeline.chunks) > 1 or hidden.dtype == torch.float16:
+        # gradients that are scaled later. Of a tree's pairs some count several times.
+        if len(self.pipeline.chunks) > 1 or hidden.dtype == torch.float16 or block.tree is not None:
             return cross_entropy(self.log_probs(hidden, block), 1)
         total = self.head.cross_entropy(block.scored(hidden), block.targets)
         return total if block.share is None else block.share.total(total)

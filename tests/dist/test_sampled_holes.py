@@ -8,6 +8,7 @@ leaves tokens out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -77,8 +78,9 @@ def filled(batch: Batch, own: torch.Tensor) -> Batch:
 def plain_rows(model: torch.nn.Module, batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(log-prob, entropy) of the sampled tokens of each row."""
     found = []
-    for row, (ids, sampled) in enumerate(zip(batch["input_ids"].unbind(), batch["sampled"].unbind(), strict=True)):
-        ends = [*(STARTS.get(row, []) if "conversation_starts" in batch else []), len(ids)]
+    anew = (batch["conversation_starts"] if "conversation_starts" in batch else torch.zeros(len(batch), 0)).unbind()
+    for ids, sampled, starts in zip(batch["input_ids"].unbind(), batch["sampled"].unbind(), anew, strict=True):
+        ends = [*starts.nonzero().flatten().tolist(), len(ids)]
         parts = [model(ids[None, first:end]).logits[0] for first, end in zip([0, *ends], ends, strict=False)]
         log_probs = torch.cat(parts).log_softmax(-1)
         places = [place for place in range(1, len(ids)) if sampled[place]]
@@ -88,16 +90,18 @@ def plain_rows(model: torch.nn.Module, batch: Batch) -> list[tuple[torch.Tensor,
     return found
 
 
-def batch_of(path: str, anew: bool) -> Batch:
-    rows = rows_with_holes(anew)
+def batch_of(path: str, make: Callable[[], Batch]) -> Batch:
+    rows = make()
     with torch.no_grad():
         own = torch.cat([log_probs for log_probs, _ in plain_rows(hugging_face_model(path), rows)])
     return filled(rows, own)
 
 
-def plain_gradients(path: str, anew: bool) -> tuple[dict[str, float], dict[str, torch.Tensor], torch.Tensor]:
+def plain_gradients(
+    path: str, make: Callable[[], Batch]
+) -> tuple[dict[str, float], dict[str, torch.Tensor], torch.Tensor]:
     """(losses, gradients by name, log-probs) of PPO's clipped loss, a KL and the entropy, as means over tokens."""
-    model, batch = hugging_face_model(path), batch_of(path, anew)
+    model, batch = hugging_face_model(path), batch_of(path, make)
     columns = (batch[name].unbind() for name in ("old_log_probs", "ref_log_probs", "advantages"))
     policy, kls, entropies, scores = [], [], [], []
     for (log_probs, entropy), old, ref, advantages in zip(plain_rows(model, batch), *columns, strict=True):
@@ -147,7 +151,7 @@ def gradients_of(role, batch: Batch, group) -> dict:
     return {"metrics": metrics, "gradients": {k: v.clone() for k, v in reduced_gradients(role, group).items()}}
 
 
-def all_cuts(anew: bool, config) -> dict[str, dict]:
+def all_cuts(make: Callable[[], Batch], cuts: dict[str, MicroBatching], config) -> dict[str, dict]:
     """What a rank has of its data-parallel rank's rows: scores, metrics and gradients of both roles, for each cut."""
     from megatron_rl.roles.host import RankHost
 
@@ -157,13 +161,12 @@ def all_cuts(anew: bool, config) -> dict[str, dict]:
     actor, critic, where = worker.roles["actor"], worker.roles["critic"], worker.coordinates()
     settings = actor.config
     settings.use_kl_loss, settings.kl_loss_coef, settings.entropy_coeff = True, KL, ENTROPY
-    mine = batch_of(config.actor_rollout_ref.model.path, anew)[
-        torch.arange(NUM_ROWS).tensor_split(where.dp_size)[where.dp_rank]
-    ]
+    whole = batch_of(config.actor_rollout_ref.model.path, make)
+    mine = whole[torch.arange(len(whole)).tensor_split(where.dp_size)[where.dp_rank]]
     # Ranks of a context-parallel group have parts of the optimizer, too.
     group = worker.groups.dp_group if worker.groups.grid.cp_size == 1 else None
     found = {}
-    for name, cut in CUTS.items():
+    for name, cut in cuts.items():
         actor.cut = actor.score_cut = critic.cut = critic.score_cut = cut
         scores, values = actor.log_probs(mine.read_by(SCORING)), critic.values(mine.read_by(SCORING))
         values_of_all = critic.values(as_suffix(mine).read_by(SCORING))
@@ -200,7 +203,8 @@ def model_path(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["holes", "conversations"])
 def plain(model_path, request) -> tuple:
-    return request.param, *plain_gradients(model_path, request.param)
+    make = partial(rows_with_holes, request.param)
+    return make, *plain_gradients(model_path, make)
 
 
 @pytest.mark.parametrize("layout", often(LAYOUTS, ("one",)))
@@ -208,20 +212,27 @@ def test_holes_as_a_plain_loop(layout: str, model_path: str, plain: tuple) -> No
     """Packed with shared prompts, padded and alone: within 1e-5; also where rows are several conversations, each of
     which is read by itself. Would not catch a column that no loss here reads.
     """
-    (world_size, tp_size, pp_size), keys = LAYOUTS[layout]
-    anew, losses, gradients, log_probs = plain
-    ranks = run_ranks(world_size, partial(all_cuts, anew), run_config(model_path, tp_size, pp_size, **keys))
-    for cut in CUTS:
+    check_layout(*LAYOUTS[layout], model_path, plain, CUTS)
+
+
+def check_layout(
+    size: tuple[int, int, int], keys: dict, path: str, plain: tuple, cuts: dict[str, MicroBatching]
+) -> None:
+    """Scores, losses and gradients of both roles on a layout, for each cut, beside the plain loop's."""
+    world_size, tp_size, pp_size = size
+    make, losses, gradients, log_probs = plain
+    ranks = run_ranks(world_size, partial(all_cuts, make, cuts), run_config(path, tp_size, pp_size, **keys))
+    for cut in cuts:
         ours = [rank[cut] for rank in ranks]
         collectors = sorted((r for r in ours if r["where"].dp_collector), key=lambda r: r["where"].dp_rank)
         torch.testing.assert_close(torch.cat([r["log_probs"] for r in collectors]), log_probs, atol=1e-5, rtol=1e-5)
         metrics = collectors[0]["actor"]["metrics"]
         assert {name: metrics[name] for name in losses} == pytest.approx(losses, rel=1e-5, abs=1e-6), cut
-        assert_close(whole(ours, "actor", "actor", model_path), gradients)
+        assert_close(whole(ours, "actor", "actor", path), gradients)
         for rank in collectors:
             torch.testing.assert_close(rank["values"], rank["values of all"], atol=1e-5, rtol=1e-5)
             assert rank["critic"]["metrics"] == pytest.approx(rank["critic of all"]["metrics"], rel=1e-5, abs=1e-6)
-        critic = (whole(ours, name, "critic", model_path) for name in ("critic", "critic of all"))
+        critic = (whole(ours, name, "critic", path) for name in ("critic", "critic of all"))
         assert_close(*critic)
 
 

@@ -51,6 +51,7 @@ def option_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable
         if role.is_trained:
             yield from _ddp_problems(f"{role.key}.megatron.override_ddp_config", role.megatron.override_ddp_config)
     yield from _dynamic_problems(config)
+    yield from _tree_problems(config)
 
 
 def _asked_balance(role: RoleSpec) -> dict[str, bool | float]:
@@ -136,6 +137,26 @@ def _context_problems(role: RoleSpec, model: ModelSizes | None) -> Iterable[Viol
         fitting = ", ".join(map(str, divisors(heads)))
         hint = f"a2a goes with context_parallel_size of {fitting}"
         yield Violation({key: how}, rule, {key: "p2p"}, hint, subject=subject)
+
+
+def _tree_problems(config: RunConfig) -> Iterable[Violation]:
+    """Requirements of rows that are laid as a trie."""
+    key = "actor_rollout_ref.model.enable_tree_training"
+    if not config.actor_rollout_ref.model.enable_tree_training:
+        return
+    if config.trainer.device != "cpu":
+        rule = "needs attention whose keys lie in several places, which the variable-length kernels of GPUs do not have"
+        yield Violation({key: True, "trainer.device": config.trainer.device}, rule, {key: False})
+    for role in roles_of(config):
+        passes = [spec for spec in role.passes if spec.as_tree]
+        if role.megatron.context_parallel_size > 1 and passes:
+            cp_key = f"{role.key}.megatron.context_parallel_size"
+            rule = "must be 1 where rows are laid as a trie: ranks that share a sequence each read a part of it alone"
+            yield Violation({cp_key: role.megatron.context_parallel_size, key: True}, rule, {key: False})
+        if any(not spec.remove_padding for spec in passes):
+            padding = f"{role.model_key.rpartition('.')[0]}.use_remove_padding"
+            rule = f"must be true with {key}=true: rows that are filled up share nothing"
+            yield Violation({padding: False}, rule, {padding: True})
 
 
 def _dynamic_problems(config: RunConfig) -> Iterable[Violation]:

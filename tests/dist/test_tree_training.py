@@ -1,0 +1,132 @@
+"""Rows that are laid as a trie: scores, losses and gradients of a plain loop that reads every row by itself."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_layout_parity import often
+from test_router_replay import random_choices
+from test_sampled_holes import check_layout, filled, plain_gradients
+from tiny_models import run_config, save_qwen2, save_qwen3_moe
+
+from megatron_rl.columns import ACTOR_SCORES, ACTOR_UPDATE
+from megatron_rl.experience.micro_batches import MicroBatching
+from megatron_rl.parallel.balance import SequenceWork
+from megatron_rl.records import Batch, ragged, ragged_from_lengths, row_lengths
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+LAYOUTS = {
+    "one": ((1, 1, 1), {}),
+    "DP2": ((2, 1, 1), {}),
+    "TP2": ((2, 2, 1), {}),
+    "PP2": ((2, 1, 2), {}),
+    "TP2 with sequence parallelism": (
+        (2, 2, 1),
+        {f"{role}__megatron__sequence_parallel": True for role in ("actor_rollout_ref__actor", "critic")},
+    ),
+}
+CUTS = {
+    "all": MicroBatching(12, as_tree=True),
+    "three rows": MicroBatching(3, as_tree=True),
+    "dynamic": MicroBatching(1, max_tokens=24, as_tree=True, work=SequenceWork(10.0)),
+}
+
+
+def rows_that_branch(anew: bool = False) -> Batch:
+    """Twelve rows with holes: four begin alike, one is the beginning of another, two are the same, and one branches off
+    within sampled tokens. anew: three rows are conversations that go on from one another's beginnings.
+    """
+    generator = torch.Generator().manual_seed(3)
+    trunk = torch.randint(2, 70, (24,), generator=generator)
+
+    def drawn(*parts: tuple[int, int]) -> torch.Tensor:
+        """Parts of (tokens of the trunk, tokens of its own)."""
+        own = [torch.randint(2, 70, (number,), generator=generator) for _, number in parts]
+        return torch.cat(
+            [part for (length, _), mine in zip(parts, own, strict=True) for part in (trunk[:length], mine)]
+        )
+
+    rows = [
+        drawn((8, 6)),
+        drawn((8, 3)),
+        drawn((12, 4)),
+        drawn((17, 2)),
+        trunk[:15],
+        drawn((0, 9)),
+        trunk[:20],
+        drawn((0, 5)),
+    ]
+    rows += [rows[0].clone(), drawn((6, 4), (10, 3)), drawn((10, 2), (12, 2), (3, 4)), drawn((0, 7), (9, 1))]
+    masks = [torch.rand(len(row), generator=generator) < 0.5 for row in rows]
+    starts = [torch.zeros_like(mask) for mask in masks]
+    for row, places in {9: [10], 10: [12, 26], 11: [7]}.items() if anew else ():
+        starts[row][places] = True
+    for mask, start in zip(masks, starts, strict=True):
+        mask &= ~start
+        mask[0] = False
+    columns = {"conversation_starts": ragged(starts)} if anew else {}
+    return Batch(input_ids=ragged(rows), sampled=ragged(masks), **columns)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory) -> str:
+    return save_qwen2(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["rows", "conversations"])
+def plain(model_path, request) -> tuple:
+    make = partial(rows_that_branch, request.param)
+    return make, *plain_gradients(model_path, make)
+
+
+@pytest.mark.parametrize("layout", often(LAYOUTS, ("one",)))
+def test_a_trie_as_a_plain_loop(layout: str, model_path: str, plain: tuple) -> None:
+    """Within 1e-5, in blocks by rows and by nodes. Would not catch a column that no loss here reads."""
+    check_layout(*LAYOUTS[layout], model_path, plain, CUTS)
+
+
+def replayed(config) -> dict[str, torch.Tensor]:
+    """Scores and gradients of rows as a trie, and apart, whose tokens go to given experts; two rows that begin alike
+    differ in the experts of their fourth token.
+    """
+    from megatron_rl.roles.host import RankHost
+    from megatron_rl.roles.model_source import named_parameters
+
+    worker = RankHost(config)
+    worker.build("actor")
+    actor, batch = worker.roles["actor"], rows_that_branch()
+    lengths = row_lengths(batch["input_ids"])
+    choices = list(random_choices(lengths - 1, seed=2).unbind())
+    for row in (1, 2, 3, 4, 6, 8, 9):
+        common = min(6, len(choices[row]))
+        choices[row][:common] = choices[0][:common]
+    choices[3][3] = choices[3][3].flip(-1)
+    batch.add(routed_experts=ragged_from_lengths(torch.cat(choices), lengths - 1))
+    found = {}
+    for name, cut in {"tree": CUTS["all"], "apart": MicroBatching(1)}.items():
+        actor.cut = actor.score_cut = cut
+        scores = actor.log_probs(batch.read_by(ACTOR_SCORES))
+        found[f"scores {name}"], found[f"others {name}"] = scores.flat("old_log_probs"), scores["num_other_experts"]
+    batch = filled(batch, found["scores apart"])
+    for name, cut in {"tree": CUTS["all"], "apart": MicroBatching(1)}.items():
+        actor.cut = cut
+        metrics = actor.compute_gradients(batch.read_by(ACTOR_UPDATE))
+        found[f"metrics {name}"] = torch.tensor([metrics[key] for key in sorted(metrics)])
+        parameters = named_parameters(actor.trainable.models)
+        found[f"gradients {name}"] = torch.cat([p.main_grad.flatten().clone() for p in parameters.values()])
+    return found
+
+
+def test_tokens_that_go_to_other_experts_are_not_shared(tmp_path) -> None:
+    """One process, with replayed experts. Would not catch experts on other ranks."""
+    keys = {"actor_rollout_ref__actor__router_replay__mode": "R3"}
+    [found] = run_ranks(1, replayed, run_config(save_qwen3_moe(tmp_path), 1, 1, **keys))
+    assert torch.equal(found["others tree"], found["others apart"])
+    for name in ("scores", "metrics"):
+        torch.testing.assert_close(found[f"{name} tree"], found[f"{name} apart"], atol=1e-5, rtol=1e-5)
+    largest = float(found["gradients apart"].abs().max())
+    assert float((found["gradients tree"] - found["gradients apart"]).abs().max()) < 1e-5 * largest

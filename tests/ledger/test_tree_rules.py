@@ -1,0 +1,39 @@
+"""Rules of rows that are laid as a trie: what is refused, and which passes lay them so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.load import load_config
+from megatron_rl.config.roles import roles_of
+from megatron_rl.ledger.planner.preflight import preflight
+
+KEY = "actor_rollout_ref.model.enable_tree_training"
+DEMO = Path("configs/demo_cpu.yaml")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("trainer.device=cuda",), "needs attention whose keys lie in several places"),
+        (
+            ("actor_rollout_ref.actor.megatron.context_parallel_size=2", "trainer.n_gpus_per_node=8"),
+            "must be 1 where rows are laid as a trie",
+        ),
+        (("actor_rollout_ref.model.use_remove_padding=false",), "rows that are filled up share nothing"),
+    ],
+)
+def test_what_is_refused(overrides: tuple[str, ...], said: str) -> None:
+    problems = "\n".join(map(str, preflight(load_config(DEMO, (f"{KEY}=true", *overrides)))))
+    assert said in problems, problems
+    assert said not in "\n".join(map(str, preflight(load_config(DEMO, overrides))))
+
+
+def test_every_pass_but_those_of_reward_models() -> None:
+    """Actor, reference and critic of the demo; without the key none."""
+    assert preflight(load_config(DEMO, (f"{KEY}=true",))) == []
+    laid = {role.kind: {spec.as_tree for spec in role.passes} for role in roles_of(load_config(DEMO, (f"{KEY}=true",)))}
+    assert laid == {"actor": {True}, "reference": {True}, "critic": {True}, "rollout": set()}
+    assert not any(spec.as_tree for role in roles_of(load_config(DEMO)) for spec in role.passes)
