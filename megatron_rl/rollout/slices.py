@@ -9,6 +9,7 @@ drop the request, and start it again with its tokens as the end of its prompt.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -49,18 +50,34 @@ class Slice:
     keeps_prefixes: bool = False
 
 
+class DraftCounts(NamedTuple):
+    """Of requests that an engine drew with drafts: tokens, engine steps in which each had some, and tokens guessed.
+
+    A request with t tokens in s steps had t - s guesses right: every step draws one token more than it accepts.
+    """
+
+    num_tokens: int = 0
+    num_steps: int = 0
+    num_drafted: int = 0
+
+    def plus(self, other: DraftCounts) -> DraftCounts:
+        """The counts of both."""
+        return DraftCounts(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+
 @dataclass(frozen=True)
 class Drawn:
     """Additions of one slice to a request: tokens, the engine's log-prob of each, and why the answer ended, or "".
 
     experts: uint8 or int16 [T, layers, K], of all tokens but the last, of an answer that has ended; None unless
-    `Sampling.with_experts`.
+    `Sampling.with_experts`. drafts: None of an engine without.
     """
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     finish: str = ""
     experts: torch.Tensor | None = None
+    drafts: DraftCounts | None = None
 
 
 @dataclass(frozen=True)

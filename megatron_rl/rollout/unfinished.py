@@ -1,7 +1,8 @@
 """Unfinished requests of an engine: vLLM runs a counted number of steps, and requests start and stop only between.
 
-One engine step draws one token for each running request. Nothing runs between two slices, so weights may be changed
-there in place. An unfinished request continues with the keys and values that it has.
+One engine step draws one token for each running request, and with drafts those that were guessed right. Nothing runs
+between two slices, so weights may be changed there in place. An unfinished request continues with the keys and values
+that it has.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from megatron_rl.records import Sampling
+from megatron_rl.rollout.draft_meter import DraftMeter
 from megatron_rl.rollout.slices import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Drawn, Slice, Start
 
 
@@ -74,6 +76,7 @@ class UnfinishedRequests:
         self._engine = engine
         self._eos_token_ids, self._routed_layers = eos_token_ids, list(routed_layers)
         self._adapter = adapter
+        self._meter = None if engine.vllm_config.speculative_config is None else DraftMeter(engine)
         self._names: dict[int, str] = {}  # request -> vLLM's own name for it
 
     @property
@@ -99,6 +102,7 @@ class UnfinishedRequests:
         kind = RequestOutputKind.FINAL_ONLY if order.num_steps is None else RequestOutputKind.DELTA
         for start in order.starts:
             self._start(start, order.version, kind)
+        names = dict(self._names)
         tokens: dict[int, list[int]] = {}
         log_probs: dict[int, list[float]] = {}
         finish: dict[int, str] = {}
@@ -117,10 +121,11 @@ class UnfinishedRequests:
                     if request in with_experts:
                         experts[request] = experts_of_tokens(answer, self._routed_layers)
             num_steps += 1
-        drawn = {
-            request: Drawn(tuple(new), tuple(log_probs[request]), finish.get(request, ""), experts.get(request))
-            for request, new in tokens.items()
-        }
+        drawn: dict[int, Drawn] = {}
+        for request, new in tokens.items():
+            drafts = None if self._meter is None else self._meter.take(names[request], len(new))
+            ended = finish.get(request, "")
+            drawn[request] = Drawn(tuple(new), tuple(log_probs[request]), ended, experts.get(request), drafts)
         return drawn, num_steps
 
     def _check(self, order: Slice) -> None:

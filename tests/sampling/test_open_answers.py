@@ -13,8 +13,9 @@ from megatron_rl.agents.episode import EpisodeLimits, Reply
 from megatron_rl.agents.observation import EpisodeFailure, Observation, Opening, Turn
 from megatron_rl.errors import ConfigError
 from megatron_rl.records import Prompts, Sampling, ragged
-from megatron_rl.rollout.slices import Drawn
+from megatron_rl.rollout.slices import DraftCounts, Drawn
 from megatron_rl.sampling.open_answers import OpenAnswers
+from megatron_rl.sampling.sampler import draft_metrics
 from megatron_rl.sampling.saved_answers import read_answers, read_schedule, write_rollouts
 
 SAMPLING, GREEDILY = Sampling(1.0, 1.0, -1, 5, salt=7), Sampling(0.0, 1.0, -1, 5, salt=-1)
@@ -132,3 +133,22 @@ def test_a_damaged_file_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "rollouts.safetensors").write_bytes(b"nothing")
     with pytest.raises(ConfigError, match=r"rollouts.safetensors is not what a run writes"):
         read_schedule(tmp_path)
+
+
+def test_what_drafts_did_for_each_batch() -> None:
+    """By hand: 5 tokens in 3 steps of which 4 were guessed, in two slices of batch 1; an engine without drafts counts
+    nothing.
+
+    Would not catch an engine that counts wrongly: `tests/dist/test_drafts.py` compares it with its steps.
+    """
+    answers = two_batches()
+    answers.extend({0: Drawn((5, 6, 7), (-0.5,) * 3, "", None, DraftCounts(3, 2, 3))}, version=0)
+    answers.extend({1: Drawn((5, 6), (-0.5,) * 2, "", None, DraftCounts(2, 1, 1)), 3: Drawn((5,), (-0.5,))}, version=0)
+    assert answers.drafts(1) == DraftCounts(5, 3, 4)
+    assert draft_metrics(answers.drafts(1)) == {
+        "rollout/tokens_per_step": pytest.approx(5 / 3),
+        "rollout/drafts_accepted": 0.5,
+    }
+    assert draft_metrics(answers.drafts(2)) == {}
+    answers.trained(1)
+    assert answers.drafts(1) == DraftCounts()
