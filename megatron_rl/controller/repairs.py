@@ -178,7 +178,9 @@ class Repairs:
             self._lost_at = time.monotonic()
         launcher = self._launcher
         is_repairable = failure.is_loss or isinstance(failure, CopyLost)
-        if launcher is None or launcher.is_lost or not is_repairable or self.stop.is_set:
+        # A run that is to stop is repaired only to save what a copy has.
+        has_nothing_to_save = self.stop.is_set and not self._kept
+        if launcher is None or launcher.is_lost or not is_repairable or has_nothing_to_save:
             raise failure
         if len(self.all) == self._trainer.max_repairs:
             warn(f"not repaired: it is loss {len(self.all) + 1}, and trainer.max_repairs={self._trainer.max_repairs}")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 from raylets import Raylets
-from short_runs import CLOCKED, MEGATRON, SHORT, TP2, WITHOUT_RAY, metrics, reached
+from short_runs import CLOCKED, MEGATRON, SHORT, TP2, WITHOUT_RAY, metrics, reached, steps_saved
 from sweeps import WEEKLY
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
@@ -93,6 +93,27 @@ def test_a_hang_is_repaired_and_too_many_losses_end_a_run(command_line) -> None:
     assert run.wait() == 3, run.text()
     assert "trainer.max_repairs=2" in run.text() and "Traceback" not in run.text()
     assert run.left_over() == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("first", ["signal", "loss"])
+def test_a_signal_beside_a_loss_saves_what_the_copy_has(command_line, first: str) -> None:
+    """As where a scheduler ends a job: SIGTERM to the controller and the death of a rank, in either order. The run
+    starts its ranks anew only to save, and ends with code 20 or 21; at most one step is lost.
+    """
+    run = command_line(*KEYS, *TP2, WITHOUT_RAY, "trainer.save_freq=1000", "trainer.total_training_steps=1000")
+    run.wait_for(reached(run, 3), interval=0.01)
+    rank = rank_of(run, 1)
+    if first == "signal":
+        run.process.send_signal(signal.SIGTERM)
+        rank.kill()
+    else:
+        rank.kill()
+        run.wait_for(lambda: "repair 1 of at most 2" in run.text(), interval=0.01)
+        run.process.send_signal(signal.SIGTERM)
+    assert run.wait() in (20, 21), run.text()
+    assert steps_saved(run)[0] == max(metrics(run)) >= 2
+    assert "Traceback" not in run.text() and run.left_over() == []
 
 
 @pytest.mark.exhaustive
