@@ -281,6 +281,9 @@ class RolloutConfig(EightBitRollouts, ElasticReplicas):
     which is always compared."""
     update_weights_bucket_megabytes: Size = 32
     """Scratch memory of a transition, and the bound on one message."""
+    weight_deltas: bool = False
+    """Send only what changed since the last transfer to a rollout in a pool of its own. Training ranks then keep what
+    they sent last: one more copy of the served model over all of them."""
     enforce_eager: bool = True
     """false: vLLM compiles the model and captures CUDA graphs over weights and KV cache, which keep their addresses.
     true: neither. Where it is not set: false on GPUs; on CPUs, which have no graphs, true is the only choice."""

@@ -233,10 +233,16 @@ def shown_value(metrics: dict[str, float]) -> tuple[str, float]:
 
 
 def transition_metrics(reports: Sequence[TransitionReport]) -> dict[str, float]:
-    """Cost of a transition on the rank where it was highest; {} before the first one."""
+    """Cost of a transition on the rank where it was highest; {} before the first one. If only what changed travelled,
+    also its share of the model, and the least that could be received.
+    """
     if not reports:
         return {}
+    shares = [report.changed_share for report in reports if report.changed_share is not None]
+    bound = max(report.lower_bound_bytes for report in reports) / 1e6
+    changed = {"reshard/changed_share": max(shares), "reshard/bound_mb": bound} if shares else {}
     return {
+        **changed,
         "reshard/exchange_s": max(report.exchange_seconds for report in reports),
         "reshard/verify_s": max(report.verify_seconds for report in reports),
         "reshard/received_mb": max(report.bytes_received for report in reports) / 1e6,

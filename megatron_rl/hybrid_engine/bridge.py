@@ -22,6 +22,9 @@ On every rank of both pools, training's ranks first, after each pool has made it
 sender, `join` and every transfer are collective over both pools. If a peer dies or does not come within the group's
 time-out, all ranks that have not finished raise BrokenBridgeError. All must then open another group: training builds
 new senders; a remaining receiver keeps its memory and joins again.
+
+With `deltas` at all ends only what changed since the last transfer travels (`delta_exchange.py`), if that was over this
+group and ended well on all ranks, and else everything. So everything travels first, after joining, and after an error.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from torch import Tensor
 from megatron_rl.device import settled_seconds
 from megatron_rl.hybrid_engine.allgather_pp import FlatParameters, slot_view
 from megatron_rl.hybrid_engine.bridge_plan import make_bridge_plan, model_numel, receiving_slots
+from megatron_rl.hybrid_engine.delta_exchange import Changes, DeltaExchange
 from megatron_rl.hybrid_engine.exchange import NUM_SCRATCH, Exchange
 from megatron_rl.hybrid_engine.layout import FOREIGN
 from megatron_rl.hybrid_engine.plan import ExchangePlan, Member
@@ -48,6 +52,7 @@ from megatron_rl.hybrid_engine.verify import WeightMismatchError, WeightVerifier
 from megatron_rl.parallel.sharding import LogicalTensor, Place
 
 Result = TypeVar("Result")
+NO_BASE = -1
 CONNECTING_BROKE = "the ranks of a bridge could not meet"
 
 
@@ -63,12 +68,17 @@ class MixedVersionsError(RuntimeError):
 class Transfer:
     """One transfer on one rank. version: of the weights, in optimizer steps.
 
-    model_bytes: of the whole model, which all senders together send. wait_seconds: until both pools were ready.
+    model_bytes: of the whole model. leaving_bytes: what all senders together send, `model_bytes` if everything travels.
+    changed_share: of the elements of the model; None if they were not compared. count_bytes: received from other ranks
+    to know what changed where. wait_seconds: until both pools were ready.
     verify_seconds: comparing checksums; 0 if this transfer was not verified.
     """
 
     version: int
     model_bytes: int
+    leaving_bytes: int
+    changed_share: float | None
+    count_bytes: int
     wait_seconds: float
     exchange_seconds: float
     verify_seconds: float
@@ -76,7 +86,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class SendReport(Transfer):
-    """bytes_sent: by this training rank; the sum over the pool is `model_bytes`."""
+    """bytes_sent: by this training rank; the sum over the pool is `leaving_bytes`."""
 
     bytes_sent: int
 
@@ -96,10 +106,11 @@ class SendAttempt:
 
 @dataclass(frozen=True)
 class ReceiveReport(Transfer):
-    """bytes_received: in all; it must equal lower_bound_bytes, the rank's rollout shard without padding.
+    """bytes_received: in all; it must equal lower_bound_bytes, the rank's rollout shard without padding, or where only
+    changes travel the values and indices of those (`delta_sizes.py`). `count_bytes` are no part of these.
 
-    bytes_fetched: received from training ranks; the sum over the pool is `model_bytes`. bytes_passed_on: sent to other
-    rollout ranks. network_bytes: received from other nodes; network_bound_bytes: what the plan brings from there.
+    bytes_fetched: received from training ranks; the sum over the pool is `leaving_bytes`. bytes_passed_on: sent to
+    other rollout ranks. network_bytes: received from other nodes; network_bound_bytes: what the plan brings from there.
     """
 
     bytes_received: int
@@ -119,16 +130,20 @@ class Offer:
     dtype: torch.dtype
     bucket_bytes: int
     model: str
+    deltas: bool
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Facts that all ranks of a bridge agree on. message_numel: elements of the longest message."""
+    """Facts that all ranks of a bridge agree on. message_numel: elements of the longest message. deltas: whether only
+    what changed travels.
+    """
 
     plan: ExchangePlan
     num_senders: int
     model_bytes: int
     message_numel: int
+    deltas: bool
 
 
 def digest(tensors: Mapping[str, LogicalTensor]) -> str:
@@ -169,11 +184,15 @@ def agree(mine: Offer, tensors: Mapping[str, LogicalTensor], transport: Transpor
     plan = make_bridge_plan(tensors, members[:num_senders], members[num_senders:])
     size = mine.dtype.itemsize
     message_numel = max(1, min(offer.bucket_bytes for offer in offers) // size // NUM_SCRATCH)
-    return Agreement(plan, num_senders, model_numel(tensors) * size, message_numel)
+    deltas = all(offer.deltas for offer in offers)
+    return Agreement(plan, num_senders, model_numel(tensors) * size, message_numel, deltas)
 
 
 class BridgeEnd:
-    """Steps of both sides: agree on a version, run the exchange, compare checksums."""
+    """Steps of both sides: agree on a version, run the exchange, compare checksums.
+
+    bounds: the least bytes that this rank could receive in the last transfer: in all, and of these from other nodes.
+    """
 
     def __init__(
         self, agreement: Agreement, buffers: Mapping[int, Tensor], transport: Transport, verify_every: int
@@ -187,6 +206,12 @@ class BridgeEnd:
         steps = make_schedule(self.plan, transport.number, agreement.message_numel)
         self._exchange = Exchange(steps, [], buffers, transport)
         self._verifier = WeightVerifier(self.plan, transport.number, buffers, transport)
+        self._itemsize = next(iter(buffers.values())).element_size()
+        self.bounds = (0, 0)
+        self.deltas: DeltaExchange | None = None
+        if agreement.deltas:
+            self.deltas = DeltaExchange(self.plan, buffers, transport, agreement.message_numel)
+        self._base = NO_BASE  # the number of the last transfer, if what it brought is here, or kept here as it was sent
 
     @property
     def scratch(self) -> MemoryBuffer:
@@ -211,25 +236,45 @@ class BridgeEnd:
 
     def _transfer(self, version: int) -> Transfer:
         start = settled_seconds(self._device)
-        asked = torch.tensor([version, is_verified(self._num_transfers, self._verify_every)], dtype=torch.int64)
+        number = self._num_transfers
+        asked = torch.tensor([version, is_verified(number, self._verify_every), self._base], dtype=torch.int64)
         headers = torch.stack(self.transport.all_gather(asked))
-        self._num_transfers += 1
+        self._num_transfers, self._base = number + 1, NO_BASE
         versions = headers[: self.num_senders, 0].unique().tolist()
         if len(versions) > 1:
             raise MixedVersionsError(f"the training ranks send weights of different versions: {versions}")
         before_exchange = settled_seconds(self._device)
-        self._exchange.run()
+        changes = None
+        if self.deltas is not None and number > 0 and headers[:, 2].eq(number - 1).all():
+            changes = self.deltas.compare()
+        self._move(changes)
         before_verify = settled_seconds(self._device)
         if headers[:, 1].any():
             self._verifier.verify()
         after = settled_seconds(self._device)
+        self._base = number
         return Transfer(
             version=versions[0],
             model_bytes=self._model_bytes,
+            leaving_bytes=self._model_bytes if changes is None else changes.leaving_bytes,
+            changed_share=None if changes is None else changes.total * self._itemsize / self._model_bytes,
+            count_bytes=0 if changes is None or self.deltas is None else self.deltas.count_bytes,
             wait_seconds=before_exchange - start,
             exchange_seconds=before_verify - before_exchange,
             verify_seconds=after - before_verify,
         )
+
+    def _move(self, changes: Changes | None) -> None:
+        """Move what changed, or everything."""
+        if self.deltas is not None and changes is not None and not changes.is_whole:
+            self.bounds = self.deltas.bound(changes)
+            self.deltas.run(changes)
+            return
+        mine, number = self.plan.plans[self.transport.number], self.transport.number
+        self.bounds = mine.numel_lacking * self._itemsize, self.plan.numel_over_network(number) * self._itemsize
+        self._exchange.run()
+        if self.deltas is not None and changes is None:
+            self.deltas.remember()
 
 
 class BridgeSender:
@@ -238,7 +283,7 @@ class BridgeSender:
     own: this rank's flat buffers, which stay where they are, and its slots in them. tensors: every logical tensor of
     the model. bucket_bytes: scratch memory of a transfer; the smallest value of all ranks is used. verify_every:
     compare checksums at the first transfer and at every so many later ones, 0: at the first only. A transfer is
-    verified if either side asks for it.
+    verified if either side asks for it. deltas: send only what changed, if the other ranks' are true, too.
 
     Raises ValueError, on all ranks of both pools alike, if the sides do not fit each other or training's shards do not
     make up the model.
@@ -252,10 +297,13 @@ class BridgeSender:
         *,
         bucket_bytes: int,
         verify_every: int = 1,
+        deltas: bool = False,
     ) -> None:
         dtype = own.buffers[0].dtype
         agreement = agree(
-            Offer(replace(own.member, wanted=None), True, dtype, bucket_bytes, digest(tensors)), tensors, transport
+            Offer(replace(own.member, wanted=None), True, dtype, bucket_bytes, digest(tensors), deltas),
+            tensors,
+            transport,
         )
         self._end = BridgeEnd(agreement, dict(enumerate(own.buffers)), transport, verify_every)
 
@@ -263,6 +311,11 @@ class BridgeSender:
     def scratch(self) -> MemoryBuffer:
         """Memory that a transfer takes beside the weights while it runs."""
         return self._end.scratch
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the copy of what this rank sent last; 0 without deltas."""
+        return 0 if self._end.deltas is None else self._end.deltas.kept_bytes
 
     def close(self) -> None:
         """Leave the group; ranks that still wait for this one fail."""
@@ -288,8 +341,9 @@ class BridgeSender:
 class BridgeReceiver:
     """The side of a rollout rank: its shard of every tensor in one flat buffer that never moves. Call `join` first.
 
-    place: that of the shard. dtype: training's. tensors, bucket_bytes, verify_every and errors: see BridgeSender.
-    second_buffer: receive into another buffer of the same layout; generation reads the old weights until `swap`.
+    place: that of the shard. dtype: training's. tensors, bucket_bytes, verify_every, deltas and errors: see
+    BridgeSender. second_buffer: receive into another buffer of the same layout; generation reads the old weights until
+    `swap`, which copies them, so that this buffer always holds what arrived last.
 
     Attributes: tensors: name -> view, undefined until the first transfer; rows that only pad a vocabulary are 0.
     version: the version of those weights; None before the first, and without a second buffer after a failed transfer.
@@ -306,9 +360,10 @@ class BridgeReceiver:
         bucket_bytes: int,
         verify_every: int = 1,
         second_buffer: bool = False,
+        deltas: bool = False,
     ) -> None:
         self._tensors, self._dtype, self._bucket_bytes = tensors, dtype, bucket_bytes
-        self._verify_every = verify_every
+        self._verify_every, self._deltas = verify_every, deltas
         mine = receiving_slots(tensors, place)
         self._slots = mine.slots
         # No transfer writes the rows that only pad a vocabulary, so they stay 0.
@@ -319,7 +374,6 @@ class BridgeReceiver:
         self.version: int | None = None
         self.arrived: int | None = None
         self._joined: BridgeEnd | None = None
-        self._bounds = (0, 0)  # lower_bound_bytes, network_bound_bytes
 
     @property
     def scratch(self) -> MemoryBuffer:
@@ -350,14 +404,12 @@ class BridgeReceiver:
         """
         self.close()
         self.arrived = None
-        offer = Offer(member, False, self._dtype, self._bucket_bytes, digest(self._tensors))
+        offer = Offer(member, False, self._dtype, self._bucket_bytes, digest(self._tensors), self._deltas)
         agreement = agree(offer, self._tensors, transport)
         if agreement.plan.plans[transport.number].slots != self._slots:
             raise ValueError(f"{member.name} would receive another shard than the one that it has room for")
         target = self._flat if self._arriving is None else self._arriving
         self._joined = BridgeEnd(agreement, {FOREIGN: target}, transport, self._verify_every)
-        plan, number, itemsize = agreement.plan, transport.number, self._dtype.itemsize
-        self._bounds = plan.plans[number].numel_lacking * itemsize, plan.numel_over_network(number) * itemsize
 
     def receive(self) -> ReceiveReport:
         """Take the weights that training sends. Raises WeightMismatchError on all ranks alike if one is wrong, and
@@ -379,11 +431,11 @@ class BridgeReceiver:
         return ReceiveReport(
             **vars(transfer),
             bytes_received=received.total(),
-            lower_bound_bytes=self._bounds[0],
+            lower_bound_bytes=end.bounds[0],
             bytes_fetched=sum(received[sender] for sender in range(end.num_senders)),
             bytes_passed_on=transport.sent_to.total() - passed_on,
             network_bytes=sum(size for other, size in received.items() if members[other].node != node),
-            network_bound_bytes=self._bounds[1],
+            network_bound_bytes=end.bounds[1],
         )
 
     def conclude(self, report: Any) -> None:

@@ -6,9 +6,10 @@ All tensors are bound once, at construction. Running an exchange makes no metada
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from traceback import clear_frames
 
 import torch
@@ -33,9 +34,13 @@ def region_view(buffers: Mapping[int, Tensor], region: Region) -> Tensor:
     return buffers[region.buffer].as_strided(region.shape, region.stride, region.offset)
 
 
+def nothing() -> None:
+    """Do nothing."""
+
+
 @dataclass
 class BoundStep:
-    """A step with its tensors: `pack` before sending, `unpack` after receiving; both empty for direct messages.
+    """A step with its tensors: `pack` before sending, `unpack` after receiving; neither for direct messages.
 
     after: how many of the first steps must be finished before this one begins (`Step.after`).
     """
@@ -43,48 +48,32 @@ class BoundStep:
     after: int
     send: tuple[Tensor, int] | None = None
     receive: tuple[Tensor, int] | None = None
-    pack: Copies = field(default_factory=list)
-    unpack: Copies = field(default_factory=list)
+    pack: Callable[[], None] = nothing
+    unpack: Callable[[], None] = nothing
 
 
-class Exchange:
-    """One rank's schedule bound to its buffers.
+class StepRunner:
+    """Takes steps in order, with two messages under way at any time. scratch: memory of packed messages."""
 
-    buffers: number -> flat tensor, all allocated during construction and at every `run`. Every rank of the
-    transport's group must run its own exchange at the same time.
-    """
+    def __init__(self, transport: Transport, scratch: MemoryBuffer) -> None:
+        self.transport, self.scratch = transport, scratch
 
-    def __init__(
-        self,
-        steps: Sequence[Step],
-        local: Sequence[tuple[Region, Region]],
-        buffers: Mapping[int, Tensor],
-        transport: Transport,
-    ) -> None:
-        self.transport = transport
-        self._buffers = buffers
-        packed = [leg.numel for step in steps for leg in (step.send, step.receive) if leg and not leg.is_direct]
-        self._message_numel = max(packed, default=0)
-        like = next(iter(buffers.values()))
-        self.scratch = MemoryBuffer(NUM_SCRATCH * self._message_numel, like.dtype, like.device)
-        self._local = [(region_view(buffers, dest), region_view(buffers, source)) for source, dest in local]
-        self._steps = [self._bind(step, number) for number, step in enumerate(steps)]
-        self.scratch.release()
+    def take(self, steps: Sequence[BoundStep], meanwhile: Callable[[], None] = nothing) -> None:
+        """Take all steps; the scratch memory exists only meanwhile. meanwhile: what can be done beside the last ones.
 
-    @torch.no_grad()
-    def run(self) -> None:
-        """Move everything; the scratch memory exists only meanwhile."""
+        Every rank of the transport's group must take its own steps at the same time.
+        """
         self.scratch.allocate()
         under_way: deque[tuple[list[dist.Work], BoundStep]] = deque()
         try:
-            for number, step in enumerate(self._steps):
+            for number, step in enumerate(steps):
                 # What is passed on must have arrived; else one message stays under way while the next is packed.
                 while number - len(under_way) < max(step.after, number - 1):
                     self._finish(*under_way[0])
                     under_way.popleft()
-                copy_all(step.pack)
+                step.pack()
                 under_way.append((self.transport.start(step.send, step.receive), step))
-            copy_all(self._local)
+            meanwhile()
             while under_way:
                 self._finish(*under_way[0])
                 under_way.popleft()
@@ -105,19 +94,48 @@ class Exchange:
 
     def _finish(self, works: list[dist.Work], step: BoundStep) -> None:
         self.transport.finish(works, step.receive)
-        copy_all(step.unpack)
+        step.unpack()
         # NCCL's wait lets the stream wait, not the host: what hangs must not look alive.
         if all(work.is_completed() for work in works):
             made_progress()
+
+
+class Exchange(StepRunner):
+    """One rank's schedule bound to its buffers.
+
+    buffers: number -> flat tensor, all allocated during construction and at every `run`. Every rank of the
+    transport's group must run its own exchange at the same time.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        local: Sequence[tuple[Region, Region]],
+        buffers: Mapping[int, Tensor],
+        transport: Transport,
+    ) -> None:
+        self._buffers = buffers
+        packed = [leg.numel for step in steps for leg in (step.send, step.receive) if leg and not leg.is_direct]
+        self._message_numel = max(packed, default=0)
+        like = next(iter(buffers.values()))
+        super().__init__(transport, MemoryBuffer(NUM_SCRATCH * self._message_numel, like.dtype, like.device))
+        self._local = [(region_view(buffers, dest), region_view(buffers, source)) for source, dest in local]
+        self._steps = [self._bind(step, number) for number, step in enumerate(steps)]
+        self.scratch.release()
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Move everything."""
+        self.take(self._steps, partial(copy_all, self._local))
 
     def _bind(self, step: Step, number: int) -> BoundStep:
         bound = BoundStep(step.after)
         if step.send is not None:
             flat, scattered, in_order = self._bind_leg(step.send, scratch=number % 2)
-            bound.send, bound.pack = (flat, step.send.peer), list(zip(in_order, scattered, strict=True))
+            bound.send, bound.pack = (flat, step.send.peer), copying(in_order, scattered)
         if step.receive is not None:
             flat, scattered, in_order = self._bind_leg(step.receive, scratch=2 + number % 2)
-            bound.receive, bound.unpack = (flat, step.receive.peer), list(zip(scattered, in_order, strict=True))
+            bound.receive, bound.unpack = (flat, step.receive.peer), copying(scattered, in_order)
         return bound
 
     def _bind_leg(self, leg: Leg, scratch: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -128,6 +146,11 @@ class Exchange:
         flat = self.scratch.view(scratch * self._message_numel, (leg.numel,))
         sizes = [view.numel() for view in views]
         return flat, views, [part.view_as(view) for part, view in zip(flat.split(sizes), views, strict=True)]
+
+
+def copying(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> Callable[[], None]:
+    """A call that copies each source onto its destination."""
+    return partial(copy_all, list(zip(destinations, sources, strict=True)))
 
 
 def copy_all(copies: Copies) -> None:

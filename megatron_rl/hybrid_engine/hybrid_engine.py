@@ -56,7 +56,8 @@ class TransitionReport:
     """The cost of `enter` on this rank. verify_seconds: comparing checksums; 0 if this transition was not verified.
 
     network_bytes: bytes received from other nodes. network_bound_bytes: the part of the exchange group's weights that
-    the node lacks and that this rank fetches.
+    the node lacks and that this rank fetches. changed_share: of the model's elements, if only what changed travelled;
+    the numbers of all bytes then count what says where it changed.
     """
 
     bytes_received: int
@@ -66,6 +67,7 @@ class TransitionReport:
     seconds: float
     exchange_seconds: float
     verify_seconds: float
+    changed_share: float | None = None
 
 
 class HybridEngine:

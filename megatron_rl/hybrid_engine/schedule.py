@@ -56,7 +56,7 @@ class Step:
 
 def make_schedule(plan: ExchangePlan, member: int, message_numel: int) -> list[Step]:
     """All steps of one member; no message is longer than `message_numel` elements."""
-    sends, receives = _by_round(plan, plan.sent[member]), _by_round(plan, plan.plans[member].received)
+    sends, receives = by_round(plan, plan.sent[member]), by_round(plan, plan.plans[member].received)
     steps: list[Step] = []
     arrives: dict[Region, int] = {}  # where a fragment is written -> the step that brings it
     for key in sorted(sends.keys() | receives.keys()):
@@ -83,7 +83,7 @@ def local_copies(plan: ExchangePlan, member: int) -> list[tuple[Region, Region]]
     ]
 
 
-def _by_round(plan: ExchangePlan, pieces: Iterable[Piece]) -> dict[tuple[int, int], list[Piece]]:
+def by_round(plan: ExchangePlan, pieces: Iterable[Piece]) -> dict[tuple[int, int], list[Piece]]:
     """(phase, round) -> pieces, all between the same two members."""
     by_round: dict[tuple[int, int], list[Piece]] = defaultdict(list)
     for piece in pieces:

@@ -15,6 +15,7 @@ from megatron_rl.config.roles import RoleSpec
 from megatron_rl.dispatch import Dispatch, ExtraBatch, Stop, remote_method
 from megatron_rl.errors import ConfigError
 from megatron_rl.experience.micro_batches import MicroBatch
+from megatron_rl.hybrid_engine.delta_sizes import SENT_LAST
 from megatron_rl.hybrid_engine.offload import Offloadable
 from megatron_rl.losses.aggregate import BatchTotals, token_weights
 from megatron_rl.losses.cross_entropy import cross_entropy
@@ -79,11 +80,12 @@ class Actor(TrainedRole):
         self.merged: MergedShards | None = None  # what a bridge sends where adapters are merged
 
     def memory(self) -> dict[str, int]:
-        """Bytes of what is trained, and of teachers' heads beside the policy's."""
+        """Bytes of what is trained, of teachers' heads beside the policy's, and of the weights that were sent last."""
         from megatron_rl.roles.teacher_heads import bytes_of_heads
 
         heads = [] if self.distillation is None else self.distillation.heads
-        return super().memory() | bytes_of_heads(self.rank, heads)
+        sent = {} if self.sender is None or not self.sender.kept_bytes else {SENT_LAST: self.sender.kept_bytes}
+        return super().memory() | bytes_of_heads(self.rank, heads) | sent
 
     def offloadable(self) -> list[Offloadable]:
         """Tensors that the offload keys select, and teachers' heads as their teachers' keys say."""
@@ -211,6 +213,7 @@ class Actor(TrainedRole):
             join_bridge(address, self.rank.groups.rank, self.rank.device, self.rank.timeout),
             bucket_bytes=rollout.update_weights_bucket_megabytes << 20,
             verify_every=rollout.verify_weights_every,
+            deltas=rollout.weight_deltas,
         )
         del self.bridge_stores[:-1]
 

@@ -153,13 +153,14 @@ class Arrivals:
     def _receive(self) -> TransitionReport:
         report = self.receiver.receive()
         return TransitionReport(
-            report.bytes_received,
-            report.lower_bound_bytes,
+            report.bytes_received + report.count_bytes,
+            report.lower_bound_bytes + report.count_bytes,
             report.network_bytes,
             report.network_bound_bytes,
             seconds=report.exchange_seconds + report.verify_seconds,
             exchange_seconds=report.exchange_seconds,
             verify_seconds=report.verify_seconds,
+            changed_share=report.changed_share,
         )
 
 
@@ -255,6 +256,7 @@ def received_weights(
         bucket_bytes=spec.settings.update_weights_bucket_megabytes << 20,
         verify_every=spec.settings.verify_weights_every,
         second_buffer=bridge.second_buffer,
+        deltas=spec.settings.weight_deltas,
     )
     base = base_shard(source, place, dtype, rank.device.torch_device) if spec.lora.crosses_alone else None
     return ReceivedWeights(receiver, rank, grid, grid.replica(rank.groups.rank) + bridge.first_replica, base)

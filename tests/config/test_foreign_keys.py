@@ -194,6 +194,11 @@ def test_context_parallelism_in_all_its_spellings():
         ("trainer.max_actor_ckpt_to_keep=3", "renamed", {"trainer.max_ckpt_to_keep": 3}),
         ("trainer.test_freq=-1", "renamed", {"trainer.test_freq": 0}),
         ("actor_rollout_ref.actor.optim.lr_warmup_steps=-1", "renamed", {f"{ROLE_KEY}.optim.lr_warmup_steps": 0}),
+        (
+            "+actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded",
+            "renamed",
+            {"actor_rollout_ref.rollout.weight_deltas": True},
+        ),
         ("actor_rollout_ref.actor.grad_clip=0.5", "renamed", {f"{ROLE_KEY}.optim.clip_grad": 0.5}),
         ("actor_rollout_ref.rollout.name=sglang", "renamed", {"actor_rollout_ref.rollout.name": "vllm"}),
         (

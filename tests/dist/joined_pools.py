@@ -15,6 +15,7 @@ from layouts import bridge_ends, tensors_of, training_buffers
 from megatron_rl.device import Device
 from megatron_rl.hybrid_engine.allgather_pp import FlatParameters
 from megatron_rl.hybrid_engine.bridge import BridgeReceiver, BridgeSender
+from megatron_rl.hybrid_engine.deltas import as_bits
 from megatron_rl.hybrid_engine.plan import Member
 from megatron_rl.hybrid_engine.transport import Transport, open_joint_group
 from megatron_rl.model.families import FAMILIES, ModelShape, param_map
@@ -28,7 +29,11 @@ Model = dict[tuple[str, int], torch.Tensor]
 
 @dataclass(frozen=True)
 class Pools:
-    """A model, a training pool and a rollout pool; options: keywords of `bridge_ends`."""
+    """A model, a training pool and a rollout pool; options: keywords of `bridge_ends`.
+
+    deltas: whether only what changed travels. drifts: the share of elements whose bits each update changes, NaN and
+    negative zeros among them; (): every update draws all weights anew.
+    """
 
     name: str
     train: TrainGrid
@@ -39,6 +44,8 @@ class Pools:
     architecture: str = "LlamaForCausalLM"
     dtype: torch.dtype = torch.float32
     options: dict = field(default_factory=dict)
+    deltas: bool = False
+    drifts: tuple[float, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -51,6 +58,17 @@ class Pools:
 
     def model(self, tensors: dict[str, LogicalTensor], seed: int) -> Model:
         """The whole model's weights after so many updates, the same on all ranks."""
+        model = self._drawn(tensors, 0 if self.drifts else seed)
+        generator = torch.Generator().manual_seed(1)
+        for share in self.drifts[:seed]:
+            for weights in map(as_bits, model.values()):
+                changed = torch.rand(weights.shape, generator=generator) < share
+                weights[changed] ^= torch.randint(1, 2**15, weights.shape, generator=generator).to(weights.dtype)[
+                    changed
+                ]
+        return model
+
+    def _drawn(self, tensors: dict[str, LogicalTensor], seed: int) -> Model:
         generator = torch.Generator().manual_seed(seed)
         return {
             (name, number): torch.randn(segment.shape, generator=generator).to(self.dtype)
@@ -104,7 +122,7 @@ class TrainingRank:
         self.pools, self.member = pools, senders[transport.number]
         self.buffers = self._filled(seed=0)
         own = FlatParameters(tuple(self.buffers[number] for number in range(len(self.buffers))), self.member)
-        options = {"bucket_bytes": bucket_bytes, "verify_every": verify_every}
+        options = {"bucket_bytes": bucket_bytes, "verify_every": verify_every, "deltas": pools.deltas}
         self.end = BridgeSender(own, self.tensors, transport, **options)
 
     def update(self, seed: int) -> None:
@@ -134,6 +152,7 @@ class RolloutRank:
             bucket_bytes=bucket_bytes,
             verify_every=verify_every,
             second_buffer=second_buffer,
+            deltas=pools.deltas,
         )
         self.end.join(self.member, transport)
 
@@ -146,6 +165,6 @@ class RolloutRank:
             expected = torch.zeros(shard.shape, dtype=self.pools.dtype)
             for part in shard.parts:
                 expected[part.index] = model[name, part.segment][box_index(part.box)]
-            if not torch.equal(self.end.tensors[name], expected):
+            if not torch.equal(as_bits(self.end.tensors[name]), as_bits(expected)):
                 wrong.append(name)
         return wrong

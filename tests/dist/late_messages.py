@@ -57,7 +57,7 @@ class LateWork:
 class LateMessages(Transport):
     """Pauses before messages; begins half of them only when somebody waits for them, as a slow network would.
 
-    The memory that a message is received into holds NaN from the start of the message to its end.
+    The memory that a message is received into holds NaN, or 255 in each byte, from the start of the message to its end.
     """
 
     def __init__(self, group: dist.ProcessGroup, seed: int) -> None:
@@ -66,7 +66,7 @@ class LateMessages(Transport):
         self._not_begun: dict[tuple[str, int], deque[Half]] = defaultdict(deque)
 
     def start(self, send: tuple[Tensor, int] | None, receive: tuple[Tensor, int] | None) -> list[LateWork]:
-        """As of Transport, for floating-point tensors."""
+        """As of Transport, for floating-point tensors and bytes."""
         time.sleep(self._chance.choice([0.0, 0.0, self._chance.uniform(0, LONGEST_PAUSE_S)]))
         halves, arrived = [], None
         begin = super().start
@@ -75,7 +75,7 @@ class LateMessages(Transport):
         if receive is not None:
             memory, peer = receive
             arrived = (memory, torch.empty_like(memory))
-            memory.fill_(math.nan)
+            memory.fill_(math.nan if memory.is_floating_point() else 255)
             halves.append(self._half(("from", peer), lambda: begin(None, (arrived[1], peer))))
         return [LateWork(halves, arrived)]
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from joined_pools import Pools, RolloutRank, TrainingRank, join, killed_after, own_transport
 from ranks import run_ranks
@@ -24,7 +25,9 @@ from megatron_rl.parallel.stages import StagePlan
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(150)]
 
-POOLS = Pools("PP2-2xTP1", TrainGrid(2, 1, 2), StagePlan(4, 2), 1, 2, ModelShape(4, 32, 4, 4, 8, 48, 70, tied=True))
+SHAPE = ModelShape(4, 32, 4, 4, 8, 48, 70, tied=True)
+POOLS = Pools("PP2-2xTP1", TrainGrid(2, 1, 2), StagePlan(4, 2), 1, 2, SHAPE)
+CHANGES = replace(POOLS, dtype=torch.bfloat16, deltas=True, drifts=(0.02, 0.01))
 BUCKET_BYTES = 4 << 10
 TIMEOUT_S = 40
 """Of the group; far more than any rank may wait."""
@@ -55,7 +58,8 @@ def trains(pools: Pools, transport: Transport, store: dist.Store) -> dict:
     rank.end.close()
     again = how_it_ends(lambda: rank.end.send(version=2))[0]
     own = FlatParameters(tuple(rank.buffers[number] for number in range(len(rank.buffers))), rank.member)
-    end = BridgeSender(own, rank.tensors, rejoined(rank.member.rank, 3, store), bucket_bytes=BUCKET_BYTES)
+    again_joined = rejoined(rank.member.rank, 3, store)
+    end = BridgeSender(own, rank.tensors, again_joined, bucket_bytes=BUCKET_BYTES, deltas=pools.deltas)
     reports = [end.send(version=2)]
     rank.update(seed=2)
     reports.append(end.send(version=3))
@@ -64,6 +68,8 @@ def trains(pools: Pools, transport: Transport, store: dist.Store) -> dict:
         "seconds": seconds,
         "again": again,
         "sent": [report.bytes_sent for report in reports],
+        "shares": [report.changed_share for report in reports],
+        "leaving": [report.leaving_bytes for report in reports],
         "model_bytes": reports[0].model_bytes,
     }
 
@@ -93,34 +99,40 @@ def receives(
     return found
 
 
-def one_rank(port: int, who: int, second_buffer: bool, after: int) -> dict:
+def one_rank(pools: Pools, port: int, who: int, second_buffer: bool, after: int) -> dict:
     """port: of the store at which those who are left meet again."""
     number = int(os.environ["RANK"])
-    transport = join(POOLS.train.world_size, TIMEOUT_S, own_transport)
+    transport = join(pools.train.world_size, TIMEOUT_S, own_transport)
     store = dist.TCPStore("127.0.0.1", port, is_master=number == 0, timeout=timedelta(seconds=30))
-    if number < POOLS.train.world_size:
-        found = trains(POOLS, transport, store)
+    if number < pools.train.world_size:
+        found = trains(pools, transport, store)
         time.sleep(3 if number == 0 else 0)  # it serves the stores
         return found
-    return receives(POOLS, transport, store, number == who, second_buffer, after)
+    return receives(pools, transport, store, number == who, second_buffer, after)
 
 
 @pytest.mark.parametrize(
-    ("who", "second_buffer", "after"),
+    ("pools", "who", "second_buffer", "after"),
     [
-        (2, True, 3),
-        (3, False, 8),
-        *(pytest.param(2 + after // 2 % 2, True, after, marks=pytest.mark.exhaustive) for after in range(0, 14, 2)),
+        pytest.param(POOLS, 2, True, 3, id="whole-2-second"),
+        pytest.param(POOLS, 3, False, 8, id="whole-3"),
+        pytest.param(CHANGES, 2, True, 1, id="changes-2-second"),
+        pytest.param(CHANGES, 3, False, 1, id="changes-3", marks=pytest.mark.exhaustive),
+        *(
+            pytest.param(POOLS, 2 + after // 2 % 2, True, after, id=f"after-{after}", marks=pytest.mark.exhaustive)
+            for after in range(0, 14, 2)
+        ),
     ],
 )
-def test_those_who_are_left_notice_rejoin_and_go_on(who: int, second_buffer: bool, after: int) -> None:
+def test_those_who_are_left_notice_rejoin_and_go_on(pools: Pools, who: int, second_buffer: bool, after: int) -> None:
     """Killed in the middle of its messages: all others know long before the group's time-out, the ranks of training
     agree, and with a second buffer generation keeps the old weights; then two transfers in a new group, every element
-    compared. Would not catch a machine that goes silent, which the group's time-out ends; nor NCCL.
+    compared; where changes travel, everything does in the first of these. Would not catch a machine that goes silent,
+    which the group's time-out ends; nor NCCL.
     """
     with listen("127.0.0.1") as probe:
         port = probe.getsockname()[1]
-    ranks = run_ranks(POOLS.world_size, one_rank, port, who, second_buffer, after, timeout=100, lost=(who,))
+    ranks = run_ranks(pools.world_size, one_rank, pools, port, who, second_buffer, after, timeout=100, lost=(who,))
     found = {number: rank for number, rank in enumerate(ranks) if number != who}
     survivor = found[5 - who]
     assert found[0]["broken"] == found[1]["broken"] and any(found[0]["broken"])
@@ -133,4 +145,8 @@ def test_those_who_are_left_notice_rejoin_and_go_on(who: int, second_buffer: boo
         assert survivor["version"] is None
     assert survivor["versions"] == [2, 3] and not survivor["wrong"] and survivor["stays"]
     for transfer in range(2):
-        assert sum(found[number]["sent"][transfer] for number in (0, 1)) == found[0]["model_bytes"]
+        assert sum(found[number]["sent"][transfer] for number in (0, 1)) == found[0]["leaving"][transfer]
+    assert found[0]["leaving"][0] == found[0]["model_bytes"] and found[0]["shares"][0] is None
+    assert (
+        (found[0]["leaving"][1] < found[0]["model_bytes"] / 10) == (found[0]["shares"][1] is not None) == pools.deltas
+    )

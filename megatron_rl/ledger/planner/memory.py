@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, SCORER, TEACHER, TUNED, RoleSpec
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.hybrid_engine.delta_sizes import SENT_LAST
 from megatron_rl.hybrid_engine.plan import ON_HOST, covers_training
+from megatron_rl.ledger.planner.delta_memory import indices, sent_last
 from megatron_rl.ledger.planner.eight_bit_transition import product_numel
 from megatron_rl.ledger.planner.role_ledger import IN_EIGHT_BITS, SCORE, UPDATE, Held
 from megatron_rl.ledger.planner.run_models import RunModels, bucket_bytes, host_copy_bytes, merged_bytes
@@ -119,6 +121,8 @@ class MemoryOfStage:
             held["foreign stages"] = stays
         elif self.generates and self.config.trainer.device == "cpu" and self.models.actor_role.lora.base_on_host:
             held[ON_HOST] = host_copy_bytes(self.models, self.pp_rank)  # the host is the device
+        elif self.is_split and self.pool is self.models.training:
+            held |= sent_last(self.models, self.pp_rank)
         built = self._largest_while_built()
         # While the engine is built, training's memory has left as far as it does for generation.
         complete = without_moments(self._staying(held)) | self._rollout_memory() if self.generates else built
@@ -171,15 +175,17 @@ class MemoryOfStage:
         """Return the transition, and generation where this pool generates. Offloaded tensors are away in both."""
         if self.is_split and self.generates:
             staying = self._staying(held)
-            bucket = min(bucket_bytes(self.config), self.models.rollout_weights_bytes)
+            size = self.models.rollout_weights_bytes
+            bucket = min(bucket_bytes(self.config), size)
             return {
-                RESHARD: staying | {"exchange scratch": bucket},
+                RESHARD: staying | {"exchange scratch": bucket} | indices(self.models, size, bucket),
                 GEN: staying | self._rollout_memory(),
             }
         if self.is_split and self.pool is self.models.training:
             bucket = min(bucket_bytes(self.config), held["actor parameters"])
             merged = merged_bytes(self.models, self.pp_rank)
-            return {RESHARD: held | merged | {"exchange scratch": bucket} | self._kept_by_passes()}
+            finding = indices(self.models, held.get(SENT_LAST, 0), bucket)
+            return {RESHARD: held | merged | {"exchange scratch": bucket} | finding | self._kept_by_passes()}
         return self._in_place(held) if self.generates else {}
 
     def _in_place(self, held: Held) -> dict[str, Held]:

@@ -140,6 +140,10 @@ def _rollout_problems(config: RunConfig, roles: list[RoleSpec]) -> Iterable[Viol
         key = f"{ROLLOUT_KEY}.drop_train_weights"
         rule = f"must be false, as the rollout is in {where} and the actor in {actor_pool}: there is nothing to drop"
         yield Violation({key: True}, rule, {key: False})
+    if where == actor_pool and rollout.weight_deltas:
+        key = f"{ROLLOUT_KEY}.weight_deltas"
+        rule = f"must be false, as actor and rollout are in {where}: weights that stay on their ranks are not sent"
+        yield Violation({key: True}, rule, {key: False}, f"or give the rollout ranks of its own with {HYBRID}=false")
 
 
 def _reward_pool_problems(config: RunConfig, roles: list[RoleSpec]) -> Iterable[Violation]:

@@ -13,6 +13,7 @@ from rich.table import Table
 from megatron_rl.config.schema import DataConfig, RunConfig
 from megatron_rl.ledger.planner.ahead import AheadPlan, ahead_plan
 from megatron_rl.ledger.planner.batch_arithmetic import batch_table, group_notes, repeat_notes
+from megatron_rl.ledger.planner.delta_notes import delta_notes
 from megatron_rl.ledger.planner.file_rules import train_rows
 from megatron_rl.ledger.planner.folder_files import lacking_files
 from megatron_rl.ledger.planner.hardware import Hardware
@@ -195,6 +196,7 @@ class RunPlan:
         notes += [*repeat_notes(self.config.data, self.train_rows), *group_notes(self.config)]
         notes += lora_notes(self.config)
         notes += repair_notes(self.config, self.models.pools) + elastic_notes(self.config)
+        notes += delta_notes(self.models)
         notes += replay_notes(self.config, self.models.actor.shape)
         notes += [] if self.ahead is None else [self.ahead.advice]
         turns = self.config.actor_rollout_ref.rollout.multi_turn

@@ -79,7 +79,7 @@ class TransitionPlan:
             (0,) * len(received),
             model_bytes,
             model_bytes / rollout.tp_size,
-            tuple(_sent_bytes(models, weights)),
+            tuple(sent_bytes(models, weights)),
         )
 
     def plus(self, other: TransitionPlan) -> TransitionPlan:
@@ -126,7 +126,7 @@ def numel_of(specs: Mapping[str, ParamSpec]) -> int:
     return sum(tensor.numel for tensor in tensors_of(specs).values())
 
 
-def _sent_bytes(models: RunModels, weights: TrainedWeights) -> list[int]:
+def sent_bytes(models: RunModels, weights: TrainedWeights) -> list[int]:
     """Return the bytes that every rank of the actor's pool sends: each stage once, spread evenly over its ranks."""
     specs, grid, sent_bytes = weights.params.specs, models.grid, []
     sent: set[str] = set()
