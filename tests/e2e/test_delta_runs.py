@@ -65,6 +65,26 @@ def test_a_split_run_is_the_same_with_and_without(command_line) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.weekly
+@pytest.mark.parametrize("merge", ["false", "true"], ids=["alone", "merged"])
+def test_adapters_cross_as_changes_too(command_line, merge: str) -> None:
+    """Alone, or merged into the weights that are sent: the bits of a run that sends everything, for fewer bytes. Would
+    not catch a merge that is wrong on both ways.
+    """
+    keys = (*SMALL, *SPLIT, "actor_rollout_ref.model.lora.rank=4", f"actor_rollout_ref.model.lora.merge={merge}")
+    keys = (*keys, "actor_rollout_ref.actor.optim.lr=1e-5")
+    run = command_line(*keys, DELTAS, config="configs/split_cpu.yaml")
+    whole = command_line(*keys, config="configs/split_cpu.yaml")
+    assert run.wait() == 0, run.text()
+    assert whole.wait() == 0, whole.text()
+    assert metrics(run) == metrics(whole) and weights(run) == weights(whole)
+    assert len(logged(run, "reshard/changed_share")) == 4
+    received = logged(run, "reshard/received_mb")
+    assert received == logged(run, "reshard/bound_mb")
+    assert max(received) < 0.6 * min(logged(whole, "reshard/received_mb"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.weekly
 def test_a_run_ahead_that_loses_a_replica_is_repeated_without(command_line) -> None:
     """Changes arrive in second buffers beside generation; a replica is killed, everything goes once to those that are
     left and to the new replica, and then changes again. A replay that sends everything has the same bits. Would not

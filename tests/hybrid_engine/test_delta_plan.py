@@ -70,7 +70,7 @@ def check_deltas(pools, unit_numel: int, share: float, seed: int) -> None:
         assert torch.equal(buffers[number][FOREIGN], expected_foreign(plan, number, new))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(**CASES)
 def test_old_weights_and_changes_make_the_new_weights_on_every_rank(**arguments) -> None:
     """Random pools on random nodes. Both ends of every pair name the same units in one order, and what is passed on
