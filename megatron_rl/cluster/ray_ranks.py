@@ -32,6 +32,9 @@ INLINE_BYTES = 64 << 10
 READY_LIMIT_S = 30.0
 """Seconds for the cluster to give a reservation that fits it; another run may be about to end."""
 
+GIVEN_LIMIT_S = 0.1
+"""Seconds to ask whether a reservation is there; Ray may not answer at once."""
+
 OWN_GPU_ONLY = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
 """Where a node has it set to 1, Ray shows every process all GPUs, and each rank would use the first."""
 
@@ -59,6 +62,7 @@ class RayRanks(Ranks):
         self._bundle = needs_of(device_kind)
         self._session = session
         self._group: PlacementGroup | None = None
+        self._was_given = False
         self._agents: dict[int, ActorHandle] = {}
         self._keys = itertools.count()
 
@@ -77,12 +81,15 @@ class RayRanks(Ranks):
         self.give_back()
 
     def ask(self) -> None:
+        self._was_given = False
         node = {kind: count * self.num_ranks_per_node for kind, count in self._bundle.items()}
         self._group = placement_group([node] * self._size.num_nodes, strategy="SPREAD")
 
     @property
     def is_given(self) -> bool:
-        return self._group is not None and not self.is_lost and bool(self._group.wait(0))
+        if not self._was_given and self._group is not None and not self.is_lost:
+            self._was_given = bool(self._group.wait(GIVEN_LIMIT_S))
+        return self._was_given
 
     def give_back(self) -> None:
         agents, self._agents = self._agents, {}
@@ -91,7 +98,7 @@ class RayRanks(Ranks):
                 ray.kill(agent)
             if self._group is not None:
                 remove_placement_group(self._group)
-        self._group = None
+        self._group, self._was_given = None, False
 
     def device_index(self, rank: int) -> int:
         """0 on CUDA, where each process sees its own GPU only, else the `local_rank`."""
@@ -139,7 +146,8 @@ class RayRanks(Ranks):
         """Raises ConfigError: soon where the cluster is too small, after a longer wait where it is occupied."""
         self._require_enough()
         self.ask()
-        if self._group is None or not self._group.wait(READY_LIMIT_S):
+        self._was_given = self._group is not None and bool(self._group.wait(READY_LIMIT_S))
+        if not self._was_given:
             raise ConfigError(
                 f"the cluster cannot give {asked(self._size)} x [{listing(self._bundle)}] each within "
                 f"{READY_LIMIT_S:g} s: it has [{listing(ray.cluster_resources())}] in all, "
