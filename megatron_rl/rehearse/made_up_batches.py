@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.columns import COLUMNS
 from megatron_rl.config.algorithms import distillation_reads
-from megatron_rl.config.roles import PassSpec, Placement, PoolSpec
+from megatron_rl.config.roles import PassSpec, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.model.families import text_settings
 from megatron_rl.records import Batch, ragged_from_lengths, single_turn
@@ -72,7 +72,10 @@ def of_teachers(config: RunConfig) -> dict[str, torch.Tensor]:
 
 
 def made_up(
-    lengths: Sequence[tuple[int, int]], columns: Sequence[str], others: Mapping[str, torch.Tensor] | None = None
+    lengths: Sequence[tuple[int, int]],
+    vocab_size: int,
+    columns: Sequence[str],
+    others: Mapping[str, torch.Tensor] | None = None,
 ) -> Batch:
     """Return rows of (prompt, answer) tokens with these columns of sampled tokens, which are zeros.
 
@@ -80,7 +83,9 @@ def made_up(
     """
     totals = torch.tensor([prompt + answer for prompt, answer in lengths])
     answers = torch.tensor([answer for _, answer in lengths])
-    input_ids = ragged_from_lengths(torch.arange(int(totals.sum())) % 1000, totals)
+    numbers = torch.arange(int(totals.sum()))
+    # Squares, so that no two prompts are the same where there are few tokens.
+    input_ids = ragged_from_lengths((numbers * numbers // 3) % min(1000, vocab_size), totals)
     batch = single_turn(input_ids, answers)
     for name in columns:
         assert COLUMNS[name].shape == "sampled token"
@@ -91,6 +96,12 @@ def made_up(
     return batch
 
 
+def vocabulary_of(role: RoleSpec) -> int:
+    """Return the number of tokens that a role's model has."""
+    size: int = text_settings(read_settings(role.model_path))["vocab_size"]
+    return size
+
+
 def half_as_long(config: RunConfig, pass_spec: PassSpec) -> PassSpec:
     """Return the pass for pairs: the answers to a prompt share a micro-batch."""
     longest = config.longest_sequence if pass_spec.longest is None else pass_spec.longest
@@ -98,9 +109,9 @@ def half_as_long(config: RunConfig, pass_spec: PassSpec) -> PassSpec:
     return replace(pass_spec, longest=longest // ANSWERS, scored=scored // ANSWERS)
 
 
-def made_up_pairs(lengths: Sequence[tuple[int, int]]) -> Batch:
+def made_up_pairs(lengths: Sequence[tuple[int, int]], vocab_size: int) -> Batch:
     """Return a batch of answers that a loss compares: of each (prompt, answer) tokens two, as answers to one prompt."""
-    answers = made_up([one for one in lengths for _ in range(ANSWERS)], ())
+    answers = made_up([one for one in lengths for _ in range(ANSWERS)], vocab_size, ())
     sizes = torch.tensor([prompt + answer for prompt, answer in lengths])
     two = torch.full((len(lengths),), ANSWERS)
     flat = {name: ragged_from_lengths(answers.flat(name), ANSWERS * sizes) for name in ("input_ids", "sampled")}

@@ -38,6 +38,7 @@ from megatron_rl.rehearse.made_up_batches import (
     made_up_pairs,
     num_rows,
     of_teachers,
+    vocabulary_of,
 )
 from megatron_rl.rehearse.rehearsed_bridge import JointRanks, RehearsedReceiver
 from megatron_rl.rehearse.rehearsed_rollout import rehearsed_engine
@@ -124,7 +125,7 @@ class RehearsedRank:
         self.taken = {"init": self._take_memory()["init"]}
         for role in roles:
             if role.score is not None and (methods := self._methods(role)):
-                batch = self._batch(methods, role.score, self.config.batch_sizes.num_samples, self._asked(role))
+                batch = self._batch(role, methods, role.score, self.config.batch_sizes.num_samples, self._asked(role))
                 self._call(role, role.score.phase, methods.score, batch)
         for role in self.trained:
             self._update(role)
@@ -178,7 +179,9 @@ class RehearsedRank:
         read = () if methods.reader is None else COLUMNS.read_by(methods.reader)
         num_samples = self.config.batch_sizes.mini_batch_samples(role.settings)
         taught = [name for name in of_teachers(self.config) if role.kind == ACTOR]
-        batch = self._batch(methods, spec, num_samples, [*taught, *(name for name in read if name in MADE_UP)], shares)
+        batch = self._batch(
+            role, methods, spec, num_samples, [*taught, *(name for name in read if name in MADE_UP)], shares
+        )
         options = {"num_prompts": len(batch)} if methods.compares else {}
         self._call(role, prefix + spec.phase, methods.update, batch, **options)
 
@@ -188,16 +191,22 @@ class RehearsedRank:
         return [STUDENTS_TOP] if is_asked else []
 
     def _batch(
-        self, methods: Methods, spec: PassSpec, num_samples: int, columns: Any, shares: tuple[float, ...] = (1.0,)
+        self,
+        role: RoleSpec,
+        methods: Methods,
+        spec: PassSpec,
+        num_samples: int,
+        columns: Any,
+        shares: tuple[float, ...] = (1.0,),
     ) -> Batch:
+        vocab_size = vocabulary_of(role)
         num = num_rows(self.config, self.host.spec, spec, num_samples)
         if methods.compares:
-            return made_up_pairs(
-                lengths_of(self.config, half_as_long(self.config, spec), max(1, num // ANSWERS), shares)
-            )
+            sizes = lengths_of(self.config, half_as_long(self.config, spec), max(1, num // ANSWERS), shares)
+            return made_up_pairs(sizes, vocab_size)
         taught = {name: value for name, value in of_teachers(self.config).items() if name in columns}
         lengths = lengths_of(self.config, spec, num, shares)
-        return made_up(lengths, [name for name in columns if name not in taught], taught)
+        return made_up(lengths, vocab_size, [name for name in columns if name not in taught], taught)
 
     def _call(self, role: RoleSpec, phase: str, method: str, batch: Batch, **options: Any) -> None:
         self._phase(phase, lambda: self.host.run(role.name, method, (batch,), options))

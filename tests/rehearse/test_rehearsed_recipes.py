@@ -312,3 +312,11 @@ def test_all_ranks_of_the_70b_recipe(tmp_path):
     answer = rehearse(tmp_path, "--ranks", "all", "--layers", "2")
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert " of 64 ranks fit together\n" in answer.stdout
+
+
+@pytest.mark.exhaustive
+def test_a_model_of_few_tokens(tmp_path):
+    """The split demo, whose model has a few dozen tokens: no made-up token lies beyond. Would not catch wrong sizes."""
+    answer = rehearse(tmp_path, "--ranks", "all", config="configs/split_cpu.yaml")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "of 6 ranks fit together" in answer.stdout
