@@ -33,6 +33,7 @@ from megatron_rl.config.constraints import (
 )
 from megatron_rl.config.declarations import KL_ESTIMATES
 from megatron_rl.config.distillation_keys import DistillationConfig
+from megatron_rl.config.drafts import Drafts
 from megatron_rl.config.eight_bit_rollouts import EightBitRollouts
 from megatron_rl.config.elastic_replicas import ElasticReplicas
 from megatron_rl.config.lora import LoraConfig
@@ -245,7 +246,7 @@ class ValKwargsConfig:
 
 
 @dataclass
-class RolloutConfig(EightBitRollouts, ElasticReplicas):
+class RolloutConfig(EightBitRollouts, ElasticReplicas, Drafts):
     name: Annotated[str, OneOf(("vllm",))] = "vllm"
     """Generation engine; vllm is the only one."""
     pool: str = "${actor_rollout_ref.actor.pool}"

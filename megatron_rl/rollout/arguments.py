@@ -54,6 +54,7 @@ def engine_arguments(
         "disable_hybrid_kv_cache_manager": True,
         "enable_return_routed_experts": returns_experts,
     }
+    arguments |= draft_arguments(config)
     arguments |= attention.engine_arguments
     if text_only:
         arguments["language_model_only"] = True
@@ -88,6 +89,28 @@ def compilation(config: RolloutConfig) -> dict[str, Any]:
     captured = {} if config.enforce_eager else {"max_cudagraph_capture_size": config.max_num_seqs}
     passes = {"pass_config": {"fuse_allreduce_rms": False}} if config.disable_custom_all_reduce else {}
     return captured | passes
+
+
+def draft_arguments(config: RolloutConfig) -> dict[str, Any]:
+    """vLLM's configuration of drafts; none without them.
+
+    The schedule by batch size is given in any case: without it vLLM fills up requests that begin with guesses that no
+    token can be.
+    """
+    if config.speculative is None:
+        return {}
+    most = min(config.speculative_disable_by_batch_size or config.max_num_seqs, config.max_num_seqs)
+    schedule = [(1, most, config.num_speculative_tokens)]
+    if most < config.max_num_seqs:
+        schedule.append((most + 1, config.max_num_seqs, 0))
+    drafts = {
+        "method": config.speculative,
+        "num_speculative_tokens": config.num_speculative_tokens,
+        "prompt_lookup_min": config.prompt_lookup_min,
+        "prompt_lookup_max": config.prompt_lookup_max,
+        "num_speculative_tokens_per_batch_size": schedule,
+    }
+    return {"speculative_config": drafts}
 
 
 def adapter_arguments(rank: int, names: Iterable[str]) -> dict[str, Any]:

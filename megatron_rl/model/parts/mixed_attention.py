@@ -40,6 +40,10 @@ class MixedAttention:
         return _listed(part.own_linears for part in self.kinds)
 
     @property
+    def undrafted(self) -> str:
+        return _listed(part.undrafted for part in self.kinds)
+
+    @property
     def te_lacks(self) -> str:
         return _listed(part.te_lacks for part in self.kinds)
 

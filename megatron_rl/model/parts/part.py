@@ -105,7 +105,8 @@ class AttentionPart(LayerPart):
 
     block_sizes: device -> tokens of one block of vLLM's cache, before states enlarge it. engine_arguments and
     cpu_engine_arguments: arguments of `vllm.LLM` that the part needs, anywhere and on CPU. unreplayable: device -> why
-    vLLM hands out no experts of the tokens of such a model.
+    vLLM hands out no experts of the tokens of such a model. undrafted: the name of this kind of attention, if vLLM
+    cannot take back what it has read of a wrong draft; "" if it can.
     """
 
     recomputed_as = "core_attn"
@@ -113,6 +114,7 @@ class AttentionPart(LayerPart):
     engine_arguments: ClassVar[Mapping[str, object]] = {}
     cpu_engine_arguments: ClassVar[Mapping[str, object]] = {}
     unreplayable: ClassVar[Mapping[str, str]] = {}
+    undrafted: ClassVar[str] = ""
 
     @property
     @abstractmethod

@@ -1,0 +1,172 @@
+"""Answers that are drawn with drafts, on real engines, beside those that are drawn without: the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from ranks import run_ranks
+from sliced_checks import in_slices, largest_difference, model_at, starts
+from sweeps import WEEKLY
+from test_families_end_to_end import DENSE, WITH_EXPERTS
+from tiny_gpt_oss import save_gpt_oss
+from tiny_models import run_config, save_deepseek_v2, save_gemma3, save_llama
+from tiny_qwen3_5 import save_qwen3_5, save_qwen3_5_moe, save_qwen3_next
+
+from megatron_rl.records import Sampling
+from megatron_rl.rollout.slices import DraftCounts, Drawn, Slice, Start
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
+
+ROLLOUT = "actor_rollout_ref__rollout__"
+DRAFTS = {f"{ROLLOUT}speculative": "ngram", f"{ROLLOUT}prompt_lookup_min": 1}
+GREEDY = Sampling(0.0, 1.0, -1, 24, 0)
+ASKED = {"greedy": GREEDY, "warm": Sampling(0.7, 1.0, -1, 24, 3), "filtered": Sampling(1.0, 0.9, 12, 24, 5)}
+BOUND, TIE = 5e-5, 1e-5
+Answers = dict[int, Drawn]
+
+
+def engine_of(config):
+    from megatron_rl.roles.host import RankHost
+
+    host = RankHost(config)
+    host.build("actor")
+    host.build("rollout")
+    host.roles["rollout"].enter()
+    return host.roles["rollout"].generator
+
+
+def every_way(config) -> dict[str, Answers]:
+    """Answers to each kind of sampling: of all requests together, in slices of three steps, and of each alone."""
+    generator, answers = engine_of(config), {}
+    for name, sampling in ASKED.items():
+        first = starts(config.trainer.seed, sampling)
+        answers[name] = in_slices(generator, first, None)
+        answers[f"{name} in slices"] = in_slices(generator, first, 3)
+        answers[f"{name} alone"] = {
+            start.request: in_slices(generator, (start,), None)[start.request] for start in reversed(first)
+        }
+    return answers
+
+
+def must_be_equal(drafted: Answers, plain: Answers) -> None:
+    """Tokens and ends; log-probs up to rounding."""
+    assert drafted.keys() == plain.keys()
+    for request, answer in plain.items():
+        assert (drafted[request].token_ids, drafted[request].finish) == (answer.token_ids, answer.finish), request
+        assert largest_difference(drafted[request].log_probs, answer.log_probs) < BOUND
+
+
+def counts_of(answers: Answers) -> DraftCounts:
+    total = DraftCounts()
+    for answer in answers.values():
+        assert answer.drafts is not None and answer.drafts.num_tokens == len(answer.token_ids)
+        total = total.plus(answer.drafts)
+    return total
+
+
+def test_drafts_change_no_answer(tmp_path) -> None:
+    """Greedy, sampled and filtered, in whole and in slices, together and alone: a model of windows that repeats itself.
+    With drafts it takes at least 1.3 times fewer steps, also where tokens are drawn at random.
+
+    Would not catch what many prompts show: the sweeps draw a thousand of every family.
+    """
+    path = save_gemma3(tmp_path)
+    [plain] = run_ranks(1, every_way, run_config(path, 1, 1), timeout=120)
+    [drafted] = run_ranks(1, every_way, run_config(path, 1, 1, **DRAFTS), timeout=120)
+    for name, answers in drafted.items():
+        must_be_equal(answers, plain[name.split(" ")[0]])
+    for name in ("greedy", "greedy alone", "warm"):
+        counts = counts_of(drafted[name])
+        assert counts.num_tokens >= 1.3 * counts.num_steps
+        assert counts.num_tokens - counts.num_steps <= counts.num_drafted
+    assert all(answer.drafts is None for answers in plain.values() for answer in answers.values())
+
+
+CASES = {
+    "prompts in parts": (1, 1, {f"{ROLLOUT}max_num_batched_tokens": 40, f"{ROLLOUT}max_num_seqs": 2}),
+    "few rows": (1, 1, {f"{ROLLOUT}speculative_disable_by_batch_size": 1}),
+    "long drafts": (1, 1, {f"{ROLLOUT}num_speculative_tokens": 20}),
+    "adapters": (1, 1, {"actor_rollout_ref__model__lora__rank": 8}),
+    "TP2": (2, 2, {}),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", CASES)
+def test_drafts_with_other_features(tmp_path, case) -> None:
+    """The same answers where a draft is cut by the tokens of a step or by the end of an answer, where drafts come and
+    go with the number of requests, with adapters and on two ranks.
+
+    Would not catch adapters whose products are wrong: `test_adapter_parity.py` does.
+    """
+    num_ranks, tp_size, options = CASES[case]
+    path = save_gemma3(tmp_path)
+    plain = run_ranks(num_ranks, every_way, run_config(path, tp_size, 1, **options), timeout=200)
+    drafted = run_ranks(num_ranks, every_way, run_config(path, tp_size, 1, **DRAFTS, **options), timeout=200)
+    for name, answers in drafted[0].items():
+        must_be_equal(answers, plain[0][name])
+    if case == "few rows":
+        assert counts_of(drafted[0]["greedy"]).num_drafted < counts_of(drafted[0]["greedy alone"]).num_drafted
+
+
+@pytest.mark.exhaustive
+def test_drafts_in_eight_bits(tmp_path) -> None:
+    """The same answers by weights of 8 bits. Would not catch other codes: `test_eight_bit_rollouts.py` does."""
+    path, eight = save_llama(tmp_path), {f"{ROLLOUT}quantization": "fp8", f"{ROLLOUT}quantization_block_size": 32}
+    [plain] = run_ranks(1, every_way, run_config(path, 1, 1, **eight), timeout=200)
+    [drafted] = run_ranks(1, every_way, run_config(path, 1, 1, **DRAFTS, **eight), timeout=200)
+    for name, answers in drafted.items():
+        must_be_equal(answers, plain[name])
+
+
+NUM_PROMPTS = 1000
+REFUSED = (save_qwen3_5, save_qwen3_5_moe, save_qwen3_next)
+SWEPT = (save_llama, save_gemma3, save_gpt_oss, save_deepseek_v2)
+FAMILIES = [
+    pytest.param(save, marks=[pytest.mark.exhaustive] if save in SWEPT else WEEKLY, id=save.__name__)
+    for save in (*DENSE, *WITH_EXPERTS)
+    if save not in REFUSED
+]
+
+
+def many_starts() -> tuple[Start, ...]:
+    """A thousand prompts of 3 to 60 tokens, half of which say something twice."""
+    draw = torch.Generator().manual_seed(11)
+    prompts = []
+    for number in range(NUM_PROMPTS):
+        length = int(torch.randint(3, 31, (), generator=draw))
+        prompts.append(torch.randint(2, 70, (length,), generator=draw).tolist() * (1 + number % 2))
+    return tuple(Start(n, tuple(ids), n, GREEDY.max_tokens, GREEDY) for n, ids in enumerate(prompts))
+
+
+def many_answers(config) -> tuple[Answers, int]:
+    """The answers, and the engine's steps."""
+    return engine_of(config).advance(Slice(0, None, many_starts()))
+
+
+@torch.no_grad()
+def is_tie(path: str, prompt: tuple[int, ...], answer: tuple[int, ...]) -> bool:
+    """Whether the two best tokens after an answer's beginning are as good as equal."""
+    best = model_at(path)(torch.tensor([[*prompt, *answer]])).logits[0, -1].topk(2).values
+    return float(best[0] - best[1]) < TIE
+
+
+@pytest.mark.parametrize("save", FAMILIES)
+def test_greedy_answers_of_a_thousand_prompts(tmp_path, save: Callable) -> None:
+    """Greedy answers with drafts are those without, token by token, unless two tokens tie.
+
+    Would not catch what answers of more than 24 tokens show.
+    """
+    path = save(tmp_path)
+    [(plain, num_plain)] = run_ranks(1, many_answers, run_config(path, 1, 1), timeout=280)
+    [(drafted, num_drafted)] = run_ranks(1, many_answers, run_config(path, 1, 1, **DRAFTS), timeout=280)
+    others = [start for start in many_starts() if plain[start.request].token_ids != drafted[start.request].token_ids]
+    for start in others:
+        pair = zip(plain[start.request].token_ids, drafted[start.request].token_ids, strict=False)
+        same = next(place for place, (one_way, other) in enumerate(pair) if one_way != other)
+        assert is_tie(path, start.token_ids, plain[start.request].token_ids[:same]), (start.request, same)
+    counts = counts_of(drafted)
+    print(f"{save.__name__}: {num_plain} and {num_drafted} steps, {len(others)} ties, {counts}")
+    assert counts.num_steps < counts.num_tokens and num_drafted <= num_plain

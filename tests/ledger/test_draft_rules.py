@@ -1,0 +1,82 @@
+"""Drafts: what is refused before anything starts, word for word."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from model_folders import EXPERTS, problems, set_experts, write_model
+
+ROLLOUT = "actor_rollout_ref.rollout"
+KEY = f"{ROLLOUT}.speculative"
+
+
+@pytest.fixture
+def drafted(config):
+    config.actor_rollout_ref.rollout.speculative = "ngram"
+    return config
+
+
+def test_drafts_pass(drafted):
+    """Also beside answers of several turns and generation that runs ahead. Would not catch what vLLM refuses."""
+    assert problems(drafted) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            {"speculative": "earlier"},
+            f"{KEY}=earlier must be one of ngram; nearest: ngram",
+        ),
+        (
+            {"prompt_lookup_min": 5, "prompt_lookup_max": 3},
+            f"{ROLLOUT}.prompt_lookup_min=5 must be <= prompt_lookup_max(3); nearest: 3",
+        ),
+        (
+            {"num_speculative_tokens": 0},
+            f"{ROLLOUT}.num_speculative_tokens=0 must be >= 1; nearest: 1",
+        ),
+        (
+            {"speculative_disable_by_batch_size": 0},
+            f"{ROLLOUT}.speculative_disable_by_batch_size=0 must be null (never) or >= 1; nearest: null",
+        ),
+    ],
+)
+def test_wrong_keys(drafted, change, expected):
+    """Word for word. Would not catch a bound that vLLM has and the rule lacks."""
+    for name, value in change.items():
+        setattr(drafted.actor_rollout_ref.rollout, name, value)
+    assert problems(drafted) == [expected]
+
+
+def test_no_gpu_has_run_them(drafted):
+    """Would not catch a GPU that could."""
+    drafted.trainer.device = "cuda"
+    assert f"{KEY}=ngram needs trainer.device=cpu, and it is cuda: no GPU has run it; nearest: null" in problems(
+        drafted
+    )
+
+
+def test_the_search_needs_its_compiler(drafted, monkeypatch):
+    """Would not catch a package that is there and broken."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "numba" else found(name, *more)
+    )
+    assert problems(drafted) == [
+        f"{KEY}=ngram needs numba, which is not installed: pip install numba==0.65.0; nearest: null"
+    ]
+
+
+def test_no_experts_are_returned(drafted):
+    """Would not catch another feature that needs experts of the engine."""
+    write_model(Path(drafted.actor_rollout_ref.model.path), **EXPERTS)
+    set_experts(drafted, expert_model_parallel_size=1)
+    drafted.actor_rollout_ref.rollout.enable_rollout_routing_replay = True
+    (problem,) = [text for text in problems(drafted) if KEY in text]
+    assert problem.endswith(
+        "must be null where the engine returns the experts of every token, which vLLM does without drafts alone; "
+        "nearest: null"
+    )

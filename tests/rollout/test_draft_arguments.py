@@ -1,0 +1,21 @@
+"""What vLLM is asked of drafts, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.config.schema import RolloutConfig
+from megatron_rl.rollout.arguments import draft_arguments
+
+
+@pytest.mark.parametrize(
+    ("most", "schedule"),
+    [(None, [(1, 8, 3)]), (5, [(1, 5, 3), (6, 8, 0)]), (8, [(1, 8, 3)]), (100, [(1, 8, 3)])],
+)
+def test_drafts_end_by_the_number_of_requests(most, schedule):
+    """Eight requests run together. Would not catch a schedule that vLLM reads otherwise: `test_drafts.py` does."""
+    config = RolloutConfig(speculative="ngram", max_num_seqs=8, speculative_disable_by_batch_size=most)
+    asked = draft_arguments(config)["speculative_config"]
+    assert asked["num_speculative_tokens_per_batch_size"] == schedule
+    assert (asked["method"], asked["prompt_lookup_min"], asked["prompt_lookup_max"]) == ("ngram", 2, 4)
+    assert draft_arguments(RolloutConfig()) == {}
