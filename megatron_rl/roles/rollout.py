@@ -169,7 +169,9 @@ class Rollout(Role):
         if broken:
             return SliceReport(self.replica, self._version, 0, {}, start, swapped, swapped - start, broken)
         drawn, num_steps = self.generator.advance(work)
-        return SliceReport(self.replica, work.version, num_steps, drawn, start, time.time(), swapped - start)
+        usage = self.generator.cache_peak.take()
+        times = (start, time.time(), swapped - start)
+        return SliceReport(self.replica, work.version, num_steps, drawn, *times, cache_usage=usage)
 
     @property
     def _version(self) -> int:

@@ -6,6 +6,7 @@ import functools
 import hashlib
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -35,16 +36,35 @@ def inspect_in_process(architecture: str) -> None:
     ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 
 
-def report_steps(engine: LLMEngine) -> None:
-    """Report every engine step as progress. (A forward hook would not work: graphs call no module.)"""
-    step = engine.step
+def report_steps(engine: LLMEngine) -> CachePeak:
+    """Report every engine step as progress. (A forward hook would not work: graphs call no module.)
+
+    Returns the peak of the cache's usage, which every step may raise.
+    """
+    step, peak = engine.step, CachePeak()
+    manager = engine.engine_core.engine_core.scheduler.kv_cache_manager
 
     @functools.wraps(step)
     def counted() -> Any:
         made_progress()
-        return step()
+        outputs = step()
+        peak.share = max(peak.share, manager.usage)
+        return outputs
 
     engine.step = counted
+    return peak
+
+
+@dataclass
+class CachePeak:
+    """The largest share of the KV cache that requests have taken at the end of a step since the last `take`."""
+
+    share: float = 0.0
+
+    def take(self) -> float:
+        """Return it, and begin anew."""
+        share, self.share = self.share, 0.0
+        return share
 
 
 class EngineAdapters(NamedTuple):
@@ -102,7 +122,7 @@ class RolloutEngine:
         self.groups: RolloutGroups = read_rollout_groups(grid)
         runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self.model: torch.nn.Module = runner.model
-        report_steps(self.llm.llm_engine)
+        self.cache_peak = report_steps(self.llm.llm_engine)
         self.kv_cache = KVCache(list(runner.kv_caches))
         self._places = places(self.model, self.kv_cache.tensors)
         request = LoRARequest("policy", 1, str(model_path)) if adapters.tensors else None

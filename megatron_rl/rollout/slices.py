@@ -8,6 +8,7 @@ drop the request, and start it again with its tokens as the end of its prompt.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -88,6 +89,7 @@ class SliceReport:
     of them for taking the slice's weights, including the wait for them.
     broken: the reason, if the transfer of the slice's weights broke. The slice did not begin then: nothing was dropped,
     started or drawn, and the replica keeps its version.
+    cache_usage: the largest share of the KV cache that the slice's requests took.
     """
 
     replica: int
@@ -98,3 +100,10 @@ class SliceReport:
     stop: float = 0.0
     swap_seconds: float = 0.0
     broken: str = ""
+    cache_usage: float = 0.0
+
+
+def largest_cache_usage(reports: Iterable[SliceReport]) -> dict[str, float]:
+    """The metric of the fullest KV cache of some slices; none without a slice."""
+    usages = [report.cache_usage for report in reports]
+    return {"perf/kv_cache_usage": max(usages)} if usages else {}

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron_rl.observe.phase_clock import DRIVER
+from megatron_rl.rollout.slices import largest_cache_usage
 from megatron_rl.sampling.backlog import Backlog
 from megatron_rl.sampling.replica_states import ReplicaSlots
 
@@ -57,7 +58,7 @@ class AsyncMetrics:
             "perf/rollout_version": float(max((slot.last_version or 0 for slot in self._slots.generating), default=0)),
         }
         self._since, self._waited_s, self._counts = now, 0.0, counts
-        return metrics | new
+        return metrics | new | largest_cache_usage(reports)
 
 
 def what_to_change(trainer_idle: Sequence[float], rollout_idle: Sequence[float], ahead: int) -> str | None:

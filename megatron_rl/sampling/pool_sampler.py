@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from megatron_rl.records import Batch, Prompts, Sampling
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.rollout import Rollout
-from megatron_rl.rollout.slices import Slice
+from megatron_rl.rollout.slices import Slice, largest_cache_usage
 from megatron_rl.sampling.asked import Asked
 from megatron_rl.sampling.sampler import TURNS, Sampler, Schedule, Sources
 from megatron_rl.scoring.sampled_batch import SampledBatch
@@ -60,6 +60,10 @@ class PoolSampler(Sampler):
                     asked.note(self.rollout.advance(slices).get())
                 asked.take_replies(waits=not slices)
         return asked.rows()
+
+    def describe(self) -> dict[str, float]:
+        reports, self.backlog.reports = self.backlog.reports, []
+        return super().describe() | largest_cache_usage(reports)
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:

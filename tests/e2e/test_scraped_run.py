@@ -46,6 +46,8 @@ def test_the_exporter_costs_a_step_half_a_percent_at_most(command_line) -> None:
     share = last["megatron_rl_exporter_seconds_total"] / seconds
     print(f"{last['megatron_rl_exporter_seconds_total']:.4f} s of {seconds:.1f} s: {share:.4%}")
     assert last["megatron_rl_step"] >= STEPS - 1 and 0 < share <= 0.005
+    # 256 sequences at once, of up to 24 tokens in two blocks of 16, of 1023 blocks in 64 MiB, of which vLLM keeps one.
+    assert [line["perf/kv_cache_usage"] for line in logged(run)] == pytest.approx([2 * 256 / 1022] * STEPS)
 
 
 def logged(run) -> list[dict[str, float]]:
