@@ -68,7 +68,8 @@ def counts_of(answers: Answers) -> DraftCounts:
 
 def test_drafts_change_no_answer(tmp_path) -> None:
     """Greedy, sampled and filtered, in whole and in slices, together and alone: a model of windows that repeats itself.
-    With drafts it takes at least 1.3 times fewer steps, also where tokens are drawn at random.
+    With drafts it takes at least 1.3 times fewer steps, also where tokens are drawn at random. (Without
+    `drafts_keep_samples`, what is drawn at random differs.)
 
     Would not catch what many prompts show: the sweeps draw a thousand of every family.
     """
