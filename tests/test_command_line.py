@@ -79,7 +79,6 @@ def test_plan_of_an_evaluation(planned) -> None:
     assert "data.val_files=assets/none.parquet" in done.stderr
 
 
-
 def test_plan_prints_the_table_of_a_valid_run(small_run):
     """Would not catch a wrong number in the table; its own tests do."""
     finished = megatron_rl("plan", "--config", DEMO, *small_run)

@@ -49,7 +49,7 @@ CLOCKED = ("timing_s/", "perf/", "reshard/", "repair/", "memory", "trainer/idle"
 """Metrics that measure the machine, and those of repairs."""
 LIMIT_S = 600.0
 """Longest wait for anything; then the run hangs, and the campaign ends."""
-LEFT_AFTER_S = 30.0
+LEFT_AFTER_S = 60.0
 """Seconds that a run whose controller was killed has for its ranks to end."""
 
 
