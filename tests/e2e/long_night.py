@@ -25,6 +25,8 @@ BLOCK = 25
 """Steps of which the fastest counts."""
 LOGS = (METRICS, "events.out.tfevents")
 """Starts of names of files to which each step adds its numbers."""
+SAMPLES = "samples"
+"""The folder to which each step adds a file, of `trainer.recorded_prompts` prompts."""
 ALLOWED = {
     "memory, MB": 0.01,
     "open files": 0.0,
@@ -67,8 +69,8 @@ class Slope:
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds after a step, and what its run's folder has beside LOGS, in bytes. cpu: seconds
-    of all processors so far.
+    """What a process holds after a step, and what its run's folder has beside LOGS and SAMPLES, in bytes. cpu:
+    seconds of all processors so far.
     """
 
     step: int
@@ -86,7 +88,8 @@ class Held:
             memory, threads, cpu = process.memory_info().rss, process.num_threads(), process.cpu_times()
         sockets = len(process.net_connections("all"))
         # A checkpoint may go, or get its name, while it is looked at: `os.walk` passes over what is not there.
-        files = [Path(at, name) for at, _, names in os.walk(run) for name in names if not name.startswith(LOGS)]
+        folders = ((at, names) for at, _, names in os.walk(run) if Path(at) != run / SAMPLES)
+        files = [Path(at, name) for at, names in folders for name in names if not name.startswith(LOGS)]
         kept = sum(map(size_of, files))
         return cls(steps_done(run), memory, process.num_fds(), threads, sockets, kept, cpu.user + cpu.system)
 

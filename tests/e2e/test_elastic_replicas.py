@@ -39,7 +39,7 @@ def repeated(run: CommandLine) -> dict[int, dict[str, float]]:
 def check_replay(command_line, run: CommandLine, *keys: str) -> None:
     """All samples are those of a pool in which every replica is there from the start."""
     again = command_line(*keys, "--replay", str(run.run), config=ASYNC)
-    assert again.wait() == 0, again.text()
+    assert again.wait(timeout=3000) == 0, again.text()
     assert repeated(again) == repeated(run) and weights(again.run) == weights(run.run)
 
 
@@ -93,7 +93,7 @@ def test_random_joins_and_leaves(command_line, num_changes: int) -> None:
         text = run.text()
         num_seen = text.count(" leaves, others go on") + text.count(" joins")
     (run.run / "drain").write_text("")
-    assert run.wait() == 0, run.text()
+    assert run.wait(timeout=3000) == 0, run.text()
     text = run.text()
     print(text.count(" leaves, others go on"), "left,", text.count(" joins"), "joined")
     assert num_seen >= num_changes, "the run ended before; more steps are needed"

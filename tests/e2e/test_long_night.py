@@ -9,7 +9,7 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 from command_line import REPOSITORY
-from long_night import ALLOWED, METRICS, Held, Slope, is_crowded, slopes, table, watch
+from long_night import ALLOWED, METRICS, SAMPLES, Held, Slope, is_crowded, slopes, table, watch
 from short_runs import LOCAL, steps_saved
 
 DEMO = REPOSITORY / "assets" / "demo"
@@ -71,7 +71,8 @@ def smallest_model(folder: Path) -> Path:
 def test_a_long_night_is_flat(command_line, tmp_path: Path) -> None:
     """PPO with critic and reference, saved every 50 steps and validated every 250, in one process. Memory, open files,
     threads, sockets, the folder beside its logs and the seconds of a step (CPU seconds alone on a crowded machine) are
-    flat over the second half; of checkpoints two are left; a step adds one line, of the same length, to each log. Would
+    flat over the second half; of checkpoints two are left; a step adds one line, of the same length, to each log, and a
+    file of the same size of recorded samples. Would
     not catch ranks of several processes.
     """
     model, held_out = smallest_model(tmp_path / "model"), tmp_path / "held_out.parquet"
@@ -95,3 +96,5 @@ def test_a_long_night_is_flat(command_line, tmp_path: Path) -> None:
     lengths = sorted(len(line) for line in run.metrics().splitlines())
     assert len(lengths) == NUM_STEPS and lengths[-1] < 2 * lengths[0]
     assert len(run.text().splitlines()) < NUM_STEPS + 300
+    recorded = sorted(file.stat().st_size for file in (run.run / SAMPLES).iterdir())
+    assert len(recorded) == NUM_STEPS and recorded[-1] < 2 * recorded[0]
