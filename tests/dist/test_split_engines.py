@@ -148,7 +148,8 @@ def flipping(run: Callable) -> Callable:
     def flipped(self) -> None:
         run(self)
         step = next(step for step in self._steps if step.receive is not None)
-        target = step.unpack[0][0] if step.unpack else step.receive[0]
+        copies = step.unpack.args[0]  # none where the message arrives in its place
+        target = copies[0][0] if copies else step.receive[0]
         words = target.view(-1)[:1].view(torch.int32)
         words ^= 1 << 3
 

@@ -128,9 +128,10 @@ def test_made_up_rows_have_the_columns_of_sampled_tokens(config):
     """Lengths by hand: the longest, then 40% of them. Would not catch values that a loss cannot take."""
     lengths = lengths_of(config, Placement.of(config).roles["actor"].update, 2, UNEVEN)
     assert lengths == [(1024, 1024), (409, 409)]
-    batch = made_up(lengths, ["advantages"])
+    batch = made_up(lengths, 50, ["advantages"])
     assert batch.num_sampled.tolist() == [1024, 409] and len(batch.flat("input_ids")) == 2 * (1024 + 409)
     assert len(batch.flat("advantages")) == 1024 + 409
+    assert int(batch.flat("input_ids").max()) < 50 and int(batch.flat("input_ids").min()) >= 0
 
 
 def test_peaks_beyond_two_percent_are_named(config):
