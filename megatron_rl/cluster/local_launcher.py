@@ -27,7 +27,7 @@ class LocalLauncher:
         self, device_kind: str, modules: Sequence[str] = (), variables: Mapping[str, str] | None = None
     ) -> None:
         self._modules, self._variables = modules, dict(variables or {})
-        self._gpus = visible_gpus() if device_kind == "cuda" else None
+        self._free_gpus = visible_gpus() if device_kind == "cuda" else None
         self._supervision: Supervision
 
     def __enter__(self) -> Self:
@@ -65,52 +65,55 @@ class LocalLauncher:
     def reserve(self, size: PoolSize, others: Sequence[PoolSize] = ()) -> Iterator[LocalRanks]:
         """Reserve ranks. Raises ConfigError for a second node, and where there are too few GPUs for all pools."""
         ranks = self.ask(size)
-        yield ranks
-        self._gpus = None if self._gpus is None else [*(ranks.gpus or ()), *self._gpus]
+        try:
+            yield ranks
+        finally:
+            ranks.give_back()
 
     def ask(self, size: PoolSize) -> LocalRanks:
-        """Take ranks for the rest of the run; they are there at once. Raises ConfigError as `reserve`."""
+        """Take ranks, which are there at once. Raises ConfigError as `reserve`."""
         if size.num_nodes > 1:
             raise ConfigError(
                 f"{size.nodes_key}={size.num_nodes} with trainer.launcher=local, which starts ranks on this machine "
                 f"alone; nearest: {size.nodes_key}=1, or trainer.launcher=ray"
             )
-        world_size = size.num_ranks_per_node
-        gpus = None
-        if self._gpus is not None:
-            if len(self._gpus) < world_size:
-                raise ConfigError(
-                    f"{size.ranks_key}={world_size}, and {len(self._gpus)} GPUs of this machine are left for it; "
-                    f"nearest: {size.ranks_key}={max(1, len(self._gpus))}, or trainer.launcher=ray on more machines"
-                )
-            gpus, self._gpus = self._gpus[:world_size], self._gpus[world_size:]
-        return LocalRanks(world_size, self._supervision, gpus)
+        world_size, free = size.num_ranks_per_node, self._free_gpus
+        if free is not None and len(free) < world_size:
+            raise ConfigError(
+                f"{size.ranks_key}={world_size}, and {len(free)} GPUs of this machine are left for it; "
+                f"nearest: {size.ranks_key}={max(1, len(free))}, or trainer.launcher=ray on more machines"
+            )
+        ranks = LocalRanks(world_size, self._supervision, free)
+        ranks.ask()
+        return ranks
 
 
 class LocalRanks(Ranks):
-    """Ranks on this machine; gpus: one for each, None on CPUs."""
+    """Ranks on this machine. free_gpus: of which `ask` takes one for each rank, from the front; None: on CPUs."""
 
-    def __init__(self, world_size: int, supervision: Supervision, gpus: Sequence[str] | None) -> None:
+    def __init__(self, world_size: int, supervision: Supervision, free_gpus: list[str] | None) -> None:
         super().__init__(world_size, world_size, 0, world_size)
-        self.gpus = gpus
-        self._supervision = supervision
+        self._supervision, self._free_gpus = supervision, free_gpus
+        self._gpus: list[str] = []
 
     def device_index(self, rank: int) -> int:
-        return rank if self.gpus is None else 0
+        return rank if self._free_gpus is None else 0
 
     def start(self, rank: int, variables: Mapping[str, str]) -> LocalRankProcess:
         host = socket.gethostname()
-        return self._supervision.start(variables, host, host, "" if self.gpus is None else self.gpus[rank])
+        return self._supervision.start(variables, host, host, self._gpus[rank] if self._gpus else "")
 
     def ask(self) -> None:
-        """Do nothing: the places stay the run's."""
+        if self._free_gpus is not None:
+            self._gpus, self._free_gpus[: self.world_size] = self._free_gpus[: self.world_size], []
 
     @property
     def is_given(self) -> bool:
-        return True
+        return self._free_gpus is None or bool(self._gpus)
 
     def give_back(self) -> None:
-        """Do nothing: nobody else may have them."""
+        if self._free_gpus is not None:
+            self._free_gpus[:0], self._gpus = self._gpus, []
 
     def share(self, message: bytes) -> bytes:
         return message
