@@ -24,7 +24,7 @@ from megatron_rl.hybrid_engine.transport import Transport
 
 WORD_BYTES = 8
 ORDER = (Form.POSITIONS, Form.WHOLE, Form.MASK)
-"""Of the parts of a message: indices of 4 bytes, values, indices of single bytes. So each part lies aligned."""
+"""A message has indices of 4 bytes first, then values, then indices of single bytes. So each part lies aligned."""
 
 
 class Changes:

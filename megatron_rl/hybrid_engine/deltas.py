@@ -18,7 +18,7 @@ SPREAD = 0x0102040810204080
 
 
 def as_bits(tensor: Tensor) -> Tensor:
-    """The same memory, as integers."""
+    """Return a view of the tensor's memory as integers of its elements' size."""
     return tensor.view(INTEGERS[tensor.element_size()])
 
 

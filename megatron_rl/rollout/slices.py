@@ -52,7 +52,7 @@ class Slice:
 
 
 class DraftCounts(NamedTuple):
-    """Of requests that an engine drew with drafts: tokens, engine steps in which each had some, and tokens guessed.
+    """Counts of requests drawn with drafts: their tokens, the engine steps that drew some, and the tokens guessed.
 
     A request with t tokens in s steps had t - s guesses right: every step draws one token more than it accepts.
     """

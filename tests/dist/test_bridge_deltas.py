@@ -29,7 +29,7 @@ DENSE = ModelShape(4, 32, 4, 4, 8, 48, 70, tied=True)
 MOE = ModelShape(2, 32, 4, 2, 8, 16, 70, tied=False, num_experts=4)
 NODES = {"train_nodes": [0, 1], "rollout_nodes": [2, 2, 3, 3]}
 DRIFTS = (0.01, 0.0, 0.2, 0.002, 1.0, 0.01)
-"""Of the updates after the first transfer; nothing changes in the second, and everything in the fifth."""
+"""The share of the elements that each update after the first transfer changes."""
 BFLOAT16 = {"dtype": torch.bfloat16, "deltas": True, "drifts": DRIFTS}
 TWO_REPLICAS = Pools("TP2PP2-2xTP1", TrainGrid(4, 2, 2), StagePlan(4, 2), 1, 2, DENSE, **BFLOAT16)
 ON_NODES = Pools("TP2PP2-2xTP2", TrainGrid(4, 2, 2), StagePlan(4, 2), 2, 2, DENSE, "Qwen2ForCausalLM", options=NODES)

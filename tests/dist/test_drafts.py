@@ -97,8 +97,8 @@ CASES = {
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES)
 def test_drafts_with_other_features(tmp_path, case) -> None:
-    """The same answers where a draft is cut by the tokens of a step or by the end of an answer, where drafts come and
-    go with the number of requests, with adapters and on two ranks.
+    """Answers are those without drafts where a draft is cut by the tokens of a step or by the end of an answer, where
+    drafts come and go with the number of requests, with adapters and on two ranks.
 
     Would not catch adapters whose products are wrong: `test_adapter_parity.py` does.
     """
@@ -114,7 +114,10 @@ def test_drafts_with_other_features(tmp_path, case) -> None:
 
 @pytest.mark.exhaustive
 def test_drafts_in_eight_bits(tmp_path) -> None:
-    """The same answers by weights of 8 bits. Would not catch other codes: `test_eight_bit_rollouts.py` does."""
+    """Weights of 8 bits draw the same answers with drafts as without.
+
+    Would not catch other codes: `test_eight_bit_rollouts.py` does.
+    """
     path, eight = save_llama(tmp_path), {f"{ROLLOUT}quantization": "fp8", f"{ROLLOUT}quantization_block_size": 32}
     [plain] = run_ranks(1, every_way, run_config(path, 1, 1, **eight), timeout=200)
     [drafted] = run_ranks(1, every_way, run_config(path, 1, 1, **DRAFTS, **eight), timeout=200)

@@ -135,7 +135,7 @@ EXECUTED = {
 NOT_OURS = re.compile(r"(FILE|my\w*)\.yaml")
 """Configurations that stand for one of the reader's."""
 MADE = re.compile(r"=(outputs|assets)/\S+ must be ")
-"""Of a violation: a file that another command makes."""
+"""A part of a violation that names a file which another command makes."""
 
 TYPED = all_commands()
 
@@ -222,7 +222,10 @@ def faults(typed: Typed) -> list[str]:
 
 @pytest.mark.parametrize("text", sorted({part.text for _, part in RUN if "megatron-rl" in part.words}))
 def test_options_files_and_keys_exist(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each command of ours, and its configuration breaks no rule. Would not catch a value that trains badly."""
+    """Every command of ours can be read, and its configuration breaks no rule.
+
+    Would not catch a value that trains badly.
+    """
     monkeypatch.chdir(REPOSITORY)
     where = [str(typed) for typed, part in RUN if part.text == text]
     part = next(part for _, part in RUN if part.text == text)
@@ -230,7 +233,7 @@ def test_options_files_and_keys_exist(text: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_scripts_and_their_options_exist() -> None:
-    """Of Python's scripts their options, of the shell's their variables, by name."""
+    """A Python script has the options that the docs give it, a shell script the variables, by name."""
     missing = []
     for typed, part in RUN:
         for at, word in enumerate(part.words):

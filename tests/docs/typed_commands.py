@@ -91,5 +91,5 @@ def with_values(word: str, named: dict[str, str]) -> str:
 
 
 def all_commands() -> list[Typed]:
-    """Those of all pages. A command that two pages have is there twice."""
+    """The commands of all pages. A command that two pages have is there twice."""
     return [typed for page in PAGES for typed in commands_of(page.read_text(), page.relative_to(REPOSITORY).as_posix())]

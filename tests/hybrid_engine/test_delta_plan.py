@@ -84,5 +84,5 @@ def test_old_weights_and_changes_make_the_new_weights_on_every_rank(**arguments)
 @settings(max_examples=300, deadline=None)
 @given(**CASES)
 def test_many_more_deltas(**arguments) -> None:
-    """The same, for longer."""
+    """Random pools as above, thirty times as many."""
     check_deltas(**arguments)
