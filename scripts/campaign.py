@@ -34,7 +34,6 @@ from campaigns.struck_runs import (
     differences,
     named,
     pause,
-    records,
     reward_processes,
     strike,
     training_ranks,
@@ -59,7 +58,7 @@ class Repaired:
     struck: str
     choose: Callable[[list[psutil.Process]], list[psutil.Process]]
     share: float = 1.0
-    """Of the kills that were asked for."""
+    """The part of the kills that were asked for."""
 
 
 REPAIRED = {
@@ -78,14 +77,8 @@ def repaired(kind: Repaired, kills: int, draw: random.Random, out: Path) -> Outc
     repairs = () if is_reward else (f"trainer.max_repairs={kills}",)
     run = StruckRun(kind.run, out / "hurt", out / "hurt.log", LOCAL, steps, *repairs)
     outcome = Outcome(kind.struck, kind.run)
-    file = run.folder / "repairs.jsonl"
     for number in range(kills):
-        seen = len(run.steps())
-
-        def is_ready(number: int = number, seen: int = seen) -> bool:
-            return len(run.steps()) > seen and (is_reward or len(records(file)) == number)
-
-        if not run.wait_until(is_ready):
+        if not run.goes_on(0 if is_reward else number):
             break
         pause(draw, 0.2, 3.0)
         chosen = kind.choose(run.family())
@@ -94,14 +87,18 @@ def repaired(kind: Repaired, kills: int, draw: random.Random, out: Path) -> Outc
         strike(draw.choice(chosen), signal.SIGSTOP if number % 5 == 4 and not is_reward else signal.SIGKILL)
         outcome.num_strikes += 1
     run.succeed()
-    outcome.seconds = [each["seconds"] for each in records(file)]
-    outcome.steps_lost = [int(each["steps_lost"]) for each in records(file)]
     outcome.left = run.left()
-    again = ("--replay", str(run.folder)) if kind.run == "ahead" else ()
-    well = StruckRun(kind.run, out / "well", out / "well.log", LOCAL, steps, *again)
-    well.succeed()
-    outcome.differences = differences(run.folder, well.folder)
+    outcome.note_repairs(run.folder)
+    compare(outcome, run.folder, out, LOCAL, steps)
     return outcome
+
+
+def compare(outcome: Outcome, struck: Path, out: Path, *keys: str) -> None:
+    """Note how a struck run differs from one that nothing strikes, or, where it ran ahead, from its own replay."""
+    again = ("--replay", str(struck)) if outcome.run == "ahead" else ()
+    well = StruckRun(outcome.run, out / "well", out / "well.log", *keys, *again)
+    well.succeed()
+    outcome.differences = differences(struck, well.folder)
 
 
 @dataclass(frozen=True)
@@ -171,10 +168,7 @@ def ended(name: str, kills: int, draw: random.Random, out: Path) -> Outcome:
             outcome.left += run.left()
         if run.process.returncode != 0:
             raise RuntimeError(f"{run.log} did not end well:\n{run.text()[-3000:]}")
-        again = ("--replay", str(folder)) if kind.run == "ahead" else ()
-        well = StruckRun(kind.run, out / "well", out / "well.log", *keys[:2], LOCAL, *again)
-        well.succeed()
-        outcome.differences = differences(folder, well.folder)
+        compare(outcome, folder, out, *keys[:2], LOCAL)
     return outcome
 
 
@@ -204,23 +198,19 @@ def stopped(kills: int, draw: random.Random, out: Path) -> Outcome:
     steps = f"trainer.total_training_steps={3 * kills + 4}"
     run = StruckRun("demo", out / "hurt", out / "hurt.log", LOCAL, steps)
     for _ in range(kills):
-        seen = len(run.steps())
-        if not run.wait_until(lambda seen=seen: len(run.steps()) > seen):
+        if not run.goes_on():
             break
         pause(draw, 0.0, 1.5)
         at, controller = time.monotonic(), psutil.Process(run.process.pid)
         strike(controller, signal.SIGSTOP)
         time.sleep(STOPPED_S)
-        seen = len(run.steps())
         strike(controller, signal.SIGCONT)
         outcome.num_strikes += 1
-        if run.wait_until(lambda seen=seen: len(run.steps()) > seen):
+        if run.goes_on():
             outcome.seconds.append(time.monotonic() - at)
     run.succeed()
     outcome.left = run.left()
-    well = StruckRun("demo", out / "well", out / "well.log", LOCAL, steps)
-    well.succeed()
-    outcome.differences = differences(run.folder, well.folder)
+    compare(outcome, run.folder, out, LOCAL, steps)
     return outcome
 
 
@@ -236,14 +226,9 @@ def nodes(kills: int, draw: random.Random, out: Path) -> Outcome:
     with Raylets(1, 1) as cluster:
         keys = (RAY, *layout, steps, f"trainer.max_repairs={kills}")
         run = StruckRun("demo", out / "hurt", out / "hurt.log", *keys, variables=cluster.variables)
-        file, last_node = run.folder / "repairs.jsonl", 1
+        last_node = 1
         for number in range(kills):
-            seen = len(run.steps())
-
-            def is_ready(number: int = number, seen: int = seen) -> bool:
-                return len(run.steps()) > seen and len(records(file)) == number
-
-            if not run.wait_until(is_ready):
+            if not run.goes_on(number):
                 break
             pause(draw, 0.2, 3.0)
             node = next(node for node in range(last_node, 0, -1) if cluster.ranks(node))
@@ -257,11 +242,8 @@ def nodes(kills: int, draw: random.Random, out: Path) -> Outcome:
             last_node += 1
         run.succeed()
         outcome.left = [*run.left(), *map(str, cluster.left_over().values())]
-    outcome.seconds = [each["seconds"] for each in records(file)]
-    outcome.steps_lost = [int(each["steps_lost"]) for each in records(file)]
-    well = StruckRun("demo", out / "well", out / "well.log", LOCAL, *layout[:1], "trainer.n_gpus_per_node=2", steps)
-    well.succeed()
-    outcome.differences = differences(run.folder, well.folder)
+    outcome.note_repairs(run.folder)
+    compare(outcome, run.folder, out, LOCAL, *layout[:1], "trainer.n_gpus_per_node=2", steps)
     return outcome
 
 

@@ -97,6 +97,15 @@ def plan_row(distribution: str, num_rows: int, max_tokens: int, dp_size: int) ->
     ]
 
 
+def start_alone() -> None:
+    """Make this process the only rank of a world, on all cores."""
+    torch.set_num_threads(os.cpu_count())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", world_size=1, rank=0)
+
+
 def small_model():
     """(TrainableModel, VocabHead) of a small Llama with random weights, alone in its process."""
     from megatron_rl.config.megatron import MegatronConfig, OptimConfig
@@ -183,11 +192,7 @@ def main(
         plans.add_row(*plan_row(distribution, rows, max_tokens, dp))
     console.print(plans)
 
-    torch.set_num_threads(os.cpu_count())
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", world_size=1, rank=0)
+    start_alone()
     model = small_model()
     table = Table(title="forward and backward of 64 samples, 4 layers of 256, lengths / 10")
     for column in ("lengths", "cut", "computed / useful", "median s", "range s", "padded / this"):

@@ -9,17 +9,14 @@ of 256.
 
 from __future__ import annotations
 
-import os
 import random
-import socket
 import statistics
 import time
 from typing import Annotated
 
 import torch
-import torch.distributed as dist
 import typer
-from packing import computed, small_model
+from packing import computed, small_model, start_alone
 from rich.console import Console
 from rich.table import Table
 
@@ -111,20 +108,16 @@ def main(
     max_tokens: Annotated[int, typer.Option(help="Tokens, or nodes, of a pass.")] = 4096,
 ) -> None:
     """Print the table."""
-    torch.set_num_threads(os.cpu_count())
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", world_size=1, rank=0)
+    start_alone()
     model = small_model()
     table = Table(title="CPU seconds, cutting included, medians with their range")
     for column in ("rows", "pass", "tokens read / packed / tree", "packed", "tree", "packed / tree"):
         table.add_column(column, justify="right")
     for name, rows in (("branching", branching()), ("alone", alone())):
-        found = measured(model, rows, max_tokens, rounds)
-        tokens = f"{found['read']} / {found['tokens']['packed']} / {found['tokens']['tree']}"
+        cost = measured(model, rows, max_tokens, rounds)
+        tokens = f"{cost['read']} / {cost['tokens']['packed']} / {cost['tokens']['tree']}"
         for kind in ("log-probs", "update"):
-            packed, tree = (found["seconds"][kind, layout] for layout in ("packed", "tree"))
+            packed, tree = (cost["seconds"][kind, layout] for layout in ("packed", "tree"))
             ratios = [one / other for one, other in zip(packed, tree, strict=True)]
             shown = (
                 f"{statistics.median(part):.2f} ({min(part):.2f} to {max(part):.2f})" for part in (packed, tree, ratios)

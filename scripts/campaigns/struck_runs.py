@@ -22,6 +22,7 @@ import psutil
 
 from megatron_rl.cluster.leftovers import RUN_ID, processes_with, variable_of
 from megatron_rl.cluster.scratch import PREFIX, SEGMENTS
+from megatron_rl.controller.repairs import REPAIRS_FILE
 
 REPOSITORY = Path(__file__).parents[2]
 SHORT = (
@@ -90,6 +91,12 @@ class Outcome:
             f"| {left} |"
         )
 
+    def note_repairs(self, folder: Path) -> None:
+        """Take the seconds and lost steps of the run's repairs."""
+        repairs = records(folder / REPAIRS_FILE)
+        self.seconds = [each["seconds"] for each in repairs]
+        self.steps_lost = [int(each["steps_lost"]) for each in repairs]
+
     @property
     def faults(self) -> list[str]:
         """Everything that must not be."""
@@ -147,6 +154,11 @@ class StruckRun:
                 raise TimeoutError(f"{self.log} stands still:\n{self.text()[-3000:]}")
             time.sleep(0.05)
         return False
+
+    def goes_on(self, num_repairs: int = 0) -> bool:
+        """Wait for one more step, and for so many repairs; False where the run ends first."""
+        seen, file = len(self.steps()), self.folder / REPAIRS_FILE
+        return self.wait_until(lambda: len(self.steps()) > seen and len(records(file)) >= num_repairs)
 
     def wait(self) -> int:
         """The exit code."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from browser import Browser, needs_chromium
+from browser import Browser, needs_chromium, numbers_of_step
 from command_line import REPOSITORY
 from recorded_runs import RecordedRun
 from safetensors.numpy import load_file
@@ -112,12 +112,7 @@ def test_numbers_of_steps_are_those_of_the_run(browser: Browser, run: RecordedRu
     lines = lines_of(run)
     browser.open(page, "steps")
     for line in lines:
-        browser.value(f"step.value = {line['step']}, step.dispatchEvent(new Event('change'))")
-        rows = browser.value(
-            "[...document.querySelectorAll('#step-table tr')].slice(1).map((row) =>"
-            " [row.children[0].textContent, row.children[1].dataset.value])"
-        )
-        shown = {name: float(value) for name, value in rows if value is not None}
+        shown = numbers_of_step(browser, line["step"])
         assert shown == {name: value for name, value in line.items() if name != "step" and value is not None}
     browser.open(page, "time")
     browser.until("document.querySelector('.chart canvas')?.width > 200")

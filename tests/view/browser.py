@@ -151,3 +151,13 @@ class Browser:
     def screenshot(self, file: Path) -> None:
         """Write what is in sight to a PNG."""
         file.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"]))
+
+
+def numbers_of_step(browser: Browser, step: int) -> dict[str, float]:
+    """The numbers that the table of steps, which must be open, shows of a step: name -> value with all its digits."""
+    browser.value(f"step.value = {step}, step.dispatchEvent(new Event('change'))")
+    rows = browser.value(
+        "[...document.querySelectorAll('#step-table tr')].slice(1).map((row) =>"
+        " [row.children[0].textContent, row.children[1].dataset.value])"
+    )
+    return {name: float(value) for name, value in rows if value is not None}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import Browser, needs_chromium
+from browser import Browser, needs_chromium, numbers_of_step
 from hand_made import recorded
 from test_page_data import METRICS, made_run
 from typer.testing import CliRunner
@@ -53,12 +53,7 @@ def test_numbers_of_a_step_are_those_of_its_line(browser, page):
     """Each of them, with all digits. Would not catch a metric that no step has."""
     browser.open(page, "steps")
     for line in METRICS[1:]:
-        browser.value(f"step.value = {line['step']}, step.dispatchEvent(new Event('change'))")
-        rows = browser.value(
-            "[...document.querySelectorAll('#step-table tr')].slice(1).map((row) =>"
-            " [row.children[0].textContent, row.children[1].dataset.value])"
-        )
-        shown = {name: float(value) for name, value in rows if value is not None}
+        shown = numbers_of_step(browser, line["step"])
         assert shown == {name: value for name, value in line.items() if name != "step" and value is not None}
 
 
