@@ -3,7 +3,7 @@
 One JSON object a line over one TCP connection, which the rank opens; the token proves that the rank is the run's own:
 
     rank -> driver   {"rank": 3, "token": ...}, then every INTERVAL_S {"role": .., "method": .., "idle_s": ..,
-                     "leaves": ..}
+                     "got_sigterm": ..}
     driver -> rank   any line asks for {"stacks": "..."}
 """
 
@@ -95,7 +95,7 @@ class Heartbeat:
             self._mark, self._changed_at = mark, time.monotonic()
         role, method = doing or ("", "")
         idle_s = time.monotonic() - self._changed_at
-        return {"role": role, "method": method, "idle_s": idle_s, "leaves": self.got_sigterm}
+        return {"role": role, "method": method, "idle_s": idle_s, "got_sigterm": self.got_sigterm}
 
 
 def stacks_of_threads(leave_out: threading.Thread) -> str:

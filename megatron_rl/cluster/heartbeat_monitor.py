@@ -195,8 +195,8 @@ class HeartbeatMonitor:
             self._stacks[rank] = str(content["stacks"])
         else:
             doing, idle_s = (str(content["role"]), str(content["method"])), float(content["idle_s"])
-            leaves = bool(content.get("leaves"))
-            self._signs[rank] = Sign(time.monotonic(), Connection.OPEN, *doing, idle_s, leaves)
+            got_sigterm = bool(content.get("got_sigterm"))
+            self._signs[rank] = Sign(time.monotonic(), Connection.OPEN, *doing, idle_s, got_sigterm)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

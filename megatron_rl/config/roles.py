@@ -291,9 +291,9 @@ def trained_roles(config: RunConfig) -> dict[str, str]:
 
 def roles_of(config: RunConfig) -> Iterator[RoleSpec]:
     """Every role of a run, in the order of building: the rollout comes after the actor, whose memory it may read."""
-    found = _task_roles(config) if isinstance(config, TaskConfig) else (role for rows in ROWS for role in rows(config))
+    roles = _task_roles(config) if isinstance(config, TaskConfig) else (role for rows in ROWS for role in rows(config))
     as_tree = config.actor_rollout_ref.model.enable_tree_training
-    for role in found:
+    for role in roles:
         yield _laid_as_trees(role) if as_tree and role.kind != REWARD_MODEL else role
 
 

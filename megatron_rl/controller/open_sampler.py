@@ -90,11 +90,12 @@ def num_replicas_of(config: RunConfig, placement: Placement) -> int:
 
 def with_all_replicas(config: RunConfig, replay: Path | None) -> RunConfig:
     """The configuration of a run, in a replay with all replicas from the start: a replay cannot lose one."""
-    pools = [] if replay is None else list(elastic_pools(config).values())
-    for pool in pools:
-        config = copy.deepcopy(config)
-        config.actor_rollout_ref.rollout.min_replicas = pool.max_replicas
-    return config
+    if replay is None or not (pools := elastic_pools(config)):
+        return config
+    (pool,) = pools.values()
+    replayed = copy.deepcopy(config)
+    replayed.actor_rollout_ref.rollout.min_replicas = pool.max_replicas
+    return replayed
 
 
 def settings_of(rules: Rules, config: RunConfig) -> dict[str, Any]:

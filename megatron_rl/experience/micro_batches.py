@@ -118,7 +118,8 @@ class MicroBatch:
     input_ids: int64 [b, S]. Padded: a sequence each, aligned left, filled up with 0. Packed: b = 1, end to end, then
     filler.
     predicts_sampled: bool [b, S - 1], true where the *next* token is a sampled one, of the same row; on the CPU.
-    places: int64 [N], where it is true, among the b x S of the block; None: the block has not been moved.
+    places: int64 [N], where it is true, among the b x S of the block; of a tree [M], its own; None: the block has not
+    been moved.
     num_sampled: int64 [n]. rows: int64 [n], their numbers in the record, in the order they lie here.
     fields: the batch's other columns of sampled tokens, of these rows, flattened row by row to [N, ...].
     segments: lengths of what lies end to end, filler included, adding up to S; None when padded.
@@ -162,10 +163,10 @@ class MicroBatch:
         return output.flatten(0, 1).index_select(0, self._places() if self.share is None else self.share.places)
 
     def _places(self) -> Tensor:
-        if self.tree is not None:
-            return self.tree.places
         if self.places is not None:
             return self.places
+        if self.tree is not None:
+            return self.tree.places
         return torch.nn.functional.pad(self.predicts_sampled, (0, 1)).flatten().nonzero()[:, 0]
 
     def whole(self, values: Tensor) -> Tensor:
@@ -317,11 +318,10 @@ def micro_batches(
 
 def laid_as_tree(tokens: Tensor, tree: PrefixTree, column_multiple: int) -> tuple[Tensor, tuple[int, ...]]:
     """(input_ids, segments) of a block, from its rows' tokens; what rounds it up is a segment of its own."""
-    num_nodes = sum(tree.segments)
-    num_columns = round_up(num_nodes, column_multiple)
-    input_ids = tokens.new_zeros(1, num_columns)
+    segments = filled_up(tree.segments, column_multiple)
+    input_ids = tokens.new_zeros(1, sum(segments))
     input_ids[0, tree.columns] = tokens
-    return input_ids, (*tree.segments, *([num_columns - num_nodes] if num_columns > num_nodes else []))
+    return input_ids, segments
 
 
 def lengths_in_blocks(batch: Batch, segment_multiple: int) -> list[int]:
@@ -369,11 +369,8 @@ def packed(
         stays = column >= left_out.repeat_interleave(lengths)
         tokens, sampled, lengths = tokens[stays], sampled[stays], lengths - left_out
     room = -(-lengths // segment_multiple) * segment_multiple
-    starts, num_tokens = room.cumsum(0) - room, int(room.sum())
-    num_columns = round_up(num_tokens, column_multiple)
-    filler = num_columns - num_tokens
-    segments = (*room.tolist(), *([filler] if filler else []))
-    input_ids, is_sampled = laid_out(tokens, sampled, lengths, starts, num_columns)
+    starts, segments = room.cumsum(0) - room, filled_up(room.tolist(), column_multiple)
+    input_ids, is_sampled = laid_out(tokens, sampled, lengths, starts, sum(segments))
     return input_ids[None], is_sampled[None, 1:], segments, prefixes or ()
 
 
@@ -393,6 +390,12 @@ def shared_prefixes(
         first_column.setdefault(prompt, column)
         column += length - shared
     return tuple(prefixes)
+
+
+def filled_up(segments: Sequence[int], column_multiple: int) -> tuple[int, ...]:
+    """The lengths of segments, and of what fills their sum up to a multiple of `column_multiple`, if it is none."""
+    filler = -sum(segments) % column_multiple
+    return (*segments, filler) if filler else tuple(segments)
 
 
 def round_up(number: int, multiple: int) -> int:

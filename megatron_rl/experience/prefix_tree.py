@@ -51,9 +51,8 @@ class PrefixTree:
         return values.index_select(0, self.token_of_pair)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a pass reads on the device, by name."""
-        names = ("places", "targets", "pair_of_token", "token_of_pair")
-        return {name: getattr(self, name) for name in names}
+        """Return what a pass reads on the device beside `places`, by name."""
+        return {name: getattr(self, name) for name in ("targets", "pair_of_token", "token_of_pair")}
 
     def with_tensors(self, moved: Mapping[str, Tensor]) -> PrefixTree:
         """Return the tree with other tensors in place of those that `tensors` has."""

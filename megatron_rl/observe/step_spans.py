@@ -71,8 +71,9 @@ class StepSpans:
             calls = json.loads(self._file.read_text())
         except (OSError, ValueError):  # not written yet, or by something else
             return []
-        known, self._seen = self._seen, {json.dumps(call) for call in calls}
-        return [call for call in calls if json.dumps(call) not in known]
+        by_text = {json.dumps(call): call for call in calls}
+        known, self._seen = self._seen, set(by_text)
+        return [call for text, call in by_text.items() if text not in known]
 
 
 def nanoseconds(seconds: float) -> int:

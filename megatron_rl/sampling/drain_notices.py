@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -15,6 +16,18 @@ DRAIN_FILE = "drain"
 READ_S = 5.0
 """Seconds from one reading of the URL to the next, and the longest that one may take."""
 MOST_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Notices:
+    """Names of replicas and nodes -> the file or URL that has them."""
+
+    places: Mapping[str, str]
+
+    def of(self, replica: int, hosts: Set[str]) -> str:
+        """The notice that names the replica, by its number or the address of a node of it; "" without one."""
+        named = sorted({str(replica), *hosts} & self.places.keys())
+        return f"{self.places[named[0]]} names {named[0]}" if named else ""
 
 
 class DrainNotices:
@@ -37,14 +50,10 @@ class DrainNotices:
     ) -> None:
         self._ends.set()  # a reading may take READ_S more
 
-    def of(self, replica: int, hosts: Set[str]) -> str:
-        """The notice that names the replica, by its number or the address of a node of it; "" without one."""
-        names, in_file = {str(replica), *hosts}, self._in_file()
-        for name in sorted(names & in_file):
-            return f"{self._file} names {name}"
-        for name in sorted(names & self._from_url):
-            return f"{self._url} names {name}"
-        return ""
+    def read(self) -> Notices:
+        """What the file says now, and what the URL said last."""
+        from_url = dict.fromkeys(self._from_url, str(self._url))
+        return Notices(from_url | dict.fromkeys(self._in_file(), str(self._file)))
 
     def _in_file(self) -> frozenset[str]:
         try:

@@ -143,8 +143,9 @@ class ReplicaSlots:
     def note_notices(self) -> None:
         """Say of every replica whether it is to leave: `ReplicaSlot.leaves`."""
         assert self.elastic is not None
+        notices = self.elastic.notices.read()
         for slot in self.all:
-            notice = self.elastic.notices.of(slot.number, slot.replica.hosts)
+            notice = notices.of(slot.number, slot.replica.hosts)
             if slot.state is State.AWAY:
                 slot.leaves = notice
             elif slot.state is not State.GONE:

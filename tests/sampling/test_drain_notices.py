@@ -21,21 +21,21 @@ def test_the_file_counts_as_long_as_it_is_there(tmp_path: Path) -> None:
     """By a replica's number, by the address of one of its nodes, and by nothing else."""
     file = tmp_path / "drain"
     with DrainNotices(file, None, print) as notices:
-        assert notices.of(1, {"10.0.0.7"}) == ""
+        assert notices.read().of(1, {"10.0.0.7"}) == ""
         file.write_text("1\n")
-        assert notices.of(1, {"10.0.0.7"}) == f"{file} names 1"
-        assert notices.of(11, {"10.0.0.7"}) == ""
+        assert notices.read().of(1, {"10.0.0.7"}) == f"{file} names 1"
+        assert notices.read().of(11, {"10.0.0.7"}) == ""
         file.write_text("10.0.0.7\n")
-        assert notices.of(0, {"10.0.0.7", "10.0.0.8"}) == f"{file} names 10.0.0.7"
-        assert notices.of(0, set()) == ""
+        assert notices.read().of(0, {"10.0.0.7", "10.0.0.8"}) == f"{file} names 10.0.0.7"
+        assert notices.read().of(0, set()) == ""
         file.unlink()
-        assert notices.of(0, {"10.0.0.7"}) == ""
+        assert notices.read().of(0, {"10.0.0.7"}) == ""
 
 
 def test_a_file_that_cannot_be_read_is_said_once(tmp_path: Path) -> None:
     lines: list[str] = []
     with DrainNotices(tmp_path, None, lines.append) as notices:
-        assert notices.of(1, set()) == notices.of(2, set()) == ""
+        assert notices.read().of(1, set()) == notices.read().of(2, set()) == ""
     assert lines == [f"{tmp_path} cannot be read, and counts as empty: Is a directory"]
 
 
@@ -62,13 +62,13 @@ def test_a_url_is_read_again_and_again(tmp_path: Path, monkeypatch: pytest.Monke
         thread.start()
         url = f"http://127.0.0.1:{server.server_port}/notices"
         with DrainNotices(tmp_path / "drain", url, lines.append) as notices:
-            assert eventually(lambda: notices.of(2, set()) == f"{url} names 2")
+            assert eventually(lambda: notices.read().of(2, set()) == f"{url} names 2")
             server.text = None
             assert eventually(lambda: len(lines) > 0)
-            assert notices.of(2, set()) == f"{url} names 2"
+            assert notices.read().of(2, set()) == f"{url} names 2"
             assert "503" in lines[0] and "drain_url" in lines[0]
             server.text = ""
-            assert eventually(lambda: notices.of(2, set()) == "")
+            assert eventually(lambda: notices.read().of(2, set()) == "")
         server.shutdown()
         thread.join()
     assert len(lines) == 1
