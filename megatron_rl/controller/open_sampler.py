@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from megatron_rl.agents.episode import Reply
 from megatron_rl.checkpoint.storage import storing
 from megatron_rl.cluster.replicas import ReplicatedPool
 from megatron_rl.config.algorithms import estimator_traits
+from megatron_rl.config.drafts import EARLIER, Drafts
 from megatron_rl.config.roles import ROLLOUT, Placement, elastic_pools
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.controller.run_folder import RunFolder
@@ -20,6 +21,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.rollout import Rollout
 from megatron_rl.sampling.drain_notices import DRAIN_FILE, DrainNotices
+from megatron_rl.sampling.earlier_answers import EarlierAnswers
 from megatron_rl.sampling.group_filter import GroupFilter
 from megatron_rl.sampling.journal import (
     SCHEDULE_FILE,
@@ -102,9 +104,14 @@ def settings_of(rules: Rules, config: RunConfig) -> dict[str, Any]:
     """Settings that a replayed schedule must have in common with the run that recorded it."""
     # What awaits_turns says follows from others, which older schedules have.
     left_out = {"first_step", "awaits_turns", *(() if rules.has_turns else ("has_turns",))}
-    return {name: value for name, value in asdict(rules).items() if name not in left_out} | {
-        "seed": config.trainer.seed
-    }
+    settings = {name: value for name, value in asdict(rules).items() if name not in left_out}
+    return settings | {"seed": config.trainer.seed, "drafts": drafts_of(config)}
+
+
+def drafts_of(config: RunConfig) -> dict[str, Any] | None:
+    """The keys of drafts, which decide how many tokens an engine step brings; None without drafts."""
+    keys = config.actor_rollout_ref.rollout
+    return {key.name: getattr(keys, key.name) for key in fields(Drafts)} if keys.speculative else None
 
 
 def refuse_other_settings(run: Path, events: Sequence[Event], settings: Mapping[str, Any]) -> None:
@@ -158,8 +165,9 @@ def open_schedule(
     if config.trainer.rollouts_from is not None:
         sizes = config.batch_sizes.num_samples
         check_record(Path(config.trainer.rollouts_from), rules.first_step, rules.num_steps_total, sizes)
+    earlier = open_earlier(config, rules, start.path)
     if not config.samples_ahead:
-        return Schedule(rules, Scheduler(rules, num_replicas), None, num_replicas, start.step, None)
+        return Schedule(rules, Scheduler(rules, num_replicas), None, num_replicas, start.step, None, None, earlier)
     settings, last_batch = settings_of(rules, config), rules.last_batch(start.step)
     saved = None if start.path is None else read_schedule(start.path)
     decider: Decider
@@ -176,7 +184,21 @@ def open_schedule(
     journal = open_journal(folder, saved, settings)
     opened.callback(journal.close)
     checkpoint = None if saved is None else start.path
-    return Schedule(rules, Recorder(decider, journal), journal, num_replicas, last_batch, checkpoint, replies)
+    return Schedule(rules, Recorder(decider, journal), journal, num_replicas, last_batch, checkpoint, replies, earlier)
+
+
+def open_earlier(config: RunConfig, rules: Rules, checkpoint: Path | None) -> EarlierAnswers | None:
+    """Return the answers from which rollouts guess, those of a checkpoint first; None where they do not.
+
+    Raises ConfigError for a damaged file.
+    """
+    keys = config.actor_rollout_ref.rollout
+    if keys.speculative != EARLIER:
+        return None
+    earlier = EarlierAnswers(keys.earlier_answers_per_prompt, keys.prompt_lookup_max, rules.ahead)
+    if checkpoint is not None:
+        earlier.read(checkpoint)
+    return earlier
 
 
 def open_sampler(

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from megatron_rl.config.drafts import EARLIER
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.model.parts import Attention
 
 LOAD_FORMAT = "megatron_rl_shared"
 """The name under which vLLM knows the loader of `shared_weights.py`."""
+
+PROPOSER = "megatron_rl.rollout.earlier_proposer.EarlierProposer"
+"""What guesses from earlier answers; vLLM builds it."""
 
 LEAST_UTILIZATION = 1e-6
 """Share of a GPU that vLLM requires to be free. It accepts no zero."""
@@ -103,13 +107,15 @@ def draft_arguments(config: RolloutConfig) -> dict[str, Any]:
     schedule = [(1, most, config.num_speculative_tokens)]
     if most < config.max_num_seqs:
         schedule.append((most + 1, config.max_num_seqs, 0))
-    drafts = {
-        "method": config.speculative,
+    drafts: dict[str, Any] = {
         "num_speculative_tokens": config.num_speculative_tokens,
-        "prompt_lookup_min": config.prompt_lookup_min,
-        "prompt_lookup_max": config.prompt_lookup_max,
         "num_speculative_tokens_per_batch_size": schedule,
     }
+    if config.speculative == EARLIER:
+        drafts |= {"method": "custom_class", "model": PROPOSER}
+    else:
+        lookup = {"prompt_lookup_min": config.prompt_lookup_min, "prompt_lookup_max": config.prompt_lookup_max}
+        drafts |= {"method": config.speculative} | lookup
     return {"speculative_config": drafts}
 
 

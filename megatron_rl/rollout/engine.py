@@ -15,6 +15,7 @@ from vllm import LLM, ModelRegistry
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from megatron_rl.config.drafts import EARLIER
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.device import Device, keep_current_stream
 from megatron_rl.model.parts import Attention
@@ -122,6 +123,8 @@ class RolloutEngine:
         self.groups: RolloutGroups = read_rollout_groups(grid)
         runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self.model: torch.nn.Module = runner.model
+        if config.speculative == EARLIER:
+            runner.drafter.attach(runner, config)
         self.cache_peak = report_steps(self.llm.llm_engine)
         self.kv_cache = KVCache(list(runner.kv_caches))
         self._places = places(self.model, self.kv_cache.tensors)

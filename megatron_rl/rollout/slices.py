@@ -25,7 +25,8 @@ class Start:
     """A request that a replica begins.
 
     request: its number, unique in the run. token_ids: the prompt and the answer's tokens so far. seed: of new tokens.
-    max_tokens: how many it may draw.
+    max_tokens: how many it may draw. earlier: answers of former epochs to the same prompt, for drafts, the oldest
+    first; each is the prompt's last tokens and all that came after, int32 as bytes.
     """
 
     request: int
@@ -33,6 +34,7 @@ class Start:
     seed: int
     max_tokens: int
     sampling: Sampling
+    earlier: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from megatron_rl.config.drafts import EARLIER
 from megatron_rl.records import Sampling
 from megatron_rl.rollout.draft_meter import DraftMeter
 from megatron_rl.rollout.slices import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Drawn, Slice, Start
@@ -141,6 +142,8 @@ class UnfinishedRequests:
 
     def _start(self, start: Start, version: int, kind: RequestOutputKind) -> None:
         params = sampling_params(start.sampling, start.seed, self._eos_token_ids, start.max_tokens, kind)
+        if start.earlier:
+            params.extra_args = {EARLIER: start.earlier}
         # A cached prefix of other weights must not match.
         prompt = {"prompt_token_ids": list(start.token_ids), "cache_salt": f"version {version}"}
         self._names[start.request] = self._engine.add_request(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from megatron_rl.agents.episode import rows_of
@@ -27,13 +27,15 @@ class Asked:
         seed_of: SeedOf,
         episodes: Episodes | None,
         awaits_turns: bool = False,
+        earlier: Sequence[tuple[bytes, ...]] = (),
     ) -> None:
         """episodes: answers turns; None: the first turn is the last. awaits_turns: the next ones are drawn when all
-        have their answers.
+        have their answers. earlier: of each row, see `Start`; empty: of none.
         """
         self._rows = {-1 - row: episode for row, episode in enumerate(new_episodes(prompts, sampling))}
         self._prompts, self._seed_of = prompts, seed_of
         self._episodes, self._awaits_turns = episodes, awaits_turns
+        self._earlier = dict(zip(self._rows, earlier, strict=False))
         self._away: set[int] = set()
 
     def begin(self) -> None:
@@ -53,7 +55,9 @@ class Asked:
         for size in chunk_sizes(len(rows), num_replicas):
             own = rows[first : first + size]
             ready = [(request, e) for request, e in own if not e.finish and request not in self._away]
-            shares.append(tuple(start_of(request, episode, self._seed_of) for request, episode in ready))
+            shares.append(
+                tuple(start_of(request, e, self._seed_of, self._earlier.get(request, ())) for request, e in ready)
+            )
             first += size
         return shares
 

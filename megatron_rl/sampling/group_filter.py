@@ -50,6 +50,7 @@ class GroupFilter(PoolSampler):
             "train/differing_groups": min(num_differing, wanted) / wanted,
         }
         answers = Batch.joined([batch.rows for batch in batches])
+        self.keep(step, prompts, answers)
         return SampledBatch(step, prompts[rows], answers[rows], scored=scored[rows], metrics=metrics)
 
     def _scored_batch(self, step: int, earlier: list[SampledBatch]) -> SampledBatch:
@@ -57,7 +58,7 @@ class GroupFilter(PoolSampler):
         prompts = self.next_prompts(self.cursor)
         prompts.uid = prompts.uid + sum(len(batch.prompts) for batch in earlier)
         sampling = self.sampling(step + SALT_STRIDE * len(earlier))
-        batch = SampledBatch(step, *self.answer(prompts, sampling))
+        batch = SampledBatch(step, *self.answer(prompts, sampling, step))
         score([self.scorer], batch)
         return batch
 

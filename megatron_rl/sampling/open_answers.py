@@ -15,6 +15,8 @@ from megatron_rl.rollout.slices import DraftCounts, Drawn, Start
 
 SeedOf = Callable[[int, int, int, int, int], int]
 """(salt, prompt index, sample, attempt, number of tokens after the prompt) -> seed."""
+EarlierOf = Callable[[int, int], tuple[bytes, ...]]
+"""(prompt index, batch) -> earlier answers to this prompt, which requests of this batch name: see `Start.earlier`."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,19 @@ class OpenAnswers:
     """
 
     def __init__(
-        self, batch_rows: int, seed_of: SeedOf, with_versions: bool = True, limits: EpisodeLimits | None = None
+        self,
+        batch_rows: int,
+        seed_of: SeedOf,
+        with_versions: bool = True,
+        limits: EpisodeLimits | None = None,
+        earlier_of: EarlierOf = lambda index, batch: (),
     ) -> None:
         """with_versions: of tokens; False where all of a batch are of the newest weights.
 
         limits: of episodes; None: nothing answers a turn, and the first one is the last.
         """
         self.batch_rows, self._seed_of, self._with_versions = batch_rows, seed_of, with_versions
+        self._earlier_of = earlier_of
         self._limits = limits
         self._batches: dict[int, OpenBatch] = {}
         self._drafts: dict[int, DraftCounts] = {}
@@ -58,7 +66,9 @@ class OpenAnswers:
 
     def start(self, request: int) -> Start:
         """The message with which a replica begins a request or continues it."""
-        return start_of(request, self.episode(request), self._seed_of)
+        episode = self.episode(request)
+        earlier = self._earlier_of(episode.row["index"], request // self.batch_rows + 1)
+        return start_of(request, episode, self._seed_of, earlier)
 
     def extend(self, drawn: dict[int, Drawn], version: int) -> list[int]:
         """Add the tokens that a slice drew with the weights of `version`; returns requests whose turn waits for its
@@ -221,8 +231,8 @@ def begun_prompts(prompts: Prompts, episodes: Sequence[Episode]) -> Prompts:
     return replace(prompts, prompt_ids=prompt_ids, raw_prompt=texts)
 
 
-def start_of(request: int, episode: Episode, seed_of: SeedOf) -> Start:
+def start_of(request: int, episode: Episode, seed_of: SeedOf, earlier: tuple[bytes, ...] = ()) -> Start:
     """The message with which a replica begins an episode or continues it."""
     row, sampling = episode.row, episode.sampling
     seed = seed_of(sampling.salt, row["index"], row["sample"], episode.attempt, len(episode.token_ids))
-    return Start(request, episode.context_ids, seed, episode.room, sampling)
+    return Start(request, episode.context_ids, seed, episode.room, sampling, earlier)

@@ -45,8 +45,10 @@ class PoolSampler(Sampler):
             self.logger.note_transition(receiving.get())
             sending.get()
 
-    def answer(self, prompts: Prompts, sampling: Sampling) -> tuple[Prompts, Batch]:
-        asked = Asked(prompts, sampling, self.seed_of, self.episodes, self.rules.awaits_turns)
+    def answer(self, prompts: Prompts, sampling: Sampling, step: int | None = None) -> tuple[Prompts, Batch]:
+        """step: of training, whose answers are drawn with guesses from earlier ones."""
+        earlier = [] if step is None else [self.earlier_of(index, step) for index in prompts.index.tolist()]
+        asked = Asked(prompts, sampling, self.seed_of, self.episodes, self.rules.awaits_turns, earlier)
         asked.begin()
         with self._rollout_mode():
             while not asked.is_answered:

@@ -28,6 +28,7 @@ from megatron_rl.records import Batch, Prompts, Sampling
 from megatron_rl.rollout.seeds import request_seed
 from megatron_rl.rollout.slices import DraftCounts
 from megatron_rl.sampling.backlog import Backlog
+from megatron_rl.sampling.earlier_answers import EARLIER_FILE, EarlierAnswers
 from megatron_rl.sampling.journal import Journal, reply_event
 from megatron_rl.sampling.open_answers import OpenAnswers
 from megatron_rl.sampling.rules import Decider, Rules
@@ -80,6 +81,7 @@ class Schedule:
 
     last_batch: the last batch that the checkpoint has begun. journal: None if no answer outlives its step: then nothing
     is recorded or saved. replies: the answers to turns of a schedule that is repeated, by request, in their order.
+    earlier: answers from which rollouts guess, with those of the checkpoint; None: they do not.
     """
 
     rules: Rules
@@ -89,6 +91,7 @@ class Schedule:
     last_batch: int
     checkpoint: Path | None
     replies: Sequence[tuple[int, Reply]] | None = None
+    earlier: EarlierAnswers | None = None
 
 
 class Sampler:
@@ -106,7 +109,10 @@ class Sampler:
         self.seed_of = partial(request_seed, self.config.trainer.seed)
         self.episodes = self._episodes(sources.episodes, schedule)
         limits = None if self.episodes is None else self.episodes.limits
-        self.answers = OpenAnswers(self.rules.batch_rows, self.seed_of, self.journal is not None, limits)
+        self._earlier = schedule.earlier
+        self.answers = OpenAnswers(
+            self.rules.batch_rows, self.seed_of, self.journal is not None, limits, self.earlier_of
+        )
         self._cursor_ahead, self._last_begun = self.cursor.ahead(), self.rules.first_step - 1
         self.draw_prompts(schedule.last_batch)
         if schedule.checkpoint is not None:
@@ -173,11 +179,24 @@ class Sampler:
 
     def write(self, folder: Path, step: int) -> list[str]:
         """Write the answers of steps after `step` to a checkpoint; returns file names. Call inside `saving`."""
-        if self.journal is None:
-            return []
-        schedule = self.backlog.decider.state_dict() | {"num_lines": self.journal.num_lines}
-        write_rollouts(folder, self.answers, schedule, step)
-        return [ROLLOUTS_FILE]
+        files = []
+        if self._earlier is not None:
+            self._earlier.write(folder, step)
+            files.append(EARLIER_FILE)
+        if self.journal is not None:
+            schedule = self.backlog.decider.state_dict() | {"num_lines": self.journal.num_lines}
+            write_rollouts(folder, self.answers, schedule, step)
+            files.append(ROLLOUTS_FILE)
+        return files
+
+    def earlier_of(self, index: int, batch: int) -> tuple[bytes, ...]:
+        """Earlier answers that requests of a prompt and a batch name: see `Start`."""
+        return () if self._earlier is None else self._earlier.of(index, batch)
+
+    def keep(self, step: int, prompts: Prompts, rows: Batch) -> None:
+        """Keep a step's answers for guesses of later steps, if rollouts guess from them."""
+        if self._earlier is not None:
+            self._earlier.add(step, prompts.index, rows)
 
     def next_prompts(self, cursor: PromptCursor) -> Prompts:
         """The next training prompts of a cursor, each `rollout.n` times."""
@@ -205,6 +224,7 @@ class Sampler:
         """The complete batch of a step, which is trained now."""
         prompts, rows, greedy = self.backlog.batch(step)
         self.cursor.next_indices()  # these are the prompts of the batch: the cursor moves behind them
+        self.keep(step, prompts, rows)
         batch = SampledBatch(step, prompts, rows, greedy, first_request=self.rules.requests_of(step).start)
         batch.metrics |= draft_metrics(self.answers.drafts(step))
         if self.episodes is not None:

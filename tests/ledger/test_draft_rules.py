@@ -18,8 +18,10 @@ def drafted(config):
     return config
 
 
-def test_drafts_pass(drafted):
+@pytest.mark.parametrize("way", ["ngram", "earlier"])
+def test_drafts_pass(drafted, way):
     """Also beside answers of several turns and generation that runs ahead. Would not catch what vLLM refuses."""
+    drafted.actor_rollout_ref.rollout.speculative = way
     assert problems(drafted) == []
 
 
@@ -27,8 +29,12 @@ def test_drafts_pass(drafted):
     ("change", "expected"),
     [
         (
-            {"speculative": "earlier"},
-            f"{KEY}=earlier must be one of ngram; nearest: ngram",
+            {"speculative": "later"},
+            f"{KEY}=later must be one of ngram, earlier; nearest: earlier",
+        ),
+        (
+            {"speculative": "earlier", "earlier_answers_per_prompt": 0},
+            f"{ROLLOUT}.earlier_answers_per_prompt=0 must be >= 1; nearest: 1",
         ),
         (
             {"prompt_lookup_min": 5, "prompt_lookup_max": 3},
@@ -51,22 +57,24 @@ def test_wrong_keys(drafted, change, expected):
     assert problems(drafted) == [expected]
 
 
-def test_no_gpu_has_run_them(drafted):
+@pytest.mark.parametrize("way", ["ngram", "earlier"])
+def test_no_gpu_has_run_them(drafted, way):
     """Would not catch a GPU that could."""
-    drafted.trainer.device = "cuda"
-    assert f"{KEY}=ngram needs trainer.device=cpu, and it is cuda: no GPU has run it; nearest: null" in problems(
-        drafted
-    )
+    drafted.trainer.device, drafted.actor_rollout_ref.rollout.speculative = "cuda", way
+    problem = f"{KEY}={way} needs trainer.device=cpu, and it is cuda: no GPU has run it; nearest: null"
+    assert problem in problems(drafted)
 
 
-def test_the_search_needs_its_compiler(drafted, monkeypatch):
+@pytest.mark.parametrize("way", ["ngram", "earlier"])
+def test_the_search_needs_its_compiler(drafted, monkeypatch, way):
     """Would not catch a package that is there and broken."""
+    drafted.actor_rollout_ref.rollout.speculative = way
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: None if name == "numba" else found(name, *more)
     )
     assert problems(drafted) == [
-        f"{KEY}=ngram needs numba, which is not installed: pip install numba==0.65.0; nearest: null"
+        f"{KEY}={way} needs numba, which is not installed: pip install numba==0.65.0; nearest: null"
     ]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_rl.config.schema import RolloutConfig
-from megatron_rl.rollout.arguments import draft_arguments
+from megatron_rl.rollout.arguments import PROPOSER, draft_arguments
+from megatron_rl.rollout.earlier_proposer import EarlierProposer
 
 
 @pytest.mark.parametrize(
@@ -19,3 +20,11 @@ def test_drafts_end_by_the_number_of_requests(most, schedule):
     assert asked["num_speculative_tokens_per_batch_size"] == schedule
     assert (asked["method"], asked["prompt_lookup_min"], asked["prompt_lookup_max"]) == ("ngram", 2, 4)
     assert draft_arguments(RolloutConfig()) == {}
+
+
+def test_earlier_answers_are_searched_by_a_class_of_ours():
+    """It exists under the name that vLLM is given. Would not catch a class that vLLM refuses: `test_drafts.py` does."""
+    asked = draft_arguments(RolloutConfig(speculative="earlier", max_num_seqs=8))["speculative_config"]
+    assert asked.pop("num_speculative_tokens_per_batch_size") == [(1, 8, 3)]
+    assert asked == {"num_speculative_tokens": 3, "method": "custom_class", "model": PROPOSER}
+    assert f"{EarlierProposer.__module__}.{EarlierProposer.__qualname__}" == PROPOSER

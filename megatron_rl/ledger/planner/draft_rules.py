@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable, Sequence
 
-from megatron_rl.config.drafts import NGRAM
 from megatron_rl.config.keys import ACTOR, ROLLOUT
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
@@ -13,7 +12,7 @@ from megatron_rl.ledger.planner.model_folder import ModelSizes
 
 KEY, LEAST = f"{ROLLOUT}.speculative", f"{ROLLOUT}.prompt_lookup_min"
 COMPILER = "numba"
-"""What vLLM's search for earlier tokens is compiled with."""
+"""What the searches for earlier tokens, vLLM's and ours, are compiled with."""
 COMPILERS_VERSION = "0.65.0"
 """vLLM's own pin."""
 
@@ -32,7 +31,7 @@ def draft_problems(
     if config.trainer.device != "cpu":
         rule = f"needs trainer.device=cpu, and it is {config.trainer.device}: no GPU has run it"
         yield Violation({KEY: given}, rule, {KEY: None})
-    elif given == NGRAM and not config_only and importlib.util.find_spec(COMPILER) is None:
+    elif not config_only and importlib.util.find_spec(COMPILER) is None:
         rule = f"needs {COMPILER}, which is not installed: pip install {COMPILER}=={COMPILERS_VERSION}"
         yield Violation({KEY: given}, rule, {KEY: None})
     if config.returns_experts:
