@@ -41,6 +41,7 @@ CPU_PATCHES = (
     "third_party_patches.vllm.cpu_partial_prompts",
     "third_party_patches.vllm.cpu_routed_experts",
     "third_party_patches.vllm.drafts_keep_samples",
+    "third_party_patches.vllm.shared_partial_blocks",
     "third_party_patches.vllm.sinks_in_one_piece",
     "third_party_patches.vllm.kernel_scan",
     "third_party_patches.vllm.without_torchvision",

@@ -36,6 +36,7 @@ from megatron_rl.config.distillation_keys import DistillationConfig
 from megatron_rl.config.drafts import Drafts
 from megatron_rl.config.eight_bit_rollouts import EightBitRollouts
 from megatron_rl.config.elastic_replicas import ElasticReplicas
+from megatron_rl.config.last_tokens import LastTokens
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.megatron import MegatronConfig, OptimConfig, follow_actor, follows
 from megatron_rl.config.multi_turn import MultiTurnConfig
@@ -246,7 +247,7 @@ class ValKwargsConfig:
 
 
 @dataclass
-class RolloutConfig(EightBitRollouts, ElasticReplicas, Drafts):
+class RolloutConfig(EightBitRollouts, ElasticReplicas, Drafts, LastTokens):
     name: Annotated[str, OneOf(("vllm",))] = "vllm"
     """Generation engine; vllm is the only one."""
     pool: str = "${actor_rollout_ref.actor.pool}"

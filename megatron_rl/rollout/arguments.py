@@ -58,8 +58,7 @@ def engine_arguments(
         "disable_hybrid_kv_cache_manager": True,
         "enable_return_routed_experts": returns_experts,
     }
-    arguments |= draft_arguments(config)
-    arguments |= attention.engine_arguments
+    arguments |= {**draft_arguments(config), **attention.engine_arguments}
     if text_only:
         arguments["language_model_only"] = True
     if device_kind == "cpu":

@@ -61,6 +61,10 @@ def test_such_a_model_is_allowed(case):
             f"{ROLLOUT}.speculative=ngram is not there for {OWN}; nearest: null",
         ),
         (
+            {f"{ROLLOUT}.prefix_match_unit": 4},
+            f"{ROLLOUT}.prefix_match_unit=4 is not there for layers with states, which FOLDER/model has; nearest: null",
+        ),
+        (
             {f"{ROLLOUT}.quantization": "fp8", "algorithm.rollout_correction.rollout_is": "token"},
             f"{ROLLOUT}.quantization=fp8 is not there for {OWN}; nearest: null",
         ),

@@ -23,6 +23,7 @@ from megatron_rl.ledger.planner.eight_bit_rules import quantization_problems
 from megatron_rl.ledger.planner.engine_rules import engine_problems
 from megatron_rl.ledger.planner.file_rules import file_problems, hardware_problems, path_problems
 from megatron_rl.ledger.planner.folder_files import end_token_problems
+from megatron_rl.ledger.planner.last_token_rules import shared_prompt_problems
 from megatron_rl.ledger.planner.layout_rules import layout_problems, rollout_problems, sharing_problems
 from megatron_rl.ledger.planner.length_rules import length_problems, task_length_problems
 from megatron_rl.ledger.planner.lora_rules import lora_problems
@@ -90,6 +91,7 @@ def _violations(
             *engine_problems(config, models),
             *quantization_problems(config, models),
             *draft_problems(config, models, config_only=config_only),
+            *shared_prompt_problems(config, models),
             *distillation_problems(config),
             *replay_problems(config, models),
             *_batch_problems(config),
