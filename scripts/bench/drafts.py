@@ -30,20 +30,19 @@ WAYS = ("null", "ngram", "earlier")
 
 def settings_of(given: argparse.Namespace, folder: Path) -> list[str]:
     """Settings that all ways to draw have in common."""
+    megatron = "actor_rollout_ref.actor.megatron"
     settings = [
         *("trainer.n_gpus_per_node=1", "trainer.launcher=local", "trainer.validation_data_dir=null"),
-        *(
-            f"trainer.total_training_steps={given.steps + 1}",
-            "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1",
-        ),
-        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
+        *(f"{megatron}.{axis}_model_parallel_size=1" for axis in ("tensor", "pipeline")),
+        f"trainer.total_training_steps={given.steps + 1}",
         *given.settings,
     ]
     if given.prompts is not None:
         config, _ = read_config(given.config, settings)
-        files, file = config.data.train_files, folder / "prompts.parquet"
-        pyarrow.parquet.write_table(pyarrow.parquet.read_table(files if isinstance(files, str) else files[0])[: given.prompts], file)
-        settings += [f"data.train_files={file}", f"data.train_batch_size={given.prompts}"]
+        files, few = config.data.train_files, folder / "prompts.parquet"
+        rows = pyarrow.parquet.read_table(files if isinstance(files, str) else files[0])[: given.prompts]
+        pyarrow.parquet.write_table(rows, few)
+        settings += [f"data.train_files={few}", f"data.train_batch_size={given.prompts}"]
     return settings
 
 

@@ -291,6 +291,40 @@ def test_features_have_names(override, feature):
 ACTORS, CANONICAL = "actor_rollout_ref.model", {"actor_rollout_ref.model.lora.type": "canonical_lora"}
 
 
+DRAFTS = "+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (f"{DRAFTS}.method=ngram", [("renamed", {f"{ROLLOUT}.speculative": "ngram"}, "")]),
+        (f"{DRAFTS}.model='[ngram]'", [("renamed", {f"{ROLLOUT}.speculative": "ngram"}, "")]),
+        (
+            f"{DRAFTS}={{method: suffix, num_speculative_tokens: 8, suffix_decoding_max_tree_depth: 24}}",
+            [
+                ("renamed", {f"{ROLLOUT}.speculative": "earlier"}, ""),
+                ("renamed", {f"{ROLLOUT}.num_speculative_tokens": 8}, ""),
+                ("renamed", {f"{ROLLOUT}.prompt_lookup_max": 24}, ""),
+            ],
+        ),
+        (f"{DRAFTS}.suffix_decoding_min_token_prob=0.2", [("ignored", {}, "")]),
+        (
+            f"{DRAFTS}.disable_by_batch_size=16",
+            [("renamed", {f"{ROLLOUT}.speculative_disable_by_batch_size": 16}, "")],
+        ),
+        (f"{DRAFTS}.prompt_lookup_min=3", [("renamed", {f"{ROLLOUT}.prompt_lookup_min": 3}, "")]),
+        (f"{DRAFTS}.method=eagle3", [("not supported", {}, "drafts of this kind")]),
+        (f"{DRAFTS}.quantization=fp8", [("not supported", {}, "the engine's option speculative_config.quantization")]),
+        (f"{DRAFTS}=null", [("ignored", {}, "")]),
+        (f"{DRAFTS}='method: ngram'", [("not supported", {}, "the engine's option speculative_config in one text")]),
+    ],
+)
+def test_drafts_of_verl(override, expected):
+    """vLLM's own search by name; suffix decoding becomes earlier answers. Would not catch defaults that differ."""
+    assert notes(override) == expected
+
+
 @pytest.mark.parametrize(
     ("override", "kind", "becomes"),
     [

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from test_samplers import Counting, Pairs, run_config
 
 from megatron_rl.dispatch import Future
 from megatron_rl.rollout.slices import Drawn, Slice, SliceReport
+from megatron_rl.sampling.earlier_answers import EARLIER_FILE, EarlierAnswers
 from megatron_rl.sampling.pool_sampler import PoolSampler
 from megatron_rl.sampling.rules import Rules
 from megatron_rl.sampling.sampler import Schedule, Sources
@@ -45,13 +47,13 @@ class Replicas:
         return Future.done(reports)
 
 
-def sampler_of(estimator: str) -> tuple[PoolSampler, Replicas, list[list]]:
+def sampler_of(estimator: str, earlier: EarlierAnswers | None = None) -> tuple[PoolSampler, Replicas, list[list]]:
     """A sampler of two prompts, each twice; its rollout; and the transitions it reports."""
     config, rollout, moved = run_config(), Replicas(), list[list]()
     config.algorithm.adv_estimator, config.algorithm.filter_groups.enable = estimator, False
     rows = 6 if estimator == "remax" else 4
     rules = Rules(rows, num_steps_total=3, ahead=0, first_step=1, slice_steps=None)
-    schedule = Schedule(rules, Scheduler(rules, NUM_REPLICAS), None, NUM_REPLICAS, 0, None)
+    schedule = Schedule(rules, Scheduler(rules, NUM_REPLICAS), None, NUM_REPLICAS, 0, None, None, earlier)
     sources = Sources(config, Pairs(), Counting(), None, SimpleNamespace(note_transition=moved.append))
     return PoolSampler(schedule, sources, rollout), rollout, moved
 
@@ -103,3 +105,37 @@ def test_prompts_beside_the_schedule_leave_it_alone() -> None:
     assert [row.tolist() for row in answers.sampled_ids.unbind()] == [[0, 0], [0, 0], [1, 1]]
     assert torch.equal(answers.flat("rollout_log_probs"), torch.tensor([0.0, -1.0] * 3))
     assert sampler.next(2).prompts.index.tolist() == [2, 2, 3, 3]
+
+
+class Same(Counting):
+    """A cursor: prompts 0 and 1, again and again."""
+
+    def next_indices(self) -> torch.Tensor:
+        return torch.tensor([0, 1])
+
+
+def named(call: dict[int, Slice]) -> dict[int, list[list[int]]]:
+    """Request -> the earlier answers that it names."""
+    starts = [start for order in call.values() for start in order.starts]
+    return {s.request: [np.frombuffer(text, dtype=np.int32).tolist() for text in s.earlier] for s in starts}
+
+
+def test_requests_name_answers_of_former_epochs(tmp_path: Path) -> None:
+    """None in the first step; later what was drawn for their prompt, behind its last tokens; greedy ones too. They are
+    a part of a checkpoint. A validation, whose prompts have numbers of their own, names none.
+
+    Would not catch a resumed run that does not read them: whole runs show it.
+    """
+    sampler, rollout, _ = sampler_of("remax", EarlierAnswers(num_kept=4, num_context=1, ahead=0))
+    sampler.cursor = sampler._cursor_ahead = Same()
+    sampler.next(1)
+    assert named(rollout.calls[-1]) == {request: [] for request in range(6)}
+    with sampler.saving(1):
+        assert sampler.write(tmp_path, 1) == [EARLIER_FILE] and (tmp_path / EARLIER_FILE).exists()
+    sampler.load_weights(1)
+    sampler.next(2)
+    zero, one = [[0, 0, 0]], [[1, 1, 1]]
+    assert named(rollout.calls[-1]) == {6: zero, 7: zero, 8: one, 9: one, 10: zero, 11: one}
+    sampler.load_weights(2)
+    sampler.answer(sampler.next_prompts(Same()), sampler.val_sampling())
+    assert named(rollout.calls[-1]) == {-1: [], -2: [], -3: [], -4: []}

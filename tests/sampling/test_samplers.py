@@ -17,6 +17,7 @@ from megatron_rl.dispatch import Future
 from megatron_rl.observe.phase_clock import PhaseClock
 from megatron_rl.records import Batch, Prompts, Sampling, ragged, single_turn
 from megatron_rl.rollout.slices import Drawn, Slice, SliceReport
+from megatron_rl.sampling.earlier_answers import EarlierAnswers
 from megatron_rl.sampling.group_filter import GroupFilter
 from megatron_rl.sampling.pool_sampler import PoolSampler
 from megatron_rl.sampling.rules import Rules
@@ -38,10 +39,13 @@ def scored(scores: list[float]) -> ScoredAnswers:
 
 
 class OneToken:
-    """A rollout of one replica whose answers are their prompt's number, and which remembers the salts it got."""
+    """A rollout of one replica whose answers are their prompt's number. salts: those it got; named: how many earlier
+    answers each request named.
+    """
 
     def __init__(self) -> None:
         self.salts: list[int] = []
+        self.named: list[list[int]] = []
 
     def enter(self) -> Future:
         return Future.done([])
@@ -53,6 +57,7 @@ class OneToken:
         """Prompts of `Pairs` end in their number."""
         (order,) = slices.values()
         self.salts.append(order.starts[0].sampling.salt)
+        self.named.append([len(start.earlier) for start in order.starts])
         drawn = {start.request: Drawn((start.token_ids[-1],), (0.0,), "stop") for start in order.starts}
         return Future.done([SliceReport(0, order.version, 1, drawn)])
 
@@ -96,12 +101,12 @@ def run_config(most: int = 10) -> RunConfig:
     return config
 
 
-def streaming(config: RunConfig, rule, models=()) -> tuple[PoolSampler, OneToken]:
+def streaming(config: RunConfig, rule, models=(), earlier=None) -> tuple[PoolSampler, OneToken]:
     """A stream of batches whose answers `rule` scores; models: (role, handle)."""
     rollout, logger = OneToken(), SimpleNamespace(note_transition=lambda reports: None)
     rewards = Rewards(config, rule, list(models), warn=print, clock=PhaseClock(lambda name: None))
     rules = Rules(batch_rows=4, num_steps_total=9, ahead=0, first_step=1, slice_steps=None)
-    schedule = Schedule(rules, Scheduler(rules, 1), None, 1, rules.first_step - 1, None)
+    schedule = Schedule(rules, Scheduler(rules, 1), None, 1, rules.first_step - 1, None, None, earlier)
     kind = GroupFilter if config.algorithm.filter_groups.enable else PoolSampler
     return kind(schedule, Sources(config, Pairs(), Counting(), RewardScorer(rewards), logger), rollout), rollout
 
@@ -138,6 +143,18 @@ def test_batches_until_enough_prompts_differ(mixed, most, chosen, noted):
     assert len(batch.prompts.uid.unique()) == 2
     assert batch.metrics == {"train/num_gen_batches": noted[0], "train/differing_groups": noted[1]}
     assert len(set(rollout.salts)) == noted[0] and rollout.salts[0] == 1
+
+
+def test_answers_that_are_filtered_out_are_earlier_ones_too():
+    """Two batches of a step name none of that step; the next step finds one answer of each prompt, kept or not.
+
+    Would not catch other tokens in them: the store's own tests do.
+    """
+    rollouts, rollout = streaming(run_config(2), mixed_rule({1}), earlier=EarlierAnswers(4, 1, 0))
+    rollouts.next(step=1)
+    rollouts.cursor.next = 0
+    rollouts.next(step=2)
+    assert rollout.named == [[0] * 4] * 2 + [[1] * 4] * 2
 
 
 def test_without_filter_one_batch():
