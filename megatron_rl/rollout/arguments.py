@@ -54,6 +54,7 @@ def engine_arguments(
         "async_scheduling": False,
         "seed": seed,
         "hf_overrides": hf_overrides,
+        "prefix_match_unit": config.prefix_match_unit,
         # Layers with a window would share cache tensors with other layers, and the cache could not be released.
         "disable_hybrid_kv_cache_manager": True,
         "enable_return_routed_experts": returns_experts,

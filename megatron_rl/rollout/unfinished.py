@@ -78,6 +78,8 @@ class UnfinishedRequests:
         self._eos_token_ids, self._routed_layers = eos_token_ids, list(routed_layers)
         self._adapter = adapter
         self._meter = None if engine.vllm_config.speculative_config is None else DraftMeter(engine)
+        cache = engine.vllm_config.cache_config
+        self._shares_parts = cache.prefix_match_unit not in (None, cache.block_size)
         self._names: dict[int, str] = {}  # request -> vLLM's own name for it
 
     @property
@@ -101,7 +103,8 @@ class UnfinishedRequests:
             forget_prefixes(self._engine)
         # A slice that ends with its last request reports each once, at its end: reports of single steps cost time.
         kind = RequestOutputKind.FINAL_ONLY if order.num_steps is None else RequestOutputKind.DELTA
-        for start in order.starts:
+        now, later = apart(order.starts) if self._shares_parts else (order.starts, ())
+        for start in now:
             self._start(start, order.version, kind)
         names = dict(self._names)
         tokens: dict[int, list[int]] = {}
@@ -110,7 +113,7 @@ class UnfinishedRequests:
         experts: dict[int, torch.Tensor] = {}
         with_experts = {start.request for start in order.starts if start.sampling.with_experts}
         num_steps = 0
-        while self._names and num_steps != order.num_steps:
+        while (self._names or later) and num_steps != order.num_steps:
             for output in self._engine.step():
                 assert isinstance(output, RequestOutput)
                 request, (answer,) = int(output.request_id), output.outputs
@@ -122,6 +125,9 @@ class UnfinishedRequests:
                     if request in with_experts:
                         experts[request] = experts_of_tokens(answer, self._routed_layers)
             num_steps += 1
+            names |= self._start_all(later, order.version, kind)
+            later = ()
+        self._start_all(later, order.version, kind)  # of a slice without a step
         drawn: dict[int, Drawn] = {}
         for request, new in tokens.items():
             drafts = None if self._meter is None else self._meter.take(names[request], len(new))
@@ -140,6 +146,11 @@ class UnfinishedRequests:
                 raise ValueError(f"request {start.request} cannot be started: it is unfinished here")
             here.add(start.request)
 
+    def _start_all(self, starts: Sequence[Start], version: int, kind: RequestOutputKind) -> dict[int, str]:
+        for start in starts:
+            self._start(start, version, kind)
+        return {start.request: self._names[start.request] for start in starts}
+
     def _start(self, start: Start, version: int, kind: RequestOutputKind) -> None:
         params = sampling_params(start.sampling, start.seed, self._eos_token_ids, start.max_tokens, kind)
         if start.earlier:
@@ -149,6 +160,16 @@ class UnfinishedRequests:
         self._names[start.request] = self._engine.add_request(
             str(start.request), prompt, params, lora_request=self._adapter
         )
+
+
+def apart(starts: Sequence[Start]) -> tuple[tuple[Start, ...], tuple[Start, ...]]:
+    """Return the first request of every prompt, and the others: one step later they find what the first has read."""
+    first: dict[tuple[int, ...], int] = {}
+    for start in starts:
+        first.setdefault(start.token_ids, start.request)
+    leaders = set(first.values())
+    now = tuple(start for start in starts if start.request in leaders)
+    return now, tuple(start for start in starts if start.request not in leaders)
 
 
 def experts_of_tokens(answer: CompletionOutput, layers: Sequence[int]) -> torch.Tensor:

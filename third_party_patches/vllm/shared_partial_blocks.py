@@ -29,7 +29,8 @@ def apply() -> None:
         cache, groups = vllm_config.cache_config, kv_cache_config.kv_cache_groups
         unit, size = cache.prefix_match_unit, cache.block_size
         if len(groups) != 1 or unit in (None, size):
-            return resolve(kv_cache_config, vllm_config)
+            sizes: tuple[int, int] = resolve(kv_cache_config, vllm_config)
+            return sizes
         if size % unit:
             raise ValueError(f"prefix_match_unit={unit} does not divide the {size} tokens of a block")
         return size, unit
