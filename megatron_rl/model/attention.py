@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from megatron_rl.device import has_grouped_attention, has_varlen_attention
+from megatron_rl.model.cascade_attention import CascadeAttention
 from megatron_rl.model.families import AttentionShape
 from megatron_rl.model.norm import JointNorm, RMSNorm, bare_norm
 from megatron_rl.model.parts import GroupedAttention
@@ -243,6 +244,11 @@ class CausalAttention(MegatronModule):
         """Whether no device has a kernel for it, so that packed rows must have slots."""
         return self.soft_cap is not None or self.sinks is not None
 
+    @property
+    def needs_prefix_slots(self) -> bool:
+        """Whether a segment's slots must hold all of its prefix, so that no piece of it can be met apart."""
+        return self.needs_slots or self.window is not None
+
     def forward(
         self,
         query: Tensor,
@@ -301,6 +307,9 @@ def bucketed(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention within each segment, bucket by bucket: [T, N, D], [T, K, D] twice -> [T, N, D]."""
+    if segments.pieces:
+        cascade: Tensor = CascadeAttention.apply(query, key, value, segments)
+        return cascade
     rows = zip(*(to_slots(x, segments) for x in (query, key, value)), strict=True)
     return to_tokens([attend(q, k, v, soft_cap, window, sinks) for q, k, v in rows], segments)
 

@@ -85,8 +85,8 @@ def of_this_rank(data: Tensor) -> torch.nn.Parameter:
 class GatedDeltaAttention(MegatronModule):
     """Replaces Megatron's self-attention in a layer of linear attention."""
 
-    needs_slots = True
-    """No kernel takes packed segments."""
+    needs_slots = needs_prefix_slots = True
+    """No kernel takes packed segments, and a state is made of all that comes before."""
 
     def __init__(
         self,

@@ -53,6 +53,9 @@ class LatentSelfAttention(MegatronModule):
     growth: factor of the usual softmax scale. turn_scale: factor of cosine and sine.
     """
 
+    needs_prefix_slots = True
+    """torch's kernel that returns log-sums wants values as wide as keys."""
+
     def __init__(
         self,
         config: TransformerConfig,

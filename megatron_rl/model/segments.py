@@ -19,6 +19,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megatron_rl.model.shared_pieces import SharedPiece, SlotPlan, cut_prefixes
+
 SHORTEST_SHARE = 0.75
 """A segment joins a bucket if its length is at least this share of the longest one,"""
 FEW_TOKENS = 16
@@ -43,8 +45,8 @@ class Segments(PackedSeqParams):
 
     cu_seqlens_q, cu_seqlens_kv: int32 [n + 1]; positions: int64 [T], each token's in its segment, prefix included.
     shapes: (segments, slots of each) of every bucket. token_of_slot: int64 [W]; slot_of_token: int64 [T].
-    prefix_slots, prefix_tokens: int64, the slots of prefixes and their tokens; None if no segment has a prefix. turns:
-    see `turns_of`.
+    prefix_slots, prefix_tokens: int64, the slots of prefixes and their tokens; None if no slots have a prefix. pieces:
+    parts of prefixes that are in no slots, as all their segments see them at once. turns: see `turns_of`.
 
     `qkv_format` stays unset; with it Megatron would apply rotary embeddings segment by segment in every layer.
     """
@@ -55,6 +57,7 @@ class Segments(PackedSeqParams):
     slot_of_token: Tensor | None = None
     prefix_slots: Tensor | None = None
     prefix_tokens: Tensor | None = None
+    pieces: tuple[SharedPiece, ...] = ()
     turns: tuple[Tensor, Tensor] | None = None
 
     @classmethod
@@ -67,52 +70,30 @@ class Segments(PackedSeqParams):
 
     @classmethod
     def on_host(
-        cls, lengths: Sequence[int], prefixes: tuple[Tensor, Tensor] | None = None, with_slots: bool = True
+        cls,
+        lengths: Sequence[int],
+        prefixes: tuple[Tensor, Tensor] | None = None,
+        with_slots: bool = True,
+        with_pieces: bool = False,
     ) -> Segments:
         """Make segments on the CPU, for `with_tensors` to move. with_slots: no kernel takes segments of any length.
 
-        prefixes: of the first segments, (int64: tokens of each prefix, int64: these tokens, end to end).
+        prefixes: of the first segments, (int64: tokens of each prefix, int64: these tokens, end to end). with_pieces:
+        attention can meet shared pieces once; else slots hold all of a prefix.
         """
         sizes = torch.tensor(lengths)
         ends = sizes.cumsum(0)
-        starts, num_tokens = ends - sizes, int(ends[-1])
         counts, before = prefix_tokens_of(()) if prefixes is None else prefixes
         borrowed = torch.nn.functional.pad(counts, (0, len(lengths) - len(counts)))
-        begins = borrowed.cumsum(0) - borrowed
-        totals = (sizes + borrowed).tolist()
-        positions = torch.arange(num_tokens) - (starts - borrowed).repeat_interleave(sizes)
+        longest, num_tokens = int((sizes + borrowed).max()), int(ends[-1])
+        positions = torch.arange(num_tokens) - (ends - sizes - borrowed).repeat_interleave(sizes)
         cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).to(dtype=torch.int32)
-        whole = cls(cu_seqlens, cu_seqlens, max_seqlen_q=max(totals), max_seqlen_kv=max(totals), positions=positions)
+        whole = cls(cu_seqlens, cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest, positions=positions)
         if not with_slots:
             return whole
-        tokens, shapes, slot_of_token = [], [], torch.empty(num_tokens, dtype=torch.int64)
-        prefix_slots = []
-        num_slots = 0
-        for bucket in buckets(totals):
-            width = totals[bucket[0]]
-            column = torch.arange(width)[None]
-            num_before, total = borrowed[bucket][:, None], (sizes + borrowed)[bucket][:, None]
-            own = torch.minimum(column, total - 1) - num_before + starts[bucket][:, None]
-            rows = own
-            if len(before):
-                place = begins[bucket][:, None] + torch.minimum(column, num_before - 1).clamp(min=0)
-                rows = torch.where(column < num_before, before[place.clamp(max=len(before) - 1)], own)
-            slots = num_slots + torch.arange(rows.numel()).view_as(rows)
-            real = (column >= num_before) & (column < total)
-            slot_of_token[rows[real]] = slots[real]
-            prefix_slots.append(slots[column < num_before])
-            num_slots += rows.numel()
-            tokens.append(rows.flatten())
-            shapes.append((len(bucket), width))
-        token_of_slot, of_prefixes = torch.cat(tokens), torch.cat(prefix_slots)
-        return replace(
-            whole,
-            shapes=tuple(shapes),
-            token_of_slot=token_of_slot,
-            slot_of_token=slot_of_token,
-            prefix_slots=of_prefixes if len(of_prefixes) else None,
-            prefix_tokens=token_of_slot[of_prefixes] if len(of_prefixes) else None,
-        )
+        plan = SlotPlan(lengths, borrowed, before)
+        pieces, plan = cut_prefixes(plan) if with_pieces else ((), plan)
+        return replace(whole, pieces=pieces, **slots_of(plan))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a pass reads on the device, by name."""
@@ -123,6 +104,40 @@ class Segments(PackedSeqParams):
         """Return the segments of one pass, with these tensors in place of those that `tensors` has."""
         changed: dict[str, Any] = {**moved, "cu_seqlens_kv": moved.get("cu_seqlens_q"), "turns": None}
         return replace(self, **changed)
+
+
+def slots_of(plan: SlotPlan) -> dict[str, Any]:
+    """The slots of segments, as fields of `Segments`."""
+    sizes, (borrowed, before) = torch.tensor(plan.lengths), plan[1:]
+    starts, begins = sizes.cumsum(0) - sizes, borrowed.cumsum(0) - borrowed
+    totals = (sizes + borrowed).tolist()
+    tokens, shapes, slot_of_token = [], [], torch.empty(int(sizes.sum()), dtype=torch.int64)
+    prefix_slots = []
+    num_slots = 0
+    for bucket in buckets(totals):
+        width = totals[bucket[0]]
+        column = torch.arange(width)[None]
+        num_before, total = borrowed[bucket][:, None], (sizes + borrowed)[bucket][:, None]
+        own = torch.minimum(column, total - 1) - num_before + starts[bucket][:, None]
+        rows = own
+        if len(before):
+            place = begins[bucket][:, None] + torch.minimum(column, num_before - 1).clamp(min=0)
+            rows = torch.where(column < num_before, before[place.clamp(max=len(before) - 1)], own)
+        slots = num_slots + torch.arange(rows.numel()).view_as(rows)
+        real = (column >= num_before) & (column < total)
+        slot_of_token[rows[real]] = slots[real]
+        prefix_slots.append(slots[column < num_before])
+        num_slots += rows.numel()
+        tokens.append(rows.flatten())
+        shapes.append((len(bucket), width))
+    token_of_slot, of_prefixes = torch.cat(tokens), torch.cat(prefix_slots)
+    return {
+        "shapes": tuple(shapes),
+        "token_of_slot": token_of_slot,
+        "slot_of_token": slot_of_token,
+        "prefix_slots": of_prefixes if len(of_prefixes) else None,
+        "prefix_tokens": token_of_slot[of_prefixes] if len(of_prefixes) else None,
+    }
 
 
 def prefix_tokens_of(prefixes: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:

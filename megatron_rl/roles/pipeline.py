@@ -69,13 +69,17 @@ class Pipeline:
         self.groups = groups
         self.device = device
         self.routing: ExpertRouting | None = None  # for models with experts
-        asking = any(getattr(module, "needs_slots", False) for chunk in self.chunks for module in chunk.modules())
+        asking, whole = (
+            any(getattr(module, name, False) for chunk in self.chunks for module in chunk.modules())
+            for name in ("needs_slots", "needs_prefix_slots")
+        )
         config: Any = self.chunks[0].config
         self._num_parts = groups.grid.tp_size if config.sequence_parallel else 1
         # The tokens of a rank's part are a multiple of it.
         self._token_multiple = FP8_RECIPES[config.fp8_recipe] if config.fp8 else 1
         example = torch.empty(0, dtype=config.params_dtype, device=device)
         self._needs_slots = asking or not has_varlen_attention(example)
+        self._with_pieces = not whole
 
     def micro_batches(self, batch: Batch, cut: MicroBatching, sizes: Sequence[int] | None = None) -> list[MicroBatch]:
         """Cut a batch into blocks that this pipeline can run; all ranks must call.
@@ -302,7 +306,7 @@ class Pipeline:
             return None
         tree = block.tree
         prefixes = prefix_tokens_of(block.prefixes) if tree is None else (tree.prefix_sizes, tree.prefix_columns)
-        return Segments.on_host(block.segments, prefixes, self._needs_slots)
+        return Segments.on_host(block.segments, prefixes, self._needs_slots, self._with_pieces)
 
     @staticmethod
     def _segments(block: MicroBatch) -> tuple[int, ...]:

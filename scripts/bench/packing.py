@@ -97,9 +97,9 @@ def plan_row(distribution: str, num_rows: int, max_tokens: int, dp_size: int) ->
     ]
 
 
-def start_alone() -> None:
-    """Make this process the only rank of a world, on all cores."""
-    torch.set_num_threads(os.cpu_count())
+def start_alone(num_threads: int | None = None) -> None:
+    """Make this process the only rank of a world. num_threads: of torch; None: one for every core."""
+    torch.set_num_threads(num_threads or os.cpu_count() or 1)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

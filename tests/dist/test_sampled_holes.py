@@ -216,12 +216,17 @@ def test_holes_as_a_plain_loop(layout: str, model_path: str, plain: tuple) -> No
 
 
 def check_layout(
-    size: tuple[int, int, int], keys: dict, path: str, plain: tuple, cuts: dict[str, MicroBatching]
+    size: tuple[int, int, int],
+    keys: dict,
+    path: str,
+    plain: tuple,
+    cuts: dict[str, MicroBatching],
+    run: Callable[..., dict[str, dict]] = all_cuts,
 ) -> None:
     """Scores, losses and gradients of both roles on a layout, for each cut, beside the plain loop's."""
     world_size, tp_size, pp_size = size
     make, losses, gradients, log_probs = plain
-    ranks = run_ranks(world_size, partial(all_cuts, make, cuts), run_config(path, tp_size, pp_size, **keys))
+    ranks = run_ranks(world_size, partial(run, make, cuts), run_config(path, tp_size, pp_size, **keys))
     for cut in cuts:
         ours = [rank[cut] for rank in ranks]
         collectors = sorted((r for r in ours if r["where"].dp_collector), key=lambda r: r["where"].dp_rank)

@@ -9,13 +9,16 @@ import torch
 from ranks import run_ranks
 from test_layout_parity import often
 from test_router_replay import random_choices
-from test_sampled_holes import check_layout, filled, plain_gradients
+from test_sampled_holes import all_cuts, check_layout, filled, plain_gradients
 from tiny_models import run_config, save_qwen2, save_qwen3_moe
 
 from megatron_rl.columns import ACTOR_SCORES, ACTOR_UPDATE
 from megatron_rl.experience.micro_batches import MicroBatching
+from megatron_rl.experience.prefix_tree import prefix_tree
+from megatron_rl.model.segments import Segments
+from megatron_rl.model.shared_pieces import SharedPiece
 from megatron_rl.parallel.balance import SequenceWork
-from megatron_rl.records import Batch, ragged, ragged_from_lengths, row_lengths
+from megatron_rl.records import Batch, conversations, ragged, ragged_from_lengths, row_lengths
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -83,10 +86,21 @@ def plain(model_path, request) -> tuple:
     return make, *plain_gradients(model_path, make)
 
 
+def with_blocks(make, cuts: dict[str, MicroBatching], config) -> dict[str, dict]:
+    """`all_cuts`, where some prefixes are met as blocks and others stand in slots, though rows so short do not pay."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SharedPiece, "is_worth_a_block", property(lambda piece: piece.keys[0] % 2 == 0))
+        rows = make()
+        tree = prefix_tree(rows.flat("input_ids"), rows.flat("sampled"), conversations(rows)[1])
+        segments = Segments.on_host(tree.segments, (tree.prefix_sizes, tree.prefix_columns), with_pieces=True)
+        assert len(segments.pieces) > 1 and segments.prefix_slots is not None
+        return all_cuts(make, cuts, config)
+
+
 @pytest.mark.parametrize("layout", often(LAYOUTS, ("one",)))
 def test_a_trie_as_a_plain_loop(layout: str, model_path: str, plain: tuple) -> None:
-    """Within 1e-5, in blocks by rows and by nodes. Would not catch a column that no loss here reads."""
-    check_layout(*LAYOUTS[layout], model_path, plain, CUTS)
+    """Within 1e-5, by rows and by nodes, prefixes of both kinds. Would not catch a column that no loss here reads."""
+    check_layout(*LAYOUTS[layout], model_path, plain, CUTS, with_blocks)
 
 
 def replayed(config) -> dict[str, torch.Tensor]:
