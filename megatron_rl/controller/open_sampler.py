@@ -14,6 +14,7 @@ from megatron_rl.checkpoint.storage import storing
 from megatron_rl.cluster.replicas import ReplicatedPool
 from megatron_rl.config.algorithms import estimator_traits
 from megatron_rl.config.drafts import EARLIER, Drafts
+from megatron_rl.config.last_tokens import extra_groups
 from megatron_rl.config.roles import ROLLOUT, Placement, elastic_pools
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.controller.run_folder import RunFolder
@@ -79,6 +80,8 @@ def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Rules:
         straggler_attempts=ahead.straggler_attempts,
         has_turns=config.has_turns,
         awaits_turns=ahead.deterministic,
+        extra_groups=extra_groups(sizes.num_prompts, rollout.over_sample_rate),
+        group_size=sizes.samples_per_prompt if rollout.over_sample_rate else 1,
     )
 
 
@@ -104,6 +107,7 @@ def settings_of(rules: Rules, config: RunConfig) -> dict[str, Any]:
     """Settings that a replayed schedule must have in common with the run that recorded it."""
     # What awaits_turns says follows from others, which older schedules have.
     left_out = {"first_step", "awaits_turns", *(() if rules.has_turns else ("has_turns",))}
+    left_out |= set() if rules.extra_groups else {"extra_groups", "group_size"}  # older schedules have neither
     settings = {name: value for name, value in asdict(rules).items() if name not in left_out}
     return settings | {"seed": config.trainer.seed, "drafts": drafts_of(config)}
 

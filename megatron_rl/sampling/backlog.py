@@ -19,7 +19,8 @@ class Backlog:
     keeps_prefixes: of slices, see `Slice`. on_end: is called with every request that ends by itself, its task, and all
     tokens after its prompt.
     engines: replica -> requests in its engine. reports: those of finished slices, without tokens, for metrics.
-    episodes: answers turns; None: the first turn of a request is its last.
+    episodes: answers turns; None: the first turn of a request is its last. num_late: requests of the batch taken last
+    that were late, and changed places.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class Backlog:
         self.reports: list[SliceReport] = []
         self.keeps_prefixes = False
         self.on_end: Callable[[int, TaskRow, list[int]], None] | None = None
+        self.num_late = 0
         self._beginning: set[int] = set()
         self.apply_decisions()  # a checkpoint may have left some
         for request in answers.away:
@@ -102,7 +104,10 @@ class Backlog:
 
     def batch(self, step: int) -> tuple[Prompts, Batch, Batch | None]:
         """Hand a complete batch to the trainer: prompts, answers, and greedy answers or None."""
-        self.decider.step_taken(step)
+        trade = self.decider.step_taken(step)
+        self.num_late = 0 if trade is None else len(trade.late)
+        if trade is not None:
+            self.answers.trade(trade)
         self.apply_decisions()
         self.answers.trained(step - 1)  # the batch itself is kept, in case its step is given up
         return self.answers.batch(step)

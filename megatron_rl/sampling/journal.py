@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 from megatron_rl.agents.as_json import answer_from_json, turn_from_json
 from megatron_rl.agents.episode import Reply
 from megatron_rl.observe.appended_file import AppendedFile, replace_file
-from megatron_rl.sampling.rules import Counts, Decider, Decision, Numbers, Order
+from megatron_rl.sampling.rules import Counts, Decider, Decision, Numbers, Order, Trade
 
 SCHEDULE_FILE = "schedule.jsonl"
 
@@ -166,6 +166,7 @@ Event = (
     | Interrupted
     | Resumed
     | Decision
+    | Trade
 )
 KINDS: dict[str, type[Event]] = {kind.event: kind for kind in get_args(Event)}
 NUMBERS = tuple[int, ...]
@@ -298,9 +299,12 @@ class Recorder(Questions):
         self._decider.version_ready(version)
         self._journal.append(VersionReady(version))
 
-    def step_taken(self, step: int) -> None:
-        self._decider.step_taken(step)
+    def step_taken(self, step: int) -> Trade | None:
+        trade = self._decider.step_taken(step)
+        if trade is not None:
+            self._journal.append(trade)
         self._journal.append(StepTaken(step))
+        return trade
 
     def saved(self, step: int, interrupted: bool = False) -> None:
         self._decider.saved(step, interrupted)

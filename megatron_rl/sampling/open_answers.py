@@ -12,6 +12,7 @@ from megatron_rl.agents.episode import STATES, Episode, EpisodeLimits, Reply, ro
 from megatron_rl.agents.observation import Opening
 from megatron_rl.records import Batch, Conversation, Prompts, Sampling, ragged
 from megatron_rl.rollout.slices import DraftCounts, Drawn, Start
+from megatron_rl.sampling.rules import Trade
 
 SeedOf = Callable[[int, int, int, int, int], int]
 """(salt, prompt index, sample, attempt, number of tokens after the prompt) -> seed."""
@@ -19,7 +20,11 @@ EarlierOf = Callable[[int, int], tuple[bytes, ...]]
 """(prompt index, batch) -> earlier answers to this prompt, which requests of this batch name: see `Start.earlier`."""
 
 
-@dataclass(frozen=True)
+PromptsOf = Callable[[Sequence[int]], Prompts]
+"""Rows over all files -> their prompts."""
+
+
+@dataclass
 class OpenBatch:
     """Prompts of a step and their episodes. greedy: the prompts of greedy answers, which come last in `episodes`."""
 
@@ -51,6 +56,7 @@ class OpenAnswers:
         self._limits = limits
         self._batches: dict[int, OpenBatch] = {}
         self._drafts: dict[int, DraftCounts] = {}
+        self._moved: set[int] = set()
 
     @property
     def has_turns(self) -> bool:
@@ -125,10 +131,27 @@ class OpenAnswers:
         """What drafts did for the answers of a batch, in this process; zeros without drafts."""
         return self._drafts.get(step, DraftCounts())
 
+    def trade(self, trade: Trade) -> None:
+        """Late prompts and their episodes change places with finished ones of the next batch."""
+        step = trade.late[0] // self.batch_rows + 1
+        here, after = self._batches[step], self._batches[step + 1]
+        both = Prompts.joined([here.prompts, after.prompts])
+        rows, first = torch.arange(len(both)), (step - 1) * self.batch_rows
+        rows[[request - first for request in trade.new_place.values()]] = torch.tensor(
+            [request - first for request in trade.new_place]
+        )
+        episodes = [(here.episodes + after.episodes)[row] for row in rows.tolist()]
+        moved, num_rows = both[rows], len(here.prompts)
+        for batch, part in ((here, slice(0, num_rows)), (after, slice(num_rows, None))):
+            batch.prompts = replace(moved[part], uid=batch.prompts.uid)
+            batch.episodes = episodes[part]
+        self._moved |= trade.new_place.keys()
+
     def trained(self, step: int) -> None:
         """Drop the batches up to that of `step`."""
         self._batches = {begun: batch for begun, batch in self._batches.items() if begun > step}
         self._drafts = {begun: counts for begun, counts in self._drafts.items() if begun > step}
+        self._moved = {request for request in self._moved if request >= step * self.batch_rows}
 
     def episode(self, request: int) -> Episode:
         """The episode of a request."""
@@ -140,9 +163,16 @@ class OpenAnswers:
 
         requests int64 [N, 4]: number, attempt, length, state (see `STATES`). Of all requests end to end: token_ids
         int64 and is_sampled bool [T]; of the sampled ones versions int64 and log_probs float32. played uint8: what
-        `records_as_json` returns.
+        `records_as_json` returns. moved int64 [M, 4], of requests whose prompts have changed places: number, the
+        prompt's row over all files, sample, and the step in which it began.
         """
         kept = self._kept(after_step)
+        moved = [
+            [number, e.row["index"], e.row["sample"], e.sampling.salt]
+            for number in sorted(self._moved)
+            if number >= after_step * self.batch_rows
+            for e in [self.episode(number)]
+        ]
         rows = [[number, e.attempt, len(e.token_ids), STATES.index(e.state)] for number, e in kept.items()]
         episodes = kept.values()
         records = {
@@ -154,6 +184,7 @@ class OpenAnswers:
         }
         return {
             "played": torch.tensor(list(records_as_json(records).encode()), dtype=torch.uint8),
+            "moved": torch.tensor(moved, dtype=torch.int64).reshape(-1, 4),
             "requests": torch.tensor(rows, dtype=torch.int64).reshape(-1, 4),
             "token_ids": torch.tensor([token for e in episodes for token in e.token_ids], dtype=torch.int64),
             "is_sampled": torch.tensor([value for e in episodes for value in e.is_sampled], dtype=torch.bool),
@@ -161,10 +192,12 @@ class OpenAnswers:
             "log_probs": torch.tensor([value for e in episodes for value in e.log_probs], dtype=torch.float32),
         }
 
-    def load_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Load what `tensors` returned; the batches must be added before. Raises KeyError, TypeError, ValueError for
-        other content.
+    def load_tensors(self, tensors: dict[str, torch.Tensor], prompts_of: PromptsOf | None = None) -> None:
+        """Load what `tensors` returned; the batches must be added before. prompts_of: needed where prompts have changed
+        places. Raises KeyError, TypeError, ValueError for other content.
         """
+        if "moved" in tensors and len(tensors["moved"]):
+            self._load_moved(tensors["moved"], prompts_of)
         lengths = tensors["requests"][:, 2].tolist()
         is_sampled = tensors.get("is_sampled", torch.ones_like(tensors["token_ids"], dtype=torch.bool)).split(lengths)
         num_sampled = [int(mask.sum()) for mask in is_sampled]
@@ -186,6 +219,25 @@ class OpenAnswers:
             episode.played, episode.failure, episode.opening = list(record.turns), record.failure, record.opening
             episode.prompt_ids, episode.starts = record.prompt_ids or episode.prompt_ids, list(record.starts)
             episode.num_retries = record.num_retries
+
+    def _load_moved(self, moved: torch.Tensor, prompts_of: PromptsOf | None) -> None:
+        if prompts_of is None:
+            raise ValueError("prompts have changed places, and nothing says which they are")
+        numbers, indices, samples, salts = moved.T
+        prompts = prompts_of(indices.tolist())
+        prompts.sample = samples
+        for step in sorted({number // self.batch_rows + 1 for number in numbers.tolist()}):
+            batch, here = self._batches[step], numbers // self.batch_rows + 1 == step
+            places = numbers[here] - (step - 1) * self.batch_rows
+            rows = torch.arange(len(batch.prompts))
+            rows[places] = len(rows) + torch.arange(len(places))
+            uid, salt = batch.prompts.uid, salts[here].tolist()
+            own = prompts[here.nonzero()[:, 0]]
+            batch.prompts = replace(Prompts.joined([batch.prompts, own])[rows], uid=uid)
+            sampling = batch.episodes[0].sampling
+            for at, (place, episode) in enumerate(zip(places.tolist(), new_episodes(own, sampling), strict=True)):
+                batch.episodes[place] = replace(episode, sampling=replace(sampling, salt=salt[at]))
+        self._moved |= set(numbers.tolist())
 
     def _kept(self, after_step: int) -> dict[int, Episode]:
         return {

@@ -35,7 +35,10 @@ class PoolSampler(Sampler):
         if not self.backlog.decider.is_complete(step):
             with self._rollout_mode():
                 self._run_slices(step)
-        return self.take(step)
+        batch = self.take(step)
+        if self.rules.extra_groups:
+            batch.metrics["rollout/late_groups"] = float(self.backlog.num_late // self.rules.group_size)
+        return batch
 
     def load_weights(self, step: int) -> None:
         """Send the weights after `step` to the rollout, unless it is in the actor's pool and reads them there."""

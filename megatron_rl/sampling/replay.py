@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.errors import ReplayError
 from megatron_rl.sampling.journal import Counted, Event, Interrupted, ReplicaLost, Resumed, SliceDone
-from megatron_rl.sampling.rules import Counts, Decision, Numbers, Order, Rules
+from megatron_rl.sampling.rules import Counts, Decision, Numbers, Order, Rules, Trade
 
 
 @dataclass
@@ -40,6 +40,7 @@ class _JournalReader:
         self.num_finished: Counter[int] = Counter()
         self.decisions: list[Decision] = []
         self.interruptions: list[dict[int, int]] = []
+        self.trades: dict[int, tuple[Trade, dict[int, int]]] = {}
         self._inside: dict[int, set[int]] = defaultdict(set)
         self._abandoned: dict[int, set[int]] = defaultdict(set)
         self._owner: dict[int, int] = {}
@@ -53,6 +54,10 @@ class _JournalReader:
                 self._read_slice(event)
             case Interrupted():
                 self.interruptions.append({replica: len(slices) for replica, slices in self.slices.items()})
+            case Trade():
+                num_slices = {replica: len(slices) for replica, slices in self.slices.items()}
+                self.trades[self.rules.batch_of(event.late[0])] = event, num_slices
+                self._rename(event.new_place)
             case ReplicaLost():
                 self._lose(event.replica)
             case Resumed():
@@ -63,6 +68,14 @@ class _JournalReader:
                 if event.request in self._away_since:  # before the answer to its turn could come
                     slices = slices[: self._away_since[event.request]]
                 (slices[-1].decisions if slices else self.decisions).append(event)
+
+    def _rename(self, new_place: Mapping[int, int]) -> None:
+        """Requests go on under other numbers; the engines are empty."""
+        self._inside.clear()
+        for known in (self._owner, self._left_after, self._away_since):
+            renamed = {new_place.get(request, request): value for request, value in known.items()}
+            known.clear()
+            known.update(renamed)
 
     def forget_slices(self) -> None:
         """Take all slices read so far as done, with their tokens: only the numbers of finished requests are kept."""
@@ -150,6 +163,7 @@ class Replay:
         self._slices = [reader.slices[replica] for replica in range(num_replicas)]
         self._versions = [sorted({known.order.version for known in slices}) for slices in self._slices]
         self._num_finished = reader.num_finished
+        self._trades = reader.trades
         self._decisions = reader.decisions
         self._interruptions = deque(
             [before.get(replica, 0) for replica in range(num_replicas)] for before in reader.interruptions
@@ -210,6 +224,10 @@ class Replay:
         """Whether batch `step` is finished. Raises ReplayError if the recorded run ended before that."""
         if self._num_finished[step] == self.rules.batch_rows:
             return True
+        if step in self._trades:
+            _, num_slices = self._trades[step]
+            if all(self._num_done[replica] == num for replica, num in num_slices.items()):
+                return True
         ended = all(num == len(slices) for num, slices in zip(self._num_done, self._slices, strict=True))
         if ended and not self.away:
             raise ReplayError(f"the recorded schedule ends before batch {step} is complete")
@@ -232,10 +250,18 @@ class Replay:
         """All replicas have received the weights of `version`."""
         self._ready = max(self._ready, version)
 
-    def step_taken(self, step: int) -> None:
-        """Take the recorded `counts` of this step, because lost replicas and checkpoints are not repeated."""
+    def step_taken(self, step: int) -> Trade | None:
+        """Take the recorded `counts` of this step, because lost replicas and checkpoints are not repeated; returns its
+        recorded trade.
+        """
         if self._counted:
             self.counts.update(self._counted.popleft())
+        trade, _ = self._trades.pop(step, (None, {}))
+        if trade is not None:
+            num_late = self.rules.batch_rows - self._num_finished[step]
+            self._num_finished[step] += num_late
+            self._num_finished[step + 1] -= num_late
+        return trade
 
     def saved(self, step: int, interrupted: bool = False) -> None:
         """The recorded orders say which requests restart; after an interruption they continue."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
-from megatron_rl.sampling.rules import Rules
+from megatron_rl.sampling.rules import Rules, Trade
+from megatron_rl.sampling.trades import plan_trade
 
 
 @dataclass
@@ -39,6 +40,7 @@ class Requests:
         self._next_new = self.taken * rules.batch_rows
         self._given_back: list[int] = []
         self._num_finished: Counter[int] = Counter()
+        self._begun_under: dict[int, int] = {}
 
     def head(self) -> int | None:
         """The request that is handed out next; None at the end of the run."""
@@ -48,19 +50,21 @@ class Requests:
 
     def num_waiting(self, version: int) -> int:
         """Requests that may be handed out under `version`."""
-        end = self.rules.last_batch(version) * self.rules.batch_rows
+        end = self.rules.end_of_starts(version)
         return sum(request < end for request in self._given_back) + max(0, end - self._next_new)
 
     def hand_out(self, num: int, version: int) -> list[int]:
         """The next `num` requests, or fewer if fewer may start under `version`."""
         handed_out: list[int] = []
-        end = self.rules.last_batch(version) * self.rules.batch_rows
+        end = self.rules.end_of_starts(version)
         while len(handed_out) < num and (head := self.head()) is not None and head < end:
             if self._given_back:
                 heappop(self._given_back)
             else:
                 self.open[head] = Request()
                 self._next_new += 1
+                if self.rules.extra_groups:
+                    self._begun_under.setdefault(head // self.rules.group_size, version)
             handed_out.append(head)
         return handed_out
 
@@ -80,16 +84,38 @@ class Requests:
 
     def is_complete(self, batch: int) -> bool:
         """Whether all its requests are finished."""
-        return batch < self.frontier or self.num_missing(batch) == 0
+        if batch < self.frontier or self.num_missing(batch) == 0:
+            return True
+        return self.rules.extra_groups > 0 and self.planned_trade(batch) is not None
+
+    def planned_trade(self, batch: int) -> Trade | None:
+        """The trade that completes a batch; None if none can."""
+        return plan_trade(self.rules, batch, self.open, self._next_new, self._begun_under)
+
+    def trade(self, trade: Trade) -> None:
+        """Late groups take the places of finished ones."""
+        size, new_place = self.rules.group_size, trade.new_place
+        for request in trade.late:
+            if request in self.open:
+                self._num_finished[self.rules.batch_of(request)] += 1
+                self._num_finished[self.rules.batch_of(new_place[request])] -= 1
+        self.open = {new_place.get(request, request): known for request, known in self.open.items()}
+        self._begun_under |= {new_place[r] // size: self._begun_under[r // size] for r in new_place}
+        self._advance()
 
     def take(self, batch: int) -> None:
         """The trainer took a complete batch."""
         self.taken = batch
         del self._num_finished[batch]
+        end = self.rules.requests_of(batch).stop // self.rules.group_size
+        self._begun_under = {group: version for group, version in self._begun_under.items() if group >= end}
 
     def state_dict(self) -> dict[str, Any]:
         """State as JSON values, without the open requests."""
-        return {"batch_rows": self.rules.batch_rows, "taken": self.taken, "next_new": self._next_new}
+        state: dict[str, Any] = {"batch_rows": self.rules.batch_rows, "taken": self.taken, "next_new": self._next_new}
+        if self.rules.extra_groups:
+            state["begun_under"] = sorted(self._begun_under.items())
+        return state
 
     def load(self, state: Mapping[str, Any], still_open: Mapping[int, Request]) -> None:
         """Continue from `state_dict` with these open requests. Raises ValueError if the rules do not fit."""
@@ -101,6 +127,7 @@ class Requests:
             )
         self.taken, self._next_new = state["taken"], state["next_new"]
         self.open = dict(still_open)
+        self._begun_under = dict(state.get("begun_under", ()))
         num_open = Counter(rules.batch_of(request) for request in still_open)
         for batch in range(self.taken + 1, rules.batch_of(self._next_new) + 1):
             num_started = min(rules.batch_rows, self._next_new - rules.requests_of(batch).start)

@@ -37,6 +37,8 @@ class Rules:
     the last one for so many slices. straggler_attempts: how often "resample" draws a request again.
     has_turns: a request may have several turns, and is away between two of them. awaits_turns: a round begins only
     when no request is away, so that orders do not depend on how long answers take.
+    extra_groups: groups of `group_size` requests of the next batch that may begin while a batch is drawn, where late
+    groups change places with them (`trades.py`); 0: all that `ahead` allows, and none changes places.
     """
 
     batch_rows: int
@@ -56,6 +58,8 @@ class Rules:
     straggler_attempts: int = 1
     has_turns: bool = False
     awaits_turns: bool = False
+    extra_groups: int = 0
+    group_size: int = 1
 
     def __post_init__(self) -> None:
         """Raises ValueError for values that cannot work, above all an `ahead` under which the run would block."""
@@ -72,6 +76,12 @@ class Rules:
             )
         if self.straggler_policy not in POLICIES:
             raise ValueError(f"straggler_policy={self.straggler_policy!r} must be one of {', '.join(POLICIES)}")
+        if self.extra_groups and not (self.colocated and self.ahead):
+            raise ValueError(f"extra_groups={self.extra_groups} needs colocated=True and ahead >= 1, is {self.ahead}")
+        if self.batch_rows % self.group_size or self.extra_groups * self.group_size > self.batch_rows:
+            raise ValueError(
+                f"batch_rows={self.batch_rows} must be groups of {self.group_size}, at least {self.extra_groups}"
+            )
         if self.colocated and not (self.partial and self.deterministic and self.sync_every == 1):
             raise ValueError("colocated=True needs partial=True, deterministic=True and sync_every=1")
 
@@ -98,6 +108,13 @@ class Rules:
     def last_batch(self, version: int) -> int:
         """The last batch whose requests may start under `version`."""
         return min(version + 1 + self.ahead, self.num_steps_total)
+
+    def end_of_starts(self, version: int) -> int:
+        """The first request that may not start under `version`."""
+        if not self.extra_groups:
+            return self.last_batch(version) * self.batch_rows
+        end = (version + 1) * self.batch_rows + self.extra_groups * self.group_size
+        return min(end, self.num_steps_total * self.batch_rows)
 
     def needed_version(self, batch: int) -> int:
         """The lowest version that rollouts get under which `batch` may start."""
@@ -139,6 +156,23 @@ class Decision:
     attempt: int
 
 
+@dataclass(frozen=True)
+class Trade:
+    """The requests of late groups, and those whose places they take, one for one. It is also a line of the journal.
+
+    A request is a place in a batch: what is drawn for it changes, and its number does not.
+    """
+
+    event: ClassVar[str] = "traded"
+    late: tuple[int, ...]
+    ready: tuple[int, ...]
+
+    @property
+    def new_place(self) -> dict[int, int]:
+        """Request -> the number under which it goes on."""
+        return dict(zip((*self.late, *self.ready), (*self.ready, *self.late), strict=True))
+
+
 class Decider(Protocol):
     """Interface of a `Scheduler`, a `Recorder` around one, and a `Replay`.
 
@@ -169,8 +203,10 @@ class Decider(Protocol):
     def version_ready(self, version: int) -> None:
         """All living replicas have received the weights of `version`; they take them with a later order."""
 
-    def step_taken(self, step: int) -> None:
-        """The trainer took batch `step`, which is complete."""
+    def step_taken(self, step: int) -> Trade | None:
+        """The trainer takes batch `step`, which is complete. Returns the trade that made it so, if late groups changed
+        places (`Rules.extra_groups`): all engines are empty then.
+        """
 
     def saved(self, step: int, interrupted: bool = False) -> None:
         """A checkpoint after `step` was written. interrupted: instead, the engines did something else and are empty."""

@@ -116,11 +116,12 @@ class Sampler:
         self._cursor_ahead, self._last_begun = self.cursor.ahead(), self.rules.first_step - 1
         self.draw_prompts(schedule.last_batch)
         if schedule.checkpoint is not None:
-            read_answers(schedule.checkpoint, self.answers)
+            read_answers(schedule.checkpoint, self.answers, self._prompts_numbered)
         self.backlog = Backlog(schedule.decider, self.answers, schedule.num_replicas, self.episodes)
         # Where slices are recorded, a repeated one must find the same cache, whatever was lost meanwhile.
         self.backlog.keeps_prefixes = self.journal is None
-        if self.rules.slice_steps is not None:  # otherwise all answers of a batch come together
+        # Otherwise all answers of a batch come together, or an answer may still change its number.
+        if self.rules.slice_steps is not None and not self.rules.extra_groups:
             self.backlog.on_end = sources.scorer.begin
         self._begin_episodes()
 
@@ -197,6 +198,13 @@ class Sampler:
         """Keep a step's answers for guesses of later steps, if rollouts guess from them."""
         if self._earlier is not None:
             self._earlier.add(step, prompts.index, rows)
+
+    def _prompts_numbered(self, numbers: Sequence[int]) -> Prompts:
+        """Prompts by their rows over all files. Raises ValueError for one that is none of the usable prompts."""
+        places = self.train_data.places(numbers)
+        if None in places:
+            raise ValueError(f"of rows {list(numbers)} some are none of the prompts of this run")
+        return self.train_data.batch([place for place in places if place is not None])
 
     def next_prompts(self, cursor: PromptCursor) -> Prompts:
         """The next training prompts of a cursor, each `rollout.n` times."""

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from megatron_rl.checkpoint.run_file import reading
-from megatron_rl.sampling.open_answers import OpenAnswers
+from megatron_rl.sampling.open_answers import OpenAnswers, PromptsOf
 
 ROLLOUTS_FILE = "rollouts.safetensors"
 """The file's tensors are answers of batches that are not trained yet; its metadata has the schedule."""
@@ -37,12 +37,13 @@ def read_schedule(folder: Path) -> dict[str, Any] | None:
     return schedule
 
 
-def read_answers(folder: Path, answers: OpenAnswers) -> None:
-    """Load the answers of a checkpoint into batches whose prompts were drawn again. Raises ConfigError for a damaged
-    file.
+def read_answers(folder: Path, answers: OpenAnswers, prompts_of: PromptsOf | None = None) -> None:
+    """Load the answers of a checkpoint into batches whose prompts were drawn again. prompts_of: of those that have
+    changed places. Raises ConfigError for a damaged file.
     """
     with opened(folder / ROLLOUTS_FILE) as content:
-        answers.load_tensors({name: content.get_tensor(name) for name in content.keys()})  # noqa: SIM118
+        tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+        answers.load_tensors(tensors, prompts_of)
 
 
 @contextmanager

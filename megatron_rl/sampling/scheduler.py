@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_rl.sampling.assignment import even_shares
 from megatron_rl.sampling.requests import Request, Requests
-from megatron_rl.sampling.rules import Counts, Decision, Kind, Numbers, Order, Rules
+from megatron_rl.sampling.rules import Counts, Decision, Kind, Numbers, Order, Rules, Trade
 
 COUNTS = ("renewed", "moved", "truncated", "resampled", "forgotten_tokens")
 
@@ -184,13 +184,22 @@ class Scheduler:
             if replica.is_alive:
                 replica.ready = max(replica.ready, version)
 
-    def step_taken(self, step: int) -> None:
-        """The trainer took batch `step`. Raises ValueError unless it is the next batch and complete."""
+    def step_taken(self, step: int) -> Trade | None:
+        """The trainer takes batch `step`; returns the trade that completes it, if it has late groups. Raises ValueError
+        unless it is the next batch and complete.
+        """
         if step != self._requests.taken + 1 or not self.is_complete(step):
             raise ValueError(
                 f"step {step} cannot be taken: {self._requests.taken} was the last, complete={self.is_complete(step)}"
             )
+        trade = self._requests.planned_trade(step) if self._requests.num_missing(step) else None
+        if trade is not None:
+            self._requests.trade(trade)
+            for replica in self._replicas:
+                replica.owned = {trade.new_place.get(request, request) for request in replica.owned}
+                replica.inside.clear()
         self._requests.take(step)
+        return trade
 
     def saved(self, step: int, interrupted: bool = False) -> None:
         """A checkpoint after `step` was written: unfinished requests restart in their replica's next order.
@@ -243,8 +252,7 @@ class Scheduler:
         head = self._requests.head()
         if head is None:
             return []
-        batch = self.rules.batch_of(head)
-        return [replica for replica, version in versions.items() if batch <= self.rules.last_batch(version)]
+        return [replica for replica, version in versions.items() if head < self.rules.end_of_starts(version)]
 
     def _shares(self, takers: Sequence[int], num_waiting: int) -> list[int]:
         replicas = [self._replicas[taker] for taker in takers]

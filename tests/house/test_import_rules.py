@@ -21,7 +21,17 @@ SOURCES = sorted((REPOSITORY / PACKAGE).rglob("*.py"))
 
 SCHEDULE = {
     f"sampling.{name}"
-    for name in ("assignment", "engine_model", "estimates", "journal", "open_answers", "replay", "requests", "rules")
+    for name in (
+        "assignment",
+        "engine_model",
+        "estimates",
+        "journal",
+        "open_answers",
+        "replay",
+        "requests",
+        "rules",
+        "trades",
+    )
 } | {"sampling.scheduler", "sampling.simulate"}
 """What decides who draws what under which weights: counts and plain data, which the planner simulates."""
 

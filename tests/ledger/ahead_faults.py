@@ -14,6 +14,14 @@ values("rare weights", RUNS_AHEAD, {SYNC: 2}, (AHEAD, "must be >= "))
 SHARED = {AHEAD: 1, SYNC: 2, PARTIAL: True, IS: "token"}
 values("rare weights of one pool", RUNS_AHEAD, SHARED, (SYNC, "must be 1 where"))
 
+# Late groups
+RATE = f"{ROLLOUT}.over_sample_rate"
+LATE = {AHEAD: 1, PARTIAL: True, IS: "token", RATE: 0.2}
+values("late without a bound", f"{RUNS_AHEAD} {RATE}", {RATE: 0.2}, (RATE, "the steps that a group may be late"))
+POLICY = "async_training.straggler_policy"
+CUT = LATE | {POLICY: "truncate"}
+values("late and cut", f"{RUNS_AHEAD} {RATE} {POLICY}", CUT, (POLICY, "must be wait with over_sample_rate"))
+
 # Experts that are replayed
 MODE, FREQ = f"{ACTOR}.router_replay.mode", f"{ACTOR}.router_replay.compare_freq"
 RETURNS = f"{ROLLOUT}.enable_rollout_routing_replay"

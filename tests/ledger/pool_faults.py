@@ -51,7 +51,7 @@ def taken_name(case: Case, rng: Random) -> list[Said]:
     return [(f"pools.{name}.nnodes", "is the size of a pool that")]
 
 
-@fault("placement trainer.launcher", experts=None)
+@fault("placement layout trainer.launcher", experts=None)
 def several_nodes_of_one_machine(case: Case, rng: Random) -> list[Said]:
     case.set({"trainer.launcher": "local", "trainer.nnodes": 2, GPUS: 3})
     return [("trainer.nnodes", "do not go together: local starts ranks on this machine alone")]

@@ -1,4 +1,4 @@
-"""Prompts that samples share in part: what is refused before anything starts, word for word."""
+"""Prompts that samples share in part, and groups that a step leaves to the next: what is refused, word for word."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 from model_folders import EXPERTS, problems, set_experts, write_model
+
+from megatron_rl.config.keys import put
 
 ROLLOUT = "actor_rollout_ref.rollout"
 UNIT = f"{ROLLOUT}.prefix_match_unit"
@@ -41,3 +43,58 @@ def test_experts_of_shared_tokens_are_not_there(config):
     config.actor_rollout_ref.rollout.prefix_match_unit = 4
     (problem,) = [text for text in problems(config) if UNIT in text]
     assert "must be null where the engine returns the experts of every token" in problem
+
+
+@pytest.fixture
+def late(config):
+    """A fifth of the groups may be late."""
+    config.actor_rollout_ref.rollout.over_sample_rate, config.trainer.rollout_ahead = 0.2, 2
+    config.async_training.partial_rollout = True
+    config.algorithm.rollout_correction.rollout_is = "token"
+    return config
+
+
+def test_late_groups_pass(late):
+    """Would not catch a rule that is missing."""
+    assert problems(late) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            {f"{ROLLOUT}.over_sample_rate": 0.6},
+            f"{ROLLOUT}.over_sample_rate=0.6 must be >= 0 and <= 0.5; nearest: 0.5",
+        ),
+        (
+            {"trainer.rollout_ahead": 0},
+            f"{ROLLOUT}.over_sample_rate=0.2 and trainer.rollout_ahead=0 needs trainer.rollout_ahead >= 1, the steps "
+            "that a group may be late: its tokens are trained that many steps later; nearest: 0",
+        ),
+        (
+            {"async_training.straggler_policy": "resample"},
+            "async_training.straggler_policy=resample must be wait with over_sample_rate: the last answers of a batch "
+            "go on in the next step; nearest: wait",
+        ),
+        (
+            {"algorithm.adv_estimator": "remax"},
+            f"{ROLLOUT}.over_sample_rate=0.2 and algorithm.adv_estimator=remax must be 0 where an estimator compares "
+            f"with greedy answers, which are drawn with their batch; nearest: 0",
+        ),
+        (
+            {f"{ROLLOUT}.multi_turn.enable": True},
+            f"{ROLLOUT}.over_sample_rate=0.2 and {ROLLOUT}.multi_turn.enable=true must be 0 with answers of several "
+            f"turns: an environment knows an episode by its place in the batch; nearest: 0",
+        ),
+        (
+            {"actor_rollout_ref.hybrid_engine": False, f"{ROLLOUT}.nnodes": 1, f"{ROLLOUT}.n_gpus_per_node": 2},
+            f"{ROLLOUT}.over_sample_rate=0.2 must be 0 where the rollout has a pool of its own: replicas go on with "
+            "later batches without waiting; nearest: 0",
+        ),
+    ],
+)
+def test_late_groups_refused(late, change, expected):
+    """Word for word. Would not catch another sentence beside it."""
+    for key, value in change.items():
+        put(late, key, value)
+    assert expected in problems(late)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from megatron_rl.config.algorithms import estimator_traits
 from megatron_rl.config.keys import CORRECTION
 from megatron_rl.config.keys import ROLLOUT as ROLLOUT_KEY
 from megatron_rl.config.roles import ACTOR, ROLLOUT, pool_sizes, roles_of
@@ -23,6 +24,7 @@ def async_problems(config: RunConfig) -> Iterable[Violation]:
         return
     yield from _sync_problems(config)
     yield from _elastic_problems(config)
+    yield from _over_sample_problems(config)
     if not config.samples_ahead:
         return
     yield from _stale_problems(config)
@@ -70,6 +72,33 @@ def _stale_problems(config: RunConfig) -> Iterable[Violation]:
             "tokens are trained that older weights drew, and nothing would correct for that"
         )
         yield Violation({key: None}, rule, {key: "token"})
+
+
+def _over_sample_problems(config: RunConfig) -> Iterable[Violation]:
+    """Rules of batches that late groups leave."""
+    rate, key = config.actor_rollout_ref.rollout.over_sample_rate, f"{ROLLOUT_KEY}.over_sample_rate"
+    if not 0 < rate <= 0.5:
+        return
+    pools = {role.kind: role.pool for role in roles_of(config)}
+    if pools[ROLLOUT] != pools[ACTOR]:
+        rule = "must be 0 where the rollout has a pool of its own: replicas go on with later batches without waiting"
+        yield Violation({key: rate}, rule, {key: 0.0})
+        return
+    if not config.trainer.rollout_ahead:
+        rule = f"needs {AHEAD} >= 1, the steps that a group may be late: its tokens are trained that many steps later"
+        yield Violation({key: rate, AHEAD: 0}, rule, {key: 0.0})
+    if config.has_turns:
+        turns = f"{ROLLOUT_KEY}.multi_turn.enable"
+        rule = "must be 0 with answers of several turns: an environment knows an episode by its place in the batch"
+        yield Violation({key: rate, turns: True}, rule, {key: 0.0})
+    if "greedy_scores" in estimator_traits(config).reads:
+        estimator = "algorithm.adv_estimator"
+        rule = "must be 0 where an estimator compares with greedy answers, which are drawn with their batch"
+        yield Violation({key: rate, estimator: config.algorithm.adv_estimator}, rule, {key: 0.0})
+    if (policy := config.async_training.straggler_policy) != "wait":
+        straggler = "async_training.straggler_policy"
+        rule = "must be wait with over_sample_rate: the last answers of a batch go on in the next step"
+        yield Violation({straggler: policy}, rule, {straggler: "wait"})
 
 
 def _elastic_problems(config: RunConfig) -> Iterable[Violation]:

@@ -1,0 +1,209 @@
+"""Late groups that change places: random batches, lengths and replicas, from beginning to end, resumed and replayed."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.config.last_tokens import extra_groups
+from megatron_rl.errors import ReplayError
+from megatron_rl.sampling.engine_model import Engine, draw
+from megatron_rl.sampling.journal import Journal, Recorder, from_json, read_events, to_json
+from megatron_rl.sampling.replay import Replay
+from megatron_rl.sampling.rules import Decider, Rules, Trade
+from megatron_rl.sampling.scheduler import Scheduler
+from megatron_rl.sampling.trades import plan_trade
+
+
+@dataclass
+class Drawn:
+    """What a request of the stream of prompts has: its length, and (version, tokens) of each part."""
+
+    length: int
+    parts: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def left(self) -> int:
+        return self.length - sum(num for _, num in self.parts)
+
+
+@dataclass
+class OnePool:
+    """Does with a decider what `PoolSampler` does. content: place in a batch -> what is drawn for it."""
+
+    rules: Rules
+    decider: Decider
+    num_replicas: int
+    content: dict[int, tuple[int, Drawn]]
+    num_steps: dict[int, int] = field(default_factory=dict)
+    trades: list[Trade] = field(default_factory=list)
+
+    def step(self, step: int) -> list[tuple[int, Drawn]]:
+        """Draw the batch of a step and take it; returns its rows, each with its number in the stream."""
+        self.decider.version_ready(step - 1)
+        engines = [Engine(step - 1) for _ in range(self.num_replicas)]
+        self.num_steps[step] = 0
+        while not self.decider.is_complete(step):
+            orders = [self.decider.next_order(replica) for replica in range(self.num_replicas)]
+            assert any(orders)
+            taken = [self._run(engine, order) for engine, order in zip(engines, orders, strict=True) if order]
+            self.num_steps[step] += max(taken)
+        trade = self.decider.step_taken(step)
+        if trade is not None:
+            self.trades.append(trade)
+            moved = {new: self.content[old] for old, new in trade.new_place.items()}
+            self.content |= moved
+        return [self.content[request] for request in self.rules.requests_of(step)]
+
+    def _run(self, engine: Engine, order) -> int:
+        engine.follow(order, releases=True)
+        drawing = draw(
+            {request: self.content[request][1].left for request in sorted(engine.requests)},
+            order.num_steps,
+            self.rules.max_running,
+        )
+        engine.requests.difference_update(drawing.finished)
+        for request, num in drawing.drawn.items():
+            self.content[request][1].parts.append((order.version, num))
+        self.decider.slice_done(order.replica, drawing.num_steps, drawing.drawn, drawing.finished)
+        return drawing.num_steps
+
+
+@dataclass(frozen=True)
+class Case:
+    rules: Rules
+    num_replicas: int
+    seed: int
+
+    def content(self) -> dict[int, tuple[int, Drawn]]:
+        rng = Random(self.seed)
+        lengths = [
+            rng.randint(1, 9) * (8 if rng.random() < 0.2 else 1)
+            for _ in range(self.rules.num_steps_total * self.rules.batch_rows)
+        ]
+        return {request: (request, Drawn(length)) for request, length in enumerate(lengths)}
+
+    def run(self, wrap: Callable[[Scheduler], Decider] = lambda scheduler: scheduler):
+        """The whole run: the pool, and the rows of every step."""
+        pool = OnePool(self.rules, wrap(Scheduler(self.rules, self.num_replicas)), self.num_replicas, self.content())
+        return pool, [pool.step(step) for step in range(1, self.rules.num_steps_total + 1)]
+
+
+@st.composite
+def cases(draw_of) -> Case:
+    size, num_groups = draw_of(st.integers(1, 3)), draw_of(st.integers(1, 6))
+    rules = Rules(
+        batch_rows=size * num_groups,
+        num_steps_total=draw_of(st.integers(1, 6)),
+        ahead=draw_of(st.integers(1, 3)),
+        slice_steps=draw_of(st.integers(1, 6)),
+        max_running=draw_of(st.integers(1, 8)),
+        deterministic=True,
+        colocated=True,
+        extra_groups=draw_of(st.integers(1, num_groups)),
+        group_size=size,
+    )
+    return Case(rules, draw_of(st.integers(1, 3)), draw_of(st.integers(0, 10**6)))
+
+
+def numbered(steps) -> list[list[tuple[int, list[tuple[int, int]]]]]:
+    return [[(number, drawn.parts) for number, drawn in rows] for rows in steps]
+
+
+@settings(deadline=None, max_examples=150)
+@given(cases())
+def test_every_group_is_trained_once_and_whole(case):
+    """In full, in the order of its samples, and with no token older than `ahead`. Would not catch other tokens: the
+    model of an engine only counts them.
+    """
+    rules, (_, steps) = case.rules, case.run()
+    trained = [number for rows in steps for number, _ in rows]
+    assert sorted(trained) == list(range(rules.num_steps_total * rules.batch_rows))
+    size = rules.group_size
+    for step, rows in enumerate(steps, 1):
+        assert len(rows) == rules.batch_rows
+        for first in range(0, len(rows), size):
+            numbers = [number for number, _ in rows[first : first + size]]
+            assert numbers == list(range(numbers[0], numbers[0] + size)) and numbers[0] % size == 0
+        for _, drawn in rows:
+            assert drawn.left == 0
+            assert all(0 <= step - 1 - version <= rules.ahead for version, _ in drawn.parts)
+
+
+@settings(deadline=None, max_examples=60)
+@given(cases(), st.data())
+def test_a_resumed_run_and_a_replayed_one_train_the_same(case, data):
+    """From the state after any step, as JSON; and from the journal, whose lines are read back. Would not catch a state
+    that is right and is never written: `tests/e2e/test_over_sampling.py` resumes a real run.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Journal(Path(folder) / "schedule.jsonl")
+        _, steps = case.run(lambda scheduler: Recorder(scheduler, journal))
+        journal.close()
+        events = read_events(Path(folder) / "schedule.jsonl")
+    whole = numbered(steps)
+    assert numbered(case.run(lambda _: Replay(case.rules, case.num_replicas, events))[1]) == whole
+    last = data.draw(st.integers(1, case.rules.num_steps_total))
+    begun = OnePool(case.rules, Scheduler(case.rules, case.num_replicas), case.num_replicas, case.content())
+    first = [begun.step(step) for step in range(1, last + 1)]
+    state = json.loads(json.dumps(begun.decider.state_dict()))
+    rules = Rules(**{**vars(case.rules), "first_step": last + 1})
+    resumed = OnePool(rules, Scheduler(rules, case.num_replicas, state), case.num_replicas, begun.content)
+    rest = [resumed.step(step) for step in range(last + 1, rules.num_steps_total + 1)]
+    assert numbered(first + rest) == whole
+
+
+def test_a_batch_by_hand():
+    """Three groups of one and one more: lengths 2, 9, 2 and 2. After two steps groups 0, 2 and 3 are there; 1 and 3
+    change places, and 1 ends in the second batch, at the price of one version. Would not catch groups of several.
+    """
+    rules = Rules(3, 2, 1, slice_steps=2, max_running=8, deterministic=True, colocated=True, extra_groups=1)
+    content = {request: (request, Drawn(9 if request == 1 else 2)) for request in range(6)}
+    pool = OnePool(rules, Scheduler(rules, 1), 1, content)
+    assert [number for number, _ in pool.step(1)] == [0, 3, 2]
+    assert pool.trades == [Trade((1,), (3,))] and pool.num_steps == {1: 2}
+    rows = pool.step(2)
+    assert [number for number, _ in rows] == [1, 4, 5]
+    assert rows[0][1].parts[0] == (0, 2) and {version for version, _ in rows[0][1].parts} == {0, 1}
+    assert from_json(to_json(pool.trades[0])) == pool.trades[0]
+
+
+def test_what_is_too_old_is_waited_for():
+    """A group that began under version 0 may be trained in steps 1 and 2 with ahead=1. Would not catch a run: above."""
+    rules = Rules(2, 9, 1, deterministic=True, colocated=True, extra_groups=1)
+    assert plan_trade(rules, 1, {1}, 3, {0: 0, 1: 0, 2: 0}) == Trade((1,), (2,))
+    assert plan_trade(rules, 2, {3}, 5, {2: 0, 3: 0, 4: 1}) is None
+    assert plan_trade(rules, 2, {3}, 5, {2: 0, 3: 1, 4: 1}) == Trade((3,), (4,))
+    assert plan_trade(rules, 2, {3, 4}, 5, {2: 0, 3: 1, 4: 1}) is None
+    with pytest.raises(ValueError, match="colocated=True"):
+        Rules(2, 9, 0, extra_groups=1)
+    with pytest.raises(ValueError, match="groups of 3"):
+        Rules(4, 9, 1, deterministic=True, colocated=True, extra_groups=1, group_size=3)
+
+
+def test_a_replay_refuses_another_end():
+    """A run that ends a slice elsewhere. Would not catch one that differs in tokens alone."""
+    rules = Rules(2, 2, 1, slice_steps=2, deterministic=True, colocated=True, extra_groups=1)
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Journal(Path(folder) / "schedule.jsonl")
+        Case(rules, 1, 3).run(lambda scheduler: Recorder(scheduler, journal))
+        journal.close()
+        events = read_events(Path(folder) / "schedule.jsonl")
+    with pytest.raises(ReplayError):
+        Case(rules, 1, 4).run(lambda _: Replay(rules, 1, events))
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "rate", "extra"), [(64, 0.0, 0), (64, 0.2, 16), (9, 0.1, 1), (4, 0.01, 1), (8, 0.5, 8)]
+)
+def test_groups_beyond_a_batch(num_groups, rate, extra):
+    """Of 64 + 16 groups a fifth is left. Would not catch rates above a half, which are refused."""
+    assert extra_groups(num_groups, rate) == extra
