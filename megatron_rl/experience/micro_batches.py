@@ -150,9 +150,7 @@ class MicroBatch:
     @property
     def targets(self) -> Tensor:
         """int64 [N]: the sampled tokens, row by row; of a share those that are predicted there, [n]; of a tree [M]."""
-        if self.tree is not None:
-            return self.tree.targets
-        targets = self.input_ids.flatten()[self._places() + 1]
+        targets = self.input_ids.flatten()[self._places() + 1] if self.tree is None else self.tree.targets
         return targets if self.share is None else targets[self.share.numbers]
 
     def scored(self, output: Tensor) -> Tensor:
@@ -174,15 +172,13 @@ class MicroBatch:
 
         All context-parallel ranks must call, and get the same.
         """
-        if self.tree is not None:
-            return self.tree.whole(values)
-        return values if self.share is None else self.share.whole(values)
+        of_all = values if self.share is None else self.share.whole(values)
+        return of_all if self.tree is None else self.tree.whole(of_all)
 
     def part(self, values: Tensor) -> Tensor:
         """values [N, ...] -> those of the tokens in `targets`."""
-        if self.tree is not None:
-            return self.tree.part(values)
-        return values if self.share is None else values[self.share.numbers]
+        of_pairs = values if self.tree is None else self.tree.part(values)
+        return of_pairs if self.share is None else of_pairs[self.share.numbers]
 
     def wide(self, name: str) -> Tensor:
         """A column of several numbers a token [N, ...], on the block's device, where that of all blocks may not fit."""
@@ -224,6 +220,7 @@ class MicroBatch:
             num_sampled=self.num_sampled[:0],
             rows=self.rows[:0],
             fields={name: field[:0] for name, field in self.fields.items()},
+            segments=self.segments if self.tree is None else (self.input_ids.shape[1],),
             share=None,
             tree=None,
             tokens=None if self.tokens is None else self.tokens.none(),

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,19 @@ from torch import Tensor
 from megatron_rl.device import has_varlen_attention
 from megatron_rl.model.attention import CausalAttention, bucketed, varlen
 from megatron_rl.model.block_attention import Facing, Merged, Pieces, block_backward, block_forward, boundaries_of
-from megatron_rl.model.key_exchange import ChangeParts, Gathered, KeyExchange, Ring
+from megatron_rl.model.key_exchange import Alone, ChangeParts, Gathered, KeyExchange, Ring
 from megatron_rl.model.segments import Segments
 from megatron_rl.parallel.zigzag import zigzag_columns
 
 P2P, ALL_GATHER, A2A = "p2p", "all_gather", "a2a"
+
+
+class KeyBlock(NamedTuple):
+    """Which queries attend to which keys, and the tokens of both that take part, int64; None: all of them."""
+
+    facing: Facing
+    queries: Tensor | None
+    keys: Tensor | None
 
 
 @dataclass
@@ -92,13 +100,13 @@ class ContextSegments(Segments):
 
     # Blocks of keys
 
-    def facing(self, rank: int, source: int) -> tuple[Facing, Tensor | None, Tensor | None]:
-        """For the block of keys from rank `source` on `rank`: which queries attend to which keys, and the tokens of
-        both that take part, int64; None: all of them.
-        """
+    def blocks(self, rank: int, source: int, device: torch.device) -> list[KeyBlock]:
+        """Return what `rank` computes with the keys from rank `source`, for tensors on a device."""
         if source == rank:
-            return self._same, None, None
-        return (self._earlier, None, self.first_chunks) if source < rank else (self._later, self.second_chunks, None)
+            return [KeyBlock(self._same, None, None)]
+        if source < rank:
+            return [KeyBlock(self._earlier, None, self.first_chunks)]
+        return [KeyBlock(self._later, self.second_chunks, None)]
 
     def _with_chunks(self) -> Self:
         chunks = torch.tensor(self._lengths_over(2 * self.size))
@@ -163,6 +171,7 @@ class ContextAttention(CausalAttention):
         """query [S / C, b, N, D], key and value [S / C, b, K, D] -> [S / C, b, N * D]."""
         if not isinstance(packed_seq_params, ContextSegments):
             return super().forward(query, key, value, attention_mask, packed_seq_params, **unused)
+        query = query if self.growth == 1.0 else query * self.growth
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         out = context_attention(q, k, v, packed_seq_params, self.config.cp_comm_type)
         rows: Tensor = out.unflatten(0, (query.shape[1], query.shape[0]))
@@ -171,10 +180,9 @@ class ContextAttention(CausalAttention):
 
 def context_attention(query: Tensor, key: Tensor, value: Tensor, segments: ContextSegments, how: str) -> Tensor:
     """query [t, N, D], key and value [t, K, D] -> [t, N, D]; how: one of `cp_comm_type`. All ranks must call."""
-    if how == A2A:
+    if how == A2A and segments.group is not None:
         return head_wise(query, key, value, segments)
-    assert segments.group is not None  # only tests of one process have none
-    exchange = {P2P: Ring, ALL_GATHER: Gathered}[how](segments.group)
+    exchange = Alone() if segments.group is None else {P2P: Ring, ALL_GATHER: Gathered}[how](segments.group)
     out: Tensor = BlockWise.apply(query, key, value, segments, exchange)
     return out
 
@@ -187,12 +195,11 @@ class BlockWise(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: ContextSegments, exchange: KeyExchange
     ) -> Tensor:
         """See `context_attention`."""
-        assert segments.group is not None
-        merged, rank = Merged(query), segments.group.rank()
+        merged, rank = Merged(query), 0 if segments.group is None else segments.group.rank()
         for source, pair in exchange.blocks(torch.stack([key, value])):
-            facing, queries, keys = segments.facing(rank, source)
-            k, v = (taken(x, keys) for x in pair)
-            merged.add(*block_forward(taken(query, queries), k, v, facing), queries)
+            for facing, queries, keys in segments.blocks(rank, source, query.device):
+                k, v = (taken(x, keys) for x in pair)
+                merged.add(*block_forward(taken(query, queries), k, v, facing), queries)
         out = merged.out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, merged.log_sum)
         ctx.segments, ctx.exchange, ctx.rank = segments, exchange, rank
@@ -204,21 +211,28 @@ class BlockWise(torch.autograd.Function):
         d_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
 
         def gradients(source: int, pair: Tensor) -> Tensor:
-            facing, queries, keys = ctx.segments.facing(ctx.rank, source)
-            q, o, sums, d_out = (taken(x, queries) for x in (query, out, log_sum, grad))
-            k, v = (taken(x, keys) for x in pair)
-            of_query, *of_pair = block_backward(d_out, q, k, v, o, sums, facing)
-            if queries is None:
-                d_query.add_(of_query)
-            else:
-                d_query[queries] += of_query
             d_block = torch.zeros(pair.shape, dtype=torch.float32, device=pair.device)
-            d_block[:, slice(None) if keys is None else keys] = torch.stack(of_pair).float()
+            for facing, queries, keys in ctx.segments.blocks(ctx.rank, source, query.device):
+                q, o, sums, d_out = (taken(x, queries) for x in (query, out, log_sum, grad))
+                k, v = (taken(x, keys) for x in pair)
+                of_query, *of_pair = block_backward(d_out, q, k, v, o, sums, facing)
+                for total, of, part in zip(
+                    (d_query, *d_block), (queries, keys, keys), (of_query, *of_pair), strict=True
+                ):
+                    _add(total, of, part)
             return d_block
 
         d_pair = ctx.exchange.returned(torch.stack([key, value]), gradients)
         d_key, d_value = d_pair.to(key.dtype)
         return d_query.to(query.dtype), d_key, d_value, None, None
+
+
+def _add(total: Tensor, rows: Tensor | None, part: Tensor) -> None:
+    """Add a part to some rows, of which one may come twice; None: to all."""
+    if rows is None:
+        total.add_(part)
+    else:
+        total.index_add_(0, rows, part.to(total.dtype))
 
 
 def taken(x: Tensor, rows: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.model.attention import BiasedRowParallelLinear, CausalAttention, StackedQKVSelfAttention
+from megatron_rl.model.attention import BiasedRowParallelLinear, StackedQKVSelfAttention
 from megatron_rl.model.biased_experts import BiasedExperts
 from megatron_rl.model.context_attention import ContextAttention
 from megatron_rl.model.delta_attention import GatedDeltaAttention
@@ -69,8 +69,7 @@ def put_grouped_attention(
     attention.module = StackedQKVSelfAttention
     own = {"shape": shape, "part": part, "norm_after": norm_after, "turn_scale": turn_scale(hf_config)}
     attention.params = {**attention.params, **own}
-    core = ContextAttention if config.context_parallel_size > 1 else CausalAttention
-    attention.submodules.core_attention = ModuleSpec(module=core, params={"shape": shape})
+    attention.submodules.core_attention = ModuleSpec(module=ContextAttention, params={"shape": shape})
     if part.qk_norm and not part.joint_norms:
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = norm_of(style)
 

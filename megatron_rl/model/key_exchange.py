@@ -88,7 +88,19 @@ class Ring:
         return arrived
 
 
-KeyExchange = Gathered | Ring
+class Alone:
+    """The interface of `Gathered` for a rank that has all keys."""
+
+    def blocks(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """(0, this rank's keys and values)."""
+        yield 0, own
+
+    def returned(self, own: Tensor, gradients: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """See `Gathered.returned`."""
+        return gradients(0, own)
+
+
+KeyExchange = Gathered | Ring | Alone
 
 
 class ChangeParts(torch.autograd.Function):

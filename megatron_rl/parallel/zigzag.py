@@ -47,9 +47,18 @@ def zigzag_columns(lengths: Sequence[int], cp_size: int, cp_rank: int) -> Tensor
     return torch.arange(int(long.sum())) + shift.repeat_interleave(long)
 
 
+def chunk_ranges(num_columns: int, cp_size: int, cp_rank: int) -> tuple[tuple[int, int], ...]:
+    """The columns of the chunks that a rank reads of one segment, as (first, end); cp_size 1: all of it."""
+    if cp_size == 1:
+        return ((0, num_columns),)
+    long = num_columns // (2 * cp_size)
+    return tuple((chunk * long, (chunk + 1) * long) for chunk in chunks_of(cp_rank, cp_size))
+
+
 @dataclass(frozen=True)
 class ContextShare:
-    """A context-parallel rank's part of one block. Legend: b x S the whole block, N its sampled tokens, n those here.
+    """A context-parallel rank's part of one block. Legend: b x S the whole block, N its sampled tokens, n those here. In
+    a trie these are pairs of a column and the token that follows it.
 
     columns: int64 [S / cp_size], the columns that this rank reads of every row; host_columns: the same on the CPU,
     also when the others are on a device. places: int64 [n], where among the b x S / cp_size that it reads a sampled
@@ -70,6 +79,15 @@ class ContextShare:
         scored = whole[:, columns]
         numbers = (whole.flatten().cumsum(0) - 1).view_as(whole)[:, columns][scored]
         return cls(columns, columns, scored.flatten().nonzero()[:, 0], numbers, int(whole.sum()), group)
+
+    @classmethod
+    def of_places(cls, columns: Tensor, places: Tensor, group: dist.ProcessGroup) -> ContextShare:
+        """places: int64 [N], where the sampled tokens are predicted, among the columns of one row. All on the CPU."""
+        here = torch.full((int(columns.max()) * group.size() + 1,), -1)
+        here[columns] = torch.arange(len(columns))
+        mine = here[places]
+        numbers = (mine >= 0).nonzero()[:, 0]
+        return cls(columns, columns, mine[numbers], numbers, len(places), group)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a pass reads on the device, by name."""

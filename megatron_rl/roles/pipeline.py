@@ -37,8 +37,9 @@ from megatron_rl.experience.micro_batches import (
 from megatron_rl.experience.prefix_tree import Numbers, keys_of, nodes_of, tree_plan
 from megatron_rl.experience.routed_tokens import expert_bytes
 from megatron_rl.losses.metrics import MetricParts, add_parts
-from megatron_rl.model.context_attention import ContextSegments
+from megatron_rl.model.context_attention import ALL_GATHER, ContextSegments
 from megatron_rl.model.segments import Segments, prefix_tokens_of
+from megatron_rl.model.trie_segments import TrieSegments
 from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.context_packs import plan_packs
 from megatron_rl.parallel.mpu import TrainGroups
@@ -79,7 +80,7 @@ class Pipeline:
         self._token_multiple = FP8_RECIPES[config.fp8_recipe] if config.fp8 else 1
         example = torch.empty(0, dtype=config.params_dtype, device=device)
         self._needs_slots = asking or not has_varlen_attention(example)
-        self._with_pieces = not whole
+        self._with_pieces = not whole and shares_prompts(device)
 
     def micro_batches(self, batch: Batch, cut: MicroBatching, sizes: Sequence[int] | None = None) -> list[MicroBatch]:
         """Cut a batch into blocks that this pipeline can run; all ranks must call.
@@ -292,19 +293,27 @@ class Pipeline:
         if num_sharing == 1:
             return block
         group = self.groups.pack_groups.get(num_sharing, group)
+        if block.tree is not None:  # its columns are cut as one sequence
+            columns = zigzag_columns((block.input_ids.shape[1],), group.size(), group.rank())
+            return replace(block, share=ContextShare.of_places(columns, block.tree.places, group))
         columns = zigzag_columns(self._segments(block), group.size(), group.rank())
         return replace(block, share=ContextShare.of(columns, block.predicts_sampled, group))
 
     def _segments_of(self, block: MicroBatch) -> Segments | None:
         """What Megatron passes to every layer: the segments of the block, on the CPU; None: a padded block, whole."""
-        share = block.share
+        share, tree, how = block.share, block.tree, self.chunks[0].config.cp_comm_type
+        if tree is not None and (share is not None or not self._needs_slots or not shares_prompts(self.device)):
+            prefixes = (tree.prefix_sizes, tree.prefix_columns)
+            if share is None:
+                return TrieSegments.share_of(self._segments(block), prefixes, how=ALL_GATHER)
+            where = (share.group.rank(), share.group.size(), share.group)
+            return TrieSegments.share_of(self._segments(block), prefixes, *where, how, self._needs_slots)
         if share is not None:
             lengths, size = self._segments(block), share.group.size()
-            how, num_rows = self.chunks[0].config.cp_comm_type, len(block.input_ids)
+            num_rows = len(block.input_ids)
             return ContextSegments.cut(lengths, num_rows, share.columns, size, share.group, how, self._needs_slots)
         if block.segments is None:
             return None
-        tree = block.tree
         prefixes = prefix_tokens_of(block.prefixes) if tree is None else (tree.prefix_sizes, tree.prefix_columns)
         return Segments.on_host(block.segments, prefixes, self._needs_slots, self._with_pieces)
 

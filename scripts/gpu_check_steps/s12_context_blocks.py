@@ -1,4 +1,4 @@
-"""Attention as context-parallel ranks do it, block by block, on one device: against attention to whole segments."""
+"""Attention block by block, of context-parallel ranks and of a trie, on one device: against whole segments."""
 
 from __future__ import annotations
 
@@ -9,21 +9,31 @@ import torch
 
 
 def run(device: str, small: bool, figures: dict[str, Any]) -> None:
+    """Four ranks' parts of whole segments, then a trie on one rank and on four."""
+    _whole_segments(device, small, figures)
+    _trie(device, small, figures)
+
+
+def _whole_segments(device: str, small: bool, figures: dict[str, Any]) -> None:
     """Outputs and gradients of four ranks, float32 and bfloat16: off by what share of the largest one in float32."""
     from megatron_rl.model.attention import bucketed, varlen
+    from megatron_rl.model.context_attention import ContextSegments
     from megatron_rl.model.segments import Segments
+    from megatron_rl.parallel.zigzag import zigzag_columns
 
     lengths = (64, 16, 128) if small else (4096, 512, 16384, 8)
     generator = torch.Generator(device).manual_seed(0)
     shapes = [(sum(lengths), num_heads, 64) for num_heads in (8, 2, 2, 8)]
     given = [torch.randn(shape, generator=generator, device=device) for shape in shapes]
     whole = Segments.of(lengths, torch.device(device))
+    tokens = [zigzag_columns(lengths, 4, rank).to(device) for rank in range(4)]
+    shares = [ContextSegments.cut(lengths, 1, mine, 4) for mine in tokens]
     for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 0.03)):
         query, key, value, grad = (x.to(dtype) for x in given)
         leaves = [x.float().requires_grad_() for x in (query, key, value)]
         exact = bucketed(*leaves, whole)
         expected = [exact.detach(), *torch.autograd.grad(exact, leaves, grad.float())]
-        found = in_blocks([query, key, value], grad, lengths, size=4)
+        found = in_blocks([query, key, value], grad, shares, tokens)
         errors = [float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True)]
         name = str(dtype).removeprefix("torch.")
         figures[name] = " ".join(f"{error:.1e}" for error in errors)
@@ -33,23 +43,58 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
         assert max(errors) < bound, f"{name}: off by {errors}"
 
 
-def in_blocks(given: list[torch.Tensor], grad: torch.Tensor, lengths: tuple[int, ...], size: int) -> list[torch.Tensor]:
-    """(output, gradients of query, key and value) put together from every rank's blocks, float32."""
+def _trie(device: str, small: bool, figures: dict[str, Any]) -> None:
+    """The same for rows that branch twice."""
+    from megatron_rl.model.attention import bucketed
+    from megatron_rl.model.segments import Segments
+    from megatron_rl.model.trie_segments import TrieSegments
+    from megatron_rl.parallel.zigzag import chunk_ranges
+
+    unit = 8 if small else 512
+    # A row of 8 units, two that leave it after 4, one that leaves the last of these after 1 of its own, and filler.
+    lengths, sizes = [8 * unit, 3 * unit, 2 * unit, 2 * unit, unit], [0, 4 * unit, 4 * unit, 5 * unit]
+    start = torch.arange(4 * unit)
+    prefixes = (torch.tensor(sizes), torch.cat([start, start, start, torch.arange(11 * unit, 12 * unit)]))
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = [(16 * unit, num_heads, 64) for num_heads in (8, 2, 2, 8)]
+    given = [torch.randn(shape, generator=generator, device=device) for shape in shapes]
+    rows = Segments.on_host(lengths, prefixes)
+    whole = rows.with_tensors({name: tensor.to(device) for name, tensor in rows.tensors().items()})
+    for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 0.03)):
+        query, key, value, grad = (x.to(dtype) for x in given)
+        leaves = [x.float().requires_grad_() for x in (query, key, value)]
+        exact = bucketed(*leaves, whole)
+        expected = [exact.detach(), *torch.autograd.grad(exact, leaves, grad.float())]
+        for size in (1, 4):
+            spans = [chunk_ranges(16 * unit, size, rank) for rank in range(size)]
+            tokens = [torch.cat([torch.arange(*span) for span in of]).to(device) for of in spans]
+            shares = [TrieSegments.share_of(lengths, prefixes, rank, size) for rank in range(size)]
+            found = in_blocks([query, key, value], grad, shares, tokens)
+            errors = [float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True)]
+            name = f"trie on {size}, {str(dtype).removeprefix('torch.')}"
+            figures[name] = " ".join(f"{error:.1e}" for error in errors)
+            assert max(errors) < bound, f"{name}: off by {errors}"
+
+
+def in_blocks(
+    given: list[torch.Tensor], grad: torch.Tensor, shares: list[Any], tokens: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """(output, gradients of query, key and value) put together from every rank's blocks, float32.
+
+    shares: the segments of every rank; tokens: int64, which tokens it has.
+    """
     from megatron_rl.model.block_attention import Merged, block_backward, block_forward
-    from megatron_rl.model.context_attention import ContextSegments, taken
-    from megatron_rl.parallel.zigzag import zigzag_columns
+    from megatron_rl.model.context_attention import taken
 
     query, key, value = given
-    tokens = [zigzag_columns(lengths, size, rank).to(query.device) for rank in range(size)]
     found = [torch.zeros(x.shape, device=x.device) for x in (query, *given)]
-    for rank, mine in enumerate(tokens):
-        segments = ContextSegments.cut(lengths, 1, mine, size)
+    for rank, (mine, segments) in enumerate(zip(tokens, shares, strict=True)):
         faced, q, merged = [], query[mine], Merged(query[mine])
         for source, theirs in enumerate(tokens):
-            facing, queries, keys = segments.facing(rank, source)
-            k, v = (taken(x[theirs], keys) for x in (key, value))
-            merged.add(*block_forward(taken(q, queries), k, v, facing), queries)
-            faced.append((facing, queries, taken(theirs, keys), k, v))
+            for facing, queries, keys in segments.blocks(rank, source, query.device):
+                k, v = (taken(x[theirs], keys) for x in (key, value))
+                merged.add(*block_forward(taken(q, queries), k, v, facing), queries)
+                faced.append((facing, queries, taken(theirs, keys), k, v))
         found[0][mine] = merged.out
         out = merged.out.to(query.dtype)
         for facing, queries, of_keys, k, v in faced:

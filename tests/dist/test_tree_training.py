@@ -19,6 +19,7 @@ from megatron_rl.model.segments import Segments
 from megatron_rl.model.shared_pieces import SharedPiece
 from megatron_rl.parallel.balance import SequenceWork
 from megatron_rl.records import Batch, conversations, ragged, ragged_from_lengths, row_lengths
+from megatron_rl.roles import pipeline
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -31,6 +32,12 @@ LAYOUTS = {
         (2, 2, 1),
         {f"{role}__megatron__sequence_parallel": True for role in ("actor_rollout_ref__actor", "critic")},
     ),
+}
+MEGATRON = "actor_rollout_ref__actor__megatron"
+CP2 = {f"{role}__megatron__context_parallel_size": 2 for role in ("actor_rollout_ref__actor", "critic")}
+LAYOUTS |= {
+    f"CP2 by {how}": ((2, 1, 1), CP2 | {f"{MEGATRON}__override_transformer_config__cp_comm_type": how})
+    for how in ("p2p", "all_gather", "a2a")
 }
 CUTS = {
     "all": MicroBatching(12, as_tree=True),
@@ -101,6 +108,18 @@ def with_blocks(make, cuts: dict[str, MicroBatching], config) -> dict[str, dict]
 def test_a_trie_as_a_plain_loop(layout: str, model_path: str, plain: tuple) -> None:
     """Within 1e-5, by rows and by nodes, prefixes of both kinds. Would not catch a column that no loss here reads."""
     check_layout(*LAYOUTS[layout], model_path, plain, CUTS, with_blocks)
+
+
+def without_slots(make, cuts: dict[str, MicroBatching], config) -> dict[str, dict]:
+    """`all_cuts`, where attention goes block by block as on GPUs, whose kernels take no slots."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "has_varlen_attention", lambda example: True)
+        return all_cuts(make, cuts, config)
+
+
+def test_attention_without_slots(model_path: str, plain: tuple) -> None:
+    """On one process, within 1e-5. Would not catch what flash attention on GPUs does otherwise."""
+    check_layout((1, 1, 1), {}, model_path, plain, CUTS, without_slots)
 
 
 def replayed(config) -> dict[str, torch.Tensor]:

@@ -104,7 +104,7 @@ def test_all_ranks_blocks_add_up(size, num_rows):
         assert segments.order.tolist() == torch.cat(tokens).tolist() and segments.lengths == lengths
         q, merged, faced = query[tokens[rank]], Merged(query[tokens[rank]]), []
         for source in range(size):
-            facing, queries, keys = segments.facing(rank, source)
+            [(facing, queries, keys)] = segments.blocks(rank, source, query.device)
             pair = [taken(x[tokens[source]], keys) for x in (key, value)]
             merged.add(*plain_forward(taken(q, queries), *pair, facing), queries)
             faced.append((facing, queries, taken(tokens[source], keys), pair))

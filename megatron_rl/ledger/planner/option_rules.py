@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_rl.config.megatron import MegatronConfig, OverrideDDPConfig, OverrideTransformerConfig
 from megatron_rl.config.problems import divisors, nearest_name, nearest_number
@@ -51,7 +51,7 @@ def option_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable
         if role.is_trained:
             yield from _ddp_problems(f"{role.key}.megatron.override_ddp_config", role.megatron.override_ddp_config)
     yield from _dynamic_problems(config)
-    yield from _tree_problems(config)
+    yield from _tree_problems(config, by_path)
 
 
 def _asked_balance(role: RoleSpec) -> dict[str, bool | float]:
@@ -139,20 +139,28 @@ def _context_problems(role: RoleSpec, model: ModelSizes | None) -> Iterable[Viol
         yield Violation({key: how}, rule, {key: "p2p"}, hint, subject=subject)
 
 
-def _tree_problems(config: RunConfig) -> Iterable[Violation]:
+def _tree_problems(config: RunConfig, by_path: Mapping[str, ModelSizes]) -> Iterable[Violation]:
     """Requirements of rows that are laid as a trie."""
     key = "actor_rollout_ref.model.enable_tree_training"
     if not config.actor_rollout_ref.model.enable_tree_training:
         return
-    if config.trainer.device != "cpu":
-        rule = "needs attention whose keys lie in several places, which the variable-length kernels of GPUs do not have"
-        yield Violation({key: True, "trainer.device": config.trainer.device}, rule, {key: False})
+    on_gpus = config.trainer.device != "cpu"
     for role in roles_of(config):
         passes = [spec for spec in role.passes if spec.as_tree]
-        if role.megatron.context_parallel_size > 1 and passes:
-            cp_key = f"{role.key}.megatron.context_parallel_size"
-            rule = "must be 1 where rows are laid as a trie: ranks that share a sequence each read a part of it alone"
-            yield Violation({cp_key: role.megatron.context_parallel_size, key: True}, rule, {key: False})
+        if not passes:
+            continue
+        megatron, model = role.megatron, by_path.get(role.model_path)
+        if megatron.dynamic_context_parallel and megatron.context_parallel_size > 1:
+            own = f"{role.key}.megatron.{DYNAMIC}"
+            rule = f"must be false with {key}=true: the columns of a trie are cut over all ranks alike"
+            yield Violation({own: True}, rule, {own: False})
+        how_key, how = f"{role.key}.{GROUP}.cp_comm_type", megatron.override_transformer_config.cp_comm_type
+        if on_gpus and megatron.context_parallel_size > 1 and how == "a2a":
+            rule = f"must be another with {key}=true on GPUs: their kernels take the keys of whole rows end to end"
+            yield Violation({how_key: how}, rule, {how_key: "p2p"})
+        if on_gpus and model is not None and model.attention.not_cut:
+            rule = f"is not there on GPUs for {model.attention.not_cut}, as of {model.path}"
+            yield Violation({key: True, "trainer.device": config.trainer.device}, rule, {key: False})
         if any(not spec.remove_padding for spec in passes):
             padding = f"{role.model_key.rpartition('.')[0]}.use_remove_padding"
             rule = f"must be true with {key}=true: rows that are filled up share nothing"
