@@ -23,6 +23,7 @@ from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.rollout import Rollout
 from megatron_rl.sampling.drain_notices import DRAIN_FILE, DrainNotices
 from megatron_rl.sampling.earlier_answers import EarlierAnswers
+from megatron_rl.sampling.former_lengths import FormerLengths
 from megatron_rl.sampling.group_filter import GroupFilter
 from megatron_rl.sampling.journal import (
     SCHEDULE_FILE,
@@ -109,7 +110,8 @@ def settings_of(rules: Rules, config: RunConfig) -> dict[str, Any]:
     left_out = {"first_step", "awaits_turns", *(() if rules.has_turns else ("has_turns",))}
     left_out |= set() if rules.extra_groups else {"extra_groups", "group_size"}  # older schedules have neither
     settings = {name: value for name, value in asdict(rules).items() if name not in left_out}
-    return settings | {"seed": config.trainer.seed, "drafts": drafts_of(config)}
+    order = config.actor_rollout_ref.rollout.longest_first or None
+    return settings | {"seed": config.trainer.seed, "drafts": drafts_of(config), "longest_first": order}
 
 
 def drafts_of(config: RunConfig) -> dict[str, Any] | None:
@@ -169,9 +171,9 @@ def open_schedule(
     if config.trainer.rollouts_from is not None:
         sizes = config.batch_sizes.num_samples
         check_record(Path(config.trainer.rollouts_from), rules.first_step, rules.num_steps_total, sizes)
-    earlier = open_earlier(config, rules, start.path)
+    former = open_earlier(config, rules, start.path), open_lengths(config, rules, start.path)
     if not config.samples_ahead:
-        return Schedule(rules, Scheduler(rules, num_replicas), None, num_replicas, start.step, None, None, earlier)
+        return Schedule(rules, Scheduler(rules, num_replicas), None, num_replicas, start.step, None, None, *former)
     settings, last_batch = settings_of(rules, config), rules.last_batch(start.step)
     saved = None if start.path is None else read_schedule(start.path)
     decider: Decider
@@ -188,7 +190,7 @@ def open_schedule(
     journal = open_journal(folder, saved, settings)
     opened.callback(journal.close)
     checkpoint = None if saved is None else start.path
-    return Schedule(rules, Recorder(decider, journal), journal, num_replicas, last_batch, checkpoint, replies, earlier)
+    return Schedule(rules, Recorder(decider, journal), journal, num_replicas, last_batch, checkpoint, replies, *former)
 
 
 def open_earlier(config: RunConfig, rules: Rules, checkpoint: Path | None) -> EarlierAnswers | None:
@@ -203,6 +205,19 @@ def open_earlier(config: RunConfig, rules: Rules, checkpoint: Path | None) -> Ea
     if checkpoint is not None:
         earlier.read(checkpoint)
     return earlier
+
+
+def open_lengths(config: RunConfig, rules: Rules, checkpoint: Path | None) -> FormerLengths | None:
+    """Return the lengths by which requests are ordered, those of a checkpoint first; None where they are not.
+
+    Raises ConfigError for a damaged file.
+    """
+    if not config.actor_rollout_ref.rollout.longest_first:
+        return None
+    lengths = FormerLengths(rules.ahead)
+    if checkpoint is not None:
+        lengths.read(checkpoint)
+    return lengths
 
 
 def open_sampler(

@@ -9,6 +9,7 @@ from megatron_rl.agents.episodes import Episodes
 from megatron_rl.agents.observation import TaskRow
 from megatron_rl.records import Batch, Prompts
 from megatron_rl.rollout.slices import Slice, SliceReport
+from megatron_rl.sampling.former_lengths import FormerLengths, longest_first
 from megatron_rl.sampling.open_answers import OpenAnswers
 from megatron_rl.sampling.rules import Decider, Order
 
@@ -20,7 +21,7 @@ class Backlog:
     tokens after its prompt.
     engines: replica -> requests in its engine. reports: those of finished slices, without tokens, for metrics.
     episodes: answers turns; None: the first turn of a request is its last. num_late: requests of the batch taken last
-    that were late, and changed places.
+    that were late, and changed places. lengths: with them engines begin the longest requests first.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Backlog:
         self.keeps_prefixes = False
         self.on_end: Callable[[int, TaskRow, list[int]], None] | None = None
         self.num_late = 0
+        self.lengths: FormerLengths | None = None
         self._beginning: set[int] = set()
         self.apply_decisions()  # a checkpoint may have left some
         for request in answers.away:
@@ -150,5 +152,13 @@ class Backlog:
         drops = tuple(request for request in order.drops if request in engine)
         engine -= set(drops)
         engine |= set(order.starts)
-        starts = tuple(self.answers.start(request) for request in order.starts)
+        starts = tuple(self.answers.start(request) for request in self._in_order(order.starts))
         return Slice(order.version, order.num_steps, starts, drops, self.keeps_prefixes)
+
+    def _in_order(self, requests: Sequence[int]) -> Sequence[int]:
+        if self.lengths is None:
+            return requests
+        episodes = [self.answers.episode(request) for request in requests]
+        batches = [request // self.answers.batch_rows + 1 for request in requests]
+        expected = [self.lengths.of(e.row["index"], batch) for e, batch in zip(episodes, batches, strict=True)]
+        return longest_first(requests, expected, [len(episode.token_ids) for episode in episodes])

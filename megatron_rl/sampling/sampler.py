@@ -29,6 +29,7 @@ from megatron_rl.rollout.seeds import request_seed
 from megatron_rl.rollout.slices import DraftCounts
 from megatron_rl.sampling.backlog import Backlog
 from megatron_rl.sampling.earlier_answers import EARLIER_FILE, EarlierAnswers
+from megatron_rl.sampling.former_lengths import LENGTHS_FILE, FormerLengths
 from megatron_rl.sampling.journal import Journal, reply_event
 from megatron_rl.sampling.open_answers import OpenAnswers
 from megatron_rl.sampling.rules import Decider, Rules
@@ -81,7 +82,8 @@ class Schedule:
 
     last_batch: the last batch that the checkpoint has begun. journal: None if no answer outlives its step: then nothing
     is recorded or saved. replies: the answers to turns of a schedule that is repeated, by request, in their order.
-    earlier: answers from which rollouts guess, with those of the checkpoint; None: they do not.
+    earlier: answers from which rollouts guess, with those of the checkpoint; None: they do not. lengths: of former
+    answers, by which requests are ordered; None: they are not.
     """
 
     rules: Rules
@@ -92,6 +94,7 @@ class Schedule:
     checkpoint: Path | None
     replies: Sequence[tuple[int, Reply]] | None = None
     earlier: EarlierAnswers | None = None
+    lengths: FormerLengths | None = None
 
 
 class Sampler:
@@ -118,6 +121,7 @@ class Sampler:
         if schedule.checkpoint is not None:
             read_answers(schedule.checkpoint, self.answers, self._prompts_numbered)
         self.backlog = Backlog(schedule.decider, self.answers, schedule.num_replicas, self.episodes)
+        self.backlog.lengths = self._lengths = schedule.lengths
         # Where slices are recorded, a repeated one must find the same cache, whatever was lost meanwhile.
         self.backlog.keeps_prefixes = self.journal is None
         # Otherwise all answers of a batch come together, or an answer may still change its number.
@@ -184,6 +188,9 @@ class Sampler:
         if self._earlier is not None:
             self._earlier.write(folder, step)
             files.append(EARLIER_FILE)
+        if self._lengths is not None:
+            self._lengths.write(folder, step)
+            files.append(LENGTHS_FILE)
         if self.journal is not None:
             schedule = self.backlog.decider.state_dict() | {"num_lines": self.journal.num_lines}
             write_rollouts(folder, self.answers, schedule, step)
@@ -195,7 +202,9 @@ class Sampler:
         return () if self._earlier is None else self._earlier.of(index, batch)
 
     def keep(self, step: int, prompts: Prompts, rows: Batch) -> None:
-        """Keep a step's answers for guesses of later steps, if rollouts guess from them."""
+        """Keep a step's answers for guesses of later steps, if rollouts guess from them, and their lengths."""
+        if self._lengths is not None:
+            self._lengths.add(step, prompts.index, rows)
         if self._earlier is not None:
             self._earlier.add(step, prompts.index, rows)
 

@@ -98,3 +98,14 @@ def test_late_groups_refused(late, change, expected):
     for key, value in change.items():
         put(late, key, value)
     assert expected in problems(late)
+
+
+def test_batches_beside_the_schedule_have_no_order(config):
+    """Would not catch another way to draw beside it."""
+    config.actor_rollout_ref.rollout.longest_first = True
+    assert problems(config) == []
+    config.algorithm.filter_groups.enable = True
+    assert (
+        f"{ROLLOUT}.longest_first=true must be false with algorithm.filter_groups.enable=true, whose batches are drawn "
+        "beside the schedule; nearest: false"
+    ) in problems(config)

@@ -25,6 +25,10 @@ def async_problems(config: RunConfig) -> Iterable[Violation]:
     yield from _sync_problems(config)
     yield from _elastic_problems(config)
     yield from _over_sample_problems(config)
+    if config.actor_rollout_ref.rollout.longest_first and config.algorithm.filter_groups.enable:
+        key = f"{ROLLOUT_KEY}.longest_first"
+        rule = "must be false with algorithm.filter_groups.enable=true, whose batches are drawn beside the schedule"
+        yield Violation({key: True}, rule, {key: False})
     if not config.samples_ahead:
         return
     yield from _stale_problems(config)

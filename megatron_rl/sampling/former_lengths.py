@@ -1,0 +1,82 @@
+"""How long the last answers to each prompt were, so that requests that will take long begin first."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import save
+
+from megatron_rl.records import Batch
+from megatron_rl.sampling.saved_answers import opened
+
+LENGTHS_FILE = "former_lengths.safetensors"
+"""A file of a checkpoint: what `FormerLengths.tensors` returns."""
+
+
+class Longest(NamedTuple):
+    """The longest answer of a step to a prompt, in tokens."""
+
+    step: int
+    num_tokens: int
+
+
+class FormerLengths:
+    """Of trained batches, by the number of the prompt in the dataset (`Prompts.index`).
+
+    What is known of a prompt depends on the batch alone, as for `EarlierAnswers`.
+    """
+
+    def __init__(self, ahead: int) -> None:
+        """ahead: see `Rules`."""
+        self._ahead = ahead
+        self._lengths: dict[int, list[Longest]] = defaultdict(list)
+
+    def of(self, prompt: int, batch: int) -> int | None:
+        """The longest of the last answers that a request of a batch may know; None where there is none."""
+        known = [one.num_tokens for one in self._lengths.get(prompt, ()) if one.step < batch - self._ahead]
+        return known[-1] if known else None
+
+    def add(self, step: int, prompts: torch.Tensor, rows: Batch) -> None:
+        """Add the answers of a step that is trained. prompts: int64 [B], of rows."""
+        longest: dict[int, int] = defaultdict(int)
+        for prompt, length in zip(prompts.tolist(), rows.num_sampled.tolist(), strict=True):
+            longest[prompt] = max(longest[prompt], length)
+        for prompt, num_tokens in longest.items():
+            lengths = [one for one in self._lengths[prompt] if one.step < step]  # a step may be repeated
+            # If this step is given up, its batch is drawn again, and must find what it found.
+            old = [one for one in lengths if one.step < step - self._ahead][-1:]
+            new = [one for one in lengths if one.step >= step - self._ahead]
+            self._lengths[prompt] = [*old, *new, Longest(step, num_tokens)]
+
+    def tensors(self, step: int) -> dict[str, torch.Tensor]:
+        """What is known up to a step, for a checkpoint. lengths int64 [N, 3]: prompt, step, tokens."""
+        rows = [[prompt, *one] for prompt, lengths in self._lengths.items() for one in lengths if one.step <= step]
+        return {"lengths": torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)}
+
+    def write(self, folder: Path, step: int) -> None:
+        """Write what is known up to a step to a checkpoint. Raises OSError."""
+        (folder / LENGTHS_FILE).write_bytes(save(self.tensors(step)))
+
+    def read(self, folder: Path) -> None:
+        """Read those of a checkpoint; one of a run that kept none has none. Raises ConfigError for a damaged file."""
+        if (folder / LENGTHS_FILE).exists():
+            with opened(folder / LENGTHS_FILE) as content:
+                for prompt, step, num_tokens in content.get_tensor("lengths").tolist():
+                    self._lengths[prompt].append(Longest(step, num_tokens))
+
+
+def longest_first(requests: Sequence[int], expected: Sequence[int | None], drawn: Sequence[int]) -> list[int]:
+    """The requests in the order in which an engine is to begin them.
+
+    Those that have drawn something go on first: an earlier step left them. Then the longest expected; a request
+    of which nothing is expected counts as the mean of the others. Of equal ones the lower number is first.
+    """
+    known = [length for length in expected if length is not None]
+    mean = sum(known) / len(known) if known else 0.0
+    rows = zip(requests, expected, drawn, strict=True)
+    keyed = [(num == 0, -(mean if length is None else length), request) for request, length, num in rows]
+    return [request for *_, request in sorted(keyed)]
