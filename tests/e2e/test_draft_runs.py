@@ -10,7 +10,7 @@ import pytest
 from conftest import DEMOS_OWN
 from safetensors.torch import load_file
 from short_runs import LOCAL, SHORT, WITHOUT_RAY, metrics
-from test_async_runs import ASYNC, SMALL, assert_same_bits, events
+from test_async_runs import ASYNC, SMALL, assert_same_bits, events, numbers
 
 from megatron_rl.sampling.earlier_answers import EARLIER_FILE
 
@@ -86,7 +86,10 @@ def must_go_on(command_line, *settings: str, **how: str) -> None:
     resumed = command_line(*settings, *by_path, **how)
     assert resumed.wait() == 0, resumed.text()
     ours, theirs = metrics(resumed), metrics(whole)
-    assert list(ours) == [3, 4, 5] and {step: theirs[step] for step in ours} == ours
+    assert list(ours) == [3, 4, 5] and numbers(resumed) == numbers(whole)[-3:]
+    # Those of a batch that a checkpoint has begun are of this process alone.
+    whole_batches = [step for step in ours if step > 2 + theirs[5].get("staleness/max", 0)]
+    assert [ours[step][TOKENS] for step in whole_batches] == [theirs[step][TOKENS] for step in whole_batches]
     assert ours[5][TOKENS] > 1.2 * theirs[1][TOKENS]
 
 
