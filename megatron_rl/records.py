@@ -330,6 +330,25 @@ def first_true(mask: torch.Tensor) -> torch.Tensor:
     return lengths.scatter_reduce(0, rows[is_true], place[is_true], "amin")
 
 
+def prompt_numbers(batch: Batch, experts: torch.Tensor | None = None) -> list[int]:
+    """Number the prompts of the rows: rows with the same tokens before the first sampled one have the same number.
+
+    experts: ragged [B, (T), layers, K], to which the tokens will be sent; prompts with other experts are other prompts.
+    Experts of a prompt's last token, which rows do not share, do not matter.
+    """
+    tokens, lengths = batch.flat("input_ids").numpy(), row_lengths(batch["input_ids"])
+    starts, num_prompt_tokens = lengths.cumsum(0) - lengths, first_true(batch["sampled"])
+    sent = [b""] * len(lengths)
+    if experts is not None:
+        counts = (num_prompt_tokens - 1).clamp(min=0).tolist()
+        sent = [part[:count].numpy().tobytes() for part, count in zip(experts.unbind(), counts, strict=True)]
+    numbers: dict[tuple[bytes, bytes], int] = {}
+    return [
+        numbers.setdefault((tokens[start : start + length].tobytes(), row), len(numbers))
+        for start, length, row in zip(starts.tolist(), num_prompt_tokens.tolist(), sent, strict=True)
+    ]
+
+
 def single_turn(input_ids: torch.Tensor, num_sampled: torch.Tensor, **columns: torch.Tensor | None) -> Batch:
     """Return rows whose last `num_sampled` (int64 [B]) tokens are sampled. input_ids: ragged int64 [B, (L)]."""
     lengths = row_lengths(input_ids)

@@ -19,8 +19,8 @@ import torch
 
 from megatron_rl.cluster.rank_messages import Payload
 from megatron_rl.dispatch import Coordinates, Dispatch, ExtraBatch
-from megatron_rl.parallel.balance import SequenceWork, share_out
-from megatron_rl.records import Batch, row_lengths
+from megatron_rl.parallel.balance import SequenceWork, share_out, share_out_prompts
+from megatron_rl.records import Batch, first_true, prompt_numbers, row_lengths
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,12 @@ def _order(record: Batch, sizes: list[int], work: SequenceWork | None) -> torch.
     """Return row numbers, chunk after chunk, that give chunks of these sizes about equal work; None: no reordering."""
     if work is None or len(sizes) == 1:
         return None
-    costs = work(row_lengths(record["input_ids"]).tolist())
-    shares = share_out(costs, [1] * len(costs), sizes)
+    lengths = row_lengths(record["input_ids"]).tolist()
+    if work.by_prompt and "sampled" in record:
+        prompts, before = prompt_numbers(record), first_true(record["sampled"]).tolist()
+        shares = share_out_prompts(prompts, lengths, before, work, sizes)
+    else:
+        shares = share_out(work(lengths), [1] * len(lengths), sizes)
     assert shares is not None  # weights of one always fill the sizes
     return torch.tensor([row for part in shares for row in part])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -198,6 +198,8 @@ def check_nodes(config: RunConfig, say: Callable[[str], None]) -> None:
 def hosting_of(config: RunConfig, placement: Placement, observer: CallObserver) -> Hosting:
     """Settings that every rank starts with."""
     trainer, options = config.trainer, rank_options(config, placement)
+    work = sequence_work(placement.leader.model_path)
+    work = replace(work, by_prompt=config.actor_rollout_ref.model.enable_tree_training)
     limits = heartbeat_limits(config)
     return Hosting(
         RankHost,
@@ -205,7 +207,7 @@ def hosting_of(config: RunConfig, placement: Placement, observer: CallObserver) 
         {name: KINDS[role.kind] for name, role in placement.roles.items()},
         trainer.device,
         env=options.env,
-        work=sequence_work(placement.leader.model_path) if trainer.balance_batch else None,
+        work=work if trainer.balance_batch else None,
         limits=limits,
         observer=observer,
         replicated=replicated_pools(config, placement),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_rl.experience.prefix_tree import PrefixTree, prefix_tree
 from megatron_rl.experience.routed_tokens import RoutedTokens, expert_bytes, routed_tokens
-from megatron_rl.parallel.balance import SequenceWork, pack
+from megatron_rl.parallel.balance import SequenceWork, pack, together
 from megatron_rl.parallel.zigzag import ContextShare
 from megatron_rl.records import Batch, conversations, elements_of, first_true, places_in_rows, row_lengths
 
@@ -94,20 +94,6 @@ class MicroBatching:
             works = [sum(work[row] for row in rows) for rows in units]
             blocks = pack(tokens, works, self.max_tokens, num_blocks, multiple)
         return [[row for unit in block for row in units[unit]] for block in blocks]
-
-
-def together(prompts: Sequence[int], lengths: Sequence[int], most: int, max_tokens: int) -> list[list[int]]:
-    """Rows with the same prompt, in parts of at most `most` rows and `max_tokens` tokens; every row once."""
-    parts: list[list[int]] = []
-    open_part: dict[int, tuple[int, int]] = {}  # prompt -> (part that takes more, its tokens)
-    for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-        part, tokens = open_part.get(prompt, (-1, 0))
-        if part < 0 or len(parts[part]) == most or tokens + length > max_tokens:
-            parts.append([])
-            part, tokens = len(parts) - 1, 0
-        parts[part].append(row)
-        open_part[prompt] = (part, tokens + length)
-    return parts
 
 
 @dataclass
@@ -237,25 +223,6 @@ class MicroBatch:
             prefixes=(),
             num_sharing=1,
         )
-
-
-def prompt_numbers(batch: Batch, experts: Tensor | None = None) -> list[int]:
-    """Number the prompts of the rows: rows with the same tokens before the first sampled one have the same number.
-
-    experts: ragged [B, (T), layers, K], to which the tokens will be sent; prompts with other experts are other prompts.
-    Experts of a prompt's last token, which rows do not share, do not matter.
-    """
-    tokens, lengths = batch.flat("input_ids").numpy(), row_lengths(batch["input_ids"])
-    starts, num_prompt_tokens = lengths.cumsum(0) - lengths, first_true(batch["sampled"])
-    sent = [b""] * len(lengths)
-    if experts is not None:
-        counts = (num_prompt_tokens - 1).clamp(min=0).tolist()
-        sent = [part[:count].numpy().tobytes() for part, count in zip(experts.unbind(), counts, strict=True)]
-    numbers: dict[tuple[bytes, bytes], int] = {}
-    return [
-        numbers.setdefault((tokens[start : start + length].tobytes(), row), len(numbers))
-        for start, length, row in zip(starts.tolist(), num_prompt_tokens.tolist(), sent, strict=True)
-    ]
 
 
 def micro_batches(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,10 +21,12 @@ TOLERANCE = 1e-3
 class SequenceWork:
     """FLOPs of one sequence in units of one token's matrices: L + L^2 / attention_parity.
 
-    attention_parity: the length at which causal attention costs as much as the matrices (see `ModelShape`).
+    attention_parity: the length at which causal attention costs as much as the matrices (see `ModelShape`). by_prompt:
+    ranks compute once what their rows have in common, so that rows of one prompt belong on one rank.
     """
 
     attention_parity: float
+    by_prompt: bool = False
 
     def __call__(self, lengths: Sequence[int]) -> list[float]:
         """Work of sequences of these lengths."""
@@ -114,6 +117,43 @@ def best_exchange(
             if -heavy_room <= change <= light_room and exchange.gain(wanted) > best.gain(wanted):
                 best = exchange
     return best
+
+
+def together(prompts: Sequence[int], lengths: Sequence[int], most: int, max_tokens: int) -> list[list[int]]:
+    """Rows with the same prompt, in parts of at most `most` rows and `max_tokens` tokens; every row once."""
+    parts: list[list[int]] = []
+    open_part: dict[int, tuple[int, int]] = {}  # prompt -> (part that takes more, its tokens)
+    for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        part, tokens = open_part.get(prompt, (-1, 0))
+        if part < 0 or len(parts[part]) == most or tokens + length > max_tokens:
+            parts.append([])
+            part, tokens = len(parts) - 1, 0
+        parts[part].append(row)
+        open_part[prompt] = (part, tokens + length)
+    return parts
+
+
+def share_out_prompts(
+    prompts: Sequence[int],
+    lengths: Sequence[int],
+    num_prompt_tokens: Sequence[int],
+    work: SequenceWork,
+    capacities: Sequence[int],
+) -> list[list[int]] | None:
+    """`share_out` of rows that weigh 1, with as many rows of a prompt in one part as fill all parts.
+
+    A prompt counts once where its rows are in one unit.
+    """
+    of_rows, of_prompts = work(lengths), work(num_prompt_tokens)
+    most = max(Counter(prompts).values())
+    while most > 1:
+        units = together(prompts, lengths, most, sum(lengths))
+        costs = [sum(of_rows[row] for row in unit) - (len(unit) - 1) * of_prompts[unit[0]] for unit in units]
+        parts = share_out(costs, [len(unit) for unit in units], capacities)
+        if parts is not None:
+            return [sorted(row for unit in part for row in units[unit]) for part in parts]
+        most //= 2
+    return share_out(of_rows, [1] * len(of_rows), capacities)
 
 
 def pack(

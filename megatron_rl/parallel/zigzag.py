@@ -57,9 +57,9 @@ def chunk_ranges(num_columns: int, cp_size: int, cp_rank: int) -> tuple[tuple[in
 
 @dataclass(frozen=True)
 class ContextShare:
-    """A context-parallel rank's part of one block. Legend: b x S the whole block, N its sampled tokens, n those here. In
-    a trie these are pairs of a column and the token that follows it.
+    """A context-parallel rank's part of one block. Legend: b x S the whole block, N its sampled tokens, n those here.
 
+    In a trie these are pairs of a column and the token that follows it.
     columns: int64 [S / cp_size], the columns that this rank reads of every row; host_columns: the same on the CPU,
     also when the others are on a device. places: int64 [n], where among the b x S / cp_size that it reads a sampled
     token is predicted. numbers: int64 [n], numbers of these tokens among the N.

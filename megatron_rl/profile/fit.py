@@ -13,15 +13,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from megatron_rl.ledger.planner.hardware import Hardware, Overheads
+from megatron_rl.ledger.planner.step_load import COLLECTIVE_LATENCY, Load
 from megatron_rl.ledger.planner.time import (
     ALL_COLLECTIVES,
-    COLLECTIVE_LATENCY,
     DP_COLLECTIVES,
     LINK_EFFICIENCY,
     MEMORY_EFFICIENCY,
     Estimator,
     Layout,
-    Load,
     ModelCost,
 )
 from megatron_rl.profile.samples import (

@@ -30,7 +30,6 @@ from megatron_rl.experience.micro_batches import (
     in_row_order,
     lengths_in_blocks,
     micro_batches,
-    prompt_numbers,
     round_up,
     widened,
 )
@@ -44,7 +43,7 @@ from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.context_packs import plan_packs
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.parallel.zigzag import ContextShare, segment_multiple, zigzag_columns
-from megatron_rl.records import Batch, conversations, row_lengths
+from megatron_rl.records import Batch, conversations, prompt_numbers, row_lengths
 from megatron_rl.roles.expert_routing import ExpertRouting
 from megatron_rl.roles.known_shapes import messages_of_known_shapes
 

@@ -18,7 +18,8 @@ import yaml
 from published.ahead import seconds_ahead
 
 from megatron_rl.ledger.planner.hardware import FOLDER, Hardware, load_hardware
-from megatron_rl.ledger.planner.time import BF16, LINK_EFFICIENCY, Estimator, Layout, Load, ModelCost
+from megatron_rl.ledger.planner.step_load import Load
+from megatron_rl.ledger.planner.time import BF16, LINK_EFFICIENCY, Estimator, Layout, ModelCost
 from megatron_rl.model.families import Model
 
 HERE = Path(__file__).parent

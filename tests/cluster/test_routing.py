@@ -180,6 +180,15 @@ def test_rows_are_shared_out_by_their_work_and_come_back_in_order() -> None:
     assert [row.tolist() for row in joined["input_ids"].unbind()] == [row.tolist() for row in tokens.unbind()]
 
 
+def test_rows_of_a_prompt_go_to_one_rank_where_it_is_computed_once() -> None:
+    """Four rows of two prompts, whose lengths alone would mix them. Would not catch prompts of different sizes."""
+    ids = ragged([torch.tensor([number % 2, 7, *[9] * size]) for number, size in enumerate((8, 7, 2, 1))])
+    rows = single_turn(ids, torch.tensor([8, 7, 2, 1]))
+    for by_prompt, wanted in ((True, [[0, 2], [1, 3]]), (False, [[0, 3], [1, 2]])):
+        split = split_call((rows,), {}, 2, SequenceWork(100.0, by_prompt))
+        assert split.order is not None and split.order.view(2, 2).tolist() == wanted
+
+
 def test_parts_of_tuples_are_joined_by_themselves() -> None:
     """Two chunks of three rows, shared out by work: the record in the call's order, the dict once.
 

@@ -19,8 +19,9 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.ledger.planner.hardware import load_hardware
 from megatron_rl.ledger.planner.pretraining_rules import pretraining_problems
 from megatron_rl.ledger.planner.role_ledger import SCORE, UPDATE, passes_of
+from megatron_rl.ledger.planner.step_load import Load
 from megatron_rl.ledger.planner.step_time import updated_load
-from megatron_rl.ledger.planner.time import Estimator, Layout, Load, ModelCost
+from megatron_rl.ledger.planner.time import Estimator, Layout, ModelCost
 
 REPOSITORY = Path(__file__).parents[2]
 DEMO = REPOSITORY / "configs" / "demo_cpu.yaml"

@@ -12,11 +12,10 @@ from megatron_rl.experience.micro_batches import (
     in_one_shape,
     in_row_order,
     micro_batches,
-    prompt_numbers,
 )
 from megatron_rl.parallel.balance import SequenceWork
 from megatron_rl.parallel.zigzag import ContextShare, zigzag_columns
-from megatron_rl.records import Batch, ragged, single_turn
+from megatron_rl.records import Batch, prompt_numbers, ragged, single_turn
 
 modest = settings(max_examples=60, deadline=None)
 

@@ -13,7 +13,7 @@ from megatron_rl.ledger.planner.ahead import AheadPlan, Sides, batch_lengths, ro
 from megatron_rl.ledger.planner.hardware import load_hardware
 from megatron_rl.ledger.planner.preflight import preflight
 from megatron_rl.ledger.planner.run_plan import RunPlan
-from megatron_rl.ledger.planner.time import Load
+from megatron_rl.ledger.planner.step_load import Load
 from megatron_rl.sampling.engine_model import Costs
 from megatron_rl.sampling.rules import Rules
 

@@ -20,7 +20,8 @@ from megatron_rl.ledger.planner.memory_report import (
 )
 from megatron_rl.ledger.planner.role_ledger import most_scored
 from megatron_rl.ledger.planner.run_models import RunModels
-from megatron_rl.ledger.planner.time import Estimator, Layout, Load, ModelCost
+from megatron_rl.ledger.planner.step_load import Load
+from megatron_rl.ledger.planner.time import Estimator, Layout, ModelCost
 
 ACTOR = "actor_rollout_ref.actor"
 MEGATRON = f"{ACTOR}.megatron"

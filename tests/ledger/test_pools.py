@@ -25,8 +25,9 @@ from megatron_rl.ledger.planner.planned_steps import PHASES, SHORTEST_S, stall_t
 from megatron_rl.ledger.planner.preflight import preflight
 from megatron_rl.ledger.planner.run_models import RunModels
 from megatron_rl.ledger.planner.run_plan import RunPlan
+from megatron_rl.ledger.planner.step_load import Load
 from megatron_rl.ledger.planner.step_time import CALL_SECONDS, StepTime
-from megatron_rl.ledger.planner.time import LINK_EFFICIENCY, Estimator, Layout, Load, ModelCost
+from megatron_rl.ledger.planner.time import LINK_EFFICIENCY, Estimator, Layout, ModelCost
 from megatron_rl.model.parts import LayerBlock
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"

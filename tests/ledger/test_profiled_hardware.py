@@ -12,7 +12,8 @@ from published.points import cost
 from megatron_rl.config.load import load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.ledger.planner.hardware import FOLDER, Overheads, latency, load_hardware, planned_hardware
-from megatron_rl.ledger.planner.time import ALL_COLLECTIVES, DP_COLLECTIVES, Busy, Estimator, Layout, Load
+from megatron_rl.ledger.planner.step_load import Load
+from megatron_rl.ledger.planner.time import ALL_COLLECTIVES, DP_COLLECTIVES, Busy, Estimator, Layout
 
 BARE = dataclasses.replace(
     load_hardware("cpu"),

@@ -18,8 +18,8 @@ from megatron_rl.ledger.planner.hardware import load_hardware
 from megatron_rl.ledger.planner.memory import plan_stages
 from megatron_rl.ledger.planner.preflight import preflight
 from megatron_rl.ledger.planner.run_models import RunModels
+from megatron_rl.ledger.planner.step_load import RL_SHARE
 from megatron_rl.ledger.planner.task_plan import TaskPlan
-from megatron_rl.ledger.planner.time import RL_SHARE
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 ACTOR = "actor_rollout_ref.actor"

@@ -18,17 +18,9 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.ledger.planner.answer_lengths import Lengths
 from megatron_rl.ledger.planner.hardware import known_hardware, load_hardware
+from megatron_rl.ledger.planner.step_load import COLLECTIVE_LATENCY, DECODE_OVERHEAD, RL_SHARE, Load
 from megatron_rl.ledger.planner.step_time import generation_seconds
-from megatron_rl.ledger.planner.time import (
-    COLLECTIVE_LATENCY,
-    DECODE_OVERHEAD,
-    LAUNCH_SECONDS,
-    RL_SHARE,
-    Estimator,
-    Layout,
-    Load,
-    ModelCost,
-)
+from megatron_rl.ledger.planner.time import LAUNCH_SECONDS, Estimator, Layout, ModelCost
 
 REPOSITORY = Path(__file__).parents[2]
 GPU = dataclasses.replace(load_hardware("h100"), matmul_efficiency=1.0)
@@ -61,6 +53,20 @@ def test_training_is_work_over_peak_and_the_bubble():
     again = Estimator(model, Layout(1, 8), GPU).train(dataclasses.replace(LOAD, recompute=True))
     assert again == pytest.approx(alone * 4 / 3)
     assert Estimator(model, Layout(1, 8), GPU).forward(LOAD) == pytest.approx(alone / 3)
+
+
+def test_a_prompt_of_a_trie_is_computed_once():
+    """Four samples of 100 + 100 tokens: 500 tokens pass, which see 50 keys of the prompt's 100, and 150 of the others.
+
+    With fewer samples on a rank less is shared. Would not catch passes that share and do not say so.
+    """
+    load = dataclasses.replace(LOAD, rows_of_prompt=4)
+    assert load.computed_length(4) == 125 and load.computed_length(2) == 150 and load.computed_length(0.5) == 200
+    assert load.attended_length(4) == 2 * (100 * 50 + 400 * 150) / 500
+    assert load.least_tokens == 64 * 125 and LOAD.least_tokens == LOAD.num_tokens
+    assert LOAD.attended_length(64) == LOAD.length
+    estimator = Estimator(cost("llama-3-8b"), Layout(1, 8), GPU)
+    assert 0.6 < estimator.forward(load) / estimator.forward(LOAD) < 0.66
 
 
 def test_the_head_and_uneven_stages_set_the_pace():

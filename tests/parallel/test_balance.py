@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.parallel.balance import SequenceWork, best_fit, pack, share_out
+from megatron_rl.parallel.balance import SequenceWork, best_fit, pack, share_out, share_out_prompts
 
 modest = settings(max_examples=150, deadline=None)
 PARITY = SequenceWork(1000.0)
@@ -65,6 +65,31 @@ def test_equal_numbers_of_rows(lengths, num_parts):
     parts = share_out(work, [1] * len(work), sizes)
     assert [len(part) for part in parts] == sizes
     assert sorted(item for part in parts for item in part) == list(range(len(work)))
+
+
+def test_rows_of_a_prompt_go_to_one_rank():
+    """Eight rows of two prompts over two ranks; then over four, which take two rows each.
+
+    Would not catch prompts that do not fill the ranks; the next test would.
+    """
+    prompts, lengths = [0, 1] * 4, [30, 12, 40, 14, 35, 13, 50, 11]
+    assert share_out_prompts(prompts, lengths, [20, 10] * 4, PARITY, [4, 4]) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    parts = share_out_prompts(prompts, lengths, [20, 10] * 4, PARITY, [2] * 4)
+    assert sorted(sorted(prompts[row] for row in rows) for rows in parts) == [[0, 0], [0, 0], [1, 1], [1, 1]]
+
+
+@modest
+@given(groups=st.lists(st.integers(1, 6), min_size=1, max_size=8), num_parts=st.integers(1, 5), seed=st.integers(0, 9))
+def test_prompts_of_any_sizes(groups, num_parts, seed):
+    """Every row once, in parts of the given sizes. Would not catch prompts that are scattered without need."""
+    rng = random.Random(seed)
+    prompts = [number for number, size in enumerate(groups) for _ in range(size)]
+    before = [rng.randrange(1, 9)] * len(prompts)
+    lengths = [num + rng.randrange(1, 9) for num in before]
+    sizes = [len(prompts) // num_parts + (part < len(prompts) % num_parts) for part in range(num_parts)]
+    parts = share_out_prompts(prompts, lengths, before, PARITY, sizes)
+    assert [len(part) for part in parts] == sizes
+    assert sorted(row for part in parts for row in part) == list(range(len(prompts)))
 
 
 LENGTHS = {

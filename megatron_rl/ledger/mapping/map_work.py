@@ -25,9 +25,10 @@ from megatron_rl.ledger.planner.memory_report import usable_bytes
 from megatron_rl.ledger.planner.model_folder import ModelSizes
 from megatron_rl.ledger.planner.preflight import read_models
 from megatron_rl.ledger.planner.role_ledger import RoleLedger, RoleParams
+from megatron_rl.ledger.planner.step_load import Load
 from megatron_rl.ledger.planner.step_time import layout_of, scored_load, step_load, updated_load
 from megatron_rl.ledger.planner.teaching_costs import TeachingCosts
-from megatron_rl.ledger.planner.time import Estimator, Layout, Load, ModelCost
+from megatron_rl.ledger.planner.time import Estimator, Layout, ModelCost
 from megatron_rl.ledger.planner.weights import ELEMENT_BYTES
 from megatron_rl.model.families import Model
 from megatron_rl.parallel.stages import StagePlan
@@ -278,10 +279,10 @@ class MapWork:
             score = update = 0.0
             if role.spec.score is not None and self.times(role, "score"):
                 load = scored_load(self.load, role.spec.score, self.config)
-                score = role.cost.forward_flops(load.length) * load.num_tokens / rate
+                score = role.cost.forward_flops(load.least_attended) * load.least_tokens / rate
             if role.spec.update is not None:
                 load = updated_load(self.load, role.spec, self.config)
-                update = role.cost.update_flops(load.length) * load.num_tokens * load.epochs / rate
+                update = role.cost.update_flops(load.least_attended) * load.least_tokens * load.epochs / rate
             bounds[role.name] = (score, update)
         return bounds
 

@@ -19,8 +19,9 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.ledger.planner.answer_lengths import Lengths as Distribution
 from megatron_rl.ledger.planner.memory import GEN, RESHARD
 from megatron_rl.ledger.planner.run_models import RunModels
+from megatron_rl.ledger.planner.step_load import Load
 from megatron_rl.ledger.planner.step_time import StepTime
-from megatron_rl.ledger.planner.time import Estimator, Load
+from megatron_rl.ledger.planner.time import Estimator
 from megatron_rl.sampling.engine_model import Costs
 from megatron_rl.sampling.estimates import optimum, synchronous
 from megatron_rl.sampling.rules import Rules

@@ -33,7 +33,7 @@ class Overheads:
     layer to the keys of each other context-parallel rank, per micro-batch, and per token of this rank and unit of the
     hidden size. optimizer_step, optimizer_layer: per optimizer step, and per layer in it. generation: per batch;
     request: per answer. engine_step, engine_layer, engine_sequence: per decode step, and per layer and sequence in it;
-    engine_step None: `time.DECODE_OVERHEAD`. transition: per transition. call: controller, per rank that it calls.
+    engine_step None: `step_load.DECODE_OVERHEAD`. transition: per transition. call: controller, per rank that it calls.
     launch: a layer's kernels in a forward pass, launched while earlier ones compute.
     """
 

@@ -19,7 +19,8 @@ from megatron_rl.ledger.planner.critical_path import Task, Timeline, simulate_ta
 from megatron_rl.ledger.planner.hardware import Hardware, Overheads
 from megatron_rl.ledger.planner.memory import GEN, RESHARD, phase_order
 from megatron_rl.ledger.planner.run_models import PoolModels, RunModels, host_copy_bytes
-from megatron_rl.ledger.planner.time import FP32, Estimator, Layout, Load, ModelCost
+from megatron_rl.ledger.planner.step_load import Load
+from megatron_rl.ledger.planner.time import FP32, Estimator, Layout, ModelCost
 from megatron_rl.ledger.planner.transition import TransitionPlan
 from megatron_rl.parallel.context_packs import needed_size
 from megatron_rl.parallel.stages import StagePlan
@@ -89,6 +90,7 @@ def step_load(config: RunConfig, kv_tokens: int, mean_lengths: tuple[float, floa
         block_tokens=int(block),
         epochs=actor.ppo_epochs,
         max_seqs=max(1, min(rollout.max_num_seqs, fitting)),
+        rows_of_prompt=rollout.n if shared.model.enable_tree_training else 1,
     )
 
 
@@ -246,6 +248,7 @@ def scored_load(load: Load, pass_spec: PassSpec, config: RunConfig, cp_size: int
     if pass_spec.longest is not None:
         share = pass_spec.longest / config.longest_sequence
     longer = replace(load, prompt=load.prompt * share + pass_spec.extra_tokens, response=load.response * share)
+    longer = longer if pass_spec.as_tree else replace(longer, rows_of_prompt=1)
     return replace(longer, block_tokens=block_tokens(longer, pass_spec, cp_size))
 
 
@@ -259,6 +262,7 @@ def updated_load(load: Load, role: RoleSpec, config: RunConfig, recompute: float
     mixed = None
     if role.mixed is not None:  # assumed to have half of their longest length, like prompts and answers
         mixed = replace(load, num_samples=role.mixed.num_examples, prompt=role.mixed.longest / 2, response=0.0)
+        mixed = replace(mixed, rows_of_prompt=1)
         mixed = replace(mixed, block_tokens=block_tokens(mixed, role.update, cp_size))
     return replace(
         load,

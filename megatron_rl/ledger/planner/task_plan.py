@@ -26,13 +26,13 @@ from megatron_rl.ledger.planner.plan_tables import (
     pools_table,
 )
 from megatron_rl.ledger.planner.run_models import RunModels
+from megatron_rl.ledger.planner.step_load import Load
 from megatron_rl.ledger.planner.step_time import (
     StepTime,
     block_tokens,
     dispatch_seconds,
     estimator_of,
 )
-from megatron_rl.ledger.planner.time import Load
 from megatron_rl.observe.summary import layout_table
 
 

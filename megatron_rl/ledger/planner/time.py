@@ -21,6 +21,7 @@ from megatron_rl.config.lora import LoraConfig
 from megatron_rl.ledger.planner.adapter_costs import num_adapter_params
 from megatron_rl.ledger.planner.answer_lengths import Lengths
 from megatron_rl.ledger.planner.hardware import Hardware, Overheads, latency
+from megatron_rl.ledger.planner.step_load import Load
 from megatron_rl.ledger.planner.weights import EMBEDDING, is_tied
 from megatron_rl.model.families import HEAD, Model
 
@@ -33,18 +34,12 @@ LAUNCH_SECONDS = Overheads().launch
 """Seconds to launch a layer's kernels in a forward pass; assumed. It counts where they compute less than that."""
 ROW_MOVES = 4
 """Times that an expert's row is read or written to permute rows and back."""
-COLLECTIVE_LATENCY = 47.2e-6
-"""Seconds of a small collective of a decode step, with waiting for the last rank; calibrated."""
 DP_COLLECTIVES, ALL_COLLECTIVES = 4, 2
 """Collectives of one optimizer step: among data-parallel ranks (token counts, gradients, parameters, metrics) and among
 all ranks (norms).
 """
-RL_SHARE = 0.777
-"""Efficiency of passes over short sequences of many lengths, as a share of that of long training; calibrated."""
 ADAPTER_LAUNCHES = 0.5
 """Kernels of a layer's adapters as a share of the layer's own; assumed, where all linears have adapters."""
-DECODE_OVERHEAD = 6.35e-3
-"""Seconds of the engine in a decode step, besides the GPU's work; calibrated."""
 
 
 def pipeline_seconds(total: float, slowest: float, num_micro_batches: int, vpp_size: int = 1) -> float:
@@ -174,48 +169,6 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Load:
-    """Computation of one step, over all ranks.
-
-    num_samples: sequences. prompt, response: mean tokens; max_response: the limit. mini_batch: samples of an optimizer
-    step. block_tokens: tokens of one micro-batch on a rank. max_seqs: sequences that a replica decodes at once.
-    recompute: share of the layers that run forward twice. efficiency_share: of the hardware's efficiency, in training.
-    decode_overhead, collective_latency: seconds, where the hardware file has none. overlaps_dp: data-parallel traffic
-    is hidden. mixed: examples that every optimizer step reads in addition, as num_samples and prompt. head_products: of
-    an answer's tokens with the vocabulary head in an update, beyond those of its passes.
-    """
-
-    num_samples: int
-    prompt: float
-    response: float
-    max_response: int
-    mini_batch: int
-    block_tokens: int
-    epochs: int = 1
-    max_seqs: int = 256
-    recompute: float = 0.0
-    efficiency_share: float = RL_SHARE
-    decode_overhead: float = DECODE_OVERHEAD
-    collective_latency: float = COLLECTIVE_LATENCY
-    overlaps_dp: bool = False
-    mixed: Load | None = None
-    head_products: float = 0.0
-
-    @property
-    def length(self) -> float:
-        return self.prompt + self.response
-
-    @property
-    def num_tokens(self) -> float:
-        return self.num_samples * self.length
-
-    @property
-    def num_updates(self) -> int:
-        """Optimizer steps in one step."""
-        return self.epochs * max(1, round(self.num_samples / self.mini_batch))
-
-
-@dataclass(frozen=True)
 class Busy:
     """Seconds of passes on ranks that have a device, or a core, of their own.
 
@@ -281,7 +234,8 @@ class Estimator:
         """
         layout, gpu, model = self.layout, self.hardware, self.model
         # Whole samples are distributed: with fewer samples than ranks, some ranks have none.
-        mine = math.ceil(samples * layout.cp / layout.dp - 1e-9) * load.length / layout.cp
+        rows = math.ceil(samples * layout.cp / layout.dp - 1e-9)
+        mine, length = rows * load.computed_length(rows) / layout.cp, load.attended_length(rows)
         blocks = max(1, math.ceil(mine / max(load.block_tokens, load.length / layout.cp)))
         if layout.vpp > 1:
             blocks = math.ceil(blocks / layout.pp) * layout.pp
@@ -290,8 +244,8 @@ class Estimator:
         products = passes - model.spared_passes(passes)  # of matrices
         further = load.head_products * load.response / load.length if passes > 1 else 0.0
         head = (products + further) * tokens * 2 * model.head_params / (layout.tp * rate)
-        attention = model.attention_flops(load.length) * (1 / gpu.attention_share - 1)
-        layer = passes * tokens * (model.forward_flops(load.length) + attention - 2 * model.head_params)
+        attention = model.attention_flops(length) * (1 / gpu.attention_share - 1)
+        layer = passes * tokens * (model.forward_flops(length) + attention - 2 * model.head_params)
         layer -= (passes - products) * tokens * 2 * (model.matrix_params - model.head_params)
         layer = layer / model.num_layers / (layout.tp * rate)
         layer += all_reduces * self._all_reduce(tokens * model.hidden * BF16, layout.tp)
