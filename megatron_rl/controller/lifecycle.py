@@ -2,6 +2,7 @@
 
 global_step_N/  manifest.json          every file's size and checksum; written last
                 rollouts.safetensors   answers drawn for later steps, if they outlive a step
+                earlier_answers.safetensors   the last answers to each prompt, if rollouts guess from them
                 run.json               step, prompt cursor, KL controller, logger, configuration
                 actor/ critic/         megatron-core's sharded files, role.json, `huggingface/` with config and
                                        tokenizer; one folder for each trained role
