@@ -10,6 +10,7 @@ import pytest
 from conftest import DEMOS_OWN
 from safetensors.torch import load_file
 from short_runs import LOCAL, SHORT, WITHOUT_RAY, metrics
+from test_agent_runs import environment
 from test_async_runs import ASYNC, SMALL, assert_same_bits, events, numbers
 
 from megatron_rl.sampling.earlier_answers import EARLIER_FILE
@@ -61,6 +62,17 @@ def test_drafts_of_a_run_ahead_are_repeated(command_line, epochs, way) -> None:
     """
     local = ("--local", "--collapse", "actor_rollout_ref.rollout.max_num_seqs=48", "trainer.total_training_steps=4")
     must_be_repeated(command_line, way, *SMALL, *local, epochs)
+
+
+@pytest.mark.exhaustive
+def test_drafts_of_turns_are_repeated(command_line, epochs) -> None:
+    """Episodes of several turns, whose prompts grow: from earlier ones with what came between their turns.
+
+    Would not catch log-probs that differ from the trainer's: a bound of every run does.
+    """
+    local = ("--local", "--collapse", "actor_rollout_ref.rollout.max_num_seqs=48", "trainer.total_training_steps=4")
+    keys = (*local, *environment("Retry"), "actor_rollout_ref.rollout.temperature=0.7", epochs)
+    must_be_repeated(command_line, "earlier", *SMALL, *keys)
 
 
 @pytest.mark.exhaustive
