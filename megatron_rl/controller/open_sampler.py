@@ -52,6 +52,8 @@ def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Rules:
     sizes, num_steps = config.batch_sizes, config.trainer.num_steps
     greedy = sizes.num_generated_prompts if "greedy_scores" in estimator_traits(config).reads else 0
     batch_rows = sizes.num_generated_samples + greedy
+    keeps_groups = rollout.over_sample_rate > 0 or (rollout.longest_first and not greedy)
+    group_size = sizes.samples_per_prompt if keeps_groups else 1
     if not config.samples_ahead:
         has_turns = config.has_turns
         return Rules(
@@ -62,6 +64,7 @@ def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Rules:
             slice_steps=ahead.slice_steps if has_turns or config.reward_model.launch_reward_fn_async else None,
             has_turns=has_turns,
             awaits_turns=ahead.deterministic,
+            group_size=group_size,
         )
     return Rules(
         batch_rows=batch_rows,
@@ -82,7 +85,7 @@ def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Rules:
         has_turns=config.has_turns,
         awaits_turns=ahead.deterministic,
         extra_groups=extra_groups(sizes.num_prompts, rollout.over_sample_rate),
-        group_size=sizes.samples_per_prompt if rollout.over_sample_rate else 1,
+        group_size=group_size,
     )
 
 
@@ -108,7 +111,7 @@ def settings_of(rules: Rules, config: RunConfig) -> dict[str, Any]:
     """Settings that a replayed schedule must have in common with the run that recorded it."""
     # What awaits_turns says follows from others, which older schedules have.
     left_out = {"first_step", "awaits_turns", *(() if rules.has_turns else ("has_turns",))}
-    left_out |= set() if rules.extra_groups else {"extra_groups", "group_size"}  # older schedules have neither
+    left_out |= {"group_size", *(() if rules.extra_groups else ("extra_groups",))}  # older schedules have neither
     settings = {name: value for name, value in asdict(rules).items() if name not in left_out}
     order = config.actor_rollout_ref.rollout.longest_first or None
     return settings | {"seed": config.trainer.seed, "drafts": drafts_of(config), "longest_first": order}
@@ -171,15 +174,18 @@ def open_schedule(
     if config.trainer.rollouts_from is not None:
         sizes = config.batch_sizes.num_samples
         check_record(Path(config.trainer.rollouts_from), rules.first_step, rules.num_steps_total, sizes)
-    former = open_earlier(config, rules, start.path), open_lengths(config, rules, start.path)
+    lengths = open_lengths(config, rules, start.path)
+    former, expect = (open_earlier(config, rules, start.path), lengths), lengths.expected if lengths else None
     if not config.samples_ahead:
-        return Schedule(rules, Scheduler(rules, num_replicas), None, num_replicas, start.step, None, None, *former)
+        return Schedule(
+            rules, Scheduler(rules, num_replicas, None, expect), None, num_replicas, start.step, None, None, *former
+        )
     settings, last_batch = settings_of(rules, config), rules.last_batch(start.step)
     saved = None if start.path is None else read_schedule(start.path)
     decider: Decider
     replies: list[tuple[int, Reply]] | None = None
     if replay is None:
-        decider = Scheduler(rules, num_replicas, saved)
+        decider = Scheduler(rules, num_replicas, saved, expect)
     else:
         events = read_schedule_file(replay)
         refuse_other_settings(replay, events, settings)
@@ -214,7 +220,7 @@ def open_lengths(config: RunConfig, rules: Rules, checkpoint: Path | None) -> Fo
     """
     if not config.actor_rollout_ref.rollout.longest_first:
         return None
-    lengths = FormerLengths(rules.ahead)
+    lengths = FormerLengths(rules)
     if checkpoint is not None:
         lengths.read(checkpoint)
     return lengths

@@ -1,4 +1,4 @@
-"""Spread waiting requests evenly over replicas."""
+"""Spread waiting requests evenly over replicas, by their number or by how long they will take."""
 
 from __future__ import annotations
 
@@ -30,3 +30,27 @@ def even_shares(loads: Sequence[int], rooms: Sequence[int], num_waiting: int) ->
 
 def _shares(loads: Sequence[int], rooms: Sequence[int], level: int) -> list[int]:
     return [min(room, max(0, level - load)) for load, room in zip(loads, rooms, strict=True)]
+
+
+def by_expected_length(
+    groups: Sequence[Sequence[int]], expected: Sequence[float], loads: Sequence[float], rooms: Sequence[int]
+) -> list[list[int]]:
+    """The requests that each replica gets, so that replicas end as evenly as expected lengths say.
+
+    groups: requests that share a prompt, and stay together where a replica has room for all. expected: tokens of each
+    request of a group. loads: tokens that each replica has left to draw; rooms: requests that it takes, together enough
+    for all. The longest groups are given first, each to the replica with the least to do, the first of equal ones.
+    """
+    given: list[list[int]] = [[] for _ in rooms]
+    ends = list(loads)
+    for at in sorted(range(len(groups)), key=lambda at: (-expected[at] * len(groups[at]), at)):
+        rest = list(groups[at])
+        while rest:
+            fits = [replica for replica, room in enumerate(rooms) if len(given[replica]) + len(rest) <= room]
+            open_to = fits or [replica for replica, room in enumerate(rooms) if len(given[replica]) < room]
+            replica = min(open_to, key=lambda replica: ends[replica])
+            part = rest[: rooms[replica] - len(given[replica])]
+            given[replica] += part
+            ends[replica] += expected[at] * len(part)
+            rest = rest[len(part) :]
+    return given

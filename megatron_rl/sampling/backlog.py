@@ -158,7 +158,5 @@ class Backlog:
     def _in_order(self, requests: Sequence[int]) -> Sequence[int]:
         if self.lengths is None:
             return requests
-        episodes = [self.answers.episode(request) for request in requests]
-        batches = [request // self.answers.batch_rows + 1 for request in requests]
-        expected = [self.lengths.of(e.row["index"], batch) for e, batch in zip(episodes, batches, strict=True)]
-        return longest_first(requests, expected, [len(episode.token_ids) for episode in episodes])
+        drawn = [len(self.answers.episode(request).token_ids) for request in requests]
+        return longest_first(requests, [self.lengths.expected(request) for request in requests], drawn)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save
 
 from megatron_rl.records import Batch
+from megatron_rl.sampling.rules import Rules
 from megatron_rl.sampling.saved_answers import opened
 
 LENGTHS_FILE = "former_lengths.safetensors"
@@ -27,13 +28,18 @@ class Longest(NamedTuple):
 class FormerLengths:
     """Of trained batches, by the number of the prompt in the dataset (`Prompts.index`).
 
-    What is known of a prompt depends on the batch alone, as for `EarlierAnswers`.
+    What is known of a prompt depends on the batch alone, as for `EarlierAnswers`. prompt_of: request -> its prompt; who
+    has the answers of the run sets it.
     """
 
-    def __init__(self, ahead: int) -> None:
-        """ahead: see `Rules`."""
-        self._ahead = ahead
+    def __init__(self, rules: Rules) -> None:
+        self._rules, self._ahead = rules, rules.ahead
+        self.prompt_of: Callable[[int], int] = lambda request: request
         self._lengths: dict[int, list[Longest]] = defaultdict(list)
+
+    def expected(self, request: int) -> int | None:
+        """Tokens of a request's longest answer, as far as that is known of its prompt."""
+        return self.of(self.prompt_of(request), self._rules.batch_of(request))
 
     def of(self, prompt: int, batch: int) -> int | None:
         """The longest of the last answers that a request of a batch may know; None where there is none."""

@@ -122,6 +122,8 @@ class Sampler:
             read_answers(schedule.checkpoint, self.answers, self._prompts_numbered)
         self.backlog = Backlog(schedule.decider, self.answers, schedule.num_replicas, self.episodes)
         self.backlog.lengths = self._lengths = schedule.lengths
+        if schedule.lengths is not None:
+            schedule.lengths.prompt_of = lambda request: int(self.answers.episode(request).row["index"])
         # Where slices are recorded, a repeated one must find the same cache, whatever was lost meanwhile.
         self.backlog.keeps_prefixes = self.journal is None
         # Otherwise all answers of a batch come together, or an answer may still change its number.

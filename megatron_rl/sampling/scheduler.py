@@ -8,11 +8,12 @@ once, when every order of the previous round is answered, from counts that do no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
-from megatron_rl.sampling.assignment import even_shares
+from megatron_rl.sampling.assignment import by_expected_length, even_shares
 from megatron_rl.sampling.requests import Request, Requests
 from megatron_rl.sampling.rules import Counts, Decision, Kind, Numbers, Order, Rules, Trade
 
@@ -38,17 +39,24 @@ class _Replica:
 class Scheduler:
     """The state machine. Wrong facts raise ValueError and change nothing."""
 
-    def __init__(self, rules: Rules, num_replicas: int, state: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        rules: Rules,
+        num_replicas: int,
+        state: Mapping[str, Any] | None = None,
+        expect: Callable[[int], int | None] | None = None,
+    ) -> None:
         """All replicas are alive with empty engines and version first_step - 1, or that of `state` if newer.
 
         state: from `state_dict`, also of another number of replicas. With it, there may be decisions to take at once.
+        expect: request -> tokens that it will have, None where nothing is known; rounds spread requests by it.
         """
         self.rules = rules
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
         first = rules.first_step - 1
         self._replicas = [_Replica(first, first) for _ in range(num_replicas)]
         self._requests = Requests(rules)
-        self._announced = first
+        self._announced, self._expect = first, expect
         self._planned: dict[int, Order] = {}
         self._decisions: list[Decision] = []
         self.away: set[int] = set()
@@ -328,11 +336,33 @@ class Scheduler:
                     starters[index] = versions[index]
         takers = self._takers(starters)
         num_waiting = self._requests.num_waiting(max((versions[taker] for taker in takers), default=0)) if takers else 0
-        for taker, share in zip(takers, self._shares(takers, num_waiting), strict=True):
-            self._replicas[taker].owned.update(self._requests.hand_out(share, versions[taker]))
+        shares = self._shares(takers, num_waiting)
+        if self._expect is not None and len({versions[taker] for taker in takers}) == 1:
+            self._hand_out_by_length(takers, self._requests.hand_out(sum(shares), versions[takers[0]]))
+        else:
+            for taker, share in zip(takers, shares, strict=True):
+                self._replicas[taker].owned.update(self._requests.hand_out(share, versions[taker]))
         for index, version in versions.items():
             if self._replicas[index].owned - self.away:
                 self._planned[index] = self._order(index, version, self._requests.frontier)
+
+    def _hand_out_by_length(self, takers: Sequence[int], requests: Sequence[int]) -> None:
+        assert self._expect is not None
+        size, replicas = self.rules.group_size, [self._replicas[taker] for taker in takers]
+        groups = [list(group) for _, group in groupby(requests, lambda request: request // size)]
+        owned = [(request, self._expect(request)) for replica in replicas for request in sorted(replica.owned)]
+        firsts = [self._expect(group[0]) for group in groups]
+        known = [length for length in [*firsts, *(length for _, length in owned)] if length is not None]
+        mean = sum(known) / len(known) if known else 1.0
+        left = {
+            request: max(0.0, (mean if length is None else length) - self._requests.open[request].drawn)
+            for request, length in owned
+        }
+        loads = [sum(left[request] for request in sorted(replica.owned)) for replica in replicas]
+        expected = [mean if length is None else length for length in firsts]
+        parts = by_expected_length(groups, expected, loads, [self._room(replica) for replica in replicas])
+        for replica, part in zip(replicas, parts, strict=True):
+            replica.owned.update(part)
 
     # Ends of requests
 

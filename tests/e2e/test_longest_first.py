@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
-from conftest import DEMOS_OWN
 from safetensors.torch import load_file
 from short_runs import LOCAL, SHORT
 from test_over_sampling import numbers, weights_equal
@@ -27,7 +26,7 @@ def test_samples_do_not_depend_on_the_order(command_line, tmp_path: Path, few_pr
     Would not catch an order that is the same: `tests/sampling/test_former_lengths.py` has it, and the bench its effect.
     """
     file = tmp_path / "prompts.parquet"
-    pyarrow.parquet.write_table(pyarrow.parquet.read_table(few_prompts / DEMOS_OWN.name)[:NUM_PROMPTS], file)
+    pyarrow.parquet.write_table(pyarrow.parquet.read_table(few_prompts / "train.parquet")[:NUM_PROMPTS], file)
     settings = (*SHORT, *LOCAL, *FEW_PLACES, f"data.train_files={file}")
     plain = command_line(*settings)
     assert plain.wait() == 0, plain.text()
