@@ -20,6 +20,7 @@ from megatron_rl.config.load import read_run
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.task_config import for_task
 from megatron_rl.config.tasks import SFT
+from megatron_rl.controller.repairs import repairs_of
 from megatron_rl.observe.console import quiet_engines, quiet_libraries
 from megatron_rl.roles.environment import worker_environment
 
@@ -46,7 +47,7 @@ def opened(config: RunConfig, local: bool) -> Iterator[Callable[[], dict[str, fl
         return metrics | {"tokens": metrics["response_length/mean"] * samples}
 
     is_sft = config.trainer.stage == SFT
-    with (open_task if is_sft else open_run)(config, local=local) as run:
+    with repairs_of(config, local) as repairs, (open_task if is_sft else open_run)(repairs, local=local) as run:
         steps = run.life.steps()
         yield step_of_sft if is_sft else step_of_grpo
 
