@@ -28,10 +28,19 @@ VOCABULARY = 64
 def write_model(folder: Path, hidden: int, layers: int) -> None:
     """The config.json of a small Qwen2; vLLM draws its weights."""
     settings = {
-        **{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": VOCABULARY, "dtype": "float32"},
-        **{"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers},
-        **{"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 128},
-        **{"max_position_embeddings": 64, "tie_word_embeddings": True, "eos_token_id": 1, "bos_token_id": 2},
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": VOCABULARY,
+        "dtype": "float32",
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 128,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "eos_token_id": 1,
+        "bos_token_id": 2,
     }
     (folder / "config.json").write_text(json.dumps(settings))
 
@@ -52,9 +61,17 @@ def serve(folder: str, unit: int | None) -> None:
 
     engine = LLM(
         model=folder,
-        **{"load_format": "dummy", "dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True},
-        **{"max_model_len": 64, "max_num_seqs": PROMPTS * SAMPLES, "max_num_batched_tokens": 32768},
-        **{"kv_cache_memory_bytes": 1 << 28, "async_scheduling": False, "disable_log_stats": True, "block_size": 32},
+        load_format="dummy",
+        dtype="float32",
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        max_model_len=64,
+        max_num_seqs=PROMPTS * SAMPLES,
+        max_num_batched_tokens=32768,
+        kv_cache_memory_bytes=1 << 28,
+        async_scheduling=False,
+        disable_log_stats=True,
+        block_size=32,
         prefix_match_unit=unit,
     ).llm_engine
     torch.set_num_threads(1)
@@ -93,7 +110,9 @@ def main() -> None:
         serve(options.serve, options.unit)
         return
     env = os.environ | {
-        **{"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"},
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     found: dict[tuple[int, int | None], list[tuple[float, int]]] = {}
