@@ -34,7 +34,10 @@ LAYOUTS = {
     ),
 }
 MEGATRON = "actor_rollout_ref__actor__megatron"
-CP2 = {f"{role}__megatron__context_parallel_size": 2 for role in ("actor_rollout_ref__actor", "critic")}
+ROLES = ("actor_rollout_ref__actor", "critic")
+CP2 = {f"{role}__megatron__context_parallel_size": 2 for role in ROLES}
+IN_CHUNKS = {f"{role}__megatron__virtual_pipeline_model_parallel_size": 2 for role in ROLES}
+LAYOUTS |= {"PP2 in two chunks": ((2, 1, 2), IN_CHUNKS)}
 LAYOUTS |= {
     f"CP2 by {how}": ((2, 1, 1), CP2 | {f"{MEGATRON}__override_transformer_config__cp_comm_type": how})
     for how in ("p2p", "all_gather", "a2a")
@@ -154,12 +157,14 @@ def replayed(config) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_tokens_that_go_to_other_experts_are_not_shared(tmp_path) -> None:
-    """One process, with replayed experts. Would not catch experts on other ranks."""
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_tokens_that_go_to_other_experts_are_not_shared(tmp_path, num_ranks: int) -> None:
+    """With replayed experts, also with half of them on each of two ranks. Would not catch ranks with other rows."""
     keys = {"actor_rollout_ref__actor__router_replay__mode": "R3"}
-    [found] = run_ranks(1, replayed, run_config(save_qwen3_moe(tmp_path), 1, 1, **keys))
-    assert torch.equal(found["others tree"], found["others apart"])
-    for name in ("scores", "metrics"):
-        torch.testing.assert_close(found[f"{name} tree"], found[f"{name} apart"], atol=1e-5, rtol=1e-5)
-    largest = float(found["gradients apart"].abs().max())
-    assert float((found["gradients tree"] - found["gradients apart"]).abs().max()) < 1e-5 * largest
+    keys |= {f"{MEGATRON}__expert_model_parallel_size": num_ranks}
+    for found in run_ranks(num_ranks, replayed, run_config(save_qwen3_moe(tmp_path), 1, 1, **keys)):
+        assert torch.equal(found["others tree"], found["others apart"])
+        for name in ("scores", "metrics"):
+            torch.testing.assert_close(found[f"{name} tree"], found[f"{name} apart"], atol=1e-5, rtol=1e-5)
+        largest = float(found["gradients apart"].abs().max())
+        assert float((found["gradients tree"] - found["gradients apart"]).abs().max()) < 1e-5 * largest
