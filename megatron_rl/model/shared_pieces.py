@@ -90,12 +90,13 @@ def cut_prefixes(
     for piece in pieces:
         is_shared[slice(*piece.keys)] = True
     ends, before_ends = np.cumsum(lengths), np.cumsum(num_before)
-    cuts = {piece.keys[1] for piece in pieces}
+    cuts = np.array(sorted(piece.keys[1] for piece in pieces))
     sizes, parts = [], []
     for length, end, num, before_end in zip(lengths, ends, num_before, before_ends, strict=True):
         start = int(end - length)
         whole = np.concatenate([before[before_end - num : before_end], np.arange(start, end)])
-        bounds = [start, *(cut for cut in range(start + 1, int(end)) if cut in cuts), int(end)]
+        inner = cuts[np.searchsorted(cuts, start, "right") : np.searchsorted(cuts, end)]
+        bounds = [start, *inner.tolist(), int(end)]
         for first, stop in pairwise(bounds):
             sizes.append(stop - first)
             earlier = whole[: num + first - start]
