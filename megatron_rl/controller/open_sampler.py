@@ -200,7 +200,7 @@ def open_schedule(
 
 
 def open_earlier(config: RunConfig, rules: Rules, checkpoint: Path | None) -> EarlierAnswers | None:
-    """Return the answers from which rollouts guess, those of a checkpoint first; None where they do not.
+    """Return the store of answers from which rollouts guess, filled from a checkpoint; None: it guesses otherwise.
 
     Raises ConfigError for a damaged file.
     """
@@ -214,7 +214,7 @@ def open_earlier(config: RunConfig, rules: Rules, checkpoint: Path | None) -> Ea
 
 
 def open_lengths(config: RunConfig, rules: Rules, checkpoint: Path | None) -> FormerLengths | None:
-    """Return the lengths by which requests are ordered, those of a checkpoint first; None where they are not.
+    """Return the store of lengths that order requests, filled from a checkpoint; None: the run orders none.
 
     Raises ConfigError for a damaged file.
     """

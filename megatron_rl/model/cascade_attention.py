@@ -8,13 +8,12 @@ Legend: T tokens of the row, N query heads, K key/value heads, D head size, W sl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_rl.model.segments import Segments
+from megatron_rl.model.segments import Segments, by_bucket, to_slots, to_tokens
 from megatron_rl.model.shared_pieces import SharedPiece
 
 
@@ -27,7 +26,9 @@ class CascadeAttention(torch.autograd.Function):
         out = out.to(log_sum.dtype)
         for piece in segments.pieces:
             queries, keys = _columns(piece)
-            more, sums = (part[0] for part in flash_forward(query[None, queries], key[None, keys], value[None, keys]))
+            more, sums = (
+                part[0] for part in cpu_flash_forward(query[None, queries], key[None, keys], value[None, keys])
+            )
             merge(out[queries], log_sum[queries], more, sums)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, log_sum)
@@ -41,8 +42,8 @@ class CascadeAttention(torch.autograd.Function):
         for piece in ctx.segments.pieces:
             queries, keys = _columns(piece)
             mine = (grad[None, queries], query[None, queries], key[None, keys], value[None, keys])
-            found = flash_backward(*mine, out[None, queries], log_sum[None, queries])
-            for total, part in zip((d_query[queries], d_key[keys], d_value[keys]), found, strict=True):
+            gradients = cpu_flash_backward(*mine, out[None, queries], log_sum[None, queries])
+            for total, part in zip((d_query[queries], d_key[keys], d_value[keys]), gradients, strict=True):
                 total.add_(part[0])
         return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None
 
@@ -63,7 +64,7 @@ def _columns(piece: SharedPiece) -> tuple[slice, slice]:
 # torch's flash attention on the CPU, for rows of one length: b rows of s queries and w keys
 
 
-def flash_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False) -> tuple[Tensor, Tensor]:
+def cpu_flash_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False) -> tuple[Tensor, Tensor]:
     """query [b, s, N, D], key and value [b, w, K, D] -> (output [b, s, N, D], log of the sum of exponentials [b, s, N]
     in float32, or float64 for such inputs).
     """
@@ -72,32 +73,20 @@ def flash_forward(query: Tensor, key: Tensor, value: Tensor, *, causal: bool = F
     return out.transpose(1, 2), log_sum.transpose(1, 2)
 
 
-def flash_backward(
+def cpu_flash_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum: Tensor, *, causal: bool = False
 ) -> list[Tensor]:
     """Gradients of (query, key, value), of their shapes. out and log_sum are those of all keys of a query."""
     rows = (x.transpose(1, 2) for x in (grad, query, key, value, out, log_sum))
-    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*rows, 0.0, causal)
-    return [x.transpose(1, 2) for x in found]
-
-
-def _buckets(segments: Segments) -> Iterator[tuple[slice, tuple[int, int]]]:
-    """(slots of a bucket, (its segments, slots of each))."""
-    first = 0
-    for count, width in segments.shapes:
-        yield slice(first, first + count * width), (count, width)
-        first += count * width
+    gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*rows, 0.0, causal)
+    return [gradient.transpose(1, 2) for gradient in gradients]
 
 
 def _slots_forward(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
     """(output [T, N, D], log of the sum of exponentials [T, N]) of every token with the keys of its segment's slots."""
-    assert segments.token_of_slot is not None and segments.slot_of_token is not None
-    slots = [x.index_select(0, segments.token_of_slot) for x in (query, key, value)]
-    found = [
-        flash_forward(*(x[part].unflatten(0, shape) for x in slots), causal=True) for part, shape in _buckets(segments)
-    ]
-    out, log_sum = (torch.cat([part.flatten(0, 1) for part in of]) for of in zip(*found, strict=True))
-    return out.index_select(0, segments.slot_of_token), log_sum.index_select(0, segments.slot_of_token)
+    buckets = zip(*(to_slots(x, segments) for x in (query, key, value)), strict=True)
+    outputs, log_sums = zip(*(cpu_flash_forward(*bucket, causal=True) for bucket in buckets), strict=True)
+    return to_tokens(outputs, segments), to_tokens(log_sums, segments)
 
 
 def _slots_backward(
@@ -105,16 +94,14 @@ def _slots_backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of (query, key, value) through the slots, as precise as `log_sum`."""
     assert segments.token_of_slot is not None and segments.slot_of_token is not None
-    slots = [x.index_select(0, segments.token_of_slot) for x in (query, key, value, out, log_sum)]
     # Filler, and the queries of prefixes, have no gradient of their own.
-    d_out = grad.new_zeros(len(slots[0]), *grad.shape[1:]).index_copy_(0, segments.slot_of_token, grad)
-    found = [
-        flash_backward(*(x[part].unflatten(0, shape) for x in (d_out, *slots)), causal=True)
-        for part, shape in _buckets(segments)
-    ]
+    d_out = grad.new_zeros(len(segments.token_of_slot), *grad.shape[1:]).index_copy_(0, segments.slot_of_token, grad)
+    kept = (to_slots(x, segments) for x in (query, key, value, out, log_sum))
+    buckets = zip(by_bucket(d_out, segments), *kept, strict=True)
+    of_buckets = [cpu_flash_backward(*bucket, causal=True) for bucket in buckets]
     totals = []
-    for of in zip(*found, strict=True):
-        of_slots = torch.cat([part.flatten(0, 1) for part in of])
+    for parts in zip(*of_buckets, strict=True):
+        of_slots = torch.cat([part.flatten(0, 1) for part in parts])
         total = of_slots.index_select(0, segments.slot_of_token).to(log_sum.dtype)
         if segments.prefix_slots is not None and segments.prefix_tokens is not None:
             of_prefixes = of_slots.index_select(0, segments.prefix_slots)

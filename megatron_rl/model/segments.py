@@ -199,6 +199,11 @@ class ToTokens(torch.autograd.Function):
 def to_slots(x: Tensor, segments: Segments) -> list[Tensor]:
     """x [T, ...] -> one [segments, slots of each, ...] for every bucket."""
     slots: Tensor = ToSlots.apply(x, segments)
+    return by_bucket(slots, segments)
+
+
+def by_bucket(slots: Tensor, segments: Segments) -> list[Tensor]:
+    """slots [W, ...] -> one [segments, slots of each, ...] for every bucket."""
     parts = slots.split([count * width for count, width in segments.shapes])
     return [part.unflatten(0, shape) for part, shape in zip(parts, segments.shapes, strict=True)]
 

@@ -35,12 +35,12 @@ class Rectangle(NamedTuple):
 
 def rectangles(lengths: Sequence[int], pieces: Iterable[SharedPiece]) -> list[Rectangle]:
     """Return those of nodes of these lengths, end to end, and of their shared pieces."""
-    found, column = [], 0
+    own_keys, column = [], 0
     for length in lengths:
         own = (column, column + length)
-        found.append(Rectangle(own, own, causal=True))
+        own_keys.append(Rectangle(own, own, causal=True))
         column += length
-    return [*found, *(Rectangle(piece.queries, piece.keys, causal=False) for piece in pieces)]
+    return [*own_keys, *(Rectangle(piece.queries, piece.keys, causal=False) for piece in pieces)]
 
 
 def part_of(whole: Iterable[Rectangle], queries: Sequence[Span], keys: Sequence[Span]) -> list[Rectangle]:
@@ -48,36 +48,36 @@ def part_of(whole: Iterable[Rectangle], queries: Sequence[Span], keys: Sequence[
 
     A chunk of queries and one of keys are the same, or have no column in common.
     """
-    found = []
+    parts = []
     for rectangle in whole:
         for of_queries, q_shift in _shifted(queries, rectangle.queries):
             for of_keys, k_shift in _shifted(keys, rectangle.keys):
                 if rectangle.causal and of_keys[0] > of_queries[0]:
                     continue  # later
                 is_same = rectangle.causal and of_keys == of_queries
-                found.append(Rectangle(_moved(of_queries, q_shift), _moved(of_keys, k_shift), is_same))
-    return found
+                parts.append(Rectangle(_moved(of_queries, q_shift), _moved(of_keys, k_shift), is_same))
+    return parts
 
 
 def _shifted(chunks: Sequence[Span], span: Span) -> list[tuple[Span, int]]:
     """(columns that a chunk has of the span, how far they are from their place among the chunks) of each that has."""
-    found, before = [], 0
+    in_chunks, before = [], 0
     for first, end in chunks:
         both = (max(first, span[0]), min(end, span[1]))
         if both[0] < both[1]:
-            found.append((both, before - first))
+            in_chunks.append((both, before - first))
         before += end - first
-    return found
+    return in_chunks
 
 
 def _moved(span: Span, shift: int) -> Span:
     return span[0] + shift, span[1] + shift
 
 
-def levels_of(found: Iterable[Rectangle]) -> list[list[Rectangle]]:
+def levels_of(unordered: Iterable[Rectangle]) -> list[list[Rectangle]]:
     """Spread rectangles over few levels, in each of which all are alike and no two have a query in common."""
     levels: list[list[Rectangle]] = []
-    for rectangle in sorted(found, key=lambda one: (not one.causal, one.queries)):
+    for rectangle in sorted(unordered, key=lambda one: (not one.causal, one.queries)):
         free = (
             level
             for level in levels
@@ -132,8 +132,8 @@ class TrieSegments(ContextSegments):
             padded = torch.nn.functional.pad(counts, (0, len(lengths) - len(counts)))
             pieces, nodes = cut_prefixes(SlotPlan(lengths, padded, before), lambda piece: True)
             assert not len(nodes.before)
-            found, spans = rectangles(nodes.lengths, pieces), [chunk_ranges(num_columns, size, x) for x in range(size)]
-            mine.levels = tuple(levels_of(part_of(found, spans[rank], spans[source])) for source in range(size))
+            trie, spans = rectangles(nodes.lengths, pieces), [chunk_ranges(num_columns, size, x) for x in range(size)]
+            mine.levels = tuple(levels_of(part_of(trie, spans[rank], spans[source])) for source in range(size))
         return mine
 
     def blocks(self, rank: int, source: int, device: torch.device) -> list[KeyBlock]:

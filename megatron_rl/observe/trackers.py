@@ -27,7 +27,7 @@ class Tracker(Protocol):
 
 
 def as_table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """Return the names of all columns, and of each row its cells; a cell is None where the row lacks the column."""
+    """Return (names of all columns, cells of each row). A cell is None if its row lacks the column."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return columns, [[row.get(name) for name in columns] for row in rows]
 

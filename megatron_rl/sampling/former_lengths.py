@@ -26,7 +26,7 @@ class Longest(NamedTuple):
 
 
 class FormerLengths:
-    """Of trained batches, by the number of the prompt in the dataset (`Prompts.index`).
+    """Lengths of the answers in trained batches, by the number of their prompt in the dataset (`Prompts.index`).
 
     What is known of a prompt depends on the batch alone, as for `EarlierAnswers`. prompt_of: request -> its prompt; who
     has the answers of the run sets it.
@@ -42,7 +42,7 @@ class FormerLengths:
         return self.of(self.prompt_of(request), self._rules.batch_of(request))
 
     def of(self, prompt: int, batch: int) -> int | None:
-        """The longest of the last answers that a request of a batch may know; None where there is none."""
+        """Tokens of the longest answer in the last step that a request of a batch may know; None without one."""
         known = [one.num_tokens for one in self._lengths.get(prompt, ()) if one.step < batch - self._ahead]
         return known[-1] if known else None
 

@@ -49,7 +49,8 @@ class Scheduler:
         """All replicas are alive with empty engines and version first_step - 1, or that of `state` if newer.
 
         state: from `state_dict`, also of another number of replicas. With it, there may be decisions to take at once.
-        expect: request -> tokens that it will have, None where nothing is known; rounds spread requests by it.
+        expect: request -> tokens that it will probably have; it returns None for an unknown prompt. Rounds spread
+        requests by these numbers.
         """
         self.rules = rules
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)

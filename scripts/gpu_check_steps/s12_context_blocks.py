@@ -44,7 +44,7 @@ def _whole_segments(device: str, small: bool, figures: dict[str, Any]) -> None:
 
 
 def _trie(device: str, small: bool, figures: dict[str, Any]) -> None:
-    """The same for rows that branch twice."""
+    """Outputs and gradients of rows that branch twice, block by block, against whole rows in float32."""
     from megatron_rl.model.attention import bucketed
     from megatron_rl.model.segments import Segments
     from megatron_rl.model.trie_segments import TrieSegments
