@@ -18,6 +18,7 @@ compares: a row has all answers to one prompt, each with the prompt before it, s
 SCORING, ACTOR_SCORES, ACTOR_UPDATE, CRITIC_UPDATE = "scoring", "actor.log_probs", "actor.update", "critic.update"
 """Passes of model roles. SCORING: every pass without gradients but the actor's own, which may replay experts."""
 PASSES = (SCORING, ACTOR_SCORES, ACTOR_UPDATE, CRITIC_UPDATE)
+LOG_PROBS_AT = "teacher.log_probs_at"
 ESTIMATOR, KL, CORRECTION, METRICS = "every estimator", "KL in the reward", "rollout correction", "metrics"
 ENTROPY, MASK = "choice of tokens by entropy", "mask of truncated answers"
 
@@ -35,6 +36,11 @@ class Column:
     maker: str
     readers: tuple[str, ...]
     text: str
+
+    @property
+    def is_held(self) -> bool:
+        """Whether ranks alone read it, so that it may stay on their nodes (`held_columns`)."""
+        return bool(self.readers) and set(self.readers) <= {*PASSES, LOG_PROBS_AT}
 
 
 class ColumnTable(Mapping[str, Column]):
@@ -82,7 +88,7 @@ EXPERTS = "[B, (T), layers, K]: experts of the first T <= L tokens, in every lay
 NOT_READ_BEFORE = "what comes before it in its row is not read from here on; absent: a row is one conversation"
 MASKS = "rollout correction; mask of truncated answers"
 TASKS = "records of reward and dpo"
-TEACHER, STUDENT = "teacher", (ACTOR_UPDATE, "teacher.log_probs_at")
+TEACHER, STUDENT = "teacher", (ACTOR_UPDATE, LOG_PROBS_AT)
 COMPARED = ("losses of answers",)
 
 COLUMNS = ColumnTable(

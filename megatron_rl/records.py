@@ -15,6 +15,10 @@ from typing import Any, overload
 import torch
 
 from megatron_rl.columns import COLUMNS
+from megatron_rl.held_columns import HeldColumn
+
+Stored = torch.Tensor | HeldColumn
+"""A column: dense, ragged, or ragged and held where ranks made it."""
 
 
 def ragged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -33,7 +37,7 @@ def ragged_from_lengths(values: torch.Tensor, lengths: torch.Tensor) -> torch.Te
     return torch.nested.nested_tensor_from_jagged(values, offsets)
 
 
-def row_lengths(batch: torch.Tensor) -> torch.Tensor:
+def row_lengths(batch: Stored) -> torch.Tensor:
     """Lengths `[B]` (int64) of the rows of a ragged tensor."""
     nested: Any = batch  # torch types no jagged layout
     lengths: torch.Tensor = nested.offsets().diff()
@@ -139,13 +143,13 @@ class Batch:
     each True of `sampled`, in the row's order. Column arguments that are None are left out.
     """
 
-    def __init__(self, **columns: torch.Tensor | None) -> None:
+    def __init__(self, **columns: Stored | None) -> None:
         """Raises ValueError as `add`."""
-        self._columns: dict[str, torch.Tensor] = {}
+        self._columns: dict[str, Stored] = {}
         self._num_sampled: torch.Tensor | None = None
         self.add(**columns)
 
-    def add(self, columns: Batch | None = None, /, **named: torch.Tensor | None) -> None:
+    def add(self, columns: Batch | None = None, /, **named: Stored | None) -> None:
         """Add columns, or replace them. Raises ValueError for a column that is not declared or does not fit."""
         added = {name: column for name, column in named.items() if column is not None}
         new = added if columns is None else columns._columns | added
@@ -157,7 +161,7 @@ class Batch:
             column, shape = self._columns[name], COLUMNS[name].shape
             if len(column) != len(self):
                 raise ValueError(f"column {name} has {len(column)} rows, the batch {len(self)}")
-            if name == "sampled" and ((first_true(column) == 0) & (self.num_sampled > 0)).any():
+            if name == "sampled" and ((first_true(self[name]) == 0) & (self.num_sampled > 0)).any():
                 raise ValueError("the first token of a row cannot be sampled: nothing comes before it")
             if name == "conversation_starts" and (column.values() & self.flat("sampled")).any():
                 raise ValueError("the first token of a conversation cannot be sampled: nothing comes before it")
@@ -188,17 +192,22 @@ class Batch:
         if isinstance(key, str):
             if key not in self:
                 raise ValueError(f"column {key} is needed before it was made, by: {COLUMNS[key].maker}")
-            return self._columns[key]
+            column = self._columns[key]
+            return ragged_from_lengths(column.values(), column.lengths) if isinstance(column, HeldColumn) else column
         rows = torch.arange(len(self))[key]
-        return self._like({name: rows_of(column, rows) for name, column in self._columns.items()})
+        return self._like({name: stored_rows(column, rows) for name, column in self._columns.items()})
 
     def get(self, name: str) -> torch.Tensor | None:
         """Return a column, or None if it is not there."""
-        return self._columns.get(name)
+        return self[name] if name in self._columns else None
+
+    def stored(self, name: str) -> Stored:
+        """Return a column as it is here: one that its ranks hold is not read. Raises ValueError if it is not there."""
+        return self._columns[name] if name in self else self[name]
 
     def flat(self, name: str) -> torch.Tensor:
         """Return the elements of a ragged column end to end. Raises ValueError for a column that is not there."""
-        return self[name].values()
+        return self.stored(name).values()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -244,7 +253,7 @@ class Batch:
         columns = self.without("routed_experts")._columns
         for name, column in columns.items():
             if COLUMNS[name].shape == "sampled token":
-                columns[name] = ragged_from_lengths(column.values()[:0], nothing)
+                columns[name] = ragged_from_lengths(none_of(column), nothing)
         mask = self["sampled"]
         columns["sampled"] = ragged_from_lengths(torch.zeros_like(mask.values()), row_lengths(mask))
         return self._like(columns)
@@ -257,16 +266,16 @@ class Batch:
         """
         if any("conversation_starts" in batch for batch in batches):
             batches = [batch._with_starts() for batch in batches]
-        columns = {name: [batch[name] for batch in batches] for name in batches[0].names}
-        return Batch._like({name: joined_columns(parts) for name, parts in columns.items()})
+        columns = {name: [batch.stored(name) for batch in batches] for name in batches[0].names}
+        return Batch._like({name: joined_stored(parts) for name, parts in columns.items()})
 
     def _with_starts(self) -> Batch:
         mask = self["sampled"]
         none = ragged_from_lengths(torch.zeros_like(mask.values()), row_lengths(mask))
-        return self._like({"conversation_starts": none} | self._columns)
+        return self._like({"conversation_starts": none, **self._columns})
 
     @staticmethod
-    def _like(columns: dict[str, torch.Tensor]) -> Batch:
+    def _like(columns: dict[str, Stored]) -> Batch:
         batch = Batch()
         batch._columns = columns
         return batch
@@ -285,6 +294,31 @@ def joined_columns(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     if not parts[0].is_nested:
         return torch.cat(list(parts))
     return ragged_from_lengths(torch.cat([part.values() for part in parts]), torch.cat([*map(row_lengths, parts)]))
+
+
+def stored_rows(column: Stored, rows: torch.Tensor) -> Stored:
+    """Return `rows_of` a column, which stays held if it is."""
+    return column.rows(rows) if isinstance(column, HeldColumn) else rows_of(column, rows)
+
+
+def joined_stored(parts: Sequence[Stored]) -> Stored:
+    """Return `joined_columns`, which are held if one of them is."""
+    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+    if len(tensors) == len(parts):
+        return joined_columns(tensors)
+    return HeldColumn.joined([as_held(part) for part in parts])
+
+
+def as_held(column: Stored) -> HeldColumn:
+    """Return a ragged column as rows that can be joined with those of held columns; a tensor is its own part."""
+    return column if isinstance(column, HeldColumn) else HeldColumn.of(column.values(), row_lengths(column))
+
+
+def none_of(column: Stored) -> torch.Tensor:
+    """Return no element of a ragged column [0, *element]."""
+    if isinstance(column, HeldColumn):
+        return torch.empty(0, *column.element, dtype=column.dtype)
+    return column.values()[:0]
 
 
 def elements_of(rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

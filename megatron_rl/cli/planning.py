@@ -200,7 +200,9 @@ def columns_command(
     refuse_to_lose_output()
     rows = [(column, [*column.readers, *readers_of(column.name)]) for column in COLUMNS.values()]
     if as_json:
-        print_json({"columns": [asdict(column) | {"readers": readers} for column, readers in rows]})
+        held = {column.name for column, _ in rows if column.is_held}
+        listed = [asdict(each) | {"readers": readers, "held": each.name in held} for each, readers in rows]
+        print_json({"columns": listed})
         return
     for column, readers in rows:
         say(f"{column.name}: {column.dtype}, one per {column.shape}; {column.text}")

@@ -15,6 +15,7 @@ from megatron_rl.cluster.scratch import Scratch
 from megatron_rl.cluster.supervision import LocalRankProcess, Supervision
 from megatron_rl.config.roles import PoolSize
 from megatron_rl.errors import ConfigError
+from megatron_rl.held_columns import HeldColumn
 
 
 class LocalLauncher:
@@ -115,7 +116,7 @@ class LocalRanks(Ranks):
         if self._free_gpus is not None:
             self._free_gpus[:0], self._gpus = self._gpus, []
 
-    def share(self, message: bytes) -> bytes:
+    def share(self, message: bytes, held: Sequence[HeldColumn] = ()) -> bytes:
         return message
 
     @property

@@ -6,12 +6,15 @@ import asyncio
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import ray
 
 from megatron_rl.cluster.launcher import VISIBLE_GPUS, ProcessInfo
+from megatron_rl.cluster.ray_held import CopiesHere, Want, read_ranges
 from megatron_rl.cluster.scratch import Scratch
 from megatron_rl.cluster.supervision import OF_DRIVER, LocalRankProcess, Supervision
+from megatron_rl.held_columns import Range
 
 
 class AgentRank:
@@ -58,6 +61,7 @@ class NodeAgent:
         name = OF_DRIVER if is_own else f"{OF_DRIVER}_{ray.get_runtime_context().get_node_id()[:12]}"
         self._supervision = Supervision(Scratch.join(run_id), modules, variables, name=name)
         self._ranks: defaultdict[int, AgentRank] = defaultdict(AgentRank)
+        self._copies = CopiesHere(ray.get_runtime_context().get_node_id())
 
     async def start(self, key: int, local_rank: int, variables: dict[str, str]) -> ProcessInfo:
         """Start a rank and describe it once it is up; local_rank: the index of its GPU."""
@@ -68,9 +72,19 @@ class NodeAgent:
         await self._ranks[key].started(process)
         return await asyncio.wrap_future(process.info)
 
-    async def send(self, key: int, number: int, message: bytes) -> bytes:
-        """Return the rank's reply to a message. Raises ProcessDied."""
+    async def send(self, key: int, number: int, message: bytes, wants: Sequence[Want] = ()) -> bytes:
+        """Return the rank's reply to a message, which needs rows that other nodes hold. Raises ProcessDied."""
+        if wants:
+            await self._copies.fetch(wants)
         return await self._ranks[key].send(number, message)
+
+    async def read_held(self, path: str, ranges: Sequence[Range]) -> Any:
+        """Return bytes of a segment of this node end to end, as a uint8 array."""
+        return await asyncio.to_thread(read_ranges, path, ranges)
+
+    async def free_held(self, paths: Sequence[tuple[str, str]]) -> None:
+        """Remove segments, and copies of segments: (path, its owner's node)."""
+        self._copies.free(paths)
 
     async def end_of(self, key: int) -> str:
         """Return how a rank has ended, once it has."""

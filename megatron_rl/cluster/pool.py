@@ -35,7 +35,7 @@ from megatron_rl.cluster.heartbeat_monitor import HeartbeatMonitor
 from megatron_rl.cluster.hosting import PoolOptions
 from megatron_rl.cluster.launcher import ProcessInfo, Ranks
 from megatron_rl.cluster.processes import Processes
-from megatron_rl.cluster.rank_messages import ProcessDied, dumps
+from megatron_rl.cluster.rank_messages import ProcessDied, dumps, packed
 from megatron_rl.cluster.rank_worker import Answered
 from megatron_rl.cluster.ranks import LOOPBACK, gpu_variables, node_addresses, place_variables
 from megatron_rl.cluster.routing import Route, Split, join_answers, payloads_of_replicas, route_call, split_call
@@ -277,8 +277,8 @@ class ProcessPool:
         # Where nothing is cut, all chunks are one payload, which is packed once.
         distinct = {id(payload): payload for payload in split.payloads}
         place = (target.role, target.method, mark.dispatch)
-        packed = {key: self._ranks.share(dumps(("run", (*place, payload)))) for key, payload in distinct.items()}
-        chunks = [packed[id(payload)] for payload in split.payloads]
+        shared = {key: self._ranks.share(*packed(("run", (*place, payload)))) for key, payload in distinct.items()}
+        chunks = [shared[id(payload)] for payload in split.payloads]
         ranks = sorted(route.chunk_of_rank)
         messages = {rank: chunks[route.chunk_of_rank[rank]] for rank in ranks}
         answers = calls.send(target.who, target.method, messages)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import io
 import pickle
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 import cloudpickle
 import torch
 
 from megatron_rl.cluster.failures import RankFailure
+from megatron_rl.held_columns import Files, HeldColumn, HeldSegment
 
 Payload = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a method."""
@@ -36,10 +38,28 @@ class ProcessDied(Exception):
     """A rank's process is gone, so it will not answer; the text says how it ended, as far as is known."""
 
 
+class Packed(NamedTuple):
+    """A pickled message, and the held columns in it."""
+
+    content: bytes
+    held: list[HeldColumn]
+
+
 class _Pickler(cloudpickle.Pickler):
-    """Writes plain CPU tensors as arrays: torch would write each into an archive, which takes five times as long."""
+    """Writes plain CPU tensors as arrays: torch would write each into an archive, which takes five times as long.
+
+    held: the held columns that it has written.
+    """
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
+        self.held: list[HeldColumn] = []
 
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is HeldColumn:
+            self.held.append(obj)
+        if type(obj) is HeldSegment:
+            return _segment, (obj.path, obj.node, obj.dtype, obj.shape)
         if type(obj) is torch.Tensor and _is_plain(obj):
             values = obj.detach().contiguous().view(-1).view(torch.uint8).numpy()
             return _tensor, (values, obj.dtype, tuple(obj.shape))
@@ -48,14 +68,37 @@ class _Pickler(cloudpickle.Pickler):
 
 def dumps(content: object) -> bytes:
     """Pickle a message, with functions and classes that the receiver cannot import by value."""
+    return packed(content).content
+
+
+def packed(content: object) -> Packed:
+    """Pickle a message as `dumps`, and name the held columns in it."""
     stream = io.BytesIO()
-    _Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(content)
-    return stream.getvalue()
+    pickler = _Pickler(stream)
+    pickler.dump(content)
+    return Packed(stream.getvalue(), pickler.held)
 
 
-def answer_of(reply: bytes) -> Any:
-    """Return the answer in a reply. Raises RankFailed."""
-    failure, answer = pickle.loads(reply)
+class _Unpickler(pickle.Unpickler):
+    """Gives segments the files of this process; owns: they are freed when this process drops them."""
+
+    def __init__(self, content: bytes, files: Files, owns: bool) -> None:
+        super().__init__(io.BytesIO(content))
+        # No method of this object, which then would live, with all that it has read, until Python looks for cycles.
+        self._segment = partial(_segment_of, files, owns)
+
+    def find_class(self, module: str, name: str) -> Any:
+        return self._segment if (module, name) == (__name__, _segment.__name__) else super().find_class(module, name)
+
+
+def loads(message: bytes, files: Files) -> Any:
+    """Return a message's content; its held columns are read with `files`."""
+    return _Unpickler(message, files, owns=False).load()
+
+
+def answer_of(reply: bytes, files: Files) -> Any:
+    """Return the answer in a reply. `files` frees its held columns with the last reference. Raises RankFailed."""
+    failure, answer = _Unpickler(reply, files, owns=True).load()
     if failure is not None:
         raise RankFailed(failure)
     return answer
@@ -64,6 +107,16 @@ def answer_of(reply: bytes) -> Any:
 def _is_plain(tensor: torch.Tensor) -> bool:
     is_stored = tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.numel() > 0
     return is_stored and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+
+
+def _segment(path: str, node: str, dtype: torch.dtype, shape: tuple[int, ...]) -> NoReturn:
+    """Stand in messages for what makes a segment; `loads` replaces it."""
+    raise TypeError(f"{path} is read with the files of its reader")
+
+
+def _segment_of(files: Files, owns: bool, path: str, node: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
+    segment = HeldSegment(path, node, dtype, shape, files)
+    return segment.freed_with() if owns else segment
 
 
 def _tensor(values: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -21,10 +21,12 @@ from typing import Any, NamedTuple
 from megatron_rl.cluster.failures import RankFailure, describe
 from megatron_rl.cluster.handle import HOST
 from megatron_rl.cluster.heartbeat import Heartbeat, MonitorAddress
-from megatron_rl.cluster.leftovers import DRAINS
+from megatron_rl.cluster.held_files import HELD_BYTES, RankFiles
+from megatron_rl.cluster.leftovers import DRAINS, RUN_ID
 from megatron_rl.cluster.loading import without_collections
-from megatron_rl.cluster.rank_messages import Payload, RankFailed, dumps
+from megatron_rl.cluster.rank_messages import Payload, RankFailed, dumps, loads
 from megatron_rl.cluster.ranks import LOOPBACK
+from megatron_rl.config.trainer import LEAST_HELD_BYTES
 from megatron_rl.dispatch import Coordinates, Dispatch, is_collector
 
 PORTS = range(20_000, 32_768)
@@ -66,6 +68,7 @@ class RankWorker:
         self._heartbeat: Heartbeat | None = None
         self._place: Coordinates | None = None
         self._failure: RankFailure | None = None
+        self._files = RankFiles("", "", float("inf"))  # once it is constructed, its own
 
     def serve(self, connection: Connection) -> None:
         """Answer messages until the other end is closed."""
@@ -106,6 +109,8 @@ class RankWorker:
             return coordinates
 
         os.environ.update(env)
+        least_bytes = float(os.environ.get(HELD_BYTES, LEAST_HELD_BYTES))
+        self._files = RankFiles(os.environ.get(RUN_ID, ""), os.environ.get("NODE_ID", ""), least_bytes)
         self._heartbeat = heartbeat = Heartbeat(self._rank, monitor)
         if DRAINS in os.environ:
 
@@ -125,13 +130,14 @@ class RankWorker:
         else:
             answer = self._attempt(role, method, self._host.run, role, method, args, kwargs)
         counts = self._place is None or is_collector(dispatch, self._place)
-        return Answered(answer, start, time.time()) if counts else None
+        stop = time.time()
+        return Answered(self._files.hold(answer), start, stop) if counts else None
 
     def _reply(self, message: bytes) -> bytes:
         name: str = "message"
         arguments: tuple[Any, ...] = ()
         try:
-            name, arguments = pickle.loads(message)
+            name, arguments = loads(message, self._files)
             return dumps((None, getattr(self, name)(*arguments)))
         except RankFailed as error:
             return dumps((error.failure, None))

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_rl.cluster.launcher import VISIBLE_GPUS, ProcessInfo, RankProcess, Ranks
 from megatron_rl.cluster.leftovers import DRAINS, REPLICA
+from megatron_rl.held_columns import HeldColumn
 
 LOOPBACK = "127.0.0.1"
 
@@ -47,8 +48,8 @@ class ReplicaRanks(Ranks):
     def start(self, rank: int, variables: Mapping[str, str]) -> RankProcess:
         return self._whole.start(self.first + rank, variables)
 
-    def share(self, message: bytes) -> Any:
-        return self._whole.share(message)
+    def share(self, message: bytes, held: Sequence[HeldColumn] = ()) -> Any:
+        return self._whole.share(message, held)
 
     @property
     def address(self) -> str:

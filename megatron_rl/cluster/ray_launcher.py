@@ -56,6 +56,7 @@ class RayLauncher(RaySession):
         for node in self._nodes_of_ranks - self._holders.keys():
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
             self._holders[node] = make_agent(self, strategy)
+            self.held.note(node, self._holders[node])
 
     def segments(self) -> dict[str, list[str]]:
         """Return node -> names of the run's segments; of nodes that `hold_nodes` named and that answer."""
@@ -69,5 +70,5 @@ class RayLauncher(RaySession):
             except GetTimeoutError:
                 self._asked[node] = answer  # its agent may be starting on a busy machine
             except RayError:
-                del self._holders[node]
+                self.held.forget(self._holders.pop(node))
         return listed

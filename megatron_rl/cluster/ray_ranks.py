@@ -6,8 +6,9 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import ray
@@ -22,9 +23,11 @@ from megatron_rl.cluster.leftovers import RUN_ID
 from megatron_rl.cluster.loading import import_path
 from megatron_rl.cluster.node_agent import NodeAgent
 from megatron_rl.cluster.rank_messages import ProcessDied, answer_of
+from megatron_rl.cluster.ray_held import Wanted, wanted_of
 from megatron_rl.cluster.ray_session import JOIN_LIMIT_S, RaySession
 from megatron_rl.config.roles import PoolSize
 from megatron_rl.errors import ConfigError
+from megatron_rl.held_columns import HeldColumn
 
 INLINE_BYTES = 64 << 10
 """Messages up to this size are sent inside the calls; larger ones are stored once for all ranks."""
@@ -37,6 +40,13 @@ GIVEN_LIMIT_S = 0.1
 
 OWN_GPU_ONLY = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
 """Where a node has it set to 1, Ray shows every process all GPUs, and each rank would use the first."""
+
+
+class Shared(NamedTuple):
+    """A message, or where it is stored, and the rows of held columns in it."""
+
+    content: bytes | ObjectRef
+    wanted: Wanted
 
 
 class RayRanks(Ranks):
@@ -95,6 +105,7 @@ class RayRanks(Ranks):
         agents, self._agents = self._agents, {}
         if not self.is_lost and ray.is_initialized():
             for agent in agents.values():
+                self._session.held.forget(agent)
                 ray.kill(agent)
             if self._group is not None:
                 remove_placement_group(self._group)
@@ -110,10 +121,12 @@ class RayRanks(Ranks):
         agent, place = self._agent(node), (next(self._keys), self.local_rank(rank), dict(variables))
         return RayRankProcess(agent, *place, self._session, lambda: self._forget(node, agent))
 
-    def share(self, message: bytes) -> Any:
+    def share(self, message: bytes, held: Sequence[HeldColumn] = ()) -> Shared:
+        self._session.held.remove_freed()
+        wanted = wanted_of(held)
         if len(message) <= INLINE_BYTES:
-            return message
-        return ray.put(numpy.frombuffer(message, numpy.uint8))  # Ray would copy bytes
+            return Shared(message, wanted)
+        return Shared(ray.put(numpy.frombuffer(message, numpy.uint8)), wanted)  # Ray would copy bytes
 
     @property
     def address(self) -> str:
@@ -139,6 +152,7 @@ class RayRanks(Ranks):
 
     def _forget(self, node: int, agent: ActorHandle) -> None:
         """Have the next start on a node make an agent anew, as this one is gone."""
+        self._session.held.forget(agent)
         if self._agents.get(node) is agent:
             del self._agents[node]
 
@@ -182,13 +196,20 @@ class RayRankProcess:
     ) -> None:
         self._agent, self._key, self._session = agent, key, session
         self._numbers = itertools.count()
-        self.info: Future[ProcessInfo] = future_of(agent.start.remote(key, local_rank, variables), session.describe)
+        self.info: Future[ProcessInfo] = future_of(agent.start.remote(key, local_rank, variables), self._describe)
         self.ended: Future[str] = Future()
         ended = future_of(agent.end_of.remote(key), lost=lost)
         ended.add_done_callback(lambda done: self.ended.set_result(str(done.exception() or done.result())))
 
     def send(self, message: Any) -> Future[Any]:
-        return future_of(self._agent.send.remote(self._key, next(self._numbers), message), answer_of)
+        held, number = self._session.held, next(self._numbers)
+        content, wanted = message if isinstance(message, Shared) else (message, [])
+        wants = held.wants(wanted, self.info.result().node_id) if wanted else []
+        return future_of(self._agent.send.remote(self._key, number, content, wants), partial(answer_of, files=held))
+
+    def _describe(self, process: ProcessInfo) -> ProcessInfo:
+        self._session.held.note(process.node_id, self._agent)
+        return self._session.describe(process)
 
     def kill(self) -> None:
         # Without Ray it is gone, and a call would start Ray again, or wait for a server that is gone.

@@ -35,6 +35,7 @@ from megatron_rl.cluster.daemons import DaemonMonitor, family, owner
 from megatron_rl.cluster.daemons import children as daemon_children
 from megatron_rl.cluster.launcher import ProcessInfo
 from megatron_rl.cluster.leftovers import RUN_ID, descendants, end, processes_with
+from megatron_rl.cluster.ray_held import HeldOnNodes
 from megatron_rl.cluster.scratch import Scratch
 from megatron_rl.cluster.signals import keeping_sigterm_handler
 from megatron_rl.cluster.supervision import Supervision
@@ -73,6 +74,7 @@ class RaySession:
         self._variables: dict[str, str] = {}  # Ray's variables before the start
         self._node_id = ""
         self._nodes_of_ranks: set[str] = set()
+        self.held = HeldOnNodes()
 
     def __enter__(self) -> Self:
         """Raises ConfigError when Ray cannot be joined, and WorkerFailure when it does not start or dies meanwhile."""

@@ -21,6 +21,7 @@ from typing import Any
 
 from megatron_rl.cluster.child_processes import how_ended
 from megatron_rl.cluster.compiled import VARIABLE, folder_of_ranks
+from megatron_rl.cluster.held_files import MappedFiles
 from megatron_rl.cluster.launcher import VISIBLE_GPUS, ProcessInfo
 from megatron_rl.cluster.leftovers import RUN_ID, end, processes_with
 from megatron_rl.cluster.loading import import_path
@@ -35,6 +36,9 @@ OF_DRIVER = "supervisor"
 CONNECT_LIMIT_S = 60.0
 END_LIMIT_S = 40.0
 """Seconds that a supervisor has to end a run's processes on its machine."""
+
+READ_HERE = partial(answer_of, files=MappedFiles())
+"""Makes an answer from a reply of a rank on this machine."""
 
 NO_FAULT_OF_PROCESSES = (ConfigError, RewardError, StoppedAfterStep, StoppedBeforeStep)
 """Errors whose reason is not in the logs of processes."""
@@ -88,12 +92,12 @@ class Supervision:
         node_id: str,
         host: str,
         gpu: str = "",
-        read: Callable[[bytes], Any] = answer_of,
+        read: Callable[[bytes], Any] | None = None,
     ) -> LocalRankProcess:
         """Start a rank with these variables, which sees this GPU alone; do not wait for it.
 
-        node_id, host: this node, for `ProcessInfo`. gpu: "" on CPUs. read: makes an answer from a reply. Raises
-        WorkerFailure if the supervisor is gone.
+        node_id, host: this node, for `ProcessInfo`. gpu: "" on CPUs. read: makes an answer of a reply; else READ_HERE.
+        Raises WorkerFailure if the supervisor is gone.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -101,7 +105,8 @@ class Supervision:
             place = {"TMPDIR": str(self.scratch.folder), VARIABLE: os.environ.get(VARIABLE, folder_of_ranks())}
             seen = {VISIBLE_GPUS: gpu} if gpu else {}
             request = json.dumps({"start": {**place, **variables, **seen}, "log": str(log)}).encode()
-            process = LocalRankProcess(ours, partial(ProcessInfo, node_id=node_id, host=host, gpus=gpu), read)
+            info, read = partial(ProcessInfo, node_id=node_id, host=host, gpus=gpu), read or READ_HERE
+            process = LocalRankProcess(ours, info, read)
             with self._requests:
                 self._starting.append(process)
                 try:
@@ -219,17 +224,20 @@ class LocalRankProcess:
         with suppress(OSError):  # the reader reports it
             self._connection.send_bytes(message)
 
+    def _answer(self, reply: bytes) -> None:
+        """Pass a reply on. What it holds lives no longer than its reader wants, so nothing here may refer to it."""
+        answer = self._waiting.popleft()
+        try:
+            answer.set_result(self._read_reply(reply))
+        except Exception as error:
+            answer.set_exception(error)
+
     def _read(self) -> None:
         while True:
             try:
-                reply = self._connection.recv_bytes()
+                self._answer(self._connection.recv_bytes())
             except (EOFError, OSError):
                 break
-            answer = self._waiting.popleft()
-            try:
-                answer.set_result(self._read_reply(reply))
-            except Exception as error:
-                answer.set_exception(error)
         how = self.ended.result()  # the supervisor notices every end
         with self._changing:
             waiting, self._waiting = self._waiting, deque()

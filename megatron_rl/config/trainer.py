@@ -26,6 +26,9 @@ RANKS = Bounds(1, MOST_RANKS)
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio", "swanlab", "clearml", "opentelemetry")
 
+LEAST_HELD_BYTES = 1 << 20
+"""From so many bytes on, holding a column costs a rank less than a copy through the driver."""
+
 LARGEST_SEED = 2**32 - 1
 """The largest seed of numpy, which vLLM seeds on every rank. Torch takes larger ones."""
 
@@ -122,6 +125,9 @@ class TrainerConfig:
     and to the loggers that show tables."""
     validation_data_dir: FilePath | None = None
     """Folder for a table of the answers of every validation, STEP.jsonl; null: none."""
+    held_bytes: Annotated[int | None, Ge(1), Nearest(LEAST_HELD_BYTES)] = LEAST_HELD_BYTES
+    """Bytes of a rank's answer in one column from which on that column stays on the rank's node, in shared memory, if
+    ranks alone read it (`columns --json`: held). null: all pass through the driver."""
     balance_batch: bool = True
     """Give data-parallel ranks the same number of samples, chosen so that they have about equal work."""
     max_skipped_updates: Count = 5

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from megatron_rl.cluster.cluster import Cluster
 from megatron_rl.cluster.heartbeat_monitor import STACKS_FILE, HeartbeatLimits
+from megatron_rl.cluster.held_files import HELD_BYTES
 from megatron_rl.cluster.hosting import Hosting, PoolOptions
 from megatron_rl.cluster.launcher import Launcher
 from megatron_rl.cluster.process_cluster import ProcessCluster, reserve_all
@@ -227,6 +228,8 @@ def rank_options(config: RunConfig, placement: Placement) -> PoolOptions:
         role.settings.optim.override_optimizer_config.optimizer_cpu_offload for role in placement.trained
     )
     variables = worker_environment(device, ranks_per_node, sees_node=sees_node, updates_on_host=updates_on_host)
+    held_bytes = config.trainer.held_bytes
+    variables[HELD_BYTES] = "inf" if held_bytes is None else str(held_bytes)
     return PoolOptions(env=variables | handed_on(), sees_node=sees_node)
 
 

@@ -90,13 +90,11 @@ def recorded_columns(rows: Batch, chosen: torch.Tensor | None = None) -> Iterato
     """
     numbers = torch.arange(len(rows)) if chosen is None else chosen
     for name in rows.names:
-        column = rows[name]
-        if not column.is_nested:
-            yield name, column[numbers].numpy(), None
-            continue
-        values, sizes = column.values(), row_lengths(column)
-        if values.dim() == 1 or name == "routed_experts":
-            yield name, values[elements_of(numbers, sizes)].numpy(), sizes[numbers].numpy()
+        if not rows.stored(name).is_nested:
+            yield name, rows[name][numbers].numpy(), None
+        elif rows.stored(name).dim() == 2 or name == "routed_experts":
+            column = rows.select(name)[numbers][name]
+            yield name, column.values().numpy(), row_lengths(column).numpy()
 
 
 def token_texts(logger: RunLogger, token_ids: Column, lengths: Column) -> list[list[str]]:

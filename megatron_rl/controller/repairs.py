@@ -278,6 +278,7 @@ def with_repairs(config: RunConfig, local: bool, run_once: Callable[[Repairs], R
                 return run_once(repairs)
             except (WorkerFailure, ConfigError) as error:
                 loss = repairable(error, loss)
+                loss.__context__ = loss.with_traceback(None).__cause__ = None  # their frames have the run's batches
                 repairs.prepare(loss)
             except NodesReturned:
                 repairs.grow()

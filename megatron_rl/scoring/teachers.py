@@ -15,8 +15,9 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.dispatch import Future
 from megatron_rl.errors import Violation
+from megatron_rl.held_columns import HeldColumn, HeldSegment
 from megatron_rl.losses.rows import spread
-from megatron_rl.records import Batch, elements_of, first_true, ragged
+from megatron_rl.records import Batch, Stored, as_held, first_true, ragged, ragged_from_lengths
 from megatron_rl.scoring.sampled_batch import SampledBatch
 
 OtherPrompts = Mapping[str, Mapping[int, torch.Tensor]]
@@ -108,32 +109,25 @@ class TeacherScorer:
         for teacher, mine in enumerate(self._rows):
             number[mine] = teacher
         columns = joined_rows(answers, self._rows, num_sampled)
-        columns["teachers"] = spread(number, num_sampled)
-        return Batch(**{name: rows.per_sampled_token(values) for name, values in columns.items()})
+        return Batch(teachers=rows.per_sampled_token(spread(number, num_sampled)), **columns)
 
 
 def joined_rows(
     answers: Sequence[Batch | None], rows: Sequence[torch.Tensor], num_sampled: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """Put columns of some rows each together: name -> values [sampled tokens of all rows, ...].
+) -> dict[str, Stored]:
+    """Put columns of some rows each together: name -> ragged [rows, (sampled tokens), ...], held if one of them is.
 
-    rows: int64, the numbers of each batch's rows, of which num_sampled has all. Where columns have another width, such
-    as hidden states of different models, the narrower are filled up with 0 on the right.
+    rows: int64, the numbers of each batch's rows; each of `num_sampled` has one batch. Where columns have another
+    width, such as hidden states of different models, the narrower are filled up with 0 on the right.
     """
-    whole: dict[str, torch.Tensor] = {}
     given = [(answer, mine) for answer, mine in zip(answers, rows, strict=True) if answer is not None]
+    order = torch.cat([mine for _, mine in given]).argsort()
+    whole: dict[str, Stored] = {}
     for name in given[0][0].names:
-        parts = [answer.flat(name) for answer, _ in given]
-        wide = max(parts, key=lambda part: part.shape[1:])
-        dtype = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
-        values = torch.zeros(int(num_sampled.sum()), *wide.shape[1:], dtype=dtype)
-        for (_, mine), part in zip(given, parts, strict=True):
-            places = elements_of(mine, num_sampled)
-            if part.dim() == 1:
-                values[places] = part.to(dtype)
-            else:
-                values[places, : part.shape[1]] = part.to(dtype)
-        whole[name] = values
+        parts = [as_held(answer.stored(name)) for answer, _ in given]
+        column = HeldColumn.joined(parts).rows(order)
+        is_held = any(isinstance(part, HeldSegment) for part in column.parts)
+        whole[name] = column if is_held else ragged_from_lengths(column.values(), num_sampled)
     return whole
 
 

@@ -7,7 +7,7 @@ from launchers import LOCAL, RAY, SHARED_RAY, make_launcher
 
 from megatron_rl.cluster.launcher import Launcher
 
-MODULES = ("toy_worker", "fragile_worker", "replica_worker", "sleepers")
+MODULES = ("held_worker", "toy_worker", "fragile_worker", "replica_worker", "sleepers")
 
 
 @pytest.fixture(scope="session")

@@ -239,8 +239,7 @@ def taught_by_two(own: torch.Tensor, config) -> dict:
     numbers = torch.repeat_interleave(torch.arange(NUM_ROWS) % 2, batch.num_sampled)
     sizes = [int(batch.num_sampled[mine].sum()) * size * 4 for mine, size in zip(rows, (64, 192), strict=True)]
     assert [answer.flat("teacher_hidden").nbytes for answer in answers] == sizes  # hidden size x dtype a token
-    columns = {**joined_rows(answers, rows, batch.num_sampled), "teachers": numbers}
-    batch.add(**{name: batch.per_sampled_token(values) for name, values in columns.items()})
+    batch.add(teachers=batch.per_sampled_token(numbers), **joined_rows(answers, rows, batch.num_sampled))
     actor = worker.roles["actor"]
     metrics = actor.compute_gradients(batch.read_by(ACTOR_UPDATE))
     gradients = {name: grad.clone() for name, grad in reduced_gradients(actor, worker.groups.dp_group).items()}

@@ -27,7 +27,7 @@ MODULES = {
 }
 BARE = {"eval", "exec", "compile", "__import__", "exec_module", "run_path", "run_module", "unsafe_load", "full_load"}
 OURS = {
-    "cluster/rank_messages.py": {"pickle.loads"},
+    "cluster/rank_messages.py": {"pickle.Unpickler"},
     "cluster/rank_worker.py": {"pickle.loads"},
     "config/load.py": {"pickle.loads"},
     "config/user_functions.py": {"exec_module"},
@@ -48,6 +48,10 @@ def makers(source: str) -> set[str]:
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Call(func=ast.Attribute(value=ast.Name(id=module), attr=name)) if (
+                module in MODULES and name in LOADS
+            ):
+                found.add(f"{module}.{name}")
+            case ast.ClassDef(bases=[ast.Attribute(value=ast.Name(id=module), attr=name), *_]) if (
                 module in MODULES and name in LOADS
             ):
                 found.add(f"{module}.{name}")

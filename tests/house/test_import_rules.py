@@ -39,7 +39,7 @@ TURNS = {"agents.observation", "agents.as_json", "agents.episode"}
 """Turns of episodes as plain data."""
 
 GROUND = {
-    *("errors", "plain_values", "dispatch", "device", "columns", "records", "config", "observe"),
+    *("errors", "plain_values", "dispatch", "device", "columns", "held_columns", "records", "config", "observe"),
     *("parallel.balance", "rollout.slices", "cluster.child_processes"),
 }
 PARTS = GROUND | {"parallel", "losses", "data", "user_code", "scoring"}
@@ -56,7 +56,8 @@ ROOMS: dict[str, set[str]] = {
     "dispatch": set(),
     "device": set(),
     "columns": set(),
-    "records": {"columns"},
+    "held_columns": set(),
+    "records": {"columns", "held_columns"},
     "parallel.balance": set(),
     "cluster.child_processes": set(),
     "rollout.slices": {"records"},

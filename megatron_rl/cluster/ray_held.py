@@ -1,0 +1,165 @@
+"""Held columns on the nodes of a Ray cluster: agents read, copy and free their nodes' files.
+
+A rank maps the files of its own node. Of those of other nodes, its agent asks their agents for the rows that a message
+needs, before it passes the message on: Ray's object store moves them from node to node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import ray
+import torch
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from megatron_rl.cluster.held_files import place_on, write
+from megatron_rl.cluster.rank_messages import ProcessDied
+from megatron_rl.errors import WorkerFailure
+from megatron_rl.held_columns import HeldColumn, HeldSegment, Range
+
+Wanted = list[tuple[HeldSegment, list[Range]]]
+
+
+class Want(NamedTuple):
+    """Bytes of a segment of another node. size: of its file. owner: its node, which `agent` is on."""
+
+    path: str
+    size: int
+    owner: str
+    agent: ActorHandle
+    ranges: list[Range]
+
+
+class HeldOnNodes:
+    """The driver's access to held columns: it reads and frees them through agents on their nodes."""
+
+    keeps_values = False
+
+    def __init__(self) -> None:
+        self._agents: defaultdict[str, list[ActorHandle]] = defaultdict(list)
+        self._freed: deque[tuple[str, str]] = deque()
+        self._copies: defaultdict[str, set[str]] = defaultdict(set)
+        self._changing = threading.Lock()
+
+    def note(self, node: str, agent: ActorHandle) -> None:
+        """Note an agent of a node."""
+        with self._changing:
+            if not any(agent is other for other in self._agents[node]):
+                self._agents[node].append(agent)
+
+    def forget(self, agent: ActorHandle) -> None:
+        """Note that an agent has ended."""
+        with self._changing:
+            for node, agents in self._agents.items():
+                self._agents[node] = [other for other in agents if other is not agent]
+
+    def read(self, segment: HeldSegment, ranges: Sequence[Range]) -> list[torch.Tensor]:
+        """Return the elements of each range [n, *element]. Raises WorkerFailure where the node or the file is gone."""
+        try:
+            content = ray.get(self._agent_on(segment).read_held.remote(segment.path, in_bytes(segment, ranges)))
+        except RayError as error:
+            raise WorkerFailure(f"a column that node {segment.node} held is gone: {error}", is_loss=True) from None
+        values = torch.from_numpy(content.copy()).view(segment.dtype).view(-1, *segment.shape[1:])
+        return list(values.split([stop - start for start, stop in ranges]))
+
+    def free(self, path: str, node: str) -> None:
+        """Have the file and its copies removed with the next message: this may run in any thread, amid any call."""
+        self._freed.append((path, node))
+
+    def remove_freed(self) -> None:
+        """Have the agents remove what was freed."""
+        freed = defaultdict(list)
+        while self._freed:
+            path, owner = self._freed.popleft()
+            for node in (owner, *self._copies.pop(path, ())):
+                freed[node].append((path, owner))
+        with self._changing:
+            told = [(agent, paths) for node, paths in freed.items() for agent in self._agents[node]]
+        for agent, paths in told:
+            agent.free_held.remote(paths)
+
+    def wants(self, wanted: Wanted, node: str) -> list[Want]:
+        """Return what a node must be given of segments. Raises WorkerFailure where a node of them is gone."""
+        wants = []
+        for segment, ranges in wanted:
+            if segment.node != node:
+                self._copies[segment.path].add(node)
+                size = torch.Size(segment.shape).numel() * segment.dtype.itemsize
+                place = (segment.path, size, segment.node, self._agent_on(segment))
+                wants.append(Want(*place, in_bytes(segment, ranges)))
+        return wants
+
+    def _agent_on(self, segment: HeldSegment) -> ActorHandle:
+        with self._changing:
+            agents = self._agents[segment.node]
+        if not agents:
+            raise WorkerFailure(f"a column that node {segment.node} held is gone with its ranks", is_loss=True)
+        return agents[-1]
+
+
+def in_bytes(segment: HeldSegment, ranges: Sequence[Range]) -> list[Range]:
+    """Return ranges of elements as ranges of bytes of the file."""
+    size = segment.element_bytes
+    return [(start * size, stop * size) for start, stop in ranges]
+
+
+def wanted_of(held: Sequence[HeldColumn]) -> Wanted:
+    """Return the segments of several columns, with the elements that are needed of each."""
+    return [wanted for column in held for wanted in column.wanted()]
+
+
+def read_ranges(path: str, ranges: Sequence[Range]) -> Any:
+    """Return bytes of a file end to end, as a uint8 array. Raises FileNotFoundError where it was freed."""
+    content, place = numpy.empty(sum(stop - start for start, stop in ranges), numpy.uint8), 0
+    into: Any = content  # a buffer, which numpy's types do not say
+    with open(path, "rb", buffering=0) as file:
+        for start, stop in ranges:
+            file.seek(start)
+            while start < stop:
+                read = file.readinto(into[place : place + stop - start])
+                if not read:
+                    raise EOFError(f"{path} ends at byte {start}")
+                start, place = start + read, place + read
+    return content
+
+
+class CopiesHere:
+    """The copies on an agent's node of rows that other nodes hold."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._copied: defaultdict[str, set[Range]] = defaultdict(set)
+        self._copying = asyncio.Lock()
+
+    async def fetch(self, wants: Sequence[Want]) -> None:
+        """Copy what is not here yet, of all segments at once. Raises ProcessDied where a node or a file is gone."""
+        async with self._copying:
+            await asyncio.gather(*(self._fetch(want) for want in wants))
+
+    async def _fetch(self, want: Want) -> None:
+        missing = [each for each in want.ranges if each not in self._copied[want.path]]
+        if not missing:
+            return
+        try:
+            content = await want.agent.read_held.remote(want.path, missing)
+        except RayError as error:
+            raise ProcessDied(f"a column that node {want.owner} held is gone: {error}") from None
+        parts, place = [], 0
+        for start, stop in missing:
+            parts.append((start, content[place : place + stop - start]))
+            place += stop - start
+        await asyncio.to_thread(write, place_on(self._node, want.path, want.owner), parts, want.size)
+        self._copied[want.path] |= set(missing)
+
+    def free(self, paths: Sequence[tuple[str, str]]) -> None:
+        """Remove files and copies: (path, owner)."""
+        for path, owner in paths:
+            self._copied.pop(path, None)
+            Path(place_on(self._node, path, owner)).unlink(missing_ok=True)
