@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import stat
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -15,6 +16,7 @@ from replica_cluster import eventually
 from megatron_rl.cluster.hosting import PoolOptions
 from megatron_rl.cluster.launcher import Launcher, Ranks
 from megatron_rl.cluster.pool import ProcessPool
+from megatron_rl.cluster.scratch import PREFIX, SEGMENTS
 from megatron_rl.errors import WorkerFailure
 from megatron_rl.held_columns import HeldColumn
 from megatron_rl.records import Batch
@@ -87,6 +89,8 @@ def test_the_driver_reads_what_it_needs(pools, launcher: Launcher) -> None:
     small = rows(2, 20)
     assert isinstance(pools[0].host(Maker).make(small).get()[1].stored("teacher_hidden"), torch.Tensor)
     assert held(launcher) == 2
+    files = SEGMENTS.glob(f"{PREFIX}{launcher.scratch.run_id}-held-*")
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
 
 
 def test_a_killed_rank_ends_its_pool_and_not_what_it_held(pools, places, launcher: Launcher) -> None:

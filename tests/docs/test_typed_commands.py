@@ -120,6 +120,7 @@ EXECUTED = {
     r"(STAGE=\w+ )?SCALE=tiny bash scripts/run_70b_ppo\.sh": (
         "tests/e2e/test_70b_script.py::test_killed_tiny_70b_goes_on"
     ),
+    r"python scripts/bench/held_columns\.py.*": "tests/scripts/test_held_bench.py::test_both_ways_are_measured",
     r"python scripts/campaign\.py .*": "tests/scripts/test_campaign.py::test_a_short_campaign",
     r"python scripts/gpu_check\.py": "tests/scripts/test_gpu_check.py::test_every_step_that_a_cpu_has",
     r"python scripts/check_versions\.py .*": (
