@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,6 +69,10 @@ class CarriedTensors:
         if faults:
             raise ConfigError(f"the tensors that {folder} carries cannot be read: {faults[0]}")
         return cls(carried)
+
+    def without(self, names: Container[str]) -> CarriedTensors:
+        """Those that are not among `names`, which are written as they were trained."""
+        return CarriedTensors({name: tensor for name, tensor in self.stored.items() if name not in names})
 
     @property
     def sizes(self) -> dict[str, int]:

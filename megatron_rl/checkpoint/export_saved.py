@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from megatron_rl.checkpoint.saved_tensors import BIAS, OPTIMIZER_PREFIX, SavedTe
 from megatron_rl.checkpoint.score_statistics import saved_statistics, write_statistics
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.errors import StorageError
-from megatron_rl.model.families import Model, classifier_map
+from megatron_rl.model.families import Model, classifier_map, mtp_specs
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,19 @@ def saved_model(checkpoint: Path, role: str, base: Path | None = None) -> Stored
     run started from. Raises ConfigError if that is not there, or if the checkpoint needs none and `base` is given.
     """
     source = checkpoint / role / HF_FOLDER
-    model = Model.of(language_config(source).to_dict())
+    saved, model = SavedTensors(checkpoint / role), Model.of(language_config(source).to_dict())
     is_critic = role == "critic"
+    with_mtp = replace(model, has_mtp=model.family.carried.mtp_architecture is not None and not is_critic)
+    if any(checkpoint_key(spec, 0) in saved.names for spec in mtp_specs(with_mtp).values()):
+        model = with_mtp
     specs = model.value_specs if is_critic else model.specs
     names = [tensor.name for tensor in hf_tensors(classifier_map(model.family, model.shape) if is_critic else specs)]
     tensors = dict(zip(names, hf_tensors(specs), strict=True))
-    saved = SavedTensors(checkpoint / role)
     dtype = saved.dtype(saved.weights[0])
     read_tensor: Callable[[HFTensor], torch.Tensor] = partial(_read, saved)
-    carried = CarriedTensors() if is_critic else kept_carried(source, base)
-    if holds_adapters(saved) or (base is not None and not carried.stored):
+    kept = CarriedTensors() if is_critic else kept_carried(source, base)
+    carried = kept.without(tensors)
+    if holds_adapters(saved) or (base is not None and not kept.stored):
         adapters = SavedAdapters.open(checkpoint, role, base)
         read_tensor = adapters.merged
     constants = read_constants(model.constants.values(), source, torch.device("cpu"), dtype=None)

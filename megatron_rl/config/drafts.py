@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Annotated
 
 from annotated_types import Ge
 
 from megatron_rl.config.constraints import AtMost, OneOf, Or
 
-NGRAM, EARLIER = "ngram", "earlier"
+NGRAM, EARLIER, MTP = "ngram", "earlier", "mtp"
+WAYS = (NGRAM, EARLIER, MTP)
+
+
+class MTPUse(Enum):
+    """What becomes of a model's multi-token prediction (MTP) layer: not read; read by generation; and trained."""
+
+    NONE = "none"
+    FROZEN = "frozen"
+    TRAINED = "trained"
 
 
 @dataclass
 class Drafts:
     """Part of the group `rollout`. The names are vLLM's."""
 
-    speculative: Annotated[str | None, OneOf((NGRAM, EARLIER))] = None
+    speculative: Annotated[str | None, OneOf(WAYS)] = None
     """ngram: where an answer's last tokens stand in its prompt, or earlier in it, what followed there is guessed,
-    and checked in one engine step | earlier: or in answers of former epochs to the same prompt | null: one token each
-    step. The tokens that are drawn are the same."""
+    and checked in one engine step | earlier: or in answers of former epochs to the same prompt | mtp: the model's own
+    multi-token prediction layer guesses | null: one token each step. The tokens that are drawn are the same."""
     num_speculative_tokens: Annotated[int, Ge(1), AtMost(128)] = 3
     """Tokens guessed at once, at most."""
     prompt_lookup_min: Annotated[int, Ge(1), AtMost(2**10)] = 2

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_rl.config.algorithms import teaching, uses_critic, uses_reference
 from megatron_rl.config.distillation_keys import SELF, TeacherConfig
+from megatron_rl.config.drafts import MTPUse
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.schema import RunConfig
@@ -76,7 +77,8 @@ class RoleSpec:
     with `update` is trained and saved. settings: the group itself. mixed: further examples that its update reads.
     makes: the column that it adds to every batch; None: none, or not in every run. lora: the adapters that are trained
     in place of the weights, or read by the rollout; rank 0: none. model_of: the role on the same ranks whose model is
-    this role's, a reference's without its adapters; None: it has a model of its own.
+    this role's, a reference's without its adapters; None: it has a model of its own. mtp: what becomes of the model's
+    multi-token prediction layer.
     """
 
     name: str
@@ -93,6 +95,7 @@ class RoleSpec:
     makes: Makes | None = None
     lora: LoraConfig = field(default_factory=LoraConfig)
     model_of: str | None = None
+    mtp: MTPUse = MTPUse.NONE
 
     @property
     def is_trained(self) -> bool:
@@ -305,7 +308,8 @@ def _laid_as_trees(role: RoleSpec) -> RoleSpec:
 def _task_roles(config: TaskConfig) -> Iterator[RoleSpec]:
     """The role that a task without generation trains, and the reference where it scores on the same ranks."""
     trains_scores, together = config.trainer.stage == REWARD, config.answers_together
-    role = replace(_critic(config), kind=SCORER) if trains_scores else replace(_actor(config), kind=TUNED, mixed=None)
+    policy = replace(_actor(config), kind=TUNED, mixed=None, mtp=MTPUse.NONE)
+    role = replace(_critic(config), kind=SCORER) if trains_scores else policy
     longest = config.longest_sequence + trains_scores
     if role.update is not None and together > 1:
         update = replace(role.update, longest=together * longest, scored=together * config.longest_response)
@@ -349,7 +353,8 @@ def _policy(config: RunConfig, kind: str, key: str, pool: str, settings: Any) ->
     megatron = shared.actor.megatron if kind == ROLLOUT else settings.megatron
     lora = LoraConfig() if kind == REFERENCE else shared.model.lora
     model = (shared.model.path, "actor_rollout_ref.model.path", megatron, settings)
-    return RoleSpec(kind, kind, key, pool, *model, lora=lora)
+    mtp = MTPUse.NONE if kind == REFERENCE else shared.mtp_use
+    return RoleSpec(kind, kind, key, pool, *model, lora=lora, mtp=mtp)
 
 
 def _actor(config: RunConfig) -> RoleSpec:

@@ -33,7 +33,7 @@ from megatron_rl.config.constraints import (
 )
 from megatron_rl.config.declarations import KL_ESTIMATES
 from megatron_rl.config.distillation_keys import DistillationConfig
-from megatron_rl.config.drafts import Drafts
+from megatron_rl.config.drafts import MTP, Drafts, MTPUse
 from megatron_rl.config.eight_bit_rollouts import EightBitRollouts
 from megatron_rl.config.elastic_replicas import ElasticReplicas
 from megatron_rl.config.last_tokens import LastTokens
@@ -226,6 +226,9 @@ class ActorConfig:
     gradient of k2."""
     kl_loss_unbiased: bool = False
     """Multiply each token's estimate by p / p_old, gradient included (DeepSeek-V3.2)."""
+    mtp_loss_scaling_factor: NotNegative = 0.0
+    """Weight of the cross-entropy by which the multi-token prediction layer learns the sampled tokens, for
+    rollout.speculative=mtp; 0: it stays as it is. The policy gets no gradient from it."""
     router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
@@ -323,6 +326,13 @@ class ActorRolloutRefConfig:
     actor: ActorConfig = field(default_factory=ActorConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     ref: RefConfig = field(default_factory=RefConfig)
+
+    @property
+    def mtp_use(self) -> MTPUse:
+        """What becomes of the actor's multi-token prediction layer."""
+        if self.rollout.speculative != MTP:
+            return MTPUse.NONE
+        return MTPUse.TRAINED if self.actor.mtp_loss_scaling_factor else MTPUse.FROZEN
 
 
 @dataclass

@@ -25,6 +25,7 @@ IGNORED_KEYS = frozenset(
         "actor_rollout_ref.actor.shuffle",
         "actor_rollout_ref.actor.megatron.param_offload",
         "actor_rollout_ref.actor.router_replay.mode",
+        "actor_rollout_ref.actor.mtp_loss_scaling_factor",
         "actor_rollout_ref.rollout.n",
         "actor_rollout_ref.rollout.temperature",
         "actor_rollout_ref.rollout.disable_custom_all_reduce",

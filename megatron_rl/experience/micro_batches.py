@@ -146,6 +146,25 @@ class MicroBatch:
         """
         return output.flatten(0, 1).index_select(0, self._places() if self.share is None else self.share.places)
 
+    def column_before(self) -> Tensor:
+        """int64 [b x S], on the CPU: of each column the one before it in its sequence, which may lie elsewhere; -1 at
+        the first of a sequence. Not of a tree or a share.
+        """
+        before = torch.arange(-1, self.input_ids.numel() - 1)
+        if self.segments is None:
+            before[:: self.input_ids.shape[1]] = -1
+            return before
+        starts = [0, *accumulate(self.segments)][:-1]
+        before[starts] = -1
+        for start, (first, length) in zip(starts, self.prefixes, strict=False):
+            if length:
+                before[start] = first + length - 1
+        return before
+
+    def predicting(self) -> Tensor:
+        """int64 [N]: among the block's columns, those where the sampled tokens are predicted. Not of a tree."""
+        return self._places()
+
     def _places(self) -> Tensor:
         if self.places is not None:
             return self.places

@@ -67,18 +67,18 @@ class VocabHead:
 
         Backward adds up the gradients that go through each rank's rows.
         """
-        return head_log_probs(self._copied(hidden), self.weight, targets, self.softmax)
+        return head_log_probs(self.copied(hidden), self.weight, targets, self.softmax)
 
     def log_probs(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """The log-probs of `log_probs_and_entropy`, without the cost of the entropy."""
-        return head_log_probs_alone(self._copied(hidden), self.weight, targets, self.softmax)
+        return head_log_probs_alone(self.copied(hidden), self.weight, targets, self.softmax)
 
     def cross_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """hidden [N, H], targets int64 [N] -> -(sum of the log-probs), float32. All TP ranks must call.
 
         Backward must come before the next forward pass: see `log_probs.HeadCrossEntropy`.
         """
-        return head_cross_entropy(self._copied(hidden), self.weight, targets, self.softmax)
+        return head_cross_entropy(self.copied(hidden), self.weight, targets, self.softmax)
 
     def statistics(self, hidden: Tensor, targets: Tensor, columns: Sequence[str]) -> Combined:
         """hidden [N, H], targets int64 [N] -> log-prob and `columns` (see `head_statistics`), float32 [N] each, without
@@ -92,11 +92,11 @@ class VocabHead:
 
     def log_probs_at(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """hidden [N, H], ids int64 [N, k] -> their log-probs float32 [N, k]. All TP ranks must call."""
-        return head_log_probs_at(self._copied(hidden), self.weight, ids, self.softmax)
+        return head_log_probs_at(self.copied(hidden), self.weight, ids, self.softmax)
 
     def divergence(self, hidden: Tensor, other_hidden: Tensor, other: OtherHead, kind: Divergence) -> Tensor:
         """hidden [N, H], the other head's [N, H'] -> float32 [N]; see `head_divergence`. All TP ranks must call."""
-        return head_divergence(self._copied(hidden), self.weight, self.softmax, other_hidden, other, kind)
+        return head_divergence(self.copied(hidden), self.weight, self.softmax, other_hidden, other, kind)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class VocabHead:
         dist.all_gather(shards, mine, group=group)
         return torch.cat(shards, -1)[:, : self.softmax.vocab_size]
 
-    def _copied(self, hidden: Tensor) -> Tensor:
+    def copied(self, hidden: Tensor) -> Tensor:
         """Megatron's copy into the TP region, whose backward adds up the ranks' gradients."""
         copied: Tensor = copy_to_tensor_model_parallel_region(hidden, group=self.softmax.tp_group)
         return copied

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_rl.config.algorithms import STUDENTS_TOP, distillation_reads, policy_agg_mode, scored_columns
 from megatron_rl.config.declarations import KL_ESTIMATES
+from megatron_rl.config.drafts import MTPUse
 from megatron_rl.config.roles import RoleSpec
 from megatron_rl.dispatch import Dispatch, ExtraBatch, Stop, remote_method
 from megatron_rl.errors import ConfigError
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from megatron_rl.roles.distilled import Distillation
     from megatron_rl.roles.expert_routing import ExpertRouting
     from megatron_rl.roles.merged_shards import MergedShards
+    from megatron_rl.roles.mtp_training import MTPTraining
 
 
 class Actor(TrainedRole):
@@ -47,6 +49,7 @@ class Actor(TrainedRole):
         from megatron_rl.roles.expert_bias import ExpertBias
         from megatron_rl.roles.expert_routing import ExpertRouting
         from megatron_rl.roles.model_source import named_buffers
+        from megatron_rl.roles.mtp_training import MTPTraining
         from megatron_rl.roles.token_scorer import TokenScorer
 
         source = rank.source(spec)
@@ -73,6 +76,9 @@ class Actor(TrainedRole):
         self.distillation: Distillation | None = None
         if rank.config.distillation.enabled:
             self.distillation = Distillation(rank, self.scorer)
+        self.mtp: MTPTraining | None = None
+        if source.mtp == MTPUse.TRAINED:
+            self.mtp = MTPTraining(self.trainable, self.scorer, self.config.mtp_loss_scaling_factor)
         self._load: Tensor | None = None  # of experts, in the last pass
         # On rank 0, if the rollout has pools of its own: the bridge's store, and older ones that ranks may still use.
         self.bridge_stores: list[BridgeStore] = []
@@ -200,7 +206,8 @@ class Actor(TrainedRole):
         from megatron_rl.roles.flat_parameters import flat_parameters
         from megatron_rl.roles.merged_shards import MergedShards
 
-        rollout, source, view = self.rank.config.actor_rollout_ref.rollout, self.source, self.trained
+        rollout, source = self.rank.config.actor_rollout_ref.rollout, self.source
+        view = self.trained if source.lora.rank else self.base
         if source.lora.is_merged:
             view, self.merged = self.base, MergedShards(self)
             flat = self.merged.flat(source.place, None, self.rank.node)
@@ -291,12 +298,13 @@ class Actor(TrainedRole):
         if self.routing is not None and self.routing.is_balanced:
             self.routing.count_rows([*blocks, *mixed])
 
-        def loss(hidden: Tensor, block: MicroBatch) -> tuple[Tensor, MetricParts]:
+        def own_loss(hidden: Tensor, block: MicroBatch) -> tuple[Tensor, MetricParts]:
             if "advantages" not in block.fields:
                 return self._pretraining_loss(hidden, block, mixed_totals)
             return self._loss(hidden, block, totals, own)
 
         counted = replace(totals, tokens=totals.tokens + mixed_totals.tokens)
+        loss = own_loss if self.mtp is None else self.mtp.beside(own_loss, counted)
         metrics = self.trainable.compute_gradients([*blocks, *mixed], counted, loss)
         load = {} if self.routing is None else self._expert_metrics(self.routing)
         if metrics is None:

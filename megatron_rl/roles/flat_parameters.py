@@ -53,9 +53,10 @@ class WeightView:
 
     @classmethod
     def of(cls, models: list[GPTModel], specs: Mapping[str, ParamSpec], buffers: Sequence[Any]) -> WeightView:
-        """The parameters of the models that have a spec."""
-        named = named_parameters(models)
-        return cls(buffers, {name: parameter for name, parameter in named.items() if name in specs}, specs)
+        """The parameters of the models that have a spec, and those of the buffers that hold some."""
+        own = {name: parameter for name, parameter in named_parameters(models).items() if name in specs}
+        holding = [each for each in buffers if any(parameter in each.param_index_map for parameter in own.values())]
+        return cls(holding, own, specs)
 
 
 def place_of(tensor: torch.Tensor) -> tuple[int, int]:

@@ -6,7 +6,7 @@ A rank's model is a list of chunks, run in that order: one, or with a virtual pi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,16 @@ from megatron_rl.checkpoint.constants import load_constants
 from megatron_rl.checkpoint.hf_config import language_config
 from megatron_rl.checkpoint.hf_import import HFFolder, global_name, load_hf_weights
 from megatron_rl.checkpoint.peft_folder import PeftFolder, load_adapters
+from megatron_rl.config.drafts import MTPUse
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.device import Device
 from megatron_rl.model.adapters import AdapterSet
 from megatron_rl.model.eight_bits import emulate_eight_bits
-from megatron_rl.model.families import HEAD, Model, ParamSpec, is_reward_model
+from megatron_rl.model.families import HEAD, Model, ParamSpec, is_reward_model, mtp_constants_of, mtp_specs
 from megatron_rl.model.families.adapter_params import adapter_specs
 from megatron_rl.model.gpt import build_language_model, build_value_model, transformer_config
+from megatron_rl.model.mtp import add_mtp_layer
 from megatron_rl.model.te_layers import our_name, refuse_unusable
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.parallel.sharding import Place, is_first_copy, vocab_multiple
@@ -47,7 +49,8 @@ class UnloadedModel:
     drawn: frozenset[str] = frozenset()
     """Parameters that were initialised at random and are in no folder."""
     trained: Mapping[str, ParamSpec] = field(default_factory=dict)
-    """Global name -> spec of what is trained in place of the weights: adapters, and a value head; {}: the weights."""
+    """Global name -> spec of what is trained where that is not all weights: adapters, and a value head, in place of
+    them, or all but a frozen multi-token prediction layer; {}: the weights."""
 
     def load(self) -> None:
         """Read this rank's shards from the folder. Raises ConfigError when a tensor is missing or misshapen."""
@@ -55,7 +58,8 @@ class UnloadedModel:
         parameters = {name: p for name, p in named.items() if name not in given}
         folder = HFFolder(self.source.path)
         load_hf_weights(parameters, self.specs, folder, self.source.place)
-        load_constants(named_buffers(self.chunks), self.source.model.constants, folder)
+        model = self.source.model
+        load_constants(named_buffers(self.chunks), model.constants | mtp_constants_of(model), folder)
         if self.source.adapter_specs and self.source.lora.adapter_path is not None:
             adapter = PeftFolder.open(self.source.lora.adapter_path)
             adapter.refuse_other(self.source.lora)
@@ -76,6 +80,8 @@ class ModelSource:
     lora: LoraConfig = field(default_factory=LoraConfig)
     seed: int = 0
     """Seed of adapters whose values no folder gives."""
+    mtp: MTPUse = MTPUse.NONE
+    """What becomes of the multi-token prediction layer."""
 
     @classmethod
     def open(
@@ -86,15 +92,16 @@ class ModelSource:
         megatron: MegatronConfig,
         lora: LoraConfig | None = None,
         seed: int = 0,
+        mtp: MTPUse = MTPUse.NONE,
     ) -> ModelSource:
         """Read what the folder's config.json says of the language model. lora: adapters of the model; None: none."""
         settings = language_config(path)
-        return cls(Path(path), settings, groups, device, megatron, lora or LoraConfig(), seed)
+        return cls(Path(path), settings, groups, device, megatron, lora or LoraConfig(), seed, mtp)
 
     @cached_property
     def model(self) -> Model:
         """The model as its parts: sizes, parameters, constants."""
-        return Model.of(self.hf_config.to_dict())
+        return replace(Model.of(self.hf_config.to_dict()), has_mtp=self.mtp != MTPUse.NONE)
 
     @cached_property
     def adapter_specs(self) -> dict[str, ParamSpec]:
@@ -114,6 +121,8 @@ class ModelSource:
     def language_model(self) -> UnloadedModel:
         """This rank's stage of the language model."""
         chunks = build_language_model(self.hf_config, self._config(), self.groups, self.vocab_multiple)
+        if self.model.has_mtp and self.groups.is_last_stage:
+            add_mtp_layer(chunks, self.model, self.hf_config)
         return self._unloaded(chunks, self.model.specs)
 
     def value_model(self, head_seed: int) -> UnloadedModel:
@@ -149,7 +158,13 @@ class ModelSource:
             parameters = named_parameters(chunks)
             for name in heads & parameters.keys():
                 parameters[name].requires_grad_()
+        ahead = mtp_specs(self.model)
+        if self.mtp == MTPUse.FROZEN:
+            trained = {name: spec for name, spec in specs.items() if name not in ahead}
         mark_tensor_parallel(parameters, specs | trained, self.place)
+        for name in ahead.keys() & parameters.keys():
+            parameters[name].requires_grad_(self.mtp == MTPUse.TRAINED)
+            vars(parameters[name])["shared"] = True  # the norm by which the policy's gradient is clipped leaves it out
         if self.megatron.fp8_emulate:
             emulate_eight_bits(chunks)
         chunks = [chunk.to(self.device.torch_device) for chunk in chunks]

@@ -69,6 +69,7 @@ class Pipeline:
         self.groups = groups
         self.device = device
         self.routing: ExpertRouting | None = None  # for models with experts
+        self.segments: Segments | None = None  # of the pass whose output a loss reads
         asking, whole = (
             any(getattr(module, name, False) for chunk in self.chunks for module in chunk.modules())
             for name in ("needs_slots", "needs_prefix_slots")
@@ -326,7 +327,7 @@ class Pipeline:
         block = one.block
         input_ids = block.input_ids if block.share is None else block.input_ids[:, block.share.columns]
         # Layers keep what they derive from them; another chunk's pass begins anew.
-        segments = None if one.segments is None else one.segments.with_tensors(one.segments.tensors())
+        self.segments = segments = None if one.segments is None else one.segments.with_tensors(one.segments.tensors())
         # Megatron wants positions and does not use them: rotary embeddings go by segments.
         positions = torch.arange(input_ids.shape[1], device=self.device).expand_as(input_ids)
         routing = nullcontext() if self.routing is None else self.routing.forward_pass(self.chunks.index(model), block)

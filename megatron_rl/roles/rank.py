@@ -73,7 +73,7 @@ class Rank:
         layout = self.pool.layout if self.pool.megatron_roles else spec.megatron
         megatron = replace(layout, override_transformer_config=override, fp8_emulate=spec.megatron.fp8_emulate)
         seed = self.config.trainer.seed
-        return ModelSource.open(spec.model_path, self.groups, self.device, megatron, spec.lora, seed)
+        return ModelSource.open(spec.model_path, self.groups, self.device, megatron, spec.lora, seed, spec.mtp)
 
     def micro_batching(self, spec: PassSpec | None) -> MicroBatching:
         """Micro-batching of a pass. The actor's model estimates the work, so that all roles cut alike.

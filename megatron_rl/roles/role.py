@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.checkpoint.hf_folder import MAX_SHARD_BYTES
 from megatron_rl.checkpoint.storage import writing
+from megatron_rl.config.drafts import MTPUse
 from megatron_rl.config.roles import RoleSpec
 from megatron_rl.dispatch import Dispatch, remote_method
 from megatron_rl.hybrid_engine.offload import HostCopy, Offloadable
@@ -82,10 +83,8 @@ class TrainedRole(Role):
         self.cut, self.score_cut = rank.micro_batching(spec.update), rank.micro_batching(spec.score)
         self.loss_scale = rank.loss_scale(spec)
         self.source = source
-        frozen = []
-        if model.trained:
-            given = named_parameters(model.chunks)
-            frozen = [FrozenBuffer(given[name] for name in given if not given[name].requires_grad)]
+        still = [each for each in named_parameters(model.chunks).values() if not each.requires_grad]
+        frozen = [FrozenBuffer(still)] if still else []
         self.trainable = TrainableModel(
             model.chunks,
             model.load,
@@ -97,7 +96,7 @@ class TrainedRole(Role):
             frozen,
         )
         models, buffers = self.trainable.models, self.trainable.param_buffers
-        self.base = self.trained = WeightView.of(models, model.specs, frozen or buffers)
+        self.base = self.trained = WeightView.of(models, model.specs, [*buffers, *frozen])
         if model.trained:
             self.trained = WeightView.of(models, model.trained, buffers)
         self.checkpoint = RoleCheckpoint(self.trainable, dict(self.trained.specs), source.place)
@@ -137,7 +136,7 @@ class TrainedRole(Role):
         from megatron_rl.checkpoint.hf_export import ScatteredTensors, export_hf
         from megatron_rl.checkpoint.hf_folder import Description
         from megatron_rl.checkpoint.merged_weights import MergedParameters
-        from megatron_rl.model.families import classifier_map
+        from megatron_rl.model.families import classifier_map, mtp_specs
         from megatron_rl.roles.model_source import named_parameters
 
         source, bias = self.source, self.checkpoint.bias
@@ -150,9 +149,13 @@ class TrainedRole(Role):
         with writing(target):
             model = source.model
             specs = classifier_map(model.family, model.shape) if self.spec.has_value_head else self.specs
+            if source.mtp == MTPUse.FROZEN:  # it is carried, byte for byte
+                ahead = mtp_specs(model)
+                specs = {name: spec for name, spec in specs.items() if name not in ahead}
             weights = ScatteredTensors.of(parameters, specs, source.groups.grid, source.vocab_multiple, merged)
             dtype = next(iter(weights.dtypes.values()))
             description = Description(source.path, self.architecture, dtype)
+            carried = None if carried is None else carried.without(weights.tensors)
             export_hf(weights, target, description, max_shard_bytes, constants, carried)
 
     @remote_method(Dispatch.ONE_TO_ALL, phase="export")

@@ -23,7 +23,15 @@ from megatron_rl.hybrid_engine.composed_weights import ComposedWeights
 from megatron_rl.hybrid_engine.hybrid_engine import HybridEngine, TransitionReport
 from megatron_rl.hybrid_engine.offload import Offloadable, offloaded
 from megatron_rl.hybrid_engine.rng import swap
-from megatron_rl.model.families import VOCAB_PADDING, placed_settings, rollout_settings, routed_layers, tensors_of
+from megatron_rl.model.families import (
+    VOCAB_PADDING,
+    mtp_constants_of,
+    mtp_specs,
+    placed_settings,
+    rollout_settings,
+    routed_layers,
+    tensors_of,
+)
 from megatron_rl.model.families.adapter_params import held_rank
 from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.roles.bridge_address import AcrossBridge, BridgeAddress
@@ -33,9 +41,11 @@ from megatron_rl.roles.role import Role
 from megatron_rl.rollout.slices import Slice, SliceReport
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megatron_rl.roles.actor import Actor
     from megatron_rl.roles.model_source import ModelSource
-    from megatron_rl.rollout.engine import EngineAdapters
+    from megatron_rl.rollout.engine import EngineAdapters, MTPModel
 
 ADAPTER_POOL = "megatron_rl foreign adapters"
 """The tag of foreign adapters in vLLM's CUDA allocator."""
@@ -73,6 +83,7 @@ class Rollout(Role):
                 self.weights.gather()
             else:
                 self.weights = received_weights(bridge, spec, rank, source, grid)
+            of_model, mtp = parted(self.weights.tensors, source, rank)
             self.generator = RolloutEngine(
                 model_path=spec.model_path,
                 architecture=source.hf_config.architectures[0],
@@ -81,7 +92,8 @@ class Rollout(Role):
                 max_model_len=rank.config.longest_sequence,
                 dtype=spec.megatron.dtype,
                 grid=grid,
-                tensors=self.weights.tensors | self._constants,
+                tensors=of_model | self._constants,
+                mtp=mtp,
                 adapters=adapters_of(self.weights, spec.lora),
                 seed=rank.config.trainer.seed,
                 # Preflight lets a window pass that cuts nothing off; vLLM cannot build one in some layers only.
@@ -229,6 +241,24 @@ def adapters_of(
     if not lora.crosses_alone or not isinstance(weights, AdaptedWeights | ReceivedWeights):
         return None
     return EngineAdapters(weights.adapter_tensors, held_rank(lora.rank), lora.scale)
+
+
+def parted(tensors: dict[str, Tensor], source: ModelSource, rank: Rank) -> tuple[dict[str, Tensor], MTPModel | None]:
+    """(tensors of the model, its multi-token prediction layer); None: generation reads none."""
+    from megatron_rl.checkpoint.constants import read_constants
+    from megatron_rl.model.families.mtp_params import engine_name
+    from megatron_rl.rollout.engine import MTPModel
+
+    model, carried = source.model, source.model.family.carried
+    if not model.has_mtp:
+        return tensors, None
+    assert carried.mtp_architecture is not None  # preflight asks for it
+    constants = {each.name: engine_name(each) for each in mtp_constants_of(model).values()}
+    read = read_constants(mtp_constants_of(model).values(), source.path, rank.device.torch_device)
+    names = tensors_of(mtp_specs(model)).keys()
+    own = {name: tensors[name] for name in names} | {constants[name]: row for name, row in read.items()}
+    rest = {name: tensor for name, tensor in tensors.items() if name not in names}
+    return rest, MTPModel(carried.mtp_architecture, own)
 
 
 def all_offloadable(neighbours: Mapping[str, Role]) -> list[Offloadable]:

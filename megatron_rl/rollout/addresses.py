@@ -16,9 +16,9 @@ class MovedTensorError(RuntimeError):
     """A tensor is not where captured graphs read it."""
 
 
-def places(model: torch.nn.Module, caches: Sequence[torch.Tensor]) -> dict[str, int]:
+def places(models: Sequence[torch.nn.Module], caches: Sequence[torch.Tensor]) -> dict[str, int]:
     """Name -> address of every parameter, under each of its names, and of every tensor of the KV cache."""
-    parameters = model.named_parameters(remove_duplicate=False)
+    parameters = [pair for model in models for pair in model.named_parameters(remove_duplicate=False)]
     addresses = {f"parameter {name}": parameter.data_ptr() for name, parameter in parameters}
     return addresses | {f"KV cache tensor {number}": cache.data_ptr() for number, cache in enumerate(caches)}
 

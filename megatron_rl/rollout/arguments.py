@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from megatron_rl.config.drafts import EARLIER
+from megatron_rl.config.drafts import EARLIER, MTP
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.model.parts import Attention
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 LOAD_FORMAT = "megatron_rl_shared"
 """The name under which vLLM knows the loader of `shared_weights.py`."""
@@ -60,8 +64,8 @@ def engine_arguments(
         "enable_return_routed_experts": returns_experts,
     }
     arguments |= {**draft_arguments(config), **attention.engine_arguments}
-    if text_only:
-        arguments["language_model_only"] = True
+    arguments |= beside_drafts(config, device_kind in attention.whole_prompts, max_model_len, hf_overrides)
+    arguments |= {"language_model_only": True} if text_only else {}
     if device_kind == "cpu":
         # vLLM's default is 128. A block holds tokens of one answer only, and samples of a group share whole blocks of
         # their prompt.
@@ -83,6 +87,26 @@ def engine_arguments(
             "additional_config": {"tp_rank": tp_rank},
         }
     return arguments
+
+
+def beside_drafts(
+    config: RolloutConfig, whole_prompts: bool, max_model_len: int, hf_overrides: dict[str, Any]
+) -> dict[str, Any]:
+    """Other arguments that drafts change. whole_prompts: vLLM reads every prompt in one step."""
+    changed: dict[str, Any] = {}
+    if config.speculative is not None and whole_prompts:
+        # vLLM makes room for a whole prompt by itself, and with drafts so late that a longer one waits for ever.
+        changed["max_num_batched_tokens"] = max(config.max_num_batched_tokens, max_model_len)
+    if config.speculative == MTP:
+        # vLLM builds the layer from the folder's settings too, and asks a function for them, not a dict.
+        changed["hf_overrides"] = partial(with_settings, hf_overrides)
+    return changed
+
+
+def with_settings(settings: Mapping[str, Any], hf_config: PretrainedConfig) -> PretrainedConfig:
+    """Put settings into a configuration of transformers, and return it."""
+    hf_config.update(dict(settings))
+    return hf_config
 
 
 def compilation(config: RolloutConfig) -> dict[str, Any]:
@@ -113,6 +137,8 @@ def draft_arguments(config: RolloutConfig) -> dict[str, Any]:
     }
     if config.speculative == EARLIER:
         drafts |= {"method": "custom_class", "model": PROPOSER}
+    elif config.speculative == MTP:
+        drafts |= {"method": MTP}
     else:
         lookup = {"prompt_lookup_min": config.prompt_lookup_min, "prompt_lookup_max": config.prompt_lookup_max}
         drafts |= {"method": config.speculative} | lookup

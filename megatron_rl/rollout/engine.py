@@ -79,6 +79,13 @@ class EngineAdapters(NamedTuple):
     scale: float
 
 
+class MTPModel(NamedTuple):
+    """The multi-token prediction layer of a model: vLLM's class of it, and vLLM's names -> tensors of its shard."""
+
+    architecture: str
+    tensors: dict[str, torch.Tensor]
+
+
 class RolloutEngine:
     """One rank's vLLM engine. All ranks of a rollout TP group must call every method with the same arguments.
 
@@ -88,7 +95,7 @@ class RolloutEngine:
     routed_layers: the layers that have experts, if the engine must be able to return the experts of every token; else
     None. attention: of the model; its blocks of the cache and its arguments are the engine's. adapters: read beside
     `tensors`; they must not move either. None: there are none. text_only: the folder's model is larger than `tensors`,
-    which are its language model's.
+    which are its language model's. mtp: what guesses with speculative=mtp; its tensors must not move either.
     """
 
     def __init__(
@@ -108,9 +115,11 @@ class RolloutEngine:
         routed_layers: Sequence[int] | None = None,
         adapters: EngineAdapters | None = None,
         text_only: bool = False,
+        mtp: MTPModel | None = None,
     ) -> None:
-        inspect_in_process(architecture)
-        register_shared_loader(tensors)
+        for each in (architecture, *(() if mtp is None else (mtp.architecture,))):
+            inspect_in_process(each)
+        register_shared_loader(tensors, None if mtp is None else mtp.tensors)
         returns_experts = routed_layers is not None
         given = (model_path, config, max_model_len, dtype, seed, hf_overrides, attention, returns_experts)
         arguments = engine_arguments(device.kind, *given, grid.tp_rank(dist.get_rank()), text_only)
@@ -122,12 +131,12 @@ class RolloutEngine:
             self.llm = LLM(**arguments)
         self.groups: RolloutGroups = read_rollout_groups(grid)
         runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        self.model: torch.nn.Module = runner.model
+        self.models: list[torch.nn.Module] = [runner.model, *([] if mtp is None else [runner.drafter.model])]
         if config.speculative == EARLIER:
             runner.drafter.attach(runner, config)
         self.cache_peak = report_steps(self.llm.llm_engine)
         self.kv_cache = KVCache(list(runner.kv_caches))
-        self._places = places(self.model, self.kv_cache.tensors)
+        self._places = places(self.models, self.kv_cache.tensors)
         request = LoRARequest("policy", 1, str(model_path)) if adapters.tensors else None
         self.requests = UnfinishedRequests(self.llm.llm_engine, eos_token_ids, routed_layers or (), request)
 
@@ -135,7 +144,7 @@ class RolloutEngine:
         """Allocate the KV cache and drop cached prefixes. Raises RuntimeError if the engine still has requests, and
         MovedTensorError if weights or cache are not where graphs read them.
         """
-        must_stay(self._places, places(self.model, self.kv_cache.tensors))
+        must_stay(self._places, places(self.models, self.kv_cache.tensors))
         self.kv_cache.allocate()
         forget_prefixes(self.llm.llm_engine)
 

@@ -6,7 +6,7 @@ the same name. The engine never has weights of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -100,8 +100,27 @@ def read_as_it_is(gate: torch.nn.Module) -> None:
         setattr(gate, kernel, False)
 
 
-def register_shared_loader(tensors: dict[str, torch.Tensor]) -> None:
-    """Let `load_format=LOAD_FORMAT` build models on `tensors`; call it before building each engine."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+"""vLLM's names of the vocabulary's two matrices, in the families whose MTP layer it has; none of them ties the two."""
+
+
+def of_mtp_model(own: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of vLLM's model of a multi-token prediction layer: its own, and the other's embedding and head.
+
+    vLLM builds both again beside the layer, before it takes the other model's.
+    """
+    layers = {".".join(name.split(".")[:3]) for name in own}
+    return {**own, EMBEDDING: tensors[EMBEDDING]} | {
+        f"{layer}.shared_head.head.weight": tensors[HEAD] for layer in layers
+    }
+
+
+def register_shared_loader(tensors: dict[str, torch.Tensor], mtp: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Let `load_format=LOAD_FORMAT` build models on `tensors`; call it before building each engine.
+
+    mtp: vLLM's name -> tensor of the multi-token prediction layer, which vLLM builds as a model of its own.
+    """
+    of_drafts = {} if not mtp else of_mtp_model(mtp, tensors)
 
     class SharedWeightLoader(BaseModelLoader):
         def download_model(self, model_config: Any) -> None:
@@ -114,8 +133,10 @@ def register_shared_loader(tensors: dict[str, torch.Tensor]) -> None:
             device = torch.device(vllm_config.device_config.device)
             with set_default_torch_dtype(model_config.dtype), device, EmptyOnMeta():
                 model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+            drafts = vllm_config.speculative_config
+            is_drafting = bool(of_drafts) and model_config is drafts.draft_model_config
             expect_codes(model, tensors)
-            bind_parameters(model, tensors)
+            bind_parameters(model, of_drafts if is_drafting else tensors)
             process_weights_after_loading(model, model_config, device)
             read_codes_of_experts(model, model_config.dtype)
             must_have_memory(model)

@@ -21,9 +21,8 @@ CUDA; errors that one process has, too.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterable
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -99,12 +98,12 @@ def collected(results: list[dict], field: str) -> torch.Tensor:
 def whole_weights(results: list[dict], role: str, model_path: str) -> dict[str, torch.Tensor]:
     """Unsharded, unfused weights under HF names (the value head as a classifier's)."""
     from megatron_rl.checkpoint.hf_tensors import hf_tensors, pieces, put_together
-    from megatron_rl.model.families import family_of, param_map, shape_of, value_param_map
+    from megatron_rl.model.families import Model
 
-    settings = json.loads(Path(model_path, "config.json").read_text())
-    params = {"actor": param_map, "critic": value_param_map}[role]
-    specs = params(family_of(settings["architectures"]), shape_of(settings))
     held = {rank: r[f"{role}_weights"] for rank, r in enumerate(results)}
+    has_mtp = any(name.startswith("mtp_layer.") for weights in held.values() for name in weights)
+    model = replace(Model.read(model_path), has_mtp=has_mtp)
+    specs = {"actor": model.specs, "critic": model.value_specs}[role]
     places = {rank: r["place"] for rank, r in enumerate(results)}
     whole = {}
     for tensor in hf_tensors(specs):
@@ -125,15 +124,24 @@ def model_path(tmp_path_factory) -> str:
 
 
 def run_layout(
-    model_path: str, world_size: int, tp_size: int, pp_size: int, micro_batch: int = 4, **layout
+    model_path: str,
+    world_size: int,
+    tp_size: int,
+    pp_size: int,
+    micro_batch: int = 4,
+    keys: Mapping[str, object] | None = None,
+    **layout,
 ) -> list[dict]:
-    """`one_update` on every rank; `layout`: further keys of the actor's group `megatron`, which other roles follow."""
+    """`one_update` on every rank; `layout`: further keys of the actor's group `megatron`, which other roles follow.
+    keys: of any group.
+    """
     optimizer = {f"actor_rollout_ref__actor__optim__{key}": value for key, value in OPTIMIZER.items()}
     optimizer |= {f"critic__optim__{key}": value for key, value in OPTIMIZER.items()}
     sizes = {f"actor_rollout_ref__actor__megatron__{key}": value for key, value in layout.items()}
     sizes["actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu"] = micro_batch
     sizes["actor_rollout_ref__rollout__log_prob_micro_batch_size_per_gpu"] = micro_batch
-    return run_ranks(world_size, one_update, run_config(model_path, tp_size, pp_size, **optimizer, **sizes))
+    further = optimizer | sizes | dict(keys or {})
+    return run_ranks(world_size, one_update, run_config(model_path, tp_size, pp_size, **further))
 
 
 @pytest.fixture(scope="module")

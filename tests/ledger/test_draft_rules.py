@@ -30,7 +30,7 @@ def test_drafts_pass(drafted, way):
     [
         (
             {"speculative": "later"},
-            f"{KEY}=later must be one of ngram, earlier; nearest: earlier",
+            f"{KEY}=later must be one of ngram, earlier, mtp; nearest: earlier",
         ),
         (
             {"speculative": "earlier", "earlier_answers_per_prompt": 0},

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megatron_rl.config.drafts import MTPUse
 from megatron_rl.config.keys import ROLLOUT
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
@@ -36,6 +37,8 @@ class KVCacheSize:
     def of(cls, config: RunConfig, model: ModelSizes) -> KVCacheSize:
         """The cache of a configuration."""
         shared = config.actor_rollout_ref
+        if model.model is not None and shared.mtp_use != MTPUse.NONE:
+            model = replace(model, model=replace(model.model, has_mtp=True))
         element = ELEMENT_BYTES[shared.actor.megatron.dtype]
         return cls.at(model, shared.rollout.tensor_model_parallel_size, element, config.trainer.device)
 

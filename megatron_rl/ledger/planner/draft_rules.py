@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable, Sequence
 
+from megatron_rl.config.drafts import MTP
 from megatron_rl.config.keys import ACTOR, ROLLOUT
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
@@ -31,7 +32,7 @@ def draft_problems(
     if config.trainer.device != "cpu":
         rule = f"needs trainer.device=cpu, and it is {config.trainer.device}: no GPU has run it"
         yield Violation({KEY: given}, rule, {KEY: None})
-    elif not config_only and importlib.util.find_spec(COMPILER) is None:
+    elif given != MTP and not config_only and importlib.util.find_spec(COMPILER) is None:
         rule = f"needs {COMPILER}, which is not installed: pip install {COMPILER}=={COMPILERS_VERSION}"
         yield Violation({KEY: given}, rule, {KEY: None})
     if config.returns_experts:

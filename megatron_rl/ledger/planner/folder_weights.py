@@ -7,7 +7,7 @@ tensors, which exports write again; the head of another role; buffers that are r
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 from megatron_rl.checkpoint.weight_files import BYTES, StoredTensor, some_of, stored_names, type_faults
 from megatron_rl.errors import Violation
 from megatron_rl.model.families import (
+    FAMILIES,
     LAYER,
     REWARD_FAMILIES,
     Family,
@@ -27,7 +28,9 @@ from megatron_rl.model.families import (
     shape_of,
     value_param_map,
 )
+from megatron_rl.model.families.mtp_params import mtp_constants, mtp_map
 from megatron_rl.model.families.params import EMBEDDING
+from megatron_rl.model.parts.param_spec import EACH
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 HEADS = {"lm_head.weight": "lm_head.", "score.weight": "score.", "": "v_head."}
@@ -127,6 +130,22 @@ def weights_problems(key: str, path: str, weights: FolderWeights, settings: Mapp
         rule = f"is said to be tied by tie_word_embeddings of its config.json, and {LM_HEAD} differs from {name}"
         hint = "set tie_word_embeddings to false there, or take the tensor out"
         yield Violation({key: path}, f"must hold one vocabulary matrix: the head {rule}", hint=hint)
+
+
+def no_mtp(model: Model, settings: Mapping[str, Any], names: Collection[str]) -> str | None:
+    """Return why the multi-token prediction layer of a folder cannot be read; None: it can. names: of its tensors."""
+    family, carried = model.family, model.family.carried
+    number = 0 if carried.ahead_key is None else settings.get(carried.ahead_key) or 0
+    if carried.mtp_architecture is None:
+        able = ", ".join(sorted(name for name, each in FAMILIES.items() if each.carried.mtp_architecture))
+        return f"{family.architecture} has none that is read; {able} have"
+    if number != 1:
+        return f"{carried.ahead_key} of its config.json is {number}, and one layer is read"
+    read = [name for spec in mtp_map(family, model.shape).values() for name in spec.hf_names]
+    read += [constant.name for constant in mtp_constants(family, model.shape).values()]
+    single = {name.replace(EACH, str(expert)) for name in read for expert in range(max(model.shape.num_experts, 1))}
+    lacking = sorted(single - set(names))
+    return f"its folder lacks {some_of(lacking)}" if lacking else None
 
 
 def _others_problem(key: str, path: str, others: list[str], settings: Mapping[str, Any]) -> Violation:

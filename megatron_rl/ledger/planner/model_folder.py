@@ -23,6 +23,7 @@ from megatron_rl.ledger.planner.config_json import (
 from megatron_rl.ledger.planner.folder_files import FolderFiles, lacking_in
 from megatron_rl.ledger.planner.folder_weights import (
     FolderWeights,
+    no_mtp,
     unpacked_weights,
     unread_weights,
     weights_problems,
@@ -74,6 +75,7 @@ class ModelSizes:
     a dense one; None: there is none. has_expert_bias: experts are chosen by score plus bias. model: as its parts;
     None: only these numbers are known. unread: one line that names weights which are not read but may have been meant;
     unpacked: one about weights that are stored in fewer bits; None: there are none, or weights were not checked.
+    no_mtp: why its multi-token prediction layer cannot be read; None: it can, or the folder was not checked.
     """
 
     path: str
@@ -94,6 +96,7 @@ class ModelSizes:
     has_expert_bias: bool = False
     unread: str | None = None
     unpacked: str | None = None
+    no_mtp: str | None = None
     model: Model | None = None
 
     @property
@@ -251,7 +254,8 @@ def _with_files(
     weights = FolderWeights.of(files.tensors, model.settings, model.family)
     problems += weights_problems(key, sizes.path, weights, model.settings)
     left, stored = unread_weights(sizes.path, weights), unpacked_weights(sizes.path, weights)
-    return replace(sizes, unread=left, unpacked=stored), problems
+    lacking = no_mtp(sizes.parts, model.settings, files.tensors)
+    return replace(sizes, unread=left, unpacked=stored, no_mtp=lacking), problems
 
 
 def _in_file(file: Path, settings: dict[str, Any], rule: str, nearest: dict[str, Any] | None = None) -> Violation:

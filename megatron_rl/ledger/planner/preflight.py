@@ -28,6 +28,7 @@ from megatron_rl.ledger.planner.layout_rules import layout_problems, rollout_pro
 from megatron_rl.ledger.planner.length_rules import length_problems, task_length_problems
 from megatron_rl.ledger.planner.lora_rules import lora_problems
 from megatron_rl.ledger.planner.model_folder import STARTING_POINTS, ModelSizes, read_model_folder
+from megatron_rl.ledger.planner.mtp_rules import mtp_problems
 from megatron_rl.ledger.planner.option_rules import option_problems
 from megatron_rl.ledger.planner.pool_rules import countable_pools, pool_problems
 from megatron_rl.ledger.planner.preference_rules import preference_problems
@@ -91,6 +92,7 @@ def _violations(
             *engine_problems(config, models),
             *quantization_problems(config, models),
             *draft_problems(config, models, config_only=config_only),
+            *mtp_problems(config, models),
             *shared_prompt_problems(config, models),
             *distillation_problems(config),
             *replay_problems(config, models),

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatron_rl.config.drafts import MTPUse
 from megatron_rl.config.megatron import FP8_RECIPES
 from megatron_rl.config.roles import ACTOR, PassSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
@@ -20,7 +21,7 @@ from megatron_rl.ledger.planner.reference_rules import follows_policy
 from megatron_rl.ledger.planner.teaching_costs import COLUMNS, COPIES_AT_END, NO_TEACHING, TeachingCosts
 from megatron_rl.ledger.planner.weights import ELEMENT_BYTES, ModelParams, TrainedWeights, bucket_numel
 from megatron_rl.model.chunks import chunk_tokens
-from megatron_rl.model.families import HEAD, Model, is_in_eight_bits
+from megatron_rl.model.families import HEAD, Model, is_in_eight_bits, mtp_specs
 from megatron_rl.model.families.adapter_params import adapter_specs
 from megatron_rl.model.parts import FP32, Cut, LayerBlock
 from megatron_rl.parallel.rank_grid import train_grid
@@ -47,10 +48,12 @@ class RoleParams:
     """The parameters of a role's model, and those that it trains, if it does.
 
     base: of the model, without what is trained beside adapters. trained: adapters, and a value head; None: the base.
+    still: parameters of the base that are frozen where the others are trained.
     """
 
     base: ModelParams
     trained: ModelParams | None = None
+    still: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, role: RoleSpec, model: Model) -> RoleParams:
@@ -58,7 +61,8 @@ class RoleParams:
         specs = model.value_specs if role.has_value_head else model.specs
         adapters = adapter_specs(model.specs, role.lora)
         if not adapters:
-            return cls(ModelParams(specs))
+            still = mtp_specs(model) if role.mtp == MTPUse.FROZEN and role.is_trained else ()
+            return cls(ModelParams(specs), still=frozenset(still))
         heads = {HEAD} if role.has_value_head else set()
         base = {name: spec for name, spec in specs.items() if name not in heads}
         return cls(ModelParams(base), ModelParams(adapters | {name: specs[name] for name in heads}))
@@ -118,7 +122,8 @@ class RoleLedger:
         self.adapters = None
         if params.trained is not None:
             self.adapters = AdapterCosts.of(params.trained.specs, self.stages, model.shape.experts_per_token)
-        self.base = TrainedWeights(params.base, *cut, None if self.adapters else buckets, self.adapters is not None)
+        bucketed = None if self.adapters else buckets
+        self.base = TrainedWeights(params.base, *cut, bucketed, self.adapters is not None, params.still)
         self.weights = self.base if params.trained is None else TrainedWeights(params.trained, *cut, buckets)
 
     @cached_property
@@ -159,7 +164,8 @@ class RoleLedger:
         else:
             moments, masters = (int(size * (1 - offloaded)) for size in (moments, masters))
         parameters, heads = numel * element + self.frozen(pp_rank), sum(self.teacher_heads(pp_rank).values())
-        return StageHeld(parameters, numel * FP32, moments, masters, in_eight_bits, heads)
+        gradients = self.weights.moving_numel(pp_rank) * FP32
+        return StageHeld(parameters, gradients, moments, masters, in_eight_bits, heads)
 
     def teacher_heads(self, pp_rank: int, *, resting: bool = False) -> Held:
         """Return what a rank of a stage holds of teachers' heads beside its own: name -> bytes.
@@ -219,7 +225,7 @@ class RoleLedger:
         masters = FP32 if is_async and self.element != FP32 else 0
         follows = self.role.name == ACTOR and follows_policy(self.config)
         reference = self.element if follows else 0
-        for buffer in self.weights.buffers(pp_rank):
+        for buffer in self.weights.moving_buffers(pp_rank):
             copies = [
                 numel for name, numel in buffer.numels.items() if is_async or len(specs[name].tensor.segments) > 1
             ]
@@ -232,7 +238,9 @@ class RoleLedger:
         masters = 0 if self.element == FP32 else FP32
         saved = self.element + 2 * FP32 + masters
         shares = self.weights.shares
-        return sum(buffer.num_params * saved // shares[buffer.is_expert] for buffer in self.weights.buffers(pp_rank))
+        return sum(
+            buffer.num_params * saved // shares[buffer.is_expert] for buffer in self.weights.moving_buffers(pp_rank)
+        )
 
     # Passes through the trainer
 
@@ -283,6 +291,18 @@ class RoleLedger:
         scored = block.response_tokens * shape.hidden_size * self.element
         logits = min(chunk_tokens(shape.hidden_size, rows), block.response_tokens) * rows * FP32
         return {"logits chunk": num_chunks * logits + scored}
+
+    def _mtp_bytes(self, block: LayerBlock) -> int:
+        """Return what the multi-token prediction layer keeps between its forward and backward, which follow the last
+        stage's forward: a layer's own, and hidden states and embeddings, of both their norms and joined. The embedding
+        comes from the first stage.
+        """
+        if self.role.mtp != MTPUse.TRAINED:
+            return 0
+        inside = self.model.layers[-1].kept_bytes(block, self.layer.cut)
+        joined = 7 * block.tokens * self.layer.hidden * self.element
+        copied = self._head_rows * self.layer.hidden * self.element if self.grid.pp_size > 1 else 0
+        return int(inside + joined + copied)
 
     @property
     def _head_rows(self) -> int:
@@ -345,7 +365,9 @@ class RoleLedger:
                 at_head += others
                 again = block.response_tokens * (layer.hidden * element + self.teaching.compared_bytes)
                 columns = {COLUMNS: max(read, columns.get(COLUMNS, 0)) + again}
-            moments.append({"activations": int(kept), "weight gradient": at_head, **head, **columns})
+            mtp = self._mtp_bytes(block)
+            moments[0]["activations"] += mtp
+            moments.append({"activations": int(kept) + mtp, "weight gradient": at_head, **head, **columns})
         share, device = self.weights.optimizer_share(pp_rank), self.config.trainer.device
         largest = max(in_layers, others) // element
         moments.append({"optimizer step": optimizer_temporaries(share, largest, device)})

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
+from megatron_rl.config.drafts import MTPUse
 from megatron_rl.config.roles import ROLLOUT, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.plan import ExchangePlan, Member, aligned, plan_memory
@@ -44,13 +45,20 @@ class PoolModels:
 
     def model(self, role: RoleSpec) -> Model:
         """Return the model of a role."""
-        return self._models[role.model_path]
+        model = self._models[role.model_path]
+        return model if role.mtp == MTPUse.NONE else self._with_mtp(model)
+
+    @staticmethod
+    @lru_cache(maxsize=4)
+    def _with_mtp(model: Model) -> Model:
+        """Return the model with its multi-token prediction layer; the same one for all of a run's roles."""
+        return replace(model, has_mtp=True)
 
     def ledger(self, role: RoleSpec) -> RoleLedger:
         """Return what a role of this pool holds and needs."""
         if role.name not in self._ledgers:
             model, kind = self.model(role), "value" if role.has_value_head else "language"
-            key = (role.model_path, kind, *([role.name] if role.lora.rank else []))
+            key = (role.model_path, kind, *([role.name] if role.lora.rank or role.mtp != MTPUse.NONE else []))
             if key not in self._params:
                 self._params[key] = RoleParams.of(role, model)
             teaching = TeachingCosts.of(self._config, role, self._models)

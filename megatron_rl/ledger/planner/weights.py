@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -118,6 +118,7 @@ class FlatBuffer:
     """One of DDP's buffers on a rank, of dense parameters or of experts; or that of all frozen ones.
 
     blocks, starts: parameters in order, and where they start. numel: elements with padding; num_params: without.
+    is_still: its parameters are frozen beside others that are trained.
     """
 
     is_expert: bool
@@ -125,6 +126,7 @@ class FlatBuffer:
     starts: tuple[int, ...]
     numel: int
     num_params: int
+    is_still: bool = False
 
     @property
     def numels(self) -> dict[str, int]:
@@ -157,7 +159,8 @@ class TrainedWeights:
 
     vocab_multiple: to which the vocabulary is padded. bucket_numel: elements of a bucket in the buffers that have
     several; None: every buffer is one bucket. is_frozen: the parameters lie beside adapters, in one buffer without
-    padding (`roles.flat_parameters.FrozenBuffer`), and not in DDP's.
+    padding (`roles.flat_parameters.FrozenBuffer`), and not in DDP's. still: of the last stage, those that lie so while
+    the others are trained.
     """
 
     params: ModelParams
@@ -166,6 +169,7 @@ class TrainedWeights:
     vocab_multiple: int
     bucket_numel: int | None = None
     is_frozen: bool = False
+    still: frozenset[str] = frozenset()
 
     @cached_property
     def shares(self) -> dict[bool, int]:
@@ -181,9 +185,17 @@ class TrainedWeights:
         """Return the elements of all buffers of one rank of a stage."""
         return sum(buffer.numel for buffer in self.buffers(pp_rank))
 
+    def moving_buffers(self, pp_rank: int) -> list[FlatBuffer]:
+        """Return the buffers of a stage whose parameters have gradients, where some have."""
+        return [buffer for buffer in self.buffers(pp_rank) if not buffer.is_still]
+
+    def moving_numel(self, pp_rank: int) -> int:
+        """Return the elements of those."""
+        return sum(buffer.numel for buffer in self.moving_buffers(pp_rank))
+
     def optimizer_share(self, pp_rank: int) -> int:
         """Return the elements whose optimizer state one rank keeps."""
-        return sum(buffer.numel // self.shares[buffer.is_expert] for buffer in self.buffers(pp_rank))
+        return sum(buffer.numel // self.shares[buffer.is_expert] for buffer in self.moving_buffers(pp_rank))
 
     def shard_numels(self, pp_rank: int) -> dict[str, int]:
         """Return parameter -> elements of its shard on one rank of a stage."""
@@ -191,7 +203,7 @@ class TrainedWeights:
 
     def largest(self, pp_rank: int) -> tuple[int, int]:
         """Return the elements of a stage's largest gradient in layers, and of that outside of them."""
-        found = [buffer.largest for buffer in self.buffers(pp_rank)]
+        found = [buffer.largest for buffer in self.moving_buffers(pp_rank)]
         return max((in_layers for in_layers, _ in found), default=0), max((others for _, others in found), default=0)
 
     def names(self, pp_rank: int) -> list[str]:
@@ -206,7 +218,7 @@ class TrainedWeights:
         if pp_rank not in self._found:
             place = self.grid.place(pp_rank * self.grid.stage_size, self.vocab_multiple)
             multiples = tuple(math.lcm(shares, BUCKET_MULTIPLE) for shares in self.shares.values())
-            key = (self.stages, pp_rank, place, multiples, self.bucket_numel, self.is_frozen)
+            key = (self.stages, pp_rank, place, multiples, self.bucket_numel, self.is_frozen, self.still)
             if key not in self.params.buffers:
                 made = self._frozen_buffers(pp_rank, place) if self.is_frozen else None
                 self.params.buffers[key] = made or self._stage_buffers(pp_rank, place, multiples)
@@ -227,14 +239,21 @@ class TrainedWeights:
             for is_expert, multiple in zip((False, True), multiples, strict=True):
                 found = [self.params.layer(layer, place, is_expert=is_expert) for layer in reversed(layers)]
                 blocks = [block for block in found if block is not None]
-                if not is_expert:
-                    after = self._after if is_end else []
-                    before = self.params.before if pp_rank == number == 0 else []
-                    ends = [[self.params.alone(name, place) for name in reversed(names)] for names in (after, before)]
-                    blocks = [*ends[0], *blocks, *ends[1]]
+                after = [name for name in self._after if name not in self.still] if is_end else []
+                before = self.params.before if pp_rank == number == 0 else []
+                ends = [self._alone(reversed(names), place, is_expert=is_expert) for names in (after, before)]
+                blocks = [*ends[0], *blocks, *ends[1]]
                 if blocks:
                     buffers.append(self._buffer(blocks, multiple, bucket_numel, is_expert=is_expert))
+        if self.still and pp_rank == pp_size - 1:
+            names = [name for name in self._after if name in self.still]
+            buffers.append(_one_buffer([self.params.alone(name, place) for name in names], is_still=True))
         return buffers
+
+    def _alone(self, names: Iterable[str], place: Place, *, is_expert: bool) -> list[ParamRun]:
+        """Return those of the parameters outside of the layers that are dense, or those of experts."""
+        specs = self.params.specs
+        return [self.params.alone(name, place) for name in names if specs[name].tensor.is_expert is is_expert]
 
     @property
     def _after(self) -> list[str]:
@@ -249,11 +268,7 @@ class TrainedWeights:
         before = self.params.before if pp_rank == 0 else []
         after = self._after if pp_rank == self.stages.pp_size - 1 else []
         ends = [[self.params.alone(name, place) for name in names] for names in (before, after)]
-        blocks = [*ends[0], *(block for block in by_layer if block is not None), *ends[1]]
-        starts = [sum(block.aligned for block in blocks[:number]) for number in range(len(blocks))]
-        last = blocks[-1].numels[-1]
-        numel = starts[-1] + blocks[-1].aligned - aligned(last) + last
-        return [FlatBuffer(False, tuple(blocks), tuple(starts), numel, sum(block.total for block in blocks))]
+        return [_one_buffer([*ends[0], *(block for block in by_layer if block is not None), *ends[1]])]
 
     def _buffer(
         self, blocks: Sequence[ParamRun], multiple: int, bucket_numel: int | None, *, is_expert: bool
@@ -293,6 +308,14 @@ class TrainedWeights:
             wanted = rollout.place(rank, padding)
             members.append(Member(rank, rank // ranks_per_node, self.grid.tp_rank(rank), tuple(held), wanted))
         return members
+
+
+def _one_buffer(blocks: Sequence[ParamRun], *, is_still: bool = False) -> FlatBuffer:
+    """Lay frozen parameters into one buffer, first to last, each start aligned."""
+    starts = [sum(block.aligned for block in blocks[:number]) for number in range(len(blocks))]
+    last = blocks[-1].numels[-1]
+    numel = starts[-1] + blocks[-1].aligned - aligned(last) + last
+    return FlatBuffer(False, tuple(blocks), tuple(starts), numel, sum(block.total for block in blocks), is_still)
 
 
 def _round_up(number: int, multiple: int) -> int:

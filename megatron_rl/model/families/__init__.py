@@ -6,7 +6,7 @@ entry in a file of `known/`.
 
 from megatron_rl.model.families.attention_keys import attention_shape, kinds_by_period, rotary_share
 from megatron_rl.model.families.family import LAYER, Family
-from megatron_rl.model.families.model import Model, tensors_of
+from megatron_rl.model.families.model import Model, mtp_constants_of, mtp_specs, tensors_of
 from megatron_rl.model.families.params import (
     HEAD,
     VOCAB_PADDING,
@@ -79,6 +79,8 @@ __all__ = [
     "VOCAB_PADDING",
     "Family",
     "Model",
+    "mtp_constants_of",
+    "mtp_specs",
     "ModelShape",
     "ParamSpec",
     "Routing",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.model.families.family import Family
+from megatron_rl.model.families.mtp_params import mtp_constants, mtp_map
 from megatron_rl.model.families.params import constant_map, layers_of, param_map, value_param_map
 from megatron_rl.model.families.registry import family_of, text_settings
 from megatron_rl.model.families.shape import shape_of
@@ -20,10 +21,14 @@ from megatron_rl.parallel.sharding import LogicalTensor
 
 @dataclass(frozen=True)
 class Model:
-    """One model: its family and its sizes. Everything else follows from the parts that the family composes."""
+    """One model: its family and its sizes. Everything else follows from the parts that the family composes.
+
+    has_mtp: its multi-token prediction layer is read, too (`mtp_params.py`); a value model has none.
+    """
 
     family: Family
     shape: ModelShape
+    has_mtp: bool = False
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Model:
@@ -63,7 +68,7 @@ class Model:
     @cached_property
     def specs(self) -> dict[str, ParamSpec]:
         """Megatron name (layers counted over the whole model) -> spec, of the language model."""
-        return param_map(self.family, self.shape)
+        return param_map(self.family, self.shape) | mtp_specs(self)
 
     @cached_property
     def value_specs(self) -> dict[str, ParamSpec]:
@@ -99,7 +104,8 @@ class Model:
 
     def cached_elements(self, tp_size: int) -> int:
         """Elements of one token in the rollout engine's cache, on one of `tp_size` ranks."""
-        return sum(number * layer.attention.cached_elements(tp_size) for layer, number in self.kinds.items())
+        layers = Counter(self.kinds) + Counter([self.layers[-1]] if self.has_mtp else [])
+        return sum(number * layer.attention.cached_elements(tp_size) for layer, number in layers.items())
 
     @property
     def attention_parity(self) -> float:
@@ -114,3 +120,13 @@ class Model:
 def tensors_of(specs: Mapping[str, ParamSpec]) -> dict[str, LogicalTensor]:
     """Return name -> logical tensor of a model; a tied matrix once."""
     return {spec.tensor.name: spec.tensor for spec in specs.values()}
+
+
+def mtp_specs(model: Model) -> dict[str, ParamSpec]:
+    """`Model.specs` of the multi-token prediction layer alone; {} where it is not read."""
+    return mtp_map(model.family, model.shape) if model.has_mtp else {}
+
+
+def mtp_constants_of(model: Model) -> dict[str, Constant]:
+    """Megatron name -> tensor of that layer that no update changes. Exports carry them."""
+    return mtp_constants(model.family, model.shape) if model.has_mtp else {}

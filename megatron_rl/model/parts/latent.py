@@ -39,6 +39,7 @@ class LatentAttention(AttentionPart):
         # vLLM's rotary kernel on CPU rotates wrong elements if pairs are adjacent in several heads.
         "compilation_config": {"custom_ops": ["-rotary_embedding"]},
     }
+    whole_prompts: ClassVar[frozenset[str]] = frozenset({"cpu"})
     unreplayable: ClassVar[Mapping[str, str]] = {
         "cpu": "on trainer.device=cpu vLLM keeps no prefixes of latent attention, without which it hands out no experts"
     }

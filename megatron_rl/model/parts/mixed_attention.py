@@ -32,6 +32,10 @@ class MixedAttention:
         return _joined(part.cpu_engine_arguments for part in self.kinds)
 
     @property
+    def whole_prompts(self) -> frozenset[str]:
+        return frozenset().union(*(part.whole_prompts for part in self.kinds))
+
+    @property
     def unreplayable(self) -> dict[str, str]:
         return {device: why for part in self.kinds for device, why in part.unreplayable.items()}
 

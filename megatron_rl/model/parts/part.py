@@ -106,7 +106,8 @@ class AttentionPart(LayerPart):
     block_sizes: device -> tokens of one block of vLLM's cache, before states enlarge it. engine_arguments and
     cpu_engine_arguments: arguments of `vllm.LLM` that the part needs, anywhere and on CPU. unreplayable: device -> why
     vLLM hands out no experts of the tokens of such a model. undrafted: the name of this kind of attention, if vLLM
-    cannot take back what it has read of a wrong draft; "" if it can.
+    cannot take back what it has read of a wrong draft; "" if it can. whole_prompts: devices on which vLLM reads every
+    prompt in one step.
     """
 
     recomputed_as = "core_attn"
@@ -115,6 +116,7 @@ class AttentionPart(LayerPart):
     cpu_engine_arguments: ClassVar[Mapping[str, object]] = {}
     unreplayable: ClassVar[Mapping[str, str]] = {}
     undrafted: ClassVar[str] = ""
+    whole_prompts: ClassVar[frozenset[str]] = frozenset()
 
     @property
     @abstractmethod

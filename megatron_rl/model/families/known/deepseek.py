@@ -44,7 +44,7 @@ FAMILIES = (
         },
         rollout={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         defaults={"eos_token_id": 1},
-        carried=Carried(ahead_key="num_nextn_predict_layers"),
+        carried=Carried(ahead_key="num_nextn_predict_layers", mtp_architecture="DeepSeekMTPModel"),
         other_types=("kimi_k2",),
     ),
 )

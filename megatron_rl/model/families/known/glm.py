@@ -31,7 +31,7 @@ FAMILIES = (
             "rms_norm_eps": 1e-5,
             "eos_token_id": None,
         },
-        carried=Carried(ahead_key="num_nextn_predict_layers"),
+        carried=Carried(ahead_key="num_nextn_predict_layers", mtp_architecture="Glm4MoeMTPModel"),
     ),
     # GLM-4.7-Flash: latent attention, and experts chosen as in GLM-4.5.
     Family(
@@ -64,6 +64,6 @@ FAMILIES = (
             "rms_norm_eps": 1e-5,
             "eos_token_id": 1,
         },
-        carried=Carried(ahead_key="num_nextn_predict_layers"),
+        carried=Carried(ahead_key="num_nextn_predict_layers", mtp_architecture="Glm4MoeLiteMTPModel"),
     ),
 )

@@ -1,0 +1,55 @@
+"""Rules of `rollout.speculative=mtp`: which models have a multi-token prediction layer, and what goes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from megatron_rl.config.drafts import EARLIER, MTP
+from megatron_rl.config.keys import ACTOR, ROLLOUT
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import Violation
+from megatron_rl.ledger.planner.model_folder import ModelSizes
+
+KEY, FACTOR = f"{ROLLOUT}.speculative", f"{ACTOR}.mtp_loss_scaling_factor"
+
+
+def mtp_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[Violation]:
+    """Every violation."""
+    shared = config.actor_rollout_ref
+    factor, given = shared.actor.mtp_loss_scaling_factor, {KEY: MTP}
+    if shared.rollout.speculative != MTP:
+        if factor:
+            rule = f"trains a layer that only {KEY}={MTP} reads"
+            yield Violation({FACTOR: factor}, rule, {FACTOR: 0.0})
+        return
+    if shared.model.lora.rank:
+        rule = "is not there with adapters, as they are not of the layer that guesses"
+        yield Violation(given | {"actor_rollout_ref.model.lora.rank": shared.model.lora.rank}, rule, {KEY: EARLIER})
+    if shared.rollout.quantization is not None:
+        rule = "is not there with weights in 8 bits"
+        yield Violation(given | {f"{ROLLOUT}.quantization": shared.rollout.quantization}, rule, {KEY: EARLIER})
+    counted = {
+        "async_training.partial_rollout": config.async_training.partial_rollout,
+        f"{ROLLOUT}.over_sample_rate": shared.rollout.over_sample_rate,
+    }
+    asked = {key: value for key, value in counted.items() if value}
+    if asked:
+        rule = "is not there where engine steps are counted: a guess depends on rounding, and so does their number"
+        yield Violation(given | asked, rule, {KEY: EARLIER})
+    if factor:
+        yield from _training_problems(config, factor)
+    model = next((model for model in models if model.path == shared.model.path), None)
+    if model is not None and model.no_mtp is not None:
+        yield Violation(given, f"needs a multi-token prediction layer in {model.path}: {model.no_mtp}", {KEY: EARLIER})
+
+
+def _training_problems(config: RunConfig, factor: float) -> Iterable[Violation]:
+    shared, given = config.actor_rollout_ref, {FACTOR: factor}
+    megatron = shared.actor.megatron
+    if megatron.context_parallel_size > 1 or megatron.dynamic_context_parallel:
+        asked = {f"{ACTOR}.megatron.context_parallel_size": megatron.context_parallel_size}
+        rule = "needs whole rows on every rank, and context-parallel ranks have parts of them"
+        yield Violation(given | asked, rule, {FACTOR: 0.0})
+    if shared.model.enable_tree_training:
+        rule = "needs rows that lie apart: of a trie's token several may be the next"
+        yield Violation(given | {"actor_rollout_ref.model.enable_tree_training": True}, rule, {FACTOR: 0.0})

@@ -1,0 +1,98 @@
+"""Train the multi-token prediction (MTP) layer beside the policy, on the answers that the policy has drawn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl.experience.micro_batches import MicroBatch
+from megatron_rl.losses.aggregate import BatchTotals
+from megatron_rl.losses.metrics import MetricParts
+from megatron_rl.model.log_probs import head_log_probs_alone
+from megatron_rl.model.mtp import embedded
+from megatron_rl.roles.pipeline import Loss
+from megatron_rl.roles.token_scorer import TokenScorer
+from megatron_rl.roles.training import TrainableModel
+
+
+class MTPTraining:
+    """The cross-entropy of the layer's guesses of the sampled tokens, at the sampling temperature, times `factor`.
+
+    All ranks of the pool must build it. Only the layer gets gradients: see `model/mtp.py`.
+    """
+
+    def __init__(self, trainable: TrainableModel, scorer: TokenScorer, factor: float) -> None:
+        self.trainable, self.scorer, self.factor = trainable, scorer, factor
+        self.groups = trainable.groups
+        self._embedding: Tensor | None = None
+
+    def beside(self, loss: Loss, totals: BatchTotals) -> Loss:
+        """Return the loss with the layer's added, and its metric. All ranks must call before each update.
+
+        totals: of all blocks of the update.
+        """
+        self._embedding = self._embedding_here()
+
+        def both(hidden: Tensor, block: MicroBatch) -> tuple[Tensor, MetricParts]:
+            value, parts = loss(hidden, block)
+            own = self._cross_entropy(hidden, block) / max(totals.tokens, 1)
+            return value + self.factor * own, {**parts, "actor/mtp_loss": own.detach()}
+
+        return both
+
+    def _cross_entropy(self, hidden: Tensor, block: MicroBatch) -> Tensor:
+        """hidden [b, S, H] -> -(sum of the log-probs of the sampled tokens that count), float32.
+
+        A token that is the second of its sequence has no guess.
+        """
+        before = block.column_before().to(hidden.device)
+        out = self._guesses(hidden.detach(), block, before)
+        column = before[block.predicting()]
+        of_tokens = out.flatten(0, 1).index_select(0, column.clamp(min=0))
+        head = self.scorer.head
+        copied = head.copied(of_tokens)
+        log_probs = head_log_probs_alone(copied, head.weight.detach(), block.targets, head.softmax)
+        return -(log_probs * block.kept * (column >= 0)).sum()
+
+    def _guesses(self, hidden: Tensor, block: MicroBatch, before: Tensor) -> Tensor:
+        """hidden [b, S, H] -> [b, S, H]: of each column what the head reads to guess the token after the next."""
+        chunk: Any = self.trainable.models[-1]
+        segments = self.trainable.pipeline.segments
+        next_ids = block.input_ids.roll(-1, 1)
+        vectors = embedded(next_ids, self._weight, self.groups.tp_group)
+        is_first = (before < 0).view(block.input_ids.shape).transpose(0, 1).unsqueeze(-1)
+        length = hidden.shape[1]
+        if segments is not None:
+            length = chunk.rotary_pos_emb.get_rotary_seq_len(None, None, None, chunk.config, segments)
+        angles = chunk.rotary_pos_emb(length, packed_seq=segments is not None)
+        out: Tensor = chunk.mtp_layer(hidden.transpose(0, 1), vectors.masked_fill(is_first, 0), angles, segments)
+        return out.transpose(0, 1)
+
+    @property
+    def _weight(self) -> Tensor:
+        assert self._embedding is not None  # `beside` comes first
+        return self._embedding
+
+    @torch.no_grad()
+    def _embedding_here(self) -> Tensor | None:
+        """This TP rank's rows of the embedding on the last stage, which the first one sends; None on others."""
+        groups, models = self.groups, self.trainable.models
+        self.trainable.sync.finish()
+        first: Any = models[0]
+        own = first.embedding.word_embeddings.weight.detach() if groups.is_first_stage else None
+        if groups.grid.pp_size == 1:
+            return own
+        stages = dist.get_process_group_ranks(groups.pp_group)
+        if groups.is_first_stage:
+            assert own is not None
+            dist.send(own, stages[-1], group=groups.pp_group)
+            return None
+        if not groups.is_last_stage:
+            return None
+        head = self.scorer.head.weight
+        received = torch.empty_like(head)
+        dist.recv(received, stages[0], group=groups.pp_group)
+        return received

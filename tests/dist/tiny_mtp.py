@@ -1,0 +1,45 @@
+"""Tiny models with a multi-token prediction layer, which generation reads and updates train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import save_deepseek_v3, save_glm4_moe
+
+
+def add_mtp_layer(path: str, repeats: bool = True) -> str:
+    """Add a layer behind the others, of the last one's tensors and small noise. The head becomes the embedding's
+    values. repeats: the layer guesses that a token comes again; else it guesses at random.
+    """
+    file, generator = Path(path, "model.safetensors"), torch.Generator().manual_seed(7)
+    tensors = load_file(file)
+    last = max(int(name.split(".")[2]) for name in tensors if name.startswith("model.layers."))
+    prefix, hidden = f"model.layers.{last + 1}.", tensors["model.embed_tokens.weight"].shape[1]
+
+    def noise(*shape: int) -> torch.Tensor:
+        return 0.02 * torch.randn(shape, generator=generator)
+
+    before = {name: tensor for name, tensor in tensors.items() if name.startswith(f"model.layers.{last}.")}
+    own = {prefix + name.split(".", 3)[3]: 0.3 * tensor + noise(*tensor.shape) for name, tensor in before.items()}
+    own |= {f"{prefix}{name}.weight": 1 + noise(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
+    own[f"{prefix}eh_proj.weight"] = torch.cat([2.0 * repeats * torch.eye(hidden), torch.zeros(hidden, hidden)], 1)
+    own[f"{prefix}eh_proj.weight"] += noise(hidden, 2 * hidden)
+    own["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors | own, file, metadata={"format": "pt"})
+    return path
+
+
+def save_glm4_with_mtp(folder: Path, repeats: bool = True, **changes) -> str:
+    """A GLM-4.5 of four layers, with an MTP layer."""
+    return add_mtp_layer(save_glm4_moe(folder, num_nextn_predict_layers=1, **changes), repeats)
+
+
+def save_deepseek_with_mtp(folder: Path, **changes) -> str:
+    """A DeepSeek-V3 of two layers, with an MTP layer."""
+    return add_mtp_layer(save_deepseek_v3(folder, num_nextn_predict_layers=1, **changes))
+
+
+WITH_MTP: dict[str, Callable[..., str]] = {"GLM-4.5": save_glm4_with_mtp, "DeepSeek-V3": save_deepseek_with_mtp}
