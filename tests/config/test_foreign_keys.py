@@ -316,12 +316,42 @@ ROLLOUT = "actor_rollout_ref.rollout"
         (f"{DRAFTS}.prompt_lookup_min=3", [("renamed", {f"{ROLLOUT}.prompt_lookup_min": 3}, "")]),
         (f"{DRAFTS}.method=eagle3", [("not supported", {}, "drafts of this kind")]),
         (f"{DRAFTS}.quantization=fp8", [("not supported", {}, "the engine's option speculative_config.quantization")]),
+        (f"{DRAFTS}.method=deepseek_mtp", [("renamed", {f"{ROLLOUT}.speculative": "mtp"}, "")]),
         (f"{DRAFTS}=null", [("ignored", {}, "")]),
         (f"{DRAFTS}='method: ngram'", [("not supported", {}, "the engine's option speculative_config in one text")]),
     ],
 )
 def test_drafts_of_verl(override, expected):
     """vLLM's own search by name; suffix decoding becomes earlier answers. Would not catch defaults that differ."""
+    assert notes(override) == expected
+
+
+MTP, FACTOR = "+actor_rollout_ref.model.mtp", "actor_rollout_ref.actor.mtp_loss_scaling_factor"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (f"{MTP}.enable=true", [("ignored", {}, "")]),
+        (f"{MTP}.enable_rollout=true", [("renamed", {f"{ROLLOUT}.speculative": "mtp"}, "")]),
+        (
+            f"{MTP}={{enable_train: true, mtp_loss_scaling_factor: 0.3, detach_encoder: true}}",
+            [("renamed", {FACTOR: 0.3}, ""), ("ignored", {}, ""), ("ignored", {}, "")],
+        ),
+        (f"{MTP}.enable_train=true", [("renamed", {FACTOR: 0.1}, "")]),
+        (f"{MTP}={{enable_train: false, detach_encoder: false}}", [("ignored", {}, ""), ("ignored", {}, "")]),
+        (
+            f"{MTP}={{detach_encoder: false, enable_train: true}}",
+            [
+                ("not supported", {}, "gradients of the MTP layer's loss for the policy"),
+                ("renamed", {FACTOR: 0.1}, ""),
+            ],
+        ),
+        (f"{MTP}.num_speculative_tokens=2", [("renamed", {f"{ROLLOUT}.num_speculative_tokens": 2}, "")]),
+    ],
+)
+def test_mtp_of_verl(override, expected):
+    """Its switches become ours, with its factor or its default. Would not catch a default that changes there."""
     assert notes(override) == expected
 
 

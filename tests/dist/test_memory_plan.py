@@ -22,6 +22,7 @@ from tiny_models import (
     save_qwen3_moe,
     save_reward_model,
 )
+from tiny_mtp import save_glm4_with_mtp
 from tiny_qwen3_5 import save_qwen3_5, save_qwen3_next
 
 from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE, SCORING
@@ -169,6 +170,11 @@ WIDE, TOP, DISTILLATION = 192, 128, "distillation__distillation_loss__"
 TAUGHT = {"distillation__enabled": True, f"{DISTILLATION}use_policy_gradient": False}
 VOCABULARY, TOP_K = ({f"{DISTILLATION}loss_mode": mode} for mode in ("forward_kl", "forward_kl_topk"))
 AWAY = {"distillation__teacher_models__wide__megatron__param_offload": True}
+GUESSES = {
+    "actor_rollout_ref__rollout__speculative": "mtp",
+    "actor_rollout_ref__rollout__update_weights_bucket_megabytes": 1,
+}
+LEARNS = GUESSES | {"actor_rollout_ref__actor__mtp_loss_scaling_factor": 0.1}
 LAYOUTS = {
     "one rank, packed": (1, 1, 1, {}),
     "TP2, padded, SP": (2, 2, 1, SP | {"actor_rollout_ref__model__use_remove_padding": False}),
@@ -198,6 +204,9 @@ LAYOUTS = {
     "adapters, DP2, host Adam": (2, 1, 1, LORA | HOST_ADAM | BUCKETS),
     "experts, adapters merged, EP2": (2, 1, 1, LORA | MERGED | EP2),
     "adapters, PP2, merged": (2, 1, 2, LORA | MERGED),
+    "MTP, PP2, learns": (2, 1, 2, LEARNS),
+    "MTP, EP2, DP2, learns": (2, 1, 1, LEARNS | EP2),
+    "MTP, PP2, frozen": (2, 1, 2, GUESSES),
     "taught, PP2": (2, 1, 2, TAUGHT | VOCABULARY),
     "taught, TP2, SP": (2, 2, 1, TAUGHT | VOCABULARY | SP),
     "taught, DP2, top": (2, 1, 1, TAUGHT | TOP_K),
@@ -207,13 +216,18 @@ LAYOUTS = {
 MODELS = {"experts": save_qwen3_moe, "shared experts": save_qwen2_moe, "latent attention": save_deepseek_v3}
 MODELS |= {"bounds and windows": save_gemma2, "half turned": save_glm4_moe, "sinks": save_narrow_gpt_oss}
 MODELS |= {"wide heads": save_gemma4, "keys for values": save_gemma4_with_keys_for_values}
-MODELS |= {"joint norms": save_minimax}
+MODELS |= {"joint norms": save_minimax, "MTP": save_glm4_with_mtp}
 MODELS |= {"gated delta rule": save_qwen3_5, "interleaved delta rule": save_qwen3_next}
 MODELS |= {"bounds and windows": save_gemma2, "half turned": save_glm4_moe}
 """By what a layout's name begins with; a Llama where it is none of these."""
 ENGINE_OF_EXPERTS = ("experts, EP2, DP2", "experts, EP2, DP2, router again", "shared experts, EP2, DP2")
 ENGINE_OF_EXPERTS += ("latent attention, EP2, DP2", "half turned, EP2, DP2")
-ENGINE_OF_EXPERTS += ("interleaved delta rule, EP2, DP2",)
+ENGINE_OF_EXPERTS += (
+    "interleaved delta rule, EP2, DP2",
+    "MTP, PP2, learns",
+    "MTP, EP2, DP2, learns",
+    "MTP, PP2, frozen",
+)
 HALF = ("adapters, DP2, host Adam",)
 """Layouts with half of the prompts on each rank, for as many of which generation is planned."""
 RARELY = (
@@ -235,6 +249,8 @@ RARELY = (
     "adapters, DP2, host Adam",
     "experts, adapters merged, EP2",
     "adapters, PP2, merged",
+    "MTP, PP2, learns",
+    "MTP, EP2, DP2, learns",
     "taught, TP2, SP",
     "taught, PP2, CP2",
     "taught, CP2, top",
@@ -248,6 +264,7 @@ FURTHER = (
     "interleaved delta rule, EP2, DP2",
     "adapters",
     "taught, DP2, top",
+    "MTP, PP2, frozen",
 )
 """What runs once a week: its terms of the plan are in other cases, in other layouts or beside other parts."""
 OFTEN = set(LAYOUTS) - {*RARELY, *FURTHER}

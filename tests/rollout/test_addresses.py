@@ -18,33 +18,33 @@ def small() -> torch.nn.ModuleDict:
 def test_writing_in_place_moves_nothing() -> None:
     """Every name, also a second one of the same tensor. Would not catch buffers, which nobody replaces."""
     model, cache = small(), torch.zeros(4)
-    noted = places(model, [cache, cache[2:]])
+    noted = places([model], [cache, cache[2:]])
     parameters = {f"parameter {name}" for name in ("a.weight", "a.bias", "b.weight", "b.bias")}
     assert noted.keys() == parameters | {"KV cache tensor 0", "KV cache tensor 1"}
     assert noted["KV cache tensor 1"] == noted["KV cache tensor 0"] + 8
     with torch.no_grad():
         model["a"].weight.mul_(2)
     model.load_state_dict(small().state_dict())
-    must_stay(noted, places(model, [cache, cache[2:]]))
+    must_stay(noted, places([model], [cache, cache[2:]]))
 
 
 def test_what_moves_is_named() -> None:
     """Other data, another object under one of two names, another cache, one that is gone. By hand."""
     model, cache = small(), torch.zeros(4)
-    noted = places(model, [cache])
+    noted = places([model], [cache])
     kept = model["b"].weight.data
     model["b"].weight.data = kept.clone()
     with pytest.raises(MovedTensorError, match=rf"moved since: parameter b\.weight \({kept.data_ptr():#x} when"):
-        must_stay(noted, places(model, [cache]))
+        must_stay(noted, places([model], [cache]))
     model["b"].weight.data = kept
     model["b"].bias = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(MovedTensorError, match=r"moved since: parameter b\.bias \(") as said:
-        must_stay(noted, places(model, [cache]))
+        must_stay(noted, places([model], [cache]))
     assert "a.bias" not in str(said.value)
     model["b"].bias = model["a"].bias
     with pytest.raises(MovedTensorError, match="KV cache tensor 0"):
-        must_stay(noted, places(model, [torch.zeros(4)]))
+        must_stay(noted, places([model], [torch.zeros(4)]))
     with pytest.raises(MovedTensorError, match=r"KV cache tensor 0 \(0x[0-9a-f]+ when the engine was built, none now"):
-        must_stay(noted, places(model, []))
+        must_stay(noted, places([model], []))
     with pytest.raises(MovedTensorError, match=r"parameter b\.weight .*, and 1 more\. Whoever"):
-        must_stay({name: place + 1 for name, place in noted.items() if name.startswith("parameter")}, places(model, []))
+        must_stay({name: place + 1 for name, place in noted.items() if name.startswith("parameter")}, places([model], []))

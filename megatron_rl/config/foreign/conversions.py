@@ -113,6 +113,23 @@ def turns_of_user(key: str, target: str, value: Any, given: Mapping[str, Any]) -
     return {known: value + 1 if most is None else min(value + 1, most)}
 
 
+MTP = "actor_rollout_ref.model.mtp"
+
+
+def mtp_factor(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
+    """Whether the MTP layer is trained -> the weight of its loss, verl's own where none is given."""
+    if value is not True:
+        return "not asked for" if value in (None, False) else None
+    factor = given.get(f"{MTP}.mtp_loss_scaling_factor")
+    return {"actor_rollout_ref.actor.mtp_loss_scaling_factor": 0.1 if factor is None else factor}
+
+
+def mtp_detached(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
+    """Whether the policy gets no gradient from the layer, which is so here."""
+    is_trained = given.get(f"{MTP}.enable_train") is True
+    return "the layer's inputs are detached" if value in (True, None) or not is_trained else None
+
+
 CONVERSIONS: dict[str, Conversion] = {
     "asynchronous": async_keys.asynchronous,
     "batch_of_prompts": async_keys.batch_of_prompts,
@@ -121,6 +138,8 @@ CONVERSIONS: dict[str, Conversion] = {
     "drawn_one_by_one": async_keys.drawn_one_by_one,
     "known_parts": known_parts,
     "graphs_of_gpus": graphs_of_gpus,
+    "mtp_detached": mtp_detached,
+    "mtp_factor": mtp_factor,
     "mini_batches_per_transfer": async_keys.mini_batches_per_transfer,
     "oldest_version": async_keys.oldest_version,
     "per_rank": per_rank,

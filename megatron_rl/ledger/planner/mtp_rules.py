@@ -23,10 +23,10 @@ def mtp_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[Vi
             yield Violation({FACTOR: factor}, rule, {FACTOR: 0.0})
         return
     if shared.model.lora.rank:
-        rule = "is not there with adapters, as they are not of the layer that guesses"
+        rule = "do not go together: adapters are not of the layer that guesses"
         yield Violation(given | {"actor_rollout_ref.model.lora.rank": shared.model.lora.rank}, rule, {KEY: EARLIER})
     if shared.rollout.quantization is not None:
-        rule = "is not there with weights in 8 bits"
+        rule = "do not go together: the layer has no weights in 8 bits"
         yield Violation(given | {f"{ROLLOUT}.quantization": shared.rollout.quantization}, rule, {KEY: EARLIER})
     counted = {
         "async_training.partial_rollout": config.async_training.partial_rollout,
@@ -34,7 +34,7 @@ def mtp_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[Vi
     }
     asked = {key: value for key, value in counted.items() if value}
     if asked:
-        rule = "is not there where engine steps are counted: a guess depends on rounding, and so does their number"
+        rule = "do not go together: engine steps are counted, and how many a guess saves depends on rounding"
         yield Violation(given | asked, rule, {KEY: EARLIER})
     if factor:
         yield from _training_problems(config, factor)
@@ -48,8 +48,8 @@ def _training_problems(config: RunConfig, factor: float) -> Iterable[Violation]:
     megatron = shared.actor.megatron
     if megatron.context_parallel_size > 1 or megatron.dynamic_context_parallel:
         asked = {f"{ACTOR}.megatron.context_parallel_size": megatron.context_parallel_size}
-        rule = "needs whole rows on every rank, and context-parallel ranks have parts of them"
+        rule = "do not go together: the layer reads whole rows, and context-parallel ranks have parts"
         yield Violation(given | asked, rule, {FACTOR: 0.0})
     if shared.model.enable_tree_training:
-        rule = "needs rows that lie apart: of a trie's token several may be the next"
+        rule = "do not go together: of a trie's token several may be the next"
         yield Violation(given | {"actor_rollout_ref.model.enable_tree_training": True}, rule, {FACTOR: 0.0})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megatron_rl.config.drafts import MTPUse
 from megatron_rl.config.keys import ROLLOUT, followed_keys
 from megatron_rl.config.problems import without_echoes
 from megatron_rl.config.roles import ACTOR, CRITIC, REWARD_MODEL, SCORER, PoolSpec, roles_of
@@ -62,8 +63,15 @@ def examined(config: RunConfig, *, config_only: bool = False) -> tuple[list[Viol
         return without_echoes([*value_problems(config), *unusable], followed_keys(config)), []
     models, problems = read_models(config, config_only=config_only)
     violations = _violations(config, models, problems, config_only)
-    notes = [note for model in models for note in (model.unread, model.unpacked) if note is not None]
+    notes = [note for model in models for note in (_unread(config, model), model.unpacked) if note is not None]
     return violations, notes
+
+
+def _unread(config: RunConfig, model: ModelSizes) -> str | None:
+    """The line about a folder's tensors that are not read, some of which drafts read."""
+    shared = config.actor_rollout_ref
+    reads_mtp = config.generates and shared.mtp_use != MTPUse.NONE and model.path == shared.model.path
+    return f"{model.unread}; drafts read those of the layer" if reads_mtp and model.unread else model.unread
 
 
 def _violations(

@@ -1,0 +1,106 @@
+"""Runs whose own multi-token prediction layer guesses, and learns: resumed, repeated, and on pools of their own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import REPOSITORY
+from safetensors.torch import load_file
+from short_runs import LOCAL, MEGATRON, WITHOUT_RAY, metrics
+from test_async_runs import ASYNC, SMALL, assert_same_bits, numbers
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
+
+DEMO = REPOSITORY / "assets/demo"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+GRPO = "configs/grpo_cpu.yaml"
+SHORT = (
+    *("data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=4", f"{ROLLOUT}.n=4", "trainer.total_training_steps=4"),
+    *("trainer.val_before_train=false", "trainer.test_freq=0", "trainer.save_freq=2"),
+)
+LEARNS = (f"{ROLLOUT}.speculative=mtp", f"{ACTOR}.mtp_loss_scaling_factor=0.1", f"{ACTOR}.optim.lr=1e-3")
+TOKENS, LOSS = "rollout/tokens_per_step", "actor/mtp_loss"
+OF_POLICY = ("actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "actor/entropy", "critic/score/mean")
+EXPORT, PREFIX = "hf_model/model.safetensors", "model.layers.4."
+
+
+def glm_with_mtp(folder: Path) -> str:
+    """The setting of a GLM-4.5 with an MTP layer that guesses at random, and the demo's tokenizer."""
+    from tiny_mtp import save_glm4_with_mtp
+
+    demo = json.loads((DEMO / "model/config.json").read_text())
+    tokens = {key: demo[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+    save_glm4_with_mtp(folder, repeats=False, **tokens)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(DEMO / "model" / name, folder / name)
+    return f"actor_rollout_ref.model.path={folder}"
+
+
+@pytest.mark.exhaustive
+def test_a_layer_that_learns_goes_on(command_line, tmp_path: Path) -> None:
+    """In one process: a run that goes on after step 2 has the metrics and the export of the one that did not stop. The
+    layer's loss falls, and the export has the layer that was trained. A run without drafts draws the same answers, so
+    its policy learns the same.
+
+    Would not catch a layer that learns badly: gradients are compared in tests/dist.
+    """
+    settings = (*SHORT, *LOCAL, *LEARNS, glm_with_mtp(tmp_path / "model"))
+    model = tmp_path / "model" / "model.safetensors"
+    whole = command_line(*settings, config=GRPO)
+    assert whole.wait() == 0, whole.text()
+    saved = whole.run / "global_step_2"
+    by_path = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}")
+    resumed = command_line(*settings, *by_path, config=GRPO)
+    plain = command_line(*settings, f"{ROLLOUT}.speculative=null", f"{ACTOR}.mtp_loss_scaling_factor=0", config=GRPO)
+    assert resumed.wait() == 0, resumed.text()
+    assert plain.wait() == 0, plain.text()
+    steps, again, without = metrics(whole), metrics(resumed), metrics(plain)
+    assert numbers(resumed) == numbers(whole)[-2:]
+    assert [again[step][LOSS] for step in (3, 4)] == [steps[step][LOSS] for step in (3, 4)]
+    assert steps[4][LOSS] < steps[1][LOSS]
+    assert all(step[TOKENS] >= 1 for step in steps.values())
+    for step, expected in without.items():
+        assert [steps[step][name] for name in OF_POLICY] == [expected[name] for name in OF_POLICY]
+    exported, again_exported, of_plain, began = map(
+        load_file, (*(run.run / EXPORT for run in (whole, resumed, plain)), model)
+    )
+    assert exported.keys() == again_exported.keys() == of_plain.keys() == began.keys()
+    for name, tensor in exported.items():
+        is_layers = name.startswith(PREFIX)
+        assert torch.equal(tensor, again_exported[name])
+        assert torch.equal(of_plain[name], began[name] if is_layers else tensor), name
+        assert not (is_layers and name.endswith("proj.weight") and torch.equal(tensor, began[name])), name
+
+
+@pytest.mark.exhaustive
+def test_guesses_of_a_pool_of_its_own_are_repeated(command_line, tmp_path: Path) -> None:
+    """A layer that learns on one pool and guesses on two replicas of another, a step ahead of training; the replay has
+    its bits. Would not catch a layer that came over the bridge late: its guesses would be worse, and no answer other.
+    """
+    settings = (*SMALL, *LEARNS, WITHOUT_RAY, "trainer.rollout_ahead=1", "trainer.total_training_steps=4")
+    settings += ("trainer.test_freq=0", "trainer.val_before_train=false", "async_training.partial_rollout=false")
+    settings += (glm_with_mtp(tmp_path / "model"), "actor_rollout_ref.rollout.n_gpus_per_node=2")
+    run = command_line(*settings, config=ASYNC)
+    assert run.wait() == 0, run.text()
+    again = command_line(*settings, f"--replay={run.run}", config=ASYNC)
+    assert again.wait() == 0, again.text()
+    assert_same_bits(again, run)
+    ours, theirs = metrics(again), metrics(run)
+    assert [ours[step][TOKENS] for step in ours] == [theirs[step][TOKENS] for step in theirs]
+    assert theirs[4][LOSS] < theirs[1][LOSS]
+
+
+@pytest.mark.exhaustive
+def test_two_stages_that_guess(command_line, tmp_path: Path) -> None:
+    """TP2 and PP2 with sequence parallelism, generating on TP2: log-probs are the trainer's, and the layer learns."""
+    layout = ("trainer.n_gpus_per_node=4", f"{MEGATRON}.pipeline_model_parallel_size=2", WITHOUT_RAY)
+    keys = (f"{MEGATRON}.sequence_parallel=true", f"{ROLLOUT}.verify_weights_every=1")
+    run = command_line(*SHORT, *LEARNS, *layout, *keys, glm_with_mtp(tmp_path / "model"), config=GRPO)
+    assert run.wait() == 0, run.text()
+    steps = metrics(run)
+    assert all(step["training/rollout_logprob_diff_max"] < 5e-5 for step in steps.values())
+    assert steps[4][LOSS] < steps[1][LOSS]
