@@ -8,10 +8,10 @@ A segment is a file in shared memory on the node of the rank that made it. Files
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 
@@ -29,6 +29,14 @@ class Files(Protocol):
 
     def free(self, path: str, node: str) -> None:
         """Remove a segment that nothing refers to any longer; only where columns are passed on."""
+
+
+@runtime_checkable
+class HasColumns(Protocol):
+    """An answer of a rank, other than a batch, in which there are columns that ranks alone read."""
+
+    def with_held(self, hold: Callable[[torch.Tensor], torch.Tensor | HeldColumn]) -> Any:
+        """Return the answer with those columns as `hold` returns them."""
 
 
 @dataclass(frozen=True, eq=False)

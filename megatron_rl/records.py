@@ -44,6 +44,16 @@ def row_lengths(batch: Stored) -> torch.Tensor:
     return lengths
 
 
+def ragged_or_held(rows: Sequence[Stored]) -> Stored:
+    """Pack B tensors [n, ...], of which some may be held columns of one row, into one ragged column, held if one is."""
+    tensors = [row for row in rows if isinstance(row, torch.Tensor)]
+    if len(tensors) == len(rows):
+        return ragged_from_lengths(torch.cat(tensors), torch.tensor([len(row) for row in tensors]))
+    return HeldColumn.joined(
+        [HeldColumn.of(row, torch.tensor([len(row)])) if isinstance(row, torch.Tensor) else row for row in rows]
+    )
+
+
 Conversation = str | list[dict[str, Any]]
 """A prompt in the form of its file: text, or messages with role and content."""
 

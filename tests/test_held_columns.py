@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from megatron_rl.cluster.rank_messages import answer_of, dumps, loads, packed
 from megatron_rl.columns import COLUMNS
 from megatron_rl.held_columns import HeldColumn, HeldSegment, Range
-from megatron_rl.records import Batch, ragged_from_lengths, row_lengths
+from megatron_rl.records import Batch, ragged_from_lengths, ragged_or_held, row_lengths
+from megatron_rl.rollout.slices import Drawn, SliceReport
 
 WIDTHS = st.integers(1, 3)
 ROWS = st.lists(st.integers(0, 4), min_size=1, max_size=5)
@@ -145,3 +146,28 @@ def test_what_ranks_alone_read_is_held() -> None:
         *("routed_experts", "teachers", "teacher_log_probs", "teacher_top_ids", "teacher_top_log_probs"),
         *("student_top_ids", "teacher_log_probs_at", "teacher_hidden", "kept", "trained"),
     }
+
+
+@pytest.mark.parametrize("is_large", [True, False])
+def test_experts_of_a_slice_are_held_together(is_large: bool) -> None:
+    """Those of two answers, of three; they become the rows of a batch, also beside experts that are here. Would not
+    catch experts of an answer that another slice has begun.
+    """
+    shelf = Shelf()
+
+    def hold(column: torch.Tensor) -> torch.Tensor | HeldColumn:
+        return HeldColumn.of(shelf.put(column.values()), row_lengths(column)) if is_large else column
+
+    experts = [torch.arange(12).view(3, 2, 2), torch.arange(100, 104).view(1, 2, 2)]
+    drawn = {
+        4: Drawn((1, 2), (0.0, 0.0), "stop", experts[0]),
+        7: Drawn((3,), (0.0,)),
+        9: Drawn((5,), (0.0,), "stop", experts[1]),
+    }
+    report = SliceReport(0, 0, 1, drawn).with_held(hold)
+    assert report.drawn[7] == drawn[7] and len(shelf.values) == is_large
+    rows = [report.drawn[9].experts, experts[0], report.drawn[4].experts]
+    column = ragged_or_held(rows)
+    assert isinstance(column, HeldColumn) == is_large and row_lengths(column).tolist() == [1, 3, 3]
+    assert torch.equal(column.values(), torch.cat([experts[1], experts[0], experts[0]]))
+    assert SliceReport(0, 0, 1, {7: drawn[7]}).with_held(hold) == SliceReport(0, 0, 1, {7: drawn[7]})

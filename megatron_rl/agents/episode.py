@@ -22,7 +22,7 @@ from megatron_rl.agents.observation import (
     Turn,
     messages_of_prompt,
 )
-from megatron_rl.records import Batch, Sampling, ragged, ragged_from_lengths
+from megatron_rl.records import Batch, Sampling, Stored, ragged, ragged_or_held
 from megatron_rl.rollout.slices import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Drawn
 
 FAILED = "failed"
@@ -77,7 +77,7 @@ class Episode:
     finish: str = ""
     attempt: int = 0
     num_retries: int = 0
-    experts: torch.Tensor | None = None
+    experts: Stored | None = None
     failure: EpisodeFailure | None = None
     opening: Opening | EpisodeFailure | None = None
 
@@ -216,7 +216,6 @@ def rows_of(episodes: Sequence[Episode], with_versions: bool, has_turns: bool) -
     """
     kept = [Episode(e.prompt_ids, e.row, e.sampling, finish=e.finish) if e.failure else e for e in episodes]
     experts = [episode.experts for episode in kept if episode.experts is not None]
-    lengths = torch.tensor([len(rows) for rows in experts], dtype=torch.int64)
     int64, versions = torch.int64, [episode.versions for episode in kept] if with_versions else []
     masks = [torch.tensor([False] * len(e.prompt_ids) + e.is_sampled) for e in kept]
     starts = [torch.zeros(len(mask), dtype=torch.bool) for mask in masks] if any(e.starts for e in kept) else []
@@ -229,7 +228,7 @@ def rows_of(episodes: Sequence[Episode], with_versions: bool, has_turns: bool) -
         rollout_log_probs=ragged([torch.tensor(e.log_probs, dtype=torch.float32) for e in kept]),
         truncated=torch.tensor([e.finish == FINISHED_BY_LENGTH for e in kept]),
         versions=ragged([torch.tensor(row, dtype=int64) for row in versions]) if versions else None,
-        routed_experts=ragged_from_lengths(torch.cat(experts), lengths) if len(experts) == len(kept) else None,
+        routed_experts=ragged_or_held(experts) if len(experts) == len(kept) else None,
     )
     if has_turns:
         batch.add(

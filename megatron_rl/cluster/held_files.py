@@ -18,8 +18,8 @@ import torch
 
 from megatron_rl.cluster.scratch import PREFIX, SEGMENTS
 from megatron_rl.columns import COLUMNS
-from megatron_rl.held_columns import HeldColumn, HeldSegment, Range
-from megatron_rl.records import Batch, row_lengths
+from megatron_rl.held_columns import HasColumns, HeldColumn, HeldSegment, Range
+from megatron_rl.records import Batch, Stored, row_lengths
 
 HELD_BYTES = "MEGATRON_RL_HELD_BYTES"
 """The environment variable of ranks with the bytes from which on they hold a column."""
@@ -41,12 +41,16 @@ class MappedFiles:
 
 
 class RankFiles:
-    """The files of a rank. node: its node. least_bytes: smaller columns travel in answers."""
+    """The files of a rank. node: its node. least_bytes: smaller columns travel in answers.
+
+    may_be_lost: the run goes on without this rank's node, and uses what it has answered: nothing is held there.
+    """
 
     keeps_values = True
 
-    def __init__(self, run_id: str, node: str, least_bytes: float) -> None:
+    def __init__(self, run_id: str, node: str, least_bytes: float, may_be_lost: bool = False) -> None:
         self._prefix, self._node, self._least_bytes = f"{SEGMENTS}/{PREFIX}{run_id}-held-", node, least_bytes
+        self._may_be_lost = may_be_lost
 
     def read(self, segment: HeldSegment, ranges: Sequence[Range]) -> list[torch.Tensor]:
         return mapped(place_on(self._node, segment.path, segment.node), segment, ranges)
@@ -56,14 +60,16 @@ class RankFiles:
 
     def hold(self, answer: Any) -> Any:
         """Return an answer whose large columns that ranks alone read are held; of a tuple, each part."""
+        if self._may_be_lost:
+            return answer
         if type(answer) is tuple:
             return tuple(self.hold(part) for part in answer)
         if isinstance(answer, Batch):
             columns = {name: answer[name] for name in answer.names if COLUMNS[name].is_held}
             answer.add(**{name: self._held(column) for name, column in columns.items() if column.is_nested})
-        return answer
+        return answer.with_held(self._held) if isinstance(answer, HasColumns) else answer
 
-    def _held(self, column: torch.Tensor) -> torch.Tensor | HeldColumn:
+    def _held(self, column: torch.Tensor) -> Stored:
         """Return the column held, or itself where it is small or the node lacks room."""
         values = column.values().detach()
         size, room = values.numel() * values.element_size(), shutil.disk_usage(SEGMENTS)

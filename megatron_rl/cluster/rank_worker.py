@@ -22,7 +22,7 @@ from megatron_rl.cluster.failures import RankFailure, describe
 from megatron_rl.cluster.handle import HOST
 from megatron_rl.cluster.heartbeat import Heartbeat, MonitorAddress
 from megatron_rl.cluster.held_files import HELD_BYTES, RankFiles
-from megatron_rl.cluster.leftovers import DRAINS, RUN_ID
+from megatron_rl.cluster.leftovers import DRAINS, REPLICA, RUN_ID
 from megatron_rl.cluster.loading import without_collections
 from megatron_rl.cluster.rank_messages import Payload, RankFailed, dumps, loads
 from megatron_rl.cluster.ranks import LOOPBACK
@@ -110,7 +110,8 @@ class RankWorker:
 
         os.environ.update(env)
         least_bytes = float(os.environ.get(HELD_BYTES, LEAST_HELD_BYTES))
-        self._files = RankFiles(os.environ.get(RUN_ID, ""), os.environ.get("NODE_ID", ""), least_bytes)
+        place = os.environ.get(RUN_ID, ""), os.environ.get("NODE_ID", "")
+        self._files = RankFiles(*place, least_bytes, may_be_lost=REPLICA in os.environ)
         self._heartbeat = heartbeat = Heartbeat(self._rank, monitor)
         if DRAINS in os.environ:
 

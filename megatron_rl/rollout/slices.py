@@ -8,13 +8,13 @@ drop the request, and start it again with its tokens as the end of its prompt.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 
-from megatron_rl.records import Sampling
+from megatron_rl.records import Sampling, Stored, ragged_from_lengths
 
 FINISHED_BY_STOP, FINISHED_BY_LENGTH = "stop", "length"
 """Why an answer ended: with an end token, or at its maximum length. "" before its end."""
@@ -72,14 +72,14 @@ class DraftCounts(NamedTuple):
 class Drawn:
     """Additions of one slice to a request: tokens, the engine's log-prob of each, and why the answer ended, or "".
 
-    experts: uint8 or int16 [T, layers, K], of all tokens but the last, of an answer that has ended; None unless
-    `Sampling.with_experts`. drafts: None of an engine without.
+    experts: uint8 or int16 [T, layers, K], of all tokens but the last, of an answer that has ended, or that as the one
+    row of a held column; None unless `Sampling.with_experts`. drafts: None of an engine without.
     """
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     finish: str = ""
-    experts: torch.Tensor | None = None
+    experts: Stored | None = None
     drafts: DraftCounts | None = None
 
 
@@ -103,6 +103,19 @@ class SliceReport:
     swap_seconds: float = 0.0
     broken: str = ""
     cache_usage: float = 0.0
+
+    def with_held(self, hold: Callable[[torch.Tensor], Stored]) -> SliceReport:
+        """Return the report with the experts of all answers held together (`held_columns.HasColumns`)."""
+        experts = {request: new.experts for request, new in self.drawn.items() if isinstance(new.experts, torch.Tensor)}
+        if not experts:
+            return self
+        lengths = torch.tensor([len(rows) for rows in experts.values()])
+        column = hold(ragged_from_lengths(torch.cat([*experts.values()]), lengths))
+        if isinstance(column, torch.Tensor):
+            return self
+        rows = zip(experts, torch.arange(len(experts)).split(1), strict=True)
+        held = {request: replace(self.drawn[request], experts=column.rows(row)) for request, row in rows}
+        return replace(self, drawn=self.drawn | held)
 
 
 def largest_cache_usage(reports: Iterable[SliceReport]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from held_worker import Maker, Reader, expected_sums, numbers, peak_growth_of, p
 from launchers import BOTH, reserved
 from replica_cluster import eventually
 
+from megatron_rl.cluster.held_files import MappedFiles, RankFiles
 from megatron_rl.cluster.hosting import PoolOptions
 from megatron_rl.cluster.launcher import Launcher, Ranks
 from megatron_rl.cluster.pool import ProcessPool
@@ -121,3 +122,15 @@ def test_a_threshold_of_null_holds_nothing(places) -> None:
         batch = rows(8, 600)
         made = makers.host(Maker).make(batch).get()[1]
     assert torch.equal(made.stored("teacher_hidden").values(), numbers(batch.sampled_ids.values()))
+
+
+def test_a_rank_that_the_run_may_lose_holds_nothing() -> None:
+    """Where another rank holds. Would not catch a replica that is not told that it is one."""
+    batch = rows(2, 20)
+    answer = Batch(teacher_hidden=batch.per_sampled_token(numbers(batch.sampled_ids.values())))
+    assert RankFiles("run", "node", 1, may_be_lost=True).hold(answer) is answer
+    assert isinstance(answer.stored("teacher_hidden"), torch.Tensor)
+    held_answer = RankFiles("test", "node", 1).hold((answer, 3))[0].stored("teacher_hidden")
+    assert isinstance(held_answer, HeldColumn)
+    MappedFiles().free(held_answer.parts[0].path, "node")
+    assert not list(SEGMENTS.glob(f"{PREFIX}test-held-*"))

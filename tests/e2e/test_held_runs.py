@@ -55,14 +55,19 @@ def test_two_teachers_of_a_run_on_two_ranks(command_line, other: Path, two_sourc
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param("log_probs_at", marks=pytest.mark.exhaustive), pytest.param("R2", marks=WEEKLY)]
+    "case",
+    [
+        pytest.param("log_probs_at", marks=pytest.mark.exhaustive),
+        pytest.param("R3", marks=pytest.mark.exhaustive),
+        pytest.param("R2", marks=WEEKLY),
+    ],
 )
 def test_other_columns(command_line, other: Path, case: str, tmp_path: Path) -> None:  # noqa: F811
-    """What the student names and its teacher answers; experts of the routers. Would not catch a column that is
+    """What the student names and its teacher answers; experts of engine and routers. Would not catch a column that is
     not held at all, where another one is.
     """
-    if case == "R2":
-        model = (f"actor_rollout_ref.model.path={tiny_moe(tmp_path / 'model')}", f"{ACTOR}.router_replay.mode=R2")
+    if case != "log_probs_at":
+        model = (f"actor_rollout_ref.model.path={tiny_moe(tmp_path / 'model')}", f"{ACTOR}.router_replay.mode={case}")
         assert_alike(command_line, *ROUTED, *DP2, *model, WITHOUT_RAY, config=GRPO)
     else:
         keys = (*FEW, *KINDS["reverse_kl_topk"], *teacher(other), *DP2, WITHOUT_RAY)
