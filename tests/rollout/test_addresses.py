@@ -47,4 +47,5 @@ def test_what_moves_is_named() -> None:
     with pytest.raises(MovedTensorError, match=r"KV cache tensor 0 \(0x[0-9a-f]+ when the engine was built, none now"):
         must_stay(noted, places([model], []))
     with pytest.raises(MovedTensorError, match=r"parameter b\.weight .*, and 1 more\. Whoever"):
-        must_stay({name: place + 1 for name, place in noted.items() if name.startswith("parameter")}, places([model], []))
+        moved = {name: place + 1 for name, place in noted.items() if name.startswith("parameter")}
+        must_stay(moved, places([model], []))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from megatron_rl.config.drafts import EARLIER, MTP
@@ -17,8 +18,9 @@ def mtp_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[Vi
     """Every violation."""
     shared = config.actor_rollout_ref
     factor, given = shared.actor.mtp_loss_scaling_factor, {KEY: MTP}
+    is_trained = 0 < factor < math.inf  # other values are faults of their own
     if shared.rollout.speculative != MTP:
-        if factor:
+        if is_trained:
             rule = f"trains a layer that only {KEY}={MTP} reads"
             yield Violation({FACTOR: factor}, rule, {FACTOR: 0.0})
         return
@@ -36,7 +38,7 @@ def mtp_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[Vi
     if asked:
         rule = "do not go together: engine steps are counted, and how many a guess saves depends on rounding"
         yield Violation(given | asked, rule, {KEY: EARLIER})
-    if factor:
+    if is_trained:
         yield from _training_problems(config, factor)
     model = next((model for model in models if model.path == shared.model.path), None)
     if model is not None and model.no_mtp is not None:
