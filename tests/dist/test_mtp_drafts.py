@@ -7,7 +7,17 @@ import torch
 from ranks import run_ranks
 from sliced_checks import in_slices, starts
 from sweeps import marks_of
-from test_drafts import GREEDY, ROLLOUT, Answers, counts_of, drafts, every_way, must_be_equal
+from test_drafts import (
+    GREEDY,
+    ROLLOUT,
+    Answers,
+    counts_of,
+    drafts,
+    every_way,
+    many_answers,
+    must_be_equal,
+    must_be_equal_but_for_ties,
+)
 from tiny_models import run_config
 from tiny_mtp import WITH_MTP, save_deepseek_with_mtp, save_glm4_with_mtp
 
@@ -63,6 +73,22 @@ def test_guesses_with_other_features(tmp_path, save, case) -> None:
         must_be_equal(answers, plain[0][name])
     if case == "few rows":
         assert counts_of(drafted[0]["greedy"]).num_drafted < counts_of(drafted[0]["greedy alone"]).num_drafted
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=marks_of(each, (), {*WITH_MTP} - {*OFTEN})) for each in WITH_MTP]
+)
+def test_greedy_answers_of_a_thousand_prompts(tmp_path, family) -> None:
+    """Greedy answers are those without drafts, token by token, unless two tokens tie. Would not catch long answers."""
+    path, cache = (
+        WITH_MTP[family](tmp_path),
+        {f"{ROLLOUT}kv_cache_memory_bytes": 128 << 20},
+    )  # the layer's keys take room
+    configs = (run_config(path, 1, 1, **cache, **keys) for keys in ({}, drafts("mtp")))
+    [(plain, num_plain)], [(drafted, num_drafted)] = (run_ranks(1, many_answers, each, timeout=280) for each in configs)
+    num_ties, counts = must_be_equal_but_for_ties(path, drafted, plain), counts_of(drafted)
+    print(f"{family}: {num_plain} and {num_drafted} steps, {num_ties} ties, {counts}")
+    assert counts.num_steps < counts.num_tokens and num_drafted <= num_plain
 
 
 def taught(config) -> tuple[Answers, Answers, float, float]:

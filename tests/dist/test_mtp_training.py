@@ -64,7 +64,10 @@ def with_the_layer_inside(path: str, target: Path) -> str:
         if not name.startswith(tuple(f"model.layers.{number}.{n}" for n in own))
     }
     save_file(kept, target / "model.safetensors", metadata={"format": "pt"})
-    (target / "config.json").write_text(json.dumps(settings | {"num_hidden_layers": number + 1}))
+    longer = {"num_hidden_layers": number + 1}
+    if "mlp_layer_types" in settings:
+        longer["mlp_layer_types"] = [*settings["mlp_layer_types"], "sparse"]
+    (target / "config.json").write_text(json.dumps(settings | longer))
     return str(target)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_glm import save_glm4_moe_lite
 from tiny_models import save_deepseek_v3, save_glm4_moe
 
 
@@ -42,4 +43,13 @@ def save_deepseek_with_mtp(folder: Path, **changes) -> str:
     return add_mtp_layer(save_deepseek_v3(folder, num_nextn_predict_layers=1, **changes))
 
 
-WITH_MTP: dict[str, Callable[..., str]] = {"GLM-4.5": save_glm4_with_mtp, "DeepSeek-V3": save_deepseek_with_mtp}
+def save_glm4_lite_with_mtp(folder: Path, **changes) -> str:
+    """A GLM-4.7-Flash of two layers, with an MTP layer."""
+    return add_mtp_layer(save_glm4_moe_lite(folder, num_nextn_predict_layers=1, **changes))
+
+
+WITH_MTP: dict[str, Callable[..., str]] = {
+    "GLM-4.5": save_glm4_with_mtp,
+    "DeepSeek-V3": save_deepseek_with_mtp,
+    "GLM-4.7-Flash": save_glm4_lite_with_mtp,
+}
