@@ -112,11 +112,12 @@ def taught(config) -> tuple[Answers, Answers, float, float]:
     return before, in_slices(rollout.generator, first, None), losses[0], losses[-1]
 
 
-def test_generation_guesses_what_the_layer_has_learnt(tmp_path) -> None:
+@pytest.mark.parametrize("family", [pytest.param(each, marks=marks_of(each, OFTEN)) for each in WITH_MTP])
+def test_generation_guesses_what_the_layer_has_learnt(tmp_path, family) -> None:
     """On two stages: the layer learns greedy answers while the policy stays, and the same answers then need fewer
     engine steps, so generation reads the layer that was trained. Would not catch what it learns of sampled answers.
     """
-    path = save_glm4_with_mtp(tmp_path, repeats=False)
+    path = WITH_MTP[family](tmp_path, repeats=False)
     keys = drafts("mtp") | {
         "actor_rollout_ref__actor__mtp_loss_scaling_factor": 1.0,
         "actor_rollout_ref__actor__optim__lr": 0.003,

@@ -38,14 +38,14 @@ def save_glm4_with_mtp(folder: Path, repeats: bool = True, **changes) -> str:
     return add_mtp_layer(save_glm4_moe(folder, num_nextn_predict_layers=1, **changes), repeats)
 
 
-def save_deepseek_with_mtp(folder: Path, **changes) -> str:
+def save_deepseek_with_mtp(folder: Path, repeats: bool = True, **changes) -> str:
     """A DeepSeek-V3 of two layers, with an MTP layer."""
-    return add_mtp_layer(save_deepseek_v3(folder, num_nextn_predict_layers=1, **changes))
+    return add_mtp_layer(save_deepseek_v3(folder, num_nextn_predict_layers=1, **changes), repeats)
 
 
-def save_glm4_lite_with_mtp(folder: Path, **changes) -> str:
+def save_glm4_lite_with_mtp(folder: Path, repeats: bool = True, **changes) -> str:
     """A GLM-4.7-Flash of two layers, with an MTP layer."""
-    return add_mtp_layer(save_glm4_moe_lite(folder, num_nextn_predict_layers=1, **changes))
+    return add_mtp_layer(save_glm4_moe_lite(folder, num_nextn_predict_layers=1, **changes), repeats)
 
 
 WITH_MTP: dict[str, Callable[..., str]] = {
