@@ -1,0 +1,22 @@
+"""Pinned packages take every Python that the project takes: some of their newer versions need a later patch of it."""
+
+from __future__ import annotations
+
+import tomllib
+from importlib.metadata import distributions
+from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_every_installed_package_takes_the_oldest_python():
+    """The first patch of the oldest Python, by what packages say of themselves; Debian 12 has the third. Would not
+    catch pins for GPUs alone, which are not installed here.
+    """
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    oldest = project["requires-python"].removeprefix(">=") + ".0"
+    needs = {each.metadata["Name"]: each.metadata["Requires-Python"] or "" for each in distributions()}
+    assert len(needs) > 100
+    assert [name for name, python in needs.items() if oldest not in SpecifierSet(python)] == []
