@@ -148,7 +148,7 @@ class MicroBatch:
 
     def column_before(self) -> Tensor:
         """int64 [b x S], on the CPU: of each column the one before it in its sequence, which may lie elsewhere; -1 at
-        the first of a sequence. Not of a tree or a share.
+        the first of a sequence. Of the whole block, whoever shares it; not of a tree.
         """
         before = torch.arange(-1, self.input_ids.numel() - 1)
         if self.segments is None:

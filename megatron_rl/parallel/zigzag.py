@@ -93,6 +93,16 @@ class ContextShare:
         """Return what a pass reads on the device, by name."""
         return {"columns": self.columns, "places": self.places, "numbers": self.numbers}
 
+    def here(self, places: Tensor, num_columns: int) -> Tensor:
+        """places int64 [N] among the b x S of the whole block, or -1 -> among what this rank reads; -1 elsewhere.
+
+        num_columns: S. All on the CPU.
+        """
+        column_here = torch.full((num_columns,), -1)
+        column_here[self.host_columns] = torch.arange(len(self.host_columns))
+        row, column = places // num_columns, column_here[places % num_columns]
+        return torch.where((places >= 0) & (column >= 0), row * len(self.host_columns) + column, -1)
+
     def whole(self, values: Tensor) -> Tensor:
         """values [n, ...] of the tokens here -> [N, ...] of all; all ranks of the group must call."""
         whole: Tensor = Whole.apply(values, self)

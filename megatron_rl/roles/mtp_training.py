@@ -44,31 +44,37 @@ class MTPTraining:
         return both
 
     def _cross_entropy(self, hidden: Tensor, block: MicroBatch) -> Tensor:
-        """hidden [b, S, H] -> -(sum of the log-probs of the sampled tokens that count), float32.
+        """hidden [b, S / C, H] -> -(sum of the log-probs of the sampled tokens that count), float32.
 
-        A token that is the second of its sequence has no guess.
+        A token that is the second of its sequence has no guess. C: context-parallel ranks, all of which must call, and
+        get the same.
         """
-        before = block.column_before().to(hidden.device)
+        before = block.column_before()
         out = self._guesses(hidden.detach(), block, before)
-        column = before[block.predicting()]
-        of_tokens = out.flatten(0, 1).index_select(0, column.clamp(min=0))
-        head = self.scorer.head
-        copied = head.copied(of_tokens)
-        log_probs = head_log_probs_alone(copied, head.weight.detach(), block.targets, head.softmax)
-        return -(log_probs * block.kept * (column >= 0)).sum()
+        guesses = before[block.predicting().cpu()]
+        if block.share is not None:
+            guesses = block.share.here(guesses, block.input_ids.shape[1])
+        numbers = (guesses >= 0).nonzero()[:, 0].to(hidden.device)  # of the tokens that are guessed here
+        of_tokens = out.flatten(0, 1).index_select(0, guesses[guesses >= 0].to(hidden.device))
+        head, targets = self.scorer.head, block.input_ids.flatten()[block.predicting()[numbers] + 1]
+        log_probs = head_log_probs_alone(head.copied(of_tokens), head.weight.detach(), targets, head.softmax)
+        total = -(log_probs * block.kept[numbers]).sum()
+        return total if block.share is None else block.share.total(total)
 
     def _guesses(self, hidden: Tensor, block: MicroBatch, before: Tensor) -> Tensor:
-        """hidden [b, S, H] -> [b, S, H]: of each column what the head reads to guess the token after the next."""
+        """hidden [b, S / C, H] -> same: of each column what the head reads to guess the token after the next."""
         chunk: Any = self.trainable.models[-1]
         segments = self.trainable.pipeline.segments
-        next_ids = block.input_ids.roll(-1, 1)
+        next_ids, is_first = block.input_ids.roll(-1, 1), (before < 0).view(block.input_ids.shape).to(hidden.device)
+        if block.share is not None:
+            next_ids, is_first = next_ids[:, block.share.columns], is_first[:, block.share.columns]
         vectors = embedded(next_ids, self._weight, self.groups.tp_group)
-        is_first = (before < 0).view(block.input_ids.shape).transpose(0, 1).unsqueeze(-1)
+        vectors = vectors.masked_fill(is_first.transpose(0, 1).unsqueeze(-1), 0)
         length = hidden.shape[1]
         if segments is not None:
             length = chunk.rotary_pos_emb.get_rotary_seq_len(None, None, None, chunk.config, segments)
         angles = chunk.rotary_pos_emb(length, packed_seq=segments is not None)
-        out: Tensor = chunk.mtp_layer(hidden.transpose(0, 1), vectors.masked_fill(is_first, 0), angles, segments)
+        out: Tensor = chunk.mtp_layer(hidden.transpose(0, 1), vectors, angles, segments)
         return out.transpose(0, 1)
 
     @property

@@ -38,20 +38,10 @@ def mtp_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[Vi
     if asked:
         rule = "do not go together: engine steps are counted, and how many a guess saves depends on rounding"
         yield Violation(given | asked, rule, {KEY: EARLIER})
-    if is_trained:
-        yield from _training_problems(config, factor)
+    if is_trained and shared.model.enable_tree_training:
+        rule = "do not go together: of a trie's token several may be the next"
+        asked = {FACTOR: factor, "actor_rollout_ref.model.enable_tree_training": True}
+        yield Violation(asked, rule, {FACTOR: 0.0})
     model = next((model for model in models if model.path == shared.model.path), None)
     if model is not None and model.no_mtp is not None:
         yield Violation(given, f"needs a multi-token prediction layer in {model.path}: {model.no_mtp}", {KEY: EARLIER})
-
-
-def _training_problems(config: RunConfig, factor: float) -> Iterable[Violation]:
-    shared, given = config.actor_rollout_ref, {FACTOR: factor}
-    megatron = shared.actor.megatron
-    if megatron.context_parallel_size > 1 or megatron.dynamic_context_parallel:
-        asked = {f"{ACTOR}.megatron.context_parallel_size": megatron.context_parallel_size}
-        rule = "do not go together: the layer reads whole rows, and context-parallel ranks have parts"
-        yield Violation(given | asked, rule, {FACTOR: 0.0})
-    if shared.model.enable_tree_training:
-        rule = "do not go together: of a trie's token several may be the next"
-        yield Violation(given | {"actor_rollout_ref.model.enable_tree_training": True}, rule, {FACTOR: 0.0})
