@@ -50,9 +50,8 @@ class MTPLayer(MegatronModule):
         # Every TP rank has all of it, as in the rollout engine, and its part of the sequence.
         vars(self.eh_proj.weight)["sequence_parallel"] = config.sequence_parallel
         spec = one_layer(config, mtp_layer(model.family, model.shape), hf_config)
-        number = (
-            config.num_layers + 1 - get_transformer_layer_offset(config, vp_stage)
-        )  # Megatron adds the stage's first
+        # Megatron adds the number of the stage's first layer.
+        number = config.num_layers + 1 - get_transformer_layer_offset(config, vp_stage)
         self.transformer_layer: Any = build_module(spec, config=config, layer_number=number, vp_stage=vp_stage)
         if isinstance(self.transformer_layer.mlp, MLP):
             gate_sparingly(self.transformer_layer.mlp, model.family.style.activation, None)

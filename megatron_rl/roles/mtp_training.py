@@ -27,30 +27,30 @@ class MTPTraining:
     def __init__(self, trainable: TrainableModel, scorer: TokenScorer, factor: float) -> None:
         self.trainable, self.scorer, self.factor = trainable, scorer, factor
         self.groups = trainable.groups
-        self._embedding: Tensor | None = None
 
     def beside(self, loss: Loss, totals: BatchTotals) -> Loss:
         """Return the loss with the layer's added, and its metric. All ranks must call before each update.
 
         totals: of all blocks of the update.
         """
-        self._embedding = self._embedding_here()
+        embedding = self._embedding_here()  # goes with the loss
 
         def both(hidden: Tensor, block: MicroBatch) -> tuple[Tensor, MetricParts]:
+            assert embedding is not None  # losses are computed on the last stage
             value, parts = loss(hidden, block)
-            own = self._cross_entropy(hidden, block) / max(totals.tokens, 1)
+            own = self._cross_entropy(hidden, block, embedding) / max(totals.tokens, 1)
             return value + self.factor * own, {**parts, "actor/mtp_loss": own.detach()}
 
         return both
 
-    def _cross_entropy(self, hidden: Tensor, block: MicroBatch) -> Tensor:
+    def _cross_entropy(self, hidden: Tensor, block: MicroBatch, embedding: Tensor) -> Tensor:
         """hidden [b, S / C, H] -> -(sum of the log-probs of the sampled tokens that count), float32.
 
-        A token that is the second of its sequence has no guess. C: context-parallel ranks, all of which must call, and
-        get the same.
+        embedding: this TP rank's rows [v, H]. A token that is the second of its sequence has no guess. C:
+        context-parallel ranks, all of which must call, and get the same.
         """
         before = block.column_before()
-        out = self._guesses(hidden.detach(), block, before)
+        out = self._guesses(hidden.detach(), block, before, embedding)
         guesses = before[block.predicting().cpu()]
         if block.share is not None:
             guesses = block.share.here(guesses, block.input_ids.shape[1])
@@ -61,14 +61,14 @@ class MTPTraining:
         total = -(log_probs * block.kept[numbers]).sum()
         return total if block.share is None else block.share.total(total)
 
-    def _guesses(self, hidden: Tensor, block: MicroBatch, before: Tensor) -> Tensor:
+    def _guesses(self, hidden: Tensor, block: MicroBatch, before: Tensor, embedding: Tensor) -> Tensor:
         """hidden [b, S / C, H] -> same: of each column what the head reads to guess the token after the next."""
         chunk: Any = self.trainable.models[-1]
         segments = self.trainable.pipeline.segments
         next_ids, is_first = block.input_ids.roll(-1, 1), (before < 0).view(block.input_ids.shape).to(hidden.device)
         if block.share is not None:
             next_ids, is_first = next_ids[:, block.share.columns], is_first[:, block.share.columns]
-        vectors = embedded(next_ids, self._weight, self.groups.tp_group)
+        vectors = embedded(next_ids, embedding, self.groups.tp_group)
         vectors = vectors.masked_fill(is_first.transpose(0, 1).unsqueeze(-1), 0)
         length = hidden.shape[1]
         if segments is not None:
@@ -76,11 +76,6 @@ class MTPTraining:
         angles = chunk.rotary_pos_emb(length, packed_seq=segments is not None)
         out: Tensor = chunk.mtp_layer(hidden.transpose(0, 1), vectors, angles, segments)
         return out.transpose(0, 1)
-
-    @property
-    def _weight(self) -> Tensor:
-        assert self._embedding is not None  # `beside` comes first
-        return self._embedding
 
     @torch.no_grad()
     def _embedding_here(self) -> Tensor | None:

@@ -34,14 +34,13 @@ def mtp_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[Vi
         "async_training.partial_rollout": config.async_training.partial_rollout,
         f"{ROLLOUT}.over_sample_rate": shared.rollout.over_sample_rate,
     }
-    asked = {key: value for key, value in counted.items() if value}
-    if asked:
+    if asked := {key: value for key, value in counted.items() if value}:
         rule = "do not go together: engine steps are counted, and how many a guess saves depends on rounding"
         yield Violation(given | asked, rule, {KEY: EARLIER})
     if is_trained and shared.model.enable_tree_training:
         rule = "do not go together: of a trie's token several may be the next"
-        asked = {FACTOR: factor, "actor_rollout_ref.model.enable_tree_training": True}
-        yield Violation(asked, rule, {FACTOR: 0.0})
+        trees = {"actor_rollout_ref.model.enable_tree_training": True}
+        yield Violation({FACTOR: factor} | trees, rule, {FACTOR: 0.0})
     model = next((model for model in models if model.path == shared.model.path), None)
     if model is not None and model.no_mtp is not None:
         yield Violation(given, f"needs a multi-token prediction layer in {model.path}: {model.no_mtp}", {KEY: EARLIER})
