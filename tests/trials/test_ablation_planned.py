@@ -123,6 +123,13 @@ def test_the_ablation_of_turns_can_run(files, tmp_path):
     assert len(planned) == 6 and not any(point.violations for point in planned)
 
 
+def test_the_ablation_of_drafts_can_run(files, tmp_path):
+    """All its points pass the preflight of a run. Would not catch one that fails while it trains."""
+    given = [f"{key}={value}" for key, value in files.items()]
+    planned = plan_points(read_ablation(Path("configs/ablations/drafts.yaml"), given), tmp_path / "out")
+    assert len(planned) == 5 and not any(point.violations for point in planned)
+
+
 @pytest.mark.parametrize(("device", "valid"), [("cpu", 3), ("cuda", 7)])
 def test_the_ablation_of_implementations_can_run(files, tmp_path, device, valid):
     """On CPUs Megatron's layers, plain and with emulated rounding; on a GPU those and transformer-engine's, plain and
