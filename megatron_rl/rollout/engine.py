@@ -131,12 +131,13 @@ class RolloutEngine:
             self.llm = LLM(**arguments)
         self.groups: RolloutGroups = read_rollout_groups(grid)
         runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        self.models: list[torch.nn.Module] = [runner.model, *([] if mtp is None else [runner.drafter.model])]
+        self.model: torch.nn.Module = runner.model
+        self._models = [self.model, *([] if mtp is None else [runner.drafter.model])]
         if config.speculative == EARLIER:
             runner.drafter.attach(runner, config)
         self.cache_peak = report_steps(self.llm.llm_engine)
         self.kv_cache = KVCache(list(runner.kv_caches))
-        self._places = places(self.models, self.kv_cache.tensors)
+        self._places = places(self._models, self.kv_cache.tensors)
         request = LoRARequest("policy", 1, str(model_path)) if adapters.tensors else None
         self.requests = UnfinishedRequests(self.llm.llm_engine, eos_token_ids, routed_layers or (), request)
 
@@ -144,7 +145,7 @@ class RolloutEngine:
         """Allocate the KV cache and drop cached prefixes. Raises RuntimeError if the engine still has requests, and
         MovedTensorError if weights or cache are not where graphs read them.
         """
-        must_stay(self._places, places(self.models, self.kv_cache.tensors))
+        must_stay(self._places, places(self._models, self.kv_cache.tensors))
         self.kv_cache.allocate()
         forget_prefixes(self.llm.llm_engine)
 
