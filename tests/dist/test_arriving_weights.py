@@ -154,6 +154,7 @@ def overlapping(rollout, told: Told, number: int, tp_rank: int, found: dict) -> 
     told.say(f"slices of {number}.{tp_rank}")
     arrivals = rollout.weights.arrivals
     found["beside"] = 0
+    until(lambda: arrivals._is_arriving)
     while generator.requests.unfinished:
         found["beside"] += arrivals._is_arriving
         parts.append(rollout.advance({number: Slice(0, 1)}).drawn)
