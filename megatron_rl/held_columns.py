@@ -8,9 +8,9 @@ A segment is a file in shared memory on the node of the rank that made it. Files
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
@@ -145,10 +145,9 @@ class HeldColumn:
 
     def wanted(self) -> list[tuple[HeldSegment, list[Range]]]:
         """Return each segment with the elements of it that a reader needs, in ascending order."""
-        runs = sorted(self.runs())
-        ranges = {part: [run for _, run in group] for part, group in groupby(runs, key=lambda run: run[0])}
-        wanted = [(self.parts[part], parts) for part, parts in ranges.items()]
-        return [(part, parts) for part, parts in wanted if isinstance(part, HeldSegment)]
+        by_part = ranges_of_parts(sorted(self.runs()))
+        wanted = ((self.parts[part], ranges) for part, ranges in by_part.items())
+        return [(part, ranges) for part, ranges in wanted if isinstance(part, HeldSegment)]
 
     def values(self) -> torch.Tensor:
         """Return the elements of all rows end to end [sum(lengths), *element]; a view where they lie so."""
@@ -156,10 +155,10 @@ class HeldColumn:
             return self._values
         runs = self.runs()
         pieces: dict[tuple[int, Range], torch.Tensor] = {}
-        for number, part in enumerate(self.parts):
-            ranges = list(dict.fromkeys(run for where, run in runs if where == number))
+        for number, ranges in sorted(ranges_of_parts(dict.fromkeys(runs)).items()):
+            part = self.parts[number]
             if isinstance(part, HeldSegment):
-                read = part.files.read(part, ranges) if ranges else []
+                read = part.files.read(part, ranges)
             else:
                 read = [part[start:stop] for start, stop in ranges]
             pieces |= {(number, run): piece for run, piece in zip(ranges, read, strict=True)}
@@ -178,3 +177,11 @@ class HeldColumn:
             values[(slice(start, stop), *(slice(size) for size in piece.shape[1:]))] = piece.to(dtype)
             start = stop
         return values
+
+
+def ranges_of_parts(runs: Iterable[tuple[int, Range]]) -> dict[int, list[Range]]:
+    """Return part -> its ranges, in the order of `HeldColumn.runs`."""
+    ranges = defaultdict[int, list[Range]](list)
+    for part, run in runs:
+        ranges[part].append(run)
+    return ranges

@@ -150,8 +150,8 @@ def test_what_ranks_alone_read_is_held() -> None:
 
 @pytest.mark.parametrize("is_large", [True, False])
 def test_experts_of_a_slice_are_held_together(is_large: bool) -> None:
-    """Those of two answers, of three; they become the rows of a batch, also beside experts that are here. Would not
-    catch experts of an answer that another slice has begun.
+    """Experts of two answers of three are one column; they become the rows of a batch, also beside experts that are
+    here. Would not catch experts of an answer that another slice has begun.
     """
     shelf = Shelf()
 

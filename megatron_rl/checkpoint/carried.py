@@ -71,7 +71,7 @@ class CarriedTensors:
         return cls(carried)
 
     def without(self, names: Container[str]) -> CarriedTensors:
-        """Those that are not among `names`, which are written as they were trained."""
+        """Return the carried tensors without those of `names`, which an export writes as they were trained."""
         return CarriedTensors({name: tensor for name, tensor in self.stored.items() if name not in names})
 
     @property

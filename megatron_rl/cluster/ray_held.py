@@ -81,8 +81,8 @@ class HeldOnNodes:
             for node in (owner, *self._copies.pop(path, ())):
                 freed[node].append((path, owner))
         with self._changing:
-            told = [(agent, paths) for node, paths in freed.items() for agent in self._agents[node]]
-        for agent, paths in told:
+            asked = [(agent, paths) for node, paths in freed.items() for agent in self._agents[node]]
+        for agent, paths in asked:
             agent.free_held.remote(paths)
 
     def wants(self, wanted: Wanted, node: str) -> list[Want]:
@@ -144,7 +144,7 @@ class CopiesHere:
             await asyncio.gather(*(self._fetch(want) for want in wants))
 
     async def _fetch(self, want: Want) -> None:
-        missing = [each for each in want.ranges if each not in self._copied[want.path]]
+        missing = [each for each in dict.fromkeys(want.ranges) if each not in self._copied[want.path]]
         if not missing:
             return
         try:

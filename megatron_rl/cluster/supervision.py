@@ -225,7 +225,7 @@ class LocalRankProcess:
             self._connection.send_bytes(message)
 
     def _answer(self, reply: bytes) -> None:
-        """Pass a reply on. What it holds lives no longer than its reader wants, so nothing here may refer to it."""
+        """Pass a reply on. What it holds is freed when its reader drops it, so nothing here may refer to it."""
         answer = self._waiting.popleft()
         try:
             answer.set_result(self._read_reply(reply))

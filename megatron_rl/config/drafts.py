@@ -11,7 +11,6 @@ from annotated_types import Ge
 from megatron_rl.config.constraints import AtMost, OneOf, Or
 
 NGRAM, EARLIER, MTP = "ngram", "earlier", "mtp"
-WAYS = (NGRAM, EARLIER, MTP)
 
 
 class MTPUse(Enum):
@@ -26,7 +25,7 @@ class MTPUse(Enum):
 class Drafts:
     """Part of the group `rollout`. The names are vLLM's."""
 
-    speculative: Annotated[str | None, OneOf(WAYS)] = None
+    speculative: Annotated[str | None, OneOf((NGRAM, EARLIER, MTP))] = None
     """ngram: where an answer's last tokens stand in its prompt, or earlier in it, what followed there is guessed,
     and checked in one engine step | earlier: or in answers of former epochs to the same prompt | mtp: the model's own
     multi-token prediction layer guesses | null: one token each step. The tokens that are drawn are the same."""

@@ -136,7 +136,7 @@ class MicroBatch:
     @property
     def targets(self) -> Tensor:
         """int64 [N]: the sampled tokens, row by row; of a share those that are predicted there, [n]; of a tree [M]."""
-        targets = self.input_ids.flatten()[self._places() + 1] if self.tree is None else self.tree.targets
+        targets = self.input_ids.flatten()[self.predicting() + 1] if self.tree is None else self.tree.targets
         return targets if self.share is None else targets[self.share.numbers]
 
     def scored(self, output: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class MicroBatch:
 
         Of a share output is [b, its columns, ...], and [n, ...] comes out; of a tree [M, ...].
         """
-        return output.flatten(0, 1).index_select(0, self._places() if self.share is None else self.share.places)
+        return output.flatten(0, 1).index_select(0, self.predicting() if self.share is None else self.share.places)
 
     def column_before(self) -> Tensor:
         """int64 [b x S], on the CPU: of each column the one before it in its sequence, which may lie elsewhere; -1 at
@@ -162,10 +162,7 @@ class MicroBatch:
         return before
 
     def predicting(self) -> Tensor:
-        """int64 [N]: among the block's columns, those where the sampled tokens are predicted. Not of a tree."""
-        return self._places()
-
-    def _places(self) -> Tensor:
+        """int64 [N]: among the b x S of the block, where the sampled tokens are predicted; of a tree [M], its own."""
         if self.places is not None:
             return self.places
         if self.tree is not None:
@@ -194,7 +191,7 @@ class MicroBatch:
         """float32 [N]: 1 for each sampled token that counts in a loss; all of them where the batch does not say."""
         if "kept" in self.fields:
             return self.fields["kept"]
-        num_tokens = len(self._places() if self.tree is None else self.tree.pair_of_token)
+        num_tokens = len(self.predicting() if self.tree is None else self.tree.pair_of_token)
         return torch.ones(num_tokens, device=self.input_ids.device)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -203,7 +200,7 @@ class MicroBatch:
         of_share = {} if self.share is None else {f"share.{name}": x for name, x in self.share.tensors().items()}
         of_tree = {} if self.tree is None else {f"tree.{name}": x for name, x in self.tree.tensors().items()}
         fields = {f"fields.{name}": field for name, field in self.fields.items() if field.dim() == 1}
-        return named | {"places": self._places()} | of_share | of_tree | fields
+        return named | {"places": self.predicting()} | of_share | of_tree | fields
 
     def with_tensors(self, moved: Mapping[str, Tensor]) -> MicroBatch:
         """Return the block with other tensors in place of those that `tensors` has, on the device of a pass."""

@@ -57,15 +57,15 @@ class MTPLayer(MegatronModule):
             gate_sparingly(self.transformer_layer.mlp, model.family.style.activation, None)
         self.final_layernorm = norm(config, hidden, eps)
 
-    def forward(self, hidden: Tensor, embedded: Tensor, angles: Tensor, segments: Any) -> Tensor:
-        """hidden, embedded [S, B, H] -> [S, B, H], which the head reads. All TP ranks must call.
+    def forward(self, hidden: Tensor, vectors: Tensor, angles: Tensor, segments: Any) -> Tensor:
+        """hidden, vectors [S, B, H] -> [S, B, H], which the head reads. All TP ranks must call.
 
-        hidden: the model's last, after its final norm. embedded: the next tokens' embeddings; 0 at the first token of a
+        hidden: the model's last, after its final norm. vectors: the next tokens' embeddings; 0 at the first token of a
         sequence, as in the rollout engine. angles, segments: what Megatron passes to every layer.
         """
         if self.config.sequence_parallel:
-            hidden, embedded = map(scatter_to_sequence_parallel_region, (hidden, embedded))
-        joined = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1))
+            hidden, vectors = map(scatter_to_sequence_parallel_region, (hidden, vectors))
+        joined = self.eh_proj(torch.cat([self.enorm(vectors), self.hnorm(hidden)], -1))
         out, _ = self.transformer_layer(joined, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=segments)
         out = self.final_layernorm(out)
         whole: Tensor = out

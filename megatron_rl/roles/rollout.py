@@ -253,10 +253,10 @@ def parted(tensors: dict[str, Tensor], source: ModelSource, rank: Rank) -> tuple
     if not model.has_mtp:
         return tensors, None
     assert carried.mtp_architecture is not None  # preflight asks for it
-    constants = {each.name: engine_name(each) for each in mtp_constants_of(model).values()}
-    read = read_constants(mtp_constants_of(model).values(), source.path, rank.device.torch_device)
+    constants = mtp_constants_of(model).values()
+    read = read_constants(constants, source.path, rank.device.torch_device)
     names = tensors_of(mtp_specs(model)).keys()
-    own = {name: tensors[name] for name in names} | {constants[name]: row for name, row in read.items()}
+    own = {name: tensors[name] for name in names} | {engine_name(each): read[each.name] for each in constants}
     rest = {name: tensor for name, tensor in tensors.items() if name not in names}
     return rest, MTPModel(carried.mtp_architecture, own)
 

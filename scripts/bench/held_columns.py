@@ -106,7 +106,7 @@ class Arm:
         return seconds, cpu, growth / MIB
 
     def _cpu_seconds(self) -> float:
-        """Of the driver and of every process of the run, Ray's too."""
+        """Return the CPU seconds of the driver and of every process of the run, Ray's too."""
         total = 0.0
         for process in {psutil.Process(), *processes_with(self._run_id)}:
             try:
@@ -129,13 +129,13 @@ def line(values: Sequence[float], digits: int) -> str:
 def compared(arms: dict[str, Arm], batch: Batch, width: int, rounds: int) -> None:
     """Print both arms, which take turns, and turns in going first."""
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))
-    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in arms}
+    figures: dict[str, list[tuple[float, float, float]]] = {name: [] for name in arms}
     for number in range(rounds + 1):
         for name in arms if number % 2 else reversed(arms):
             measured = arms[name].measured(batch, order, width)
             if number:  # the first one makes connections
-                found[name].append(measured)
-    for name, measured in found.items():
+                figures[name].append(measured)
+    for name, measured in figures.items():
         seconds, cpu, growth = zip(*measured, strict=True)
         print(f"  {num_bytes(batch, width) / MIB:8.2f} MiB {name:18}: {line(seconds, 4)} s, CPU {line(cpu, 2)} s, "
               f"driver {line(growth, 1)} MiB", flush=True)  # fmt: skip

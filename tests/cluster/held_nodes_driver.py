@@ -7,7 +7,8 @@ import json
 import sys
 
 import torch
-from held_worker import Maker, Reader, expected_sums, numbers, peak_growth_of, pool, rows
+from held_worker import Maker, Reader, expected_sums, numbers, pool, rows
+from resident import peak_growth
 
 from megatron_rl.cluster.ray_launcher import RayLauncher
 from megatron_rl.config.roles import PoolSize
@@ -44,14 +45,14 @@ def main() -> None:
         seen: list[list[int]] = []
         sums: list[list[float]] = []
         step()
-        growth = peak_growth_of(lambda: sums.append(step()))
+        growth = peak_growth(lambda: sums.append(step()))
         left = files()
         while left != [0, 0]:
             reader.coordinates().get()
             left = files()
         made = maker.make(batch).get()[1]
         last = made[torch.tensor([63, 0])]
-        told = {
+        report = {
             "nodes": len({process.node_id for process in makers.processes.infos}),
             "exact": sums == [expected_sums(batch)],
             "read": torch.equal(
@@ -60,7 +61,7 @@ def main() -> None:
             "growth": growth,
             "files": seen,
         }
-        print(json.dumps(told), flush=True)
+        print(json.dumps(report), flush=True)
         sys.stdin.readline()
         print(json.dumps({"lost": [what_it_raises(made, row) for row in (0, 63)]}), flush=True)
 

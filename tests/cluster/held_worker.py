@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import torch
 
@@ -72,16 +71,3 @@ def expected_sums(batch: Batch) -> list[float]:
 
 def pool(name: str, ranks: Ranks, kind: type) -> ProcessPool:
     return ProcessPool(name, ranks, kind)
-
-
-def peak_growth_of(body) -> int:
-    """Bytes by which the resident set of this process grew at most while `body` ran."""
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
-    before = high_water()
-    body()
-    return high_water() - before
-
-
-def high_water() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))

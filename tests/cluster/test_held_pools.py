@@ -9,9 +9,10 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from held_worker import Maker, Reader, expected_sums, numbers, peak_growth_of, pool, rows
+from held_worker import Maker, Reader, expected_sums, numbers, pool, rows
 from launchers import BOTH, reserved
 from replica_cluster import eventually
+from resident import peak_growth
 
 from megatron_rl.cluster.held_files import MappedFiles, RankFiles
 from megatron_rl.cluster.hosting import PoolOptions
@@ -75,7 +76,7 @@ def test_ranks_read_what_other_ranks_hold(pools, launcher: Launcher) -> None:
 
     step()  # the first one makes connections
     for _ in range(2):
-        assert peak_growth_of(step) < 16 * MIB
+        assert peak_growth(step) < 16 * MIB
         assert eventually(lambda: left_after_a_call(readers, launcher) == 0, 10)
     assert sums == [expected_sums(batch)] * 3
 
@@ -116,7 +117,7 @@ def test_a_killed_rank_ends_its_pool_and_not_what_it_held(pools, places, launche
 
 
 def test_a_threshold_of_null_holds_nothing(places) -> None:
-    """As `trainer.held_bytes=null` sets it. Would not catch another default."""
+    """All columns pass through the driver with `trainer.held_bytes=null`. Would not catch another default."""
     options = PoolOptions(env={"MEGATRON_RL_HELD_BYTES": "inf"})
     with ProcessPool("makers", places[0], Maker, options=options) as makers:
         batch = rows(8, 600)
@@ -125,7 +126,9 @@ def test_a_threshold_of_null_holds_nothing(places) -> None:
 
 
 def test_a_rank_that_the_run_may_lose_holds_nothing() -> None:
-    """Where another rank holds. Would not catch a replica that is not told that it is one."""
+    """A rank of a replica answers with the values, where another rank holds them. Would not catch a replica whose
+    variables do not say that it is one.
+    """
     batch = rows(2, 20)
     answer = Batch(teacher_hidden=batch.per_sampled_token(numbers(batch.sampled_ids.values())))
     assert RankFiles("run", "node", 1, may_be_lost=True).hold(answer) is answer

@@ -48,9 +48,9 @@ def gradients(config) -> dict:
     batch = random_batch(NUM_ROWS)
     batch.add(old_log_probs=batch["advantages"].clone())
     metrics = worker.roles["actor"].compute_gradients(batch.read_by(ACTOR_UPDATE))
-    found = {n: p.main_grad.clone() for n, p in named_parameters(worker.roles["actor"].trainable.models).items()}
+    by_name = {n: p.main_grad.clone() for n, p in named_parameters(worker.roles["actor"].trainable.models).items()}
     place = worker.groups.grid.place(0, vocab_multiple=64)
-    return {"actor_weights": found, "place": place, "metrics": metrics}
+    return {"actor_weights": by_name, "place": place, "metrics": metrics}
 
 
 def with_the_layer_inside(path: str, target: Path) -> str:
@@ -102,20 +102,20 @@ def plain_gradients(path: str, folder: Path) -> tuple[float, dict[str, torch.Ten
         count += int(sampled.sum())
     loss = total / count
     (FACTOR * loss).backward()
-    found = {f"{prefix}{name}.weight": tensor.grad for name, tensor in own.items()}
+    of_layer = {f"{prefix}{name}.weight": tensor.grad for name, tensor in own.items()}
     for name, parameter in block.named_parameters():
         stack, _, kind = name.rpartition(".")
         if kind == "gate_up_proj":
             for expert, (gate, up) in enumerate(grad.chunk(2) for grad in parameter.grad):
-                found |= {
+                of_layer |= {
                     f"{prefix}{stack}.{expert}.gate_proj.weight": gate,
                     f"{prefix}{stack}.{expert}.up_proj.weight": up,
                 }
         elif kind == "down_proj" and parameter.dim() == 3:
-            found |= {f"{prefix}{stack}.{expert}.down_proj.weight": g for expert, g in enumerate(parameter.grad)}
+            of_layer |= {f"{prefix}{stack}.{expert}.down_proj.weight": g for expert, g in enumerate(parameter.grad)}
         else:
-            found[prefix + name] = parameter.grad
-    return float(loss), found
+            of_layer[prefix + name] = parameter.grad
+    return float(loss), of_layer
 
 
 @pytest.mark.parametrize("family", [pytest.param(each, marks=marks_of(each, ["GLM-4.5"])) for each in WITH_MTP])

@@ -23,21 +23,21 @@ def test_columns_go_from_node_to_node() -> None:
     left afterwards. Would not catch bytes that take another way than Ray's, nor a slow one.
     """
     with Raylets(2, 2) as nodes:
-        paths = [str(REPOSITORY), str(DRIVER.parent)]
+        paths = [str(REPOSITORY), str(DRIVER.parent), str(REPOSITORY / "scripts" / "bench")]
         env = os.environ | nodes.variables | {"PYTHONPATH": os.pathsep.join(paths)}
         pipe = subprocess.PIPE
         driver = subprocess.Popen([sys.executable, DRIVER], env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
         try:
             line = driver.stdout.readline()
             assert line, driver.stderr.read()
-            told = json.loads(line)
+            report = json.loads(line)
             nodes.kill(1)
             out, err = driver.communicate("go\n", timeout=150)
         finally:
             driver.kill()
         # On this machine both nodes list the files of both: two that are held, two copies.
-        assert told["nodes"] == 2 and told["exact"] and told["read"] and told["files"] == [[4, 4], [4, 4]]
-        assert told["growth"] < 16 << 20
-        found = json.loads(next(one for one in out.splitlines() if one.startswith('{"lost"')))["lost"]
-        assert len([text for text in found if "held is gone" in text]) == 1 and "" in found, (found, err)
+        assert report["nodes"] == 2 and report["exact"] and report["read"] and report["files"] == [[4, 4], [4, 4]]
+        assert report["growth"] < 16 << 20
+        lost = json.loads(next(one for one in out.splitlines() if one.startswith('{"lost"')))["lost"]
+        assert len([text for text in lost if "held is gone" in text]) == 1 and "" in lost, (lost, err)
         assert nodes.left_over() == {}

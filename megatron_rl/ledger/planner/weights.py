@@ -203,8 +203,8 @@ class TrainedWeights:
 
     def largest(self, pp_rank: int) -> tuple[int, int]:
         """Return the elements of a stage's largest gradient in layers, and of that outside of them."""
-        found = [buffer.largest for buffer in self.moving_buffers(pp_rank)]
-        return max((in_layers for in_layers, _ in found), default=0), max((others for _, others in found), default=0)
+        sizes = [buffer.largest for buffer in self.moving_buffers(pp_rank)]
+        return max((in_layers for in_layers, _ in sizes), default=0), max((others for _, others in sizes), default=0)
 
     def names(self, pp_rank: int) -> list[str]:
         """Return the parameters of a stage. A tied head is one of its own where the last stage is not the first."""

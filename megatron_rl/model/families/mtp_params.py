@@ -28,18 +28,14 @@ def mtp_layer(family: Family, shape: ModelShape) -> Layer:
 def mtp_map(family: Family, shape: ModelShape) -> dict[str, ParamSpec]:
     """Megatron name -> spec of the MTP layer's own parameters. Embedding and head are the model's."""
     hidden, folder = shape.hidden_size, f"model.layers.{shape.num_layers}."
-    ends = {
-        "enorm.weight": whole(f"{folder}enorm.weight", (hidden,)),
-        "hnorm.weight": whole(f"{folder}hnorm.weight", (hidden,)),
-        "eh_proj.weight": whole(f"{folder}eh_proj.weight", (hidden, 2 * hidden)),
-        "final_layernorm.weight": whole(f"{folder}shared_head.norm.weight", (hidden,)),
+    inside = mtp_layer(family, shape).params(f"{MTP}transformer_layer.", folder)
+    return {
+        f"{MTP}enorm.weight": whole(f"{folder}enorm.weight", (hidden,)),
+        f"{MTP}hnorm.weight": whole(f"{folder}hnorm.weight", (hidden,)),
+        f"{MTP}eh_proj.weight": whole(f"{folder}eh_proj.weight", (hidden, 2 * hidden)),
+        **{name: _in_block(engine_named(spec, family.engine_names), folder) for name, spec in inside.items()},
+        f"{MTP}final_layernorm.weight": whole(f"{folder}shared_head.norm.weight", (hidden,)),
     }
-    *before, after = ends.items()
-    inside = {
-        name: _in_block(engine_named(spec, family.engine_names), folder)
-        for name, spec in mtp_layer(family, shape).params(f"{MTP}transformer_layer.", folder).items()
-    }
-    return {f"{MTP}{name}": spec for name, spec in before} | inside | {f"{MTP}{after[0]}": after[1]}
 
 
 def mtp_constants(family: Family, shape: ModelShape) -> dict[str, Constant]:
