@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from layouts import bridge_ends, tensors_of, training_buffers
+from ranks import common_store
 
 from megatron_rl.device import Device
 from megatron_rl.hybrid_engine.allgather_pp import FlatParameters
@@ -78,23 +79,17 @@ class Pools:
 
 
 def join(num_training: int, timeout_s: float, make_transport=Transport) -> Transport:
-    """Called by every rank: make its pool's own world, then the joint group, on a second store."""
+    """Called by every rank: make its pool's own world, then the joint group, on the store of all."""
     number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    host, timeout = os.environ["MASTER_ADDR"], timedelta(seconds=timeout_s)
-    first = dist.TCPStore(host, int(os.environ["MASTER_PORT"]), is_master=number == 0, timeout=timedelta(seconds=60))
-    trains = number < num_training
+    trains, timeout = number < num_training, timedelta(seconds=timeout_s)
     dist.init_process_group(
         "gloo",
-        store=dist.PrefixStore("training" if trains else "rollout", first),
+        store=dist.PrefixStore("training" if trains else "rollout", common_store(timedelta(seconds=60))),
         rank=number if trains else number - num_training,
         world_size=num_training if trains else size - num_training,
     )
-    if number == 0:
-        second = dist.TCPStore(host, 0, is_master=True, timeout=timeout)
-        first.set("bridge port", str(second.port))
-    else:
-        second = dist.TCPStore(host, int(first.get("bridge port")), timeout=timeout)
-    return make_transport(open_joint_group(second, number, size, Device("cpu"), timeout))
+    joint = dist.PrefixStore("joint", common_store(timeout))
+    return make_transport(open_joint_group(joint, number, size, Device("cpu"), timeout))
 
 
 def own_transport(group: dist.ProcessGroup) -> Transport:

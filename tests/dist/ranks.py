@@ -5,18 +5,19 @@ Ranks are forked from one server process that has imported the engines once (`pr
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing as mp
 import os
 import pickle
 import queue
-import shutil
 import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from multiprocessing.util import Finalize
@@ -24,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron_rl.cluster.leftovers import RUN_ID
-from megatron_rl.cluster.rank_worker import listen
 from megatron_rl.cluster.ranks import LOOPBACK
 from megatron_rl.cluster.scratch import Scratch
 from megatron_rl.cluster.supervision import Supervision
@@ -71,6 +72,27 @@ def enter(rank: int, variables: dict[str, str], function: Callable, arguments: t
         answers.put((rank, traceback.format_exc(), b""))
 
 
+@contextlib.contextmanager
+def meeting_place(world_size: int) -> Iterator[dict[str, str]]:
+    """Variables by which so many ranks meet: a file that none has opened, and a store that this process serves.
+
+    No rank serves it, so no port is chosen before it is used, which another process could take meanwhile, and no rank
+    has to stay for others.
+    """
+    store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    place = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port)}
+    place["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # in torch's words: rank 0 is no server
+    place |= {"NODE_RANK": "0", "NODE_ADDRESS": LOOPBACK, "GLOO_SOCKET_IFNAME": "lo"}
+    with tempfile.TemporaryDirectory() as folder:
+        # A name of its own: segments have it, too.
+        yield place | {"MASTER_STORE": f"{folder}/store_{Path(folder).name}"}
+
+
+def common_store(timeout: timedelta) -> dist.Store:
+    """Open this rank's end of the store of its `meeting_place`."""
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+
+
 def run_ranks(
     world_size: int, function: Callable, *arguments: Any, timeout: float = 180, lost: Collection[int] = ()
 ) -> list[Any]:
@@ -80,29 +102,23 @@ def run_ranks(
     way, and answer None.
     """
     context = fork_server()
-    with listen(LOOPBACK) as probe:
-        port = probe.getsockname()[1]
-    variables = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
-    variables |= {"NODE_RANK": "0", "NODE_ADDRESS": LOOPBACK, "GLOO_SOCKET_IFNAME": "lo"}
-    meeting = tempfile.mkdtemp()
-    variables["MASTER_STORE"] = f"{meeting}/store_{Path(meeting).name}"  # a name of its own: segments have it, too
     answers = context.Queue()
-    processes = [
-        context.Process(target=enter, args=(rank, variables, function, arguments, answers), daemon=True)
-        for rank in range(world_size)
-    ]
-    try:
-        for process in processes:
-            process.start()
-        results = collect(processes, answers, timeout, lost)
-        alive = [rank for rank in lost if processes[rank].exitcode != -signal.SIGKILL]
-        assert not alive, f"ranks {alive} were not killed"
-        return results
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-        shutil.rmtree(meeting)
+    with meeting_place(world_size) as variables:
+        processes = [
+            context.Process(target=enter, args=(rank, variables, function, arguments, answers), daemon=True)
+            for rank in range(world_size)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            results = collect(processes, answers, timeout, lost)
+            alive = [rank for rank in lost if processes[rank].exitcode != -signal.SIGKILL]
+            assert not alive, f"ranks {alive} were not killed"
+            return results
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
 
 
 def collect(processes: list, answers, timeout: float, lost: Collection[int] = ()) -> list[Any]:

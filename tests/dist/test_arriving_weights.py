@@ -13,9 +13,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from joined_pools import killed_after
-from ranks import run_ranks
+from ranks import common_store, run_ranks
 from sliced_checks import in_slices, joined, largest_difference, nudge, plain_log_probs, starts
 from tiny_models import run_config, save_llama
 
@@ -32,10 +31,10 @@ DIES, STAYS = 0, 1
 
 
 class Told:
-    """What the processes say to each other, at a store that the actor serves."""
+    """What the processes say to each other."""
 
-    def __init__(self, port: int, serves: bool) -> None:
-        self.store = dist.TCPStore("127.0.0.1", port, is_master=serves, timeout=timedelta(seconds=TIMEOUT_S))
+    def __init__(self) -> None:
+        self.store = common_store(timedelta(seconds=TIMEOUT_S))
 
     def say(self, what: str, value: str = "") -> None:
         self.store.set(what, value)
@@ -237,7 +236,7 @@ def mismatch() -> None:
 
 def one_rank(config, exported: Path, tp_size: int) -> dict:
     rank = int(os.environ["RANK"])
-    told = Told(int(os.environ["MASTER_PORT"]), serves=rank == 0)
+    told = Told()
     if rank == 0:
         return trains(config, told, exported, tp_size)
     number, tp_rank = divmod(rank - 1, tp_size)

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from joined_pools import Pools, RolloutRank, TrainingRank, join
 from late_messages import LateMessages
-from ranks import fork_server, run_ranks
+from ranks import common_store, fork_server, meeting_place, run_ranks
 
-from megatron_rl.cluster.rank_worker import listen
 from megatron_rl.device import Device
 from megatron_rl.hybrid_engine import bridge_plan, schedule
 from megatron_rl.hybrid_engine.bridge import BridgeReceiver
@@ -244,8 +243,6 @@ def deserted_rank(pools: Pools, who: int, dies: bool, variables: dict[str, str],
         answers.put((transport.number, "", 0.0))
     except RuntimeError as error:
         answers.put((transport.number, str(error), time.monotonic() - begin))
-    # Rank 0 serves the stores; the queue's thread must have written.
-    time.sleep(2 * TIMEOUT_S if transport.number == 0 else 0)
 
 
 @pytest.mark.parametrize(("who", "dies"), [(1, True), (5, True), (3, False)], ids=["sender", "receiver", "absent"])
@@ -253,27 +250,24 @@ def test_a_peer_that_dies_or_stays_away_ends_in_an_error_on_all_ranks(who, dies)
     """Killed in the middle of its messages. Within the group's time-out. Would not catch a machine that goes silent."""
     context, pools = fork_server(), CASES[0]
     answers = context.Queue()
-    with listen("127.0.0.1") as probe:
-        port = probe.getsockname()[1]
-    common = {"WORLD_SIZE": str(pools.world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    common |= {"GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        context.Process(
-            target=deserted_rank, args=(pools, who, dies, common | {"RANK": str(number)}, answers), daemon=True
-        )
-        for number in range(pools.world_size)
-    ]
-    try:
-        for process in processes:
-            process.start()
-        gathered = [answers.get(timeout=60) for _ in range(len(processes) - 1)]
-        found = {number: rest for number, *rest in gathered}
-        processes[who].join(0 if not dies else 5)
-        assert processes[who].exitcode == (-signal.SIGKILL if dies else None)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    with meeting_place(pools.world_size) as variables:
+        processes = [
+            context.Process(
+                target=deserted_rank, args=(pools, who, dies, variables | {"RANK": str(number)}, answers), daemon=True
+            )
+            for number in range(pools.world_size)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            gathered = [answers.get(timeout=60) for _ in range(len(processes) - 1)]
+            found = {number: rest for number, *rest in gathered}
+            processes[who].join(0 if not dies else 5)
+            assert processes[who].exitcode == (-signal.SIGKILL if dies else None)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
     assert found.keys() == set(range(pools.world_size)) - {who}
     for message, seconds in found.values():
         assert message and seconds < TIMEOUT_S + 3
@@ -282,14 +276,11 @@ def test_a_peer_that_dies_or_stays_away_ends_in_an_error_on_all_ranks(who, dies)
 def missing_rank() -> float:
     """Open a group of three, of which there are two; seconds until the error."""
     number = int(os.environ["RANK"])
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(*address, is_master=number == 0, timeout=timedelta(seconds=30))
+    store = common_store(timedelta(seconds=30))
     begin = time.monotonic()
     with pytest.raises(RuntimeError):
         open_joint_group(store, number, 3, Device("cpu"), timedelta(seconds=2))
-    seconds = time.monotonic() - begin
-    time.sleep(2 if number == 0 else 0)
-    return seconds
+    return time.monotonic() - begin
 
 
 def test_a_group_with_a_missing_rank_does_not_open() -> None:
@@ -305,10 +296,10 @@ def met_by_two_of_three(timeout: timedelta) -> tuple[str, float]:
     from megatron_rl.roles import bridge_address
 
     bridge_address.MEET_S = 2.0
-    number, host = int(os.environ["RANK"]), os.environ["MASTER_ADDR"]
-    port = int(os.environ["MASTER_PORT"])
+    number = int(os.environ["RANK"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     address = bridge_address.BridgeAddress(host, port, num_senders=1, num_receivers=2)
-    store = dist.TCPStore(host, port, is_master=number == 0, timeout=timeout)
+    store = common_store(timeout)
     if number == 2:
         store.set(bridge_address.here_key(number), "")
         store.wait(["over/0", "over/1"])
@@ -318,7 +309,6 @@ def met_by_two_of_three(timeout: timedelta) -> tuple[str, float]:
         bridge_address.join_bridge(address, number, Device("cpu"), timeout)
     seconds = time.monotonic() - begin
     store.set(f"over/{number}", "")
-    time.sleep(1 if number == 0 else 0)
     return str(error.value), seconds
 
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from joined_pools import Pools, RolloutRank, TrainingRank, join, killed_after, own_transport
-from ranks import run_ranks
+from ranks import common_store, run_ranks
 
-from megatron_rl.cluster.rank_worker import listen
 from megatron_rl.device import Device
 from megatron_rl.hybrid_engine.allgather_pp import FlatParameters
 from megatron_rl.hybrid_engine.bridge import BridgeSender, BrokenBridgeError
@@ -99,15 +98,12 @@ def receives(
     return found
 
 
-def one_rank(pools: Pools, port: int, who: int, second_buffer: bool, after: int) -> dict:
-    """port: of the store at which those who are left meet again."""
+def one_rank(pools: Pools, who: int, second_buffer: bool, after: int) -> dict:
     number = int(os.environ["RANK"])
     transport = join(pools.train.world_size, TIMEOUT_S, own_transport)
-    store = dist.TCPStore("127.0.0.1", port, is_master=number == 0, timeout=timedelta(seconds=30))
+    store = common_store(timedelta(seconds=30))
     if number < pools.train.world_size:
-        found = trains(pools, transport, store)
-        time.sleep(3 if number == 0 else 0)  # it serves the stores
-        return found
+        return trains(pools, transport, store)
     return receives(pools, transport, store, number == who, second_buffer, after)
 
 
@@ -130,9 +126,7 @@ def test_those_who_are_left_notice_rejoin_and_go_on(pools: Pools, who: int, seco
     compared; where changes travel, everything does in the first of these. Would not catch a machine that goes silent,
     which the group's time-out ends; nor NCCL.
     """
-    with listen("127.0.0.1") as probe:
-        port = probe.getsockname()[1]
-    ranks = run_ranks(pools.world_size, one_rank, pools, port, who, second_buffer, after, timeout=100, lost=(who,))
+    ranks = run_ranks(pools.world_size, one_rank, pools, who, second_buffer, after, timeout=100, lost=(who,))
     found = {number: rank for number, rank in enumerate(ranks) if number != who}
     survivor = found[5 - who]
     assert found[0]["broken"] == found[1]["broken"] and any(found[0]["broken"])

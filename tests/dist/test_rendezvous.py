@@ -14,11 +14,11 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import common_store, run_ranks
 
 from megatron_rl.roles.bridge_address import BridgeCalls, BridgeStore
 from megatron_rl.roles.environment import RankEnvironment
-from megatron_rl.roles.rendezvous import open_store
+from megatron_rl.roles.rendezvous import listen, open_store
 
 pytestmark = pytest.mark.dist
 
@@ -87,12 +87,15 @@ def test_strangers_at_the_ports_of_gloo_change_nothing() -> None:
 
 def asked_by_a_stranger() -> str:
     """Rank 0 serves the store as on several nodes; the other process is no rank and has nothing but the port."""
-    place = replace(RankEnvironment.read(), master_store=None)
+    place, common = replace(RankEnvironment.read(), master_store=None), common_store(TIMEOUT)
     if place.rank == 0:
-        store = open_store(place, TIMEOUT)
+        listener = listen(place.master_addr, 0, 2)
+        port = listener.getsockname()[1]
+        common.set("port", str(port))
+        store = open_store(replace(place, master_port=port, master_listen_fd=listener.detach()), TIMEOUT)
         store.set("secret", "of the ranks")
         return store.get("written by").decode()
-    store = dist.TCPStore(place.master_addr, place.master_port, 2, is_master=False, timeout=TIMEOUT)
+    store = dist.TCPStore(place.master_addr, int(common.get("port")), 2, is_master=False, timeout=TIMEOUT)
     secret = store.get("secret").decode()
     store.set("written by", "a stranger")
     return secret

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,17 +19,27 @@ from command_line import is_rank
 from forked_run import LIMIT, without_ray
 
 from megatron_rl.cluster.leftovers import end, processes_with
-from megatron_rl.cluster.rank_worker import listen
 
 NODE = "MEGATRON_RL_TEST_NODE"
 SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0"}
 """As scripts/run_70b_ppo.sh starts nodes."""
 
+PORTS = range(5_000, 10_000)
+"""Below those that the system, the product and Ray itself choose from."""
+CLAIMS: list[socket.socket] = []
+"""Of ports, each an address that Linux lets one process have, for as long as it lives."""
+
 
 def free_port() -> int:
-    """A port that nothing listened on a moment ago, of those that the system gives to nobody who asks for any."""
-    with listen("127.0.0.1") as probe:
-        return probe.getsockname()[1]
+    """A port of `PORTS` on which nothing listens, and that no test on this machine was given or will be."""
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):  # workers have one seed
+        claim = socket.socket(socket.AF_UNIX)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            claim.bind(f"\0megatron_rl_test_port_{port}")
+            CLAIMS.append(claim)
+            return port
+        claim.close()
+    raise OSError(f"no port of 127.0.0.1 from {PORTS.start} to {PORTS.stop - 1} is free")
 
 
 class Raylets:
@@ -40,8 +52,7 @@ class Raylets:
         self._num_cpus = num_cpus
         # Short: the names of Ray's sockets are limited to 107 characters.
         self._folder = Path(tempfile.mkdtemp(prefix="nodes_", dir="/tmp"))
-        self._ports: set[int] = set()
-        self._port = self._new_port()
+        self._port = free_port()
         self.variables = {
             "RAY_ADDRESS": f"127.0.0.1:{self._port}",
             "RAY_AUTH_MODE": "token",
@@ -73,19 +84,12 @@ class Raylets:
                 f"--temp-dir={self._folder}",
             ]
         ports = ("dashboard-agent-listen-port", "dashboard-agent-grpc-port", "metrics-export-port", "node-manager-port")
-        where += [f"--{name}={self._new_port()}" for name in ports]
+        where += [f"--{name}={free_port()}" for name in ports]
         address = self.address(len(self._nodes))
         tag = secrets.token_hex(8)
         environment = without_ray() | dict(variables or {})
         self._nodes.append(tag)
         self._run_ray(["start", f"--node-ip-address={address}", f"--num-cpus={num_cpus}", *where], environment, tag)
-
-    def _new_port(self) -> int:
-        """A free port that no node of this cluster was given."""
-        while (port := free_port()) in self._ports:
-            pass
-        self._ports.add(port)
-        return port
 
     @staticmethod
     def address(node: int) -> str:

@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 from tiny_models import run_config, save_qwen2, save_qwen3_moe_with_dense_layers
 
 from megatron_rl.checkpoint.saved_tensors import SavedTensors
-from megatron_rl.cluster.rank_worker import listen
 from megatron_rl.cluster.ranks import LOOPBACK
 from megatron_rl.config.megatron import TE_LINEAR, TRANSFORMER_ENGINE
 from megatron_rl.records import RoleState
@@ -63,11 +62,9 @@ def with_drawn_norms(model: str) -> str:
 
 def build(root: Path, version: str, model: str, implementation: str, folder: Path) -> Built:
     """Run `te_rank.py` on two ranks. Raises AssertionError with what a rank printed."""
-    with listen(LOOPBACK) as probe:
-        port = str(probe.getsockname()[1])
     variables = os.environ | worker_environment("cpu", ranks_per_node=2)
-    variables |= {"WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": port, "NODE_RANK": "0"}
-    variables |= {"NODE_ADDRESS": LOOPBACK, "GLOO_SOCKET_IFNAME": "lo"}
+    variables |= {"WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0", "NODE_RANK": "0"}
+    variables |= {"NODE_ADDRESS": LOOPBACK, "GLOO_SOCKET_IFNAME": "lo", "MASTER_STORE": str(folder / "store")}
     variables["PYTHONPATH"] = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "tests/dist")))
     script = Path(__file__).parent / "te_rank.py"
     command = [sys.executable, str(script), str(root), version, model, implementation, str(folder)]
