@@ -74,15 +74,15 @@ def test_rows_are_those_of_the_segments(shares, data, cuts) -> None:
     both = HeldColumn.joined([rows, rest])
     numbers = [*chosen[: cut + 1].tolist(), *chosen[cut:].tolist()]
     assert not shelf.asked
-    for found, of in ((joined, range(len(expected))), (rows, numbers[: cut + 1]), (both, numbers)):
-        lengths = [len(expected[number]) for number in of]
-        assert row_lengths(found).tolist() == found.lengths.tolist() == lengths and len(found) == len(lengths)
-        values = found.values()
-        assert found.numel() == values.numel() and found.dim() == values.dim() + 1
+    for each, held in ((joined, range(len(expected))), (rows, numbers[: cut + 1]), (both, numbers)):
+        lengths = [len(expected[number]) for number in held]
+        assert row_lengths(each).tolist() == each.lengths.tolist() == lengths and len(each) == len(lengths)
+        values = each.values()
+        assert each.numel() == values.numel() and each.dim() == values.dim() + 1
         pieces = values.split(lengths)
-        wide = found.element[0]
-        assert [piece.tolist() for piece in pieces] == [[row[:wide] for row in expected[number]] for number in of]
-        assert values.dtype == found.dtype
+        wide = each.element[0]
+        assert [piece.tolist() for piece in pieces] == [[row[:wide] for row in expected[number]] for number in held]
+        assert values.dtype == each.dtype
 
 
 def test_what_is_wanted_is_what_is_read() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
@@ -101,7 +102,18 @@ def read_as_it_is(gate: torch.nn.Module) -> None:
 
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-"""vLLM's names of the vocabulary's two matrices, in the families whose MTP layer it has; none of them ties the two."""
+"""vLLM's names of the vocabulary's two matrices, in the families whose MTP layer it has."""
+
+
+def with_own_head(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a model whose config.json ties the head to the embedding, as the trainer does.
+
+    Some of vLLM's models, as DeepSeek's and GLM's, build a head all the same: it is the embedding's memory, too.
+    """
+    if HEAD in tensors or all(name != HEAD for name, _ in model.named_parameters()):
+        return tensors
+    (embedding,) = (name for name, module in model.named_modules() if type(module) is VocabParallelEmbedding)
+    return {**tensors, HEAD: tensors[f"{embedding}.weight"]}
 
 
 def of_mtp_model(own: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -111,7 +123,7 @@ def of_mtp_model(own: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Te
     """
     layers = {".".join(name.split(".")[:3]) for name in own}
     return {**own, EMBEDDING: tensors[EMBEDDING]} | {
-        f"{layer}.shared_head.head.weight": tensors[HEAD] for layer in layers
+        f"{layer}.shared_head.head.weight": tensors.get(HEAD, tensors[EMBEDDING]) for layer in layers
     }
 
 
@@ -136,7 +148,10 @@ def register_shared_loader(tensors: dict[str, torch.Tensor], mtp: Mapping[str, t
             drafts = vllm_config.speculative_config
             is_drafting = bool(of_drafts) and model_config is drafts.draft_model_config
             expect_codes(model, tensors)
-            bind_parameters(model, of_drafts if is_drafting else tensors)
+            given = of_drafts if is_drafting else tensors
+            if model_config.hf_text_config.tie_word_embeddings:
+                given = with_own_head(model, given)
+            bind_parameters(model, given)
             process_weights_after_loading(model, model_config, device)
             read_codes_of_experts(model, model_config.dtype)
             must_have_memory(model)

@@ -12,8 +12,8 @@ from tiny_models import save_deepseek_v3, save_glm4_moe
 
 
 def add_mtp_layer(path: str, repeats: bool = True) -> str:
-    """Add a layer behind the others, of the last one's tensors and small noise. The head becomes the embedding's
-    values. repeats: the layer guesses that a token comes again; else it guesses at random.
+    """Add a layer behind the others, of the last one's tensors and small noise. A head of its own becomes the
+    embedding's values. repeats: the layer guesses that a token comes again; else it guesses at random.
     """
     file, generator = Path(path, "model.safetensors"), torch.Generator().manual_seed(7)
     tensors = load_file(file)
@@ -28,7 +28,8 @@ def add_mtp_layer(path: str, repeats: bool = True) -> str:
     own |= {f"{prefix}{name}.weight": 1 + noise(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
     own[f"{prefix}eh_proj.weight"] = torch.cat([2.0 * repeats * torch.eye(hidden), torch.zeros(hidden, hidden)], 1)
     own[f"{prefix}eh_proj.weight"] += noise(hidden, 2 * hidden)
-    own["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    if "lm_head.weight" in tensors:
+        own["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors | own, file, metadata={"format": "pt"})
     return path
 
@@ -44,8 +45,9 @@ def save_deepseek_with_mtp(folder: Path, repeats: bool = True, **changes) -> str
 
 
 def save_glm4_lite_with_mtp(folder: Path, repeats: bool = True, **changes) -> str:
-    """A GLM-4.7-Flash of two layers, with an MTP layer."""
-    return add_mtp_layer(save_glm4_moe_lite(folder, num_nextn_predict_layers=1, **changes), repeats)
+    """A GLM-4.7-Flash of two layers, with an MTP layer; the head is the embedding."""
+    settings = {"num_nextn_predict_layers": 1, "tie_word_embeddings": True, **changes}
+    return add_mtp_layer(save_glm4_moe_lite(folder, **settings), repeats)
 
 
 WITH_MTP: dict[str, Callable[..., str]] = {
