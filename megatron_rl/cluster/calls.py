@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from megatron_rl.cluster.failures import RankFailure
+from megatron_rl.cluster.failures import RankFailure, root_cause
 from megatron_rl.cluster.heartbeat_monitor import Hang, HeartbeatLimits, HeartbeatMonitor, waits_for_peers
 from megatron_rl.cluster.launcher import ProcessInfo, RankProcess
 from megatron_rl.cluster.rank_messages import ProcessDied, RankFailed
@@ -19,6 +19,11 @@ from megatron_rl.errors import WorkerStall
 
 LOOK_S = 1.0
 """Seconds between two looks at the heartbeat while a call is waited for."""
+
+CAUSE_S, CAUSE_LOOK_S = 10.0, 0.1
+"""Seconds to wait for word of the rank that all others have lost, as Ray may be late to notice a lost node; and between
+two looks.
+"""
 
 STACKS_TIMEOUT_S = 5.0
 """A rank that answers at all does so within INTERVAL_S; reading the stacks of many ranks takes a moment."""
@@ -82,7 +87,7 @@ class RankCalls:
             left = LOOK_S if deadline is None else min(LOOK_S, max(0.0, deadline - time.monotonic()))
             done, missing = wait(answers, left, FIRST_EXCEPTION)
             if any(answer.exception() is not None for answer in done):
-                raise CallsFailed(self.failures(self._grace_s))
+                raise CallsFailed(self._failures_and_cause())
             if not missing:
                 for answer in answers:
                     self._open.pop(answer, None)
@@ -96,20 +101,27 @@ class RankCalls:
     def raise_if_failed(self) -> None:
         """Raise CallsFailed for failures in open calls, which may never be waited for, and for ended processes."""
         self._raise_for_heartbeats()
-        if self._failures_so_far():
-            raise CallsFailed(self.failures(self._grace_s))
+        if self.failures_so_far():
+            raise CallsFailed(self._failures_and_cause())
 
     def _raise_for_heartbeats(self) -> None:
         if hangs := dict(self._monitor.hangs):
             running = [call for answer, call in self._open.items() if not answer.done()]
             raise CallsFailed(failures_of(hangs, self._monitor, self._infos, running))
 
-    def failures(self, grace_s: float) -> list[RankFailure]:
-        """Return the failures of all ranks until `grace_s` seconds from now, one for each rank."""
-        wait(self._open, grace_s)
-        return self._failures_so_far()
+    def _failures_and_cause(self) -> list[RankFailure]:
+        """Wait for the failures of one moment, and longer for that of a rank which all who failed have only lost."""
+        wait(self._open, self._grace_s)
+        deadline = time.monotonic() + CAUSE_S
+        while True:
+            failures = self.failures_so_far()
+            all_reported = len(failures) == len(self._processes)
+            if all_reported or not root_cause(failures).looks_secondary or time.monotonic() > deadline:
+                return failures
+            time.sleep(CAUSE_LOOK_S)
 
-    def _failures_so_far(self) -> list[RankFailure]:
+    def failures_so_far(self) -> list[RankFailure]:
+        """Return one failure for each rank that has failed."""
         failures: dict[int, RankFailure] = {}
         for answer, call in self._open.items():
             error = answer.exception() if answer.done() else None

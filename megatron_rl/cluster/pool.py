@@ -252,7 +252,7 @@ class ProcessPool:
     def failures_now(self) -> list[RankFailure]:
         """Return the failures of the ranks so far."""
         calls = self._calls
-        return [] if calls is None else [replace(failure, pool=self.name) for failure in calls.failures(0.0)]
+        return [] if calls is None else [replace(failure, pool=self.name) for failure in calls.failures_so_far()]
 
     def submit(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
         """Have the ranks run a method, for a handle."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -38,6 +39,14 @@ class FragileWorker:
         if self.rank == unlucky_rank:
             time.sleep(0.3)
             return 1 / 0
+        raise RuntimeError("[gloo] Connection closed by peer [10.0.0.1]:4711")
+
+    @remote_method(Dispatch.ONE_TO_ALL)
+    def lose(self, unlucky_rank: int, seconds: float) -> None:
+        """One rank is killed; its peers notice so many seconds earlier."""
+        if self.rank == unlucky_rank:
+            time.sleep(seconds)
+            os.kill(os.getpid(), signal.SIGKILL)
         raise RuntimeError("[gloo] Connection closed by peer [10.0.0.1]:4711")
 
     @remote_method(Dispatch.RANK_ZERO)

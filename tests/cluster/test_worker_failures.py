@@ -76,6 +76,16 @@ def test_a_killed_rank_is_named_while_its_peers_hang_in_a_barrier(pool: Ranks) -
         assert not any(psutil.pid_exists(pid) for pid in group.pids)
 
 
+def test_a_lost_rank_is_named_that_is_known_to_be_lost_later(pool: Ranks) -> None:
+    """After the time in which all ranks may report: its peers have only lost it. Would not catch one that is known to
+    be lost after CAUSE_S.
+    """
+    with ProcessPool("toys", pool, FragileWorker, options=PoolOptions(grace_s=0.1)) as group:
+        with pytest.raises(WorkerFailure, match=r"rank 1 \(host\): the process died during lose") as raised:
+            group.host(FragileWorker).lose(1, 2.0).get()
+        assert str(raised.value).endswith("2 other rank(s) failed after it: 0, 2")
+
+
 def test_a_failure_nobody_asked_about_surfaces_at_the_next_call(pool: Ranks) -> None:
     """Would not catch a failure that happens after the last call, unless the group is left by its `with` block."""
     with ProcessPool("toys", pool, FragileWorker) as group:
