@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
@@ -106,14 +106,18 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def with_own_head(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a model whose config.json ties the head to the embedding, as the trainer does.
+    """Return `tensors`, with the embedding as the head's tensor where vLLM's model has a head and the trainer has none.
 
-    Some of vLLM's models, as DeepSeek's and GLM's, build a head all the same: it is the embedding's memory, too.
+    The trainer has none where config.json ties it to the embedding. vLLM builds one even then for DeepSeek's, GLM's and
+    some further models, and for a folder that has a copy of the head.
     """
-    if HEAD in tensors or all(name != HEAD for name, _ in model.named_parameters()):
+    modules = [(f"{name}.weight", type(module)) for name, module in model.named_modules()]
+    lacking = {name for name, _ in model.named_parameters()} - tensors.keys()
+    heads = [name for name, kind in modules if kind is ParallelLMHead and name in lacking]
+    if not heads:
         return tensors
-    (embedding,) = (name for name, module in model.named_modules() if type(module) is VocabParallelEmbedding)
-    return {**tensors, HEAD: tensors[f"{embedding}.weight"]}
+    (embedding,) = (name for name, kind in modules if kind is VocabParallelEmbedding)
+    return tensors | dict.fromkeys(heads, tensors[embedding])
 
 
 def of_mtp_model(own: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -148,10 +152,7 @@ def register_shared_loader(tensors: dict[str, torch.Tensor], mtp: Mapping[str, t
             drafts = vllm_config.speculative_config
             is_drafting = bool(of_drafts) and model_config is drafts.draft_model_config
             expect_codes(model, tensors)
-            given = of_drafts if is_drafting else tensors
-            if model_config.hf_text_config.tie_word_embeddings:
-                given = with_own_head(model, given)
-            bind_parameters(model, given)
+            bind_parameters(model, of_drafts if is_drafting else with_own_head(model, tensors))
             process_weights_after_loading(model, model_config, device)
             read_codes_of_experts(model, model_config.dtype)
             must_have_memory(model)
