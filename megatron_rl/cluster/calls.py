@@ -21,8 +21,8 @@ LOOK_S = 1.0
 """Seconds between two looks at the heartbeat while a call is waited for."""
 
 CAUSE_S, CAUSE_LOOK_S = 10.0, 0.1
-"""Seconds to wait for word of the rank that all others have lost, as Ray may be late to notice a lost node; and between
-two looks.
+"""Seconds to wait for the failure of a rank whose peers have already lost it, as Ray may notice a lost node late; and
+seconds between two looks.
 """
 
 STACKS_TIMEOUT_S = 5.0
@@ -110,7 +110,7 @@ class RankCalls:
             raise CallsFailed(failures_of(hangs, self._monitor, self._infos, running))
 
     def _failures_and_cause(self) -> list[RankFailure]:
-        """Wait for the failures of one moment, and longer for that of a rank which all who failed have only lost."""
+        """Wait for all ranks to report. Where all reports are of a lost peer, wait longer for the lost rank's own."""
         wait(self._open, self._grace_s)
         deadline = time.monotonic() + CAUSE_S
         while True:

@@ -12,6 +12,8 @@ from datetime import timedelta
 from megatron_rl.dispatch import Coordinates, Dispatch, remote_method
 from megatron_rl.errors import ConfigError
 
+LOST_PEER = "[gloo] Connection closed by peer [10.0.0.1]:4711"
+
 
 class FragileWorker:
     """Every rank is its own data-parallel rank. imports_torch: now, where no method waits for it."""
@@ -39,15 +41,15 @@ class FragileWorker:
         if self.rank == unlucky_rank:
             time.sleep(0.3)
             return 1 / 0
-        raise RuntimeError("[gloo] Connection closed by peer [10.0.0.1]:4711")
+        raise RuntimeError(LOST_PEER)
 
     @remote_method(Dispatch.ONE_TO_ALL)
     def lose(self, unlucky_rank: int, seconds: float) -> None:
-        """One rank is killed; its peers notice so many seconds earlier."""
+        """One rank is killed after so many seconds; all others report at once that they have lost a peer."""
         if self.rank == unlucky_rank:
             time.sleep(seconds)
             os.kill(os.getpid(), signal.SIGKILL)
-        raise RuntimeError("[gloo] Connection closed by peer [10.0.0.1]:4711")
+        raise RuntimeError(LOST_PEER)
 
     @remote_method(Dispatch.RANK_ZERO)
     def answer_with_lock(self) -> object:

@@ -7,7 +7,7 @@ import json
 import sys
 
 import torch
-from held_worker import Maker, Reader, expected_sums, numbers, pool, rows
+from held_worker import Maker, Reader, expected_sums, num_held_files, numbers, pool, rows
 from resident import peak_growth
 
 from megatron_rl.cluster.ray_launcher import RayLauncher
@@ -33,18 +33,14 @@ def main() -> None:
             taken = Batch(input_ids=batch["input_ids"], sampled=batch["sampled"])
             taken.add(maker.make(batch).get()[1])
             halves = [reader.sums(taken[order][rows]).get() for rows in (slice(0, 24), slice(24, 64))]
-            seen.append(files())
+            seen.append(num_held_files(launcher))
             return Batch.joined(halves)[order.argsort()].flat("advantages").tolist()
-
-        def files() -> int:
-            """Of both nodes, which are on this machine; their agents may be slow to say."""
-            return sum(name.startswith("held-") for name in launcher.scratch.segments())
 
         seen: list[int] = []
         sums: list[list[float]] = []
         step()
         growth = peak_growth(lambda: sums.append(step()))
-        while files():
+        while num_held_files(launcher):
             reader.coordinates().get()
         made = maker.make(batch).get()[1]
         last = made[torch.tensor([63, 0])]

@@ -7,7 +7,7 @@ import signal
 
 import torch
 
-from megatron_rl.cluster.launcher import Ranks
+from megatron_rl.cluster.launcher import Launcher, Ranks
 from megatron_rl.cluster.pool import ProcessPool
 from megatron_rl.dispatch import Coordinates, Dispatch, remote_method
 from megatron_rl.records import Batch, ragged_from_lengths, single_turn
@@ -67,6 +67,11 @@ def rows(num_rows: int, per_row: int) -> Batch:
 def expected_sums(batch: Batch) -> list[float]:
     """What `Reader.sums` answers, made here."""
     return numbers(batch.sampled_ids.values()).sum(1).tolist()
+
+
+def num_held_files(launcher: Launcher) -> int:
+    """Count the files of held columns. They are all on this machine, and Ray's agents may be slow to answer."""
+    return sum(name.startswith("held-") for name in launcher.scratch.segments())
 
 
 def pool(name: str, ranks: Ranks, kind: type) -> ProcessPool:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from held_worker import Maker, Reader, expected_sums, numbers, pool, rows
+from held_worker import Maker, Reader, expected_sums, num_held_files, numbers, pool, rows
 from launchers import BOTH, reserved
 from replica_cluster import eventually
 from resident import peak_growth
@@ -46,15 +46,10 @@ def pools(places: tuple[Ranks, Ranks]) -> Iterator[tuple[ProcessPool, ProcessPoo
         yield makers, readers
 
 
-def held(launcher: Launcher) -> int:
-    """Segments with rows, all of which are on this machine; Ray's agents may be slow to say."""
-    return sum(name.startswith("held-") for name in launcher.scratch.segments())
-
-
 def left_after_a_call(reader: Reader, launcher: Launcher) -> int:
-    """Segments, once Ray's agents have heard of what is freed, which is with the next message."""
+    """Count the held files after one more message, with which Ray's agents hear of what is freed."""
     reader.coordinates().get()
-    return held(launcher)
+    return num_held_files(launcher)
 
 
 def test_ranks_read_what_other_ranks_hold(pools, launcher: Launcher) -> None:
@@ -90,7 +85,7 @@ def test_the_driver_reads_what_it_needs(pools, launcher: Launcher) -> None:
     assert torch.equal(made[some].flat("teacher_hidden"), numbers(batch[some].sampled_ids.values()))
     small = rows(2, 20)
     assert isinstance(pools[0].host(Maker).make(small).get()[1].stored("teacher_hidden"), torch.Tensor)
-    assert held(launcher) == 2
+    assert num_held_files(launcher) == 2
     files = SEGMENTS.glob(f"{PREFIX}{launcher.scratch.run_id}-held-*")
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
 

@@ -76,9 +76,9 @@ def test_a_killed_rank_is_named_while_its_peers_hang_in_a_barrier(pool: Ranks) -
         assert not any(psutil.pid_exists(pid) for pid in group.pids)
 
 
-def test_a_lost_rank_is_named_that_is_known_to_be_lost_later(pool: Ranks) -> None:
-    """After the time in which all ranks may report: its peers have only lost it. Would not catch one that is known to
-    be lost after CAUSE_S.
+def test_a_lost_rank_is_named_though_its_peers_report_first(pool: Ranks) -> None:
+    """The driver learns of its death 2 s after the others' reports, which is later than `grace_s`. Would not catch a
+    rank whose death is known only after CAUSE_S.
     """
     with ProcessPool("toys", pool, FragileWorker, options=PoolOptions(grace_s=0.1)) as group:
         with pytest.raises(WorkerFailure, match=r"rank 1 \(host\): the process died during lose") as raised:

@@ -81,14 +81,14 @@ class Pools:
 def join(num_training: int, timeout_s: float, make_transport=Transport) -> Transport:
     """Called by every rank: make its pool's own world, then the joint group, on the store of all."""
     number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    trains, timeout = number < num_training, timedelta(seconds=timeout_s)
+    trains, store = number < num_training, common_store(timedelta(seconds=60))
     dist.init_process_group(
         "gloo",
-        store=dist.PrefixStore("training" if trains else "rollout", common_store(timedelta(seconds=60))),
+        store=dist.PrefixStore("training" if trains else "rollout", store),
         rank=number if trains else number - num_training,
         world_size=num_training if trains else size - num_training,
     )
-    joint = dist.PrefixStore("joint", common_store(timeout))
+    joint, timeout = dist.PrefixStore("joint", store), timedelta(seconds=timeout_s)
     return make_transport(open_joint_group(joint, number, size, Device("cpu"), timeout))
 
 

@@ -74,22 +74,22 @@ def enter(rank: int, variables: dict[str, str], function: Callable, arguments: t
 
 @contextlib.contextmanager
 def meeting_place(world_size: int) -> Iterator[dict[str, str]]:
-    """Variables by which so many ranks meet: a file that none has opened, and a store that this process serves.
+    """Yield the variables by which `world_size` ranks meet: at a new file, or at a store that this process serves.
 
-    No rank serves it, so no port is chosen before it is used, which another process could take meanwhile, and no rank
-    has to stay for others.
+    This process serves the store from the moment when it gets a port, so no other process can take the port. It also
+    outlives all ranks, so no rank has to wait for others at its end.
     """
     store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     place = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port)}
-    place["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # in torch's words: rank 0 is no server
+    place["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # has torch let rank 0 connect, too, and not serve
     place |= {"NODE_RANK": "0", "NODE_ADDRESS": LOOPBACK, "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as folder:
-        # A name of its own: segments have it, too.
+        # Shared memory has the name of the file, so it must be unique.
         yield place | {"MASTER_STORE": f"{folder}/store_{Path(folder).name}"}
 
 
 def common_store(timeout: timedelta) -> dist.Store:
-    """Open this rank's end of the store of its `meeting_place`."""
+    """Connect this rank to the store that its `meeting_place` serves."""
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
 
 

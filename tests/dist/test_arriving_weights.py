@@ -30,8 +30,8 @@ DIES, STAYS = 0, 1
 """Numbers of the replicas."""
 
 
-class Told:
-    """What the processes say to each other."""
+class Messages:
+    """Messages between the processes: a name, and a text."""
 
     def __init__(self) -> None:
         self.store = common_store(timedelta(seconds=TIMEOUT_S))
@@ -52,10 +52,10 @@ def host_of(config, pool: str, rank: int, world_size: int, world: str):
     return RankHost(config, timedelta(seconds=TIMEOUT_S), pool=pool)
 
 
-def address_of(told: Told, name: str, first_receiver: int):
+def address_of(messages: Messages, name: str, first_receiver: int):
     from megatron_rl.roles.bridge_address import BridgeAddress
 
-    (text,) = told.wait(name)
+    (text,) = messages.wait(name)
     file, num_receivers = text.split()
     return BridgeAddress("127.0.0.1", 0, 1, int(num_receivers), first_receiver, file)
 
@@ -75,7 +75,7 @@ def late(sender, late_s: float, wait: Callable[[], object]):
     sender.send = sends
 
 
-def trains(config, told: Told, exported: Path, tp_size: int) -> dict:
+def trains(config, messages: Messages, exported: Path, tp_size: int) -> dict:
     """Send versions 0, 1, 2, ...; version v's weights are nudged v times, and some are exported."""
     host = host_of(config, "global_pool", 0, 1, "training")
     host.build("actor")
@@ -84,7 +84,7 @@ def trains(config, told: Told, exported: Path, tp_size: int) -> dict:
 
     def offer(name: str, num_receivers: int) -> None:
         address = actor.offer_bridge(num_receivers)
-        told.say(name, f"{address.file} {num_receivers}")
+        messages.say(name, f"{address.file} {num_receivers}")
         broken = actor.join_bridge(address)
         assert not broken, broken
 
@@ -94,7 +94,7 @@ def trains(config, told: Told, exported: Path, tp_size: int) -> dict:
             actor.export_hf(exported / str(version))
 
     def all_say(what: str) -> None:
-        told.wait(*(f"{what} {number}.{tp_rank}" for number in (DIES, STAYS) for tp_rank in range(tp_size)))
+        messages.wait(*(f"{what} {number}.{tp_rank}" for number in (DIES, STAYS) for tp_rank in range(tp_size)))
 
     attempts = []
 
@@ -102,7 +102,7 @@ def trains(config, told: Told, exported: Path, tp_size: int) -> dict:
         """late_s: from the call of the ranks that listen to the first message, or from when all have said `after`."""
         with late(actor.sender, late_s, lambda: after is None or all_say(after)):
             attempts.append(actor.try_send_weights(version, holding))
-        told.say(f"sent {version}")
+        messages.say(f"sent {version}")
 
     offer("first bridge", 2 * tp_size)
     send(0, {})
@@ -124,10 +124,10 @@ def trains(config, told: Told, exported: Path, tp_size: int) -> dict:
     seconds = time.monotonic() - begin
     offer("second bridge", tp_size)
     send(NUM_SWAPS + 2, {STAYS: NUM_SWAPS + 1})
-    told.say("sent again")
-    told.wait(*(f"spoilt {tp_rank}" for tp_rank in range(tp_size)))
+    messages.say("sent again")
+    messages.wait(*(f"spoilt {tp_rank}" for tp_rank in range(tp_size)))
     send(NUM_SWAPS + 3, {STAYS: NUM_SWAPS + 2})
-    told.wait("done")
+    messages.wait("done")
     said = [(one.version, one.broken, one.report is None) for one in attempts]
     return {"attempts": said, "seconds": seconds, "concluded": concluded}
 
@@ -144,13 +144,13 @@ def until(is_true) -> None:
         time.sleep(0.001)
 
 
-def overlapping(rollout, told: Told, number: int, tp_rank: int, found: dict) -> None:
+def overlapping(rollout, messages: Messages, number: int, tp_rank: int, found: dict) -> None:
     """Slices of version 0 while version 1 comes; then version 1 for all requests anew."""
     first, generator = starts(0), rollout.generator
     found["whole"] = in_slices(generator, first, None)
     found["no method"] = refused(rollout.receive_weights)
     parts = [rollout.advance({number: Slice(0, 3, first)}).drawn]
-    told.say(f"slices of {number}.{tp_rank}")
+    messages.say(f"slices of {number}.{tp_rank}")
     arrivals = rollout.weights.arrivals
     found["beside"] = 0
     until(lambda: arrivals._is_arriving)
@@ -159,25 +159,25 @@ def overlapping(rollout, told: Told, number: int, tp_rank: int, found: dict) -> 
         parts.append(rollout.advance({number: Slice(0, 1)}).drawn)
         time.sleep(0.02)
     found["in slices"] = joined(parts)
-    told.wait("sent 1")
+    messages.wait("sent 1")
     report = rollout.advance({number: Slice(1, None, first)})
     found["version 1"] = report.drawn
     found["report"] = (report.replica, report.version, report.broken, 0 <= report.swap_seconds < TIMEOUT_S)
     found["never sent"] = refused(rollout.advance, {number: Slice(99, 1)})
 
 
-def swaps(rollout, told: Told, number: int, tp_rank: int, found: dict) -> None:
+def swaps(rollout, messages: Messages, number: int, tp_rank: int, found: dict) -> None:
     """Version after version; the second is named while it comes, the third long after the fourth was called for."""
     parameters = dict(rollout.generator.model.named_parameters())
     addresses = {name: parameter.data_ptr() for name, parameter in parameters.items()}
     arrivals, receiver = rollout.weights.arrivals, rollout.weights.receiver
     for version in range(2, NUM_SWAPS + 2):
         if version == 2:
-            told.say(f"waits {number}.{tp_rank}")
+            messages.say(f"waits {number}.{tp_rank}")
             until(lambda: arrivals._is_arriving)
-            told.say(f"asks {number}.{tp_rank}")
+            messages.say(f"asks {number}.{tp_rank}")
         else:
-            told.wait(f"sent {version}")
+            messages.wait(f"sent {version}")
         if version == 3:
             until(lambda: arrivals._is_arriving)
             time.sleep(LATE_S)
@@ -189,19 +189,19 @@ def swaps(rollout, told: Told, number: int, tp_rank: int, found: dict) -> None:
     found["stays"] = addresses == {name: parameter.data_ptr() for name, parameter in parameters.items()}
 
 
-def receives(config, told: Told, number: int, tp_rank: int, tp_size: int) -> dict:
+def receives(config, messages: Messages, number: int, tp_rank: int, tp_size: int) -> dict:
     from megatron_rl.roles.bridge_address import AcrossBridge
 
     host = host_of(config, "rollout_pool", tp_rank, tp_size, f"replica_{number}")
     host.build("rollout", AcrossBridge(first_replica=number, second_buffer=True))
-    assert host.roles["rollout"].join_bridge(address_of(told, "first bridge", number * tp_size)) == ""
+    assert host.roles["rollout"].join_bridge(address_of(messages, "first bridge", number * tp_size)) == ""
     rollout, found, last = host.roles["rollout"], {}, NUM_SWAPS + 1
     found["before any"] = rollout.advance({}).version
-    told.wait("sent 0")
+    messages.wait("sent 0")
     rollout.enter()
     found["memory"] = host.owned_memory()
-    overlapping(rollout, told, number, tp_rank, found)
-    swaps(rollout, told, number, tp_rank, found)
+    overlapping(rollout, messages, number, tp_rank, found)
+    swaps(rollout, messages, number, tp_rank, found)
     if number == DIES:
         killed_after(rollout.weights.receiver._joined.transport, 1)
         time.sleep(TIMEOUT_S)
@@ -212,19 +212,19 @@ def receives(config, told: Told, number: int, tp_rank: int, tp_size: int) -> dic
     until(lambda: arrivals._broken)
     found["broken"] = arrivals._broken
     kept.append(rollout.advance({number: Slice(last, 2)}).drawn)
-    assert rollout.join_bridge(address_of(told, "second bridge", 0)) == ""
-    told.wait("sent again")
+    assert rollout.join_bridge(address_of(messages, "second bridge", 0)) == ""
+    messages.wait("sent again")
     report = rollout.advance({number: Slice(last + 1, None)})
     found["after"] = (report.replica, report.version, report.broken)
     found["kept"] = joined([*kept, report.drawn])
     found["anew"] = rollout.advance({number: Slice(last + 1, None, first)}).drawn
     # From here on every transfer finds a wrong weight.
     rollout.weights.receiver.receive = mismatch
-    told.say(f"spoilt {tp_rank}")
+    messages.say(f"spoilt {tp_rank}")
     until(lambda: arrivals._failure is not None and not arrivals._is_arriving)
     found["next methods"] = [refused(rollout.advance, {number: Slice(last + 1, 1)}), refused(rollout.join_bridge, None)]
     rollout.exit()
-    told.say("done")
+    messages.say("done")
     return found
 
 
@@ -236,11 +236,11 @@ def mismatch() -> None:
 
 def one_rank(config, exported: Path, tp_size: int) -> dict:
     rank = int(os.environ["RANK"])
-    told = Told()
+    messages = Messages()
     if rank == 0:
-        return trains(config, told, exported, tp_size)
+        return trains(config, messages, exported, tp_size)
     number, tp_rank = divmod(rank - 1, tp_size)
-    return receives(config, told, number, tp_rank, tp_size)
+    return receives(config, messages, number, tp_rank, tp_size)
 
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.exhaustive)], ids=["TP1", "TP2"])

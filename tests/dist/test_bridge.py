@@ -261,15 +261,15 @@ def test_a_peer_that_dies_or_stays_away_ends_in_an_error_on_all_ranks(who, dies)
             for process in processes:
                 process.start()
             gathered = [answers.get(timeout=60) for _ in range(len(processes) - 1)]
-            found = {number: rest for number, *rest in gathered}
+            ends = {number: rest for number, *rest in gathered}
             processes[who].join(0 if not dies else 5)
             assert processes[who].exitcode == (-signal.SIGKILL if dies else None)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
-    assert found.keys() == set(range(pools.world_size)) - {who}
-    for message, seconds in found.values():
+    assert ends.keys() == set(range(pools.world_size)) - {who}
+    for message, seconds in ends.values():
         assert message and seconds < TIMEOUT_S + 3
 
 

@@ -25,14 +25,14 @@ SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0"
 """As scripts/run_70b_ppo.sh starts nodes."""
 
 PORTS = range(5_000, 10_000)
-"""Below those that the system, the product and Ray itself choose from."""
+"""Linux, Ray and the product choose their own ports above these."""
 CLAIMS: list[socket.socket] = []
-"""Of ports, each an address that Linux lets one process have, for as long as it lives."""
+"""One socket for each port that was given out. Its name is taken on this machine until this process ends."""
 
 
 def free_port() -> int:
-    """A port of `PORTS` on which nothing listens, and that no test on this machine was given or will be."""
-    for port in random.SystemRandom().sample(PORTS, len(PORTS)):  # workers have one seed
+    """Return a port of `PORTS` on which nothing listens. No other test gets it while this process runs."""
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):  # `random` has one seed in all workers
         claim = socket.socket(socket.AF_UNIX)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             claim.bind(f"\0megatron_rl_test_port_{port}")
