@@ -1,4 +1,4 @@
-"""Checkpoints and schedules that commit 5f56659 wrote still resume and replay, with the numbers that it had."""
+"""Checkpoints and schedules of commits 5f56659 and 96c20d78 still resume and replay, with the numbers that they had."""
 
 from __future__ import annotations
 
@@ -41,23 +41,28 @@ def assert_goes_on_as_recorded(run: Path, kept: Path, after: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe", ["ppo", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("sft", "dpo", "reward"))]
+    "recipe",
+    [
+        *("ppo", "agent"),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("lora", "sft", "dpo", "reward")),
+    ],
 )
 def test_a_kept_checkpoint_goes_on(command_line, tmp_path: Path, recipe: str) -> None:
     """After step 2, to the numbers of the run that wrote it. Would not catch a change that only other layouts meet."""
     kept = REPOSITORY / KEPT / recipe
     folder = tmp_path / "kept"
     shutil.copytree(kept / "global_step_2", folder / "run/global_step_2")
-    stage = "train" if recipe == "ppo" else recipe
+    stage = recipe if recipe in ("sft", "dpo", "reward") else "train"
     run = command_line("--local", folder=folder, config=str(KEPT / f"{recipe}.yaml"), stage=stage)
     assert run.wait() == 0, run.text()
     assert "going on after step 2" in run.text()
     assert_goes_on_as_recorded(run.run, kept, after=2)
 
 
-def test_a_kept_schedule_is_repeated(command_line) -> None:
-    """Slices, versions and answers as recorded. Would not catch a lost replica: none was lost."""
-    kept = REPOSITORY / KEPT / "ahead"
-    run = command_line("--local", "--collapse", f"--replay={kept}", config=str(KEPT / "ahead.yaml"))
+@pytest.mark.parametrize("recipe", ["grpo_ahead", pytest.param("ahead", marks=pytest.mark.exhaustive)])
+def test_a_kept_schedule_is_repeated(command_line, recipe: str) -> None:
+    """Slices, versions and responses as recorded. Would not catch a lost replica: none was lost."""
+    kept = REPOSITORY / KEPT / recipe
+    run = command_line("--local", "--collapse", f"--replay={kept}", config=str(KEPT / f"{recipe}.yaml"))
     assert run.wait() == 0, run.text()
     assert_goes_on_as_recorded(run.run, kept, after=0)
