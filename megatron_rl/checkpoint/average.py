@@ -28,8 +28,9 @@ from megatron_rl.checkpoint.manifest import MANIFEST, model_identity
 from megatron_rl.checkpoint.resume import usable_checkpoint
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.checkpoint.targets import refuse_target
-from megatron_rl.checkpoint.weight_files import WeightFileError, odd_files, read_json, read_weight_files, type_faults
+from megatron_rl.checkpoint.weight_files import odd_files, read_weight_files, type_faults
 from megatron_rl.config.file_kinds import NOTHING, kind_of
+from megatron_rl.config.json_files import UnreadableFileError, read_json
 from megatron_rl.errors import ConfigError
 
 FILE = "average.json"
@@ -145,7 +146,7 @@ def folder_model(folder: Path) -> StoredModel:
         for file in sorted(folder.glob("*.json")):
             read_json(file)
         settings = read_hf_config(folder)
-    except (WeightFileError, OSError, ValueError) as error:
+    except (UnreadableFileError, OSError, ValueError) as error:
         raise ConfigError(f"{folder} cannot be averaged: {error!s:.500}") from error
 
     def read(name: str) -> torch.Tensor:

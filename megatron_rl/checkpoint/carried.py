@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from megatron_rl.checkpoint.identity import weights_digest
-from megatron_rl.checkpoint.weight_files import StoredTensor, WeightFileError, read_json, read_weight_files, some_of
+from megatron_rl.checkpoint.weight_files import StoredTensor, read_weight_files, some_of
+from megatron_rl.config.json_files import UnreadableFileError, read_json_object
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import family_of, text_settings
 from megatron_rl.observe.liveness import made_progress
@@ -53,12 +54,12 @@ class CarriedTensors:
         Raises ConfigError if these cannot be read, or if a tensor is of a type that torch lacks.
         """
         try:
-            settings = text_settings(read_json(folder / "config.json"))
+            settings = text_settings(read_json_object(folder / "config.json"))
             named = family_of(settings["architectures"]).carried
             if not named.can_be:
                 return cls()
             tensors, faults = read_weight_files(folder)
-        except (WeightFileError, OSError) as error:
+        except (UnreadableFileError, OSError) as error:
             raise ConfigError(f"the tensors that {folder} carries cannot be read: {error}") from error
         carried = {name: tensor for name, tensor in tensors.items() if named.has(name, settings)}
         faults += [
@@ -132,8 +133,8 @@ def kept_carried(kept: Path, base: Path | None = None) -> CarriedTensors:
     if not (kept / FILE).exists():
         return CarriedTensors()
     try:
-        content = read_json(kept / FILE)
-    except WeightFileError as error:
+        content = read_json_object(kept / FILE)
+    except UnreadableFileError as error:
         raise ConfigError(f"{kept} cannot be read: {error}") from error
     folder, names = (base or Path(content["folder"])).expanduser(), content["tensors"]
     need = f"an export writes {some_of(names)} again from the folder that the run started from"

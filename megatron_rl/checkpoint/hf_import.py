@@ -15,7 +15,8 @@ import torch
 from safetensors import safe_open
 
 from megatron_rl.checkpoint.mxfp4 import GROUP, unpacked
-from megatron_rl.checkpoint.weight_files import WeightFileError, stored_names, weight_files
+from megatron_rl.checkpoint.weight_files import stored_names, weight_files
+from megatron_rl.config.json_files import UnreadableFileError
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import ParamSpec, is_one_by_one
 from megatron_rl.observe.liveness import made_progress
@@ -37,7 +38,7 @@ class HFFolder:
         self.path = path
         try:
             named = weight_files(path)
-        except WeightFileError as error:
+        except UnreadableFileError as error:
             raise ConfigError(f"the weights of {path} cannot be read: {error}") from error
         self.files = named.index or {name: file for file in named.files for name in safe_open(path / file, "pt").keys()}
         if not self.files:

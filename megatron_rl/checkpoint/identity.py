@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron_rl.checkpoint.listed_digests import listed_digests
-from megatron_rl.checkpoint.weight_files import StoredTensor, WeightFileError, read_json, read_weight_files
+from megatron_rl.checkpoint.weight_files import StoredTensor, read_weight_files
+from megatron_rl.config.json_files import UnreadableFileError, read_json_object
 from megatron_rl.model.families import (
     REWARD_FAMILIES,
     Family,
@@ -91,9 +92,10 @@ def end_tokens(folder: Path, settings: Mapping[str, Any]) -> list[int] | None:
     """
     file = folder / "generation_config.json"
     try:
-        given = read_json(file).get("eos_token_id") if file.exists() else settings.get("eos_token_id", _end(settings))
-    except (WeightFileError, AttributeError):
+        own = read_json_object(file) if file.exists() else {"eos_token_id": _end(settings), **settings}
+    except UnreadableFileError:
         return None
+    given: Any = own.get("eos_token_id")
     ends = [given] if isinstance(given, int) else given
     right = isinstance(ends, list) and ends and all(type(end) is int and end >= 0 for end in ends)
     return sorted(ends) if right else None

@@ -20,7 +20,7 @@ from megatron_rl.checkpoint.merged_weights import merged
 from megatron_rl.checkpoint.peft_export import PeftSettings, write_adapter
 from megatron_rl.checkpoint.run_file import read_run_file
 from megatron_rl.checkpoint.saved_tensors import SavedTensors, checkpoint_key
-from megatron_rl.checkpoint.weight_files import WeightFileError, read_json
+from megatron_rl.config.json_files import UnreadableFileError, read_json_object
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import text_settings
 from megatron_rl.model.families.adapter_params import LORA_A, LORA_B, PEFT_PREFIX
@@ -68,10 +68,10 @@ class SavedAdapters:
         """The base's weights. Raises ConfigError if they are not there, or another model's."""
         way_out = "export --base FOLDER names the folder that it was trained from"
         try:
-            settings = text_settings(read_json(self.base / "config.json"))
+            settings = text_settings(read_json_object(self.base / "config.json"))
             present = model_identity(settings)
             present |= folder_identity(self.base, settings) if present.items() <= self.identity.items() else {}
-        except (WeightFileError, OSError) as error:
+        except (UnreadableFileError, OSError) as error:
             raise ConfigError(f"the base of the adapters, {self.base}, cannot be read: {error}; {way_out}") from error
         for name, value in compared(present, self.identity).items():
             if self.identity.get(name) != value:

@@ -6,7 +6,6 @@ neither torch nor safetensors.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.file_kinds import instead_of_file
+from megatron_rl.config.json_files import UnreadableFileError, parsed_json, read_json_object
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MODEL_FILES = (".json", ".jinja", ".model", ".txt")
 """Endings of a Hugging Face folder's files other than weights."""
 LARGEST_HEADER = 100_000_000
 """Bytes; what the safetensors library reads at most."""
-LARGEST_JSON = 256 << 20
-"""Bytes of a JSON file that is read whole; tokenizers have up to about 35 MB."""
 MOST_NAMED = 3
 BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
@@ -37,10 +35,6 @@ BLOCKS, SCALES = "_blocks", "_scales"
 """What follows a tensor's name in the names of the two tensors of bytes that it is stored as in 4 bits (`mxfp4.py`)."""
 
 
-class WeightFileError(Exception):
-    """A file that cannot be read; the message is the reason, beginning with the file's name."""
-
-
 @dataclass(frozen=True)
 class StoredTensor:
     """One tensor: bytes [start, stop) of `file`."""
@@ -52,44 +46,28 @@ class StoredTensor:
     stop: int
 
 
-def read_json(file: Path) -> Any:
-    """The content of a JSON file. Raises WeightFileError where it cannot be read."""
-    lacks = instead_of_file(file)
-    if lacks is not None:
-        raise WeightFileError(f"{file.name} must be a file, and {lacks}")
-    try:
-        size = file.stat().st_size
-        if size > LARGEST_JSON:
-            raise WeightFileError(f"{file.name} has {size} bytes, and at most {LARGEST_JSON} are read")
-        return json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise WeightFileError(f"{file.name} is not valid JSON: {error}") from error
-    except OSError as error:
-        raise WeightFileError(f"{file.name} cannot be read: {error.strerror}") from error
-
-
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Every tensor of one file. Raises WeightFileError for a damaged header and for a file of another length."""
+    """Every tensor of one file. Raises UnreadableFileError for a damaged header and for a file of another length."""
     lacks = instead_of_file(file)
     if lacks is not None:
-        raise WeightFileError(f"{file.name} must be a file, and {lacks}")
+        raise UnreadableFileError(f"{file.name} must be a file, and {lacks}")
     try:
         size = file.stat().st_size
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             if size < 8 or length > min(LARGEST_HEADER, size - 8):
-                raise WeightFileError(f"{file.name} has {size} bytes, which hold no header of safetensors")
-            header = json.loads(opened.read(length))
+                raise UnreadableFileError(f"{file.name} has {size} bytes, which hold no header of safetensors")
+            header = parsed_json(opened.read(length))
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
         tensors = {name: _stored(file, 8 + length, entry) for name, entry in entries.items()}
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
-        raise WeightFileError(f"{file.name} has a damaged header: {error!r:.200}") from error
+        raise UnreadableFileError(f"{file.name} has a damaged header: {error!r:.200}") from error
     except OSError as error:
-        raise WeightFileError(f"{file.name} cannot be read: {error.strerror}") from error
+        raise UnreadableFileError(f"{file.name} cannot be read: {error.strerror}") from error
     end = max((tensor.stop for tensor in tensors.values()), default=8 + length)
     if size != end:
         cut = "it was cut off" if size < end else "something follows its last tensor"
-        raise WeightFileError(f"{file.name} has {size} bytes, and its header says {end}: {cut}")
+        raise UnreadableFileError(f"{file.name} has {size} bytes, and its header says {end}: {cut}")
     return tensors
 
 
@@ -124,24 +102,23 @@ class WeightFiles:
 def weight_files(folder: Path) -> WeightFiles:
     """The files that transformers reads: model.safetensors, else those of the index, else all.
 
-    Raises WeightFileError for an index that cannot be read, for files that it names and that are not there, and where
-    model.safetensors and the index lead to two sets of weights.
+    Raises UnreadableFileError for an index that cannot be read, for files that it names and that are not there, and
+    where model.safetensors and the index lead to two sets of weights.
     """
     has_one = (folder / WEIGHTS).exists()
     if not (folder / INDEX).exists():
         files = [WEIGHTS] if has_one else sorted(file.name for file in folder.glob("*.safetensors"))
         return WeightFiles(files, None)
-    content = read_json(folder / INDEX)
-    names = content.get("weight_map") if isinstance(content, dict) else None
+    names = read_json_object(folder / INDEX).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-        raise WeightFileError(f"{INDEX} has no weight_map of tensors to files")
+        raise UnreadableFileError(f"{INDEX} has no weight_map of tensors to files")
     files = sorted(set(names.values()))
     absent = [file for file in files if not (folder / file).exists()]
     if absent:
-        raise WeightFileError(f"{INDEX} names files that are not there: {some_of(absent)}")
+        raise UnreadableFileError(f"{INDEX} names files that are not there: {some_of(absent)}")
     if has_one and files != [WEIGHTS]:
         rule = "transformers reads the former and vLLM the latter: remove the one that is not meant"
-        raise WeightFileError(f"{WEIGHTS} is there, and {INDEX} names others ({some_of(files)}); {rule}")
+        raise UnreadableFileError(f"{WEIGHTS} is there, and {INDEX} names others ({some_of(files)}); {rule}")
     return WeightFiles(files, names)
 
 
@@ -149,14 +126,14 @@ def read_weight_files(folder: Path) -> tuple[dict[str, StoredTensor], list[str]]
     """Name -> tensor of the files that `weight_files` names; and everything that is wrong."""
     try:
         named = weight_files(folder)
-    except WeightFileError as error:
+    except UnreadableFileError as error:
         return {}, [str(error)]
     faults: list[str] = []
     tensors: dict[str, StoredTensor] = {}
     for file in named.files:
         try:
             further = read_header(folder / file)
-        except WeightFileError as error:
+        except UnreadableFileError as error:
             faults.append(str(error))
             continue
         twice = [name for name in further if name in tensors]

@@ -43,7 +43,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "origina
             "names files that are not there: b.safetensors, c",
         ),
         (INDEX, b'{"weight_map": {"v": "model.safetensors"}}', "names tensors that are not in their files: v"),
-        (INDEX, b"[]", "has no weight_map"),
+        (INDEX, b"{}", "has no weight_map"),
         (INDEX, b"{", "is not valid JSON"),
         ("tokenizer.json", b'{"model": {"vocab', "tokenizer.json is not valid JSON"),
         ("tokenizer.json", b'{"version": "1.0"}', "tokenizer.json has no model"),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.file_kinds import instead_of_file
+from megatron_rl.config.json_files import UnreadableFileError, read_json_object
 from megatron_rl.errors import ConfigError
 from megatron_rl.ledger.planner.hub_cache import model_folder
 from megatron_rl.model.families import text_settings
@@ -55,19 +54,10 @@ def read_config_json(file: Path) -> dict[str, Any]:
 
     Raises ConfigJsonError.
     """
-    lacks = instead_of_file(file)
-    if lacks is not None:
-        raise ConfigJsonError(f"{file} must be a file: {lacks}")
     try:
-        if file.stat().st_size > LARGEST_FILE:
-            raise ConfigJsonError(f"{file} has {file.stat().st_size} bytes, and at most {LARGEST_FILE} are read")
-        settings = json.loads(file.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ConfigJsonError(f"{file} is not valid JSON: {error}") from error
-    except OSError as error:
-        raise ConfigJsonError(f"{file} cannot be read: {error.strerror}") from error
-    if not isinstance(settings, dict):
-        raise ConfigJsonError(f"{file} is not an object in braces")
+        settings = read_json_object(file, LARGEST_FILE)
+    except UnreadableFileError as error:
+        raise ConfigJsonError(f"{file.parent}/{error}") from error
     if not _is_names(settings.get("architectures") or []):
         return settings  # a rule of its own says so
     try:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from megatron_rl.checkpoint.identity import end_tokens
 from megatron_rl.checkpoint.listed_digests import unlike_the_list
-from megatron_rl.checkpoint.weight_files import StoredTensor, WeightFileError, read_json, read_weight_files
+from megatron_rl.checkpoint.weight_files import StoredTensor, read_weight_files
+from megatron_rl.config.json_files import UnreadableFileError, read_json_object
 from megatron_rl.errors import Violation
 from megatron_rl.ledger.planner.config_json import ConfigJsonError, read_config_json
 from megatron_rl.ledger.planner.vocabulary import TOKENIZER_FILES, base_tokens
@@ -42,13 +43,11 @@ class FolderFiles:
             if not (folder / name).exists():
                 continue
             try:
-                content = read_json(folder / name)
-            except WeightFileError as error:
+                content = read_json_object(folder / name)
+            except UnreadableFileError as error:
                 faults.append(str(error))
                 continue
-            if not isinstance(content, dict):
-                faults.append(f"{name} is not an object in braces")
-            elif name == "tokenizer.json" and not isinstance(content.get("model"), dict):
+            if name == "tokenizer.json" and not isinstance(content.get("model"), dict):
                 faults.append(f"{name} has no model of a tokenizer")
             elif name == "tokenizer.json":
                 tokens = base_tokens(content)
@@ -82,10 +81,8 @@ def end_token_problems(key: str, path: str, vocab_size: int) -> Iterator[Violati
     has_own = (folder / GENERATION).exists()
     try:
         settings = read_config_json(folder / "config.json")
-        generation = read_json(folder / GENERATION) if has_own else settings
-    except (ConfigJsonError, WeightFileError):
-        return
-    if not isinstance(generation, dict):
+        generation = read_json_object(folder / GENERATION) if has_own else settings
+    except (ConfigJsonError, UnreadableFileError):
         return
     ends, file = end_tokens(folder, settings), GENERATION if has_own else "config.json"
     beyond = [end for end in ends or () if end >= vocab_size]

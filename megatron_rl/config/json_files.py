@@ -1,0 +1,85 @@
+"""Read JSON files that others wrote: whatever such a file holds, the reader gets plain values or one sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.file_kinds import instead_of_file
+
+LARGEST_JSON = 256 << 20
+"""Bytes of a JSON file that is read whole; tokenizers have up to about 35 MB."""
+DEEPEST = 100
+"""Levels of lists and objects; real files have about ten. Deeper ones would exhaust the stack of whoever walks them."""
+MOST_DIGITS = 300
+"""Digits of a whole number: larger ones are no floating-point number."""
+
+
+class UnreadableFileError(Exception):
+    """A file that cannot be read; the message is the reason, beginning with the file's name."""
+
+
+def read_json(file: Path, largest: int = LARGEST_JSON) -> Any:
+    """Return the content of a JSON file.
+
+    The content is at most DEEPEST levels deep, each of its whole numbers fits a float, and each of its texts can be
+    written. NaN and infinity are read as Python reads them. largest: bytes.
+
+    Raises UnreadableFileError for any other file, and for what is no file.
+    """
+    lacks = instead_of_file(file)
+    if lacks is not None:
+        raise UnreadableFileError(f"{file.name} must be a file, and {lacks}")
+    try:
+        size = file.stat().st_size
+        if size > largest:
+            raise UnreadableFileError(f"{file.name} has {size} bytes, and at most {largest} are read")
+        return parsed_json(file.read_bytes())
+    except ValueError as error:
+        raise UnreadableFileError(f"{file.name} is not valid JSON: {error}") from error
+    except OSError as error:
+        raise UnreadableFileError(f"{file.name} cannot be read: {error.strerror}") from error
+
+
+def read_json_object(file: Path, largest: int = LARGEST_JSON) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises UnreadableFileError as `read_json`, and for anything but an object."""
+    content = read_json(file, largest)
+    if not isinstance(content, dict):
+        raise UnreadableFileError(f"{file.name} is not an object in braces")
+    return content
+
+
+def parsed_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text, with the bounds of `read_json`. Raises ValueError for everything else."""
+    try:
+        content = json.loads(text, parse_int=_bounded)
+    except RecursionError:
+        raise ValueError(f"it is more than {DEEPEST} levels deep") from None
+    _check_depth(content)
+    escape = "\\ud" if isinstance(text, str) else b"\\ud"
+    if escape in text.lower():  # type: ignore[operator]  # both are str, or both bytes
+        json.dumps(content, ensure_ascii=False).encode()  # UnicodeEncodeError, a ValueError, for half a pair
+    return content
+
+
+def _bounded(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits, and at most {MOST_DIGITS} are read")
+    return int(digits)
+
+
+def _check_depth(content: object) -> None:
+    level, depth = [content], 1
+    while level:
+        if depth > DEEPEST:
+            raise ValueError(f"it is more than {DEEPEST} levels deep")
+        level = [value for parent in level for value in _children(parent) if isinstance(value, dict | list)]
+        depth += 1
+
+
+def _children(value: object) -> Collection[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
