@@ -52,14 +52,14 @@ def read_json_object(file: Path, largest: int = LARGEST_JSON) -> dict[str, Any]:
 
 
 def parsed_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text, with the bounds of `read_json`. Raises ValueError for everything else."""
+    """Return the value of a JSON text in UTF-8, with the bounds of `read_json`. Raises ValueError for everything else."""
+    written = text if isinstance(text, str) else text.decode()  # of bytes json.loads would take other encodings, too
     try:
-        content = json.loads(text, parse_int=_bounded)
+        content = json.loads(written, parse_int=_bounded)
     except RecursionError:
         raise ValueError(f"it is more than {DEEPEST} levels deep") from None
     _check_depth(content)
-    escape = "\\ud" if isinstance(text, str) else b"\\ud"
-    if escape in text.lower():  # type: ignore[operator]  # both are str, or both bytes
+    if "\\ud" in written.lower():
         json.dumps(content, ensure_ascii=False).encode()  # UnicodeEncodeError, a ValueError, for half a pair
     return content
 
