@@ -52,7 +52,7 @@ def read_json_object(file: Path, largest: int = LARGEST_JSON) -> dict[str, Any]:
 
 
 def parsed_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text in UTF-8, with the bounds of `read_json`. Raises ValueError for everything else."""
+    """Return the value of a JSON text in UTF-8, with the bounds of `read_json`. Raises ValueError for any other."""
     written = text if isinstance(text, str) else text.decode()  # of bytes json.loads would take other encodings, too
     try:
         content = json.loads(written, parse_int=_bounded)
