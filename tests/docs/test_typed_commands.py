@@ -146,7 +146,8 @@ def expanded(typed: Typed) -> list[Typed]:
     if typed.words[0] != "make":
         return [typed]
     command = ["make", "--dry-run", "--no-print-directory", *typed.words[1:]]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    outer = ("MAKE", "ARGS", "TASK")  # of the make that runs this test
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{typed}: {done.stderr}"
     lines = re.findall(
