@@ -18,6 +18,7 @@ from megatron_rl.config.roles import ROLLOUT
 from megatron_rl.controller.opening import OpenRun
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.errors import ParityError
+from megatron_rl.ledger.planner.model_folder import STARTING_POINTS, read_model_folder
 from megatron_rl.observe.loggers import METRICS_FILE
 from megatron_rl.observe.phase_clock import TIMELINE_FILE, write_calls
 from megatron_rl.observe.summary import before_after_table, write_summary
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 HF_MODEL, ADAPTER_FOLDER = "hf_model", "adapter"
 """The exported model in a run's folder, and its adapters."""
+LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
+"""Modules of transformers' models: the norms of latent vectors of queries and of keys."""
 EXPORT_LOGIT_BOUND, EXPORT_LOGIT_SHARE = 1e-4, 1e-5
 """Largest allowed difference between outputs of the exported model and the trainer's, in float32: the larger one of
 this number and this share of the largest output, which rounding grows with.
@@ -190,13 +193,15 @@ def export_and_compare(
 
     what: the outputs, in words. write: writes the model to a folder. exported_output: computes from that folder what
     trainer_output gives, float32. Raises ParityError when a float32 model without `fp8` differs by more than
-    `export_bound`, StorageError when the model cannot be written, and then nothing of it is left.
+    `export_bound`, or when preflight would refuse the folder, StorageError when the model cannot be written, and then
+    nothing of it is left.
     """
     folder = run.logger.folder.path
     target = folder / HF_MODEL
     with run.logger.clock.phase("export"):
         with removing_unfinished(target), storing(HF_MODEL, folder):
             write(target.resolve())
+        refuse_unreadable(target)
         expected = trainer_output()
     differences = (exported_output(target) - expected).abs()
     largest = float(differences.max()) if differences.numel() else 0.0
@@ -211,6 +216,14 @@ def export_and_compare(
     return largest
 
 
+def refuse_unreadable(target: Path) -> None:
+    """Raise ParityError for an exported folder that the next run could not start from."""
+    _, problems = read_model_folder("model.path", str(target), STARTING_POINTS)
+    if problems:
+        told = "; ".join(map(str, problems))
+        raise ParityError(f"no run can start from the exported model in {target}: {told}")
+
+
 def export_bound(outputs: torch.Tensor) -> float:
     """Largest difference that an export may have to these outputs of the trainer, float32 of any shape."""
     largest = float(outputs.abs().max()) if outputs.numel() else 0.0
@@ -220,13 +233,27 @@ def export_bound(outputs: torch.Tensor) -> float:
 def hf_model(folder: Path | str) -> Any:
     """Load a Hugging Face folder with transformers, in float32, as the class that its config.json names.
 
-    A model whose attention logits are capped needs transformers' eager attention: the others leave the cap out.
+    A model whose attention logits are capped needs transformers' eager attention: the others leave the cap out. Norms
+    are the engine's.
     """
     settings = read_hf_config(folder)
     model_class = getattr(transformers, settings.architectures[0])
     capped = getattr(settings.get_text_config(), "attn_logit_softcapping", None) is not None
     options = {"attn_implementation": "eager"} if capped else {}
-    return model_class.from_pretrained(folder, config=settings, dtype=torch.float32, **options).eval()
+    return with_engine_norms(
+        model_class.from_pretrained(folder, config=settings, dtype=torch.float32, **options).eval()
+    )
+
+
+def with_engine_norms(model: Any) -> Any:
+    """Return a model of transformers with the epsilon of vLLM, which the trainer has, in the norms of latent vectors.
+
+    Both take `rms_norm_eps` of config.json there, and transformers always 1e-6.
+    """
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in LATENT_NORMS:
+            module.variance_epsilon = model.config.get_text_config().rms_norm_eps
+    return model
 
 
 @torch.no_grad()

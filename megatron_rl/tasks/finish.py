@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_rl.checkpoint.score_statistics import ScoreStatistics, write_statistics
-from megatron_rl.controller.report import export_adapter, export_and_compare, finish
+from megatron_rl.controller.report import export_adapter, export_and_compare, finish, with_engine_norms
 from megatron_rl.records import Batch, answer_rows
 from megatron_rl.roles.scorer import TrainedScorer
 from megatron_rl.tasks.task_run import TaskRun
@@ -62,5 +62,5 @@ def hf_scores(folder: Path, batch: Batch) -> torch.Tensor:
     """Float32 scores [N] of the answers by a Hugging Face classifier with one label, without the token after each."""
     from transformers import AutoModelForSequenceClassification  # as late as possible: it imports every kind of layer
 
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    model = with_engine_norms(AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval())
     return torch.cat([model(ids[None, :-1]).logits[:, 0] for ids in answer_rows(batch)["input_ids"].unbind()])

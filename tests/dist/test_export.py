@@ -54,7 +54,7 @@ def export_before_and_after_update(config, folder: Path) -> torch.Tensor | None:
 )
 def test_export(save_model, world_size, tp_size, keys, tmp_path) -> None:
     """Byte-identical when untouched, 1e-4 in logits when trained; would not catch a wrong tokenizer (none here)."""
-    from megatron_rl.controller.report import hf_sampled_logits
+    from megatron_rl.controller.report import hf_sampled_logits, refuse_unreadable
 
     path = save_model(tmp_path / "model")
     keys = {f"actor_rollout_ref__actor__megatron__{key}": value for key, value in keys.items()}
@@ -70,6 +70,7 @@ def test_export(save_model, world_size, tp_size, keys, tmp_path) -> None:
     assert (trained - trainer_logits).abs().max() < 1e-4
     assert (hf_sampled_logits(Path(path), sequences) - trainer_logits).abs().max() > 1e-4
     assert not list(tmp_path.glob("*.unfinished"))
+    refuse_unreadable(tmp_path / "trained")
 
 
 def export_in_small_files(config, target: Path) -> None:

@@ -49,6 +49,7 @@ from tiny_qwen3_5 import save_qwen3_5, save_qwen3_5_moe, save_qwen3_next
 
 from megatron_rl.columns import SCORING
 from megatron_rl.controller.report import hf_sampled_logits
+from megatron_rl.ledger.planner.model_folder import read_model_folder
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -189,7 +190,8 @@ def rows_of(logits: torch.Tensor, dp_rank: int, dp_size: int) -> torch.Tensor:
 
 
 def assert_same_folder(exported: Path, original: Path) -> None:
-    """The same tensors to the last bit, in several files, in the dtype that config.json says."""
+    """The same tensors to the last bit, in several files, in the dtype that config.json says; a run starts from it."""
+    assert read_model_folder("model", str(exported))[1] == []
     files = sorted(file.name for file in exported.glob("*.safetensors"))
     weight_map = json.loads((exported / "model.safetensors.index.json").read_text())["weight_map"]
     assert len(files) > 2 and set(weight_map.values()) == set(files)

@@ -136,12 +136,12 @@ TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
     **dict.fromkeys(
         ("rope_parameters", "rope_scaling", "id2label", "per_layer_config"), (_is_object, "an object in braces")
     ),
-    **dict.fromkeys(("num_key_value_heads", "head_dim", "sliding_window"), (is_size, "a whole number >= 1")),
+    **dict.fromkeys(("num_key_value_heads", "head_dim"), (is_size, "a whole number >= 1")),
     **dict.fromkeys(("global_head_dim", "num_global_key_value_heads"), (is_size, "a whole number >= 1")),
     **dict.fromkeys(("num_labels", "decoder_sparse_step"), (is_size, "a whole number >= 1")),
     **dict.fromkeys(("q_lora_rank", "n_group", "topk_group"), (is_size, "a whole number >= 1")),
     **dict.fromkeys(("first_k_dense_replace", "n_shared_experts"), (_is_count, "a whole number >= 0")),
-    "num_nextn_predict_layers": (_is_count, "a whole number >= 0"),
+    **dict.fromkeys(("num_nextn_predict_layers", "sliding_window"), (_is_count, "a whole number >= 0")),
     **dict.fromkeys(("query_pre_attn_scalar", "attn_logit_softcapping"), (_is_above_0, "a finite number > 0")),
     **dict.fromkeys(("final_logit_softcapping", "rope_local_base_freq"), (_is_above_0, "a finite number > 0")),
     "partial_rotary_factor": (_is_above_0, "a finite number > 0"),

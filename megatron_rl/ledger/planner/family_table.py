@@ -61,6 +61,7 @@ def small_settings(family: Family) -> dict[str, Any]:
         shared = family.experts.shared
         settings |= {} if shared is None else {shared.size_key: 64}
         settings |= {} if shared is None or shared.count_key is None else {shared.count_key: 1}
+        settings |= {} if family.experts.scoring is None else {"n_group": 1, "topk_group": 1}
     types = family.attention.rope_types
     if "default" not in types:
         kind = next(iter(types))

@@ -281,6 +281,8 @@ def _read_settings(
     beyond = too_large(settings, (*wanted, "num_key_value_heads", "head_dim"))
     if beyond:
         return None, [*problems, *(_in_file(file, {k: settings[k]}, f"must be <= {beyond[k]}") for k in beyond)]
+    if window_of(family, settings) == 0:
+        return None, [*problems, _in_file(file, {"sliding_window": 0}, "must be >= 1, because layers have a window")]
     problems += _head_problems(file, settings, family) if family.attention.shares_hidden else []
     wrong = family.attention.problem(settings)
     if wrong is not None:
@@ -291,6 +293,15 @@ def _read_settings(
         wrong = dense_layers_problem(family, settings)
         problems += [] if wrong is None else [_in_file(file, *wrong)]
     return _sizes(path, settings, family, routing), problems
+
+
+def window_of(family: Family, settings: Mapping[str, Any]) -> int | None:
+    """Return the positions in a window of all layers or of some; None where config.json asks for no window.
+
+    settings: with the family's defaults. Where no window is asked for, transformers writes any number, such as 0.
+    """
+    window: int | None = settings.get("sliding_window") if family.attention.local else sliding_window(family, settings)
+    return window
 
 
 def _head_problems(file: Path, settings: dict[str, Any], family: Family) -> Iterable[Violation]:
@@ -383,7 +394,8 @@ def _routing_problems(file: Path, routing: Routing, family: Family) -> list[Viol
 
 
 def _unsupported(file: Path, settings: dict[str, Any], family: Family) -> Iterable[Violation]:
-    problem = rope_problem(settings, family.attention)
+    given = family.given(settings)
+    problem = rope_problem(given, family.attention)
     if problem is not None:
         key = "rope_parameters" if settings.get("rope_parameters") else "rope_scaling"
         yield _in_file(file, {key: settings.get(key)}, f"cannot be used: {problem}")
@@ -409,7 +421,6 @@ def _unsupported(file: Path, settings: dict[str, Any], family: Family) -> Iterab
     if kind is not None and kind not in (family.model_type, *family.other_types):
         rule = f"must be that of {family.architecture}, as transformers reads config.json by it"
         yield _in_file(file, {"model_type": kind}, rule, {"model_type": family.model_type})
-    given = family.given(settings)
     for name, required in family.fixed_settings.items():
         value = given.get(name, required)
         if name == "quantization_config" and family.unpacks(settings):

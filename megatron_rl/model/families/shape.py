@@ -208,9 +208,9 @@ def rollout_settings(family: Family, settings: Mapping[str, Any]) -> dict[str, A
 
     settings: of the language model, and so are those that are returned (see `placed_settings`).
     """
-    overrides = full_attention(family, settings) | dict(family.rollout)
+    overrides, settings = full_attention(family, settings) | dict(family.rollout), family.given(settings)
     if family.attention.turned_key is not None:
-        overrides[family.attention.turned_key] = turned_elements(family.attention, family.given(settings))
+        overrides[family.attention.turned_key] = turned_elements(family.attention, settings)
     if family.unpacks(settings):
         overrides["quantization_config"] = None
     if family.experts is not None and family.experts.scoring is not None:
@@ -220,7 +220,7 @@ def rollout_settings(family: Family, settings: Mapping[str, Any]) -> dict[str, A
         overrides[FIRST] = len(dense_layers(family, settings))
     if family.inside is not None:
         # transformers reads that of the whole model, and vLLM the language model's.
-        overrides |= {"tie_word_embeddings": family.given(settings)["tie_word_embeddings"]}
+        overrides |= {"tie_word_embeddings": settings["tie_word_embeddings"]}
     return overrides
 
 

@@ -36,7 +36,8 @@ class WideHeadKeys(AttentionKeys):
     def problem(self, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str] | None:
         """Layers without a window must have equal heads, those with one none of their own."""
         wanted = [str(number) for number, kind in enumerate(layer_kinds(self, settings)) if kind == GLOBAL]
-        given = {str(number): own for number, own in (settings.get(OF_LAYERS) or {}).items()}
+        # With more than ten layers transformers writes "05".
+        given = {str(number).lstrip("0") or "0": own for number, own in (settings.get(OF_LAYERS) or {}).items()}
         sizes = [given.get(number) for number in wanted]
         if given and (given.keys() != set(wanted) or any(own != sizes[0] for own in sizes)):
             rule = f"must have equal heads for the layers of {GLOBAL}, {', '.join(wanted)}, and for no others"

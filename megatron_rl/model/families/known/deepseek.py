@@ -24,6 +24,7 @@ FAMILIES = (
         ),
         fixed={"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1},
         rollout={"scoring_func": "softmax"},
+        defaults={"n_shared_experts": 2},
     ),
     # DeepSeek-V3, Moonlight and Kimi-K2: latent attention, and experts chosen by sigmoid scores and a bias.
     Family(
@@ -43,7 +44,7 @@ FAMILIES = (
             "rope_interleave": True,
         },
         rollout={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-        defaults={"eos_token_id": 1},
+        defaults={"n_shared_experts": 1, "n_group": 8, "topk_group": 4, "eos_token_id": 1},
         carried=Carried(ahead_key="num_nextn_predict_layers", mtp_architecture="DeepSeekMTPModel"),
         other_types=("kimi_k2",),
     ),

@@ -8,6 +8,7 @@ from megatron_rl.model.families.family import Carried, Family, Style
 GEMMA_STYLE = Style("gelu_pytorch_tanh", True, True, True, "final_logit_softcapping")
 GEMMA_DEFAULTS = {
     "head_dim": 256,
+    "num_key_value_heads": 4,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
     "tie_word_embeddings": True,
@@ -35,7 +36,6 @@ GEMMA3 = Family(
 GEMMA3_INSIDE = {
     "vocab_size": 262_208,
     "num_attention_heads": 8,
-    "num_key_value_heads": 4,
     "max_position_embeddings": 131_072,
 }
 """What transformers takes where text_config has none."""

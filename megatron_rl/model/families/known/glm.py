@@ -22,6 +22,7 @@ FAMILIES = (
             scoring=Scoring("sigmoid", best=2, bias=BIAS, normalised=True),
         ),
         defaults={
+            "num_key_value_heads": 8,
             "n_routed_experts": 128,
             "n_shared_experts": 1,
             "num_experts_per_tok": 8,

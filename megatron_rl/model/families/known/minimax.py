@@ -34,6 +34,7 @@ FAMILIES = (
         rollout={"scoring_func": "sigmoid", "use_routing_bias": True},
         defaults={
             "head_dim": 128,
+            "num_key_value_heads": 8,
             "max_position_embeddings": 196608,
             "rope_theta": 5_000_000.0,
             "num_local_experts": 256,

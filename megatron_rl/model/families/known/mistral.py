@@ -7,7 +7,12 @@ from megatron_rl.model.parts import Experts
 
 FAMILIES = (
     # Mistral 7B: Llama's tensors, with a sliding window in the first version.
-    Family("MistralForCausalLM", "MistralForSequenceClassification", window=Window(default=4096)),
+    Family(
+        "MistralForCausalLM",
+        "MistralForSequenceClassification",
+        window=Window(default=4096),
+        defaults={"num_key_value_heads": 8},
+    ),
     # Mistral's attention, experts under names of their own, and a softmax over the chosen experts alone.
     Family(
         "MixtralForCausalLM",
@@ -22,6 +27,6 @@ FAMILIES = (
             norm_topk_prob=True,
         ),
         window=Window(),
-        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     ),
 )

@@ -26,6 +26,7 @@ FAMILIES = (
         fixed={"attention_bias": True, "rms_norm_eps": 1e-5, "swiglu_limit": 7.0},
         defaults={
             "head_dim": 64,
+            "num_key_value_heads": 8,
             "rope_theta": 150_000.0,
             "rope_scaling": YARN | {"original_max_position_embeddings": 4096},
             "sliding_window": 128,

@@ -16,6 +16,6 @@ FAMILIES = (
         qk_norm=True,
         experts=Experts(dense_keys=STEP_RULE),
         window=WINDOW,
-        defaults=NO_END,
+        defaults=NO_END | {"num_key_value_heads": 4},
     ),
 )

@@ -35,7 +35,9 @@ TEXT = (
         experts=Experts(dense_keys=STEP_RULE, shared=SHARED),
         fixed=FIXED,
         carried=Carried((AHEAD,)),
-        defaults=DEFAULTS | EXPERT_SIZES | {"num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True},
+        defaults=DEFAULTS
+        | EXPERT_SIZES
+        | {"num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True},
     ),
     # The language model of Qwen3.5, dense.
     Family(
@@ -47,7 +49,7 @@ TEXT = (
         style=STYLE,
         fixed=FIXED,
         carried=Carried((AHEAD,)),
-        defaults=DEFAULTS,
+        defaults=DEFAULTS | {"num_key_value_heads": 4},
     ),
     # The same with experts in all layers.
     Family(
@@ -60,7 +62,7 @@ TEXT = (
         experts=Experts(norm_topk_prob=True, shared=SHARED),
         fixed=FIXED | {"mlp_only_layers": [], "norm_topk_prob": True},
         carried=Carried((AHEAD,)),
-        defaults=DEFAULTS | EXPERT_SIZES | {"num_experts": 256, "num_experts_per_tok": 8},
+        defaults=DEFAULTS | EXPERT_SIZES | {"num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8},
     ),
 )
 # Published folders of Qwen3.5 also read images; their vision tower is carried.

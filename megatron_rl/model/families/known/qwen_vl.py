@@ -11,7 +11,7 @@ FAMILIES = (
         "Qwen2_5_VLForConditionalGeneration",
         "qwen2_5_vl",
         carried=Carried(("visual.",)),
-        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "eos_token_id": 151_645},
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "eos_token_id": 151_645},
         folder_prefix="model.",
     ),
     # Qwen3-VL, dense.
