@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_rl.agents.chat_request import MODEL, ChatRequest, Content, object_with_messages, one_text
+from megatron_rl.agents.chat_request import MODEL, ChatRequest, Content, named_results, object_with_messages, one_text
 from megatron_rl.agents.observation import Message, ToolCall, Turn
 
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -30,10 +30,13 @@ class AnthropicMessages:
         if not isinstance(tools, list) or not all(isinstance(tool, dict) and "input_schema" in tool for tool in tools):
             raise ValueError("tools must be a list of objects with an input_schema")
         system = one_text("system", body.get("system"))
-        messages = [{"role": "system", "content": system}] if system else []
+        messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        calls: list[dict[str, str]] = [{} for _ in messages]
         for place, message in enumerate(body["messages"]):
-            messages += _messages(place, message)
-        return ChatRequest(tuple(messages), tuple(map(_schema, tools)), body.get("stream") is True)
+            own = _messages(place, message)
+            messages += own
+            calls += [_call_names(message), *({} for _ in own[1:])]
+        return ChatRequest(named_results(messages, calls), tuple(map(_schema, tools)), body.get("stream") is True)
 
     def answer(self, turn: Turn, number: int) -> Content:
         """Return the policy's turn as a message."""
@@ -44,9 +47,10 @@ class AnthropicMessages:
         begun = _head(turn, number) | {"content": [], "stop_reason": None}
         events: list[tuple[str, Content]] = [("message_start", {"message": begun})]
         for place, block in enumerate(_blocks(turn, number)):
-            is_text = block["type"] == "text"
-            nothing: Content = {"text": ""} if is_text else {"input": {}}
-            delta = {"type": "text_delta", "text": block["text"]} if is_text else _input_delta(block["input"])
+            kind = block["type"]
+            nothing: Content = {"input": {}} if kind == "tool_use" else {kind: ""}
+            delta = {"type": f"{kind}_delta", kind: block.get(kind)}
+            delta = _input_delta(block["input"]) if kind == "tool_use" else delta
             events.append(("content_block_start", {"index": place, "content_block": block | nothing}))
             events.append(("content_block_delta", {"index": place, "delta": delta}))
             events.append(("content_block_stop", {"index": place}))
@@ -77,6 +81,8 @@ def _input_delta(given: Content) -> Content:
 
 
 def _blocks(turn: Turn, number: int) -> Iterator[Content]:
+    if turn.reasoning_content:
+        yield {"type": "thinking", "thinking": turn.reasoning_content, "signature": ""}
     if turn.text or not turn.calls:
         yield {"type": "text", "text": turn.text}
     for place, call in enumerate(turn.calls):
@@ -96,7 +102,7 @@ def _messages(place: int, sent: Any) -> list[Message]:
         raise ValueError(f"messages[{place}] must have the role user or assistant; it is {sent!r:.80}")
     name, content = f"messages[{place}].content", sent.get("content")
     blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts, calls, results = [], [], []
+    texts, thoughts, calls, results = [], [], [], []
     for block in blocks:
         kind = block.get("type") if isinstance(block, Mapping) else None
         if kind == "tool_use" and role == "assistant" and isinstance(block.get("input"), dict):
@@ -104,9 +110,18 @@ def _messages(place: int, sent: Any) -> list[Message]:
         elif kind == "tool_result" and role == "user":
             result = one_text(name, block.get("content"))
             results.append({"role": "tool", "content": result, "tool_call_id": str(block.get("tool_use_id"))})
-        elif kind != "thinking":  # the policy's own stays in its text
+        elif kind == "thinking" and role == "assistant":
+            thoughts.append(one_text(name, block.get("thinking")))
+        else:
             texts.append(one_text(name, [block]))
     text = "".join(texts)
     if role == "assistant":
-        return [Turn(text, tuple(calls)).as_message()]
+        return [Turn(text, tuple(calls), reasoning_content="".join(thoughts)).as_message()]
     return [*results, *([{"role": "user", "content": text}] if text or not results else [])]
+
+
+def _call_names(sent: Mapping[str, Any]) -> dict[str, str]:
+    """Id -> name of the calls of a message that `_messages` has read."""
+    content = sent.get("content")
+    blocks = content if isinstance(content, list) else []
+    return {str(block.get("id")): str(block.get("name")) for block in blocks if block.get("type") == "tool_use"}

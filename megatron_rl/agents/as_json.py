@@ -26,8 +26,8 @@ Played = tuple[Turn, Observation]
 
 def turn_from_json(content: dict[str, Any]) -> Turn:
     """Return the turn of `dataclasses.asdict`."""
-    numbers = {name: content.get(name, 0) for name in ("num_tokens", "num_context")}
-    return Turn(content["text"], tuple(ToolCall(**call) for call in content["calls"]), content["problem"], **numbers)
+    later = {name: content[name] for name in ("num_tokens", "num_context", "reasoning_content") if name in content}
+    return Turn(content["text"], tuple(ToolCall(**call) for call in content["calls"]), content["problem"], **later)
 
 
 def answer_from_json(content: Any) -> Answer:

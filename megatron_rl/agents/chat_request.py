@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -73,3 +73,17 @@ def one_text(name: str, content: Any) -> str:
     if len(known) < len(texts):
         raise ValueError(f"{name} must be text; it is {content!r:.80}")
     return "".join(known)
+
+
+def named_results(messages: Iterable[Message], calls: Iterable[Mapping[str, str]]) -> tuple[Message, ...]:
+    """Return messages in which each result of a tool has the name of the call that it answers, where the call is known.
+
+    calls: of each message, in order, those that it makes: id -> name.
+    """
+    names: dict[str, str] = {}
+    named = []
+    for message, own in zip(messages, calls, strict=True):
+        names |= own
+        name = names.get(str(message.get("tool_call_id"))) if message["role"] == "tool" else None
+        named.append(message | {"name": name} if name and "name" not in message else message)
+    return tuple(named)

@@ -209,7 +209,9 @@ class LiveEpisodes(Episodes):
             anew = answer.anew or self._rewritten(known, answer)
             if anew is not None:
                 return Reply(known.turn, answer, tuple(self._renderer.beginning(anew)), is_anew=True)
-            ids = self._renderer.following(answer.messages, known.last_token)
+            earlier = known.before.messages if known.before is not None else ()
+            num_calls = sum(len(message.get("tool_calls") or ()) for message in earlier)
+            ids = self._renderer.following(answer.messages, known.last_token, known.turn, num_calls)
         except TemplateRefusal as refusal:
             reason = f"the chat template refuses what the environment says: {refusal}"
             return Reply(known.turn, EpisodeFailure("no_answer", reason))

@@ -42,7 +42,8 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the policy. text: without special tokens and calls. calls: the tool calls in it, in order.
+    """One turn of the policy. text: without special tokens, calls and, where the chat template knows thoughts, without
+    the thought, which is `reasoning_content`. calls: the tool calls in it, in order; none is read inside of a thought.
 
     problem: why a call in it cannot be read; "" if none fails to be. num_tokens: of the turn; num_context: before it.
     """
@@ -52,6 +53,7 @@ class Turn:
     problem: str = ""
     num_tokens: int = 0
     num_context: int = 0
+    reasoning_content: str = ""
 
     def as_message(self) -> Message:
         """Return it as a message, in the form of chat templates."""
@@ -59,6 +61,8 @@ class Turn:
             {"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in self.calls
         ]
         message: Message = {"role": "assistant", "content": self.text}
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
         return message | {"tool_calls": calls} if calls else message
 
 

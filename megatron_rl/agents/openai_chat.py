@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.agents.chat_request import MODEL, ChatRequest, Content, object_with_messages, one_text
+from megatron_rl.agents.chat_request import MODEL, ChatRequest, Content, named_results, object_with_messages, one_text
 from megatron_rl.agents.observation import Message, ToolCall, Turn
 
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -33,14 +33,18 @@ class OpenAIChat:
         tools = body.get("tools") or []
         if not isinstance(tools, list) or not all(isinstance(tool, dict) and "function" in tool for tool in tools):
             raise ValueError("tools must be a list of objects with a function")
-        messages = tuple(_message(place, message) for place, message in enumerate(body["messages"]))
+        messages = [_message(place, message) for place, message in enumerate(body["messages"])]
         options = body.get("stream_options") or {}
         with_usage = isinstance(options, dict) and options.get("include_usage") is True
-        return ChatRequest(messages, tuple(tools), body.get("stream") is True, with_usage)
+        return ChatRequest(
+            named_results(messages, map(_calls, body["messages"])), tuple(tools), body.get("stream") is True, with_usage
+        )
 
     def answer(self, turn: Turn, number: int) -> Content:
         """Return the policy's turn as a `chat.completion`."""
         message: Content = {"role": "assistant", "content": turn.text or None if turn.calls else turn.text}
+        if turn.reasoning_content:
+            message["reasoning_content"] = turn.reasoning_content
         if turn.calls:
             message["tool_calls"] = _sent_calls(turn, number)
         choice = {"index": 0, "message": message, "finish_reason": _reason(turn), "logprobs": None}
@@ -49,6 +53,8 @@ class OpenAIChat:
     def stream(self, turn: Turn, number: int, request: ChatRequest) -> list[str]:
         """Return the policy's turn as events with parts, `chat.completion.chunk`."""
         deltas: list[tuple[Content, str | None]] = [({"role": "assistant", "content": turn.text}, None)]
+        if turn.reasoning_content:
+            deltas.insert(0, ({"role": "assistant", "reasoning_content": turn.reasoning_content}, None))
         for place, call in enumerate(_sent_calls(turn, number)):
             deltas.append(({"tool_calls": [{"index": place} | call]}, None))
         deltas.append(({}, _reason(turn)))
@@ -96,6 +102,9 @@ def _message(place: int, sent: Any) -> Message:
         raise ValueError(f"messages[{place}] must have a role of {', '.join(ROLES)}; it is {sent!r:.80}")
     message: Message = {"role": role, "content": one_text(f"messages[{place}].content", sent.get("content"))}
     message |= {name: sent[name] for name in ("name", "tool_call_id") if isinstance(sent.get(name), str)}
+    thoughts = [sent[name] for name in ("reasoning_content", "reasoning") if sent.get(name)]
+    if role == "assistant" and thoughts:
+        message["reasoning_content"] = one_text(f"messages[{place}].reasoning_content", thoughts[0])
     calls = sent.get("tool_calls")
     if calls:
         try:
@@ -105,3 +114,8 @@ def _message(place: int, sent: Any) -> Message:
             raise ValueError(f"messages[{place}].tool_calls cannot be read: {error!r:.80}") from None
         message["tool_calls"] = Turn("", known).as_message()["tool_calls"]
     return message
+
+
+def _calls(sent: Mapping[str, Any]) -> dict[str, str]:
+    """Id -> name of the calls of a message that `_message` has read."""
+    return {str(call.get("id")): call["function"]["name"] for call in sent.get("tool_calls") or ()}

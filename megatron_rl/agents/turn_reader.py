@@ -9,17 +9,18 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.agents.observation import Turn
-from megatron_rl.agents.tool_parser import ToolParser
+from megatron_rl.agents.thoughts import PLAIN, Thoughts
+from megatron_rl.agents.tool_parser import ToolParser, without_special
 
 Schemas = Sequence[dict[str, Any]]
 
 
 class TurnReader:
-    """Reads turns: as text, and with calls where the policy has tools.
+    """Reads turns: as text, with calls where the policy has tools, and apart from its thoughts.
 
     parser_of: makes the parser of calls, from the schemas of the tools. It is called when the first turn with these
     tools is read, and raises ConfigError where there is no such parser. tools: of all episodes; an episode that begins
-    with its own has those.
+    with its own has those. thoughts: how the policy thinks.
     """
 
     def __init__(
@@ -27,8 +28,9 @@ class TurnReader:
         tokenizer: PreTrainedTokenizerBase,
         parser_of: Callable[[Schemas], ToolParser] | None = None,
         tools: Schemas = (),
+        thoughts: Thoughts = PLAIN,
     ) -> None:
-        self._tokenizer, self._parser_of, self._tools = tokenizer, parser_of, tools
+        self._tokenizer, self._parser_of, self._tools, self._thoughts = tokenizer, parser_of, tools, thoughts
         self._parsers: dict[str, ToolParser] = {}
         if tools:
             self._parser(tools)
@@ -38,7 +40,11 @@ class TurnReader:
         tools = tools or self._tools
         if tools:
             return self._parser(tools).turn(token_ids)
-        return Turn(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        if not self._thoughts.is_known:
+            return Turn(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        said = self._thoughts.read(self._tokenizer.decode(list(token_ids)))
+        thought, text = (without_special(each, self._tokenizer) for each in (said.thought, said.rest))
+        return Turn(text, reasoning_content=thought)
 
     def _parser(self, tools: Schemas) -> ToolParser:
         assert self._parser_of is not None  # who gives tools gives their parser

@@ -61,15 +61,18 @@ def open_episodes(
         raise ConfigError(f"{KEY}.agent needs a chat template, and the tokenizer of {path} has none")
     kwargs, eos = config.data.apply_chat_template_kwargs, eos_token_ids(path)
     renderer = TurnRenderer(tokenizer, eos, kwargs, is_chat)
+    tools = [] if keys.tools_file is None else kwargs["tools"]
     try:
-        problem = renderer.append_problem("user" if keys.tools_file is None else "tool")
+        problem = renderer.append_problem("tool" if tools else "user")
+        thoughts, is_unwritten = renderer.thoughts, renderer.unwritten_tools(tools)
     except TemplateRefusal as refusal:
         what = f"the chat template of {path} cannot go on with a conversation"
         raise ConfigError(f"{KEY}.enable=true: {what}: {refusal}") from None
     reader = TurnReader(
         tokenizer,
-        lambda tools: ToolParser(keys.format, f"{KEY}.format", tokenizer, tools, eos),
-        () if keys.tools_file is None else kwargs["tools"],
+        lambda tools: ToolParser(keys.format, f"{KEY}.format", tokenizer, tools, eos, thoughts),
+        tools,
+        thoughts,
     )
     environments = open_environments(keys, local, opened)
     limits = EpisodeLimits(keys.max_assistant_turns or config.data.max_response_length, keys.max_retries)
@@ -77,6 +80,9 @@ def open_episodes(
     if problem is not None:
         what = "so every turn is a conversation of its own, and data.max_response_length counts its history again"
         episodes.notes.append(f"the chat template of {path} does not append: {problem}; {what}")
+    if is_unwritten:
+        what = f"the policy cannot see the {len(tools)} tools"
+        episodes.notes.append(f"the chat template of {path} writes no tools: {what}")
     return episodes
 
 

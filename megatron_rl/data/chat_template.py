@@ -21,7 +21,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from megatron_rl.data.example_rows import Chat, Text
 from megatron_rl.data.messages import Message
 from megatron_rl.data.row_problems import RowProblem
-from megatron_rl.data.template_process import TemplateRefusal, checked_length, refusable
+from megatron_rl.data.template_process import TemplateRefusal, adapted, checked_length, refusable, template_of
+from megatron_rl.data.unwritten import unwritten_fields
 from megatron_rl.errors import ConfigError
 
 Span = tuple[int, int]
@@ -34,7 +35,8 @@ PROBE = "40817263951"
 class Draft:
     """A text and the characters in it that count. spans: of these, in order. prompt_end: characters before the first
     answer that counts. is_plain: no template wrote it, so the tokenizer's special tokens go before it. is_open: nothing
-    ends the last answer. is_altered: the text has an answer in another form than the file.
+    ends the last answer. is_altered: the text has an answer in another form than the file. unwritten: fields of the
+    answers, and `tools`, that the file has and the text does not.
     """
 
     text: str
@@ -43,6 +45,7 @@ class Draft:
     is_plain: bool
     is_open: bool
     is_altered: bool = False
+    unwritten: tuple[str, ...] = ()
 
 
 def plain_draft(text: Text, loss_on: str) -> Draft:
@@ -56,14 +59,17 @@ class ChatTemplate:
     """Renders conversations with the chat template of a tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]):
-        """kwargs: further variables of the template. Raises ConfigError if the tokenizer has no template."""
+        """kwargs: further variables of the template. Raises ConfigError if the tokenizer has no template, or several
+        and no default.
+        """
         if tokenizer.chat_template is None:
             raise ConfigError(
                 "the data has chat messages, but the tokenizer has no chat_template: add one to the model folder, "
                 "or store prompts and answers as plain text"
             )
-        self._tokenizer = tokenizer
-        self._variables = {**tokenizer.special_tokens_map, **kwargs}
+        template, own = template_of(tokenizer, kwargs)
+        self._templates = {False: template, True: template_of(tokenizer, {"tools": [{}], **kwargs})[0]}
+        self._variables = {**tokenizer.special_tokens_map, **own}
         self._leaves_open: bool | None = None
 
     def drafts(self, chat: Chat, loss_on: str) -> list[Draft]:
@@ -88,10 +94,11 @@ class ChatTemplate:
         return drafts[::-1]
 
     def _draft(self, chat: Chat, text: str, spans: Sequence[Span], prompt_end: int, turns: Sequence[int]) -> Draft:
-        contents = [chat.messages[turn]["content"].strip() for turn in turns]
+        answers = [chat.messages[turn] for turn in turns]
         counted = "".join(text[start:end] for start, end in spans)
-        is_altered = any(content not in counted for content in contents)
-        return Draft(text, tuple(spans), prompt_end, False, self._is_open(chat), is_altered)
+        is_altered = any(answer["content"].strip() not in counted for answer in answers)
+        unwritten = unwritten_fields(answers, counted, chat.tools or (), text)
+        return Draft(text, tuple(spans), prompt_end, False, self._is_open(chat), is_altered, unwritten)
 
     def _is_open(self, chat: Chat) -> bool:
         """Whether the template writes nothing after the last answer; the first conversation decides it for all."""
@@ -114,19 +121,20 @@ class ChatTemplate:
         return text, [(len(before), len(text))]
 
     def _marked_turn(self, chat: Chat, turn: int) -> tuple[str, list[Span]]:
+        """The spans of a turn are those that the conversation before it does not have. Some templates close every text,
+        so the text of the conversation before it need not be the beginning of the text with the turn.
+        """
         (text,), (marks,) = self._call(chat, turn + 1, return_assistant_tokens_mask=True)
-        before = self._render(chat, turn)
-        spans = [(start, end) for start, end in marks if start < end]
-        if not spans:
-            raise RowProblem("template_rewrites", f"messages[{turn}]", "no {% generation %} mark around the answer")
-        own = [span for span in spans if span[0] >= len(before)] if text.startswith(before) else spans[-1:]
-        if not own:
+        _, (earlier,) = self._call(chat, turn, return_assistant_tokens_mask=True)
+        own = [(start, end) for start, end in marks[len(earlier) :] if start < end]
+        counted = "".join(text[start:end] for start, end in own)
+        said = chat.messages[turn]["content"].split("</think>")[-1].strip()
+        if not own or (said in text and said not in counted):
             raise RowProblem("template_rewrites", f"messages[{turn}]", "no {% generation %} mark around this answer")
         return text, own
 
     def _template(self, chat: Chat) -> str:
-        template: str = self._tokenizer.get_chat_template(tools=chat.tools)
-        return template
+        return self._templates[bool(chat.tools)]
 
     def _render(self, chat: Chat, num_messages: int, generation_prompt: bool = False) -> str:
         texts, _ = self._call(chat, num_messages, add_generation_prompt=generation_prompt)
@@ -135,12 +143,13 @@ class ChatTemplate:
 
     def _call(self, chat: Chat, num_messages: int, **options: bool) -> tuple[list[str], list[list[Span]]]:
         messages: list[Message] = chat.messages[:num_messages]
-        variables = self._variables | options
+        variables = self._variables | options | ({"tools": chat.tools} if chat.tools else {})
         template = self._template(chat)
 
         def render() -> tuple[list[str], list[list[Span]]]:
+            known = adapted(template, variables, messages)
             found: tuple[list[str], list[list[Span]]] = render_jinja_template(
-                conversations=[messages], tools=chat.tools, chat_template=template, **variables
+                conversations=[known], chat_template=template, **variables
             )
             return found
 

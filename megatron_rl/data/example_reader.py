@@ -155,6 +155,7 @@ class FileReader:
         for draft in drafts:
             self.report.ended += draft.is_open and self._options.append_eos
             self.report.altered += draft.is_altered
+            self.report.unwritten.update(draft.unwritten)
         for text in texts:
             self.report.split += text.is_split
             self.report.num_tokens += len(text.ids)

@@ -29,7 +29,7 @@ class ReadingReport:
     files: in the order given; their records lie end to end in what was read. bad_rows: rows that were skipped.
     truncated: rows that lost tokens. dropped: rows longer than `max_length` that `truncation=drop` left out.
     rewritten: rows that became several texts. num_tokens, num_counted: tokens, and those in the loss. ended, altered,
-    split: texts, see `notes`.
+    split: texts, see `notes`. unwritten: field -> texts whose answers have it, and in which the template leaves it out.
     """
 
     files: list[FileRead] = field(default_factory=list)
@@ -42,6 +42,7 @@ class ReadingReport:
     ended: int = 0
     altered: int = 0
     split: int = 0
+    unwritten: Counter[str] = field(default_factory=Counter)
 
     def prompt_files(self) -> list[PromptFile]:
         """The files as `prompt_mixture.MixtureCursor` takes them, for an order that is seeded and resumable."""
@@ -56,7 +57,11 @@ class ReadingReport:
             f"{self.altered} answers stand otherwise in the chat_template than in their file": self.altered,
             f"{self.split} answers begin or end inside a token: prompt and answer were tokenised apart": self.split,
         }
-        return [note for note, count in counts.items() if count]
+        left_out = [
+            f"{count} texts have {name}, which the chat_template does not write: it is not learned"
+            for name, count in sorted(self.unwritten.items())
+        ]
+        return [note for note, count in counts.items() if count] + left_out
 
     def lines(self) -> list[str]:
         """The lines that a run prints about its data: one per file, then counts, then notes."""

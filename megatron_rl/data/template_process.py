@@ -8,6 +8,7 @@ child with limits of CPU time and memory is forked, and returns the texts.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import resource
 import signal
@@ -15,7 +16,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from mmap import PAGESIZE
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,6 +27,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_rl.cluster.child_processes import fork_child
+from megatron_rl.data.message_form import Message, MessageForm, is_plain
+from megatron_rl.errors import ConfigError
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -84,10 +87,64 @@ def checked_length(text: str) -> str:
     return text
 
 
+def template_of(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The chat template of a tokenizer, and the variables that are the template's. `chat_template` among the variables
+    is another template, or the name of one of several.
+
+    Raises ConfigError where the tokenizer has no such template.
+    """
+    own = dict(variables)
+    given, tools = own.pop("chat_template", None), own.get("tools")
+    try:
+        return tokenizer.get_chat_template(given, tools), own
+    except ValueError as error:
+        named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+        if not named:
+            raise ConfigError(f"the tokenizer has no chat_template: {error}") from None
+        names = ", ".join(sorted(named))
+        raise ConfigError(
+            f"the tokenizer has the chat templates {names}, and none of them is the default; "
+            f"try: data.apply_chat_template_kwargs.chat_template={min(named)}"
+        ) from None
+
+
+@lru_cache(maxsize=16)
+def _form(template: str, variables: str) -> MessageForm:
+    """The form in which a template takes messages; variables: as JSON."""
+    known = {**json.loads(variables), "add_generation_prompt": False, "return_assistant_tokens_mask": False}
+
+    def render(messages: list[Message]) -> str | None:
+        try:
+            texts, _ = refusable(
+                lambda: render_jinja_template(conversations=[messages], chat_template=template, **known)
+            )
+        except TemplateRefusal:
+            return None
+        text: str = texts[0]
+        return text
+
+    return MessageForm.probed(template, render)
+
+
+def form_of(template: str, variables: Mapping[str, Any]) -> MessageForm:
+    """The form in which a template takes thoughts and calls. variables: as `rendered`."""
+    return _form(template, json.dumps(dict(variables), sort_keys=True, default=str))
+
+
+def adapted(template: str, variables: Mapping[str, Any], messages: Sequence[Message]) -> list[Message]:
+    """Messages in the form that a template takes. Raises ValueError as `MessageForm.adapted`."""
+    return list(messages) if is_plain(messages) else form_of(template, variables).adapted(messages)
+
+
 def rendered(template: str, variables: Mapping[str, Any], chats: Sequence[Any]) -> list[str | TemplateRefusal]:
     """The text or the refusal of each conversation. variables: of the template, and arguments of its renderer."""
+
+    def render() -> Any:
+        known = [adapted(template, variables, chat) for chat in chats]
+        return render_jinja_template(conversations=known, chat_template=template, **variables)
+
     try:
-        texts, _ = refusable(lambda: render_jinja_template(conversations=chats, chat_template=template, **variables))
+        texts, _ = refusable(render)
         return [checked_length(text) for text in texts]
     except TemplateRefusal as refusal:
         if len(chats) == 1:
@@ -213,8 +270,7 @@ class Renderer:
         """The text of each conversation. Raises TemplateRefusal for the first that is refused."""
         if self._process is None:
             variables = {**self._tokenizer.special_tokens_map, **self._options}
-            given, tools = variables.pop("chat_template", None), variables.get("tools")
-            template = refusable(lambda: self._tokenizer.get_chat_template(given, tools))
+            template, variables = template_of(self._tokenizer, variables)
             self._process = TemplateProcess(partial(rendered, template, variables), self._limits)
         texts = []
         for number, text in enumerate(self._process.map(chats)):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
 
+from megatron_rl.agents.as_json import turn_from_json
 from megatron_rl.agents.observation import Observation, ToolCall, Turn
+from megatron_rl.agents.thoughts import PLAIN, ThoughtMarks
 from megatron_rl.agents.tool_parser import ToolParser
 from megatron_rl.agents.tools import ToolEnvironment, load_tools, schemas_of
 from megatron_rl.errors import ConfigError
@@ -164,6 +167,33 @@ def test_unreadable_calls_are_told_to_the_policy(file, tokenizer, text, problem)
     assert problem in turn.problem and turn.calls == ()
 
 
+KNOWN, OPENED = ThoughtMarks("<think>", "</think>"), ThoughtMarks("<think>", "</think>", is_open=True)
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 9}}</tool_call>'
+INSIDE = f"<think>\nI could write {CALL}\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("thoughts", "text", "expected"),
+    [
+        (KNOWN, INSIDE + "No call.", Turn("No call.", reasoning_content=f"I could write {CALL}")),
+        (KNOWN, INSIDE + CALL, Turn("", (ToolCall("add", {"a": 9}),), reasoning_content=f"I could write {CALL}")),
+        (KNOWN, f"<think>{CALL}", Turn("", reasoning_content=CALL)),
+        (OPENED, f"{CALL}</think>So.", Turn("So.", reasoning_content=CALL)),
+        (OPENED, CALL, Turn("", reasoning_content=CALL)),
+        (PLAIN, INSIDE + "No call.", Turn(INSIDE + "No call.")),
+        (PLAIN, INSIDE + CALL, Turn(INSIDE, (ToolCall("add", {"a": 9}),))),
+    ],
+)
+def test_a_call_inside_of_a_thought_is_no_call(file, thoughts, text, expected):
+    """The thought is the turn's own field where the template knows thoughts, and stays in the text where it does not.
+    Would not catch a second thought behind the answer.
+    """
+    tokenizer = ByT5Tokenizer()
+    parser = ToolParser("hermes", "key", tokenizer, schemas_of(load_tools(file, "key"), "key"), [], thoughts)
+    turn = parser.turn(tokenizer(text, add_special_tokens=False)["input_ids"])
+    assert turn == expected and turn == turn_from_json(asdict(turn))
+
+
 def test_a_format_that_nobody_knows_names_the_nearest(file, tokenizer):
     """And one that this tokenizer does not go with. Would not catch a format of another vLLM."""
     schemas = schemas_of(load_tools(file, "key"), "key")
@@ -171,3 +201,5 @@ def test_a_format_that_nobody_knows_names_the_nearest(file, tokenizer):
         ToolParser("hermies", "multi_turn.format", tokenizer, schemas, [])
     with pytest.raises(ConfigError, match="does not go with this tokenizer"):
         ToolParser("llama3_json", "multi_turn.format", tokenizer, schemas, [])
+    with pytest.raises(ConfigError, match="needs one that writes channels"):
+        ToolParser("openai", "multi_turn.format", tokenizer, schemas, [])

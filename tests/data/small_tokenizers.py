@@ -46,6 +46,13 @@ MARKED = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.
 {% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
+CLOSED = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}\
+{% generation %}{{ m.content + '<|im_end|>\\n' }}{% endgeneration %}{% else %}{{ m.content }}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% elif messages[-1].role == 'assistant' %}{% generation %}{{ eos_token }}{% endgeneration %}{% else %}{{ eos_token }}\
+{% endif %}"""
+"""As Phi-3's with marks: every text is closed by the end token, one without an answer, too."""
+
 STRICT = """{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}\
 {{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}] {{ m.content }} {% endfor %}\
 {% if add_generation_prompt %}[assistant] {% endif %}"""

@@ -7,7 +7,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_tokenizers import BARE, CHATML, FORGETFUL, LLAMA3, MARKED, QWEN3, STRICT, byte_level, metaspace
+from small_tokenizers import BARE, CHATML, CLOSED, FORGETFUL, LLAMA3, MARKED, QWEN3, STRICT, byte_level, metaspace
 
 from megatron_rl.data.chat_template import ChatTemplate, plain_draft
 from megatron_rl.data.example_rows import Chat, Text
@@ -151,6 +151,34 @@ def test_marks_agree_with_transformers():
     expected = tokenizer.apply_chat_template(TWO_TURNS, return_assistant_tokens_mask=True, return_dict=True)
     assert [*one.ids, tokenizer.encode("\n")[0]] == expected["input_ids"]
     assert [int(c) for c in one.counts] == expected["assistant_masks"][:-1]
+
+
+def test_marks_of_a_template_that_closes_every_text():
+    """The answer and the closing token count, as in transformers; an earlier answer is learned in a text of its own,
+    which is closed, too. Would not catch marks around half of an answer.
+    """
+    tokenizer = byte_level(CLOSED, "<eos>")
+    (one,) = encoded(tokenizer, TWO_TURNS[:2])
+    expected = tokenizer.apply_chat_template(TWO_TURNS[:2], return_assistant_tokens_mask=True, return_dict=True)
+    assert one.ids == expected["input_ids"] and [int(c) for c in one.counts] == expected["assistant_masks"]
+    texts = [counted(tokenizer, text) for text in encoded(tokenizer, TWO_TURNS)]
+    assert texts == [["forty two.<|im_end|>\n<eos>"], ["it is the other<|im_end|>\n<eos>"]]
+    unmarked = MARKED.replace("{{ m.content + '<|im_end|>' }}", "{{ '<|im_end|>' }}").replace(
+        "{% generation %}", "{{ m.content }}{% generation %}"
+    )
+    with pytest.raises(RowProblem, match="mark around this answer"):
+        encoded(byte_level(unmarked), TWO_TURNS)
+
+
+def test_several_templates_and_no_default_name_the_key():
+    """Two names, none of them `default`: refused with the key that names one, which then works. Would not catch a name
+    that is no template.
+    """
+    tokenizer = byte_level(CHATML).__class__(tokenizer_object=byte_level(CHATML).backend_tokenizer)
+    tokenizer.chat_template = {"short": CHATML, "long": MARKED}
+    with pytest.raises(ConfigError, match=r"long, short.*chat_template=long"):
+        encoded(tokenizer, TWO_TURNS)
+    assert encoded(tokenizer, TWO_TURNS, append_eos=False, chat_template="short")
 
 
 def test_a_template_whose_prompt_is_no_beginning_is_refused():

@@ -183,7 +183,7 @@ def test_labels_and_scores(tmp_path):
 
 def test_messages_of_parquet_have_no_nulls(tmp_path):
     """Arrow gives every message all fields and tools their union: a template sees what was written. Parts of text are
-    joined. Would not catch a null that was meant.
+    joined, and a call and its answer get an id. Would not catch a null that was meant.
     """
     template = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}{{ tools | tojson }}<|im_end|>"
     call = {"function": {"name": "add", "arguments": {"a": 1}}}
@@ -192,7 +192,9 @@ def test_messages_of_parquet_have_no_nulls(tmp_path):
     path = write(tmp_path / "a.parquet", [{"messages": messages, "tools": tools}])
     (example,), _ = read_examples([path], byte_level(template), ReadingOptions(loss_on="all"))
     lines = byte_level(template).decode(example.tokens).removesuffix("<|im_end|>").split("\n")
-    assert [json.loads(line) for line in lines] == [USER, messages[1] | {"content": ""}, *messages[2:], tools]
+    called = {"role": "assistant", "content": "", "tool_calls": [call | {"type": "function", "id": "000000000"}]}
+    answered = messages[2] | {"name": "add", "tool_call_id": "000000000"}
+    assert [json.loads(line) for line in lines] == [USER, called, answered, THAT, tools]
 
 
 def test_rows_that_a_template_rewrites_become_several_examples(tmp_path):
