@@ -105,9 +105,11 @@ class RankCalls:
             raise CallsFailed(self._failures_and_cause())
 
     def _raise_for_heartbeats(self) -> None:
-        if hangs := dict(self._monitor.hangs):
-            running = [call for answer, call in self._open.items() if not answer.done()]
-            raise CallsFailed(failures_of(hangs, self._monitor, self._infos, running))
+        if not self._monitor.hangs:
+            return
+        running = [call for answer, call in self._open.items() if not answer.done()]
+        if failures := failures_of(self._monitor, self._infos, running):
+            raise CallsFailed(failures)
 
     def _failures_and_cause(self) -> list[RankFailure]:
         """Wait for all ranks to report. Where all reports are of a lost peer, wait longer for the lost rank's own."""
@@ -151,23 +153,26 @@ def failure_of(error: BaseException, call: Call, process: ProcessInfo) -> RankFa
 
 
 def failures_of(
-    hangs: Mapping[int, Hang], monitor: HeartbeatMonitor, processes: Sequence[ProcessInfo], running: Sequence[Call]
+    monitor: HeartbeatMonitor, processes: Sequence[ProcessInfo], running: Sequence[Call]
 ) -> list[RankFailure]:
-    """Return one failure for each rank in `hangs`; the rank to look at first has the earliest date.
+    """Return one failure for each rank that hangs; the rank to look at first has the earliest date.
 
-    Asks all ranks for their stacks and writes them to `limits.stacks_file`. running: calls without an answer, in the
-    order they were made.
+    Asks all ranks for their stacks, then judges anew: a rank that was heard meanwhile does not hang, and none may be
+    left. Writes the stacks to `limits.stacks_file`. running: calls without an answer, in the order they were made.
     """
     stacks = monitor.stacks(STACKS_TIMEOUT_S)
+    verdict = monitor.verdict()
+    if not verdict.hangs:
+        return []
     where = _write(stacks, monitor.limits)
     # The first call that a rank has not answered is the method it is in: the last sign of a silent rank is older.
     calls = {call.rank: call for call in reversed(running)}
-    signs, now = monitor.signs, time.monotonic()
+    hangs, signs = verdict.hangs, verdict.signs
     failures: list[RankFailure] = []
     for rank in sorted(hangs, key=lambda rank: (waits_for_peers(stacks.get(rank, "")), -signs[rank].idle_s)):
         sign, process = signs[rank], processes[rank]
         call = calls.get(rank, Call(rank, "worker", "no method"))
-        message = _message(hangs[rank], process, sign.idle_s, now - sign.heard_at, monitor.limits)
+        message = _message(hangs[rank], process, sign.idle_s, verdict.at - sign.heard_at, monitor.limits)
         failures.append(
             RankFailure(
                 *call,

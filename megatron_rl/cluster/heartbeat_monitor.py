@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -40,6 +41,15 @@ STACKS_FILE = "stacks.txt"
 
 LONGEST_LINE, LONGEST_HELLO = 1 << 20, 1 << 10
 """Bytes; the stacks of all threads of a rank have some ten thousand."""
+
+HELLO_S = 10.0
+"""Seconds in which a peer must send the token; a rank does so at once."""
+
+MORE_STRANGERS = 32
+"""Connections without a token that are kept at once, beyond one for each rank; then the oldest is closed."""
+
+LOOK_AGAIN_S = 5.0
+"""Seconds to wait for the monitor's thread to look at the signs again."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,15 @@ class Hang(enum.Enum):
     STALLED = enum.auto()
 
 
+@dataclass(frozen=True)
+class Judgement:
+    """The ranks that hang, and the signs of life and the monotonic time that say so."""
+
+    hangs: Mapping[int, Hang]
+    signs: Mapping[int, Sign]
+    at: float
+
+
 def judge(signs: Mapping[int, Sign], now: float, limits: HeartbeatLimits) -> dict[int, Hang]:
     """Return the ranks that hang, all in the same way; empty while none hangs.
 
@@ -131,18 +150,17 @@ def waits_for_peers(stacks: str) -> bool:
 
 
 class HeartbeatMonitor:
-    """Listens on `host` for the signs of life of `num_ranks` ranks, in a thread, until `close`.
-
-    hangs: the last result of `judge`, at most a second old.
-    """
+    """Listens on `host` for the signs of life of `num_ranks` ranks, in a thread, until `close`."""
 
     def __init__(self, host: str, num_ranks: int, limits: HeartbeatLimits) -> None:
         self.limits = limits
-        self.hangs: dict[int, Hang] = {}
         self.token = secrets.token_hex(16)
-        now = time.monotonic()
+        self._looked_at = now = time.monotonic()
         self._signs = {rank: Sign(now) for rank in range(num_ranks)}
+        self._verdict = Judgement({}, dict(self._signs), now)
         self._connections: dict[int, RankConnection] = {}
+        self._strangers: dict[RankConnection, None] = {}
+        self._most_strangers = num_ranks + MORE_STRANGERS
         self._stacks: dict[int, str] = {}
         self._listener = socket.create_server((host, 0), backlog=num_ranks)
         self._loop = asyncio.new_event_loop()
@@ -154,6 +172,24 @@ class HeartbeatMonitor:
         """The address that ranks connect to."""
         host, port, *_ = self._listener.getsockname()
         return MonitorAddress(host, port, self.token)
+
+    @property
+    def hangs(self) -> Mapping[int, Hang]:
+        """The last result of `judge`, at most a second old."""
+        return self._verdict.hangs
+
+    def verdict(self) -> Judgement:
+        """Judge what was heard until now, in the monitor's thread; the last verdict if that thread has ended."""
+        looked: Future[None] = Future()
+
+        def look() -> None:
+            self._judge()
+            looked.set_result(None)
+
+        with suppress(RuntimeError, TimeoutError):  # another thread closes this
+            self._loop.call_soon_threadsafe(look)
+            looked.result(LOOK_AGAIN_S)
+        return self._verdict
 
     @property
     def signs(self) -> dict[int, Sign]:
@@ -178,13 +214,27 @@ class HeartbeatMonitor:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
 
+    def met(self, connection: RankConnection) -> None:
+        """Keep a connection without a token for a while, and not too many of them."""
+        self._strangers[connection] = None
+        self._loop.call_later(HELLO_S, self.send_away, connection)
+        if len(self._strangers) > self._most_strangers:
+            self.send_away(next(iter(self._strangers)))
+
+    def send_away(self, connection: RankConnection) -> None:
+        """Close a connection that has not sent the token."""
+        if connection in self._strangers:
+            del self._strangers[connection]
+            connection.transport.abort()
+
     def connected(self, rank: int, connection: RankConnection) -> None:
         """Accept the connection of a rank that has sent the token."""
+        del self._strangers[connection]
         self._connections[rank] = connection
         self._signs[rank] = Sign(time.monotonic(), Connection.OPEN)
 
     def disconnected(self, rank: int, connection: RankConnection) -> None:
-        """Note the end of a connection, unless the rank has opened another."""
+        """Note the end of a rank's connection, unless the rank has opened another."""
         if self._connections.get(rank) is connection:
             del self._connections[rank]
             self._signs[rank] = replace(self._signs[rank], connection=Connection.BROKEN, heard_at=time.monotonic())
@@ -193,6 +243,8 @@ class HeartbeatMonitor:
         """Process a message of a rank."""
         if "stacks" in content:
             self._stacks[rank] = str(content["stacks"])
+            sign, now = self._signs[rank], time.monotonic()
+            self._signs[rank] = replace(sign, heard_at=now, idle_s=sign.idle_s + now - sign.heard_at)
         else:
             doing, idle_s = (str(content["role"]), str(content["method"])), float(content["idle_s"])
             got_sigterm = bool(content.get("got_sigterm"))
@@ -203,21 +255,26 @@ class HeartbeatMonitor:
         server = self._loop.run_until_complete(
             self._loop.create_server(lambda: RankConnection(self), sock=self._listener)
         )
-        self._look(time.monotonic())
+        self._look()
         self._loop.run_forever()
         server.close()
-        for connection in self._connections.values():
+        for connection in (*self._connections.values(), *self._strangers):
             connection.transport.abort()
         self._loop.run_until_complete(server.wait_closed())
         self._loop.close()
 
-    def _look(self, before: float) -> None:
-        """Judge every second; a pause of this process does not count as silence of ranks."""
-        now = time.monotonic()
-        if (pause := now - before) > LONG_PAUSE_S:
+    def _look(self) -> None:
+        """Judge every second."""
+        self._judge()
+        self._loop.call_later(1.0, self._look)
+
+    def _judge(self) -> None:
+        """Judge the signs of now; a pause of this process does not count as silence of ranks."""
+        before, self._looked_at = self._looked_at, time.monotonic()
+        if (pause := self._looked_at - before) > LONG_PAUSE_S:
             self._signs = {rank: replace(sign, heard_at=sign.heard_at + pause) for rank, sign in self._signs.items()}
-        self.hangs = judge(self._signs, now, self.limits)
-        self._loop.call_later(1.0, self._look, now)
+        hangs = judge(self._signs, self._looked_at, self.limits)
+        self._verdict = Judgement(hangs, dict(self._signs), self._looked_at)
 
 
 class RankConnection(asyncio.Protocol):
@@ -231,18 +288,21 @@ class RankConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+        self._monitor.met(self)
 
     def data_received(self, data: bytes) -> None:
         *lines, self._unread = (self._unread + data).split(b"\n")
         try:
             for line in lines:
+                self._check_length(line)
                 self._take(json.loads(line))
-        except (ValueError, KeyError, TypeError):  # the peer is no rank
-            self.transport.abort()
-        if len(self._unread) > (LONGEST_LINE if self._rank is not None else LONGEST_HELLO):
+            self._check_length(self._unread)
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):  # the peer is no rank
+            self._unread = b""
             self.transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._monitor.send_away(self)
         if self._rank is not None:
             self._monitor.disconnected(self._rank, self)
 
@@ -250,11 +310,16 @@ class RankConnection(asyncio.Protocol):
         """Have the rank send the stacks of its threads."""
         self.transport.write(b"stacks\n")
 
+    def _check_length(self, line: bytes) -> None:
+        """Raise ValueError for more bytes in a line than the peer has a use for."""
+        if len(line) > (LONGEST_HELLO if self._rank is None else LONGEST_LINE):
+            raise ValueError("the line is too long")
+
     def _take(self, content: dict[str, Any]) -> None:
         if self._rank is not None:
             self._monitor.heard(self._rank, content)
-        elif hmac.compare_digest(str(content["token"]), self._monitor.token):
-            self._rank = int(content["rank"])
-            self._monitor.connected(self._rank, self)
-        else:
-            self.transport.abort()
+            return
+        if not hmac.compare_digest(str(content["token"]), self._monitor.token):
+            raise ValueError("the token is another run's")
+        self._rank = int(content["rank"])
+        self._monitor.connected(self._rank, self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import stat
 from pathlib import Path
 
@@ -34,3 +35,19 @@ def instead_of_file(path: Path) -> str | None:
     if kind == FILE:
         return None
     return ABSENT if kind == NOTHING else f"it is {kind}"
+
+
+def read_whole(path: Path, largest: int) -> bytes:
+    """Return the content of a file. Neither a pipe nor a device at `path` can hold the reader up.
+
+    largest: bytes. Raises OSError, with a reason for people in `strerror`, for what is no file, or has more bytes.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as opened:
+        kind = _KINDS.get(stat.S_IFMT(os.fstat(descriptor).st_mode), "of another kind")
+        if kind != FILE:
+            raise OSError(errno.EINVAL, f"it is {kind}, and no file")
+        content = opened.read(largest + 1)
+    if len(content) > largest:
+        raise OSError(errno.EFBIG, f"it has more than {largest} bytes")
+    return content

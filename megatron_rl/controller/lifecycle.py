@@ -39,6 +39,7 @@ from megatron_rl.cluster.signals import StopRequest
 from megatron_rl.config.load import flat_settings
 from megatron_rl.config.roles import Placement, trained_roles
 from megatron_rl.config.steps import is_save_step
+from megatron_rl.config.urls import without_secrets
 from megatron_rl.controller.repairs import Repairs
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.dispatch import RemoteMethod, Stop
@@ -227,7 +228,8 @@ class Lifecycle:
         """Print where the run resumes, and every key whose value changed since the checkpoint."""
         start, say = self.folder.start, self.logger.say
         say(f"going on after step {start.step}, from {start.path}")
-        before, now = flat_settings(self.folder.saved["config"]), flat_settings(dataclasses.asdict(self.config))
+        saved, present = self.folder.saved["config"], dataclasses.asdict(self.config)
+        before, now = flat_settings(without_secrets(saved)), flat_settings(without_secrets(present))
         for key in sorted(before.keys() | now.keys()):
             if before.get(key) != now.get(key) and key not in MAY_CHANGE and not self.config.ignores(key):
                 say(f"  {key} was {before.get(key)}, is {now.get(key)}")
@@ -284,7 +286,7 @@ class Lifecycle:
         content = {
             "run": state,
             "roles": {role: dataclasses.asdict(numbers) for role, numbers in roles.items()},
-            "config": dataclasses.asdict(self.config),
+            "config": without_secrets(dataclasses.asdict(self.config)),
         }
         (folder / RUN_FILE).write_text(json.dumps(content, indent=1))
         with self.drawn.saving(state["step"]):

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict
 
 from megatron_rl.config.task_config import TaskConfig
+from megatron_rl.config.urls import without_secrets
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.ledger.planner.hardware import planned_hardware
 from megatron_rl.ledger.planner.run_plan import RunPlan, mean_lengths
@@ -24,7 +25,7 @@ def write_plan(logger: RunLogger) -> None:
         plan = TaskPlan.of(config, hardware, None)
     else:
         plan = RunPlan.of(config, hardware, mean_lengths(config.data, None, None))
-    content = {"config": asdict(config), "plan": plan.as_json()}
+    content = {"config": without_secrets(asdict(config)), "plan": plan.as_json()}
     try:
         text = json.dumps(finite_or_null(content), indent=1, allow_nan=False, default=str)
         replace_file(logger.folder.path / PLAN_FILE, text.encode() + b"\n")

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.urls import without_secrets
 from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.dispatch import Future
 from megatron_rl.errors import StorageError
@@ -69,7 +70,7 @@ class RunLogger:
         drop_later(self.folder.path, self.folder.resumed_step or 0)
         metric_logger = MetricLogger(trainer.logger, self.folder.path, self.console, self.folder.resumed_step)
         self.metric_logger = self._open.enter_context(metric_logger)
-        settings = dataclasses.asdict(self.config)
+        settings = without_secrets(dataclasses.asdict(self.config))
         names = (trainer.project_name, trainer.experiment_name)
         self._services = Services.start(trainer.logger, *names, settings, self.folder.path, trainer.prometheus.port)
         if self._services.exporter is not None:

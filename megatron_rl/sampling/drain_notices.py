@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import threading
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from types import TracebackType
 from typing import Self
-from urllib.error import URLError
-from urllib.request import urlopen
+
+from megatron_rl.config.file_kinds import read_whole
+from megatron_rl.config.urls import shown_url
 
 DRAIN_FILE = "drain"
 """The file in the run's folder. A line is the number of a replica or the address of a node; # begins a remark."""
+URL_KEY = "actor_rollout_ref.rollout.drain_url"
 READ_S = 5.0
 """Seconds from one reading of the URL to the next, and the longest that one may take."""
 MOST_BYTES = 1 << 16
+"""Of a list; a longer one is not read in part, because that may leave out or cut off a name."""
+MOST_NAMED, LONGEST_REASON = 3, 300
+NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 @dataclass(frozen=True)
@@ -35,8 +43,9 @@ class DrainNotices:
 
     def __init__(self, file: Path, url: str | None, say: Callable[[str], None]) -> None:
         self._file, self._url, self._say = file, url, say
+        self._shown_url = shown_url(url or "")
         self._from_url: frozenset[str] = frozenset()
-        self._has_said_file = False
+        self._said: set[str] = set()
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._read_url, name="drain notices", daemon=True)
 
@@ -52,36 +61,95 @@ class DrainNotices:
 
     def read(self) -> Notices:
         """What the file says now, and what the URL said last."""
-        from_url = dict.fromkeys(self._from_url, str(self._url))
+        from_url = dict.fromkeys(self._from_url, self._shown_url)
         return Notices(from_url | dict.fromkeys(self._in_file(), str(self._file)))
 
     def _in_file(self) -> frozenset[str]:
         try:
-            names = named_in(self._file.read_text(errors="replace"))
+            text = read_whole(self._file, MOST_BYTES).decode(errors="replace")
         except FileNotFoundError:
-            return frozenset()
+            text = ""
         except OSError as error:
-            if not self._has_said_file:
-                self._say(f"{self._file} cannot be read, and counts as empty: {error.strerror}")
-            self._has_said_file = True
+            self._say_once("file", f"{self._file} cannot be read, and counts as empty: {error.strerror}")
             return frozenset()
+        self._said.discard("file")
+        names = named_in(text)
+        self._say_strange(str(self._file), names)
         return names
 
     def _read_url(self) -> None:
-        """Read again and again; what was read last counts where the URL does not answer."""
+        """Read again and again; what was read last counts where the URL does not answer with a list."""
         assert self._url is not None
-        has_said = False
         while not self._ends.wait(READ_S):
             try:
-                with urlopen(self._url, timeout=READ_S) as answer:
-                    self._from_url = named_in(answer.read(MOST_BYTES).decode(errors="replace"))
-                has_said = False
-            except (URLError, OSError, ValueError) as error:
-                if not has_said:
-                    self._say(
-                        f"actor_rollout_ref.rollout.drain_url={self._url} does not answer, and is asked on: {error}"
-                    )
-                has_said = True
+                names = named_in(asyncio.run(answer_of(self._url)))
+                if names and not any(map(is_name, names)):  # a page that says what is wrong, or asks for a password
+                    raise ValueError(f"its answer is no list of replicas and nodes; its lines are {some_of(names)}")
+            except Exception as error:  # whatever a server answers must not end this thread
+                key = f"{URL_KEY}={self._shown_url}"
+                self._say_once("url", f"{key} does not answer, and is asked on: {reason_of(error)}")
+            else:
+                self._said.discard("url")
+                self._from_url = names
+                self._say_strange(self._shown_url, names)
+
+    def _say_strange(self, place: str, names: frozenset[str]) -> None:
+        """Say which lines of a notice can be nobody's name, until there are none."""
+        strange = {name for name in names if not is_name(name)}
+        if strange:
+            rule = "a line is a replica's number, such as 0, or the address of a node, such as 10.0.0.7"
+            self._say_once(place, f"{place} names {some_of(strange)}, which nobody is called: {rule}")
+        else:
+            self._said.discard(place)
+
+    def _say_once(self, topic: str, sentence: str) -> None:
+        """Say it, unless something was said of the topic that still holds."""
+        if topic not in self._said:
+            self._say(sentence)
+        self._said.add(topic)
+
+
+async def answer_of(url: str) -> str:
+    """Return the text that a URL answers, whole, READ_S from now at the latest. Raises what aiohttp raises, TimeoutError,
+    and ValueError for a longer text than MOST_BYTES.
+    """
+    import aiohttp  # few runs have a URL
+
+    limits = aiohttp.ClientTimeout(total=READ_S)
+    # Compressed bytes are not unpacked: a few may become very many.
+    async with (
+        aiohttp.ClientSession(timeout=limits, trust_env=True, auto_decompress=False) as session,
+        session.get(url, headers={"Accept-Encoding": "identity"}, raise_for_status=True) as answer,
+    ):
+        content = b""
+        async for piece in answer.content.iter_any():
+            content += piece
+            if len(content) > MOST_BYTES:
+                raise ValueError(f"its answer has more than {MOST_BYTES} bytes")
+        return content.decode(errors="replace")
+
+
+def reason_of(error: Exception) -> str:
+    """Return why a URL did not answer, in one line without the URL."""
+    if isinstance(error, TimeoutError):
+        return f"no whole answer in {READ_S:g} s"
+    status, message = getattr(error, "status", None), getattr(error, "message", None)
+    said = f"{status} {message}" if status is not None else f"{type(error).__name__}: {error}"
+    return " ".join(said.split())[:LONGEST_REASON]
+
+
+def is_name(name: str) -> bool:
+    """Whether a line can name a replica or a node: a number as it is printed, or an address."""
+    try:
+        return bool(NUMBER.fullmatch(name) or ip_address(name))
+    except ValueError:
+        return False
+
+
+def some_of(names: Collection[str]) -> str:
+    """Return the first few names with commas, each cut to a length that a line has room for."""
+    first = [f"{name[:40]!r}" for name in sorted(names)[:MOST_NAMED]]
+    return ", ".join([*first, *(["..."] if len(names) > MOST_NAMED else [])])
 
 
 def named_in(text: str) -> frozenset[str]:

@@ -8,14 +8,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 
+from megatron_rl.cluster import heartbeat_monitor
+from megatron_rl.cluster.calls import failures_of
 from megatron_rl.cluster.heartbeat import Heartbeat
 from megatron_rl.cluster.heartbeat_monitor import (
     LONGEST_HELLO,
     MISSED_SIGNS_S,
+    MORE_STRANGERS,
     RECONNECT_S,
     Connection,
     Hang,
@@ -25,6 +28,7 @@ from megatron_rl.cluster.heartbeat_monitor import (
     judge,
     waits_for_peers,
 )
+from megatron_rl.cluster.launcher import ProcessInfo
 from megatron_rl.observe.liveness import made_progress
 
 LIMITS = HeartbeatLimits(stall_timeout_s=100, heartbeat_timeout_s=30)
@@ -107,15 +111,54 @@ def test_a_heartbeat_reports_what_its_rank_does_and_where(monitor: HeartbeatMoni
 
 
 def test_strangers_are_sent_away_and_change_nothing(monitor: HeartbeatMonitor) -> None:
-    """A wrong token, no JSON, no end of a line. Would not catch one that connects thousands of times."""
-    before = monitor.signs
-    hello = {"rank": 0, "token": "0" * 32}
-    for said in (json.dumps(hello).encode() + b"\n", b"GET / HTTP/1.1\r\n", b"[1]\n", b"x" * (LONGEST_HELLO + 1)):
+    """A wrong token, no JSON, no end of a line, brackets without an end. Would not catch one that guesses the token."""
+    before, failures = monitor.signs, list[object]()
+    monitor._loop.set_exception_handler(lambda _, context: failures.append(context))
+    hello, deep = {"rank": 0, "token": "0" * 32}, b"[" * (LONGEST_HELLO - 1) + b"\n"
+    says = (json.dumps(hello).encode() + b"\n", b"GET / HTTP/1.1\r\n", b"[1]\n", b"x" * (LONGEST_HELLO + 1))
+    for said in (*says, deep, b"[" * 60_000 + b"\n", b"[" * 60_000):
         with socket.create_connection(monitor.address[:2], timeout=60) as stranger:
             stranger.sendall(said)
             with suppress(ConnectionResetError):
                 assert stranger.recv(1) == b""
-    assert monitor.signs == before and monitor.stacks(timeout_s=0.2) == {}
+    assert monitor.signs == before and monitor.stacks(timeout_s=0.2) == {} and not failures
+
+
+def test_strangers_that_say_nothing_are_few_and_do_not_stay(
+    monitor: HeartbeatMonitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest goes where there are too many, and all go in time; a rank comes in all the same."""
+    with ExitStack() as opened:
+        strangers = [
+            opened.enter_context(socket.create_connection(monitor.address[:2], timeout=60))
+            for _ in range(2 + MORE_STRANGERS + 5)
+        ]
+        wait_until(lambda: len(monitor._strangers) == 2 + MORE_STRANGERS)
+        for stranger in strangers[:5]:
+            with suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
+        Heartbeat(0, monitor.address)
+        wait_until(lambda: monitor.signs[0].connection is Connection.OPEN)
+        monkeypatch.setattr(heartbeat_monitor, "HELLO_S", 0.1)
+        late = opened.enter_context(socket.create_connection(monitor.address[:2], timeout=60))
+        with suppress(ConnectionResetError):
+            assert late.recv(1) == b""
+    wait_until(lambda: not monitor._strangers)
+    assert monitor.signs[0].connection is Connection.OPEN
+
+
+def test_a_rank_that_was_heard_since_the_verdict_does_not_hang(monitor: HeartbeatMonitor) -> None:
+    """Verdict and sentence are of one moment. Would not catch a rank that is heard after it."""
+    monitor._loop.call_soon_threadsafe(lambda: monitor._signs.update({rank: Sign(-1e6) for rank in (0, 1)}))
+    wait_until(lambda: monitor.hangs == {0: Hang.SILENT, 1: Hang.SILENT})
+    Heartbeat(0, monitor.address)
+    wait_until(lambda: monitor.signs[0].connection is Connection.OPEN)
+    infos = [ProcessInfo(1, "a", "127.0.0.1"), ProcessInfo(2, "a", "127.0.0.1")]
+    (failure,) = failures_of(monitor, infos, [])
+    assert failure.rank == 1 and "given no sign of life for 1" in failure.message
+    Heartbeat(1, monitor.address)
+    wait_until(lambda: monitor.signs[1].connection is Connection.OPEN)
+    assert failures_of(monitor, infos, []) == []
 
 
 def test_a_pause_of_the_driver_is_nobodys_silence(monitor: HeartbeatMonitor) -> None:
@@ -127,7 +170,8 @@ def test_a_pause_of_the_driver_is_nobodys_silence(monitor: HeartbeatMonitor) -> 
     done = threading.Event()
 
     def look() -> None:
-        monitor._look(time.monotonic() - 60)
+        monitor._looked_at -= 60
+        monitor._judge()
         done.set()
 
     monitor._loop.call_soon_threadsafe(look)

@@ -35,6 +35,15 @@ def loaded(*overrides: str, config: Path = ASYNC) -> RunConfig:
             "deterministic=true",
             "async_training.deterministic=false",
         ),
+        *(
+            ((f"{ROLLOUT}.min_replicas=1", f"{ROLLOUT}.drain_url='{url}'"), why, f"{ROLLOUT}.drain_url=null")
+            for url, why in {
+                "http://me:pw@host/a b": "drain_url=http://***@host/a b has spaces",
+                "http://host:x/": "has another port",
+                "file:///tmp/drain": "does not begin with http:// or https://",
+                "http://?token=pw": "drain_url=http://?token=*** names no host",
+            }.items()
+        ),
     ],
 )
 def test_what_is_refused(overrides: tuple[str, ...], named: str, nearest: str) -> None:

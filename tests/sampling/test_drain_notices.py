@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from socketserver import StreamRequestHandler, ThreadingTCPServer
 
 import pytest
 
 from megatron_rl.sampling import drain_notices
-from megatron_rl.sampling.drain_notices import DrainNotices, named_in
+from megatron_rl.sampling.drain_notices import MOST_BYTES, DrainNotices, named_in
 
 
 def test_a_line_is_a_name_and_remarks_are_left_out() -> None:
@@ -37,6 +41,31 @@ def test_a_file_that_cannot_be_read_is_said_once(tmp_path: Path) -> None:
     with DrainNotices(tmp_path, None, lines.append) as notices:
         assert notices.read().of(1, set()) == notices.read().of(2, set()) == ""
     assert lines == [f"{tmp_path} cannot be read, and counts as empty: Is a directory"]
+
+
+@pytest.mark.parametrize("content", [None, b"1\n" * 50_000], ids=["a pipe", "100 kB"])
+def test_a_file_that_is_none_or_too_long_holds_nobody_up(tmp_path: Path, content: bytes | None) -> None:
+    """Read at every look of the loop that generates. A list that is cut would leave out names, or make others."""
+    file, lines = tmp_path / "drain", list[str]()
+    if content is None:
+        os.mkfifo(file)
+    else:
+        file.write_bytes(content)
+    with DrainNotices(file, None, lines.append) as notices:
+        assert notices.read().of(1, set()) == notices.read().of(1, set()) == ""
+        reason = "it is a pipe, and no file" if content is None else f"it has more than {MOST_BYTES} bytes"
+        assert lines == [f"{file} cannot be read, and counts as empty: {reason}"]
+        file.unlink()
+        file.write_text("1\n")
+        assert notices.read().of(1, set())
+
+
+def test_lines_that_name_nobody_are_said_once(tmp_path: Path) -> None:
+    file, lines = tmp_path / "drain", list[str]()
+    with DrainNotices(file, None, lines.append) as notices:
+        file.write_text("01\n1.0\n3\nfe80::1\n")
+        assert notices.read().of(1, set()) == "" and notices.read().of(3, set()) == f"{file} names 3"
+    assert len(lines) == 1 and f"{file} names '01', '1.0', which nobody is called" in lines[0]
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -72,6 +101,62 @@ def test_a_url_is_read_again_and_again(tmp_path: Path, monkeypatch: pytest.Monke
         server.shutdown()
         thread.join()
     assert len(lines) == 1
+
+
+STRANGE = {
+    "a TLS hello": b"\x16\x03\x01\x02\x00",
+    "a bad status": b"HTTP/1.1 abc OK\r\n\r\n",
+    "a long line": b"HTTP/1.1 200 " + b"x" * 70_000,
+    "many headers": b"HTTP/1.1 200 OK\r\n" + b"".join(b"H%d: 1\r\n" % n for n in range(20_000)) + b"\r\n",
+    "a broken chunk": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n1\r\n",
+    "a cut list": b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n3\n",
+    "a long list": b"HTTP/1.1 200 OK\r\n\r\n" + b"3\n" * MOST_BYTES,
+    "a page": b"HTTP/1.1 200 OK\r\n\r\n<html>\n<p>please sign in</p>\n",
+    "nothing": b"",
+}
+
+
+class Drips(StreamRequestHandler):
+    """Answers with the server's bytes; without an end where they end with an ellipsis."""
+
+    def handle(self) -> None:
+        self.request.recv(1 << 16)
+        self.server.asked += 1
+        with suppress(OSError):
+            self.request.sendall(self.server.content)
+            while self.server.drips:
+                self.request.sendall(b"#")
+                time.sleep(0.02)
+
+
+@pytest.fixture
+def server() -> Iterator[ThreadingTCPServer]:
+    with ThreadingTCPServer(("127.0.0.1", 0), Drips) as server:
+        server.daemon_threads, server.asked, server.drips = True, 0, False
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield server
+        server.drips = False
+        server.shutdown()
+        thread.join()
+
+
+def test_any_answer_of_a_server_costs_one_look(
+    server: ThreadingTCPServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each strange answer twice, then a list: the former counts until then, and one line says what is wrong."""
+    monkeypatch.setattr(drain_notices, "READ_S", 0.15)
+    lines, good = list[str](), b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n%d\n"
+    url = f"http://me:secret@127.0.0.1:{server.server_address[1]}/notices?token=secret"
+    with DrainNotices(tmp_path / "drain", url, lines.append) as notices:
+        for number, (name, content) in enumerate((STRANGE | {"drips": good[:20]}).items(), start=1):
+            server.content, server.drips = good % (number % 10), False
+            assert eventually(lambda number=number: notices.read().of(number % 10, set()) != ""), name
+            server.content, server.drips, asked = content, name == "drips", server.asked
+            assert eventually(lambda asked=asked: server.asked >= asked + 3), name
+            assert notices.read().of(number % 10, set()) != "" and len(lines) == number, (name, lines)
+    assert not any("secret" in line for line in lines)
+    assert all("drain_url=http://***@127.0.0.1" in line and "is asked on: " in line for line in lines)
 
 
 def eventually(holds) -> bool:

@@ -10,6 +10,7 @@ from megatron_rl.config.keys import CORRECTION
 from megatron_rl.config.keys import ROLLOUT as ROLLOUT_KEY
 from megatron_rl.config.roles import ACTOR, ROLLOUT, pool_sizes, roles_of
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.urls import shown_url, url_fault
 from megatron_rl.errors import Violation
 
 AHEAD = "trainer.rollout_ahead"
@@ -110,6 +111,10 @@ def _elastic_problems(config: RunConfig) -> Iterable[Violation]:
     rollout = config.actor_rollout_ref.rollout
     low, high = f"{ROLLOUT_KEY}.min_replicas", f"{ROLLOUT_KEY}.max_replicas"
     most = {low: rollout.min_replicas, high: rollout.max_replicas}
+    fault = None if rollout.drain_url is None else url_fault(rollout.drain_url)
+    if fault is not None:
+        url = f"{ROLLOUT_KEY}.drain_url"
+        yield Violation({url: shown_url(str(rollout.drain_url))}, f"{fault}: it is asked by HTTP", {url: None})
     if min(rollout.min_replicas, rollout.max_replicas) < 0:
         return
     if not rollout.is_elastic:
