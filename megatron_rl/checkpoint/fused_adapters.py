@@ -1,7 +1,7 @@
 """Adapters that share one A, read as adapters of single matrices: A is copied, and B is cut by outputs.
 
 Two forms are known: Megatron-Bridge's of fused linears, `linear_qkv.adapter.linear_in.weight`, as whole tensors, and
-PEFT's of stacked experts, as its `target_parameters` asks for.
+PEFT's of stacked experts, as its `target_parameters` asks for. Needs no torch.
 
 Legend: r rows of A, E experts.
 """
@@ -11,13 +11,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from itertools import chain
+from typing import TYPE_CHECKING
 
 from megatron_rl.checkpoint.hf_tensors import hf_tensors
 from megatron_rl.model.families import ParamSpec
 from megatron_rl.model.families.adapter_params import EACH, LORA_A, LORA_B
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FUSED = re.compile(
     r"decoder\.layers\.\d+\.(self_attention|mlp|mlp\.shared_experts)\.linear_(qkv|proj|fc1|fc2)"
@@ -30,19 +32,21 @@ BRIDGE = {LORA_A: "linear_in", LORA_B: "linear_out"}
 class Source:
     """Where A or B of one matrix is in a file: in the tensor `name` of `shape`.
 
-    expert: its number in a tensor of `num_experts`, A [E r, in] or B [out, r E]. rows: of a shared B; None: all.
+    expert: its number in a tensor of `num_experts`, A [E r, in] or B [out, r E]. rows: of a shared B, run after run;
+    None: all.
     """
 
     name: str
     shape: tuple[int, ...]
     num_experts: int = 1
     expert: int = 0
-    rows: Tensor | None = None
+    rows: tuple[range, ...] | None = None
 
     def cut(self, tensor: Tensor) -> Tensor:
         """The matrix' own part."""
         if self.rows is not None:
-            return tensor[self.rows].view(len(self.rows), -1, self.num_experts)[:, :, self.expert]
+            own = tensor[list(chain.from_iterable(self.rows))]
+            return own.view(len(own), -1, self.num_experts)[:, :, self.expert]
         return tensor.view(self.num_experts, -1, tensor.shape[1])[self.expert]
 
 
@@ -70,7 +74,7 @@ def adapter_sources(specs: Mapping[str, ParamSpec], names: Iterable[str], rank: 
             if shared not in present:
                 found[tensor.name] = Source(tensor.name, (rank, columns) if is_a else (out, rank))
                 continue
-            shape = (stack * rank, columns) if is_a else (sum(map(len, rows.values())), rank * stack)
+            shape = (stack * rank, columns) if is_a else (_count(rows.values()), rank * stack)
             found[tensor.name] = Source(shared, shape, stack, tensor.expert or 0, rows.get(tensor.parameter))
     return found
 
@@ -83,15 +87,22 @@ def _shared_stack(spec: ParamSpec, kind: str, by_outputs: bool, present: frozens
     return f"{experts}.{'base_layer.' if by_outputs else ''}{kind}.weight"
 
 
-def _rows(module: str, members: Mapping[str, ParamSpec]) -> dict[str, Tensor]:
+def _rows(module: str, members: Mapping[str, ParamSpec]) -> dict[str, tuple[range, ...]]:
     """The rows of each B in a shared one: one after the other. Megatron has queries, keys and values by groups: the
     queries that share a key, that key, its value.
     """
     segments = [spec.tensor.segments[0] for spec in members.values()]
     groups = segments[-1].num_units if module.endswith("linear_qkv") else 1
     sizes = [segment.shape[-2] // groups for segment in segments]
-    parts = torch.arange(groups * sum(sizes)).view(groups, -1).split(sizes, 1)
-    return {name: part.flatten() for name, part in zip(members, parts, strict=True)}
+    rows, first = dict[str, tuple[range, ...]](), 0
+    for name, size in zip(members, sizes, strict=True):
+        rows[name] = tuple(range(start, start + size) for start in range(first, groups * sum(sizes), sum(sizes)))
+        first += size
+    return rows
+
+
+def _count(rows: Iterable[tuple[range, ...]]) -> int:
+    return sum(len(run) for runs in rows for run in runs)
 
 
 def not_read(names: Iterable[str], linears: Iterable[str]) -> list[str]:

@@ -31,18 +31,13 @@ LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.")
 class HFFolder:
     """The safetensors of one Hugging Face folder, found by tensor name.
 
-    Raises ConfigError if there are none, or if two sets of weights are possible (`weight_files`).
+    files: the file of each tensor; None: those of a model (`weight_files`). Raises ConfigError if there are none, or if
+    two sets of weights are possible.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, files: Mapping[str, str] | None = None) -> None:
         self.path = path
-        try:
-            named = weight_files(path)
-        except UnreadableFileError as error:
-            raise ConfigError(f"the weights of {path} cannot be read: {error}") from error
-        self.files = named.index or {name: file for file in named.files for name in safe_open(path / file, "pt").keys()}
-        if not self.files:
-            raise ConfigError(f"no *.safetensors in {path}; expected a Hugging Face model folder")
+        self.files = _files_of(path) if files is None else files
         self.handles: dict[str, safe_open] = {}
         self.num_mapped = 0
 
@@ -123,6 +118,17 @@ class HFFolder:
         if self.num_mapped >= MAX_MAPPED_ELEMENTS:
             self.handles.clear()
             self.num_mapped = 0
+
+
+def _files_of(path: Path) -> Mapping[str, str]:
+    try:
+        named = weight_files(path)
+    except UnreadableFileError as error:
+        raise ConfigError(f"the weights of {path} cannot be read: {error}") from error
+    files = named.index or {name: file for file in named.files for name in safe_open(path / file, "pt").keys()}
+    if not files:
+        raise ConfigError(f"no *.safetensors in {path}; expected a Hugging Face model folder")
+    return files
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -1,16 +1,17 @@
-"""Map each tensor of a Hugging Face folder to parts of the ranks' shards: pure arithmetic."""
+"""Map each tensor of a Hugging Face folder to parts of the ranks' shards: pure arithmetic. Needs no torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.model.families import ParamSpec, is_one_by_one
 from megatron_rl.parallel.sharding import Place, box_index, shard_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Index = tuple[int | slice, ...]
 """An index of a tensor."""
@@ -41,7 +42,7 @@ class HFTensor:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def as_in_folder(self, data: torch.Tensor) -> torch.Tensor:
+    def as_in_folder(self, data: Tensor) -> Tensor:
         """Elements of it, or of a part, in the order of the folder's dims; given in that of the parameter's."""
         return data.transpose(-1, -2) if self.spec.transposed else data
 
@@ -96,7 +97,7 @@ def pieces(tensor: HFTensor, holders: Iterable[int], places: dict[int, Place]) -
     return list(by_box.values())
 
 
-def put_together(tensor: HFTensor, parts: Iterable[tuple[TensorPiece, torch.Tensor]]) -> torch.Tensor:
+def put_together(tensor: HFTensor, parts: Iterable[tuple[TensorPiece, Tensor]]) -> Tensor:
     """The whole tensor from its pieces and their elements, on the CPU; rows that only pad a vocabulary are in none.
 
     Raises ValueError when the pieces do not cover the tensor.
@@ -104,7 +105,7 @@ def put_together(tensor: HFTensor, parts: Iterable[tuple[TensorPiece, torch.Tens
     covered, whole = 0, None
     for piece, data in parts:
         if whole is None:
-            whole = torch.empty(tensor.shape, dtype=data.dtype)
+            whole = data.new_empty(tensor.shape, device="cpu")
         whole[piece.target] = data
         covered += data.numel()
     if whole is None or covered != tensor.numel:

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.checkpoint.adapter_files import BASE, CONFIG, WEIGHTS
 from megatron_rl.checkpoint.hf_export import ScatteredTensors
 from megatron_rl.checkpoint.hf_folder import ExportFile, write_files
 from megatron_rl.checkpoint.identity import WEIGHTS as DIGEST
-from megatron_rl.checkpoint.peft_folder import BASE, CONFIG, WEIGHTS
 
 
 @dataclass(frozen=True)

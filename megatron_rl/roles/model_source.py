@@ -16,10 +16,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from transformers import PretrainedConfig
 
+from megatron_rl.checkpoint.adapter_files import AdapterFiles
 from megatron_rl.checkpoint.constants import load_constants
 from megatron_rl.checkpoint.hf_config import language_config
 from megatron_rl.checkpoint.hf_import import HFFolder, global_name, load_hf_weights
-from megatron_rl.checkpoint.peft_folder import PeftFolder, load_adapters
+from megatron_rl.checkpoint.peft_folder import load_adapters
 from megatron_rl.config.drafts import MTPUse
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.megatron import MegatronConfig
@@ -61,7 +62,7 @@ class UnloadedModel:
         model = self.source.model
         load_constants(named_buffers(self.chunks), model.constants | mtp_constants_of(model), folder)
         if self.source.adapter_specs and self.source.lora.adapter_path is not None:
-            adapter = PeftFolder.open(self.source.lora.adapter_path)
+            adapter = AdapterFiles.open(self.source.lora.adapter_path)
             adapter.refuse_other(self.source.lora)
             adapter.refuse_other_base(self.source.path)
             trained = {name: named[name] for name in named if name in self.trained}

@@ -161,10 +161,10 @@ class TrainedRole(Role):
     @remote_method(Dispatch.ONE_TO_ALL, phase="export")
     def export_adapter(self, target: Path) -> None:
         """Write the adapters, and a value head beside them, as PEFT's folder. Raises StorageError as `export_hf`."""
+        from megatron_rl.checkpoint.adapter_files import head_modules, head_spec
         from megatron_rl.checkpoint.hf_export import ScatteredTensors
         from megatron_rl.checkpoint.identity import folder_digest
         from megatron_rl.checkpoint.peft_export import PeftSettings, export_adapter
-        from megatron_rl.checkpoint.peft_folder import head_modules, head_spec
         from megatron_rl.model.families.adapter_params import peft_specs, peft_targets
 
         source, lora, model = self.source, self.source.lora, self.source.model.specs

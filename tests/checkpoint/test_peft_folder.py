@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_rl.checkpoint.adapter_files import CONFIG, WEIGHTS, AdapterFiles
 from megatron_rl.checkpoint.identity import folder_digest
 from megatron_rl.checkpoint.peft_export import PeftSettings
-from megatron_rl.checkpoint.peft_folder import CONFIG, WEIGHTS, PeftFolder, load_adapters
+from megatron_rl.checkpoint.peft_folder import load_adapters
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import Model
@@ -49,7 +51,7 @@ def load(folder: Path, lora: LoraConfig = LORA) -> dict[str, torch.Tensor]:
     """The shards of one rank of two, as a role reads them."""
     specs = adapter_specs(MODEL.specs, lora)
     shards = {name: torch.full(shard_of(spec.tensor, PLACE).shape, 9.0) for name, spec in specs.items()}
-    opened = PeftFolder.open(folder)
+    opened = AdapterFiles.open(folder)
     opened.refuse_other(lora)
     load_adapters(shards, specs, opened, PLACE)
     return shards
@@ -83,15 +85,28 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
     return lambda folder: save_file(change(load_file(folder / WEIGHTS)), folder / WEIGHTS)
 
 
+def typed(dtype: torch.dtype) -> Callable[[Path], None]:
+    return tensors(lambda all: all | {FIRST: torch.ones(3, 48).to(dtype)})
+
+
+NO_WEIGHTS = {"int8": "I8", "uint8": "U8", "bool": "BOOL", "int64": "I64", "complex64": "C64"}
+NO_WEIGHTS |= {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 QKV = "decoder.layers.{}.self_attention.linear_qkv.adapter"
 FIRST = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
 FAULTS = {
     "half: no weights": (drop(WEIGHTS), f"must have {CONFIG} and {WEIGHTS}, and lacks {WEIGHTS}"),
     "half: no settings": (drop(CONFIG), f"lacks {CONFIG}"),
-    "torn settings": (tear(CONFIG), "cannot be read: JSONDecodeError"),
-    "torn weights": (tear(WEIGHTS), "cannot be read: SafetensorError"),
-    "a list": (lambda folder: (folder / CONFIG).write_text("[]") and None, "cannot be read: TypeError"),
-    "deep settings": (lambda folder: (folder / CONFIG).write_text("[" * 100_000) and None, "RecursionError"),
+    "torn settings": (tear(CONFIG), f"cannot be read: {CONFIG} is not valid JSON"),
+    "torn weights": (tear(WEIGHTS), f"cannot be read: {WEIGHTS} has 20 bytes, which hold no header"),
+    "empty weights": (lambda folder: os.truncate(folder / WEIGHTS, 0), f"{WEIGHTS} has 0 bytes"),
+    "a list": (lambda folder: (folder / CONFIG).write_text("[]") and None, "is not an object in braces"),
+    "deep settings": (lambda folder: (folder / CONFIG).write_text("[" * 100_000) and None, "levels deep"),
+    "no rank": (settings(r=None), "r=None must be a whole number >= 1"),
+    "an infinite rank": (settings(r=math.inf), "r=inf must be a whole number >= 1"),
+    "a true rank": (settings(r=True), "r=True must be a whole number >= 1"),
+    "a huge alpha": (settings(lora_alpha=10**400), "a number has 401 digits"),
+    "no number as alpha": (settings(lora_alpha=math.nan), "lora_alpha=nan must be a finite number"),
+    "heads as text": (settings(modules_to_save="score"), "modules_to_save='score' must be a list of names"),
     "DoRA": (settings(use_dora=True), "use_dora=True must be False"),
     "rslora": (settings(use_rslora=True), "use_rslora=True must be False"),
     "other method": (settings(peft_type="IA3"), "peft_type=IA3 must be LORA"),
@@ -104,6 +119,14 @@ FAULTS = {
     "one more": (tensors(lambda all: all | {"x": torch.ones(1)}), "and has ['x'] besides"),
     "misshapen": (tensors(lambda all: all | {FIRST: torch.ones(3, 47)}), "is [3, 47], the model implies [3, 48]"),
     "not finite": (tensors(lambda all: all | {FIRST: torch.full((3, 48), torch.nan)}), "is NaN or infinite"),
+    "too large": (
+        tensors(lambda all: all | {FIRST: torch.full((3, 48), 1e39, dtype=torch.float64)}),
+        "is too large for torch.float32",
+    ),
+    **{
+        f"weights of {name}": (typed(getattr(torch, name)), f"{FIRST} in {WEIGHTS} is of type {stored}: weights must")
+        for name, stored in NO_WEIGHTS.items()
+    },
     "one for all experts": (
         tensors(lambda _: {"decoder.layers.0.mlp.experts.linear_fc1.adapter.linear_in.weight": torch.ones(3, 32)}),
         "of Megatron's linears whole tensors are read, such as "
@@ -185,14 +208,14 @@ def test_another_base_is_named(tmp_path: Path) -> None:
     for number, base in enumerate(bases):
         base.mkdir()
         save_file({"x": torch.full((4, 4), float(number))}, base / "model.safetensors")
-    folder = PeftFolder.open(write(tmp_path / "adapter"))
+    folder = AdapterFiles.open(write(tmp_path / "adapter"))
     folder.refuse_other_base(bases[1])
     PeftSettings(bases[0], 3, 6.0, ("q_proj", "down_proj"), (), folder_digest(bases[0])).write(folder.path)
     folder.refuse_other_base(bases[0])
     with pytest.raises(ConfigError, match="were trained on weights with the digest"):
         folder.refuse_other_base(bases[1])
     (folder.path / "base_model.json").write_text("{}")
-    with pytest.raises(ConfigError, match="cannot be read: KeyError"):
+    with pytest.raises(ConfigError, match="digest None"):
         folder.refuse_other_base(bases[1])
 
 

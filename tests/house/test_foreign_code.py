@@ -114,16 +114,16 @@ def test_nothing_of_a_foreign_folder_is_run(tmp_path: Path) -> None:
     """Weights as pickles and code of the folder's own, offered to all that reads folders: each refuses, nothing runs.
     The pickle is a real one: loading it makes the mark. Would not catch a loader that is not named here.
     """
+    from megatron_rl.checkpoint.adapter_files import AdapterFiles
     from megatron_rl.checkpoint.hf_import import HFFolder
     from megatron_rl.checkpoint.identity import folder_digest
-    from megatron_rl.checkpoint.peft_folder import PeftFolder
     from megatron_rl.data.tokenizer import load_tokenizer
     from megatron_rl.errors import ConfigError
     from megatron_rl.ledger.planner.folder_files import lacking_in
 
     mark = tmp_path / "mark"
     folder = hostile_folder(tmp_path / "model", mark)
-    for read in (HFFolder, lambda path: load_tokenizer(str(path)), PeftFolder.open):
+    for read in (HFFolder, lambda path: load_tokenizer(str(path)), AdapterFiles.open):
         with pytest.raises(ConfigError):
             read(folder)
     assert folder_digest(folder) is None and "must hold *.safetensors files" in lacking_in(folder)

@@ -125,6 +125,7 @@ PURE_PARTS = (
     f"{PACKAGE}.hybrid_engine.layout",
     f"{PACKAGE}.hybrid_engine.plan",
     f"{PACKAGE}.hybrid_engine.schedule",
+    f"{PACKAGE}.checkpoint.adapter_files",
     f"{PACKAGE}.checkpoint.adapter_identity",
     f"{PACKAGE}.checkpoint.durable",
     f"{PACKAGE}.checkpoint.folders",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fault import base_config, good_case
 from model_folders import problems
+from safetensors.numpy import load_file, save, save_file
 from test_model_folder import LATENT
 
 from megatron_rl.config.roles import CRITIC, roles_of
@@ -177,11 +180,15 @@ def test_a_critic_has_the_same_rules(case):
 
 
 def folder_of(case, **settings) -> Path:
+    """A whole adapter of all o_proj, and a run that starts from it. settings: of adapter_config.json."""
     folder = case.folder / "adapter"
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps({"r": 16, "lora_alpha": 32} | settings))
-    (folder / "adapter_model.safetensors").write_bytes(b"")
-    case.set({f"{LORA}.adapter_path": str(folder)})
+    shapes = {"lora_A": (16, 384), "lora_B": (384, 16)}
+    names = [(f"base_model.model.model.layers.{layer}.self_attn.o_proj", kind) for layer in range(6) for kind in shapes]
+    content = {f"{name}.{kind}.weight": np.zeros(shapes[kind], np.float16) for name, kind in names}
+    save_file(content, folder / "adapter_model.safetensors")
+    case.set({f"{LORA}.adapter_path": str(folder), f"{LORA}.target_modules": ["o_proj"]})
     return folder
 
 
@@ -200,12 +207,15 @@ def test_a_peft_folder_decides_rank_and_alpha(case):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"r": "many"}, "its adapter_config.json cannot be read: ValueError: invalid literal for int() with base 10"),
+        ({"r": "many"}, "r='many' must be a whole number >= 1"),
+        ({"r": math.inf}, "r=inf must be a whole number >= 1"),
+        ({"lora_alpha": 10**400}, "a number has 401 digits, and at most 300 are read"),
+        ({"x": [[[]]] * 2, "use_dora": True}, "use_dora=True must be False: plain LoRA is read"),
         ({"r": 1024}, "of a rank that generation has; its r is 1024, and 512 is the most"),
     ],
 )
 def test_folders_that_are_none(case, settings, expected):
-    """Half of one as well. Would not catch tensors that do not fit the model."""
+    """Half of one as well. Would not catch a setting that a later PEFT adds."""
     folder = folder_of(case, **settings)
     (found,) = in_words(case)
     assert expected in found and found.endswith("nearest: null")
@@ -215,6 +225,38 @@ def test_folders_that_are_none(case, settings, expected):
         f"{LORA}.adapter_path=FOLDER/adapter must be a PEFT folder with adapter_config.json and "
         "adapter_model.safetensors; it lacks adapter_config.json and adapter_model.safetensors; nearest: null"
     ]
+
+
+O_PROJ = "base_model.model.model.layers.0.self_attn.o_proj.lora_{}.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda _: b"", "adapter_model.safetensors has 0 bytes, which hold no header of safetensors"),
+        (lambda all: save(all)[:-1], "it was cut off"),
+        (
+            lambda all: save(all | {O_PROJ.format("A"): np.zeros((16, 384), np.int8)}),
+            f"{O_PROJ.format('A')} in adapter_model.safetensors is of type I8: weights must be of type F64, F32, F16,",
+        ),
+        (
+            lambda all: save(all | {O_PROJ.format("A"): np.zeros((16, 385), np.float16)}),
+            f"{O_PROJ.format('A')} in FOLDER/adapter is [16, 385], the model implies [16, 384]",
+        ),
+        (
+            lambda all: save({name: tensor for name, tensor in all.items() if name != O_PROJ.format("B")}),
+            f"other adapters than target_modules asks for: it lacks ['{O_PROJ.format('B')}'], and has none besides",
+        ),
+    ],
+    ids=["empty", "torn", "integers", "shape", "half"],
+)
+def test_what_a_rank_would_refuse(case, change, expected) -> None:
+    """Before one starts, from the header of the weights. Would not catch an element that is NaN, which ranks find."""
+    file = folder_of(case) / "adapter_model.safetensors"
+    assert in_words(case) == []
+    file.write_bytes(change(load_file(file)))
+    (found,) = in_words(case)
+    assert expected in found
 
 
 def test_numbers_that_hardly_learn_are_named(case):

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.checkpoint.adapter_files import CONFIG, WEIGHTS, AdapterFiles, AdapterSettings, head_spec
 from megatron_rl.config.lora import LINEARS, LoraConfig
 from megatron_rl.config.megatron import LOCAL
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.roles import ACTOR, RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.errors import Violation, shown
+from megatron_rl.errors import ConfigError, Violation, shown
 from megatron_rl.ledger.planner.implementation_rules import GROUP
 from megatron_rl.ledger.planner.model_folder import ModelSizes
-from megatron_rl.model.families.adapter_params import ENGINE_RANKS, Projection, projections_of
+from megatron_rl.model.families import HEAD
+from megatron_rl.model.families.adapter_params import ENGINE_RANKS, Projection, adapter_specs, projections_of
 from megatron_rl.parallel.stages import StagePlan
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ROUTED = "*.experts.*"
 """The element of exclude_modules that names all linears of routed experts."""
 DEFAULT = LoraConfig()
@@ -31,12 +31,12 @@ def lora_problems(config: RunConfig, models: Sequence[ModelSizes], *, config_onl
     by_path = {model.path: model for model in models}
     for role in adapted_roles(config):
         key, lora = lora_key(role), role.lora
+        model = by_path.get(role.model_path)
         if lora.adapter_path is not None:
-            yield from _folder_problems(key, lora, config_only)
+            yield from _folder_problems(role, key, model, config_only)
         if not 0 < lora.rank <= max(ENGINE_RANKS):
             continue  # none, or a number that its own rule reports
         yield from _value_problems(role, key, config.actor_rollout_ref.rollout.drop_train_weights)
-        model = by_path.get(role.model_path)
         if model is not None and (own := model.attention.own_linears):
             rule = f"is not there for {own}, which {model.path} has: its layers are this project's own"
             yield Violation({f"{key}.rank": lora.rank}, rule, {f"{key}.rank": 0})
@@ -164,34 +164,58 @@ def _stages_without(role: RoleSpec, model: ModelSizes, adapted: Sequence[Project
 # A PEFT folder
 
 
-def _folder_problems(key: str, lora: LoraConfig, config_only: bool) -> Iterable[Violation]:
-    """What is wrong with `adapter_path`, or differs between its adapter_config.json and the keys."""
-    given = {f"{key}.adapter_path": lora.adapter_path}
+def _folder_problems(role: RoleSpec, key: str, model: ModelSizes | None, config_only: bool) -> Iterable[Violation]:
+    """What is wrong with `adapter_path`, or differs between it, the keys and the model.
+
+    config_only: the folder may lack files.
+    """
+    lora, given = role.lora, {f"{key}.adapter_path": role.lora.adapter_path}
+    none: dict[str, Any] = {f"{key}.adapter_path": None}
     folder = Path(str(lora.adapter_path)).expanduser()
     lacking = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
     if lacking and not config_only:
         rule = f"must be a PEFT folder with {CONFIG} and {WEIGHTS}; it lacks {' and '.join(lacking)}"
-        yield Violation(given, rule, {f"{key}.adapter_path": None})
+        yield Violation(given, rule, none)
     if CONFIG in lacking:
         return
     try:
-        settings = json.loads((folder / CONFIG).read_text())
-        rank, alpha = int(settings["r"]), float(settings["lora_alpha"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        rule = f"must be a PEFT folder; its {CONFIG} cannot be read: {type(error).__name__}: {error}"
-        yield Violation(given, rule, {f"{key}.adapter_path": None})
+        files = None if lacking or config_only else AdapterFiles.open(folder)
+        settings = AdapterSettings.read(folder) if files is None else files.settings
+    except ConfigError as error:
+        yield Violation(given, f"must be a PEFT folder of plain LoRA: {error}", none)
         return
+    rank, alpha = settings.rank, settings.alpha
     if not 0 < rank <= max(ENGINE_RANKS):
         rule = (
             f"must be a PEFT folder of a rank that generation has; its r is {rank}, and {max(ENGINE_RANKS)} is the most"
         )
-        yield Violation(given, rule, {f"{key}.adapter_path": None})
+        yield Violation(given, rule, none)
         return
     for name, mine, theirs in (("rank", lora.rank, rank), ("alpha", lora.alpha, alpha)):
         if mine != theirs and (name == "rank" or lora.rank):
             peft = "r" if name == "rank" else "lora_alpha"
             rule = f"must be {shown(theirs)}, the {peft} of {key}.adapter_path={lora.adapter_path}"
             yield Violation({f"{key}.{name}": mine}, rule, {f"{key}.{name}": theirs})
+    is_able = model is not None and not model.attention.own_linears and model.parts.family.inside is None
+    if files is not None and model is not None and is_able and lora.rank == rank:
+        yield from _tensor_problems(role, given, model, files)
+
+
+def _tensor_problems(
+    role: RoleSpec, given: dict[str, Any], model: ModelSizes, files: AdapterFiles
+) -> Iterable[Violation]:
+    """What a rank would find: a base or tensors that are not those of the model and its targets."""
+    try:
+        specs = adapter_specs(model.parts.specs, role.lora)
+    except ConfigError:
+        return  # the targets' own rule says so
+    if role.has_value_head:
+        specs |= {HEAD: head_spec(model.parts.value_specs[HEAD])}
+    try:
+        files.refuse_other_base(Path(model.path).expanduser())
+        files.sources(specs)
+    except ConfigError as error:
+        yield Violation(given, f"must hold adapters of {model.path}: {error}")
 
 
 # Advice
