@@ -25,6 +25,7 @@ from pathlib import Path
 from megatron_rl.checkpoint.durable import sync, write_text
 from megatron_rl.checkpoint.manifest import MANIFEST, Manifest, ManifestError, broken_files, write_manifest
 from megatron_rl.errors import ConfigError
+from megatron_rl.observe.appended_file import opened_to_append
 
 LATEST = "latest_checkpointed_iteration.txt"
 """verl's file next to the folders: the step of the newest checkpoint, as a number."""
@@ -52,7 +53,7 @@ class FolderLock:
     def __init__(self, root: Path) -> None:
         """Raises ConfigError if another run is in the folder: each would use the other's checkpoints as its own."""
         self.root = root
-        self._file = (root / LOCK).open("w")
+        self._file = opened_to_append(root / LOCK)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

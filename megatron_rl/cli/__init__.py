@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from megatron_rl.cli.checking import check_cluster_command, doctor_command
@@ -28,6 +27,7 @@ from megatron_rl.cluster.compiled import leaving_none_empty
 from megatron_rl.cluster.signals import quit_on_signals, restore_signals
 from megatron_rl.errors import ConfigError, MegatronRLError
 from megatron_rl.observe.console import drop_unread_output
+from megatron_rl.observe.terminal import Terminal
 
 RUNS = {"train": train_command, "sft": sft_command, "reward": reward_command, "dpo": dpo_command}
 """Commands that start a run."""
@@ -85,7 +85,7 @@ def main() -> None:
             app(prog_name="megatron-rl")
     except MegatronRLError as error:
         message = Text.assemble((type(error).__name__, "bold red"), f": {error}")
-        Console(stderr=True).print(message, soft_wrap=True, highlight=False)
+        Terminal(stderr=True).print(message, soft_wrap=True, highlight=False)
         sys.exit(error.exit_code)
     finally:
         restore_signals()

@@ -6,7 +6,6 @@ import os
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from megatron_rl.cli.options import ConfigPath, Overrides
 from megatron_rl.cli.output import refuse_to_lose_output, say
@@ -20,6 +19,7 @@ from megatron_rl.ledger.planner.memory_report import with_kv_cache
 from megatron_rl.node_check.doctor import Condition, machine_facts, symptoms
 from megatron_rl.observe.console import quiet_engines, quiet_libraries
 from megatron_rl.observe.summary import plain_table
+from megatron_rl.observe.terminal import Terminal
 
 ANY_STEPS = 1
 """Steps of a run whose length follows from its data, which is not read."""
@@ -60,7 +60,7 @@ def doctor_command() -> None:
     """
     lines = symptoms(machine_facts(os.environ.get("RAY_ADDRESS", "")))
     rows = [(line.what, line.value, line.state.value, line.remedy) for line in lines]
-    Console().print(plain_table("This machine", ("what", "value", "state", "what to do"), rows), markup=False)
+    Terminal().print(plain_table("This machine", ("what", "value", "state", "what to do"), rows), markup=False)
     refuse_to_lose_output()
     if any(line.state is Condition.BROKEN for line in lines):
         raise typer.Exit(ConfigError.exit_code)

@@ -6,10 +6,10 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from megatron_rl.cli.output import print_json, refuse_to_lose_output, say
 from megatron_rl.ledger.planner.family_table import COLUMNS, family_rows, refused_rows
+from megatron_rl.observe.terminal import Terminal
 
 
 def families_command(
@@ -22,7 +22,7 @@ def families_command(
         families = {row.architecture: {column: row.lacks.get(column, True) for column in COLUMNS} for row in rows}
         print_json({"families": families, "refused": [asdict(refusal) for refusal in refused]})
         return
-    console, width = Console(), max(len(row.architecture) for row in rows)
+    console, width = Terminal(), max(len(row.architecture) for row in rows)
     say(" ".join([" " * width, *(column.ljust(3) for column in COLUMNS)]).rstrip(), console)
     for row in rows:
         cells = (cell.ljust(max(3, len(column))) for cell, column in zip(row.cells(), COLUMNS, strict=True))

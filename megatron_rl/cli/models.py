@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from megatron_rl.checkpoint.folders import HF_FOLDER
 from megatron_rl.checkpoint.resume import usable_checkpoint
 from megatron_rl.checkpoint.targets import refuse_target
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.console import quiet_libraries
+from megatron_rl.observe.terminal import Terminal
 
 
 class RoleName(StrEnum):
@@ -48,10 +48,10 @@ def export_command(
         export_saved_adapter(folder, role.value, target, base)
     else:
         export_saved(folder, role.value, target, base)
-    Console().print(f"{role.value} of {folder} written to {target}", soft_wrap=True, markup=False)
+    Terminal().print(f"{role.value} of {folder} written to {target}", soft_wrap=True, markup=False)
     if not adapter and was_quantised(folder / role.value / HF_FOLDER):
         note = "its weights were read in fewer bits; they are written as they were trained, without quantization_config"
-        Console().print(note, soft_wrap=True, markup=False)
+        Terminal().print(note, soft_wrap=True, markup=False)
 
 
 def average_command(
@@ -76,4 +76,4 @@ def average_command(
     made = Averaging.of([*checkpoints, *(further or [])], weights, ema, role.value, target)
     made.write()
     for line in made.lines():
-        Console().print(line, soft_wrap=True, markup=False)
+        Terminal().print(line, soft_wrap=True, markup=False)

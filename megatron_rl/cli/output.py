@@ -11,20 +11,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from megatron_rl.checkpoint.targets import refuse_in_checkpoint
 from megatron_rl.errors import ConfigError, StorageError
 from megatron_rl.observe.console import lost_output
 from megatron_rl.observe.summary import finite_or_null
+from megatron_rl.observe.terminal import Terminal
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a full disk, which may have room again when the file is written."""
 
 
-def say(text: object, console: Console | None = None) -> None:
+def say(text: object, console: Terminal | None = None) -> None:
     """Print a line as it is, without markup, colours or breaks: names and values may have brackets."""
-    (console or Console()).print(text, soft_wrap=True, highlight=False, markup=False)
+    (console or Terminal()).print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 def print_json(content: dict[str, Any]) -> None:

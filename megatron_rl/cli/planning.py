@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.cli.options import ConfigPath, Overrides, check_lengths, check_number
@@ -35,6 +34,7 @@ from megatron_rl.ledger.planner.run_plan import RunPlan, mean_lengths
 from megatron_rl.ledger.planner.task_plan import TaskPlan
 from megatron_rl.observe.console import quiet_libraries
 from megatron_rl.observe.summary import layout_table
+from megatron_rl.observe.terminal import Terminal
 from megatron_rl.profile.hardware_file import hardware_text
 from megatron_rl.profile.hardware_file import sentences as profile_sentences
 from megatron_rl.profile.hardware_file import tables as profile_tables
@@ -92,7 +92,7 @@ def plan_command(
         print_json(content | ({"plan": plan.as_json()} if plan else {}))
         refuse_to_lose_output()
         raise typer.Exit(ConfigError.exit_code if violations else 0)
-    console = Console()
+    console = Terminal()
     if plan is not None:
         for table in plan.tables():
             console.print(table)
@@ -159,7 +159,7 @@ def map_command(
         print_json(placements_as_json(mapped) | {"command": command, "explained": explained(others)})
         refuse_to_lose_output()
         return
-    console = Console(width=max(Console().width, MAP_WIDTH))
+    console = Terminal(width=max(Terminal().width, MAP_WIDTH))
     for table in (placement_table(mapped), time_table(mapped)):
         console.print(table)
     for line in (*placement_sentences(mapped), *explain_lines(others, explain_key or ""), command):
@@ -187,7 +187,7 @@ def profile_command(
         hardware_file.parent.mkdir(parents=True, exist_ok=True)
         hardware_file.write_text(hardware_text(measured))
     for table in profile_tables(measured):
-        Console().print(table)
+        Terminal().print(table)
     for line in profile_sentences(measured):
         say(line)
     say(f"written to {hardware_file}; try megatron-rl plan --hardware {hardware_file}")

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.cli.output import check_output_file, refuse_to_lose_output, say
 from megatron_rl.config.foreign.translate import Kind
+from megatron_rl.observe.terminal import Terminal
 from megatron_rl.port.port import SOMETHING_LOST, port
 
 
@@ -34,7 +34,7 @@ def port_command(
     check_output_file("--out", out)
     first = None if "=" in arguments[0] or arguments[0].startswith("-") else Path(arguments[0])
     result = port(first, arguments if first is None else arguments[1:], os.environ, trust_script)
-    console = Console(stderr=out is None)
+    console = Terminal(stderr=out is None)
     if out is None:
         sys.stdout.write(result.yaml())
         refuse_to_lose_output()

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from megatron_rl.cli.options import ConfigPath, Overrides, check_number
 from megatron_rl.cli.output import check_output_folder, refuse_to_lose_output, say
@@ -17,6 +16,7 @@ from megatron_rl.config.problems import raise_problems
 from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.ledger.planner.checked import checked, planned_task
+from megatron_rl.observe.terminal import Terminal
 from megatron_rl.rehearse.comparison import beyond, peak_table, peaks_of
 from megatron_rl.rehearse.group_calls import GroupCall
 from megatron_rl.rehearse.matcher import match_calls
@@ -66,7 +66,7 @@ def rehearse_command(
         request = RehearsalRequest(str(config), given, task, chosen, jobs or os.cpu_count() or 1, str(out))
         reports = rehearse(request, Path(folder))
         peaks = peaks_of(run_config, reports)
-    Console().print(peak_table(peaks))
+    Terminal().print(peak_table(peaks))
     say(f"waits, memory by line and collectives of each rank: {out}/rank*.json")
     refuse_to_lose_output()
     wrong = beyond(peaks) + _mismatches(reports, placement.world_size)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from megatron_rl.cli.options import ConfigPath, Overrides
 from megatron_rl.cli.output import say
@@ -25,6 +24,7 @@ from megatron_rl.config.tasks import DPO, PPO, REWARD, SFT
 from megatron_rl.errors import ConfigError, StoppedBeforeStep
 from megatron_rl.ledger.planner.checked import checked, commanded
 from megatron_rl.observe.console import quiet_engines, quiet_libraries
+from megatron_rl.observe.terminal import Terminal
 from megatron_rl.roles.environment import worker_environment
 
 Local = Annotated[
@@ -116,7 +116,7 @@ def startable(
     raise_problems("this run cannot start", run.violations)
     assert run.config is not None  # a file without a configuration has violations
     for line in (*(f"{note.kind.value}: {note}" for note in run.notes), *run.unread):
-        say(line, Console(stderr=True))
+        say(line, Terminal(stderr=True))
     return run.config
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.cli.options import ConfigPath, Overrides
@@ -17,6 +16,7 @@ from megatron_rl.cluster.signals import exit_on_signals
 from megatron_rl.config.problems import raise_problems
 from megatron_rl.errors import Violation
 from megatron_rl.ledger.planner.checked import checked, only_ppo
+from megatron_rl.observe.terminal import Terminal
 from megatron_rl.trials.ablation import Ablation, only_ablation
 from megatron_rl.trials.ablation_file import read_ablation
 from megatron_rl.trials.ablation_report import dry_run_tables
@@ -51,9 +51,9 @@ def nightly_command(
     verdict = run_nightly(trial, bands, shlex.join(["megatron-rl", *sys.argv[1:]]))
     if renew and verdict in (Verdict.PASS, Verdict.REGRESSION):
         write_golden(bands.renewed(trial.recorded()), golden)
-        Console().print(f"{golden} renewed; it was a {verdict.name.lower()} before", soft_wrap=True, markup=False)
+        Terminal().print(f"{golden} renewed; it was a {verdict.name.lower()} before", soft_wrap=True, markup=False)
         verdict = Verdict.PASS
-    Console().print(f"nightly: {verdict.name.lower()}; {folder / REPORT}", soft_wrap=True, markup=False)
+    Terminal().print(f"nightly: {verdict.name.lower()}; {folder / REPORT}", soft_wrap=True, markup=False)
     raise typer.Exit(verdict.value)
 
 
@@ -77,7 +77,7 @@ def ablate_command(
     planned = plan_points(ablation, folder)
     if dry_run:
         for table in dry_run_tables(Ablation(ablation, folder, planned, say).rows()):
-            Console().print(table)
+            Terminal().print(table)
     if all(point.violations for point in planned):
         raise_problems("no point can run", [Violation({}, f"{one.point.name}: {one.reason}") for one in planned])
     if dry_run:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.cli.options import check_number
@@ -15,6 +14,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.observe.appended_file import replace_file
 from megatron_rl.observe.sample_files import read_step, recorded_files
 from megatron_rl.observe.summary import plain_table
+from megatron_rl.observe.terminal import Terminal
 from megatron_rl.view.page import page
 from megatron_rl.view.page_data import page_data, page_samples
 from megatron_rl.view.run_files import read_run
@@ -66,10 +66,10 @@ def explain_command(
     if as_json:
         print_json(life)
     else:
-        console = Console()
+        console = Terminal()
         for line in life_lines(life):
             say(line, console)
         headings, rows = token_table(life)
-        wide = Console(width=max(console.width, WIDE))
+        wide = Terminal(width=max(console.width, WIDE))
         wide.print(plain_table("Tokens", headings, rows), markup=False)
     refuse_to_lose_output()

@@ -16,6 +16,7 @@ from megatron_rl.cluster.heartbeat_monitor import Hang, HeartbeatLimits, Heartbe
 from megatron_rl.cluster.launcher import ProcessInfo, RankProcess
 from megatron_rl.cluster.rank_messages import ProcessDied, RankFailed
 from megatron_rl.errors import WorkerStall
+from megatron_rl.observe.appended_file import replace_file
 
 LOOK_S = 1.0
 """Seconds between two looks at the heartbeat while a call is waited for."""
@@ -214,6 +215,6 @@ def _write(stacks: Mapping[int, str], limits: HeartbeatLimits) -> str:
         return ""
     text = "\n\n".join(f"rank {rank}\n{stack}" for rank, stack in stacks.items())
     with suppress(OSError):
-        limits.stacks_file.write_text(text + "\n")
+        replace_file(limits.stacks_file, text.encode(errors="replace") + b"\n")
         return f"; stacks of ranks {', '.join(map(str, stacks))}: {limits.stacks_file}"
     return ""

@@ -15,8 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from rich.console import Console
-
 from megatron_rl.checkpoint.state_copies import CopyPlace, files_of, is_whole
 from megatron_rl.cluster.launcher import Launcher
 from megatron_rl.cluster.signals import StopRequest, graceful_signals
@@ -24,6 +22,8 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.controller.fewer_nodes import sizes_of, smaller
 from megatron_rl.errors import ConfigError, CopyLost, MegatronRLError, WorkerFailure
+from megatron_rl.observe.appended_file import opened_to_append
+from megatron_rl.observe.terminal import Terminal
 
 Result = TypeVar("Result")
 
@@ -160,8 +160,8 @@ class Repairs:
         repair.source, repair.step, repair.steps_lost = source, step, max(0, self._last_step - step)
         repair.seconds, self._lost_at = round(time.monotonic() - self._lost_at, 2), None
         try:
-            with (folder / REPAIRS_FILE).open("a") as file:
-                file.write(json.dumps({"number": len(self.all), **asdict(repair)}) + "\n")
+            with opened_to_append(folder / REPAIRS_FILE) as file:
+                file.write(json.dumps({"number": len(self.all), **asdict(repair)}).encode() + b"\n")
         except OSError as error:  # the summary has it too, and the next checkpoint reports a full disk
             warn(f"{folder / REPAIRS_FILE} lacks repair {len(self.all)}: {error.strerror}")
         return repair.metrics(len(self.all))
@@ -295,4 +295,4 @@ def repairable(error: MegatronRLError, loss: WorkerFailure | None) -> WorkerFail
 
 def warn(text: str) -> None:
     """Print a line in yellow: between two attempts no logger is open."""
-    Console().print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    Terminal().print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)

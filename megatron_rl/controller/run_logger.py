@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.roles import Placement
@@ -28,6 +27,7 @@ from megatron_rl.observe.progress import RunProgress
 from megatron_rl.observe.sample_files import drop_later
 from megatron_rl.observe.services import Services
 from megatron_rl.observe.summary import write_sample_table
+from megatron_rl.observe.terminal import Terminal
 from megatron_rl.observe.updates import SkippedUpdates, update_means
 from megatron_rl.records import Batch, Prompts, first_true
 from megatron_rl.roles.host import RankHost
@@ -50,7 +50,7 @@ class RunLogger:
         planned_memory: dict[str, dict[str, dict[str, int]]],
     ) -> None:
         self.config, self.folder, self.tokenizer = config, folder, tokenizer
-        self.console = Console()
+        self.console = Terminal()
         self.progress = RunProgress(config.trainer.num_steps, self.console)
         self.clock = PhaseClock(self.progress.phase)
         self.updates = SkippedUpdates(config.trainer.max_skipped_updates)

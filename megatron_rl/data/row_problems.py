@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.observe.appended_file import replace_file
 
 SHOWN = 10
 """Bad rows that an error message lists, or the first of every kind where those are more; the others are counted."""
@@ -152,6 +153,6 @@ def write_bad_rows(path: str, bad_rows: Sequence[BadRow]) -> None:
     file = Path(path).expanduser()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(json.dumps(row.as_json()) + "\n" for row in bad_rows), encoding="utf-8")
+        replace_file(file, "".join(json.dumps(row.as_json()) + "\n" for row in bad_rows).encode())
     except OSError as error:
         raise ConfigError(f"data.bad_rows_file={path} cannot be written: {error.strerror}") from error

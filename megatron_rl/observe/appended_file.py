@@ -1,20 +1,37 @@
-"""Files that a kill, a full disk or a deleted folder does not damage."""
+"""Files that a kill, a full disk or a deleted folder does not damage, and a link does not lead elsewhere."""
 
 from __future__ import annotations
 
+import io
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 
 def replace_file(path: Path, data: bytes) -> None:
     """Have a file consist of `data`, from one instant to the next, so that a kill leaves the old or the new content.
 
-    Raises OSError. `checkpoint.durable` also waits for the disk.
+    A link at `path` is replaced, and what it leads to stays as it is. Raises OSError. `checkpoint.durable` also waits
+    for the disk.
     """
     unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_bytes(data)
+    with new_file(unfinished) as opened:
+        opened.write(data)
     unfinished.replace(path)
+
+
+def new_file(path: Path) -> BinaryIO:
+    """Open a file for writing that was made by this call, in place of a file or link of its name. Raises OSError."""
+    path.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # O_EXCL does not follow a link, either
+    return os.fdopen(os.open(path, flags, 0o666), "wb")
+
+
+def opened_to_append(path: Path) -> io.FileIO:
+    """Open a file for reading and appending, unbuffered. Raises OSError, also where a link is in its place."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    return io.FileIO(os.open(path, flags, 0o666), "a+")
 
 
 class AppendedFile:
@@ -23,7 +40,7 @@ class AppendedFile:
     def __init__(self, path: Path) -> None:
         """Append to what is in `path`. Raises OSError."""
         self.path = path
-        self._file = path.open("a+b", buffering=0)
+        self._file = opened_to_append(path)
 
     def append(self, data: bytes) -> None:
         """Write all of `data` to the disk's cache, or raise OSError and write none of it.
@@ -55,7 +72,7 @@ class AppendedFile:
 
     def _open_again(self) -> None:
         if self.path.exists():
-            opened = self.path.open("a+b", buffering=0)
+            opened = opened_to_append(self.path)
         else:
             content = b""
             with suppress(OSError):  # over a network a deleted file cannot be read any more
@@ -63,6 +80,6 @@ class AppendedFile:
                 content = self._file.readall()
             self.path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(self.path, content)
-            opened = self.path.open("a+b", buffering=0)
+            opened = opened_to_append(self.path)
         self._file.close()
         self._file = opened

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter, PercentFormatter
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.observe.appended_file import replace_file
 from megatron_rl.observe.panels import LINE_PANELS
 from megatron_rl.observe.phases import STACKED, phase_color
 
@@ -29,6 +31,8 @@ LEGEND = 1.4
 INK, FAINT = "#1f2933", "#9aa5b1"
 TITLE: dict[str, Any] = {"loc": "left", "fontsize": 10.5, "fontweight": "bold", "color": INK}
 COLORS = ("#0b7a75", "#d1495b", "#edae49", "#30638e", "#7b6d8d", "#8cb369", "#c97b63", "#5c6b73", "#b5a642")
+LARGEST = 1e300
+"""Beyond it a number is none of a run's, and axes have no room."""
 LOAD_OF_LAYER = "actor/expert_load/layer_"
 
 
@@ -38,7 +42,14 @@ def plot_curves(metrics_jsonl: Path, output_png: Path) -> None:
     Raises ConfigError if no panel has data.
     """
     output_png.parent.mkdir(parents=True, exist_ok=True)
-    draw_curves(metrics_jsonl).savefig(output_png)
+    save_figure(draw_curves(metrics_jsonl), output_png)
+
+
+def save_figure(figure: Figure, output_png: Path, dpi: float | str = "figure") -> None:
+    """Write a PNG in place of an earlier one. Raises OSError."""
+    content = io.BytesIO()
+    figure.savefig(content, dpi=dpi, format="png")
+    replace_file(output_png, content.getvalue())
 
 
 def draw_curves(metrics_jsonl: Path) -> Figure:
@@ -78,15 +89,19 @@ def _place(
 
 
 def _read_series(metrics_jsonl: Path) -> Series:
-    """Steps and values per metric; a null is a gap (NaN)."""
+    """Steps and values per metric; a null is a gap (NaN), and what is no number of a step is left out."""
     series: Series = {}
-    for line in metrics_jsonl.read_text().splitlines():
-        record = json.loads(line)
-        step = record.pop("step")
+    for line in metrics_jsonl.read_text(errors="replace").splitlines():
+        try:
+            record = dict(json.loads(line))
+            step = int(record.pop("step"))
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            continue
         for name, value in record.items():
-            steps, values = series.setdefault(name, ([], []))
-            steps.append(step)
-            values.append(math.nan if value is None else value)
+            if value is None or (isinstance(value, int | float) and not abs(value) > LARGEST):
+                steps, values = series.setdefault(name, ([], []))
+                steps.append(step)
+                values.append(math.nan if value is None else float(value))
     return series
 
 

@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, PercentFormatter, ScalarFormatter
 
-from megatron_rl.observe.curves import COLORS, FAINT, INK, PANEL, TITLE
+from megatron_rl.observe.curves import COLORS, FAINT, INK, PANEL, TITLE, save_figure
 
 KINDS = {"pass": "-", "maj": "--"}
 
@@ -54,4 +54,4 @@ def plot_evaluation(table: Mapping[str, Mapping[str, Any]], output_png: Path) ->
     axes.tick_params(colors=INK, labelsize=8.5)
     if axes.get_legend_handles_labels()[1]:
         axes.legend(frameon=False, fontsize=8.5)
-    figure.savefig(output_png)
+    save_figure(figure, output_png)

@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.markup import escape
 
 from megatron_rl.observe.appended_file import AppendedFile, replace_file
 from megatron_rl.observe.summary import finite_or_null
+from megatron_rl.observe.terminal import Terminal
 
 if TYPE_CHECKING:
     from megatron_rl.observe.tensorboard import EventFile
@@ -64,7 +64,7 @@ class JsonlBackend:
 
         Raises OSError.
         """
-        kept = [] if resumed_step is None or not file.exists() else _lines_until(file, resumed_step)
+        kept = [] if resumed_step is None or not file.is_file() else _lines_until(file, resumed_step)
         _replace_lines(file, kept)
         self._resumed_step = resumed_step
         self._file = AppendedFile(file)
@@ -125,7 +125,7 @@ class MetricLogger(AbstractContextManager["MetricLogger"]):
         self,
         backends: Sequence[str],
         directory: Path,
-        console: Console | None = None,
+        console: Terminal | None = None,
         resumed_step: int | None = None,
     ):
         """Create `directory` and in it metrics.jsonl ("jsonl") and tensorboard/ ("tensorboard").
@@ -135,7 +135,7 @@ class MetricLogger(AbstractContextManager["MetricLogger"]):
         mean nothing here. Raises OSError where metrics.jsonl cannot be written.
         """
         directory.mkdir(parents=True, exist_ok=True)
-        self._console = console or Console()
+        self._console = console or Terminal()
         self._waiting_since: int | None = None
         # Files come first: what is on the disk does not depend on who reads what is printed.
         self._jsonl = JsonlBackend(directory / METRICS_FILE, resumed_step) if "jsonl" in backends else None

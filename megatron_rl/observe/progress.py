@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -16,6 +15,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.text import Text
+
+from megatron_rl.observe.terminal import Terminal
 
 LONG = 2.0
 """Seconds after which a phase is a wait, such as for weights that are read, and shows how long it has taken."""
@@ -47,7 +48,7 @@ class PhaseColumn(ProgressColumn):
 class RunProgress(Progress):
     """A context manager for one progress bar. It shows nothing where `console` is not a terminal."""
 
-    def __init__(self, total_steps: int, console: Console):
+    def __init__(self, total_steps: int, console: Terminal):
         """Prepare a bar for `total_steps`; print to the same `console` to write above it."""
         self._phase = PhaseColumn()
         super().__init__(

@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from megatron_rl.observe.appended_file import replace_file
+from megatron_rl.observe.terminal import terminal_text
 
 
 def layout_table(rows: Iterable[tuple[str, object, str]], title: str = "Layout and batch") -> Table:
@@ -30,7 +31,7 @@ def plain_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="left" if number == 0 or heading == "ranks" else "right")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(terminal_text, row))
     return table
 
 
@@ -43,7 +44,8 @@ def before_after_table(rows: Iterable[tuple[str, float, float]]) -> Table:
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
     """Write `summary` as indented JSON with sorted keys; floats that are not finite become null."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(finite_or_null(summary), indent=2, sort_keys=True, allow_nan=False) + "\n")
+    text = json.dumps(finite_or_null(summary), indent=2, sort_keys=True, allow_nan=False)
+    replace_file(path, text.encode() + b"\n")
 
 
 def write_sample_table(folder: Path, step: int, rows: Iterable[dict[str, Any]]) -> Path:

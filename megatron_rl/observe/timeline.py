@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from megatron_rl.observe.curves import FAINT, INK, TITLE
+from megatron_rl.observe.curves import FAINT, INK, TITLE, save_figure
 from megatron_rl.observe.phase_clock import DRIVER, PhaseRun
 from megatron_rl.observe.phases import phase_color
 
@@ -51,4 +51,4 @@ def draw_timeline(intervals: Sequence[PhaseRun]) -> Figure:
 def plot_timeline(intervals: Sequence[PhaseRun], output_png: Path) -> None:
     """Draw intervals to a file; without any, write none. Raises OSError."""
     if intervals:
-        draw_timeline(intervals).savefig(output_png)
+        save_figure(draw_timeline(intervals), output_png)

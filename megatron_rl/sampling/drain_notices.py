@@ -110,8 +110,9 @@ class DrainNotices:
 
 
 async def answer_of(url: str) -> str:
-    """Return the text that a URL answers, whole, READ_S from now at the latest. Raises what aiohttp raises, TimeoutError,
-    and ValueError for a longer text than MOST_BYTES.
+    """Return the text that a URL answers, whole, READ_S from now at the latest.
+
+    Raises what aiohttp raises, TimeoutError, and ValueError for a longer text than MOST_BYTES.
     """
     import aiohttp  # few runs have a URL
 

@@ -12,6 +12,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from megatron_rl.losses.rankings import pairs_of
+from megatron_rl.observe.appended_file import replace_file
+from megatron_rl.observe.curves import save_figure
 from megatron_rl.records import Batch, num_answers
 from megatron_rl.tasks.task_run import TaskRun
 
@@ -64,7 +66,7 @@ def draw_calibration(run: TaskRun, batch: Batch, scores: Batch) -> None:
     folder = run.logger.folder.path
     try:
         content = {"expected_error": expected_error(bins), "bins": [asdict(each) for each in bins]}
-        (folder / "calibration.json").write_text(json.dumps(content, indent=1) + "\n")
+        replace_file(folder / "calibration.json", json.dumps(content, indent=1).encode() + b"\n")
         plot(bins, folder / "calibration.png")
     except OSError as error:
         run.logger.warn(f"the calibration could not be written: {error}")
@@ -82,4 +84,4 @@ def plot(bins: Sequence[Bin], file: Path) -> None:
     axes.set_xlabel("probability of the likelier order, by the model")
     axes.set_ylabel("share of pairs in that order")
     axes.set_title(f"Held-out pairs, error {expected_error(bins):.3f}", loc="left", fontsize=10.5)
-    figure.savefig(file, dpi=130)
+    save_figure(figure, file, dpi=130)
