@@ -18,10 +18,11 @@ from megatron_rl.losses.terms import Answers
 from megatron_rl.records import Batch, answer_rows, num_answers, ragged_from_lengths
 from megatron_rl.roles.tuned import TunedPolicy
 from megatron_rl.tasks.held_out import LOSS
+from megatron_rl.tasks.task_data import TRAIN, VAL
 from megatron_rl.tasks.task_run import TaskRun
-from megatron_rl.tasks.training_records import answers_of, mismatched, preference_batch
+from megatron_rl.tasks.training_records import answers_of, preference_batch
 
-TRAIN, VAL, MISMATCHED = "train", "val", "_mismatched"
+MISMATCHED = "_mismatched"
 CHUNK = 16
 """Batches that are scored in one call when all answers are scored before the first step."""
 
@@ -43,9 +44,7 @@ class Preferences:
         self.run, self.config = run, run.config.dpo
         self.policy = run.role(TunedPolicy)
         self.sets: dict[str, list[Any]] = {TRAIN: run.data.train, VAL: run.data.val}
-        if "kto" in self.config.loss:
-            longest = run.data.max_length
-            self.sets |= {f"{name}{MISMATCHED}": mismatched(rows, longest) for name, rows in self.sets.items()}
+        self.sets |= {f"{name}{MISMATCHED}": rows for name, rows in run.data.mismatched.items()}
         self.is_stored = run.config.needs_reference and not run.config.holds_reference
 
     def store_reference(self) -> None:

@@ -19,7 +19,9 @@ from megatron_rl.data.reading_options import ReadingOptions
 from megatron_rl.data.reading_report import ReadingReport
 from megatron_rl.errors import ConfigError
 from megatron_rl.ledger.planner.config_json import model_facts
+from megatron_rl.tasks.training_records import mismatched
 
+TRAIN, VAL = "train", "val"
 UNSET_PROMPT_KEY = "prompt"
 """The default of `data.prompt_key`, which tasks without generation read as null."""
 
@@ -59,7 +61,9 @@ def read_files(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
 
 class TaskData:
-    """train, val: the records. notes: lines to print about them. Raises ConfigError."""
+    """train, val: the records. mismatched: for kto both sets with answers to other prompts; {}: for other losses. notes:
+    lines to print about them. Raises ConfigError.
+    """
 
     def __init__(self, config: TaskConfig, files: tuple[ReadFiles, ReadFiles]) -> None:
         data = config.data
@@ -70,6 +74,10 @@ class TaskData:
             report.prompt_files(), data.train_file_weights, data.train_batch_size, data.shuffle, data.seed
         )
         check_lengths(config, [*self.train, *self.val])
+        self.mismatched: dict[str, list[Labelled]] = {}
+        if config.trainer.stage == DPO and "kto" in config.dpo.loss:
+            sets = {TRAIN: self.train, VAL: self.val}
+            self.mismatched = {name: mismatched(records, self.max_length) for name, records in sets.items()}
 
     def next(self) -> list[Any]:
         """The next batch."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.data.examples import Example, Labelled, Ranking, ScoredExample
+from megatron_rl.errors import ConfigError
 from megatron_rl.records import Batch, ragged
 
 ONE_MORE = torch.zeros(1, dtype=torch.int64)
@@ -75,12 +76,39 @@ def preference_batch(records: Sequence[Ranking] | Sequence[Labelled]) -> Batch:
 
 
 def mismatched(records: Sequence[Labelled], max_length: int) -> list[Labelled]:
-    """Pair each prompt with the next record's answer, cut to `max_length`; kto measures the policy's drift on these."""
-    pairs = []
-    for record, other in zip(records, [*records[1:], *records[:1]], strict=True):
-        prompt, answer = record.example, other.example
-        first, start = max(prompt.prompt_length, 1), max(answer.prompt_length, 1)
-        tokens = torch.cat([prompt.tokens[:first], answer.tokens[start:]])[:max_length]
-        mask = torch.cat([torch.zeros(first, dtype=torch.bool), answer.loss_mask[start:]])[:max_length]
-        pairs.append(Labelled(Example(tokens, mask, record.where, first), record.desirable, record.where))
+    """Pair each prompt with an answer to another prompt, cut to `max_length`; kto measures the policy's drift on these.
+
+    Depends on the records and their order alone. Where no two prompts are equal, the answer is the next record's; where
+    no prompt has more than half of the records, each answer is taken once. Raises ConfigError if all prompts are equal.
+    """
+    prompts: dict[bytes, list[int]] = {}
+    for number, record in enumerate(records):
+        prompts.setdefault(prompt_of(record.example).numpy().tobytes(), []).append(number)
+    most, count, after = max(map(len, prompts.values()), default=0), len(records), 0
+    if most == count > 0:
+        raise ConfigError(
+            f"{records[0].where}: dpo.loss=kto compares with answers to other prompts, and this row's prompt is that of "
+            f"all {count} labelled answers; nearest: files with two prompts or more"
+        )
+    together = [number for group in prompts.values() for number in group]
+    pairs = list(records)
+    for group in prompts.values():
+        after += len(group)
+        # Records ordered by prompt, shifted by the size of the largest group, which no group reaches over.
+        for place, number in enumerate(group, start=most - len(group)):
+            other = together[(after + place % (count - len(group))) % count]
+            pairs[number] = _with_answer(records[number], records[other].example, max_length)
     return pairs
+
+
+def prompt_of(example: Example) -> torch.Tensor:
+    """The tokens of the prompt; without one the first token, which is never learned."""
+    return example.tokens[: max(example.prompt_length, 1)]
+
+
+def _with_answer(record: Labelled, answer: Example, max_length: int) -> Labelled:
+    """The record's prompt with another answer."""
+    prompt, start = prompt_of(record.example), max(answer.prompt_length, 1)
+    tokens = torch.cat([prompt, answer.tokens[start:]])[:max_length]
+    mask = torch.cat([torch.zeros(len(prompt), dtype=torch.bool), answer.loss_mask[start:]])[:max_length]
+    return Labelled(Example(tokens, mask, record.where, len(prompt)), record.desirable, record.where)

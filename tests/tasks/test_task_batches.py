@@ -7,6 +7,7 @@ import torch
 
 from megatron_rl.data.examples import Example, Labelled, Ranking, ScoredExample, token_batch
 from megatron_rl.data.row_problems import RowPlace
+from megatron_rl.errors import ConfigError
 from megatron_rl.records import answer_rows
 from megatron_rl.tasks.training_records import mismatched, preference_batch, reward_batch
 
@@ -60,7 +61,7 @@ def test_preferences_score_what_counts_after_the_prompt() -> None:
 
 
 def test_mismatched_answers_are_the_next_record_s() -> None:
-    """Cut to the longest row. Would not catch two records with the same prompt, whose answers do match."""
+    """Cut to the longest row. Would not catch two records with the same prompt, which the next test has."""
     records = [
         Labelled(example([1, 2, 3], [2], 2), True, HERE),
         Labelled(example([4, 5, 6, 7], [2, 3], 2), False, HERE),
@@ -68,6 +69,33 @@ def test_mismatched_answers_are_the_next_record_s() -> None:
     first, second = mismatched(records, max_length=3)
     assert first.example.tokens.tolist() == [1, 2, 6] and first.example.loss_mask.tolist() == [False, False, True]
     assert second.example.tokens.tolist() == [4, 5, 3] and second.example.prompt_length == 2
+
+
+@pytest.mark.parametrize(
+    ("prompts", "answers"),
+    [
+        pytest.param([1, 2, 3], [1, 2, 0], id="no two alike: the next record's"),
+        pytest.param([1, 1, 2, 2, 3, 3], [2, 3, 4, 5, 0, 1], id="pairs"),
+        pytest.param([1, 2, 1], [1, 2, 1], id="first and last alike, one left to compare with"),
+        pytest.param([1, 1, 1, 2, 3], [3, 4, 3, 1, 2], id="more than half alike"),
+        pytest.param([5, 7, 5, 6, 7, 6], [1, 3, 4, 0, 5, 2], id="scattered"),
+    ],
+)
+def test_a_mismatched_answer_is_never_to_the_same_prompt(prompts: list[int], answers: list[int]) -> None:
+    """Token 10 + i is the answer of record i, and the prompt's own token comes first. By hand: records ordered by prompt,
+    shifted by the size of the largest group. Would not catch two ways of writing one prompt, which are two prompts.
+    """
+    records = [Labelled(example([prompt, 10 + i], [1], 1), True, HERE) for i, prompt in enumerate(prompts)]
+    pairs = mismatched(records, max_length=2)
+    assert [pair.example.tokens.tolist() for pair in pairs] == [[a, 10 + b] for a, b in zip(prompts, answers, strict=True)]
+    assert all(prompts[other] != own for own, other in zip(prompts, answers, strict=True))
+
+
+def test_answers_to_one_prompt_have_none_to_compare_with() -> None:
+    """Would not catch it after ranks have started; `TaskData` asks before."""
+    records = [Labelled(example([1, 2, 3 + i], [2], 2), True, HERE) for i in range(2)]
+    with pytest.raises(ConfigError, match=r"file\.jsonl: row 0: .* all 2 labelled answers; nearest: files with two"):
+        mismatched(records, max_length=3)
 
 
 def test_a_row_that_fills_up_has_no_weight() -> None:
