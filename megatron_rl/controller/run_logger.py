@@ -18,7 +18,6 @@ from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.dispatch import Future
 from megatron_rl.errors import StorageError
 from megatron_rl.hybrid_engine.hybrid_engine import TransitionReport
-from megatron_rl.losses.rows import total_rows
 from megatron_rl.observe.batch_metrics import length_metrics, score_metrics, throughput_metrics
 from megatron_rl.observe.loggers import MetricLogger
 from megatron_rl.observe.memory_ledger import memory_metrics
@@ -145,11 +144,10 @@ class RunLogger:
         values = experience.flat("old_values") if "old_values" in experience else None
         returns, advantages = experience.flat("returns"), experience.flat("advantages")
         scores = experience["scores"]
-        totals = total_rows(experience.flat("rewards"), experience.num_sampled, scores)
         timings = self.time_metrics(experience.flat("input_ids").numel())
         return (
             length_metrics(*lengths, experience["truncated"])
-            | score_metrics(scores, totals, advantages, returns, values)
+            | score_metrics(scores, experience["totals"], advantages, returns, values)
             | transition_metrics(self.transitions)
             | scored.metrics()
             | timings

@@ -17,7 +17,8 @@ from megatron_rl.records import Batch, ragged_from_lengths, row_lengths
 def add_rewards(experience: Batch, kl_coef: float, kl_type: str = "kl", by_turns: bool = False) -> torch.Tensor | None:
     """Fill `rewards`: -kl_coef * KL(old, reference) on every sampled token, plus the score on a row's last one.
 
-    by_turns: what the score has of `turn_rewards` is on the last token of each turn.
+    by_turns: what the score has of `turn_rewards` is on the last token of each turn. Fill `totals`, too: the score plus
+    the sum of a row's penalties, so that equal scores stay equal however they are spread over tokens.
     Needs `scores`, and for a KL `old_log_probs` and `ref_log_probs`; `kl_type`: one of `KL_ESTIMATES`. A row
     without a sampled token has none to carry its score, which stays in `scores`. Returns the KL, a scalar for the
     metrics: the mean over rows of their mean per sampled token, as verl reports it, where they have one; None without
@@ -32,6 +33,7 @@ def add_rewards(experience: Batch, kl_coef: float, kl_type: str = "kl", by_turns
         kl = estimate(experience.flat("old_log_probs"), experience.flat("ref_log_probs"))
         rewards = -kl_coef * kl
     scores = experience["scores"]
+    experience.add(totals=scores + sum_rows(rewards, lengths))
     if by_turns and "turn_rewards" in experience:
         of_turns = experience.flat("turn_rewards")
         rewards, scores = rewards + of_turns, scores - sum_rows(of_turns, lengths)
@@ -74,41 +76,69 @@ def observation_numbers(experience: Batch) -> torch.Tensor:
 
 
 def add_advantages(experience: Batch, estimator: Estimator, config: AlgorithmConfig) -> None:
-    """Fill `advantages` and `returns` from `rewards`, and from whatever else the estimator reads, where it is there.
+    """Fill `advantages` and `returns` from `rewards`, and from other columns that the estimator reads, if they exist.
 
-    Raises ConfigError when the estimator, which may be the user's, does not return two finite numbers per token.
+    The estimator sees the rows of `compared_rows` alone; tokens of other rows have advantage and return 0. Raises
+    ConfigError when the estimator, which may be the user's, does not return two finite numbers per token.
     """
-
-    def flat(name: str) -> torch.Tensor | None:
-        return experience.flat(name) if name in experience else None
-
-    if "observations" in ESTIMATORS.traits(config.adv_estimator, EstimatorTraits()).reads:
+    reads = ESTIMATORS.traits(config.adv_estimator, EstimatorTraits()).reads
+    if "observations" in reads:
         experience.add(observations=experience.per_sampled_token(observation_numbers(experience)))
-    samples = Samples(
-        rewards=experience.flat("rewards"),
-        lengths=experience.num_sampled,
-        groups=experience["groups"],
-        scores=experience["scores"],
-        values=flat("old_values"),
-        greedy_scores=experience.get("greedy_scores"),
-        components=experience.get("components"),
-        turns=turn_numbers(experience),
-        observations=flat("observations"),
-        old_log_probs=flat("old_log_probs"),
-        ref_log_probs=flat("ref_log_probs"),
-        sum_pi_squared=flat("sum_pi_squared"),
-        rollout_weights=flat("rollout_weights"),
-    )
-    advantages, returns = estimator(samples, config)
-    for name, values in (("advantages", advantages), ("returns", returns)):
+    compared = compared_rows(experience, "groups" in reads)
+    on_tokens = spread(compared, experience.num_sampled)
+    samples = samples_of(experience, compared)
+    estimates = estimator(samples, config) if compared.any() else (samples.rewards, samples.rewards)
+    for name, values in zip(("advantages", "returns"), estimates, strict=True):
         if values.shape != samples.rewards.shape or not values.isfinite().all():
             raise ConfigError(
                 f"algorithm.adv_estimator={config.adv_estimator} must return finite {name} of shape "
                 f"{list(samples.rewards.shape)}, one per response token; it returned {list(values.shape)}, "
                 f"{int(values.isfinite().sum())} of them finite"
             )
-    columns = (experience.per_sampled_token(values) for values in (advantages, returns))
-    experience.add(**dict(zip(("advantages", "returns"), columns, strict=True)))
+        column = values.new_zeros(len(on_tokens)).masked_scatter(on_tokens, values)
+        experience.add(**{name: experience.per_sampled_token(column)})
+
+
+def compared_rows(experience: Batch, in_groups: bool) -> torch.Tensor:
+    """Return bool [B]: the rows from which advantages are estimated.
+
+    An episode that failed has no score, and is none of them. in_groups: nor is an episode whose peers all failed,
+    since nothing is left to compare it with.
+    """
+    left_out = [name for name in ("failed", "lost_peers") if name in experience and (in_groups or name == "failed")]
+    rows = torch.ones(len(experience), dtype=torch.bool)
+    for name in left_out:
+        rows &= ~experience[name]
+    return rows
+
+
+def samples_of(experience: Batch, rows: torch.Tensor) -> Samples:
+    """Return the columns that estimators read, of the `rows` bool [B]; a column that does not exist is None."""
+    lengths = experience.num_sampled
+    on_tokens = spread(rows, lengths)
+
+    def flat(name: str) -> torch.Tensor | None:
+        return experience.flat(name)[on_tokens] if name in experience else None
+
+    def of_rows(name: str) -> torch.Tensor | None:
+        return experience[name][rows] if name in experience else None
+
+    return Samples(
+        rewards=experience.flat("rewards")[on_tokens],
+        lengths=lengths[rows],
+        groups=experience["groups"][rows],
+        scores=experience["scores"][rows],
+        given_totals=of_rows("totals"),
+        values=flat("old_values"),
+        greedy_scores=of_rows("greedy_scores"),
+        components=of_rows("components"),
+        turns=turn_numbers(experience)[on_tokens],
+        observations=flat("observations"),
+        old_log_probs=flat("old_log_probs"),
+        ref_log_probs=flat("ref_log_probs"),
+        sum_pi_squared=flat("sum_pi_squared"),
+        rollout_weights=flat("rollout_weights"),
+    )
 
 
 def leave_out_truncated(experience: Batch) -> None:

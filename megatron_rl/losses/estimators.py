@@ -25,7 +25,8 @@ class Samples:
 
     rewards: float [T], the score of an answer on its last token, minus KL penalties where they enter the reward.
     lengths: int64 [B]; an answer may have no token. groups: int64 [B], equal for the answers to one prompt.
-    scores: float [B], without penalties.
+    scores: float [B], without penalties. given_totals: float [B], the scores minus each row's penalties, if they are
+    known: sums of `rewards` differ from them by rounding, which a small standard deviation would scale up.
     The other fields are None unless the estimator reads them (`EstimatorTraits`), or the run has them.
     values: float [T], of the critic. greedy_scores: float [B], of the greedy answer to each answer's prompt.
     components: float [B, K], the numbers that `algorithm.gdpo_reward_keys` names.
@@ -49,11 +50,14 @@ class Samples:
     turns: Tensor | None = None
     observations: Tensor | None = None
     ref_log_probs: Tensor | None = None
+    given_totals: Tensor | None = None
 
     @property
     def totals(self) -> Tensor:
-        """float [B]: the sum of each answer's rewards; the score of an answer without a token, so that its group knows
-        it."""
+        """float [B]: the sum of each response's rewards; the score of a response without a token, so that its group
+        knows it."""
+        if self.given_totals is not None:
+            return self.given_totals
         return total_rows(self.rewards, self.lengths, self.scores)
 
     def by_turns(self) -> tuple[Samples, Tensor]:

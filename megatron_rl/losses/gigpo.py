@@ -26,18 +26,22 @@ def estimate_gigpo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, T
 
     GiGPO: Feng et al., arXiv:2505.10978; w is `gigpo_step_advantage_w`. What a turn has read is the observation right
     before it, or the prompt; gamma discounts by turns. A turn that read what no other one of its group has read adds
-    nothing. `norm_adv_by_std_in_grpo=false`: without the division by standard deviations.
+    nothing. `norm_adv_by_std_in_grpo=false`: without the division by standard deviations. Rewards to go that differ by
+    rounding alone are equal.
     """
     import torch
 
     by_std = config.norm_adv_by_std_in_grpo
     turns, turn_of_token = samples.by_turns()
-    to_go = rewards_to_go(turns.padded(turns.rewards), turns.mask, config.gamma)[turns.mask]
+    to_go, summands = (
+        rewards_to_go(turns.padded(rewards), turns.mask, config.gamma)[turns.mask]
+        for rewards in (turns.rewards, turns.rewards.abs())
+    )
     anchors = spread(samples.groups, turns.lengths)
     if turns.observations is not None:
         _, anchors = torch.stack((anchors, turns.observations)).unique(dim=1, return_inverse=True)
     index, sizes = numbered(anchors)
-    of_turns = normalised(to_go, anchors, by_std).where(sizes[index] > 1, 0.0)
+    of_turns = normalised(to_go, anchors, by_std, summands).where(sizes[index] > 1, 0.0)
     of_episodes = spread(normalised(samples.totals, samples.groups, by_std), samples.lengths)
     advantages = of_episodes + config.gigpo_step_advantage_w * of_turns[turn_of_token]
     return advantages, advantages

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 EPSILON = 1e-6
+ROUNDING = 2.0**-20
+"""Differences up to this share of what was added up are rounding: 16 units in the last place of float32."""
 GROUPS = ("groups",)
 BY_STD = ("norm_adv_by_std_in_grpo",)
 
@@ -124,9 +126,15 @@ def estimate_gdpo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Te
     return advantages, advantages
 
 
-def normalised(scores: Tensor, groups: Tensor, by_std: bool) -> Tensor:
-    """(r - group mean), over (group std + EPSILON) where `by_std`; [B]."""
+def normalised(scores: Tensor, groups: Tensor, by_std: bool, summands: Tensor | None = None) -> Tensor:
+    """(r - group mean), over (group std + EPSILON) where `by_std`; [B].
+
+    summands: float [B], the sum of absolute values of what each score was added up from; scores that differ by
+    `ROUNDING` of it are equal. None: a score is as it was given, and no other one is equal to it.
+    """
     index, sizes = numbered(groups)
+    if summands is not None:
+        scores = _without_rounding(scores, summands, index, sizes)
     centred = _centred(scores, index, sizes)
     return centred / (_stds(scores, index, sizes)[index] + EPSILON) if by_std else centred
 
@@ -162,6 +170,16 @@ def _stds(scores: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
     """Unbiased standard deviation of each group [G]; 1 of a lone answer."""
     squares = _sums(_centred(scores, index, sizes).square(), index, sizes)
     return (squares / (sizes - 1).clamp(min=1)).sqrt().where(sizes > 1, 1.0)
+
+
+def _without_rounding(scores: Tensor, summands: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
+    """scores [B], but one and the same in a group whose scores differ by the rounding of their `summands` [B] alone."""
+    nothing = scores.new_zeros(sizes.numel())
+    largest, smallest, scale = (
+        nothing.scatter_reduce(0, index, values, kind, include_self=False)
+        for values, kind in ((scores, "amax"), (scores, "amin"), (summands, "amax"))
+    )
+    return largest[index].where((largest - smallest <= ROUNDING * scale)[index], scores)
 
 
 def _all_equal(scores: Tensor, index: Tensor, sizes: Tensor) -> Tensor:

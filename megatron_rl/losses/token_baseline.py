@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 EPSILON = 1e-8
+SMALLEST_ENERGY = 2.0**-20
+"""1 - 2 pi + sum pi^2 of a token that is almost certain is the rounding of its summands, and may be negative."""
 
 
 # tir_ names the case of several turns, whose sampled tokens lie end to end here anyway.
@@ -44,9 +46,9 @@ def estimate_optimal_token_baseline(samples: Samples, config: AlgorithmConfig) -
 def path_energy(log_probs: Tensor, sum_pi_squared: Tensor, weights: Tensor | None) -> Tensor:
     """w = 1 - 2 pi + sum pi^2 of each token [T], times the square of its importance weight where there are `weights`.
 
-    All arguments [T].
+    All arguments [T]. The first factor is at least `SMALLEST_ENERGY`.
     """
-    energy = 1 - 2 * log_probs.exp() + sum_pi_squared
+    energy = (1 - 2 * log_probs.exp() + sum_pi_squared).clamp(min=SMALLEST_ENERGY)
     return energy if weights is None else energy * weights.square()
 
 

@@ -103,7 +103,7 @@ class Rewards:
         shaped, so that they can be compared over a run. Raises RewardError when the rule could score no sample, or when
         a reward model gives no number.
         """
-        return self._combined(self.rules, prompts, answers, pending, lambda name, scores: None)
+        return self._combined(self.rules, prompts, answers, pending, lambda model: None)
 
     def begin(self, answer: int, row: Mapping[str, Any], token_ids: Sequence[int]) -> None:
         """Have the rule score an answer to a training prompt as `RuleReward.begin`."""
@@ -115,7 +115,7 @@ class Rewards:
         prompts: Prompts,
         answers: Batch,
         pending: Pending,
-        shape: Callable[[str, torch.Tensor], Shaped | None],
+        shape: Callable[[ModelScores], Shaped | None],
         first_answer: int | None = None,
     ) -> ScoredAnswers:
         with self._clock.phase("reward"):
@@ -125,7 +125,7 @@ class Rewards:
                 first = scored.first_failure
                 self._warn(f"{failed} of {len(scored.outcomes)} samples could not be scored; the first: {first}")
             models = [wait() for wait in pending]
-            models = [dataclasses.replace(model, shaped=shape(model.name, model.scores)) for model in models]
+            models = [dataclasses.replace(model, shaped=shape(model)) for model in models]
             return with_environment(combine(scored, models, self._rule_weight), answers.get("environment_rewards"))
 
     def training_scores(
@@ -139,12 +139,15 @@ class Rewards:
         """Score answers for training: as `task_scores`, with the models' scores normalised and clipped as configured,
         minus the penalty of overlong answers if configured.
 
-        counts: add the models' scores to their running means. first_answer: the number of the first answer, if `begin`
-        may have been called for them.
+        counts: add the models' scores to their running means, but for episodes that failed. first_answer: the number of
+        the first answer, if `begin` may have been called for them.
         """
 
-        def shape(name: str, scores: torch.Tensor) -> Shaped | None:
-            return self.shaping(name, scores, counts)
+        failed = answers.get("failed")
+        counted = torch.full((len(answers),), counts) if failed is None else ~failed & counts
+
+        def shape(model: ModelScores) -> Shaped | None:
+            return self.shaping(model.name, model.scores, model.scores[counted[model.all_rows]])
 
         scored = self._combined(self._training_rules, prompts, answers, pending, shape, first_answer)
         overlong = self.config.reward_model.overlong_buffer

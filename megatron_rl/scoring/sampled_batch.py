@@ -31,6 +31,9 @@ class SampledBatch:
     def __post_init__(self) -> None:
         groups, failed = self.prompts.uid, self.rows.get("failed")
         if failed is not None:  # nothing is compared with an episode that failed
+            _, index, sizes = groups.unique(return_inverse=True, return_counts=True)
+            ended = torch.zeros_like(sizes).index_add_(0, index, (~failed).long())
+            self.rows.add(lost_peers=~failed & ((sizes > 1) & (ended == 1))[index])
             groups = torch.where(failed, int(groups.max()) + 1 + torch.arange(len(groups)), groups)
         self.rows.add(groups=groups)
 

@@ -17,6 +17,8 @@ from torch import Tensor
 
 SMALLEST_STD = 1e-8
 """The divisor where all scores are equal, as in OpenRLHF."""
+ROUNDING = 2.0**-20
+"""A standard deviation below this share of the mean is the rounding of float32 scores, and no divisor either."""
 
 
 @dataclass
@@ -78,10 +80,10 @@ class RewardShaping:
         self.shapes = dict(shapes or {})
         self._running = {name: RunningMoments() for name, shape in self.shapes.items() if shape.is_running}
 
-    def __call__(self, name: str, scores: Tensor, counts: bool) -> Shaped | None:
+    def __call__(self, name: str, scores: Tensor, counted: Tensor) -> Shaped | None:
         """Shape a model's scores [n], finite; None if the model's scores are not shaped.
 
-        counts: add the scores to the running moments first.
+        counted: float32 [m], those of them that are first added to the running moments.
         """
         shape = self.shapes.get(name)
         if shape is None:
@@ -89,9 +91,8 @@ class RewardShaping:
         values = scores.double()
         running = self._running.get(name)
         if running is not None:
-            if counts:
-                running.add(scores)
-            values = (values - running.mean) / max(running.std, SMALLEST_STD)
+            running.add(counted)
+            values = (values - running.mean) / max(running.std, SMALLEST_STD, ROUNDING * abs(running.mean))
         elif shape.fixed is not None:
             mean, std = shape.fixed
             values = (values - mean) / std

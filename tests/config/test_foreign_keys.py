@@ -402,6 +402,15 @@ def test_what_verl_counts_in_samples_and_transfers_is_counted_in_steps():
     }
 
 
+def test_neutral_values_belong_to_their_key():
+    """1 leaves samples as they are for the repetition penalty alone, 0 for the others. Would not catch null."""
+    asked = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "min_p": 0}
+    for name, neutral in asked.items():
+        for value, kind in ((neutral, "ignored"), (1 - neutral, "not supported")):
+            ((found, *_),) = notes(f"actor_rollout_ref.rollout.{name}={value}")
+            assert found == kind, (name, value)
+
+
 def test_one_step_off_is_a_rollout_of_its_own_and_one_step_ahead():
     """By hand. Would not catch a correction that the user has set elsewhere."""
     asked = {"trainer.v1.trainer_mode": "separate_async", "async_training.partial_rollout": False}

@@ -1,11 +1,14 @@
 """From samples to rewards and advantages, on two rows worked out by hand."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron_rl.columns import ACTOR_UPDATE
 from megatron_rl.config.algorithm_keys import AlgorithmConfig
 from megatron_rl.config.correction import RolloutCorrectionConfig
+from megatron_rl.config.declarations import ESTIMATORS
 from megatron_rl.errors import ConfigError
 from megatron_rl.experience.derived_columns import (
     add_advantages,
@@ -17,6 +20,7 @@ from megatron_rl.experience.derived_columns import (
 from megatron_rl.losses.estimators import estimate_gae
 from megatron_rl.losses.group_advantages import estimate_grpo
 from megatron_rl.records import ragged, ragged_from_lengths, single_turn
+from megatron_rl.scoring.sampled_batch import SampledBatch
 
 
 @pytest.fixture
@@ -140,6 +144,39 @@ def test_tokens_of_high_entropy_are_chosen(share, expected):
     assert [row.tolist() for row in highest_entropy(entropy, share).unbind()] == expected
     nothing = ragged_from_lengths(torch.empty(0), torch.tensor([0, 0]))
     assert [row.tolist() for row in highest_entropy(nothing, share).unbind()] == [[], []]
+
+
+# Prompt 0: scores 1 and 0, one episode failed; prompt 1: 1, whose only peer failed; prompt 2: one episode alone, 2.
+FAILED = [False, False, True, False, True, False]
+OF_ROWS_THAT_ENDED = {
+    # A lone response of the run's own choice has its score, as in verl; a survivor of failed peers has nothing.
+    "grpo": [0.5**0.5, -(0.5**0.5), None, 0.0, None, 2.0],
+    "grpo batch": [0.5, -0.5, None, 0.0, None, 2.0],  # 1, 0 and 2 have the standard deviation 1
+    "gpg": [0.75, -0.75, None, 0.0, None, 3.0],  # three compared, two of them not 0
+    "rloo": [1.0, -1.0, None, 0.0, None, 2.0],
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS_THAT_ENDED)
+def test_failed_episodes_are_no_scores(name):
+    """By hand. Would not catch a metric over all rows."""
+    lengths = torch.tensor([0 if failed else 1 for failed in FAILED])
+    batch = single_turn(
+        ragged([torch.tensor([4, 3][: 1 + n]) for n in lengths.tolist()]),
+        lengths,
+        rollout_log_probs=ragged([torch.zeros(n) for n in lengths.tolist()]),
+        failed=torch.tensor(FAILED),
+    )
+    SampledBatch(1, SimpleNamespace(uid=torch.tensor([0, 0, 0, 1, 1, 2])), batch)
+    batch.add(scores=torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 2.0]))
+    add_rewards(batch, 0.0)
+    estimator, *by = name.split()
+    config = AlgorithmConfig(adv_estimator=estimator, scale_rewards="batch" if by else "group")
+    add_advantages(batch, ESTIMATORS[estimator].function, config)
+    expected = [value for value in OF_ROWS_THAT_ENDED[name] if value is not None]
+    assert batch.flat("advantages").tolist() == pytest.approx(expected, abs=1e-5)
+    add_advantages(only_failed := batch[2:5], ESTIMATORS[estimator].function, config)
+    assert only_failed.flat("advantages").tolist() == [0.0]
 
 
 def test_empty_responses(experience):

@@ -171,6 +171,25 @@ def test_gigpo_by_hand() -> None:
     ]
 
 
+def test_gigpo_of_equal_scores() -> None:
+    """Two episodes with the score 1.1, of which their turns take other parts: neither the episodes nor their first
+    turns, which both have all of it to go, differ. The second turns read other things.
+
+    Would not catch a difference that is hidden: 0.9 to go and 0.3 are compared with nothing.
+    """
+    batch = Batch(
+        input_ids=ragged([torch.tensor([1, 5, 7, 6]), torch.tensor([1, 5, 8, 6])]),
+        sampled=ragged([torch.tensor([0, 1, 0, 1]).bool()] * 2),
+        scores=torch.tensor([1.1, 1.1]),
+        groups=torch.tensor([0, 0]),
+    )
+    batch.add(turn_rewards=batch.per_sampled_token(torch.tensor([0.7, 0.9, 0.1, 0.3])))
+    add_rewards(batch, 0.0, by_turns=True)
+    assert len({float(rewards.sum()) for rewards in batch["rewards"].unbind()}) == 2  # what rounding makes of 1.1
+    add_advantages(batch, ESTIMATORS["gigpo"].function, AlgorithmConfig(adv_estimator="gigpo", gamma=1.0))
+    assert batch.flat("advantages").tolist() == [0.0] * 4
+
+
 def test_observations_have_numbers() -> None:
     """Rows of several turns and conversations: what a turn has read since the turn before decides, and where a
     conversation begins anew, that alone. Would not catch two rows that read the same in other groups.

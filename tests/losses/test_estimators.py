@@ -117,6 +117,24 @@ def test_optimal_token_baseline_by_hand():
     assert advantages.tolist() == pytest.approx([1 - baseline, 1.0, 3 - baseline, 7.0], abs=1e-5)
 
 
+@pytest.mark.parametrize("rounding", [-6e-8, 0.0, 6e-8])
+def test_optimal_token_baseline_of_certain_tokens(rounding):
+    """Probabilities of 1 have energies of 0, or of rounding, below 0 too: the baseline is the plain mean.
+
+    Would not catch a floor that is too high: energies of 0.3 are in the test above."""
+    scores = torch.tensor([1.0, 3.0])
+    samples = Samples(
+        scores,
+        torch.tensor([1, 1]),
+        torch.tensor([4, 4]),
+        scores,
+        old_log_probs=torch.zeros(2),
+        sum_pi_squared=torch.full((2,), 1 + rounding),
+    )
+    advantages, _ = ESTIMATORS["optimal_token_baseline"](samples, AlgorithmConfig())
+    assert advantages.tolist() == pytest.approx([-1.0, 1.0], abs=0.02)
+
+
 def test_two_best_answers_add_nothing():
     """Pass@k: of 2, 2, 0 none is missed. Would not catch a tie that rounding hides."""
     scores = torch.tensor([2.0, 2.0, 0.0])
@@ -130,6 +148,9 @@ def test_max_rl_of_rare_answers():
     samples = Samples(scores, torch.ones(8, dtype=torch.int64), groups, scores)
     advantages, _ = ESTIMATORS["max_rl"](samples, AlgorithmConfig())
     assert advantages.tolist() == pytest.approx([3.0, -1.0, -1.0, -1.0, 0, 0, 0, 0], abs=1e-4)
+    tenths = torch.tensor([0.3, -0.4, -1.0, -1.0, 0.7, -0.8, 1.0, 1.2])  # their mean is 0, but for rounding
+    samples = Samples(tenths, torch.ones(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int64), tenths)
+    assert ESTIMATORS["max_rl"](samples, AlgorithmConfig())[0].tolist() == [0.0] * 8
 
 
 def test_grpo_scaled_by_the_batch():

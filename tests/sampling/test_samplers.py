@@ -27,6 +27,7 @@ from megatron_rl.scoring.batch_scorers import RewardScorer
 from megatron_rl.scoring.outcome import Outcome, Sample
 from megatron_rl.scoring.rewards import Rewards
 from megatron_rl.scoring.scored_answers import ScoredAnswers
+from megatron_rl.scoring.shaping import ModelShaping, RewardShaping
 from megatron_rl.scoring.text_reader import TextReader
 
 REPOSITORY = Path(__file__).parents[2]
@@ -245,6 +246,10 @@ def test_a_rule_of_validation_is_not_asked_in_training():
     assert trained.scores.tolist() == [0.0, 0.5] and asked == []
     assert trained.metrics() == {"reward/rm_score/mean": 0.5} and "acc" not in trained.variables()
     validated = rewards.task_scores(prompts, answers, rewards.start(prompts, answers)).variables()
+    rewards.shaping = RewardShaping({"reward_model": ModelShaping("a", is_running=True)})
+    answers.add(failed=torch.tensor([True, False]))
+    rewards.training_scores(prompts, answers, rewards.start(prompts, answers))
+    assert rewards.shaping.metrics()["reward/reward_model/running_mean"] == 1.0  # not the 0 of what failed
     assert asked == [2] and validated == {
         "acc": [1.0, 0.0],
         "reward": [0.0, 0.5],

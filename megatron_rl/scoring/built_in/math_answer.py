@@ -35,7 +35,7 @@ DATA_SOURCES = (
 
 @reward("math", data_sources=DATA_SOURCES, package="math_verify", requirement="math-verify[antlr4_13_2]")
 def math_answer(data_source: str, solution_str: str, ground_truth: Any, extra_info: Extra = None) -> Score:
-    r"""Right if the final answer (in \boxed{}, LaTeX, or else the last number) is mathematically the ground truth.
+    r"""Right if the final answer is mathematically the ground truth: the last \boxed{}, LaTeX, or else the last number.
 
     Raises ValueError for a ground truth that math-verify does not understand, with which no answer could be right.
     """
@@ -44,7 +44,9 @@ def math_answer(data_source: str, solution_str: str, ground_truth: Any, extra_in
     truth = library.parse(f"\\boxed{{{ground_truth}}}", parsing_timeout=None)
     if not truth:
         raise ValueError(f"the ground truth {ground_truth!r} is not a mathematical expression")
-    answer = library.parse(solution_str, parsing_timeout=None)
+    # The library takes boxes that are near each other for one set, though a later one corrects an earlier one.
+    last_box = max(solution_str.rfind("\\boxed"), 0)
+    answer = library.parse(solution_str[last_box:], parsing_timeout=None)
     right = library.verify(truth, answer, timeout_seconds=None)
     return score_of(right, str(answer[0]) if answer else "")
 
