@@ -110,7 +110,7 @@ class DrainNotices:
 
 
 async def answer_of(url: str) -> str:
-    """Return the text that a URL answers, whole, READ_S from now at the latest.
+    """Return the text that a URL answers, whole, within READ_S.
 
     Raises what aiohttp raises, TimeoutError, and ValueError for a longer text than MOST_BYTES.
     """
