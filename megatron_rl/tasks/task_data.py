@@ -61,7 +61,7 @@ def read_files(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
 
 class TaskData:
-    """train, val: the records. mismatched: for kto both sets with answers to other prompts; {}: for other losses. notes:
+    """train, val: the records. mismatched: for kto both sets with answers to other prompts, else {}. notes:
     lines to print about them. Raises ConfigError.
     """
 

@@ -87,7 +87,7 @@ def mismatched(records: Sequence[Labelled], max_length: int) -> list[Labelled]:
     most, count, after = max(map(len, prompts.values()), default=0), len(records), 0
     if most == count > 0:
         raise ConfigError(
-            f"{records[0].where}: dpo.loss=kto compares with answers to other prompts, and this row's prompt is that of "
+            f"{records[0].where}: dpo.loss=kto compares with other prompts' answers, and this row's prompt is that of "
             f"all {count} labelled answers; nearest: files with two prompts or more"
         )
     together = [number for group in prompts.values() for number in group]

@@ -82,12 +82,14 @@ def test_mismatched_answers_are_the_next_record_s() -> None:
     ],
 )
 def test_a_mismatched_answer_is_never_to_the_same_prompt(prompts: list[int], answers: list[int]) -> None:
-    """Token 10 + i is the answer of record i, and the prompt's own token comes first. By hand: records ordered by prompt,
+    """Token 10 + i is the answer of record i, and the prompt's own token is first. By hand: records sorted by prompt,
     shifted by the size of the largest group. Would not catch two ways of writing one prompt, which are two prompts.
     """
     records = [Labelled(example([prompt, 10 + i], [1], 1), True, HERE) for i, prompt in enumerate(prompts)]
     pairs = mismatched(records, max_length=2)
-    assert [pair.example.tokens.tolist() for pair in pairs] == [[a, 10 + b] for a, b in zip(prompts, answers, strict=True)]
+    assert [pair.example.tokens.tolist() for pair in pairs] == [
+        [a, 10 + b] for a, b in zip(prompts, answers, strict=True)
+    ]
     assert all(prompts[other] != own for own, other in zip(prompts, answers, strict=True))
 
 
