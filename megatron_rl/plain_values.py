@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import reprlib
 from typing import Any
@@ -10,6 +11,8 @@ LONGEST_QUOTE = 200
 LONGEST_REASON = 2000
 LONGEST_TEXT = 100_000
 """Characters; longer texts lose their middle."""
+DEEPEST = 100
+"""Levels of lists and objects in a value from outside. Who copies or writes a value calls itself for each level."""
 
 
 def finite_number(value: Any) -> float | None:
@@ -31,6 +34,42 @@ def plain_text(text: str, longest: int = LONGEST_TEXT) -> str:
     if len(exact) > longest:
         exact = f"{exact[: longest // 2]}...{exact[-(longest // 2) :]}"
     return exact.encode("utf-8", "backslashreplace").decode()
+
+
+def plain_json(value: Any) -> Any:
+    """Return what JSON makes of a value: only dicts with texts as keys, lists, texts, finite numbers, bools and None.
+
+    Raises ValueError, with the rule, for what JSON in UTF-8 cannot hold, and for more than `DEEPEST` levels.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+        plain = json.loads(text)
+    except UnicodeEncodeError as error:
+        code = f"U+{ord(error.object[error.start]):04X}"
+        raise ValueError(f"a text has half of a surrogate pair, {code}, which UTF-8 cannot write") from None
+    except RecursionError:
+        raise ValueError(_DEPTH) from None
+    except Exception as error:  # an object of the user's may raise anything
+        raise ValueError(f"JSON cannot hold it: {describe_error(error)}") from None
+    level = [plain]
+    for _ in range(DEEPEST + 1):
+        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level = [each for values in inner for each in values]
+        if not level:
+            return plain
+    raise ValueError(_DEPTH)
+
+
+_DEPTH = f"lists and objects may be nested {DEEPEST} levels deep"
+
+
+def parsed_json(text: str | bytes) -> Any:
+    """Parse JSON. Raises ValueError, with the rule, for what is none, and as `plain_json`."""
+    try:
+        return plain_json(json.loads(text))
+    except RecursionError:
+        raise ValueError(_DEPTH) from None
 
 
 def describe_error(error: BaseException) -> str:

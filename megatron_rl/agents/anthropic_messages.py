@@ -9,7 +9,15 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_rl.agents.chat_request import MODEL, ChatRequest, Content, named_results, object_with_messages, one_text
+from megatron_rl.agents.chat_request import (
+    MODEL,
+    ChatRequest,
+    Content,
+    known_tools,
+    named_results,
+    object_with_messages,
+    one_text,
+)
 from megatron_rl.agents.observation import Message, ToolCall, Turn
 
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -36,7 +44,8 @@ class AnthropicMessages:
             own = _messages(place, message)
             messages += own
             calls += [_call_names(message), *({} for _ in own[1:])]
-        return ChatRequest(named_results(messages, calls), tuple(map(_schema, tools)), body.get("stream") is True)
+        known = known_tools([*map(_schema, tools)])
+        return ChatRequest(named_results(messages, calls), known, body.get("stream") is True)
 
     def answer(self, turn: Turn, number: int) -> Content:
         """Return the policy's turn as a message."""

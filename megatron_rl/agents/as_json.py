@@ -17,7 +17,7 @@ from megatron_rl.agents.observation import (
     is_message,
     opening_of,
 )
-from megatron_rl.plain_values import finite_number
+from megatron_rl.plain_values import describe_error, finite_number, plain_json, plain_text
 
 Answer = Observation | Opening | EpisodeFailure
 Played = tuple[Turn, Observation]
@@ -45,6 +45,20 @@ def answer_from_json(content: Any) -> Answer:
     except (KeyError, TypeError, AttributeError):
         pass
     raise ValueError(f"{content!r:.80}")
+
+
+def plain_answer(answer: Answer) -> Answer:
+    """Return an answer as the driver reads it: its values are JSON's own. One that has others is a failed episode."""
+    if isinstance(answer, EpisodeFailure):
+        cause = answer.cause if answer.cause in FAILURES else "raised"
+        return EpisodeFailure(cause, plain_text(answer.reason))
+    try:
+        return answer_from_json(plain_json(asdict(answer)))
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except Exception as error:  # copying an object of the user's may raise anything
+        reason = str(error) if isinstance(error, ValueError) else describe_error(error)
+    return EpisodeFailure("no_answer", f"what the environment said cannot be sent as JSON: {plain_text(reason)}")
 
 
 def _opening(content: dict[str, Any]) -> Opening:

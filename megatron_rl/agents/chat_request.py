@@ -61,6 +61,22 @@ def object_with_messages(body: Any, only: Mapping[str, tuple[Any, ...]]) -> Cont
     return body
 
 
+def known_tools(sent: Any) -> tuple[Content, ...]:
+    """Return the tools of a request, which chat templates and parsers of calls can read. Raises ValueError."""
+    tools = sent or []
+    if not isinstance(tools, list):
+        raise ValueError(f"tools must be a list; it is {tools!r:.80}")
+    for place, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        fields = function if isinstance(function, dict) else {}
+        is_known = isinstance(fields.get("name"), str) and tool.get("type", "function") == "function"
+        is_known &= isinstance(fields.get("description"), str | None)
+        if not is_known or not isinstance(fields.get("parameters"), dict | None):
+            form = '{"type": "function", "function": {"name": TEXT, "description": TEXT, "parameters": OBJECT}}'
+            raise ValueError(f"tools[{place}] must be {form}, of which only name must be there; it is {tool!r:.80}")
+    return tuple(tools)
+
+
 def one_text(name: str, content: Any) -> str:
     """Return a content as one text: a text, nothing, or parts of text. name: of the field, for the ValueError that
     others raise.

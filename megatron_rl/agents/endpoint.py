@@ -19,12 +19,12 @@ from megatron_rl.agents.anthropic_messages import AnthropicMessages
 from megatron_rl.agents.chat_request import MODEL, ChatProtocol, ChatRequest
 from megatron_rl.agents.observation import Turn
 from megatron_rl.agents.openai_chat import OpenAIChat
-from megatron_rl.plain_values import finite_number
+from megatron_rl.plain_values import finite_number, parsed_json
 
 HOST = "127.0.0.1"
 PROTOCOLS: tuple[ChatProtocol, ...] = (OpenAIChat(), AnthropicMessages())
 LARGEST_BODY = 1 << 26
-"""Bytes of one request."""
+"""Bytes of one request, where nothing else is known."""
 
 
 @dataclass
@@ -83,7 +83,9 @@ class Session:
 class Endpoint:
     """Serves sessions in the running event loop. num_unauthorized: requests with another key."""
 
-    def __init__(self) -> None:
+    def __init__(self, largest_body: int = LARGEST_BODY) -> None:
+        """largest_body: bytes of one request."""
+        self._largest_body = largest_body
         self._sessions: dict[str, Session] = {}
         self._listening: asyncio.Task[str] | None = None
         self._runner: web.AppRunner | None = None
@@ -111,7 +113,7 @@ class Endpoint:
 
     async def _listen(self) -> str:
         """Listen on a free port; returns the URL."""
-        app = web.Application(client_max_size=LARGEST_BODY)
+        app = web.Application(client_max_size=self._largest_body)
         for protocol in PROTOCOLS:
             app.router.add_post(protocol.path, partial(self._chat, protocol))
         app.router.add_get("/v1/models", self._models)
@@ -135,7 +137,7 @@ class Endpoint:
     async def _chat(self, protocol: ChatProtocol, request: web.Request) -> web.StreamResponse:
         session = self._session(request, protocol)
         try:
-            asked = protocol.read(await _body(request))
+            asked = protocol.read(await self._body(request))
             is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
             number, turn = await session.ask(asked, is_retry)
         except ValueError as error:
@@ -159,7 +161,7 @@ class Endpoint:
         """Add `{"reward": number}` to what the session's episode has earned."""
         session = self._session(request)
         try:
-            body = await _body(request)
+            body = await self._body(request)
             reward = finite_number(body.get("reward") if isinstance(body, dict) else None)
             if reward is None:
                 raise ValueError('a reward must be {"reward": a finite number}')
@@ -169,10 +171,9 @@ class Endpoint:
         session.reward += reward
         return web.json_response({"reward": session.reward})
 
-
-async def _body(request: web.Request) -> Any:
-    """The JSON of a request. Raises ValueError for what is none, or is too long."""
-    try:
-        return json.loads(await request.read())
-    except web.HTTPRequestEntityTooLarge:
-        raise ValueError(f"a request may have {LARGEST_BODY} bytes") from None
+    async def _body(self, request: web.Request) -> Any:
+        """The JSON of a request. Raises ValueError for what is none, or is too long."""
+        try:
+            return parsed_json(await request.read())
+        except web.HTTPRequestEntityTooLarge:
+            raise ValueError(f"a request may have {self._largest_body} bytes") from None

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.agents.as_json import Answer, Played
+from megatron_rl.agents.as_json import Answer, Played, plain_answer
 from megatron_rl.agents.observation import (
     Environment,
     EpisodeError,
@@ -88,7 +88,7 @@ class EnvironmentHost:
         try:
             answer = await self._play(job)
         except EpisodeError as error:
-            answer = EpisodeFailure(error.cause, str(error))
+            answer = plain_answer(EpisodeFailure(error.cause, str(error)))
         except Exception as error:
             answer = EpisodeFailure("raised", f"the environment raised {describe_error(error)}")
         if isinstance(answer, EpisodeFailure) or (isinstance(answer, Observation) and answer.is_done):
@@ -131,15 +131,19 @@ class EnvironmentHost:
         await settled(environment.reset(job.row))
         if not self.opens:
             return kept, None
+        said: Any = await settled(environment.opening())
         try:
-            return kept, opening_of(await settled(environment.opening()))
+            opening = plain_answer(opening_of(said))
         except ValueError as error:
             raise EpisodeError("no_answer", str(error)) from None
+        if not isinstance(opening, Opening):
+            raise EpisodeError("no_answer", getattr(opening, "reason", ""))
+        return kept, opening
 
-    async def _step(self, environment: Environment, turn: Turn) -> Observation | EpisodeFailure:
+    async def _step(self, environment: Environment, turn: Turn) -> Answer:
         value: Any = await settled(environment.step(turn))
         try:
-            return observation_of(value, self._limit)
+            return plain_answer(observation_of(value, self._limit))
         except ValueError as error:
             return EpisodeFailure("no_answer", str(error))
 

@@ -15,7 +15,8 @@ from megatron_rl.agents.observation import EpisodeFailure, Observation, Opening,
 from megatron_rl.agents.turn_reader import TurnReader
 from megatron_rl.agents.turn_renderer import TurnRenderer
 from megatron_rl.data.template_process import TemplateRefusal
-from megatron_rl.errors import ReplayError
+from megatron_rl.errors import ConfigError, ReplayError
+from megatron_rl.plain_values import describe_error
 
 
 class Environments(Protocol):
@@ -169,16 +170,24 @@ class LiveEpisodes(Episodes):
         self._environments, self._renderer, self._reader = environments, renderer, reader
         self._longest_prompt, self._appends = longest_prompt, appends
         self._open: dict[int, _OpenTurn] = {}
+        self._failed: list[tuple[int, Reply]] = []
         self._jobs = itertools.count()
 
     @property
     def is_open(self) -> bool:
-        return bool(self._open or self._arrived)
+        return bool(self._open or self._failed or self._arrived)
 
     def submit(self, number: int, episode: Episode) -> None:
         ids, before = episode.turn_ids, episode.conversation
         num_context = len(episode.context_ids) - len(ids)
-        turn = replace(self._reader.turn(ids, before.tools), num_tokens=len(ids), num_context=num_context)
+        try:
+            turn = replace(self._reader.turn(ids, before.tools), num_tokens=len(ids), num_context=num_context)
+        except ConfigError:
+            raise
+        except Exception as error:  # tools of an agent's; it costs this episode alone
+            failure = EpisodeFailure("no_answer", f"the turn cannot be read: {describe_error(error)}")
+            self._failed.append((number, Reply(Turn(""), failure)))
+            return
         self._submit(episode, _OpenTurn(number, turn, ids[-1], before))
 
     def _begins(self, number: int, episode: Episode) -> bool:
@@ -193,12 +202,14 @@ class LiveEpisodes(Episodes):
 
     def forget(self, number: int) -> None:
         self._open = {job: known for job, known in self._open.items() if known.number != number}
+        self._failed = [(known, reply) for known, reply in self._failed if known != number]
         self._environments.forget(number)
 
     def _replies(self, waits: bool) -> list[tuple[int, Reply]]:
-        answers = self._environments.take(waits)
+        failed, self._failed = self._failed, []
+        answers = self._environments.take(waits and not failed)
         known = [(self._open.pop(job), answer) for job, answer in answers if job in self._open]
-        return [(known.number, self._reply(known, answer)) for known, answer in known]
+        return failed + [(known.number, self._reply(known, answer)) for known, answer in known]
 
     def _reply(self, known: _OpenTurn, answer: Answer) -> Reply:
         if isinstance(answer, EpisodeFailure) or (isinstance(answer, Observation) and answer.is_done):
@@ -214,6 +225,9 @@ class LiveEpisodes(Episodes):
             ids = self._renderer.following(answer.messages, known.last_token, known.turn, num_calls)
         except TemplateRefusal as refusal:
             reason = f"the chat template refuses what the environment says: {refusal}"
+            return Reply(known.turn, EpisodeFailure("no_answer", reason))
+        except Exception as error:  # a template or tokenizer at what somebody else wrote; it costs this episode alone
+            reason = f"what the environment says cannot be made tokens: {describe_error(error)}"
             return Reply(known.turn, EpisodeFailure("no_answer", reason))
         return Reply(known.turn, answer, tuple(ids))
 

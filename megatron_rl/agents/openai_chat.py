@@ -9,8 +9,17 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.agents.chat_request import MODEL, ChatRequest, Content, named_results, object_with_messages, one_text
+from megatron_rl.agents.chat_request import (
+    MODEL,
+    ChatRequest,
+    Content,
+    known_tools,
+    named_results,
+    object_with_messages,
+    one_text,
+)
 from megatron_rl.agents.observation import Message, ToolCall, Turn
+from megatron_rl.plain_values import parsed_json
 
 ONLY: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
@@ -30,14 +39,12 @@ class OpenAIChat:
     def read(self, body: Any) -> ChatRequest:
         """Read a request. Raises ValueError, with the rule, for one that cannot be answered."""
         body = object_with_messages(body, ONLY)
-        tools = body.get("tools") or []
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) and "function" in tool for tool in tools):
-            raise ValueError("tools must be a list of objects with a function")
+        tools = known_tools(body.get("tools"))
         messages = [_message(place, message) for place, message in enumerate(body["messages"])]
         options = body.get("stream_options") or {}
         with_usage = isinstance(options, dict) and options.get("include_usage") is True
         return ChatRequest(
-            named_results(messages, map(_calls, body["messages"])), tuple(tools), body.get("stream") is True, with_usage
+            named_results(messages, map(_calls, body["messages"])), tools, body.get("stream") is True, with_usage
         )
 
     def answer(self, turn: Turn, number: int) -> Content:
@@ -109,7 +116,9 @@ def _message(place: int, sent: Any) -> Message:
     if calls:
         try:
             functions = [call["function"] for call in calls]
-            known = tuple(ToolCall(function["name"], json.loads(function["arguments"])) for function in functions)
+            known = tuple(ToolCall(function["name"], parsed_json(function["arguments"])) for function in functions)
+            if not all(isinstance(call.name, str) for call in known):
+                raise ValueError("a name must be a text")
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"messages[{place}].tool_calls cannot be read: {error!r:.80}") from None
         message["tool_calls"] = Turn("", known).as_message()["tool_calls"]

@@ -7,7 +7,6 @@ vocabulary that it fetches from the network.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from megatron_rl.agents.observation import ToolCall, Turn
 from megatron_rl.agents.thoughts import PLAIN, Channels, Said, Thoughts
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.errors import ConfigError
+from megatron_rl.plain_values import parsed_json
 
 CHANNELS = "openai"
 """The format of gpt-oss."""
@@ -75,8 +75,8 @@ class ToolParser:
         calls, problem = [], ""
         for name, given in found:
             try:
-                arguments = json.loads(given)
-            except (ValueError, RecursionError) as error:
+                arguments = parsed_json(given)
+            except ValueError as error:
                 problem = f"Error: the arguments of {name} are no JSON: {error}"
                 continue
             if isinstance(arguments, dict):

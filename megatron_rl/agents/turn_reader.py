@@ -11,8 +11,12 @@ from transformers import PreTrainedTokenizerBase
 from megatron_rl.agents.observation import Turn
 from megatron_rl.agents.thoughts import PLAIN, Thoughts
 from megatron_rl.agents.tool_parser import ToolParser, without_special
+from megatron_rl.plain_values import describe_error
 
 Schemas = Sequence[dict[str, Any]]
+
+MOST_PARSERS = 64
+"""Parsers that are kept: an agent may send other tools with each request."""
 
 
 class TurnReader:
@@ -47,8 +51,18 @@ class TurnReader:
         return Turn(text, reasoning_content=thought)
 
     def _parser(self, tools: Schemas) -> ToolParser:
-        assert self._parser_of is not None  # who gives tools gives their parser
         name = json.dumps(list(tools), sort_keys=True)
         if name not in self._parsers:
-            self._parsers[name] = self._parser_of(tools)
+            if len(self._parsers) >= MOST_PARSERS:
+                del self._parsers[next(iter(self._parsers))]
+            self._parsers[name] = self._made(tools)
         return self._parsers[name]
+
+    def _made(self, tools: Schemas) -> ToolParser:
+        """Raises ConfigError where the format does not go without tools either, else ValueError: then it is these."""
+        assert self._parser_of is not None  # who gives tools gives their parser
+        try:
+            return self._parser_of(tools)
+        except Exception as error:  # pydantic and vLLM raise many kinds for schemas that an agent has sent
+            self._parser_of(())
+            raise ValueError(f"no parser of calls reads these tools: {describe_error(error)}") from error

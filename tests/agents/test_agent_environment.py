@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
 from megatron_rl.agents.agent_environment import AgentSource
 from megatron_rl.agents.anthropic_messages import AnthropicMessages
 from megatron_rl.agents.as_json import Answer, Played
+from megatron_rl.agents.endpoint import Endpoint
 from megatron_rl.agents.environment_host import TurnJob
 from megatron_rl.agents.environment_source import EnvironmentProcesses, EnvironmentsHere
 from megatron_rl.agents.observation import EpisodeFailure, Observation, Opening, ToolCall, Turn
@@ -218,6 +222,44 @@ def test_requests_that_cannot_be_answered_are_refused_and_counted(folder):
     assert answer == Observation((), 2.25, is_done=True, counts={"agent_refused": 4.0, "agent_unauthorized": 1.0})
 
 
+def body(**more: object) -> str:
+    return json.dumps({"messages": [{"role": "user", "content": "x"}], **more})
+
+
+CALL = [{"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": NaN}'}}]
+DEEP = "[" * 100_000
+BAD_BODIES = {
+    "": "Expecting value",
+    DEEP: "100 levels deep",
+    body(user="\ud83d"): "half of a surrogate pair, U\\+D83D",
+    body(top=float("nan")): "Out of range float values",
+    body(tools=[{"type": "function", "function": {}}]): "tools\\[0\\] must be",
+    body(tools=[{"type": "web", "function": {"name": "a"}}]): "tools\\[0\\] must be",
+    body(tools=[{"function": {"name": "a", "parameters": "b"}}]): "tools\\[0\\] must be",
+    body(messages=[{"role": "assistant", "tool_calls": CALL}]): "tool_calls cannot be read: .*Out of range",
+    body(messages=[{"role": "assistant", "tool_calls": [{"function": {"name": 1, "arguments": "{}"}}]}]): "a name",
+    body(x="y" * 200_000): "may have 200000 bytes",
+}
+
+
+def test_what_is_no_request_is_400_and_counted():
+    """Each body by HTTP, with the rule in the answer. Would not catch bodies that never end: aiohttp bounds them."""
+
+    async def statuses() -> list[tuple[int, str]]:
+        endpoint = Endpoint(largest_body=200_000)
+        session = await endpoint.open()
+        headers = {"Authorization": f"Bearer {session.api_key}"}
+        async with httpx.AsyncClient(headers=headers) as client:
+            url = f"{session.base_url}/chat/completions"
+            answers = [await client.post(url, content=each.encode()) for each in BAD_BODIES]
+        assert session.num_refused == len(BAD_BODIES)
+        await endpoint.stop()
+        return [(answer.status_code, answer.json()["error"]["message"]) for answer in answers]
+
+    for (status, reason), rule in zip(asyncio.run(statuses()), BAD_BODIES.values(), strict=True):
+        assert status == 400 and re.search(rule, reason), reason
+
+
 def test_other_conversations_begin_anew(folder):
     """Two at once, which wait for each other, and one that goes on with the first but has other tools. Would not catch
     more than a queue of them.
@@ -292,7 +334,7 @@ def test_a_request_goes_on_with_what_was_said():
         [*before.messages],
     ):
         assert read({"messages": messages}).after(before, turn) == ()
-    other_tools = {"messages": after.messages, "tools": [{"function": {}}]}
+    other_tools = {"messages": after.messages, "tools": [{"function": {"name": "add"}}]}
     assert read(other_tools | {"messages": [*before.messages, sent]}).after(before, turn) == ()
 
 
@@ -304,7 +346,7 @@ def test_a_request_goes_on_with_what_was_said():
         ({"messages": [{"role": "critic", "content": "x"}]}, "must have a role of system, user, assistant, tool"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content must be text"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "tool_calls cannot be read"),
-        ({"messages": [{"role": "user", "content": "x"}], "tools": [1]}, "tools must be a list of objects"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [1]}, r"tools\[0\] must be"),
         ({"messages": [{"role": "user", "content": "x"}], "logprobs": True}, "logprobs=True is not possible"),
     ],
 )

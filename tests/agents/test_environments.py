@@ -20,7 +20,15 @@ pytestmark = pytest.mark.timeout(120)
 
 COUNTING = """
 import os, time
-from megatron_rl.agents.observation import Observation
+from megatron_rl.agents.observation import EpisodeError, Observation, Opening
+def begins(schema):
+    return Observation(anew=Opening(({"role": "user", "content": "x"},), (schema,)))
+def deep(levels):
+    value = 1
+    for _ in range(levels): value = [value]
+    return value
+def refuse():
+    raise EpisodeError("no cause", "\\ud83d")
 class Environment:
     def __init__(self, start=0): self.total = start
     def reset(self, row): self.total += row["extra_info"].get("start", 0)
@@ -45,6 +53,12 @@ BAD = {
     "(7, 0.0, False)": ("no_answer", "an observation must be a text"),
     "([{'role': 'assistant', 'content': 'x'}], 0.0, False)": ("no_answer", "an observation must be a text"),
     "Observation((), 0.0, False, {'n': 'x'})": ("no_answer", "the count n of a step must be a finite number"),
+    "('\\ud83d', 0.0, False)": ("no_answer", "half of a surrogate pair, U+D83D, which UTF-8 cannot write"),
+    "begins({'maximum': float('nan')})": ("no_answer", "Out of range float values"),
+    "begins({'maximum': object()})": ("no_answer", "cannot be sent as JSON"),
+    "begins({'items': deep(101)})": ("no_answer", "may be nested 100 levels deep"),
+    "begins({'items': deep(100_000)})": ("no_answer", "cannot be sent as JSON"),
+    "refuse()": ("raised", "\\ud83d"),
     "os._exit(3)": ("crashed", "exited with code 3"),
     "time.sleep(1000)": ("timed_out", "multi_turn.tool_timeout_s=1"),
 }

@@ -177,6 +177,35 @@ def test_a_conversation_may_begin_anew(appends: bool):
     assert path.starts == [] and path.conversation == Opening(tuple(prompt))
 
 
+def no_parser(schemas):
+    if schemas:
+        raise TypeError("no schema")
+
+
+@pytest.mark.parametrize("what", ["turn", "answer"])
+def test_what_the_driver_cannot_read_costs_its_episode(what: str):
+    """A parser that these tools cannot have, and a renderer that raises, beside an episode that goes on. Would not
+    catch a format that no tools go with, which ends the run: it is the configuration's.
+    """
+    tokenizer = AutoTokenizer.from_pretrained("assets/demo/model")
+    renderer = TurnRenderer(tokenizer, [tokenizer.eos_token_id], is_chat=False)
+    live = LiveEpisodes(Answers(HIGHER, HIGHER), renderer, TurnReader(tokenizer, no_parser), EpisodeLimits(9))
+    bad, good = episode(((5, 6), None)), episode(((5, 6), None))
+    if what == "turn":
+        bad.opening = OPENING
+    else:
+        live._environments.left[0] = Observation(({"role": "user", "content": 7},))
+    live.submit(3, bad)
+    live.submit(4, good)
+    replies = {}
+    while live.is_open:
+        replies |= dict(live.take(waits=True))
+    assert isinstance(replies[3].answer, EpisodeFailure) and "TypeError" in replies[3].answer.reason
+    assert replies[4].answer == HIGHER
+    bad.take(replies[3], EpisodeLimits(9))
+    assert bad.finish == "failed" and from_json(to_json(reply_event(3, replies[3]))).reply == replies[3]
+
+
 def test_a_conversation_that_is_too_long_cannot_begin():
     """Three tokens may be; a recorded beginning is taken as it was. Would not catch a limit of characters."""
     tokenizer = AutoTokenizer.from_pretrained("assets/demo/model")
