@@ -1,4 +1,4 @@
-"""Children of this process on Linux: forked with a pipe, killed by the kernel with their parent, adopted as orphans."""
+"""Children of this process on Linux: forked with a channel, killed with their parent, adopted as orphans."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import signal
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+
+from megatron_rl.cluster.channel import LONGEST, Channel
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def fork_child(serve: Callable[[Connection], None]) -> tuple[int, Connection]:
-    """Fork a child that calls `serve` with its end of a pipe and then exits; return its pid and the other end.
+def fork_child(serve: Callable[[Channel], None], longest: int = LONGEST) -> tuple[int, Channel]:
+    """Fork a child that calls `serve` with its end of a channel and then exits; return its pid and the other end.
 
     The child exits with 0, or with 1 after an error, which it prints. It gets SIGKILL when this process dies.
+    longest: bytes of a message of the child's.
     """
-    ours, theirs = Pipe()
+    ours, theirs = Channel.pair(longest)
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -51,9 +52,22 @@ def variables_with(**more: str) -> dict[str, str]:
     return {**os.environ, **more}
 
 
+def mark_children(variable: str, value: str) -> None:
+    """Have all that this process starts from here on inherit an environment variable."""
+    os.environ[variable] = value
+
+
 def how_ended(code: int) -> str:
     """Say how a process with this return code, as of `subprocess.Popen`, has ended."""
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    return f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal; of real-time signals Python knows the first and the last one alone."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 @contextmanager

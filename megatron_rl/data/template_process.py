@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import pickle
 import resource
 import signal
 import weakref
@@ -18,7 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from mmap import PAGESIZE
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -26,7 +26,8 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megatron_rl.cluster.child_processes import fork_child
+from megatron_rl.cluster.channel import Channel
+from megatron_rl.cluster.child_processes import fork_child, how_ended
 from megatron_rl.data.message_form import Message, MessageForm, is_plain
 from megatron_rl.errors import ConfigError
 
@@ -160,7 +161,7 @@ class TemplateProcess(Generic[Item, Answer]):
     def __init__(self, function: Callable[[Sequence[Item]], list[Answer]], limits: RenderLimits | None = None) -> None:
         """function: returns one answer for each item, which is pickled; an error that it raises is a bug."""
         self._function, self._limits = function, limits or LIMITS
-        self._connection: Connection | None = None
+        self._channel: Channel | None = None
         self._finalizer: weakref.finalize[..., TemplateProcess[Item, Answer]] | None = None
 
     def map(self, items: Sequence[Item]) -> list[Answer]:
@@ -172,7 +173,7 @@ class TemplateProcess(Generic[Item, Answer]):
         """End the child, if there is one; the next call forks another."""
         if self._finalizer is not None:
             self._finalizer()
-        self._connection = None
+        self._channel = None
 
     def _some(self, items: Sequence[Item], first: int) -> list[Answer]:
         """The answers for some items. first: the number of the first one."""
@@ -185,36 +186,37 @@ class TemplateProcess(Generic[Item, Answer]):
         return [answer for number, item in enumerate(items, start=first) for answer in self._some([item], number)]
 
     def _ask(self, items: Sequence[Item]) -> list[Answer]:
-        if self._connection is None:
-            self._connection = self._start()
+        if self._channel is None:
+            self._channel = self._start()
         try:
-            self._connection.send(items)
-            if not self._connection.poll(PATIENCE * self._limits.cpu_s):  # a child that sleeps uses no CPU time
+            self._channel.send(pickle.dumps(items))
+            reply = self._channel.receive_within(PATIENCE * self._limits.cpu_s)  # a child that sleeps uses no CPU time
+            if reply is None:
                 self.close()
                 raise TemplateRefusal(f"there is no text after {PATIENCE * self._limits.cpu_s:g} s")
-            answers: list[Answer] = self._connection.recv()
+            answers: list[Answer] = pickle.loads(reply)
             return answers
         except RecursionError:
             raise TemplateRefusal("it is nested more deeply than can be handed over") from None
-        except (EOFError, ConnectionError):
+        except EOFError:
             raise TemplateRefusal(self._reason()) from None
 
-    def _start(self) -> Connection:
-        pid, connection = fork_child(self._serve)
-        self._finalizer = weakref.finalize(self, _end, pid, connection, os.getpid())
-        return connection
+    def _start(self) -> Channel:
+        pid, channel = fork_child(self._serve)
+        self._finalizer = weakref.finalize(self, _end, pid, channel, os.getpid())
+        return channel
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, channel: Channel) -> None:
         """Run as the child: receive lists of items, send lists of answers."""
         try:
             self._be_bounded()
             gc.freeze()  # collecting the parent's objects would copy their pages
             while True:
-                items = connection.recv()
+                items = pickle.loads(channel.receive())
                 signal.setitimer(signal.ITIMER_PROF, self._limits.cpu_s)
                 answers = self._function(items)
                 signal.setitimer(signal.ITIMER_PROF, 0)
-                connection.send(answers)
+                channel.send_whole(pickle.dumps(answers))
         except EOFError:
             return
         except MemoryError:
@@ -233,21 +235,19 @@ class TemplateProcess(Generic[Item, Answer]):
     def _reason(self) -> str:
         """The cause of the child's end, in words. The next call forks another child."""
         assert self._finalizer is not None
-        status, self._connection = self._finalizer(), None
+        status, self._channel = self._finalizer(), None
         if status == -signal.SIGPROF:
             return f"it does not end within {self._limits.cpu_s:g} s of CPU time"
         if status == OUT_OF_MEMORY:
             return f"it takes more than {self._limits.memory_bytes / 1e9:.1f} GB of memory"
-        if status is not None and status < 0:
-            return f"its process was killed by {signal.Signals(-status).name}"
-        return f"its process exited with code {status}"
+        return f"its process {'has ended' if status is None else how_ended(status)}"
 
 
-def _end(pid: int, connection: Connection, parent: int) -> int | None:
+def _end(pid: int, channel: Channel, parent: int) -> int | None:
     """Kill the child if it still runs. Returns its exit code, negative for a signal."""
     if os.getpid() != parent:
         return None  # a copy of the object in another child
-    connection.close()
+    channel.close()
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     try:
