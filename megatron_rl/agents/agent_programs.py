@@ -7,10 +7,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import psutil
@@ -19,6 +19,7 @@ from megatron_rl.agents.endpoint import Session
 from megatron_rl.agents.observation import EpisodeError, TaskRow
 from megatron_rl.cluster.child_processes import how_ended, variables_with
 from megatron_rl.plain_values import describe_error, finite_number, plain_text, quote
+from megatron_rl.user_code.user_calls import CallFailedError, awaited, in_thread
 
 ARGUMENTS = ("task", "endpoint")
 END_S = 5.0
@@ -58,12 +59,15 @@ class FunctionAgent:
 
     def __init__(self, function: Callable[..., Any], task: TaskRow, session: Session) -> None:
         address = PolicyAddress(session.base_url, session.api_key)
-        call = self._awaited if inspect.iscoroutinefunction(function) else self._in_thread
-        self._ended = asyncio.ensure_future(call(function, task, address))
+        call, is_async = partial(function, task, address), inspect.iscoroutinefunction(function)
+        # In a pool of threads agents would wait for those that wait for the policy.
+        self._ended = asyncio.ensure_future(awaited(call()) if is_async else in_thread(call))
 
     async def end(self) -> float | None:
         try:
             value = await asyncio.shield(self._ended)
+        except CallFailedError as error:
+            raise EpisodeError("raised", f"the agent raised {error}") from None
         except Exception as error:
             raise EpisodeError("raised", f"the agent raised {describe_error(error)}") from None
         reward = finite_number(value)
@@ -76,33 +80,6 @@ class FunctionAgent:
         self._ended.cancel()
         with suppress(asyncio.CancelledError, Exception):
             await self._ended
-
-    @staticmethod
-    async def _awaited(function: Callable[..., Any], *arguments: Any) -> Any:
-        return await function(*arguments)
-
-    @staticmethod
-    async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-        """A thread for each call: a pool of threads would let agents wait for those that wait for the policy."""
-        loop = asyncio.get_running_loop()
-        ended = loop.create_future()
-
-        def settle(set_it: Callable[[Any], None], value: Any) -> None:
-            if not ended.done():
-                set_it(value)
-
-        def run() -> None:
-            try:
-                value = function(*arguments)
-            except BaseException as error:
-                outcome: tuple[Callable[[Any], None], Any] = (ended.set_exception, RuntimeError(describe_error(error)))
-            else:
-                outcome = (ended.set_result, value)
-            with suppress(RuntimeError):  # the loop has ended, with the run
-                loop.call_soon_threadsafe(settle, *outcome)
-
-        threading.Thread(target=run, daemon=True).start()
-        return await ended
 
 
 class CommandAgent:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import pickle
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -13,7 +14,7 @@ from megatron_rl.agents.environment_host import EnvironmentHost, Forget, TurnJob
 from megatron_rl.agents.observation import EpisodeFailure, TextLimit
 from megatron_rl.config.user_functions import load_class
 from megatron_rl.user_code import keeper
-from megatron_rl.user_code.work_processes import WorkProcesses
+from megatron_rl.user_code.work_processes import WorkProcesses, job_of
 
 METHODS = ("reset", "step")
 
@@ -120,8 +121,8 @@ class EnvironmentProcesses(WorkProcesses):
 
     def play(self, number: int, job: TurnJob) -> None:
         """Have a turn played; the answer comes with `take`."""
-        self.submit([keeper.Job(number, job, key=job.episode)])
+        self.submit([job_of(number, job, job.episode)])
 
     def forget(self, episode: int) -> None:
         """Drop the environment of an episode, if there is one."""
-        self.notify(keeper.Notice(Forget(episode), episode))
+        self.notify(keeper.Notice(pickle.dumps(Forget(episode)), episode))

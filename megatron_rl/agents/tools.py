@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from megatron_rl.agents.class_tools import ClassTool, EpisodeTool, load_class_tools
@@ -33,6 +34,7 @@ from megatron_rl.agents.observation import Message, Observation, TaskRow, TextLi
 from megatron_rl.config.user_functions import run_file
 from megatron_rl.errors import ConfigError
 from megatron_rl.plain_values import describe_error, finite_number, plain_text
+from megatron_rl.user_code.user_calls import CallFailedError, awaited, in_thread
 
 MARK = "_is_tool"
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -123,15 +125,15 @@ class ToolEnvironment:
     async def _call(self, place: int, call: ToolCall, counts: Counter[str]) -> Message:
         counts["tool_calls"] += 1
         try:
-            value = await self._value(place, call)
+            value, known = await self._value(place, call), dict[str, Any]()
+            if isinstance(value, tuple) and len(value) == 3 and isinstance(value[2], dict):
+                value, known = value[0], {"tool_reward": value[1], **value[2]}
+            text = value if isinstance(value, str) else _as_json(call.name, value)
         except _CallError as error:
             counts[f"tool_{error.cause}"] += 1
             return _message(call.name, f"Error: {error}")
-        if isinstance(value, tuple) and len(value) == 3 and isinstance(value[2], dict):
-            value, reward, numbers = value
-            known = {"tool_reward": reward, **numbers}
-            counts.update({name: number for name, each in known.items() if (number := finite_number(each)) is not None})
-        return _message(call.name, plain_text(value if isinstance(value, str) else json.dumps(value, default=str)))
+        counts.update({name: number for name, each in known.items() if (number := finite_number(each)) is not None})
+        return _message(call.name, plain_text(text))
 
     async def _value(self, place: int, call: ToolCall) -> Any:
         """What the tool returns. Raises _CallError."""
@@ -148,6 +150,8 @@ class ToolEnvironment:
             return await asyncio.wait_for(_called(function, call.arguments), self._timeout_s)
         except TimeoutError:
             raise _CallError("timed_out", f"{call.name} did not return within {self._timeout_s:g} s") from None
+        except CallFailedError as error:
+            raise _CallError("raised", str(error)) from None
         except Exception as error:
             raise _CallError("raised", describe_error(error)) from None
 
@@ -192,8 +196,17 @@ def _message(name: str, text: str) -> Message:
     return {"role": "tool", "name": name, "content": text} if name else {"role": "tool", "content": text}
 
 
+def _as_json(name: str, value: Any) -> str:
+    """Return a tool's result as JSON. Raises _CallError for what JSON cannot have."""
+    try:
+        return json.dumps(value, default=str)
+    except Exception as error:  # a cycle, too deep, keys that are no texts, an object that cannot be shown
+        reason = f"{name} returned what JSON cannot have: {describe_error(error)}"
+        raise _CallError("raised", reason) from None
+
+
 async def _called(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """Call a function, a blocking one in a thread."""
     if isinstance(function, EpisodeTool) or inspect.iscoroutinefunction(function):
-        return await function(**arguments)
-    return await asyncio.to_thread(function, **arguments)
+        return await awaited(function(**arguments))
+    return await in_thread(partial(function, **arguments))

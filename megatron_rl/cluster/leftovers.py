@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -18,6 +19,12 @@ RUN_ID = "MEGATRON_RL_RUN"
 
 REPLICA = "MEGATRON_RL_REPLICA"
 """The environment variable with the replica that a process belongs to and ends with; unset outside of replicas."""
+
+KEEPER = "MEGATRON_RL_KEEPER"
+"""The environment variable of a keeper of the user's code, and of all that its workers start."""
+
+WORKER = "MEGATRON_RL_WORKER"
+"""The environment variable of all that one worker of a keeper starts."""
 
 DRAINS = "MEGATRON_RL_DRAINS"
 """The environment variable of ranks that answer SIGTERM with a notice that their replica is to leave."""
@@ -46,6 +53,31 @@ def living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
 def descendants() -> set[psutil.Process]:
     """Return the children of this process, their children and so on, zombies included."""
     return set(psutil.Process().children(recursive=True))
+
+
+def children_with(parent: int, value: str, variable: str) -> list[psutil.Process]:
+    """Return the living children of a process that were started with `variable`=`value`, and what these have started.
+
+    Where `parent` adopts orphans (`child_processes.adopting_orphans`), they are what is left of an ended process that
+    had this variable. Others of the machine are not looked at, so it takes little time.
+    """
+    marked = [child for child in _children(parent) if variable_of(child, variable) == value]
+    for process in marked:  # the list grows
+        marked += _children(process.pid)
+    return living(marked)
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    """Return the children of a process; none if it has gone."""
+    children = []
+    with suppress(OSError, psutil.Error):
+        lists = [task / "children" for task in Path(f"/proc/{pid}/task").iterdir()]
+        if not lists[0].exists():  # a kernel without such lists
+            return list(psutil.Process(pid).children())
+        for number in [int(word) for file in lists for word in file.read_text().split()]:
+            with suppress(psutil.NoSuchProcess):
+                children.append(psutil.Process(number))
+    return children
 
 
 def end(find: Callable[[], Iterable[psutil.Process]], patience_s: float = UNKILLABLE_AFTER_S) -> list[psutil.Process]:

@@ -23,7 +23,7 @@ from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.controller.fewer_nodes import sizes_of, smaller
 from megatron_rl.errors import ConfigError, CopyLost, MegatronRLError, WorkerFailure
 from megatron_rl.observe.appended_file import opened_to_append
-from megatron_rl.observe.terminal import Terminal
+from megatron_rl.observe.terminal import warn
 
 Result = TypeVar("Result")
 
@@ -291,8 +291,3 @@ def repairable(error: MegatronRLError, loss: WorkerFailure | None) -> WorkerFail
     if loss is not None and isinstance(error, ConfigError) and error.is_shortage:
         return loss
     raise error
-
-
-def warn(text: str) -> None:
-    """Print a line in yellow: between two attempts no logger is open."""
-    Terminal().print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)

@@ -29,3 +29,8 @@ class Terminal(Console):
         """Yield the segments of something to print; those that are no text of ours or others' are control segments."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=terminal_text(segment.text))
+
+
+def warn(text: str) -> None:
+    """Print a line in yellow, where no logger is open."""
+    Terminal().print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)

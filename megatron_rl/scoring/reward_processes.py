@@ -11,9 +11,9 @@ from typing import Any
 
 from megatron_rl.scoring.function import RewardSource, is_async, load_reward_function
 from megatron_rl.scoring.outcome import Outcome, Sample, failed, score_sample, score_sample_later
-from megatron_rl.user_code.keeper import Job, KeeperSettings
+from megatron_rl.user_code.keeper import KeeperSettings
 from megatron_rl.user_code.work import TIMED_OUT
-from megatron_rl.user_code.work_processes import WorkProcesses
+from megatron_rl.user_code.work_processes import WorkProcesses, job_of
 
 MOST_FRUITLESS_TIMEOUTS = 16
 """Time-outs in one batch without a single score, after which a run that would stop anyway gives the batch up."""
@@ -37,7 +37,7 @@ class RewardProcesses(WorkProcesses):
         """Score an answer whose batch is not complete; `score` takes its outcome. Any thread may call this."""
         job = next(self._jobs)
         self._begun[answer] = job, sample.solution
-        self.submit([Job(job, sample)])
+        self.submit([job_of(job, sample)])
 
     def score(self, samples: Sequence[Sample], first_answer: int | None = None) -> list[Outcome]:
         """Return one outcome per sample, in order; takes as long as the slowest sample. Raises RewardError as `take`.
@@ -62,7 +62,7 @@ class RewardProcesses(WorkProcesses):
             job, solution = (None, "") if first_answer is None else self._begun.pop(first_answer + row, (None, ""))
             if job is None or solution != sample.solution:
                 job = next(self._jobs)
-                new.append(Job(job, sample))
+                new.append(job_of(job, sample))
             jobs.append(job)
         if new:
             self.submit(new)

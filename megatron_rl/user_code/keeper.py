@@ -1,33 +1,37 @@
 """The process between the driver and workers that run the user's code: it deals out jobs, kills and replaces workers.
 
 The driver runs Ray's threads and must neither fork nor hang. This process has one thread and runs no code of the
-user's, so it can fork a worker within milliseconds. It ends when the driver's connection closes, which the kernel does
-however the driver dies; then it kills the workers and everything that they have started.
+user's, so it can fork a worker within milliseconds. It ends when the driver's end of its channel closes, which the
+kernel does however the driver dies; then it kills the workers and everything that they have started.
 
-    driver --[Job], Take--> keeper --(number, content), ...--> worker --(number, answer)--> keeper --answers--> driver
+    driver --[Job], Notice, Cancel--> keeper --(number, content)--> worker
+    driver <--DoneJobs, FailedStart--- keeper <--(number, answer)--- worker
 
-The keeper sends only when the driver asks, so neither waits for the other. A worker sends lines of JSON (`worker`): no
-object of the user's is rebuilt here or in the driver.
+It never waits for one of them alone, neither to read nor to be read (`cluster.channel`). A worker sends JSON
+(`worker`): no object of the user's is rebuilt here or in the driver.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import time
+import uuid
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from functools import partial
 from typing import Any
 
 import psutil
 
-from megatron_rl.cluster.child_processes import adopting_orphans, fork_child, how_ended
+from megatron_rl.cluster.channel import Channel, GarbledError, ready
+from megatron_rl.cluster.child_processes import adopting_orphans, fork_child, how_ended, mark_children
+from megatron_rl.cluster.leftovers import WORKER, children_with, end
 from megatron_rl.observe.console import drop_unread_output
-from megatron_rl.user_code.work import CRASHED, READY, TIMED_OUT, Work
-from megatron_rl.user_code.worker import GarbledError, Inbox, work
+from megatron_rl.user_code.work import CRASHED, READY, TIMED_OUT, WORN_OUT, Work
+from megatron_rl.user_code.worker import LONGEST_ANSWER, packed_job, read_message, work
 
 LARGEST_CHUNK = 16
 """Jobs without a key that are sent to a worker at once."""
@@ -37,6 +41,9 @@ LOAD_LIMIT_S = 300.0
 
 MOST_FAILED_STARTS = 3
 """Workers in a row that may fail to load it."""
+
+END_S = 1.0
+"""Longest wait for the end of what a worker has started."""
 
 
 @dataclass(frozen=True)
@@ -50,25 +57,20 @@ class KeeperSettings:
 
 @dataclass(frozen=True)
 class Job:
-    """number: of the answer. key: jobs with the same key go to the same worker; None: any worker may do it."""
+    """number: of the answer. content: pickled. key: jobs with the same key go to the same worker; None: any worker may
+    do it.
+    """
 
     number: int
-    content: Any
+    content: bytes
     key: int | None = None
 
 
 @dataclass(frozen=True)
-class Take:
-    """The driver asks for answers. waits: until there is one, if a job is open."""
-
-    waits: bool
-
-
-@dataclass(frozen=True)
 class Notice:
-    """Something for the worker of a key, without an answer. It is lost with the worker."""
+    """Something, pickled, for the worker of a key, without an answer. It is lost with the worker."""
 
-    content: Any
+    content: bytes
     key: int
 
 
@@ -76,20 +78,37 @@ class Cancel:
     """The driver wants no further answer to the jobs so far."""
 
 
+@dataclass(frozen=True)
+class DoneJobs:
+    """(number, answer) of jobs that are done."""
+
+    content: list[tuple[int, Any]]
+
+
+@dataclass(frozen=True)
+class FailedStart:
+    """No worker can load the user's code. numbers: of jobs that are given up."""
+
+    reason: str
+    numbers: list[int]
+
+
 @dataclass
 class Worker:
-    """since: monotonic time of its start, its last message or its last jobs. begun: when it began an open job."""
+    """since: monotonic time of its start, its last message or its last jobs. begun: when it began an open job.
+
+    mark: of all that it starts. is_worn_out: it gets no further jobs, and is replaced once it is at none.
+    """
 
     pid: int
     pidfd: int
-    connection: Connection
+    channel: Channel
+    mark: str
     since: float
     ready: bool = False
+    is_worn_out: bool = False
     jobs: dict[int, Job] = field(default_factory=dict)
     begun: dict[int, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.inbox = Inbox(self.connection)
 
     def deadline(self, timeout_s: float) -> float | None:
         """When its present job, or its loading, has taken too long; None: it is idle."""
@@ -97,133 +116,122 @@ class Worker:
             return self.since + LOAD_LIMIT_S
         return min(self.begun.values(), default=self.since) + timeout_s if self.jobs else None
 
-    def send(self, messages: Sequence[tuple[int | None, Any]]) -> None:
-        """Send (number, content), ...; None as the number: no answer is expected."""
-        with suppress(BrokenPipeError, ConnectionResetError):  # it has died, which `_hear_workers` notices
-            self.connection.send(messages)
-
 
 class Keeper:
     """Holds the workers. The worker of a key has the place `key % num_workers`."""
 
-    def __init__(self, driver: Connection, settings: KeeperSettings):
+    def __init__(self, driver: Channel, settings: KeeperSettings):
         """Start the workers and do not wait until they have loaded the user's code."""
         self.driver, self.settings = driver, settings
         self.workers: list[Worker | None] = [None] * settings.num_workers
         self.waiting: deque[Job] = deque()
-        self.keyed: list[deque[Job]] = [deque() for _ in self.workers]
+        self.keyed: list[deque[Job | Notice]] = [deque() for _ in self.workers]
         self.answers: list[tuple[int, Any]] = []
-        self.asked: Take | None = None
         self.retried: set[int] = set()
-        self.failed_starts, self.start_failure = 0, ""
+        self.failed_starts = 0
         self._refill()
 
     def serve(self) -> None:
-        """Do jobs until the driver is gone, which raises EOFError."""
-        while True:
+        """Do jobs until the driver is gone."""
+        while not self.driver.has_ended:
             self._refill()
             self._deal()
             self._answer()
             self._await_event()
+            self._hear_driver()
             self._hear_workers()
 
     def close(self) -> None:
         """Kill every worker and everything that any of them has left running."""
         for place in range(len(self.workers)):
             self._end(place)
-        for orphan in psutil.Process().children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                orphan.kill()
+        end(lambda: psutil.Process().children(recursive=True), END_S)
 
     @property
     def _living(self) -> list[tuple[int, Worker]]:
         return [(place, worker) for place, worker in enumerate(self.workers) if worker is not None]
 
-    @property
-    def _is_idle(self) -> bool:
-        busy = any(worker.jobs for _, worker in self._living)
-        return not (busy or self.waiting or any(self.keyed))
-
     def _refill(self) -> None:
         for place, worker in enumerate(self.workers):
             if worker is None:
-                pid, connection = fork_child(self._become_worker)
-                self.workers[place] = Worker(pid, os.pidfd_open(pid), connection, time.monotonic())
+                mark = uuid.uuid4().hex
+                pid, channel = fork_child(partial(self._become_worker, mark), LONGEST_ANSWER)
+                self.workers[place] = Worker(pid, os.pidfd_open(pid), channel, mark, time.monotonic())
 
-    def _become_worker(self, own: Connection) -> None:
-        for connection in (self.driver, *(worker.connection for _, worker in self._living)):
-            connection.close()
+    def _become_worker(self, mark: str, own: Channel) -> None:
+        for channel in (self.driver, *(worker.channel for _, worker in self._living)):
+            channel.close()
         for _, worker in self._living:
             os.close(worker.pidfd)
+        mark_children(WORKER, mark)
         work(own, self.settings.work)
 
     def _deal(self) -> None:
         for place, worker in self._living:
-            dealt = []
-            if worker.ready:
-                dealt = [self.keyed[place].popleft() for _ in range(len(self.keyed[place]))]
-            if worker.ready and not worker.jobs and not dealt and self.waiting:
+            if not worker.ready or worker.is_worn_out:
+                continue
+            dealt: list[Job | Notice] = [*self.keyed[place]]
+            self.keyed[place].clear()
+            if not worker.jobs and not dealt and self.waiting:
                 # The fewer jobs are left, the smaller the chunks, so that all workers end at about the same time.
                 fair = len(self.waiting) // (2 * self.settings.num_workers)
                 dealt = [self.waiting.popleft() for _ in range(max(1, min(LARGEST_CHUNK, fair)))]
-            if dealt:
-                worker.jobs |= {job.number: job for job in dealt}
-                worker.since = time.monotonic()
-                worker.send([(job.number, job.content) for job in dealt])
+            for job in dealt:
+                number = job.number if isinstance(job, Job) else None
+                if isinstance(job, Job):
+                    worker.jobs[job.number] = job
+                    worker.since = time.monotonic()
+                worker.channel.send(packed_job(number, job.content))
 
     def _answer(self) -> None:
-        """Send the answers if the driver waits for them."""
-        if self.asked is None or (self.asked.waits and not (self.answers or self.start_failure or self._is_idle)):
-            return
-        self.driver.send(self.start_failure or self.answers)
-        self.answers, self.asked, self.start_failure = [], None, ""
+        if self.answers:
+            self.driver.send(pickle.dumps(DoneJobs(self.answers)))
+            self.answers = []
 
     def _await_event(self) -> None:
-        """Wait for a message, the end of a worker, or the next time limit; then read what the driver has sent."""
-        ends = [end for _, worker in self._living if (end := worker.deadline(self.settings.timeout_s)) is not None]
-        timeout = max(0.0, min(ends) - time.monotonic()) if ends else None
-        sources = [source for _, worker in self._living for source in (worker.connection, worker.pidfd)]
-        if self._is_idle:
-            self._reap_adopted()
-        if self.driver in wait([self.driver, *sources], timeout):
-            while self.driver.poll():
-                self._hear_driver(self.driver.recv())
+        """Wait for a message, room for one, the end of a worker, or the next time limit."""
+        workers = [worker for _, worker in self._living]
+        ends = [limit for worker in workers if (limit := worker.deadline(self.settings.timeout_s)) is not None]
+        timeout_s = max(0.0, min(ends) - time.monotonic()) if ends else None
+        self._reap_adopted()
+        ready([self.driver, *(worker.channel for worker in workers)], [worker.pidfd for worker in workers], timeout_s)
 
-    def _hear_driver(self, message: list[Job] | Take | Notice | Cancel) -> None:
-        match message:
-            case Take():
-                self.asked = message
-            case Notice():
-                worker = self.workers[message.key % len(self.workers)]
-                if worker is not None and worker.ready:
-                    worker.send([(None, message.content)])
-            case Cancel():
-                for place, worker in self._living:
-                    if worker.jobs:
-                        self._end(place)
-                self._forget_jobs()
-            case _:
-                for job in message:
-                    self._queue(job).append(job)
+    def _hear_driver(self) -> None:
+        for message in self.driver.take():
+            match pickle.loads(message):
+                case Notice() as notice:
+                    self.keyed[notice.key % len(self.workers)].append(notice)
+                case Cancel():
+                    for place, worker in self._living:
+                        if worker.jobs:
+                            self._end(place)
+                    self._forget_jobs()
+                case jobs:
+                    for job in jobs:
+                        self._queue(job).append(job)
 
-    def _queue(self, job: Job) -> deque[Job]:
+    def _queue(self, job: Job) -> deque[Any]:
         return self.waiting if job.key is None else self.keyed[job.key % len(self.workers)]
 
-    def _forget_jobs(self) -> None:
-        for queue in (self.waiting, *self.keyed):
+    def _forget_jobs(self) -> list[int]:
+        """Drop the jobs that no worker has; returns their numbers."""
+        queues: list[deque[Any]] = [self.waiting, *self.keyed]
+        numbers = [job.number for queue in queues for job in queue if isinstance(job, Job)]
+        for queue in queues:
             queue.clear()
-        self.answers, self.retried = [], set()
+        self.retried = set()
+        return numbers
 
     def _hear_workers(self) -> None:
         """Read every worker's messages; remove workers that have ended and kill those over their limit."""
         now, noun = time.monotonic(), self.settings.work.noun
         for place, worker in self._living:
             # Look for its end before reading: then no message can follow the ones read here.
-            ended = bool(wait([worker.pidfd], timeout=0))
+            ended = bool(ready([], [worker.pidfd], 0.0))
             try:
                 self._listen(worker)
             except GarbledError as error:
-                # Another writer has used the connection, such as a forked copy of the worker.
+                # Another writer has used the channel, such as a forked copy of the worker.
                 self._end(place)
                 reason = f"the process of {noun} sent what is no answer: {error}"
                 self._blame(worker, CRASHED, reason, reason)
@@ -231,6 +239,9 @@ class Keeper:
             deadline = worker.deadline(self.settings.timeout_s)
             if ended:
                 self._bury(place, worker)
+            elif worker.is_worn_out and not worker.begun:
+                self._end(place)
+                self._try_again(worker)
             elif deadline is not None and now > deadline:
                 self._end(place)
                 limit = f"{self.settings.work.timeout_key}={self.settings.timeout_s:g}"
@@ -239,10 +250,13 @@ class Keeper:
 
     def _listen(self, worker: Worker) -> None:
         """Process the messages that the worker has sent. Raises GarbledError for a message that no worker sends."""
-        for message in worker.inbox.take():
+        for line in worker.channel.take():
+            message = read_message(line)
             worker.since = time.monotonic()
             if message == READY:
                 worker.ready, self.failed_starts = True, 0
+            elif message == WORN_OUT and worker.ready:
+                worker.is_worn_out = True
             elif isinstance(message, str):
                 self._note_failed_start(message)
             elif isinstance(message, int):
@@ -266,6 +280,7 @@ class Keeper:
         present = set(worker.begun)
         if present and -status in (signal.SIGTERM, signal.SIGINT) and not present & self.retried:
             # A scheduler signals all processes of a job, and the driver may still finish its step.
+            self.retried |= present
             self._try_again(worker)
         elif worker.ready or status != 0:
             cause = how_ended(status)
@@ -289,19 +304,19 @@ class Keeper:
         for number in blamed:
             del worker.jobs[number], worker.begun[number]
             self.answers.append((number, self.settings.work.failed(kind, reason)))
+        self.retried |= set(worker.begun)
         self._try_again(worker)
 
     def _try_again(self, worker: Worker) -> None:
-        """Let the jobs of an ended worker wait, in front of all others. Those that it was at are marked."""
-        self.retried |= set(worker.begun)
+        """Let the jobs of an ended worker wait, in front of all others."""
         for job in reversed(worker.jobs.values()):
             self._queue(job).appendleft(job)
 
     def _note_failed_start(self, reason: str) -> None:
         self.failed_starts += 1
         if self.failed_starts >= MOST_FAILED_STARTS:
-            self.failed_starts, self.start_failure = 0, reason
-            self._forget_jobs()
+            self.failed_starts = 0
+            self.driver.send(pickle.dumps(FailedStart(reason, self._forget_jobs())))
 
     def _end(self, place: int) -> int:
         """Kill the worker of a place and all that it has started; return its exit code, negative for a signal."""
@@ -317,8 +332,9 @@ class Keeper:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         _, status = os.waitpid(worker.pid, 0)
-        worker.connection.close()
+        worker.channel.close()
         os.close(worker.pidfd)
+        end(lambda: children_with(os.getpid(), worker.mark, WORKER), END_S)
         return os.waitstatus_to_exitcode(status)
 
     def _reap_adopted(self) -> None:
@@ -329,20 +345,19 @@ class Keeper:
             os.waitpid(ended.si_pid, 0)
 
 
-def keep(driver: Connection) -> None:
-    """Run the keeper: receive KeeperSettings, then jobs, until the driver ends.
-
-    The answer to `Take` is a list of (number, answer), or a str, the reason, when no worker can load the user's code.
-    """
+def keep(driver: Channel) -> None:
+    """Run the keeper: receive KeeperSettings, then jobs, until the driver ends; send DoneJobs and FailedStart."""
     drop_unread_output()  # the user's code may print
     # The driver handles these signals; the keeper ends with it.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with adopting_orphans():  # so that `close` finds them
-        keeper = Keeper(driver, driver.recv())
+        try:
+            settings = pickle.loads(driver.receive())
+        except EOFError:
+            return
+        keeper = Keeper(driver, settings)
         try:
             keeper.serve()
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            return
         finally:
             keeper.close()

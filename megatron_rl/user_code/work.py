@@ -8,6 +8,9 @@ from typing import Any, Protocol
 READY = "ready"
 """A worker has loaded the user's code."""
 
+WORN_OUT = "worn out"
+"""A worker has lost so many threads to calls that do not return that it asks to be replaced."""
+
 TIMED_OUT, CRASHED = "timed_out", "crashed"
 """How a job can fail in the process around it."""
 

@@ -1,93 +1,158 @@
-"""The driver's side of a keeper: start it, send jobs, take answers."""
+"""The driver's side of a keeper: start it, send jobs, take answers, replace it if it is lost."""
 
 from __future__ import annotations
 
+import json
+import pickle
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Sequence
-from multiprocessing import Pipe
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
+from megatron_rl.cluster.channel import Channel, ServedChannel
+from megatron_rl.cluster.child_processes import how_ended, variables_with
+from megatron_rl.cluster.leftovers import KEEPER, end, processes_with
 from megatron_rl.errors import RewardError
-from megatron_rl.user_code.keeper import Cancel, Job, KeeperSettings, Notice, Take
+from megatron_rl.observe.terminal import warn
+from megatron_rl.user_code.keeper import Cancel, DoneJobs, FailedStart, Job, KeeperSettings, Notice
 
-KEEPER = """
-import sys
-from multiprocessing.connection import Connection
-driver = Connection(int(sys.argv[1]))
-sys.path[:] = driver.recv()
+PROGRAM = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[2])
+from megatron_rl.cluster.channel import Channel
 from megatron_rl.user_code.keeper import keep
-keep(driver)
+keep(Channel.of_descriptor(int(sys.argv[1])))
 """
 """The keeper's program. It needs a fresh interpreter, because a driver with threads cannot fork safely."""
 
 EXIT_TIMEOUT_S = 10.0
 
+MOST_LOST = 3
+"""Keepers in a row that may be lost without an answer between; then it is no accident."""
+
 
 class WorkProcesses:
     """A context manager: inside it a keeper and its workers wait for jobs. The constructor starts nothing.
 
-    Methods raise RewardError when no worker can load the user's code, and when the keeper has been killed.
+    A keeper that has died, as by the kernel where memory is short, is replaced, and what its workers have started is
+    killed. The jobs that have no answer are done again.
     """
 
     def __init__(self, settings: KeeperSettings):
         self.settings = settings
-        self._sending = threading.Lock()
+        self._open: dict[int, Job] = {}  # jobs without an answer, by their numbers
+        self._changing = threading.Lock()
+        self._num_lost, self._failure = 0, ""
 
     def __enter__(self) -> Self:
         """Start the processes and do not wait for them; they load the user's code meanwhile."""
-        self._connection, theirs = Pipe()
-        # Ctrl-C must not reach the keeper: the driver handles it, and then ends the keeper.
-        self._keeper = subprocess.Popen(
-            [sys.executable, "-c", KEEPER, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        theirs.close()
-        self._connection.send(sys.path)
-        self._connection.send(self.settings)
+        self._start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End all processes, also those that are busy."""
-        self._connection.close()
-        try:
-            self._keeper.wait(EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._keeper.kill()
-            self._keeper.wait()
+        self._end()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Have jobs done; the answers come with `take`. Any thread may call this."""
-        self._send(list(jobs))
+        """Have jobs done; the answers come with `take`. Any thread may call this, and it never waits."""
+        with self._changing:
+            self._open |= {job.number: job for job in jobs}
+            self._send(list(jobs))
 
     def notify(self, notice: Notice) -> None:
         """Send something to the worker of a key, without an answer."""
-        self._send(notice)
+        with self._changing:
+            self._send(notice)
 
     def cancel(self) -> None:
         """Give up all jobs so far; no answer to them comes."""
-        self._send(Cancel())
+        with self._changing:
+            self._open.clear()
+            self._send(Cancel())
 
     def take(self, waits: bool) -> list[tuple[int, Any]]:
-        """Return (number, answer) of the jobs that are done. waits: until one is, if any is open."""
-        self._send(Take(waits))
-        try:
-            answer: list[tuple[int, Any]] | str = self._connection.recv()
-        except (EOFError, OSError) as error:
-            raise RewardError(f"the process that keeps the workers of {self.settings.work.noun} has died") from error
-        if isinstance(answer, str):
-            raise RewardError(answer)
-        return answer
+        """Return (number, answer) of the jobs that are done. waits: until one is, if any is open.
 
-    def _send(self, message: list[Job] | Take | Notice | Cancel) -> None:
+        Raises RewardError when no worker can load the user's code, and when keepers are lost again and again.
+        """
+        answers: list[tuple[int, Any]] = []
+        while not self._failure:
+            try:
+                message = self._arrived.get(block=waits and not answers and bool(self._open))
+            except Empty:
+                return answers
+            answers += self._hear(message)
+        if not answers:
+            failure, self._failure = self._failure, ""
+            raise RewardError(failure)
+        return answers
+
+    def _hear(self, message: bytes | None) -> list[tuple[int, Any]]:
+        """Process a message of the keeper's, or its end; returns the answers in it to open jobs."""
+        with self._changing:
+            if message is None:
+                self._replace()
+                return []
+            match pickle.loads(message):
+                case DoneJobs(content):
+                    self._num_lost = 0
+                    return [(number, answer) for number, answer in content if self._open.pop(number, None) is not None]
+                case FailedStart(reason, numbers):
+                    self._failure = reason
+                    for number in numbers:
+                        self._open.pop(number, None)
+        return []
+
+    def _start(self) -> None:
+        ours, theirs = Channel.pair()
+        self._mark = uuid.uuid4().hex
+        # Ctrl-C must not reach the keeper: the driver handles it, and then ends the keeper.
+        self._keeper = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(theirs.fileno()), json.dumps(sys.path)],
+            env=variables_with(**{KEEPER: self._mark}),
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        self._arrived: SimpleQueue[bytes | None] = SimpleQueue()
+        self._channel = ServedChannel(ours, self._arrived.put)
+        self._send(self.settings)
+
+    def _end(self) -> int:
+        """End the keeper and all that comes from it; returns its exit code."""
+        self._channel.close()
         try:
-            with self._sending:
-                self._connection.send(message)
-        except OSError as error:
-            raise RewardError(f"the process that keeps the workers of {self.settings.work.noun} has died") from error
+            code = self._keeper.wait(EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._keeper.kill()
+            code = self._keeper.wait()
+        if code != 0:
+            end(lambda: processes_with(self._mark, KEEPER), EXIT_TIMEOUT_S)
+        return code
+
+    def _replace(self) -> None:
+        how, noun = how_ended(self._end()), self.settings.work.noun
+        self._num_lost += 1
+        what = f"the process that keeps the workers of {noun} {how}"
+        if self._num_lost >= MOST_LOST:
+            self._failure = f"{what}; {self._num_lost} of them were lost one after the other without an answer between"
+            self._open.clear()
+        else:
+            warn(f"{what}; another one does its {len(self._open)} open jobs")
+        self._start()
+        self._send(list(self._open.values()))
+
+    def _send(self, message: list[Job] | Notice | Cancel | KeeperSettings) -> None:
+        self._channel.send(pickle.dumps(message))
+
+
+def job_of(number: int, content: Any, key: int | None = None) -> Job:
+    """Return a job with this content. key: as `Job.key`."""
+    return Job(number, pickle.dumps(content), key)

@@ -1,9 +1,9 @@
-"""The process that runs the user's code job by job, and the lines of JSON that it sends to the keeper.
+"""The process that runs the user's code job by job, and the JSON that it sends to the keeper.
 
-The keeper may kill this process at any moment, and it rebuilds no object of the user's: an answer is one line of
-numbers and texts. The user's code may also write to any descriptor, so the keeper never waits for the rest of a line
-and checks every line. Jobs whose function is `async` run side by side; others run one after the other, in the main
-thread.
+The keeper may kill this process at any moment, and it rebuilds no object of the user's: an answer is numbers and texts.
+The user's code may also write to any descriptor, so the keeper checks every message. Jobs whose function is `async` run
+side by side; others run one after the other, in the main thread. This process alone may wait until it is read: the
+keeper reads whenever there is something.
 """
 
 from __future__ import annotations
@@ -12,33 +12,38 @@ import asyncio
 import inspect
 import json
 import os
+import pickle
 import signal
+import struct
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from typing import Any
 
+from megatron_rl.cluster.channel import Channel, GarbledError
 from megatron_rl.errors import ConfigError
-from megatron_rl.user_code.work import READY, Work
+from megatron_rl.user_code.user_calls import is_worn_out
+from megatron_rl.user_code.work import READY, WORN_OUT, Work
 
-LARGEST_LINE = 1 << 24
+LONGEST_ANSWER = 1 << 24
 """Bytes of one answer."""
-
-READ_AT_ONCE = 1 << 16
+NUMBER = struct.Struct("!q")
+WITHOUT_ANSWER = -1
+"""The number of a job that nobody waits for."""
 
 Message = str | int | tuple[int, Any]
-"""READY or the reason why the user's code cannot be loaded; the number of a job that begins; (number, answer)."""
+"""READY, WORN_OUT or why the user's code cannot be loaded; the number of a job that begins; (number, answer)."""
 
 
-class GarbledError(Exception):
-    """The keeper received a line that no worker sends; the message quotes it."""
+def packed_job(number: int | None, content: bytes) -> bytes:
+    """Return a job as the message for a worker. content: pickled. number: None if nobody waits for the answer."""
+    return NUMBER.pack(WITHOUT_ANSWER if number is None else number) + content
 
 
-def work(connection: Connection, of: Work) -> None:
-    """Load the user's code, send READY or the reason why it cannot be loaded, then do lists of (number, content).
+def work(keeper: Channel, of: Work) -> None:
+    """Load the user's code, send READY or the reason why it cannot be loaded, then do jobs.
 
-    Returns when the connection ends.
+    Returns when the keeper has ended.
     """
     os.setsid()  # the processes that the user's code starts are in this group and are killed with it
     for number in (signal.SIGTERM, signal.SIGINT):  # they must not inherit the keeper's handlers
@@ -46,31 +51,30 @@ def work(connection: Connection, of: Work) -> None:
     try:
         function = of.load()
     except ConfigError as error:
-        send(connection, str(error))
+        keeper.send_whole(message_of(str(error)))
         return
-    send(connection, READY)
-    jobs = _Jobs(connection, of, function)
+    keeper.send_whole(message_of(READY))
+    jobs = _Jobs(keeper, of, function)
     while True:
         try:
-            received = connection.recv()
+            message = keeper.receive()
         except EOFError:
             return
-        for number, content in received:
-            jobs.do(number, content)
+        (number,) = NUMBER.unpack_from(message)
+        jobs.do(None if number == WITHOUT_ANSWER else number, pickle.loads(memoryview(message)[NUMBER.size :]))
 
 
 class _Jobs:
     """The jobs of one worker. What waits (`async`) does so in a thread of its own, beside the main thread."""
 
-    def __init__(self, connection: Connection, of: Work, function: Callable[[Any], Any]) -> None:
-        self._connection, self._work, self._function = connection, of, function
+    def __init__(self, keeper: Channel, of: Work, function: Callable[[Any], Any]) -> None:
+        self._keeper, self._work, self._function = keeper, of, function
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._lock = threading.Lock()
 
     def do(self, number: int | None, content: Any) -> None:
         """Do a job, or begin it if it is one that waits. number: None if nobody waits for the answer."""
         if number is not None:
-            self._write(_line(number))
+            self._keeper.send_whole(message_of(number))
         answer = self._function(content)
         if inspect.isawaitable(answer):
             asyncio.run_coroutine_threadsafe(self._later(number, answer), self._running_loop())
@@ -93,65 +97,31 @@ class _Jobs:
     def _reply(self, number: int | None, answer: Any) -> None:
         if number is None:
             return
-        line = _line((number, self._work.written(answer)))
-        if len(line) > LARGEST_LINE:
-            reason = f"{self._work.noun} returned numbers and texts of {len(line)} bytes; "
-            reason += f"an answer may take {LARGEST_LINE} bytes"
-            line = _line((number, self._work.written(self._work.too_long(reason))))
-        self._write(line)
-
-    def _write(self, line: bytes) -> None:
-        with self._lock:
-            _write(self._connection, line)
+        message = message_of((number, self._work.written(answer)))
+        if len(message) > LONGEST_ANSWER:
+            reason = f"{self._work.noun} returned numbers and texts of {len(message)} bytes; "
+            reason += f"an answer may take {LONGEST_ANSWER} bytes"
+            message = message_of((number, self._work.written(self._work.too_long(reason))))
+        self._keeper.send_whole(message)
+        if is_worn_out():
+            self._keeper.send_whole(message_of(WORN_OUT))
 
 
-def send(connection: Connection, message: Message) -> None:
-    """Send a message to the keeper. Raises OSError."""
-    _write(connection, _line(message))
+def message_of(message: Message) -> bytes:
+    """Return a message for the keeper."""
+    return json.dumps(message, ensure_ascii=False, allow_nan=False).encode()
 
 
-def _write(connection: Connection, line: bytes) -> None:
-    while line:
-        line = line[os.write(connection.fileno(), line) :]
-
-
-def _line(message: Message) -> bytes:
-    return json.dumps(message, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-
-
-class Inbox:
-    """The keeper's end of one worker's connection."""
-
-    def __init__(self, connection: Connection):
-        self.connection = connection
-        self._rest = b""
-
-    def take(self) -> Iterator[Message]:
-        """Yield the messages that have arrived, without waiting. Raises GarbledError after the messages before it."""
-        while self.connection.poll():
-            try:
-                chunk = os.read(self.connection.fileno(), READ_AT_ONCE)
-            except OSError:
-                return
-            if not chunk:
-                return
-            *lines, self._rest = (self._rest + chunk).split(b"\n")
-            for line in lines:
-                yield read_line(line)
-            if len(self._rest) > LARGEST_LINE:
-                raise GarbledError(f"a line of more than {LARGEST_LINE} bytes")
-
-
-def read_line(line: bytes) -> Message:
-    """Parse one message, whose values are of exactly the plain types. Raises GarbledError."""
+def read_message(content: bytes) -> Message:
+    """Parse a message of a worker, whose values are of exactly the plain types. Raises GarbledError."""
     try:
-        content = json.loads(line)
-        if isinstance(content, list):
-            number, answer = content
+        read = json.loads(content)
+        if isinstance(read, list):
+            number, answer = read
             if type(number) is int:
                 return number, answer
-        elif isinstance(content, str) or type(content) is int:
-            return content
+        elif isinstance(read, str) or type(read) is int:
+            return read
     except (ValueError, TypeError, RecursionError):
         pass
-    raise GarbledError(f"{line[:80]!r}")
+    raise GarbledError(f"{content[:80]!r}")

@@ -201,7 +201,7 @@ def training_ranks(family: Sequence[psutil.Process]) -> list[psutil.Process]:
 
 def reward_processes(family: Sequence[psutil.Process]) -> list[psutil.Process]:
     """The processes in which a run calls its reward function: children of the server that forks them."""
-    chosen = [process for process in family if "Connection(int(sys.argv[1]))" in _title(process)]
+    chosen = [process for process in family if "user_code.keeper import keep" in _title(process)]
     servers = {process.pid for process in chosen}
     workers = []
     for process in chosen:

@@ -10,10 +10,12 @@ import pytest
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
 
 from megatron_rl.agents.as_json import turn_from_json
-from megatron_rl.agents.observation import Observation, ToolCall, Turn
+from megatron_rl.agents.environment_host import TurnJob
+from megatron_rl.agents.environment_source import EnvironmentProcesses
+from megatron_rl.agents.observation import Observation, TextLimit, ToolCall, Turn
 from megatron_rl.agents.thoughts import PLAIN, ThoughtMarks
 from megatron_rl.agents.tool_parser import ToolParser
-from megatron_rl.agents.tools import ToolEnvironment, load_tools, schemas_of
+from megatron_rl.agents.tools import ToolEnvironment, ToolSource, load_tools, schemas_of
 from megatron_rl.errors import ConfigError
 
 TOOLS = """
@@ -50,6 +52,29 @@ def block(seconds: float) -> str:
     time.sleep(seconds)
     return "x" * 10**7
 
+@tool
+def strange(way: str):
+    '''Do what JSON or the process cannot have.
+
+    Args:
+        way: what
+    '''
+    if way == "exit":
+        raise SystemExit(3)
+    if way == "keys":
+        return {(1, 2): 3}
+    cycle = []
+    cycle.append(cycle)
+    deep = []
+    for _ in range(10**5):
+        deep = [deep]
+    return cycle if way == "cycle" else deep
+
+@tool
+async def leave() -> str:
+    '''Leave the process.'''
+    raise SystemExit(4)
+
 def helper(x): ...
 """
 
@@ -76,7 +101,7 @@ def step(environment: ToolEnvironment, *calls: ToolCall, problem: str = "") -> O
 def test_schemas_come_from_types_and_docstrings(file: str):
     """Of marked functions alone. Would not catch a template that leaves them out."""
     schemas = schemas_of(load_tools(file, "key"), "key")
-    assert [schema["function"]["name"] for schema in schemas] == ["add", "wait", "block"]
+    assert [schema["function"]["name"] for schema in schemas] == ["add", "wait", "block", "strange", "leave"]
     parameters = schemas[0]["function"]["parameters"]
     assert parameters["properties"]["a"] == {"type": "integer", "description": "the first"}
     assert parameters["required"] == ["a"]
@@ -110,7 +135,7 @@ def test_what_goes_wrong_with_a_call_is_a_text_and_a_count(file: str):
     for text, part in zip(
         texts[1:],
         (
-            "no tool sub; there are add, wait, block",
+            "no tool sub; there are add, wait, block, strange, leave",
             "missing a required",
             "TypeError",
             "within 0.5 s",
@@ -124,6 +149,39 @@ def test_what_goes_wrong_with_a_call_is_a_text_and_a_count(file: str):
     assert not answer.is_done and step(environment).is_done
     problem = step(environment, problem="Error: this call cannot be read")
     assert problem.counts == {"tool_unreadable": 1.0} and problem.messages[0]["content"].endswith("cannot be read")
+
+
+def test_results_that_json_cannot_have_and_exits_are_texts(file: str):
+    """A right call beside them is answered. Would not catch a tool that ends its process in C."""
+    environment = ToolEnvironment(load_tools(file, "key"), max_calls=9, timeout_s=30.0)
+    ways = ("exit", "keys", "cycle", "deep")
+    calls = [*(ToolCall("strange", {"way": way}) for way in ways), ToolCall("leave", {}), ToolCall("add", {"a": 1})]
+    answer = step(environment, *calls)
+    texts = [message["content"] for message in answer.messages]
+    assert texts[0] == "Error: SystemExit: 3" and texts[4] == "Error: SystemExit: 4" and texts[5] == '{"sum": 2}'
+    assert all(text.startswith("Error: strange returned what JSON cannot have: ") for text in texts[1:4])
+    assert answer.counts == {"tool_calls": 6.0, "tool_raised": 5.0}
+
+
+def test_calls_that_hang_take_no_thread_of_others_and_wear_a_process_out(file: str, tmp_path: Path, monkeypatch):
+    """Forty calls that hang: the next one is answered at once here; a worker is replaced, and its environments go on.
+    Would not catch threads that hold the interpreter's lock.
+    """
+    text = (tmp_path / "tools.py").read_text() + "\nfrom megatron_rl.user_code import user_calls\n"
+    (tmp_path / "tools.py").write_text(
+        text + "user_calls.LOST_AFTER_S = 0.0\n@tool\ndef pid() -> int:\n    "
+        "'''The process.'''\n    import os\n    return os.getpid()\n"
+    )
+    hang, ask = (ToolCall("block", {"seconds": 1000.0}),) * 40, (ToolCall("pid", {}),)
+    source = ToolSource(file, "key", False, 99, 1.0, False, TextLimit(1000))
+    with EnvironmentProcesses(source, 1, 60.0) as processes:
+        said = []
+        for number, calls in enumerate((ask, hang, ask)):
+            processes.play(number, TurnJob(number, {}, (), Turn("", calls)))
+            [(_, answer)] = processes.take(waits=True)
+            assert isinstance(answer, Observation)
+            said.append(answer.messages[0]["content"])
+    assert said[1] == "Error: block did not return within 1 s" and len({*said}) == 3
 
 
 def test_tools_may_block_and_say_a_lot(file: str):

@@ -31,11 +31,11 @@ OURS = {
     "cluster/rank_worker.py": {"pickle.loads"},
     "config/load.py": {"pickle.loads"},
     "config/user_functions.py": {"exec_module"},
-    "data/template_process.py": {"recv"},
+    "data/template_process.py": {"pickle.loads"},
     "hybrid_engine/transport.py": {"pickle.loads"},
-    "user_code/keeper.py": {"recv"},
-    "user_code/work_processes.py": {"recv"},
-    "user_code/worker.py": {"recv"},
+    "user_code/keeper.py": {"pickle.loads"},
+    "user_code/work_processes.py": {"pickle.loads"},
+    "user_code/worker.py": {"pickle.loads"},
     "vllm/without_torchvision.py": {"exec_module"},
 }
 """The only ones: messages between a run's own processes, a pickle that the same process has made, the files that a user

@@ -40,7 +40,7 @@ TURNS = {"agents.observation", "agents.as_json", "agents.episode"}
 
 GROUND = {
     *("errors", "plain_values", "dispatch", "device", "columns", "held_columns", "records", "config", "observe"),
-    *("parallel.balance", "rollout.slices", "cluster.child_processes"),
+    *("parallel.balance", "rollout.slices", "cluster.channel", "cluster.child_processes", "cluster.leftovers"),
 }
 PARTS = GROUND | {"parallel", "losses", "data", "user_code", "scoring"}
 HELD = {"rollout", "experience", "checkpoint"}
@@ -59,7 +59,9 @@ ROOMS: dict[str, set[str]] = {
     "held_columns": set(),
     "records": {"columns", "held_columns"},
     "parallel.balance": set(),
-    "cluster.child_processes": set(),
+    "cluster.channel": set(),
+    "cluster.child_processes": {"cluster.channel"},
+    "cluster.leftovers": set(),
     "rollout.slices": {"records"},
     "plain_values": set(),
     "config": {"errors", "columns", "plain_values"},
@@ -97,7 +99,8 @@ ROOMS: dict[str, set[str]] = {
     "train": SAMPLED | {"sampling", "controller"},
     "port": {"errors", "config", "ledger.planner", "user_code"},
     "starter": {"errors", "config", "ledger.planner"},
-    "trials": {"errors", "config", "observe", "checkpoint", "ledger.planner", "cluster", "cluster.child_processes"},
+    "trials": {"errors", "config", "observe", "checkpoint", "ledger.planner", "cluster"}
+    | {"cluster.child_processes", "cluster.leftovers"},
     "profile": GROUND | {"ledger.planner", "model", "roles", "cluster", "trials"},
     "rehearse": GROUND | {"ledger.planner", "parallel", "model", "hybrid_engine", "roles"},
     "cli": GROUND

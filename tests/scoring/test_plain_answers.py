@@ -1,17 +1,14 @@
 """What a reward function returns or raises reaches keeper and driver as plain numbers and texts, or as a failure."""
 
 import math
-import os
 import time
-from multiprocessing import Pipe
 
 import pytest
 
 from megatron_rl.scoring.function import RewardSource
 from megatron_rl.scoring.outcome import Outcome, Sample, failed, score_sample
 from megatron_rl.scoring.reward_processes import RewardProcesses
-from megatron_rl.user_code.work import READY
-from megatron_rl.user_code.worker import GarbledError, Inbox, read_line, send
+from megatron_rl.user_code.worker import GarbledError, message_of, read_message
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -139,29 +136,14 @@ def test_answers_of_a_forked_copy_are_not_taken(processes):
 def test_lines_that_no_worker_sends(line):
     """A line, or the outcome in it. Would not catch a forged answer for the right row."""
     with pytest.raises((GarbledError, ValueError)):
-        RewardSource(None, "math").read(read_line(line)[1])
-
-
-def test_inbox_never_waits_for_the_rest_of_a_line():
-    """Halves of a line, two lines at once, an end. Would not catch a descriptor that belongs to somebody else."""
-    ours, theirs = Pipe()
-    inbox = Inbox(ours)
-    assert list(inbox.take()) == []
-    os.write(theirs.fileno(), b'[0, {"a"')
-    assert list(inbox.take()) == []
-    os.write(theirs.fileno(), b': 2.0}]\n"ready"\n7\n[1')
-    assert list(inbox.take()) == [(0, {"a": 2.0}), READY, 7]
-    theirs.close()
-    assert list(inbox.take()) == []
+        RewardSource(None, "math").read(read_message(line)[1])
 
 
 def test_answers_are_the_same_after_the_wire():
-    """Would not catch a line that is larger than the socket's buffer: that takes two processes."""
-    ours, theirs = Pipe()
+    """Would not catch what a channel does to its bytes."""
     source = RewardSource(None, "math")
     for outcome in (Outcome(0.1, {"a": -1e300, "b": "\n\u2028é"}), failed("raised", 'a "reason"'), Outcome(math.pi)):
-        send(theirs, (3, source.written(outcome)))
-        [(number, content)] = Inbox(ours).take()
+        number, content = read_message(message_of((3, source.written(outcome))))
         assert (number, source.read(content)) == (3, outcome)
 
 

@@ -194,16 +194,22 @@ with RewardProcesses({processes.settings.work!r}, 2, 100, True) as processes:
     assert gone(family)
 
 
-def test_workers_end_with_a_killed_keeper(start):
-    """The driver is told, and the kernel ends the workers. Would not catch what the function had started."""
+def test_a_killed_keeper_is_replaced(start, capsys, tmp_path):
+    """Its workers and what the function has started end, in whatever session; the jobs without an answer are done by
+    another keeper, which is said. A sample that always kills it is an error. Would not catch a kill in the instant
+    between two batches, which costs nothing.
+    """
+    killer = "os.kill(os.getppid(), 9) or time.sleep(1000)"
+    once = f"os.path.exists({str(tmp_path / 'x')!r}) or (os.mkdir({str(tmp_path / 'x')!r}), {killer})"
     before = descendants()
-    with start() as processes:
-        processes.score(samples("1"))
+    with start(timeout_s=100.0) as processes:
+        processes.score(samples("subprocess.Popen(['setsid', 'sleep', '1000']).pid", "os.system('sleep 99&')"))
         family = descendants() - before
-        os.kill(processes._keeper.pid, signal.SIGKILL)
-        with pytest.raises(RewardError, match="has died"):
-            processes.score(samples("1"))
-        assert len(family) == 3 and gone(family)
+        assert [outcome.score for outcome in processes.score(samples("1", once, "2"))] == [1.0, 1.0, 2.0]
+        assert len(family) >= 5 and gone(family)
+        assert "keeps the workers of the reward function was killed by SIGKILL; another" in capsys.readouterr().out
+        with pytest.raises(RewardError, match=r"killed by SIGKILL; 3 of them were lost one after the other"):
+            processes.score(samples(killer))
 
 
 def test_a_function_that_no_worker_can_load_is_an_error(start):
