@@ -132,8 +132,8 @@ def folder_digest(folder: Path) -> str | None:
     return weights_digest(tensors) if tensors and not faults else None
 
 
-def weights_digest(tensors: Mapping[str, StoredTensor]) -> str:
-    """Digest of all names, types and shapes, and of one block of each of up to SAMPLED_TENSORS tensors.
+def weights_digest(tensors: Mapping[str, StoredTensor], most: int = SAMPLED_TENSORS) -> str:
+    """Digest of all names, types and shapes, and of one block of each of up to `most` tensors.
 
     The distribution of tensors over files does not matter. Names decide which tensors are sampled and where, so no
     pattern of layers is missed. Raises OSError.
@@ -141,7 +141,7 @@ def weights_digest(tensors: Mapping[str, StoredTensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(repr((name, tensors[name].dtype, tensors[name].shape)).encode())
-    for place, name in sorted((_place(name), name) for name in tensors)[:SAMPLED_TENSORS]:
+    for place, name in sorted((_place(name), name) for name in tensors)[:most]:
         tensor = tensors[name]
         room = max(0, tensor.stop - tensor.start - BLOCK)
         with tensor.file.open("rb") as file:

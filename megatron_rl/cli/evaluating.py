@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from megatron_rl.checkpoint.identity import SHOWN
+from megatron_rl.checkpoint.listed_digests import digest_of
+from megatron_rl.checkpoint.manifest import MANIFEST
 from megatron_rl.checkpoint.resume import usable_checkpoint
 from megatron_rl.cli.options import ConfigPath, Overrides, check_number
 from megatron_rl.cli.output import check_output_folder, say
@@ -102,7 +104,7 @@ def model_folder(model: Path, out: Path) -> Path:
         checkpoint = usable_checkpoint(model).resolve()
     except ConfigError as error:
         raise ConfigError(f"--model {model} is no Hugging Face folder, which has a config.json, and {error}") from error
-    target = out / f"{checkpoint.name}_{hashlib.blake2b(bytes(checkpoint), digest_size=4).hexdigest()}"
+    target = out / export_name(checkpoint)
     if target.is_dir():
         return target  # of the evaluation that was stopped
     quiet_libraries()
@@ -111,3 +113,10 @@ def model_folder(model: Path, out: Path) -> Path:
     export_saved(checkpoint, "actor", target, None)
     say(f"actor of {checkpoint} written to {target}")
     return target
+
+
+def export_name(checkpoint: Path) -> str:
+    """Return the name of the folder of a checkpoint's export: by its manifest, which has a digest of each file, so that
+    another checkpoint under the same path is exported anew.
+    """
+    return f"{checkpoint.name}_{digest_of(checkpoint / MANIFEST)[:SHOWN]}"

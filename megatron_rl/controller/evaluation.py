@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint.storage import storing
 from megatron_rl.config.algorithms import has_scores
-from megatron_rl.config.evaluated import EVALUATION
 from megatron_rl.config.roles import ROLLOUT
-from megatron_rl.config.schema import RunConfig, as_list
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.controller.evaluation_files import (
+    ANSWERS_FILE,
+    SETTINGS_FILE,
+    AnswersFile,
+    refuse_other_settings,
+    settings_of,
+)
 from megatron_rl.controller.repairs import Repairs, with_repairs
 from megatron_rl.controller.run import Run, open_run
 from megatron_rl.controller.run_logger import RunLogger, prompt_texts
-from megatron_rl.errors import ConfigError
 from megatron_rl.observe.appended_file import AppendedFile, replace_file
 from megatron_rl.observe.evaluation_table import Estimate, evaluation_table, table_lines
-from megatron_rl.observe.loggers import METRICS_FILE
 from megatron_rl.observe.summary import finite_or_null, plain_table, write_summary
 from megatron_rl.scoring.sampled_batch import SampledBatch
 
-ANSWERS_FILE, SETTINGS_FILE, TABLE_FILE, PICTURE_FILE = (
-    "answers.jsonl",
-    "evaluation.json",
-    "evaluation_table.json",
-    "evaluation.png",
-)
+TABLE_FILE, PICTURE_FILE = "evaluation_table.json", "evaluation.png"
 ROUNDS = 4
 """Answers of a part for each place of an engine. Fewer leave more places empty at its end; more are lost by a kill."""
 
@@ -37,7 +35,8 @@ def evaluate(config: RunConfig, local: bool = False) -> dict[str, dict[str, Any]
     """Answer the prompts of `data.val_files` and return the numbers that are also written to `evaluation_table.json`.
 
     config: made by `config.evaluated`. Goes on where an evaluation with the same settings in
-    `trainer.default_local_dir` was stopped. Raises ConfigError where one with other settings is there; else as `train`.
+    `trainer.default_local_dir` was stopped. Raises ConfigError where one of other settings or content is there, or a
+    damaged one; else as `train`.
     """
     return with_repairs(config, local, lambda repairs: _evaluate_once(repairs, local))
 
@@ -49,15 +48,15 @@ def _evaluate_once(repairs: Repairs, local: bool) -> dict[str, dict[str, Any]]:
     refuse_other_settings(folder, settings)
     with open_run(repairs, local) as run, storing("the evaluation", folder):
         replace_file(folder / SETTINGS_FILE, (json.dumps(settings, indent=2) + "\n").encode())
-        num_samples = config.actor_rollout_ref.rollout.val_kwargs.n
-        rows = whole_rows(folder / ANSWERS_FILE, num_samples)
-        is_there = {row["index"] for row in rows}
+        num_samples, is_scored = config.actor_rollout_ref.rollout.val_kwargs.n, has_scores(config)
         numbers = run.validation.data.batch(range(len(run.validation.data))).index.tolist()
+        file = AnswersFile(folder / ANSWERS_FILE, num_samples, frozenset(numbers), is_scored)
+        is_there = {row["index"] for row in file.whole_rows()}
         left = [place for place, number in enumerate(numbers) if number not in is_there]
         if is_there:
             run.logger.say(f"going on with {len(left)} of {len(numbers)} prompts; the others have their answers")
         answer_left(run, left, folder, num_samples)
-        return write_table(run.logger, folder, whole_rows(folder / ANSWERS_FILE, num_samples), has_scores(config))
+        return write_table(run.logger, folder, file.whole_rows(), is_scored)
 
 
 def answer_left(run: Run, left: Sequence[int], folder: Path, num_samples: int) -> None:
@@ -96,60 +95,6 @@ def answer_rows(run: Run, batch: SampledBatch) -> list[dict[str, Any]]:
         drawn = {"num_tokens": int(batch.rows.num_sampled[row]), "is_cut_off": bool(batch.rows["truncated"][row])}
         lines.append(finite_or_null(place | content | drawn))
     return lines
-
-
-def settings_of(config: RunConfig) -> dict[str, Any]:
-    """What the answers depend on, JSON-ready: another evaluation in the same folder must have the same."""
-    files = [Path(file) for file in as_list(config.data.val_files)]
-    shared = config.actor_rollout_ref
-    settings = {
-        "model": str(Path(shared.model.path).resolve()),
-        "data": {str(file.resolve()): file.stat().st_size for file in files},
-        "sampling": asdict(shared.rollout.val_kwargs),
-        "max_prompt_length": config.data.max_prompt_length,
-        "max_response_length": config.data.max_response_length,
-        "rule": [config.custom_reward_function.path, config.custom_reward_function.name],
-        "seed": config.trainer.seed,
-    }
-    return dict(json.loads(json.dumps(settings)))
-
-
-def refuse_other_settings(folder: Path, settings: dict[str, Any]) -> None:
-    """Raise ConfigError where a folder has an evaluation with other settings, naming them, or a run, whose files an
-    evaluation would replace.
-    """
-    file, nearest = folder / SETTINGS_FILE, f"nearest: --out {folder}_2"
-    try:
-        there = json.loads(file.read_text())
-    except FileNotFoundError:
-        if (folder / METRICS_FILE).exists():
-            raise ConfigError(f"{folder} has the metrics of a run; nearest: --out {folder / EVALUATION}") from None
-        return
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}; {nearest}") from error
-    other = [
-        f"{name} was {there.get(name)}, is {value}" for name, value in settings.items() if value != there.get(name)
-    ]
-    if other:
-        raise ConfigError(f"{folder} has an evaluation with other settings: {', '.join(other)}; {nearest}")
-
-
-def whole_rows(file: Path, num_samples: int) -> list[dict[str, Any]]:
-    """The recorded answers of prompts that have all of theirs. What a kill left of others is cut off the file."""
-    if not file.exists():
-        return []
-    lines = file.read_bytes().splitlines(keepends=True)
-    rows, size = list[dict[str, Any]](), 0
-    for first in range(0, len(lines), num_samples):
-        group = lines[first : first + num_samples]
-        if len(group) < num_samples or not group[-1].endswith(b"\n"):
-            break
-        rows += map(json.loads, group)
-        size += sum(map(len, group))
-    if size < file.stat().st_size:
-        with file.open("r+b") as cut:
-            cut.truncate(size)
-    return rows
 
 
 def write_table(

@@ -21,6 +21,7 @@ from megatron_rl.checkpoint.manifest import (
     write_manifest,
 )
 from megatron_rl.checkpoint.resume import ResumePoint, _differences, select, usable_checkpoint
+from megatron_rl.cli.evaluating import export_name
 from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.errors import ConfigError
 
@@ -350,3 +351,12 @@ def test_listed_files_are_compared_where_both_sides_list_them():
     assert _differences(manifests[1], {actor: saved | other}) == [
         "weight files of the actor is {'m': '1'}, and configured is {'m': '2'}"
     ]
+
+
+def test_another_checkpoint_under_the_same_path_is_another_export(tmp_path: Path) -> None:
+    """One of the same step, and a copy elsewhere. Would not catch a file that was damaged after it was written."""
+    first, copied = save(tmp_path / "run", 3), save(tmp_path / "copy", 3)
+    name = export_name(first)
+    assert name == export_name(copied) and name.startswith("global_step_3_")
+    shutil.rmtree(first)
+    assert export_name(save(tmp_path / "run", 3, "trained anew")) != name
