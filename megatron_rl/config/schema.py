@@ -308,7 +308,8 @@ class RolloutConfig(EightBitRollouts, ElasticReplicas, Drafts, LastTokens):
     logprob_diff_bound: Positive = 1e-3
     """Largest allowed |log-prob of the rollout - log-prob of the trainer| of 99% of a step's sampled tokens; beyond it
     the run stops. Rounding in float32 gives about 1e-5 (3e-5 at worst in the demo), a stale or misplaced weight 1e-2
-    and more. Where it is not set: 1e-3 for float32, 0.5 for bfloat16, 0.05 for float16, 1 for fp8."""
+    and more. Where it is not set: 1e-3 for float32, 0.5 for bfloat16, 0.05 for float16, 1 for fp8. With top_p or top_k:
+    of what their cut does not explain."""
     logprob_diff_mean_bound: Positive = 1e-4
     """Its largest mean. Unless it is set: 1e-4 for float32, 0.05 for bfloat16, 0.005 for float16, 0.1 for fp8."""
     logprob_diff_warn_steps: Annotated[int | None, Or(None, "5 on GPUs, else 0"), Ge(0)] = None

@@ -24,7 +24,7 @@ from megatron_rl.experience.staleness import is_fresh, staleness_metrics
 from megatron_rl.losses.estimators import load_estimator
 from megatron_rl.losses.kl import AdaptiveKL, FixedKL
 from megatron_rl.losses.policy import load_policy_loss
-from megatron_rl.observe.batch_metrics import parity_metrics
+from megatron_rl.observe.batch_metrics import parity_metrics, truncation_limit, truncation_metrics
 from megatron_rl.observe.phase_clock import PhaseClock
 from megatron_rl.records import Batch
 
@@ -130,20 +130,22 @@ class Algorithm:
     def check_rollout_parity(self, experience: Batch, step: int) -> dict[str, float]:
         """Compare the engine's log-probs of its samples with the trainer's, on answers that the newest weights drew.
 
-        Raises ParityError for a `parity_problem`, but in the first steps, which warn of it; not if top_p or top_k cut
-        the engine's distribution, because then the two differ on purpose, nor on recorded samples. With `bypass_mode`
-        there are no log-probs of the trainer to compare.
+        Where top_p or top_k cut the engine's distribution, the two may differ by the mass that is left, and no more.
+        Raises ParityError for a `parity_problem`, but in the first steps, which warn of it; not on recorded samples.
+        With `bypass_mode` there are no log-probs of the trainer to compare.
         """
         if bypasses(self.config):
             return {}
         rollout = self.config.actor_rollout_ref.rollout
         fresh = is_fresh(experience, step)
-        metrics = parity_metrics(experience.flat("rollout_log_probs")[fresh], experience.flat("old_log_probs")[fresh])
-        if rollout.top_p == 1.0 and rollout.top_k == -1:
-            largest = metrics.get("training/rollout_logprob_diff_max", 0.0)  # of no token there is nothing to compare
-            self.logprob_diff_max = max(self.logprob_diff_max, largest)
-            if self.config.trainer.rollouts_from is None:  # samples of another run need not be of this policy
-                self._stop_or_warn(parity_problem(metrics, rollout), step)
+        both = experience.flat("rollout_log_probs")[fresh], experience.flat("old_log_probs")[fresh]
+        metrics = parity_metrics(*both)
+        if is_truncated(rollout):
+            metrics |= truncation_metrics(*both, rollout.top_p, rollout.top_k)
+        largest = metrics.get(f"{compared_metric(rollout)}_max", 0.0)  # of no token there is nothing to compare
+        self.logprob_diff_max = max(self.logprob_diff_max, largest)
+        if self.config.trainer.rollouts_from is None:  # samples of another run need not be of this policy
+            self._stop_or_warn(parity_problem(metrics, rollout), step)
         return metrics
 
     def _stop_or_warn(self, problem: str, step: int) -> None:
@@ -182,17 +184,31 @@ class Algorithm:
         self.logprob_diff_max = state["logprob_diff_max"]
 
 
+def is_truncated(rollout: RolloutConfig) -> bool:
+    """Whether the engine samples from a part of the distribution."""
+    return rollout.top_p != 1.0 or rollout.top_k != -1
+
+
+def compared_metric(rollout: RolloutConfig) -> str:
+    """Return the name, without its statistic, of the difference between rollout and trainer that has bounds."""
+    return f"training/rollout_logprob_{'outside' if is_truncated(rollout) else 'diff'}"
+
+
 def parity_problem(metrics: Mapping[str, float], rollout: RolloutConfig) -> str:
-    """Return what is wrong if `parity_metrics` exceed their bounds or are NaN; "" for a batch without tokens."""
+    """Return what is wrong if the compared metrics exceed their bounds or are NaN; "" for a batch without tokens."""
+    beyond = ""
+    if is_truncated(rollout):
+        limit = truncation_limit(rollout.top_p, rollout.top_k)
+        beyond = f" more than top_p={rollout.top_p} and top_k={rollout.top_k} explain (0 to {limit:.3g})"
     for extent, metric, key, bound in (
         ("in the mean", "mean", "logprob_diff_mean_bound", rollout.logprob_diff_mean_bound),
         ("on 1% of them or more", "p99", "logprob_diff_bound", rollout.logprob_diff_bound),
     ):
-        difference = metrics.get(f"training/rollout_logprob_diff_{metric}", 0.0)
+        difference = metrics.get(f"{compared_metric(rollout)}_{metric}", 0.0)
         if not difference <= bound:
             return (
-                f"log-probs of the rollout and of the trainer differ by {difference:.3g} on sampled tokens, {extent}; "
-                f"actor_rollout_ref.rollout.{key} is {bound:.3g}"
+                f"log-probs of the rollout and of the trainer differ by {difference:.3g}{beyond} on sampled tokens, "
+                f"{extent}; actor_rollout_ref.rollout.{key} is {bound:.3g}"
             )
     return ""
 

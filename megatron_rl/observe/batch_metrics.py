@@ -83,6 +83,29 @@ def parity_metrics(rollout_log_probs: torch.Tensor, trainer_log_probs: torch.Ten
     }
 
 
+def truncation_metrics(rollout: torch.Tensor, trainer: torch.Tensor, top_p: float, top_k: int) -> dict[str, float]:
+    """How far log-probs of a truncated engine lie outside of what truncation explains, both float [T]; {} where T = 0.
+
+    The truncated distribution is the whole one over the mass M that it keeps, so log p_rollout - log p_trainer is
+    -log M: at least 0, and at most -log top_p, as top_p alone (top_k = -1) keeps at least this mass.
+    """
+    if not rollout.numel():
+        return {}
+    difference = rollout - trainer
+    largest = truncation_limit(top_p, top_k)
+    outside = torch.maximum(-difference, difference - largest).clamp_min(0)
+    return {
+        "training/rollout_logprob_outside_max": outside.max().item(),
+        "training/rollout_logprob_outside_p99": quantile(outside, PARITY_QUANTILE),
+        "training/rollout_logprob_outside_mean": outside.mean().item(),
+    }
+
+
+def truncation_limit(top_p: float, top_k: int) -> float:
+    """The largest log p_rollout - log p_trainer that top_p and top_k explain; infinite with a top_k other than -1."""
+    return -math.log(top_p) if top_k == -1 else math.inf
+
+
 def quantile(values: torch.Tensor, share: float) -> float:
     """The smallest of the values [T], T > 0, that at least this share of them does not exceed; NaN if one is NaN."""
     if values.isnan().any():
