@@ -137,12 +137,12 @@ def map_command(
 
         check_output_file("--picture", picture, picture_suffixes())
     kept = [*(overrides or []), *(keep or [])]
-    run_config, keeps = read_base(config, kept)
+    reading, run_config, keeps = read_base(config, kept)
     check_lengths(run_config, prompt_length, response_length)
     cluster = cluster_of(run_config, gpus, gpus_per_node, keeps)
     gpu = planned_hardware(run_config, hardware, cluster.num_nodes)
     lengths = mean_lengths(run_config.data, prompt_length, response_length)
-    request = MapRequest(config, tuple(kept), run_config, gpu, cluster, keeps, lengths, gpus_per_node)
+    request = MapRequest(config, tuple(kept), reading.settings, run_config, gpu, cluster, keeps, lengths, gpus_per_node)
     mapped = find_placements(request)
     best = mapped.candidates[0]
     others = explain(mapped, explain_key) if explain_key is not None else []

@@ -75,6 +75,8 @@ def ablate_command(
     folder = folder or Path(ablation.folder)
     check_output_folder("--folder", folder)
     planned = plan_points(ablation, folder)
+    for line in dict.fromkeys(f"{note.kind.value}: {note}" for one in planned for note in one.point.notes):
+        say(line)
     if dry_run:
         for table in dry_run_tables(Ablation(ablation, folder, planned, say).rows()):
             Terminal().print(table)

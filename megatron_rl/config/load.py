@@ -38,7 +38,7 @@ from megatron_rl.config.keys import (
 from megatron_rl.config.megatron import FP8_FORMATS, TE_LINEAR
 from megatron_rl.config.problems import like_name, nearest_name, raise_problems, refused, violations_of
 from megatron_rl.config.schema import MISSING, RunConfig
-from megatron_rl.config.setting import TAKEN_AWAY, Setting
+from megatron_rl.config.setting import OVERRIDE, TAKEN_AWAY, Setting
 from megatron_rl.config.tasks import REWARD
 from megatron_rl.config.yaml_text import YAML_PROBLEMS, read_yaml, refuse_depth
 from megatron_rl.errors import ConfigError, Violation
@@ -82,14 +82,24 @@ LARGEST_WHOLE = 2**63 - 1
 class Reading:
     """The result of reading a file and its overrides.
 
-    config: None if mandatory keys have no value. notes: how verl's keys and values were translated. given: keys of the
-    schema that were set, by their own or another name.
+    config: None if mandatory keys have no value. notes: how verl's keys and values were translated. settings: all that
+    were given, under the schema's keys, in the order in which they count.
     """
 
     config: RunConfig | None
     violations: list[Violation]
     notes: list[Note]
-    given: frozenset[str]
+    settings: tuple[Setting, ...]
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Keys of the schema that were set, by their own or another name."""
+        return frozenset(setting.key for setting in self.settings)
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """Key of the schema -> value, of the settings of the command line."""
+        return {setting.key: setting.value for setting in self.settings if setting.origin == OVERRIDE}
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -134,14 +144,15 @@ def read_settings(
     problems = list(violations)
     translation = translate(settings, is_key)
     config = pickle.loads(_schema())
-    given = set()
+    applied = []
     for setting in translation.settings:
         wrong = _apply(config, setting)
         if wrong is None:
-            given.add(setting.key)
+            applied.append(setting)
         else:
             problems.append(wrong)
     problems += [note.violation() for note in translation.of(Kind.UNSUPPORTED)]
+    given = {setting.key for setting in applied}
     _fill_in(config, given)
     _name_one_model(config, given, task)
     missing = list(_without_value(config))
@@ -153,7 +164,7 @@ def read_settings(
         except OmegaConfBaseException as error:
             key = str(error.full_key)
             problems.append(Violation({key: _raw(config, key) if key in KEYS else None}, _first_line(error)))
-    return Reading(run, problems, translation.notes, frozenset(given))
+    return Reading(run, problems, translation.notes, tuple(applied))
 
 
 @cache
@@ -226,7 +237,7 @@ def read_override(text: str) -> Iterator[Setting]:
     prefix = next((prefix for prefix in HYDRA_PREFIXES if key.startswith(prefix)), "")
     key = key.removeprefix(prefix).strip()
     if prefix == "~":
-        return iter([Setting(key, TAKEN_AWAY, "override", prefix)])
+        return iter([Setting(key, TAKEN_AWAY, OVERRIDE, prefix)])
     if not equals:
         nearest = nearest_name(key, KEYS)
         rule = f"override {text!r} has no '=': write it as key=value; the nearest key is {nearest}"
@@ -237,7 +248,7 @@ def read_override(text: str) -> Iterator[Setting]:
     except YAML_PROBLEMS as error:
         rule = f"the value of override {text!r:.200} cannot be parsed: {_first_line(error)}"
         raise refused(Violation({}, rule)) from error
-    return _flatten(key, OmegaConf.to_container(parsed, resolve=False)["value"], "override", prefix)
+    return _flatten(key, OmegaConf.to_container(parsed, resolve=False)["value"], OVERRIDE, prefix)
 
 
 def _flatten(key: str, value: Any, origin: str, prefix: str = "") -> Iterator[Setting]:

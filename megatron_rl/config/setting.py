@@ -14,11 +14,13 @@ class _TakenAway:
 
 
 TAKEN_AWAY = _TakenAway()
+OVERRIDE = "override"
+"""The origin of settings of a command line."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A dotted key and its value. origin: the file's name, or "override". prefix: Hydra's `+`, `++` or `~`."""
+    """A dotted key and its value. origin: the file's name, or `OVERRIDE`. prefix: Hydra's `+`, `++` or `~`."""
 
     key: str
     value: Any

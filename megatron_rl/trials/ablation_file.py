@@ -13,9 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.foreign.key_rows import is_foreign
 from megatron_rl.config.keys import GROUPS, KEYS
 from megatron_rl.config.load import read_override, read_tree, unknown_key
 from megatron_rl.config.problems import nearest_name, raise_problems, violations_of
+from megatron_rl.config.setting import TAKEN_AWAY
 from megatron_rl.errors import ConfigError, Violation
 
 NAME = "name"
@@ -25,7 +27,7 @@ OWN_KEYS = ("trainer.default_local_dir", "trainer.resume_mode", "trainer.resume_
 """Keys that the ablation sets, as every point has a folder of its own and starts anew."""
 
 Settings = dict[str, Any]
-"""Dotted key of the run's configuration -> value."""
+"""Dotted key of the run's configuration, or of verl's, -> value; `TAKEN_AWAY` for a `~key` of the command line."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +145,9 @@ def _key_problems(ablation: AblationConfig, path: Path) -> Iterator[Violation]:
 
 
 def _run_key_problems(key: str, value: Any, where: str) -> Iterator[Violation]:
-    """The problems of one key that is no group."""
-    unknown = unknown_key(key, value, where)
+    """The problems of one key that is no group. One of verl's is translated with the point that has it."""
+    values = value if isinstance(value, list) else [value]
+    unknown = None if any(map(partial(is_foreign, key), values)) else unknown_key(key, value, where)
     if unknown is not None:
         yield unknown
     elif key in OWN_KEYS:
@@ -161,6 +164,7 @@ def _parsed(overrides: Sequence[str]) -> Settings:
         except ConfigError as error:
             violations += violations_of(error)
     for key, value in settings.items():
-        violations += _run_key_problems(key, value, "(override)")
+        if value is not TAKEN_AWAY:
+            violations += _run_key_problems(key, value, "(override)")
     raise_problems("cannot use the overrides", violations)
     return settings

@@ -9,7 +9,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_rl.config.problems import nearest_name
+from megatron_rl.config.foreign.translate import Kind, Note, translate
+from megatron_rl.config.keys import is_key
+from megatron_rl.config.problems import nearest_name, raise_problems
+from megatron_rl.config.setting import TAKEN_AWAY, Setting
 from megatron_rl.errors import ConfigError, shown
 from megatron_rl.trials.ablation_file import NAME, AblationConfig, Settings
 
@@ -24,9 +27,14 @@ LAYOUT = {
 """Keys that every report shows as columns -> their short names in the name of a point."""
 
 
+OWN = "ablation"
+"""The origin of settings that are an ablation's."""
+
+
 @dataclass(frozen=True)
 class Point:
-    """One run. own: the settings of this point alone. settings: the file's overrides with these.
+    """One run. own: the settings of this point alone. settings: the file's overrides with these. Both have the schema's
+    keys; notes: how verl's were translated.
 
     key: a hash of the base configuration's settings with these; points with equal keys would be the same run.
     """
@@ -35,32 +43,56 @@ class Point:
     key: str
     settings: Settings
     own: Settings
+    notes: tuple[Note, ...] = ()
 
     @property
     def overrides(self) -> list[str]:
         """The settings as overrides of the command line. JSON is YAML, so every value is read back unchanged."""
-        return [f"{key}={json.dumps(value)}" for key, value in self.settings.items()]
+        return [
+            f"~{key}" if value is TAKEN_AWAY else f"{key}={json.dumps(value)}" for key, value in self.settings.items()
+        ]
 
 
 def points_of(ablation: AblationConfig, base: Settings) -> list[Point]:
     """All combinations of the grid but the excluded ones, then the explicit points. Equal runs are listed once.
 
     base: the base configuration's own settings. Raises ConfigError if different runs have the same name, if there is no
-    run, and for a baseline or chosen point that does not exist.
+    run, for a baseline or chosen point that does not exist, and for keys of verl's that are not supported.
     """
+    shared, of_all = _translated(ablation.overrides, base)
+
+    def translated(own: Settings) -> tuple[Settings, list[Note]]:
+        return _translated(own, base | ablation.overrides)
+
+    excluded = [translated(own)[0] for own in ablation.exclude]
     axes = [[(key, value) for value in values] for key, values in ablation.grid.items()]
     combinations = [dict(combination) for combination in itertools.product(*axes)] if axes else []
-    kept = [own for own in combinations if not any(_agrees(own, excluded) for excluded in ablation.exclude)]
-    explicit = [{key: value for key, value in point.items() if key != NAME} for point in ablation.points]
-    short = short_names({key for own in [*kept, *explicit] for key in own})
+    kept = [found for found in map(translated, combinations) if not any(_agrees(found[0], other) for other in excluded)]
+    explicit = [translated({key: value for key, value in point.items() if key != NAME}) for point in ablation.points]
+    short = short_names({key for own, _ in [*kept, *explicit] for key in own})
     names = [point.get(NAME) for point in ablation.points]
     points: dict[str, Point] = {}
-    for own, name in zip([*kept, *explicit], [*(None for _ in kept), *names], strict=True):
-        settings = ablation.overrides | own
+    for (own, notes), name in zip([*kept, *explicit], [*(None for _ in kept), *names], strict=True):
+        settings = shared | own
         key = run_key(base | settings)
-        points.setdefault(key, Point(name or name_of(own, short), key, settings, own))
+        points.setdefault(key, Point(name or name_of(own, short), key, settings, own, (*of_all, *notes)))
+    unsupported = {str(note): note for _, notes in [*kept, *explicit, (shared, of_all)] for note in notes}
+    raise_problems(
+        "the ablation cannot run",
+        [note.violation() for note in unsupported.values() if note.kind is Kind.UNSUPPORTED],
+    )
     _check(list(points.values()), ablation)
     return list(points.values())
+
+
+def _translated(settings: Settings, before: Settings) -> tuple[Settings, list[Note]]:
+    """Return settings under the schema's keys, and notes of those that changed. before: settings that they follow."""
+    given = [Setting(key, value, "base") for key, value in before.items()]
+    given += [Setting(key, value, OWN) for key, value in settings.items()]
+    translation = translate(given, is_key)
+    taken_away = {key: value for key, value in settings.items() if value is TAKEN_AWAY}
+    ours = {setting.key: setting.value for setting in translation.settings if setting.origin == OWN}
+    return taken_away | ours, [note for note in translation.notes if note.setting.origin == OWN]
 
 
 def run_key(settings: Mapping[str, object]) -> str:
@@ -88,7 +120,7 @@ def name_of(own: Settings, short: Mapping[str, str]) -> str:
 
 
 def _agrees(own: Settings, excluded: Settings) -> bool:
-    return all(key in own and own[key] == value for key, value in excluded.items())
+    return bool(excluded) and all(key in own and own[key] == value for key, value in excluded.items())
 
 
 def _check(points: Sequence[Point], ablation: AblationConfig) -> None:

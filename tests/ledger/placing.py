@@ -75,11 +75,19 @@ def request(
     texts = [f"actor_rollout_ref.model.path={model}", *keep]
     texts += [f"critic.model.path={critic}"] if critic else []
     texts += [f"reward_model.model.path={reward}", "reward_model.enable=true"] if reward else []
-    config, kept = read_base(path, texts)
+    reading, config, kept = read_base(path, texts)
     values = {key: value for key, value in kept.values.items() if any(text.startswith(f"{key}=") for text in keep)}
     node = min(per_node, gpus)
     return MapRequest(
-        path, tuple(texts), config, hardware or gpu(), ClusterSize(gpus // node, node), Keeps(values), lengths, per_node
+        path,
+        tuple(texts),
+        reading.settings,
+        config,
+        hardware or gpu(),
+        ClusterSize(gpus // node, node),
+        Keeps(values),
+        lengths,
+        per_node,
     )
 
 

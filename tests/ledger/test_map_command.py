@@ -50,6 +50,18 @@ def test_json_has_the_best_first(run):
     assert all(one["lower_bound_seconds"] <= first["step_seconds"] for one in [content])
 
 
+def test_keys_of_verl_are_kept_under_ours(run, tmp_path):
+    """Renamed, ignored and removed ones, and one that the search decides. Would not catch another command's."""
+    written = ["trainer.max_actor_ckpt_to_keep=2", "actor_rollout_ref.actor.strategy=megatron", "~trainer.seed"]
+    written += ["data.return_raw_chat=true", f"+{TP}=2", "~actor_rollout_ref.actor.ulysses_sequence_parallel_size"]
+    best = tmp_path / "best.yaml"
+    found = run("--gpus", "4", "--out", str(best), *(word for text in written for word in ("--keep", text)))
+    assert found.exit_code == 0, found.output
+    read, text = load_config(best), best.read_text()
+    assert (read.trainer.max_ckpt_to_keep, value_of(read, TP)) == (2, 2)
+    assert "max_actor_ckpt_to_keep" not in text and "strategy" not in text
+
+
 def test_the_file_and_the_command_are_the_same_run(run, tmp_path):
     """The winner as YAML, and as overrides of the given file; preflight accepts both. Would not catch a key that the
     search should set and does not.

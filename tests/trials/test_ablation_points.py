@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from megatron_rl.config.setting import TAKEN_AWAY
 from megatron_rl.errors import ConfigError
 from megatron_rl.trials.ablation_file import AblationConfig
 from megatron_rl.trials.points import Point, name_of, points_of, short_names
@@ -36,6 +37,25 @@ def test_points_of_a_grid():
     assert points[1].own == {TP: 2, ROLLOUT_TP: 1}
     assert points[3].settings == {"trainer.seed": 7, TP: 2, ROLLOUT_TP: 2, PACKED: True}
     assert points[3].overrides == ["trainer.seed=7", f"{TP}=2", f"{ROLLOUT_TP}=2", f"{PACKED}=true"]
+
+
+def test_keys_of_verl_are_translated_first():
+    """Axes, exclusions and overrides by verl's names; a removed key; an axis that changes nothing is one run, and said.
+
+    Would not catch a key whose meaning depends on another axis.
+    """
+    theirs = dataclasses.replace(
+        ABLATION,
+        overrides={"trainer.max_actor_ckpt_to_keep": 2, "trainer.seed": TAKEN_AWAY},
+        grid={TP: [1, 2], "actor_rollout_ref.rollout.name": ["vllm", "sglang"]},
+        points=[],
+        exclude=[{"trainer.max_critic_ckpt_to_keep": None}],  # ignored, so it excludes nothing
+    )
+    points = points_of(theirs, BASE)
+    assert [point.name for point in points] == ["tp1-name=vllm", "tp2-name=vllm"]
+    assert points[0].overrides == ["~trainer.seed", "trainer.max_ckpt_to_keep=2", f"{TP}=1", *points[0].overrides[3:]]
+    with pytest.raises(ConfigError, match="ulysses"):
+        points_of(dataclasses.replace(theirs, grid={"actor_rollout_ref.actor.ulysses_sequence_parallel_size": [2]}), {})
 
 
 def test_keys_follow_what_runs_and_nothing_else():

@@ -135,3 +135,8 @@ def rows_for(key: str, value: Any) -> Iterator[tuple[KeyRow, re.Match[str]]]:
         match = row.match(key)
         if match is not None:
             yield row, match
+
+
+def is_foreign(key: str, value: Any) -> bool:
+    """Return whether a row is about this key with this value."""
+    return next(rows_for(key, value), None) is not None

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_rl.config.foreign.conversions import CONVERSIONS
 from megatron_rl.config.foreign.key_rows import Differs, KeyRow, alike, filled, rows_for
 from megatron_rl.config.keys import leaf_of
-from megatron_rl.config.setting import Setting, final_settings
+from megatron_rl.config.setting import OVERRIDE, Setting, final_settings
 from megatron_rl.errors import Violation, shown
 
 
@@ -77,7 +77,10 @@ class Translation(Noted):
 
 
 def translate(settings: Sequence[Setting], is_known: Callable[[str], bool]) -> Translation:
-    """Translate settings. Of several values of a key the last one counts. is_known: True for a key of the schema."""
+    """Translate settings. Of several values of a key the last one counts, and one of the command line in any case.
+
+    is_known: True for a key of the schema.
+    """
     final, idle = final_settings(list(settings))
     given = {setting.key: setting.value for setting in final}
     notes = [Note(Kind.IGNORED, setting, "there is nothing to take away; its default stays") for setting in idle]
@@ -93,7 +96,7 @@ def translate(settings: Sequence[Setting], is_known: Callable[[str], bool]) -> T
         notes.append(note)
         target = direct if setting.key in note.became else mapped
         target += [replace(setting, key=key, value=value, prefix="") for key, value in note.became.items()]
-    return Translation([*direct, *mapped], notes)
+    return Translation(sorted([*direct, *mapped], key=lambda setting: setting.origin == OVERRIDE), notes)
 
 
 def _note(setting: Setting, given: Mapping[str, Any], is_known: Callable[[str], bool]) -> Note | None:

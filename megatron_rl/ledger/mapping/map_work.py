@@ -5,14 +5,13 @@ step.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from megatron_rl.config.algorithms import scores_old_log_probs
 from megatron_rl.config.keys import value_of
-from megatron_rl.config.load import read_override
 from megatron_rl.config.problems import divisors
 from megatron_rl.config.roles import ACTOR, REFERENCE, ROLLOUT, PassSpec, RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig
@@ -41,11 +40,8 @@ class Keeps:
     values: Mapping[str, Any]
 
     @classmethod
-    def of(cls, config: RunConfig, texts: Sequence[str]) -> Keeps:
-        """Take the values from `config`, which was read with `texts` as overrides. Raises ConfigError for a text
-        without `=`.
-        """
-        keys = [setting.key for text in texts for setting in read_override(text)]
+    def of(cls, config: RunConfig, keys: Iterable[str]) -> Keeps:
+        """Take the values of these keys from `config`."""
         return cls({key: value_of(config, key) for key in keys})
 
     def allow(self, settings: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ import yaml
 
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.config.keys import value_of
-from megatron_rl.config.load import load_config, read_file, read_override
+from megatron_rl.config.load import load_config
 from megatron_rl.config.setting import Setting, final_settings, nested
 from megatron_rl.errors import ConfigError, shown
 from megatron_rl.ledger.mapping.finalists import Candidate
@@ -22,10 +22,7 @@ PROGRAM = ("megatron-rl", "train", "--config")
 
 def tree_of(request: MapRequest, candidate: Candidate) -> dict[str, Any]:
     """Return nested groups: the file, kept values, then the placement; pools without a size in it are removed."""
-    settings = list(read_file(request.path))
-    for text in request.overrides:
-        settings += read_override(text)
-    settings = [one for one in settings if not one.key.startswith("pools.")]
+    settings = [one for one in request.settings if not one.key.startswith("pools.")]
     settings += [Setting(key, value, "map") for key, value in candidate.settings.items()]
     return nested(final_settings(settings)[0])
 

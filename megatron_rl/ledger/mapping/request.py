@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.config.keys import put
-from megatron_rl.config.load import read_run
+from megatron_rl.config.keys import leaf_of, put
+from megatron_rl.config.load import Reading, read_override, read_run
 from megatron_rl.config.problems import raise_problems, refused
 from megatron_rl.config.roles import REWARD_POOL, ROLLOUT_POOL
 from megatron_rl.config.schema import PoolConfig, RunConfig
+from megatron_rl.config.setting import TAKEN_AWAY, Setting
 from megatron_rl.config.trainer import GLOBAL_POOL
 from megatron_rl.errors import ConfigError, Violation
 from megatron_rl.ledger.mapping.map_work import ClusterSize, Keeps, MapWork
@@ -42,12 +43,14 @@ SEARCHED = re.compile(
 class MapRequest:
     """A user's request to `map`.
 
-    path: of the configuration. overrides: the kept values as text. config: as read. lengths: mean tokens of prompt and
+    path: of the configuration. overrides: the kept values as text. settings: those of the file and the overrides, under
+    the schema's keys. config: as read. lengths: mean tokens of prompt and
     answer. per_node: --gpus-per-node.
     """
 
     path: Path
     overrides: tuple[str, ...]
+    settings: tuple[Setting, ...]
     config: RunConfig
     hardware: Hardware
     cluster: ClusterSize
@@ -61,8 +64,9 @@ class MapRequest:
         return MapWork(self.config, self.hardware, self.cluster, self.lengths, self.keeps)
 
 
-def read_base(path: Path, keep: Sequence[str]) -> tuple[RunConfig, Keeps]:
-    """Read the configuration with the kept values as overrides; return it and the kept values.
+def read_base(path: Path, keep: Sequence[str]) -> tuple[Reading, RunConfig, Keeps]:
+    """Read the configuration with the kept values as overrides; return the reading, the configuration with model
+    folders of this machine, and the kept values.
 
     Raises ConfigError for every fault that no placement can mend.
     """
@@ -70,12 +74,18 @@ def read_base(path: Path, keep: Sequence[str]) -> tuple[RunConfig, Keeps]:
     raise_problems(f"cannot use {path}", reading.violations)
     assert reading.config is not None  # it has no violations
     config = only_ppo(with_local_models(reading.config), "map")
-    keeps = Keeps.of(config, keep)
+    keeps = Keeps.of(config, [*reading.overrides, *keys_taken_away(keep)])
     for pool in set(keeps.pools.values()) - {GLOBAL_POOL, ROLLOUT_POOL, REWARD_POOL, *config.pools}:
         config.pools[pool] = PoolConfig()  # the search sets its size
     lasting = [one for one in preflight(config, config_only=True) if not any(map(SEARCHED.fullmatch, one.settings))]
     raise_problems(REFUSED, lasting)
-    return config, keeps
+    return reading, config, keeps
+
+
+def keys_taken_away(overrides: Sequence[str]) -> list[str]:
+    """Return the keys of the schema that `~key` sets back to their defaults."""
+    settings = (setting for text in overrides for setting in read_override(text))
+    return [setting.key for setting in settings if setting.value is TAKEN_AWAY and leaf_of(setting.key) is not None]
 
 
 def contradictions(request: MapRequest) -> list[Violation]:

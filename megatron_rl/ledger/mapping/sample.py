@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from megatron_rl.checkpoint.storage import writing
-from megatron_rl.config.load import read_override
 from megatron_rl.config.roles import ACTOR, ROLLOUT
+from megatron_rl.config.setting import OVERRIDE
 from megatron_rl.errors import ConfigError
 from megatron_rl.ledger.mapping.finalists import Candidate, Finalists
 from megatron_rl.ledger.mapping.partitions import Block
@@ -76,7 +76,7 @@ def write_points(request: MapRequest, best: Candidate, others: Sequence[Candidat
     if request.config.pools:
         names = ", ".join(request.config.pools)
         raise ConfigError(f"--points needs a configuration without pools, and {request.path} has {names}")
-    kept = {setting.key: setting.value for text in request.overrides for setting in read_override(text)}
+    kept = {setting.key: setting.value for setting in request.settings if setting.origin == OVERRIDE}
     points: list[dict[str, Any]] = [{"name": CHOSEN, **best.settings}]
     points += [{"name": f"random-{number}", **one.settings} for number, one in enumerate(others, start=1)]
     content = {
