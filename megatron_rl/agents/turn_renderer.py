@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from os.path import commonprefix
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -133,6 +134,16 @@ class TurnRenderer:
             return bool(names)
         text = self._render([QUESTION], tools=list(tools), add_generation_prompt=True)
         return not any(name in text for name in names)
+
+    def written_call(self, name: str) -> str:
+        """Return a turn that calls a tool as the template writes it; "" where it writes no calls."""
+        if self._template is None or not self._writes_calls:
+            return ""
+        answer, _ = self._answer_before([{"role": "tool", "content": ""}], [name])
+        alone = self._render([QUESTION, answer], add_generation_prompt=False)
+        start = self._render([QUESTION], add_generation_prompt=True)
+        end = self._end_of_call(alone, _said(alone), [QUESTION, answer])
+        return alone[len(commonprefix([start, alone])) : end]
 
     def _thought_problem(self, answer: Message, message: Message) -> str | None:
         """Why a turn with a thought is not kept as it was drawn; None if it is, or if the template knows none."""

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from megatron_rl.cli.output import print_json, refuse_to_lose_output, say
-from megatron_rl.ledger.planner.family_table import COLUMNS, family_rows, refused_rows
+from megatron_rl.ledger.planner.family_table import CHAT_COLUMNS, COLUMNS, family_rows, refused_rows
 from megatron_rl.observe.terminal import Terminal
 
 
@@ -19,15 +19,20 @@ def families_command(
     refuse_to_lose_output()
     rows, refused = family_rows(), refused_rows()
     if as_json:
-        families = {row.architecture: {column: row.lacks.get(column, True) for column in COLUMNS} for row in rows}
+        families = {
+            row.architecture: {column: row.lacks.get(column, True) for column in COLUMNS} | asdict(row.chat)
+            for row in rows
+        }
         print_json({"families": families, "refused": [asdict(refusal) for refusal in refused]})
         return
     console, width = Terminal(), max(len(row.architecture) for row in rows)
-    say(" ".join([" " * width, *(column.ljust(3) for column in COLUMNS)]).rstrip(), console)
-    for row in rows:
-        cells = (cell.ljust(max(3, len(column))) for cell, column in zip(row.cells(), COLUMNS, strict=True))
-        say(" ".join([row.architecture.ljust(width), *cells]).rstrip(), console)
-        for column, why in row.lacks.items():
+    columns = (*COLUMNS, *CHAT_COLUMNS)
+    widths = [max(3, len(column), *(len(row.cells()[n]) for row in rows)) for n, column in enumerate(columns)]
+    for name, cells in (("", columns), *((row.architecture, row.cells()) for row in rows)):
+        lacks = next((row.lacks for row in rows if row.architecture == name), {})
+        padded = (cell.ljust(size) for cell, size in zip(cells, widths, strict=True))
+        say(" ".join([name.ljust(width), *padded]).rstrip(), console)
+        for column, why in lacks.items():
             say(f"    {column}: {why}", console)
     say("Refused by name, where no family above fits:", console)
     for refusal in refused:

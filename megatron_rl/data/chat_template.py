@@ -103,7 +103,7 @@ class ChatTemplate:
     def _is_open(self, chat: Chat) -> bool:
         """Whether the template writes nothing after the last answer; the first conversation decides it for all."""
         if self._leaves_open is None:
-            last = chat.messages[-1] | {"content": PROBE}
+            last = {"role": chat.messages[-1]["role"], "content": PROBE}
             text = self._render(Chat([*chat.messages[:-1], last], chat.first, chat.tools), len(chat.messages))
             self._leaves_open = text.rstrip().endswith(PROBE)
         return self._leaves_open

@@ -8,6 +8,7 @@ shown a few conversations once, and then gets what it reads, whatever form a fil
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,9 @@ THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")
 CONTENT = "content"
 MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought", "<channel|>"))
 """Beginning and end of a thought inside of a response."""
+
+NAMED = re.compile(r"functions\.(.+):(\d{1,8})")
+"""The id of a call that carries the tool's name and its number among all calls, as Kimi-K2 writes it."""
 
 QUESTION = {"role": "user", "content": "40817263951"}
 ANSWER, THOUGHT, VALUE, TOOL = "73920485162", "50619283746", "26481957305", "tool84027"
@@ -102,11 +106,11 @@ class MessageForm:
         function = dict(own) if isinstance(own, Mapping) else {n: v for n, v in sent.items() if n not in ("id", "type")}
         if "arguments" in function:
             function["arguments"] = self._arguments(function["arguments"], str(function.get("name")))
-        given = sent.get("id")
-        name = str(function.get("name"))
-        is_named = isinstance(given, str) and given.startswith(f"functions.{name}:")
-        is_kept = is_named if self.ids == "named" else self.ids == "any" and isinstance(given, str) and given
+        given, name = sent.get("id"), str(function.get("name"))
+        known = NAMED.fullmatch(given) if isinstance(given, str) else None
+        number = int(known[2]) if known is not None and known[1] == name else number
         new = named_id(name, number) if self.ids == "named" else f"{number:09d}"
+        is_kept = self.ids == "any" and isinstance(given, str) and given
         return {**sent, "type": "function", "id": given if is_kept else new, "function": function}
 
     def _arguments(self, given: Any, name: str) -> Any:
@@ -122,7 +126,7 @@ class MessageForm:
 
 
 def named_id(name: str, number: int) -> str:
-    """Return the id of a call that carries the tool's name, as Kimi-K2 writes it. number: among all calls."""
+    """Return the id of `NAMED`."""
     return f"functions.{name}:{number}"
 
 

@@ -10,7 +10,14 @@ from model_folders import write_model
 
 from megatron_rl import cli
 from megatron_rl.config.megatron import MegatronConfig
-from megatron_rl.ledger.planner.family_table import COLUMNS, FamilyRow, family_rows, refused_rows, small_settings
+from megatron_rl.ledger.planner.family_table import (
+    CHAT_COLUMNS,
+    COLUMNS,
+    FamilyRow,
+    family_rows,
+    refused_rows,
+    small_settings,
+)
 from megatron_rl.ledger.planner.preflight import preflight
 from megatron_rl.model.families import FAMILIES
 
@@ -49,11 +56,13 @@ def test_the_command_prints_a_row_for_each_family(monkeypatch, capsys):
             cli.main()
         return capsys.readouterr().out
 
-    lines = printed().splitlines()
+    lines, columns = printed().splitlines(), [*COLUMNS, *CHAT_COLUMNS]
     rows = [line.split() for line in lines if line.split()[0] in FAMILIES]
-    assert [row[0] for row in rows] == sorted(FAMILIES) and all(len(row) == 1 + len(COLUMNS) for row in rows)
-    assert lines[0].split() == list(COLUMNS)
-    cells = {row[0]: dict(zip(COLUMNS, row[1:], strict=True)) for row in rows}
+    assert [row[0] for row in rows] == sorted(FAMILIES) and all(len(row) == 1 + len(columns) for row in rows)
+    assert lines[0].split() == columns
+    cells = {row[0]: dict(zip(columns, row[1:], strict=True)) for row in rows}
+    assert [cells["Qwen3ForCausalLM"][column] for column in CHAT_COLUMNS] == ["own", "<think>", "hermes"]
+    assert [cells["Gemma2ForCausalLM"][column] for column in CHAT_COLUMNS] == ["append", "-", "-"]
     assert (cells["LlamaForCausalLM"]["EP"], cells["LlamaForCausalLM"]["CP"]) == ("no", "yes")
     assert (cells["DeepseekV3ForCausalLM"]["EP"], cells["DeepseekV3ForCausalLM"]["CP"]) == ("yes", "no")
     assert (cells["Gemma4ForCausalLM"]["EP"], cells["Gemma4ForCausalLM"]["CP"]) == ("no", "no")
@@ -62,4 +71,5 @@ def test_the_command_prints_a_row_for_each_family(monkeypatch, capsys):
     assert {name: row["EP"] is True for name, row in told["families"].items()} == {
         row.architecture: "EP" not in row.lacks for row in family_rows()
     }
+    assert told["families"]["Glm4MoeForCausalLM"]["tools"] == ["glm47", "glm45"]
     assert [refusal["pattern"] for refusal in told["refused"]] == [refusal.pattern for refusal in refused_rows()]

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.model.families import FAMILIES, Family, Model
+from megatron_rl.model.families.chat_format import CHAT_FORMATS, ChatFormat
 from megatron_rl.model.families.refused import REFUSED, Refusal
 
 COLUMNS = ("import", "train", "TP", "PP", "EP", "CP", "generate", "export")
+CHAT_COLUMNS = ("turns", "thoughts", "tools")
+"""How the family's published models write conversations (`ChatFormat`)."""
 SMALL = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -31,10 +34,11 @@ LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "
 
 @dataclass(frozen=True)
 class FamilyRow:
-    """One family. lacks: column -> why the family cannot do it; other columns it can."""
+    """One family. lacks: column -> why the family cannot do it; other columns it can. chat: of its published models."""
 
     architecture: str
     lacks: Mapping[str, str]
+    chat: ChatFormat
 
     @classmethod
     def of(cls, family: Family) -> FamilyRow:
@@ -45,11 +49,12 @@ class FamilyRow:
             lacks["EP"] = "it has no experts"
         if whole := model.attention.not_cut:
             lacks["CP"] = f"{whole}: not cut over context-parallel ranks"
-        return cls(family.architecture, lacks)
+        return cls(family.architecture, lacks, CHAT_FORMATS[family.architecture])
 
     def cells(self) -> list[str]:
-        """Return yes or no for each of COLUMNS."""
-        return ["no" if column in self.lacks else "yes" for column in COLUMNS]
+        """Return yes or no for each of COLUMNS, then the words of CHAT_COLUMNS, "-" for nothing."""
+        words = [self.chat.turns, self.chat.thoughts or "-", ",".join(self.chat.tools) or "-"]
+        return [*("no" if column in self.lacks else "yes" for column in COLUMNS), *words]
 
 
 def small_settings(family: Family) -> dict[str, Any]:
