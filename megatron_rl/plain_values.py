@@ -52,13 +52,9 @@ def plain_json(value: Any) -> Any:
         raise ValueError(_DEPTH) from None
     except Exception as error:  # an object of the user's may raise anything
         raise ValueError(f"JSON cannot hold it: {describe_error(error)}") from None
-    level = [plain]
-    for _ in range(DEEPEST + 1):
-        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
-        level = [each for values in inner for each in values]
-        if not level:
-            return plain
-    raise ValueError(_DEPTH)
+    if is_deeper(plain, DEEPEST):
+        raise ValueError(_DEPTH)
+    return plain
 
 
 _DEPTH = f"lists and objects may be nested {DEEPEST} levels deep"
@@ -70,6 +66,15 @@ def parsed_json(text: str | bytes) -> Any:
         return plain_json(json.loads(text))
     except RecursionError:
         raise ValueError(_DEPTH) from None
+
+
+def is_deeper(value: object, most: int) -> bool:
+    """Whether lists and objects of JSON are nested in more than `most` levels."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(most):
+        children = (child for parent in level for child in (parent.values() if isinstance(parent, dict) else parent))
+        level = [child for child in children if isinstance(child, dict | list)]
+    return bool(level)
 
 
 def describe_error(error: BaseException) -> str:

@@ -11,8 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.checkpoint.storage import writing
 from megatron_rl.checkpoint.targets import refuse_in_checkpoint
 from megatron_rl.errors import ConfigError, StorageError
+from megatron_rl.observe.appended_file import replace_file
 from megatron_rl.observe.console import lost_output
 from megatron_rl.observe.summary import finite_or_null
 from megatron_rl.observe.terminal import Terminal
@@ -55,6 +57,13 @@ def check_output_file(option: str, file: Path | None, suffixes: Sequence[str] = 
         nearest = Path("outputs", option.removeprefix("--")).with_suffix(suffixes[0] if suffixes else ".yaml")
         rule = f"must be a file that can be written, and the system says: {reason}"
         raise ConfigError(f"{option} {file} {rule}; nearest: {option} {nearest}")
+
+
+def write_output(file: Path, content: bytes) -> None:
+    """Write a file of a command, in place of an earlier one, and make its folder. Raises StorageError."""
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(file, content)
 
 
 def check_output_folder(option: str, folder: Path) -> None:

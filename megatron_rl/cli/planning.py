@@ -10,7 +10,7 @@ import typer
 
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.cli.options import ConfigPath, Overrides, check_lengths, check_number
-from megatron_rl.cli.output import check_output_file, print_json, refuse_to_lose_output, say
+from megatron_rl.cli.output import check_output_file, print_json, refuse_to_lose_output, say, write_output
 from megatron_rl.cluster.signals import exit_on_signals
 from megatron_rl.columns import COLUMNS
 from megatron_rl.config.declarations import readers_of
@@ -183,9 +183,7 @@ def profile_command(
     quiet_libraries()
     exit_on_signals()
     measured = profile(request, say, short_run)
-    with writing():
-        hardware_file.parent.mkdir(parents=True, exist_ok=True)
-        hardware_file.write_text(hardware_text(measured))
+    write_output(hardware_file, hardware_text(measured).encode())
     for table in profile_tables(measured):
         Terminal().print(table)
     for line in profile_sentences(measured):

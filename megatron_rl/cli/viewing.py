@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megatron_rl.checkpoint.storage import writing
 from megatron_rl.cli.options import check_number
-from megatron_rl.cli.output import check_output_file, print_json, refuse_to_lose_output, say
+from megatron_rl.cli.output import check_output_file, print_json, refuse_to_lose_output, say, write_output
+from megatron_rl.config.file_kinds import kind_of
 from megatron_rl.errors import ConfigError
-from megatron_rl.observe.appended_file import replace_file
-from megatron_rl.observe.sample_files import read_step, recorded_files
+from megatron_rl.observe.sample_files import read_step
 from megatron_rl.observe.summary import plain_table
 from megatron_rl.observe.terminal import Terminal
 from megatron_rl.view.page import page
 from megatron_rl.view.page_data import page_data, page_samples
-from megatron_rl.view.run_files import read_run
-from megatron_rl.view.sample_life import life_lines, sample_life, token_table
+from megatron_rl.view.run_files import FOLDER, RunFiles, read_run
+from megatron_rl.view.sample_life import check_rows, life_lines, sample_life, token_table
 
 MOST_SAMPLES = 100_000
 WIDE = 200
 """Columns that the numbers of a token need."""
+MOST_SAID = 5
+OUTSIDE = "Read also files outside of the run's folder, which links in it and its plan.json name."
 
 
 def view_command(
@@ -30,22 +32,30 @@ def view_command(
     other: Annotated[Path | None, typer.Argument(help="The folder of a run to look at beside it.")] = None,
     out: Annotated[Path | None, typer.Option(help="The file to write. Default: view.html in the run's folder.")] = None,
     most: Annotated[int, typer.Option("--samples", help="Samples of each run on the page, of all steps alike.")] = 1000,
+    outside: Annotated[bool, typer.Option("--outside", help=OUTSIDE)] = False,
 ) -> None:
     """Write a page to look at a run: curves, times, tables, samples and their tokens, the plan. One file, no server.
 
     Works while the run goes on: the same command again, and a reload, show what has come.
     """
     check_number("--samples", most, 1, MOST_SAMPLES)
-    records = [read_run(folder) for folder in (run, other) if folder is not None]
+    records = [read_run(folder, outside) for folder in (run, other) if folder is not None]
     target = out or run / "view.html"
     check_output_file("--out", target, (".html",))
     samples, total = page_samples(records, most)
     data = page_data(records, most) | {"total_samples": total}
     text = page(data, samples, " | ".join(record["name"] for record in data["runs"]))
-    with writing(target):
-        replace_file(target, text.encode())
+    write_output(target, text.encode(errors="backslashreplace"))
+    say_left_out([sentence for record in records for sentence in record.left_out])
     say(f"written to {target}: {len(samples)} of {total} samples, {target.stat().st_size / 1e6:.1f} MB")
     refuse_to_lose_output()
+
+
+def say_left_out(sentences: Sequence[str]) -> None:
+    """Say to stderr what is not shown: the first few things."""
+    more = [f"and {len(sentences) - MOST_SAID} more of the kind"] if len(sentences) > MOST_SAID else []
+    for sentence in (*sentences[:MOST_SAID], *more):
+        say(sentence, Terminal(stderr=True))
 
 
 def explain_command(
@@ -53,16 +63,21 @@ def explain_command(
     step: Annotated[int, typer.Option("--step", help="The step that trained the sample.")],
     sample: Annotated[int, typer.Option("--sample", help="Its number among the recorded ones, from 0.")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+    outside: Annotated[bool, typer.Option("--outside", help=OUTSIDE)] = False,
 ) -> None:
     """Print a sample's life: prompt, tokens, versions, rewards, advantages, its share of the loss."""
-    files = recorded_files(run)
+    is_folder, opened = kind_of(run) == FOLDER, RunFiles(run, outside)
+    files = opened.samples() if is_folder else {}
+    say_left_out(opened.left_out)
     if not files:
-        why = "has no recorded samples" if run.is_dir() else "is no folder"
+        why = "has no recorded samples" if is_folder else "is no folder"
         raise ConfigError(f"{run} {why}; nearest: the folder of a run with trainer.recorded_prompts=1 or more")
     if step not in files:
         nearest = min(files, key=lambda known: abs(known - step))
         raise ConfigError(f"--step {step} is none of the {len(files)} recorded steps; nearest: --step {nearest}")
-    life = sample_life(read_step(files[step]), sample)
+    recorded = read_step(files[step])
+    check_rows(recorded)
+    life = sample_life(recorded, sample)
     if as_json:
         print_json(life)
     else:

@@ -25,6 +25,8 @@ def kind_of(path: Path) -> str:
         return _KINDS.get(stat.S_IFMT(path.stat().st_mode), "of a kind that cannot be read")
     except (FileNotFoundError, NotADirectoryError):
         return "a link to nothing" if path.is_symlink() else NOTHING
+    except ValueError:  # a null byte, which no name has
+        return NOTHING
     except OSError as error:
         return "a loop of links" if error.errno == errno.ELOOP else f"not to be looked at ({error.strerror})"
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.file_kinds import instead_of_file
+from megatron_rl.plain_values import is_deeper
 
 LARGEST_JSON = 256 << 20
 """Bytes of a JSON file that is read whole; tokenizers have up to about 35 MB."""
@@ -58,7 +58,8 @@ def parsed_json(text: str | bytes) -> Any:
         content = json.loads(written, parse_int=_bounded)
     except RecursionError:
         raise ValueError(f"it is more than {DEEPEST} levels deep") from None
-    _check_depth(content)
+    if is_deeper(content, DEEPEST):
+        raise ValueError(f"it is more than {DEEPEST} levels deep")
     if "\\ud" in written.lower():
         json.dumps(content, ensure_ascii=False).encode()  # UnicodeEncodeError, a ValueError, for half a pair
     return content
@@ -68,18 +69,3 @@ def _bounded(digits: str) -> int:
     if len(digits) > MOST_DIGITS:
         raise ValueError(f"a number has {len(digits)} digits, and at most {MOST_DIGITS} are read")
     return int(digits)
-
-
-def _check_depth(content: object) -> None:
-    level, depth = [content], 1
-    while level:
-        if depth > DEEPEST:
-            raise ValueError(f"it is more than {DEEPEST} levels deep")
-        level = [value for parent in level for value in _children(parent) if isinstance(value, dict | list)]
-        depth += 1
-
-
-def _children(value: object) -> Collection[object]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()

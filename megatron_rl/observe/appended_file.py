@@ -24,14 +24,12 @@ def replace_file(path: Path, data: bytes) -> None:
 def new_file(path: Path) -> BinaryIO:
     """Open a file for writing that was made by this call, in place of a file or link of its name. Raises OSError."""
     path.unlink(missing_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # O_EXCL does not follow a link, either
-    return os.fdopen(os.open(path, flags, 0o666), "wb")
+    return path.open("xb")  # follows no link, either
 
 
 def opened_to_append(path: Path) -> io.FileIO:
     """Open a file for reading and appending, unbuffered. Raises OSError, also where a link is in its place."""
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    return io.FileIO(os.open(path, flags, 0o666), "a+")
+    return io.FileIO(path, "a+", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
 
 
 class AppendedFile:

@@ -6,6 +6,7 @@ Legend: B recorded samples. A column of rows has B elements; a ragged column has
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +18,10 @@ from safetensors.numpy import load_file, save
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.appended_file import replace_file
+from megatron_rl.plain_values import DEEPEST, is_deeper
 
 SAMPLES_FOLDER = "samples"
+STEP = re.compile(r"[0-9]{1,15}")
 DETAILS, LENGTHS, GREEDY = "details", "/lengths", "greedy/"
 """The tensor of a file that holds JSON as bytes, the ending of the name of a ragged column's lengths, and the beginning
 of the names of columns of greedy answers.
@@ -76,9 +79,32 @@ def read_step(file: Path) -> RecordedStep:
         tensors = load_file(file)
         details = json.loads(tensors.pop(DETAILS).tobytes().decode("utf-8", "surrogatepass"))
         lengths = {name.removesuffix(LENGTHS): tensors.pop(name) for name in list(tensors) if name.endswith(LENGTHS)}
-        return RecordedStep(int(file.stem), details["num_rows"], tensors, lengths, details["rows"], details["totals"])
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file} cannot be read as the samples of a step: {error}") from error
+        numbers, rows, totals = details["num_rows"], details["rows"], details["totals"]
+        recorded = RecordedStep(int(file.stem), numbers, tensors, lengths, rows, totals)
+        _check(recorded)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{file} cannot be read as the samples of a step: {error!s:.300}") from error
+    return recorded
+
+
+def _check(recorded: RecordedStep) -> None:
+    """Raise ValueError for a step whose details and columns do not fit each other, as no run writes one."""
+    rows, totals = recorded.rows, recorded.totals
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError("its rows are no list of objects")
+    if type(recorded.num_rows) is not int or recorded.num_rows < len(rows):
+        raise ValueError(f"num_rows is {recorded.num_rows!r:.40}, and it has {len(rows)} rows")
+    if not isinstance(totals, dict) or not all(isinstance(total, int | float) for total in totals.values()):
+        raise ValueError("its totals are no numbers")
+    if is_deeper(rows, DEEPEST):
+        raise ValueError(f"its rows are more than {DEEPEST} levels deep")
+    for name, sizes in recorded.lengths.items():
+        is_count = sizes.ndim == 1 and sizes.dtype.kind in "iu" and bool((sizes >= 0).all())
+        if name not in recorded.columns or not is_count or int(sizes.sum()) != len(recorded.columns[name]):
+            raise ValueError(f"{name!r:.40} does not have as many elements as its lengths say")
+    for name, values in (dict(recorded.columns) | dict(recorded.lengths)).items():
+        if not name.startswith(GREEDY) and values.shape[:1] != (len(rows),):
+            raise ValueError(f"{name!r:.40} does not have {len(rows)} rows")
 
 
 def num_recorded(file: Path) -> int:
@@ -94,7 +120,7 @@ def num_recorded(file: Path) -> int:
 def recorded_files(run: Path) -> dict[int, Path]:
     """Step -> file of the samples in a run's folder, in order."""
     files = (run / SAMPLES_FOLDER).glob("*.safetensors")
-    return dict(sorted((int(file.stem), file) for file in files if file.stem.isdigit()))
+    return dict(sorted((int(file.stem), file) for file in files if STEP.fullmatch(file.stem) and file.is_file()))
 
 
 def drop_later(run: Path, last_step: int) -> None:

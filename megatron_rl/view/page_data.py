@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from megatron_rl.errors import ConfigError
 from megatron_rl.observe.panels import LINE_PANELS
 from megatron_rl.observe.phases import STACKED, phase_color
-from megatron_rl.observe.sample_files import read_step
-from megatron_rl.view.run_files import TRAINING, RunRecord, json_lines
-from megatron_rl.view.sample_life import TABLE_NAMES, TOKEN_NUMBERS, sample_life
+from megatron_rl.observe.sample_files import RecordedStep, read_step
+from megatron_rl.plain_values import plain_text
+from megatron_rl.view.run_files import TRAINING, RunRecord, at, finite, json_lines
+from megatron_rl.view.sample_life import TABLE_NAMES, TOKEN_NUMBERS, check_rows, sample_life
 
 MEMORY, PLANNED_MEMORY = "perf/memory_gb/", "perf/memory_planned_gb/"
 SECONDS = "timing_s/"
@@ -63,8 +66,8 @@ def run_data(record: RunRecord) -> dict[str, Any]:
     first = min((call["start"] for call in record.calls), default=0.0)
     calls = [call | {"start": call["start"] - first, "stop": call["stop"] - first} for call in record.calls]
     return {
-        "name": record.folder.name or str(record.folder),
-        "folder": str(record.folder),
+        "name": plain_text(record.folder.name or str(record.folder)),
+        "folder": plain_text(str(record.folder)),
         "ended": record.summary is not None,
         "summary": record.summary or {},
         "steps": [line["step"] for line in record.metrics],
@@ -89,7 +92,8 @@ def plan_rows(metrics: Metrics, plan: Mapping[str, Any] | None) -> list[dict[str
             phase = name.removeprefix(MEMORY)
             planned, measured = values(f"{PLANNED_MEMORY}{phase}"), values(name)
             rows.append(plan_row("GB", phase, max(planned, default=None), max(measured, default=None)))
-    seconds = ((plan or {}).get("plan") or {}).get("time", {}).get("seconds") or {}
+    stated = at(plan, "plan", "time", "seconds")
+    seconds = {phase: finite(value) for phase, value in stated.items()} if isinstance(stated, dict) else {}
     timed = [name.removeprefix(SECONDS) for name in metrics if name.startswith(SECONDS)]
     for phase in dict.fromkeys((*seconds, *timed)):
         measured = values(f"{SECONDS}{phase}")
@@ -106,7 +110,7 @@ def differences(plans: Sequence[Mapping[str, Any] | None]) -> list[tuple[str, An
     """Return (key, value of the first run, value of the second) where the configurations of two runs differ."""
     if len(plans) != 2 or None in plans:
         return []
-    first, second = (dict(leaves((plan or {}).get("config", {}))) for plan in plans)
+    first, second = (dict(leaves(at(plan, "config") or {})) for plan in plans)
     keys = dict.fromkeys((*first, *second))
     return [(key, first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)]
 
@@ -137,9 +141,9 @@ def run_samples(record: RunRecord, most: int) -> tuple[list[dict[str, Any]], int
     sources: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for (kind, step), file in record.tables.items():
         if not (kind == TRAINING and step in record.samples):
-            lines = enumerate(json_lines(file))
+            lines = enumerate(json_lines(file, record.left_out))
             sources[kind, step] = [table_sample(kind, step, row, line) for row, line in lines]
-    recorded = {step: read_step(file) for step, file in record.samples.items()}
+    recorded = dict(read_steps(record))
     counts = {place: len(rows) for place, rows in sources.items()}
     counts |= {(TRAINING, step): len(one.rows) for step, one in recorded.items()}
     most_of_step = level(list(counts.values()), most)
@@ -148,6 +152,17 @@ def run_samples(record: RunRecord, most: int) -> tuple[list[dict[str, Any]], int
         sources[TRAINING, step] = [{"kind": TRAINING, "row": row, **sample_life(one, row)} for row in rows]
     chosen = [sample for place in sorted(sources) for sample in sources[place][:most_of_step]]
     return chosen, sum(counts.values())
+
+
+def read_steps(record: RunRecord) -> Iterator[tuple[int, RecordedStep]]:
+    """Yield step and recorded samples; files that cannot be read are left out, and said."""
+    for step, file in record.samples.items():
+        try:
+            recorded = read_step(file)
+            check_rows(recorded)
+            yield step, recorded
+        except ConfigError as error:
+            record.left_out.append(f"{error}; it is left out")
 
 
 def level(counts: Sequence[int], most: int) -> int:
@@ -166,11 +181,16 @@ def table_sample(kind: str, step: int, row: int, line: Mapping[str, Any]) -> dic
         "row": row,
         "step": step,
         "sample": row,
-        "data_source": line.get("data_source", ""),
-        "prompt": line.get("input", ""),
-        "answer": line.get("output", ""),
+        "data_source": text_of(line.get("data_source", "")),
+        "prompt": text_of(line.get("input", "")),
+        "answer": text_of(line.get("output", "")),
         "ground_truth": line.get("gts"),
         "outcome": f"rule {failure}".replace("_", " ") if failure else "ended",
-        "score": line.get("score"),
+        "score": finite(line.get("score")),
         "rewards": {name: value for name, value in line.items() if name not in TABLE_NAMES},
     }
+
+
+def text_of(value: Any) -> str:
+    """Return a text of a table as it is, and anything else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -32,6 +32,8 @@ TOKEN_NUMBERS = {
 """Numbers of sampled tokens, in the order in which they arise, and their headings. `difference` and `ratio` follow from
 the log-probs of engine and trainer.
 """
+NEEDED_COLUMNS, NEEDED_TOTALS = ("groups", "scores", "sampled"), ("loss", "loss_magnitude")
+NEEDED_DETAILS = ("index", "sample", "data_source", "input", "output", "gts", "tokens")
 TABLE_NAMES = {
     "input",
     "output",
@@ -79,6 +81,26 @@ def outcome_of(recorded: RecordedStep, row: int) -> str:
     return "cut off" if bool(recorded.of("truncated", row)) else "ended"
 
 
+def check_rows(recorded: RecordedStep) -> None:
+    """Raise ConfigError for a step that lacks what a sample's life is made of."""
+    lacks = [name for name in NEEDED_COLUMNS if name not in recorded.columns]
+    lacks += [name for name in NEEDED_TOTALS if name not in recorded.totals]
+    lacks += [name for name in NEEDED_DETAILS if not all(name in row for row in recorded.rows)]
+    ragged = [name for name in ("sampled", *TOKEN_NUMBERS) if name in recorded.columns]
+    lacks += [f"lengths of {name}" for name in ragged if name not in recorded.lengths]
+    if not lacks:
+        ends = recorded.lengths["sampled"].cumsum()
+        counts = [np.count_nonzero(part) for part in np.split(recorded.columns["sampled"], ends)][: len(ends)]
+        lacks = [f"{name} of each sampled token" for name in ragged[1:] if counts != recorded.lengths[name].tolist()]
+        texts = [row["tokens"] if isinstance(row["tokens"], list) else [] for row in recorded.rows]
+        lacks += ["the text of each token"] if list(map(len, texts)) != recorded.lengths["sampled"].tolist() else []
+    held = {name: recorded.columns[name] for name in (*NEEDED_COLUMNS, *ragged) if name in recorded.columns}
+    odd = [name for name, values in held.items() if values.dtype.kind not in "biuf" or values.ndim != 1]
+    lacks += [f"numbers in {name}" for name in odd]
+    if lacks:
+        raise ConfigError(f"the recorded samples of step {recorded.step} lack {', '.join(lacks[:4])}")
+
+
 def sample_life(recorded: RecordedStep, row: int) -> dict[str, Any]:
     """Return everything that the record knows of a sample, JSON-ready. Raises ConfigError for a row that is not there.
 
@@ -86,6 +108,8 @@ def sample_life(recorded: RecordedStep, row: int) -> dict[str, Any]:
     tokens' terms over those of all samples of the step, recorded or not.
     """
     number = len(recorded.rows)
+    if not number:
+        raise ConfigError(f"step {recorded.step} has no recorded samples; nearest: another --step")
     if not 0 <= row < number:
         nearest = min(max(row, 0), number - 1)
         rule = f"step {recorded.step} has {number} recorded samples of {recorded.num_rows}"
@@ -121,16 +145,16 @@ def life_lines(life: dict[str, Any]) -> list[str]:
     """Return the sentences of a sample's life, without its tokens."""
     scores = life["group_scores"]
     lines = [
-        f"step {life['step']}, sample {life['sample']} of {life['samples']}: prompt {life['prompt_index']} of "
-        f"{life['data_source']}, answer {life['number_in_group']} to it",
+        f"step {life['step']}, sample {life['sample']} of {life['samples']}: prompt {bare(life['prompt_index'])} of "
+        f"{bare(life['data_source'])}, answer {bare(life['number_in_group'])} to it",
         f"prompt  {quoted(life['prompt'])}",
-        f"answer  {quoted(life['answer'])}  ({life['outcome']})",
+        f"answer  {quoted(life['answer'])}  ({bare(life['outcome'])})",
         f"truth   {quoted(life['ground_truth'])}",
-        f"score   {life['score']:g}; its group: {' '.join(f'{score:g}' for score in scores)}, "
-        f"mean {sum(scores) / len(scores):.4g}",
+        f"score   {short(life['score'])}; its group: {' '.join(map(short, scores))}, "
+        f"mean {short(None if None in scores else sum(scores) / len(scores), '.4g')}",
     ]
     if life["rewards"]:
-        lines.append("rewards " + ", ".join(f"{name} {value}" for name, value in life["rewards"].items()))
+        lines.append("rewards " + ", ".join(f"{bare(name)} {quoted(value)}" for name, value in life["rewards"].items()))
     lines.append(
         f"loss    {life['loss']:+.4g} of the step's {life['loss_of_step']:+.4g} where the ratio is 1; "
         f"{life['share']:.2%} of what all its tokens weigh"
@@ -152,11 +176,21 @@ def token_table(life: dict[str, Any]) -> tuple[list[str], Iterator[Sequence[str]
     return ["", "token", *(TOKEN_NUMBERS[name] for name in numbers)], rows()
 
 
+def short(value: float | None, form: str = "g") -> str:
+    """Return a number as text; None is one that was not finite."""
+    return "not finite" if value is None else f"{value:{form}}"
+
+
 def shown(value: Any) -> str:
     """Return a number with five digits, an integer as it is."""
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def quoted(text: Any) -> str:
-    """Return a value as JSON, in which nothing breaks a line or steers a terminal."""
+    """Return a value as JSON, in which nothing breaks a line; `Terminal` prints what would steer one as escapes."""
     return json.dumps(text, ensure_ascii=False, default=str)
+
+
+def bare(text: Any) -> str:
+    """Return a value as `quoted` does, a text without its quotes."""
+    return quoted(text)[1:-1] if isinstance(text, str) else quoted(text)

@@ -155,5 +155,4 @@ def test_view_refuses_what_is_no_run(tmp_path):
         with pytest.raises(ConfigError, match=re.escape(message)):
             view(*arguments)
     (run / "samples/7.safetensors").write_bytes(b"torn")
-    with pytest.raises(ConfigError, match="cannot be read as the samples of a step"):
-        view(run)
+    assert "7.safetensors cannot be read as the samples of a step" in view(run).output
