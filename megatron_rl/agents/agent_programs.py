@@ -7,6 +7,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import os
+import time
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,13 +20,14 @@ import psutil
 
 from megatron_rl.agents.endpoint import Session
 from megatron_rl.agents.observation import EpisodeError, TaskRow
-from megatron_rl.cluster.child_processes import how_ended, variables_with
+from megatron_rl.cluster.child_processes import adopter, how_ended, variables_with
+from megatron_rl.cluster.leftovers import AGENT, children_with, families
 from megatron_rl.plain_values import describe_error, finite_number, plain_text, quote
 from megatron_rl.user_code.user_calls import CallFailedError, awaited, in_thread
 
 ARGUMENTS = ("task", "endpoint")
-END_S = 5.0
-"""Longest wait for a process that was killed."""
+END_S, LOOK_S = 5.0, 0.02
+"""Longest wait for processes that were killed, and the time between two looks at them."""
 LONGEST_TAIL = 2000
 """Characters of a program's last output that a failure quotes."""
 
@@ -104,23 +108,26 @@ class CommandAgent:
         address = PolicyAddress(session.base_url, session.api_key)
         own = {"OPENAI_BASE_URL": address.base_url, "OPENAI_API_KEY": address.api_key}
         own |= {"ANTHROPIC_BASE_URL": address.anthropic_base_url, "ANTHROPIC_API_KEY": address.api_key}
-        variables = variables_with(**own)
-        pipe = asyncio.subprocess.PIPE
+        mark, pipe = uuid.uuid4().hex, asyncio.subprocess.PIPE
+        variables = variables_with(**own, **{AGENT: mark})
         try:
             process = await asyncio.create_subprocess_exec(
                 *command, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.STDOUT, env=variables
             )
         except OSError as error:
             raise EpisodeError("raised", f"the agent {command[0]} cannot be started: {error.strerror}") from None
+        reading, output = asyncio.ensure_future(_read(process)), ""
+        feeding = asyncio.ensure_future(_feed(process, json.dumps(dict(task), default=str).encode()))
         try:
-            content = json.dumps(dict(task), default=str).encode()
-            tail, _ = await asyncio.gather(_tail(process), _feed(process, content))
-            code = await process.wait()
+            code = await _exit_code(process)
         finally:
-            await _killed(process)
+            await _swept(process, mark)
+            feeding.cancel()
+            with suppress(TimeoutError):  # something that has dropped its environment may hold the pipe
+                output = await asyncio.wait_for(reading, END_S)
         if code:
-            output = f"; it said: {tail}" if tail else ""
-            raise EpisodeError("raised", f"the agent {command[0]} {how_ended(code)}{output}")
+            said = f"; it said: {output}" if output else ""
+            raise EpisodeError("raised", f"the agent {command[0]} {how_ended(code)}{said}")
 
 
 async def _feed(process: asyncio.subprocess.Process, content: bytes) -> None:
@@ -131,7 +138,7 @@ async def _feed(process: asyncio.subprocess.Process, content: bytes) -> None:
     process.stdin.close()
 
 
-async def _tail(process: asyncio.subprocess.Process) -> str:
+async def _read(process: asyncio.subprocess.Process) -> str:
     """Read all that the process writes, and return the end of it."""
     assert process.stdout is not None
     tail = b""
@@ -140,14 +147,33 @@ async def _tail(process: asyncio.subprocess.Process) -> str:
     return plain_text(tail.decode(errors="replace").strip())[-LONGEST_TAIL:]
 
 
-async def _killed(process: asyncio.subprocess.Process) -> None:
-    """Kill a process and its descendants and wait for its end; nothing if it has ended."""
-    if process.returncode is not None:
-        return
-    with suppress(psutil.NoSuchProcess):
-        family = psutil.Process(process.pid)
-        for member in (*family.children(recursive=True), family):
+async def _exit_code(process: asyncio.subprocess.Process) -> int:
+    """Wait until a process has ended. `Process.wait` would also wait for all that hold its output."""
+    ended = asyncio.Event()
+    with suppress(ProcessLookupError):
+        pidfd = os.pidfd_open(process.pid)
+        try:
+            asyncio.get_running_loop().add_reader(pidfd, ended.set)
+            await ended.wait()
+        finally:
+            asyncio.get_running_loop().remove_reader(pidfd)
+            os.close(pidfd)
+    while process.returncode is None:  # a thread of asyncio's is about to say so
+        await asyncio.sleep(LOOK_S)
+    return process.returncode
+
+
+async def _swept(process: asyncio.subprocess.Process, mark: str) -> None:
+    """Kill a process, if it runs, and all that it has started, wherever that has gone. mark: of its environment."""
+    deadline = time.monotonic() + END_S
+    while time.monotonic() < deadline:
+        left = children_with(adopter(), mark, AGENT)
+        if process.returncode is None:
             with suppress(psutil.NoSuchProcess):
-                member.kill()
-    with suppress(TimeoutError):  # something that left the family may hold its pipes
-        await asyncio.wait_for(process.wait(), END_S)
+                left += families([psutil.Process(process.pid)])
+        if not left:
+            return
+        for each in left:
+            with suppress(psutil.Error):
+                each.kill()
+        await asyncio.sleep(LOOK_S)

@@ -6,12 +6,14 @@ import asyncio
 import inspect
 import pickle
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from megatron_rl.agents.as_json import Answer, answer_from_json
 from megatron_rl.agents.environment_host import EnvironmentHost, Forget, TurnJob
 from megatron_rl.agents.observation import EpisodeFailure, TextLimit
+from megatron_rl.cluster.child_processes import adopting_orphans
 from megatron_rl.config.user_functions import load_class
 from megatron_rl.user_code import keeper
 from megatron_rl.user_code.work_processes import WorkProcesses, job_of
@@ -80,14 +82,17 @@ class EnvironmentsHere:
     def __init__(self, host: EnvironmentHost) -> None:
         self._host = host
         self._answers: list[tuple[int, Answer]] = []
-        self._loop = asyncio.new_event_loop()
+        self._loop, self._adopting = asyncio.new_event_loop(), ExitStack()
 
     def __enter__(self) -> Self:
+        """Adopt what the programs of agents leave, so that it is found and ended."""
+        self._adopting.enter_context(adopting_orphans())
         return self
 
     def __exit__(self, *failure: object) -> None:
-        self._loop.run_until_complete(self._host.close())
-        self._loop.close()
+        with self._adopting:
+            self._loop.run_until_complete(self._host.close())
+            self._loop.close()
 
     @property
     def opens(self) -> bool:

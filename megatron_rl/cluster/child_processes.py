@@ -82,6 +82,15 @@ def adopting_orphans() -> Iterator[None]:
         _prctl(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(was.value))
 
 
+def adopter() -> int:
+    """Return the process that becomes the parent of this one's orphaned descendants: itself, if it adopts orphans, else
+    its parent, as it does.
+    """
+    adopts = ctypes.c_int()
+    _prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(adopts))
+    return os.getpid() if adopts.value else os.getppid()
+
+
 def adopt_orphans() -> None:
     """Do as `adopting_orphans`, until this process ends."""
     _prctl(PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))

@@ -8,11 +8,13 @@ alive, or this process adopts orphans.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+
+from megatron_rl.cluster.child_processes import adopting_orphans
 
 RUN_ID = "MEGATRON_RL_RUN"
 """The environment variable with the id of the run that a process belongs to."""
@@ -25,6 +27,9 @@ KEEPER = "MEGATRON_RL_KEEPER"
 
 WORKER = "MEGATRON_RL_WORKER"
 """The environment variable of all that one worker of a keeper starts."""
+
+AGENT = "MEGATRON_RL_AGENT"
+"""The environment variable of one agent's program, and of all that it starts."""
 
 DRAINS = "MEGATRON_RL_DRAINS"
 """The environment variable of ranks that answer SIGTERM with a notice that their replica is to leave."""
@@ -61,13 +66,18 @@ def children_with(parent: int, value: str, variable: str) -> list[psutil.Process
     Where `parent` adopts orphans (`child_processes.adopting_orphans`), they are what is left of an ended process that
     had this variable. Others of the machine are not looked at, so it takes little time.
     """
-    marked = [child for child in _children(parent) if variable_of(child, variable) == value]
-    for process in marked:  # the list grows
-        marked += _children(process.pid)
-    return living(marked)
+    return families(child for child in children_of(parent) if variable_of(child, variable) == value)
 
 
-def _children(pid: int) -> list[psutil.Process]:
+def families(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Return the living of the processes and of all that descends from them."""
+    found = list(processes)
+    for process in found:  # the list grows
+        found += children_of(process.pid)
+    return living(found)
+
+
+def children_of(pid: int) -> list[psutil.Process]:
     """Return the children of a process; none if it has gone."""
     children = []
     with suppress(OSError, psutil.Error):
@@ -95,6 +105,17 @@ def end(find: Callable[[], Iterable[psutil.Process]], patience_s: float = UNKILL
             return left
         time.sleep(_POLL_S)
     return []
+
+
+@contextmanager
+def leaving_none_running() -> Iterator[None]:
+    """At the end of this block, however it ends, kill all that this process has started in it, and what that left."""
+    before = descendants()
+    with adopting_orphans():
+        try:
+            yield
+        finally:
+            end(lambda: living(descendants() - before))
 
 
 def process_time() -> float:

@@ -12,7 +12,15 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from megatron_rl.cluster.leftovers import descendants, end, living, process_time, processes_with
+from megatron_rl.cluster.leftovers import (
+    children_with,
+    descendants,
+    end,
+    leaving_none_running,
+    living,
+    process_time,
+    processes_with,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -121,3 +129,17 @@ def test_processes_are_as_old_as_the_clock_says(tag):
     assert before - TICK_S <= psutil.Process(process.pid).create_time() <= after + TICK_S
     assert end(lambda: processes_with(tag, VARIABLE)) == []
     process.wait()
+
+
+def test_a_block_leaves_nothing_running(tag: str) -> None:
+    """A child, one in a session of its own and one that has lost its parent, where a signal ends the block. Would not
+    catch a process that the block has not started itself.
+    """
+    script = ["sh", "-c", "sleep 600 & setsid sleep 600 & (setsid sh -c 'sleep 600; true' &)"]
+    with pytest.raises(SystemExit), leaving_none_running():
+        subprocess.run(script, env=os.environ | {VARIABLE: tag}, check=True)
+        found = wait_for(tag, 4)
+        assert {*children_with(os.getpid(), tag, VARIABLE)} == {*found}
+        assert children_with(os.getpid(), "another", VARIABLE) == []
+        raise SystemExit(143)
+    assert processes_with(tag, VARIABLE) == []

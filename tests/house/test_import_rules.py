@@ -61,7 +61,7 @@ ROOMS: dict[str, set[str]] = {
     "parallel.balance": set(),
     "cluster.channel": set(),
     "cluster.child_processes": {"cluster.channel"},
-    "cluster.leftovers": set(),
+    "cluster.leftovers": {"cluster.child_processes"},
     "rollout.slices": {"records"},
     "plain_values": set(),
     "config": {"errors", "columns", "plain_values"},

@@ -36,6 +36,7 @@ BAD = {
     "os._exit(0)": ("crashed", "exited with code 0"),
     "ctypes.string_at(0)": ("crashed", "killed by SIGSEGV"),
     "os.kill(os.getpid(), signal.SIGTERM)": ("crashed", "killed by SIGTERM"),
+    "os.kill(os.getpid(), 40)": ("crashed", "killed by signal 40"),
     "math.nan": ("no_score", "returned nan"),
     "None": ("no_score", "returned None"),
     "'1.0'": ("no_score", "returned '1.0'"),
