@@ -12,6 +12,8 @@ import typer
 
 from megatron_rl.cli.options import ConfigPath, Overrides, check_number
 from megatron_rl.cli.output import check_output_folder, refuse_to_lose_output, say
+from megatron_rl.cluster.leftovers import leaving_none_running
+from megatron_rl.cluster.signals import exit_on_signals
 from megatron_rl.config.problems import raise_problems
 from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig
@@ -58,7 +60,8 @@ def rehearse_command(
     chosen = chosen_ranks(ranks, placement)
     if run_config.trainer.total_training_steps is None:
         given = (*given, f"trainer.total_training_steps={ANY_STEPS}")
-    with tempfile.TemporaryDirectory(prefix="megatron_rl-rehearsal-") as folder:
+    exit_on_signals()
+    with tempfile.TemporaryDirectory(prefix="megatron_rl-rehearsal-") as folder, leaving_none_running():
         if layers is not None:
             given = (*given, *shortened(run_config, layers, Path(folder)))
             run_config = _checked(config, given, stage)

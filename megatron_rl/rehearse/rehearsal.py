@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.cluster.child_processes import variables_with
 from megatron_rl.errors import ConfigError, MegatronRLError
 from megatron_rl.rehearse.rehearsal_request import RankOfPool, RehearsalRequest, rank_file
 
@@ -38,7 +39,10 @@ def rehearse(request: RehearsalRequest, scratch: Path) -> list[dict[str, Any]]:
     replace(request, library=str(build(scratch))).write(request_file)
     with log.open("w") as output:
         command = [sys.executable, "-m", "megatron_rl.rehearse.child", str(request_file)]
-        subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False)
+        variables = variables_with(TMPDIR=str(scratch))  # a rank that is killed leaves its files there
+        subprocess.run(
+            command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=variables, check=False
+        )
     return read_reports(out, request.ranks, log)
 
 

@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from sweeps import WEEKLY, marks_of
 
+from megatron_rl.cluster.leftovers import living
 from megatron_rl.config.load import load_config
 from megatron_rl.config.roles import Placement
 
@@ -320,3 +323,27 @@ def test_a_model_of_few_tokens(tmp_path):
     answer = rehearse(tmp_path, "--ranks", "all", config="configs/split_cpu.yaml")
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert "of 6 ranks fit together" in answer.stdout
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("reached", ["pretended_cuda", "megatron_rl.rehearse.child"])
+def test_a_signal_leaves_neither_files_nor_processes(tmp_path, reached):
+    """SIGTERM while g++ runs, and while ranks do. Would not catch SIGKILL, after which the folder is left."""
+    command = [sys.executable, "-m", "megatron_rl", "rehearse", "--config", RECIPE, "--out", str(tmp_path / "out")]
+    (tmp_path / "tmp").mkdir()
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(tmp_path / "tmp")}
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL)
+    family: list[psutil.Process] = []
+    while not any(reached in " ".join(quiet_line(each)) for each in family):
+        assert process.poll() is None
+        family = psutil.Process(process.pid).children(recursive=True)
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(60) == 143 and not living(family) and [*(tmp_path / "tmp").iterdir()] == []
+
+
+def quiet_line(process):
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []

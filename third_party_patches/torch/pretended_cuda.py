@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -58,7 +59,7 @@ def build(folder: Path) -> Path:
     torch_folder, library = _torch_folder(), folder / "libpretended_cuda.so"
     command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{torch_folder}/include", str(SOURCE)]
     command += ["-o", str(library), f"-L{torch_folder}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch_folder}/lib"]
-    subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(folder)})
     return library
 
 
