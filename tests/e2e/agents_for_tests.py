@@ -138,6 +138,18 @@ async def fails_first(task: dict, endpoint) -> float:
     return await three_tries(task, endpoint)
 
 
+HUNG: list[dict] = []
+"""The task of the agent that hangs."""
+
+
+async def first_hangs(task: dict, endpoint) -> float:
+    """The first agent of each process never asks."""
+    if not HUNG:
+        HUNG.append(task)
+        await asyncio.sleep(10_000)
+    return await three_tries(task, endpoint)
+
+
 async def forbidden(task: dict, endpoint) -> None:
     """No agent may run."""
     os._exit(9)
