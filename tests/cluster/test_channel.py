@@ -34,6 +34,8 @@ def test_two_ends_that_only_write_do_not_wait_for_each_other() -> None:
         for messages, end in zip(arrived, ends, strict=True):
             messages += end.take()
     assert arrived == sent[::-1] and not any(end.has_unsent for end in ends)
+    for end in ends:
+        end.close()
 
 
 def test_messages_arrive_in_pieces_and_before_the_end() -> None:
@@ -53,6 +55,7 @@ def test_messages_arrive_in_pieces_and_before_the_end() -> None:
         ours.receive()
     ours.send(LARGE)
     assert ours.has_ended and not ours.has_unsent
+    ours.close()
 
 
 @pytest.mark.parametrize("garbage", [b"h", b"hello", MARK[:2] + b"xx", HEADER.pack(MARK, 101)])
@@ -65,6 +68,8 @@ def test_what_is_no_message_is_seen_at_once(garbage: bytes) -> None:
     assert next(messages) == b"one"
     with pytest.raises(GarbledError):
         next(messages)
+    ours.close()
+    theirs.close()
 
 
 def test_a_thread_sends_and_hears_while_its_process_does_other_things() -> None:
