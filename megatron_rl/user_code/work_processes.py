@@ -111,10 +111,10 @@ class WorkProcesses:
 
     def _start(self) -> None:
         ours, theirs = Channel.pair()
-        self._mark = uuid.uuid4().hex
+        self._mark, paths = uuid.uuid4().hex, [path for path in sys.path if isinstance(path, str)]
         # Ctrl-C must not reach the keeper: the driver handles it, and then ends the keeper.
         self._keeper = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(theirs.fileno()), json.dumps(sys.path)],
+            [sys.executable, "-c", PROGRAM, str(theirs.fileno()), json.dumps(paths)],
             env=variables_with(**{KEEPER: self._mark}),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
