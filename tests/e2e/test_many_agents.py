@@ -50,8 +50,8 @@ def test_a_kill_while_agents_are_at_work(command_line, launcher: str, killed: st
     on, says so, and each step has all of its episodes. Would not catch a kill between two steps.
     """
     program = agent(f"command=[{sys.executable},tests/e2e/agents_for_tests.py]")
-    keys = (*SHORT, "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", *ONE_RANK, launcher)
-    run = command_line(*keys, *program, config=GRPO)
+    keys = (*SHORT, "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.test_freq=0")
+    run = command_line(*keys, *ONE_RANK, launcher, *program, config=GRPO)
 
     def at_work() -> bool:
         return sum("agents_for_tests.py" in title for title in run.titles()) >= 4 and keeper(run) is not None
