@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
+from megatron_rl.checkpoint.end_tokens import write_generation_config
 from megatron_rl.checkpoint.hf_config import read_hf_config
 from megatron_rl.checkpoint.larger_models import classifier_config, copy_description
 from megatron_rl.checkpoint.storage import free_space, storage_reason
@@ -154,6 +155,7 @@ def describe_model(folder: Path, files: Sequence[ExportFile], num_bytes: int, de
     is_classifier = description.architecture in REWARD_FAMILIES
     if not is_classifier and inside_of([description.architecture]) is not None:
         copy_description(source, folder, description.dtype)
+        write_generation_config(source, folder)
         return
     hf_config = classifier_config(source) if is_classifier else read_hf_config(source)
     hf_config.architectures = [description.architecture]
@@ -163,9 +165,9 @@ def describe_model(folder: Path, files: Sequence[ExportFile], num_bytes: int, de
     if is_classifier:
         hf_config.num_labels = 1
     hf_config.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-    if (source / "generation_config.json").exists():
-        shutil.copy(source / "generation_config.json", folder)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.save_pretrained(folder)
+    write_generation_config(source, folder, tokenizer)
 
 
 def write_files(

@@ -21,11 +21,11 @@ from megatron_rl.agents.tool_parser import ToolParser
 from megatron_rl.agents.tools import ToolSource
 from megatron_rl.agents.turn_reader import TurnReader
 from megatron_rl.agents.turn_renderer import TurnRenderer
+from megatron_rl.checkpoint.end_tokens import EndTokens
 from megatron_rl.config.multi_turn import MultiTurnConfig
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.template_process import TemplateRefusal
 from megatron_rl.errors import ConfigError
-from megatron_rl.roles.rollout import eos_token_ids
 
 KEY = "actor_rollout_ref.rollout.multi_turn"
 
@@ -59,7 +59,7 @@ def open_episodes(
     is_chat = keys.agent.is_set or True in are_chats
     if is_chat and tokenizer.chat_template is None:
         raise ConfigError(f"{KEY}.agent needs a chat template, and the tokenizer of {path} has none")
-    kwargs, eos = config.data.apply_chat_template_kwargs, eos_token_ids(path)
+    kwargs, eos = config.data.apply_chat_template_kwargs, EndTokens.of(path, tokenizer).ids
     renderer = TurnRenderer(tokenizer, eos, kwargs, is_chat)
     tools = [] if keys.tools_file is None else kwargs["tools"]
     try:

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from megatron_rl.checkpoint.end_tokens import EndTokens
 from megatron_rl.config.pretraining import PretrainingConfig
 from megatron_rl.config.roles import pretraining_length
 from megatron_rl.config.schema import RunConfig, as_list
@@ -42,7 +43,8 @@ class Pretraining:
         if not keys.coef:
             return
         with errors_of_ptx():
-            self._examples, report = read_examples(as_list(keys.files), tokenizer, pretraining_options(config))
+            options = pretraining_options(config, tokenizer)
+            self._examples, report = read_examples(as_list(keys.files), tokenizer, options)
             self._cursor = MixtureCursor(
                 report.prompt_files(), keys.file_weights, keys.mini_batch_size, data.shuffle, data.seed
             )
@@ -68,16 +70,18 @@ class Pretraining:
                 self._cursor.load_state_dict(state["pretraining"])
 
 
-def pretraining_options(config: RunConfig) -> ReadingOptions:
+def pretraining_options(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ReadingOptions:
     """How the files are read. Raises ConfigError."""
     keys, others = config.ptx, dict[str, Any]()
     if keys.bad_rows == "skip" and keys.bad_rows_file is None:
         others["bad_rows_file"] = str(Path(config.trainer.default_local_dir) / "bad_pretraining_rows.jsonl")
+    path = config.actor_rollout_ref.model.path
     return ReadingOptions.of(
         keys,
         max_length=pretraining_length(config),
         apply_chat_template_kwargs=config.data.apply_chat_template_kwargs,
-        vocab_size=model_facts(config.actor_rollout_ref.model.path).get("vocab_size"),
+        vocab_size=model_facts(path).get("vocab_size"),
+        end_token_ids=EndTokens.of(path, tokenizer).ids,
         **others,
     )
 

@@ -26,6 +26,7 @@ from megatron_rl.controller.plan_file import write_plan
 from megatron_rl.controller.pretraining import Pretraining
 from megatron_rl.controller.recorded_samples import record_samples
 from megatron_rl.controller.repairs import Repairs
+from megatron_rl.controller.response_ends import end_token_notes
 from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.controller.run_scorers import prompt_feedback, scorers_of, user_scorers
@@ -123,7 +124,8 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
     config, trainer = repairs.config, repairs.config.trainer
     with ExitStack() as opened:
         placement = Placement.of(config)
-        tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
+        path = config.actor_rollout_ref.model.path
+        tokenizer = load_tokenizer(path)
         config = with_tools(with_all_replicas(config, replay))
         data = Data.of(config, repairs.once("prompts", partial(read_prompts, config, tokenizer)))
         config = with_steps(with_kv_cache(config, hardware_here(config)), len(data.train))
@@ -134,13 +136,15 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
         readers, template_notes = text_readers(config, tokenizer, (data.train, data.val))
         shaping = reward_shaping(config)
         own_scorers, pretraining = user_scorers(config), Pretraining(config, tokenizer)
-        episodes = open_episodes(config, tokenizer, data.train.are_chats | data.val.are_chats, local, opened)
+        chats = data.train.are_chats | data.val.are_chats
+        episodes = open_episodes(config, tokenizer, chats, local, opened)
         folder = RunFolder(config, repairs)
         logger = RunLogger(config, folder, tokenizer, planned_memory(config))
         algorithm = Algorithm(config, logger.clock, logger.warn)
         parts = (data, algorithm, shaping, pretraining, logger)
+        ends = end_token_notes(path, tokenizer, config.data.apply_chat_template_kwargs, True in chats)
         notes = () if episodes is None else episodes.notes
-        warnings = (*notes, *data.notes(config), *alone, *template_notes, *pretraining.notes)
+        warnings = (*ends, *notes, *data.notes(config), *alone, *template_notes, *pretraining.notes)
         take_folder(opened, logger, parts, batch_table(config), warnings=warnings)
         write_plan(logger)
         schedule = open_schedule(config, placement, folder, opened, replay)

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_rl.data.example_rows import Chat, Text
+from megatron_rl.data.message_form import ANSWER, QUESTION, TOOL, VALUE, call
 from megatron_rl.data.messages import Message
 from megatron_rl.data.row_problems import RowProblem
 from megatron_rl.data.template_process import TemplateRefusal, adapted, checked_length, refusable, template_of
@@ -27,7 +28,7 @@ from megatron_rl.errors import ConfigError
 
 Span = tuple[int, int]
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-PROBE = "40817263951"
+PROBE = "61520394817"
 """An answer that templates write unchanged, and that occurs nowhere else in a conversation."""
 
 
@@ -36,7 +37,8 @@ class Draft:
     """A text and the characters in it that count. spans: of these, in order. prompt_end: characters before the first
     answer that counts. is_plain: no template wrote it, so the tokenizer's special tokens go before it. is_open: nothing
     ends the last answer. is_altered: the text has an answer in another form than the file. unwritten: fields of the
-    answers, and `tools`, that the file has and the text does not.
+    answers, and `tools`, that the file has and the text does not. ending: the end token of an open last answer, with
+    which the next message would begin; "": the tokenizer's.
     """
 
     text: str
@@ -46,6 +48,7 @@ class Draft:
     is_open: bool
     is_altered: bool = False
     unwritten: tuple[str, ...] = ()
+    ending: str = ""
 
 
 def plain_draft(text: Text, loss_on: str) -> Draft:
@@ -58,9 +61,11 @@ def plain_draft(text: Text, loss_on: str) -> Draft:
 class ChatTemplate:
     """Renders conversations with the chat template of a tokenizer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]):
-        """kwargs: further variables of the template. Raises ConfigError if the tokenizer has no template, or several
-        and no default.
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any], end_token_ids: Sequence[int] = ()
+    ):
+        """kwargs: further variables of the template. end_token_ids: at which generation stops. Raises ConfigError if
+        the tokenizer has no template, or several and no default.
         """
         if tokenizer.chat_template is None:
             raise ConfigError(
@@ -70,7 +75,9 @@ class ChatTemplate:
         template, own = template_of(tokenizer, kwargs)
         self._templates = {False: template, True: template_of(tokenizer, {"tools": [{}], **kwargs})[0]}
         self._variables = {**tokenizer.special_tokens_map, **own}
+        self._ends = [end for end in tokenizer.convert_ids_to_tokens(list(end_token_ids)) if end]
         self._leaves_open: bool | None = None
+        self._next_ends: dict[tuple[str, bool], str] = {}
 
     def drafts(self, chat: Chat, loss_on: str) -> list[Draft]:
         """The conversation as one text, or as several in order if the template rewrites earlier turns.
@@ -98,15 +105,41 @@ class ChatTemplate:
         counted = "".join(text[start:end] for start, end in spans)
         is_altered = any(answer["content"].strip() not in counted for answer in answers)
         unwritten = unwritten_fields(answers, counted, chat.tools or (), text)
-        return Draft(text, tuple(spans), prompt_end, False, self._is_open(chat), is_altered, unwritten)
+        is_open = self._is_open(chat)
+        ending = self._next_end(chat, turns[-1]) if is_open and turns else ""
+        return Draft(text, tuple(spans), prompt_end, False, is_open, is_altered, unwritten, ending)
 
     def _is_open(self, chat: Chat) -> bool:
-        """Whether the template writes nothing after the last answer; the first conversation decides it for all."""
+        """Whether the template writes nothing after a last answer; the first conversation decides it for all."""
         if self._leaves_open is None:
             last = {"role": chat.messages[-1]["role"], "content": PROBE}
             text = self._render(Chat([*chat.messages[:-1], last], chat.first, chat.tools), len(chat.messages))
             self._leaves_open = text.rstrip().endswith(PROBE)
         return self._leaves_open
+
+    def _next_end(self, chat: Chat, turn: int) -> str:
+        """The token that ends a turn because the next message begins with it; "" where no such token ends responses."""
+        following = chat.messages[turn + 1 : turn + 2]
+        guessed = "tool" if chat.messages[turn].get("tool_calls") else "user"
+        key = (following[0]["role"] if following else guessed, bool(chat.tools))
+        if key not in self._next_ends:
+            self._next_ends[key] = self._end_before(key[0], chat.tools)
+        return self._next_ends[key]
+
+    def _end_before(self, role: str, tools: list[Any] | None) -> str:
+        """The end token that the template writes between an answer and a message of a role."""
+        answer: Message = {"role": "assistant", "content": ANSWER}
+        if role == "tool":
+            answer |= {"content": "", "tool_calls": [call(VALUE)]}
+        message = {"role": role, "content": PROBE, **({"name": TOOL} if role == "tool" else {})}
+        try:
+            text = self._render(Chat([QUESTION, answer, message], 0, tools), 3)
+        except RowProblem:
+            return ""
+        said = VALUE if role == "tool" else ANSWER
+        between = text.rpartition(said)[2].partition(PROBE)[0]
+        found = [(place, end) for end in self._ends if (place := between.find(end)) >= 0]
+        return min(found)[1] if found else ""
 
     def _turn(self, chat: Chat, turn: int) -> tuple[str, list[Span]]:
         """The text up to the end of a turn, and the spans of that turn that count."""

@@ -52,7 +52,7 @@ class FileReader:
         self._tokenizer = tokenizer
         self._options = options
         self._kind = kind
-        self._encoder = Encoder(tokenizer, options.append_eos)
+        self._encoder = Encoder(tokenizer, options.append_eos, options.end_token_ids)
         self._process: TemplateProcess[Answers, list[list[Draft]] | RowProblem] | None = None
         self._first: tuple[str, Columns] | None = None
 
@@ -120,7 +120,8 @@ class FileReader:
             how = self._options.loss_on, self._kind == "examples"
             if not any(isinstance(answer, Chat) for answers in rows for answer in answers):
                 return drafts_of_rows(None, *how, rows)
-            template = ChatTemplate(self._tokenizer, self._options.apply_chat_template_kwargs)
+            kwargs, ends = self._options.apply_chat_template_kwargs, self._options.end_token_ids
+            template = ChatTemplate(self._tokenizer, kwargs, ends)
             self._process = TemplateProcess(partial(drafts_of_rows, template, *how))
         return self._process.map(rows)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
@@ -32,7 +32,7 @@ class ReadingOptions(TaskDataConfig):
     not TRL's `completion`, and the tokenizer has a template. max_length: tokens of prompt and answer. truncation: of
     longer rows: error: a bad row | left, right: cut that side off | drop: leave them out. bad_rows: error: refuse the
     files | skip: leave them out, and write their list to `bad_rows_file`. vocab_size: tokens that the model has; None:
-    a row may hold any.
+    a row may hold any. end_token_ids: at which generation stops (`checkpoint.end_tokens`); (): at the tokenizer's.
     """
 
     prompt_key: str | None = None
@@ -40,6 +40,7 @@ class ReadingOptions(TaskDataConfig):
     truncation: Annotated[str, OneOf(TRUNCATIONS)] = "error"
     apply_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     vocab_size: int | None = None
+    end_token_ids: Sequence[int] = ()
 
     @classmethod
     def of(cls, keys: Any, **others: Any) -> ReadingOptions:

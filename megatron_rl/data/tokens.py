@@ -29,10 +29,13 @@ class Tokens:
 class Encoder:
     """Turns drafts into tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, append_eos: bool):
-        """append_eos: whether an answer that nothing ends gets the end token."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, append_eos: bool, end_token_ids: Sequence[int] = ()):
+        """append_eos: whether an answer that nothing ends gets the end token. end_token_ids: at which generation stops;
+        (): at the tokenizer's alone.
+        """
         self._tokenizer = tokenizer
         self._append_eos = append_eos
+        self._ends = frozenset(end_token_ids or [tokenizer.eos_token_id])
         self._lead = _special_tokens_before(tokenizer)
 
     def encode(self, drafts: Sequence[Draft]) -> list[Tokens]:
@@ -41,7 +44,7 @@ class Encoder:
         The text is tokenised whole. If a token reaches over the edge of an answer, prompt and answer are tokenised
         apart, as they are in generation; if that would change the text (some tokenizers put a blank before every
         text), the token at the edge is the answer's. Text that a template writes after the end token is no part of an
-        answer.
+        answer; a token with which the next message begins is, where generation stops at it.
 
         Raises ConfigError if an end token is to be appended and the tokenizer has none.
         """
@@ -67,12 +70,14 @@ class Encoder:
             counts[at[start] : at[end]] = [True] * (at[end] - at[start])
         prompt_length = at[draft.prompt_end]
         if ids and not draft.is_plain:
+            if draft.is_open:
+                self._count_ends_of_next([at[end] for _, end in draft.spans], ids, counts)
             ids, counts = self._up_to_the_end_token(ids, counts, [at[end] for _, end in draft.spans])
         if draft.is_plain:
             ids, counts = [*self._lead, *ids], [False] * len(self._lead) + counts
             prompt_length += len(self._lead) if draft.prompt_end else 0
-        if draft.is_open and self._append_eos and (not ids or ids[-1] != self._eos()):
-            ids, counts = [*ids, self._eos()], [*counts, True]
+        if draft.is_open and self._append_eos and (not ids or ids[-1] not in self._ends):
+            ids, counts = [*ids, self._end(draft)], [*counts, True]
         if counts:
             counts[0] = False
         return Tokens(ids, counts, prompt_length, is_split)
@@ -91,20 +96,27 @@ class Encoder:
             return joined, _running(parts), True
         return list(ids), [*(edge for edge, _ in edges), len(ids)], True
 
+    def _count_ends_of_next(self, ends: Sequence[int], ids: list[int], counts: list[bool]) -> None:
+        """Let an answer that nothing ends have the token with which the next message begins, where generation stops at
+        that token, as GLM-4.5's does at <|user|>.
+        """
+        for end in ends:
+            if 0 < end < len(ids) and ids[end] in self._ends and ids[end - 1] not in self._ends:
+                counts[end] = True
+
     def _up_to_the_end_token(
         self, ids: list[int], counts: list[bool], ends: Sequence[int]
     ) -> tuple[list[int], list[bool]]:
         """Take out the blanks that a template writes after an answer's end token, where generation stops. They do not
         count, and at the end of the text they are cut off, so that a reward model sees what generation gives it.
         """
-        eos = self._tokenizer.eos_token_id
         for end in ends:
             last = end - 1
-            while last > 0 and counts[last] and ids[last] != eos:
+            while last > 0 and counts[last] and ids[last] not in self._ends:
                 last -= 1
-            if counts[last] and ids[last] == eos and not self._text(ids[last + 1 : end]).strip():
+            if counts[last] and ids[last] in self._ends and not self._text(ids[last + 1 : end]).strip():
                 counts[last + 1 : end] = [False] * (end - last - 1)
-        last = len(ids) - 1 - ids[::-1].index(eos) if eos in ids else len(ids) - 1
+        last = max((place for place, token in enumerate(ids) if token in self._ends), default=len(ids) - 1)
         if counts[last] and not any(counts[last + 1 :]) and not self._text(ids[last + 1 :]).strip():
             ids, counts = ids[: last + 1], counts[: last + 1]
         return ids, counts
@@ -133,7 +145,10 @@ class Encoder:
         text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         return text
 
-    def _eos(self) -> int:
+    def _end(self, draft: Draft) -> int:
+        """The token that is appended to the last answer of a draft, which nothing ends."""
+        if draft.ending:
+            return int(self._tokenizer.convert_tokens_to_ids(draft.ending))
         token = self._tokenizer.eos_token_id
         if token is None:
             raise ConfigError(

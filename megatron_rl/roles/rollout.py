@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from transformers import GenerationConfig
 
-from megatron_rl.checkpoint.hf_config import language_config
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.roles import ACTOR, RoleSpec
 from megatron_rl.config.schema import RunConfig
@@ -61,6 +58,7 @@ class Rollout(Role):
         then; None: the actor is one of the neighbours.
         """
         from megatron_rl.checkpoint.constants import read_constants
+        from megatron_rl.checkpoint.end_tokens import EndTokens
         from megatron_rl.rollout.engine import RolloutEngine
 
         super().__init__(spec)
@@ -87,7 +85,7 @@ class Rollout(Role):
             self.generator = RolloutEngine(
                 model_path=spec.model_path,
                 architecture=source.hf_config.architectures[0],
-                eos_token_ids=eos_token_ids(spec.model_path),
+                eos_token_ids=EndTokens.of(spec.model_path).ids,
                 config=spec.settings,
                 max_model_len=rank.config.longest_sequence,
                 dtype=spec.megatron.dtype,
@@ -306,12 +304,3 @@ def shared_weights(
     if not spec.lora.rank:
         return base
     return AdaptedWeights(base, exchanged(actor.trained, ADAPTER_POOL), spec.lora.base_stays, spec.lora.base_on_host)
-
-
-def eos_token_ids(model_path: str) -> list[int]:
-    """The tokens that end a response: from generation_config.json if there is one, else from config.json."""
-    if (Path(model_path) / "generation_config.json").exists():
-        declared = GenerationConfig.from_pretrained(model_path).eos_token_id
-    else:
-        declared = language_config(model_path).eos_token_id
-    return [declared] if isinstance(declared, int) else list(declared)

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from megatron_rl.checkpoint.end_tokens import EndTokens
 from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import as_list
 from megatron_rl.config.task_config import TaskConfig
@@ -35,12 +36,14 @@ def reader_of(config: TaskConfig) -> Reader:
     return alone[config.trainer.stage] if config.loss_traits.alone else read_rankings
 
 
-def reading_options(config: TaskConfig, kind: str, vocab_size: int | None) -> ReadingOptions:
+def reading_options(
+    config: TaskConfig, kind: str, vocab_size: int | None, end_token_ids: Sequence[int]
+) -> ReadingOptions:
     """The keys of `data`. kind: train or val; each has a list of bad rows of its own. vocab_size: tokens that the model
-    has, if known. Raises ConfigError.
+    has, if known. end_token_ids: at which generation stops. Raises ConfigError.
     """
     data = config.data
-    others: dict[str, Any] = {"vocab_size": vocab_size}
+    others: dict[str, Any] = {"vocab_size": vocab_size, "end_token_ids": end_token_ids}
     if data.prompt_key == UNSET_PROMPT_KEY:
         others["prompt_key"] = None
     if data.bad_rows == "skip":
@@ -52,9 +55,10 @@ def reading_options(config: TaskConfig, kind: str, vocab_size: int | None) -> Re
 def read_files(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[ReadFiles, ReadFiles]:
     """The records to train on and those held out, each with a report. Raises ConfigError."""
     data, read = config.data, reader_of(config)
-    vocab_size = model_facts(config.actor_rollout_ref.model.path).get("vocab_size")
+    path = Placement.of(config).leader.model_path
+    vocab_size, ends = model_facts(path).get("vocab_size"), EndTokens.of(path, tokenizer).ids
     train, val = (
-        read(as_list(files), tokenizer, reading_options(config, kind, vocab_size))
+        read(as_list(files), tokenizer, reading_options(config, kind, vocab_size, ends))
         for kind, files in (("train", data.train_files), ("val", data.val_files))
     )
     return train, val

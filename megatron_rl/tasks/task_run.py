@@ -15,6 +15,7 @@ from megatron_rl.controller.lifecycle import Lifecycle, StopPolicy
 from megatron_rl.controller.opening import OpenRun, RunPools, take_folder
 from megatron_rl.controller.plan_file import write_plan
 from megatron_rl.controller.repairs import Repairs
+from megatron_rl.controller.response_ends import end_token_notes
 from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.data.tokenizer import load_tokenizer
@@ -68,7 +69,9 @@ def open_task(repairs: Repairs, local: bool = False) -> Iterator[TaskRun]:
         logger = RunLogger(config, RunFolder(config, repairs), tokenizer, planned_memory(config))
         held_out = HeldOut(config, logger, repairs.stop)
         parts = (data, held_out, logger)
-        take_folder(opened, logger, parts, task_table(config), lines=data.notes)
+        path, kwargs = placement.leader.model_path, config.data.apply_chat_template_kwargs
+        ends = end_token_notes(path, tokenizer, kwargs, is_chat=tokenizer.chat_template is not None)
+        take_folder(opened, logger, parts, task_table(config), lines=data.notes, warnings=ends)
         write_plan(logger)
         stop_policy = StopPolicy(repairs.stop)
         pools = RunPools.open(opened, placement, logger, stop_policy, local, repairs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import cache
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -66,6 +67,14 @@ FORGETFUL = """{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>
 BARE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 """The demo's."""
 
+GLM = """[gMASK]{% for m in messages %}<|{{ 'observation' if m.role == 'tool' else m.role }}|>
+{% if m.role == 'assistant' %}<think></think>
+{% endif %}{{ m.content }}{% for call in m.tool_calls or [] %}
+<tool_call>{{ call.function.name }} {{ call.function.arguments | tojson }}</tool_call>{% endfor %}{% endfor %}\
+{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+"""Nothing ends a turn but the next message, as GLM-4.5's."""
+GLM_ENDS = ["<eos>", "<|user|>", "<|observation|>"]
+
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>"]
 SPECIAL += ["<|eot_id|>"]
 
@@ -86,6 +95,14 @@ def byte_level(
     if with_bos:
         backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
     return _wrapped(backend, template, eos)
+
+
+@cache
+def glm() -> PreTrainedTokenizerFast:
+    """Bytes with the marks of GLM's messages as tokens; <eos> is the tokenizer's end token."""
+    tokenizer = deepcopy(byte_level(GLM, "<eos>"))
+    tokenizer.add_special_tokens({"additional_special_tokens": [*GLM_ENDS[1:], "<|assistant|>", "<|system|>"]})
+    return tokenizer
 
 
 @cache

@@ -7,7 +7,20 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_tokenizers import BARE, CHATML, CLOSED, FORGETFUL, LLAMA3, MARKED, QWEN3, STRICT, byte_level, metaspace
+from small_tokenizers import (
+    BARE,
+    CHATML,
+    CLOSED,
+    FORGETFUL,
+    GLM_ENDS,
+    LLAMA3,
+    MARKED,
+    QWEN3,
+    STRICT,
+    byte_level,
+    glm,
+    metaspace,
+)
 
 from megatron_rl.data.chat_template import ChatTemplate, plain_draft
 from megatron_rl.data.example_rows import Chat, Text
@@ -24,9 +37,9 @@ TWO_TURNS = [
 ]
 
 
-def encoded(tokenizer, messages, first=0, loss_on="answers", tools=None, append_eos=True, **kwargs) -> list[Tokens]:
-    drafts = ChatTemplate(tokenizer, kwargs).drafts(Chat(messages, first, tools), loss_on)
-    return Encoder(tokenizer, append_eos).encode(drafts)
+def encoded(tokenizer, messages, first=0, loss_on="answers", tools=None, append_eos=True, ends=(), **kwargs):
+    drafts = ChatTemplate(tokenizer, kwargs, ends).drafts(Chat(messages, first, tools), loss_on)
+    return Encoder(tokenizer, append_eos, ends).encode(drafts)
 
 
 def runs(tokens: Tokens) -> list[tuple[list[int], list[int]]]:
@@ -102,6 +115,40 @@ def test_a_call_its_answer_and_what_follows():
     ]
     (one,) = encoded(tokenizer, messages, tools=[{"type": "function", "function": {"name": "add"}}])
     assert counted(tokenizer, one) == ['{"name": "add", "arguments": {"a": 1}}<|eot_id|>', "forty two.<|eot_id|>"]
+
+
+def test_a_turn_that_the_next_message_ends():
+    """GLM's way: each turn counts to the token at which generation stops, which begins the next message; a last one
+    gets it. Would not catch a role whose messages begin in two ways.
+    """
+    tokenizer, call = glm(), {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    ends = tokenizer.convert_tokens_to_ids(GLM_ENDS)
+    calling = {"role": "assistant", "content": "so", "tool_calls": [call]}
+    messages = [*TWO_TURNS[:3], calling, {"role": "tool", "content": "1"}, TWO_TURNS[3]]
+    begin, called = "\n<think></think>\n", '<tool_call>add {"a": 1}</tool_call>'
+    spans = [
+        f"{begin}forty two.<|user|>",
+        f"{begin}so{called}<|observation|>",
+        f"{begin}it is the other<|user|>",
+    ]
+    (one,) = encoded(tokenizer, messages, ends=ends)
+    assert counted(tokenizer, one) == spans
+    (short,) = encoded(tokenizer, messages[:4], ends=ends)
+    assert counted(tokenizer, short) == spans[:2]
+    (last,) = encoded(tokenizer, messages, loss_on="last", ends=ends)
+    assert counted(tokenizer, last) == spans[2:]
+    (open_,) = encoded(tokenizer, messages, append_eos=False, ends=ends)
+    assert counted(tokenizer, open_) == [*spans[:2], spans[2].removesuffix("<|user|>")]
+
+
+def test_a_turn_ends_at_each_token_at_which_generation_stops():
+    """The tokenizer's end token is another than the template's, which generation_config.json names, too. Would not
+    catch an end token inside of an answer, which ends no turn of the file.
+    """
+    tokenizer = byte_level(CHATML, "<eos>")
+    (one,) = encoded(tokenizer, TWO_TURNS, ends=tokenizer.convert_tokens_to_ids(["<eos>", "<|im_end|>"]))
+    assert counted(tokenizer, one) == ["forty two.<|im_end|>", "it is the other<|im_end|>"]
+    assert tokenizer.decode(one.ids).endswith("<|im_end|>")
 
 
 content = st.text(alphabet="ab <>/th\nü ,.", min_size=1, max_size=8).filter(str.strip)

@@ -19,7 +19,7 @@ from megatron_rl.data.row_files import column_forms
 from megatron_rl.errors import ConfigError
 from megatron_rl.ledger.planner.config_json import LARGEST_FILE
 from megatron_rl.ledger.planner.file_rules import make_folders
-from megatron_rl.ledger.planner.folder_files import FolderFiles
+from megatron_rl.ledger.planner.folder_files import FolderFiles, end_token_notes
 from megatron_rl.ledger.planner.preflight import preflight
 
 INDEX = "model.safetensors.index.json"
@@ -169,6 +169,18 @@ def test_who_ends_an_answer(config, tmp_path):
     write_model(folder, eos_token_id=None)
     (problem,) = problems(config)
     assert "in its config.json it is None" in problem
+
+
+@pytest.mark.parametrize(("declared", "is_said"), [(1, False), ([0, 1], False), (0, True), ([2, 0], True)])
+def test_files_that_name_different_end_tokens(tmp_path, declared, is_said):
+    """Token 1 is the tokenizer's. Would not catch a tokenizer without tokenizer.json, which a run compares."""
+    folder = Path(write_model(tmp_path / "model"))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": declared}))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "<e>"}}')
+    model = {"type": "WordLevel", "vocab": {"a": 2}, "unk_token": "a"}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": [{"content": "<e>", "id": 1}]}))
+    notes = end_token_notes(str(folder))
+    assert len(notes) == is_said and all("its tokenizer <e> (1), its generation_config.json" in note for note in notes)
 
 
 @pytest.mark.parametrize(

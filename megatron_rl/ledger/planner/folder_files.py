@@ -15,7 +15,7 @@ from megatron_rl.checkpoint.weight_files import StoredTensor, read_weight_files
 from megatron_rl.config.json_files import UnreadableFileError, read_json_object
 from megatron_rl.errors import Violation
 from megatron_rl.ledger.planner.config_json import ConfigJsonError, read_config_json
-from megatron_rl.ledger.planner.vocabulary import TOKENIZER_FILES, base_tokens
+from megatron_rl.ledger.planner.vocabulary import TOKENIZER_FILES, all_tokens, base_tokens
 
 GENERATION = "generation_config.json"
 OBJECTS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
@@ -93,3 +93,21 @@ def end_token_problems(key: str, path: str, vocab_size: int) -> Iterator[Violati
         given = f"{generation.get('eos_token_id')!r:.80}" if "eos_token_id" in generation else "not there"
         rule = "must say which tokens end an answer: eos_token_id must be the number of a token, or a list of some"
         yield Violation({key: path}, f"{rule}; in its {file} it is {given}")
+
+
+def end_token_notes(path: str) -> list[str]:
+    """Return a line where the tokenizer's files name another end token than the model's do; a response ends at both."""
+    folder = Path(path).expanduser()
+    try:
+        declared = end_tokens(folder, read_config_json(folder / "config.json")) or []
+        named = read_json_object(folder / "tokenizer_config.json").get("eos_token")
+        content = read_json_object(folder / "tokenizer.json")
+    except (ConfigJsonError, UnreadableFileError):
+        return []  # damaged files are reported elsewhere; a tokenizer of other files is compared when a run starts
+    own = named.get("content") if isinstance(named, dict) else named
+    number = all_tokens(content).get(own) if isinstance(own, str) else None
+    if number is None or not declared or number in declared:
+        return []
+    ends = ", ".join(map(str, sorted({number, *declared})))
+    what = f"its tokenizer {own} ({number}), its {GENERATION} or config.json {', '.join(map(str, declared))}"
+    return [f"the files of {path} name different end tokens: {what}; responses end at each of {ends}"]

@@ -15,7 +15,7 @@ from megatron_rl.ledger.planner.ahead import AheadPlan, ahead_plan
 from megatron_rl.ledger.planner.batch_arithmetic import batch_table, group_notes, repeat_notes
 from megatron_rl.ledger.planner.delta_notes import delta_notes
 from megatron_rl.ledger.planner.file_rules import train_rows
-from megatron_rl.ledger.planner.folder_files import lacking_files
+from megatron_rl.ledger.planner.folder_files import end_token_notes, lacking_files
 from megatron_rl.ledger.planner.hardware import Hardware
 from megatron_rl.ledger.planner.lora_rules import lora_notes
 from megatron_rl.ledger.planner.memory_advice import Change, advice, cutting_sequences, recomputing_everything
@@ -194,7 +194,7 @@ class RunPlan:
         path = self.config.actor_rollout_ref.model.path
         notes = [f"{path} {rule} before the run can start" for rule in self.lacking]
         notes += [*repeat_notes(self.config.data, self.train_rows), *group_notes(self.config)]
-        notes += lora_notes(self.config)
+        notes += end_token_notes(path) + lora_notes(self.config)
         notes += repair_notes(self.config, self.models.pools) + elastic_notes(self.config)
         notes += delta_notes(self.models)
         notes += replay_notes(self.config, self.models.actor.shape)

@@ -7,9 +7,11 @@ from typing import Any
 
 from rich.table import Table
 
+from megatron_rl.config.roles import Placement
 from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.config.tasks import DPO
 from megatron_rl.ledger.planner.batch_arithmetic import task_table
+from megatron_rl.ledger.planner.folder_files import end_token_notes
 from megatron_rl.ledger.planner.hardware import Hardware
 from megatron_rl.ledger.planner.lora_rules import lora_notes
 from megatron_rl.ledger.planner.memory import phase_order, plan_pools
@@ -135,7 +137,8 @@ class TaskPlan:
 
     def notes(self) -> list[str]:
         """Sentences to print after the tables."""
-        memory, notes = self.memory, lora_notes(self.config)
+        path = Placement.of(self.config).leader.model_path
+        memory, notes = self.memory, [*end_token_notes(path), *lora_notes(self.config)]
         if memory.fits:
             return notes
         over = amount(memory.peak - memory.usable)

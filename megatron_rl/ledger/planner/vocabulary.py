@@ -87,6 +87,14 @@ def base_tokens(tokenizer: dict[str, Any]) -> dict[str, int]:
         return {}
 
 
+def all_tokens(tokenizer: dict[str, Any]) -> dict[str, int]:
+    """Return token -> id of all tokens in the content of tokenizer.json; {} as `base_tokens`."""
+    try:
+        return _numbers(tokenizer)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
 def _numbers(tokenizer: dict[str, Any]) -> dict[str, int]:
     """Return token -> id of the model and of added tokens in tokenizer.json."""
     return _vocabulary(tokenizer) | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", [])}
