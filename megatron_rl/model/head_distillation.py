@@ -59,7 +59,7 @@ def _gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
 def head_log_probs_at(hidden: Tensor, weight: Tensor, ids: Tensor, softmax: VocabSoftmax) -> Tensor:
     """Log-probs float32 [N, k] of the tokens `ids` int64 [N, k], equal on every TP rank. All TP ranks must call.
 
-    hidden: as for `log_probs.head_log_probs`.
+    An id from `vocab_size` on has probability 0. hidden: as for `log_probs.head_log_probs`.
     """
     log_probs: Tensor = HeadLogProbsAt.apply(hidden, weight, ids, softmax)
     return log_probs
@@ -81,7 +81,7 @@ class HeadLogProbsAt(torch.autograd.Function):
         dist.all_reduce(at_ids, group=softmax.tp_group)
         ctx.save_for_backward(hidden, weight, ids, log_z)
         ctx.softmax = softmax
-        return at_ids - log_z[:, None]
+        return (at_ids - log_z[:, None]).masked_fill_(ids >= softmax.vocab_size, -torch.inf)
 
     @staticmethod
     def backward(ctx: Any, grad_at: Tensor) -> tuple[Tensor | None, ...]:

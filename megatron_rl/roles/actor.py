@@ -44,6 +44,7 @@ class Actor(TrainedRole):
     """The policy that is trained."""
 
     def __init__(self, spec: RoleSpec, rank: Rank) -> None:
+        from megatron_rl.checkpoint.known_tokens import num_sampled_tokens
         from megatron_rl.model.families import CORRECTION
         from megatron_rl.roles.distilled import Distillation
         from megatron_rl.roles.expert_bias import ExpertBias
@@ -58,9 +59,11 @@ class Actor(TrainedRole):
         self.policy_loss = load_policy_loss(self.config, self.correction)
         self.columns = scored_columns(rank.config)
         compares_top = STUDENTS_TOP in distillation_reads(rank.config)
-        self.num_top = num_compared(rank.config, source.hf_config.vocab_size) if compares_top else 0
         settings = source.hf_config.to_dict()
-        self.scorer = TokenScorer(self.trainable.pipeline, self.trainable.models, settings, rank.config.temperature)
+        num_tokens = num_sampled_tokens(rank.config, source.path, settings["vocab_size"])
+        self.num_top = num_compared(rank.config, num_tokens) if compares_top else 0
+        sampled = settings | {"vocab_size": num_tokens}
+        self.scorer = TokenScorer(self.trainable.pipeline, self.trainable.models, sampled, rank.config.temperature)
         # For given examples, which were not sampled.
         self.reader = TokenScorer(self.trainable.pipeline, self.trainable.models, settings, temperature=1.0)
         self.rank = rank

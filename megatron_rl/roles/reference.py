@@ -24,13 +24,14 @@ class Reference(FrozenRole):
 
     def __init__(self, spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role]) -> None:
         """neighbours: the roles of this rank, with the policy if the reference may move to it."""
+        from megatron_rl.checkpoint.known_tokens import num_sampled_tokens
         from megatron_rl.roles.token_scorer import TokenScorer
 
         self.column, source = made_column(spec), rank.source(spec)
         super().__init__(spec, rank, source.language_model())
-        self.scorer = TokenScorer(
-            self.pipeline, self.pipeline.chunks, source.hf_config.to_dict(), rank.config.temperature
-        )
+        settings = source.hf_config.to_dict()
+        settings["vocab_size"] = num_sampled_tokens(rank.config, source.path, settings["vocab_size"])
+        self.scorer = TokenScorer(self.pipeline, self.pipeline.chunks, settings, rank.config.temperature)
         if spec.settings.sync_ref_model:
             self._follow(cast(TrainedRole, neighbours[ACTOR]))
 
@@ -59,6 +60,7 @@ class BaseReference(Role):
 
     def __init__(self, spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role]) -> None:
         """neighbours: the roles of this rank, with the policy."""
+        from megatron_rl.checkpoint.known_tokens import num_sampled_tokens
         from megatron_rl.roles.pipeline import Pipeline
         from megatron_rl.roles.token_scorer import TokenScorer
 
@@ -66,7 +68,9 @@ class BaseReference(Role):
         assert spec.model_of is not None
         self.column, self.cut = made_column(spec), rank.micro_batching(spec.score)
         self.policy = cast(TrainedRole, neighbours[spec.model_of])
-        trainable, settings = self.policy.trainable, self.policy.source.hf_config.to_dict()
+        trainable, source = self.policy.trainable, self.policy.source
+        settings = source.hf_config.to_dict()
+        settings["vocab_size"] = num_sampled_tokens(rank.config, source.path, settings["vocab_size"])
         # Without routing: the policy's choices of experts are not this model's.
         pipeline = Pipeline(list(trainable.chunks), rank.groups, rank.device.torch_device)
         self.scorer = TokenScorer(pipeline, trainable.models, settings, rank.config.temperature)

@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
 
 def compared_tokens(config: RunConfig, vocab_size: int) -> int:
-    """Tokens over which student and teacher are compared: those that both vocabularies have, of which the larger one
-    has further rows for padding. vocab_size: of the teacher's config.json.
+    """Tokens over which student and teacher are compared: those that both have, that is the tokenizer's, without the
+    padding of either vocabulary. vocab_size: of the teacher's config.json.
     """
     from megatron_rl.checkpoint.hf_config import language_config
+    from megatron_rl.checkpoint.known_tokens import num_sampled_tokens
 
-    student = language_config(config.actor_rollout_ref.model.path)
-    return min(vocab_size, int(student.vocab_size))
+    path = config.actor_rollout_ref.model.path
+    return min(vocab_size, num_sampled_tokens(config, path, int(language_config(path).vocab_size)))
 
 
 def num_compared(config: RunConfig, vocab_size: int) -> int:
@@ -100,6 +101,7 @@ class SelfTeacher(TeachingRole):
         assert spec.model_of is not None
         actor = cast(TrainedRole, neighbours[spec.model_of])
         trainable, settings = actor.trainable, actor.source.hf_config.to_dict()
+        settings["vocab_size"] = compared_tokens(rank.config, settings["vocab_size"])
         # One without the actor's choices of experts, which are for other prompts.
         pipeline = Pipeline(list(trainable.chunks), rank.groups, rank.device.torch_device)
         self.cut = rank.micro_batching(spec.score)

@@ -37,6 +37,20 @@ def inspect_in_process(architecture: str) -> None:
     ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 
 
+def sample_first(model: Any, num_tokens: int) -> None:
+    """Give the ids of vLLM's model from `num_tokens` on probability 0. No graph is captured over its logits."""
+    compute = model.compute_logits
+
+    @functools.wraps(compute)
+    def of_tokens(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+        logits: torch.Tensor | None = compute(*args, **kwargs)
+        if logits is not None:  # only one rank of a TP group may have them
+            logits[..., num_tokens:] = -torch.inf
+        return logits
+
+    model.compute_logits = of_tokens
+
+
 def report_steps(engine: LLMEngine) -> CachePeak:
     """Report every engine step as progress. (A forward hook would not work: graphs call no module.)
 
@@ -96,6 +110,7 @@ class RolloutEngine:
     None. attention: of the model; its blocks of the cache and its arguments are the engine's. adapters: read beside
     `tensors`; they must not move either. None: there are none. text_only: the folder's model is larger than `tensors`,
     which are its language model's. mtp: what guesses with speculative=mtp; its tensors must not move either.
+    num_tokens: of the first ids, which may be sampled; None: all.
     """
 
     def __init__(
@@ -116,6 +131,7 @@ class RolloutEngine:
         adapters: EngineAdapters | None = None,
         text_only: bool = False,
         mtp: MTPModel | None = None,
+        num_tokens: int | None = None,
     ) -> None:
         for each in (architecture, *(() if mtp is None else (mtp.architecture,))):
             inspect_in_process(each)
@@ -132,6 +148,8 @@ class RolloutEngine:
         self.groups: RolloutGroups = read_rollout_groups(grid)
         runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self.model: torch.nn.Module = runner.model
+        if num_tokens is not None:
+            sample_first(self.model, num_tokens)
         self._models = [self.model, *([] if mtp is None else [runner.drafter.model])]
         if config.speculative == EARLIER:
             runner.drafter.attach(runner, config)

@@ -136,6 +136,35 @@ def test_a_teacher_that_is_the_actor(command_line, two_sources: Path) -> None:
             assert found[step][name] == pytest.approx(value, rel=1e-4, abs=1e-6), (step, name)
 
 
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory) -> Path:
+    """The demo's model with 48 rows more than its tokenizer has tokens, which a distribution over all rows prefers."""
+    folder = tmp_path_factory.mktemp("padded") / "model"
+    shutil.copytree(STUDENT, folder)
+    settings = json.loads((folder / "config.json").read_text())
+    num_rows = settings["vocab_size"]
+    (folder / "config.json").write_text(json.dumps(settings | {"vocab_size": num_rows + 48}))
+    for file in folder.glob("*.safetensors"):
+        weights = load_file(file)
+        for name, weight in weights.items():
+            if len(weight) == num_rows and weight.dim() == 2:
+                weights[name] = torch.cat([weight, 2 * weight[:48]])
+        save_file(weights, file, metadata={"format": "pt"})
+    return folder
+
+
+def test_ids_that_the_tokenizer_lacks_are_never_sampled(command_line, other: Path, padded: Path) -> None:
+    """The teacher has no row for them. Engine and trainer state one distribution, over the tokens. Would not catch ids
+    without a token below the tokenizer's last one.
+    """
+    keys = (*FEW, *KINDS["reverse_kl_topk"], "trainer.total_training_steps=1")
+    run = command_line(*keys, *teacher(other), f"actor_rollout_ref.model.path={padded}", *LOCAL, config=CONFIG)
+    assert run.wait() == 0, run.text()
+    (line,) = metrics(run).values()
+    assert line["training/rollout_logprob_diff_max"] < 5e-5 and line["response_length/mean"] < 8
+    assert 1e-3 < line["distillation/loss"] < 10 and math.isfinite(line["actor/grad_norm"])
+
+
 BAD = {
     "source": (teacher(STUDENT, key="small"), "leave prompts with large in column data_source without"),
     "key": (

@@ -9,6 +9,7 @@ import pytest
 from model_folders import problems, write_model
 
 from megatron_rl.config.roles import roles_of
+from megatron_rl.ledger.planner.vocabulary import different_tokens
 
 REWARD = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
 GROUP = "reward_model"
@@ -44,6 +45,19 @@ def test_another_vocabulary_is_read_as_text(reading, tmp_path):
     assert "must have the actor's tokens, or read text: 2 of 2 have other numbers" in tokens
     assert "so their vocab_size must be equal: 100 of" in size
     assert all(problem.endswith(f"nearest: {TEXT}={actor}") for problem in (tokens, size))
+
+
+@pytest.mark.parametrize(("num_rows", "is_said"), [(60, False), (61, False), (59, True)])
+def test_a_model_must_have_a_row_for_each_token(tmp_path, num_rows, is_said):
+    """Of a reward model or teacher with the actor's tokenizer.json, whose last token is 59. Would not catch a tokenizer
+    of other files.
+    """
+    folders = write_model(tmp_path / "actor"), write_model(tmp_path / "other", vocab_size=num_rows)
+    for folder in folders:
+        (Path(folder) / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 59}}}))
+    said = list(different_tokens(*folders))
+    assert len(said) == is_said
+    assert all("has 60 tokens, and vocab_size of its config.json is 59" in sentence for sentence in said)
 
 
 def test_the_folder_of_the_actors_tokenizer(reading, tmp_path):

@@ -57,6 +57,14 @@ def test_log_probs_at_as_dense(tp_group, chunked, cap):
         torch.testing.assert_close(gradient, other.float(), atol=2e-5, rtol=1e-4)
 
 
+def test_ids_that_a_vocabulary_lacks_have_probability_0(tp_group):
+    """In its padding, and beyond all rows. Would not catch a sampled token of this kind, of which there is none."""
+    hidden, weight, _, _ = random_case(TOKENS, VOCAB, ROWS, 2.0, 1)
+    ids = torch.tensor([VOCAB - 1, VOCAB, ROWS - 1, ROWS, ROWS + 70]).expand(TOKENS, 5)
+    found = head_log_probs_at(hidden, weight, ids, VocabSoftmax(VOCAB, TEMPERATURE, tp_group))
+    assert found.isneginf().tolist() == [[False, True, True, True, True]] * TOKENS
+
+
 @pytest.mark.parametrize("kind", [MixedKL(0.0), MixedKL(0.3), MixedKL(1.0), GeneralisedJSD(0.4)], ids=repr)
 @pytest.mark.parametrize("cap", [None, 3.0])
 def test_divergence_as_dense(tp_group, chunked, kind, cap):

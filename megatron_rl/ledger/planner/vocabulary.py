@@ -14,6 +14,7 @@ from megatron_rl.checkpoint.weight_files import odd_files
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.roles import RoleSpec
 from megatron_rl.errors import Violation
+from megatron_rl.ledger.planner.config_json import model_facts
 
 FILE = "tokenizer.json"
 TOKENIZER_FILES = (FILE, "tokenizer.model", "vocab.json")
@@ -58,8 +59,9 @@ def vocabulary_problems(actor_path: str, reward_path: str, key: str = "reward_mo
 
 
 def different_tokens(actor_path: str, other_path: str) -> Iterable[str]:
-    """Yield a sentence where tokens of the actor have other ids in another folder."""
+    """Yield a sentence where tokens of the actor have other ids in another folder, or no row in its model."""
     files = [Path(path).expanduser() / FILE for path in (actor_path, other_path)]
+    yield from _without_row(files[0], other_path)
     if not all(file.is_file() for file in files) or files[0].read_bytes() == files[1].read_bytes():
         return
     try:
@@ -73,6 +75,17 @@ def different_tokens(actor_path: str, other_path: str) -> Iterable[str]:
             f"{len(different)} of {len(actor)} have other numbers or are missing in its {FILE}, the first is "
             f"{example!r} ({actor[example]} in {actor_path}, {other.get(example)} there)"
         )
+
+
+def _without_row(file: Path, other_path: str) -> Iterable[str]:
+    """Yield a sentence where a model has fewer rows than the actor's tokenizer has tokens. file: tokenizer.json."""
+    try:
+        num_tokens = max(_numbers(json.loads(file.read_text())).values(), default=-1) + 1
+    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        return  # the model folder's own loader reports it
+    size = model_facts(other_path).get("vocab_size")
+    if isinstance(size, int) and size < num_tokens:
+        yield f"the actor's tokenizer has {num_tokens} tokens, and vocab_size of its config.json is {size}"
 
 
 def base_tokens(tokenizer: dict[str, Any]) -> dict[str, int]:
