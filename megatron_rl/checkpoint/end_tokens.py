@@ -17,6 +17,8 @@ from megatron_rl.checkpoint.identity import TOKENIZER_FILES, end_tokens
 from megatron_rl.config.json_files import read_json_object
 
 GENERATION = "generation_config.json"
+SCORE_AT_END = "score_at_end_token"
+"""A key of config.json, which exports of reward models have: the score is the one at the token that ends a response."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
-from megatron_rl.checkpoint.end_tokens import write_generation_config
+from megatron_rl.checkpoint.end_tokens import SCORE_AT_END, write_generation_config
 from megatron_rl.checkpoint.hf_config import read_hf_config
 from megatron_rl.checkpoint.larger_models import classifier_config, copy_description
 from megatron_rl.checkpoint.storage import free_space, storage_reason
@@ -164,6 +164,7 @@ def describe_model(folder: Path, files: Sequence[ExportFile], num_bytes: int, de
         delattr(hf_config, QUANTIZATION)  # weights are written as they are trained
     if is_classifier:
         hf_config.num_labels = 1
+        setattr(hf_config, SCORE_AT_END, True)  # which transformers keeps and does not read
     hf_config.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(source)
     tokenizer.save_pretrained(folder)

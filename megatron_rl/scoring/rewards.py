@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from megatron_rl.checkpoint.end_tokens import SCORE_AT_END, EndTokens
 from megatron_rl.checkpoint.hf_config import read_hf_config
 from megatron_rl.checkpoint.score_statistics import StatisticsError, read_statistics
 from megatron_rl.columns import SCORING
@@ -229,13 +230,16 @@ def text_readers(
         key, given = f"{role.key}.model.input_tokenizer", role.settings.model.input_tokenizer
         policy = tokenizer if given == config.actor_rollout_ref.model.path else load_tokenizer(given, key)
         own = load_tokenizer(role.model_path, role.model_key)
-        largest, size = max(own.get_vocab().values()), read_hf_config(role.model_path).vocab_size
+        settings = read_hf_config(role.model_path)
+        largest, size = max(own.get_vocab().values()), settings.vocab_size
         if largest >= size:
             raise ConfigError(
                 f"{role.model_key}={role.model_path}: its tokenizer has a token of number {largest}, and the "
                 f"vocab_size of its config.json is {size}: its files do not go together"
             )
-        readers[role.name] = TextReader(role.name, policy, own, role.score.longest, f"{role.key}.max_length")
+        ends = EndTokens.of(role.model_path, own).ids if getattr(settings, SCORE_AT_END, False) else ()
+        limit = role.score.longest, f"{role.key}.max_length"
+        readers[role.name] = TextReader(role.name, policy, own, *limit, tuple(ends))
         texts = (data.texts(role.settings.data_sources) for data in datasets)
         conversations, prompt_ids = zip(*texts, strict=True)
         notes += readers[role.name].check(

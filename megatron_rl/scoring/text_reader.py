@@ -35,7 +35,8 @@ class TextReader:
 
     name: of the reward model, for messages. policy: the tokenizer of prompts and answers. own: the reward model's
     tokenizer; its template is rendered in a process that ends with this object. max_length: the most tokens that the
-    model reads. length_key: the configuration key of max_length.
+    model reads. length_key: the configuration key of max_length. ends: tokens that end a response, of a model that was
+    trained at such a token; (): the model is asked at the last token of the text.
     """
 
     name: str
@@ -43,6 +44,7 @@ class TextReader:
     own: PreTrainedTokenizerBase
     max_length: int
     length_key: str
+    ends: tuple[int, ...] = ()
     _template: Renderer = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -145,7 +147,16 @@ class TextReader:
         if texts:
             encoded = self.own(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
             for row, ids in zip(rows, encoded, strict=True):
-                tokens[row] = ids
+                tokens[row] = self._ended(ids) if self.ends and ids else ids
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        """Return a text up to its end token, without the blanks that a template writes behind it; a text that nothing
+        ends gets the tokenizer's, as `data.tokens.Encoder` gives it to a text to train on.
+        """
+        last = max((place for place, token in enumerate(ids) if token in self.ends), default=-1)
+        if last >= 0 and not self.own.decode(ids[last + 1 :]).strip():
+            return ids[: last + 1]
+        return ids if self.own.eos_token_id is None else [*ids, int(self.own.eos_token_id)]
 
 
 def without_end(ids: Sequence[int], special: Sequence[int]) -> list[int]:

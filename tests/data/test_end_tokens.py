@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from small_tokenizers import BARE, CHATML, GLM_ENDS, byte_level, glm
 from transformers import LlamaConfig
 
-from megatron_rl.checkpoint.end_tokens import EndTokens, write_generation_config
+from megatron_rl.checkpoint.end_tokens import SCORE_AT_END, EndTokens, write_generation_config
+from megatron_rl.checkpoint.hf_config import read_hf_config
+from megatron_rl.checkpoint.hf_folder import Description, describe_model
 from megatron_rl.controller.response_ends import end_token_notes, written_end
 
 
@@ -67,3 +70,13 @@ def test_what_glm_writes_behind_an_answer():
     """Nothing. Would not catch a mark that is no special token."""
     assert written_end(glm(), {}) is None and written_end(byte_level(), {}) == END
     assert glm().convert_tokens_to_ids(GLM_ENDS[0]) == EOS
+
+
+@pytest.mark.parametrize(("kind", "is_said"), [("ForCausalLM", False), ("ForSequenceClassification", True)])
+def test_what_an_export_says(tmp_path, kind, is_said):
+    """Where a response ends, and of a reward model that its score is there. Would not catch a folder with towers."""
+    source = folder_of(tmp_path / "source", {"eos_token_id": 0})
+    (tmp_path / "export").mkdir()
+    describe_model(tmp_path / "export", [], 0, Description(source, f"Llama{kind}", torch.float32))
+    assert EndTokens.of(tmp_path / "export").declared == (0, END)
+    assert getattr(read_hf_config(tmp_path / "export"), SCORE_AT_END, False) is is_said

@@ -92,6 +92,27 @@ def test_conversations_by_hand():
     assert read.batch.num_sampled.tolist() == [0] * 4
 
 
+@pytest.mark.parametrize(
+    ("ends", "chat", "text"),
+    [
+        ((), [USER, A, END, C + 1, ASSISTANT, AB, END, C + 1], [AB, C]),
+        ((END,), [USER, A, END, C + 1, ASSISTANT, AB, END], [AB, C, END]),
+    ],
+)
+def test_a_model_that_was_trained_at_the_end_token_is_asked_there(ends, chat, text):
+    """The template writes a line's end behind the mark, and a text has no mark. Other models are asked at the last
+    token of the text. Would not catch a folder that says the wrong of both.
+    """
+    vocabulary = {token: number for number, token in enumerate([*OWN, "\n"])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    parts = [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.Split("\n", "isolated")]
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Sequence(parts), decoders.Fuse()
+    lines = TEMPLATE.replace("{{ bos_token }}", "").replace("[end]", "[end]\\n").replace("\\n", "{{ '\\n' }}")
+    own = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="[end]", unk_token="?", chat_template=lines)
+    reading = TextReader("reward_model", policy_tokenizer(), own, 99, "reward_model.max_length", ends)
+    assert reading.token_ids([user("a"), "ab "], [[3], [3, 4, 6]], [[3, 4, 0], [5, 0]]) == [chat, text]
+
+
 def test_what_is_too_long_loses_its_end():
     """verl's side. A row of exactly the limit is whole. Would not catch a limit that counts padding."""
     prompts, answers = batch([user("a b"), user("a")], [[3, 6, 4], [3]], [[3, 4, 0], [0]])
