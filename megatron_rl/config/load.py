@@ -239,8 +239,9 @@ def read_override(text: str) -> Iterator[Setting]:
     if prefix == "~":
         return iter([Setting(key, TAKEN_AWAY, OVERRIDE, prefix)])
     if not equals:
-        nearest = nearest_name(key, KEYS)
-        rule = f"override {text!r} has no '=': write it as key=value; the nearest key is {nearest}"
+        like = like_name(key, KEYS)
+        hint = "" if like is None else f"; the nearest key is {like}"
+        rule = f"override {text!r:.200} has no '=': write it as key=value{hint}"
         raise refused(Violation({}, rule))
     try:
         refuse_depth(value)

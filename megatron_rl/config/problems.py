@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import heapq
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 from megatron_rl.config.file_kinds import instead_of_file
@@ -79,11 +82,17 @@ def _joined(leader: Violation, echo: Violation) -> Violation:
     return replace(leader, settings=leader.settings | echo.settings, nearest=leader.nearest | nearest)
 
 
+MOST_COMPARED = 1000
+"""Names that are compared letter by letter with another. Folders and tables of users may have any number."""
+LONGEST_COMPARED = 200
+"""Letters of a name that are compared: the time grows with the product of two lengths."""
+
+
 def nearest_name(name: str, names: Iterable[str]) -> str:
-    """The name most like `name`; `names` must not be empty.
+    """Return the name most like `name`; `names` must not be empty.
 
     In dotted names the last part and shared parts count as much as the whole, so that `rollout.n` finds
-    `actor_rollout_ref.rollout.n`.
+    `actor_rollout_ref.rollout.n`. Of more than MOST_COMPARED names only those with the longest equal ends are compared.
     """
     parts = name.split(".")
 
@@ -92,7 +101,16 @@ def nearest_name(name: str, names: Iterable[str]) -> str:
         shared = len(set(parts) & set(others)) / len(set(parts))
         return shared + _likeness(name, other) + _likeness(parts[-1], others[-1])
 
-    return max(names, key=likeness)
+    candidates = list(names)
+    if len(candidates) > MOST_COMPARED:
+        candidates = heapq.nlargest(MOST_COMPARED, candidates, key=lambda other: _equal_ends(name, other))
+    return max(candidates, key=likeness)
+
+
+def _equal_ends(left: str, right: str) -> int:
+    """Return how many letters are equal at the start and at the end."""
+    left, right = left[:LONGEST_COMPARED], right[:LONGEST_COMPARED]
+    return len(os.path.commonprefix([left, right])) + len(os.path.commonprefix([left[::-1], right[::-1]]))
 
 
 ALIKE = 0.75
@@ -100,27 +118,41 @@ ALIKE = 0.75
 
 
 def like_name(name: str, names: Iterable[str]) -> str | None:
-    """The name that `name` misspells or shortens, or None.
+    """Return the name that `name` misspells or shortens, or None.
 
     Every part of a dotted name must be like a part of the other name, and the last part like the last. Words joined by
     `_` are compared word by word, so that another word is no misspelling.
     """
+    if len(name) > LONGEST_COMPARED:
+        return None
     candidates = [other for other in names if _is_slip(name, other)]
     return nearest_name(name, candidates) if candidates else None
 
 
 def _is_slip(name: str, other: str) -> bool:
-    (*above, last), (*others_above, others_last) = name.split("."), other.split(".")
-    if any(max((_likeness(part, other) for other in others_above), default=0.0) < ALIKE for part in above):
+    (above, words), (others_above, others) = _words(name), _words(other)
+    if "".join(words) != "".join(others):
+        # What is left out may be half of the words, and no word may stand for two.
+        if not len(words) <= len(others) <= 2 * len(words) + 1:
+            return False
+        if not all(any(_are_alike(word, other) for other in others) for word in words):
+            return False
+    return all(any(_are_alike(part, other) for other in others_above) for part in above)
+
+
+@lru_cache(maxsize=1 << 12)
+def _words(name: str) -> tuple[list[str], list[str]]:
+    """Split a dotted name into the parts above the last one, and the words of the last one."""
+    *above, last = name.split(".")
+    return above, last.split("_")
+
+
+@lru_cache(maxsize=1 << 16)
+def _are_alike(left: str, right: str) -> bool:
+    """Return whether two words are equal in ALIKE of their letters. The lengths alone mostly say that they are not."""
+    if 2 * min(len(left), len(right)) < ALIKE * (len(left) + len(right)):
         return False
-    words, others = last.split("_"), others_last.split("_")
-    joined, others_joined = "".join(words), "".join(others)
-    if joined == others_joined:
-        return True
-    if any(max(_likeness(word, other) for other in others) < ALIKE for word in words):
-        return False
-    # What is left out may be half of the words, and no word may stand for two.
-    return len(words) <= len(others) <= 2 * len(words) + 1
+    return _likeness(left, right) >= ALIKE
 
 
 def missing_file(key: str, path: str, file: Path, suffixes: Sequence[str]) -> Violation:
@@ -145,4 +177,4 @@ def divisors(number: int) -> list[int]:
 
 
 def _likeness(left: str, right: str) -> float:
-    return difflib.SequenceMatcher(None, left, right).ratio()
+    return difflib.SequenceMatcher(None, left[:LONGEST_COMPARED], right[:LONGEST_COMPARED]).ratio()

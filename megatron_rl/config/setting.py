@@ -58,7 +58,8 @@ def final_settings(settings: list[Setting]) -> tuple[list[Setting], list[Setting
             kept.pop(setting.key, None)
             kept[setting.key] = setting
             continue
-        gone = [key for key in kept if key == setting.key or key.startswith(f"{setting.key}.")]
+        group = f"{setting.key}."
+        gone = [key for key in kept if key == setting.key or key.startswith(group)]
         for key in gone:
             del kept[key]
         if not gone:

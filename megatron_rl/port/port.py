@@ -56,7 +56,7 @@ class Ported(Noted):
                 f"# Not here, so that a run is refused until their keys are taken out: {', '.join(self.features)}."
             )
         text += ["# " + " ".join(line.splitlines()) for line in self.lists()]
-        added = [setting for setting in self.settings if setting not in own]
+        added = [setting for setting in self.settings if setting.origin == ORIGIN]
         if added:
             text.append("# verl's defaults, which are others here: " + ", ".join(setting.key for setting in added))
         return "\n".join(
@@ -82,7 +82,8 @@ def port(
         return ported(str(source), call_of(arguments), _file_settings(source))
     ran = launches_of(source, arguments, environment, is_trusted)
     call = trainer_call(ran, source)
-    further = [text for text in arguments if "=" in text and text not in call.overrides]
+    known = set(call.overrides)
+    further = [text for text in arguments if "=" in text and text not in known]
     call = replace(call, overrides=(*call.overrides, *further))
     return replace(ported(str(source), call, [], source.parent), refused=ran.refused)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.config.keys import KEYS
 from megatron_rl.config.load import load_config
-from megatron_rl.config.problems import nearest_name
+from megatron_rl.config.problems import MOST_COMPARED, like_name, nearest_name
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError
 
@@ -198,3 +199,38 @@ def test_nearest_name_weighs_the_last_part():
     """Would not catch a tie broken the other way."""
     assert nearest_name("actor.lr", KEYS) == "actor_rollout_ref.actor.optim.lr"
     assert nearest_name("trainer.n_gpu", KEYS) == "trainer.n_gpus_per_node"
+
+
+@pytest.mark.parametrize(
+    ("find", "most"),
+    [
+        (lambda: [like_name(f"trainer.unknown_key_{number}", KEYS) for number in range(100)], 100 * 100),
+        (lambda: like_name("trainer." + "seed_" * 10**5, KEYS), 0),
+        (lambda: nearest_name("run_71.yaml", [f"run_{number}.yml" for number in range(10**5)]), 2 * MOST_COMPARED),
+        (lambda: nearest_name("x" * 10**6, ["y" * 10**6]), 2),
+    ],
+    ids=["unknown keys", "a long key", "a large folder", "long names"],
+)
+def test_names_of_users_are_compared_within_bounds(monkeypatch, find, most):
+    """At most so many pairs, each of at most 200 letters: all pairs of 100 keys would be 250,000.
+
+    Would not catch a comparison elsewhere than in `problems.py`.
+    """
+    compared = []
+
+    class Counted(difflib.SequenceMatcher):
+        def ratio(self):
+            compared.append(max(len(self.a), len(self.b)))
+            return super().ratio()
+
+    monkeypatch.setattr(difflib, "SequenceMatcher", Counted)
+    find()
+    assert len(compared) <= most and max(compared, default=0) <= 200
+
+
+def test_the_nearest_of_many_names_is_the_nearest_of_all():
+    """As like as any of 2,000, with a slip at the start, middle or end. Would not catch one with slips at both ends."""
+    names = [f"{number:04d}_part_{number % 7}" for number in range(2000)]
+    for slip in ("234_part_2", "1234_prt_2", "1234_part_"):
+        likeness = {name: difflib.SequenceMatcher(None, slip, name).ratio() for name in names}
+        assert likeness[nearest_name(slip, names)] == max(likeness.values())
