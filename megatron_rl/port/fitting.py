@@ -10,8 +10,10 @@ from megatron_rl.config.foreign.key_rows import alike
 from megatron_rl.config.foreign.translate import Kind, Note
 from megatron_rl.config.keys import CORRECTION, ROLLOUT
 from megatron_rl.config.megatron import LAYOUT_KEYS
+from megatron_rl.config.schema import as_list
 from megatron_rl.config.setting import Setting
-from megatron_rl.ledger.planner.config_json import feature_of, is_size, model_facts
+from megatron_rl.ledger.planner.config_json import ConfigJsonError, feature_of, is_size, model_facts, read_config_json
+from megatron_rl.ledger.planner.file_rules import columns_not_text
 from megatron_rl.ledger.planner.hub_cache import model_folder
 from megatron_rl.ledger.planner.length_rules import OVERRIDE
 from megatron_rl.ledger.planner.lora_rules import ROUTED
@@ -38,7 +40,36 @@ def fitted(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
     for step in (_one_layout, _rewards_of_a_model, _models, _reading, _parts_of_rewards, _corrected, _dense_adapters):
         settings, added = step(settings)
         notes += added
-    return settings, notes
+    return settings, [*notes, *_rows(settings)]
+
+
+def unread_models(settings: list[Setting]) -> list[str]:
+    """Return a line for each model whose config.json cannot be read here: families and lengths follow from it."""
+    paths: dict[str, list[str]] = {}
+    for setting in settings:
+        if setting.key.endswith("model.path") and isinstance(setting.value, str):
+            paths.setdefault(setting.value, []).append(setting.key)
+    lines = []
+    for path, keys in paths.items():
+        try:
+            read_config_json(model_folder(path) / "config.json")
+        except (ConfigJsonError, OSError, RuntimeError) as error:
+            lines.append(f"{', '.join(keys)}={path}: {error}")
+    return lines
+
+
+def _rows(settings: list[Setting]) -> list[Note]:
+    """Note files that can be read here and have columns of images, videos or sounds."""
+    notes = []
+    for setting in settings:
+        if setting.key not in ("data.train_files", "data.val_files") or not isinstance(setting.value, str | list):
+            continue
+        for path in [path for path in as_list(setting.value) if isinstance(path, str)]:
+            columns = ", ".join(columns_not_text(path))
+            if columns:
+                reason = f"{path} has {columns}: rows with something in it are refused, only text is read"
+                notes.append(Note(Kind.DIFFERS, setting, reason))
+    return notes
 
 
 def _experts_whole(settings: list[Setting]) -> list[Setting]:

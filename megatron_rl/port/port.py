@@ -15,7 +15,7 @@ from megatron_rl.config.load import like_name_of, read_override, settings_of
 from megatron_rl.config.setting import TAKEN_AWAY, Setting, final_settings, nested
 from megatron_rl.config.yaml_text import read_yaml
 from megatron_rl.errors import ConfigError
-from megatron_rl.port.fitting import ORIGIN, defaults, fitted, whole_layers
+from megatron_rl.port.fitting import ORIGIN, defaults, fitted, unread_models, whole_layers
 from megatron_rl.port.launch import TrainerCall, call_of, trainer_call
 from megatron_rl.port.shell import launches_of
 
@@ -29,22 +29,30 @@ class Ported(Noted):
     """A translated script, and the file that is written of it.
 
     settings: of the file; what is not supported keeps its own key, so that a run refuses it. notes: of the keys that
-    are not taken as they are. refused: what the kernel refused to the script while it was run.
+    are not taken as they are. unread: models that were not looked into. beside: what the script does that no
+    configuration can hold. refused: what the kernel refused to the script while it was run.
     """
 
     source: str
     settings: list[Setting]
     notes: list[Note]
+    unread: list[str] = field(default_factory=list)
+    beside: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
     def lists(self) -> list[str]:
-        """Return the lists as lines, then what was refused to the script, if anything was."""
+        """Return the lists as lines, then those of what was not read, not taken and refused, if there is any."""
         lines = []
         for kind in Kind:
             notes = self.of(kind)
             lines += [f"{kind.value}: {len(notes) or 'nothing'}", *(f"  {note}" for note in notes)]
-        if self.refused:
-            lines += ["refused to the script while it was run:", *(f"  {what}" for what in self.refused)]
+        for heading, further in (
+            ("models that cannot be read here, so that nothing was checked against them", self.unread),
+            ("of the script, and not in this file", self.beside),
+            ("refused to the script while it was run", self.refused),
+        ):
+            if further:
+                lines += [f"{heading}:", *(f"  {what}" for what in further)]
         return lines
 
     def yaml(self) -> str:
@@ -81,11 +89,11 @@ def port(
     if source.suffix in YAML_SUFFIXES:
         return ported(str(source), call_of(arguments), _file_settings(source))
     ran = launches_of(source, arguments, environment, is_trusted)
-    call = trainer_call(ran, source)
+    call, beside = trainer_call(ran, source)
     known = set(call.overrides)
     further = [text for text in arguments if "=" in text and text not in known]
     call = replace(call, overrides=(*call.overrides, *further))
-    return replace(ported(str(source), call, [], source.parent), refused=ran.refused)
+    return replace(ported(str(source), call, [], source.parent), beside=beside, refused=ran.refused)
 
 
 def ported(source: str, call: TrainerCall, base: list[Setting], folder: Path = Path()) -> Ported:
@@ -114,7 +122,7 @@ def ported(source: str, call: TrainerCall, base: list[Setting], folder: Path = P
     notes = [*translated, *added, *meanings(known), *notes, *(_unknown(setting) for setting in unknown)]
     refused = [note.setting for note in notes if note.kind is Kind.UNSUPPORTED and note.setting.key not in OPTIONS]
     final, _ = final_settings([*known, *refused])
-    return Ported(source, [*defaults(final), *final], notes)
+    return Ported(source, [*defaults(final), *final], notes, unread_models(known))
 
 
 OPTIONS = ("config-name", "program")

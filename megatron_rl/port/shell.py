@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_rl.errors import ConfigError
@@ -43,12 +43,21 @@ REFUSED = re.compile(
 """A shell's message about what the kernel refused."""
 
 
+MOST_RECORDED_BYTES = 4 << 20
+"""Bytes of all calls of a script. A real one has thousands; a call has at most the 2 MiB of a command line."""
+ENVIRONMENT = "__port_environment__"
+"""The name under which a stub records the environment of the call before it."""
+OTHERS_EXPORTS = {"_", "OLDPWD", "PWD", "SHLVL", "LC_CTYPE"}
+"""Exported variables that a shell changes by itself, or the Python that confines it."""
+
+
 @dataclass(frozen=True)
 class Launch:
-    """One call of a stub."""
+    """One call of a stub. exports: names of variables that the script has changed in its environment."""
 
     name: str
     arguments: tuple[str, ...]
+    exports: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,13 +107,32 @@ def _run(
         own = {"PATH": f"{stubs}:/usr/bin:/bin", "BASH_ENV": str(_write_stubs(stubs)), "PORT_CALLS": str(record)}
         own["LANGUAGE"] = "C"  # for the shell's messages, which are read below
         here = {} if is_trusted else {"TMPDIR": str(temporary)}  # where shells put what is between EOF and EOF
-        stderr = run_script(script, arguments, {**environment, **here, **marked, **own}, work, TIME_LIMIT_S, is_trusted)
+        given = {**environment, **here, **marked, **own}
+        stderr = run_script(script, arguments, given, work, TIME_LIMIT_S, is_trusted)
         places = {str(work): str(Path.cwd()), str(temporary): environment.get("TMPDIR", "/tmp")}
-        calls = [
-            Launch(name, tuple(_replaced(word, places) for word in given))
-            for name, *given in _calls(read_record(record))
-        ]
-        return ShellRun(calls, stderr)
+        recorded = read_record(record)
+        if len(recorded) > MOST_RECORDED_BYTES:
+            raise ConfigError(
+                f"{script} calls programs with more than {MOST_RECORDED_BYTES >> 20} MiB of arguments in all; "
+                "give the trainer's arguments themselves: megatron-rl port -- KEY=VALUE ..."
+            )
+        return ShellRun(list(_launches(recorded, places, given)), stderr)
+
+
+def _launches(recorded: bytes, places: Mapping[str, str], given: Mapping[str, str]) -> Iterator[Launch]:
+    """Yield the recorded calls. places: what stands for what in arguments. given: the script's environment."""
+    launch = None
+    for name, *words in _calls(recorded):
+        if name != ENVIRONMENT:
+            if launch is not None:
+                yield launch
+            launch = Launch(name, tuple(_replaced(word, places) for word in words))
+        elif launch is not None:
+            variables = dict(word.partition("=")[::2] for word in words)
+            changed = {name for name, value in variables.items() if name.isidentifier() and given.get(name) != value}
+            launch = replace(launch, exports=tuple(sorted(changed - OTHERS_EXPORTS)))
+    if launch is not None:
+        yield launch
 
 
 def _replaced(word: str, places: Mapping[str, str]) -> str:
@@ -117,6 +145,14 @@ def _write_stubs(stubs: Path) -> Path:
     """Write the stubs, and return the file that every shell reads first."""
     body = f"""name=$1; shift
 {{ printf '%d\\0%s\\0' "$#" "$name"; [ $# -eq 0 ] || printf '%s\\0' "$@"; }} >> "$PORT_CALLS"
+case " $* " in
+    *" -m "* | *.py* | *main*)
+        mapfile -d '' -t variables < /proc/self/environ
+        {{
+            printf '%d\\0%s\\0' "${{#variables[@]}}" {ENVIRONMENT}
+            printf '%s\\0' "${{variables[@]}}"
+        }} >> "$PORT_CALLS" ;;
+esac
 case $name in
     nvidia-smi) for i in {{1..{NUM_GPUS}}}; do echo "GPU $i"; done ;;
     hostname) echo localhost ;;

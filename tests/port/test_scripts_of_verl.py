@@ -129,6 +129,66 @@ def test_a_file_that_is_nested_too_deeply(tmp_path):
         port(file, [], {})
 
 
+JOB = r"""
+export WANDB_API_KEY=secret1 CUDA_DEVICE_MAX_CONNECTIONS=1 SAME=old
+if true; then export VLLM_USE_V1=1; else export NEVER=1; fi
+unexported=1
+mkdir -p out && pip install verl
+python3 prepare.py --to data
+ray job submit --address="http://head:8265" --runtime-env-json='{"env_vars": {"HF_TOKEN": "secret2"}}' -- \
+    NCCL_DEBUG=INFO python3 -m verl.trainer.main_ppo --multirun trainer.nnodes=2 trainer.seed=3 stray
+nohup python3 -u -m verl.trainer.main_ppo trainer.nnodes=1 &
+wait
+"""
+
+
+def test_what_no_configuration_holds_is_said(tmp_path):
+    """Exports by name alone, the launcher, words that are no settings, other calls. A script that does nothing else has
+    no such list. Would not catch a variable that a program of its own reads and sets.
+    """
+    found = port(written(tmp_path, JOB), [], {"SAME": "old", "SECRET": "secret3"})
+    assert found.beside == [
+        "exported variables: CUDA_DEVICE_MAX_CONNECTIONS, NCCL_DEBUG, VLLM_USE_V1, WANDB_API_KEY; export what a run "
+        "still needs where you start it",
+        "around the trainer: ray job submit with --address, --runtime-env-json; docs/coming_from_verl.md says how a "
+        "run is started",
+        "2 words of the trainer's command that are no settings: --multirun, stray",
+        "another call of a trainer: verl.trainer.main_ppo, which is left out; port its arguments by themselves",
+        "other programs that it calls: pip install, python3 prepare.py",
+    ]
+    assert "secret" not in found.yaml() and "VLLM_USE_V1" in found.yaml()
+    assert port(written(tmp_path, "nohup python3 -u -m verl.main_ppo trainer.nnodes=1"), [], {}).beside == []
+
+
+def test_calls_without_end_are_refused(tmp_path):
+    """5 MiB of words in calls of programs. Would not catch one word that takes long."""
+    text = "for i in $(seq 50); do echo $(printf 'x=1 main %.0s' {1..12000}) | xargs ray $(printf '%0100000d' 0); done"
+    with pytest.raises(ConfigError, match="more than 4 MiB of arguments"):
+        port(written(tmp_path, text + "\npython3 -m verl.trainer.main_ppo trainer.nnodes=1"), [], {})
+
+
+def test_what_could_not_be_checked_is_said(tmp_path, monkeypatch):
+    """A model that is elsewhere, whose lengths are then not compared; a file with images. Would not catch images in
+    later rows of a jsonl file.
+    """
+    monkeypatch.chdir(tmp_path)
+    keys = ["actor_rollout_ref.model.path=m", "critic.model.path=m", "data.train_files=a.jsonl", "data.val_files=null"]
+    keys += ["data.max_prompt_length=50", "data.max_response_length=60", "data.image_key=images"]
+    (unread,) = port(None, keys, {}).unread
+    assert unread.startswith("actor_rollout_ref.model.path, critic.model.path=m: m/config.json")
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m/config.json").write_text('{"architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 100}')
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x", "images": [{"path": "a.png"}]}\n')
+    found = port(None, keys, {})
+    assert found.unread == [] and any("config.json allows 100" in note.reason for note in found.of(Kind.RENAMED))
+    (said,) = (note.reason for note in found.of(Kind.DIFFERS))
+    assert said == "a.jsonl has images: rows with something in it are refused, only text is read"
+    assert found.features == []
+    assert port(None, ["data.image_key=pictures"], {}).features == [
+        "images, videos or sounds in a column of another name"
+    ]
+
+
 @pytest.mark.parametrize(
     ("program", "feature"),
     [

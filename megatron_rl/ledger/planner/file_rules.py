@@ -25,7 +25,7 @@ from megatron_rl.config.schema import DataConfig, RunConfig, as_list
 from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.config.user_functions import definitions_in
 from megatron_rl.config.validate import REWARD_ARGUMENTS, is_path_or_paths
-from megatron_rl.data.row_files import column_forms, count_rows
+from megatron_rl.data.row_files import NOT_TEXT, column_forms, count_rows
 from megatron_rl.errors import ConfigError, Violation
 from megatron_rl.ledger.planner.hardware import load_hardware
 from megatron_rl.observe.services import PACKAGES, absent_services
@@ -134,6 +134,14 @@ def train_rows(data: DataConfig) -> list[int]:
         except (ConfigError, OSError):
             rows.append(batch)
     return rows
+
+
+def columns_not_text(path: str) -> list[str]:
+    """Return the columns of a file for images, videos or sounds; none where it cannot be read."""
+    try:
+        return [name for name in column_forms(path, first_row_only=True) if name in NOT_TEXT]
+    except (ConfigError, OSError):
+        return []
 
 
 def _prompt_problems(config: RunConfig, judged: Sequence[str]) -> Iterable[Violation]:
