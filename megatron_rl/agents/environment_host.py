@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_rl.agents.as_json import Answer, Played, plain_answer
@@ -27,12 +27,16 @@ from megatron_rl.agents.observation import (
 )
 from megatron_rl.plain_values import describe_error
 
+NOT_HERE = EpisodeFailure("not_here", "")
+"""The answer to a short job where the environment is not that of the episode, or has not come so far."""
+
 
 @dataclass(frozen=True)
 class TurnJob:
     """Play `turn` in the environment of an episode; None: begin the episode. row: its task.
 
-    before: its earlier turns. opening: how it began, if its environment has begun it.
+    before: its earlier turns. opening: how it began, if its environment has begun it. num_left_out: the first of the
+    earlier turns that are not in `before`; an environment that has not played so many answers NOT_HERE.
     """
 
     episode: int
@@ -40,6 +44,14 @@ class TurnJob:
     before: tuple[Played, ...]
     turn: Turn | None
     opening: Opening | None = None
+    num_left_out: int = 0
+
+    def short(self) -> TurnJob:
+        """Return it with the last of the earlier turns alone, for an environment that has played them."""
+        left_out = max(0, len(self.before) - 1)
+        if not left_out:
+            return self
+        return replace(self, row={}, before=self.before[left_out:], opening=None, num_left_out=left_out)
 
 
 @dataclass
@@ -108,7 +120,9 @@ class EnvironmentHost:
         if job.turn is None:
             kept, opening = await self._begun(job)
             return opening if opening is not None else EpisodeFailure("no_answer", "the environment has no opening")
-        if kept is None or kept.before != list(job.before):
+        if kept is None or len(kept.before) < job.num_left_out or kept.before[job.num_left_out :] != list(job.before):
+            if job.num_left_out:
+                return NOT_HERE
             kept, opening = await self._begun(job)
             if opening != job.opening:
                 return _differs("began with", opening, job.opening)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from megatron_rl.agents.as_json import Answer, answer_from_json
-from megatron_rl.agents.environment_host import EnvironmentHost, Forget, TurnJob
+from megatron_rl.agents.environment_host import NOT_HERE, EnvironmentHost, Forget, TurnJob
 from megatron_rl.agents.observation import EpisodeFailure, TextLimit
 from megatron_rl.cluster.child_processes import adopting_orphans
 from megatron_rl.config.user_functions import load_class
@@ -45,7 +45,7 @@ class EnvironmentSource:
 
     def read(self, content: Any) -> Answer:
         """Return the answer of `written`. Raises ValueError for anything else."""
-        return answer_from_json(content)
+        return NOT_HERE if content == asdict(NOT_HERE) else answer_from_json(content)
 
     def failed(self, kind: str, reason: str) -> EpisodeFailure:
         """Return the answer of an episode whose process has failed."""
@@ -123,10 +123,25 @@ class EnvironmentProcesses(WorkProcesses):
         """timeout_s: seconds that an environment may take for one turn. opens: environments begin their episodes."""
         super().__init__(keeper.KeeperSettings(source, num_workers, timeout_s))
         self.opens = opens
+        self._turns: dict[int, TurnJob] = {}
 
     def play(self, number: int, job: TurnJob) -> None:
-        """Have a turn played; the answer comes with `take`."""
-        self.submit([job_of(number, job, job.episode)])
+        """Have a turn played; the answer comes with `take`. A later turn goes without its row and the turns before it,
+        and is sent whole where its environment has been lost.
+        """
+        self._turns[number] = job
+        self.submit([job_of(number, job.short(), job.episode)])
+
+    def take(self, waits: bool) -> list[tuple[int, Answer]]:
+        while taken := super().take(waits):
+            lost = {number: self._turns[number] for number, answer in taken if answer == NOT_HERE}
+            self.submit([job_of(number, job, job.episode) for number, job in lost.items()])
+            answers = [(number, answer) for number, answer in taken if number not in lost]
+            for number, _ in answers:
+                self._turns.pop(number, None)
+            if answers or not waits:
+                return answers
+        return []
 
     def forget(self, episode: int) -> None:
         """Drop the environment of an episode, if there is one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import time
 from dataclasses import replace
@@ -116,6 +117,27 @@ def test_an_environment_lives_from_turn_to_turn(tmp_path):
             again = play(environments, *(job(n, NEXT, (Turn(NEXT), first[n]), start=n) for n in range(4)))
             assert [answer.messages[0]["content"] for answer in again] == ["12", "13", "14", "15"]
             assert {answer.reward for answer in again} == {0.25}
+
+
+def test_later_turns_carry_neither_their_row_nor_the_turns_before(tmp_path):
+    """Four turns of an environment whose row has 100 kB: the third and fourth job are small, and play on; after its
+    process was killed the whole job plays all turns again, and a turn that the process has not seen is found out.
+    Would not catch an environment that says the same after other turns.
+    """
+    row, before = {"index": 0, "extra_info": {"start": 5}, "prompt": "x" * 100_000}, ()
+    with EnvironmentProcesses(source(tmp_path), 1, 100.0) as processes:
+        for place in range(6):
+            if place == 4:
+                for child in psutil.Process(processes._keeper.pid).children():
+                    os.kill(child.pid, signal.SIGKILL)
+            whole = TurnJob(0, row, before, Turn(NEXT))
+            assert (len(pickle.dumps(whole.short())) < 2000) == (place >= 2)
+            (answer,) = play(processes, whole)
+            assert answer.messages[0]["content"] == str(6 + place)
+            before = (*before, (Turn(NEXT), answer))
+        other = (*before[:2], (Turn(NEXT), Observation(SAID, 0.25)))
+        (answer,) = play(processes, TurnJob(0, row, other, Turn(NEXT)))
+    assert isinstance(answer, EpisodeFailure) and answer.cause == "not_repeatable"
 
 
 def test_every_kind_of_failure_costs_one_episode(tmp_path):
