@@ -25,7 +25,7 @@ from megatron_rl.cli.trials import ablate_command, nightly_command
 from megatron_rl.cli.viewing import explain_command, view_command
 from megatron_rl.cluster.compiled import leaving_none_empty
 from megatron_rl.cluster.signals import quit_on_signals, restore_signals
-from megatron_rl.errors import ConfigError, MegatronRLError
+from megatron_rl.errors import ConfigError, MegatronRLError, StorageError
 from megatron_rl.observe.console import drop_unread_output
 from megatron_rl.observe.terminal import Terminal
 
@@ -69,6 +69,12 @@ def refuse_hydra_options(arguments: Sequence[str]) -> None:
             raise ConfigError(f"{name} {rule}; nearest: --config FILE.yaml, made by megatron-rl port SCRIPT.sh")
 
 
+def print_error(error: MegatronRLError) -> None:
+    """Print an error that is meant for the user, without a traceback."""
+    message = Text.assemble((type(error).__name__, "bold red"), f": {error}")
+    Terminal(stderr=True).print(message, soft_wrap=True, highlight=False)
+
+
 def main() -> None:
     """Run the command line; an error we raise on purpose becomes one message and its exit code, without a traceback.
 
@@ -84,8 +90,13 @@ def main() -> None:
         with leaving_none_empty():
             app(prog_name="megatron-rl")
     except MegatronRLError as error:
-        message = Text.assemble((type(error).__name__, "bold red"), f": {error}")
-        Terminal(stderr=True).print(message, soft_wrap=True, highlight=False)
+        print_error(error)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.filename is None or sys.argv[1] in RUNS:
+            raise
+        storage = StorageError(f"{error.filename} cannot be used, and the system says: {error.strerror}")
+        print_error(storage)
+        sys.exit(storage.exit_code)
     finally:
         restore_signals()

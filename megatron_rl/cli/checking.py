@@ -58,6 +58,7 @@ def doctor_command() -> None:
 
     Exit code 2 where something is broken.
     """
+    exit_on_signals()  # so that a program that is asked ends, too
     lines = symptoms(machine_facts(os.environ.get("RAY_ADDRESS", "")))
     rows = [(line.what, line.value, line.state.value, line.remedy) for line in lines]
     Terminal().print(plain_table("This machine", ("what", "value", "state", "what to do"), rows), markup=False)

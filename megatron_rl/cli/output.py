@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.checkpoint.targets import refuse_in_checkpoint
+from megatron_rl.config.file_kinds import FILE, kind_of
 from megatron_rl.errors import ConfigError, StorageError
 from megatron_rl.observe.appended_file import replace_file
 from megatron_rl.observe.console import lost_output
@@ -71,7 +72,7 @@ def check_output_folder(option: str, folder: Path) -> None:
     and is not made.
     """
     refuse_in_checkpoint(option, folder)
-    reason = "File exists" if folder.is_file() else _why_unwritable(folder / ".written")
+    reason = "File exists" if kind_of(folder) == FILE else _why_unwritable(folder / ".written")
     if reason is not None:
         rule = f"must be a folder that can be written, and the system says: {reason}"
         raise ConfigError(f"{option} {folder} {rule}; nearest: {option} outputs/new")

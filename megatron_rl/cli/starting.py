@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from enum import StrEnum
@@ -13,10 +14,11 @@ import typer
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.cli.options import check_number
 from megatron_rl.cli.output import check_output_folder, say
+from megatron_rl.config.file_kinds import FILE, NOTHING, kind_of
 from megatron_rl.config.trainer import MOST_RANKS
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.console import quiet_libraries
-from megatron_rl.starter.project import CONFIG, write_project
+from megatron_rl.starter.project import CONFIG, check_name, write_project
 from megatron_rl.starter.task_kinds import TASK_KINDS
 
 TINY = "tiny"
@@ -54,6 +56,7 @@ def init_command(
     num_gpus = typer.prompt("GPUs, 0 for a CPU", default=0, type=int) if gpus is None else gpus
     check_number("--gpus", num_gpus, 0, MOST_RANKS)
     check_output_folder("FOLDER", folder)
+    check_name("FOLDER", os.path.realpath(folder))
     with writing():
         path = made_model(folder, model)
         write_project(folder, path, name, num_gpus, model == TINY)
@@ -68,14 +71,15 @@ def init_command(
 def made_model(folder: Path, model: str) -> Path:
     """Return the folder of the model; make the tiny one. Raises ConfigError if a named folder has no model."""
     if model != TINY:
-        path = Path(model).expanduser()
-        if not (path / "config.json").is_file():
+        path = Path(os.path.expanduser(model))  # leaves the name of a user whom the system does not know
+        if kind_of(path / "config.json") != FILE:
             raise ConfigError(
                 f"--model {model} is no folder with a config.json; nearest: --model tiny, which makes one"
             )
+        check_name("--model", os.path.realpath(path))
         return path
     target = folder / "model"
-    if not target.exists():
+    if kind_of(target) == NOTHING:
         quiet_libraries()
         from megatron_rl.starter.tiny_model import write_tiny_model
 

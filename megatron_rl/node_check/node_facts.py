@@ -6,11 +6,12 @@ import ctypes.util
 import hashlib
 import platform
 import re
-import subprocess
+import shutil
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from megatron_rl.cluster.foreign_programs import ProgramAnswer, answer_of
 from megatron_rl.node_check.node_report import GpuFacts, NodeFacts, PortFacts
 
 PACKAGES = {
@@ -25,10 +26,11 @@ PACKAGES = {
 NONE = "none"
 DRIVER = "driver"
 NVIDIA_SMI = "nvidia-smi"
-LIMIT_S = 60.0
+LIMIT_S = 30.0
 """Seconds that nvidia-smi may take; it is slow where no process keeps the driver loaded."""
 QUERY = ("index", "uuid", "name", "memory.total", "memory.free", "driver_version")
 MIB = 1 << 20
+NUMBERS, MOST_GPUS = re.compile(r"[0-9]{1,12} [0-9]{1,12}"), 64
 ADAPTERS = Path("/sys/class/infiniband")
 SOURCES = Path(__file__).parents[1]
 
@@ -40,10 +42,10 @@ def node_facts(on_gpus: bool) -> NodeFacts:
     if not on_gpus:
         return NodeFacts(versions)
     listed = _asked(f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits")
-    gpus, driver = parse_gpus(listed)
-    links = parse_links(_asked("topo", "-m"))
+    gpus, driver = parse_gpus(listed.text)
+    links = parse_links(_asked("topo", "-m").text) if gpus else {}
     has_verbs = ctypes.util.find_library("ibverbs") is not None
-    return NodeFacts(versions | {DRIVER: driver}, gpus, links, ports(ADAPTERS), has_verbs)
+    return NodeFacts(versions | {DRIVER: driver}, gpus, links, ports(ADAPTERS), has_verbs, listed.fault)
 
 
 def fingerprint(folder: Path) -> str:
@@ -58,10 +60,11 @@ def parse_gpus(listed: str) -> tuple[tuple[GpuFacts, ...], str]:
     """Return GPUs and the driver's version from `nvidia-smi --query-gpu`, as `QUERY` says; lines that do not fit, such
     as error messages, are left out.
     """
-    gpus, driver = [], NONE
+    gpus, driver = list[GpuFacts](), NONE
     for line in listed.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) != len(QUERY) or not cells[0].isdecimal() or not (cells[3] + cells[4]).isdecimal():
+        is_gpu = len(cells) == len(QUERY) and cells[0].isdecimal() and NUMBERS.fullmatch(cells[3] + " " + cells[4])
+        if not is_gpu or len(gpus) == MOST_GPUS:
             continue
         index, uuid, name, total, free, driver = cells
         gpus.append(GpuFacts(index, uuid, name, int(total) * MIB, int(free) * MIB))
@@ -72,7 +75,7 @@ def parse_links(matrix: str) -> dict[str, str]:
     """Return pair of GPUs -> the name of their link, from the table of `nvidia-smi topo -m`."""
     rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in matrix.splitlines()]
     columns = next((row for row in rows if row[:1] == ["GPU0"] and "X" not in row), [])
-    gpus = [name for name in columns if re.fullmatch(r"GPU\d+", name)]
+    gpus = [name for name in columns if re.fullmatch(r"GPU[0-9]+", name)][:MOST_GPUS]
     links: dict[str, str] = {}
     for row in rows:
         if row and row[0] in gpus and row is not columns and len(row) > len(gpus):
@@ -100,15 +103,9 @@ def _version(names: tuple[str, ...]) -> str:
     return NONE
 
 
-def _asked(*arguments: str) -> str:
-    """Return what nvidia-smi prints; "" if it is not installed or does not answer in `LIMIT_S`."""
-    try:
-        done = subprocess.run(
-            [NVIDIA_SMI, *arguments], capture_output=True, text=True, timeout=LIMIT_S, check=False, errors="replace"
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout
+def _asked(*arguments: str) -> ProgramAnswer:
+    """Return what nvidia-smi prints, nothing where it is not installed."""
+    return answer_of([NVIDIA_SMI, *arguments], LIMIT_S) if shutil.which(NVIDIA_SMI) else ProgramAnswer("")
 
 
 def _line(file: Path) -> str:

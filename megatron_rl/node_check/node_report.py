@@ -36,7 +36,7 @@ class NodeFacts:
 
     versions: of packages, Python and the driver; "none" where there is none. gpus: all that the driver lists. links:
     pair of GPUs, "GPU0-GPU1" -> how they are connected, in nvidia-smi's words ("NV18", "SYS"). ports: InfiniBand or
-    RoCE. has_verbs: whether the library is found that NCCL needs to use them.
+    RoCE. has_verbs: whether the library is found that NCCL needs to use them. gpu_fault: why nvidia-smi gave no answer.
     """
 
     versions: Mapping[str, str]
@@ -44,6 +44,7 @@ class NodeFacts:
     links: Mapping[str, str] = field(default_factory=dict)
     ports: tuple[PortFacts, ...] = ()
     has_verbs: bool = False
+    gpu_fault: str = ""
 
 
 @dataclass(frozen=True)

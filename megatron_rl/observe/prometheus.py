@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, make_wsgi_app, start_http_server
 
 from megatron_rl.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
+REQUEST_S = 10.0
+"""Seconds in which a peer must send its request: each one that is connected has a thread."""
 PHASES = {
     "timing_s/": ("phase_seconds", "Seconds of a phase in the last step that had it"),
     "timing_planned_s/": ("phase_planned_seconds", "Planned seconds of a phase"),
@@ -42,6 +44,8 @@ class PrometheusExporter:
             raise ConfigError(f"trainer.prometheus.port={port} {rule}; nearest: trainer.prometheus.port=0") from error
         self._answer: Callable[[Any, Any], list[bytes]] = make_wsgi_app(registry)
         self._server.set_app(self._scraped)
+        handler = cast(type, self._server.RequestHandlerClass)
+        self._server.RequestHandlerClass = type("Handler", (handler,), {"timeout": REQUEST_S})
         self.port: int = self._server.server_port
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

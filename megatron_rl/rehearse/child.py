@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_rl.cluster.child_processes import die_with
 from megatron_rl.errors import ConfigError
+from megatron_rl.observe.appended_file import replace_file
 from megatron_rl.rehearse.rehearsal_request import RankOfPool, RehearsalRequest, rank_file
 from third_party_patches.torch import pretended_cuda
 
@@ -55,7 +56,8 @@ def _in_child(request: RehearsalRequest, rank: RankOfPool, parent: int) -> None:
     finally:
         file = rank_file(Path(request.out), rank.number)
         with contextlib.suppress(OSError):
-            file.write_text(json.dumps({"number": rank.number, "pool": rank.pool, "rank": rank.rank} | report))
+            content = {"number": rank.number, "pool": rank.pool, "rank": rank.rank} | report
+            replace_file(file, json.dumps(content).encode())
         os._exit(status)
 
 

@@ -12,8 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.cluster.child_processes import variables_with
+from megatron_rl.cluster.foreign_programs import answer_of
 from megatron_rl.errors import ConfigError, MegatronRLError
+from megatron_rl.observe.appended_file import new_file
 from megatron_rl.rehearse.rehearsal_request import RankOfPool, RehearsalRequest, rank_file
+
+BUILD_LIMIT_S = 120.0
+"""Seconds that g++ may take; on an idle machine it takes two."""
+LONGEST_SAID = 2000
 
 
 class RehearsalError(MegatronRLError):
@@ -27,23 +33,35 @@ def rehearse(request: RehearsalRequest, scratch: Path) -> list[dict[str, Any]]:
 
     Raises ConfigError where no compiler is installed, RehearsalError where a rank failed, with its traceback.
     """
-    if shutil.which("g++") is None:
-        raise ConfigError("a rehearsal builds a small library with g++, which is not installed; nearest: install g++")
-    from third_party_patches.torch.pretended_cuda import build
-
+    library = built_library(scratch)
     out = Path(request.out)
     out.mkdir(parents=True, exist_ok=True)
     for rank in request.ranks:
         rank_file(out, rank.number).unlink(missing_ok=True)
     request_file, log = scratch / "request.json", out / "log.txt"
-    replace(request, library=str(build(scratch))).write(request_file)
-    with log.open("w") as output:
+    replace(request, library=str(library)).write(request_file)
+    with new_file(log) as output:
         command = [sys.executable, "-m", "megatron_rl.rehearse.child", str(request_file)]
         variables = variables_with(TMPDIR=str(scratch))  # a rank that is killed leaves its files there
         subprocess.run(
             command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=variables, check=False
         )
     return read_reports(out, request.ranks, log)
+
+
+def built_library(scratch: Path) -> Path:
+    """Return the library of the pretended device, built in `scratch`. Raises ConfigError where g++ builds none."""
+    if shutil.which("g++") is None:
+        raise ConfigError("a rehearsal builds a small library with g++, which is not installed; nearest: install g++")
+    from third_party_patches.torch.pretended_cuda import build_command
+
+    command, library = build_command(scratch)
+    answer = answer_of(command, BUILD_LIMIT_S, temporary=scratch)
+    if answer.fault or not library.is_file():
+        why = answer.fault or "g++ made no library"
+        said = f", and says:\n{answer.text[-LONGEST_SAID:]}" if answer.text else ""
+        raise ConfigError(f"a rehearsal builds a small library with g++, and {why}{said}; nearest: mend g++")
+    return library
 
 
 def read_reports(out: Path, ranks: Sequence[RankOfPool], log: Path) -> list[dict[str, Any]]:
@@ -61,4 +79,4 @@ def read_reports(out: Path, ranks: Sequence[RankOfPool], log: Path) -> list[dict
 
 
 def _end_of(log: Path) -> str:
-    return log.read_text()[-2000:]
+    return log.read_text(errors="replace")[-LONGEST_SAID:]

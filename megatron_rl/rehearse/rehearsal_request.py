@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from megatron_rl.config.roles import Placement
 from megatron_rl.errors import ConfigError
 
 ALL = "all"
+NUMBER = re.compile(r"\s*[0-9]{1,9}\s*")
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,14 @@ def chosen_ranks(text: str | None, placement: Placement) -> tuple[RankOfPool, ..
         return tuple(_one_of_each_stage(ranks, placement))
     if text == ALL:
         return tuple(ranks)
-    if not all(part.strip().isdecimal() for part in text.split(",")):
-        raise ConfigError(f"--ranks {text} must be {ALL}, or numbers with commas; nearest: --ranks 0,{len(ranks) - 1}")
+    if not all(NUMBER.fullmatch(part) for part in text.split(",")):
+        rule = f"must be {ALL}, or numbers with commas"
+        raise ConfigError(f"--ranks {text:.200} {rule}; nearest: --ranks 0,{len(ranks) - 1}")
     numbers = list(dict.fromkeys(int(part) for part in text.split(",")))
     if max(numbers) >= len(ranks):
         nearest = ",".join(str(number) for number in dict.fromkeys(min(number, len(ranks) - 1) for number in numbers))
         raise ConfigError(
-            f"--ranks {text} must be below {len(ranks)}, the ranks of all pools; nearest: --ranks {nearest}"
+            f"--ranks {text:.200} must be below {len(ranks)}, the ranks of all pools; nearest: --ranks {nearest}"
         )
     return tuple(ranks[number] for number in numbers)
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_rl.config.file_kinds import FILE, NOTHING, kind_of
+from megatron_rl.config.json_files import UnreadableFileError, read_json_object
 from megatron_rl.config.problems import raise_problems
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError, Violation
@@ -13,9 +17,12 @@ from megatron_rl.ledger.planner.checked import checked
 from megatron_rl.ledger.planner.hardware import planned_hardware
 from megatron_rl.ledger.planner.memory_report import memory_report, with_kv_cache
 from megatron_rl.ledger.planner.run_models import RunModels
+from megatron_rl.observe.appended_file import replace_file
 from megatron_rl.starter.task_kinds import TASK_KINDS, rows
 
 CONFIG, REWARD, TRAIN, VAL = "run.yaml", "reward.py", "train.jsonl", "val.jsonl"
+PLAIN = re.compile(r"[A-Za-z0-9_./+@=~-]+")
+"""Paths that YAML reads as text without quotes; they begin with a slash."""
 GPUS_PER_NODE = 8
 NUM_TRAIN, NUM_VAL = 256, 32
 
@@ -23,8 +30,8 @@ TEMPLATE = """\
 # GRPO: answers to a prompt are compared with each other. Every key, with its meaning: megatron_rl/config/schema.py
 
 data:
-  train_files: {folder}/train.jsonl
-  val_files: {folder}/val.jsonl
+  train_files: {train}
+  val_files: {val}
   train_batch_size: {prompts} # prompts per step
   max_prompt_length: {prompt_tokens} # tokens
   max_response_length: {answer_tokens}
@@ -51,7 +58,7 @@ algorithm:
   adv_estimator: grpo
 
 custom_reward_function:
-  path: {folder}/reward.py
+  path: {reward}
 
 trainer:
   device: {device}
@@ -60,7 +67,7 @@ trainer:
   total_training_steps: {steps}
   test_freq: {test_freq} # validate every so many steps
   save_freq: {save_freq} # write a checkpoint every so many steps; -1: never
-  default_local_dir: {folder}/output
+  default_local_dir: {output}
 """
 CPU = {
     "prompts": 16,
@@ -98,20 +105,20 @@ def write_project(folder: Path, model: Path, name: str, num_gpus: int, is_tiny: 
     On GPUs the first layout is taken whose plan fits one of 80 GB: the smallest TP, then the fewest stages. Raises
     ConfigError where the model cannot be trained at all, or in no layout of so many GPUs.
     """
-    there = [file for file in (CONFIG, REWARD, TRAIN, VAL) if (folder / file).exists()]
+    there = [file for file in (CONFIG, REWARD, TRAIN, VAL) if os.path.lexists(folder / file)]
     if there:
         raise ConfigError(f"{folder} already has {', '.join(there)}; nearest: another folder, such as {folder}_2")
     folder.mkdir(parents=True, exist_ok=True)
     is_chat = not is_tiny and has_template(model)
     for file, number, seed in ((TRAIN, NUM_TRAIN, 1), (VAL, NUM_VAL, 2)):
         drawn = rows(TASK_KINDS[name], name, number, seed, is_chat)
-        (folder / file).write_text("".join(json.dumps(row) + "\n" for row in drawn))
-    (folder / REWARD).write_text(TASK_KINDS[name].reward)
+        replace_file(folder / file, "".join(json.dumps(row) + "\n" for row in drawn).encode())
+    replace_file(folder / REWARD, TASK_KINDS[name].reward.encode())
     try:
         return choose_layout(folder, model, name, num_gpus, is_tiny)
     except ConfigError:
         for file in (CONFIG, REWARD, TRAIN, VAL):
-            (folder / file).unlink()
+            (folder / file).unlink(missing_ok=True)
         raise
 
 
@@ -121,7 +128,7 @@ def choose_layout(folder: Path, model: Path, name: str, num_gpus: int, is_tiny: 
     for tp, pp in layouts(num_gpus):
         if tp * pp < least:
             continue
-        (folder / CONFIG).write_text(config_text(folder, model, name, num_gpus, is_tiny, tp, pp))
+        replace_file(folder / CONFIG, config_text(folder, model, name, num_gpus, is_tiny, tp, pp).encode())
         run = checked(folder / CONFIG, (), without_files=not any(model.glob("*.safetensors")))
         if run.config is None or run.violations:
             broken = broken or run.violations
@@ -141,11 +148,28 @@ def choose_layout(folder: Path, model: Path, name: str, num_gpus: int, is_tiny: 
 
 
 def has_template(model: Path) -> bool:
-    """Whether a model's tokenizer has a chat template."""
+    """Whether a model's tokenizer has a chat template. Raises ConfigError for settings that cannot be read."""
     file = model / "tokenizer_config.json"
-    return (model / "chat_template.jinja").exists() or (
-        file.exists() and "chat_template" in json.loads(file.read_text())
-    )
+    if kind_of(model / "chat_template.jinja") == FILE:
+        return True
+    try:
+        return kind_of(file) != NOTHING and "chat_template" in read_json_object(file)
+    except UnreadableFileError as error:
+        raise ConfigError(f"the tokenizer of {model} cannot be read: {error}") from error
+
+
+def check_name(option: str, path: str | Path) -> None:
+    """Raise ConfigError for a path that run.yaml cannot hold."""
+    text = str(path)
+    if not text.isprintable() or "${" in text:
+        rule = "must be a path of printable characters in UTF-8 without ${, which run.yaml reads as the name of a key"
+        raise ConfigError(f"{option} {text} {rule}; nearest: {option} {re.sub(r'[^A-Za-z0-9_./-]+', '_', text)}")
+
+
+def in_yaml(path: Path) -> str:
+    """Return a path as a value of YAML: in quotes where its characters have another meaning there."""
+    text = str(path)
+    return text if PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
 
 
 def layouts(num_gpus: int) -> Iterator[tuple[int, int]]:
@@ -160,7 +184,10 @@ def config_text(folder: Path, model: Path, name: str, num_gpus: int, is_tiny: bo
     kind, per_node = TASK_KINDS[name], min(max(1, num_gpus), GPUS_PER_NODE)
     sizes = {"per_node": per_node, "nnodes": max(1, num_gpus) // per_node, "tp": tp, "pp": pp}
     limits = {"prompt_tokens": kind.prompt_tokens, "answer_tokens": kind.answer_tokens}
-    paths = {"folder": folder.resolve(), "model": model.resolve(), "lr": TINY_LR if is_tiny else LR}
+    whole = folder.resolve()
+    files = {"train": whole / TRAIN, "val": whole / VAL, "reward": whole / REWARD, "output": whole / "output"}
+    paths = {each: in_yaml(path) for each, path in (files | {"model": model.resolve()}).items()}
+    paths["lr"] = TINY_LR if is_tiny else LR
     return TEMPLATE.format(**(GPU if num_gpus else CPU), **sizes, **limits, **paths)
 
 

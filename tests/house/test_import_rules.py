@@ -98,11 +98,11 @@ ROOMS: dict[str, set[str]] = {
     "tasks": SAMPLED | {"ledger.planner", "controller"},
     "train": SAMPLED | {"sampling", "controller"},
     "port": {"errors", "config", "ledger.planner", "user_code"},
-    "starter": {"errors", "config", "ledger.planner"},
+    "starter": {"errors", "config", "observe", "ledger.planner"},
     "trials": {"errors", "config", "observe", "checkpoint", "ledger.planner", "cluster"}
     | {"cluster.child_processes", "cluster.leftovers"},
     "profile": GROUND | {"ledger.planner", "model", "roles", "cluster", "trials"},
-    "rehearse": GROUND | {"ledger.planner", "parallel", "model", "hybrid_engine", "roles"},
+    "rehearse": GROUND | {"ledger.planner", "parallel", "model", "hybrid_engine", "roles", "cluster"},
     "cli": GROUND
     | {"rehearse"}
     | {"train", "tasks", "controller", "roles", "cluster", "checkpoint", "data", "trials", "port", "profile", "view"}

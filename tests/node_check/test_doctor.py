@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,7 @@ def test_a_good_machine() -> None:
         ({"installed": {"torch": "2.13.0", "vllm": "0.32.0"}}, "rich", Condition.BROKEN, 'pip install "rich>=13"'),
         ({"installed": {"torch": "2.13.0", "rich": "15"}}, "vLLM", Condition.BROKEN, "make install"),
         ({"cuda": ""}, "GPUs", Condition.DOUBTFUL, "install a torch for CUDA"),
+        ({"gpu_fault": "nvidia-smi did not end within 30 s"}, "nvidia-smi", Condition.DOUBTFUL, "nvidia-smi"),
         ({"gpus": ()}, "GPUs", Condition.DOUBTFUL, "nvidia-smi"),
         ({"shared": GB // 2}, "/dev/shm", Condition.DOUBTFUL, "--shm-size"),
         ({"disk": GB}, "disk, here", Condition.DOUBTFUL, "trainer.default_local_dir"),
@@ -64,6 +66,19 @@ def test_a_good_machine() -> None:
 def test_each_fault_has_a_line_and_a_remedy(changes: dict, what: str, state: Condition, remedy: str) -> None:
     ((name, is_state, text),) = unwell(**changes)
     assert (name, is_state) == (what, state) and remedy in text
+
+
+def test_a_folder_that_was_deleted_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working folder, a home and a folder for sockets that are not there. Would not catch one that is full."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "gone"))
+    monkeypatch.setenv("RAY_ADDRESS", "ray://me:secret@head:10001")
+    lines = symptoms(machine_facts("ray://me:secret@head:10001"))
+    broken = [line.what for line in lines if line.state is Condition.BROKEN]
+    assert broken == [f"HOME {tmp_path / 'gone'}", "the working folder"]
+    assert not any("secret" in line.value for line in lines)
 
 
 def test_this_machine_can_run_this_project() -> None:

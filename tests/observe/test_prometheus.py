@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -13,6 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_rl.errors import ConfigError
+from megatron_rl.observe import prometheus
 from megatron_rl.observe.loggers import CONSOLE_FIELDS
 from megatron_rl.observe.phases import STACKED
 from megatron_rl.observe.prometheus import PHASES, PrometheusExporter
@@ -83,3 +85,12 @@ def test_the_dashboard_asks_for_metrics_that_there_are():
     ours |= {"rollout/replicas", "rollout/replicas_lost", "rollout/truncated", "rollout/resampled"}
     assert {name for query in queries for name in re.findall(r'name="([^"]+)"', query)} <= ours
     assert {name for query in queries for name in re.findall(r'phase="(\w+)"', query)} <= STACKED.keys() | {"step"}
+
+
+def test_a_peer_that_says_nothing_does_not_stay(monkeypatch):
+    """It would keep a thread and a descriptor. Would not catch one that says a byte now and then."""
+    monkeypatch.setattr(prometheus, "REQUEST_S", 0.1)
+    exporter = PrometheusExporter(0)
+    with socket.create_connection(("127.0.0.1", exporter.port), timeout=60) as peer:
+        assert peer.recv(1) == b""
+    exporter.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -13,6 +14,7 @@ from megatron_rl.config.roles import Placement
 from megatron_rl.errors import ConfigError
 from megatron_rl.ledger.planner.memory import plan_stages
 from megatron_rl.ledger.planner.run_models import RunModels
+from megatron_rl.rehearse import rehearsal
 from megatron_rl.rehearse.comparison import beyond, peaks_of
 from megatron_rl.rehearse.made_up_batches import UNEVEN, lengths_of, made_up, num_rows
 from megatron_rl.rehearse.rehearsal_request import RankOfPool, RehearsalRequest, chosen_ranks
@@ -56,6 +58,7 @@ def test_ranks_are_counted_over_all_pools():
     [
         ("64", "--ranks 64 must be below 64, the ranks of all pools; nearest: --ranks 63"),
         ("0,99", "nearest: --ranks 0,63"),
+        ("9" * 5000, "must be all, or numbers with commas; nearest: --ranks 0,63"),
         ("every", "--ranks every must be all, or numbers with commas; nearest: --ranks 0,63"),
         ("-1", "nearest: --ranks 0,63"),
         ("", "nearest: --ranks 0,63"),
@@ -156,3 +159,22 @@ def test_a_request_survives_its_file(tmp_path):
     request.write(tmp_path / "request.json")
     assert RehearsalRequest.read(tmp_path / "request.json") == request
     assert json.loads((tmp_path / "request.json").read_text())["jobs"] == 2
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("echo broken; exit 4", "g++ exited with code 4, and says:\nbroken"),
+        ("exit 0", "g++ made no library"),
+        ("sleep 600", "g++ did not end within 0.5 s"),
+    ],
+)
+def test_a_compiler_that_builds_nothing_is_said(tmp_path, monkeypatch, script, why):
+    """Would not catch one that builds another library."""
+    compiler = tmp_path / "g++"
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(rehearsal, "BUILD_LIMIT_S", 0.5 if "sleep" in script else 60.0)
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        rehearsal.built_library(tmp_path)

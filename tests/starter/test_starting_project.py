@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from megatron_rl.cli import app
 from megatron_rl.cli.starting import KindName
 from megatron_rl.errors import ConfigError
 from megatron_rl.starter.project import layouts, write_project
@@ -74,6 +77,46 @@ def test_the_first_layout_that_fits_is_taken(tmp_path: Path) -> None:
     assert row["data_source"] == "mine/math"
     with pytest.raises(ConfigError, match="already has run.yaml, reward.py, train.jsonl, val.jsonl; nearest: another"):
         write_project(tmp_path / "mine", SHAPES / "qwen2.5-7b", "math", 8, is_tiny=False)
+
+
+@pytest.mark.parametrize("name", ["a #b", "c: d", 'quo"te', "it's", "- x", "@y", "z\\n", "{braces}", "ü 中"])
+def test_names_that_mean_something_in_yaml_are_quoted(tmp_path: Path, name: str) -> None:
+    """Of the folder and of the model. Would not catch a shell that reads the printed commands otherwise."""
+    model = shutil.copytree(SHAPES / "qwen2.5-7b", tmp_path / name / "model")
+    config = write_project(tmp_path / name / "new", model, "score", 8, is_tiny=False)
+    assert config.data.train_files == str(tmp_path / name / "new/train.jsonl")
+    assert config.actor_rollout_ref.model.path == str(model)
+
+
+@pytest.mark.parametrize("name", ["e${x}", "line\nbreak", "no\udcffUTF-8", "\x1b[31m", "n" * 300])
+def test_names_that_run_yaml_cannot_hold_are_refused(tmp_path: Path, name: str) -> None:
+    """Before anything is written. Would not catch a name that only another system refuses."""
+    answers = ["--kind", "score", "--gpus", "0"]
+    for arguments in ([tmp_path / name, "--model", "tiny"], [tmp_path / "new", "--model", tmp_path / name]):
+        result = CliRunner().invoke(app, ["init", *map(str, arguments), *answers])
+        assert isinstance(result.exception, ConfigError), result.exception
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("settings", ["[" * 3000, "[]", '"chat_template"', "", "{", b"\xff"])
+def test_a_broken_tokenizer_of_the_model_is_said(tmp_path: Path, settings: str | bytes) -> None:
+    model = shutil.copytree(SHAPES / "qwen2.5-7b", tmp_path / "model")
+    (model / "tokenizer_config.json").write_bytes(settings if isinstance(settings, bytes) else settings.encode())
+    with pytest.raises(ConfigError, match=r"the tokenizer of .* cannot be read: tokenizer_config.json"):
+        write_project(tmp_path / "new", model, "score", 8, is_tiny=False)
+
+
+def test_a_link_in_the_folder_is_a_file_that_is_there(tmp_path: Path) -> None:
+    """Also one to nothing, which would be written through."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/reward.py").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="already has reward.py"):
+        write_project(tmp_path / "mine", SHAPES / "qwen2.5-7b", "math", 8, is_tiny=False)
+    assert not (tmp_path / "elsewhere").exists()
+    result = CliRunner().invoke(
+        app, ["init", str(tmp_path / "x"), "--model", "~nouser/x", "--kind", "math", "--gpus", "0"]
+    )
+    assert isinstance(result.exception, ConfigError) and "~nouser/x is no folder" in str(result.exception)
 
 
 def test_a_model_that_fits_nowhere_leaves_nothing(tmp_path: Path) -> None:

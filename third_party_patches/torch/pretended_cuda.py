@@ -56,11 +56,17 @@ GPU = PretendedGPU()
 
 def build(folder: Path) -> Path:
     """Compile the library into a folder; two seconds of g++. Raises FileNotFoundError where there is no g++."""
+    command, library = build_command(folder)
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(folder)})
+    return library
+
+
+def build_command(folder: Path) -> tuple[list[str], Path]:
+    """Return the command that compiles the library into a folder, and the file that it makes."""
     torch_folder, library = _torch_folder(), folder / "libpretended_cuda.so"
     command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{torch_folder}/include", str(SOURCE)]
     command += ["-o", str(library), f"-L{torch_folder}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch_folder}/lib"]
-    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(folder)})
-    return library
+    return command, library
 
 
 def load(library: Path) -> None:
