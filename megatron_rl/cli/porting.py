@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_rl.checkpoint.storage import writing
-from megatron_rl.cli.output import check_output_file, refuse_to_lose_output, say
+from megatron_rl.cli.output import check_output_file, refuse_to_lose_output, say, write_output
 from megatron_rl.config.foreign.translate import Kind
 from megatron_rl.observe.terminal import Terminal
 from megatron_rl.port.port import SOMETHING_LOST, port
@@ -39,8 +38,7 @@ def port_command(
         sys.stdout.write(result.yaml())
         refuse_to_lose_output()
     else:
-        with writing():
-            out.write_text(result.yaml())
+        write_output(out, result.yaml().encode())
     for line in (*result.lists(), *([f"written to {out}"] if out is not None else [])):
         say(line, console)
     raise typer.Exit(SOMETHING_LOST if result.of(Kind.UNSUPPORTED) else 0)
