@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_rl.data.example_rows import Chat, Text
-from megatron_rl.data.message_form import ANSWER, QUESTION, TOOL, VALUE, call
+from megatron_rl.data.message_form import ANSWER, TOOL, VALUE, call
 from megatron_rl.data.messages import Message
 from megatron_rl.data.row_problems import RowProblem
 from megatron_rl.data.template_process import TemplateRefusal, adapted, checked_length, refusable, template_of
@@ -123,17 +123,17 @@ class ChatTemplate:
         guessed = "tool" if chat.messages[turn].get("tool_calls") else "user"
         key = (following[0]["role"] if following else guessed, bool(chat.tools))
         if key not in self._next_ends:
-            self._next_ends[key] = self._end_before(key[0], chat.tools)
+            self._next_ends[key] = self._end_before(key[0], chat, turn)
         return self._next_ends[key]
 
-    def _end_before(self, role: str, tools: list[Any] | None) -> str:
-        """The end token that the template writes between an answer and a message of a role."""
+    def _end_before(self, role: str, chat: Chat, turn: int) -> str:
+        """The end token that the template writes between an answer in the place of a turn and a message of a role."""
         answer: Message = {"role": "assistant", "content": ANSWER}
         if role == "tool":
             answer |= {"content": "", "tool_calls": [call(VALUE)]}
         message = {"role": role, "content": PROBE, **({"name": TOOL} if role == "tool" else {})}
         try:
-            text = self._render(Chat([QUESTION, answer, message], 0, tools), 3)
+            text = self._render(Chat([*chat.messages[:turn], answer, message], 0, chat.tools), turn + 2)
         except RowProblem:
             return ""
         said = VALUE if role == "tool" else ANSWER
