@@ -6,15 +6,16 @@ import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_rl.agents.as_json import Answer
 from megatron_rl.agents.environment_host import TurnJob
 from megatron_rl.agents.episode import Episode, EpisodeLimits, Reply
-from megatron_rl.agents.observation import EpisodeFailure, Observation, Opening, Turn
+from megatron_rl.agents.observation import FOLLOWING, EpisodeFailure, Observation, Opening, Turn
 from megatron_rl.agents.turn_reader import TurnReader
 from megatron_rl.agents.turn_renderer import TurnRenderer
 from megatron_rl.data.template_process import TemplateRefusal
+from megatron_rl.data.unwritten import tool_names
 from megatron_rl.errors import ConfigError, ReplayError
 from megatron_rl.plain_values import describe_error
 
@@ -38,12 +39,14 @@ class Environments(Protocol):
 class Episodes:
     """Answers turns. The number of an episode is that of its request.
 
-    record: is called with every answer. notes: for the user.
+    record: is called with every answer. notes: for the user. late_notes: those of the run itself, to be said and
+    taken out.
     """
 
     def __init__(self, limits: EpisodeLimits) -> None:
         self.limits = limits
         self.notes: list[str] = []
+        self.late_notes: list[str] = []
         self.record: Callable[[int, Reply], None] = lambda number, reply: None
         self._arrived: list[tuple[int, Reply]] = []
 
@@ -161,14 +164,15 @@ class LiveEpisodes(Episodes):
         reader: TurnReader,
         limits: EpisodeLimits,
         longest_prompt: int = 1 << 62,
-        appends: bool = True,
+        appending: Collection[str] = FOLLOWING,
     ) -> None:
-        """longest_prompt: tokens with which an environment may begin an episode. appends: the template appends what
-        follows; otherwise every turn begins with the whole conversation, rendered anew.
+        """longest_prompt: tokens with which an environment may begin an episode. appending: roles of messages that the
+        template appends; behind others a turn begins with the whole conversation, rendered anew.
         """
         super().__init__(limits)
         self._environments, self._renderer, self._reader = environments, renderer, reader
-        self._longest_prompt, self._appends = longest_prompt, appends
+        self._longest_prompt, self._appending = longest_prompt, frozenset(appending)
+        self._shown: set[tuple[str, ...]] = set()
         self._open: dict[int, _OpenTurn] = {}
         self._failed: list[tuple[int, Reply]] = []
         self._jobs = itertools.count()
@@ -215,6 +219,9 @@ class LiveEpisodes(Episodes):
         if isinstance(answer, EpisodeFailure) or (isinstance(answer, Observation) and answer.is_done):
             return Reply(known.turn, answer)
         try:
+            begins = answer if isinstance(answer, Opening) else answer.anew
+            if begins is not None:
+                self._look_for(begins.tools)
             if isinstance(answer, Opening):
                 return self._begun(answer, self._renderer.beginning(answer))
             anew = answer.anew or self._rewritten(known, answer)
@@ -231,9 +238,19 @@ class LiveEpisodes(Episodes):
             return Reply(known.turn, EpisodeFailure("no_answer", reason))
         return Reply(known.turn, answer, tuple(ids))
 
+    def _look_for(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """Note tools that the template does not write, once. Raises TemplateRefusal."""
+        names = tuple(tool_names(tools))
+        is_new = names not in self._shown
+        self._shown.add(names)
+        if names and is_new and self._renderer.unwritten_tools(tools):
+            what = f"the policy cannot see the {len(names)} tools of an agent ({', '.join(names)[:80]})"
+            self.late_notes.append(f"the chat template writes no tools: {what}")
+
     def _rewritten(self, known: _OpenTurn, answer: Observation) -> Opening | None:
         """The whole conversation, where the template does not append."""
-        if self._appends or known.turn is None or known.before is None:
+        is_appended = all(message["role"] in self._appending for message in answer.messages)
+        if is_appended or known.turn is None or known.before is None:
             return None
         messages = (*known.before.messages, known.turn.as_message(), *answer.messages)
         return Opening(messages, known.before.tools)

@@ -9,13 +9,14 @@ turn is a conversation of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from os.path import commonprefix
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.agents.observation import Message, Opening, Turn
+from megatron_rl.agents.observation import FOLLOWING, Message, Opening, Turn
 from megatron_rl.agents.thoughts import ThoughtMarks, Thoughts, thoughts_of
 from megatron_rl.data.message_form import (
     ANSWER,
@@ -67,9 +68,9 @@ class TurnRenderer:
         Raises TemplateRefusal where the template refuses it.
         """
         if self._template is None:
-            return self._ids("".join(message["content"] for message in opening.messages))
+            return self.ids("".join(message["content"] for message in opening.messages))
         tools = {"tools": list(opening.tools)} if opening.tools else {}
-        return self._ids(self._render(opening.messages, **tools, add_generation_prompt=True))
+        return self.ids(self._render(opening.messages, **tools, add_generation_prompt=True))
 
     def following(
         self, messages: Sequence[Message], last_token: int, turn: Turn | None = None, num_calls: int = 0
@@ -82,10 +83,10 @@ class TurnRenderer:
         Raises TemplateRefusal where the template refuses the messages or does not append them.
         """
         if self._template is None:
-            return self._ids("".join(message["content"] for message in messages))
+            return self.ids("".join(message["content"] for message in messages))
         names = [each.name for each in turn.calls] if turn is not None else []
         after = self.after_answer([QUESTION], messages, names, num_calls)
-        ids = self._ids(after)
+        ids = self.ids(after)
         return ids[1:] if ids[:1] == [last_token] and last_token in self._eos else ids
 
     def after_answer(
@@ -104,6 +105,14 @@ class TurnRenderer:
         if end is None or place < 0 or not text.startswith(start):
             raise NotAppended("it writes an earlier turn of the assistant otherwise once other messages follow")
         return text[end:]
+
+    def appending(self) -> set[str]:
+        """Return the roles whose messages the template appends, of those that may follow a turn."""
+        roles = set()
+        for role in FOLLOWING:
+            with suppress(TemplateRefusal):
+                roles |= {role} if self.append_problem(role) is None else set()
+        return roles
 
     def append_problem(self, role: str) -> str | None:
         """Return why messages of a role cannot be appended to a conversation token by token; None if they can.
@@ -209,7 +218,8 @@ class TurnRenderer:
             raise text
         return text
 
-    def _ids(self, text: str) -> list[int]:
+    def ids(self, text: str) -> list[int]:
+        """Return the tokens of a text that a template has written."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
         return ids
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,9 +27,19 @@ from megatron_rl.checkpoint.end_tokens import EndTokens
 from megatron_rl.config.multi_turn import MultiTurnConfig
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.template_process import TemplateRefusal
+from megatron_rl.data.unwritten import tool_names
 from megatron_rl.errors import ConfigError
 
 KEY = "actor_rollout_ref.rollout.multi_turn"
+PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "none",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string", "description": "none"}}},
+    },
+}
+"""A tool that templates and parsers are shown where an agent has not sent its own."""
 
 
 def with_tools(config: RunConfig) -> RunConfig:
@@ -68,22 +80,46 @@ def open_episodes(
     except TemplateRefusal as refusal:
         what = f"the chat template of {path} cannot go on with a conversation"
         raise ConfigError(f"{KEY}.enable=true: {what}: {refusal}") from None
-    reader = TurnReader(
-        tokenizer,
-        lambda tools: ToolParser(keys.format, f"{KEY}.format", tokenizer, tools, eos, thoughts),
-        tools,
-        thoughts,
-    )
+
+    def parser_of(tools: Sequence[Mapping[str, Any]]) -> ToolParser:
+        return ToolParser(keys.format, f"{KEY}.format", tokenizer, [dict(tool) for tool in tools], eos, thoughts)
+
+    reader = TurnReader(tokenizer, parser_of, tools, thoughts)
+    unread = unread_calls(keys, renderer, parser_of, tools) if tools or keys.agent.is_set else None
     environments = open_environments(keys, local, opened)
     limits = EpisodeLimits(keys.max_assistant_turns or config.data.max_response_length, keys.max_retries)
-    episodes = LiveEpisodes(environments, renderer, reader, limits, config.data.max_prompt_length, problem is None)
+    episodes = LiveEpisodes(environments, renderer, reader, limits, config.data.max_prompt_length, renderer.appending())
     if problem is not None:
         what = "so every turn is a conversation of its own, and data.max_response_length counts its history again"
         episodes.notes.append(f"the chat template of {path} does not append: {problem}; {what}")
     if is_unwritten:
         what = f"the policy cannot see the {len(tools)} tools"
         episodes.notes.append(f"the chat template of {path} writes no tools: {what}")
+    if unread is not None:
+        episodes.notes.append(f"the chat template of {path}: {unread}")
     return episodes
+
+
+def unread_calls(
+    keys: MultiTurnConfig,
+    renderer: TurnRenderer,
+    parser_of: Callable[[Sequence[Mapping[str, Any]]], ToolParser],
+    tools: Sequence[Mapping[str, Any]],
+) -> str | None:
+    """Return why calls would not be read, or None. Raises ConfigError for a format that cannot be loaded; for an agent,
+    which may have no tools, only if it is not the default.
+    """
+    try:
+        parser = parser_of(tools or [PROBE_TOOL])
+    except ConfigError as error:
+        if tools or keys.format != MultiTurnConfig().format:
+            raise
+        return f"an agent that sends tools would end the run: {error}"
+    name = next(iter(tool_names(tools or [PROBE_TOOL])), "")
+    written = renderer.written_call(name)
+    if not written or any(call.name == name for call in parser.turn(renderer.ids(written)).calls):
+        return None
+    return f"{KEY}.format={keys.format} does not read a call as the template writes it: {written[:80]!r}"
 
 
 def open_environments(keys: MultiTurnConfig, local: bool, opened: ExitStack) -> EnvironmentsHere | EnvironmentProcesses:

@@ -255,6 +255,8 @@ class Sampler:
         episodes = self.answers.sampled_episodes(step)
         metrics, most = episode_metrics(episodes), self.config.actor_rollout_ref.rollout.multi_turn.max_failed_ratio
         failures = [episode.failure for episode in episodes if episode.failure is not None]
+        while self.episodes is not None and self.episodes.late_notes:
+            self.logger.warn(self.episodes.late_notes.pop(0))
         if failures:
             first = f"{len(failures)} of {len(episodes)} episodes failed; the first: {failures[0].reason}"
             if len(failures) > most * len(episodes):

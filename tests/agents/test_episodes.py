@@ -152,7 +152,7 @@ def test_a_conversation_may_begin_anew(appends: bool):
     eos = tokenizer.eos_token_id
     renderer, reader = TurnRenderer(tokenizer, [eos]), TurnReader(tokenizer)
     answers = Answers(HIGHER_THAN, Observation(anew=Opening(({"role": "user", "content": "3="},))), HIGHER_THAN)
-    live = LiveEpisodes(answers, renderer, reader, EpisodeLimits(9), appends=appends)
+    live = LiveEpisodes(answers, renderer, reader, EpisodeLimits(9), appending=["user"] if appends else [])
     prompt = [{"role": "user", "content": "1+2="}]
     path = Episode(tuple(renderer.beginning(Opening(tuple(prompt)))), {"prompt": prompt}, Sampling(1.0, 1.0, -1, 99, 1))
     texts = []

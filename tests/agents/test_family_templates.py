@@ -10,16 +10,25 @@ import pytest
 from family_templates import family_tokenizer
 from transformers import PreTrainedTokenizerBase
 
+from megatron_rl.agents.anthropic_messages import AnthropicMessages
+from megatron_rl.agents.chat_request import ChatRequest
+from megatron_rl.agents.episode import Episode, EpisodeLimits
+from megatron_rl.agents.episodes import LiveEpisodes
 from megatron_rl.agents.observation import Message, Opening, ToolCall, Turn
+from megatron_rl.agents.openai_chat import OpenAIChat
 from megatron_rl.agents.thoughts import Channels
 from megatron_rl.agents.tool_parser import ToolParser
+from megatron_rl.agents.turn_reader import TurnReader
 from megatron_rl.agents.turn_renderer import TurnRenderer
+from megatron_rl.config.multi_turn import MultiTurnConfig
+from megatron_rl.controller.open_episodes import unread_calls
 from megatron_rl.data.chat_template import ChatTemplate
 from megatron_rl.data.example_rows import Chat
 from megatron_rl.data.template_process import TemplateRefusal, form_of
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import FAMILIES
 from megatron_rl.model.families.chat_format import APPEND, CHAT_FORMATS, OWN
+from megatron_rl.records import Sampling
 
 REFUSE = "refuse"
 ADD = {
@@ -149,6 +158,13 @@ CASES = {
 CASES["qwen2"] = Case(
     **{**vars(QWEN2), "families": ("Qwen2ForCausalLM", "Qwen3NextForCausalLM", "Qwen3VLForConditionalGeneration")}
 )
+UNREAD = [
+    ("glm", "glm47", None),
+    ("glm", "hermes", "format=hermes does not read a call as the template writes it: '"),
+    ("gpt_oss", "openai", None),
+    ("gpt_oss", "hermes", "an agent that sends tools would end the run: format=hermes does not go"),
+    ("phi3", "hermes", None),
+]
 WITH_CALLS = [name for name, case in CASES.items() if case.formats]
 
 
@@ -290,6 +306,74 @@ def test_tools_that_a_template_leaves_out():
         Chat(row()[:1] + [{"role": "assistant", "content": "a"}], 0, [ADD]), "last"
     )
     assert draft.unwritten == ("tools",)
+
+
+def test_an_agents_tools_that_the_template_leaves_out_are_told_once():
+    """Two episodes with the same tools. Would not catch tools that come with a later request."""
+    _, tokenizer, _, renderer = opened("gemma")
+    asked = Opening(({"role": "user", "content": "What is it?"},), (ADD,))
+    live = LiveEpisodes(Opens(asked), renderer, TurnReader(tokenizer), EpisodeLimits(2))
+    episodes = {n: Episode((), {"prompt": ""}, Sampling(1.0, 1.0, -1, 99, 1)) for n in range(2)}
+    live.begin(episodes)
+    assert [episode.opening for episode in episodes.values()] == [asked, asked]
+    (note,) = live.late_notes
+    assert "writes no tools: the policy cannot see the 1 tools of an agent (add)" in note
+
+
+@pytest.mark.parametrize("protocol", [OpenAIChat(), AnthropicMessages()], ids=["openai", "anthropic"])
+def test_an_agent_gets_thoughts_apart_and_gives_them_back(protocol):
+    """What goes out comes back as the same message, and the conversation goes on; one without its thought is another
+    conversation. Results are named after the calls whose ids they have. Would not catch the parts of a stream.
+    """
+    turn, question = (
+        Turn("So.", (CALL, ToolCall("sub", {})), reasoning_content=THOUGHT),
+        {"role": "user", "content": "?"},
+    )
+    sent = protocol.answer(turn, 7)
+    if isinstance(protocol, OpenAIChat):
+        said = sent["choices"][0]["message"]
+        assert (said["content"], said["reasoning_content"]) == ("So.", THOUGHT)
+        results = [{"role": "tool", "tool_call_id": f"call_7_{n}", "content": str(n)} for n in (1, 0)]
+        bare = {name: value for name, value in said.items() if name != "reasoning_content"}
+        assert THOUGHT in protocol.stream(turn, 7, ChatRequest(()))[0]
+    else:
+        said = {"role": "assistant", "content": sent["content"]}
+        assert sent["content"][0] == {"type": "thinking", "thinking": THOUGHT, "signature": ""}
+        blocks = [{"type": "tool_result", "tool_use_id": f"toolu_7_{n}", "content": str(n)} for n in (1, 0)]
+        results, bare = [{"role": "user", "content": blocks}], said | {"content": sent["content"][1:]}
+        assert any('"thinking_delta"' in event for event in protocol.stream(turn, 7, ChatRequest(())))
+    before = protocol.read({"messages": [question]})
+    new = protocol.read({"messages": [question, said, *results]}).after(before, turn)
+    assert [(message["name"], message["content"]) for message in new] == [("sub", "1"), ("add", "0")]
+    assert protocol.read({"messages": [question, bare, *results]}).after(before, turn) == ()
+
+
+class Opens:
+    """Environments that begin every episode alike."""
+
+    opens = True
+
+    def __init__(self, opening: Opening):
+        self.opening, self.open = opening, []
+
+    def play(self, number, job):
+        self.open.append(number)
+
+    def take(self, waits):
+        given, self.open = self.open, []
+        return [(number, self.opening) for number in given]
+
+
+@pytest.mark.parametrize(("name", "form", "problem"), UNREAD)
+def test_a_format_that_does_not_read_the_templates_calls_is_told(name, form, problem):
+    """At the start, for an agent, whose tools are not known. Would not catch a parser that reads this call alone."""
+    case, tokenizer, eos, renderer = opened(name)
+
+    def parser_of(tools):
+        return ToolParser(form, "format", tokenizer, tools, eos, renderer.thoughts)
+
+    found = unread_calls(MultiTurnConfig(format=form), renderer, parser_of, [])
+    assert found is None if problem is None else problem in found
 
 
 def test_a_format_whose_package_is_missing_names_it(monkeypatch):
