@@ -11,5 +11,9 @@ CONFIG="${CONFIG:-configs/ablation.yaml}"
 FOLDER="${FOLDER:-}" # for records and report; empty: the configuration's
 PYTHON="${PYTHON:-$([[ -x .venv/bin/python ]] && echo "$PWD/.venv/bin/python" || echo python3)}"
 
+if ! "$PYTHON" -c "import typer, omegaconf" 2> /dev/null; then
+    echo "PYTHON=$PYTHON lacks the packages that this program needs; run first: make install" >&2
+    exit 2
+fi
 [[ "$CONFIG" != configs/ablation.yaml ]] || "$PYTHON" scripts/make_demo_assets.py
 exec "$PYTHON" -m megatron_rl ablate --config "$CONFIG" ${FOLDER:+--folder "$FOLDER"} "$@"

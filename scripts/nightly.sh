@@ -13,5 +13,20 @@ GOLDEN="${GOLDEN:-configs/nightly_golden.json}"
 FOLDER="${FOLDER:-outputs/nightly}"
 PYTHON="${PYTHON:-$([[ -x .venv/bin/python ]] && echo "$PWD/.venv/bin/python" || echo python3)}"
 
+# A report of this night, whatever ends it from here on; `megatron-rl nightly` writes it anew.
+say_in_report() {
+    if [[ ! -e "$FOLDER" || -e "$FOLDER/report.md" || -e "$FOLDER/output.txt" ]]; then
+        mkdir -p "$FOLDER"
+        printf '# Nightly: not begun\n\n    bash scripts/nightly.sh\n\n%s\n' "$1" > "$FOLDER/report.md"
+    fi
+}
+say_in_report "It began at $(date '+%F %T') and ended before the configuration was read; the log says why."
+if ! "$PYTHON" -c "import typer, omegaconf" 2> /dev/null; then
+    lacks="PYTHON=$PYTHON lacks the packages that this program needs; run first: make install"
+    say_in_report "$lacks"
+    echo "$lacks" >&2
+    exit 2
+fi
+
 [[ "$CONFIG" != configs/demo_cpu.yaml ]] || "$PYTHON" scripts/make_demo_assets.py
 exec "$PYTHON" -m megatron_rl nightly --config "$CONFIG" --golden "$GOLDEN" --folder "$FOLDER" "$@"

@@ -21,7 +21,7 @@ from megatron_rl.trials.ablation import Ablation, only_ablation
 from megatron_rl.trials.ablation_file import read_ablation
 from megatron_rl.trials.ablation_report import dry_run_tables
 from megatron_rl.trials.golden import read_golden, write_golden
-from megatron_rl.trials.nightly import REPORT, Verdict, nightly_trial, run_nightly
+from megatron_rl.trials.nightly import REPORT, Verdict, nightly_trial, reported, run_nightly
 from megatron_rl.trials.planned import plan_points
 from megatron_rl.trials.trial_outcome import FAILED, TrialOutcome
 
@@ -41,14 +41,16 @@ def nightly_command(
     Exit codes: 0 pass, 2 invalid configuration, 10 regression, 11 crash, 12 hang.
     """
     check_output_folder("--folder", folder)
-    if renew:
-        check_output_file("--golden", golden)
-    bands = read_golden(golden)
-    run = checked(config, overrides, change=lambda found: only_ppo(found, "nightly"))
-    raise_problems("this run cannot start", run.violations)
-    trial = nightly_trial(bands, config, folder, overrides or ())
     exit_on_signals()  # so that training ends, too
-    verdict = run_nightly(trial, bands, shlex.join(["megatron-rl", *sys.argv[1:]]))
+    command = shlex.join(["megatron-rl", *sys.argv[1:]])
+    with reported(folder, command):
+        if renew:
+            check_output_file("--golden", golden)
+        bands = read_golden(golden)
+        run = checked(config, overrides, change=lambda found: only_ppo(found, "nightly"))
+        raise_problems("this run cannot start", run.violations)
+        trial = nightly_trial(bands, config, folder, overrides or ())
+        verdict = run_nightly(trial, bands, command)
     if renew and verdict in (Verdict.PASS, Verdict.REGRESSION):
         write_golden(bands.renewed(trial.recorded()), golden)
         Terminal().print(f"{golden} renewed; it was a {verdict.name.lower()} before", soft_wrap=True, markup=False)
@@ -81,6 +83,9 @@ def ablate_command(
         for table in dry_run_tables(Ablation(ablation, folder, planned, say).rows()):
             Terminal().print(table)
     if all(point.violations for point in planned):
+        if not dry_run and folder.is_dir():
+            with writing(), only_ablation(folder):  # in place of a report of what could run before
+                Ablation(ablation, folder, planned, say).write_report()
         raise_problems("no point can run", [Violation({}, f"{one.point.name}: {one.reason}") for one in planned])
     if dry_run:
         return

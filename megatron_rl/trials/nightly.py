@@ -5,12 +5,14 @@ Its report is one page of markdown, its verdict the exit code of `megatron-rl ni
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
 
 from megatron_rl.checkpoint.storage import writing
-from megatron_rl.errors import ConfigError
+from megatron_rl.errors import ConfigError, MegatronRLError
 from megatron_rl.trials.golden import Comparison, Golden
 from megatron_rl.trials.markdown import block, table
 from megatron_rl.trials.trial import OUTPUT, TimeLimits, Trial, require_own
@@ -34,13 +36,56 @@ FAILURES = {TrialOutcome.TIMED_OUT: Verdict.HANG, TrialOutcome.INVALID: Verdict.
 """Every other outcome than FINISHED is a crash, and so is an interrupted trial, which did not resume."""
 
 
+@contextmanager
+def reported(folder: Path, command: str) -> Iterator[None]:
+    """Replace the folder's report of another night before anything else happens, and again where this one fails.
+
+    Until `run_nightly` has a verdict, the report says that the night has not ended. Raises ConfigError if the folder
+    has other files in it, StorageError.
+    """
+    if not (folder / REPORT).is_file():
+        require_own(folder, OUTPUT, "nightly")
+    began = time.strftime("%Y-%m-%d %H:%M:%S")
+    _write(folder, title("not ended", None), command, f"It began at {began}. It is at work, or it was killed.")
+    try:
+        yield
+    except MegatronRLError as error:
+        name = "invalid config" if isinstance(error, ConfigError) else type(error).__name__
+        _write_again(folder, title(name, error.exit_code), command, str(error))
+        raise
+    except (KeyboardInterrupt, SystemExit) as end:
+        code = end.code if isinstance(end, SystemExit) and isinstance(end.code, int) else 130
+        _write_again(folder, title("interrupted", code), command, f"A signal ended it; it began at {began}.")
+        raise
+    except BaseException as error:
+        _write_again(folder, title("crash", 1), command, f"A fault of this program: {error!r}; the log has its place.")
+        raise
+
+
+def title(outcome: str, code: int | None) -> str:
+    """Return the first line of a report. code: the command's exit code; None: it has none yet."""
+    return f"# Nightly: {outcome}{'' if code is None else f' (exit code {code})'}"
+
+
+def _write(folder: Path, first: str, command: str, text: str) -> None:
+    with writing():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / REPORT).write_text(f"{first}\n\n    {command}\n\n{text}\n")
+
+
+def _write_again(folder: Path, first: str, command: str, text: str) -> None:
+    with suppress(MegatronRLError):  # the error that is being raised says more
+        _write(folder, first, command, text)
+
+
 def nightly_trial(golden: Golden, config: Path, folder: Path, overrides: Sequence[str]) -> Trial:
-    """The trial, in a folder that is emptied. Raises ConfigError if the folder has other files in it, StorageError."""
-    require_own(folder, OUTPUT, "nightly")
+    """The trial, in a folder of `reported`, which is emptied but for the report. Raises StorageError."""
     save = "trainer.save_freq=1000000"  # a run that never saves is not saved when it is stopped, either
     trial = Trial(config, folder, (save, *overrides, f"trainer.total_training_steps={golden.steps}"))
     with writing():
+        not_ended = (folder / REPORT).read_text()
         trial.empty()
+        (folder / REPORT).write_text(not_ended)
     return trial
 
 
@@ -72,12 +117,11 @@ def report(verdict: Verdict, command: str, attempts: Sequence[Attempt], comparis
     """The report. Unless the verdict is a pass, it has the end of the last attempt's output."""
     failed = [comparison for comparison in comparisons if not comparison.passed]
     passed = [comparison for comparison in comparisons if comparison.passed]
-    title = f"# Nightly: {verdict.name.lower().replace('_', ' ')} (exit code {verdict.value})"
     ends = [
         (number, f"{attempt.seconds:.0f}", attempt.last_step, _end(attempt))
         for number, attempt in enumerate(attempts, start=1)
     ]
-    lines = [title, "", f"    {command}", ""]
+    lines = [title(verdict.name.lower().replace("_", " "), verdict.value), "", f"    {command}", ""]
     lines += [*table(("life", "seconds", "last step", "end"), ends), ""]
     lines += [f"{len(passed)} of {len(comparisons)} comparisons with the golden file passed.", ""]
     lines += table(("metric", "step", "found", "golden", "band", ""), map(_compared, [*failed, *passed]))

@@ -205,6 +205,27 @@ def test_scripts_parse():
     assert (workers["replicas"], container["resources"]["limits"]["nvidia.com/gpu"]) == (8, "8")
 
 
+def test_launch_files_fit_one_another():
+    """The job starts a script where the image has it, with the image's Python first on PATH, on a Ray that serves jobs.
+
+    Would not catch what only a build or KubeRay shows.
+    """
+    image = (REPOSITORY / "docker/Dockerfile.gpu").read_text()
+    [home] = re.findall(r"^WORKDIR (\S+)$", image, re.M)
+    job = yaml.safe_load((REPOSITORY / "scripts/cluster/rayjob_70b.yaml").read_text())["spec"]
+    shell, script = job["entrypoint"].split()
+    assert shell == "bash" and Path(script).relative_to(home) == Path(SCRIPT)
+    assert re.search(rf"^ENV PATH={home}/\.venv/bin:", image, re.M) and "PYTHON: python " in job["runtimeEnvYAML"]
+    for file in re.findall(r"requirements/\w+\.txt", image):
+        assert (REPOSITORY / file).is_file(), file
+    pins = [
+        re.findall(r"^ray(\S*)==(\S+)$", (REPOSITORY / f"requirements/{kind}.txt").read_text(), re.M)
+        for kind in ("cpu", "gpu")
+    ]
+    assert [[("", version)], [("[default]", version)]] == pins if (version := pins[0][0][1]) else False
+    assert "wget" in image.split()  # KubeRay's probes
+
+
 def test_tiny_shape_keeps_the_architecture():
     """All keys of the 70B shape but sizes and tokens. Would not catch a key that only the library knows."""
     sys.path.insert(0, str(REPOSITORY / "scripts"))

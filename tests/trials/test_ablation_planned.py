@@ -15,6 +15,7 @@ from megatron_rl import cli
 from megatron_rl.config.load import load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.ledger.planner.preflight import preflight
+from megatron_rl.trials.ablation import LOCK
 from megatron_rl.trials.ablation_file import AblationConfig, Settings, read_ablation
 from megatron_rl.trials.planned import GroupSizes, plan_points
 
@@ -110,9 +111,16 @@ def test_dry_run_starts_nothing_and_writes_nothing(files, tmp_path):
     finished = CliRunner().invoke(cli.app, ["ablate", "--config", str(file), "--dry-run"], env={"COLUMNS": "200"})
     assert finished.exit_code == 0 and not out.exists()
     assert "1 points can run" in finished.stdout and "1 points cannot" in finished.stdout
-    with pytest.raises(ConfigError, match=r"no point can run: 2 problems\n  1. tp2: tp\(2\) \* pp\(3\)"):
+    refused = pytest.raises(ConfigError, match=r"no point can run: 2 problems\n  1. tp2: tp\(2\) \* pp\(3\)")
+    with refused:
         CliRunner().invoke(cli.app, ["ablate", "--config", str(file), f"{PP}=3"], catch_exceptions=False)
     assert not out.exists()
+    out.mkdir()  # with a report of an earlier time, which must not stay
+    (out / LOCK).touch()
+    (out / "ablation.md").write_text("fine")
+    with refused:
+        CliRunner().invoke(cli.app, ["ablate", "--config", str(file), f"{PP}=3"], catch_exceptions=False)
+    assert "2 points: 2 invalid" in (out / "ablation.md").read_text()
 
 
 def test_the_ablation_of_turns_can_run(files, tmp_path):

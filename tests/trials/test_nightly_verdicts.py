@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from megatron_rl.errors import ConfigError
 from megatron_rl.trials.golden import Band, Golden, read_golden, write_golden
 from megatron_rl.trials.metrics_file import read_metrics
-from megatron_rl.trials.nightly import Verdict, report, verdict_of
+from megatron_rl.trials.nightly import REPORT, Verdict, report, reported, verdict_of
 from megatron_rl.trials.trial_outcome import Attempt
 
 REPOSITORY = Path(__file__).parents[2]
@@ -154,3 +156,49 @@ def test_report_says_what_failed_first():
     assert "last" in text and text.count("first") < 30
     killed = report(Verdict.HANG, "x", [Attempt(-9, 70, 1, overran_s=60.0)], [])
     assert "killed after 60 s without a step" in killed
+
+
+YESTERDAY = "# Nightly: pass (exit code 0)\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "says"),
+    [
+        (ConfigError("no golden file at x"), ["# Nightly: invalid config (exit code 2)", "no golden file at x"]),
+        (SystemExit(143), ["# Nightly: interrupted (exit code 143)"]),
+        (KeyboardInterrupt(), ["# Nightly: interrupted (exit code 130)"]),
+        (ZeroDivisionError("by 0"), ["# Nightly: crash (exit code 1)", "by 0"]),
+        (None, ["# Nightly: not ended", "It is at work, or it was killed."]),
+    ],
+)
+def test_every_outcome_has_a_report_of_its_own(tmp_path, end, says):
+    """In place of yesterday's. Would not catch a disk that is full for the report."""
+    (tmp_path / REPORT).write_text(YESTERDAY)
+    with pytest.raises(BaseException) if end else nullcontext(), reported(tmp_path, "megatron-rl nightly x=1"):
+        assert "not ended" in (tmp_path / REPORT).read_text()
+        if end:
+            raise end
+    text = (tmp_path / REPORT).read_text()
+    assert all(part in text for part in [*says, "    megatron-rl nightly x=1\n"]) and "pass" not in text
+    with pytest.raises(ConfigError, match="holds files of something else"), reported(tmp_path.parent, ""):
+        pass
+
+
+def test_the_printed_line_sends_what_happened(tmp_path):
+    """The line for cron of docs/nightly.md, in a folder without an environment, the day after a pass. Would not catch
+    what cron itself does with it."""
+    [line] = [row for row in (REPOSITORY / "docs/nightly.md").read_text().splitlines() if row.startswith("17 2 * * *")]
+    for folder, file, text in (
+        ("scripts", "nightly.sh", (REPOSITORY / "scripts/nightly.sh").read_text()),
+        ("outputs/nightly", "report.md", YESTERDAY),
+        ("bin", "mail", f'#!/bin/sh\n{{ echo "$@"; cat; }} >{tmp_path}/mail\n'),
+    ):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / file).write_text(text)
+    (tmp_path / "bin/mail").chmod(0o755)
+    command = line.removeprefix("17 2 * * *").replace("/srv/megatron_rl", str(tmp_path))
+    environment = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "PYTHON": "/bin/false"}
+    subprocess.run(["sh", "-c", command], env=environment, check=True)
+    sent = (tmp_path / "mail").read_text()
+    assert sent.startswith("-s nightly: 2 team\n# Nightly: not begun") and "run first: make install" in sent
+    assert "pass" not in sent
