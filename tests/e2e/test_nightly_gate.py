@@ -50,6 +50,7 @@ def test_golden_pass_after_a_preemption(nightly, tmp_path) -> None:
     assert run.left_over() == []
 
 
+@pytest.mark.weekly
 def test_injected_regression_has_its_code(nightly, tmp_path) -> None:
     """A reward that is always 0. Nothing is left running.
 

@@ -54,6 +54,7 @@ def test_the_search_finds_what_enumeration_finds(tmp_path, layers, cluster, memo
 
 
 @pytest.mark.exhaustive
+@pytest.mark.weekly
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(*SMALL_RUNS)
 def test_the_search_finds_what_enumeration_finds_of_many_more(tmp_path, layers, cluster, memory, response, has_critic):
