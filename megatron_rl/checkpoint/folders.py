@@ -33,6 +33,8 @@ LOCK = ".lock"
 """The file that a running process holds; the operating system lets go of it however the process ends."""
 HF_FOLDER = "huggingface"
 """Where a role's part of a checkpoint keeps the configuration and the tokenizer of its model, as verl does."""
+HF_MODEL = "hf_model"
+"""Where a run's folder has the trained model at its end, as a Hugging Face folder."""
 UNFINISHED, REPLACED, DELETED, SET_ASIDE = ".unfinished", ".replaced", ".deleted", ".set_aside"
 LEFTOVERS = (UNFINISHED, REPLACED, DELETED)
 """Endings of names that only a killed run leaves behind."""

@@ -13,13 +13,14 @@ from typing import Any
 
 from megatron_rl.checkpoint.adapter_identity import LORA, adapter_differences
 from megatron_rl.checkpoint.contents import contents_faults
-from megatron_rl.checkpoint.folders import LEFTOVERS, NAME, find
+from megatron_rl.checkpoint.folders import HF_MODEL, LEFTOVERS, NAME, find
 from megatron_rl.checkpoint.identity import compared
 from megatron_rl.checkpoint.manifest import Manifest, ManifestError, OtherFormatError, broken_files, read_manifest
 from megatron_rl.checkpoint.pickles import forbidden_globals, pickles_in
 from megatron_rl.config.problems import nearest_name, refused
 from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.errors import ConfigError, Violation
+from megatron_rl.observe.loggers import METRICS_FILE
 
 Models = Mapping[str, dict[str, Any]]
 """Role -> `model_identity` of its configured model."""
@@ -69,6 +70,11 @@ def usable_checkpoint(given: Path) -> Path:
         inside = find(given)
     except OSError as error:
         raise ConfigError(f"{given} cannot be read: {error.strerror}") from error
+    run = given.parent if NAME.fullmatch(given.name) and not given.exists() else given
+    if _is_run(run) and not find(run):
+        model = trained_model(run)
+        hint = "" if model is None else f"; its trained model is {model}, a Hugging Face folder"
+        raise ConfigError(f"{run} has no checkpoints, because its run has saved none (trainer.save_freq){hint}")
     folder = inside[0].path if inside else given
     try:
         _check(folder, {}, checksums=True)
@@ -77,6 +83,17 @@ def usable_checkpoint(given: Path) -> Path:
         hint = f"{folder.parent} has no usable one" if usable is None else f"nearest: {usable}"
         raise ConfigError(f"{folder} is no checkpoint that can be used: {error}; {hint}") from error
     return folder
+
+
+def trained_model(run: Path) -> Path | None:
+    """Return the folder of the model that a run has written at its end, if it has."""
+    folder = run / HF_MODEL
+    return folder if (folder / "config.json").is_file() else None
+
+
+def _is_run(folder: Path) -> bool:
+    """Return whether a folder looks like that of a run, with or without checkpoints."""
+    return (folder / METRICS_FILE).is_file() or trained_model(folder) is not None
 
 
 def _newest(root: Path, models: Models, checksums: bool) -> ResumePoint:

@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
+from megatron_rl.checkpoint.folders import find
 from megatron_rl.checkpoint.identity import SHOWN
 from megatron_rl.checkpoint.listed_digests import digest_of
 from megatron_rl.checkpoint.manifest import MANIFEST
-from megatron_rl.checkpoint.resume import usable_checkpoint
+from megatron_rl.checkpoint.resume import trained_model, usable_checkpoint
 from megatron_rl.cli.options import ConfigPath, Overrides, check_number
 from megatron_rl.cli.output import check_output_folder, say
 from megatron_rl.cli.tasks import Collapse, Local, made_ready, start_evaluation, startable
@@ -96,11 +97,16 @@ def of_model(model: Path | None) -> Callable[[RunConfig], RunConfig]:
 def model_folder(model: Path, out: Path) -> Path:
     """Return `model` if it is a Hugging Face folder; if it is a checkpoint, export it and return that folder.
 
-    Raises ConfigError where it is neither.
+    Of a run's folder the newest checkpoint counts; of one without checkpoints the model that it has written at its end.
+    Raises ConfigError where it is none of these.
     """
     if (model / "config.json").is_file():
         return model
+    at_end = trained_model(model)
     try:
+        if at_end is not None and not find(model):
+            say(f"{model} has no checkpoints; {at_end} is its trained model")
+            return at_end
         checkpoint = usable_checkpoint(model).resolve()
     except ConfigError as error:
         raise ConfigError(f"--model {model} is no Hugging Face folder, which has a config.json, and {error}") from error

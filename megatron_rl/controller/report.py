@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
+from megatron_rl.checkpoint.folders import HF_MODEL
 from megatron_rl.checkpoint.hf_config import read_hf_config
 from megatron_rl.checkpoint.hf_folder import removing_unfinished
 from megatron_rl.checkpoint.storage import storing
@@ -29,7 +30,7 @@ from megatron_rl.roles.tuned import TunedPolicy
 if TYPE_CHECKING:
     from megatron_rl.controller.run import Run
 
-HF_MODEL, ADAPTER_FOLDER = "hf_model", "adapter"
+ADAPTER_FOLDER = "adapter"
 """The exported model in a run's folder, and its adapters."""
 LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
 """Modules of transformers' models: the norms of latent vectors of queries and of keys."""

@@ -21,7 +21,7 @@ from megatron_rl.checkpoint.manifest import (
     write_manifest,
 )
 from megatron_rl.checkpoint.resume import ResumePoint, _differences, select, usable_checkpoint
-from megatron_rl.cli.evaluating import export_name
+from megatron_rl.cli.evaluating import export_name, model_folder
 from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.errors import ConfigError
 
@@ -321,6 +321,25 @@ def test_a_pipe_is_not_waited_for(trainer, tmp_path, name):
     os.mkfifo(folder / name)
     point = select(trainer, MODELS)
     assert point.step == 10 and f"{name} must be a file, and it is a pipe" in point.skipped[0]
+
+
+@pytest.mark.parametrize("asked", ["", "global_step_10"])
+def test_a_run_without_checkpoints_names_its_model(tmp_path, asked):
+    """Where the run is named, or a checkpoint that it did not write; and eval takes the model. A folder that is not a
+    run's is a torn checkpoint. Would not catch a model at the end that is torn.
+    """
+    with pytest.raises(ConfigError, match="torn, or not written by megatron_rl"):
+        usable_checkpoint(tmp_path / asked)
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"has no checkpoints, because its run has saved none \(trainer.save_freq\)$"):
+        usable_checkpoint(tmp_path / asked)
+    (tmp_path / "hf_model").mkdir()
+    (tmp_path / "hf_model/config.json").touch()
+    with pytest.raises(ConfigError, match=f"; its trained model is {tmp_path}/hf_model, a Hugging Face folder$"):
+        usable_checkpoint(tmp_path / asked)
+    assert model_folder(tmp_path, tmp_path / "out") == tmp_path / "hf_model"
+    saved = save(tmp_path, 20)
+    assert usable_checkpoint(tmp_path) == saved
 
 
 def test_what_cannot_be_read_is_told(trainer, tmp_path):

@@ -253,6 +253,28 @@ def test_scripts_and_their_options_exist() -> None:
     assert not missing
 
 
+def test_commands_name_what_earlier_ones_have_made() -> None:
+    """`make demo` saves no checkpoint and records 8 samples of a step: a page that names more makes it first.
+
+    Would not catch an earlier command that ends without having made it.
+    """
+    lacking = []
+    for at, (typed, part) in enumerate(RUN):
+        before = [f"{above.text} {other.text}" for above, other in RUN[:at] if above.page == typed.page]
+        needs = {"save_freq=": "outputs/demo/global_step_" in part.text}
+        needs["save_freq=5"] = part.words[1:2] == ("average",) and "outputs/demo" in part.words
+        if "--rollouts-from" in part.words:
+            needs[
+                f"recorded_prompts=-1 trainer.default_local_dir={part.words[part.words.index('--rollouts-from') + 1]}"
+            ] = True
+        folders = [word for word in part.words if part.words[1:2] == ("view",) and word.startswith("outputs/")]
+        needs |= {f"default_local_dir={folder}": folder != "outputs/demo" for folder in folders}
+        lacking += [
+            f"{typed}: {need}" for need, is_one in needs.items() if is_one and not any(need in text for text in before)
+        ]
+    assert not lacking
+
+
 def test_commands_are_split_as_a_shell_would() -> None:
     """Variables, two lines, `&&`, quotes, comments and marks, by hand. Would not catch a loop or a pipe."""
     text = (
