@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_rl.checkpoint.adapter_files import AdapterFiles
+from megatron_rl.checkpoint.identity import weights_digest
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.model.families import Model
 from megatron_rl.model.families.adapter_params import peft_targets
 
 LORA = "lora"
 """The part's name in an identity; its value is None, or absent, where the whole model is trained."""
+REFERENCE_ADAPTER = "adapter of the reference"
+"""The name of the digest of `adapter_path` in an identity; None: the reference is without an adapter. Absent where
+adapters are compared with no reference, and in checkpoints from before it was written."""
 GROUPS = {"actor": "actor_rollout_ref", "critic": "critic"}
 """Trained role -> the group of the configuration that has its `model`."""
 TARGETS = "target_modules"
@@ -48,6 +53,31 @@ def adapter_differences(role: str, saved: Mapping[str, Any] | None, configured: 
         for name, value in configured.items()
         if saved.get(name) != value
     ]
+
+
+def reference_identity(lora: LoraConfig) -> dict[str, Any]:
+    """Return the part of the identity of a policy that is compared with a reference: each start reads it from
+    `adapter_path`, as no checkpoint has it; JSON-ready. Raises ConfigError, and OSError, where it cannot be read.
+    """
+    if not lora.rank:
+        return {}
+    path = lora.adapter_path
+    return {REFERENCE_ADAPTER: None if path is None else weights_digest(AdapterFiles.open(path).tensors)}
+
+
+def reference_differences(role: str, saved: Mapping[str, Any], configured: Mapping[str, Any]) -> list[str]:
+    """Return why the reference would be another one than before; []: it is the same, or one of both does not say."""
+    if REFERENCE_ADAPTER not in saved.keys() & configured.keys():
+        return []
+    before, now = (_named(identity[REFERENCE_ADAPTER]) for identity in (saved, configured))
+    if before == now:
+        return []
+    key = f"{GROUPS.get(role, role)}.model.lora.adapter_path"
+    return [f"its reference has {before}, and configured is {now}: {key} as the run began with it would go on"]
+
+
+def _named(digest: str | None) -> str:
+    return "no adapter" if digest is None else f"an adapter with the digest {digest}"
 
 
 def _text(value: Any) -> str:

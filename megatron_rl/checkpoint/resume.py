@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megatron_rl.checkpoint.adapter_identity import LORA, adapter_differences
+from megatron_rl.checkpoint.adapter_identity import LORA, REFERENCE_ADAPTER, adapter_differences, reference_differences
 from megatron_rl.checkpoint.contents import contents_faults
 from megatron_rl.checkpoint.folders import HF_MODEL, LEFTOVERS, NAME, find
 from megatron_rl.checkpoint.identity import compared
@@ -193,8 +193,9 @@ def _differences(manifest: Manifest, models: Models) -> list[str]:
             differences.append(f"it has no {role}, but {', '.join(manifest.models)}")
             continue
         differences += adapter_differences(role, saved.get(LORA), identity.get(LORA))
+        differences += reference_differences(role, saved, identity)
         for name, value in compared(identity, saved).items():
-            if name != LORA and saved.get(name) != value:
+            if name not in (LORA, REFERENCE_ADAPTER) and saved.get(name) != value:
                 differences.append(f"{name} of the {role} is {saved.get(name)}, and configured is {value}")
     return differences
 

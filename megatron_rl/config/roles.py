@@ -76,9 +76,9 @@ class RoleSpec:
     megatron: its training layout; for the rollout the actor's, which names the dtype. score, update: its passes; a role
     with `update` is trained and saved. settings: the group itself. mixed: further examples that its update reads.
     makes: the column that it adds to every batch; None: none, or not in every run. lora: the adapters that are trained
-    in place of the weights, or read by the rollout; rank 0: none. model_of: the role on the same ranks whose model is
-    this role's, a reference's without its adapters; None: it has a model of its own. mtp: what becomes of the model's
-    multi-token prediction layer.
+    in place of the weights, read by the rollout, or those that a reference holds; rank 0: none. model_of: the role on
+    the same ranks whose model is this role's, a reference's with other adapters or none; None: it has a model of its
+    own. mtp: what becomes of the model's multi-token prediction layer.
     """
 
     name: str
@@ -351,7 +351,9 @@ def _policy(config: RunConfig, kind: str, key: str, pool: str, settings: Any) ->
     """A role that starts from the actor's model."""
     shared = config.actor_rollout_ref
     megatron = shared.actor.megatron if kind == ROLLOUT else settings.megatron
-    lora = LoraConfig() if kind == REFERENCE else shared.model.lora
+    # A reference is the policy before training, of which new adapters are no part: their B is 0.
+    is_bare = kind == REFERENCE and shared.model.lora.adapter_path is None
+    lora = LoraConfig() if is_bare else shared.model.lora
     model = (shared.model.path, "actor_rollout_ref.model.path", megatron, settings)
     mtp = MTPUse.NONE if kind == REFERENCE else shared.mtp_use
     return RoleSpec(kind, kind, key, pool, *model, lora=lora, mtp=mtp)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -72,12 +72,30 @@ def parts_of(down: Tensor, ups: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return parts
 
 
+class Pair(NamedTuple):
+    """A and B as they were, which nothing trains. Fields as of `Adapter`."""
+
+    lora_A: Tensor  # noqa: N815  PEFT's name
+    lora_B: Tensor  # noqa: N815
+
+
 class AdapterDict(torch.nn.ModuleDict):
-    """Adapters by the name of their projection, which can be off."""
+    """Adapters by the name of their projection.
+
+    initial: the adapters before training, if `keep_initial` copied them. reads_initial: whether products are those of
+    `initial`, or none where nothing was copied.
+    """
 
     def __init__(self, adapters: Mapping[str, Adapter], scale: float) -> None:
         super().__init__(dict(adapters))
-        self.scale, self.is_on = scale, True
+        self.scale, self.reads_initial = scale, False
+        self.initial: dict[str, Pair] = {}
+
+    def pairs(self, projections: Iterable[str]) -> list[Adapter | Pair]:
+        """Return A and B of each projection that products are made of; []: of none."""
+        if self.reads_initial:
+            return [self.initial[name] for name in projections if self.initial]
+        return [cast(Adapter, self[name]) for name in projections]
 
 
 class LinearAdapters(AdapterDict):
@@ -95,10 +113,9 @@ class LinearAdapters(AdapterDict):
         linear.register_forward_hook(self._add)
 
     def _add(self, linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> Any:
-        if not self.is_on:
+        if not (pairs := self.pairs(self)):
             return None
         x, out = inputs[0], output[0]
-        pairs = [cast(Adapter, pair) for pair in self.values()]
         down = self._summed(F.linear(x, torch.cat([pair.lora_A for pair in pairs])))
         ups = [pair.lora_B for pair in pairs]
         return AddedProducts.apply(out, down, self.starts, self.scale, *ups), output[1]
@@ -137,9 +154,8 @@ class ExpertAdapters(AdapterDict):
     def linears(self, name: str, stack: Tensor) -> list[Callable[[Tensor], Tensor]]:
         """The product with each expert's matrix of the stack `name`, which has adapters or none: [T, I] -> [T, O]."""
         starts = self.starts.get(name, {})
-        if not self.is_on or not starts:
+        if not (pairs := self.pairs(starts)):
             return plain_linears(stack)
-        pairs = [cast(Adapter, self[projection]) for projection in starts]
         downs, ups = [pair.lora_A for pair in pairs], [pair.lora_B for pair in pairs]
         if name == "w13":
             downs = [copy_to_tensor_model_parallel_region(down, group=self.group) for down in downs]
@@ -257,14 +273,32 @@ def _initial(own: Tensor, lora: LoraConfig, generator: torch.Generator) -> Tenso
             return own.normal_(std=1 / lora.rank, generator=generator)
 
 
-@contextmanager
-def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Let the chunks compute as the base does, without their adapters."""
-    held = [module for chunk in chunks for module in chunk.modules() if isinstance(module, AdapterDict)]
+def keep_initial(chunks: Sequence[torch.nn.Module]) -> list[Tensor]:
+    """Copy the chunks' adapters as they are now, for `initial_adapters`; return the copies."""
+    held = adapters_of(chunks)
     for module in held:
-        module.is_on = False
+        for name in module:
+            adapter = cast(Adapter, module[name])
+            module.initial[name] = Pair(adapter.lora_A.detach().clone(), adapter.lora_B.detach().clone())
+    return [tensor for module in held for pair in module.initial.values() for tensor in pair]
+
+
+@contextmanager
+def initial_adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Let the chunks compute as before training: with the adapters of `keep_initial`, without any where none were kept.
+
+    New adapters add nothing, as B is 0, so those need not be kept.
+    """
+    held = adapters_of(chunks)
+    for module in held:
+        module.reads_initial = True
     try:
         yield
     finally:
         for module in held:
-            module.is_on = True
+            module.reads_initial = False
+
+
+def adapters_of(chunks: Sequence[torch.nn.Module]) -> list[AdapterDict]:
+    """Return the adapters of all linears and stacks of the chunks."""
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, AdapterDict)]

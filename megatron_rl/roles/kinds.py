@@ -19,7 +19,7 @@ from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.bridge_address import AcrossBridge
 from megatron_rl.roles.critic import Critic
 from megatron_rl.roles.rank import Rank
-from megatron_rl.roles.reference import BaseReference, Reference
+from megatron_rl.roles.reference import InitialReference, Reference
 from megatron_rl.roles.reward_model import RewardModel
 from megatron_rl.roles.role import Role
 from megatron_rl.roles.rollout import Rollout
@@ -44,7 +44,7 @@ def build_role(spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], bridg
     if spec.kind == ROLLOUT:
         return Rollout(spec, rank, neighbours, bridge)
     if spec.model_of is not None:
-        return (SelfTeacher if spec.kind == TEACHER else BaseReference)(spec, rank, neighbours)
+        return (SelfTeacher if spec.kind == TEACHER else InitialReference)(spec, rank, neighbours)
     if spec.kind == REFERENCE:
         return Reference(spec, rank, neighbours)
     return MODEL_KINDS[spec.kind](spec, rank)

@@ -7,6 +7,8 @@ from typing import cast
 
 from megatron_rl.config.roles import ACTOR, RoleSpec
 from megatron_rl.dispatch import Dispatch, Stop, remote_method
+from megatron_rl.hybrid_engine.offload import HostCopy, Offloadable
+from megatron_rl.observe.memory_ledger import storage_bytes
 from megatron_rl.records import Batch
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.role import FrozenRole, Role, TrainedRole
@@ -55,12 +57,16 @@ class Reference(FrozenRole):
         self.following.refresh()
 
 
-class BaseReference(Role):
-    """The reference of a policy that trains adapters: the policy without them, in the policy's own memory."""
+class InitialReference(Role):
+    """The reference of a policy that trains adapters: the policy with the adapters of `adapter_path`, or without any.
+
+    It computes in the policy's own memory, and holds A and B of `adapter_path` as the policy read them.
+    """
 
     def __init__(self, spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role]) -> None:
-        """neighbours: the roles of this rank, with the policy."""
+        """neighbours: the roles of this rank, with the policy, which has read no checkpoint yet."""
         from megatron_rl.checkpoint.known_tokens import num_sampled_tokens
+        from megatron_rl.model.adapters import keep_initial
         from megatron_rl.roles.pipeline import Pipeline
         from megatron_rl.roles.token_scorer import TokenScorer
 
@@ -71,14 +77,23 @@ class BaseReference(Role):
         trainable, source = self.policy.trainable, self.policy.source
         settings = source.hf_config.to_dict()
         settings["vocab_size"] = num_sampled_tokens(rank.config, source.path, settings["vocab_size"])
+        self.held = keep_initial(trainable.models) if spec.lora.rank else []
         # Without routing: the policy's choices of experts are not this model's.
         pipeline = Pipeline(list(trainable.chunks), rank.groups, rank.device.torch_device)
         self.scorer = TokenScorer(pipeline, trainable.models, settings, rank.config.temperature)
 
+    def memory(self) -> dict[str, int]:
+        """Bytes of the adapters that it holds."""
+        return {f"{self.spec.name} parameters": storage_bytes(self.held)} if self.held else {}
+
+    def offloadable(self) -> list[Offloadable]:
+        """The adapters that it holds, if the offload key says so."""
+        return [HostCopy(lambda: self.held)] if self.spec.megatron.param_offload else []
+
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def log_probs(self, batch: Batch) -> Batch | None:
         """The log-prob of each sampled token, in the column of the role's row; None before the last stage."""
-        from megatron_rl.model.adapters import adapters_off
+        from megatron_rl.model.adapters import initial_adapters
 
-        with adapters_off(self.policy.trainable.models):
+        with initial_adapters(self.policy.trainable.models):
             return self.scorer.score(self.column, batch, self.cut)

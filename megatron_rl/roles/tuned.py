@@ -67,14 +67,6 @@ class TunedPolicy(TrainedRole):
         """`answer_scores`: the sum of the tokens' log-probs of each answer; None before the last stage."""
         return self.learner.scores(batch, self.score_cut)
 
-    @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
-    def base_log_probs(self, batch: Batch) -> Batch | None:
-        """`answer_log_probs` of the model without adapters, where it has any; None before the last stage."""
-        from megatron_rl.model.adapters import adapters_off
-
-        with adapters_off(self.trainable.models):
-            return self.learner.scores(batch, self.score_cut)
-
     @remote_method(Dispatch.DP, phase="export")
     def sampled_logits(self, batch: Batch) -> torch.Tensor | None:
         """Float32 logits [sampled tokens, vocab_size], for parity checks; None before the last stage."""

@@ -48,7 +48,7 @@ class Preferences:
         self.is_stored = run.config.needs_reference and not run.config.holds_reference
 
     def store_reference(self) -> None:
-        """Score all answers with the initial weights, without adapters, if they are stored and a new run begins.
+        """Score all answers with the policy as it starts, if its scores are stored and a new run begins.
 
         Raises StoppedBeforeStep between chunks if a signal asked to stop, ConfigError if a resumed checkpoint lacks
         these scores or has those of other answers.
@@ -68,7 +68,7 @@ class Preferences:
             for first in range(0, len(records), size):
                 self.run.life.check_stop()
                 chunk = preference_batch(records[first : first + size])
-                scores += self.policy.base_log_probs(chunk).get()["answer_scores"].unbind()
+                scores += self.policy.answer_log_probs(chunk).get()["answer_scores"].unbind()
             stored.put(name, scores, answers)
 
     def batch(self, name: str, numbers: Sequence[int]) -> Batch:

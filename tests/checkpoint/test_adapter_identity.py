@@ -6,9 +6,12 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from saved import MODELS, SETTINGS, write_files
 
-from megatron_rl.checkpoint.adapter_identity import adapter_identity
+from megatron_rl.checkpoint.adapter_files import WEIGHTS
+from megatron_rl.checkpoint.adapter_identity import adapter_identity, reference_identity
 from megatron_rl.checkpoint.folders import commit
 from megatron_rl.checkpoint.resume import select
 from megatron_rl.config.lora import LoraConfig
@@ -65,6 +68,45 @@ def test_the_same_go_on(saved, configured, tmp_path: Path) -> None:
     """However the targets are spelled. Would not catch a target that a family gains later."""
     save(tmp_path, MODELS if saved is None else models_of(saved))
     assert select(TrainerConfig(default_local_dir=str(tmp_path)), models_of(configured)).step == 10
+
+
+def test_a_reference_keeps_its_adapter(tmp_path: Path) -> None:
+    """A reference of `adapter_path` is in no checkpoint: another folder of the same shapes, or none, is refused with
+    both. A run without a reference, and a checkpoint that does not say, go on. Would not catch a change of an element
+    that the digest does not sample.
+    """
+    loras = []
+    for number in range(2):
+        folder = tmp_path / f"adapter{number}"
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 32}')
+        save_file({"base_model.model.a.lora_A.weight": torch.full((8, 4), float(number))}, folder / WEIGHTS)
+        loras.append(LoraConfig(rank=8, adapter_path=str(folder)))
+
+    def models(lora: LoraConfig) -> dict[str, dict]:
+        return {"actor": models_of(lora)["actor"] | reference_identity(lora)}
+
+    first, second = (reference_identity(lora)["adapter of the reference"] for lora in loras)
+    for number, (saved, configured, said) in enumerate(
+        [
+            (
+                loras[0],
+                loras[1],
+                f"an adapter with the digest {first}, and configured is an adapter with the digest {second}",
+            ),
+            (loras[0], RANK8, f"an adapter with the digest {first}, and configured is no adapter"),
+            (RANK8, loras[0], f"no adapter, and configured is an adapter with the digest {first}"),
+        ]
+    ):
+        root = tmp_path / str(number)
+        save(root, models(saved))
+        with pytest.raises(ConfigError) as caught:
+            select(TrainerConfig(default_local_dir=str(root)), models(configured))
+        assert f"its reference has {said}: {KEY}.adapter_path as the run began" in " ".join(str(caught.value).split())
+        assert select(TrainerConfig(default_local_dir=str(root)), models_of(configured)).step == 10
+        assert select(TrainerConfig(default_local_dir=str(root)), models(saved)).step == 10
+    save(tmp_path / "before", models_of(loras[0]))
+    assert select(TrainerConfig(default_local_dir=str(tmp_path / "before")), models(loras[1])).step == 10
 
 
 def test_targets_as_short_as_they_can_be() -> None:

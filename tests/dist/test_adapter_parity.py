@@ -28,6 +28,7 @@ from megatron_rl.columns import ACTOR_UPDATE, SCORING
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
+SP = {"actor__megatron__sequence_parallel": True}
 RANK, ALPHA = 4, 10.0
 """vLLM holds 8 rows. The scale is 2.5, which vLLM does not have by itself."""
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -91,8 +92,13 @@ def matrices(name: str, tensor: torch.Tensor, num_experts: int) -> dict[str, tor
 
 def adapted_rank(config) -> dict:
     """Everything that the tests look at, from one build of actor, reference and rollout."""
+    from dataclasses import replace
+
     from megatron_rl.config.roles import Placement
+    from megatron_rl.ledger.planner.run_models import RunModels
+    from megatron_rl.model.adapters import adapters_of
     from megatron_rl.roles.host import RankHost
+    from megatron_rl.roles.kinds import build_role
     from megatron_rl.roles.model_source import named_parameters
 
     worker = RankHost(config)
@@ -114,14 +120,21 @@ def adapted_rank(config) -> dict:
     result: dict[str, Any] = {"where": where, "place": actor.source.place, "before": held()}
     frozen = [buffer.param_data.clone() for buffer in actor.trainable.frozen]
     result["log_probs"] = score(actor.log_probs)
-    result["ref_log_probs"] = score(worker.roles["reference"].log_probs)
+    reference = worker.roles["reference"]
+    apart = build_role(replace(reference.spec, model_of=None), worker.rank, {})  # as in a pool without the actor
+    result |= {"ref_log_probs": score(reference.log_probs), "ref_apart": score(apart.log_probs)}
+    planned = RunModels(config).training.ledger(reference.spec).held(worker.groups.pp_rank).named(reference.spec)
+    result["ref_memory"] = reference.memory(), planned
     greedy, first = round_trip(worker, GREEDY)
     sampled, second = round_trip(worker, RANDOM)
     result |= {"greedy": tokens(greedy), "reports": [first, second]}
     result["difference"] = logprob_difference(worker, sampled)
     result["update"] = actor.update(mine.read_by(ACTOR_UPDATE))
     result["after"] = held()
-    result["log_probs_after"] = score(actor.log_probs)
+    result |= {"log_probs_after": score(actor.log_probs), "ref_after": score(reference.log_probs)}
+    for adapters in adapters_of(actor.trainable.models):
+        adapters.initial.clear()  # as without adapter_path
+    result["base_log_probs"] = score(reference.log_probs)
     again, _ = round_trip(worker, GREEDY)
     result["greedy_after"] = tokens(again)
     result["difference_after"] = logprob_difference(worker, again)
@@ -176,7 +189,7 @@ class Oracle:
         log_probs = log_probs_of(model)
         self.log_probs, self.greedy = log_probs.detach(), greedy_answers(model)
         with torch.no_grad(), model.disable_adapter():
-            self.ref_log_probs = log_probs_of(model)
+            self.base_log_probs = log_probs_of(model)
         advantages = random_batch(NUM_ROWS).flat("advantages")
         (-(advantages * log_probs).mean()).backward()
         num_experts = getattr(model.config, "num_experts", 0)
@@ -231,7 +244,9 @@ def run_adapted(oracle: Oracle, world_size: int, tp_size: int, pp_size: int, **k
 
 
 def check(results: list[dict], oracle: Oracle) -> None:
-    """Everything against PEFT: 1e-5 relative, log-probs of vLLM 3e-5, tokens exactly."""
+    """Everything against PEFT: 1e-5 relative, log-probs of vLLM 3e-5, tokens exactly. The reference is the policy with
+    the adapters that it starts from, to the last bit, also after an update.
+    """
     from megatron_rl.checkpoint.hf_tensors import hf_tensors
     from megatron_rl.config.lora import LoraConfig
     from megatron_rl.model.families import Model
@@ -240,9 +255,11 @@ def check(results: list[dict], oracle: Oracle) -> None:
     lora = LoraConfig(rank=RANK, exclude_modules=oracle.excluded)
     specs = adapter_specs(Model.read(oracle.model_path).specs, lora)
     assert {tensor.name for tensor in hf_tensors(specs)} == oracle.file.keys()
-    for field in ("log_probs", "ref_log_probs", "log_probs_after"):
+    for field in ("log_probs", "base_log_probs", "log_probs_after"):
         assert relative(collected(results, field), getattr(oracle, field)) < 1e-5, field
-    assert relative(oracle.log_probs, oracle.ref_log_probs) > 1e-2  # the adapters do something
+    for field in ("ref_log_probs", "ref_apart", "ref_after"):
+        assert torch.equal(collected(results, field), collected(results, "log_probs")), field
+    assert relative(oracle.log_probs, oracle.base_log_probs) > 1e-2  # the adapters do something
     assert all(r["update"]["actor/grad_norm"] == pytest.approx(oracle.grad_norm, rel=1e-5) for r in results)
     for field, expected in (("before", oracle.file), ("after", oracle.after)):
         ours = whole_adapters(results, field, specs)
@@ -255,13 +272,17 @@ def check(results: list[dict], oracle: Oracle) -> None:
     differences = [r[name] for r in results for name in ("difference", "difference_after") if r[name] is not None]
     assert differences and max(differences) < 3e-5
     assert not any(r["base_moved"] for r in results)
+    for result in results:
+        held, planned = result["ref_memory"]
+        own = sum(tensor.nbytes for tensor in result["before"].values())
+        assert held == planned == {"reference parameters": own}
 
 
 @pytest.mark.parametrize(
     ("world_size", "tp_size", "pp_size", "keys"),
     [
         pytest.param(1, 1, 1, {}, id="one", marks=pytest.mark.exhaustive),
-        pytest.param(4, 2, 2, {"actor__megatron__sequence_parallel": True}, id="TP2xPP2-SP"),
+        pytest.param(4, 2, 2, SP | {"ref__megatron__param_offload": True}, id="TP2xPP2-SP"),
     ],
 )
 def test_adapters_equal_peft(oracle: Oracle, world_size: int, tp_size: int, pp_size: int, keys: dict) -> None:

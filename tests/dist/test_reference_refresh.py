@@ -71,7 +71,7 @@ def refreshed(config, num_refreshes: int, source: Path | None = None, target: Pa
         mixed += [torch.equal(weights["reference"][name], before[name].lerp(now[name], alpha)) for name in now]
     if target is not None:
         assert start_saving(worker, target).finish(wait=True)
-    scores = reference.log_probs(answer_rows(mine).read_by(SCORING)), policy.base_log_probs(mine)
+    scores = reference.log_probs(answer_rows(mine).read_by(SCORING)), policy.answer_log_probs(mine)
     return {
         "where": where,
         "place": policy.source.place,

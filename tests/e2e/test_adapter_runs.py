@@ -104,22 +104,35 @@ def test_adapters_in_other_tasks(command_line, files: Path, task: str) -> None:
 
 
 @pytest.mark.exhaustive
-def test_dpo_compares_with_the_base(command_line, files: Path) -> None:
-    """From an adapter on, stored or on the fly: the reference is the model without it, so the first loss is not log 2.
+def test_dpo_compares_with_the_adapter_that_it_starts_from(command_line, files: Path) -> None:
+    """Stored or on the fly the first loss is log 2. Who goes on after a step compares with the same adapter, to the
+    last bit, and is refused without it.
 
     Would not catch a reference that is another model both ways.
     """
-    few = ("trainer.total_training_steps=1", "trainer.save_freq=-1", "trainer.test_freq=0")
+    few = ("trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=0", "trainer.export_hf=false")
     start = command_line(*keys_of(files, "sft"), *ADAPTERS, *LOCAL, "trainer.save_freq=-1", stage="sft")
     assert start.wait() == 0, start.text()
     adapter = f"actor_rollout_ref.model.lora.adapter_path={start.run / 'adapter'}"
-    losses = []
+    of_reference = {}
     for reference in ("dpo", "dpo on the fly"):
         run = command_line(*keys_of(files, reference), *few, *ADAPTERS, adapter, *LOCAL, stage="dpo")
         assert run.wait() == 0, run.text()
-        losses += [line["actor/loss"] for line in metrics(run).values() if "actor/loss" in line]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert abs(losses[0] - math.log(2)) > 1e-3
+        of_reference[reference] = losses(run)
+    first, second = of_reference["dpo on the fly"]
+    assert first == pytest.approx(math.log(2), abs=1e-6) and abs(second - first) > 1e-3
+    assert of_reference["dpo"] == pytest.approx([first, second], rel=1e-5)
+    saved = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={run.run / 'global_step_1'}")
+    resumed = command_line(*keys_of(files, reference), *few, *ADAPTERS, adapter, *LOCAL, *saved, stage="dpo")
+    assert resumed.wait() == 0, resumed.text()
+    assert losses(resumed) == [second]
+    without = command_line(*keys_of(files, reference), *few, *ADAPTERS, *LOCAL, *saved, stage="dpo")
+    assert without.wait() == 2 and "and configured is no adapter" in " ".join(without.text().split())
+
+
+def losses(run) -> list[float]:
+    """The actor's loss in each step."""
+    return [line["actor/loss"] for line in metrics(run).values() if "actor/loss" in line]
 
 
 @pytest.mark.exhaustive

@@ -46,7 +46,8 @@ def elements(hidden: int, kv: int, ffn: int, tp: int) -> int:
 
 
 def test_70b_on_8_gpus():
-    """414M adapter parameters, held once a rank with float32 gradients, moments and masters; a reference for nothing.
+    """414M adapter parameters, held once a rank with float32 gradients, moments and masters; a reference for nothing,
+    or for the adapters that the policy starts from.
 
     Would not catch what vLLM needs for adapters on GPUs.
     """
@@ -69,6 +70,8 @@ def test_70b_on_8_gpus():
     assert held["actor gradients"] == 4 * own == held["actor masters"]
     assert held["actor moments"] == 8 * own
     assert held["reference parameters"] == 0
+    (stage,) = plan_stages(RunModels(load_config(LARGE, [f"{LORA}.adapter_path=an/adapter"])))
+    assert stage.phases["ref"]["reference parameters"] == 2 * own
     assert set(plan.transition.received) == {0} and plan.transition.model_bytes == 2 * 414_187_520
 
 

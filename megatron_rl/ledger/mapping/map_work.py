@@ -113,7 +113,8 @@ class RoleWork:
         """Level of `LEVELS` -> settings of this role. Only trained roles have gradients and moments, and generation
         reads the actor's parameters.
         """
-        allowed = {"param_offload"} if self.name != ACTOR and self.spec.model_of is None else set()
+        is_held = self.spec.model_of is None or self.spec.lora.rank > 0
+        allowed = {"param_offload"} if self.name != ACTOR and is_held else set()
         allowed |= {"grad_offload", "optimizer_offload"} if self.spec.is_trained else set()
         return {
             level: {f"{self.group}.{key}": key in level and key in allowed for key in LEVELS[-1]} for level in LEVELS
@@ -185,7 +186,7 @@ class MapWork:
 
     @cached_property
     def _base(self) -> RoleWork | None:
-        """The reference on the ranks of an actor that trains adapters: the actor without them. None: there is none."""
+        """The reference on the ranks of an actor that trains adapters: the actor as it starts. None: there is none."""
         reference = self.roles.get(REFERENCE)
         if reference is None or not self.actor.spec.lora.rank:
             return None

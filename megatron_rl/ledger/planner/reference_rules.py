@@ -38,7 +38,7 @@ def _broken_rule(
     """(the rule, the nearest choice, a hint) of the first that is broken."""
     off = {SYNC: False}
     if config.actor_rollout_ref.model.lora.rank > 0:
-        rule = "must be false with adapters: the reference is the actor without them, which never changes"
+        rule = "must be false with adapters: the reference is the actor before training, which never changes"
         return rule, off, "actor_rollout_ref.model.lora.rank=0 trains the weights themselves"
     if reference is None and isinstance(config, TaskConfig) and config.needs_reference:
         rule = (

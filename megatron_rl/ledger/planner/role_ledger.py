@@ -144,13 +144,11 @@ class RoleLedger:
     def held(self, pp_rank: int) -> StageHeld:
         """Return what a rank of a stage holds all the time, without what Adam keeps on the host.
 
-        Frozen: parameters without padding; none where they are another role's. Trained: buffers of parameters in the
-        model's dtype and of gradients in float32, and the rank's share of moments and of masters of bfloat16 weights,
-        which data-parallel ranks shard (ZeRO stage 1, Rajbhandari et al., arXiv:1910.02054). With adapters all of that
-        is theirs, and the model's parameters are in a buffer of their own.
+        Frozen: parameters without padding; where the model is another role's, its adapters alone. Trained: buffers of
+        parameters in the model's dtype and of gradients in float32, and the rank's share of moments and of masters of
+        bfloat16 weights, which data-parallel ranks shard (ZeRO stage 1, Rajbhandari et al., arXiv:1910.02054). With
+        adapters all of that is theirs, and the model's parameters are in a buffer of their own.
         """
-        if self.role.model_of is not None:
-            return StageHeld(0)
         element, in_eight_bits = self.element, self._in_eight_bits(pp_rank)
         if not self.role.is_trained:
             return StageHeld(self.num_params(pp_rank) * element, in_eight_bits=in_eight_bits)
@@ -178,10 +176,9 @@ class RoleLedger:
         return {head.name: self._head_rows * head.hidden * head.element for head in heads}
 
     def num_params(self, pp_rank: int) -> int:
-        """Return the parameters of a rank, without padding of buffers; 0 where they are another role's."""
-        if self.role.model_of is not None:
-            return 0
-        return self.base.num_params(pp_rank) + (self.weights.num_params(pp_rank) if self.adapters else 0)
+        """Return the parameters of a rank, without padding of buffers and without what is another role's."""
+        base = self.base.num_params(pp_rank) if self.role.model_of is None else 0
+        return base + (self.weights.num_params(pp_rank) if self.adapters else 0)
 
     def frozen(self, pp_rank: int) -> int:
         """Return the bytes of the parameters that are not trained beside adapters; 0 without adapters."""
@@ -191,7 +188,7 @@ class RoleLedger:
         """Return the bytes of the weights of `fp8`. transformer-engine keeps them by rows, and for the backward pass by
         columns; the emulation on CPUs keeps them rounded, in the model's dtype.
         """
-        if self.role.megatron.override_transformer_config.fp8 is None:
+        if self.role.megatron.override_transformer_config.fp8 is None or self.role.model_of is not None:
             return 0
         numels = self.weights.shard_numels(pp_rank)
         num_elements = sum(numel for name, numel in numels.items() if is_in_eight_bits(name))
