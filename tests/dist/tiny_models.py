@@ -266,13 +266,16 @@ def save(model: torch.nn.Module, folder: Path) -> str:
 
 
 def save_test_tokenizer(folder: Path) -> None:
-    """The exporter copies the source's tokenizer, so the source needs one."""
+    """The exporter copies the source's tokenizer, so the source needs one; and responses end at its end token, 1 as in
+    `SIZES`. A family's class would make one of its own, which the model lacks, where none is named.
+    """
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {chr(33 + i): i for i in range(70)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="!"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="!").save_pretrained(folder)
+    marks = {"unk_token": "!", "pad_token": "!", "eos_token": chr(34)}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **marks).save_pretrained(folder)
 
 
 def run_config(model_path: str, tp_size: int, pp_size: int, **overrides) -> RunConfig:
