@@ -146,7 +146,7 @@ def folder_model(folder: Path) -> StoredModel:
         for file in sorted(folder.glob("*.json")):
             read_json(file)
         settings = read_hf_config(folder)
-    except (UnreadableFileError, OSError, ValueError) as error:
+    except (UnreadableFileError, ConfigError, OSError) as error:
         raise ConfigError(f"{folder} cannot be averaged: {error!s:.500}") from error
 
     def read(name: str) -> torch.Tensor:

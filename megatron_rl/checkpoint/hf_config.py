@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
+from megatron_rl.config.json_files import read_json_object
+from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import KNOWN_TYPES, inside_of
 
 
@@ -14,14 +15,17 @@ def read_hf_config(folder: Path | str) -> PretrainedConfig:
     """Return the settings of a Hugging Face folder with transformers' defaults.
 
     A published model_type that transformers does not know is read as the one it stands for, without the folder's own
-    code, and is saved as that one. Raises OSError or ValueError for a folder that transformers cannot read.
+    code, and is saved as that one. Raises ConfigError for a folder that transformers cannot read.
     """
     file = Path(folder) / "config.json"
-    kind = json.loads(file.read_text()).get("model_type") if file.is_file() else None
-    if kind not in KNOWN_TYPES:
-        settings: PretrainedConfig = AutoConfig.from_pretrained(folder)
-        return settings
-    own: PretrainedConfig = CONFIG_MAPPING[KNOWN_TYPES[kind]].from_pretrained(folder)
+    try:
+        kind = read_json_object(file).get("model_type") if file.is_file() else None
+        if not isinstance(kind, str) or kind not in KNOWN_TYPES:
+            settings: PretrainedConfig = AutoConfig.from_pretrained(folder)
+            return settings
+        own: PretrainedConfig = CONFIG_MAPPING[KNOWN_TYPES[kind]].from_pretrained(folder)
+    except Exception as error:  # transformers' checks of types raise errors of their own
+        raise ConfigError(f"transformers cannot read {file}: {' '.join(str(error).split())[:500]}") from error
     own.model_type = KNOWN_TYPES[kind]  # by which transformers finds how weights are named, too
     return own
 

@@ -75,7 +75,9 @@ def _attention_choices(family: Family, settings: Mapping[str, Any]) -> dict[str,
     if keys.partial_rotary is not None:
         chosen["partial_rotary_factor"] = rotary_share(keys, settings)
     if keys.local:
-        shape = keys.described(settings, settings["head_dim"])
+        shape = keys.described(
+            settings, settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
+        )
         chosen |= {
             "attention_scale": shape.scale,
             "attention_soft_cap": shape.soft_cap,

@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING
 
 from megatron_rl.checkpoint.hf_config import language_config
 from megatron_rl.checkpoint.identity import computed_settings, end_tokens
+from megatron_rl.errors import ConfigError
 from megatron_rl.ledger.planner.config_json import read_config_json
 from megatron_rl.ledger.planner.model_folder import SIZES, read_model_folder
 from megatron_rl.model.families import FAMILIES, Family, Model, rollout_settings
@@ -19,6 +20,8 @@ from megatron_rl.model.families import FAMILIES, Family, Model, rollout_settings
 NESTED = ("rope_parameters", "text_config")
 STARTING = {"DeepseekV2ForCausalLM": {"num_experts_per_tok": 6}, "Glm4MoeForCausalLM": {"head_dim": 128}}
 """What transformers' defaults of the other keys need to be a model."""
+LATER = {"Gemma3ForConditionalGeneration": "tie_word_embeddings", "Gemma4ForCausalLM": "sliding_window"}
+"""Nulls that ranks refuse, with a sentence, and preflight does not."""
 NOT_ARITHMETIC = ("architectures", "model_type")
 """Keys that say by which class a config.json is read."""
 
@@ -31,6 +34,13 @@ def without_one(settings: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iter
         yield ".".join((*path, key)), {name: other for name, other in settings.items() if name != key}
         if key in NESTED and isinstance(value, dict):
             yield from ((name, {**settings, key: inner}) for name, inner in without_one(value, (*path, key)))
+
+
+def whole_settings(family: Family) -> dict[str, Any]:
+    """A config.json with all defaults of transformers' class, but for those that a family cannot have."""
+    whole: dict[str, Any] = json.loads(CONFIG_MAPPING[family.model_type]().to_json_string(use_diff=False))
+    fixed = {name: value for name, value in family.fixed.items() if name in whole and family.inside is None}
+    return whole | {"architectures": [family.architecture], **fixed, **STARTING.get(family.architecture, {})}
 
 
 def required(family: Family) -> set[str]:
@@ -61,10 +71,7 @@ def test_what_a_config_json_leaves_out_has_transformers_default(family: Family, 
     """Each key of transformers' class left out, one at a time, of a folder with all its defaults: preflight and ranks
     read the same, or preflight refuses, for sizes alone. Would not catch a key that transformers invents later, nor two
     keys of which the default of one follows from the other."""
-    whole = json.loads(CONFIG_MAPPING[family.model_type]().to_json_string(use_diff=False))
-    fixed = {name: value for name, value in family.fixed.items() if name in whole and family.inside is None}
-    whole |= {"architectures": [family.architecture], **fixed, **STARTING.get(family.architecture, {})}
-    refused = set()
+    whole, refused = whole_settings(family), set()
     for key, settings in [("", whole), *without_one(whole)]:
         (tmp_path / "config.json").write_text(json.dumps(settings))
         sizes, problems = read_model_folder("model", str(tmp_path), config_only=True)
@@ -76,3 +83,22 @@ def test_what_a_config_json_leaves_out_has_transformers_default(family: Family, 
         assert ours == facts(family, language_config(tmp_path).to_dict(), tmp_path), key
         assert sizes.parts.shape == ours["shape"]
     assert refused <= required(family)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_a_null_is_read_as_by_transformers_or_refused(family: Family, tmp_path: Path) -> None:
+    """Of each key with a default: what a rank would end at is refused before. Would not catch other wrong types."""
+    for key in ("rms_norm_eps", *family.text.defaults):
+        whole = whole_settings(family)
+        place = whole if family.inside is None else whole[family.inside.key]
+        place[key] = None
+        (tmp_path / "config.json").write_text(json.dumps(whole))
+        _, problems = read_model_folder("model", str(tmp_path), config_only=True)
+        try:
+            theirs = language_config(tmp_path).to_dict()
+        except ConfigError as error:
+            assert str(error).startswith("transformers cannot read")
+            assert problems or LATER.get(family.architecture) == key, key
+            continue
+        ours = read_config_json(tmp_path / "config.json")
+        assert problems or facts(family, ours, tmp_path) == facts(family, theirs, tmp_path), key

@@ -97,6 +97,11 @@ def test_headers_are_those_that_the_library_writes(tmp_path):
         ({"model_type": 5}, "model_type=5 of"),
         ({"model_type": None}, 'must be there, as transformers reads config.json by it; nearest: "qwen2"'),
         ({"model_type": "llama"}, 'model_type="llama" of'),
+        ({"tie_word_embeddings": [1.5]}, "must be true or false"),
+        ({"use_sliding_window": "false"}, "must be true or false"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "must be >= 1, because layers have a window"),
+        ({"rms_norm_eps": None}, "must have a value or be left out: transformers reads no null there; nearest: 1e-06"),
+        ({"hidden_size": 2}, "must divide hidden_size(2) where there is no head_dim"),
         ({"rope_theta": math.nan}, "rope_theta=NaN of"),
         ({"rope_parameters": {"rope_theta": math.nan}}, "must hold finite numbers"),
         ({"rope_parameters": {"rope_theta": 0}}, "rope_theta=0 must be a finite number > 0"),
@@ -113,6 +118,14 @@ def test_settings_of_no_sense(config, tmp_path, content, said):
         Path(folder, "config.json").write_text(content)
     (problem,) = problems(config)
     assert said in problem
+
+
+@pytest.mark.parametrize("vocabulary", [7, None, "text", {"a": "x"}, {"a": None}, [[1]], [7], [["a", 1, 2]]])
+def test_a_strange_vocabulary_is_none(tmp_path, vocabulary):
+    """The tokenizer's own loader refuses it. Would not catch numbers that are too large, which preflight compares."""
+    folder = Path(write_model(tmp_path / "model"))
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": []}))
+    assert FolderFiles.read(folder).tokens == {}
 
 
 @pytest.mark.timeout(60)

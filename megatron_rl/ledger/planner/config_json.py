@@ -99,6 +99,10 @@ def too_large(settings: dict[str, Any], keys: tuple[str, ...]) -> dict[str, int]
     return {key: limit for key, limit in limits.items() if is_size(settings.get(key)) and settings[key] > limit}
 
 
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
 def _is_token_numbers(value: object) -> bool:
     """Return whether a value is one token id, or a list of some."""
     numbers = value if isinstance(value, list) else [value]
@@ -154,6 +158,8 @@ TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
     **dict.fromkeys(("rms_norm_eps", "rope_theta"), (_is_above_0, "a finite number > 0")),
     "eos_token_id": (_is_token_numbers, "the number of a token, or a list of some"),
     "model_type": (_is_name, "a name"),
+    **dict.fromkeys(("tie_word_embeddings", "norm_topk_prob", "use_sliding_window"), (_is_flag, "true or false")),
+    **dict.fromkeys(("attention_bias", "use_qk_norm", "attention_k_eq_v"), (_is_flag, "true or false")),
 }
 """Key that may be missing or null -> check of its value, and what it must be."""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.checkpoint.identity import EPS
 from megatron_rl.checkpoint.weight_files import odd_files
 from megatron_rl.config.file_kinds import ABSENT, instead_of_file
 from megatron_rl.config.problems import divisors, nearest_name, nearest_number
@@ -60,6 +61,9 @@ SIZES = (
     "num_hidden_layers",
     "vocab_size",
 )
+NULLABLE = ("n_group", "topk_group", "sliding_window", "rope_theta", "rope_parameters")
+"""Keys with a default that transformers lets be null."""
+NOT_NULL = "must have a value or be left out: transformers reads no null there"
 STARTING_POINTS = FAMILIES | REWARD_FAMILIES
 """Architectures that a critic can start from: a language model's trunk, or a reward model."""
 
@@ -266,6 +270,9 @@ def _read_settings(
     path: str, file: Path, settings: dict[str, Any], family: Family
 ) -> tuple[ModelSizes | None, list[Violation]]:
     problems = list(_unsupported(file, settings, family))
+    nulls = [_in_file(file, {key: None}, NOT_NULL, {key: value}) for key, value in nulls_of(settings, family).items()]
+    if nulls:
+        return None, [*problems, *nulls]
     settings = family.given(settings)
     wanted: tuple[str, ...] = SIZES
     if family.experts is not None:
@@ -284,6 +291,8 @@ def _read_settings(
     if window_of(family, settings) == 0:
         return None, [*problems, _in_file(file, {"sliding_window": 0}, "must be >= 1, because layers have a window")]
     problems += _head_problems(file, settings, family) if family.attention.shares_hidden else []
+    if not settings.get("head_dim") and settings["hidden_size"] < settings["num_attention_heads"]:
+        return None, problems
     wrong = family.attention.problem(settings)
     if wrong is not None:
         return None, [*problems, _in_file(file, *wrong)]
@@ -293,6 +302,13 @@ def _read_settings(
         wrong = dense_layers_problem(family, settings)
         problems += [] if wrong is None else [_in_file(file, *wrong)]
     return _sizes(path, settings, family, routing), problems
+
+
+def nulls_of(settings: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return key -> default, of keys that are null where transformers' class of the family wants a value."""
+    defaults = {"rms_norm_eps": EPS} | dict(family.text.defaults)
+    wanted = {key: value for key, value in defaults.items() if value is not None and key not in NULLABLE}
+    return {key: wanted[key] for key in wanted if key in settings and settings[key] is None}
 
 
 def window_of(family: Family, settings: Mapping[str, Any]) -> int | None:
@@ -397,7 +413,7 @@ def _unsupported(file: Path, settings: dict[str, Any], family: Family) -> Iterab
     given = family.given(settings)
     problem = rope_problem(given, family.attention)
     if problem is not None:
-        key = "rope_parameters" if settings.get("rope_parameters") else "rope_scaling"
+        key = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
         yield _in_file(file, {key: settings.get(key)}, f"cannot be used: {problem}")
     has_windows = family.attention.local or sliding_window(family, settings) is not None
     kinds = {"full_attention"} | family.attention.other_kinds | ({"sliding_attention"} if has_windows else set())

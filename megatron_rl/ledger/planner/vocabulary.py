@@ -5,12 +5,12 @@ Token ids are compared by the tokenizer.json of both folders.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.checkpoint.weight_files import odd_files
+from megatron_rl.config.json_files import UnreadableFileError, read_json_object
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.roles import RoleSpec
 from megatron_rl.errors import Violation
@@ -65,8 +65,8 @@ def different_tokens(actor_path: str, other_path: str) -> Iterable[str]:
     if not all(file.is_file() for file in files) or files[0].read_bytes() == files[1].read_bytes():
         return
     try:
-        actor, other = (_numbers(json.loads(file.read_text())) for file in files)
-    except (ValueError, RecursionError, TypeError, KeyError):
+        actor, other = (_numbers(read_json_object(file)) for file in files)
+    except (UnreadableFileError, ValueError, TypeError, KeyError):
         return  # the model folder's own loader reports it
     different = {token for token, number in actor.items() if other.get(token) != number}
     if different:
@@ -80,8 +80,8 @@ def different_tokens(actor_path: str, other_path: str) -> Iterable[str]:
 def _without_row(file: Path, other_path: str) -> Iterable[str]:
     """Yield a sentence where a model has fewer rows than the actor's tokenizer has tokens. file: tokenizer.json."""
     try:
-        num_tokens = max(_numbers(json.loads(file.read_text())).values(), default=-1) + 1
-    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        num_tokens = max(_numbers(read_json_object(file)).values(), default=-1) + 1
+    except (UnreadableFileError, ValueError, TypeError, KeyError):
         return  # the model folder's own loader reports it
     size = model_facts(other_path).get("vocab_size")
     if isinstance(size, int) and size < num_tokens:
@@ -114,9 +114,13 @@ def _numbers(tokenizer: dict[str, Any]) -> dict[str, int]:
 
 
 def _vocabulary(tokenizer: dict[str, Any]) -> dict[str, int]:
-    """Return token -> id of the model in tokenizer.json: a mapping, or for Unigram a list of pairs."""
+    """Return token -> id of the model in tokenizer.json: a mapping, or for Unigram a list of pairs.
+
+    Raises KeyError, TypeError or ValueError for what is neither.
+    """
     vocabulary: Any = tokenizer["model"]["vocab"]
     if isinstance(vocabulary, list):
-        vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
-    numbers: dict[str, int] = vocabulary
-    return numbers
+        return {str(token): number for number, (token, _) in enumerate(vocabulary)}
+    if not isinstance(vocabulary, dict) or not all(type(number) is int for number in vocabulary.values()):
+        raise TypeError("a vocabulary maps tokens to numbers")
+    return vocabulary

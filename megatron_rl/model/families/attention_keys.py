@@ -183,5 +183,5 @@ def rotary_share(keys: AttentionKeys, settings: Mapping[str, Any]) -> float:
     if keys.partial_rotary is None:
         return 1.0
     rope = settings.get("rope_parameters") or {}
-    share: float = rope.get("partial_rotary_factor", settings.get("partial_rotary_factor", keys.partial_rotary))
-    return share
+    share: float | None = rope.get("partial_rotary_factor", settings.get("partial_rotary_factor", keys.partial_rotary))
+    return 1.0 if share is None else share

@@ -11,23 +11,25 @@ from megatron_rl.model.families.attention_keys import GLOBAL, LOCAL, PROPORTIONA
 
 
 def rope_of(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The rotary settings of a config.json: `rope_parameters`, or `rope_scaling` before transformers 5."""
-    return settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    """The rotary settings of a config.json: `rope_scaling`, as before transformers 5, or else `rope_parameters`.
+
+    transformers takes the former where a config.json has both.
+    """
+    return settings.get("rope_scaling") or settings.get("rope_parameters") or {}
 
 
 def ropes_of(keys: AttentionKeys, settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Kind of layer -> its rotary settings with their base, in families with two embeddings; else {}."""
     if keys.thetas is None:
         return {}
-    rope = rope_of(settings) or keys.absent_ropes
-    if GLOBAL in rope or LOCAL in rope:
-        ropes = {kind: dict(rope.get(kind) or {}) for kind in (GLOBAL, LOCAL)}
-    else:
-        # Before transformers 5 only layers without a window are scaled.
-        theta, local = settings.get("rope_theta"), settings.get("rope_local_base_freq")
-        ropes = {GLOBAL: {"rope_theta": theta} | dict(rope), LOCAL: {"rope_theta": local}}
-    for kind, absent in zip((GLOBAL, LOCAL), keys.thetas, strict=True):
-        ropes[kind]["rope_theta"] = ropes[kind].get("rope_theta") or absent
+    given, scaled = settings.get("rope_parameters") or {}, settings.get("rope_scaling") or {}
+    if not given and not scaled:
+        given = keys.absent_ropes
+    ropes = {kind: dict(given.get(kind) or {}) for kind in (GLOBAL, LOCAL)}
+    ropes[GLOBAL] |= scaled  # before transformers 5 only layers without a window are scaled
+    older = (settings.get("rope_theta"), settings.get("rope_local_base_freq"))
+    for kind, beside, absent in zip((GLOBAL, LOCAL), older, keys.thetas, strict=True):
+        ropes[kind]["rope_theta"] = ropes[kind].get("rope_theta") or beside or absent
         ropes[kind]["rope_type"] = rope_type({"rope_parameters": ropes[kind]})
     return ropes
 
@@ -45,7 +47,8 @@ def rope_problem(settings: Mapping[str, Any], keys: AttentionKeys | None = None)
     keys: those of the family; None: plain attention.
     """
     keys = keys or AttentionKeys()
-    odd = [kind for kind in (GLOBAL, LOCAL) if not isinstance(rope_of(settings).get(kind) or {}, Mapping)]
+    nested = settings.get("rope_parameters") or {}
+    odd = [kind for kind in (GLOBAL, LOCAL) if not isinstance(nested.get(kind) or {}, Mapping)]
     if odd and keys.thetas is not None:
         return f"{odd[0]} must be an object in braces"
     for kind, own in ropes_of(keys, settings).items():

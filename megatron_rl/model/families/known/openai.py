@@ -28,7 +28,7 @@ FAMILIES = (
             "head_dim": 64,
             "num_key_value_heads": 8,
             "rope_theta": 150_000.0,
-            "rope_scaling": YARN | {"original_max_position_embeddings": 4096},
+            "rope_parameters": YARN | {"original_max_position_embeddings": 4096},
             "sliding_window": 128,
             "rms_norm_eps": 1e-5,
             "max_position_embeddings": 131072,

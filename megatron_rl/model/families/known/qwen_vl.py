@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_rl.model.families.family import Carried
 from megatron_rl.model.families.known import qwen2, qwen3
 
@@ -15,7 +17,7 @@ FAMILIES = (
         folder_prefix="model.",
     ),
     # Qwen3-VL, dense.
-    qwen3.FAMILIES[0].within(
+    replace(qwen3.FAMILIES[0], window=None).within(  # whatever its text_config says
         "Qwen3VLForConditionalGeneration",
         "qwen3_vl",
         carried=Carried(("model.visual.",)),
