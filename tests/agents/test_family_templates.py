@@ -158,6 +158,14 @@ CASES = {
 CASES["qwen2"] = Case(
     **{**vars(QWEN2), "families": ("Qwen2ForCausalLM", "Qwen3NextForCausalLM", "Qwen3VLForConditionalGeneration")}
 )
+REASONING = {
+    "qwen3": "qwen3",
+    "qwen3_5": "qwen3",
+    "glm": "glm45",
+    "minimax": "minimax_m2",
+    "deepseek3": "deepseek_r1",
+    "gemma4": "gemma4",
+}
 UNREAD = [
     ("glm", "glm47", None),
     ("glm", "hermes", "format=hermes does not read a call as the template writes it: '"),
@@ -258,6 +266,22 @@ def test_calls_are_read_behind_thoughts_alone(name, form):
     turn = parser.turn(tokenizer(text, add_special_tokens=False)["input_ids"])
     assert turn.calls == () and turn.problem == "" and turn.text.endswith("No call.")
     assert bool(turn.reasoning_content) == bool(case.reads)
+
+
+@pytest.mark.parametrize(("name", "parser"), REASONING.items())
+def test_thoughts_are_those_of_vllms_server(name, parser):
+    """By the reasoning parser of the family, but for blanks at the edges: with both marks, with the closing one alone,
+    with a thought that does not end. Would not catch an answer without marks, where vLLM does not see the prompt.
+    """
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.reasoning import ReasoningParserManager
+
+    _, tokenizer, _, renderer = opened(name)
+    marks, request = renderer.thoughts, ChatCompletionRequest(messages=[], model="")
+    for text in (f"{marks.opening}\nhm\n{marks.closing}\n\nNo.", f"hm{marks.closing}No.", f"{marks.opening}\nhm"):
+        expected = ReasoningParserManager.get_reasoning_parser(parser)(tokenizer).extract_reasoning(text, request)
+        said = marks.read(text)
+        assert (said.thought, said.rest) == tuple((part or "").strip() for part in expected)
 
 
 @pytest.mark.parametrize("name", CASES)
