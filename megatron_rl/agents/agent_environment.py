@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_rl.agents.agent_programs import ARGUMENTS, AgentProgram, CommandAgent, FunctionAgent, Start
 from megatron_rl.agents.chat_request import ChatRequest
-from megatron_rl.agents.endpoint import Endpoint, Session
+from megatron_rl.agents.endpoint import LARGEST_BODY, Endpoint, Session, largest_body
 from megatron_rl.agents.environment_host import EnvironmentHost
 from megatron_rl.agents.environment_source import EnvironmentSource
 from megatron_rl.agents.observation import EpisodeError, Observation, Opening, TaskRow, TextLimit, Turn
@@ -92,18 +92,21 @@ class AgentEnvironment:
 
 @dataclass(frozen=True)
 class AgentSource(EnvironmentSource):
-    """Agents: the function `name` of the file `path`, or a command. key: of the path. timeout_s: between requests."""
+    """Agents: the function `name` of the file `path`, or a command. key: of the path. timeout_s: between requests.
+    num_tokens: that a conversation may have.
+    """
 
     path: str | None
     name: str
     key: str
     command: tuple[str, ...]
     timeout_s: float
+    num_tokens: int = LARGEST_BODY
 
     noun = "the agent"
 
     def host(self) -> EnvironmentHost:
-        start, endpoint = self._start(), Endpoint()
+        start, endpoint = self._start(), Endpoint(largest_body(self.num_tokens))
         return EnvironmentHost(
             lambda: AgentEnvironment(start, endpoint, self.timeout_s),
             is_async=True,

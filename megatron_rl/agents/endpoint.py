@@ -24,7 +24,16 @@ from megatron_rl.plain_values import finite_number, parsed_json
 HOST = "127.0.0.1"
 PROTOCOLS: tuple[ChatProtocol, ...] = (OpenAIChat(), AnthropicMessages())
 LARGEST_BODY = 1 << 26
-"""Bytes of one request, where nothing else is known."""
+"""Bytes of one request."""
+FIXED_BYTES, BYTES_PER_TOKEN = 1 << 20, 1 << 10
+"""Of a request: schemas of tools and names of fields; a token, of which the longest are 128 characters of white space,
+six bytes each as an escape of JSON.
+"""
+
+
+def largest_body(num_tokens: int) -> int:
+    """Return how many bytes a request may have whose conversation may have some tokens."""
+    return min(LARGEST_BODY, FIXED_BYTES + BYTES_PER_TOKEN * num_tokens)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from megatron_rl.agents.environment_host import TurnJob
 from megatron_rl.agents.episode import Episode, EpisodeLimits, Reply
 from megatron_rl.agents.observation import FOLLOWING, EpisodeFailure, Observation, Opening, Turn
 from megatron_rl.agents.turn_reader import TurnReader
-from megatron_rl.agents.turn_renderer import TurnRenderer
+from megatron_rl.agents.turn_renderer import NO_LIMIT, TurnRenderer
 from megatron_rl.data.template_process import TemplateRefusal
 from megatron_rl.data.unwritten import tool_names
 from megatron_rl.errors import ConfigError, ReplayError
@@ -145,13 +145,14 @@ class RecordedEpisodes(Episodes):
 class _OpenTurn:
     """A turn that waits for its answer. turn: None while the episode itself begins. last_token: of the turn.
 
-    before: the conversation before the turn.
+    before: the conversation before the turn. room: tokens that may still follow.
     """
 
     number: int
     turn: Turn | None = None
     last_token: int = -1
     before: Opening | None = None
+    room: int = NO_LIMIT
 
 
 class LiveEpisodes(Episodes):
@@ -163,7 +164,7 @@ class LiveEpisodes(Episodes):
         renderer: TurnRenderer,
         reader: TurnReader,
         limits: EpisodeLimits,
-        longest_prompt: int = 1 << 62,
+        longest_prompt: int = NO_LIMIT,
         appending: Collection[str] = FOLLOWING,
     ) -> None:
         """longest_prompt: tokens with which an environment may begin an episode. appending: roles of messages that the
@@ -192,7 +193,7 @@ class LiveEpisodes(Episodes):
             failure = EpisodeFailure("no_answer", f"the turn cannot be read: {describe_error(error)}")
             self._failed.append((number, Reply(Turn(""), failure)))
             return
-        self._submit(episode, _OpenTurn(number, turn, ids[-1], before))
+        self._submit(episode, _OpenTurn(number, turn, ids[-1], before, episode.room))
 
     def _begins(self, number: int, episode: Episode) -> bool:
         if self._environments.opens:
@@ -223,13 +224,13 @@ class LiveEpisodes(Episodes):
             if begins is not None:
                 self._look_for(begins.tools)
             if isinstance(answer, Opening):
-                return self._begun(answer, self._renderer.beginning(answer))
+                return self._begun(answer, self._renderer.beginning(answer, self._longest_prompt))
             anew = answer.anew or self._rewritten(known, answer)
             if anew is not None:
-                return Reply(known.turn, answer, tuple(self._renderer.beginning(anew)), is_anew=True)
+                return Reply(known.turn, answer, tuple(self._renderer.beginning(anew, known.room)), is_anew=True)
             earlier = known.before.messages if known.before is not None else ()
             num_calls = sum(len(message.get("tool_calls") or ()) for message in earlier)
-            ids = self._renderer.following(answer.messages, known.last_token, known.turn, num_calls)
+            ids = self._renderer.following(answer.messages, known.last_token, known.turn, num_calls, known.room)
         except TemplateRefusal as refusal:
             reason = f"the chat template refuses what the environment says: {refusal}"
             return Reply(known.turn, EpisodeFailure("no_answer", reason))
@@ -258,5 +259,5 @@ class LiveEpisodes(Episodes):
     def _begun(self, opening: Opening, prompt_ids: Sequence[int]) -> Reply:
         if len(prompt_ids) <= self._longest_prompt:
             return Reply(None, opening, tuple(prompt_ids))
-        rule = f"its conversation has {len(prompt_ids)} tokens; data.max_prompt_length={self._longest_prompt}"
+        rule = f"its conversation has at least {len(prompt_ids)} tokens; data.max_prompt_length={self._longest_prompt}"
         return Reply(None, EpisodeFailure("no_answer", f"the episode cannot begin: {rule}"))

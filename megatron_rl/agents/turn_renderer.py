@@ -8,9 +8,10 @@ turn is a conversation of its own.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from os.path import commonprefix
 from typing import Any
 
@@ -28,8 +29,18 @@ from megatron_rl.data.message_form import (
     named_id,
     thought_marks,
 )
-from megatron_rl.data.template_process import TemplateRefusal, rendered, template_of
+from megatron_rl.data.template_process import RenderLimits, TemplateProcess, TemplateRefusal, rendered, template_of
 from megatron_rl.data.unwritten import tool_names
+
+LIMITS = RenderLimits(cpu_s=2.0, memory_bytes=1 << 30)
+"""Of the template at one turn, which takes milliseconds; the run waits for it."""
+NO_LIMIT = 1 << 62
+CHARACTERS, SLACK = 8, 64
+"""Characters of a long text that are tokenised first, for each token that may be; tokens that a text may lose where it
+is not cut.
+"""
+Rendering = tuple[list[Message], dict[str, Any]]
+"""A conversation, and further variables of the template."""
 
 
 class NotAppended(TemplateRefusal):
@@ -37,7 +48,11 @@ class NotAppended(TemplateRefusal):
 
 
 class TurnRenderer:
-    """Renders what the policy reads next. Without a template, texts are joined as they are."""
+    """Renders what the policy reads next. Without a template, texts are joined as they are.
+
+    The template is rendered in a process with limits: it may do anything at what others write. `most` of methods: no
+    more tokens are needed; of a text that has more, the first ones are returned, more than `most`.
+    """
 
     def __init__(
         self,
@@ -45,9 +60,11 @@ class TurnRenderer:
         eos_token_ids: Sequence[int],
         template_kwargs: Mapping[str, Any] | None = None,
         is_chat: bool = True,
+        limits: RenderLimits = LIMITS,
     ) -> None:
         """eos_token_ids: tokens that end a turn. template_kwargs: further variables of the template, such as tools.
-        is_chat: whether prompts are messages. Raises ConfigError where the tokenizer has no default template.
+        is_chat: whether prompts are messages. limits: of the template. Raises ConfigError where the tokenizer has no
+        default template.
         """
         self._tokenizer, self._eos = tokenizer, frozenset(eos_token_ids)
         self._ends = [text for text in tokenizer.convert_ids_to_tokens(sorted(self._eos)) if isinstance(text, str)]
@@ -55,6 +72,8 @@ class TurnRenderer:
         self._variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         if is_chat:
             self._template, self._variables = template_of(tokenizer, self._variables)
+        self._process = TemplateProcess(partial(_texts, self._template or "", self._variables), limits)
+        self._rendering = threading.Lock()
 
     @cached_property
     def thoughts(self) -> Thoughts:
@@ -62,18 +81,23 @@ class TurnRenderer:
         prompt = "" if self._template is None else self._render([QUESTION], add_generation_prompt=True)
         return thoughts_of(self._template, prompt)
 
-    def beginning(self, opening: Opening) -> list[int]:
+    def beginning(self, opening: Opening, most: int = NO_LIMIT) -> list[int]:
         """Return the tokens of a conversation with which an episode begins, up to the first turn.
 
         Raises TemplateRefusal where the template refuses it.
         """
         if self._template is None:
-            return self.ids("".join(message["content"] for message in opening.messages))
+            return self.ids("".join(message["content"] for message in opening.messages), most)
         tools = {"tools": list(opening.tools)} if opening.tools else {}
-        return self.ids(self._render(opening.messages, **tools, add_generation_prompt=True))
+        return self.ids(self._render(opening.messages, **tools, add_generation_prompt=True), most)
 
     def following(
-        self, messages: Sequence[Message], last_token: int, turn: Turn | None = None, num_calls: int = 0
+        self,
+        messages: Sequence[Message],
+        last_token: int,
+        turn: Turn | None = None,
+        num_calls: int = 0,
+        most: int = NO_LIMIT,
     ) -> list[int]:
         """Return the tokens between a turn and the next one: the rest of its end, the messages, and the beginning of
         an answer.
@@ -83,10 +107,10 @@ class TurnRenderer:
         Raises TemplateRefusal where the template refuses the messages or does not append them.
         """
         if self._template is None:
-            return self.ids("".join(message["content"] for message in messages))
+            return self.ids("".join(message["content"] for message in messages), most)
         names = [each.name for each in turn.calls] if turn is not None else []
         after = self.after_answer([QUESTION], messages, names, num_calls)
-        ids = self.ids(after)
+        ids = self.ids(after, most + 1)
         return ids[1:] if ids[:1] == [last_token] and last_token in self._eos else ids
 
     def after_answer(
@@ -98,8 +122,8 @@ class TurnRenderer:
         TemplateRefusal.
         """
         answer, messages = self._answer_before(messages, names, num_calls)
-        text = self._render([*before, answer, *messages], add_generation_prompt=True)
-        start = self._render(list(before), add_generation_prompt=True)
+        prompt = {"add_generation_prompt": True}
+        text, start = self._rendered(([*before, answer, *messages], prompt), (list(before), prompt))
         place = _said(text)
         end = self._end_of_call(text, place, [*before, answer]) if answer.get("tool_calls") else place
         if end is None or place < 0 or not text.startswith(start):
@@ -212,16 +236,39 @@ class TurnRenderer:
         return place + len(alone) if text.startswith(alone, place) else None
 
     def _render(self, messages: Sequence[Message], **options: Any) -> str:
-        assert self._template is not None  # callers ask
-        text = rendered(self._template, self._variables | options, [list(messages)])[0]
-        if isinstance(text, TemplateRefusal):
-            raise text
-        return text
+        return self._rendered((list(messages), options))[0]
 
-    def ids(self, text: str) -> list[int]:
-        """Return the tokens of a text that a template has written."""
+    def _rendered(self, *renderings: Rendering) -> list[str]:
+        """The texts of conversations, for one answer of the process. Raises TemplateRefusal."""
+        assert self._template is not None  # callers ask
+        with self._rendering:
+            texts = self._process.map(renderings)
+        for text in texts:
+            if isinstance(text, TemplateRefusal):
+                raise text
+        return [str(text) for text in texts]
+
+    def ids(self, text: str, most: int = NO_LIMIT) -> list[int]:
+        """Return the tokens of a text that a template has written.
+
+        A tokenizer takes a minute for 14 MB, so a long text is tokenised from its start until it is known to have more
+        than `most`.
+        """
+        length = CHARACTERS * (most + SLACK)
+        while length < len(text):
+            first = self._tokens(text[:length])
+            if len(first) > most + most // 8 + SLACK:
+                return first
+            length *= 4
+        return self._tokens(text)
+
+    def _tokens(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
         return ids
+
+
+def _texts(template: str, variables: dict[str, Any], items: Sequence[Rendering]) -> list[str | TemplateRefusal]:
+    return [rendered(template, variables | options, [messages])[0] for messages, options in items]
 
 
 def _said(text: str) -> int:

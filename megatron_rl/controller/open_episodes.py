@@ -86,7 +86,9 @@ def open_episodes(
 
     reader = TurnReader(tokenizer, parser_of, tools, thoughts)
     unread = unread_calls(keys, renderer, parser_of, tools) if tools or keys.agent.is_set else None
-    environments = open_environments(keys, local, opened)
+    environments = open_environments(
+        keys, local, opened, config.data.max_prompt_length + config.data.max_response_length
+    )
     limits = EpisodeLimits(keys.max_assistant_turns or config.data.max_response_length, keys.max_retries)
     episodes = LiveEpisodes(environments, renderer, reader, limits, config.data.max_prompt_length, renderer.appending())
     if problem is not None:
@@ -122,12 +124,14 @@ def unread_calls(
     return f"{KEY}.format={keys.format} does not read a call as the template writes it: {written[:80]!r}"
 
 
-def open_environments(keys: MultiTurnConfig, local: bool, opened: ExitStack) -> EnvironmentsHere | EnvironmentProcesses:
-    """Return environments in this process (local), or start processes for them.
+def open_environments(
+    keys: MultiTurnConfig, local: bool, opened: ExitStack, num_tokens: int
+) -> EnvironmentsHere | EnvironmentProcesses:
+    """Return environments in this process (local), or start processes for them. num_tokens: of a conversation.
 
     Raises ConfigError where the user's code cannot be loaded.
     """
-    source = environment_source(keys)
+    source = environment_source(keys, num_tokens)
     host = source.host()
     if local:
         return opened.enter_context(EnvironmentsHere(host))
@@ -138,12 +142,12 @@ def open_environments(keys: MultiTurnConfig, local: bool, opened: ExitStack) -> 
     )
 
 
-def environment_source(keys: MultiTurnConfig) -> EnvironmentSource:
+def environment_source(keys: MultiTurnConfig, num_tokens: int) -> EnvironmentSource:
     """Return where environments come from: the user's class, tools or agent."""
     own, agent = keys.environment, keys.agent
     if agent.is_set:
         command, timeout_s = tuple(agent.command or ()), keys.tool_timeout_s
-        return AgentSource(agent.path, agent.name, f"{KEY}.agent.path", command, timeout_s)
+        return AgentSource(agent.path, agent.name, f"{KEY}.agent.path", command, timeout_s, num_tokens)
     if keys.tools_file is not None:
         return tool_source(keys)
     assert own.path is not None  # the configuration's rules

@@ -17,7 +17,7 @@ import pytest
 from megatron_rl.agents.agent_environment import AgentSource
 from megatron_rl.agents.anthropic_messages import AnthropicMessages
 from megatron_rl.agents.as_json import Answer, Played
-from megatron_rl.agents.endpoint import Endpoint
+from megatron_rl.agents.endpoint import Endpoint, largest_body
 from megatron_rl.agents.environment_host import TurnJob
 from megatron_rl.agents.environment_source import EnvironmentProcesses, EnvironmentsHere
 from megatron_rl.agents.observation import EpisodeFailure, Observation, Opening, ToolCall, Turn
@@ -244,6 +244,8 @@ BAD_BODIES = {
 
 def test_what_is_no_request_is_400_and_counted():
     """Each body by HTTP, with the rule in the answer. Would not catch bodies that never end: aiohttp bounds them."""
+
+    assert (largest_body(1024), largest_body(1 << 30)) == (2 << 20, 64 << 20)
 
     async def statuses() -> list[tuple[int, str]]:
         endpoint = Endpoint(largest_body=200_000)

@@ -217,7 +217,9 @@ def test_a_conversation_that_is_too_long_cannot_begin():
     for number, each in new.items():
         live.begin({number: each})
     assert tokenizer.decode(list(new[0].prompt_ids)) == "1+2"
-    assert "has 4 tokens; data.max_prompt_length=3" in new[1].opening.reason and new[2].opening.cause == "raised"
+    assert (
+        "has at least 4 tokens; data.max_prompt_length=3" in new[1].opening.reason and new[2].opening.cause == "raised"
+    )
     again = {number: Episode((1,), each.row, SAMPLING) for number, each in new.items()}
     RecordedEpisodes(EpisodeLimits(5), replies).begin(again)
     assert [each.opening for each in again.values()] == [each.opening for each in new.values()]
