@@ -3,8 +3,9 @@
     from megatron_rl.agents.python_tool import python  # in the file of multi_turn.function_tool_path
 
 A program has an empty folder of its own, in which alone it can write, and nothing of this run's environment. It can
-open no socket, signal nothing, and has limits of memory and processor time (`user_code.confine`). It can read what the
-user who started the run can read, and tell the policy: keep what is secret elsewhere. Nothing stays from call to call.
+open no socket, signal nothing, and has limits of memory and processor time, and of all its processes together
+(`user_code.confine`). It can read what the user who started the run can read, and tell the policy: keep what is secret
+elsewhere. Nothing stays from call to call.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ import os
 import signal
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from megatron_rl.agents.tools import tool
 from megatron_rl.user_code import confine
+from megatron_rl.user_code.scratch_folder import remove_folder
 
 MOST_OUTPUT = 1 << 16
 """Bytes of output that are kept; a program that writes more goes on unread."""
@@ -33,29 +37,19 @@ async def python(code: str) -> str:
     Args:
         code: the program
     """
-    with tempfile.TemporaryDirectory(prefix="python_tool_", ignore_cleanup_errors=True) as folder:
+    text = code.encode()  # on standard input: an argument may have 128 KiB, and is seen by other users
+    with _scratch_folder() as folder:
         read, write = os.pipe()
-        program = [
-            sys.executable,
-            "-I",
-            "-S",
-            confine.__file__,
-            str(write),
-            folder,
-            sys.executable,
-            "-I",
-            "-u",
-            "-c",
-            code,
-        ]
-        pipe, out = asyncio.subprocess.DEVNULL, asyncio.subprocess.PIPE
+        confined = [sys.executable, "-I", "-S", confine.__file__, "--totals", str(write), folder]
+        program = [*confined, sys.executable, "-I", "-u", "-"]
+        pipe = asyncio.subprocess.PIPE
         try:
             process = await asyncio.create_subprocess_exec(
                 *program,
                 cwd=folder,
                 env=VARIABLES,
                 stdin=pipe,
-                stdout=out,
+                stdout=pipe,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
                 pass_fds=(write,),
@@ -63,6 +57,7 @@ async def python(code: str) -> str:
         finally:
             os.close(write)
         try:
+            await _feed(process, text)
             output = await _output_of(process)
             status = os.read(read, 4096)
         finally:
@@ -70,9 +65,29 @@ async def python(code: str) -> str:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
-    if status != confine.READY:
-        raise RuntimeError(status.removeprefix(confine.READY).decode(errors="replace") or "the program has not started")
-    return output
+    reason = status.removeprefix(confine.READY).decode(errors="replace")
+    if not status.startswith(confine.READY):
+        raise RuntimeError(reason or "the program has not started")
+    return f"{output}...(ended: it {reason})..." if reason else output
+
+
+@contextmanager
+def _scratch_folder() -> Iterator[str]:
+    """An empty folder, removed at the end with all that is in it."""
+    folder = tempfile.mkdtemp(prefix="python_tool_")
+    try:
+        yield folder
+    finally:
+        remove_folder(Path(folder))
+
+
+async def _feed(process: asyncio.subprocess.Process, text: bytes) -> None:
+    """Write a program to its interpreter, which reads all before it begins."""
+    assert process.stdin is not None
+    with suppress(ConnectionError):  # it has not started
+        process.stdin.write(text)
+        await process.stdin.drain()
+    process.stdin.close()
 
 
 async def _output_of(process: asyncio.subprocess.Process) -> str:

@@ -18,9 +18,10 @@ from typing import IO
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.user_code import confine
+from megatron_rl.user_code.scratch_folder import remove_folder
 
 POLL_S = 0.2
-MOST_PROCESSES, MOST_FILES, MOST_BYTES = 500, 10_000, 256 << 20
+MOST_PROCESSES, MOST_FILES, MOST_BYTES = confine.TOTALS[:3]
 """Most processes of a script's group, and most files and bytes of its folder, at once."""
 MOST_READ_BYTES = 1 << 20
 """Bytes of stderr that are kept, from the end."""
@@ -37,7 +38,7 @@ def scratch_folder() -> Iterator[Path]:
         with _raised((signal.SIGTERM, signal.SIGHUP)):
             yield folder
     finally:
-        _remove(folder)
+        remove_folder(folder)
 
 
 @contextlib.contextmanager
@@ -143,7 +144,8 @@ def _wait(script: Path, shell: subprocess.Popen[bytes], folder: Path, time_limit
             if ended in ready:
                 return text
             if time.monotonic() > checked + POLL_S:
-                rule = _passed_limit(folder, shell.pid)
+                most = confine.TOTALS._replace(processes=MOST_PROCESSES, files=MOST_FILES, written=MOST_BYTES)
+                rule = confine.passed_limit(str(folder), shell.pid, most)
                 if rule is None and time.monotonic() > limit:
                     rule = f"did not end within {time_limit_s:g} s, although no program that it starts does anything"
                 if rule is not None:
@@ -153,42 +155,3 @@ def _wait(script: Path, shell: subprocess.Popen[bytes], folder: Path, time_limit
                 checked = time.monotonic()
     finally:
         os.close(ended)
-
-
-def _passed_limit(folder: Path, group: int) -> str | None:
-    """The limit that a script has passed, as the end of a sentence; None for none."""
-    processes = 0
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(ProcessLookupError):
-            processes += os.getpgid(int(name)) == group
-    if processes > MOST_PROCESSES:
-        return f"has more than {MOST_PROCESSES} processes at once"
-    files, size, folders = 0, 0, [str(folder)]
-    while folders and files <= MOST_FILES and size <= MOST_BYTES:
-        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                files += 1
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.path)
-                with contextlib.suppress(FileNotFoundError):
-                    size += 512 * entry.stat(follow_symlinks=False).st_blocks
-    if folders or files > MOST_FILES or size > MOST_BYTES:
-        return f"writes more than {MOST_FILES} files or {MOST_BYTES >> 20} MiB"
-    return None
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder of any depth: inner content moves up to the folder itself, so that no path gets long."""
-    number = 0
-    while names := os.listdir(folder):
-        for name in names:
-            inner = folder / name
-            if inner.is_symlink() or not inner.is_dir():
-                inner.unlink(missing_ok=True)
-                continue
-            inner.chmod(0o700)
-            for held in os.listdir(inner):
-                number += 1
-                (inner / held).rename(folder / f"moved.{number}")
-            inner.rmdir()
-    folder.rmdir()

@@ -1,6 +1,6 @@
 """Start a program that cannot change a file outside of one folder, open a socket, or send a signal.
 
-    python -I -S confine.py FD FOLDER PROGRAM ARGUMENT...
+    python -I -S confine.py [--totals] FD FOLDER PROGRAM ARGUMENT...
 
 in a process group of its own, all of which ends with the process that started this one.
 
@@ -8,7 +8,8 @@ The kernel enforces this for the program and for all that it starts. Landlock pr
 user and a mount namespace do, in which a named pipe outside can still be written to. A filter of system calls (seccomp)
 refuses what neither covers: modes, owners, times and attributes of files, sockets, signals, and leaving the process
 group. Of root's capabilities only that to read is left. FD receives READY just before PROGRAM starts, or the reason why
-it does not start.
+it does not start. With --totals the process group is ended where all its processes together pass a limit, and FD
+receives which one.
 
 This is a program of its own, without imports of this project: a process that confines itself must have one thread.
 """
@@ -19,10 +20,13 @@ import ctypes
 import errno
 import os
 import resource
+import select
 import signal
+import stat
 import struct
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import Enum
 from typing import NamedTuple
 
@@ -30,6 +34,8 @@ READY = b"+"
 MOST_FILE_BYTES = 64 << 20
 MOST_MEMORY_BYTES, MOST_CPU_S = 4 << 30, 60
 """Limits of one process."""
+MOST_DESCRIPTORS = 1024
+POLL_S = 0.2
 
 Numbers = dict[str, dict[str, int]]
 """System call -> machine -> number."""
@@ -53,16 +59,19 @@ FILES = _numbers("""
     lremovexattr=198,15 fremovexattr=199,16 truncate=76,45 symlink=88,- symlinkat=266,36 mknod=133,- mknodat=259,33
     open_by_handle_at=304,265 chroot=161,51 mount=165,40 umount2=166,39 pivot_root=155,41 open_tree=428,428
     move_mount=429,429 fsopen=430,430 fsconfig=431,431 fsmount=432,432 fspick=433,433 mount_setattr=442,442
-    unshare=272,97 setns=308,268
+    unshare=272,97 setns=308,268 flock=73,32
 """)
-"""Modes, owners, times and attributes of files; links and pipes, which could harm the clean-up; mounts."""
+"""Modes, owners, times and attributes of files; links and pipes, which could harm the clean-up; mounts; locks, which
+would be granted for files that may only be read.
+"""
 TALK = _numbers("""
-    socket=41,198 socketpair=53,199 shmget=29,194 shmctl=31,195 shmat=30,196 semget=64,190 semop=65,193
-    semctl=66,191 semtimedop=220,192 msgget=68,186 msgsnd=69,189 msgrcv=70,188 msgctl=71,187 mq_open=240,180
-    mq_unlink=241,181 add_key=248,217 request_key=249,218 keyctl=250,219 bpf=321,280 perf_event_open=298,241
-    userfaultfd=323,282
+    socket=41,198 connect=42,203 bind=49,200 listen=50,201 shmget=29,194 shmctl=31,195 shmat=30,196 semget=64,190
+    semop=65,193 semctl=66,191 semtimedop=220,192 msgget=68,186 msgsnd=69,189 msgrcv=70,188 msgctl=71,187
+    mq_open=240,180 mq_unlink=241,181 add_key=248,217 request_key=249,218 keyctl=250,219 bpf=321,280
+    perf_event_open=298,241
+    userfaultfd=323,282 memfd_create=319,279 memfd_secret=447,447
 """)
-"""Sockets, and other ways to send something to other processes."""
+"""Sockets, and other ways to send something to other processes; memory that no process is seen to have."""
 PROCESSES = _numbers("""
     kill=62,129 tkill=200,130 tgkill=234,131 rt_sigqueueinfo=129,138 rt_tgsigqueueinfo=297,240
     pidfd_send_signal=424,424 ptrace=101,117 process_vm_writev=311,271 process_madvise=440,440
@@ -81,12 +90,14 @@ NEWEST = 450
 """Calls of larger numbers, which later kernels added, fail as on a kernel without them."""
 FURTHER = _numbers(
     "open=2,- openat=257,56 clone=56,220 fcntl=72,25 ioctl=16,29 "
-    "prlimit64=302,261 capget=125,90 capset=126,91 seccomp=317,277"
+    "prlimit64=302,261 socketpair=53,199 capget=125,90 capset=126,91 seccomp=317,277"
 )
 """Calls that are decided by an argument, or used here."""
 
-SET_OWNER, SET_SIGNAL, SET_OWNER_EX = 8, 10, 15
-"""Commands of fcntl that make a file send signals."""
+SIGNALLING = (8, 10, 15, 1024, 1026)
+"""Commands of fcntl that make a file send signals: owner, signal, lease, which holds up who opens it, and notice."""
+UNIX_SOCKET, STREAM_SOCKET, SOCKET_TYPES = 1, 1, 0xF
+"""A pair of them is connected to itself for ever, as a pipe is; asyncio needs one."""
 ASKING = (0x5401, 0x802C542A, 0x5413, 0x540F, 0x541B, 0x5421, 0x5450, 0x5451)
 """Permitted requests of ioctl: settings, size and group of a terminal, bytes to read, modes of a descriptor."""
 NEW_NAMESPACES = 0x7E020000
@@ -178,10 +189,12 @@ def program_of(machine: str) -> list[Instruction]:
         call(name, refuse)
     new = ((IF_BITS, 0, 1, NEW_NAMESPACES), refuse)
     call("clone", _argument(0), *new, allow)
-    owners = [step for command in (SET_OWNER, SET_SIGNAL, SET_OWNER_EX) for step in ((IF_EQUAL, 0, 1, command), refuse)]
+    owners = [step for command in SIGNALLING for step in ((IF_EQUAL, 0, 1, command), refuse)]
     call("fcntl", _argument(1), *owners, allow)
     asking = [step for request in ASKING for step in ((IF_EQUAL, 0, 1, request), allow)]
     call("ioctl", _argument(1), *asking, _fails(errno.ENOTTY))
+    pair = (_argument(0), (IF_EQUAL, 1, 0, UNIX_SOCKET), refuse, _argument(1), (AND, 0, 0, SOCKET_TYPES))
+    call("socketpair", *pair, (IF_EQUAL, 0, 1, STREAM_SOCKET), allow, refuse)
     call("prlimit64", _argument(0), (IF_EQUAL, 0, 1, 0), allow, refuse)
     unwritten = [
         step for access in (os.O_RDONLY, os.O_ACCMODE) for step in ((IF_EQUAL, 0, 1, os.O_TRUNC | access), refuse)
@@ -299,6 +312,7 @@ def confine(folder: str, kernel: Kernel) -> None:
     for limit, most in (
         (resource.RLIMIT_FSIZE, MOST_FILE_BYTES),
         (resource.RLIMIT_DATA, MOST_MEMORY_BYTES),
+        (resource.RLIMIT_NOFILE, MOST_DESCRIPTORS),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_CPU, MOST_CPU_S),
     ):
@@ -313,21 +327,112 @@ def confine(folder: str, kernel: Kernel) -> None:
     _filter_calls(kernel.machine)
 
 
-def _guard(program: int) -> None:
-    """Wait for the program; if this process's parent ends before it, end the whole process group."""
+class Totals(NamedTuple):
+    """The most that the processes of a group may have at once. written: bytes in their folder, and in deleted files
+    that they hold open. memory: bytes of all, shared ones once. descriptors: open files, pipes and sockets.
+    """
+
+    processes: int = 500
+    files: int = 10_000
+    written: int = 256 << 20
+    memory: int = 4 << 30
+    descriptors: int = 4096
+
+
+TOTALS = Totals()
+
+
+def passed_limit(folder: str, group: int, most: Totals) -> str | None:
+    """Return the limit that a process group has passed, as the end of a sentence; None for none."""
+    members = [int(name) for name in os.listdir("/proc") if name.isdigit() and _is_in(int(name), group)]
+    if len(members) > most.processes:
+        return f"has more than {most.processes} processes at once"
+    if sum(map(_resident, members)) > most.memory and sum(map(_proportional, members)) > most.memory:
+        return f"has more than {most.memory / 2**30:g} GiB of memory in all processes"
+    descriptors, size = _held_open(members)
+    if descriptors > most.descriptors:
+        return f"has more than {most.descriptors} open files, pipes and sockets"
+    files, folders = 0, [folder]
+    while folders and files <= most.files and size <= most.written:
+        with suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                files += 1
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                with suppress(FileNotFoundError):
+                    size += 512 * entry.stat(follow_symlinks=False).st_blocks
+    if folders or files > most.files or size > most.written:
+        return f"writes more than {most.files} files or {most.written >> 20} MiB"
+    return None
+
+
+def _is_in(process: int, group: int) -> bool:
+    with suppress(OSError):
+        return os.getpgid(process) == group
+    return False
+
+
+def _read(path: str) -> bytes:
+    """Read a file of /proc; empty where the process has ended, or may not be looked at."""
+    with suppress(OSError), open(path, "rb") as file:
+        return file.read()
+    return b""
+
+
+def _resident(process: int) -> int:
+    """Memory of a process in bytes; what it shares counts for each that has it."""
+    fields = _read(f"/proc/{process}/statm").split()
+    return int(fields[1]) * resource.getpagesize() if fields else 0
+
+
+def _proportional(process: int) -> int:
+    """Memory of a process in bytes; of what it shares with others, its part."""
+    lines = _read(f"/proc/{process}/smaps_rollup").splitlines()
+    parts = [int(line.split()[1]) << 10 for line in lines if line.startswith(b"Pss:")]
+    return sum(parts) if parts else _resident(process)
+
+
+def _held_open(processes: Sequence[int]) -> tuple[int, int]:
+    """The number of descriptors of processes, and the bytes of deleted files among them."""
+    number, deleted = 0, {}
+    for process in processes:
+        with suppress(OSError):
+            names = os.listdir(f"/proc/{process}/fd")
+            number += len(names)
+            for name in names:
+                with suppress(OSError):
+                    held = os.stat(f"/proc/{process}/fd/{name}")
+                    if stat.S_ISREG(held.st_mode) and held.st_nlink == 0:
+                        deleted[held.st_dev, held.st_ino] = 512 * held.st_blocks
+    return number, sum(deleted.values())
+
+
+def _guard(program: int, folder: str, status: int, has_totals: bool) -> None:
+    """Wait for the program; if this process's parent ends before it, end the whole process group.
+
+    has_totals: end the group at its limits, too.
+    """
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
     _checked(LIBC.prctl(SIGNAL_OF_PARENTS_END, *map(ctypes.c_ulong, (signal.SIGTERM, 0, 0, 0))), "parent's end")
+    ended = os.pidfd_open(program)
+    while has_totals and not select.select([ended], [], [], POLL_S)[0]:
+        rule = passed_limit(folder, os.getpgrp(), TOTALS)
+        if rule is not None:
+            os.write(status, rule.encode())
+            os.killpg(0, signal.SIGKILL)
     os.waitpid(program, 0)
 
 
 def main(words: Sequence[str]) -> None:
     """Start the program in a confined child, and wait for it."""
-    status, folder, *command = words
+    has_totals = words[0] == "--totals"
+    status, folder, *command = words[has_totals:]
     os.set_inheritable(int(status), False)
     child = os.fork()
     if child:
-        os.close(int(status))
-        _guard(child)
+        if not has_totals:
+            os.close(int(status))
+        _guard(child, folder, int(status), has_totals)
         return
     try:
         confine(folder, this_kernel())

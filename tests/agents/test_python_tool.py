@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from megatron_rl.agents.observation import Observation, ToolCall, Turn
 from megatron_rl.agents.python_tool import python
 from megatron_rl.agents.tools import ToolEnvironment, load_tools, schemas_of
+from megatron_rl.user_code import confine
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -59,8 +61,8 @@ def test_a_program_is_confined(tmp_path: Path):
 
 
 def test_endless_programs_end(tmp_path: Path):
-    """Time, output, memory, a child that goes on: each has a limit, and nothing is left. Would not catch a limit of all
-    programs together.
+    """Time, output, memory, a child that goes on: each has a limit, and nothing is left. Would not catch a limit of
+    several programs together.
     """
     mark = f"mark{os.getpid()}"
     forks = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99) # {mark}'])"
@@ -70,6 +72,72 @@ def test_endless_programs_end(tmp_path: Path):
     assert loud.endswith("...(truncated)...") and len(loud) < 70_000 and "MemoryError" in large
     commands = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline") if os.access(file, os.R_OK)]
     assert not any(mark.encode() in command for command in commands)
+
+
+SHARED = """
+import mmap, time
+held = mmap.mmap(-1, 300 << 20)
+held.write(b"x" * (300 << 20))
+time.sleep(20)
+"""
+DELETED = """
+import os, time
+for n in range(6):
+    file = open("f", "wb")
+    file.write(b"x" * (50 << 20))
+    os.remove("f")
+    globals()[f"held{n}"] = file
+time.sleep(20)
+"""
+FORKS = "import os, time\nfor _ in range(600): os.fork() or (time.sleep(20), os._exit(0))\ntime.sleep(20)"
+
+
+@pytest.mark.parametrize(
+    ("program", "rule"),
+    [
+        (FORKS, "has more than 500 processes at once"),
+        (SHARED, "has more than 0.25 GiB of memory in all processes"),
+        ("import time\nfor n in range(10_200): open(str(n), 'w')\ntime.sleep(20)", "writes more than 10000 files"),
+        (DELETED, "writes more than 10000 files or 256 MiB"),
+    ],
+    ids=["processes", "shared memory", "files", "deleted files"],
+)
+def test_all_processes_of_a_program_have_limits_together(tmp_path, monkeypatch, program, rule):
+    """It is ended, what it printed is kept, its folder is gone. Would not catch what is there for less than 0.2 s."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    less = Path(confine.__file__).read_text().replace("memory: int = 4 << 30", "memory: int = 1 << 28")
+    (tmp_path / "confine.py").write_text(less)
+    monkeypatch.setattr(confine, "__file__", str(tmp_path / "confine.py"))
+    [text] = texts(run(f"print('begun')\n{program}", timeout_s=60))
+    assert text.startswith("begun\n...(ended: it ") and rule in text
+    assert [file.name for file in tmp_path.iterdir()] == ["confine.py"]
+
+
+DEEP = "import os\nfor _ in range(990): os.mkdir('a'); os.chdir('a')\nprint('deep')"
+HOLDS = """
+import fcntl
+file = open({path!r})
+for hold in (lambda: fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK), lambda: fcntl.flock(file, fcntl.LOCK_EX)):
+    try:
+        hold()
+        print("held")
+    except PermissionError:
+        print("refused")
+"""
+
+
+def test_what_a_program_may_be_and_hold(tmp_path, monkeypatch):
+    """990 folders in one another, 300 KB of text, which no list of processes shows, asyncio; no lease and no lock of a
+    file of the user's. Would not catch a read lock of fcntl: docs/agents.md has it.
+    """
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "own").write_text("x")
+    long = f"print(open('/proc/self/cmdline').read().count('xxx'))\n# {'x' * 300_000}"
+    waits = "import asyncio\nasync def main(): await asyncio.sleep(0); print('async')\nasyncio.run(main())"
+    answer = run(DEEP, long, waits, HOLDS.format(path=str(tmp_path / "own")))
+    assert texts(answer) == ["deep\n", "0\n", "async\n", "refused\nrefused\n"]
+    assert list((tmp_path / "scratch").iterdir()) == []
 
 
 def test_one_line_makes_it_a_tool(tmp_path: Path):

@@ -92,6 +92,12 @@ def action(machine: str, number: int, *arguments: int, architecture: int | None 
         ("x86_64", 56, (0x01200011,), ALLOW),  # fork
         ("x86_64", 72, (0, 8, 1), errno.EPERM),  # F_SETOWN
         ("x86_64", 72, (0, 1030, 0), ALLOW),  # F_DUPFD_CLOEXEC
+        ("x86_64", 72, (0, 1024, 0), errno.EPERM),  # F_SETLEASE
+        ("aarch64", 32, (0, 2), errno.EPERM),  # flock
+        ("x86_64", 53, (1, 0o2000001), ALLOW),  # socketpair of connected streams, closed by exec
+        ("x86_64", 53, (1, 2), errno.EPERM),  # of datagrams, which may go to any address
+        ("aarch64", 199, (2, 1), errno.EPERM),  # of another family
+        ("x86_64", 319, (0, 0), errno.EPERM),  # memfd_create
         ("x86_64", 16, (0, 0x40086602), errno.ENOTTY),  # FS_IOC_SETFLAGS
         ("x86_64", 16, (0, 0x5401), ALLOW),  # TCGETS
         ("x86_64", 302, (1234, 0), errno.EPERM),  # prlimit64 of another process
