@@ -9,6 +9,7 @@ import random
 import sys
 import time
 
+import httpx
 import openai
 
 MOST_TURNS = 3
@@ -147,6 +148,29 @@ async def first_hangs(task: dict, endpoint) -> float:
     if not HUNG:
         HUNG.append(task)
         await asyncio.sleep(10_000)
+    return await three_tries(task, endpoint)
+
+
+HOSTILE = (
+    '{"messages": [{"role": "user", "content": "1"}], "tools": [{"type": "function", "function": {}}]}',
+    '{"messages": [{"role": "user", "content": "\\ud83d"}]}',
+    '{"messages": [{"role": "user", "content": "' + "1+2" * 5_000_000 + '"}]}',
+    '{"messages": ' + "[" * 100_000,
+    '{"messages": [{"role": "user", "content": "1"}], "tools": [{"function": {"name": "f", "x": NaN}}]}',
+    "",
+)
+
+
+async def hostile(task: dict, endpoint) -> float:
+    """Six of eight send what is no request; the seventh one's question is too long."""
+    kind = (task["index"] + task["sample"]) % 8
+    if kind < len(HOSTILE):
+        async with httpx.AsyncClient(headers={"x-api-key": endpoint.api_key}, timeout=60) as client:
+            answer = await client.post(f"{endpoint.base_url}/chat/completions", content=HOSTILE[kind].encode())
+        raise ValueError(f"status {answer.status_code}")
+    if kind == len(HOSTILE):
+        client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "1+2" * 300_000}])
     return await three_tries(task, endpoint)
 
 

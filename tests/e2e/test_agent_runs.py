@@ -278,6 +278,20 @@ def test_an_agent_may_be_a_program(command_line) -> None:
     assert any(line["environment/reward/mean"] > 0 for line in steps) and run.left_over() == []
 
 
+def test_hostile_agents_cost_their_own_episodes(command_line) -> None:
+    """Seven of eight episodes have one, of seven kinds at once, in the process of the run; the others train.
+
+    Would not catch what an agent does to its own process: it is in one of several then.
+    """
+    keys = (*SHORT, *LOCAL, "trainer.test_freq=0", f"{TURNS}.max_failed_ratio=0.99")
+    run = command_line(*keys, *agent(FILE, "name=hostile"), config=GRPO)
+    assert run.wait() == 0, run.text()
+    steps = [line for line in metrics(run).values() if "episode/raised" in line]
+    assert len(steps) == 2 and all(line["episode/raised"] > 0 for line in steps)
+    assert sum(line["episode/no_answer"] for line in steps) > 0 and "status 400" in run.text()
+    assert all(line["episode/failed_ratio"] < 1 for line in steps)
+
+
 @pytest.mark.exhaustive
 def test_an_agent_that_fails_before_its_first_turn_costs_an_episode(command_line) -> None:
     """One prompt in eight raises before it has asked anything, in training and in validation; the others train.
