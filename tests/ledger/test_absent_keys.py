@@ -88,11 +88,10 @@ def test_what_a_config_json_leaves_out_has_transformers_default(family: Family, 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_a_null_is_read_as_by_transformers_or_refused(family: Family, tmp_path: Path) -> None:
     """Of each key with a default: what a rank would end at is refused before. Would not catch other wrong types."""
+    whole = whole_settings(family)
     for key in ("rms_norm_eps", *family.text.defaults):
-        whole = whole_settings(family)
-        place = whole if family.inside is None else whole[family.inside.key]
-        place[key] = None
-        (tmp_path / "config.json").write_text(json.dumps(whole))
+        inside = {} if family.inside is None else {family.inside.key: whole[family.inside.key] | {key: None}}
+        (tmp_path / "config.json").write_text(json.dumps(whole | (inside or {key: None})))
         _, problems = read_model_folder("model", str(tmp_path), config_only=True)
         try:
             theirs = language_config(tmp_path).to_dict()
