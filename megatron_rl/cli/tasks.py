@@ -115,7 +115,7 @@ def startable(
     run = checked(path, overrides, change=change, task=task)
     raise_problems("this run cannot start", run.violations)
     assert run.config is not None  # a file without a configuration has violations
-    for line in (*(f"{note.kind.value}: {note}" for note in run.notes), *run.unread):
+    for line in (*(f"{note.kind.value}: {note}" for note in run.notes), *run.idle, *run.unread):
         say(line, Terminal(stderr=True))
     return run.config
 

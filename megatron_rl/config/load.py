@@ -39,6 +39,7 @@ from megatron_rl.config.megatron import FP8_FORMATS, TE_LINEAR
 from megatron_rl.config.problems import like_name, nearest_name, raise_problems, refused, violations_of
 from megatron_rl.config.schema import MISSING, RunConfig
 from megatron_rl.config.setting import OVERRIDE, TAKEN_AWAY, Setting
+from megatron_rl.config.synonyms import suggested_key
 from megatron_rl.config.tasks import REWARD
 from megatron_rl.config.yaml_text import YAML_PROBLEMS, read_yaml, refuse_depth
 from megatron_rl.errors import ConfigError, Violation
@@ -239,7 +240,7 @@ def read_override(text: str) -> Iterator[Setting]:
     if prefix == "~":
         return iter([Setting(key, TAKEN_AWAY, OVERRIDE, prefix)])
     if not equals:
-        like = like_name(key, KEYS)
+        like = suggested_key(key)
         hint = "" if like is None else f"; the nearest key is {like}"
         rule = f"override {text!r:.200} has no '=': write it as key=value{hint}"
         raise refused(Violation({}, rule))
@@ -267,11 +268,6 @@ def settings_of(tree: dict[str, Any], origin: str) -> Iterator[Setting]:
         yield from _flatten(name, value, origin)
 
 
-def like_name_of(key: str) -> str | None:
-    """The known key that an unknown key misspells, or None."""
-    return like_name(key, KEYS)
-
-
 def unknown_key(key: str, value: Any, where: str) -> Violation | None:
     """The violation of an unknown key, with the nearest known key; None for a known key."""
     named = in_named_group(key)
@@ -284,7 +280,7 @@ def unknown_key(key: str, value: Any, where: str) -> Violation | None:
             return Violation({key: value}, f"{where}: it is a group of keys, not a value; set {inner_keys}")
         like = like_name(inner, NAMED_GROUPS[top])
         return _unknown(key, value, where, None if like is None else f"{top}.{name}.{like}")
-    return None if is_key(key) else _unknown(key, value, where, like_name(key, KEYS))
+    return None if is_key(key) else _unknown(key, value, where, suggested_key(key))
 
 
 def _unknown(key: str, value: Any, where: str, like: str | None) -> Violation:

@@ -17,9 +17,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.schema import DataConfig
+from megatron_rl.config.synonyms import PROMPTS, SOURCES, suggested_column
 from megatron_rl.data.messages import Message
 from megatron_rl.data.prompt_mixture import PromptFile
-from megatron_rl.data.row_files import Row, column_forms, nearest_hint, needed_value, read_rows, value_of
+from megatron_rl.data.row_files import Row, column_forms, needed_value, read_rows, value_of
 from megatron_rl.data.row_problems import BadRow, RowPlace, RowProblem, refuse
 from megatron_rl.data.template_process import Renderer, TemplateRefusal
 from megatron_rl.errors import ConfigError
@@ -208,12 +209,12 @@ def _check_columns(path: str, data: DataConfig, needs_ground_truth: bool) -> Non
     columns = {data.prompt_key: " (data.prompt_key)", data.reward_fn_key: " (data.reward_fn_key)"}
     if needs_ground_truth:
         columns["reward_model"] = ""
+    usual = {data.prompt_key: PROMPTS, data.reward_fn_key: SOURCES}
     for column, key in columns.items():
         if column not in forms:
-            raise ConfigError(
-                f"{path} has no column {column!r}{key}: its columns are {', '.join(forms)}; "
-                f"{nearest_hint(column, list(forms), 'column')}"
-            )
+            like = suggested_column(column, usual.get(column, ()), list(forms))
+            hint = "none is like it" if like is None else f"the nearest column is {like!r}"
+            raise ConfigError(f"{path} has no column {column!r}{key}: its columns are {', '.join(forms)}; {hint}")
     if needs_ground_truth and GROUND_TRUTH not in forms:
         form = forms["reward_model"]
         raise ConfigError(f"{path}: column 'reward_model' is {form}; it must be a struct with the field 'ground_truth'")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from megatron_rl.config.problems import nearest_name
+from megatron_rl.config.synonyms import suggested_column
 from megatron_rl.data.reading_options import ReadingOptions
 from megatron_rl.errors import ConfigError
 
@@ -77,7 +77,8 @@ def find_columns(path: str, forms: Mapping[str, str], options: ReadingOptions, k
     given = {use: value for use in CANDIDATES if (value := getattr(options, f"{use}_key")) is not None}
     for use, name in given.items():
         if name not in forms:
-            nearest = f"; the nearest is {nearest_name(name, forms)}" if forms else ""
+            like = suggested_column(name, CANDIDATES[use][0], list(forms))
+            nearest = f"; the nearest is {like}" if like is not None else ""
             raise ConfigError(f"{path} has no column {name!r} (data.{use}_key); it has {_listed(forms)}{nearest}")
     matches = {use: [given[use]] if use in given else _named(use, forms) for use in CANDIDATES}
     judge = JUDGED.get(kind)

@@ -11,8 +11,9 @@ import yaml
 from megatron_rl.config.foreign.meanings import meanings
 from megatron_rl.config.foreign.translate import Kind, Note, Noted, translate
 from megatron_rl.config.keys import is_key
-from megatron_rl.config.load import like_name_of, read_override, settings_of
+from megatron_rl.config.load import read_override, settings_of
 from megatron_rl.config.setting import TAKEN_AWAY, Setting, final_settings, nested
+from megatron_rl.config.synonyms import suggested_key
 from megatron_rl.config.yaml_text import read_yaml
 from megatron_rl.errors import ConfigError
 from megatron_rl.port.fitting import ORIGIN, defaults, fitted, unread_models, whole_layers
@@ -129,7 +130,7 @@ OPTIONS = ("config-name", "program")
 
 
 def _unknown(setting: Setting) -> Note:
-    like = like_name_of(setting.key)
+    like = suggested_key(setting.key)
     reason = f"is {like} meant?" if like else "leave it out where it only changes speed"
     return Note(Kind.UNSUPPORTED, setting, reason, feature=f"the key {setting.key}, which no table knows")
 

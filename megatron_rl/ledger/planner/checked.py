@@ -10,6 +10,7 @@ from typing import Any
 from megatron_rl.config.evaluated import evaluated
 from megatron_rl.config.foreign.defaults import Difference, differences
 from megatron_rl.config.foreign.translate import Kind, Note
+from megatron_rl.config.idle_keys import idle_keys
 from megatron_rl.config.load import read_run
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.schema import RunConfig
@@ -28,7 +29,7 @@ class Checked:
     """A configuration and the violations of its keys, its values and the files it names.
 
     notes: how verl's keys were translated. different: unset keys with another default in verl. unread: ignored parts of
-    model folders that may be there on purpose.
+    model folders that may be there on purpose. idle: lines on keys of roles that the run does not have.
     """
 
     config: RunConfig | None
@@ -36,10 +37,12 @@ class Checked:
     notes: list[Note] = field(default_factory=list)
     different: list[Difference] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
+    idle: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """Notes on verl's keys and defaults, and on unread weights, one line each."""
-        return [*(f"{note.kind.value}: {note}" for note in self.notes), *map(str, self.different), *self.unread]
+        """Notes on verl's keys and defaults, on keys without effect, and on unread weights, one line each."""
+        notes = [f"{note.kind.value}: {note}" for note in self.notes]
+        return [*notes, *self.idle, *map(str, self.different), *self.unread]
 
     def as_json(self) -> dict[str, Any]:
         """The notes as data."""
@@ -49,6 +52,7 @@ class Checked:
                 key.default.key: {"here": key.here, "verl": key.default.verl} for key in self.different
             },
             "unread_weights": self.unread,
+            "without_effect": self.idle,
         }
 
 
@@ -68,7 +72,8 @@ def checked(
     # The defaults that are compared are those of verl's PPO.
     different = differences(reading.config, reading.given) if run_config.generates else []
     violations, unread = examined(run_config, config_only=without_files)
-    return Checked(run_config, [*reading.violations, *violations], notes, different, unread)
+    idle = idle_keys(run_config, reading.given)
+    return Checked(run_config, [*reading.violations, *violations], notes, different, unread, idle)
 
 
 def commanded(config: RunConfig, task: str) -> RunConfig:

@@ -22,6 +22,7 @@ from megatron_rl.config.prompt_sampler_keys import PromptSamplerConfig
 from megatron_rl.config.reward_keys import HELD_OUT, RUNNING, CustomRewardFunctionConfig
 from megatron_rl.config.roles import REWARD_MODEL, roles_of
 from megatron_rl.config.schema import DataConfig, RunConfig, as_list
+from megatron_rl.config.synonyms import PROMPTS, SOURCES, suggested_column
 from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.config.user_functions import definitions_in
 from megatron_rl.config.validate import REWARD_ARGUMENTS, is_path_or_paths
@@ -30,6 +31,8 @@ from megatron_rl.errors import ConfigError, Violation
 from megatron_rl.ledger.planner.hardware import load_hardware
 from megatron_rl.observe.services import PACKAGES, absent_services
 
+ASKED = "name the column of what the policy is asked"
+NAMED = "add a column that names where each row is from, which chooses the rule that scores it"
 PROMPT_SUFFIXES = (".parquet", ".jsonl")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 TURNS = "actor_rollout_ref.rollout.multi_turn"
@@ -158,17 +161,18 @@ def _prompt_problems(config: RunConfig, judged: Sequence[str]) -> Iterable[Viola
                     wrong = Violation({key: path}, f"must be a file of prompts: {error}")
             if wrong is not None:
                 yield _within_list(wrong, key, path, paths)
-    for key, column, forms, meaning in (
-        ("data.prompt_key", data.prompt_key, ("text", "messages"), "text or a list of {role, content}"),
-        ("data.reward_fn_key", data.reward_fn_key, ("text",), "text"),
+    for key, column, forms, meaning, usual, hint in (
+        ("data.prompt_key", data.prompt_key, ("text", "messages"), "text or a list of {role, content}", PROMPTS, ASKED),
+        ("data.reward_fn_key", data.reward_fn_key, ("text",), "text", SOURCES, NAMED),
     ):
         lacking = [path for path, columns in tables.items() if columns.get(column) not in forms]
         if lacking:
             able = [{name for name, form in columns.items() if form in forms} for columns in tables.values()]
             names = sorted(set.intersection(*able))
             has = ", ".join(f"{name} ({form})" for name, form in tables[lacking[0]].items())
-            nearest = {key: nearest_name(column, names)} if names else {}
-            yield Violation({key: column}, f"must be a column of {meaning}; {lacking[0]} has {has}", nearest)
+            like = suggested_column(column, usual, names)
+            nearest, lacks = ({}, hint) if like is None else ({key: like}, "")
+            yield Violation({key: column}, f"must be a column of {meaning}; {lacking[0]} has {has}", nearest, lacks)
     for path, columns in tables.items():
         named = [key for key, paths in prompt_files(config) if key in judged and path in paths]
         if named and columns.get("reward_model.ground_truth", "null") == "null":
