@@ -98,10 +98,6 @@ def _beside(ran: ShellRun, taken: TrainerCall, others: list[TrainerCall]) -> Ite
     around = _around(taken)
     if around:
         yield f"around the trainer: {around}; docs/coming_from_verl.md says how a run is started"
-    unread = [f"--{name}" for name in taken.options if name not in READ_OPTIONS] + [*taken.unread]
-    if unread:
-        shown = ", ".join(f"{word:.40}" for word in unread[:5])
-        yield f"{len(unread)} words of the trainer's command that are no settings: {shown}"
     for other in others:
         yield f"another call of a trainer: {other.program}, which is left out; port its arguments by themselves"
     trained = [taken.launch, *(other.launch for other in others)]
@@ -110,6 +106,13 @@ def _beside(ran: ShellRun, taken: TrainerCall, others: list[TrainerCall]) -> Ite
     ]
     if programs:
         yield f"other programs that it calls: {', '.join(dict.fromkeys(programs))}"
+
+
+def unread_words(call: TrainerCall) -> list[str]:
+    """Return a line on the words of a trainer's command that set nothing, if there are any."""
+    words = [f"--{name}" for name in call.options if name not in READ_OPTIONS] + [*call.unread]
+    shown = ", ".join(f"{word:.40}" for word in words[:5])
+    return [f"{len(words)} words of the trainer's command that are no settings: {shown}"] if words else []
 
 
 def _around(call: TrainerCall) -> str:

@@ -17,7 +17,7 @@ from megatron_rl.config.synonyms import suggested_key
 from megatron_rl.config.yaml_text import read_yaml
 from megatron_rl.errors import ConfigError
 from megatron_rl.port.fitting import ORIGIN, defaults, fitted, unread_models, whole_layers
-from megatron_rl.port.launch import TrainerCall, call_of, trainer_call
+from megatron_rl.port.launch import DEFAULT_CONFIGS, TrainerCall, call_of, trainer_call, unread_words
 from megatron_rl.port.shell import launches_of
 
 YAML_SUFFIXES = (".yaml", ".yml")
@@ -94,7 +94,8 @@ def port(
     known = set(call.overrides)
     further = [text for text in arguments if "=" in text and text not in known]
     call = replace(call, overrides=(*call.overrides, *further))
-    return replace(ported(str(source), call, [], source.parent), beside=beside, refused=ran.refused)
+    made = ported(str(source), call, [], source.parent)
+    return replace(made, beside=[*beside, *made.beside], refused=ran.refused)
 
 
 def ported(source: str, call: TrainerCall, base: list[Setting], folder: Path = Path()) -> Ported:
@@ -109,6 +110,8 @@ def ported(source: str, call: TrainerCall, base: list[Setting], folder: Path = P
             setting = Setting("config-name", str(file), source, prefix="--")
             reason = "this file is not there: give its settings as arguments, or port it"
             notes.append(Note(Kind.UNSUPPORTED, setting, reason, feature="a configuration file that is not there"))
+    named = [setting for setting in base if setting.key == DEFAULTS]
+    base = [setting for setting in base if setting.key != DEFAULTS]
     implied = call.entry
     if isinstance(implied, str):
         setting = Setting("program", call.program, source)
@@ -123,10 +126,24 @@ def ported(source: str, call: TrainerCall, base: list[Setting], folder: Path = P
     notes = [*translated, *added, *meanings(known), *notes, *(_unknown(setting) for setting in unknown)]
     refused = [note.setting for note in notes if note.kind is Kind.UNSUPPORTED and note.setting.key not in OPTIONS]
     final, _ = final_settings([*known, *refused])
-    return Ported(source, [*defaults(final), *final], notes, unread_models(known))
+    beside = [*unread_words(call), *_unread_files(named)]
+    return Ported(source, [*defaults(final), *final], notes, unread_models(known), beside)
 
 
 OPTIONS = ("config-name", "program")
+DEFAULTS = "defaults"
+"""Hydra's list of the files that a file is made of."""
+
+
+def _unread_files(named: list[Setting]) -> list[str]:
+    """Return a line for each list of files that a file is made of, with those that are not verl's own."""
+    lines = []
+    for setting in named:
+        listed = setting.value if isinstance(setting.value, list) else [setting.value]
+        files = [one for one in listed if isinstance(one, str) and one not in ("_self_", *DEFAULT_CONFIGS)]
+        if files:
+            lines.append(f"files that {setting.origin} is made of: {', '.join(files)}; port their settings, too")
+    return lines
 
 
 def _unknown(setting: Setting) -> Note:
@@ -140,5 +157,5 @@ def _file_settings(file: Path) -> list[Setting]:
     tree = read_yaml(file, is_resolved=True)
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} holds a {type(tree).__name__}; it must hold groups of keys")
-    groups = {str(name): value for name, value in tree.items() if name not in ("defaults", "hydra")}
+    groups = {str(name): value for name, value in tree.items() if name != "hydra"}
     return [setting for setting in settings_of(groups, str(file)) if setting.value not in ("???", TAKEN_AWAY)]

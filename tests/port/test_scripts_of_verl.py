@@ -152,9 +152,9 @@ def test_what_no_configuration_holds_is_said(tmp_path):
         "still needs where you start it",
         "around the trainer: ray job submit with --address, --runtime-env-json; docs/coming_from_verl.md says how a "
         "run is started",
-        "2 words of the trainer's command that are no settings: --multirun, stray",
         "another call of a trainer: verl.trainer.main_ppo, which is left out; port its arguments by themselves",
         "other programs that it calls: pip install, python3 prepare.py",
+        "2 words of the trainer's command that are no settings: --multirun, stray",
     ]
     assert "secret" not in found.yaml() and "VLLM_USE_V1" in found.yaml()
     assert port(written(tmp_path, "nohup python3 -u -m verl.main_ppo trainer.nnodes=1"), [], {}).beside == []
@@ -224,12 +224,14 @@ def test_what_is_not_supported_stays_in_the_file(tmp_path):
     """
     file = tmp_path / "verl.yaml"
     file.write_text(
-        "defaults: [x]\n_target_: y\nactor_rollout_ref:\n  model: {path: m}\n  actor:\n"
+        "defaults: [ppo_trainer, x, {a: b}, _self_]\n_target_: y\nactor_rollout_ref:\n  model: {path: m}\n  actor:\n"
         "    ppo_mini_batch_size: 64\n    megatron: {qat: {enable: true}, use_mbridge: true}\n"
         "  rollout: {prompt_length: '${oc.select:data.max_prompt_length,512}'}\ndata: {max_prompt_length: 99}\n"
     )
     found = port(file, ["trainer.nnodes=3", "trainer.magic=1"], {})
     assert found.features == ["quantization-aware training", "the key trainer.magic, which no table knows"]
+    assert found.beside == [f"files that {file} is made of: x; port their settings, too"]
+    assert port(None, ["--multirun", "trainer.nnodes=3"], {}).beside[0].endswith("are no settings: --multirun")
     tree = yaml.safe_load(found.yaml())
     assert tree["actor_rollout_ref"]["actor"] == {"ppo_mini_batch_size": 64, "megatron": {"qat": {"enable": True}}}
     assert tree["data"]["max_prompt_length"] == 99 and tree["trainer"]["nnodes"] == 3
