@@ -26,6 +26,9 @@ NAME = "name"
 OWN_KEYS = ("trainer.default_local_dir", "trainer.resume_mode", "trainer.resume_from_path")
 """Keys that the ablation sets, as every point has a folder of its own and starts anew."""
 
+LARGEST, MOST_REPEATS = 1e12, 1000
+A_NUMBER = f"must be a number above 0 and at most {LARGEST:g}"
+
 Settings = dict[str, Any]
 """Dotted key of the run's configuration, or of verl's, -> value; `TAKEN_AWAY` for a `~key` of the command line."""
 
@@ -63,11 +66,11 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= LARGEST
 
 
-def _is_count(value: Any, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_count(value: Any, least: int = 0, most: float = math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def _is_list_of_settings(value: Any) -> bool:
@@ -87,11 +90,11 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "exclude": (_is_list_of_settings, "must be a list of maps from dotted keys to values"),
     "baseline": (_is_text, "must be the name of a point"),
     "warmup_steps": (_is_count, "must be a whole number, 0 or more"),
-    "time_limit_s": (_is_number, "must be a number above 0"),
+    "time_limit_s": (_is_number, A_NUMBER),
     "hardware": (_is_text, "must be a name or a file"),
-    "prompt_length": (_is_number, "must be a number above 0"),
-    "response_length": (_is_number, "must be a number above 0"),
-    "repeats": (partial(_is_count, least=1), "must be a whole number, 1 or more"),
+    "prompt_length": (_is_number, A_NUMBER),
+    "response_length": (_is_number, A_NUMBER),
+    "repeats": (partial(_is_count, least=1, most=MOST_REPEATS), f"must be a whole number from 1 to {MOST_REPEATS}"),
     "chosen": (_is_text, "must be the name of a point"),
 }
 MAY_BE_NULL = {field.name for field in dataclasses.fields(AblationConfig) if field.default is None}

@@ -21,6 +21,8 @@ from typing import Any
 
 from megatron_rl.errors import ConfigError
 
+LARGEST = 1e100
+"""Of a number, so that none of what is computed from it is too large for a float."""
 OVER = ("steps", "median")
 
 Recorded = Mapping[int, Mapping[str, float]]
@@ -134,19 +136,19 @@ def write_golden(golden: Golden, path: Path) -> None:
 
 def _wrong_numbers(golden: Golden) -> Iterator[str]:
     def is_number(value: object) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
     for name in ("steps", "stop_after_step"):
         if type(value := getattr(golden, name)) is not int:
             yield f"{name}={value!r:.80} must be a whole number"
     for name in ("first_step_within_s", "step_within_s"):
         if not is_number(value := getattr(golden, name)):
-            yield f"{name}={value!r:.80} must be a finite number"
+            yield f"{name}={value!r:.80} must be a number of at most {LARGEST:g}"
     for metric, band in golden.metrics.items():
         given = [*band.values, *(limit for limit in (band.below, band.above) if limit is not None)]
         wrong = [value for value in given if not is_number(value)]
         if wrong:
-            yield f"{metric}: {wrong[0]!r:.80} must be a finite number"
+            yield f"{metric}: {wrong[0]!r:.80} must be a number of at most {LARGEST:g}"
 
 
 def _problems(golden: Golden) -> Iterator[str]:

@@ -14,7 +14,7 @@ from megatron_rl.ledger.planner.hardware import planned_hardware
 from megatron_rl.ledger.planner.preflight import preflight
 from megatron_rl.ledger.planner.run_plan import RunPlan, mean_lengths
 from megatron_rl.trials.ablation_file import AblationConfig
-from megatron_rl.trials.points import LAYOUT, Point, points_of, short_names
+from megatron_rl.trials.points import LAYOUT, Point, points_of, round_name, short_names
 from megatron_rl.trials.trial import Trial
 
 LONGEST_OPTIONS = 100
@@ -86,8 +86,7 @@ class PlannedPoint:
 def trial_of(point: Point, ablation: AblationConfig, folder: Path, round_: int = 0) -> Trial:
     """The trial of a point in one round; it never resumes. folder: the ablation's."""
     fresh = ("trainer.resume_mode=disable", "trainer.resume_from_path=null")
-    name = f"{point.name}-round{round_ + 1}" if round_ else point.name
-    return Trial(Path(ablation.config), folder / "points" / name, (*point.overrides, *fresh))
+    return Trial(Path(ablation.config), folder / "points" / round_name(point.name, round_), (*point.overrides, *fresh))
 
 
 def plan_points(ablation: AblationConfig, folder: Path) -> list[PlannedPoint]:

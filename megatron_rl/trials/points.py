@@ -119,6 +119,11 @@ def name_of(own: Settings, short: Mapping[str, str]) -> str:
     return re.sub(r"[^\w.=+-]+", "_", "-".join(parts)) or "base"
 
 
+def round_name(name: str, round_: int) -> str:
+    """The name of the folder of a point's round, counted from 0."""
+    return f"{name}-round{round_ + 1}" if round_ else name
+
+
 def _agrees(own: Settings, excluded: Settings) -> bool:
     return bool(excluded) and all(key in own and own[key] == value for key, value in excluded.items())
 
@@ -133,6 +138,11 @@ def _check(points: Sequence[Point], ablation: AblationConfig) -> None:
     strange = [name for name in names if re.fullmatch(r"\w[\w.=+-]*", name) is None]
     if strange:
         raise ConfigError(f"the name {strange[0]!r} must be letters, digits and any of _.=+-, as it names a folder")
+    rounds = {round_name(name, round_): name for name in names for round_ in range(1, ablation.repeats)}
+    for name in names:
+        if name in rounds:
+            rule = f"must not be the name of a further round of {rounds[name]} (repeats={ablation.repeats})"
+            raise ConfigError(f"the name {name} {rule}: give the point another `name`")
     for key in ("baseline", "chosen"):
         named = getattr(ablation, key)
         if named is not None and named not in names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,8 @@ from megatron_rl.trials.trial import Trial
 from megatron_rl.trials.trial_outcome import FAILED, Attempt, TrialOutcome
 
 RECORD, SUMMARY = "record.json", "summary.json"
-KEPT = ("timing_s/", "perf/", "reshard/", "critic/score/mean")
+STEP_S, REWARD = "timing_s/step", "critic/score/mean"
+KEPT = ("timing_s/", "perf/", "reshard/", REWARD)
 """Beginnings of the names of metrics that reports need."""
 NUM_TAIL_LINES = 20
 
@@ -62,16 +64,41 @@ def must_run(record: Record | None, point: Point, retry_failed: bool) -> bool:
 
 
 def read_record(folder: Path) -> Record | None:
-    """The record in a point's folder; None without one, and for a file that another version wrote."""
+    """The record in a point's folder; None without one, and for one of another version, or one that is damaged."""
     file = folder / RECORD
     if not file.is_file():
         return None
     try:
         content = json.loads(file.read_text())
-        steps = {int(step): metrics for step, metrics in content["steps"].items()}
-        return Record(**(content | {"outcome": TrialOutcome(content["outcome"]), "steps": steps}))
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        steps = {int(step): _numbers(metrics) for step, metrics in content["steps"].items()}
+        record = Record(**(content | {"outcome": TrialOutcome(content["outcome"]), "steps": steps}))
+        return record if _is_whole(record) else None
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError, OverflowError):
         return None
+
+
+def _numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the metrics of a step as numbers. null is one that was not finite. Raises TypeError, OverflowError."""
+    return {name: float(value) for name, value in metrics.items() if value is not None}
+
+
+def _is_whole(record: Record) -> bool:
+    """Whether a record that was read has what reports are made of, in the types that they take."""
+    texts = (record.name, record.key, record.reason, *record.tail)
+    sizes = (*record.received_bytes, *record.bound_bytes)
+    has_steps = bool(record.steps) and all(map(_can_be_reported, record.steps.values()))
+    return (
+        all(isinstance(text, str) for text in texts)
+        and isinstance(record.tail, list)
+        and all(type(size) is int and 0 <= size < 1 << 63 for size in sizes)
+        and isinstance(record.seconds, int | float)
+        and not record.further
+        and (record.outcome is not TrialOutcome.FINISHED or has_steps)
+    )
+
+
+def _can_be_reported(metrics: Mapping[str, float]) -> bool:
+    return all(math.isfinite(value) for value in metrics.values()) and metrics[STEP_S] > 0 and REWARD in metrics
 
 
 def write_record(folder: Path, record: Record) -> None:

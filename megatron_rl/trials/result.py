@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
+from megatron_rl.errors import ConfigError
 from megatron_rl.trials.planned import PlannedPoint
 from megatron_rl.trials.record import Record, is_current
 from megatron_rl.trials.trial_outcome import TrialOutcome
@@ -75,8 +76,11 @@ class ResultRow:
 
 
 def result_of(record: Record, num_ranks: int, warmup_steps: int) -> Result:
-    """The numbers of a record that has more than `warmup_steps` steps."""
+    """The numbers of a record. Raises ConfigError for one that has no more than `warmup_steps` steps."""
     counted = record.counted(warmup_steps)
+    if not counted:
+        last = max(record.steps, default=0)
+        raise ConfigError(f"warmup_steps={warmup_steps} must be less than {last}, the last step of point {record.name}")
 
     def median(name: str) -> float:
         return statistics.median(metrics.get(name, 0.0) for metrics in counted)

@@ -47,6 +47,8 @@ def test_every_field_has_a_rule():
         ("config: a.yaml\nexclude: [{trainer.sed: 1}]", r"unknown key trainer.sed \(exclude\[0\]"),
         ("config: a.yaml\noverrides: {trainer.default_local_dir: x}", "is set by the ablation: leave it out"),
         ("config: a.yaml\ntime_limit_s: 0", "time_limit_s=0 .*must be a number above 0"),
+        ("config: a.yaml\nprompt_length: 1" + 400 * "0", "must be a number above 0 and at most"),
+        ("config: a.yaml\nrepeats: 1000000000", "must be a whole number from 1 to 1000"),
         ("config: a.yaml\nwarmup_steps: true", "must be a whole number, 0 or more"),
         ("config: a.yaml\nbaseline: 3", "must be the name of a point"),
         ("[1]", "holds a list; it must hold keys"),

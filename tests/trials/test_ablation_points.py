@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 
 import pytest
 from hypothesis import given
@@ -117,6 +119,7 @@ def test_names_are_short_and_apart():
         ({"points": [{"name": "tp2-rollout_tp1", PP: 2}]}, "same name, tp2-rollout_tp1"),
         ({"points": [{"name": "a/b", PP: 2}]}, "'a/b'"),
         ({"points": [{"name": "..", PP: 2}]}, r"'\.\.'"),
+        ({"points": [{"name": "tp2-rollout_tp1-round2", PP: 2}], "repeats": 2}, "a further round of tp2-rollout_tp1 "),
         ({"baseline": "tp2-rollout_tp3"}, "nearest: tp2-rollout_tp"),
     ],
 )
@@ -127,6 +130,7 @@ def test_what_cannot_be_told_apart_is_refused(changes, says):
 
 
 POINT = Point("a", "key", {}, {})
+STEP = {"timing_s/step": 2.5, "critic/score/mean": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -150,9 +154,7 @@ def test_what_runs_again(record, runs, runs_with_retry):
 
 def test_records_survive_the_file(tmp_path):
     """A number that is none becomes null. Would not catch a record of a later version that has the same fields."""
-    record = Record(
-        "a", "key", TrialOutcome.FINISHED, exit_code=0, steps={1: {"timing_s/step": 2.5}}, received_bytes=[3, 4]
-    )
+    record = Record("a", "key", TrialOutcome.FINISHED, exit_code=0, steps={1: dict(STEP)}, received_bytes=[3, 4])
     write_record(tmp_path, record)
     assert read_record(tmp_path) == record
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
@@ -160,5 +162,24 @@ def test_records_survive_the_file(tmp_path):
     assert read_record(tmp_path) is None
     (tmp_path / "record.json").write_text('{"outcome": "fini')
     assert read_record(tmp_path) is None
+    whole = {"name": "a", "key": "key", "outcome": "finished", "steps": {"1": STEP}}
+    (tmp_path / "record.json").write_text(json.dumps(whole | {"steps": {"1": {**STEP, "perf/throughput": None}}}))
+    assert read_record(tmp_path) == Record("a", "key", TrialOutcome.FINISHED, steps={1: STEP})
+    for wrong in (
+        {"steps": {}},
+        {"steps": {"1": {"timing_s/step": 1.0}}},
+        {"steps": {"1": {**STEP, "timing_s/step": 0}}},
+        {"steps": {"1": {**STEP, "perf/throughput": math.nan}}},
+        {"steps": {"1": {**STEP, "perf/throughput": 10**400}}},
+        {"steps": {"1": {**STEP, "perf/throughput": "x"}}},
+        {"received_bytes": "x"},
+        {"bound_bytes": [1.5]},
+        {"tail": 5},
+        {"tail": [1]},
+        {"reason": [1]},
+        {"outcome": "crashed", "seconds": "x"},
+    ):
+        (tmp_path / "record.json").write_text(json.dumps(whole | wrong))
+        assert read_record(tmp_path) is None, wrong
     (tmp_path / "record.json").write_text("[" * 100_000)
     assert read_record(tmp_path) is None and read_record(tmp_path / "absent") is None
