@@ -13,11 +13,14 @@ GOLDEN="${GOLDEN:-configs/nightly_golden.json}"
 FOLDER="${FOLDER:-outputs/nightly}"
 PYTHON="${PYTHON:-$([[ -x .venv/bin/python ]] && echo "$PWD/.venv/bin/python" || echo python3)}"
 
-# A report of this night, whatever ends it from here on; `megatron-rl nightly` writes it anew.
+# A report of this night, whatever ends it from here on; `megatron-rl nightly` writes it anew. Only in place of another
+# nightly's, and not through a link.
 say_in_report() {
-    if [[ ! -e "$FOLDER" || -e "$FOLDER/report.md" || -e "$FOLDER/output.txt" ]]; then
+    local report="$FOLDER/report.md"
+    if [[ ! -e "$FOLDER" || ( -f "$report" && "$(head -c 10 "$report")" == "# Nightly:" ) ]]; then
         mkdir -p "$FOLDER"
-        printf '# Nightly: not begun\n\n    bash scripts/nightly.sh\n\n%s\n' "$1" > "$FOLDER/report.md"
+        rm -f "$report"
+        printf '# Nightly: not begun\n\n    bash scripts/nightly.sh\n\n%s\n' "$1" > "$report"
     fi
 }
 say_in_report "It began at $(date '+%F %T') and ended before the configuration was read; the log says why."

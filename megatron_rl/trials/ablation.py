@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rl.config.file_kinds import FILE, kind_of
 from megatron_rl.errors import ConfigError
+from megatron_rl.observe.appended_file import opened_to_append, replace_file
 from megatron_rl.trials.ablation_file import AblationConfig
 from megatron_rl.trials.ablation_report import as_csv, as_markdown
 from megatron_rl.trials.planned import PlannedPoint, trial_of
@@ -53,8 +55,10 @@ class Ablation:
         drawn = draw_ablation(rows, self.config.baseline, self.folder / PICTURE)
         if not drawn:
             (self.folder / PICTURE).unlink(missing_ok=True)
-        (self.folder / CSV).write_text(as_csv(rows, self.config.baseline))
-        (self.folder / MARKDOWN).write_text(as_markdown(rows, self.config, PICTURE if drawn else None))
+        texts = {CSV: as_csv(rows, self.config.baseline)}
+        texts[MARKDOWN] = as_markdown(rows, self.config, PICTURE if drawn else None)
+        for name, text in texts.items():
+            replace_file(self.folder / name, text.encode(errors="backslashreplace"))
         return rows
 
     def run(self, retry_failed: bool = False) -> list[ResultRow]:
@@ -112,9 +116,9 @@ class Ablation:
 @contextmanager
 def only_ablation(folder: Path) -> Iterator[None]:
     """Make the folder and lock it. Raises ConfigError if another ablation has the lock, or other files are in it."""
-    require_own(folder, LOCK, "ablation")
+    require_own(folder, lambda there: kind_of(there / LOCK) == FILE, "ablation")
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("w") as file:
+    with opened_to_append(folder / LOCK) as file:  # what is in it stays, and a link is refused
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
+from megatron_rl.observe.appended_file import replace_file
 from megatron_rl.observe.curves import COLORS, FAINT, INK, TITLE
 from megatron_rl.trials.result import PHASES, REST, Result, ResultRow, by_step_time, memory_unit
 from megatron_rl.trials.trial_outcome import FAILED
@@ -58,7 +60,9 @@ def draw_ablation(rows: Sequence[ResultRow], baseline: str | None, output_png: P
         _dress(axes, room)
     figure.legend(ncols=7, frameon=False, fontsize=SMALL, loc="outside lower center")
     output_png.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(output_png)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
+    replace_file(output_png, drawn.getvalue())
     return True
 
 

@@ -12,13 +12,17 @@ from enum import Enum
 from pathlib import Path
 
 from megatron_rl.checkpoint.storage import writing
+from megatron_rl.config.file_kinds import read_whole
 from megatron_rl.errors import ConfigError, MegatronRLError
+from megatron_rl.observe.appended_file import replace_file
 from megatron_rl.trials.golden import Comparison, Golden
 from megatron_rl.trials.markdown import block, table
-from megatron_rl.trials.trial import OUTPUT, TimeLimits, Trial, require_own
+from megatron_rl.trials.trial import OUTPUT, RUN, TimeLimits, Trial, require_own
 from megatron_rl.trials.trial_outcome import Attempt, TrialOutcome, outcome_of
 
-REPORT = "report.md"
+REPORT, TITLE = "report.md", "# Nightly: "
+"""The report's file, and the beginning of its first line."""
+LONGEST_REPORT = 64 << 20
 NUM_TAIL_LINES = 30
 
 
@@ -43,8 +47,7 @@ def reported(folder: Path, command: str) -> Iterator[None]:
     Until `run_nightly` has a verdict, the report says that the night has not ended. Raises ConfigError if the folder
     has other files in it, StorageError.
     """
-    if not (folder / REPORT).is_file():
-        require_own(folder, OUTPUT, "nightly")
+    require_own(folder, is_nightly, "nightly")
     began = time.strftime("%Y-%m-%d %H:%M:%S")
     _write(folder, title("not ended", None), command, f"It began at {began}. It is at work, or it was killed.")
     try:
@@ -62,15 +65,27 @@ def reported(folder: Path, command: str) -> Iterator[None]:
         raise
 
 
+def is_nightly(folder: Path) -> bool:
+    """Whether what is in a folder is a nightly's: it has a report, or nothing but a run and its output."""
+    with suppress(OSError):
+        return read_whole(folder / REPORT, LONGEST_REPORT).startswith(TITLE.encode())
+    return {thing.name for thing in folder.iterdir()} <= {OUTPUT, RUN}
+
+
 def title(outcome: str, code: int | None) -> str:
     """Return the first line of a report. code: the command's exit code; None: it has none yet."""
-    return f"# Nightly: {outcome}{'' if code is None else f' (exit code {code})'}"
+    return f"{TITLE}{outcome}{'' if code is None else f' (exit code {code})'}"
 
 
 def _write(folder: Path, first: str, command: str, text: str) -> None:
     with writing():
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / REPORT).write_text(f"{first}\n\n    {command}\n\n{text}\n")
+        _replace_report(folder, f"{first}\n\n    {command}\n\n{text}\n")
+
+
+def _replace_report(folder: Path, text: str) -> None:
+    """Write the report; a link in its place leads nowhere, and a pipe holds nobody up. Raises OSError."""
+    replace_file(folder / REPORT, text.encode(errors="backslashreplace"))
 
 
 def _write_again(folder: Path, first: str, command: str, text: str) -> None:
@@ -81,11 +96,11 @@ def _write_again(folder: Path, first: str, command: str, text: str) -> None:
 def nightly_trial(golden: Golden, config: Path, folder: Path, overrides: Sequence[str]) -> Trial:
     """The trial, in a folder of `reported`, which is emptied but for the report. Raises StorageError."""
     save = "trainer.save_freq=1000000"  # a run that never saves is not saved when it is stopped, either
-    trial = Trial(config, folder, (save, *overrides, f"trainer.total_training_steps={golden.steps}"))
+    trial = Trial(config, folder.resolve(), (save, *overrides, f"trainer.total_training_steps={golden.steps}"))
     with writing():
         not_ended = (folder / REPORT).read_text()
         trial.empty()
-        (folder / REPORT).write_text(not_ended)
+        _replace_report(folder, not_ended)
     return trial
 
 
@@ -101,7 +116,7 @@ def run_nightly(trial: Trial, golden: Golden, command: str) -> Verdict:
     comparisons = golden.compare(trial.recorded())
     verdict = verdict_of(attempts, comparisons)
     with writing():
-        (trial.folder / REPORT).write_text(report(verdict, command, attempts, comparisons))
+        _replace_report(trial.folder, report(verdict, command, attempts, comparisons))
     return verdict
 
 

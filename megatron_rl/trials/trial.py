@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,7 +74,9 @@ class Trial:
         return self.folder / RUN
 
     def empty(self) -> None:
-        """Delete its folder and make it again."""
+        """Delete its folder, or a link in its place, and make it again."""
+        if self.folder.is_symlink():
+            self.folder.unlink()
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
 
@@ -132,7 +134,7 @@ def oom_kills() -> int:
     return int(counts.get("oom_kill", 0))
 
 
-def require_own(folder: Path, sign: str, nearest: str) -> None:
-    """Raise ConfigError for a folder that holds files but not the file `sign`. nearest: a subfolder to offer."""
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / sign).is_file():
+def require_own(folder: Path, is_own: Callable[[Path], bool], nearest: str) -> None:
+    """Raise ConfigError for a folder that holds files, but not those of `is_own`. nearest: a subfolder to offer."""
+    if folder.is_dir() and any(folder.iterdir()) and not is_own(folder):
         raise ConfigError(f"--folder {folder} holds files of something else; nearest: --folder {folder}/{nearest}")

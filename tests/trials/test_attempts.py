@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from megatron_rl.errors import ConfigError
-from megatron_rl.trials.ablation import only_ablation
+from megatron_rl.errors import ConfigError, Violation
+from megatron_rl.trials.ablation import CSV, LOCK, MARKDOWN, Ablation, only_ablation
+from megatron_rl.trials.ablation_file import AblationConfig
+from megatron_rl.trials.planned import PlannedPoint
+from megatron_rl.trials.points import Point
 from megatron_rl.trials.trial import TimeLimits, run_attempt
 from megatron_rl.trials.trial_outcome import TrialOutcome
 
@@ -92,3 +96,24 @@ def test_a_folder_is_one_ablations(tmp_path):
     says = "holds files of something else; nearest: .*other/ablation"
     with pytest.raises(ConfigError, match=says), only_ablation(tmp_path / "other"):
         pass
+    (folder / LOCK).unlink()
+    (folder / LOCK).symlink_to(tmp_path / "other/thesis.tex")
+    (tmp_path / "other/thesis.tex").write_text("years of work")
+    with pytest.raises(OSError, match="symbolic links"), only_ablation(folder):
+        pass
+    assert (tmp_path / "other/thesis.tex").read_text() == "years of work"
+
+
+def test_a_report_replaces_links_and_pipes(tmp_path):
+    """Nothing is written to what a link leads to, and nobody waits for a reader. Would not catch a folder `points`
+    that is a link.
+    """
+    (tmp_path / "precious").write_text("years of work")
+    (tmp_path / MARKDOWN).symlink_to(tmp_path / "precious")
+    os.mkfifo(tmp_path / CSV)
+    point = PlannedPoint(Point("a", "key", {}, {}), "", [Violation({"x": 1}, "must be less")])
+    Ablation(AblationConfig("base.yaml"), tmp_path, [point], print).write_report()
+    assert (tmp_path / "precious").read_text() == "years of work"
+    assert (tmp_path / MARKDOWN).read_text().startswith("# Ablation") and (tmp_path / CSV).read_text().startswith(
+        "name"
+    )

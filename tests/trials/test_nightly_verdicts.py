@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import subprocess
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from megatron_rl.errors import ConfigError
 from megatron_rl.trials.golden import Band, Golden, read_golden, write_golden
 from megatron_rl.trials.metrics_file import read_metrics
-from megatron_rl.trials.nightly import REPORT, Verdict, report, reported, verdict_of
+from megatron_rl.trials.nightly import REPORT, Verdict, nightly_trial, report, reported, verdict_of
 from megatron_rl.trials.trial_outcome import Attempt
 
 REPOSITORY = Path(__file__).parents[2]
@@ -182,6 +183,31 @@ def test_every_outcome_has_a_report_of_its_own(tmp_path, end, says):
     text = (tmp_path / REPORT).read_text()
     assert all(part in text for part in [*says, "    megatron-rl nightly x=1\n"]) and "pass" not in text
     with pytest.raises(ConfigError, match="holds files of something else"), reported(tmp_path.parent, ""):
+        pass
+
+
+def test_a_folder_of_something_else_stays_as_it_is(tmp_path):
+    """Whose report is not a nightly's, or that has more than a run's output. A link and a pipe are replaced."""
+    mine, file = tmp_path / "mine", tmp_path / "precious"
+    mine.mkdir()
+    file.write_text(YESTERDAY)
+    for name in (REPORT, "output.txt"):
+        (mine / name).write_text("years of work")
+        with pytest.raises(ConfigError, match="holds files of something else"), reported(mine, ""):
+            pass
+        assert (mine / name).read_text() == "years of work"
+        (mine / name).rename(mine / "thesis.txt")
+    (mine / "thesis.txt").unlink()
+    (mine / REPORT).symlink_to(file)
+    with reported(mine, ""):
+        assert file.read_text() == YESTERDAY and not (mine / REPORT).is_symlink()
+    (tmp_path / "link").symlink_to(mine)
+    trial = nightly_trial(GOLDEN, tmp_path, tmp_path / "link", ())
+    assert trial.folder == mine and [path.name for path in mine.iterdir()] == [REPORT]
+    (mine / REPORT).unlink()
+    os.mkfifo(mine / REPORT)
+    (mine / "output.txt").touch()
+    with pytest.raises(ConfigError, match="holds files of something else"), reported(mine, ""):
         pass
 
 
