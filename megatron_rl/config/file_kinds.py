@@ -49,7 +49,9 @@ def read_whole(path: Path, largest: int) -> bytes:
         kind = _KINDS.get(stat.S_IFMT(os.fstat(descriptor).st_mode), "of another kind")
         if kind != FILE:
             raise OSError(errno.EINVAL, f"it is {kind}, and no file")
-        content = opened.read(largest + 1)
+        content: bytes | None = opened.read(largest + 1)
+    if content is None:  # such as /proc/kmsg, which says that it is a file
+        raise OSError(errno.EAGAIN, "reading it would wait")
     if len(content) > largest:
         raise OSError(errno.EFBIG, f"it has more than {largest} bytes")
     return content

@@ -7,7 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,6 +22,8 @@ READ_S = 5.0
 """Seconds from one reading of the URL to the next, and the longest that one may take."""
 MOST_BYTES = 1 << 16
 """Of a list; a longer one is not read in part, because that may leave out or cut off a name."""
+LISTS = (200, 204)
+"""Statuses of an answer that is a list; 204: one without names."""
 MOST_NAMED, LONGEST_REASON = 3, 300
 NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 
@@ -34,7 +36,8 @@ class Notices:
 
     def of(self, replica: int, hosts: Set[str]) -> str:
         """The notice that names the replica, by its number or the address of a node of it; "" without one."""
-        named = sorted({str(replica), *hosts} & self.places.keys())
+        own = {str(replica), *map(plain_address, hosts)}
+        named = sorted(name for name in self.places if plain_address(name) in own)
         return f"{self.places[named[0]]} names {named[0]}" if named else ""
 
 
@@ -122,6 +125,8 @@ async def answer_of(url: str) -> str:
         aiohttp.ClientSession(timeout=limits, trust_env=True, auto_decompress=False) as session,
         session.get(url, headers={"Accept-Encoding": "identity"}, raise_for_status=True) as answer,
     ):
+        if answer.status not in LISTS:  # 304 and 206 say themselves that they are not the whole list
+            raise ValueError(f"its status is {answer.status}, and a list comes with 200")
         content = b""
         async for piece in answer.content.iter_any():
             content += piece
@@ -135,7 +140,9 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return f"no whole answer in {READ_S:g} s"
     status, message = getattr(error, "status", None), getattr(error, "message", None)
-    said = f"{status} {message}" if status is not None else f"{type(error).__name__}: {error}"
+    said = f"{status} {message}" if status else type(error).__name__
+    if status is None:
+        said += f": {error}"
     return " ".join(said.split())[:LONGEST_REASON]
 
 
@@ -145,6 +152,15 @@ def is_name(name: str) -> bool:
         return bool(NUMBER.fullmatch(name) or ip_address(name))
     except ValueError:
         return False
+
+
+def plain_address(name: str) -> str:
+    """Return an address in its usual spelling, as in `::ffff:10.0.0.7` and `FE80:0:0::1`; any other name as it is."""
+    try:
+        address = ip_address(name)
+    except ValueError:
+        return name
+    return str((address.ipv4_mapped if isinstance(address, IPv6Address) else None) or address)
 
 
 def some_of(names: Collection[str]) -> str:

@@ -32,6 +32,9 @@ def test_the_file_counts_as_long_as_it_is_there(tmp_path: Path) -> None:
         file.write_text("10.0.0.7\n")
         assert notices.read().of(0, {"10.0.0.7", "10.0.0.8"}) == f"{file} names 10.0.0.7"
         assert notices.read().of(0, set()) == ""
+        file.write_text("::FFFF:10.0.0.7\n2001:DB8:0::1\n")
+        assert notices.read().of(0, {"10.0.0.7"}) == f"{file} names ::FFFF:10.0.0.7"
+        assert notices.read().of(0, {"2001:db8::1"}) == f"{file} names 2001:DB8:0::1"
         file.unlink()
         assert notices.read().of(0, {"10.0.0.7"}) == ""
 
@@ -112,6 +115,9 @@ STRANGE = {
     "a cut list": b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n3\n",
     "a long list": b"HTTP/1.1 200 OK\r\n\r\n" + b"3\n" * MOST_BYTES,
     "a page": b"HTTP/1.1 200 OK\r\n\r\n<html>\n<p>please sign in</p>\n",
+    "unchanged": b"HTTP/1.1 304 Not Modified\r\n\r\n",
+    "a part": b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 0-1/9\r\nContent-Length: 2\r\n\r\n9\n",
+    "itself": b"HTTP/1.1 302 Found\r\nLocation: /notices\r\nContent-Length: 0\r\nConnection: close\r\n\r\n",
     "nothing": b"",
 }
 
