@@ -26,6 +26,7 @@ DETAILS, LENGTHS, GREEDY = "details", "/lengths", "greedy/"
 """The tensor of a file that holds JSON as bytes, the ending of the name of a ragged column's lengths, and the beginning
 of the names of columns of greedy answers.
 """
+LARGEST_TOTAL = 10**300
 Column = np.ndarray[Any, Any]
 
 
@@ -82,7 +83,7 @@ def read_step(file: Path) -> RecordedStep:
         numbers, rows, totals = details["num_rows"], details["rows"], details["totals"]
         recorded = RecordedStep(int(file.stem), numbers, tensors, lengths, rows, totals)
         _check(recorded)
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{file} cannot be read as the samples of a step: {error!s:.300}") from error
     return recorded
 
@@ -94,7 +95,7 @@ def _check(recorded: RecordedStep) -> None:
         raise ValueError("its rows are no list of objects")
     if type(recorded.num_rows) is not int or recorded.num_rows < len(rows):
         raise ValueError(f"num_rows is {recorded.num_rows!r:.40}, and it has {len(rows)} rows")
-    if not isinstance(totals, dict) or not all(isinstance(total, int | float) for total in totals.values()):
+    if not isinstance(totals, dict) or not all(is_total(total) for total in totals.values()):
         raise ValueError("its totals are no numbers")
     if is_deeper(rows, DEEPEST):
         raise ValueError(f"its rows are more than {DEEPEST} levels deep")
@@ -105,6 +106,11 @@ def _check(recorded: RecordedStep) -> None:
     for name, values in (dict(recorded.columns) | dict(recorded.lengths)).items():
         if not name.startswith(GREEDY) and values.shape[:1] != (len(rows),):
             raise ValueError(f"{name!r:.40} does not have {len(rows)} rows")
+
+
+def is_total(value: object) -> bool:
+    """Whether a value of JSON is a number that a float can hold; NaN and infinities are."""
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < LARGEST_TOTAL)
 
 
 def num_recorded(file: Path) -> int:

@@ -33,6 +33,9 @@ TOKEN_NUMBERS = {
 the log-probs of engine and trainer.
 """
 NEEDED_COLUMNS, NEEDED_TOTALS = ("groups", "scores", "sampled"), ("loss", "loss_magnitude")
+SINGLE_COLUMNS = ("groups", "scores", "truncated", "failed")
+KINDS = {"groups": "biu", "rollout_log_probs": "f", "old_log_probs": "f"}
+"""Kinds of numpy's types that a column may have, where not every kind of number fits."""
 NEEDED_DETAILS = ("index", "sample", "data_source", "input", "output", "gts", "tokens")
 TABLE_NAMES = {
     "input",
@@ -94,9 +97,11 @@ def check_rows(recorded: RecordedStep) -> None:
         lacks = [f"{name} of each sampled token" for name in ragged[1:] if counts != recorded.lengths[name].tolist()]
         texts = [row["tokens"] if isinstance(row["tokens"], list) else [] for row in recorded.rows]
         lacks += ["the text of each token"] if list(map(len, texts)) != recorded.lengths["sampled"].tolist() else []
-    held = {name: recorded.columns[name] for name in (*NEEDED_COLUMNS, *ragged) if name in recorded.columns}
-    odd = [name for name, values in held.items() if values.dtype.kind not in "biuf" or values.ndim != 1]
-    lacks += [f"numbers in {name}" for name in odd]
+    single = [name for name in SINGLE_COLUMNS if name in recorded.columns]
+    lacks += [f"one value of {name} for each sample" for name in single if name in recorded.lengths]
+    for name in (*single, *ragged):
+        values, kinds = recorded.columns[name], KINDS.get(name, "biuf")
+        lacks += [f"numbers in {name}"] if values.dtype.kind not in kinds or values.ndim != 1 else []
     if lacks:
         raise ConfigError(f"the recorded samples of step {recorded.step} lack {', '.join(lacks[:4])}")
 
