@@ -7,12 +7,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.cluster.child_processes import variables_with
 from megatron_rl.cluster.foreign_programs import answer_of
+from megatron_rl.config.file_kinds import read_whole
 from megatron_rl.errors import ConfigError, MegatronRLError
 from megatron_rl.observe.appended_file import new_file
 from megatron_rl.rehearse.rehearsal_request import RankOfPool, RehearsalRequest, rank_file
@@ -20,6 +22,8 @@ from megatron_rl.rehearse.rehearsal_request import RankOfPool, RehearsalRequest,
 BUILD_LIMIT_S = 120.0
 """Seconds that g++ may take; on an idle machine it takes two."""
 LONGEST_SAID = 2000
+LARGEST_LIBRARY = 64 << 20
+"""Bytes; it has some ten thousand."""
 
 
 class RehearsalError(MegatronRLError):
@@ -57,11 +61,18 @@ def built_library(scratch: Path) -> Path:
 
     command, library = build_command(scratch)
     answer = answer_of(command, BUILD_LIMIT_S, temporary=scratch)
-    if answer.fault or not library.is_file():
+    if answer.fault or not is_library(library):
         why = answer.fault or "g++ made no library"
         said = f", and says:\n{answer.text[-LONGEST_SAID:]}" if answer.text else ""
         raise ConfigError(f"a rehearsal builds a small library with g++, and {why}{said}; nearest: mend g++")
     return library
+
+
+def is_library(file: Path) -> bool:
+    """Whether a file begins as programs and libraries of Linux do."""
+    with suppress(OSError):
+        return read_whole(file, LARGEST_LIBRARY).startswith(b"\x7fELF")
+    return False
 
 
 def read_reports(out: Path, ranks: Sequence[RankOfPool], log: Path) -> list[dict[str, Any]]:

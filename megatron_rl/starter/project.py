@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_rl.config.file_kinds import FILE, NOTHING, kind_of
@@ -108,6 +109,7 @@ def write_project(folder: Path, model: Path, name: str, num_gpus: int, is_tiny: 
     there = [file for file in (CONFIG, REWARD, TRAIN, VAL) if os.path.lexists(folder / file)]
     if there:
         raise ConfigError(f"{folder} already has {', '.join(there)}; nearest: another folder, such as {folder}_2")
+    new = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     is_chat = not is_tiny and has_template(model)
     for file, number, seed in ((TRAIN, NUM_TRAIN, 1), (VAL, NUM_VAL, 2)):
@@ -119,6 +121,9 @@ def write_project(folder: Path, model: Path, name: str, num_gpus: int, is_tiny: 
     except ConfigError:
         for file in (CONFIG, REWARD, TRAIN, VAL):
             (folder / file).unlink(missing_ok=True)
+        for each in new:
+            with suppress(OSError):  # something of another process is in it
+                each.rmdir()
         raise
 
 

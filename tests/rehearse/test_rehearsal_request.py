@@ -166,6 +166,7 @@ def test_a_request_survives_its_file(tmp_path):
     [
         ("echo broken; exit 4", "g++ exited with code 4, and says:\nbroken"),
         ("exit 0", "g++ made no library"),
+        ('for last in "$@"; do [ "$before" = -o ] && echo junk > "$last"; before=$last; done', "g++ made no library"),
         ("sleep 600", "g++ did not end within 0.5 s"),
     ],
 )

@@ -122,5 +122,5 @@ def test_a_link_in_the_folder_is_a_file_that_is_there(tmp_path: Path) -> None:
 def test_a_model_that_fits_nowhere_leaves_nothing(tmp_path: Path) -> None:
     rule = r"no layout of 8 GPUs was planned to fit: it needs .* GB of 77.0 GB; nearest: --gpus 16"
     with pytest.raises(ConfigError, match=rule):
-        write_project(tmp_path / "mine", SHAPES / "llama-3-70b", "math", 8, is_tiny=False)
-    assert list((tmp_path / "mine").iterdir()) == []
+        write_project(tmp_path / "deep/mine", SHAPES / "llama-3-70b", "math", 8, is_tiny=False)
+    assert list(tmp_path.iterdir()) == []
