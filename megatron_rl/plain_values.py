@@ -12,7 +12,9 @@ LONGEST_REASON = 2000
 LONGEST_TEXT = 100_000
 """Characters; longer texts lose their middle."""
 DEEPEST = 100
-"""Levels of lists and objects in a value from outside. Who copies or writes a value calls itself for each level."""
+"""Levels of lists and objects in a value from outside; real ones have about ten. Code that copies or writes a value
+calls itself for each level.
+"""
 
 
 def finite_number(value: Any) -> float | None:
@@ -60,8 +62,8 @@ def plain_json(value: Any) -> Any:
 _DEPTH = f"lists and objects may be nested {DEEPEST} levels deep"
 
 
-def parsed_json(text: str | bytes) -> Any:
-    """Parse JSON. Raises ValueError, with the rule, for what is none, and as `plain_json`."""
+def strict_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text. Raises ValueError, with the rule, for what is none, and as `plain_json`."""
     try:
         return plain_json(json.loads(text))
     except RecursionError:

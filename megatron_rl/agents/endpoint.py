@@ -19,7 +19,7 @@ from megatron_rl.agents.anthropic_messages import AnthropicMessages
 from megatron_rl.agents.chat_request import MODEL, ChatProtocol, ChatRequest
 from megatron_rl.agents.observation import Turn
 from megatron_rl.agents.openai_chat import OpenAIChat
-from megatron_rl.plain_values import finite_number, parsed_json
+from megatron_rl.plain_values import finite_number, strict_json
 
 HOST = "127.0.0.1"
 PROTOCOLS: tuple[ChatProtocol, ...] = (OpenAIChat(), AnthropicMessages())
@@ -183,6 +183,6 @@ class Endpoint:
     async def _body(self, request: web.Request) -> Any:
         """The JSON of a request. Raises ValueError for what is none, or is too long."""
         try:
-            return parsed_json(await request.read())
+            return strict_json(await request.read())
         except web.HTTPRequestEntityTooLarge:
             raise ValueError(f"a request may have {self._largest_body} bytes") from None

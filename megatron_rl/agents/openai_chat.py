@@ -19,7 +19,7 @@ from megatron_rl.agents.chat_request import (
     one_text,
 )
 from megatron_rl.agents.observation import Message, ToolCall, Turn
-from megatron_rl.plain_values import parsed_json
+from megatron_rl.plain_values import strict_json
 
 ONLY: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
@@ -116,7 +116,7 @@ def _message(place: int, sent: Any) -> Message:
     if calls:
         try:
             functions = [call["function"] for call in calls]
-            known = tuple(ToolCall(function["name"], parsed_json(function["arguments"])) for function in functions)
+            known = tuple(ToolCall(function["name"], strict_json(function["arguments"])) for function in functions)
             if not all(isinstance(call.name, str) for call in known):
                 raise ValueError("a name must be a text")
         except (KeyError, TypeError, ValueError) as error:

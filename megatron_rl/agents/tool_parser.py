@@ -17,7 +17,7 @@ from megatron_rl.agents.observation import ToolCall, Turn
 from megatron_rl.agents.thoughts import PLAIN, Channels, Said, Thoughts
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.errors import ConfigError
-from megatron_rl.plain_values import parsed_json
+from megatron_rl.plain_values import strict_json
 
 CHANNELS = "openai"
 """The format of gpt-oss."""
@@ -75,7 +75,7 @@ class ToolParser:
         calls, problem = [], ""
         for name, given in found:
             try:
-                arguments = parsed_json(given)
+                arguments = strict_json(given)
             except ValueError as error:
                 problem = f"Error: the arguments of {name} are no JSON: {error}"
                 continue

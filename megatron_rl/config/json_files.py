@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.file_kinds import instead_of_file
-from megatron_rl.plain_values import is_deeper
+from megatron_rl.plain_values import DEEPEST, is_deeper
 
 LARGEST_JSON = 256 << 20
 """Bytes of a JSON file that is read whole; tokenizers have up to about 35 MB."""
-DEEPEST = 100
-"""Levels of lists and objects; real files have about ten. Deeper ones would exhaust the stack of whoever walks them."""
 MOST_DIGITS = 300
 """Digits of a whole number: larger ones are no floating-point number."""
 
@@ -52,7 +50,10 @@ def read_json_object(file: Path, largest: int = LARGEST_JSON) -> dict[str, Any]:
 
 
 def parsed_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text in UTF-8, with the bounds of `read_json`. Raises ValueError for any other."""
+    """Return the value of a JSON text in UTF-8, with the bounds of `read_json`. Raises ValueError for any other.
+
+    What agents and tools send is read by `plain_values.strict_json`, which takes no NaN.
+    """
     written = text if isinstance(text, str) else text.decode()  # of bytes json.loads would take other encodings, too
     try:
         content = json.loads(written, parse_int=_bounded)
