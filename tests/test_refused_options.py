@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_rl.cli import app
-from megatron_rl.cli.output import check_output_file, check_output_folder
+from megatron_rl.cli.output import check_output_file, check_output_folder, write_output
 from megatron_rl.errors import ConfigError
 from megatron_rl.profile.profile import ProfileRequest, requested
 
@@ -103,3 +103,20 @@ def test_a_profile_of_what_the_machine_has(device, ranks, gpus, expected):
     else:
         with pytest.raises(ConfigError, match=f"^{expected}$"):
             requested(device, ranks, gpus)
+
+
+def test_pipes_and_devices_stay_what_they_are(tmp_path):
+    """A reader of the pipe gets the text, and /dev/null is no file afterwards; through links, so that a fault harms
+    no machine.
+    """
+    pipe, null, out = tmp_path / "pipe", tmp_path / "null", tmp_path / "out.yaml"
+    os.mkfifo(pipe)
+    null.symlink_to("/dev/null")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for file in (pipe, null):
+        check_output_file("--out", file)
+        write_output(file, b"text")
+    assert os.read(reader, 10) == b"text" and pipe.is_fifo() and null.is_char_device()
+    os.close(reader)
+    with out.open("w") as opened, pytest.raises(ConfigError, match=f"leads to {out}, which other output goes to"):
+        check_output_file("--out", Path(f"/proc/self/fd/{opened.fileno()}"))

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.checkpoint.targets import refuse_in_checkpoint
-from megatron_rl.config.file_kinds import FILE, kind_of
+from megatron_rl.config.file_kinds import DEVICE, FILE, PIPE, kind_of
 from megatron_rl.errors import ConfigError, StorageError
 from megatron_rl.observe.appended_file import replace_file
 from megatron_rl.observe.console import lost_output
@@ -53,6 +53,10 @@ def check_output_file(option: str, file: Path | None, suffixes: Sequence[str] = 
     if suffixes and file.suffix.lower() not in suffixes:
         nearest = file.with_suffix(suffixes[0]) if file.name else Path(f"picture{suffixes[0]}")
         raise ConfigError(f"{option} {file} must end in one of {', '.join(suffixes)}; nearest: {option} {nearest}")
+    if os.path.islink(file) and kind_of(file) == FILE and is_of_the_system(file.parent):
+        whole = os.path.realpath(file)  # of /dev/stdout, which must not be replaced
+        rule = f"leads to {whole}, which other output goes to"
+        raise ConfigError(f"{option} {file} {rule}; nearest: {option} {whole}.new")
     reason = _why_unwritable(file)
     if reason is not None:
         nearest = Path("outputs", option.removeprefix("--")).with_suffix(suffixes[0] if suffixes else ".yaml")
@@ -61,10 +65,22 @@ def check_output_file(option: str, file: Path | None, suffixes: Sequence[str] = 
 
 
 def write_output(file: Path, content: bytes) -> None:
-    """Write a file of a command, in place of an earlier one, and make its folder. Raises StorageError."""
+    """Write a file of a command, in place of an earlier one, and make its folder. Raises StorageError.
+
+    A pipe or device, such as /dev/null, is written to and stays what it is.
+    """
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(file, content)
+        if kind_of(file) in (PIPE, DEVICE):
+            file.write_bytes(content)
+        else:
+            replace_file(file, content)
+
+
+def is_of_the_system(folder: Path) -> bool:
+    """Whether names in a folder are the system's: /dev, and all below /proc."""
+    whole = folder.resolve()
+    return whole == Path("/dev") or whole.is_relative_to("/proc")
 
 
 def check_output_folder(option: str, folder: Path) -> None:

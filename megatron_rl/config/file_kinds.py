@@ -7,15 +7,15 @@ import os
 import stat
 from pathlib import Path
 
-FILE, NOTHING = "a file", "nothing"
+FILE, NOTHING, PIPE, DEVICE = "a file", "nothing", "a pipe", "a device"
 ABSENT = "there is none"
 _KINDS = {
     stat.S_IFREG: FILE,
     stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
+    stat.S_IFIFO: PIPE,
     stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
+    stat.S_IFCHR: DEVICE,
+    stat.S_IFBLK: DEVICE,
 }
 
 
