@@ -8,6 +8,7 @@ keeps what a script calls by its path, or does by itself, within a scratch folde
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -79,9 +80,14 @@ def launches_of(
     """Run a script and return its calls of stubs; the current folder's paths replace those of the scratch folder.
 
     is_trusted: run it without confinement. Raises ConfigError where it cannot be confined or does not end in time, and,
-    with variable and line, where a trainer's argument depends on a variable that is not set.
+    with variable and line, where a trainer's argument depends on a variable that is not set; and for the line ends of
+    Windows.
     """
-    text = script.read_text(errors="replace")
+    written = script.read_bytes()
+    if b"\r\n" in written:  # a call would end at its first line, and lose the arguments of all others
+        rule = "has the line ends of Windows, with which a shell ends no line as it is meant"
+        raise ConfigError(f"{script} {rule}; nearest: sed -i 's/\\r$//' {shlex.quote(str(script))}")
+    text = written.decode(errors="replace")
     ran = _run(script, arguments, environment, {}, is_trusted)
     _refuse_unset(script, ran.stderr)
     marked = _marked(text, environment)
