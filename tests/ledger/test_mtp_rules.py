@@ -19,6 +19,8 @@ LATENT = EXPERTS | {
     "num_nextn_predict_layers": 1,
     "first_k_dense_replace": 1,
     "n_routed_experts": 8,
+    "n_group": 1,
+    "topk_group": 1,
     "n_shared_experts": 1,
     "moe_intermediate_size": 64,
     "kv_lora_rank": 512,
