@@ -13,7 +13,7 @@ from megatron_rl.trials.ablation import CSV, LOCK, MARKDOWN, Ablation, only_abla
 from megatron_rl.trials.ablation_file import AblationConfig
 from megatron_rl.trials.planned import PlannedPoint
 from megatron_rl.trials.points import Point
-from megatron_rl.trials.trial import TimeLimits, run_attempt
+from megatron_rl.trials.trial import TimeLimits, Trial, run_attempt
 from megatron_rl.trials.trial_outcome import TrialOutcome
 
 pytestmark = pytest.mark.timeout(60)
@@ -114,6 +114,8 @@ def test_a_report_replaces_links_and_pipes(tmp_path):
     point = PlannedPoint(Point("a", "key", {}, {}), "", [Violation({"x": 1}, "must be less")])
     Ablation(AblationConfig("base.yaml"), tmp_path, [point], print).write_report()
     assert (tmp_path / "precious").read_text() == "years of work"
-    assert (tmp_path / MARKDOWN).read_text().startswith("# Ablation") and (tmp_path / CSV).read_text().startswith(
-        "name"
-    )
+    begins = {MARKDOWN: "# Ablation", CSV: "name"}
+    assert all((tmp_path / name).read_text().startswith(begin) for name, begin in begins.items())
+    (tmp_path / "b").symlink_to(tmp_path)
+    Trial(tmp_path, tmp_path / "b").empty()
+    assert list((tmp_path / "b").iterdir()) == [] and (tmp_path / "precious").exists()
