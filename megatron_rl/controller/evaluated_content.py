@@ -23,7 +23,7 @@ from megatron_rl.ledger.planner.hub_cache import model_folder
 
 PATHS = ("path", "adapter_path", "input_tokenizer", "function_tool_path", "tool_config_path")
 """Keys of the groups below that name a file or a folder."""
-TEXTS = ("*.json", "*.jinja", "*.model", "*.txt")
+TEXTS = ("*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja")
 """Files of a model's folder that say how prompts become tokens, and which tokens end a response."""
 PROMPT_KEYS = ("prompt_key", "reward_fn_key", "apply_chat_template_kwargs", "filter_overlong_prompts", "truncation")
 SCORE_KEYS = ("rule_weight", "failed_score", "overlong_buffer")
@@ -85,7 +85,9 @@ def folder_content(folder: Path) -> dict[str, Any]:
     Of another folder, such as an adapter's, the digests of its files. Raises OSError.
     """
     texts = sorted(file for pattern in TEXTS for file in folder.glob(pattern) if not file.name.endswith(".index.json"))
-    content: dict[str, Any] = {file.name: digest_of(file)[:SHOWN] for file in texts if file.is_file()}
+    content: dict[str, Any] = {
+        str(file.relative_to(folder)): digest_of(file)[:SHOWN] for file in texts if file.is_file()
+    }
     tensors, _ = read_weight_files(folder)
     content["tensors"] = weights_digest(tensors, len(tensors))
     with suppress(ConfigJsonError):  # no model: its files say all

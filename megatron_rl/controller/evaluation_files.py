@@ -49,13 +49,17 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 
 def refuse_other_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError where a folder has an evaluation with other settings, naming them, or a run, whose files an
-    evaluation would replace.
+    """Raise ConfigError where a folder has an evaluation with other settings, naming them, answers without settings, or
+    a run, whose files an evaluation would replace.
     """
     file, nearest = folder / SETTINGS_FILE, f"nearest: --out {folder}_2"
     if instead_of_file(file) == ABSENT:
         if (folder / METRICS_FILE).exists():
             raise ConfigError(f"{folder} has the metrics of a run; nearest: --out {folder / EVALUATION}")
+        if instead_of_file(folder / ANSWERS_FILE) != ABSENT:
+            raise ConfigError(
+                f"{folder} has {ANSWERS_FILE}, and no {SETTINGS_FILE} says what they depend on; {nearest}"
+            )
         return
     try:
         there = read_json_object(file)

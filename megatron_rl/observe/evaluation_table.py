@@ -17,6 +17,7 @@ from megatron_rl.observe.validation_metrics import majority_metrics, subset_size
 RIGHT = 0.5
 Z_95 = 1.959964
 ALL_SOURCES = "all"
+"""The name of all sources together; with a source of this name it has asterisks around it."""
 
 Row = Mapping[str, Any]
 """One recorded answer: index, sample, data_source, score, and where a rule gave them acc and pred."""
@@ -67,7 +68,7 @@ def counts_of(num_answers: int) -> list[int]:
 
 
 def evaluation_table(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
-    """Source, or "all" where there are several -> name -> number or Estimate.
+    """Source, or `ALL_SOURCES` where there are several -> name -> number or Estimate.
 
     prompts, answers: counts. reward. With a rule: acc, the mean accuracy; pass@k; and where the rule also said how it
     understood an answer, maj@k as `validation_metrics.majority_metrics` draws it. A prompt counts once, whatever number
@@ -78,7 +79,10 @@ def evaluation_table(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
         groups[row["data_source"]][row["index"]].append(row)
     by_source = {source: list(prompts.values()) for source, prompts in sorted(groups.items())}
     if len(by_source) > 1:
-        by_source[ALL_SOURCES] = [prompt for prompts in by_source.values() for prompt in prompts]
+        name = ALL_SOURCES
+        while name in by_source:
+            name = f"*{name}*"
+        by_source[name] = [prompt for prompts in by_source.values() for prompt in prompts]
     return {source: _numbers(prompts) for source, prompts in by_source.items()}
 
 

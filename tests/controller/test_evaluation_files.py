@@ -62,6 +62,13 @@ def test_the_folder_of_a_run_is_refused(tmp_path: Path) -> None:
         refuse_other_settings(tmp_path, same())
 
 
+def test_answers_without_settings_are_refused(tmp_path: Path) -> None:
+    """Nothing says which model gave them. Would not catch settings that were copied from another evaluation."""
+    (tmp_path / "answers.jsonl").write_text(row(0, 0))
+    with pytest.raises(ConfigError, match=rf"no evaluation.json says .*; nearest: --out {tmp_path}_2"):
+        refuse_other_settings(tmp_path, same())
+
+
 def row(index: int | None, sample: int, **changes: Any) -> str:
     return json.dumps({"index": index, "sample": sample, "data_source": "sums", "score": 1.0} | changes) + "\n"
 
@@ -134,6 +141,8 @@ def config(tmp_path: Path) -> RunConfig:
         (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], "name": name}))
         (folder / "tokenizer_config.json").write_text("{}")
         save_file({f"t{number}": np.zeros(99, np.float32) for number in range(num_tensors)}, folder / "m.safetensors")
+    (tmp_path / "model/additional_chat_templates").mkdir()
+    (tmp_path / "model/additional_chat_templates/short.jinja").write_text("")
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter/adapter_config.json").write_text("{}")
     save_file({"a": np.zeros(5, np.float32)}, tmp_path / "adapter/adapter_model.safetensors")
@@ -165,6 +174,7 @@ def one_element(file: Path) -> None:
 CHANGES = {
     "model": lambda folder: one_element(folder / "model/m.safetensors"),
     "its tokenizer": lambda folder: (folder / "model/tokenizer_config.json").write_text('{"chat_template": ""}'),
+    "a named template": lambda folder: (folder / "model/additional_chat_templates/short.jinja").write_text("1"),
     "adapter": lambda folder: save_file({"a": np.ones(5, np.float32)}, folder / "adapter/adapter_model.safetensors"),
     "prompts of the same size": lambda folder: (folder / "prompts.jsonl").write_text("2\n"),
     "rule": lambda folder: (folder / "rule.py").write_text("2\n"),

@@ -77,6 +77,8 @@ def test_a_table_by_hand() -> None:
     # of four answers drawn again and again "5" is the commonest in more than half of the draws
     assert 0.25 < sums["maj@4"].value < 0.5 and "maj@4" not in table["words"]
     assert table["all"]["acc"].value == pytest.approx((0.5 + 0 + 1) / 3) and table["all"]["answers"] == 12
+    renamed = evaluation_table([row | {"data_source": row["data_source"].replace("words", "all")} for row in rows])
+    assert (renamed["sums"], renamed["all"], renamed["*all*"]["answers"]) == (sums, table["words"], 12)
 
 
 def test_without_a_rule_there_is_a_reward_alone() -> None:
