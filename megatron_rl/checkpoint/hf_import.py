@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from megatron_rl.checkpoint.mxfp4 import GROUP, unpacked
 from megatron_rl.checkpoint.weight_files import stored_names, weight_files
+from megatron_rl.config.file_kinds import instead_of_file
 from megatron_rl.config.json_files import UnreadableFileError
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import ParamSpec, is_one_by_one
@@ -31,8 +32,8 @@ LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.")
 class HFFolder:
     """The safetensors of one Hugging Face folder, found by tensor name.
 
-    files: the file of each tensor; None: those of a model (`weight_files`). Raises ConfigError if there are none, or if
-    two sets of weights are possible.
+    files: the file of each tensor; None: those of a model (`weight_files`). Raises ConfigError if there are none, if
+    one is damaged, or if two sets of weights are possible.
     """
 
     def __init__(self, path: Path, files: Mapping[str, str] | None = None) -> None:
@@ -110,8 +111,11 @@ class HFFolder:
         file = self.files[name]
         if file not in self.handles:
             # Kept open, because opening one parses a header that lists every tensor in it.
-            self.handles[file] = safe_open(self.path / file, "pt")
-        return self.handles[file].get_slice(name)
+            self.handles[file] = _opened(self.path / file)
+        try:
+            return self.handles[file].get_slice(name)
+        except SafetensorError as error:
+            raise ConfigError(f"{self.path / file} cannot be used: {error}") from error
 
     def _account(self, num_elements: int) -> None:
         self.num_mapped += num_elements
@@ -120,12 +124,23 @@ class HFFolder:
             self.num_mapped = 0
 
 
+def _opened(file: Path) -> Any:
+    """An open file of safetensors. Raises ConfigError for a damaged file, and for a pipe, which would not open."""
+    lacks = instead_of_file(file)
+    if lacks is None:
+        try:
+            return safe_open(file, "pt")
+        except (SafetensorError, OSError) as error:
+            lacks = f"it cannot be read: {error}"
+    raise ConfigError(f"{file} must be a whole file of safetensors, and {lacks}")
+
+
 def _files_of(path: Path) -> Mapping[str, str]:
     try:
         named = weight_files(path)
     except UnreadableFileError as error:
         raise ConfigError(f"the weights of {path} cannot be read: {error}") from error
-    files = named.index or {name: file for file in named.files for name in safe_open(path / file, "pt").keys()}
+    files = named.index or {name: file for file in named.files for name in _opened(path / file).keys()}
     if not files:
         raise ConfigError(f"no *.safetensors in {path}; expected a Hugging Face model folder")
     return files

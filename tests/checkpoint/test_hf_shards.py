@@ -1,6 +1,7 @@
 """Reading TP shards from Hugging Face folders, and putting them together again, on small random tensors."""
 
 import json
+import os
 import tempfile
 from pathlib import Path
 
@@ -244,3 +245,19 @@ def test_one_model_is_meant(tmp_path):
     write(tmp_path, tensors, 1)
     with pytest.raises(ConfigError, match="transformers reads the former and vLLM the latter"):
         HFFolder(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["cut off", "no header", "a pipe", "another tensor in its place"])
+def test_damaged_weights_are_one_sentence(tmp_path, damage):
+    """Where no preflight has looked, as with `export --base`. Would not catch other bytes inside of a tensor."""
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(4)}, file)
+    content = file.read_bytes()
+    file.write_bytes({"cut off": content[:-4], "no header": b"{"}.get(damage, content))
+    if damage == "a pipe":
+        file.unlink()
+        os.mkfifo(file)
+    if damage == "another tensor in its place":
+        (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"b": "model.safetensors"}}')
+    with pytest.raises(ConfigError, match=rf"{file} (must be a whole file|cannot be used)"):
+        HFFolder(tmp_path).dtype("b")
