@@ -15,6 +15,7 @@ from megatron_rl.checkpoint.fused_adapters import Source, adapter_sources, not_r
 from megatron_rl.checkpoint.identity import WEIGHTS as DIGEST
 from megatron_rl.checkpoint.identity import folder_digest
 from megatron_rl.checkpoint.weight_files import StoredTensor, read_header, type_faults
+from megatron_rl.config.file_kinds import ABSENT, instead_of_file
 from megatron_rl.config.json_files import UnreadableFileError, read_json_object
 from megatron_rl.config.lora import LINEARS, LoraConfig
 from megatron_rl.errors import ConfigError
@@ -153,8 +154,11 @@ class AdapterFiles:
                 )
 
     def refuse_other_base(self, base: Path) -> None:
-        """Raise ConfigError if the folder says that its adapters were trained on other weights than those of `base`."""
-        if not (self.path / BASE).is_file():
+        """Raise ConfigError if the folder says that its adapters were trained on other weights than those of `base`.
+
+        What cannot be read in the place of that file is refused, too: only a folder without it says nothing.
+        """
+        if instead_of_file(self.path / BASE) == ABSENT:
             return
         try:
             trained_on, here = read_json_object(self.path / BASE).get(DIGEST), folder_digest(base)

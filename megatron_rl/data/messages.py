@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from megatron_rl.data.message_form import THOUGHT_FIELDS
 from megatron_rl.data.row_problems import RowProblem
 
 Message = dict[str, Any]
@@ -50,7 +51,8 @@ def check_answers(messages: list[Message], field: str, first: int = 0) -> None:
         raise RowProblem("unanswered", f"{field}[{len(messages) - 1}]", last)
     for number, message in enumerate(messages[first:], start=first):
         is_silent = not message["content"].strip() and not message.get("tool_calls")
-        if message["role"] == "assistant" and is_silent and not message.get("reasoning_content"):
+        thinks = any(message.get(name) for name in THOUGHT_FIELDS)
+        if message["role"] == "assistant" and is_silent and not thinks:
             raise RowProblem("empty_answer", f"{field}[{number}].content", repr(message["content"]))
 
 

@@ -92,10 +92,13 @@ def template_of(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]
     """The chat template of a tokenizer, and the variables that are the template's. `chat_template` among the variables
     is another template, or the name of one of several.
 
-    Raises ConfigError where the tokenizer has no such template.
+    Raises ConfigError where the tokenizer has no such template, and for a template that is no text.
     """
     own = dict(variables)
     given, tools = own.pop("chat_template", None), own.get("tools")
+    if not isinstance(given, str | None):
+        rule = "must be a text, which is a template or the name of one of the tokenizer's"
+        raise ConfigError(f"data.apply_chat_template_kwargs.chat_template={given!r:.80} {rule}; nearest: null")
     try:
         return tokenizer.get_chat_template(given, tools), own
     except ValueError as error:

@@ -217,6 +217,10 @@ def test_another_base_is_named(tmp_path: Path) -> None:
     (folder.path / "base_model.json").write_text("{}")
     with pytest.raises(ConfigError, match="digest None"):
         folder.refuse_other_base(bases[1])
+    (folder.path / "base_model.json").unlink()
+    (folder.path / "base_model.json").symlink_to("moved.json")
+    with pytest.raises(ConfigError, match="base_model.json must be a file, and it is a link to nothing"):
+        folder.refuse_other_base(bases[0])
 
 
 def test_settings_that_peft_writes_are_read(tmp_path: Path) -> None:

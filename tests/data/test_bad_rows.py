@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 from small_tokenizers import CHATML, FORGETFUL, STRICT, byte_level
 
+from megatron_rl.data.messages import check_answers
 from megatron_rl.data.reading import read_examples, read_labelled, read_rankings, read_scored
 from megatron_rl.data.reading_options import ReadingOptions
 from megatron_rl.data.row_problems import KINDS
@@ -136,6 +137,12 @@ def test_each_kind_is_named_and_can_be_skipped(kind, reader, around, bad, field,
     assert (line["file"], line["row"], line["line"]) == (path, 2, 4)
     assert (line["field"], line["kind"], line["remedy"]) == (field, kind, remedy)
     assert any(f"1 bad rows were skipped (data.bad_rows=skip): 1 {kind}" in line for line in report.lines())
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
+def test_an_answer_may_be_a_thought_alone(field):
+    """Under each name that a thought may have. Would not catch a thought that the template leaves out."""
+    check_answers([USER, ANSWER | {"content": "", field: "well"}], "messages")
 
 
 def test_the_table_has_every_kind():
