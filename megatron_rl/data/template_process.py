@@ -92,17 +92,19 @@ def template_of(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]
     """The chat template of a tokenizer, and the variables that are the template's. `chat_template` among the variables
     is another template, or the name of one of several.
 
-    Raises ConfigError where the tokenizer has no such template, and for a template that is no text.
+    Raises ConfigError where the tokenizer has no such template, and for what is neither a template nor a name.
     """
     own = dict(variables)
     given, tools = own.pop("chat_template", None), own.get("tools")
-    if not isinstance(given, str | None):
-        rule = "must be a text, which is a template or the name of one of the tokenizer's"
+    named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+    is_known = given is None or (isinstance(given, str) and (given in named or "{" in given))
+    if not is_known:  # a text without a brace would be all that is written, whatever the messages say
+        names = f": {', '.join(sorted(named))}" if named else ", which has no names"
+        rule = f"must be a template, or the name of one of the tokenizer's{names}"
         raise ConfigError(f"data.apply_chat_template_kwargs.chat_template={given!r:.80} {rule}; nearest: null")
     try:
         return tokenizer.get_chat_template(given, tools), own
     except ValueError as error:
-        named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
         if not named:
             raise ConfigError(f"the tokenizer has no chat_template: {error}") from None
         names = ", ".join(sorted(named))
