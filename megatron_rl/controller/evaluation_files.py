@@ -54,7 +54,9 @@ def refuse_other_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     """
     file, nearest = folder / SETTINGS_FILE, f"nearest: --out {folder}_2"
     if instead_of_file(file) == ABSENT:
-        if (folder / METRICS_FILE).exists():
+        metrics = folder / METRICS_FILE
+        is_empty = metrics.is_file() and not metrics.stat().st_size  # what an evaluation leaves that is killed early
+        if metrics.exists() and not is_empty:
             raise ConfigError(f"{folder} has the metrics of a run; nearest: --out {folder / EVALUATION}")
         if instead_of_file(folder / ANSWERS_FILE) != ABSENT:
             raise ConfigError(

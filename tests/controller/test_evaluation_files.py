@@ -56,7 +56,9 @@ def test_damaged_settings_are_one_sentence(tmp_path: Path, content: str, said: s
 
 
 def test_the_folder_of_a_run_is_refused(tmp_path: Path) -> None:
-    """Its metrics would be replaced."""
+    """Its metrics would be replaced. An evaluation writes none, and may have been killed as it started."""
+    (tmp_path / "metrics.jsonl").write_text("")
+    refuse_other_settings(tmp_path, same())
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(ConfigError, match=rf"has the metrics of a run; nearest: --out {tmp_path}/evaluation"):
         refuse_other_settings(tmp_path, same())
