@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from megatron_rl.agents.anthropic_messages import AnthropicMessages
 from megatron_rl.agents.chat_request import MODEL, ChatProtocol, ChatRequest
 from megatron_rl.agents.observation import Turn
 from megatron_rl.agents.openai_chat import OpenAIChat
-from megatron_rl.plain_values import finite_number, strict_json
+from megatron_rl.plain_values import describe_error, finite_number, strict_json
 
 HOST = "127.0.0.1"
 PROTOCOLS: tuple[ChatProtocol, ...] = (OpenAIChat(), AnthropicMessages())
@@ -29,6 +31,19 @@ FIXED_BYTES, BYTES_PER_TOKEN = 1 << 20, 1 << 10
 """Of a request: schemas of tools and names of fields; a token, of which the longest are 128 characters of white space,
 six bytes each as an escape of JSON.
 """
+BROKEN = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
+"""What a client causes: it sends no HTTP, or hangs up. It has its answer, if it is there."""
+
+
+def _log() -> logging.Logger:
+    """Where the server tells of errors, of which those of clients are left out: they are no faults of the run."""
+    log = logging.getLogger(__name__)
+    log.addFilter(_is_own)
+    return log
+
+
+def _is_own(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], BROKEN))
 
 
 def largest_body(num_tokens: int) -> int:
@@ -127,7 +142,7 @@ class Endpoint:
             app.router.add_post(protocol.path, partial(self._chat, protocol))
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/reward", self._reward)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0, logger=_log())
         await self._runner.setup()
         site = web.TCPSite(self._runner, HOST, 0)
         await site.start()
@@ -186,3 +201,5 @@ class Endpoint:
             return strict_json(await request.read())
         except web.HTTPRequestEntityTooLarge:
             raise ValueError(f"a request may have {self._largest_body} bytes") from None
+        except BROKEN as error:
+            raise ValueError(f"the body cannot be read: {describe_error(error)}") from None
