@@ -23,7 +23,7 @@ from megatron_rl.agents.observation import EpisodeError, TaskRow
 from megatron_rl.cluster.child_processes import adopter, how_ended, variables_with
 from megatron_rl.cluster.leftovers import AGENT, children_with, families
 from megatron_rl.plain_values import describe_error, finite_number, plain_text, quote
-from megatron_rl.user_code.user_calls import CallFailedError, awaited, in_thread
+from megatron_rl.user_code.user_calls import CallFailedError, called, ended
 
 ARGUMENTS = ("task", "endpoint")
 END_S, LOOK_S = 5.0, 0.02
@@ -65,13 +65,17 @@ class FunctionAgent:
         address = PolicyAddress(session.base_url, session.api_key)
         call, is_async = partial(function, task, address), inspect.iscoroutinefunction(function)
         # In a pool of threads agents would wait for those that wait for the policy.
-        self._ended = asyncio.ensure_future(awaited(call()) if is_async else in_thread(call))
+        self._ended = asyncio.ensure_future(called(call, is_async))
 
     async def end(self) -> float | None:
         try:
             value = await asyncio.shield(self._ended)
         except CallFailedError as error:
             raise EpisodeError("raised", f"the agent raised {error}") from None
+        except asyncio.CancelledError:
+            if self._ended.cancelled():  # it has cancelled itself
+                raise EpisodeError("raised", "the agent raised CancelledError") from None
+            raise
         except Exception as error:
             raise EpisodeError("raised", f"the agent raised {describe_error(error)}") from None
         reward = finite_number(value)
@@ -80,10 +84,9 @@ class FunctionAgent:
         return reward
 
     async def stop(self) -> None:
-        """End a coroutine. A thread cannot be ended: its next request is refused."""
+        """End a coroutine. A thread, and one that goes on, cannot be ended: its next request is refused."""
         self._ended.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await self._ended
+        await ended(self._ended)
 
 
 class CommandAgent:

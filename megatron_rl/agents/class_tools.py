@@ -60,9 +60,19 @@ class EpisodeTool:
     def __init__(self, tool: Any, instance: str, given: Mapping[str, Any], schema: dict[str, Any]) -> None:
         self._tool, self._instance, self._given = tool, instance, given
         self._is_created, self._creating = False, asyncio.Lock()
-        self.__signature__ = signature_of(schema)
+        parameters = schema["function"].get("parameters") or {}
+        self._names, self._required = parameters.get("properties") or {}, parameters.get("required") or ()
 
-    async def __call__(self, **arguments: Any) -> tuple[str, float, dict[str, Any]]:
+    def check(self, arguments: Mapping[str, Any]) -> None:
+        """Raise TypeError where arguments are not those of the schema, whose names need not be Python's."""
+        for name in self._required:
+            if name not in arguments:
+                raise TypeError(f"missing a required argument: {name!r}")
+        for name in arguments:
+            if name not in self._names:
+                raise TypeError(f"got an unexpected keyword argument {name!r}")
+
+    async def __call__(self, /, **arguments: Any) -> tuple[str, float, dict[str, Any]]:
         """Execute a call; the first one of an episode creates what it needs, and others of its turn wait for that."""
         async with self._creating:
             if not self._is_created:
@@ -108,21 +118,10 @@ def load_class_tools(path: str, key: str) -> dict[str, ClassTool]:
         function = schema.get("function") if isinstance(schema, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ConfigError(f"{where}.tool_schema must have function.name")
+        if function["name"] in tools:
+            raise ConfigError(f"{where} has the name of another tool, {function['name']}")
         tools[function["name"]] = ClassTool(tool, schema)
     return tools
-
-
-def signature_of(schema: Mapping[str, Any]) -> inspect.Signature:
-    """Return the signature of a function with the parameters of a schema."""
-    parameters = schema["function"].get("parameters") or {}
-    required, kind = parameters.get("required") or (), inspect.Parameter.KEYWORD_ONLY
-    return inspect.Signature(
-        [
-            inspect.Parameter(name, kind, default=inspect.Parameter.empty if name in required else None)
-            for name in parameters.get("properties") or {}
-            if name.isidentifier()
-        ]
-    )
 
 
 def _attributes(content: dict[str, Any]) -> ToolSchema:

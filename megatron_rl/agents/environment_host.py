@@ -26,6 +26,7 @@ from megatron_rl.agents.observation import (
     settled,
 )
 from megatron_rl.plain_values import describe_error
+from megatron_rl.user_code.user_calls import is_ending
 
 NOT_HERE = EpisodeFailure("not_here", "")
 """The answer to a short job where the environment is not that of the episode, or has not come so far."""
@@ -68,7 +69,9 @@ class Forget:
 
 
 class EnvironmentHost:
-    """Keeps environments by episode. opens: they begin their episodes."""
+    """Keeps environments by episode. opens: they begin their episodes. passing: exceptions that end the process, and
+    are no failures of an episode.
+    """
 
     def __init__(
         self,
@@ -83,6 +86,7 @@ class EnvironmentHost:
         """
         self._make, self._is_async, self._limit, self.opens, self._close = make, is_async, limit, opens, close
         self._kept: dict[int, _Kept] = {}
+        self.passing: tuple[type[BaseException], ...] = ()
 
     def do(self, message: TurnJob | Forget) -> Any:
         """Return the environment's answer to a job, or an awaitable one if the environment is async."""
@@ -101,7 +105,9 @@ class EnvironmentHost:
             answer = await self._play(job)
         except EpisodeError as error:
             answer = plain_answer(EpisodeFailure(error.cause, str(error)))
-        except Exception as error:
+        except BaseException as error:  # `SystemExit` and the like would end the process, and others' episodes
+            if is_ending(error) or isinstance(error, self.passing):
+                raise
             answer = EpisodeFailure("raised", f"the environment raised {describe_error(error)}")
         if isinstance(answer, EpisodeFailure) or (isinstance(answer, Observation) and answer.is_done):
             await self._forget(job.episode)
@@ -168,9 +174,10 @@ def _differs(what: str, again: object, before: object) -> EpisodeFailure:
 
 
 def _result(waiting: Coroutine[Any, Any, Any]) -> Any:
-    """Return the result of a coroutine that waits for nothing."""
+    """Return the result of a coroutine that waits for nothing. Where it waits, that is an error of the environment."""
     try:
         waiting.send(None)
+        waiting.throw(RuntimeError("it has no `async` method but returned something to wait for; try: async def step"))
     except StopIteration as done:
         return done.value
     waiting.close()

@@ -16,6 +16,7 @@ from megatron_rl.agents.observation import EpisodeFailure, TextLimit
 from megatron_rl.cluster.child_processes import adopting_orphans
 from megatron_rl.config.user_functions import load_class
 from megatron_rl.user_code import keeper
+from megatron_rl.user_code.user_calls import USERS
 from megatron_rl.user_code.work_processes import WorkProcesses, job_of
 
 METHODS = ("reset", "step")
@@ -81,6 +82,7 @@ class EnvironmentsHere:
 
     def __init__(self, host: EnvironmentHost) -> None:
         self._host = host
+        host.passing = USERS
         self._answers: list[tuple[int, Answer]] = []
         self._loop, self._adopting = asyncio.new_event_loop(), ExitStack()
 

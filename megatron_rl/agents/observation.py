@@ -149,15 +149,16 @@ def observation_of(value: Any, limit: TextLimit) -> Observation:
     if not isinstance(value, tuple) or len(value) != 3:
         raise ValueError(f"step must return (observation, reward, done) or an Observation; it returned {quote(value)}")
     said, reward, is_done = value
-    numbers = {name: finite_number(number) for name, number in {"": reward, **counts}.items()}
-    for name, number in numbers.items():
+    given = [("the reward", reward), *((f"the count {name}", number) for name, number in counts.items())]
+    numbers = [finite_number(number) for _, number in given]
+    for (what, sent), number in zip(given, numbers, strict=True):
         if number is None:
-            what = f"the count {name}" if name else "the reward"
-            raise ValueError(f"{what} of a step must be a finite number; it is {quote(counts.get(name, reward))}")
+            raise ValueError(f"{what} of a step must be a finite number; it is {quote(sent)}")
     if not isinstance(is_done, bool):
         raise ValueError(f"done must be True or False; it is {quote(is_done)}")
-    known = {name: number for name, number in numbers.items() if number is not None}
-    return Observation(tuple(map(limit.applied, messages_of(said))), known.pop(""), is_done, known, anew)
+    earned, *counted = (number for number in numbers if number is not None)
+    messages = tuple(map(limit.applied, messages_of(said)))
+    return Observation(messages, earned, is_done, dict(zip(counts, counted, strict=True)), anew)
 
 
 def messages_of(said: Any) -> tuple[Message, ...]:

@@ -34,7 +34,7 @@ from megatron_rl.agents.observation import Message, Observation, TaskRow, TextLi
 from megatron_rl.config.user_functions import run_file
 from megatron_rl.errors import ConfigError
 from megatron_rl.plain_values import describe_error, finite_number, plain_text
-from megatron_rl.user_code.user_calls import CallFailedError, awaited, in_thread
+from megatron_rl.user_code.user_calls import CallFailedError, called, within
 
 MARK = "_is_tool"
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -143,11 +143,14 @@ class ToolEnvironment:
         if function is None:
             raise _CallError("unknown", f"there is no tool {call.name}; there are {', '.join(self._tools)}")
         try:
-            inspect.signature(function).bind(**call.arguments)
+            if isinstance(function, EpisodeTool):
+                function.check(call.arguments)
+            else:
+                inspect.signature(function).bind(**call.arguments)
         except TypeError as error:
             raise _CallError("arguments", f"{call.name}: {error}") from None
         try:
-            return await asyncio.wait_for(_called(function, call.arguments), self._timeout_s)
+            return await within(_called(function, call.arguments), self._timeout_s)
         except TimeoutError:
             raise _CallError("timed_out", f"{call.name} did not return within {self._timeout_s:g} s") from None
         except CallFailedError as error:
@@ -199,14 +202,21 @@ def _message(name: str, text: str) -> Message:
 def _as_json(name: str, value: Any) -> str:
     """Return a tool's result as JSON. Raises _CallError for what JSON cannot have."""
     try:
-        return json.dumps(value, default=str)
-    except Exception as error:  # a cycle, too deep, keys that are no texts, an object that cannot be shown
+        return json.dumps(value, default=_own_text)
+    except Exception as error:  # a generator, a cycle, too deep, keys that are no texts, an object that cannot be shown
         reason = f"{name} returned what JSON cannot have: {describe_error(error)}"
         raise _CallError("raised", reason) from None
 
 
+def _own_text(value: Any) -> str:
+    """Return the text of an object. Raises TypeError for one that has none but its address, another in each process."""
+    text = str(value)
+    if text.endswith(f" at {id(value):#x}>"):
+        raise TypeError(f"an object of type {type(value).__name__} has no text")
+    return text
+
+
 async def _called(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """Call a function, a blocking one in a thread."""
-    if isinstance(function, EpisodeTool) or inspect.iscoroutinefunction(function):
-        return await awaited(function(**arguments))
-    return await in_thread(partial(function, **arguments))
+    is_async = isinstance(function, EpisodeTool) or inspect.iscoroutinefunction(function)
+    return await called(partial(function, **arguments), is_async)

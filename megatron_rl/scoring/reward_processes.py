@@ -5,21 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from bdb import BdbQuit
 from collections.abc import Sequence
 from typing import Any
 
 from megatron_rl.scoring.function import RewardSource, is_async, load_reward_function
 from megatron_rl.scoring.outcome import Outcome, Sample, failed, score_sample, score_sample_later
 from megatron_rl.user_code.keeper import KeeperSettings
+from megatron_rl.user_code.user_calls import USERS
 from megatron_rl.user_code.work import TIMED_OUT
 from megatron_rl.user_code.work_processes import WorkProcesses, job_of
 
 MOST_FRUITLESS_TIMEOUTS = 16
 """Time-outs in one batch without a single score, after which a run that would stop anyway gives the batch up."""
-
-USERS = (KeyboardInterrupt, SystemExit, BdbQuit)
-"""Exceptions with which the user, a signal or a debugger ends the run: they are no failures of the function."""
 
 
 class RewardProcesses(WorkProcesses):

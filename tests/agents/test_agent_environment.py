@@ -100,6 +100,21 @@ async def retries(task, endpoint):
 async def raises(task, endpoint):
     raise ValueError("no more")
 
+async def cancels(task, endpoint):
+    waiting = asyncio.ensure_future(asyncio.sleep(60))
+    asyncio.get_running_loop().call_soon(waiting.cancel)
+    await waiting
+
+async def stays(task, endpoint):
+    for _ in range(20):
+        try:
+            await asyncio.sleep(0.2)
+        except BaseException:
+            pass
+
+def behind(task, endpoint):
+    return raises(task, endpoint)
+
 async def asks_nothing(task, endpoint):
     return 1.0
 
@@ -200,6 +215,9 @@ def test_calls_are_streamed_and_come_back(folder):
     ("name", "turns", "cause", "reason"),
     [
         ("raises", 0, "raised", "ValueError: no more"),
+        ("cancels", 0, "raised", "the agent raised CancelledError"),
+        ("stays", 0, "timed_out", "multi_turn.tool_timeout_s=1"),
+        ("behind", 0, "raised", "ValueError: no more"),
         ("asks_nothing", 0, "no_answer", "without a request"),
         ("sleeps", 0, "timed_out", "multi_turn.tool_timeout_s=1"),
         ("another_reward", 1, "no_answer", "must return a finite number or None, not 'good'"),
@@ -260,6 +278,41 @@ def test_what_is_no_request_is_400_and_counted():
 
     for (status, reason), rule in zip(asyncio.run(statuses()), BAD_BODIES.values(), strict=True):
         assert status == 400 and re.search(rule, reason), reason
+
+
+BROKEN = (
+    b"Content-Length: 3\r\nContent-Encoding: gzip\r\n\r\nabc",
+    b"Content-Length: 5000\r\n\r\n{",
+    b"Transfer-Encoding: chunked\r\n\r\nZZZ\r\n",
+)
+
+
+def test_clients_that_send_no_http_or_hang_up_print_nothing(capfd, caplog):
+    """What is not packed as it says, a body that is cut, no number of bytes; the session answers others afterwards.
+    Would not catch a client that never ends: its agent has a limit.
+    """
+
+    async def served() -> tuple[int, int]:
+        endpoint = Endpoint()
+        session = await endpoint.open()
+        address = session.base_url.split("/")[2].split(":")
+        for rest in BROKEN:
+            reader, writer = await asyncio.open_connection(*address)
+            head = f"POST /v1/reward HTTP/1.1\r\nHost: x\r\nx-api-key: {session.api_key}\r\n"
+            writer.write(head.encode() + rest)
+            await writer.drain()
+            if rest is not BROKEN[1]:
+                assert b"400" in await reader.readline()
+            else:
+                await asyncio.sleep(0.1)
+            writer.close()
+        async with httpx.AsyncClient(headers={"x-api-key": session.api_key}) as client:
+            answer = await client.post(f"{session.base_url}/reward", json={"reward": 1})
+        await endpoint.stop()
+        return answer.status_code, session.num_refused
+
+    assert asyncio.run(served())[0] == 200
+    assert capfd.readouterr().err == "" and not any(record.exc_info for record in caplog.records)
 
 
 def test_other_conversations_begin_anew(folder):

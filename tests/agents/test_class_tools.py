@@ -58,6 +58,11 @@ GUESS = """
         description: Say whether an answer is right.
         parameters: {type: object, properties: {answer: {type: string}, why: {type: string}}, required: [answer]}
 """
+NAMES = """
+  - class_name: MODULE.Plain
+    tool_schema:
+      function: {name: far, parameters: {properties: {from: {}, max-results: {}, self: {}}, required: [from]}}
+"""
 
 
 @pytest.fixture
@@ -85,7 +90,7 @@ def play(environment: ToolEnvironment, truth: str, *turns: Turn) -> list[Observa
     return asyncio.run(episode())
 
 
-def call(name: str, **arguments: str) -> Turn:
+def call(name: str, /, **arguments: str) -> Turn:
     return Turn("", (ToolCall(name, arguments),))
 
 
@@ -129,9 +134,19 @@ def test_arguments_are_those_of_the_schema(tmp_path, module):
     assert source.host().opens is False
 
 
+def test_names_of_arguments_need_not_be_pythons(tmp_path, module):
+    """A keyword, a hyphen, `self`: given, and `from` missing. Would not catch a class that cannot take them."""
+    environment = ToolEnvironment(load_class_tools(written(tmp_path, module, NAMES), "key"), 1, 5.0)
+    given = dict.fromkeys(("from", "max-results", "self"), "x")
+    right, wrong = play(environment, "7", call("far", **given), call("far"))
+    assert right.messages[0]["content"].startswith("plain far-")
+    assert "missing a required argument: 'from'" in wrong.messages[0]["content"]
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
+        (GUESS + GUESS, r"tools\[1\] has the name of another tool, guess"),
         (" 7", "must have a list `tools`"),
         ("\n  - {class_name: MODULE.Guess}", "cannot be made: KeyError"),
         ("\n  - {class_name: MODULE.Guesses}", "cannot be imported: AttributeError"),

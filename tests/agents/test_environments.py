@@ -14,12 +14,12 @@ import pytest
 
 from megatron_rl.agents.environment_host import TurnJob
 from megatron_rl.agents.environment_source import ClassSource, EnvironmentProcesses, EnvironmentsHere
-from megatron_rl.agents.observation import EpisodeFailure, Observation, TextLimit, Turn
+from megatron_rl.agents.observation import EpisodeFailure, Observation, TextLimit, Turn, observation_of
 
 pytestmark = pytest.mark.timeout(120)
 
 COUNTING = """
-import os, time
+import asyncio, os, time
 from megatron_rl.agents.observation import EpisodeError, Observation, Opening
 def begins(schema):
     return Observation(anew=Opening(({"role": "user", "content": "x"},), (schema,)))
@@ -75,6 +75,9 @@ BAD = {
     "begins({'items': deep(101)})": ("no_answer", "may be nested 100 levels deep"),
     "begins({'items': deep(100_000)})": ("no_answer", "cannot be sent as JSON"),
     "refuse()": ("raised", "\\ud83d"),
+    "exec('import sys; sys.exit(7)')": ("raised", "SystemExit: 7"),
+    "exec('raise KeyboardInterrupt')": ("raised", "KeyboardInterrupt"),
+    "asyncio.sleep(0)": ("raised", "try: async def step"),
     "os._exit(3)": ("crashed", "exited with code 3"),
     "time.sleep(1000)": ("timed_out", "multi_turn.tool_timeout_s=1"),
 }
@@ -152,6 +155,12 @@ def test_every_kind_of_failure_costs_one_episode(tmp_path):
     for answer, (cause, reason) in zip(answers[1::2], BAD.values(), strict=True):
         assert isinstance(answer, EpisodeFailure) and answer.cause == cause and reason in answer.reason
     assert [answer.messages[0]["content"] for answer in again] == ["2"] * len(BAD)
+
+
+def test_a_count_without_a_name_is_no_reward():
+    """Would not catch two counts of one name, which a dict cannot have."""
+    answer = observation_of(Observation((), 1.0, False, {"": 5.0, "n": 2}), TextLimit(9))
+    assert answer == Observation((), 1.0, False, {"": 5.0, "n": 2.0})
 
 
 def test_a_lost_environment_is_played_again_and_must_answer_as_before(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from megatron_rl.agents.tools import ToolEnvironment, ToolSource, load_tools, sc
 from megatron_rl.errors import ConfigError
 
 TOOLS = """
-import asyncio, time
+import asyncio, functools, time
 from megatron_rl.agents.tools import tool
 
 @tool
@@ -63,6 +64,8 @@ def strange(way: str):
         raise SystemExit(3)
     if way == "keys":
         return {(1, 2): 3}
+    if way == "generator":
+        return (number for number in (1, 2))
     cycle = []
     cycle.append(cycle)
     deep = []
@@ -75,8 +78,38 @@ async def leave() -> str:
     '''Leave the process.'''
     raise SystemExit(4)
 
+@tool
+async def cancel() -> str:
+    '''Wait for a task that is cancelled.'''
+    raise asyncio.CancelledError
+
+@tool
+async def stay() -> str:
+    '''End on no account.'''
+    until = time.monotonic() + 4
+    while time.monotonic() < until:
+        try:
+            await asyncio.sleep(0.2)
+        except BaseException:
+            pass
+
+def wrapped(function):
+    @functools.wraps(function)
+    def inner(*args, **kwargs):
+        return function(*args, **kwargs)
+    return inner
+
+@tool
+@wrapped
+async def behind() -> str:
+    '''Be behind a decorator.'''
+    return "seen"
+
 def helper(x): ...
 """
+
+
+NAMES = ("add", "wait", "block", "strange", "leave", "cancel", "stay", "behind")
 
 
 @pytest.fixture
@@ -101,7 +134,7 @@ def step(environment: ToolEnvironment, *calls: ToolCall, problem: str = "") -> O
 def test_schemas_come_from_types_and_docstrings(file: str):
     """Of marked functions alone. Would not catch a template that leaves them out."""
     schemas = schemas_of(load_tools(file, "key"), "key")
-    assert [schema["function"]["name"] for schema in schemas] == ["add", "wait", "block", "strange", "leave"]
+    assert [schema["function"]["name"] for schema in schemas] == [*NAMES]
     parameters = schemas[0]["function"]["parameters"]
     assert parameters["properties"]["a"] == {"type": "integer", "description": "the first"}
     assert parameters["required"] == ["a"]
@@ -135,7 +168,7 @@ def test_what_goes_wrong_with_a_call_is_a_text_and_a_count(file: str):
     for text, part in zip(
         texts[1:],
         (
-            "no tool sub; there are add, wait, block, strange, leave",
+            "no tool sub; there are " + ", ".join(NAMES),
             "missing a required",
             "TypeError",
             "within 0.5 s",
@@ -154,13 +187,29 @@ def test_what_goes_wrong_with_a_call_is_a_text_and_a_count(file: str):
 def test_results_that_json_cannot_have_and_exits_are_texts(file: str):
     """A right call beside them is answered. Would not catch a tool that ends its process in C."""
     environment = ToolEnvironment(load_tools(file, "key"), max_calls=9, timeout_s=30.0)
-    ways = ("exit", "keys", "cycle", "deep")
-    calls = [*(ToolCall("strange", {"way": way}) for way in ways), ToolCall("leave", {}), ToolCall("add", {"a": 1})]
+    ways, names = ("exit", "keys", "cycle", "deep", "generator"), ("leave", "cancel", "behind")
+    calls = [*(ToolCall("strange", {"way": way}) for way in ways), *(ToolCall(name, {}) for name in names)]
+    calls.append(ToolCall("add", {"a": 1}))
     answer = step(environment, *calls)
     texts = [message["content"] for message in answer.messages]
-    assert texts[0] == "Error: SystemExit: 3" and texts[4] == "Error: SystemExit: 4" and texts[5] == '{"sum": 2}'
-    assert all(text.startswith("Error: strange returned what JSON cannot have: ") for text in texts[1:4])
-    assert answer.counts == {"tool_calls": 6.0, "tool_raised": 5.0}
+    assert texts[0] == "Error: SystemExit: 3"
+    assert texts[5:] == ["Error: SystemExit: 4", "Error: CancelledError: ", "seen", '{"sum": 2}']
+    assert all(text.startswith("Error: strange returned what JSON cannot have: ") for text in texts[1:5])
+    assert answer.counts == {"tool_calls": 9.0, "tool_raised": 7.0}
+
+
+def test_a_call_that_does_not_let_itself_be_cancelled_is_given_up(file: str):
+    """Would not catch one that never waits: the keeper ends its process."""
+    environment = ToolEnvironment(load_tools(file, "key"), max_calls=1, timeout_s=0.2)
+    start = time.monotonic()
+
+    async def answered() -> Observation:
+        await environment.reset({})
+        answer = await environment.step(Turn("", (ToolCall("stay", {}),)))
+        assert time.monotonic() - start < 3
+        return answer
+
+    assert asyncio.run(answered()).messages[0]["content"] == "Error: stay did not return within 0.2 s"
 
 
 def test_calls_that_hang_take_no_thread_of_others_and_wear_a_process_out(file: str, tmp_path: Path, monkeypatch):
