@@ -102,9 +102,9 @@ class _Jobs:
             reason = f"{self._work.noun} returned numbers and texts of {len(message)} bytes; "
             reason += f"an answer may take {LONGEST_ANSWER} bytes"
             message = message_of((number, self._work.written(self._work.too_long(reason))))
-        self._keeper.send_whole(message)
-        if is_worn_out():
+        if is_worn_out():  # said before the answer, behind which the keeper may deal the next job
             self._keeper.send_whole(message_of(WORN_OUT))
+        self._keeper.send_whole(message)
 
 
 def message_of(message: Message) -> bytes:
