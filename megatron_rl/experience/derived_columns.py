@@ -105,10 +105,10 @@ def compared_rows(experience: Batch, in_groups: bool) -> torch.Tensor:
     An episode that failed has no score, and is none of them. in_groups: nor is an episode whose peers all failed,
     since nothing is left to compare it with.
     """
-    left_out = [name for name in ("failed", "lost_peers") if name in experience and (in_groups or name == "failed")]
     rows = torch.ones(len(experience), dtype=torch.bool)
-    for name in left_out:
-        rows &= ~experience[name]
+    for name in ("failed", "lost_peers") if in_groups else ("failed",):
+        if name in experience:
+            rows &= ~experience[name]
     return rows
 
 
