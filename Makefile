@@ -1,11 +1,11 @@
 # make demo       install once, make the demo's model and data once, train:  make demo ARGS="trainer.seed=2"
 # make demo-real  the same with a real chat model of 135M parameters, which it fetches once (90 MB): 5 to 10 minutes
-# make demo-rlhf  supervised fine-tuning, a reward model, PPO against its scores: docs/stages.md
+# make demo-rlhf  supervised fine-tuning, a reward model, PPO against its scores: docs/train/sft_reward_dpo.md
 #                 It goes on where it was interrupted; to begin anew, remove outputs/demo_rlhf
-# make demo-agent an agent: a number is guessed in five turns; with TASK=calculator it calls a tool: docs/agents.md
+# make demo-agent an agent: a number is guessed in five turns; with TASK=calculator it calls a tool: docs/train/agents.md
 # make test       lint and tests, 12 minutes on two cores; make test-fast: what needs one process;
 #                 make test-exhaustive: the sweeps that make test leaves out, make test-weekly: what these leave out,
-#                 docs/testing.md
+#                 docs/internals/testing.md
 # make docs       README and docs/ as a site in build/docs, which needs no network
 # make gpu-check  the first ten minutes on a GPU, step by step; ARGS="--device cpu" without one
 # make install    one virtual environment in .venv; again only when requirements or pyproject.toml have changed
@@ -96,7 +96,7 @@ lint: install
 docs: install
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
-# On a machine with a GPU: what the first ten minutes there can show. ARGS="--device cpu" here. docs/gpu.md
+# On a machine with a GPU: what the first ten minutes there can show. ARGS="--device cpu" here. docs/scale/gpu.md
 # It installs nothing: the Python there brings torch for its GPU.
 gpu-check:
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) scripts/gpu_check.py $(ARGS)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compare parallel layouts (docs/ablations.md); arguments are options and overrides of all points:
+# Compare parallel layouts (docs/plan/ablations.md); arguments are options and overrides of all points:
 #   bash scripts/ablate_parallelism.sh --dry-run                      the points, valid or not, and what is planned
 #   bash scripts/ablate_parallelism.sh                                run them; the same command again goes on
 #   CONFIG=my_ablation.yaml FOLDER=outputs/mine bash scripts/ablate_parallelism.sh --retry-failed trainer.seed=2

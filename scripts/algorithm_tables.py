@@ -1,4 +1,4 @@
-"""Put the tables of estimators and losses into docs/algorithms.md: python scripts/algorithm_tables.py [--check].
+"""Put the tables of estimators and losses into docs/train/algorithms.md: python scripts/algorithm_tables.py [--check].
 
 A row is what the function declares: its names, the first paragraph of its docstring, the papers it cites, its keys.
 """
@@ -19,7 +19,7 @@ from megatron_rl.config.declarations import (
     Declaration,
 )
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "algorithms.md"
+DOCUMENT = Path(__file__).parents[1] / "docs/train/algorithms.md"
 TABLES: dict[str, tuple[str, Mapping[str, Declaration[Any]]]] = {
     "estimators": ("| `algorithm.adv_estimator` | advantage of each token | source | keys |", ESTIMATORS),
     "policy losses": ("| `policy_loss.loss_mode` | loss of a token | source | keys |", POLICY_LOSSES),

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The nightly gate (docs/nightly.md); arguments are options and overrides:
+# The nightly gate (docs/plan/nightly.md); arguments are options and overrides:
 #   bash scripts/nightly.sh                         0 pass, 2 invalid configuration, 10 regression, 11 crash, 12 hang
 #   bash scripts/nightly.sh --renew                 the golden file becomes what this run reaches
-#   WEEKLY=1 bash scripts/nightly.sh                the tests that are too much for every day (docs/testing.md)
+#   WEEKLY=1 bash scripts/nightly.sh                the tests that are too much for every day (docs/internals/testing.md)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -1,4 +1,6 @@
-"""Draw docs/recipe_curves.png from finished runs: python scripts/recipe_curves.py outputs/demo outputs/grpo ...
+"""Draw docs/pictures/recipe_curves.png from finished runs.
+
+    python scripts/recipe_curves.py outputs/demo outputs/grpo ...
 
 A panel for each run: the task's mean reward at every step, and held-out accuracy where it was measured.
 """
@@ -16,7 +18,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from megatron_rl.observe.curves import COLORS, FAINT, INK, TITLE
 from megatron_rl.trials.metrics_file import read_metrics
 
-PICTURE = Path(__file__).parents[1] / "docs" / "recipe_curves.png"
+PICTURE = Path(__file__).parents[1] / "docs/pictures/recipe_curves.png"
 COLUMNS = 4
 REWARD, ACCURACY = "critic/score/mean", "/acc/mean@1"
 

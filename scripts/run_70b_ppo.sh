@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# PPO on Llama-3-70B, 8 nodes x 8 GPUs (docs/launching.md). Arguments are overrides: trainer.total_training_steps=50
+# PPO on Llama-3-70B, 8 nodes x 8 GPUs (docs/scale/launching.md). Arguments are overrides: trainer.total_training_steps=50
 #
 #   MODEL_PATH=... TRAIN_FILES=... VAL_FILES=... HOSTS="node0 ... node7" bash scripts/run_70b_ppo.sh   start Ray over ssh
 #   RAY_ADDRESS=node0:6379 MODEL_PATH=... bash scripts/run_70b_ppo.sh                    join a Ray cluster
 #   DRY_RUN=1 bash scripts/run_70b_ppo.sh       the whole plan and the commands of every node; starts nothing
-#   REHEARSE=1 bash scripts/run_70b_ppo.sh      ranks of the run as on GPUs, without one (docs/rehearse.md); RANKS, LAYERS
+#   REHEARSE=1 bash scripts/run_70b_ppo.sh      ranks of the run as on GPUs, without one (docs/plan/dry_run.md); RANKS, LAYERS
 #   CHECK=1 ... bash scripts/run_70b_ppo.sh     the nodes alone: versions, GPUs, links, bandwidth; training checks them, too
 #   SCALE=tiny bash scripts/run_70b_ppo.sh      the same configuration on 8 CPU processes, TP2 x PP2 x DP2, rollout TP1
 #   STAGE=sft ... bash scripts/run_70b_ppo.sh   a task before PPO with a configuration of its own, all else alike

@@ -1,4 +1,6 @@
-"""Draw docs/distillation.png from a run with a loss over the top-k: python scripts/teacher_curves.py outputs/distill
+"""Draw docs/pictures/distillation.png from a run with a loss over the top-k.
+
+    python scripts/teacher_curves.py outputs/distill
 
 Left: what teacher and student give to the teacher's likeliest tokens. Right: the loss.
 """
@@ -15,7 +17,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from megatron_rl.observe.curves import COLORS, FAINT, INK, TITLE
 from megatron_rl.trials.metrics_file import read_metrics
 
-PICTURE = Path(__file__).parents[1] / "docs" / "distillation.png"
+PICTURE = Path(__file__).parents[1] / "docs/pictures/distillation.png"
 MASSES = {"distillation/teacher_mass": ("the teacher", FAINT), "distillation/student_mass": ("the student", COLORS[0])}
 LOSS = "distillation/loss"
 

@@ -1,6 +1,6 @@
-"""Make the table of docs/coming_from_verl.md: which of verl's launch scripts pass `plan` after `port`.
+"""Make the table of docs/start/coming_from_verl.md: which of verl's launch scripts pass `plan` after `port`.
 
-    python scripts/verl_table.py FOLDER [--write docs/coming_from_verl.md]
+    python scripts/verl_table.py FOLDER [--write docs/start/coming_from_verl.md]
 
 FOLDER holds NAME.args, one argument a line, and the models that they name, relative to it.
 """

@@ -13,8 +13,8 @@ class ElasticReplicas:
 
     min_replicas: Count = 0
     """Replicas that generation needs. Others join as soon as the cluster has room for them, and every one leaves when
-    its node is lost, its process is given SIGTERM, or a notice names it (`docs/reliability.md`). The run ends (exit
-    code 3) after trainer.repair_wait_s with fewer. 0: all of nnodes x n_gpus_per_node; none joins or leaves."""
+    its node is lost, its process is given SIGTERM, or a notice names it (`docs/scale/fault_tolerance.md`). The run ends
+    (exit code 3) after trainer.repair_wait_s with fewer. 0: all of nnodes x n_gpus_per_node; none joins or leaves."""
     max_replicas: Count = 0
     """With min_replicas: the replicas that may be there at once. 0: those of nnodes x n_gpus_per_node."""
     drain_url: str | None = None

@@ -59,7 +59,7 @@ DIFF_BOUNDS = {
         FP8: 0.1,
     },
 }
-"""Defaults by compute dtype, or for products in 8 bits: above the effect of rounding in small models (docs/gpu.md)."""
+"""Defaults by compute dtype, or for products in FP8: above the rounding of small models (docs/scale/gpu.md)."""
 
 CUDA_DEFAULTS = {
     DTYPE: "bfloat16",
@@ -285,7 +285,7 @@ def unknown_key(key: str, value: Any, where: str) -> Violation | None:
 
 def _unknown(key: str, value: Any, where: str, like: str | None) -> Violation:
     nearest = {} if like is None else {like: value}
-    hint = "" if nearest else "no key is like it: leave it out, or see docs/coming_from_verl.md"
+    hint = "" if nearest else "no key is like it: leave it out, or see docs/start/coming_from_verl.md"
     return Violation({key: value}, where, nearest, hint, subject=f"unknown key {key}")
 
 

@@ -93,7 +93,7 @@ class RewardTrainingConfig:
 class DPOConfig:
     loss: Annotated[list[str], OneOf(PREFERENCE_LOSSES)] = field(default_factory=lambda: ["dpo"])
     """One of dpo | hinge | robust | ipo | apo_zero | apo_down | sppo_hard | nca_pair | simpo | orpo | kto | sft, or a
-    list of them, whose sum is learned. Formulas: docs/algorithms.md."""
+    list of them, whose sum is learned. Formulas: docs/train/algorithms.md."""
     loss_weights: list[float] | None = None
     """The weight of each of several losses in their sum; null: 1 each."""
     beta: Positive = 0.1

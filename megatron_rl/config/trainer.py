@@ -27,7 +27,7 @@ RANKS = Bounds(1, MOST_RANKS)
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio", "swanlab", "clearml", "opentelemetry")
 
 LEAST_HELD_BYTES = 1 << 20
-"""Holding half as much takes no longer than sending it through the driver: docs/architecture.md."""
+"""Holding half as much takes no longer than sending it through the driver: docs/internals/architecture.md."""
 
 LARGEST_SEED = 2**32 - 1
 """The largest seed of numpy, which vLLM seeds on every rank. Torch takes larger ones."""

@@ -147,7 +147,7 @@ def _models(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
                 Note(Kind.DIFFERS, setting, "its language model alone is trained: rows with images are refused")
             )
         elif setting is not None and names and (family is None or inside is not None):
-            reason = "docs/models.md has the models that are here"
+            reason = "docs/scale/models.md has the models that are here"
             feature = f"{feature_of(names[0])} ({names[0]})"
             notes.append(Note(Kind.UNSUPPORTED, setting, reason, feature=feature))
     if actor is not None and all(note.kind is Kind.DIFFERS for note in notes):

@@ -97,7 +97,7 @@ def _beside(ran: ShellRun, taken: TrainerCall, others: list[TrainerCall]) -> Ite
         yield f"exported variables: {', '.join(sorted(exports))}; export what a run still needs where you start it"
     around = _around(taken)
     if around:
-        yield f"around the trainer: {around}; docs/coming_from_verl.md says how a run is started"
+        yield f"around the trainer: {around}; docs/start/coming_from_verl.md says how a run is started"
     for other in others:
         yield f"another call of a trainer: {other.program}, which is left out; port its arguments by themselves"
     trained = [taken.launch, *(other.launch for other in others)]

@@ -416,7 +416,7 @@ ADD = {"name": "add", "description": "Add.", "input_schema": {"type": "object"}}
 
 def test_anthropics_messages_are_the_same_conversation():
     """By hand: a system text, a call with its result, blocks of text; what comes back goes on with it, whole or
-    streamed. Would not catch a field that its client needs: docs/agents.md says when that was tried.
+    streamed. Would not catch a field that its client needs: docs/train/agents.md says when that was tried.
     """
     read, answer, stream = AnthropicMessages().read, AnthropicMessages().answer, AnthropicMessages().stream
     turn = Turn("sure", (ToolCall("add", {"a": 1}),), num_tokens=2, num_context=5)

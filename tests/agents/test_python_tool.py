@@ -128,7 +128,7 @@ for hold in (lambda: fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK), lambda:
 
 def test_what_a_program_may_be_and_hold(tmp_path, monkeypatch):
     """990 folders in one another, 300 KB of text, which no list of processes shows, asyncio; no lease and no lock of a
-    file of the user's. Would not catch a read lock of fcntl: docs/agents.md has it.
+    file of the user's. Would not catch a read lock of fcntl: docs/train/agents.md has it.
     """
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()
@@ -141,7 +141,7 @@ def test_what_a_program_may_be_and_hold(tmp_path, monkeypatch):
 
 
 def test_one_line_makes_it_a_tool(tmp_path: Path):
-    """As docs/agents.md says. Would not catch a template that leaves schemas out."""
+    """As docs/train/agents.md says. Would not catch a template that leaves schemas out."""
     (tmp_path / "tools.py").write_text("from megatron_rl.agents.python_tool import python\n")
     [schema] = schemas_of(load_tools(str(tmp_path / "tools.py"), "key"), "key")
     assert schema["function"]["name"] == "python" and list(schema["function"]["parameters"]["properties"]) == ["code"]

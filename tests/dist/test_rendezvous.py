@@ -102,7 +102,7 @@ def asked_by_a_stranger() -> str:
 
 
 def test_the_store_of_several_nodes_is_open_to_their_network() -> None:
-    """As docs/security.md says: whoever reaches its port reads and writes. Would not catch a way to close it."""
+    """As docs/scale/security.md says: whoever reaches its port reads and writes. Would not catch a way to close it."""
     assert run_ranks(2, asked_by_a_stranger) == ["a stranger", "of the ranks"]
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-PAGES = (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")))
+PAGES = (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md")))
 BLOCK = re.compile(r"(?:^<!-- not executed: (?P<reason>[^\n]+) -->\n)?^```bash\n(?P<text>.*?)^```$", re.M | re.S)
 VARIABLE = re.compile(r"\w+=")
 OURS = {".venv/bin/megatron-rl": "megatron-rl", ".venv/bin/python": "python", "python3.11": "python"}

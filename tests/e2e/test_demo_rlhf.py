@@ -42,7 +42,7 @@ def test_the_three_stages(command_line, data: Path, tmp_path: Path) -> None:
     """PPO's scores are the reward model's, and no sample of training has a ground truth; held-out answers have the
     rule's accuracy. The script shows what the runs logged.
 
-    Would not catch stages that learn nothing: their figures in docs/stages.md are of the whole demo.
+    Would not catch stages that learn nothing: their figures in docs/train/sft_reward_dpo.md are of the whole demo.
     """
 
     def run(stage: str, name: str, *keys: str):

@@ -132,7 +132,7 @@ def test_signal_saves_and_says_so(command_line) -> None:
     stopped.wait_for(reached(stopped, 2))
     found = listening(stopped.family())
     assert {"gcs_server", "raylet", "ray::NodeAgent"} <= {name for name, *_ in found}
-    assert open_to_others(found) == set()  # docs/launching.md: what listens where
+    assert open_to_others(found) == set()  # docs/scale/launching.md: what listens where
     os.killpg(stopped.process.pid, signal.SIGTERM)
     assert stopped.wait() == 20, stopped.text()
     assert stopped.left_over() == []

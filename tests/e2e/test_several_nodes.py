@@ -104,8 +104,8 @@ def printed(run) -> list[dict]:
 
 
 def assert_only_nodes_are_let_in(of_nodes: set[tuple[str, str, int]], of_driver: set[tuple[str, str, int]]) -> None:
-    """What listens is what docs/launching.md tells, by names of processes, with "python" for the driver and for Ray's
-    client server.
+    """What listens is what docs/scale/launching.md says, by names of processes, with "python" for the driver and for
+    Ray's client server.
     """
     everywhere = {name for name, address, _ in of_nodes if address in WILDCARDS}
     assert everywhere == {"gcs_server", "raylet", "ray::NodeAgent"}

@@ -10,7 +10,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "megatron_rl"
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 ROOTS = (REPOSITORY, PACKAGE, REPOSITORY / "docs")
 KEPT_HERE = {".git", ".venv", "assets", "outputs"}
 FILE = re.compile(r"[\w./*-]+\.(?:py|pyi|sh|md|yaml|toml)|(?:[\w-]+/)+")

@@ -1,4 +1,4 @@
-"""Each line of the tables of docs/security.md names a test that there is."""
+"""Each line of the tables of docs/scale/security.md names a test that there is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-PAGE = REPOSITORY / "docs/security.md"
+PAGE = REPOSITORY / "docs/scale/security.md"
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 
 

@@ -135,9 +135,9 @@ def test_a_base_that_does_not_fit_waits_on_the_host():
 
 @pytest.mark.parametrize("recipe", [LARGE, SMALL])
 def test_documented_figures(recipe):
-    """The table of docs/lora.md. Would not catch a sixth more or less of the seconds."""
+    """The table of docs/train/lora.md. Would not catch a sixth more or less of the seconds."""
     plan = RunPlan.of(load_config(recipe), load_hardware("h100"))
-    row = next(line for line in Path("docs/lora.md").read_text().splitlines() if f"{Path(recipe).name})" in line)
+    row = next(line for line in Path("docs/train/lora.md").read_text().splitlines() if f"{Path(recipe).name})" in line)
     adapters, peak, phase, seconds, whole = re.search(
         r"\| ([\d,]+) \| ([\d.]+) GB \| (\w+) \| (\d+) s \| ([\d.]+) GB, does not fit", row
     ).groups()

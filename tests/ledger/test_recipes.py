@@ -86,10 +86,11 @@ def test_large_recipes_fit_their_gpus(recipe, monkeypatch):
 
 @pytest.mark.parametrize("recipe", STAGE_RECIPES, ids=lambda path: path.stem)
 def test_large_stages_fit_their_gpus(recipe, monkeypatch):
-    """As `plan --without-files` says for H100s of 80 GB, and as docs/stages.md prints it: ranks, memory, seconds. Would
-    not catch what the memory plan forgets, nor a sixth more or less of the seconds."""
+    """As `plan --without-files` says for H100s of 80 GB, and as docs/train/sft_reward_dpo.md prints it: ranks, memory,
+    seconds. Would not catch what the memory plan forgets, nor a sixth more or less of the seconds."""
     monkeypatch.chdir(REPOSITORY)
-    row = next(line for line in (REPOSITORY / "docs/stages.md").read_text().splitlines() if f"{recipe.name})" in line)
+    page = (REPOSITORY / "docs/train/sft_reward_dpo.md").read_text()
+    row = next(line for line in page.splitlines() if f"{recipe.name})" in line)
     ran = CliRunner().invoke(app, ["plan", "--without-files", "--json", "--config", str(recipe)])
     assert ran.exit_code == 0, ran.output
     answer = json.loads(ran.stdout)

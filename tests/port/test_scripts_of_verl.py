@@ -76,7 +76,7 @@ def test_scripts_pass_or_name_what_they_lack(rows):
 def test_the_table_of_the_docs_is_the_generated_one(rows):
     """Would not catch a page around it that says something else."""
     module = runpy.run_path(str(REPOSITORY / "scripts/verl_table.py"))
-    page = (REPOSITORY / "docs/coming_from_verl.md").read_text()
+    page = (REPOSITORY / "docs/start/coming_from_verl.md").read_text()
     between = page.partition(module["BEGIN"])[2].partition(module["END"])[0]
     assert between.strip() == module["table"](rows.values())
 
@@ -151,8 +151,8 @@ def test_what_no_configuration_holds_is_said(tmp_path):
     assert found.beside == [
         "exported variables: CUDA_DEVICE_MAX_CONNECTIONS, NCCL_DEBUG, VLLM_USE_V1, WANDB_API_KEY; export what a run "
         "still needs where you start it",
-        "around the trainer: ray job submit with --address, --runtime-env-json; docs/coming_from_verl.md says how a "
-        "run is started",
+        "around the trainer: ray job submit with --address, --runtime-env-json; docs/start/coming_from_verl.md says "
+        "how a run is started",
         "another call of a trainer: verl.trainer.main_ppo, which is left out; port its arguments by themselves",
         "other programs that it calls: pip install, python3 prepare.py",
         "2 words of the trainer's command that are no settings: --multirun, stray",

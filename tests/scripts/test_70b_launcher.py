@@ -113,7 +113,7 @@ def test_dry_run_prints_the_plan(dry_run):
     assert rows["training DP"] == "32" and rows["micro-DP"] == "64" and "[0, 8], [1, 9]" in printed
     assert {"gen", "update_critic", "update_actor", "save", "step"} <= rows.keys()
     assert "does not fit" not in printed
-    page = (REPOSITORY / "docs/launching.md").read_text()
+    page = (REPOSITORY / "docs/scale/launching.md").read_text()
     largest, built = re.search(r"([\d.]+) GB, in the updates .* first stage; ([\d.]+) GB while roles", page).groups()
     assert round(float(rows["update_critic on the first stage"].removesuffix(" GB")), 1) == float(largest)
     assert round(float(re.search(r"│ init +│ +([\d.]+) GB", printed)[1]), 1) == float(built)
@@ -145,7 +145,7 @@ def test_what_is_printed_is_what_is_run():
     assert ["export", "RAY_ADDRESS=gpu-0:7000"] in commands
     assert commands[-1][-1] == "trainer.experiment_name=two words"
     assert "actor_rollout_ref.rollout.tensor_model_parallel_size=4" in commands[-1]
-    assert re.search(r"│ sequences at once +│ +71 │", finished.stdout)  # as docs/launching.md says
+    assert re.search(r"│ sequences at once +│ +71 │", finished.stdout)  # as docs/scale/launching.md says
     assert "does not fit" not in finished.stdout
 
 

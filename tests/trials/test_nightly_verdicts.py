@@ -95,7 +95,7 @@ def test_exit_codes_are_distinct_and_documented():
     """Would not catch a code that documentation explains wrongly."""
     codes = [verdict.value for verdict in Verdict]
     assert codes == [0, 2, 10, 11, 12]
-    page = (REPOSITORY / "docs/nightly.md").read_text()
+    page = (REPOSITORY / "docs/plan/nightly.md").read_text()
     assert all(f"| {code} | {verdict.name.lower()}" in page for code, verdict in zip(codes, Verdict, strict=True))
 
 
@@ -212,9 +212,10 @@ def test_a_folder_of_something_else_stays_as_it_is(tmp_path):
 
 
 def test_the_printed_line_sends_what_happened(tmp_path):
-    """The line for cron of docs/nightly.md, in a folder without an environment, the day after a pass. Would not catch
-    what cron itself does with it."""
-    [line] = [row for row in (REPOSITORY / "docs/nightly.md").read_text().splitlines() if row.startswith("17 2 * * *")]
+    """The line for cron of docs/plan/nightly.md, in a folder without an environment, the day after a pass. Would not
+    catch what cron itself does with it."""
+    page = (REPOSITORY / "docs/plan/nightly.md").read_text()
+    [line] = [row for row in page.splitlines() if row.startswith("17 2 * * *")]
     for folder, file, text in (
         ("scripts", "nightly.sh", (REPOSITORY / "scripts/nightly.sh").read_text()),
         ("outputs/nightly", "report.md", YESTERDAY),

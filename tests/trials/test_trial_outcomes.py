@@ -66,5 +66,5 @@ def test_reasons(attempt, expected):
 
 def test_outcomes_are_documented():
     """Would not catch one that is explained wrongly."""
-    page = (REPOSITORY / "docs/ablations.md").read_text()
+    page = (REPOSITORY / "docs/plan/ablations.md").read_text()
     assert all(f"| {outcome} |" in page for outcome in TrialOutcome)
