@@ -1,4 +1,4 @@
-# make demo       install once, make the demo's model and data once, train:  make demo ARGS="trainer.seed=2"
+# make demo       install once, then train the model that comes with the repository:  make demo ARGS="trainer.seed=2"
 # make demo-real  the same with a real chat model of 135M parameters, which it fetches once (90 MB): 5 to 10 minutes
 # make demo-rlhf  supervised fine-tuning, a reward model, PPO against its scores: docs/train/sft_reward_dpo.md
 #                 It goes on where it was interrupted; to begin anew, remove outputs/demo_rlhf
@@ -40,10 +40,11 @@ $(STAMP):
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
-assets: install
-	@$(BIN)/python scripts/make_demo_assets.py
+# The demo's model and data come with the repository: scripts/make_demo_assets.py made them.
+assets:
+	@test -f assets/demo/assets.json || { echo "assets/demo is missing: git checkout -- assets/demo" >&2; exit 2; }
 
-demo: assets
+demo: install assets
 	$(BIN)/python -m megatron_rl train --config configs/demo_cpu.yaml $(ARGS)
 
 demo-real: install
@@ -72,7 +73,7 @@ test: lint assets
 # Three tests at a time, not files, because one file has sweeps of a quarter of an hour; what failed beside others runs once
 # more, alone.
 SWEEPS := $(BIN)/python -m pytest -m "exhaustive and not quiet and not weekly"
-test-sweeps: assets
+test-sweeps: install assets
 	$(SWEEPS) -n 3 --dist worksteal $(ARGS) || $(SWEEPS) --last-failed --last-failed-no-failures none $(ARGS)
 
 # Then those that measure seconds, alone.
@@ -80,7 +81,7 @@ test-exhaustive: test-sweeps
 	$(BIN)/python -m pytest -m "exhaustive and quiet" $(ARGS)
 
 # What scripts/nightly.sh runs with WEEKLY=1: one at a time, because some take all cores.
-test-weekly: assets
+test-weekly: install assets
 	$(BIN)/python -m pytest -m weekly $(ARGS)
 
 test-fast: lint
@@ -102,5 +103,5 @@ gpu-check:
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) scripts/gpu_check.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) assets build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(filter-out assets/demo,$(wildcard assets/*)) build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find megatron_rl third_party_patches tests scripts -name __pycache__ -prune -exec rm -rf {} +

@@ -15,5 +15,4 @@ if ! "$PYTHON" -c "import typer, omegaconf" 2> /dev/null; then
     echo "PYTHON=$PYTHON lacks the packages that this program needs; run first: make install" >&2
     exit 2
 fi
-[[ "$CONFIG" != configs/ablation.yaml ]] || "$PYTHON" scripts/make_demo_assets.py
 exec "$PYTHON" -m megatron_rl ablate --config "$CONFIG" ${FOLDER:+--folder "$FOLDER"} "$@"

@@ -305,8 +305,8 @@ def main() -> int:
     given = parser.parse_args()
     out = given.out or Path(tempfile.mkdtemp(prefix="campaign_"))
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    for script in ("make_demo_assets.py", "make_demo_preferences.py"):
-        subprocess.run([sys.executable, f"scripts/{script}"], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+    files_of_stages = [sys.executable, "scripts/make_demo_preferences.py"]
+    subprocess.run(files_of_stages, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
     outcomes = []
     print(Outcome.HEADER, flush=True)
     for name in given.kinds:

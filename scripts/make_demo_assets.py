@@ -1,6 +1,8 @@
 """Make the demo: two-digit addition as parquet files, and a tiny model that was taught to forget the carry.
 
-    python scripts/make_demo_assets.py --output assets/demo --seed 0
+    python scripts/make_demo_assets.py --output FOLDER --seed 0
+
+assets/demo of the repository is such a folder, of seed 0; tests/data/test_demo_assets.py makes it again each week.
 
     assets/demo/train.parquet  9,000 questions in verl's row schema ("07+35=" -> "042")
     assets/demo/test.parquet   1,000 others
@@ -39,6 +41,8 @@ BYTE_LEVEL_SPACE = "\u0120"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 STAGE = Path(__file__).resolve().parents[1] / "configs/stages/demo_model_cpu.yaml"
+KEPT = Path(__file__).resolve().parents[1] / "assets/demo"
+"""The folder that comes with the repository."""
 FORGET_CARRY = 0.55
 ACCURACY_RANGE = (0.30, 0.60)
 
@@ -281,7 +285,7 @@ def describe(facts: dict) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Command line: make the assets unless they are finished. Exits with 2 rather than replace a folder not its own,
-    and as `megatron-rl sft` does where that fails.
+    or that of the repository, and as `megatron-rl sft` does where that fails.
     """
     parser = argparse.ArgumentParser(description="Make the two-digit addition demo: prompts and a tuned model.")
     parser.add_argument("--output", type=Path, default=Path("assets/demo"), help="folder to make")
@@ -292,6 +296,9 @@ def main(arguments: list[str] | None = None) -> None:
     if facts is not None:
         print(f"{args.output} is ready: {describe(facts)}")
         return
+    if args.output.resolve() == KEPT and any(KEPT.glob("*")):
+        given = f"--output {args.output} --seed {args.seed}"
+        parser.error(f"{given} would replace the files of the repository: name another --output, or remove these first")
     started = time.monotonic()
     try:
         facts = replace_folder(args.output, MARKER, lambda folder: build(folder, args.seed))

@@ -31,5 +31,4 @@ if ! "$PYTHON" -c "import typer, omegaconf" 2> /dev/null; then
     exit 2
 fi
 
-[[ "$CONFIG" != configs/demo_cpu.yaml ]] || "$PYTHON" scripts/make_demo_assets.py
 exec "$PYTHON" -m megatron_rl nightly --config "$CONFIG" --golden "$GOLDEN" --folder "$FOLDER" "$@"

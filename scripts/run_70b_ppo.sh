@@ -185,7 +185,6 @@ start_ray() { # head here, then the others; what is there already is joined
 }
 
 if [[ "$SCALE" == tiny ]]; then
-    "$PYTHON" scripts/make_demo_assets.py
     "$PYTHON" scripts/make_tiny_model.py
     [[ "$STAGE" == ppo ]] || "$PYTHON" scripts/make_demo_preferences.py
 fi

@@ -28,7 +28,7 @@ def test_every_committed_run_has_one(run, monkeypatch):
         overrides = ["distillation.teacher_models.carrier.model_path=assets/demo/model"]
     given = load_config(run, overrides)
     if not Path(given.actor_rollout_ref.model.path).is_dir():
-        pytest.skip("the demo assets are missing: run `make assets`")
+        pytest.skip("its model is missing: run `python scripts/make_real_model.py`")
     before = copy.deepcopy(given)
     one = collapsed(given)
     assert list(map(str, preflight(one, config_only=True))) == []

@@ -1,4 +1,4 @@
-"""The parts of scripts/make_demo_assets.py that need no training."""
+"""scripts/make_demo_assets.py, and the folder that it has made: assets/demo."""
 
 import importlib.util
 import json
@@ -6,10 +6,15 @@ import random
 from collections import Counter
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
+from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+KEPT = SCRIPTS.parent / "assets/demo"
+BAND = 0.05
+"""Largest difference between held-out accuracies of two makings: training is not bit-equal across processors."""
 
 
 def load(name):
@@ -114,6 +119,48 @@ def test_finished_folder_is_left_alone_and_foreign_one_refused(script, tmp_path,
         script.main(["--output", str(tmp_path)])
     assert exit_info.value.code == 2
     assert (tmp_path / "letters.txt").exists()
+
+
+def test_files_of_the_repository_are_those_of_the_script(script, capsys):
+    """Questions, tokenizer and accuracy. Would not catch weights of another recipe that answer alike."""
+    pairs = dict(zip(("train", "test"), script.split_questions(0), strict=True))
+    for split, questions in pairs.items():
+        assert pyarrow.parquet.read_table(KEPT / f"{split}.parquet").to_pylist() == script.rows(questions, split)
+    assert AutoTokenizer.from_pretrained(KEPT / "model").get_vocab() == script.make_tokenizer().get_vocab()
+    facts = json.loads((KEPT / "assets.json").read_text())
+    assert script.accuracy(KEPT / "model", pairs["test"], 0.0, seed=0) == pytest.approx(
+        facts["greedy_accuracy"], abs=0.003
+    )
+    assert {weight.dtype.name for weight in load_file(KEPT / "model/model.safetensors").values()} == {"float32"}
+    assert sum(file.stat().st_size for file in KEPT.rglob("*") if file.is_file()) < 3_000_000
+    script.main(["--output", str(KEPT)])
+    assert "is ready" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        script.main(["--output", str(KEPT), "--seed", "1"])
+    assert "name another --output" in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+@pytest.mark.weekly
+@pytest.mark.timeout(1800)
+def test_made_again_it_is_as_good(script, tmp_path):
+    """Made anew, the model answers as many questions, and the questions are the same.
+
+    Would not catch a training that is worse by less than `BAND`.
+    """
+    script.main(["--output", str(tmp_path / "demo")])
+    kept, made = (json.loads((folder / "assets.json").read_text()) for folder in (KEPT, tmp_path / "demo"))
+    for name in ("greedy_accuracy", "sampled_accuracy"):
+        assert made.pop(name) == pytest.approx(kept.pop(name), abs=BAND)
+    assert made == kept
+    for split in ("train", "test"):
+        both = (pyarrow.parquet.read_table(folder / f"{split}.parquet") for folder in (KEPT, tmp_path / "demo"))
+        assert next(both) == next(both)
+    shapes = [
+        {name: weight.shape for name, weight in load_file(folder / "model/model.safetensors").items()}
+        for folder in (KEPT, tmp_path / "demo")
+    ]
+    assert shapes[0] == shapes[1]
 
 
 def test_demo_reward_is_an_exact_match():

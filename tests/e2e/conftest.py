@@ -21,8 +21,6 @@ DEMOS_OWN = REPOSITORY / "assets/demo/train.parquet"
 @pytest.fixture(scope="session")
 def few_prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the first of the demo's held-out prompts, and the first of those it learns from."""
-    if not (REPOSITORY / "assets/demo/assets.json").exists():
-        pytest.fail("the demo assets are missing: run `make assets` (make test does)")
 
     def write(folder: Path) -> None:
         for name, number in ((DEMOS_OWN.name, ENOUGH), ("test.parquet", FEW)):
