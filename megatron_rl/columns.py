@@ -60,7 +60,7 @@ class ColumnTable(Mapping[str, Column]):
     def __getitem__(self, name: str) -> Column:
         if name not in self._by_name:
             nearest = get_close_matches(name, self._by_name, n=1, cutoff=0.0)
-            raise ValueError(f"no column {name} is declared; nearest: {', '.join(nearest)}")
+            raise ValueError(f"no column {name} is declared; did you mean: {', '.join(nearest)}")
         return self._by_name[name]
 
     def __contains__(self, name: object) -> bool:

@@ -1,6 +1,6 @@
 """The errors that a user can cause or must know about, each with its process exit code.
 
-Every message prints the values, the rule they break and the nearest valid choice.
+Every message prints the values, the rule they break and what to change.
 """
 
 import json
@@ -17,6 +17,7 @@ class Violation:
     rule: what must hold, as the predicate of a sentence about the settings.
     nearest: key -> value that satisfies the rule; empty: there is no such value.
     hint: further advice. subject: the subject of the sentence; empty: key=value, or the file's key=value.
+    wrong_name: a key, value or path that does not exist; `nearest` is the one that was probably meant.
     """
 
     settings: dict[str, Any]
@@ -25,6 +26,7 @@ class Violation:
     hint: str = ""
     file: str | None = None
     subject: str = ""
+    wrong_name: bool = False
 
     def __str__(self) -> str:
         write = json.dumps if self.file else shown
@@ -34,7 +36,8 @@ class Violation:
         changes = [f"{key}={write(value)}" for key, value in self.nearest.items()]
         if not self.subject and len(self.nearest) == 1 and [*self.nearest][0] == [*self.settings][0]:
             changes = [write(value) for value in self.nearest.values()]
-        ends = [f"nearest: {' '.join(changes)}"] if changes else []
+        lead = "did you mean" if self.wrong_name else "try"
+        ends = [f"{lead}: {' '.join(changes)}"] if changes else []
         return "; ".join([text, *ends, *([self.hint] if self.hint else [])])
 
     def as_json(self) -> dict[str, Any]:

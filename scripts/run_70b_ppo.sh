@@ -42,7 +42,7 @@ reward) OF_STAGE=(configs/stages/llama3_8b_reward.yaml reward critic 1 2 1
 dpo) OF_STAGE=(configs/stages/llama3_70b_dpo.yaml dpo actor_rollout_ref.actor 8 8 4
     assets/demo_stages/pairs_{train,test}.parquet) ;;
 *)
-    echo "STAGE=$STAGE must be ppo, sft, reward or dpo; nearest: STAGE=ppo" >&2
+    echo "STAGE=$STAGE must be ppo, sft, reward or dpo; try: STAGE=ppo" >&2
     exit 2
     ;;
 esac
@@ -91,7 +91,7 @@ tiny)
     fi
     ;;
 *)
-    echo "SCALE=$SCALE must be 70b or tiny; nearest: SCALE=70b" >&2
+    echo "SCALE=$SCALE must be 70b or tiny; try: SCALE=70b" >&2
     exit 2
     ;;
 esac
@@ -127,7 +127,7 @@ fi
 if [[ -n "$HOSTS" ]]; then
     read -r -a NODES <<<"$HOSTS"
     if [[ "${#NODES[@]}" != "$NNODES" ]]; then
-        echo "HOSTS names ${#NODES[@]} machines and NNODES=$NNODES; nearest: NNODES=${#NODES[@]}" >&2
+        echo "HOSTS names ${#NODES[@]} machines and NNODES=$NNODES; try: NNODES=${#NODES[@]}" >&2
         exit 2
     fi
 else

@@ -68,7 +68,7 @@ def test_what_functions_read_is_made_by_somebody() -> None:
         for name, entry in functions.items():
             assert all(COLUMNS[column].maker for column in entry.traits.reads), name
     for declare in (estimator, policy_loss):
-        with pytest.raises(ValueError, match="no column old_value is declared; nearest: old_values"):
+        with pytest.raises(ValueError, match="no column old_value is declared; did you mean: old_values"):
             declare("own", reads=("old_value",))
 
 
@@ -87,7 +87,7 @@ def test_what_a_batch_refuses() -> None:
     """A missing column, names, numbers of rows and of tokens, a sampled first token. Would not catch a wrong dtype."""
     batch = batch_of([[True, False, True], [False]])
     for name, column, message in (
-        ("advantage", torch.zeros(2), "no column advantage is declared; nearest: advantages"),
+        ("advantage", torch.zeros(2), "no column advantage is declared; did you mean: advantages"),
         ("scores", torch.zeros(3), "column scores has 3 rows, the batch 2"),
         ("returns", ragged([torch.zeros(3), torch.zeros(1)]), r"returns .* \[2, 0\] in its rows; it has \[3, 1\]"),
         ("sampled", ragged([torch.ones(2).bool()] * 2), "the first token of a row cannot be sampled"),

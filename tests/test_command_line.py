@@ -172,7 +172,7 @@ def test_train_refuses_a_violation_before_it_loads_anything(small_run):
     """Would not catch rules that only a worker can check."""
     finished = megatron_rl("train", "--config", DEMO, *small_run, "data.max_response_length=17")
     assert finished.returncode == 2
-    assert "nearest: data.max_response_length=16" in finished.stderr
+    assert "try: data.max_response_length=16" in finished.stderr
 
 
 AT_IMPORT = """

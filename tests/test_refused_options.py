@@ -20,23 +20,23 @@ NEITHER = "must be a file that can be written, and the system says"
 
 #  arguments, what the refusal says
 NUMBERS = [
-    (("plan", "--prompt-length", "nan"), "--prompt-length nan must be >= 1 and <= 16 .*nearest: --prompt-length 1$"),
+    (("plan", "--prompt-length", "nan"), "--prompt-length nan must be >= 1 and <= 16 .*try: --prompt-length 1$"),
     (("plan", "--prompt-length=-7"), "--prompt-length -7 must be"),
-    (("plan", "--response-length", "1e400"), "--response-length inf must be .*nearest: --response-length 8$"),
+    (("plan", "--response-length", "1e400"), "--response-length inf must be .*try: --response-length 8$"),
     (("map", "--gpus", "4", "--prompt-length", "0"), "--prompt-length 0 must be"),
     (("map", "--gpus", "4", "--response-length", "nan"), "--response-length nan must be"),
     (("map", "--gpus", "0"), "--gpus 0 must be"),
-    (("map", "--gpus", "4", "--gpus-per-node", "0"), "--gpus-per-node 0 must be >= 1 and <= 4; nearest: .* 1$"),
-    (("map", "--gpus", "4", "--sample", "1" + "0" * 30), "--sample 10+ must be .*nearest: --sample 1000$"),
+    (("map", "--gpus", "4", "--gpus-per-node", "0"), "--gpus-per-node 0 must be >= 1 and <= 4; try: .* 1$"),
+    (("map", "--gpus", "4", "--sample", "1" + "0" * 30), "--sample 10+ must be .*try: --sample 1000$"),
 ]
 #  arguments without the path, the path, what the refusal says
 PATHS = [
-    (("map", "--gpus", "4", "--picture"), "x.exe", "must end in one of .png, .*nearest: --picture x.png$"),
-    (("map", "--gpus", "4", "--picture"), "/proc/x.png", f"{NEITHER}: .*nearest: --picture outputs/picture.png$"),
-    (("map", "--gpus", "4", "--out"), ".", f"{NEITHER}: Is a directory; nearest: --out outputs/out.yaml$"),
+    (("map", "--gpus", "4", "--picture"), "x.exe", "must end in one of .png, .*try: --picture x.png$"),
+    (("map", "--gpus", "4", "--picture"), "/proc/x.png", f"{NEITHER}: .*try: --picture outputs/picture.png$"),
+    (("map", "--gpus", "4", "--out"), ".", f"{NEITHER}: Is a directory; try: --out outputs/out.yaml$"),
     (("map", "--gpus", "4", "--points"), LONG, f"{NEITHER}: File name too long"),
     (("profile", "--hardware-file"), "/proc/x.yaml", f"{NEITHER}: No such file"),
-    (("profile", "--hardware-file"), "x.txt", "must end in one of .yaml, .yml; nearest: --hardware-file x.yaml$"),
+    (("profile", "--hardware-file"), "x.txt", "must end in one of .yaml, .yml; try: --hardware-file x.yaml$"),
     (("port", "trainer.seed=1", "--out"), "/proc/x.yaml", f"{NEITHER}: No such file"),
     (("ablate", "--config", "configs/ablation.yaml", "--folder"), "/proc/x", "must be a folder .*says: No such file"),
 ]
@@ -79,7 +79,7 @@ def test_looking_leaves_nothing_and_changes_nothing(tmp_path: Path):
     for file in (kept, Path("/dev/null"), tmp_path / "pipe", None):
         check_output_file("--out", file)
     assert kept.read_text() == "before"
-    with pytest.raises(ConfigError, match="File exists; nearest: --folder outputs/new"):
+    with pytest.raises(ConfigError, match="File exists; try: --folder outputs/new"):
         check_output_folder("--folder", kept)
 
 
@@ -88,10 +88,10 @@ MACHINES = [
     (None, None, 0, ProfileRequest("cpu", 4)),
     (None, None, 8, ProfileRequest("cuda", 8)),
     ("cpu", 2, 8, ProfileRequest("cpu", 2)),
-    (None, 0, 0, "--ranks 0 must be >= 1 and <= 64; nearest: --ranks 1"),
-    (None, 65, 0, "--ranks 65 must be >= 1 and <= 64; nearest: --ranks 64"),
-    (None, 9, 8, "--ranks 9 must be >= 1 and <= 8; nearest: --ranks 8"),
-    ("cuda", None, 0, "--device cuda needs a GPU, and this machine has none; nearest: --device cpu"),
+    (None, 0, 0, "--ranks 0 must be >= 1 and <= 64; try: --ranks 1"),
+    (None, 65, 0, "--ranks 65 must be >= 1 and <= 64; try: --ranks 64"),
+    (None, 9, 8, "--ranks 9 must be >= 1 and <= 8; try: --ranks 8"),
+    ("cuda", None, 0, "--device cuda needs a GPU, and this machine has none; try: --device cpu"),
 ]
 
 

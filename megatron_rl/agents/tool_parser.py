@@ -47,7 +47,7 @@ class ToolParser:
         known = sorted(ToolParserManager.list_registered())
         if name not in known:
             raise ConfigError(
-                f"{key}={name} must be a format of vLLM's tool parsers; nearest: {nearest_name(name, known)}"
+                f"{key}={name} must be a format of vLLM's tool parsers; did you mean: {nearest_name(name, known)}"
             )
         tools = [ChatCompletionToolsParam(**schema) for schema in schemas]
         self._request = ChatCompletionRequest(messages=[], model="", tools=tools)

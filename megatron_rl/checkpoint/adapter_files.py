@@ -126,7 +126,7 @@ class AdapterFiles:
             raise ConfigError(
                 f"{folder / WEIGHTS} has {fused[0]}: of Megatron's linears whole tensors are read, such as "
                 "decoder.layers.0.self_attention.linear_qkv.adapter.linear_in.weight, and none of routed experts; "
-                "nearest: what Megatron-Bridge exports as a PEFT folder"
+                "try: what Megatron-Bridge exports as a PEFT folder"
             )
         return cls(folder, settings, tensors)
 
@@ -150,7 +150,7 @@ class AdapterFiles:
             if held != asked:
                 raise ConfigError(
                     f"lora.{name}={asked:g} must be that of lora.adapter_path={self.path}, which is {held:g}; "
-                    f"nearest: lora.{name}={held:g}"
+                    f"try: lora.{name}={held:g}"
                 )
 
     def refuse_other_base(self, base: Path) -> None:
@@ -167,7 +167,7 @@ class AdapterFiles:
         if trained_on != here:
             raise ConfigError(
                 f"the adapters of {self.path} were trained on weights with the digest {trained_on!s:.80}, and {base} "
-                f"has {here}; nearest: the folder that they were trained on, or without {BASE} if that is meant"
+                f"has {here}; try: the folder that they were trained on, or without {BASE} if that is meant"
             )
 
     def sources(self, specs: Mapping[str, ParamSpec]) -> dict[str, Source]:

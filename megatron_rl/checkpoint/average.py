@@ -85,7 +85,7 @@ def _models_in(given: Path, role: str) -> list[Path]:
     folders = [usable_checkpoint(folder) for folder in ([one.path for one in inside] or [given])]
     for folder in folders:
         if not (folder / role).is_dir():
-            raise ConfigError(f"--role {role}: {folder} has none, as its run trained none; nearest: --role actor")
+            raise ConfigError(f"--role {role}: {folder} has none, as its run trained none; try: --role actor")
     return folders
 
 
@@ -94,7 +94,7 @@ def _shares(number: int, weights: str | None, ema: float | None) -> list[float]:
         raise ConfigError("--weights and --ema both say what each checkpoint counts; leave one of them out")
     if ema is not None:
         if not 0 < ema < 1:
-            raise ConfigError(f"--ema {ema:g} must be > 0 and < 1; nearest: --ema 0.9")
+            raise ConfigError(f"--ema {ema:g} must be > 0 and < 1; try: --ema 0.9")
         return moving(number, ema)
     if weights is None:
         return uniform(number)
@@ -102,7 +102,7 @@ def _shares(number: int, weights: str | None, ema: float | None) -> list[float]:
         numbers = [float(part) for part in weights.split(",")]
     except ValueError as error:
         rule = "must be numbers with commas between them"
-        raise ConfigError(f"--weights {weights} {rule}; nearest: --weights {','.join(['1'] * number)}") from error
+        raise ConfigError(f"--weights {weights} {rule}; try: --weights {','.join(['1'] * number)}") from error
     return shares_of(numbers, number)
 
 
@@ -127,7 +127,7 @@ def shares_of(weights: Sequence[float], number: int) -> list[float]:
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not largest > 0:
         given = ",".join(f"{weight:g}" for weight in weights)
         nearest = ",".join("1" for _ in weights)
-        raise ConfigError(f"--weights {given} must be finite, >= 0 and not all 0; nearest: --weights {nearest}")
+        raise ConfigError(f"--weights {given} must be finite, >= 0 and not all 0; try: --weights {nearest}")
     parts = [weight / largest for weight in weights]  # their sum is finite, whatever the weights are
     return [part / sum(parts) for part in parts]
 

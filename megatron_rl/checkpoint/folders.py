@@ -61,8 +61,7 @@ class FolderLock:
         except BlockingIOError:
             self._file.close()
             raise ConfigError(
-                f"trainer.default_local_dir={root} must be one run's, and another run is writing to it; "
-                f"nearest: {root}-2"
+                f"trainer.default_local_dir={root} must be one run's, and another run is writing to it; try: {root}-2"
             ) from None
 
     def hold_again(self) -> bool:

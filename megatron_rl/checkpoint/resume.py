@@ -80,7 +80,7 @@ def usable_checkpoint(given: Path) -> Path:
         _check(folder, {}, checksums=True)
     except (ManifestError, UnfitError) as error:
         usable = _nearest_usable(folder, folder.parent, {})
-        hint = f"{folder.parent} has no usable one" if usable is None else f"nearest: {usable}"
+        hint = f"{folder.parent} has no usable one" if usable is None else f"try: {usable}"
         raise ConfigError(f"{folder} is no checkpoint that can be used: {error}; {hint}") from error
     return folder
 
@@ -149,7 +149,7 @@ def _refused_path(given: str, rule: str, folder: Path, root: Path, models: Model
     hint = f"{root} has no usable one"
     neighbours = [str(other) for other in root.iterdir() if other.is_dir()] if root.is_dir() else []
     if neighbours and not folder.exists():
-        hint += f"; nearest folder: {nearest_name(str(folder), neighbours)}"
+        hint += f"; did you mean: {nearest_name(str(folder), neighbours)}"
     return refused(Violation({key: given}, rule, {"trainer.resume_mode": "auto", key: None}, hint))
 
 

@@ -45,7 +45,7 @@ class SavedAdapters:
         saved = SavedTensors(checkpoint / role)
         if not holds_adapters(saved):
             raise ConfigError(
-                f"{checkpoint} holds the whole {role}, no adapters; nearest: export without --adapter and --base"
+                f"{checkpoint} holds the whole {role}, no adapters; try: export without --adapter and --base"
             )
         try:
             identity = read_manifest(checkpoint).models[role]

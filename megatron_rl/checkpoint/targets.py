@@ -34,7 +34,7 @@ def refuse_in_checkpoint(name: str, path: Path) -> None:
     folder = checkpoint_round(path)
     if folder is not None:
         raise ConfigError(
-            f"{name} {path} must not lie in a checkpoint, {folder}; nearest: {name} {path_outside(folder, path)}"
+            f"{name} {path} must not lie in a checkpoint, {folder}; try: {name} {path_outside(folder, path)}"
         )
 
 
@@ -58,7 +58,7 @@ def refuse_target(target: Path, nearest: Path) -> None:
     refuse_in_checkpoint("--target", target)
     kind = kind_of(folder)
     if kind != NOTHING:
-        raise ConfigError(f"{option} must not exist, and it is {kind}; nearest: --target {nearest}")
+        raise ConfigError(f"{option} must not exist, and it is {kind}; try: --target {nearest}")
     above = next(parent for parent in folder.parents if kind_of(parent) != NOTHING)
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         reason = "is no folder" if not above.is_dir() else "cannot be written"

@@ -66,7 +66,7 @@ def refuse_hydra_options(arguments: Sequence[str]) -> None:
         name = argument.partition("=")[0]
         if name in ("--config-path", "--config-name", "--config-dir") and arguments[0] != "port":
             rule = "is Hydra's, and no file of verl's is read here: its values are verl's defaults"
-            raise ConfigError(f"{name} {rule}; nearest: --config FILE.yaml, made by megatron-rl port SCRIPT.sh")
+            raise ConfigError(f"{name} {rule}; try: --config FILE.yaml, made by megatron-rl port SCRIPT.sh")
 
 
 def print_error(error: MegatronRLError) -> None:

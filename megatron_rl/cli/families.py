@@ -36,5 +36,5 @@ def families_command(
             say(f"    {column}: {why}", console)
     say("Refused by name, where no family above fits:", console)
     for refusal in refused:
-        near = f"; nearest: {refusal.nearest}" if refusal.nearest else ""
+        near = f"; try: {refusal.nearest}" if refusal.nearest else ""
         say(f"    {refusal.pattern} needs {refusal.needs}{near}", console)

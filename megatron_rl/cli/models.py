@@ -39,7 +39,7 @@ def export_command(
     refuse_target(target, nearest=Path(f"{target}-{checkpoint.name}"))
     folder = usable_checkpoint(checkpoint)
     if not (folder / role.value).is_dir():
-        raise ConfigError(f"--role {role.value}: {folder} has none, as its run trained none; nearest: --role actor")
+        raise ConfigError(f"--role {role.value}: {folder} has none, as its run trained none; try: --role actor")
     quiet_libraries()
     from megatron_rl.checkpoint.export_saved import export_saved, export_saved_adapter
     from megatron_rl.checkpoint.hf_folder import was_quantised

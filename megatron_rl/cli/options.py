@@ -21,7 +21,7 @@ def check_number(option: str, value: float | None, least: float, most: float, of
         return
     nearest = least if math.isnan(value) else min(max(value, least), most)
     rule = f"must be >= {shown(least)} and <= {shown(most)}{of_most and f' ({of_most})'}"
-    raise ConfigError(f"{option} {shown(value)} {rule}; nearest: {option} {shown(nearest)}")
+    raise ConfigError(f"{option} {shown(value)} {rule}; try: {option} {shown(nearest)}")
 
 
 def check_lengths(config: RunConfig, prompt: float | None, response: float | None) -> None:

@@ -52,16 +52,16 @@ def check_output_file(option: str, file: Path | None, suffixes: Sequence[str] = 
     refuse_in_checkpoint(option, file)
     if suffixes and file.suffix.lower() not in suffixes:
         nearest = file.with_suffix(suffixes[0]) if file.name else Path(f"picture{suffixes[0]}")
-        raise ConfigError(f"{option} {file} must end in one of {', '.join(suffixes)}; nearest: {option} {nearest}")
+        raise ConfigError(f"{option} {file} must end in one of {', '.join(suffixes)}; try: {option} {nearest}")
     if os.path.islink(file) and kind_of(file) == FILE and is_of_the_system(file.parent):
         whole = os.path.realpath(file)  # of /dev/stdout, which must not be replaced
         rule = f"leads to {whole}, which other output goes to"
-        raise ConfigError(f"{option} {file} {rule}; nearest: {option} {whole}.new")
+        raise ConfigError(f"{option} {file} {rule}; try: {option} {whole}.new")
     reason = _why_unwritable(file)
     if reason is not None:
         nearest = Path("outputs", option.removeprefix("--")).with_suffix(suffixes[0] if suffixes else ".yaml")
         rule = f"must be a file that can be written, and the system says: {reason}"
-        raise ConfigError(f"{option} {file} {rule}; nearest: {option} {nearest}")
+        raise ConfigError(f"{option} {file} {rule}; try: {option} {nearest}")
 
 
 def write_output(file: Path, content: bytes) -> None:
@@ -91,7 +91,7 @@ def check_output_folder(option: str, folder: Path) -> None:
     reason = "File exists" if kind_of(folder) == FILE else _why_unwritable(folder / ".written")
     if reason is not None:
         rule = f"must be a folder that can be written, and the system says: {reason}"
-        raise ConfigError(f"{option} {folder} {rule}; nearest: {option} outputs/new")
+        raise ConfigError(f"{option} {folder} {rule}; try: {option} outputs/new")
 
 
 def _why_unwritable(file: Path) -> str | None:

@@ -48,11 +48,11 @@ def init_command(
     """
     if None in (model, kind, gpus) and not sys.stdin.isatty():
         rule = "give --model, --kind and --gpus: the input is no terminal, so this command cannot ask for them"
-        raise ConfigError(f"{rule}; nearest: --model tiny --kind score --gpus 0")
+        raise ConfigError(f"{rule}; try: --model tiny --kind score --gpus 0")
     model = typer.prompt("Model folder, or tiny", default=TINY) if model is None else model
     name = typer.prompt("Kind of task: " + ", ".join(TASK_KINDS), default="score") if kind is None else kind.value
     if name not in TASK_KINDS:
-        raise ConfigError(f"kind {name} must be one of {', '.join(TASK_KINDS)}; nearest: score")
+        raise ConfigError(f"kind {name} must be one of {', '.join(TASK_KINDS)}; try: score")
     num_gpus = typer.prompt("GPUs, 0 for a CPU", default=0, type=int) if gpus is None else gpus
     check_number("--gpus", num_gpus, 0, MOST_RANKS)
     check_output_folder("FOLDER", folder)
@@ -73,9 +73,7 @@ def made_model(folder: Path, model: str) -> Path:
     if model != TINY:
         path = Path(os.path.expanduser(model))  # leaves the name of a user whom the system does not know
         if kind_of(path / "config.json") != FILE:
-            raise ConfigError(
-                f"--model {model} is no folder with a config.json; nearest: --model tiny, which makes one"
-            )
+            raise ConfigError(f"--model {model} is no folder with a config.json; try: --model tiny, which makes one")
         check_name("--model", os.path.realpath(path))
         return path
     target = folder / "model"

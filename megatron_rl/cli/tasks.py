@@ -176,7 +176,7 @@ def check_replay(config: RunConfig, replay: Path) -> None:
         )
     if Path(trainer.default_local_dir).resolve() == replay.resolve():
         raise ConfigError(
-            f"--replay {replay} would overwrite what it repeats; nearest: trainer.default_local_dir={replay}_again"
+            f"--replay {replay} would overwrite what it repeats; try: trainer.default_local_dir={replay}_again"
         )
     trainer.save_freq, trainer.resume_mode, trainer.resume_from_path = -1, "disable", None
 
@@ -187,5 +187,5 @@ def on_one_rank(config: Config) -> Config:
     larger = [f"{name} has {size.world_size} ({size})" for name, size in sizes.items() if size.world_size > 1]
     if larger:
         rule = "--local runs one rank in this process, and"
-        raise ConfigError(f"{rule} {', '.join(larger)}; nearest: --local --collapse")
+        raise ConfigError(f"{rule} {', '.join(larger)}; try: --local --collapse")
     return collapsed(config) if len(sizes) > 1 else config

@@ -71,10 +71,10 @@ def explain_command(
     say_left_out(opened.left_out)
     if not files:
         why = "has no recorded samples" if is_folder else "is no folder"
-        raise ConfigError(f"{run} {why}; nearest: the folder of a run with trainer.recorded_prompts=1 or more")
+        raise ConfigError(f"{run} {why}; try: the folder of a run with trainer.recorded_prompts=1 or more")
     if step not in files:
         nearest = min(files, key=lambda known: abs(known - step))
-        raise ConfigError(f"--step {step} is none of the {len(files)} recorded steps; nearest: --step {nearest}")
+        raise ConfigError(f"--step {step} is none of the {len(files)} recorded steps; try: --step {nearest}")
     recorded = read_step(files[step])
     check_rows(recorded)
     life = sample_life(recorded, sample)

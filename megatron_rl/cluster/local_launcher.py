@@ -76,13 +76,13 @@ class LocalLauncher:
         if size.num_nodes > 1:
             raise ConfigError(
                 f"{size.nodes_key}={size.num_nodes} with trainer.launcher=local, which starts ranks on this machine "
-                f"alone; nearest: {size.nodes_key}=1, or trainer.launcher=ray"
+                f"alone; try: {size.nodes_key}=1, or trainer.launcher=ray"
             )
         world_size, free = size.num_ranks_per_node, self._free_gpus
         if free is not None and len(free) < world_size:
             raise ConfigError(
                 f"{size.ranks_key}={world_size}, and {len(free)} GPUs of this machine are left for it; "
-                f"nearest: {size.ranks_key}={max(1, len(free))}, or trainer.launcher=ray on more machines"
+                f"try: {size.ranks_key}={max(1, len(free))}, or trainer.launcher=ray on more machines"
             )
         ranks = LocalRanks(world_size, self._supervision, free)
         ranks.ask()

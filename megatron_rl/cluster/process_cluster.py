@@ -155,7 +155,7 @@ def ask_for_replicas(name: str, pool: ElasticPool, launcher: Launcher, opened: E
             raise ConfigError(
                 f"actor_rollout_ref.rollout.min_replicas={pool.min_replicas} x {pool.replica.world_size} rank(s), and "
                 f"the cluster has room for {num_given} replica(s) beside the other pools after {ROOM_LIMIT_S:g} s; "
-                f"nearest: min_replicas={max(1, num_given)}, or more nodes (`ray start --address=...` on each)",
+                f"try: min_replicas={max(1, num_given)}, or more nodes (`ray start --address=...` on each)",
                 is_shortage=True,
             )
         time.sleep(0.1)

@@ -24,9 +24,7 @@ def parse(address: str) -> tuple[str, int]:
     """Return host, without the brackets of an IPv6 address, and port. Raises ConfigError with the broken rule."""
     fault = _fault(address)
     if fault:
-        raise ConfigError(
-            f"RAY_ADDRESS={address} is no HOST:PORT of a Ray cluster: {fault}; nearest: {_nearest(address)}"
-        )
+        raise ConfigError(f"RAY_ADDRESS={address} is no HOST:PORT of a Ray cluster: {fault}; try: {_nearest(address)}")
     host, _, port = address.rpartition(":")
     return host[1:-1] if host.startswith("[") else host, int(port)
 

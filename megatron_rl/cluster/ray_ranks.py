@@ -299,7 +299,7 @@ def shortage(nodes: Iterable[Mapping[str, float]], pools: Sequence[PoolSize], ra
     return (
         f"the cluster cannot give {asked(pool)} x [{listing(rank)}] each{beside}: "
         f"its {len(nodes)} node(s) have [{have}], which is room for {places}; "
-        f"nearest: {nearest}, or more nodes (`ray start --address=...` on each)"
+        f"try: {nearest}, or more nodes (`ray start --address=...` on each)"
     )
 
 

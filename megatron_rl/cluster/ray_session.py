@@ -189,7 +189,7 @@ def start(num_cpus: int, folder: Path) -> None:
             init(address="local", num_cpus=num_cpus, include_dashboard=False, _temp_dir=str(folder))
         except Exception as error:  # Ray raises bare ones
             raise WorkerFailure(
-                f"Ray did not start on this machine: {_last_line(error)}; nearest: the same command again with less "
+                f"Ray did not start on this machine: {_last_line(error)}; try: the same command again with less "
                 "other work beside it, as Ray's own time limits are short"
             ) from error
 
@@ -238,7 +238,7 @@ def _reachable(address: str) -> tuple[str, int]:
         socket.create_connection(server, timeout=CONNECT_LIMIT_S).close()
     except OSError as error:
         raise ConfigError(
-            f"{_given(address)}: nothing can be reached there ({error}); nearest: start the cluster (`ray start "
+            f"{_given(address)}: nothing can be reached there ({error}); try: start the cluster (`ray start "
             "--head`), correct the address, or unset RAY_ADDRESS to run on this machine alone"
         ) from None
     return server
@@ -253,7 +253,7 @@ def _require_usable(address: str) -> None:
     if ours != theirs:
         raise ConfigError(
             f"{_given(address)}: the cluster runs Ray {theirs['ray_version']} on Python {theirs['python_version']}, "
-            f"and this is Ray {ours['ray_version']} on Python {ours['python_version']}; both must be equal; nearest: "
+            f"and this is Ray {ours['ray_version']} on Python {ours['python_version']}; both must be equal; try: "
             "start the cluster from this environment"
         )
     deadline = time.monotonic() + JOIN_LIMIT_S
@@ -261,7 +261,7 @@ def _require_usable(address: str) -> None:
         if time.monotonic() > deadline:
             raise ConfigError(
                 f"{_given(address)}: this machine is no node of that cluster, and the run must be started on one; "
-                f"nearest: `ray start --address={address}` here first"
+                f"try: `ray start --address={address}` here first"
             )
         time.sleep(0.5)
 
@@ -290,11 +290,11 @@ def _ask(address: str) -> GcsClient:
     if isinstance(answer, AuthenticationError):
         refused = "does not accept the one that is offered" if _offers_token() else "none is offered"
         raise ConfigError(
-            f"{_given(address)}: the cluster asks for a token and {refused}; nearest: RAY_AUTH_MODE=token and "
+            f"{_given(address)}: the cluster asks for a token and {refused}; try: RAY_AUTH_MODE=token and "
             "RAY_AUTH_TOKEN_PATH=FILE, with the file that its nodes were started with"
         ) from None
     raise ConfigError(
-        f"{_given(address)}: what listens there does not answer as a Ray server ({_last_line(answer)}); nearest: the "
+        f"{_given(address)}: what listens there does not answer as a Ray server ({_last_line(answer)}); try: the "
         "address that `ray start --head` has printed, port 6379 by default"
     ) from None
 

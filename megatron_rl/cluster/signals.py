@@ -148,7 +148,7 @@ def graceful_signals(grace_s: float | None = None) -> Iterator[StopRequest]:
         leave(
             GraceOver(
                 f"the run could not save within trainer.stop_grace_s={grace_s:g} s of {sent}; the last "
-                "complete checkpoint stands; nearest: more seconds than saving, and giving up a step, take"
+                "complete checkpoint stands; try: more seconds than saving, and giving up a step, take"
             )
         )
 

@@ -138,8 +138,8 @@ class Constraints:
             nearest = [name if name in self.choices else nearest_name(name, self.choices) for name in names]
             rule = f"must be one of {', '.join(self.choices)}"
             if isinstance(value, list):
-                return Violation({key: value}, f"{rule}, each", {key: list(dict.fromkeys(nearest))})
-            return Violation({key: value}, rule, {key: nearest[0]})
+                return Violation({key: value}, f"{rule}, each", {key: list(dict.fromkeys(nearest))}, wrong_name=True)
+            return Violation({key: value}, rule, {key: nearest[0]}, wrong_name=True)
         bounds = self.bounds or Bounds()
         if self.other is not None:
             rule = f"must be {shown(self.other.value)} ({self.other.meaning}) or {bounds}"

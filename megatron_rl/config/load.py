@@ -218,7 +218,7 @@ def read_file(path: Path) -> Iterator[Setting]:
     lacks = instead_of_file(path)
     if lacks is not None:
         neighbours = [str(file) for file in path.parent.glob("*.y*ml") if file.is_file()]
-        hint = f"the nearest is {nearest_name(str(path), neighbours)}" if neighbours else "no other is in its folder"
+        hint = f"did you mean: {nearest_name(str(path), neighbours)}" if neighbours else "no other is in its folder"
         raise ConfigError(f"no configuration file at {path}: {lacks}; {hint}")
     for name, value in read_tree(path, f"groups of keys: {_top_groups()}").items():
         yield from _flatten(name, value, str(path))
@@ -241,7 +241,7 @@ def read_override(text: str) -> Iterator[Setting]:
         return iter([Setting(key, TAKEN_AWAY, OVERRIDE, prefix)])
     if not equals:
         like = suggested_key(key)
-        hint = "" if like is None else f"; the nearest key is {like}"
+        hint = "" if like is None else f"; did you mean: {like}=..."
         rule = f"override {text!r:.200} has no '=': write it as key=value{hint}"
         raise refused(Violation({}, rule))
     try:
@@ -286,7 +286,7 @@ def unknown_key(key: str, value: Any, where: str) -> Violation | None:
 def _unknown(key: str, value: Any, where: str, like: str | None) -> Violation:
     nearest = {} if like is None else {like: value}
     hint = "" if nearest else "no key is like it: leave it out, or see docs/start/coming_from_verl.md"
-    return Violation({key: value}, where, nearest, hint, subject=f"unknown key {key}")
+    return Violation({key: value}, where, nearest, hint, subject=f"unknown key {key}", wrong_name=True)
 
 
 def _apply(config: Any, setting: Setting) -> Violation | None:

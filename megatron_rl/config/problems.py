@@ -1,4 +1,4 @@
-"""Report all problems of a configuration at once, and find the nearest valid name, number or file."""
+"""Report all problems of a configuration at once, and find the valid name, number or file to suggest."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def missing_file(key: str, path: str, file: Path, suffixes: Sequence[str]) -> Vi
     neighbours = [str(other) for suffix in suffixes for other in folder.glob(f"*{suffix}") if other.is_file()]
     nearest = {key: nearest_name(str(file), neighbours)} if neighbours else {}
     hint = "" if neighbours else f"{folder} holds none"
-    return Violation({key: path}, f"must be a {kind} file, and {there_is}", nearest, hint)
+    return Violation({key: path}, f"must be a {kind} file, and {there_is}", nearest, hint, wrong_name=True)
 
 
 def nearest_number(value: float, numbers: Iterable[int]) -> int:

@@ -77,7 +77,7 @@ def reward_problems(config: RunConfig) -> Iterable[Violation]:
     if custom.path is None and custom.name is not None and custom.name not in REWARDS:
         key = "custom_reward_function.name"
         rule = f"must, without a path, be one of {', '.join(REWARDS)}"
-        yield Violation({key: custom.name}, rule, {key: nearest_name(custom.name, REWARDS)})
+        yield Violation({key: custom.name}, rule, {key: nearest_name(custom.name, REWARDS)}, wrong_name=True)
     for name in sorted(REWARD_ARGUMENTS & custom.reward_kwargs.keys()):
         key = f"custom_reward_function.reward_kwargs.{name}"
         yield Violation({key: custom.reward_kwargs[name]}, "is given by each row", hint="leave it out, or rename it")

@@ -52,12 +52,12 @@ def refuse_other_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     """Raise ConfigError where a folder has an evaluation with other settings, naming them, answers without settings, or
     a run, whose files an evaluation would replace.
     """
-    file, nearest = folder / SETTINGS_FILE, f"nearest: --out {folder}_2"
+    file, nearest = folder / SETTINGS_FILE, f"try: --out {folder}_2"
     if instead_of_file(file) == ABSENT:
         metrics = folder / METRICS_FILE
         is_empty = metrics.is_file() and not metrics.stat().st_size  # what an evaluation leaves that is killed early
         if metrics.exists() and not is_empty:
-            raise ConfigError(f"{folder} has the metrics of a run; nearest: --out {folder / EVALUATION}")
+            raise ConfigError(f"{folder} has the metrics of a run; try: --out {folder / EVALUATION}")
         if instead_of_file(folder / ANSWERS_FILE) != ABSENT:
             raise ConfigError(
                 f"{folder} has {ANSWERS_FILE}, and no {SETTINGS_FILE} says what they depend on; {nearest}"
@@ -125,7 +125,7 @@ class AnswersFile:
 
     def _row(self, number: int, line: bytes) -> dict[str, Any]:
         """One line. Raises ConfigError for one that an evaluation does not write."""
-        where, way_out = f"line {number} of {self.path}", f"nearest: without this line, or --out {self.path.parent}_2"
+        where, way_out = f"line {number} of {self.path}", f"try: without this line, or --out {self.path.parent}_2"
         try:
             row = parsed_json(line)
         except ValueError as error:

@@ -98,7 +98,7 @@ class RunFolder:
                 task = self.saved["config"]["trainer"].get("stage", PPO)
             if task != self._trainer.stage:
                 rule = f"{self.start.path} was saved by {task}, and this is {self._trainer.stage}"
-                raise ConfigError(f"cannot go on: {rule}; nearest: another trainer.default_local_dir")
+                raise ConfigError(f"cannot go on: {rule}; try: another trainer.default_local_dir")
 
     def _selected(self) -> tuple[ResumePoint, KeptCopy | None]:
         """After a repair, the newest of the checkpoints and copies; without any, what the first attempt began with."""

@@ -46,7 +46,7 @@ class FileReader:
         if kind != "examples" and options.loss_on == "all":
             raise ConfigError(
                 "data.loss_on=all is for supervised fine-tuning: preferences and scores are of answers; "
-                "nearest: data.loss_on=answers"
+                "try: data.loss_on=answers"
             )
         self.report = ReadingReport()
         self._tokenizer = tokenizer

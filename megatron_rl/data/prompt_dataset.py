@@ -149,7 +149,7 @@ class PromptDataset:
             longest = max(map(len, token_ids))
             raise ConfigError(
                 f"{most_name}={limit} must be at least {longest}, the tokens of the longest one in extra_info.{name}; "
-                f"{len(long)} of {len(kept)} are longer, the first is row {long[0]}; nearest: {most_name}={longest}"
+                f"{len(long)} of {len(kept)} are longer, the first is row {long[0]}; try: {most_name}={longest}"
             )
         return {prompt.index: torch.tensor(ids) for prompt, ids in zip(kept, token_ids, strict=True)}
 
@@ -213,7 +213,7 @@ def _check_columns(path: str, data: DataConfig, needs_ground_truth: bool) -> Non
     for column, key in columns.items():
         if column not in forms:
             like = suggested_column(column, usual.get(column, ()), list(forms))
-            hint = "none is like it" if like is None else f"the nearest column is {like!r}"
+            hint = "none is like it" if like is None else f"did you mean: {like}"
             raise ConfigError(f"{path} has no column {column!r}{key}: its columns are {', '.join(forms)}; {hint}")
     if needs_ground_truth and GROUND_TRUTH not in forms:
         form = forms["reward_model"]

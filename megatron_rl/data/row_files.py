@@ -126,7 +126,7 @@ def needed_value(content: Row, name: str, note: str = "") -> Any:
 
 def nearest_hint(name: str, choices: Sequence[str], kind: str) -> str:
     """A hint for the end of an error message."""
-    return f"the nearest {kind} is {nearest_name(name, choices)!r}" if choices else f"there is no {kind}"
+    return f"did you mean: {nearest_name(name, choices)}" if choices else f"there is no {kind}"
 
 
 def form_of_value(value: Any) -> str:
@@ -198,7 +198,7 @@ def _checked_file(path: str) -> Path:
         neighbours = [str(other) for suffix in ("parquet", "jsonl") for other in file.parent.glob(f"*.{suffix}")]
         kind = kind_of(file)
         what = "no file" if kind == NOTHING else kind
-        raise ConfigError(f"{path} is {what}: {nearest_hint(str(file), neighbours, 'parquet or jsonl file there')}")
+        raise ConfigError(f"{path} is {what}; {nearest_hint(str(file), neighbours, 'parquet or jsonl file there')}")
     if file.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(
             f"{path} must end in .parquet or in .jsonl (one JSON object per line), not in {file.suffix or 'nothing'}"

@@ -78,7 +78,7 @@ def find_columns(path: str, forms: Mapping[str, str], options: ReadingOptions, k
     for use, name in given.items():
         if name not in forms:
             like = suggested_column(name, CANDIDATES[use][0], list(forms))
-            nearest = f"; the nearest is {like}" if like is not None else ""
+            nearest = f"; did you mean: {like}" if like is not None else ""
             raise ConfigError(f"{path} has no column {name!r} (data.{use}_key); it has {_listed(forms)}{nearest}")
     matches = {use: [given[use]] if use in given else _named(use, forms) for use in CANDIDATES}
     judge = JUDGED.get(kind)

@@ -101,7 +101,7 @@ def template_of(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any]
     if not is_known:  # a text without a brace would be all that is written, whatever the messages say
         names = f": {', '.join(sorted(named))}" if named else ", which has no names"
         rule = f"must be a template, or the name of one of the tokenizer's{names}"
-        raise ConfigError(f"data.apply_chat_template_kwargs.chat_template={given!r:.80} {rule}; nearest: null")
+        raise ConfigError(f"data.apply_chat_template_kwargs.chat_template={given!r:.80} {rule}; try: null")
     try:
         return tokenizer.get_chat_template(given, tools), own
     except ValueError as error:

@@ -70,7 +70,7 @@ def refuse_unusable(options: OverrideTransformerConfig) -> None:
     """
     if options.transformer_impl != LOCAL and (problem := te_problem()):
         asked = f"transformer_impl={options.transformer_impl}"
-        raise ConfigError(f"{asked}: {problem}; {INSTALL}; nearest: transformer_impl={LOCAL}")
+        raise ConfigError(f"{asked}: {problem}; {INSTALL}; try: transformer_impl={LOCAL}")
     if options.transformer_impl != LOCAL and options.fp8 is not None:
         refuse_without_eight_bits(options)
     if options.gradient_accumulation_fusion and (problem := apex_problem()):
@@ -91,7 +91,7 @@ def refuse_without_eight_bits(options: OverrideTransformerConfig) -> None:
     other = next((f"fp8_recipe={recipe}" for recipe, (works, _) in by_recipe.items() if works), "fp8=null")
     major, minor = torch.cuda.get_device_capability()
     asked = f"fp8={options.fp8}, fp8_recipe={options.fp8_recipe}"
-    raise ConfigError(f"{asked} on a GPU of compute capability {major}.{minor}: {reason} nearest: {other}")
+    raise ConfigError(f"{asked} on a GPU of compute capability {major}.{minor}: {reason} try: {other}")
 
 
 def te_problem() -> str:

@@ -53,7 +53,7 @@ class Finding:
     is_fault: bool = True
 
     def __str__(self) -> str:
-        return f"node {self.node}: {self.values}; {self.rule}; nearest: {self.nearest}"
+        return f"node {self.node}: {self.values}; {self.rule}; try: {self.nearest}"
 
 
 def judge(nodes: Sequence[NodeReport], reduces: Sequence[ReduceReport], rules: NodeRules) -> list[Finding]:

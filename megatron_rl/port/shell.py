@@ -86,7 +86,7 @@ def launches_of(
     written = script.read_bytes()
     if b"\r\n" in written:  # a call would end at its first line, and lose the arguments of all others
         rule = "has the line ends of Windows, with which a shell ends no line as it is meant"
-        raise ConfigError(f"{script} {rule}; nearest: sed -i 's/\\r$//' {shlex.quote(str(script))}")
+        raise ConfigError(f"{script} {rule}; try: sed -i 's/\\r$//' {shlex.quote(str(script))}")
     text = written.decode(errors="replace")
     ran = _run(script, arguments, environment, {}, is_trusted)
     _refuse_unset(script, ran.stderr)

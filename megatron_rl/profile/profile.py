@@ -100,12 +100,12 @@ def requested(device: str | None, num_ranks: int | None, num_gpus: int) -> Profi
     """Check the options of `profile`. num_gpus: of this machine. None: the default. Raises ConfigError."""
     device = device or ("cuda" if num_gpus else "cpu")
     if device == "cuda" and not num_gpus:
-        raise ConfigError("--device cuda needs a GPU, and this machine has none; nearest: --device cpu")
+        raise ConfigError("--device cuda needs a GPU, and this machine has none; try: --device cpu")
     most = min(num_gpus, MOST_RANKS) if device == "cuda" else MOST_RANKS
     num_ranks = (most if device == "cuda" else CPU_RANKS) if num_ranks is None else num_ranks
     if not 1 <= num_ranks <= most:
         nearest = min(max(1, num_ranks), most)
-        raise ConfigError(f"--ranks {num_ranks} must be >= 1 and <= {most}; nearest: --ranks {nearest}")
+        raise ConfigError(f"--ranks {num_ranks} must be >= 1 and <= {most}; try: --ranks {nearest}")
     return ProfileRequest(device, num_ranks)
 
 

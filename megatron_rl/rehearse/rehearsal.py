@@ -56,7 +56,7 @@ def rehearse(request: RehearsalRequest, scratch: Path) -> list[dict[str, Any]]:
 def built_library(scratch: Path) -> Path:
     """Return the library of the pretended device, built in `scratch`. Raises ConfigError where g++ builds none."""
     if shutil.which("g++") is None:
-        raise ConfigError("a rehearsal builds a small library with g++, which is not installed; nearest: install g++")
+        raise ConfigError("a rehearsal builds a small library with g++, which is not installed; try: apt install g++")
     from third_party_patches.torch.pretended_cuda import build_command
 
     command, library = build_command(scratch)
@@ -64,7 +64,9 @@ def built_library(scratch: Path) -> Path:
     if answer.fault or not is_library(library):
         why = answer.fault or "g++ made no library"
         said = f", and says:\n{answer.text[-LONGEST_SAID:]}" if answer.text else ""
-        raise ConfigError(f"a rehearsal builds a small library with g++, and {why}{said}; nearest: mend g++")
+        raise ConfigError(
+            f"a rehearsal builds a small library with g++, and {why}{said}; try: apt install --reinstall g++"
+        )
     return library
 
 

@@ -75,12 +75,12 @@ def chosen_ranks(text: str | None, placement: Placement) -> tuple[RankOfPool, ..
         return tuple(ranks)
     if not all(NUMBER.fullmatch(part) for part in text.split(",")):
         rule = f"must be {ALL}, or numbers with commas"
-        raise ConfigError(f"--ranks {text:.200} {rule}; nearest: --ranks 0,{len(ranks) - 1}")
+        raise ConfigError(f"--ranks {text:.200} {rule}; try: --ranks 0,{len(ranks) - 1}")
     numbers = list(dict.fromkeys(int(part) for part in text.split(",")))
     if max(numbers) >= len(ranks):
         nearest = ",".join(str(number) for number in dict.fromkeys(min(number, len(ranks) - 1) for number in numbers))
         raise ConfigError(
-            f"--ranks {text:.200} must be below {len(ranks)}, the ranks of all pools; nearest: --ranks {nearest}"
+            f"--ranks {text:.200} must be below {len(ranks)}, the ranks of all pools; try: --ranks {nearest}"
         )
     return tuple(ranks[number] for number in numbers)
 

@@ -32,7 +32,7 @@ def shortened(config: RunConfig, layers_per_stage: int, folder: Path) -> list[st
         if num_layers < wanted:
             raise ConfigError(
                 f"--layers {layers_per_stage} makes {wanted} layers of role {role.name}, whose model has "
-                f"{num_layers}; nearest: leave --layers out"
+                f"{num_layers}; try: leave --layers out"
             )
         target.mkdir(exist_ok=True)
         (target / "config.json").write_text(json.dumps(cut_settings(settings, wanted)))

@@ -128,7 +128,7 @@ def interface_of(address: str, interfaces: Mapping[str, Sequence[str]]) -> str:
             return name
     listing = ", ".join(f"{name} ({', '.join(addresses)})" for name, addresses in interfaces.items())
     raise ConfigError(
-        f"no network interface here has the node's address {address}, as Ray knows it; there are: {listing}; nearest: "
+        f"no network interface here has the node's address {address}, as Ray knows it; there are: {listing}; try: "
         f"start this node with `ray start --node-ip-address=` one of these, or set {GLOO_INTERFACE}"
     )
 
@@ -153,13 +153,13 @@ def allocator_settings(sees_node: bool) -> str:
     given = {name: os.environ[name] for name in ALLOCATOR_NAMES if name in os.environ}
     if len(set(given.values())) > 1:
         first, second = (f"{name}={value}" for name, value in given.items())
-        raise ConfigError(f"{first} and {second} are both set and differ; nearest: unset {ALLOCATOR_NAMES[1]}")
+        raise ConfigError(f"{first} and {second} are both set and differ; try: unset {ALLOCATOR_NAMES[1]}")
     settings = next(iter(given.values()), f"expandable_segments:{not sees_node}")
     if sees_node and "expandable_segments:true" in settings.lower():
         name = next(iter(given))
         raise ConfigError(
             f"{name}={settings} does not go with rollout.disable_custom_all_reduce=false, which shares memory between "
-            "processes; nearest: expandable_segments:False"
+            "processes; try: expandable_segments:False"
         )
     return settings
 

@@ -69,6 +69,6 @@ def compared(scored: ScoredAnswers, metric: str) -> torch.Tensor:
         return scored.scores
     values = scored.variables().get(metric)
     if values is None:
-        rule = "needs a rule: without one an answer has a score and no accuracy; nearest: score"
+        rule = "needs a rule: without one an answer has a score and no accuracy; try: score"
         raise ConfigError(f"algorithm.filter_groups.metric={metric} {rule}")
     return torch.tensor([0.0 if value is None else value for value in values])

@@ -57,7 +57,7 @@ class RecordedSampler(PoolSampler):
         places = self.train_data.places(numbers)
         if None in places:
             rule = f"prompt {numbers[places.index(None)]}, which is none of data.train_files"
-            raise ConfigError(f"{KEY}={self._run}: step {recorded.step} has {rule}; nearest: the files of that run")
+            raise ConfigError(f"{KEY}={self._run}: step {recorded.step} has {rule}; try: the files of the recorded run")
         prompts = self.train_data.batch([place for place in places if place is not None])
         uid = torch.from_numpy(recorded.columns["groups"].copy())
         prompts = replace(prompts, uid=uid, sample=torch.tensor([row["sample"] for row in details]))
@@ -70,7 +70,9 @@ class RecordedSampler(PoolSampler):
             other = next((number for number, (a, b) in enumerate(same) if not torch.equal(a, b)), None)
             if other is not None:
                 where = f"step {recorded.step}, sample {other}, has another prompt than data.train_files"
-                raise ConfigError(f"{KEY}={self._run}: {where}; nearest: the files, template and limits of that run")
+                raise ConfigError(
+                    f"{KEY}={self._run}: {where}; try: the files, chat template and length limits of the recorded run"
+                )
             return prompts
         texts = None if prompts.raw_prompt is None else [row["prompt"] for row in details]
         return replace(prompts, prompt_ids=ragged_from_lengths(torch.cat(read), begun), raw_prompt=texts)
@@ -79,16 +81,16 @@ class RecordedSampler(PoolSampler):
         sizes = recorded.lengths["input_ids"]
         if not recorded.is_whole:
             rule = f"has {len(recorded.rows)} of the {recorded.num_rows} samples of step {recorded.step}"
-            raise ConfigError(f"{KEY}={self._run} {rule}; nearest: record a run with trainer.recorded_prompts=-1")
+            raise ConfigError(f"{KEY}={self._run} {rule}; try: record a run with trainer.recorded_prompts=-1")
         if sizes.max(initial=0) > self.config.longest_sequence:
             rule = f"has a sample of {sizes.max()} tokens in step {recorded.step}; the limit is"
             raise ConfigError(
                 f"{KEY}={self._run} {rule} {self.config.longest_sequence}; "
-                "nearest: data.max_prompt_length and data.max_response_length of that run"
+                "try: data.max_prompt_length and data.max_response_length of the recorded run"
             )
         if self.needs_greedy and f"{GREEDY}input_ids" not in recorded.columns:
             rule = f"has no greedy answers in step {recorded.step}, which algorithm.adv_estimator needs"
-            raise ConfigError(f"{KEY}={self._run} {rule}; nearest: algorithm.adv_estimator=rloo")
+            raise ConfigError(f"{KEY}={self._run} {rule}; try: algorithm.adv_estimator=rloo")
 
 
 def check_record(run: Path, first: int, last: int, num_samples: int) -> None:
@@ -98,16 +100,16 @@ def check_record(run: Path, first: int, last: int, num_samples: int) -> None:
         if step in files and (number := num_recorded(files[step])) != num_samples:
             rule = f"has {number} samples of step {step}, and this run takes {num_samples}"
             raise ConfigError(
-                f"{KEY}={run} {rule}; nearest: its batch size and rollout.n, and trainer.recorded_prompts=-1 in it"
+                f"{KEY}={run} {rule}; try: its batch size and rollout.n, and trainer.recorded_prompts=-1 in it"
             )
     absent = next((step for step in range(first, last + 1) if step not in files), None)
     if absent is None:
         return
     if not files:
-        rule = "has no recorded samples; nearest: a run with trainer.recorded_prompts=-1"
+        rule = "has no recorded samples; try: a run with trainer.recorded_prompts=-1"
     else:
         whole = next((step - 1 for step in range(1, absent + 1) if step not in files), 0)
-        rule = f"has no samples of step {absent}; nearest: trainer.total_training_steps={whole}"
+        rule = f"has no samples of step {absent}; try: trainer.total_training_steps={whole}"
     raise ConfigError(f"{KEY}={run} {rule}")
 
 

@@ -105,8 +105,8 @@ def load_reward_function(source: RewardSource) -> RewardFunction:
         }
     if source.name not in functions:
         nearest = nearest_name(source.name, functions) if functions else None
-        hint = f"the nearest function there is {nearest!r}" if nearest else "it defines no function"
-        raise ConfigError(f"{where} has no function {source.name!r} (custom_reward_function.name): {hint}")
+        hint = f"did you mean: {nearest}" if nearest else "it defines no function"
+        raise ConfigError(f"{where} has no function {source.name!r} (custom_reward_function.name); {hint}")
     function = functions[source.name]
     signature: inspect.Signature | str = ""
     try:
@@ -134,8 +134,8 @@ def check_built_in(name: str, data_sources: Iterable[str]) -> None:
         by_source = rules_of_sources()
         if unknown := sorted(sources - by_source.keys()):
             raise ConfigError(
-                f"no built-in reward judges data source {unknown[0]!r} (custom_reward_function.path is null): the "
-                f"nearest is {nearest_name(unknown[0], by_source)!r}; set custom_reward_function.path to a file "
+                f"no built-in reward judges data source {unknown[0]!r} (custom_reward_function.path is null); "
+                f"did you mean: {nearest_name(unknown[0], by_source)}; or set custom_reward_function.path to a file "
                 "of your own, or custom_reward_function.name to exact_match or math for all sources"
             )
         rules = {by_source[source] for source in sources}

@@ -43,7 +43,7 @@ def _unknown(named: Iterable[RoleSpec], config: RunConfig, sources: Collection[s
             there = ", ".join(sorted(sources))
             rule = f"must be sources of prompts, and none has {', '.join(wrong)} in column {column}; there are {there}"
             nearest = [nearest_name(source, sorted(sources)) if source in wrong else source for source in own]
-            yield Violation({key: own}, rule, {key: list(dict.fromkeys(nearest))})
+            yield Violation({key: own}, rule, {key: list(dict.fromkeys(nearest))}, wrong_name=True)
 
 
 def _unscored(named: list[RoleSpec], config: RunConfig, alone: list[str]) -> Iterable[Violation]:

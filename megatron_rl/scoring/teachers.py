@@ -38,7 +38,9 @@ def check_teachers(config: RunConfig, sources: Collection[str]) -> None:
         if source not in sources:
             rule = f"must be in {column} of a training prompt; there are {', '.join(sorted(sources))}"
             key = f"{role.key}.key"
-            problems.append(Violation({key: source}, rule, {key: nearest_name(source, sorted(sources))}))
+            problems.append(
+                Violation({key: source}, rule, {key: nearest_name(source, sorted(sources))}, wrong_name=True)
+            )
     if alone := sorted(set(sources) - keyed.keys()):
         settings = {f"{role.key}.key": source for source, role in keyed.items()}
         rule = f"leave prompts with {', '.join(alone)} in {column} without a teacher"

@@ -113,7 +113,7 @@ class TextReader:
         if lengths and full == len(lengths):
             raise ConfigError(
                 f"{limit} is too small: {self.name} would read nothing of any answer, as the shortest of "
-                f"{len(lengths)} prompts has {min(lengths)} of its tokens; nearest: {nearest}"
+                f"{len(lengths)} prompts has {min(lengths)} of its tokens; try: {nearest}"
             )
         if full:
             yield f"note: {full} of {len(lengths)} prompts leave no room for an answer in {limit} of {self.name}"

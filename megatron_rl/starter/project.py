@@ -108,7 +108,7 @@ def write_project(folder: Path, model: Path, name: str, num_gpus: int, is_tiny: 
     """
     there = [file for file in (CONFIG, REWARD, TRAIN, VAL) if os.path.lexists(folder / file)]
     if there:
-        raise ConfigError(f"{folder} already has {', '.join(there)}; nearest: another folder, such as {folder}_2")
+        raise ConfigError(f"{folder} already has {', '.join(there)}; try: another folder, such as {folder}_2")
     new = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     is_chat = not is_tiny and has_template(model)
@@ -145,9 +145,7 @@ def choose_layout(folder: Path, model: Path, name: str, num_gpus: int, is_tiny: 
         # More ranks to a model take at most their share of what a rank holds.
         least = 0.9 * used / usable * tp * pp
     if too_large:
-        raise ConfigError(
-            f"no layout of {num_gpus} GPUs was planned to fit: {too_large}; nearest: --gpus {2 * num_gpus}"
-        )
+        raise ConfigError(f"no layout of {num_gpus} GPUs was planned to fit: {too_large}; try: --gpus {2 * num_gpus}")
     raise_problems("no run could start with this model", broken)
     raise AssertionError("there is always a layout of one rank")
 
@@ -168,7 +166,7 @@ def check_name(option: str, path: str | Path) -> None:
     text = str(path)
     if not text.isprintable() or "${" in text:
         rule = "must be a path of printable characters in UTF-8 without ${, which run.yaml reads as the name of a key"
-        raise ConfigError(f"{option} {text} {rule}; nearest: {option} {re.sub(r'[^A-Za-z0-9_./-]+', '_', text)}")
+        raise ConfigError(f"{option} {text} {rule}; try: {option} {re.sub(r'[^A-Za-z0-9_./-]+', '_', text)}")
 
 
 def in_yaml(path: Path) -> str:

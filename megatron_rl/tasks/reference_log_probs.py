@@ -60,7 +60,7 @@ class Preferences:
                 if not stored.holds(name, answers):
                     rule = f"{path} does not hold the reference's log-probs of these {len(records)} examples ({name})"
                     raise ConfigError(
-                        f"{rule}; nearest: the files and lengths it was made with, or dpo.reference=on_the_fly"
+                        f"{rule}; try: the files and lengths it was made with, or dpo.reference=on_the_fly"
                     )
                 continue
             size = CHUNK * self.run.config.data.train_batch_size

@@ -109,7 +109,7 @@ def check_lengths(config: TaskConfig, records: Sequence[Example | Ranking | Labe
             needed = -(-tokens // role.megatron.context_parallel_size)
             raise ConfigError(
                 f"{record.where}: {len(answers)} answer(s) of {tokens} tokens share a micro-batch, and "
-                f"{role.update.key}={role.update.max_tokens} is less; nearest: {role.update.key}={needed}"
+                f"{role.update.key}={role.update.max_tokens} is less; try: {role.update.key}={needed}"
             )
 
 

@@ -88,7 +88,7 @@ def mismatched(records: Sequence[Labelled], max_length: int) -> list[Labelled]:
     if most == count > 0:
         raise ConfigError(
             f"{records[0].where}: dpo.loss=kto compares with other prompts' answers, and this row's prompt is that of "
-            f"all {count} labelled answers; nearest: files with two prompts or more"
+            f"all {count} labelled answers; try: files with two prompts or more"
         )
     together = [number for group in prompts.values() for number in group]
     pairs = list(records)

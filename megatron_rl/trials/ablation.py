@@ -122,5 +122,5 @@ def only_ablation(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"another ablation is at work in {folder}; nearest: --folder {folder}-2") from None
+            raise ConfigError(f"another ablation is at work in {folder}; try: --folder {folder}-2") from None
         yield

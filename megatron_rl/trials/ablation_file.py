@@ -112,7 +112,9 @@ def read_ablation(path: Path, overrides: Sequence[str] = ()) -> AblationConfig:
     for name, value in tree.items():
         if name not in names:
             nearest = {nearest_name(name, names): value}
-            violations.append(Violation({name: value}, f"({path})", nearest, subject=f"unknown key {name}"))
+            violations.append(
+                Violation({name: value}, f"({path})", nearest, subject=f"unknown key {name}", wrong_name=True)
+            )
         elif not (value is None and name in MAY_BE_NULL) and not RULES[name][0](value):
             violations.append(Violation({name: value}, f"({path}) {RULES[name][1]}"))
     if "config" not in tree:

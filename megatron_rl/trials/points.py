@@ -146,4 +146,4 @@ def _check(points: Sequence[Point], ablation: AblationConfig) -> None:
     for key in ("baseline", "chosen"):
         named = getattr(ablation, key)
         if named is not None and named not in names:
-            raise ConfigError(f"{key}={named} must be the name of a point; nearest: {nearest_name(named, names)}")
+            raise ConfigError(f"{key}={named} must be the name of a point; did you mean: {nearest_name(named, names)}")

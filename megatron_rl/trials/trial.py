@@ -137,4 +137,4 @@ def oom_kills() -> int:
 def require_own(folder: Path, is_own: Callable[[Path], bool], nearest: str) -> None:
     """Raise ConfigError for a folder that holds files, but not those of `is_own`. nearest: a subfolder to offer."""
     if folder.is_dir() and any(folder.iterdir()) and not is_own(folder):
-        raise ConfigError(f"--folder {folder} holds files of something else; nearest: --folder {folder}/{nearest}")
+        raise ConfigError(f"--folder {folder} holds files of something else; try: --folder {folder}/{nearest}")

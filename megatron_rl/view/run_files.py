@@ -96,13 +96,13 @@ def read_run(folder: Path, outside: bool = False) -> RunRecord:
     """
     files = RunFiles(folder, outside)
     if kind_of(folder) != FOLDER:
-        raise ConfigError(f"{folder} is no folder; nearest: {nearest_run(folder.parent)}")
+        raise ConfigError(f"{folder} is no folder; try: {nearest_run(folder.parent)}")
     if kind_of(folder / METRICS_FILE) != FILE:
         rule = f"is not the folder of a run that logs to jsonl: it has no {METRICS_FILE}"
-        raise ConfigError(f"{folder} {rule}; nearest: {nearest_run(folder)}")
+        raise ConfigError(f"{folder} {rule}; try: {nearest_run(folder)}")
     metrics = metrics_of(folder / METRICS_FILE, files.left_out) if files.may_read(folder / METRICS_FILE) else []
     if not metrics:
-        why = f"; {files.left_out[0]}" if files.left_out else "; nearest: the same command after the first step"
+        why = f"; {files.left_out[0]}" if files.left_out else "; try: the same command after the first step"
         raise ConfigError(f"{folder / METRICS_FILE} has no step yet{why}")
     plan = files.content("plan.json", dict)
     places = (

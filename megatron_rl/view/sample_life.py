@@ -114,11 +114,11 @@ def sample_life(recorded: RecordedStep, row: int) -> dict[str, Any]:
     """
     number = len(recorded.rows)
     if not number:
-        raise ConfigError(f"step {recorded.step} has no recorded samples; nearest: another --step")
+        raise ConfigError(f"step {recorded.step} has no recorded samples; try: another --step")
     if not 0 <= row < number:
         nearest = min(max(row, 0), number - 1)
         rule = f"step {recorded.step} has {number} recorded samples of {recorded.num_rows}"
-        raise ConfigError(f"--sample {row} must be from 0 to {number - 1}: {rule}; nearest: --sample {nearest}")
+        raise ConfigError(f"--sample {row} must be from 0 to {number - 1}: {rule}; try: --sample {nearest}")
     details, groups = recorded.rows[row], recorded.columns["groups"]
     scores = [plain(score) for score in recorded.columns["scores"][groups == groups[row]]]
     terms = recorded.of("loss_terms", row)

@@ -304,7 +304,7 @@ def test_a_call_inside_of_a_thought_is_no_call(file, thoughts, text, expected):
 def test_a_format_that_nobody_knows_names_the_nearest(file, tokenizer):
     """And one that this tokenizer does not go with. Would not catch a format of another vLLM."""
     schemas = schemas_of(load_tools(file, "key"), "key")
-    with pytest.raises(ConfigError, match="nearest: hermes"):
+    with pytest.raises(ConfigError, match="did you mean: hermes"):
         ToolParser("hermies", "multi_turn.format", tokenizer, schemas, [])
     with pytest.raises(ConfigError, match="does not go with this tokenizer"):
         ToolParser("llama3_json", "multi_turn.format", tokenizer, schemas, [])

@@ -141,11 +141,11 @@ def test_other_tokens_are_refused(tmp_path: Path):
     ("weights", "ema", "said"),
     [
         ("1,2,3", None, "--weights has 3 numbers, which must be one for each of 2 checkpoints"),
-        ("1,x", None, "--weights 1,x must be numbers with commas between them; nearest: --weights 1,1"),
-        ("0,0", None, "--weights 0,0 must be finite, >= 0 and not all 0; nearest: --weights 1,1"),
+        ("1,x", None, "--weights 1,x must be numbers with commas between them; try: --weights 1,1"),
+        ("0,0", None, "--weights 0,0 must be finite, >= 0 and not all 0; try: --weights 1,1"),
         ("1,-1", None, "must be finite, >= 0"),
         ("1,nan", None, "must be finite, >= 0"),
-        (None, 1.0, "--ema 1 must be > 0 and < 1; nearest: --ema 0.9"),
+        (None, 1.0, "--ema 1 must be > 0 and < 1; try: --ema 0.9"),
         ("1,1", 0.5, "--weights and --ema both say what each checkpoint counts"),
     ],
 )

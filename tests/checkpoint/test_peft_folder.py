@@ -114,7 +114,7 @@ FAULTS = {
     "a base of its own": (settings(init_lora_weights="pissa"), "init_lora_weights=pissa must be True"),
     "embeddings": (settings(modules_to_save=["embed_tokens"]), "modules_to_save=['embed_tokens'] must be among []"),
     "other rank": (settings(r=4), "lora.rank=3 must be that of lora.adapter_path="),
-    "other alpha": (settings(lora_alpha=3), "which is 3; nearest: lora.alpha=3"),
+    "other alpha": (settings(lora_alpha=3), "which is 3; try: lora.alpha=3"),
     "one less": (tensors(lambda all: {name: all[name] for name in all if name != FIRST}), f"it lacks ['{FIRST}']"),
     "one more": (tensors(lambda all: all | {"x": torch.ones(1)}), "and has ['x'] besides"),
     "misshapen": (tensors(lambda all: all | {FIRST: torch.ones(3, 47)}), "is [3, 47], the model implies [3, 48]"),
@@ -130,7 +130,7 @@ FAULTS = {
     "one for all experts": (
         tensors(lambda _: {"decoder.layers.0.mlp.experts.linear_fc1.adapter.linear_in.weight": torch.ones(3, 32)}),
         "of Megatron's linears whole tensors are read, such as "
-        "decoder.layers.0.self_attention.linear_qkv.adapter.linear_in.weight, and none of routed experts; nearest: "
+        "decoder.layers.0.self_attention.linear_qkv.adapter.linear_in.weight, and none of routed experts; try: "
         "what Megatron-Bridge exports as a PEFT folder",
     ),
     "one of several": (

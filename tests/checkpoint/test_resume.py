@@ -104,7 +104,7 @@ def test_damaged_ones_are_skipped_and_named(trainer, tmp_path, how, reason):
     (skipped,) = point.skipped
     assert skipped.startswith(f"{tmp_path}/global_step_") and reason in skipped
     damage(tmp_path, 10, "missing")
-    with pytest.raises(ConfigError, match="must go on from a complete checkpoint.*; nearest: disable; which sets them"):
+    with pytest.raises(ConfigError, match="must go on from a complete checkpoint.*; try: disable; which sets them"):
         select(trainer, MODELS)
     broken = step_folder(tmp_path, 120 if how == "renamed" else 20)
     with pytest.raises(ConfigError, match="cannot be resumed: ") as raised:
@@ -134,10 +134,10 @@ def test_another_model_is_an_error(trainer, tmp_path, changes, reason):
     path = save_changed(tmp_path, 20, **changes)
     with pytest.raises(ConfigError) as raised:
         select(trainer, MODELS)
-    assert reason in str(raised.value) and "nearest: disable; which sets it aside" in str(raised.value)
+    assert reason in str(raised.value) and "try: disable; which sets it aside" in str(raised.value)
     with pytest.raises(ConfigError) as raised:
         select(at(path), MODELS)
-    assert reason in str(raised.value) and f"nearest: {step_folder(tmp_path, 10)}" in str(raised.value)
+    assert reason in str(raised.value) and f"try: {step_folder(tmp_path, 10)}" in str(raised.value)
     with pytest.raises(ConfigError, match="it has no reward"):
         select(at(path), {"reward": MODELS["actor"]})
     # A model folder that cannot be read is reported elsewhere.
@@ -194,7 +194,7 @@ def test_a_wrong_path_is_an_error_with_the_nearest(tmp_path):
     for step in (10, 20):
         save(tmp_path, step)
     damage(tmp_path, 20, "cut")
-    nearest = f"nearest: {step_folder(tmp_path, 10)}"
+    nearest = f"try: {step_folder(tmp_path, 10)}"
     leftover, _ = write_files(tmp_path, 30)
     for path, reason in (
         (step_folder(tmp_path, 11), "must be a checkpoint folder, and there is none"),
@@ -210,8 +210,8 @@ def test_a_wrong_path_is_an_error_with_the_nearest(tmp_path):
         assert select(at(Path(violation.nearest["trainer.resume_from_path"])), MODELS).step == 10
     (tmp_path / "other/run").mkdir(parents=True)
     for path, hint in (
-        ("other/rum", "nearest folder: .*other/run$"),
-        ("x/y", "nearest: trainer.resume_mode=auto trainer"),
+        ("other/rum", "did you mean: .*other/run$"),
+        ("x/y", "try: trainer.resume_mode=auto trainer"),
     ):
         with pytest.raises(ConfigError, match=hint):
             select(at(tmp_path / path), MODELS)

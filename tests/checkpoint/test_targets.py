@@ -65,7 +65,7 @@ def test_no_command_writes_into_a_checkpoint(tmp_path, monkeypatch, command):
     assert isinstance(result.exception, ConfigError), result.output
     assert str(result.exception) == (
         f"{command[-1]} {folder}/new.yaml must not lie in a checkpoint, {folder}; "
-        f"nearest: {command[-1]} {tmp_path}/run/global_step_4-new.yaml"
+        f"try: {command[-1]} {tmp_path}/run/global_step_4-new.yaml"
     )
     assert sorted(folder.rglob("*")) == before and usable_checkpoint(folder) == folder
 
@@ -77,7 +77,7 @@ def test_no_command_writes_into_a_checkpoint(tmp_path, monkeypatch, command):
         ("é" * 123, "must have a name of at most 244 bytes, and it has 246"),
         ("a" * 300 + "/b", "must have a name of at most 244 bytes, and it has 300"),
         ("/".join(["abcdefg"] * 600), "must have a path of at most 4051 bytes"),
-        ("there", "must not exist, and it is a folder; nearest: --target other"),
+        ("there", "must not exist, and it is a folder; try: --target other"),
         ("file", "must not exist, and it is a file"),
         ("nowhere", "must not exist, and it is a link to nothing"),
         ("file/x", "must be a folder that can be made, and .*file is no folder"),

@@ -63,9 +63,7 @@ def test_what_is_no_address(address: str, rule: str, nearest: str) -> None:
     with pytest.raises(ConfigError) as refused:
         ray_address.parse(address)
     fault, offered = (
-        str(refused.value)
-        .removeprefix(f"RAY_ADDRESS={address} is no HOST:PORT of a Ray cluster: ")
-        .split("; nearest: ")
+        str(refused.value).removeprefix(f"RAY_ADDRESS={address} is no HOST:PORT of a Ray cluster: ").split("; try: ")
     )
     assert rule in fault and offered.endswith(nearest)
     if nearest not in (EXAMPLE, *ray_address.WORDS):

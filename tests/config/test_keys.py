@@ -85,7 +85,7 @@ def test_named_groups_below_a_dotted_key_have_leaders_and_types(config):
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("math.model_pth=x", f"unknown key {TEACHERS}.math.model_pth .*nearest: {TEACHERS}.math.model_path=x"),
+        ("math.model_pth=x", f"unknown key {TEACHERS}.math.model_pth .*did you mean: {TEACHERS}.math.model_path=x"),
         ("math=3", f"it is a group of keys, not a value; set {TEACHERS}.math.key"),
         ("math.log_prob_micro_batch_size_per_gpu=many", "must be of type int"),
         ("my.math.model_path=x", f"unknown key {TEACHERS}.my.math.model_path"),

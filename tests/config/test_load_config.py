@@ -69,10 +69,10 @@ def test_all_unknown_keys_are_named_with_origin_and_neighbour(write):
     """Nested, from file and overrides. Would not catch a suggestion that is near but not what was meant."""
     file = write(MANDATORY + "trainer: {sed: 1}\ncritic: {optm: {lrr: 1}}\n")
     text = refusal(file, "rollout.n=8", "data.train_batchsize=4")
-    assert f"unknown key trainer.sed ({file}); nearest: trainer.seed=1" in text
-    assert f"unknown key critic.optm.lrr ({file}); nearest: critic.optim.lr=1" in text
-    assert "unknown key rollout.n (override); nearest: actor_rollout_ref.rollout.n=8" in text
-    assert "unknown key data.train_batchsize (override); nearest: data.train_batch_size=4" in text
+    assert f"unknown key trainer.sed ({file}); did you mean: trainer.seed=1" in text
+    assert f"unknown key critic.optm.lrr ({file}); did you mean: critic.optim.lr=1" in text
+    assert "unknown key rollout.n (override); did you mean: actor_rollout_ref.rollout.n=8" in text
+    assert "unknown key data.train_batchsize (override); did you mean: data.train_batch_size=4" in text
     assert "4 problems" in text
 
 
@@ -81,12 +81,12 @@ def test_all_unknown_keys_are_named_with_origin_and_neighbour(write):
     [
         ("data.train_batch_size=abc", "data.train_batch_size='abc' (override) must be of type int"),
         ("data.train_batch_size=1.5", "data.train_batch_size=1.5 (override) must be of type int"),
-        ("actor_rollout_ref.rollout.n=0.4", "to Integer; nearest: actor_rollout_ref.rollout.n=1"),
-        ("data.train_batch_size=7.6", "could not be converted to Integer; nearest: data.train_batch_size=8"),
-        ("data.train_batch_size=.inf", "could not be converted to Integer; nearest: data.train_batch_size=64"),
-        ("data.gen_batch_size=1e400", "could not be converted to Integer; nearest: data.gen_batch_size="),
-        ("trainer.total_epochs=.nan", "could not be converted to Integer; nearest: trainer.total_epochs=null"),
-        ("critic.optim.lr=high", "could not be converted to Float; nearest: critic.optim.lr=1e-05"),
+        ("actor_rollout_ref.rollout.n=0.4", "to Integer; try: actor_rollout_ref.rollout.n=1"),
+        ("data.train_batch_size=7.6", "could not be converted to Integer; try: data.train_batch_size=8"),
+        ("data.train_batch_size=.inf", "could not be converted to Integer; try: data.train_batch_size=64"),
+        ("data.gen_batch_size=1e400", "could not be converted to Integer; try: data.gen_batch_size="),
+        ("trainer.total_epochs=.nan", "could not be converted to Integer; try: trainer.total_epochs=null"),
+        ("critic.optim.lr=high", "could not be converted to Float; try: critic.optim.lr=1e-05"),
         ("data.train_batch_size=null", "data.train_batch_size=None (override) must be of type int"),
         ("data.shuffle=maybe", "data.shuffle='maybe' (override) must be of type bool"),
         ("trainer.logger={a: b}", "must be of type list[str]"),
@@ -168,7 +168,7 @@ def test_brackets_in_quotes_are_a_name(write):
     [
         (f"trainer.seed={'9' * 5000}", "cannot be parsed: Exceeds the limit"),
         (f"actor_rollout_ref.actor.optim.lr={'9' * 400}", "must be of type float: int too large"),
-        (f"trainer.nnodes={'9' * 400}", "must be of type int: it has more than 63 bits; nearest: trainer.nnodes=1"),
+        (f"trainer.nnodes={'9' * 400}", "must be of type int: it has more than 63 bits; try: trainer.nnodes=1"),
         (f"data.val_files={'[' * 100_000}", "cannot be parsed: it is nested more than 50 levels deep"),
         ("data.val_files=caf\udce9.parquet", "cannot be parsed: 'utf-8' codec can't encode"),
     ],
@@ -181,7 +181,7 @@ def test_values_that_python_cannot_hold(write, override, expected):
 
 def test_missing_file_names_its_neighbour():
     """Would not catch a right name in the wrong folder."""
-    assert f"the nearest is {DEMO}" in refusal(DEMO.with_name("demo_cpus.yaml"))
+    assert f"did you mean: {DEMO}" in refusal(DEMO.with_name("demo_cpus.yaml"))
 
 
 def test_demo_config_is_the_documented_demo():

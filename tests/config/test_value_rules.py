@@ -86,8 +86,8 @@ def test_a_new_key_is_one_line():
     rate, kind = constraints_of(hints["learning_rate"]), constraints_of(hints["kind"])
     assert rate.holds(1.0) and not rate.holds(0.0) and kind.holds("left") and kind.kind == str | None
     problem = str(rate.violation("learning_rate", math.nan, Group.learning_rate, None))
-    assert problem == "learning_rate=nan must be a finite number > 0 and <= 1; nearest: 0.5"
-    assert str(kind.violation("kind", "lft", None, None)) == "kind=lft must be one of left, right; nearest: left"
+    assert problem == "learning_rate=nan must be a finite number > 0 and <= 1; try: 0.5"
+    assert str(kind.violation("kind", "lft", None, None)) == "kind=lft must be one of left, right; did you mean: left"
     for file in Path(single_values.__file__).parent.glob("*.py"):
         for table in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Dict)):
             listed = [key.value for key in table.keys if isinstance(key, ast.Constant) and key.value in LEAVES]
@@ -105,7 +105,7 @@ def test_each_choice_is_kept(defaults, key):
     (problem,) = [found for found in value_problems(given) if found.startswith(f"{key}=")]
     choices = ", ".join(CHOICES[key].choices or ())
     shown, each = ("['vlm']", ", each") if is_list else ("vlm", "")
-    assert problem.startswith(f"{key}={shown} must be one of {choices}{each}; nearest: ")
+    assert problem.startswith(f"{key}={shown} must be one of {choices}{each}; did you mean: ")
 
 
 @pytest.mark.parametrize("key", RANGES)
@@ -114,7 +114,7 @@ def test_each_range_is_kept_and_suggests_a_valid_value(defaults, key):
     found = [problem for problem in value_problems(changed(defaults, key, -2)) if problem.startswith(f"{key}=-2")]
     assert len(found) == (not is_shared_layout(key)), found
     for problem in found:
-        suggestion = problem.rpartition("nearest: ")[2]
+        suggestion = problem.rpartition("try: ")[2]
         if "_pipeline_stage" in key or "virtual_pipeline" in key:
             assert suggestion == "null"
         elif LEAVES[key].other is not None:
@@ -143,49 +143,49 @@ def test_no_number_may_be_infinite_or_nan(defaults, key, value):
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("algorithm.gamma=1.01", "algorithm.gamma=1.01 must be >= 0 and <= 1; nearest: 1"),
-        ("trainer.seed=-1", "trainer.seed=-1 must be >= 0 and <= 4294967295; nearest: 0"),
-        ("trainer.seed=4294967296", "must be >= 0 and <= 4294967295; nearest: 4294967295"),
-        ("actor_rollout_ref.actor.entropy_coeff=.inf", "entropy_coeff=inf must be a finite number; nearest: 0"),
-        ("trainer.n_gpus_per_node=1000000", "must be >= 1 and <= 100000; nearest: 100000"),
-        ("actor_rollout_ref.rollout.temperature=0", "temperature=0 must be >= 0.01; nearest: 0.01"),
-        ("actor_rollout_ref.rollout.temperature=1e-320", "temperature=9.99989e-321 must be >= 0.01; nearest: 0.01"),
-        ("critic.optim.lr=1e400", "critic.optim.lr=inf must be a finite number >= 0; nearest: 1e-05"),
-        ("algorithm.gamma=.inf", "algorithm.gamma=inf must be >= 0 and <= 1; nearest: 1"),
-        ("algorithm.gamma=.nan", "algorithm.gamma=nan must be a finite number >= 0 and <= 1; nearest: 1"),
-        ("actor_rollout_ref.actor.clip_ratio_c=.inf", "clip_ratio_c=inf must be a finite number > 1; nearest: 3"),
-        ("actor_rollout_ref.actor.policy_loss.dro_beta=.inf", "dro_beta=inf must be a finite number > 0; nearest: 0.1"),
-        ("actor_rollout_ref.rollout.top_p=0", "top_p=0 must be > 0 and <= 1; nearest: 1"),
-        ("critic.megatron.num_layers_in_last_pipeline_stage=0", "_last_pipeline_stage=0 must be >= 1; nearest: null"),
-        ("actor_rollout_ref.rollout.n=0", "actor_rollout_ref.rollout.n=0 must be >= 1; nearest: 1"),
-        ("actor_rollout_ref.actor.clip_ratio_c=1", "clip_ratio_c=1 must be > 1; nearest: 3"),
-        ("algorithm.rollout_correction.rollout_rs_threshold_lower=2", "must be >= 0 and <= 1; nearest: 1"),
-        ("actor_rollout_ref.actor.policy_loss.dro_beta=0", "dro_beta=0 must be > 0; nearest: 0.1"),
-        ("actor_rollout_ref.actor.policy_loss.top_entropy_quantile=20", "=20 must be >= 0 and <= 1; nearest: 1"),
-        ("algorithm.gdpo_reward_weights=[1,.inf]", "gdpo_reward_weights=[1.0, inf] must be finite; nearest: null"),
+        ("algorithm.gamma=1.01", "algorithm.gamma=1.01 must be >= 0 and <= 1; try: 1"),
+        ("trainer.seed=-1", "trainer.seed=-1 must be >= 0 and <= 4294967295; try: 0"),
+        ("trainer.seed=4294967296", "must be >= 0 and <= 4294967295; try: 4294967295"),
+        ("actor_rollout_ref.actor.entropy_coeff=.inf", "entropy_coeff=inf must be a finite number; try: 0"),
+        ("trainer.n_gpus_per_node=1000000", "must be >= 1 and <= 100000; try: 100000"),
+        ("actor_rollout_ref.rollout.temperature=0", "temperature=0 must be >= 0.01; try: 0.01"),
+        ("actor_rollout_ref.rollout.temperature=1e-320", "temperature=9.99989e-321 must be >= 0.01; try: 0.01"),
+        ("critic.optim.lr=1e400", "critic.optim.lr=inf must be a finite number >= 0; try: 1e-05"),
+        ("algorithm.gamma=.inf", "algorithm.gamma=inf must be >= 0 and <= 1; try: 1"),
+        ("algorithm.gamma=.nan", "algorithm.gamma=nan must be a finite number >= 0 and <= 1; try: 1"),
+        ("actor_rollout_ref.actor.clip_ratio_c=.inf", "clip_ratio_c=inf must be a finite number > 1; try: 3"),
+        ("actor_rollout_ref.actor.policy_loss.dro_beta=.inf", "dro_beta=inf must be a finite number > 0; try: 0.1"),
+        ("actor_rollout_ref.rollout.top_p=0", "top_p=0 must be > 0 and <= 1; try: 1"),
+        ("critic.megatron.num_layers_in_last_pipeline_stage=0", "_last_pipeline_stage=0 must be >= 1; try: null"),
+        ("actor_rollout_ref.rollout.n=0", "actor_rollout_ref.rollout.n=0 must be >= 1; try: 1"),
+        ("actor_rollout_ref.actor.clip_ratio_c=1", "clip_ratio_c=1 must be > 1; try: 3"),
+        ("algorithm.rollout_correction.rollout_rs_threshold_lower=2", "must be >= 0 and <= 1; try: 1"),
+        ("actor_rollout_ref.actor.policy_loss.dro_beta=0", "dro_beta=0 must be > 0; try: 0.1"),
+        ("actor_rollout_ref.actor.policy_loss.top_entropy_quantile=20", "=20 must be >= 0 and <= 1; try: 1"),
+        ("algorithm.gdpo_reward_weights=[1,.inf]", "gdpo_reward_weights=[1.0, inf] must be finite; try: null"),
         ("critic.optim.min_lr=1", "critic.optim.min_lr=1 must be <= lr=1e-05"),
         ("critic.optim.lr_decay_style=WSD", "critic.optim.lr_wsd_decay_steps=0 must, with lr_decay_style=WSD, be >= 1"),
         ("actor_rollout_ref.actor.optim.betas=[0.9,1.0]", "betas=[0.9, 1.0] must both be >= 0 and < 1"),
-        ("actor_rollout_ref.actor.optim.lr=.nan", "lr=nan must be a finite number >= 0; nearest: 1e-06"),
-        ("reward_model.timeout_s=0", "reward_model.timeout_s=0 must be > 0; nearest: 10"),
-        ("reward_model.failed_score=.nan", "reward_model.failed_score=nan must be a finite number; nearest: 0"),
+        ("actor_rollout_ref.actor.optim.lr=.nan", "lr=nan must be a finite number >= 0; try: 1e-06"),
+        ("reward_model.timeout_s=0", "reward_model.timeout_s=0 must be > 0; try: 10"),
+        ("reward_model.failed_score=.nan", "reward_model.failed_score=nan must be a finite number; try: 0"),
         ("custom_reward_function.reward_kwargs.extra_info=1", "reward_kwargs.extra_info=1 is given by each row"),
         ("data.train_files=[]", "data.train_files=[] must be a path or a list of at least one path"),
         ("data.val_files=[a,3]", "data.val_files=['a', 3] must be a path or a list"),
         ("data.train_file_weights=[1,2]", "[1.0, 2.0] must be one number for each of data.train_files, of which there"),
-        ("data.train_file_weights=[0]", "data.train_file_weights=[0.0] must be > 0 and finite; nearest: [1.0]"),
+        ("data.train_file_weights=[0]", "data.train_file_weights=[0.0] must be > 0 and finite; try: [1.0]"),
         (
             "actor_rollout_ref.rollout.val_kwargs.n=4",
-            "val_kwargs.do_sample=false ask for one greedy answer several times; nearest: actor",
+            "val_kwargs.do_sample=false ask for one greedy answer several times; try: actor",
         ),
         (
             "reward_model.enable=true",
             "reward_model.model.path=null must be a model folder, as reward_model.enable=true",
         ),
-        ("reward_model.weight=.inf", "reward_model.weight=inf must be a finite number; nearest: 1"),
+        ("reward_model.weight=.inf", "reward_model.weight=inf must be a finite number; try: 1"),
         (
             "reward_model.rule_weight=0",
-            "reward_model.rule_weight=0 must not be 0, as no other score counts; nearest: 1",
+            "reward_model.rule_weight=0 must not be 0, as no other score counts; try: 1",
         ),
     ],
 )
@@ -198,20 +198,20 @@ def test_limits_by_hand(config, override, expected):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (("critic.ppo_epochs=1001",), "critic.ppo_epochs=1001 must be at most 1000; nearest: 1000"),
-        (("data.gen_batch_size=1000000000000",), "gen_batch_size=1000000000000 must be at most 1000000; nearest: 10"),
-        (("trainer.save_freq=1000000001",), "trainer.save_freq=1000000001 must be at most 1000000000; nearest: 10000"),
+        (("critic.ppo_epochs=1001",), "critic.ppo_epochs=1001 must be at most 1000; try: 1000"),
+        (("data.gen_batch_size=1000000000000",), "gen_batch_size=1000000000000 must be at most 1000000; try: 10"),
+        (("trainer.save_freq=1000000001",), "trainer.save_freq=1000000001 must be at most 1000000000; try: 10000"),
         (("reward_models.one.model.path=m", "reward_models.one.max_length=9000000000"), "reward_models.one.max_length"),
-        (("actor_rollout_ref.actor.entropy_coeff=-1e16",), "must be at most 1e+15 in size; nearest: -1e+15"),
-        (("critic.optim.eps=1e-320",), "must be at least 1e-30 in size, if it is not 0; nearest: 1e-30"),
-        (("algorithm.gdpo_reward_weights=[1,1e30]",), "[1.0, 1e+30] must be at most 1e+15 in size; nearest: [1.0, 1"),
-        (("reward_model.timeout_s=1e12",), "timeout_s=1e+12 must be at most 1e+09 in size; nearest: 1e+09"),
+        (("actor_rollout_ref.actor.entropy_coeff=-1e16",), "must be at most 1e+15 in size; try: -1e+15"),
+        (("critic.optim.eps=1e-320",), "must be at least 1e-30 in size, if it is not 0; try: 1e-30"),
+        (("algorithm.gdpo_reward_weights=[1,1e30]",), "[1.0, 1e+30] must be at most 1e+15 in size; try: [1.0, 1"),
+        (("reward_model.timeout_s=1e12",), "timeout_s=1e+12 must be at most 1e+09 in size; try: 1e+09"),
         (("algorithm.gamma=1e30",), None),  # its own range says so
         (("data.seed=5000000000", "trainer.seed=4294967295", "actor_rollout_ref.actor.clip_ratio_c=1e9"), None),
         (
             ("data.train_batch_size=300000", "actor_rollout_ref.rollout.n=40"),
             "data.train_batch_size=300000 and actor_rollout_ref.rollout.n=40 are 12000000 samples of a batch, and must "
-            "be at most 10000000; nearest: data.train_batch_size=250000 actor_rollout_ref.rollout.n=40",
+            "be at most 10000000; try: data.train_batch_size=250000 actor_rollout_ref.rollout.n=40",
         ),
         (("data.train_batch_size=250000", "actor_rollout_ref.rollout.n=40"), None),
     ],
@@ -238,7 +238,7 @@ def test_built_in_rewards_are_chosen_by_name(config):
     assert value_problems(config("custom_reward_function.path=null", "custom_reward_function.name=math")) == []
     assert value_problems(config("custom_reward_function.name=maths")) == []
     (problem,) = value_problems(config("custom_reward_function.path=null", "custom_reward_function.name=maths"))
-    assert problem.endswith("must, without a path, be one of compute_score, exact_match, math; nearest: math")
+    assert problem.endswith("must, without a path, be one of compute_score, exact_match, math; did you mean: math")
 
 
 MODEL_ALONE = ("custom_reward_function.path=null", "custom_reward_function.name=null")
@@ -258,26 +258,26 @@ WITH_MODEL = ("reward_model.enable=true", "reward_model.model.path=rm")
         (("reward_model.model.path=rm",), []),
         (
             (*WITH_MODEL, "custom_reward_function.name=null"),
-            ["custom_reward_function.path=r must be null, as custom_reward_function.name=null; nearest: null"],
+            ["custom_reward_function.path=r must be null, as custom_reward_function.name=null; try: null"],
         ),
         (
             (*WITH_MODEL, *MODEL_ALONE, "reward_model.weight=0"),
-            ["reward_model.weight=0 must not be 0, as no other score counts; nearest: 1"],
+            ["reward_model.weight=0 must not be 0, as no other score counts; try: 1"],
         ),
         ((*MODEL_ALONE, FURTHER), []),
         ((FURTHER, "reward_model.rule_weight=0"), []),
         (
             (*MODEL_ALONE, FURTHER, "reward_models.helpful.weight=0"),
-            ["reward_models.helpful.weight=0 must not be 0, as no other score counts; nearest: 1"],
+            ["reward_models.helpful.weight=0 must not be 0, as no other score counts; try: 1"],
         ),
         (
             (*WITH_MODEL, FURTHER, *ZERO, "reward_model.rule_weight=0"),
-            ["reward_model.weight=0 must not be 0, as no other score counts; nearest: 1"],
+            ["reward_model.weight=0 must not be 0, as no other score counts; try: 1"],
         ),
         (("reward_models.helpful.weight=2",), ["reward_models.helpful.model.path=null must be a model folder"]),
         (
             (*WITH_MODEL, "reward_model.normalize_reward=runing"),
-            ["reward_model.normalize_reward=runing must be one of held_out, running; nearest: running"],
+            ["reward_model.normalize_reward=runing must be one of held_out, running; did you mean: running"],
         ),
         (
             (*WITH_MODEL, "reward_model.reward_clip_range=[5,-5]"),
@@ -285,7 +285,7 @@ WITH_MODEL = ("reward_model.enable=true", "reward_model.model.path=rm")
         ),
         (
             (*WITH_MODEL, "reward_model.data_sources=[]"),
-            ["reward_model.data_sources=[] must name at least one source of prompts, or be null; nearest: null"],
+            ["reward_model.data_sources=[] must name at least one source of prompts, or be null; try: null"],
         ),
         ((FURTHER, "reward_models.helpful.data_sources=[]"), ["reward_models.helpful.data_sources=[] must name at"]),
         ((*WITH_MODEL, "reward_model.reward_clip_range=[5]"), ["reward_model.reward_clip_range=[5.0] must be"]),
@@ -304,7 +304,7 @@ WITH_MODEL = ("reward_model.enable=true", "reward_model.model.path=rm")
         ((FURTHER, "reward_models.helpful.weight=.nan"), ["reward_models.helpful.weight=nan must be a finite number"]),
         (
             (FURTHER, "reward_models.helpful.micro_batch_size_per_gpu=0"),
-            ["reward_models.helpful.micro_batch_size_per_gpu=0 must be >= 1; nearest: 1"],
+            ["reward_models.helpful.micro_batch_size_per_gpu=0 must be >= 1; try: 1"],
         ),
         (
             (FURTHER, "reward_models.helpful.max_length=9"),
@@ -312,11 +312,11 @@ WITH_MODEL = ("reward_model.enable=true", "reward_model.model.path=rm")
         ),
         (
             (FURTHER, "reward_models.helpful.max_length=0", "reward_models.helpful.model.input_tokenizer=m"),
-            ["reward_models.helpful.max_length=0 must be >= 1; nearest: 1"],
+            ["reward_models.helpful.max_length=0 must be >= 1; try: 1"],
         ),
         (
             (*WITH_MODEL, "reward_model.max_length=0", "reward_model.model.input_tokenizer=m"),
-            ["reward_model.max_length=0 must be >= 1; nearest: 1"],
+            ["reward_model.max_length=0 must be >= 1; try: 1"],
         ),
         ((FURTHER, "reward_models.helpful.model.input_tokenizer=m", "reward_models.helpful.max_length=9"), []),
         ((*WITH_MODEL, VALIDATES), []),
@@ -328,7 +328,7 @@ WITH_MODEL = ("reward_model.enable=true", "reward_model.model.path=rm")
         ),
         (
             (*WITH_MODEL, VALIDATES, "reward_model.weight=0"),
-            ["reward_model.weight=0 must not be 0, as no other score counts; nearest: 1"],
+            ["reward_model.weight=0 must not be 0, as no other score counts; try: 1"],
         ),
     ],
 )
@@ -345,11 +345,11 @@ ALONE = ("algorithm.use_kl_in_reward=true", "pools.own.nnodes=1", "actor_rollout
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("tensor_model_parallel_size=0", "tensor_model_parallel_size=0 must be >= 1; nearest: 1"),
-        ("virtual_pipeline_model_parallel_size=0", "pipeline_model_parallel_size=0 must be >= 1; nearest: null"),
-        ("make_vocab_size_divisible_by=-2", "make_vocab_size_divisible_by=-2 must be >= 1; nearest: 1"),
-        ("expert_tensor_parallel_size=0", "expert_tensor_parallel_size=0 must be null (as TP) or >= 1; nearest: null"),
-        ("dtype=float17", "dtype=float17 must be one of float32, bfloat16, float16; nearest: float16"),
+        ("tensor_model_parallel_size=0", "tensor_model_parallel_size=0 must be >= 1; try: 1"),
+        ("virtual_pipeline_model_parallel_size=0", "pipeline_model_parallel_size=0 must be >= 1; try: null"),
+        ("make_vocab_size_divisible_by=-2", "make_vocab_size_divisible_by=-2 must be >= 1; try: 1"),
+        ("expert_tensor_parallel_size=0", "expert_tensor_parallel_size=0 must be null (as TP) or >= 1; try: null"),
+        ("dtype=float17", "dtype=float17 must be one of float32, bfloat16, float16; did you mean: float16"),
     ],
 )
 def test_who_is_first_in_a_pool_brings_its_layout(config, override, expected):
@@ -364,4 +364,4 @@ def test_only_steps_of_the_decay_go_down_at_its_end(config):
     """Nine last steps of four. Would not catch more of them than the run has steps."""
     keys = ("lr_decay_style=WSD", "lr_decay_steps=4", "lr_wsd_decay_steps=9")
     (problem,) = value_problems(config(*(f"critic.optim.{key}" for key in keys)))
-    assert "critic.optim.lr_wsd_decay_steps=9 must be <= lr_decay_steps=4" in problem and problem.endswith("nearest: 4")
+    assert "critic.optim.lr_wsd_decay_steps=9 must be <= lr_decay_steps=4" in problem and problem.endswith("try: 4")

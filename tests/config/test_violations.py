@@ -16,14 +16,14 @@ from megatron_rl.errors import ConfigError, Violation
 @pytest.mark.parametrize(
     ("violation", "text"),
     [
-        (Violation({"a.b": 3}, "must be even", {"a.b": 2}), "a.b=3 must be even; nearest: 2"),
-        (Violation({"a": None, "b": True}, "clash", {"b": False}), "a=null and b=true clash; nearest: b=false"),
+        (Violation({"a.b": 3}, "must be even", {"a.b": 2}), "a.b=3 must be even; try: 2"),
+        (Violation({"a": None, "b": True}, "clash", {"b": False}), "a=null and b=true clash; try: b=false"),
         (
             Violation({"a": 0.1}, "is odd", {"c": 1e-5, "a": [1]}, "or not"),
-            "a=0.1 is odd; nearest: c=1e-05 a=[1]; or not",
+            "a=0.1 is odd; try: c=1e-05 a=[1]; or not",
         ),
-        (Violation({"k": "x"}, "is unknown", {"k": "y"}, file="f.json"), 'k="x" of f.json is unknown; nearest: "y"'),
-        (Violation({"a": 4}, "must divide 6", {"a": 3}, subject="tp(4)"), "tp(4) must divide 6; nearest: a=3"),
+        (Violation({"k": "x"}, "is unknown", {"k": "y"}, file="f.json"), 'k="x" of f.json is unknown; try: "y"'),
+        (Violation({"a": 4}, "must divide 6", {"a": 3}, subject="tp(4)"), "tp(4) must divide 6; try: a=3"),
         (Violation({}, "cannot be read"), "cannot be read"),
         (Violation({"a": 0.12345678}, "is long"), "a=0.12345678 is long"),
     ],

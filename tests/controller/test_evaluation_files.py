@@ -28,7 +28,7 @@ def test_a_folder_with_other_settings_is_refused_by_their_names(tmp_path: Path) 
     refuse_other_settings(tmp_path, same())
     (tmp_path / SETTINGS_FILE).write_text(json.dumps(same()))
     refuse_other_settings(tmp_path, same() | {"model": "moved"})
-    with pytest.raises(ConfigError, match=rf"other settings: seed was 1, is 2; nearest: --out {tmp_path}_2"):
+    with pytest.raises(ConfigError, match=rf"other settings: seed was 1, is 2; try: --out {tmp_path}_2"):
         refuse_other_settings(tmp_path, same() | {"seed": 2})
     with pytest.raises(ConfigError, match="other settings: weights was b, is c, x was None, is 1;"):
         refuse_other_settings(tmp_path, same(weights="c", x=1))
@@ -51,7 +51,7 @@ def test_a_folder_with_other_settings_is_refused_by_their_names(tmp_path: Path) 
 def test_damaged_settings_are_one_sentence(tmp_path: Path, content: str, said: str) -> None:
     """With the way out. Would not catch a file that is damaged into other settings, which are refused as such."""
     (tmp_path / SETTINGS_FILE).write_text(content)
-    with pytest.raises(ConfigError, match=rf"{said}.*; nearest: --out {tmp_path}_2"):
+    with pytest.raises(ConfigError, match=rf"{said}.*; try: --out {tmp_path}_2"):
         refuse_other_settings(tmp_path, same())
 
 
@@ -60,14 +60,14 @@ def test_the_folder_of_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     refuse_other_settings(tmp_path, same())
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match=rf"has the metrics of a run; nearest: --out {tmp_path}/evaluation"):
+    with pytest.raises(ConfigError, match=rf"has the metrics of a run; try: --out {tmp_path}/evaluation"):
         refuse_other_settings(tmp_path, same())
 
 
 def test_answers_without_settings_are_refused(tmp_path: Path) -> None:
     """Nothing says which model gave them. Would not catch settings that were copied from another evaluation."""
     (tmp_path / "answers.jsonl").write_text(row(0, 0))
-    with pytest.raises(ConfigError, match=rf"no evaluation.json says .*; nearest: --out {tmp_path}_2"):
+    with pytest.raises(ConfigError, match=rf"no evaluation.json says .*; try: --out {tmp_path}_2"):
         refuse_other_settings(tmp_path, same())
 
 

@@ -112,7 +112,7 @@ def test_other_examples_are_no_continuation(tmp_path: Path, tokenizer) -> None:
     ("overrides", "said"),
     [
         (("ptx.files=a.jsonl",), "ptx.files=a.jsonl is of no use with ptx.coef=0: nothing is learned from these files"),
-        (("ptx.coef=1",), "ptx.files=null must be a path or a list of at least one path, as ptx.coef=1; nearest: ptx"),
+        (("ptx.coef=1",), "ptx.files=null must be a path or a list of at least one path, as ptx.coef=1; try: ptx"),
         (("ptx.coef=1", "ptx.files=[]"), "ptx.files=[] must be a path or a list of at least one path"),
         (("ptx.coef=1", "ptx.files=nowhere.jsonl"), "ptx.files=nowhere.jsonl must be a .parquet or .jsonl file"),
         (
@@ -124,7 +124,7 @@ def test_other_examples_are_no_continuation(tmp_path: Path, tokenizer) -> None:
                 *("ptx.coef=1", "ptx.files=FILE", "ptx.max_length=512", "actor_rollout_ref.actor.use_dynamic_bsz=true"),
                 "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=100",
             ),
-            "actor.ppo_max_token_len_per_gpu=100 must be >= ptx.max_length(512); nearest: 512",
+            "actor.ppo_max_token_len_per_gpu=100 must be >= ptx.max_length(512); try: 512",
         ),
     ],
 )
@@ -138,13 +138,13 @@ def test_keys_that_cannot_be(tmp_path: Path, overrides, said) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("ptx.file_weights=[0]", "ptx.file_weights=[0.0] must be > 0 and finite; nearest: [1.0]"),
+        ("ptx.file_weights=[0]", "ptx.file_weights=[0.0] must be > 0 and finite; try: [1.0]"),
         ("ptx.coef=-1", "ptx.coef=-1 must be >= 0"),
         ("ptx.mini_batch_size=0", "ptx.mini_batch_size=0 must be >= 1"),
         ("ptx.max_length=1", "ptx.max_length=1 must be >= 2"),
         ("ptx.truncation=middle", "ptx.truncation=middle must be one of error, left, right, drop"),
         ("ptx.bad_rows=leave", "ptx.bad_rows=leave must be one of error, skip"),
-        ("ptx.loss_on=al", "ptx.loss_on=al must be one of answers, last, all; nearest: all"),
+        ("ptx.loss_on=al", "ptx.loss_on=al must be one of answers, last, all; did you mean: all"),
     ],
 )
 def test_single_values(override: str, said: str) -> None:

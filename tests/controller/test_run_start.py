@@ -77,7 +77,7 @@ def test_a_checkpoint_of_another_stage_is_refused(tmp_path, monkeypatch):
     run_folder, logger = new_run(tmp_path, monkeypatch)
     with run_folder:
         save(run_folder, logger, 1)
-    with pytest.raises(ConfigError, match="global_step_1 was saved by ppo, and this is sft; nearest: another trainer"):
+    with pytest.raises(ConfigError, match="global_step_1 was saved by ppo, and this is sft; try: another trainer"):
         RunFolder(for_task(logger.config, "sft"))
 
 

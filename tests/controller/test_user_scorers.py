@@ -104,7 +104,10 @@ def test_a_class_that_does_not_fit_is_refused(tmp_path: Path, text: str, said: s
             "def take(self): return {'scores': 1}",
             r"must return a megatron_rl.records.Batch; it returned \{'scores': 1\}",
         ),
-        ("def take(self): return Batch(scorez=1)", "raised ValueError: no column scorez is declared; nearest: scores"),
+        (
+            "def take(self): return Batch(scorez=1)",
+            "raised ValueError: no column scorez is declared; did you mean: scores",
+        ),
     ],
 )
 def test_faults_of_a_scorer_are_its_own(tmp_path: Path, body: str, said: str) -> None:

@@ -233,7 +233,7 @@ def test_only_bad_rows_end_the_run_even_where_they_are_skipped(tmp_path):
 
 #  name, bytes (None: nothing there; "folder"), what the error says
 FILES = [
-    ("none.jsonl", None, r"none\.jsonl is no file: the nearest parquet or jsonl file there is .*good\.jsonl"),
+    ("none.jsonl", None, r"none\.jsonl is no file; did you mean: .*good\.jsonl"),
     ("folder.jsonl", "folder", "is a folder"),
     ("data.json", b"[]", r"must end in \.parquet or in \.jsonl"),
     ("empty.jsonl", b"\n\n", "holds 0 rows"),

@@ -227,9 +227,7 @@ def test_several_templates_and_no_default_name_the_key():
         encoded(tokenizer, TWO_TURNS)
     assert encoded(tokenizer, TWO_TURNS, append_eos=False, chat_template="short")
     for wrong in (5, {"default": CHATML}, [CHATML], "", "shrot"):
-        with pytest.raises(
-            ConfigError, match=r"chat_template=.* must be a template, or .*: long, short; nearest: null"
-        ):
+        with pytest.raises(ConfigError, match=r"chat_template=.* must be a template, or .*: long, short; try: null"):
             encoded(tokenizer, TWO_TURNS, chat_template=wrong)
 
 

@@ -97,14 +97,16 @@ def test_a_token_that_the_model_lacks_is_named(write, tokenizer):
 def test_missing_file_names_its_neighbour(write, tokenizer):
     """Would not catch a folder given in place of a file that holds parquet files."""
     path = write([row(chat("1"))])
-    with pytest.raises(ConfigError, match=r"trian.parquet is no file: the nearest .*train\.parquet"):
+    with pytest.raises(ConfigError, match=r"trian.parquet is no file; did you mean: .*train\.parquet"):
         PromptDataset([path.replace("train", "trian")], tokenizer, DataConfig())
 
 
 def test_missing_column_lists_columns_and_nearest(write, tokenizer):
     """Would not catch a column of the wrong type."""
     path = write([row(chat("1"))])
-    with pytest.raises(ConfigError, match=r"'prompts' \(data.prompt_key\).*data_source, prompt, .*nearest .*'prompt'"):
+    with pytest.raises(
+        ConfigError, match=r"'prompts' \(data.prompt_key\).*data_source, prompt, .*did you mean: prompt$"
+    ):
         PromptDataset([path], tokenizer, DataConfig(prompt_key="prompts"))
 
 

@@ -307,5 +307,5 @@ def test_the_order_of_two_files_resumes_and_refuses_other_contents(tmp_path):
 
 def test_preferences_do_not_count_their_prompts(tmp_path):
     """Refused with the nearest choice. Would not catch a loss that counts them by itself."""
-    with pytest.raises(ConfigError, match=r"nearest: data\.loss_on=answers"):
+    with pytest.raises(ConfigError, match=r"try: data\.loss_on=answers"):
         read_rankings([], TOKENIZER, ReadingOptions(loss_on="all"))

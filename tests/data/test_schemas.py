@@ -148,7 +148,7 @@ REFUSED = [
         "examples",
         {"prompt": TEXT, "response": TEXT},
         {"response_key": "respons"},
-        r"no column 'respons'.*nearest is resp",
+        r"no column 'respons'.*did you mean: resp",
     ),
     ("rankings", {"prompt": TEXT, "response": TEXT}, {}, r"needs chosen with rejected; or answers or responses"),
     (
@@ -217,8 +217,8 @@ def test_files_of_different_schemas_are_refused(tmp_path):
     [
         ({"truncation": "middle"}, r"data\.truncation=middle must be one of error, left, right, drop"),
         ({"bad_rows": "ignore"}, r"data\.bad_rows=ignore must be one of error, skip"),
-        ({"loss_on": "answer"}, r"data\.loss_on=answer .*nearest: answers"),
-        ({"max_length": 1}, r"data\.max_length=1 must be >= 2; nearest: 2"),
+        ({"loss_on": "answer"}, r"data\.loss_on=answer .*did you mean: answers"),
+        ({"max_length": 1}, r"data\.max_length=1 must be >= 2; try: 2"),
         ({"bad_rows": "skip"}, r"needs data\.bad_rows_file"),
     ],
 )

@@ -57,7 +57,7 @@ def test_saves_and_goes_on(command_line) -> None:
     export = ["export", "--checkpoint", str(second.run), "--role", "critic", "--target", str(second.run / "x")]
     said = second.folder / "export.txt"
     assert ForkedRun(export, REPOSITORY, {}, said).wait() == 2
-    assert "as its run trained none; nearest: --role actor" in said.read_text()
+    assert "as its run trained none; try: --role actor" in said.read_text()
     ppo = command_line(*SHORT, *LOCAL, folder=first.folder)
     assert ppo.wait() == 2 and "it has no critic" in ppo.text()
 

@@ -196,7 +196,7 @@ def test_experts(command_line, files: Path, tmp_path: Path) -> None:
     assert tuned.wait() == 0, tuned.text()
     keys = (*SHORT, *keys, f"{LORA}.adapter_path={tuned.run / 'adapter'}", "trainer.save_freq=2")
     refused = command_line(*keys, config=GRPO)
-    assert refused.wait() == 2 and f"nearest: {LORA}.merge=true" in " ".join(refused.text().split())
+    assert refused.wait() == 2 and f"try: {LORA}.merge=true" in " ".join(refused.text().split())
     merged = command_line(*keys, f"{LORA}.merge=true", config=GRPO)
     assert merged.wait() == 0, merged.text()
     name = "base_model.model.model.layers.1.mlp.experts.5.up_proj.lora_B.weight"

@@ -47,4 +47,4 @@ def test_checkpoints_of_two_layouts(command_line, files: Path, tmp_path: Path) -
     again = command_line(*short, *ONE, "--local", f"actor_rollout_ref.model.path={tmp_path / 'mean'}", stage="sft")
     assert again.wait() == 0, again.text()
     other = ("average", "--checkpoints", folders[0], folders[1], "--target", tmp_path / "other", "--role", "critic")
-    assert "has none, as its run trained none; nearest: --role actor" in told(tmp_path, *other, code=2)
+    assert "has none, as its run trained none; try: --role actor" in told(tmp_path, *other, code=2)

@@ -169,7 +169,7 @@ BAD = {
     "source": (teacher(STUDENT, key="small"), "leave prompts with large in column data_source without"),
     "key": (
         [*teacher(STUDENT, key="small"), *teacher(STUDENT, "two", key="larg")],
-        "must be in column data_source of a training prompt; there are large, small; nearest: large",
+        "must be in column data_source of a training prompt; there are large, small; did you mean: large",
     ),
     "prompt": (teacher(STUDENT, prompt_key="hints"), "prompt_key=hints must be an entry of extra_info of every"),
     "length": (teacher(STUDENT, prompt_key="hint", max_prompt_length=12), "max_prompt_length=12 must be at least"),

@@ -45,8 +45,8 @@ def test_ends_without_ray(command_line) -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        (("trainer.launcher=loca",), ("trainer.launcher=loca", "nearest: local")),
-        ((WITHOUT_RAY, "trainer.nnodes=2"), ("trainer.nnodes=2", WITHOUT_RAY, "nearest: ", "trainer.launcher=ray")),
+        (("trainer.launcher=loca",), ("trainer.launcher=loca", "did you mean: local")),
+        ((WITHOUT_RAY, "trainer.nnodes=2"), ("trainer.nnodes=2", WITHOUT_RAY, "try: ", "trainer.launcher=ray")),
     ],
     ids=["misspelt", "two nodes"],
 )

@@ -44,4 +44,4 @@ def test_a_hardware_file_that_is_not_there_is_refused(command_line):
     run = command_line("trainer.hardware_file=h10")
     assert run.wait() == 2 and not run.run.exists()
     text = " ".join(run.text().split())
-    assert "trainer.hardware_file=h10 must be a hardware file" in text and "nearest: h100" in text
+    assert "trainer.hardware_file=h10 must be a hardware file" in text and "did you mean: h100" in text

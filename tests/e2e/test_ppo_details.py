@@ -124,4 +124,4 @@ def test_a_source_without_a_model_is_refused(command_line, keys) -> None:
     """Before anything is started, with the nearest choice. Would not catch a source that comes with a later file."""
     run = command_line(*keys, *ONE, "reward_models.strict.data_sources=[small]")
     assert run.wait() == 2
-    assert "leave answers to prompts of large without a score" in run.text() and "nearest: [" in run.text()
+    assert "leave answers to prompts of large without a score" in run.text() and "try: [" in run.text()

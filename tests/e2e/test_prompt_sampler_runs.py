@@ -89,7 +89,7 @@ def test_a_killed_run_draws_what_it_would_have(command_line, tmp_path, ahead) ->
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (("data.sampler.name=LeastScore",), "must be a class of .*mine.py; nearest: LeastScored"),
+        (("data.sampler.name=LeastScore",), "must be a class of .*mine.py; did you mean: LeastScored"),
         (("data.train_file_weights=[1]",), "do not go together: the class chooses from the prompts of all files"),
         (("data.sampler.path=tests/no.py",), "data.sampler.path=tests/no.py"),
     ],

@@ -62,7 +62,7 @@ def test_what_a_cluster_lacks_for_several_pools() -> None:
 
 def test_what_is_no_address() -> None:
     """Before anything is asked for it: see test_ray_address.py. Would not catch a name that only Ray knows."""
-    with pytest.raises(ConfigError, match=r"node0\.\.cluster:6379 is no HOST:PORT of a Ray cluster: .*nearest"):
+    with pytest.raises(ConfigError, match=r"node0\.\.cluster:6379 is no HOST:PORT of a Ray cluster: .*try: "):
         ray_session.join("node0..cluster:6379")
 
 
@@ -70,7 +70,7 @@ def test_what_is_no_address() -> None:
 def test_nothing_listens_there(host: str) -> None:
     """Would not catch a firewall that drops packets: that takes CONNECT_LIMIT_S."""
     begun = time.monotonic()
-    with pytest.raises(ConfigError, match="nothing can be reached there .*nearest: start the cluster"):
+    with pytest.raises(ConfigError, match="nothing can be reached there .*try: start the cluster"):
         ray_session.join(f"{host}:{free_port()}")
     assert time.monotonic() - begun < 15
 
@@ -141,11 +141,11 @@ def refuse_and_admit(cluster: dict[str, str]) -> None:
     assert [code for code, *_ in done] == [2, 2, 2, 2, 0], done
     none, none_found, refused, small, joined = (text for _, text, _ in done)
     for text in (none, none_found):
-        assert "the cluster asks for a token and none is offered; nearest: RAY_AUTH_MODE=token and" in text
+        assert "the cluster asks for a token and none is offered; try: RAY_AUTH_MODE=token and" in text
     assert "does not accept the one that is offered" in refused
     wanted = "trainer.nnodes=3 node(s) with trainer.n_gpus_per_node=1 x [CPU 1, GPU 0] each"
     assert small.startswith(f"the cluster cannot give {wanted}: its ")
-    assert "which is room for 2; nearest: trainer.nnodes=2" in small
+    assert "which is room for 2; try: trainer.nnodes=2" in small
     assert joined == "joined"
     assert all(len(text.splitlines()) == 1 for _, text, _ in done)
     assert drive(cluster, ALTER, cluster["RAY_ADDRESS"])[0] == 0

@@ -90,10 +90,10 @@ def test_contradictions_of_the_allocator_are_refused(monkeypatch: pytest.MonkeyP
     """Two names with two values, and segments that grow under memory that is shared. Would not catch other options."""
     monkeypatch.setenv(ALLOCATOR_NAMES[0], "expandable_segments:True")
     monkeypatch.delenv(ALLOCATOR_NAMES[1], raising=False)
-    with pytest.raises(ConfigError, match=r"disable_custom_all_reduce=false.*nearest: expandable_segments:False"):
+    with pytest.raises(ConfigError, match=r"disable_custom_all_reduce=false.*try: expandable_segments:False"):
         worker_environment("cuda", ranks_per_node=8, sees_node=True)
     monkeypatch.setenv(ALLOCATOR_NAMES[1], "expandable_segments:False")
-    with pytest.raises(ConfigError, match=r"are both set and differ; nearest: unset PYTORCH_CUDA_ALLOC_CONF"):
+    with pytest.raises(ConfigError, match=r"are both set and differ; try: unset PYTORCH_CUDA_ALLOC_CONF"):
         worker_environment("cuda", ranks_per_node=8)
 
 

@@ -54,18 +54,18 @@ def test_refused_names_list_the_known_ones(config, tmp_path):
     assert estimator.startswith(
         "algorithm.adv_estimator=groo must be one of gae, reinforce_plus_plus, remax, gigpo, grpo, grpo_vectorized, "
     )
-    assert "custom_adv_estimator.path=null; nearest: grpo" in estimator
+    assert "custom_adv_estimator.path=null; did you mean: grpo" in estimator
     assert (
         "policy_loss.loss_mode=gsp must be one of clip_cov, kl_cov, " in loss
         and ", dro, geo_mean, vespo, or a function of the file" in loss
     )
     config.algorithm.adv_estimator = "grpo_passq"
-    assert f"nearest: algorithm.adv_estimator=grpo_passk {N}=2" in str(next(iter(algorithm_problems(config))))
+    assert f"did you mean: algorithm.adv_estimator=grpo_passk {N}=2" in str(next(iter(algorithm_problems(config))))
     (tmp_path / "own.py").write_text(OWN)
     config.actor_rollout_ref.actor.policy_loss.loss_mode = "vanilla"
     config.algorithm.adv_estimator, config.algorithm.custom_adv_estimator.path = "min", str(tmp_path / "own.py")
     (problem,) = map(str, algorithm_problems(config))
-    assert "tir_optimal_token_baseline, mine, or a function" in problem and problem.endswith("nearest: mine")
+    assert "tir_optimal_token_baseline, mine, or a function" in problem and problem.endswith("did you mean: mine")
 
 
 def test_functions_of_the_users(config, tmp_path):
@@ -75,11 +75,11 @@ def test_functions_of_the_users(config, tmp_path):
     assert problems(config) == []
     config.algorithm.adv_estimator = "gae"
     (problem,) = problems(config)
-    assert "own.py is of no use" in problem and problem.endswith("nearest: null; other names: mine")
+    assert "own.py is of no use" in problem and problem.endswith("try: null; other names: mine")
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [(None, "there is none; nearest: "), ("def (", "must be a Python file: invalid syntax")]
+    ("text", "expected"), [(None, "there is none; did you mean: "), ("def (", "must be a Python file: invalid syntax")]
 )
 def test_files_that_cannot_be_read(config, tmp_path, text, expected):
     """Absent, and no Python; the absent one has a neighbour. Would not catch a file that only fails when it runs."""
@@ -108,35 +108,35 @@ def test_groups_of_one(config):
     config.algorithm.adv_estimator = "grpo_passk"
     (problem,) = problems(config)
     assert problem.startswith("actor_rollout_ref.rollout.n=1 must be >= 2: algorithm.adv_estimator=grpo_passk compares")
-    assert problem.endswith("nearest: 2")
+    assert problem.endswith("try: 2")
 
 
 def test_rules_between_keys(config):
     """Each broken alone. Would not catch two that only clash together."""
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
     actor.policy_loss.loss_mode = "dro"
-    assert ["nearest: 0.1" in problem for problem in problems(config)] == [True]
+    assert ["try: 0.1" in problem for problem in problems(config)] == [True]
     actor.policy_loss.loss_mode = "vanilla"
 
     config.critic.enable = False
     assert problems(config) == [
-        "critic.enable=false must be null or true: algorithm.adv_estimator=gae needs a critic's values; nearest: null"
+        "critic.enable=false must be null or true: algorithm.adv_estimator=gae needs a critic's values; try: null"
     ]
     config.critic.enable = None
 
     correction.rollout_rs, correction.rollout_is_threshold = "token", 0.5
     (problem,) = problems(config)
-    assert "rollout_is_threshold=0.5 must be > 1, as the lower bound is 1 / it; nearest: " in problem
+    assert "rollout_is_threshold=0.5 must be > 1, as the lower bound is 1 / it; try: " in problem
     correction.rollout_rs_threshold_lower = 0.9
     (problem,) = problems(config)
-    assert "rollout_is_threshold=0.5 must be >= the lower bound, which is 0.9; nearest: " in problem
-    assert problem.endswith("nearest: 0.5_2.0")
+    assert "rollout_is_threshold=0.5 must be >= the lower bound, which is 0.9; try: " in problem
+    assert problem.endswith("try: 0.5_2.0")
     correction.rollout_rs_threshold = 2.0
     assert problems(config) == []
 
     config.reward_model.overlong_buffer.enable = True
     (problem,) = problems(config)
-    assert problem.endswith("overlong_buffer.len=0 must be >= 1 and <= data.max_response_length=48; nearest: 1")
+    assert problem.endswith("overlong_buffer.len=0 must be >= 1 and <= data.max_response_length=48; try: 1")
     config.reward_model.overlong_buffer.enable = False
 
     config.data.gen_batch_size = 128
@@ -148,7 +148,7 @@ def test_rules_between_keys(config):
         "actor_rollout_ref.rollout.n=1 must be >= 2: algorithm.filter_groups.enable=true compares"
     )
     config.actor_rollout_ref.rollout.n, config.data.gen_batch_size = 2, 6
-    assert problems(config)[0].endswith("or no step could be filled; nearest: 11")
+    assert problems(config)[0].endswith("or no step could be filled; try: 11")
     config.algorithm.filter_groups.max_num_gen_batches = 11
     assert problems(config) == []
 

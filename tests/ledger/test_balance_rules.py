@@ -29,21 +29,21 @@ def said(config, **options) -> list[str]:
             {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01},
             [
                 f"{ROUTER}_load_balancing_type=aux_loss is not here: its gradient depends on how a mini-batch is cut "
-                "into micro-batches; nearest: seq_aux_loss"
+                "into micro-batches; try: seq_aux_loss"
             ],
         ),
         (
             {"moe_router_load_balancing_type": "sinkhorn"},
-            [f"{ROUTER}_load_balancing_type=sinkhorn must be one of none, seq_aux_loss; nearest: none"],
+            [f"{ROUTER}_load_balancing_type=sinkhorn must be one of none, seq_aux_loss; did you mean: none"],
         ),
         (
             {"moe_aux_loss_coeff": 0.01},
             [
                 f"{GROUP}.moe_aux_loss_coeff=0.01 and {ROUTER}_load_balancing_type=none is of no loss without "
-                f"moe_router_load_balancing_type=seq_aux_loss; nearest: {ROUTER}_load_balancing_type=seq_aux_loss"
+                f"moe_router_load_balancing_type=seq_aux_loss; try: {ROUTER}_load_balancing_type=seq_aux_loss"
             ],
         ),
-        ({"moe_z_loss_coeff": -1.0}, [f"{GROUP}.moe_z_loss_coeff=-1 must be >= 0; nearest: 0"]),
+        ({"moe_z_loss_coeff": -1.0}, [f"{GROUP}.moe_z_loss_coeff=-1 must be >= 0; try: 0"]),
     ],
 )
 def test_losses(moe_config, options, expected):

@@ -40,7 +40,7 @@ def test_ranks(config):
     (problem,) = problems(config)
     assert problem == (
         "tp(2) * cp(2) * pp(3) must divide the 6 ranks (trainer.nnodes=1 * trainer.n_gpus_per_node=6); "
-        f"nearest: {MEGATRON}.tensor_model_parallel_size=1"
+        f"try: {MEGATRON}.tensor_model_parallel_size=1"
     )
     config.trainer.n_gpus_per_node = 12
     assert problems(config) == []
@@ -60,7 +60,7 @@ def test_ulysses_needs_heads(config):
     nearest = " ".join(f"{role}.{key}=p2p" for role in (ACTOR, "actor_rollout_ref.ref", "critic"))
     assert problem == (
         "cp_comm_type=a2a with cp(4) needs CP to divide the query heads of a TP rank, num_attention_heads(12) / tp(2) "
-        f"= 6, of {config.actor_rollout_ref.model.path}; nearest: {nearest}; "
+        f"= 6, of {config.actor_rollout_ref.model.path}; try: {nearest}; "
         "a2a goes with context_parallel_size of 1, 2, 3, 6"
     )
     config.trainer.n_gpus_per_node = 18
@@ -77,7 +77,7 @@ def test_tokens_of_a_gpu_are_its_part(config):
     (problem,) = problems(config)
     assert problem == (
         f"{ACTOR}.ppo_max_token_len_per_gpu=31 must be >= (data.max_prompt_length + data.max_response_length) / cp(2) "
-        "= 64 / cp(2); nearest: 32"
+        "= 64 / cp(2); try: 32"
     )
     config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu = 32
     assert problems(config) == []
@@ -178,10 +178,10 @@ def test_passes_that_choose(config):
     assert sorted(problems(config)) == [
         f"{ACTOR}.use_dynamic_bsz=false and critic.use_dynamic_bsz=false must be true with "
         "dynamic_context_parallel=true: "
-        f"the tokens of a pass say over how many ranks it goes; nearest: {ACTOR}.use_dynamic_bsz=true "
+        f"the tokens of a pass say over how many ranks it goes; try: {ACTOR}.use_dynamic_bsz=true "
         "critic.use_dynamic_bsz=true",
         "actor_rollout_ref.model.use_remove_padding=false must be true with dynamic_context_parallel=true: rows that "
-        "are filled up to the longest are all as long as it is; nearest: true",
+        "are filled up to the longest are all as long as it is; try: true",
     ]
 
 
@@ -203,7 +203,7 @@ def test_a_power_of_two_of_ranks_may_share(config):
     nearest = " ".join(f"{role}.megatron.context_parallel_size=2" for role in roles)
     assert problem == (
         f"{given} must be a power of two with dynamic_context_parallel=true: passes take 1, 2, 4 ... of so many ranks; "
-        f"nearest: {nearest}"
+        f"try: {nearest}"
     )
 
 

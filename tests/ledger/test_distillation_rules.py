@@ -47,7 +47,7 @@ def test_the_actors_own_head_may_be_used_once_a_step(case):
     actor = "actor_rollout_ref.actor"
     assert found == (
         f"{actor}.ppo_mini_batch_size=32 and {actor}.ppo_epochs=1 must be one optimizer step with {MODE}=forward_kl "
-        f"and a teacher self: the head that it is read with moves; nearest: {actor}.ppo_mini_batch_size=64 "
+        f"and a teacher self: the head that it is read with moves; try: {actor}.ppo_mini_batch_size=64 "
         f"{actor}.ppo_epochs=1; or set {MODE}=forward_kl_topk"
     )
     case.set({f"{actor}.ppo_mini_batch_size": 64})
@@ -65,10 +65,9 @@ def test_a_pool_of_its_own_has_its_own_layout(case):
     shared = "because all roles share one grid of processes"
     actor = "actor_rollout_ref.actor.megatron"
     assert sorted(in_words(case)) == [
-        f"{group}.dtype=bfloat16 must equal {actor}.dtype=float32, {shared}; nearest: float32",
-        f"{group}.pipeline_model_parallel_size=2 must equal {actor}.pipeline_model_parallel_size=3, {shared}; "
-        "nearest: 3",
-        f"{group}.tensor_model_parallel_size=1 must equal {actor}.tensor_model_parallel_size=2, {shared}; nearest: 2",
+        f"{group}.dtype=bfloat16 must equal {actor}.dtype=float32, {shared}; try: float32",
+        f"{group}.pipeline_model_parallel_size=2 must equal {actor}.pipeline_model_parallel_size=3, {shared}; try: 3",
+        f"{group}.tensor_model_parallel_size=1 must equal {actor}.tensor_model_parallel_size=2, {shared}; try: 2",
     ]
     case.config.pools["teachers"] = PoolConfig(1, 2)
     case.set({f"{TEACHERS}.t.pool": "teachers"})
@@ -76,7 +75,7 @@ def test_a_pool_of_its_own_has_its_own_layout(case):
     case.set({f"{group}.tensor_model_parallel_size": 2})
     assert in_words(case) == [
         f"tp(2) * pp(2) of {group} must divide the 2 ranks (pools.teachers.nnodes=1 * pools.teachers.n_gpus_per_node=2)"
-        f"; nearest: {group}.tensor_model_parallel_size=1"
+        f"; try: {group}.tensor_model_parallel_size=1"
     ]
 
 
@@ -92,7 +91,7 @@ def test_roles_of_a_teachers_pool_share_its_layout(case):
     key = "megatron.pipeline_model_parallel_size"
     assert found == (
         f"{TEACHERS}.u.{key}=1 must equal {TEACHERS}.t.{key}=2, because all roles of teachers share one grid of "
-        "processes; nearest: 2"
+        "processes; try: 2"
     )
 
 

@@ -30,23 +30,23 @@ def test_drafts_pass(drafted, way):
     [
         (
             {"speculative": "later"},
-            f"{KEY}=later must be one of ngram, earlier, mtp; nearest: earlier",
+            f"{KEY}=later must be one of ngram, earlier, mtp; did you mean: earlier",
         ),
         (
             {"speculative": "earlier", "earlier_answers_per_prompt": 0},
-            f"{ROLLOUT}.earlier_answers_per_prompt=0 must be >= 1; nearest: 1",
+            f"{ROLLOUT}.earlier_answers_per_prompt=0 must be >= 1; try: 1",
         ),
         (
             {"prompt_lookup_min": 5, "prompt_lookup_max": 3},
-            f"{ROLLOUT}.prompt_lookup_min=5 must be <= prompt_lookup_max(3); nearest: 3",
+            f"{ROLLOUT}.prompt_lookup_min=5 must be <= prompt_lookup_max(3); try: 3",
         ),
         (
             {"num_speculative_tokens": 0},
-            f"{ROLLOUT}.num_speculative_tokens=0 must be >= 1; nearest: 1",
+            f"{ROLLOUT}.num_speculative_tokens=0 must be >= 1; try: 1",
         ),
         (
             {"speculative_disable_by_batch_size": 0},
-            f"{ROLLOUT}.speculative_disable_by_batch_size=0 must be null (never) or >= 1; nearest: null",
+            f"{ROLLOUT}.speculative_disable_by_batch_size=0 must be null (never) or >= 1; try: null",
         ),
     ],
 )
@@ -61,7 +61,7 @@ def test_wrong_keys(drafted, change, expected):
 def test_no_gpu_has_run_them(drafted, way):
     """Would not catch a GPU that could."""
     drafted.trainer.device, drafted.actor_rollout_ref.rollout.speculative = "cuda", way
-    problem = f"{KEY}={way} needs trainer.device=cpu, and it is cuda: no GPU has run it; nearest: null"
+    problem = f"{KEY}={way} needs trainer.device=cpu, and it is cuda: no GPU has run it; try: null"
     assert problem in problems(drafted)
 
 
@@ -74,7 +74,7 @@ def test_the_search_needs_its_compiler(drafted, monkeypatch, way):
         importlib.util, "find_spec", lambda name, *more: None if name == "numba" else found(name, *more)
     )
     assert problems(drafted) == [
-        f"{KEY}={way} needs numba, which is not installed: pip install numba==0.65.0; nearest: null"
+        f"{KEY}={way} needs numba, which is not installed: pip install numba==0.65.0; try: null"
     ]
 
 
@@ -86,5 +86,5 @@ def test_no_experts_are_returned(drafted):
     (problem,) = [text for text in problems(drafted) if KEY in text]
     assert problem.endswith(
         "must be null where the engine returns the experts of every token, which vLLM does without drafts alone; "
-        "nearest: null"
+        "try: null"
     )

@@ -44,20 +44,20 @@ def test_a_fitting_block_with_importance_weights_passes(eight_bits):
         (
             lambda c: setattr(c.algorithm.rollout_correction, "rollout_is", None),
             f"{CORRECTION}.rollout_is=null must be token or sequence with {QUANTIZATION}=fp8: tokens are drawn by "
-            "rounded weights, and without importance weights nothing corrects for that; nearest: token",
+            "rounded weights, and without importance weights nothing corrects for that; try: token",
         ),
         (
             lambda c: setattr(c.actor_rollout_ref.rollout, "quantization_block_size", 128),
             f"{BLOCK}=128 must divide the pieces of every quantized weight: the columns of "
-            "model.layers.0.self_attn.o_proj.weight at training's tp(2) are 384 x 192 on a rank; nearest: 96",
+            "model.layers.0.self_attn.o_proj.weight at training's tp(2) are 384 x 192 on a rank; try: 96",
         ),
         (
             lambda c: setattr(c.actor_rollout_ref.rollout, "quantization_block_size", 8),
-            f"{BLOCK}=8 must be >= 16; nearest: 16",
+            f"{BLOCK}=8 must be >= 16; try: 16",
         ),
         (
             lambda c: setattr(c.actor_rollout_ref.rollout, "quantization", "int4"),
-            f"{QUANTIZATION}=int4 must be one of fp8; nearest: fp8",
+            f"{QUANTIZATION}=int4 must be one of fp8; did you mean: fp8",
         ),
         (
             lambda c: setattr(c.actor_rollout_ref.rollout, "tensor_model_parallel_size", 6),
@@ -66,7 +66,7 @@ def test_a_fitting_block_with_importance_weights_passes(eight_bits):
         (
             lambda c: setattr(c.actor_rollout_ref.rollout, "drop_train_weights", True),
             f"{ROLLOUT}.drop_train_weights=true must be false with {QUANTIZATION}=fp8: weights cannot be made again of "
-            "codes; nearest: false",
+            "codes; try: false",
         ),
         (
             lambda c: setattr(c.actor_rollout_ref.model.lora, "rank", 8),
@@ -74,7 +74,7 @@ def test_a_fitting_block_with_importance_weights_passes(eight_bits):
         ),
         (
             lambda c: setattr(c.trainer, "device", "cuda"),
-            f"{QUANTIZATION}=fp8 needs trainer.device=cpu, and it is cuda: no GPU has run it; nearest: null",
+            f"{QUANTIZATION}=fp8 needs trainer.device=cpu, and it is cuda: no GPU has run it; try: null",
         ),
     ],
 )
@@ -91,7 +91,7 @@ def test_nothing_nearer_than_whole_weights(eight_bits, tmp_path):
     """MLP columns of 20 on a rank have no block of 16. Would not catch a block between 16 and 20 that fits."""
     write_model(tmp_path / "model", intermediate_size=40)
     (found,) = problems(eight_bits)
-    assert found.startswith(f"{BLOCK}=32 must divide") and found.endswith(f"nearest: {QUANTIZATION}=null")
+    assert found.startswith(f"{BLOCK}=32 must divide") and found.endswith(f"try: {QUANTIZATION}=null")
 
 
 def test_experts_are_made_of_whole_blocks(moe_config, tmp_path):
@@ -102,7 +102,7 @@ def test_experts_are_made_of_whole_blocks(moe_config, tmp_path):
     (found,) = problems(moe_config)
     assert found == (
         f"{BLOCK}=16 must divide the pieces of every quantized weight: the gate of "
-        "model.layers.0.mlp.experts.routed_experts.w13_weight at training's tp(2) are 10 x 384 on a rank; nearest: "
+        "model.layers.0.mlp.experts.routed_experts.w13_weight at training's tp(2) are 10 x 384 on a rank; try: "
         f"{QUANTIZATION}=null"
     )
     write_model(tmp_path / "model", **EXPERTS | {"moe_intermediate_size": 32})

@@ -49,14 +49,14 @@ def loaded(*overrides: str, config: Path = ASYNC) -> RunConfig:
 def test_what_is_refused(overrides: tuple[str, ...], named: str, nearest: str) -> None:
     problems = "\n".join(map(str, preflight(loaded(*overrides))))
     key, _, value = nearest.partition("=")
-    assert named in problems and problems.endswith((f"nearest: {value}", f"nearest: {nearest}")), problems
+    assert named in problems and problems.endswith((f"try: {value}", f"try: {nearest}")), problems
     assert preflight(loaded(*overrides, f"{key}={value}")) == []
 
 
 def test_only_a_pool_of_its_own_that_runs_ahead_has_replicas() -> None:
     config = loaded(f"{ROLLOUT}.min_replicas=1", config=Path("configs/demo_cpu.yaml"))
     problems = "\n".join(map(str, preflight(config)))
-    assert "hybrid_engine=false" in problems and problems.endswith("nearest: 0")
+    assert "hybrid_engine=false" in problems and problems.endswith("try: 0")
 
 
 def test_the_plan_says_with_how_many_it_counts() -> None:

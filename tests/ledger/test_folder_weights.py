@@ -47,7 +47,7 @@ def test_what_nothing_reads_is_refused(config, tmp_path, names, said):
     (problem,) = problems(config)
     assert said in problem
     if len(names) == 2 and "layers.7" in names[1]:
-        assert "must be the number of layers, and its weights have 8" in problem and problem.endswith("nearest: 8")
+        assert "must be the number of layers, and its weights have 8" in problem and problem.endswith("try: 8")
 
 
 def test_experts_beyond_the_last_are_refused(moe_config, tmp_path):
@@ -153,7 +153,7 @@ def test_the_tokens_of_a_text_are_those_of_the_model(config, tmp_path, vocab, ad
     content["added_tokens"] = [{"content": token, "id": number} for token, number in added.items()]
     (folder / "tokenizer.json").write_text(json.dumps(content))
     found = problems(config)
-    assert found == [] if said is None else said in found[0] and found[0].endswith("nearest: 101")
+    assert found == [] if said is None else said in found[0] and found[0].endswith("try: 101")
 
 
 @pytest.mark.parametrize(("content", "said"), [({"eos_token_id": [2, 100]}, "eos_token_id 100 of its generation_")])

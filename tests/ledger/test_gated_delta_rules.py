@@ -50,32 +50,32 @@ def test_such_a_model_is_allowed(case):
     [
         (
             {f"{LORA}.rank": 16},
-            f"{LORA}.rank=16 is not there for {OWN}: its layers are this project's own; nearest: 0",
+            f"{LORA}.rank=16 is not there for {OWN}: its layers are this project's own; try: 0",
         ),
         (
             {f"{MEGATRON}.context_parallel_size": 2, "trainer.nnodes": 2},
-            "must be 1: the gated delta rule, as of FOLDER/model, is not cut over context-parallel ranks; nearest: ",
+            "must be 1: the gated delta rule, as of FOLDER/model, is not cut over context-parallel ranks; try: ",
         ),
         (
             {f"{ROLLOUT}.speculative": "ngram"},
-            f"{ROLLOUT}.speculative=ngram is not there for {OWN}; nearest: null",
+            f"{ROLLOUT}.speculative=ngram is not there for {OWN}; try: null",
         ),
         (
             {f"{ROLLOUT}.prefix_match_unit": 4},
-            f"{ROLLOUT}.prefix_match_unit=4 is not there for layers with states, which FOLDER/model has; nearest: null",
+            f"{ROLLOUT}.prefix_match_unit=4 is not there for layers with states, which FOLDER/model has; try: null",
         ),
         (
             {f"{ROLLOUT}.quantization": "fp8", "algorithm.rollout_correction.rollout_is": "token"},
-            f"{ROLLOUT}.quantization=fp8 is not there for {OWN}; nearest: null",
+            f"{ROLLOUT}.quantization=fp8 is not there for {OWN}; try: null",
         ),
         (
             {f"{MEGATRON}.override_transformer_config.transformer_impl": "te_linear", "trainer.device": "cuda"},
-            f"is not there for {OWN}: its layers are this project's own; nearest: "
+            f"is not there for {OWN}: its layers are this project's own; try: "
             f"{MEGATRON}.override_transformer_config.transformer_impl=local",
         ),
         (
             {f"{MEGATRON}.override_transformer_config.fp8": "e4m3", f"{MEGATRON}.fp8_emulate": True},
-            f"{MEGATRON}.override_transformer_config.fp8=e4m3 is not emulated for {OWN}; nearest: null",
+            f"{MEGATRON}.override_transformer_config.fp8=e4m3 is not emulated for {OWN}; try: null",
         ),
     ],
 )

@@ -42,7 +42,7 @@ def found_with(config, device: str = "cpu", emulates: bool = False, **options) -
             {"transformer_impl": "te_linear"},
             [
                 f"{IMPL}=te_linear needs trainer.device=cuda: transformer-engine computes on GPUs alone, not on cpu; "
-                "nearest: local"
+                "try: local"
             ],
         ),
         (
@@ -50,7 +50,7 @@ def found_with(config, device: str = "cpu", emulates: bool = False, **options) -
             False,
             {"fp8": "e4m3"},
             [
-                f"{FP8}=e4m3 needs trainer.device=cuda: CPUs have no products in 8 bits; nearest: null; "
+                f"{FP8}=e4m3 needs trainer.device=cuda: CPUs have no products in 8 bits; try: null; "
                 f"{EMULATE}=true rounds as FP8 does, and is slow"
             ],
         ),
@@ -58,29 +58,29 @@ def found_with(config, device: str = "cpu", emulates: bool = False, **options) -
             "cuda",
             False,
             {"fp8": "e4m3"},
-            [f"{FP8}=e4m3 needs transformer-engine; nearest: {IMPL}=te_linear"],
+            [f"{FP8}=e4m3 needs transformer-engine; try: {IMPL}=te_linear"],
         ),
         (
             "cuda",
             True,
             {"fp8": "e4m3", "transformer_impl": "te_linear"},
-            [f"{EMULATE}=true is for trainer.device=cpu alone: GPUs compute in 8 bits; nearest: false"],
+            [f"{EMULATE}=true is for trainer.device=cpu alone: GPUs compute in 8 bits; try: false"],
         ),
-        ("cpu", True, {}, [f"{EMULATE}=true needs {FP8}; nearest: false"]),
+        ("cpu", True, {}, [f"{EMULATE}=true needs {FP8}; try: false"]),
         (
             "cpu",
             True,
             {"fp8": "e4m3", "recompute_granularity": "selective"},
             [
                 f"{GROUP}.recompute_granularity=selective is not emulated with {FP8}=e4m3: Megatron recomputes "
-                "products in 8 bits by transformer-engine; nearest: null"
+                "products in 8 bits by transformer-engine; try: null"
             ],
         ),
         (
             "cpu",
             True,
             {"fp8": "e4m3", "gradient_accumulation_fusion": True},
-            [f"{GROUP}.gradient_accumulation_fusion=true is not emulated with {FP8}=e4m3; nearest: false"],
+            [f"{GROUP}.gradient_accumulation_fusion=true is not emulated with {FP8}=e4m3; try: false"],
         ),
     ],
 )
@@ -96,7 +96,7 @@ def test_models_whose_layers_are_the_projects_own(config, tmp_path: Path):
     assert (
         problem
         == f"{IMPL}=te_linear is not there for latent attention, which {latent} has: its layers are this "
-        + ("project's own; nearest: local")
+        + ("project's own; try: local")
     )
     dense = read_model_folder("model", latent)[0]
     assert dense is not None
@@ -107,8 +107,7 @@ def test_models_whose_layers_are_the_projects_own(config, tmp_path: Path):
     config.actor_rollout_ref.model.path = centred = write_model(tmp_path / "centred", **GEMMA)
     (problem,) = found_with(config, "cuda", transformer_impl="transformer_engine", fp8=None)
     assert problem == (
-        f"{IMPL}=transformer_engine has no norms whose weight w stands for 1 + w, which {centred} has; "
-        "nearest: te_linear"
+        f"{IMPL}=transformer_engine has no norms whose weight w stands for 1 + w, which {centred} has; try: te_linear"
     )
     assert found_with(config, "cuda", transformer_impl="te_linear") == []
 

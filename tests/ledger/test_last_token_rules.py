@@ -18,9 +18,9 @@ UNIT = f"{ROLLOUT}.prefix_match_unit"
     [
         (1, []),
         (32, []),
-        (0, [f"{UNIT}=0 must be null (whole blocks) or >= 1; nearest: null"]),
-        (5, [f"{UNIT}=5 must divide the 32 tokens of a block of the KV cache; nearest: 4"]),
-        (48, [f"{UNIT}=48 must divide the 32 tokens of a block of the KV cache; nearest: 32"]),
+        (0, [f"{UNIT}=0 must be null (whole blocks) or >= 1; try: null"]),
+        (5, [f"{UNIT}=5 must divide the 32 tokens of a block of the KV cache; try: 4"]),
+        (48, [f"{UNIT}=48 must divide the 32 tokens of a block of the KV cache; try: 32"]),
     ],
 )
 def test_units(config, unit, expected):
@@ -32,7 +32,7 @@ def test_units(config, unit, expected):
 def test_no_gpu_has_run_it(config):
     """Would not catch a GPU that could."""
     config.actor_rollout_ref.rollout.prefix_match_unit, config.trainer.device = 4, "cuda"
-    assert f"{UNIT}=4 needs trainer.device=cpu, and it is cuda: no GPU has run it; nearest: null" in problems(config)
+    assert f"{UNIT}=4 needs trainer.device=cpu, and it is cuda: no GPU has run it; try: null" in problems(config)
 
 
 def test_experts_of_shared_tokens_are_not_there(config):
@@ -64,32 +64,32 @@ def test_late_groups_pass(late):
     [
         (
             {f"{ROLLOUT}.over_sample_rate": 0.6},
-            f"{ROLLOUT}.over_sample_rate=0.6 must be >= 0 and <= 0.5; nearest: 0.5",
+            f"{ROLLOUT}.over_sample_rate=0.6 must be >= 0 and <= 0.5; try: 0.5",
         ),
         (
             {"trainer.rollout_ahead": 0},
             f"{ROLLOUT}.over_sample_rate=0.2 and trainer.rollout_ahead=0 needs trainer.rollout_ahead >= 1, the steps "
-            "that a group may be late: its tokens are trained that many steps later; nearest: 0",
+            "that a group may be late: its tokens are trained that many steps later; try: 0",
         ),
         (
             {"async_training.straggler_policy": "resample"},
             "async_training.straggler_policy=resample must be wait with over_sample_rate: the last answers of a batch "
-            "go on in the next step; nearest: wait",
+            "go on in the next step; try: wait",
         ),
         (
             {"algorithm.adv_estimator": "remax"},
             f"{ROLLOUT}.over_sample_rate=0.2 and algorithm.adv_estimator=remax must be 0 where an estimator compares "
-            f"with greedy answers, which are drawn with their batch; nearest: 0",
+            f"with greedy answers, which are drawn with their batch; try: 0",
         ),
         (
             {f"{ROLLOUT}.multi_turn.enable": True},
             f"{ROLLOUT}.over_sample_rate=0.2 and {ROLLOUT}.multi_turn.enable=true must be 0 with answers of several "
-            f"turns: an environment knows an episode by its place in the batch; nearest: 0",
+            f"turns: an environment knows an episode by its place in the batch; try: 0",
         ),
         (
             {"actor_rollout_ref.hybrid_engine": False, f"{ROLLOUT}.nnodes": 1, f"{ROLLOUT}.n_gpus_per_node": 2},
             f"{ROLLOUT}.over_sample_rate=0.2 must be 0 where the rollout has a pool of its own: replicas go on with "
-            "later batches without waiting; nearest: 0",
+            "later batches without waiting; try: 0",
         ),
     ],
 )
@@ -107,5 +107,5 @@ def test_batches_beside_the_schedule_have_no_order(config):
     config.algorithm.filter_groups.enable = True
     assert (
         f"{ROLLOUT}.longest_first=true must be false with algorithm.filter_groups.enable=true, whose batches are drawn "
-        "beside the schedule; nearest: false"
+        "beside the schedule; try: false"
     ) in problems(config)

@@ -51,36 +51,36 @@ def test_adapters_are_allowed(case):
         (
             {"alpha": 0.0},
             f"{LORA}.alpha=0 must be > 0 with {LORA}.rank=16: adapters would add nothing, and have no gradients; "
-            "nearest: 32",
+            "try: 32",
         ),
-        ({"rank": 513}, f"{LORA}.rank=513 must be at most 512; nearest: 512"),
+        ({"rank": 513}, f"{LORA}.rank=513 must be at most 512; try: 512"),
         (
             {"rank": 193},
             f"{LORA}.rank=193 must be <= 192, the smaller side of model.layers.0.self_attn.k_proj [192, 384] of "
-            "FOLDER/model; nearest: 192",
+            "FOLDER/model; try: 192",
         ),
         (
             {"target_modules": ["q_poj", "linear_fc2"]},
             f"{LORA}.target_modules=['q_poj', 'linear_fc2'] names no linear of FOLDER/model with q_poj; it has "
-            f"{ALIASES}; nearest: ['q_proj', 'linear_fc2']",
+            f"{ALIASES}; did you mean: ['q_proj', 'linear_fc2']",
         ),
         (
             {"exclude_modules": ["*.layers.9.*"]},
             f"{LORA}.exclude_modules=['*.layers.9.*'] names no linear of FOLDER/model with *.layers.9.*; it has "
-            f"{ALIASES}; nearest: ['NEAREST']",
+            f"{ALIASES}; did you mean: ['NEAREST']",
         ),
         (
             {"exclude_modules": ["all-linear"]},
             f"{LORA}.target_modules=['linear_qkv', 'linear_proj', 'linear_fc1', 'linear_fc2'] and "
             f"{LORA}.exclude_modules=['all-linear'] leave no linear of FOLDER/model with an adapter; "
-            f"nearest: {LORA}.exclude_modules=[]",
+            f"try: {LORA}.exclude_modules=[]",
         ),
         (
             {"target_modules": ["*.layers.2.*"]},
             f"{LORA}.target_modules=['*.layers.2.*'] and {LORA}.exclude_modules=[] and "
             f"{MEGATRON}.pipeline_model_parallel_size=3 leave pipeline stage 0, 2 without "
             "an adapter: each must train something; "
-            "nearest: ['linear_qkv', 'linear_proj', 'linear_fc1', 'linear_fc2']",
+            "try: ['linear_qkv', 'linear_proj', 'linear_fc1', 'linear_fc2']",
         ),
     ],
 )
@@ -100,10 +100,10 @@ def test_what_merging_goes_with(case):
     assert in_words(case) == []
     case.set({"actor_rollout_ref.rollout.drop_train_weights": True})
     rule = "does not go with drop_train_weights=true: the base cannot be made again of merged weights"
-    assert f"{LORA}.merge=true {rule}; nearest: false" in in_words(case)
+    assert f"{LORA}.merge=true {rule}; try: false" in in_words(case)
     critic = "critic.model.lora"
     case.set({f"{critic}.rank": 16, f"{critic}.merge": True})
-    assert f"{critic}.merge=true is for generation, and critic has none; nearest: false" in in_words(case)
+    assert f"{critic}.merge=true is for generation, and critic has none; try: false" in in_words(case)
 
 
 def test_all_faults_at_once(case):
@@ -119,7 +119,7 @@ def test_all_faults_at_once(case):
         f"{LORA}.target_modules",
     ]
     assert found[2].endswith(
-        f"is not there with {LORA}.rank=16: frozen weights and adapters are not rounded to 8 bits; nearest: null"
+        f"is not there with {LORA}.rank=16: frozen weights and adapters are not rounded to 8 bits; try: null"
     )
 
 
@@ -134,7 +134,7 @@ def test_routed_experts(tmp_path):
     reach = "reach the routed experts of FOLDER/model, such as model.layers.0.mlp.experts.{expert}.gate_proj"
     excluded = f"{LORA}.exclude_modules=['*.experts.*']"
     assert in_words(case) == [
-        f"{targets} and {LORA}.merge=false {reach}, whose adapters generation reads merged alone; nearest: "
+        f"{targets} and {LORA}.merge=false {reach}, whose adapters generation reads merged alone; try: "
         f"{LORA}.merge=true; or {excluded}, which gives them none"
     ]
     case.set({f"{LORA}.exclude_modules": ["*.experts.*"]})
@@ -144,10 +144,10 @@ def test_routed_experts(tmp_path):
     case.set({f"{LORA}.target_modules": ["linear_qkv", "gate_proj"]})
     (half,) = in_words(case)
     assert half.endswith(
-        f"and not its other half: gate and up are one parameter in PEFT; nearest: {targets} {LORA}.exclude_modules=[]"
+        f"and not its other half: gate and up are one parameter in PEFT; try: {targets} {LORA}.exclude_modules=[]"
     )
     case.set({f"{LORA}.target_modules": ["*.experts.*"], "trainer.device": "cuda"})
-    rule = f"{reach}, and adapters of experts have run on CPUs alone; nearest: {excluded} {targets}"
+    rule = f"{reach}, and adapters of experts have run on CPUs alone; try: {excluded} {targets}"
     assert f"{LORA}.target_modules=['*.experts.*'] and trainer.device=cuda {rule}" in in_words(case)
 
 
@@ -156,15 +156,13 @@ def test_other_implementations_are_refused(case):
     name = f"{MEGATRON}.override_transformer_config.transformer_impl"
     case.set({name: "te_linear", "trainer.device": "cuda"})
     expected = f"{name}=te_linear is not there with {LORA}.rank=16: adapters are on Megatron's own linears"
-    assert f"{expected}; nearest: local" in in_words(case)
+    assert f"{expected}; try: local" in in_words(case)
 
 
 def test_latent_attention_is_refused(case):
     """By its name. Would not catch a family whose linears are hidden elsewhere."""
     case.model(**LATENT)
-    expected = (
-        "is not there for latent attention, which FOLDER/model has: its layers are this project's own; nearest: 0"
-    )
+    expected = "is not there for latent attention, which FOLDER/model has: its layers are this project's own; try: 0"
     assert f"{LORA}.rank=16 {expected}" in in_words(case)
 
 
@@ -175,7 +173,7 @@ def test_a_critic_has_the_same_rules(case):
     assert CRITIC in {role.name for role in roles_of(case.config)}
     assert in_words(case) == [
         "critic.model.lora.alpha=0 must be > 0 with critic.model.lora.rank=8: adapters would add nothing, and have "
-        "no gradients; nearest: 32"
+        "no gradients; try: 32"
     ]
 
 
@@ -196,12 +194,12 @@ def test_a_peft_folder_decides_rank_and_alpha(case):
     """Equal ones pass, and with rank=0 the folder's is offered. Would not catch other settings of a folder."""
     folder_of(case, lora_alpha=8)
     assert in_words(case) == [
-        f"{LORA}.alpha=32 must be 8, the lora_alpha of {LORA}.adapter_path=FOLDER/adapter; nearest: 8"
+        f"{LORA}.alpha=32 must be 8, the lora_alpha of {LORA}.adapter_path=FOLDER/adapter; try: 8"
     ]
     case.set({f"{LORA}.alpha": 8.0})
     assert in_words(case) == []
     case.set({f"{LORA}.rank": 0})
-    assert in_words(case) == [f"{LORA}.rank=0 must be 16, the r of {LORA}.adapter_path=FOLDER/adapter; nearest: 16"]
+    assert in_words(case) == [f"{LORA}.rank=0 must be 16, the r of {LORA}.adapter_path=FOLDER/adapter; try: 16"]
 
 
 @pytest.mark.parametrize(
@@ -218,12 +216,12 @@ def test_folders_that_are_none(case, settings, expected):
     """Half of one as well. Would not catch a setting that a later PEFT adds."""
     folder = folder_of(case, **settings)
     (found,) = in_words(case)
-    assert expected in found and found.endswith("nearest: null")
+    assert expected in found and found.endswith("try: null")
     (folder / "adapter_model.safetensors").unlink()
     (folder / "adapter_config.json").unlink()
     assert in_words(case) == [
         f"{LORA}.adapter_path=FOLDER/adapter must be a PEFT folder with adapter_config.json and "
-        "adapter_model.safetensors; it lacks adapter_config.json and adapter_model.safetensors; nearest: null"
+        "adapter_model.safetensors; it lacks adapter_config.json and adapter_model.safetensors; try: null"
     ]
 
 

@@ -166,8 +166,8 @@ def test_nothing_fits(tmp_path):
 
 
 @pytest.mark.parametrize(("gpus", "per_node", "said"), [
-    (0, None, "--gpus 0 must be >= 1"), (12, None, "multiple of the 8.*nearest: --gpus 8"),
-    (10, 4, "multiple of the 4.*nearest: --gpus 8"), (10**6, None, "nearest: --gpus 16384"),
+    (0, None, "--gpus 0 must be >= 1"), (12, None, "multiple of the 8.*try: --gpus 8"),
+    (10, 4, "multiple of the 4.*try: --gpus 8"), (10**6, None, "try: --gpus 16384"),
 ])  # fmt: skip
 def test_clusters_that_are_refused(tmp_path, gpus, per_node, said):
     """Would not catch machines of different sizes."""
@@ -193,7 +193,7 @@ def test_explained_values_are_the_best_on_the_same_pools(tmp_path):
                 c.block for c in mapped.candidates[0].placed.choices
             }
     assert len(lines(found, TP)) == 4
-    with pytest.raises(ConfigError, match="must be a key that the search decides; nearest"):
+    with pytest.raises(ConfigError, match="must be a key that the search decides; did you mean"):
         explain(mapped, "trainer.seed")
 
 

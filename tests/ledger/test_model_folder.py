@@ -67,8 +67,8 @@ def test_gemma_folders(config, tmp_path, changes, expected):
         ({"decoder_sparse_step": 0}, "decoder_sparse_step=0 of "),
         ({"num_experts": None}, "num_experts=null of "),
         ({"moe_intermediate_size": "20"}, 'moe_intermediate_size="20" of '),
-        ({"num_experts_per_tok": 9}, "must be >= 1 and <= num_experts(8); nearest: 8"),
-        ({"num_experts_per_tok": 1}, "nearest: norm_topk_prob=false"),
+        ({"num_experts_per_tok": 9}, "must be >= 1 and <= num_experts(8); try: 8"),
+        ({"num_experts_per_tok": 1}, "try: norm_topk_prob=false"),
     ],
 )
 def test_experts_that_cannot_be_trained(moe_config, tmp_path, changes, expected):
@@ -154,7 +154,7 @@ def test_a_window_may_not_cut_anything_off(config, tmp_path, changes, limit):
     path = write_model(tmp_path / "model", **changes)
     expected = []
     if limit is not None:
-        rule = f"must be <= sliding_window({limit}) of {path}; nearest: data.max_response_length={limit - 16}"
+        rule = f"must be <= sliding_window({limit}) of {path}; try: data.max_response_length={limit - 16}"
         expected = [f"data.max_prompt_length=16 + data.max_response_length=48 {rule}"]
     assert problems(config) == expected
 
@@ -168,11 +168,11 @@ def test_mixtral_has_its_own_names(moe_config, tmp_path):
     set_experts(moe_config, expert_model_parallel_size=1, expert_tensor_parallel_size=4)
     write_model(tmp_path / "model", **mixtral | {"intermediate_size": 18})
     assert problems(moe_config) == [
-        f"etp(4) must divide intermediate_size(18) of {path}; nearest: {MEGATRON}.expert_tensor_parallel_size=2"
+        f"etp(4) must divide intermediate_size(18) of {path}; try: {MEGATRON}.expert_tensor_parallel_size=2"
     ]
     write_model(tmp_path / "model", **mixtral | {"num_experts_per_tok": 1})
     (problem,) = problems(moe_config)
-    assert problem.endswith("nearest: 2")
+    assert problem.endswith("try: 2")
 
 
 REWARD = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
@@ -184,7 +184,7 @@ def test_a_critic_may_start_from_a_reward_model(config, tmp_path):
     assert problems(config) == []
     path = write_model(tmp_path / "critic", **REWARD | {"id2label": None})
     assert problems(config) == [
-        f"num_labels=2 of {path}/config.json must be 1, because critic.model.path is to give one value; nearest: 1"
+        f"num_labels=2 of {path}/config.json must be 1, because critic.model.path is to give one value; try: 1"
     ]
 
 
@@ -203,14 +203,14 @@ def test_a_reward_model_is_a_classifier_with_one_label(config, tmp_path):
     with_reward_model(config, language_model)
     (problem,) = problems(config)
     assert problem.startswith('architectures=["Qwen2ForCausalLM"] of') and "must be one of" in problem
-    assert problem.endswith('for reward_model.model.path; nearest: ["Qwen2ForSequenceClassification"]')
+    assert problem.endswith('for reward_model.model.path; try: ["Qwen2ForSequenceClassification"]')
     write_model(tmp_path / "reward", **REWARD | {"id2label": None})
     with_reward_model(config, path)
     (problem,) = problems(config)
     assert "must be 1, because reward_model.model.path is to give one value" in problem
     with_reward_model(config, str(tmp_path / "rewart"))
     (problem,) = problems(config)
-    assert "there is none; nearest: " in problem
+    assert "there is none; did you mean: " in problem
     config.reward_model.enable = False
     assert problems(config) == []
 
@@ -245,7 +245,7 @@ def test_every_reward_model_is_checked(config, tmp_path):
     (problem,) = problems(config)
     assert problem.startswith(f"reward_models.helpful.model.path={paths[1]} must have the actor's tokens, or read text")
     assert "1 of 1 have other numbers" in problem
-    assert problem.endswith(f"nearest: reward_models.helpful.model.input_tokenizer={tmp_path / 'model'}")
+    assert problem.endswith(f"try: reward_models.helpful.model.input_tokenizer={tmp_path / 'model'}")
     (tmp_path / "helpful" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
     write_model(tmp_path / "helpful", **REWARD | {"num_hidden_layers": 4})
     (tmp_path / "helpful" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
@@ -285,7 +285,7 @@ def test_an_actor_may_not_start_from_a_reward_model(config, tmp_path):
     """It has no vocabulary head. Would not catch a classifier's folder that says it is a language model."""
     write_model(tmp_path / "model", **REWARD)
     (problem,) = problems(config)
-    assert problem.endswith('for actor_rollout_ref.model.path; nearest: ["Qwen2ForCausalLM"]')
+    assert problem.endswith('for actor_rollout_ref.model.path; try: ["Qwen2ForCausalLM"]')
     assert not set(FAMILIES) & set(REWARD_FAMILIES)
 
 
@@ -302,7 +302,7 @@ def test_another_critic_is_checked_too(config, tmp_path):
     config.critic.model.path = write_model(tmp_path / "critic", num_hidden_layers=4, vocab_size=200)
     layers, vocabulary = problems(config)
     assert layers.startswith("pp(3) must divide num_hidden_layers(4)") and layers.endswith(
-        f"nearest: {MEGATRON}.pipeline_model_parallel_size=1"
+        f"try: {MEGATRON}.pipeline_model_parallel_size=1"
     )
     assert "vocab_size must be equal: 100 of" in vocabulary
     config.critic.model.path = str(tmp_path / "absent")
@@ -353,12 +353,12 @@ def test_what_latent_attention_is_not_combined_with(moe_config, tmp_path):
     actor, rollout = moe_config.actor_rollout_ref.actor, moe_config.actor_rollout_ref.rollout
     actor.router_replay.mode, rollout.enable_rollout_routing_replay = "R3", True
     mode, returns = problems(moe_config)
-    assert mode.endswith("without which it hands out no experts; nearest: R2")
-    assert returns.endswith("nearest: false")
+    assert mode.endswith("without which it hands out no experts; try: R2")
+    assert returns.endswith("try: false")
     actor.router_replay.mode, rollout.enable_rollout_routing_replay = "R2", False
     assert problems(moe_config) == []
     moe_config.trainer.n_gpus_per_node *= 2
     for role in (actor, moe_config.actor_rollout_ref.ref, moe_config.critic):
         role.megatron.context_parallel_size = 2
     (cut,) = problems(moe_config)
-    assert "must be 1: latent attention, as of" in cut and f"nearest: {MEGATRON}.context_parallel_size=1" in cut
+    assert "must be 1: latent attention, as of" in cut and f"try: {MEGATRON}.context_parallel_size=1" in cut

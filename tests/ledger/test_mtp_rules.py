@@ -70,28 +70,28 @@ def test_a_model_with_a_layer_passes(guessing):
             "rank",
             8,
             f"{KEY}=mtp and actor_rollout_ref.model.lora.rank=8 do not go together: adapters are not of the layer that "
-            "guesses; nearest: earlier",
+            "guesses; try: earlier",
         ),
         (
             "async_training",
             "partial_rollout",
             True,
             f"{KEY}=mtp and async_training.partial_rollout=true do not go together: engine steps are counted, and how "
-            "many a guess saves depends on rounding; nearest: earlier",
+            "many a guess saves depends on rounding; try: earlier",
         ),
         (
             ROLLOUT,
             "over_sample_rate",
             0.2,
             f"{KEY}=mtp and {ROLLOUT}.over_sample_rate=0.2 do not go together: engine steps are counted, and how many "
-            "a guess saves depends on rounding; nearest: earlier",
+            "a guess saves depends on rounding; try: earlier",
         ),
         (
             ROLLOUT,
             "quantization",
             "fp8",
             f"{KEY}=mtp and {ROLLOUT}.quantization=fp8 do not go together: the layer has no weights in 8 bits; "
-            "nearest: earlier",
+            "try: earlier",
         ),
     ],
 )
@@ -110,14 +110,14 @@ def test_training_needs_rows_that_lie_apart(guessing):
     shared.actor.mtp_loss_scaling_factor, shared.model.enable_tree_training = 0.1, True
     assert about_mtp(guessing) == [
         f"{FACTOR}=0.1 and actor_rollout_ref.model.enable_tree_training=true do not go together: of a trie's token "
-        "several may be the next; nearest: 0"
+        "several may be the next; try: 0"
     ]
 
 
 def test_a_weight_without_guesses(config):
     """Would not catch a run that wants to train the layer for later."""
     config.actor_rollout_ref.actor.mtp_loss_scaling_factor = 0.1
-    assert about_mtp(config) == [f"{FACTOR}=0.1 trains a layer that only {KEY}=mtp reads; nearest: 0"]
+    assert about_mtp(config) == [f"{FACTOR}=0.1 trains a layer that only {KEY}=mtp reads; try: 0"]
 
 
 def test_models_without_a_layer(guessing):
@@ -126,15 +126,13 @@ def test_models_without_a_layer(guessing):
     folder, begin = Path(path), f"{KEY}=mtp needs a multi-token prediction layer in {path}: "
     write_model(folder)
     able = "DeepseekV3ForCausalLM, Glm4MoeForCausalLM, Glm4MoeLiteForCausalLM"
-    assert about_mtp(guessing) == [f"{begin}Qwen2ForCausalLM has none that is read; {able} have; nearest: earlier"]
+    assert about_mtp(guessing) == [f"{begin}Qwen2ForCausalLM has none that is read; {able} have; try: earlier"]
     write_model(folder, **LATENT | {"num_nextn_predict_layers": 2})
     (problem,) = about_mtp(guessing)
-    assert problem == (
-        f"{begin}num_nextn_predict_layers of its config.json is 2, and one layer is read; nearest: earlier"
-    )
+    assert problem == (f"{begin}num_nextn_predict_layers of its config.json is 2, and one layer is read; try: earlier")
     write_model(folder, **LATENT)
     write_layer(folder, lacking="hnorm.weight")
-    assert about_mtp(guessing) == [f"{begin}its folder lacks model.layers.6.hnorm.weight; nearest: earlier"]
+    assert about_mtp(guessing) == [f"{begin}its folder lacks model.layers.6.hnorm.weight; try: earlier"]
 
 
 def test_a_plan_counts_the_layer_once(guessing):

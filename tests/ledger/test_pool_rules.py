@@ -22,7 +22,7 @@ def test_a_misspelt_pool_is_said_once(config):
         role.pool = "trian"
     keys = [f"actor_rollout_ref.{name}.pool" for name in ("actor", "ref", "rollout")]
     (problem,) = problems(config)
-    rule = "must be a pool that is defined: global_pool, train; nearest: "
+    rule = "must be a pool that is defined: global_pool, train; did you mean: "
     assert problem.startswith(" and ".join(f"{key}=trian" for key in keys))
     assert problem.endswith(rule + " ".join(f"{key}=train" for key in keys))
 
@@ -32,7 +32,7 @@ def test_a_critic_inherits_a_layout_that_its_pool_cannot_have(config):
     config.critic.pool, config.pools["own"] = "own", PoolConfig(2, 2)
     assert problems(config) == [
         "tp(2) * pp(3) of critic.megatron must divide the 4 ranks (pools.own.nnodes=2 * pools.own.n_gpus_per_node=2); "
-        f"nearest: critic.megatron.{PP}=2"
+        f"try: critic.megatron.{PP}=2"
     ]
     config.critic.megatron.pipeline_model_parallel_size = 2
     assert problems(config) == []
@@ -50,11 +50,10 @@ def test_each_pool_is_checked_by_itself_and_all_at_once(config, tmp_path):
     reward.megatron.expert_model_parallel_size, reward.megatron.pipeline_model_parallel_size = 2, 1
     path = shared.model.path
     assert problems(config) == [
-        f"pp(4) must divide num_hidden_layers(6) ({path}); nearest: critic.megatron.{PP}=2",
+        f"pp(4) must divide num_hidden_layers(6) ({path}); try: critic.megatron.{PP}=2",
         "reward_model.megatron.expert_model_parallel_size=2 needs a model with experts, and "
-        f"{reward.model.path} has none; nearest: 1",
-        f"{ROLLOUT}.{TP}=2 must divide the 3 ranks of gen (pools.gen.nnodes=1 * pools.gen.n_gpus_per_node=3); "
-        "nearest: 1",
+        f"{reward.model.path} has none; try: 1",
+        f"{ROLLOUT}.{TP}=2 must divide the 3 ranks of gen (pools.gen.nnodes=1 * pools.gen.n_gpus_per_node=3); try: 1",
     ]
 
 
@@ -68,12 +67,12 @@ def test_only_roles_of_one_pool_share_a_layout(config, tmp_path):
     config.critic.megatron.dtype = "bfloat16"
     rule = "because all roles of values share one grid of processes"
     assert problems(config) == [
-        f"reward_model.megatron.dtype=float32 must equal critic.megatron.dtype=bfloat16, {rule}; nearest: bfloat16"
+        f"reward_model.megatron.dtype=float32 must equal critic.megatron.dtype=bfloat16, {rule}; try: bfloat16"
     ]
     shared.ref.pool = "values"
     # Now the reference leads, which is built before.
     equal = "critic.megatron.dtype=bfloat16 must equal actor_rollout_ref.ref.megatron.dtype=float32"
-    assert problems(config) == [f"{equal}, {rule}; nearest: float32"]
+    assert problems(config) == [f"{equal}, {rule}; try: float32"]
 
 
 def test_what_a_split_rollout_allows(config):
@@ -85,7 +84,7 @@ def test_what_a_split_rollout_allows(config):
     shared.rollout.drop_train_weights = True
     assert problems(config) == [
         f"{ROLLOUT}.drop_train_weights=true must be false, as the rollout is in rollout_pool and the actor in "
-        "global_pool: there is nothing to drop; nearest: false"
+        "global_pool: there is nothing to drop; try: false"
     ]
     shared.hybrid_engine, shared.rollout.nnodes = None, 0
     shared.rollout.drop_train_weights = False
@@ -107,19 +106,19 @@ def test_what_a_split_rollout_allows(config):
             "gen",
             0,
             [f"{ROLLOUT}.pool=gen and {HYBRID}=true do not go together: true means that the rollout is in the "
-             f"actor's pool, {ACTOR}.pool=global_pool; nearest: {HYBRID}=null"],
+             f"actor's pool, {ACTOR}.pool=global_pool; try: {HYBRID}=null"],
         ),
         (
             False,
             "global_pool",
             0,
-            [f"{ROLLOUT}.nnodes=0 must be >= 1, as {HYBRID}=false gives the rollout a pool of its own; nearest: 1"],
+            [f"{ROLLOUT}.nnodes=0 must be >= 1, as {HYBRID}=false gives the rollout a pool of its own; try: 1"],
         ),
         (
             False,
             "gen",
             1,
-            [f"{ROLLOUT}.pool=gen and {ROLLOUT}.nnodes=1 both place the rollout; nearest: "
+            [f"{ROLLOUT}.pool=gen and {ROLLOUT}.nnodes=1 both place the rollout; try: "
              f"{ROLLOUT}.nnodes=0"],
         ),
         (
@@ -127,7 +126,7 @@ def test_what_a_split_rollout_allows(config):
             "gen",
             1,
             [f"{ROLLOUT}.nnodes=1 must be 0, as {HYBRID}=null: only with false does the rollout have rollout_pool; "
-             f"nearest: 0; or set {HYBRID}=false"],
+             f"try: 0; or set {HYBRID}=false"],
         ),
         (None, "rollout_pool", 0, [f"{ROLLOUT}.pool=rollout_pool must be a pool that is defined"]),
     ],
@@ -169,6 +168,6 @@ def test_sizes_that_no_pool_has(config):
     """Each by its key; other rules do not divide by them. Would not catch a cluster that is too small."""
     config.critic.pool, config.pools["own"] = "own", PoolConfig(0, 10**9)
     assert problems(config) == [
-        "pools.own.nnodes=0 must be >= 1 and <= 100000; nearest: 1",
-        "pools.own.n_gpus_per_node=1000000000 must be >= 1 and <= 100000; nearest: 100000",
+        "pools.own.nnodes=0 must be >= 1 and <= 100000; try: 1",
+        "pools.own.n_gpus_per_node=1000000000 must be >= 1 and <= 100000; try: 100000",
     ]

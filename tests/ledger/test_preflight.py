@@ -48,7 +48,7 @@ def test_nothing_is_written_into_a_checkpoint(config, tmp_path, key):
     (folder / "manifest.json").write_text(Manifest(FORMAT, 2, {}, {}).to_json())
     put(config, key, f"{folder}/actor/new")
     (problem,) = problems(config)
-    assert problem == f"{key}={folder}/actor/new must not lie in a checkpoint, {folder}; nearest: {folder}-new"
+    assert problem == f"{key}={folder}/actor/new must not lie in a checkpoint, {folder}; try: {folder}-new"
 
 
 def test_a_good_run_has_no_violations(config):
@@ -77,7 +77,7 @@ def test_tp_times_pp_must_divide_the_ranks(config):
     set_pp(config, 2)
     (problem,) = problems(config)
     assert problem == (
-        "tp(2) * pp(2) must divide the 6 ranks (trainer.nnodes=1 * trainer.n_gpus_per_node=6); nearest: "
+        "tp(2) * pp(2) must divide the 6 ranks (trainer.nnodes=1 * trainer.n_gpus_per_node=6); try: "
         f"{MEGATRON}.pipeline_model_parallel_size=3"
     )
 
@@ -88,7 +88,7 @@ def test_tp_must_divide_everything_it_cuts(config):
     set_tp(config, 4)
     (problem,) = problems(config)
     path = config.actor_rollout_ref.model.path
-    assert problem == f"tp(4) must divide num_key_value_heads(6) of {path}; nearest: {TP}=2"
+    assert problem == f"tp(4) must divide num_key_value_heads(6) of {path}; try: {TP}=2"
 
 
 def test_vocabulary_is_padded_for_any_tp(config):
@@ -109,7 +109,7 @@ def test_pp_must_divide_the_layers(config):
     set_pp(config, 4)
     (problem,) = problems(config)
     path = config.actor_rollout_ref.model.path
-    assert problem == f"pp(4) must divide num_hidden_layers(6) ({path}); nearest: {PP}=2"
+    assert problem == f"pp(4) must divide num_hidden_layers(6) ({path}); try: {PP}=2"
 
 
 VPP = "virtual_pipeline_model_parallel_size"
@@ -174,14 +174,14 @@ def test_stages_that_do_not_share_six_layers(config, pp, shares, rule, nearest):
     """One number is changed where that is enough. Would not catch a nearer choice that was passed over."""
     set_stages(config, pp, **shares)
     (problem,) = problems(config)
-    assert rule in problem and f"({config.actor_rollout_ref.model.path}); nearest: {nearest}" in problem
+    assert rule in problem and f"({config.actor_rollout_ref.model.path}); try: {nearest}" in problem
 
 
 def test_open_stage_keys_must_be_at_least_one(config):
     """Each is refused once, and no other rule divides by it. Would not catch a wrong upper end."""
     set_stages(config, 3, **{VPP: 0})
     named = f"{MEGATRON}.{VPP}=0 and critic.megatron.{VPP}=0"
-    assert problems(config) == [f"{named} must be >= 1; nearest: {MEGATRON}.{VPP}=null critic.megatron.{VPP}=null"]
+    assert problems(config) == [f"{named} must be >= 1; try: {MEGATRON}.{VPP}=null critic.megatron.{VPP}=null"]
 
 
 @pytest.mark.parametrize(("ep", "etp"), [(1, None), (2, None), (4, 1), (2, 2), (1, 4), (1, 1)])
@@ -196,21 +196,21 @@ def test_expert_layouts_that_fit(moe_config, ep, etp):
     [
         (
             {"expert_model_parallel_size": 4},
-            f"etp(2) * ep(4) must divide the 4 ranks of a stage (12 ranks / pp(3)); nearest: {EP}=2",
+            f"etp(2) * ep(4) must divide the 4 ranks of a stage (12 ranks / pp(3)); try: {EP}=2",
         ),
         (
             {"expert_tensor_parallel_size": 8},
-            f"etp(8) * ep(1) must divide the 4 ranks of a stage (12 ranks / pp(3)); nearest: {EP}=1 {ETP}=4",
+            f"etp(8) * ep(1) must divide the 4 ranks of a stage (12 ranks / pp(3)); try: {EP}=1 {ETP}=4",
         ),
         (
             {"sequence_parallel": False},
             "actor_rollout_ref.actor.megatron.sequence_parallel=false must be true: training experts with tp(2) > 1 "
-            "needs it; nearest: true",
+            "needs it; try: true",
         ),
         (
             {"expert_tensor_parallel_size": 0},
             f"{ETP}=0 and critic.megatron.expert_tensor_parallel_size=0 must be null (as TP) or >= 1; "
-            f"nearest: {ETP}=null critic.megatron.expert_tensor_parallel_size=null",
+            f"try: {ETP}=null critic.megatron.expert_tensor_parallel_size=null",
         ),
     ],
 )
@@ -224,9 +224,9 @@ def test_experts_must_come_out_even(moe_config, tmp_path):
     """EP4 of 6 experts, and ETP4 of 18 columns, on 4 ranks a stage. Would not catch a critic's experts."""
     path = write_model(tmp_path / "model", **EXPERTS | {"num_experts": 6, "moe_intermediate_size": 18})
     set_experts(moe_config, expert_model_parallel_size=4, expert_tensor_parallel_size=1)
-    assert problems(moe_config) == [f"{EP}=4 must divide num_experts(6) of {path}; nearest: 2"]
+    assert problems(moe_config) == [f"{EP}=4 must divide num_experts(6) of {path}; try: 2"]
     set_experts(moe_config, expert_model_parallel_size=1, expert_tensor_parallel_size=4)
-    assert problems(moe_config) == [f"etp(4) must divide moe_intermediate_size(18) of {path}; nearest: {ETP}=2"]
+    assert problems(moe_config) == [f"etp(4) must divide moe_intermediate_size(18) of {path}; try: {ETP}=2"]
 
 
 def test_expert_parallelism_needs_experts(config):
@@ -234,7 +234,7 @@ def test_expert_parallelism_needs_experts(config):
     config.trainer.n_gpus_per_node = 12
     set_experts(config, expert_model_parallel_size=2)
     path = config.actor_rollout_ref.model.path
-    assert problems(config) == [f"{EP}=2 needs a model with experts, and {path} has none; nearest: 1"]
+    assert problems(config) == [f"{EP}=2 needs a model with experts, and {path} has none; try: 1"]
 
 
 def test_roles_share_one_grid(config):
@@ -254,7 +254,7 @@ def test_roles_share_one_grid(config):
         (1, []),
         (6, ["must be one of 1, 2, 3, 4, 8 on trainer.device=cpu", "must divide padded_vocab_size(128)"]),
         (3, ["must divide padded_vocab_size(128)"]),
-        (4, ["must divide the 6 ranks; nearest: 2", "divide or be a multiple of num_key_value_heads(6)"]),
+        (4, ["must divide the 6 ranks; try: 2", "divide or be a multiple of num_key_value_heads(6)"]),
     ],
 )
 def test_rollout_tp_fits_ranks_and_model(config, size, expected):
@@ -302,7 +302,7 @@ def test_layouts_of_very_many_ranks_are_looked_through_at_once(config):
     config.trainer.nnodes, config.trainer.n_gpus_per_node = 65_536, 1000
     assert problems(config) == [
         "trainer.nnodes=65536 and trainer.n_gpus_per_node=1000 are 65536000 ranks of pool global_pool, and must be at "
-        "most 100000; nearest: trainer.nnodes=100 trainer.n_gpus_per_node=1000"
+        "most 100000; try: trainer.nnodes=100 trainer.n_gpus_per_node=1000"
     ]
     assert time.monotonic() - started < 2
     config.trainer.nnodes = 10**30
@@ -317,7 +317,7 @@ def test_batches_of_very_many_prompts_are_refused_alone(config):
     config.data.train_batch_size = config.data.gen_batch_size = 10**12
     config.actor_rollout_ref.model.path = "/nowhere"
     assert problems(config) == [
-        "data.train_batch_size=1000000000000 and data.gen_batch_size=1000000000000 must be at most 1000000; nearest: "
+        "data.train_batch_size=1000000000000 and data.gen_batch_size=1000000000000 must be at most 1000000; try: "
         "data.train_batch_size=1000000 data.gen_batch_size=1000000"
     ]
 
@@ -325,9 +325,9 @@ def test_batches_of_very_many_prompts_are_refused_alone(config):
 @pytest.mark.parametrize(
     ("group", "name", "nearest"),
     [
-        ("trainer", "default_local_dir", "; nearest: outputs/megatron_rl/run"),
-        ("trainer", "rollout_data_dir", "; nearest: null"),
-        ("custom_reward_function", "path", "; nearest: null"),
+        ("trainer", "default_local_dir", "; try: outputs/megatron_rl/run"),
+        ("trainer", "rollout_data_dir", "; try: null"),
+        ("custom_reward_function", "path", "; try: null"),
         ("actor_rollout_ref.model", "path", ""),
     ],
 )
@@ -362,7 +362,7 @@ def test_what_cannot_leave_while_generating(config):
     found = "\n".join(problems(config))
     assert "param_offload=true must be false: generation reads the actor's parameters" in found
     assert (
-        "must divide training tp(2), as drop_train_weights=true needs training shards inside of its own; nearest: 2"
+        "must divide training tp(2), as drop_train_weights=true needs training shards inside of its own; try: 2"
         in found
     )
 
@@ -373,9 +373,9 @@ def test_batch_and_length_rules(config):
     config.data.max_response_length = 49
     config.actor_rollout_ref.rollout.max_num_batched_tokens = 100
     tokens, length = problems(config)
-    assert tokens.endswith("max_num_batched_tokens=100 must be >= max_num_seqs=256; nearest: 256")
+    assert tokens.endswith("max_num_batched_tokens=100 must be >= max_num_seqs=256; try: 256")
     assert "must be <= max_position_embeddings(64)" in length
-    assert "nearest: data.max_response_length=48; " in length and "override_config" in length
+    assert "try: data.max_response_length=48; " in length and "override_config" in length
 
 
 def test_absent_files_are_named_with_a_neighbour(config, tmp_path):
@@ -384,9 +384,9 @@ def test_absent_files_are_named_with_a_neighbour(config, tmp_path):
     config.custom_reward_function.path = str(tmp_path / "nowhere" / "reward.py")
     config.actor_rollout_ref.model.path = config.critic.model.path = str(tmp_path / "modle")
     train, reward, model = problems(config)
-    assert train.startswith("data.train_files=") and train.endswith(f"nearest: {tmp_path / 'train.parquet'}")
+    assert train.startswith("data.train_files=") and train.endswith(f"did you mean: {tmp_path / 'train.parquet'}")
     assert reward.endswith(f"{tmp_path / 'nowhere'} holds none")
-    assert model.endswith(f"nearest: {tmp_path / 'model'}")
+    assert model.endswith(f"did you mean: {tmp_path / 'model'}")
 
 
 def test_every_prompt_file_of_a_list_is_sampled_stages(config, tmp_path):
@@ -399,7 +399,7 @@ def test_every_prompt_file_of_a_list_is_sampled_stages(config, tmp_path):
     wrong, missing = problems(config)
     kind = "must be a .parquet or .jsonl file"
     assert wrong == f"data.train_files={table} {kind}, by its name; rename it to table.parquet"
-    assert missing == f"data.val_files={typo} {kind}, and there is none; nearest: {tmp_path / 'test.parquet'}"
+    assert missing == f"data.val_files={typo} {kind}, and there is none; did you mean: {tmp_path / 'test.parquet'}"
 
 
 def test_folders_of_sample_tables_must_not_be_files(config, tmp_path):
@@ -407,7 +407,7 @@ def test_folders_of_sample_tables_must_not_be_files(config, tmp_path):
     file = tmp_path / "reward.py"
     config.trainer.validation_data_dir = str(file)
     (problem,) = problems(config)
-    assert problem == f"trainer.validation_data_dir={file} must be a folder, and it is a file; nearest: {file}.run"
+    assert problem == f"trainer.validation_data_dir={file} must be a folder, and it is a file; try: {file}.run"
 
 
 def test_built_in_rewards_need_no_file(config):

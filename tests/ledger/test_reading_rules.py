@@ -44,7 +44,7 @@ def test_another_vocabulary_is_read_as_text(reading, tmp_path):
     tokens, size = problems(reading)
     assert "must have the actor's tokens, or read text: 2 of 2 have other numbers" in tokens
     assert "so their vocab_size must be equal: 100 of" in size
-    assert all(problem.endswith(f"nearest: {TEXT}={actor}") for problem in (tokens, size))
+    assert all(problem.endswith(f"try: {TEXT}={actor}") for problem in (tokens, size))
 
 
 @pytest.mark.parametrize(("num_rows", "is_said"), [(60, False), (61, False), (59, True)])
@@ -66,10 +66,10 @@ def test_the_folder_of_the_actors_tokenizer(reading, tmp_path):
     reading.reward_model.model.input_tokenizer = str(tmp_path / "modle")
     (problem,) = problems(reading)
     assert problem.startswith(f"{TEXT}={tmp_path}/modle must be the folder of the actor's tokenizer, and there is none")
-    assert problem.endswith(f"nearest: {actor}")
+    assert problem.endswith(f"try: {actor}")
     reading.reward_model.model.input_tokenizer = str(tmp_path / "rewart")
     (problem,) = problems(reading)
-    assert problem.endswith(f"nearest: {actor}; a folder of a like name is {tmp_path / 'reward'}")
+    assert problem.endswith(f"try: {actor}; or did you mean: {tmp_path / 'reward'}")
     Path(actor, "chat_template.jinja").symlink_to("/dev/zero")
     reading.reward_model.model.input_tokenizer = actor
     assert f"{TEXT}={actor} must hold files that can be read: chat_template.jinja" in problems(reading)[-1]
@@ -103,7 +103,7 @@ def test_lengths_are_the_reward_models_own(reading, tmp_path):
     write_model(tmp_path / "reward", **REWARD, vocab_size=70, max_position_embeddings=50)
     assert problems(reading) == [
         f"{GROUP}.max_length=null must be <= max_position_embeddings(50) of {tmp_path}/reward; null is "
-        "data.max_prompt_length + data.max_response_length = 64; nearest: 50"
+        "data.max_prompt_length + data.max_response_length = 64; try: 50"
     ]
     reading.reward_model.max_length = 50
     assert problems(reading) == [] and score_pass(reading).longest == 50
@@ -121,7 +121,7 @@ def test_passes_have_room_for_the_longest(reading, tmp_path):
     reward = reading.reward_model
     reward.use_dynamic_bsz, reward.forward_max_token_len_per_gpu, reward.max_length = True, 100, 128
     assert problems(reading) == [
-        f"{GROUP}.forward_max_token_len_per_gpu=100 must be >= {GROUP}.max_length = 128; nearest: 128"
+        f"{GROUP}.forward_max_token_len_per_gpu=100 must be >= {GROUP}.max_length = 128; try: 128"
     ]
     reward.forward_max_token_len_per_gpu = 128
     assert problems(reading) == []
@@ -142,6 +142,4 @@ def test_a_limit_without_text_is_refused(config, tmp_path):
     config.reward_model.enable, config.reward_model.model.path = True, write_model(tmp_path / "reward", **REWARD)
     config.reward_model.max_length = 40
     (problem,) = problems(config)
-    assert problem.startswith(f"{GROUP}.max_length=40 is of no use without {TEXT}") and problem.endswith(
-        "nearest: null"
-    )
+    assert problem.startswith(f"{GROUP}.max_length=40 is of no use without {TEXT}") and problem.endswith("try: null")

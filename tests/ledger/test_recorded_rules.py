@@ -30,8 +30,8 @@ def test_a_run_without_a_record_and_one_with_it_have_no_problem(tmp_path):
     [
         ([], "has none; record a run with trainer.recorded_prompts=-1"),
         (["trainer.default_local_dir={run}"], "must be another folder than trainer.default_local_dir"),
-        (["trainer.default_local_dir={run}"], "nearest: trainer.default_local_dir={run}_again"),
-        (["trainer.rollout_ahead=1"], "nearest: trainer.rollout_ahead=0 async_training.partial_rollout=false"),
+        (["trainer.default_local_dir={run}"], "try: trainer.default_local_dir={run}_again"),
+        (["trainer.rollout_ahead=1"], "try: trainer.rollout_ahead=0 async_training.partial_rollout=false"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_can(tmp_path, overrides, said):

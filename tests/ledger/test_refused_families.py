@@ -29,7 +29,7 @@ SENTENCES = {
 def test_what_is_missing_is_said_by_name(architecture, tmp_path):
     """By both ways to a family. Would not catch a model whose config.json claims another architecture."""
     needs, nearest = SENTENCES[architecture]
-    with pytest.raises(ConfigError, match=f"needs .*{re.escape(needs)}.*; nearest: {nearest}; known: "):
+    with pytest.raises(ConfigError, match=f"needs .*{re.escape(needs)}.*; try: {nearest}; known: "):
         family_of([architecture])
     path = write_model(tmp_path / "model", **EXPERTS | {"architectures": [architecture]})
     sizes, (problem,) = read_model_folder("actor_rollout_ref.model.path", path)
@@ -41,5 +41,5 @@ def test_the_table_names_supported_architectures_alone_as_nearest():
     """Would not catch a nearest that has other sizes. The last row fits every name."""
     assert {refusal.nearest for refusal in REFUSED} - {""} <= FAMILIES.keys()
     assert refusal_of("BloomForCausalLM").needs == "models of this architecture"
-    with pytest.raises(ConfigError, match="needs models of this architecture; nearest: .*ForCausalLM; known: "):
+    with pytest.raises(ConfigError, match="needs models of this architecture; try: .*ForCausalLM; known: "):
         family_of(["BloomForCausalLM"])

@@ -22,7 +22,7 @@ def test_statistics_must_be_there(tmp_path: Path, group: str):
     (problem,) = statistics_problems(config)
     assert str(problem) == (
         f"{group}.normalize_reward=held_out needs the mean and spread of held-out scores in {group}.model.path="
-        f"{tmp_path}: it has no reward_statistics.json, and its config.json no mean and std; nearest: running; "
+        f"{tmp_path}: it has no reward_statistics.json, and its config.json no mean and std; try: running; "
         "megatron-rl reward writes them into the folder of the model that it exports"
     )
     write_statistics(tmp_path, ScoreStatistics(1.0, 2.0))

@@ -61,7 +61,7 @@ def test_a_published_config_is_accepted(sinks_config, tmp_path) -> None:
             {"rope_scaling": {k: v for k, v in YARN.items() if k != "beta_fast"}},
             "needs finite numbers > 0 for beta_fast",
         ),
-        ({"layer_types": ["full_attention"] * 6}, "a window in every second layer from the first on; nearest: "),
+        ({"layer_types": ["full_attention"] * 6}, "a window in every second layer from the first on; try: "),
         ({"attention_bias": False}, "attention_bias=false of "),
         ({"swiglu_limit": 5.0}, "swiglu_limit=5.0 of "),
         ({"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06 of "),

@@ -147,8 +147,8 @@ def test_one_fault_is_one_sentence(config) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("dpo", "--config"), "what `megatron-rl sft` trains, and this is `dpo`; nearest: megatron-rl sft"),
-        (("train", "--config"), "what `megatron-rl sft` trains, and this is `train`; nearest: megatron-rl sft"),
+        (("dpo", "--config"), "what `megatron-rl sft` trains, and this is `dpo`; try: megatron-rl sft"),
+        (("train", "--config"), "what `megatron-rl sft` trains, and this is `train`; try: megatron-rl sft"),
         (("map", "--gpus", "8", "--config"), "megatron-rl map is for PPO alone, and trainer.stage=sft"),
         (("nightly", "--config"), "megatron-rl nightly is for PPO alone, and trainer.stage=sft"),
         (("ablate", "--config"), "megatron-rl ablate is for PPO alone, and trainer.stage=sft"),

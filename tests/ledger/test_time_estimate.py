@@ -209,7 +209,9 @@ def test_hardware_files(tmp_path):
     """The project's, and one of the user's. Would not catch a number that is wrong."""
     assert known_hardware() == ["a100", "b200", "cpu", "h100", "h200"]
     assert all(load_hardware(name).memory_bytes > 1e9 for name in known_hardware())
-    with pytest.raises(ConfigError, match="hardware h10 must be one of a100, b200, cpu, h100, h200.*nearest: h100"):
+    with pytest.raises(
+        ConfigError, match="hardware h10 must be one of a100, b200, cpu, h100, h200.*did you mean: h100"
+    ):
         load_hardware("h10")
     file = tmp_path / "mine.yaml"
     file.write_text("memory_bytes: 1.0e+9\nflops: 3\n")

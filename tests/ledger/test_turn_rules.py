@@ -20,7 +20,7 @@ def said(*overrides: str) -> str:
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        ((ON, AGENT, f"{TURNS}.agent.name=three_trials"), "nearest: three_tries"),
+        ((ON, AGENT, f"{TURNS}.agent.name=three_trials"), "did you mean: three_tries"),
         ((ON, AGENT, f"{TURNS}.agent.name=Retry"), "must be a function of tests/e2e/agents_for_tests.py"),
         ((ON, AGENT, ENVIRONMENT, f"{TURNS}.environment.name=Retry"), "cannot both be set"),
         ((ON, f"{TURNS}.agent.command=[no_such_program]"), "no_such_program is not found"),

@@ -36,9 +36,7 @@ def test_two_pools_of_one_machine() -> None:
 
 def test_a_floor_above_what_is_measured() -> None:
     """With the key to change, and a value that works."""
-    with pytest.raises(
-        ConfigError, match=r"trainer\.min_link_bandwidth_gbs=1e\+06 or more; nearest: trainer\.min_link"
-    ):
+    with pytest.raises(ConfigError, match=r"trainer\.min_link_bandwidth_gbs=1e\+06 or more; try: trainer\.min_link"):
         check(NodeRules(False, {INSIDE: 1e6}))
 
 

@@ -95,7 +95,7 @@ def test_a_planted_fault_is_named(fault):
     (found,) = judge(nodes, REDUCES, RULES)
     assert found.node == NAMES[1] and found.is_fault
     assert not [word for word in words if word not in str(found)], str(found)
-    assert str(found).count("nearest: ") == 1 and found.nearest
+    assert str(found).count("try: ") == 1 and found.nearest
 
 
 def slow(kind: str, nodes: tuple[str, ...], rate: float) -> list[ReduceReport]:

@@ -111,7 +111,7 @@ def test_a_shell_script_is_run_without_what_it_starts(tmp_path, monkeypatch):
         ("HERE=$WORK/data\npython3 -m verl.trainer.main_ppo data.val_files=$HERE/x", "line 1: the variable WORK"),
         ("set -u\necho $NOPE\npython3 -m verl.trainer.main_ppo a.b=1", "line 2: the variable NOPE"),
         ("echo nothing", "starts no trainer"),
-        ("python3 -m verl.trainer.main_ppo a.b=1 \\\r\n trainer.nnodes=2\r\n", "line ends of Windows.*nearest: sed -i"),
+        ("python3 -m verl.trainer.main_ppo a.b=1 \\\r\n trainer.nnodes=2\r\n", "line ends of Windows.*try: sed -i"),
         ("while true; do :; done", "did not end within"),
     ],
 )  # fmt: skip

@@ -27,8 +27,8 @@ def test_only_what_generation_makes_is_taken():
 @pytest.mark.parametrize(
     ("steps", "last", "number", "message"),
     [
-        ([], 1, 4, "has no recorded samples; nearest: a run with trainer.recorded_prompts=-1"),
-        ([1, 2], 3, 4, "has no samples of step 3; nearest: trainer.total_training_steps=2"),
+        ([], 1, 4, "has no recorded samples; try: a run with trainer.recorded_prompts=-1"),
+        ([1, 2], 3, 4, "has no samples of step 3; try: trainer.total_training_steps=2"),
         ([1, 2], 2, 8, "has 4 samples of step 1, and this run takes 8"),
     ],
 )

@@ -63,7 +63,7 @@ def test_data_sources_choose():
     function = load_reward_function(RewardSource(None, "compute_score"))
     assert function("demo/addition", "042", "42")["score"] == 0.0
     RewardSource(None, "compute_score").check({"demo/addition"})
-    with pytest.raises(ConfigError, match=r"'opnai/gsm8k' .*nearest is 'openai/gsm8k'.*exact_match or math"):
+    with pytest.raises(ConfigError, match=r"'opnai/gsm8k' .*did you mean: openai/gsm8k.*exact_match or math"):
         RewardSource(None, "compute_score").check({"demo/addition", "opnai/gsm8k"})
     RewardSource(None, "exact_match").check({"anything"})
 

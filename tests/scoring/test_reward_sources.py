@@ -48,18 +48,18 @@ def test_every_answer_has_a_score(overrides, notes):
             (*NO_RULE, "reward_model.data_sources=[chat]", "reward_models.strict.data_sources=[math]"),
             "reward_model.data_sources=['chat'] and reward_models.strict.data_sources=['math'] leave answers to "
             "prompts of code without a score: no reward model scores them, and there is no rule; "
-            "nearest: ['chat', 'code']",
+            "try: ['chat', 'code']",
         ),
         (
             ("reward_model.rule_weight=0", "reward_model.data_sources=[chat,code]", "reward_models.strict.weight=0"),
             "reward_model.data_sources=['chat', 'code'] leave answers to prompts of math without a score: no reward "
             "model scores them, and reward_model.rule_weight=0; "
-            "nearest: ['chat', 'code', 'math']",
+            "try: ['chat', 'code', 'math']",
         ),
         (
             ("reward_models.strict.data_sources=[maths,chat]",),
             "reward_models.strict.data_sources=['maths', 'chat'] must be sources of prompts, and none has maths in "
-            "column data.reward_fn_key=data_source; there are chat, code, math; nearest: ['math', 'chat']",
+            "column data.reward_fn_key=data_source; there are chat, code, math; did you mean: ['math', 'chat']",
         ),
     ],
 )

@@ -184,7 +184,7 @@ def test_loads_a_function_from_a_file(write):
         ("import no_such_module_here", "fails to run: ModuleNotFoundError"),
         ("import sys; sys.exit(1)", "fails to run: SystemExit"),
         ("def compute_score(:", "fails to run: SyntaxError"),
-        ("def compute_scores(): ...\ndef other(): ...", "no function 'compute_score' .*nearest .*'compute_scores'"),
+        ("def compute_scores(): ...\ndef other(): ...", "no function 'compute_score' .*did you mean: compute_scores"),
         ("compute_score = 3", "no function 'compute_score' .*defines no function"),
         ("compute_score = type", "compute_score.* cannot be called with"),
         (
@@ -204,6 +204,6 @@ def test_missing_file_names_its_neighbour(write):
     """Would not catch a file that is there and may not be read."""
     path = write("")
     with pytest.raises(
-        ConfigError, match=r"custom_reward_function\.path=.*reword\.py must be .*nearest.*my_reward\.py"
+        ConfigError, match=r"custom_reward_function\.path=.*reword\.py must be .*did you mean.*my_reward\.py"
     ):
         load_reward_function(RewardSource(path.replace("reward.py", "reword.py"), "compute_score"))

@@ -159,7 +159,7 @@ def test_limits_that_leave_no_room():
         ConfigError, match="max_length=6 is too small: reward_model would read nothing of any answer, "
     ) as said:
         reader(max_length=6).check(conversations, ids)
-    assert "the shortest of 2 prompts has 6 of its tokens; nearest: reward_model.max_length=14" in str(said.value)
+    assert "the shortest of 2 prompts has 6 of its tokens; try: reward_model.max_length=14" in str(said.value)
 
 
 def test_nothing_to_read():

@@ -153,7 +153,7 @@ def test_bad_override_is_refused_before_anything_starts():
     """Code 2 and the nearest key. Would not catch a fault that only a GPU shows."""
     finished = launcher("trainer.seeed=2")
     assert finished.returncode == 2
-    assert "nearest: trainer.seed=2" in finished.stderr and "Commands" not in finished.stdout
+    assert "did you mean: trainer.seed=2" in finished.stderr and "Commands" not in finished.stdout
 
 
 def test_faults_of_a_launch_exit_with_2():
@@ -163,7 +163,7 @@ def test_faults_of_a_launch_exit_with_2():
     few_hosts = launcher(DRY_RUN="1", HOSTS="a b")
     assert few_hosts.returncode == 2 and "HOSTS names 2 machines and NNODES=8" in few_hosts.stderr
     layout = launcher(DRY_RUN="1", PP="3")
-    assert layout.returncode == 2 and "nearest: actor_rollout_ref.actor.megatron.pipeline" in layout.stderr
+    assert layout.returncode == 2 and "try: actor_rollout_ref.actor.megatron.pipeline" in layout.stderr
     assert "Commands" not in layout.stdout
     no_files = launcher()
     assert no_files.returncode == 2 and "there is none" in no_files.stderr and "*.safetensors" in no_files.stderr

@@ -75,7 +75,7 @@ def test_the_first_layout_that_fits_is_taken(tmp_path: Path) -> None:
     assert len((tmp_path / "mine/train.jsonl").read_text().splitlines()) == 256
     row = json.loads((tmp_path / "mine/val.jsonl").read_text().splitlines()[0])
     assert row["data_source"] == "mine/math"
-    with pytest.raises(ConfigError, match="already has run.yaml, reward.py, train.jsonl, val.jsonl; nearest: another"):
+    with pytest.raises(ConfigError, match="already has run.yaml, reward.py, train.jsonl, val.jsonl; try: another"):
         write_project(tmp_path / "mine", SHAPES / "qwen2.5-7b", "math", 8, is_tiny=False)
 
 
@@ -120,7 +120,7 @@ def test_a_link_in_the_folder_is_a_file_that_is_there(tmp_path: Path) -> None:
 
 
 def test_a_model_that_fits_nowhere_leaves_nothing(tmp_path: Path) -> None:
-    rule = r"no layout of 8 GPUs was planned to fit: it needs .* GB of 77.0 GB; nearest: --gpus 16"
+    rule = r"no layout of 8 GPUs was planned to fit: it needs .* GB of 77.0 GB; try: --gpus 16"
     with pytest.raises(ConfigError, match=rule):
         write_project(tmp_path / "deep/mine", SHAPES / "llama-3-70b", "math", 8, is_tiny=False)
     assert list(tmp_path.iterdir()) == []

@@ -35,7 +35,7 @@ def test_every_field_has_a_rule():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("config: a.yaml\nfold: x", "unknown key fold .*nearest: folder=x"),
+        ("config: a.yaml\nfold: x", "unknown key fold .*did you mean: folder=x"),
         ("folder: x", "must name the base configuration"),
         ("config: a.yaml\ngrid: {" + TP + ": 2}", "must map dotted keys to lists of values"),
         ("config: a.yaml\ngrid: {" + TP + ": []}", "must map dotted keys to lists of values"),

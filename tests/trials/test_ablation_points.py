@@ -120,7 +120,7 @@ def test_names_are_short_and_apart():
         ({"points": [{"name": "a/b", PP: 2}]}, "'a/b'"),
         ({"points": [{"name": "..", PP: 2}]}, r"'\.\.'"),
         ({"points": [{"name": "tp2-rollout_tp1-round2", PP: 2}], "repeats": 2}, "a further round of tp2-rollout_tp1 "),
-        ({"baseline": "tp2-rollout_tp3"}, "nearest: tp2-rollout_tp"),
+        ({"baseline": "tp2-rollout_tp3"}, "did you mean: tp2-rollout_tp"),
     ],
 )
 def test_what_cannot_be_told_apart_is_refused(changes, says):

@@ -134,7 +134,7 @@ def test_markdown_says_what_finished_first_and_why_others_did_not():
     )
     assert f"| TP4 PP1 DP1 {arrow} TP4 | crashed | 20 | exit code 3: bang |" in text
     assert "```\nfirst\nbang\n```" in text
-    assert "| e | x=9 must be less; nearest: 1 |" in text
+    assert "| e | x=9 must be less; try: 1 |" in text
 
 
 def test_a_report_without_baseline_says_so():

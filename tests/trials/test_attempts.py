@@ -93,7 +93,7 @@ def test_a_folder_is_one_ablations(tmp_path):
         pass
     (tmp_path / "other").mkdir()
     (tmp_path / "other/thesis.tex").touch()
-    says = "holds files of something else; nearest: .*other/ablation"
+    says = "holds files of something else; try: .*other/ablation"
     with pytest.raises(ConfigError, match=says), only_ablation(tmp_path / "other"):
         pass
     (folder / LOCK).unlink()

@@ -97,5 +97,5 @@ def test_a_chosen_point_must_be_there():
     points = [{"name": "map", "trainer.seed": 1}, {"name": "random-1", "trainer.seed": 2}]
     ablation = AblationConfig("unused", points=points, chosen="map")
     assert [point.name for point in points_of(ablation, {})] == ["map", "random-1"]
-    with pytest.raises(ConfigError, match="chosen=maps must be the name of a point; nearest: map"):
+    with pytest.raises(ConfigError, match="chosen=maps must be the name of a point; did you mean: map"):
         points_of(AblationConfig("unused", points=points, chosen="maps"), {})

@@ -144,9 +144,9 @@ def test_view_refuses_what_is_no_run(tmp_path):
     (tmp_path / "new").mkdir()
     (tmp_path / "new/metrics.jsonl").touch()
     for arguments, message in (
-        ([tmp_path / "no"], "no is no folder; nearest: "),
-        ([tmp_path / "empty"], "has no metrics.jsonl; nearest: trainer.default_local_dir"),
-        ([tmp_path / "runs"], f"nearest: {run}"),
+        ([tmp_path / "no"], "no is no folder; try: "),
+        ([tmp_path / "empty"], "has no metrics.jsonl; try: trainer.default_local_dir"),
+        ([tmp_path / "runs"], f"try: {run}"),
         ([tmp_path / "new"], "has no step yet"),
         ([run, tmp_path / "empty"], "has no metrics.jsonl"),
         ([run, "--out", tmp_path / "page.txt"], "must end in one of .html"),

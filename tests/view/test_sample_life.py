@@ -55,7 +55,7 @@ def test_outcomes(row, outcome):
 
 @pytest.mark.parametrize(("row", "nearest"), [(4, 3), (-1, 0)])
 def test_a_sample_that_is_not_there_is_refused(row, nearest):
-    with pytest.raises(ConfigError, match=f"nearest: --sample {nearest}$"):
+    with pytest.raises(ConfigError, match=f"try: --sample {nearest}$"):
         sample_life(recorded(), row)
 
 
@@ -76,7 +76,7 @@ def test_explain_prints_texts_as_they_are(tmp_path):
 
 @pytest.mark.parametrize(
     ("folder", "step", "message"),
-    [("no", "6", "is no folder"), ("empty", "6", "has no recorded samples"), ("run", "9", "nearest: --step 6")],
+    [("no", "6", "is no folder"), ("empty", "6", "has no recorded samples"), ("run", "9", "try: --step 6")],
 )
 def test_explain_refuses_what_is_not_recorded(tmp_path, folder, step, message):
     write_step(tmp_path / "run/samples", recorded())

@@ -33,7 +33,7 @@ def explain(mapped: Mapped, key: str) -> list[Other]:
     winner = mapped.candidates[0]
     if key not in winner.settings:
         nearest = nearest_name(key, winner.settings)
-        raise ConfigError(f"--explain {key} must be a key that the search decides; nearest: --explain {nearest}")
+        raise ConfigError(f"--explain {key} must be a key that the search decides; did you mean: --explain {nearest}")
     values = values_of(mapped.request, key, winner.settings[key])
     others = [_other(mapped.request, winner, key, value) for value in values]
     return [Other(winner.settings[key], winner, "chosen"), *others]

@@ -106,14 +106,14 @@ def cluster_of(config: RunConfig, gpus: int, per_node: int | None, keeps: Keeps)
     """Return the cluster: machines of 8 GPUs, or of all if there are fewer; on CPUs one machine. Raises ConfigError."""
     if not 1 <= gpus <= MOST_GPUS:
         nearest = min(max(1, gpus), MOST_GPUS)
-        raise ConfigError(f"--gpus {gpus} must be >= 1 and <= {MOST_GPUS}; nearest: --gpus {nearest}")
+        raise ConfigError(f"--gpus {gpus} must be >= 1 and <= {MOST_GPUS}; try: --gpus {nearest}")
     if per_node is not None and not 1 <= per_node <= gpus:
         nearest = min(max(1, per_node), gpus)
-        raise ConfigError(f"--gpus-per-node {per_node} must be >= 1 and <= {gpus}; nearest: --gpus-per-node {nearest}")
+        raise ConfigError(f"--gpus-per-node {per_node} must be >= 1 and <= {gpus}; try: --gpus-per-node {nearest}")
     node = per_node or (gpus if config.trainer.device == "cpu" else min(NODE, gpus))
     if gpus % node:
         fewer = gpus // node * node
-        raise ConfigError(f"--gpus {gpus} must be a multiple of the {node} of a machine; nearest: --gpus {fewer}")
+        raise ConfigError(f"--gpus {gpus} must be a multiple of the {node} of a machine; try: --gpus {fewer}")
     sizes = {"trainer.nnodes": 1, "trainer.n_gpus_per_node": 1} | {
         key: int(value) for key, value in keeps.values.items() if key in ("trainer.nnodes", "trainer.n_gpus_per_node")
     }

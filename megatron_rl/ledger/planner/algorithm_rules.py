@@ -64,7 +64,7 @@ def _name_problems(
     known = [*built_in, *own]
     if name not in known:
         rule = f"must be one of {', '.join(known)}, or a function of the file {path_key}={shown(path)}"
-        yield Violation({key: name}, rule, {key: nearest_name(name, known)})
+        yield Violation({key: name}, rule, {key: nearest_name(name, known)}, wrong_name=True)
     elif path is not None and name in built_in:
         others = ", ".join(other for other in own if other not in built_in) or "the file has none"
         yield Violation(

@@ -81,7 +81,7 @@ def commanded(config: RunConfig, task: str) -> RunConfig:
     named, command = config.trainer.stage, COMMANDS.get(config.trainer.stage, "")
     if command and named not in (PPO, task):
         rule = f"trainer.stage={named} is what `megatron-rl {command}` trains, and this is `{COMMANDS[task]}`"
-        raise ConfigError(f"this run cannot start: {rule}; nearest: megatron-rl {command}, or trainer.stage={task}")
+        raise ConfigError(f"this run cannot start: {rule}; try: megatron-rl {command}, or trainer.stage={task}")
     return for_task(config, task)
 
 
@@ -89,7 +89,7 @@ def only_ppo(config: RunConfig, command: str) -> RunConfig:
     """Return the configuration. Raises ConfigError for a task without generation: the command is for PPO alone."""
     if config.trainer.stage in WITHOUT_ROLLOUT:
         rule = f"megatron-rl {command} is for PPO alone, and trainer.stage={config.trainer.stage}"
-        raise ConfigError(f"{rule}; nearest: megatron-rl plan, once for each layout")
+        raise ConfigError(f"{rule}; try: megatron-rl plan, once for each layout")
     return config
 
 
@@ -99,7 +99,9 @@ def planned_task(config: RunConfig, task: str | None) -> RunConfig:
     Raises ConfigError for an unknown task. An unknown `trainer.stage` is reported by its constraint.
     """
     if task is not None and task not in TASKS:
-        raise ConfigError(f"--stage {task} must be one of {', '.join(TASKS)}; nearest: {nearest_name(task, TASKS)}")
+        raise ConfigError(
+            f"--stage {task} must be one of {', '.join(TASKS)}; did you mean: {nearest_name(task, TASKS)}"
+        )
     name = config.trainer.stage if task is None else task
     planned = for_task(config, name) if name in TASKS else config
     return evaluated(planned) if planned.generates and planned.trainer.val_only else planned

@@ -47,7 +47,7 @@ def _criteria_problems(correction: RolloutCorrectionConfig) -> Iterable[Violatio
     if wrong or not names:
         nearest: Any = ",".join(dict.fromkeys(nearest_name(name, CRITERIA) for name in names)) or None
         rule = f"must be one or more, with commas between them, of {', '.join(CRITERIA)}"
-        yield Violation({key: correction.rollout_rs}, rule, {key: nearest})
+        yield Violation({key: correction.rollout_rs}, rule, {key: nearest}, wrong_name=bool(names))
         return
     lower_key = f"{CORRECTION}.rollout_rs_threshold_lower"
     if correction.rollout_rs_threshold_lower is not None and not set(names) & set(RATIO_CRITERIA):

@@ -172,7 +172,8 @@ def _prompt_problems(config: RunConfig, judged: Sequence[str]) -> Iterable[Viola
             has = ", ".join(f"{name} ({form})" for name, form in tables[lacking[0]].items())
             like = suggested_column(column, usual, names)
             nearest, lacks = ({}, hint) if like is None else ({key: like}, "")
-            yield Violation({key: column}, f"must be a column of {meaning}; {lacking[0]} has {has}", nearest, lacks)
+            rule = f"must be a column of {meaning}; {lacking[0]} has {has}"
+            yield Violation({key: column}, rule, nearest, lacks, wrong_name=True)
     for path, columns in tables.items():
         named = [key for key, paths in prompt_files(config) if key in judged and path in paths]
         if named and columns.get("reward_model.ground_truth", "null") == "null":
@@ -185,7 +186,7 @@ def _within_list(wrong: Violation, key: str, path: str, paths: list[str]) -> Vio
     if len(paths) == 1 or key not in wrong.nearest:
         return wrong
     replaced = [wrong.nearest[key] if other == path else other for other in paths]
-    return Violation(wrong.settings, wrong.rule, {key: replaced}, wrong.hint)
+    return Violation(wrong.settings, wrong.rule, {key: replaced}, wrong.hint, wrong_name=wrong.wrong_name)
 
 
 def _wrong_file(key: str, path: str, suffixes: tuple[str, ...]) -> Violation | None:
@@ -225,7 +226,7 @@ def _reward_problems(custom: CustomRewardFunctionConfig) -> Iterable[Violation]:
         functions = [name for name, node in names.items() if isinstance(node, FUNCTIONS)]
         nearest = {"custom_reward_function.name": nearest_name(custom.name, functions)} if functions else {}
         hint = "" if functions else "it defines none"
-        yield Violation({"custom_reward_function.name": custom.name}, rule, nearest, hint)
+        yield Violation({"custom_reward_function.name": custom.name}, rule, nearest, hint, wrong_name=True)
         return
     function = names[custom.name]
     if isinstance(function, FUNCTIONS):
@@ -265,7 +266,8 @@ def _definition_problems(
         return
     if name not in names:
         nearest = {name_key: nearest_name(name, names)} if names else {}
-        yield Violation({name_key: name}, f"must be a {what} of {path}", nearest, "" if names else "it defines none")
+        hint = "" if names else "it defines none"
+        yield Violation({name_key: name}, f"must be a {what} of {path}", nearest, hint, wrong_name=True)
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:

@@ -162,7 +162,7 @@ def load_hardware(name: str) -> Hardware:
     if not file.is_file():
         nearest = nearest_name(name, known_hardware())
         raise ConfigError(
-            f"hardware {name} must be one of {', '.join(known_hardware())}, or a YAML file; nearest: {nearest}"
+            f"hardware {name} must be one of {', '.join(known_hardware())}, or a YAML file; did you mean: {nearest}"
         )
     return read_hardware(read_tree(file, "numbers of a GPU"), file)
 

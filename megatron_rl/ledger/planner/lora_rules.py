@@ -90,7 +90,7 @@ def _linear_problems(config: RunConfig, role: RoleSpec, key: str, model: ModelSi
             unknown = True
             mended = list(dict.fromkeys(nearest_name(each, names) if each in wrong else each for each in given))
             rule = f"names no linear of {model.path} with {', '.join(wrong)}; it has {', '.join(names)}"
-            yield Violation({f"{key}.{name}": given}, rule, {f"{key}.{name}": mended})
+            yield Violation({f"{key}.{name}": given}, rule, {f"{key}.{name}": mended}, wrong_name=True)
     if unknown:
         return
     targets = [each for each in candidates if any(each.matches(pattern) for pattern in lora.target_modules)]

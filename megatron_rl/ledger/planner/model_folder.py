@@ -192,7 +192,7 @@ def _no_folder(key: str, path: str, folder: Path) -> Violation:
     if is_hub_id(path):
         hint = f"the local Hugging Face cache has no model of that name either: hf download {path}"
     lacks = instead_of_file(folder) or "it is a file"
-    return Violation({key: path}, f"must be a Hugging Face model folder, and {lacks}", nearest, hint)
+    return Violation({key: path}, f"must be a Hugging Face model folder, and {lacks}", nearest, hint, wrong_name=True)
 
 
 def _described(

@@ -94,7 +94,7 @@ def _balance_loss_problems(options: OverrideTransformerConfig, group: str) -> It
         yield Violation({key: kind}, rule, {key: BY_ROW})
     elif kind not in (NONE, BY_ROW):
         nearest = nearest_name(str(kind), (NONE, BY_ROW))
-        yield Violation({key: kind}, f"must be one of {NONE}, {BY_ROW}", {key: nearest})
+        yield Violation({key: kind}, f"must be one of {NONE}, {BY_ROW}", {key: nearest}, wrong_name=True)
     elif kind == NONE and options.moe_aux_loss_coeff > 0:
         given = {f"{group}.{AUX}": options.moe_aux_loss_coeff, key: kind}
         yield Violation(given, f"is of no loss without {TYPE}={BY_ROW}", {key: BY_ROW})
@@ -117,7 +117,9 @@ def _context_problems(role: RoleSpec, model: ModelSizes | None) -> Iterable[Viol
     megatron = role.megatron
     how, key = megatron.override_transformer_config.cp_comm_type, f"{role.key}.{GROUP}.cp_comm_type"
     if how not in WAYS:
-        yield Violation({key: how}, f"must be one of {', '.join(WAYS)}", {key: nearest_name(str(how), WAYS)})
+        yield Violation(
+            {key: how}, f"must be one of {', '.join(WAYS)}", {key: nearest_name(str(how), WAYS)}, wrong_name=True
+        )
     cp_size, tp_size = megatron.context_parallel_size, megatron.tensor_model_parallel_size
     whole = "" if model is None else model.attention.not_cut
     if model is not None and whole and cp_size > 1:

@@ -63,7 +63,7 @@ def pool_problems(config: RunConfig) -> Iterable[Violation]:
             nearest = nearest_name(role.pool, sizes)
             offered.add(nearest)
             rule = f"must be a pool that is defined: {', '.join(sizes)}"
-            yield Violation({f"{role.key}.pool": role.pool}, rule, {f"{role.key}.pool": nearest})
+            yield Violation({f"{role.key}.pool": role.pool}, rule, {f"{role.key}.pool": nearest}, wrong_name=True)
     for name in config.pools:
         if name not in {*OWN_POOLS, *offered} and not any(role.pool == name for role in roles):
             yield _without_role(name, sizes[name])

@@ -35,7 +35,7 @@ def reading_problems(actor_path: str, role: RoleSpec, *, config_only: bool = Fal
         parent = folder.parent
         others = [str(other) for other in parent.iterdir() if other.is_dir()] if parent.is_dir() else []
         like = nearest_name(str(folder), others) if others else actor_path
-        hint = "" if like == actor_path else f"a folder of a like name is {like}"
+        hint = "" if like == actor_path else f"or did you mean: {like}"
         yield Violation({key: path}, rule, nearest, hint)
     elif not config_only and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         held = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"

@@ -144,7 +144,7 @@ def adapted(specs: Mapping[str, ParamSpec], lora: LoraConfig) -> list[Projection
     for pattern in [*lora.target_modules, *lora.exclude_modules]:
         if not any(each.matches(pattern) for each in (*candidates, *stacks)):
             names = sorted({alias for each in candidates for alias in each.aliases})
-            raise ConfigError(f"{pattern} names no linear of the model; nearest: {nearest_name(pattern, names)}")
+            raise ConfigError(f"{pattern} names no linear of the model; did you mean: {nearest_name(pattern, names)}")
     return [each for each in candidates if _any(each, lora.target_modules) and not _any(each, lora.exclude_modules)]
 
 
@@ -170,7 +170,7 @@ def _specs(specs: Mapping[str, ParamSpec], lora: LoraConfig, rank: int) -> dict[
     for projection in adapted(specs, lora):
         result |= projection.params(rank)
     if not result:
-        raise ConfigError("target_modules without exclude_modules leave no linear; nearest: exclude_modules=[]")
+        raise ConfigError("target_modules without exclude_modules leave no linear; try: exclude_modules=[]")
     return result
 
 

@@ -42,7 +42,7 @@ def family_of(architectures: Iterable[str] | None) -> Family:
     if names:
         refusal = refusal_of(names[0])
         near = refusal.nearest if refusal.nearest in known else nearest_name(names[0], known)
-        lacks = f": it needs {refusal.needs}; nearest: {near}"
+        lacks = f": it needs {refusal.needs}; try: {near}"
     raise ConfigError(f"architecture {architectures} is not supported{lacks}; known: {', '.join(sorted(known))}")
 
 

@@ -73,7 +73,7 @@ def rope_problem(settings: Mapping[str, Any], keys: AttentionKeys | None = None)
     if kind == PROPORTIONAL:
         return _proportional_problem(rope, fraction)
     if keys.partial_rotary is None and fraction != 1.0:
-        return f"partial_rotary_factor={fraction} is not supported; nearest: 1.0"
+        return f"partial_rotary_factor={fraction} is not supported; try: 1.0"
     if kind == YARN:
         return _yarn_problem(rope, keys.differing_yarn)
     return None
