@@ -15,7 +15,9 @@ ROOTS = (REPOSITORY, PACKAGE, REPOSITORY / "docs")
 KEPT_HERE = {".git", ".venv", "assets", "outputs"}
 FILE = re.compile(r"[\w./*-]+\.(?:py|pyi|sh|md|yaml|toml)|(?:[\w-]+/)+")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)")
-NOT_KEPT_HERE = {"FILE.yaml", "SCRIPT.sh", "my.yaml", "run.sh"} | {"hf_model/", "ablation.md", "report.md", "val-aux/"}
+USERS_FILES = {"FILE.yaml", "SCRIPT.sh", "my.yaml", "run.sh"}
+WRITTEN = {"hf_model/", "adapter/", "global_step_N/", "val_generations/", "ablation.md", "report.md"}
+NOT_KEPT_HERE = USERS_FILES | WRITTEN | {"val-aux/"}
 """Names that stand for a user's file, that a command writes, or that are metrics."""
 
 

@@ -1,0 +1,178 @@
+"""Make the pages of docs/reference that list what the package declares: python scripts/reference_pages.py [--check].
+
+Each page is made from one table of the package and is never edited by hand. --check ends with exit code 1 and names the
+pages that are not current.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from megatron_rl.cli import app
+from megatron_rl.columns import COLUMNS
+from megatron_rl.config.foreign.key_rows import KeyRow, table
+from megatron_rl.ledger.planner.family_table import CHAT_COLUMNS, family_rows, refused_rows
+from megatron_rl.ledger.planner.family_table import COLUMNS as ABILITIES
+from megatron_rl.observe.metric_names import GROUPS
+
+FOLDER = Path(__file__).parents[1] / "docs/reference"
+MADE = "<!-- Made by scripts/reference_pages.py. Do not edit. -->"
+
+
+def page(title: str, introduction: str, *parts: str) -> str:
+    """Return a whole page: title, one paragraph, parts."""
+    return "\n\n".join([f"# {title}", MADE, introduction, *parts]) + "\n"
+
+
+def table_of(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a markdown table; a bar within a cell is escaped."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def code(text: str) -> str:
+    """Return the text as code."""
+    return f"`{text}`"
+
+
+def metrics_page() -> str:
+    """Return every metric with its unit."""
+    sections = [
+        f"## {heading}\n\n{table_of(('metric', 'unit', 'what'), ((code(m.name), m.unit, m.text) for m in metrics))}"
+        for heading, metrics in GROUPS.items()
+    ]
+    return page(
+        "Metrics",
+        "What a run logs for each step, in `metrics.jsonl`, TensorBoard, W&B and every other tracker. Names are verl's "
+        "where verl has the metric. `{a|b}` stands for one of these texts, `{x}` for one that depends on the run. "
+        "Metrics of a part that a run does not have are absent.",
+        *sections,
+    )
+
+
+def columns_page() -> str:
+    """Return the columns of a batch."""
+    rows = (
+        (code(column.name), f"{column.dtype}, per {column.shape}", column.text, column.maker, ", ".join(column.readers))
+        for column in COLUMNS.values()
+    )
+    return page(
+        "Columns of a batch",
+        "A batch is a table of named tensors. This is what each column holds, who fills it, and who reads it. A user's "
+        "scorer declares its own with `COLUMNS.declare`. `megatron-rl columns` prints the same, with what the "
+        "configured estimator and loss read.",
+        table_of(("column", "type", "what", "filled by", "read by"), rows),
+    )
+
+
+def support_page() -> str:
+    """Return the model families and what works with each."""
+    rows = family_rows()
+    abilities = ((code(row.architecture), *row.cells()[: len(ABILITIES)]) for row in rows)
+    chats = ((code(row.architecture), *row.cells()[len(ABILITIES) :]) for row in rows)
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        for column, why in row.lacks.items():
+            reasons.setdefault(f"{column}: {why}", []).append(row.architecture)
+    why = [f"- {reason}: {', '.join(map(code, names))}" for reason, names in sorted(reasons.items())]
+    refused = ((code(r.pattern), r.needs, code(r.nearest) if r.nearest else "-") for r in refused_rows())
+    return page(
+        "Supported models",
+        "Model families by the `architectures` of their config.json, and what works with each: tensor (TP), pipeline "
+        "(PP), expert (EP) and context parallelism (CP), generation, export to a Hugging Face folder. "
+        "`megatron-rl families --json` prints the same for programs. How to use a model: "
+        "[Models](../scale/models.md).",
+        table_of(("family", *ABILITIES), abilities),
+        "## Why not\n\n" + "\n".join(why),
+        "## Chat formats\n\n`turns`: a conversation grows by appending (`append`), or its template rewrites earlier "
+        "turns (`own`). `thoughts`: the mark of reasoning. `tools`: parsers of tool calls.",
+        table_of(("family", *CHAT_COLUMNS), chats),
+        "## Refused by name\n\nAn architecture that no family fits ends the run before it starts, with this reason.",
+        table_of(("architecture", "needs", "nearest family"), refused),
+    )
+
+
+def not_supported_page() -> str:
+    """Return what of verl's is refused by name."""
+    rows = [row for row in table() if row.feature]
+    return page(
+        "Not supported",
+        "What verl's configuration can ask for and this project refuses by name, with exit code 2 (`port`: 3). A "
+        "feature that is in no list is reported as an unknown key. `<ROLE>` stands for the keys of actor, reference, "
+        "critic and reward model, `<TRAINED>` for actor and critic, `<MODEL>` for a role's model. Models: "
+        "[Supported models](support.md).",
+        table_of(("key of verl", "feature", "what to do"), map(refused_cells, rows)),
+    )
+
+
+def refused_cells(row: KeyRow) -> tuple[str, str, str]:
+    """Return a row of the page: keys, what they ask for, the way out."""
+    return ", ".join(map(code, row.keys)), row.feature or "", row.instead or row.why or "-"
+
+
+def cli_page() -> str:
+    """Return every command with its options."""
+    program: Any = typer.main.get_command(app)
+    context = typer.Context(program, info_name="megatron-rl")
+    sections = []
+    for name, command in program.commands.items():
+        rows = [option_cells(option) for option in command.params if option.name != "help"]
+        usage = " ".join(["megatron-rl", name, *command.collect_usage_pieces(context)])
+        options = [table_of(("option", "what", "default"), rows)] if rows else []
+        text = re.sub(r"\n(?!\n)", " ", (command.help or "").strip())
+        sections.append("\n\n".join([f"## {name}", text, f"```text\n{usage}\n```", *options]))
+    return page(
+        "Commands",
+        "Every command of `megatron-rl` and its options, as `--help` prints them. Arguments like `trainer.seed=2` are "
+        "settings of the configuration. Exit codes: [Exit codes](exit_codes.md).",
+        *sections,
+    )
+
+
+def option_cells(option: Any) -> tuple[str, str, str]:
+    """Return a row of a command's table: name, meaning, default."""
+    is_option = option.param_type_name == "option"
+    names = ", ".join(map(code, option.opts)) if is_option else code((option.metavar or option.name).upper())
+    default = option.default
+    shown = "-" if default is None or default is False or callable(default) or default == [] else code(str(default))
+    needed = "needed" if option.required else shown
+    return names, " ".join((getattr(option, "help", None) or "").split()), needed
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "cli.md": cli_page,
+    "metrics.md": metrics_page,
+    "columns.md": columns_page,
+    "support.md": support_page,
+    "not_supported.md": not_supported_page,
+}
+"""File in docs/reference -> what makes its text."""
+
+
+def stale_pages(folder: Path = FOLDER) -> list[str]:
+    """Return the pages whose files differ from what the package declares."""
+    texts = {name: make() for name, make in PAGES.items()}
+    return [
+        name for name, text in texts.items() if not (folder / name).is_file() or (folder / name).read_text() != text
+    ]
+
+
+def main() -> None:
+    """Write the pages, or with --check exit with the names of those that are not current."""
+    if "--check" in sys.argv[1:]:
+        if stale := stale_pages():
+            sys.exit(f"not current: {', '.join(stale)}; run python scripts/reference_pages.py")
+        return
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name, make in PAGES.items():
+        (FOLDER / name).write_text(make())
+
+
+if __name__ == "__main__":
+    main()
