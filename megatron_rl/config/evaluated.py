@@ -31,6 +31,7 @@ def evaluated(config: RunConfig) -> RunConfig:
     shared.actor.router_replay.mode, shared.rollout.enable_rollout_routing_replay = "disabled", False
     alone.custom_reward_function.validation_only = False
     data.train_files, data.train_file_weights = data.val_files, None
+    data.train_max_samples = data.val_max_samples
     data.train_batch_size = data.gen_batch_size = shared.actor.ppo_mini_batch_size
     trainer.total_training_steps, trainer.total_epochs = 1, None
     trainer.rollout_ahead, alone.async_training.partial_rollout = 0, False

@@ -41,6 +41,7 @@ from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.megatron import MegatronConfig, OptimConfig, follow_actor, follows
 from megatron_rl.config.multi_turn import MultiTurnConfig
 from megatron_rl.config.pretraining import PretrainingConfig
+from megatron_rl.config.prompt_rows import PromptRowsConfig
 from megatron_rl.config.prompt_sampler_keys import PromptSamplerConfig
 from megatron_rl.config.reference_keys import RefConfig
 from megatron_rl.config.reward_keys import CustomRewardFunctionConfig, RewardModelConfig, ScoringModelConfig
@@ -71,9 +72,10 @@ class PoolConfig:
 
 
 @dataclass
-class DataConfig(TaskDataConfig):
+class DataConfig(TaskDataConfig, PromptRowsConfig):
     train_files: Annotated[Any, IsPath()] = MISSING
-    """Parquet or jsonl file with the training prompts, in verl's row schema; or a list of such files."""
+    """Parquet or jsonl file with the training prompts, in verl's row schema or with columns that keys below name; or a
+    list of such files."""
     train_file_weights: list[float] | None = None
     """Shares of every batch that come from each of train_files, to any total; null: all prompts are one set."""
     val_files: Annotated[Any, IsPath()] = MISSING

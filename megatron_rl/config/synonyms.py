@@ -41,10 +41,14 @@ OTHER_WORDS = {
 
 PROMPTS = ("prompt", "question", "problem", "query", "instruction", "messages", "conversations", "input")
 SOURCES = ("data_source", "source", "dataset", "dataset_name", "subset", "task")
-"""Names of columns, the surest first."""
+TRUTHS = (
+    *("ground_truth", "answer", "final_answer", "expected_answer", "solution", "target", "label", "gold", "output"),
+    *("completion", "response"),
+)
+"""Names of columns with the prompt, with where a row is from, and with the expected answer, the surest first."""
 ANSWERS = (
     *("answer", "answers", "solution", "solutions", "response", "responses", "completion", "output", "ground_truth"),
-    *("label", "labels", "target", "gold", "chosen", "rejected", "reward_model"),
+    *("label", "labels", "target", "gold", "chosen", "rejected", "reward_model", "final_answer", "expected_answer"),
 )
 """Names of columns that nobody should be told to take for prompts."""
 

@@ -19,6 +19,8 @@ IGNORED_KEYS = frozenset(
         "data.max_prompt_length",
         "data.max_response_length",
         "data.gen_batch_size",
+        "data.ground_truth_key",
+        "data.default_data_source",
         "actor_rollout_ref.hybrid_engine",
         "actor_rollout_ref.actor.ppo_mini_batch_size",
         "actor_rollout_ref.actor.ppo_epochs",

@@ -43,7 +43,8 @@ class ExampleKeys:
     tools_key: str | None = None
     """Column with the tools of a conversation, for the chat template."""
     prompt_as_chat: bool | None = None
-    """Whether a prompt that is text becomes a user's message of the chat template; null: as the columns suggest."""
+    """Whether a prompt that is text becomes a user's message of the chat template. null: in tasks without generation as
+    the columns suggest; else such a prompt is sent as it is."""
     append_eos: bool = True
     """End an answer with the end token where nothing else ends it."""
     loss_on: Annotated[str, OneOf(LOSS_ON)] = "answers"
@@ -59,7 +60,7 @@ class ExampleKeys:
 
 @dataclass
 class TaskDataConfig(ExampleKeys):
-    """Keys of `data` for sft, reward and dpo; PPO reads none of them."""
+    """Keys of `data` for sft, reward and dpo; PPO reads none of them but prompt_as_chat."""
 
     chosen_key: str | None = None
     """Column with the preferred answer, or conversation."""

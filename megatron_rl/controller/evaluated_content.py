@@ -17,6 +17,7 @@ from megatron_rl.checkpoint.identity import SHOWN, WEIGHTS, folder_identity, wei
 from megatron_rl.checkpoint.listed_digests import digest_of
 from megatron_rl.checkpoint.weight_files import read_weight_files
 from megatron_rl.config.eight_bit_rollouts import EightBitRollouts
+from megatron_rl.config.prompt_rows import GROUND_TRUTH
 from megatron_rl.config.schema import RunConfig, as_list
 from megatron_rl.ledger.planner.config_json import ConfigJsonError, read_config_json
 from megatron_rl.ledger.planner.hub_cache import model_folder
@@ -26,6 +27,10 @@ PATHS = ("path", "adapter_path", "input_tokenizer", "function_tool_path", "tool_
 TEXTS = ("*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja")
 """Files of a model's folder that say how prompts become tokens, and which tokens end a response."""
 PROMPT_KEYS = ("prompt_key", "reward_fn_key", "apply_chat_template_kwargs", "filter_overlong_prompts", "truncation")
+NEWER_PROMPT_KEYS = {"ground_truth_key": GROUND_TRUTH, "default_data_source": None, "prompt_as_chat": None}
+"""Keys, with their defaults, that count where they are set: evaluations of older versions do not have them."""
+ROW_KEYS = ("val_max_samples", "shuffle", "seed")
+"""Keys that choose rows, where val_max_samples is set."""
 SCORE_KEYS = ("rule_weight", "failed_score", "overlong_buffer")
 MODEL_KEYS = ("model", "weight", "data_sources", "normalize_reward", "reward_clip_range", "max_length")
 NO_MATTER = ("num_workers", "planned_wait_s")
@@ -42,7 +47,9 @@ def evaluated_content(config: RunConfig) -> dict[str, Any]:
         "dtype": shared.actor.megatron.dtype,
         "adapter": asdict(shared.model.lora) if shared.model.lora.rank else None,
         "prompts": {"files": [digest_of(Path(file).expanduser())[:SHOWN] for file in as_list(data.val_files)]}
-        | {key: getattr(data, key) for key in PROMPT_KEYS},
+        | {key: getattr(data, key) for key in PROMPT_KEYS}
+        | {key: value for key, usual in NEWER_PROMPT_KEYS.items() if (value := getattr(data, key)) != usual}
+        | ({key: getattr(data, key) for key in ROW_KEYS} if data.val_max_samples > 0 else {}),
         "eight_bits": {key.name: getattr(rollout, key.name) for key in fields(EightBitRollouts)},
         "rule": {"path": rule.path, "name": rule.name, "reward_kwargs": rule.reward_kwargs},
         "scores": {key: value for key, value in asdict(scored).items() if key in SCORE_KEYS},

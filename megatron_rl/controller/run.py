@@ -31,7 +31,7 @@ from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.controller.run_scorers import prompt_feedback, scorers_of, user_scorers
 from megatron_rl.controller.validation import PromptValidation
-from megatron_rl.data.prompt_dataset import PromptDataset
+from megatron_rl.data.prompt_dataset import PromptDataset, untemplated_notes
 from megatron_rl.data.prompt_mixture import MixtureCursor
 from megatron_rl.data.prompt_sampler import PromptSampler
 from megatron_rl.data.tokenizer import load_tokenizer
@@ -144,7 +144,8 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
         parts = (data, algorithm, shaping, pretraining, logger)
         ends = end_token_notes(path, tokenizer, config.data.apply_chat_template_kwargs, True in chats)
         notes = () if episodes is None else episodes.notes
-        warnings = (*ends, *notes, *data.notes(config), *alone, *template_notes, *pretraining.notes)
+        plain = untemplated_notes(chats, tokenizer, config.data)
+        warnings = (*ends, *plain, *notes, *data.notes(config), *alone, *template_notes, *pretraining.notes)
         take_folder(opened, logger, parts, batch_table(config), warnings=warnings)
         write_plan(logger)
         schedule = open_schedule(config, placement, folder, opened, replay)
@@ -221,8 +222,11 @@ def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> tuple
     data, keeps_text = config.data, config.has_turns or any(role.reads_text for role in roles_of(config))
     num_tokens = model_facts(config.actor_rollout_ref.model.path).get("vocab_size")
     train, val = (
-        PromptDataset(as_list(files), tokenizer, data, is_judged, keeps_text, num_tokens)
-        for files, is_judged in ((data.train_files, trains_on_rule(config)), (data.val_files, uses_rule(config)))
+        PromptDataset(as_list(files), tokenizer, data, is_judged, keeps_text, num_tokens, most)
+        for files, is_judged, most in (
+            (data.train_files, trains_on_rule(config), data.train_max_samples),
+            (data.val_files, uses_rule(config), data.val_max_samples),
+        )
     )
     return train, val
 

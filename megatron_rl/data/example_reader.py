@@ -9,6 +9,7 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.data.chat_template import ChatTemplate, Draft, plain_draft
+from megatron_rl.data.chosen_rows import FileRows
 from megatron_rl.data.example_rows import Chat, ExampleRow, RowReader, Text
 from megatron_rl.data.reading_options import ReadingOptions
 from megatron_rl.data.reading_report import ReadingReport
@@ -56,8 +57,10 @@ class FileReader:
         self._process: TemplateProcess[Answers, list[list[Draft]] | RowProblem] | None = None
         self._first: tuple[str, Columns] | None = None
 
-    def read(self, path: str) -> tuple[str, int, list[ReadRow]]:
+    def read(self, path: str, file_rows: FileRows) -> tuple[str, int, list[ReadRow]]:
         """(schema and columns in words, number of rows, the usable rows) of a file. The report gets the bad rows.
+
+        file_rows: those to use; the others are not looked at.
 
         Raises ConfigError for a file that cannot be read, and for one with other columns than the files before it.
         """
@@ -65,6 +68,9 @@ class FileReader:
         as_chat = self._as_chat(columns)
         reader = RowReader(columns, self._kind, as_chat)
         rows, bad_rows = read_rows(path, tuple(columns.names.values()), reader.read)
+        if file_rows.chosen is not None:
+            rows = [(place, row) for place, row in rows if file_rows.has(place.row)]
+            bad_rows = [bad for bad in bad_rows if file_rows.has(bad.place.row)]
         num_rows = len(rows) + len(bad_rows)
         encoded: list[ReadRow] = []
         for start in range(0, len(rows), ROWS_AT_ONCE):

@@ -1,7 +1,8 @@
 """Prompt files as records of tokens. All rows are checked and tokenised once, when the files are opened.
 
-A row of verl's schema has the prompt (`data.prompt_key`: chat messages or a string), the data source
-(`data.reward_fn_key`), `reward_model` with `ground_truth`, and perhaps `extra_info`.
+A row has the prompt (`data.prompt_key`: chat messages or a string), the data source (`data.reward_fn_key`, or
+`data.default_data_source`), the expected answer (`data.ground_truth_key`), and perhaps `extra_info`. The defaults of
+these keys are verl's schema.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from array import array
 from collections.abc import Collection, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.schema import DataConfig
-from megatron_rl.config.synonyms import PROMPTS, SOURCES, suggested_column
+from megatron_rl.config.synonyms import PROMPTS, SOURCES, TRUTHS, suggested_column
+from megatron_rl.data.chosen_rows import FileRows, chosen_rows
 from megatron_rl.data.messages import Message
 from megatron_rl.data.prompt_mixture import PromptFile
 from megatron_rl.data.row_files import Row, column_forms, needed_value, read_rows, value_of
@@ -28,8 +31,6 @@ from megatron_rl.records import Conversation, Prompts, ragged
 
 TOKENIZER_ARGUMENTS = {"padding", "truncation", "max_length"}
 """Arguments of `apply_chat_template` that are the tokenizer's, and not the template's."""
-
-GROUND_TRUTH = "reward_model.ground_truth"
 
 
 class PromptRow(NamedTuple):
@@ -64,14 +65,16 @@ class PromptDataset:
         paths: Sequence[str],
         tokenizer: PreTrainedTokenizerBase,
         data_config: DataConfig,
-        needs_ground_truth: bool = True,
+        is_judged: bool = True,
         keeps_text: bool = False,
         vocab_size: int | None = None,
+        max_samples: int = -1,
     ):
         """Read and tokenise; see `DataConfig` for the columns, for templates and for prompts that are too long.
 
-        needs_ground_truth: whether every row must have one; else it may be None. keeps_text: whether batches have
-        `raw_prompt`, too. vocab_size: tokens that the model has; None: any may occur.
+        is_judged: whether a reward function scores the answers: then every row must have a data source and a ground
+        truth. keeps_text: whether batches have `raw_prompt`, too. vocab_size: tokens that the model has; None: any may
+        occur. max_samples: rows to use, at most; -1: all.
 
         Raises ConfigError for a missing or unreadable file, missing or empty columns, an empty dataset, and prompts
         that cannot be tokenised or are too long.
@@ -80,17 +83,18 @@ class PromptDataset:
         self.keeps_text = keeps_text
         self._prompts: list[Prompt] = []
         offset = 0
-        for path in paths:
-            rows = read_prompts(path, data_config, needs_ground_truth)
+        seed = data_config.seed if data_config.shuffle else None
+        for path, file_rows in zip(paths, chosen_rows(paths, max_samples, seed), strict=True):
+            rows = read_prompts(path, data_config, is_judged, file_rows)
             prompt_ids = tokenise(path, rows, tokenizer, data_config)
             refuse_unusable_tokens(rows, prompt_ids, data_config.prompt_key, vocab_size)
-            kept = short_enough(path, prompt_ids, data_config)
             prompts = [
-                Prompt(offset + row, torch.tensor(cut(prompt_ids[row], data_config)), rows[row][1]) for row in kept
+                Prompt(offset + place.row, torch.tensor(cut(ids, data_config)), row)
+                for (place, row), ids in short_enough(path, rows, prompt_ids, data_config)
             ]
             self.files.append(PromptFile(path, len(prompts), _digests(prompts)))
             self._prompts += prompts
-            offset += len(rows)
+            offset += file_rows.num_rows
 
     def __len__(self) -> int:
         """The number of usable prompts."""
@@ -143,7 +147,10 @@ class PromptDataset:
                 f"{key_name}={name} must be an entry of extra_info of every prompt that is taught, and "
                 f"{len(lacking)} of {len(kept)} lack it; the first is row {lacking[0]}"
             )
-        rows = [(RowPlace(key_name, p.index), p.row._replace(prompt=p.row.extra_info[name])) for p in kept]
+        rows = [
+            (RowPlace(key_name, p.index), p.row._replace(prompt=as_sent(p.row.extra_info[name], data_config)))
+            for p in kept
+        ]
         token_ids = tokenise(f"extra_info.{name}", rows, tokenizer, data_config)
         if long := [prompt.index for prompt, ids in zip(kept, token_ids, strict=True) if len(ids) > limit]:
             longest = max(map(len, token_ids))
@@ -179,45 +186,73 @@ class PromptDataset:
         )
 
 
-def read_prompts(path: str, data: DataConfig, needs_ground_truth: bool = True) -> list[Located]:
-    """All rows of a parquet or jsonl file, with their places.
+def read_prompts(
+    path: str, data: DataConfig, is_judged: bool = True, file_rows: FileRows | None = None
+) -> list[Located]:
+    """The rows of a parquet or jsonl file, with their places.
 
-    needs_ground_truth: whether every row must have `reward_model.ground_truth`; else it may be None.
+    is_judged: whether every row must have a data source and a ground truth; else the file's name stands for the one,
+    and the other may be None. file_rows: the rows to use; None: all.
 
     Raises ConfigError for a missing, unreadable, damaged or empty file, for a missing column, and for bad rows, which
     it names.
     """
-    _check_columns(path, data, needs_ground_truth)
-    columns = (data.prompt_key, data.reward_fn_key, "reward_model", "extra_info")
+    _check_columns(path, data, is_judged)
+    truth, usual_source = data.ground_truth_key, data.default_data_source or (None if is_judged else Path(path).stem)
+    columns = (data.prompt_key, data.reward_fn_key, "extra_info", *(() if truth is None else (truth,)))
 
     def read(content: Row) -> PromptRow:
-        prompt, source = needed_value(content, data.prompt_key), needed_value(content, data.reward_fn_key)
-        ground_truth = (needed_value if needs_ground_truth else value_of)(content, GROUND_TRUTH)
+        prompt, source = needed_value(content, data.prompt_key), value_of(content, data.reward_fn_key)
+        if source is None:
+            source = usual_source or needed_value(content, data.reward_fn_key)
+        ground_truth = None if truth is None else (needed_value if is_judged else value_of)(content, truth)
         extra_info = content.get("extra_info") or {}
         if not isinstance(extra_info, dict):
             raise RowProblem("wrong_type", "extra_info", f"a {type(extra_info).__name__}, and not an object")
         _check_prompt(prompt, data.prompt_key)
-        return PromptRow(prompt, str(source), ground_truth, extra_info)
+        return PromptRow(as_sent(prompt, data), str(source), ground_truth, extra_info)
 
     rows, bad_rows = read_rows(path, columns, read)
+    if file_rows is not None and file_rows.chosen is not None:
+        rows = [(place, row) for place, row in rows if file_rows.has(place.row)]
+        bad_rows = [bad for bad in bad_rows if file_rows.has(bad.place.row)]
     refuse(bad_rows, len(rows) + len(bad_rows), can_be_skipped=False)
     return rows
 
 
-def _check_columns(path: str, data: DataConfig, needs_ground_truth: bool) -> None:
+def untemplated_notes(are_chats: Collection[bool], tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> list[str]:
+    """Return a sentence where prompts are text and the model has a chat template that nobody has decided about.
+
+    are_chats: see `PromptDataset`.
+    """
+    if False not in are_chats or tokenizer.chat_template is None or data.prompt_as_chat is not None:
+        return []
+    return [
+        "note: prompts that are text are sent as they are, without the model's chat template; data.prompt_as_chat=true "
+        "sends each as a user's message of the template, and data.prompt_as_chat=false says that text is meant"
+    ]
+
+
+def as_sent(prompt: Conversation, data: DataConfig) -> Conversation:
+    """Return a prompt as it goes to the policy: with `data.prompt_as_chat` a text becomes a user's message."""
+    is_text = isinstance(prompt, str)
+    return [{"role": "user", "content": prompt}] if is_text and data.prompt_as_chat else prompt
+
+
+def _check_columns(path: str, data: DataConfig, is_judged: bool) -> None:
     forms = column_forms(path, first_row_only=True)
-    columns = {data.prompt_key: " (data.prompt_key)", data.reward_fn_key: " (data.reward_fn_key)"}
-    if needs_ground_truth:
-        columns["reward_model"] = ""
-    usual = {data.prompt_key: PROMPTS, data.reward_fn_key: SOURCES}
-    for column, key in columns.items():
+    wanted: list[tuple[str, str, Sequence[str]]] = [("data.prompt_key", data.prompt_key, PROMPTS)]
+    if is_judged and data.default_data_source is None:
+        wanted.append(("data.reward_fn_key", data.reward_fn_key, SOURCES))
+    if is_judged and data.ground_truth_key is not None:
+        wanted.append(("data.ground_truth_key", data.ground_truth_key, TRUTHS))
+    for key, column, usual in wanted:
         if column not in forms:
-            like = suggested_column(column, usual.get(column, ()), list(forms))
+            like = suggested_column(column, usual, list(forms))
             hint = "none is like it" if like is None else f"did you mean: {like}"
-            raise ConfigError(f"{path} has no column {column!r}{key}: its columns are {', '.join(forms)}; {hint}")
-    if needs_ground_truth and GROUND_TRUTH not in forms:
-        form = forms["reward_model"]
-        raise ConfigError(f"{path}: column 'reward_model' is {form}; it must be a struct with the field 'ground_truth'")
+            if key == "data.reward_fn_key":
+                hint += "; data.default_data_source names the source of rows that have none"
+            raise ConfigError(f"{path} has no column {column!r} ({key}): its columns are {', '.join(forms)}; {hint}")
 
 
 def _check_prompt(prompt: object, field: str) -> None:
@@ -240,9 +275,12 @@ def tokenise(
     texts = [row.prompt for _, row in rows if isinstance(row.prompt, str)]
     chats = [(place, row.prompt) for place, row in rows if not isinstance(row.prompt, str)]
     if chats and tokenizer.chat_template is None:
+        way_out = (
+            "set data.prompt_as_chat=false" if data_config.prompt_as_chat else "store the prompts as plain strings"
+        )
         raise ConfigError(
             f"the prompts of {path} are chat messages, but the tokenizer has no chat_template: "
-            "add one to the model folder, or store the prompts as plain strings"
+            f"add one to the model folder, or {way_out}"
         )
     # All at once, which is what tokenizers are fast at.
     of_texts = iter(tokenizer(texts)["input_ids"] if texts else ())
@@ -282,31 +320,34 @@ def refuse_unusable_tokens(
     refuse(bad_rows, len(rows), can_be_skipped=False)
 
 
-def short_enough(path: str, prompt_ids: Sequence[Sequence[int]], data_config: DataConfig) -> list[int]:
-    """The rows to use. Raises ConfigError for a prompt that is too long and may be neither dropped nor cut, and if all
-    would be dropped.
+def short_enough(
+    path: str, rows: Sequence[Located], prompt_ids: Sequence[list[int]], data_config: DataConfig
+) -> list[tuple[Located, list[int]]]:
+    """The rows to use, with their tokens. Raises ConfigError for a prompt that is too long and may be neither dropped
+    nor cut, and if all would be dropped.
     """
     limit = data_config.max_prompt_length
-    rows = [row for row, ids in enumerate(prompt_ids) if len(ids) <= limit]
-    if len(rows) == len(prompt_ids):
-        return rows
-    counted = f"{len(prompt_ids) - len(rows)} of {len(prompt_ids)} prompts of {path}"
+    found = list(zip(rows, prompt_ids, strict=True))
+    kept = [(row, ids) for row, ids in found if len(ids) <= limit]
+    if len(kept) == len(found):
+        return found
+    counted = f"{len(found) - len(kept)} of {len(found)} prompts of {path}"
     if not data_config.filter_overlong_prompts:
         if data_config.truncation != "error":
-            return list(range(len(prompt_ids)))
-        longest = max(range(len(prompt_ids)), key=lambda row: len(prompt_ids[row]))
+            return found
+        ((place, _), longest) = max(found, key=lambda each: len(each[1]))
         raise ConfigError(
-            f"{counted} are longer than data.max_prompt_length={limit}; the longest has {len(prompt_ids[longest])} "
-            f"tokens (row {longest}): set data.max_prompt_length={len(prompt_ids[longest])}, "
+            f"{counted} are longer than data.max_prompt_length={limit}; the longest has {len(longest)} "
+            f"tokens (row {place.row}): set data.max_prompt_length={len(longest)}, "
             "data.filter_overlong_prompts=true to drop them, or data.truncation=left, right or middle to cut them"
         )
-    if not rows:
-        shortest = min(len(ids) for ids in prompt_ids)
+    if not kept:
+        shortest = min(map(len, prompt_ids))
         raise ConfigError(
             f"{counted} are longer than data.max_prompt_length={limit}, so none is left; the shortest has {shortest} "
             f"tokens: set data.max_prompt_length to {shortest} or more"
         )
-    return rows
+    return kept
 
 
 def cut(token_ids: Sequence[int], data_config: DataConfig) -> list[int]:

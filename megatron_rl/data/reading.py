@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from megatron_rl.data.chosen_rows import chosen_rows
 from megatron_rl.data.example_reader import FileReader, ReadRow
 from megatron_rl.data.examples import Example, Labelled, Ranking, ScoredExample
 from megatron_rl.data.reading_options import ReadingOptions
@@ -101,8 +102,8 @@ def _read(
     records: list[Record] = []
     with closing(FileReader(tokenizer, options, kind)) as reader:
         report = reader.report
-        for path in files:
-            detected, num_rows, rows = reader.read(path)
+        for path, file_rows in zip(files, chosen_rows(files, options.max_samples, options.seed), strict=True):
+            detected, num_rows, rows = reader.read(path, file_rows)
             own = [record for row in rows for record in records_of(row)]
             report.files.append(FileRead(path, detected, num_rows, len(own), _digests(rows)))
             records += own

@@ -33,6 +33,7 @@ class ReadingOptions(TaskDataConfig):
     longer rows: error: a bad row | left, right: cut that side off | drop: leave them out. bad_rows: error: refuse the
     files | skip: leave them out, and write their list to `bad_rows_file`. vocab_size: tokens that the model has; None:
     a row may hold any. end_token_ids: at which generation stops (`checkpoint.end_tokens`); (): at the tokenizer's.
+    max_samples, seed: rows to use, and the seed by which they are chosen (`chosen_rows`).
     """
 
     prompt_key: str | None = None
@@ -41,6 +42,8 @@ class ReadingOptions(TaskDataConfig):
     apply_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     vocab_size: int | None = None
     end_token_ids: Sequence[int] = ()
+    max_samples: int = -1
+    seed: int | None = None
 
     @classmethod
     def of(cls, keys: Any, **others: Any) -> ReadingOptions:

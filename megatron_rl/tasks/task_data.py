@@ -44,6 +44,8 @@ def reading_options(
     """
     data = config.data
     others: dict[str, Any] = {"vocab_size": vocab_size, "end_token_ids": end_token_ids}
+    others["max_samples"] = data.train_max_samples if kind == TRAIN else data.val_max_samples
+    others["seed"] = data.seed if data.shuffle else None
     if data.prompt_key == UNSET_PROMPT_KEY:
         others["prompt_key"] = None
     if data.bad_rows == "skip":
@@ -59,7 +61,7 @@ def read_files(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[
     vocab_size, ends = model_facts(path).get("vocab_size"), EndTokens.of(path, tokenizer).ids
     train, val = (
         read(as_list(files), tokenizer, reading_options(config, kind, vocab_size, ends))
-        for kind, files in (("train", data.train_files), ("val", data.val_files))
+        for kind, files in ((TRAIN, data.train_files), (VAL, data.val_files))
     )
     return train, val
 

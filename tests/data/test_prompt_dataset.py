@@ -4,12 +4,13 @@ import importlib.util
 import json
 from pathlib import Path
 
+import numpy
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from megatron_rl.config.schema import DataConfig
-from megatron_rl.data.prompt_dataset import PromptDataset
+from megatron_rl.data.prompt_dataset import PromptDataset, untemplated_notes
 from megatron_rl.data.reading import read_examples
 from megatron_rl.data.reading_options import ReadingOptions
 from megatron_rl.data.row_files import column_forms
@@ -121,7 +122,10 @@ def test_missing_column_lists_columns_and_nearest(write, tokenizer):
             r"row 1, field 'prompt\[0\].content': no content; a message must be .* with role and content",
         ),
         ([row("1"), row("2", truth=None)], "row 1, field 'reward_model.ground_truth': nothing; the row has"),
-        ([{**row("1"), "reward_model": {"style": "rule"}}], "struct with the field 'ground_truth'"),
+        (
+            [{**row("1"), "reward_model": {"style": "rule"}}],
+            "no column .reward_model.ground_truth. .data.ground_truth_key.",
+        ),
     ],
 )
 def test_bad_rows_are_named(write, tokenizer, rows, message):
@@ -291,7 +295,7 @@ def test_without_a_rule_no_ground_truth_is_needed(tmp_path, write, tokenizer, su
         path = write(rows) if suffix == "parquet" else str(tmp_path / "train.jsonl")
         if suffix == "jsonl":
             Path(path).write_text("".join(json.dumps(content) + "\n" for content in rows))
-        dataset = PromptDataset([path], tokenizer, DataConfig(), needs_ground_truth=False)
+        dataset = PromptDataset([path], tokenizer, DataConfig(), is_judged=False)
         assert list(dataset.batch(range(len(rows))).repeat(2).ground_truth) == [t for t in truths for _ in range(2)]
         with pytest.raises(ConfigError, match="reward_model"):
             PromptDataset([path], tokenizer, DataConfig())
@@ -326,3 +330,77 @@ def test_a_field_that_is_there_twice_is_refused(tmp_path, tokenizer, suffix):
         if suffix == "parquet":
             with pytest.raises(ConfigError, match=said):
                 read_examples([str(file)], tokenizer, ReadingOptions(response_key="data_source"))
+
+
+FLAT = [{"question": str(number), "answer": f"is {number}", "meta": {"gold": number}} for number in range(8)]
+OWN_KEYS = {"prompt_key": "question", "ground_truth_key": "answer", "default_data_source": "mine"}
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+@pytest.mark.parametrize(
+    ("keys", "is_judged", "truth", "source"),
+    [
+        ({}, True, "is 3", "mine"),
+        ({"ground_truth_key": "meta.gold"}, True, 3, "mine"),
+        ({"ground_truth_key": None}, True, None, "mine"),
+        ({"reward_fn_key": "answer"}, True, "is 3", "is 3"),
+        ({"ground_truth_key": "no", "default_data_source": None}, False, None, "train"),
+    ],
+)
+def test_a_flat_file_needs_no_converter(tmp_path, write, tokenizer, suffix, keys, is_judged, truth, source):
+    """Columns by keys, a source for all rows, and the file's name for answers that nothing scores.
+
+    Would not catch a struct whose field is missing in some rows.
+    """
+    path = write(FLAT) if suffix == "parquet" else str(write_lines(tmp_path / "train.jsonl", *FLAT))
+    data = PromptDataset([path], tokenizer, DataConfig(**OWN_KEYS | keys), is_judged)
+    batch = data.batch([3])
+    assert (batch.ground_truth[0], batch.data_source[0]) == (truth, source) and data.are_chats == {False}
+    if is_judged and "ground_truth_key" not in keys:
+        with pytest.raises(ConfigError, match="'reward_model.ground_truth' .*; did you mean: answer"):
+            PromptDataset([path], tokenizer, DataConfig(prompt_key="question", default_data_source="mine"))
+
+
+def test_a_text_goes_through_the_template_where_asked(tmp_path, tokenizer):
+    """As the message of a user, and without a template the key that asked is named. Would not catch turns."""
+    path = str(write_lines(tmp_path / "train.jsonl", *FLAT))
+    plain, sent = (DataConfig(**OWN_KEYS, prompt_as_chat=is_chat) for is_chat in (None, True))
+    batch = PromptDataset([path], tokenizer, sent, keeps_text=True).batch([2])
+    assert batch.raw_prompt == [chat("2")] and batch.prompt_ids.unbind()[0].tolist() == [6]
+    (note,) = untemplated_notes({False}, tokenizer, plain)
+    assert "data.prompt_as_chat=true" in note
+    assert not untemplated_notes({False}, tokenizer, sent) and not untemplated_notes({True}, tokenizer, plain)
+    before, tokenizer.chat_template = tokenizer.chat_template, None
+    try:
+        assert not untemplated_notes({False}, tokenizer, plain)
+        with pytest.raises(ConfigError, match="no chat_template: add one .*, or set data.prompt_as_chat=false"):
+            PromptDataset([path], tokenizer, sent)
+    finally:
+        tokenizer.chat_template = before
+
+
+def test_some_rows_of_all_files_are_used(tmp_path, tokenizer):
+    """The first ones, or with shuffle those that numpy draws of all files together; they keep their numbers. Rows that
+    are left out are not looked at. Sets and digests of the order decide whether a run may resume.
+
+    Would not catch another generator in a later verl.
+    """
+    first, second = (
+        str(write_lines(tmp_path / name, *FLAT[:5], {"question": None})) for name in ("a.jsonl", "b.jsonl")
+    )
+    in_order = DataConfig(**OWN_KEYS, shuffle=False)
+    data = PromptDataset([first], tokenizer, in_order, max_samples=5)
+    assert data.batch(range(5)).index.tolist() == [0, 1, 2, 3, 4] and [file.num_prompts for file in data.files] == [5]
+    with pytest.raises(ConfigError, match="1 of 12 rows|row 5"):
+        PromptDataset([first, second], tokenizer, in_order, max_samples=7)
+    seed = next(n for n in range(99) if not {5, 11} & {*numpy.random.default_rng(n).choice(12, 6, replace=False)})
+    data = PromptDataset([first, second], tokenizer, DataConfig(**OWN_KEYS, seed=seed), max_samples=6)
+    drawn = sorted(numpy.random.default_rng(seed).choice(12, size=6, replace=False).tolist())
+    assert data.batch(range(6)).index.tolist() == drawn and sum(file.num_prompts for file in data.files) == 6
+    assert [row["ground_truth"] for row in data.rows] == [FLAT[number % 6]["answer"] for number in drawn]
+    options = ReadingOptions(prompt_key="question", max_samples=6, seed=seed)
+    examples, report = read_examples([first, second], tokenizer, options)
+    assert [example.where.row for example in examples] == [number % 6 for number in drawn]
+    assert sum(file.num_rows for file in report.files) == 6
+    other = PromptDataset([first], tokenizer, DataConfig(**OWN_KEYS, shuffle=False), max_samples=4)
+    assert other.files[0].digests != PromptDataset([first], tokenizer, in_order, max_samples=5).files[0].digests

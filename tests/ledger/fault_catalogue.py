@@ -337,7 +337,7 @@ def one_of_three_files(case: Case, rng: Random) -> list[Said]:
 @fault("train", offer=False, experts=None)
 def no_ground_truth(case: Case, rng: Random) -> list[Said]:
     write_prompts(case.folder / "train.parquet", reward_model=None)
-    return [("data.train_files", "must have a column reward_model")]
+    return [("data.ground_truth_key", "must be a column with the expected answer")]
 
 
 @fault("val", offer=False, experts=None)

@@ -9,7 +9,8 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.checkpoint.score_statistics import StatisticsError, read_statistics
@@ -22,7 +23,7 @@ from megatron_rl.config.prompt_sampler_keys import PromptSamplerConfig
 from megatron_rl.config.reward_keys import HELD_OUT, RUNNING, CustomRewardFunctionConfig
 from megatron_rl.config.roles import REWARD_MODEL, roles_of
 from megatron_rl.config.schema import DataConfig, RunConfig, as_list
-from megatron_rl.config.synonyms import PROMPTS, SOURCES, suggested_column
+from megatron_rl.config.synonyms import PROMPTS, SOURCES, TRUTHS, suggested_column
 from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.config.user_functions import definitions_in
 from megatron_rl.config.validate import REWARD_ARGUMENTS, is_path_or_paths
@@ -32,7 +33,11 @@ from megatron_rl.ledger.planner.hardware import load_hardware
 from megatron_rl.observe.services import PACKAGES, absent_services
 
 ASKED = "name the column of what the policy is asked"
-NAMED = "add a column that names where each row is from, which chooses the rule that scores it"
+NAMED = (
+    "set data.default_data_source to the name of where the rows are from, which chooses the reward function, such as "
+    "data.default_data_source=openai/gsm8k"
+)
+TOLD = "or null, if the reward function needs none"
 PROMPT_SUFFIXES = (".parquet", ".jsonl")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 TURNS = "actor_rollout_ref.rollout.multi_turn"
@@ -129,13 +134,18 @@ def prompt_files(config: RunConfig) -> list[tuple[str, list[str]]]:
 
 
 def train_rows(data: DataConfig) -> list[int]:
-    """Rows of each of data.train_files, counted up to one batch; a missing file counts as one full batch."""
+    """Rows of each of data.train_files, counted up to one batch; a missing file counts as one full batch.
+
+    With train_max_samples one number for all files, unless these have weights.
+    """
     batch, rows = data.gen_batch_size, []
     for path in as_list(data.train_files):
         try:
             rows.append(count_rows(path, batch))
         except (ConfigError, OSError):
             rows.append(batch)
+    if data.train_max_samples > 0 and data.train_file_weights is None:
+        return [min(sum(rows), data.train_max_samples)]
     return rows
 
 
@@ -161,24 +171,51 @@ def _prompt_problems(config: RunConfig, judged: Sequence[str]) -> Iterable[Viola
                     wrong = Violation({key: path}, f"must be a file of prompts: {error}")
             if wrong is not None:
                 yield _within_list(wrong, key, path, paths)
-    for key, column, forms, meaning, usual, hint in (
-        ("data.prompt_key", data.prompt_key, ("text", "messages"), "text or a list of {role, content}", PROMPTS, ASKED),
-        ("data.reward_fn_key", data.reward_fn_key, ("text",), "text", SOURCES, NAMED),
-    ):
-        lacking = [path for path, columns in tables.items() if columns.get(column) not in forms]
-        if lacking:
-            able = [{name for name, form in columns.items() if form in forms} for columns in tables.values()]
-            names = sorted(set.intersection(*able))
-            has = ", ".join(f"{name} ({form})" for name, form in tables[lacking[0]].items())
-            like = suggested_column(column, usual, names)
-            nearest, lacks = ({}, hint) if like is None else ({key: like}, "")
-            rule = f"must be a column of {meaning}; {lacking[0]} has {has}"
-            yield Violation({key: column}, rule, nearest, lacks, wrong_name=True)
-    for path, columns in tables.items():
-        named = [key for key, paths in prompt_files(config) if key in judged and path in paths]
-        if named and columns.get("reward_model.ground_truth", "null") == "null":
-            rule = f"must have a column reward_model with the field ground_truth; it has {', '.join(columns)}"
-            yield Violation({named[0]: path}, rule)
+    scored = {
+        path: tables[path] for key, paths in prompt_files(config) if key in judged for path in paths if path in tables
+    }
+    yield from _column_problems("data.prompt_key", data.prompt_key, tables, PROMPT_COLUMN)
+    needing = scored if data.default_data_source is None else {}
+    named = {path for path, columns in tables.items() if columns.get(data.reward_fn_key, "null") != "null"}
+    sourced = {path: columns for path, columns in tables.items() if path in needing or path in named}
+    yield from _column_problems("data.reward_fn_key", data.reward_fn_key, sourced, SOURCE_COLUMN)
+    truth = data.ground_truth_key
+    lacking = [path for path, columns in scored.items() if truth and columns.get(truth, "null") == "null"]
+    if lacking:
+        names = [name for name, form in scored[lacking[0]].items() if form != "null" and "." not in name]
+        like = suggested_column(truth or "", TRUTHS, [name for name in names if name != data.prompt_key])
+        rule = f"must be a column with the expected answer, or a field of one; {lacking[0]} has {', '.join(names)}"
+        nearest = {} if like is None else {"data.ground_truth_key": like}
+        yield Violation({"data.ground_truth_key": truth}, rule, nearest, "" if nearest else TOLD, wrong_name=True)
+
+
+@dataclass(frozen=True)
+class PromptColumn:
+    """What a column of prompt files must be. forms: see `column_forms`. usual: its usual names. hint: if none fits."""
+
+    forms: tuple[str, ...]
+    meaning: str
+    usual: tuple[str, ...]
+    hint: str
+
+
+PROMPT_COLUMN = PromptColumn(("text", "messages"), "text or a list of {role, content}", PROMPTS, ASKED)
+SOURCE_COLUMN = PromptColumn(("text",), "text", SOURCES, NAMED)
+
+
+def _column_problems(
+    key: str, column: str, tables: Mapping[str, Mapping[str, str]], wanted: PromptColumn
+) -> Iterable[Violation]:
+    """tables: path -> column -> form."""
+    lacking = [path for path, columns in tables.items() if columns.get(column) not in wanted.forms]
+    if lacking:
+        able = [{name for name, form in columns.items() if form in wanted.forms} for columns in tables.values()]
+        names = sorted(set.intersection(*able))
+        has = ", ".join(f"{name} ({form})" for name, form in tables[lacking[0]].items())
+        like = suggested_column(column, wanted.usual, names)
+        nearest, lacks = ({}, wanted.hint) if like is None else ({key: like}, "")
+        rule = f"must be a column of {wanted.meaning}; {lacking[0]} has {has}"
+        yield Violation({key: column}, rule, nearest, lacks, wrong_name=True)
 
 
 def _within_list(wrong: Violation, key: str, path: str, paths: list[str]) -> Violation:
