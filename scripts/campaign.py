@@ -1,4 +1,4 @@
-"""Strike runs at random moments and compare them with unhurt ones: the table of docs/scale/fault_tolerance.md.
+"""Strike runs at random moments and compare them with unhurt ones: the table of docs/internals/measured.md.
 
     python scripts/campaign.py --kills 50 --seed 1                        # everything that this machine permits
     python scripts/campaign.py --kills 2 --kinds demo controller          # a short form
