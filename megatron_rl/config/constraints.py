@@ -57,6 +57,13 @@ class IsPath:
     """The value names a file or a folder, or is a list of such names."""
 
 
+@dataclass(frozen=True)
+class Ours:
+    """Verl has no key of this name. On a group: of any name in it. All other keys are verl's, with verl's meaning."""
+
+
+OURS = Ours()
+
 FilePath = Annotated[str, IsPath()]
 Size = Annotated[int, Ge(1)]
 Count = Annotated[int, Ge(0)]
@@ -122,6 +129,7 @@ class Constraints:
     most: int | None = None
     nearest: Nearest | None = None
     is_path: bool = False
+    is_ours: bool = False
 
     def holds(self, value: Any) -> bool:
         """Whether a value that is not null keeps every constraint."""
@@ -170,6 +178,7 @@ def constraints_of(hint: Any) -> Constraints:
         constraints[AtMost].number if AtMost in constraints else None,
         constraints.get(Nearest),
         IsPath in constraints,
+        Ours in constraints,
     )
 
 

@@ -23,23 +23,24 @@ CORRECTION = "algorithm.rollout_correction"
 INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 
 
-def _is_group(hint: Any) -> bool:
-    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
+def _is_group(kind: Any) -> bool:
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
 
 
 @cache
-def fields_of(group: type) -> dict[str, type | Constraints]:
-    """Name of each field of a dataclass -> the group below it, or the constraints of its value."""
+def fields_of(group: type) -> dict[str, Constraints]:
+    """Name of each field of a dataclass -> the constraints of its value, whose `kind` may be the group below it."""
     hints = typing.get_type_hints(group, include_extras=True)
-    return {name: hint if _is_group(hint) else constraints_of(hint) for name, hint in hints.items()}
+    return {name: constraints_of(hint) for name, hint in hints.items()}
 
 
-def _leaves(group: type, prefix: str = "") -> Iterator[tuple[str, Constraints]]:
+def _leaves(group: type, prefix: str = "", is_ours: bool = False) -> Iterator[tuple[str, Constraints]]:
     for name, field in fields_of(group).items():
-        if isinstance(field, Constraints):
-            yield prefix + name, field
+        whose = field.is_ours or is_ours
+        if _is_group(field.kind):
+            yield from _leaves(field.kind, f"{prefix}{name}.", whose)
         else:
-            yield from _leaves(field, f"{prefix}{name}.")
+            yield prefix + name, dataclasses.replace(field, is_ours=whose)
 
 
 def _element_group(kind: Any) -> type | None:
@@ -56,7 +57,7 @@ LEAVES = {key: leaf for key, leaf in _ALL.items() if key not in ELEMENT_GROUPS}
 KEYS = {key: leaf.kind for key, leaf in LEAVES.items()}
 """Every dotted key of the schema, with its constraints and with its type; of named groups see `NAMED_GROUPS`."""
 
-NAMED_GROUPS = {top: dict(_leaves(group)) for top, group in ELEMENT_GROUPS.items()}
+NAMED_GROUPS = {top: dict(_leaves(group, is_ours=_ALL[top].is_ours)) for top, group in ELEMENT_GROUPS.items()}
 """Keys below which the user names groups -> the keys of such a group, with their constraints."""
 
 OPEN_KEYS = {key for key, kind in KEYS.items() if typing.get_origin(kind) is dict}
@@ -112,7 +113,7 @@ def value_of(config: RunConfig, key: str) -> Any:
 
 
 @cache
-def _defaults() -> dict[str, Any]:
+def declared_defaults() -> dict[str, Any]:
     """Key -> its default, which may be an interpolation; of named groups below `TOP.*`."""
     config: Any = RunConfig()
     for top, group in ELEMENT_GROUPS.items():
@@ -123,7 +124,7 @@ def _defaults() -> dict[str, Any]:
 def default_of(key: str) -> Any:
     """The default of a key, with the defaults of the keys it follows put in; None for a mandatory key."""
     named = in_named_group(key)
-    default = _defaults()[key if named is None else f"{named[0]}.*.{named[2]}"]
+    default = declared_defaults()[key if named is None else f"{named[0]}.*.{named[2]}"]
     if not isinstance(default, str) or default == MISSING:
         return None if default == MISSING else default
     leader = INTERPOLATION.fullmatch(default)
@@ -133,7 +134,9 @@ def default_of(key: str) -> Any:
 @cache
 def _leaders() -> dict[str, str]:
     """Every key whose default is another key's value -> that key; of named groups below `TOP.*`."""
-    leaders = {key: INTERPOLATION.fullmatch(value) for key, value in _defaults().items() if isinstance(value, str)}
+    leaders = {
+        key: INTERPOLATION.fullmatch(value) for key, value in declared_defaults().items() if isinstance(value, str)
+    }
     return {key: match[1] for key, match in leaders.items() if match is not None}
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
-from megatron_rl.config.constraints import AtMost, Or
+from megatron_rl.config.constraints import OURS, AtMost, Or
 
 
 @dataclass
@@ -18,11 +18,11 @@ class LastTokens:
     """Share of the open groups that a step leaves unfinished: train_batch_size / (1 - rate) are open, the step
     ends with the first train_batch_size that are complete, and the others go on in the next one, with their tokens.
     The name is verl's, which drops them. Needs trainer.rollout_ahead >= 1, the steps that a group may be late."""
-    longest_first: bool = False
+    longest_first: Annotated[bool, OURS] = False
     """A replica begins its requests in the order of the longest answer that their prompt had last, the longest first,
     so that none of these is begun when places for it become free last. Of use where an engine has more requests than
     max_num_seqs, from the second epoch on. Samples do not depend on it."""
-    prefix_match_unit: Annotated[int | None, Or(None, "whole blocks"), Ge(1), AtMost(2**10)] = None
+    prefix_match_unit: Annotated[int | None, Or(None, "whole blocks"), Ge(1), AtMost(2**10), OURS] = None
     """Samples of a prompt share what the engine has read of it up to a multiple of so many tokens; the name is vLLM's.
     null: whole blocks of the KV cache, so that a prompt shorter than a block is read once for every sample. The unit
     divides the tokens of a block; a small one shares more, and takes more work to look up. On CPUs alone."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Le
 
-from megatron_rl.config.constraints import AtMost, FilePath, NotNegative, OneOf
+from megatron_rl.config.constraints import OURS, AtMost, FilePath, NotNegative, OneOf
 
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Megatron's names of the linears that adapters are for, and verl's default targets."""
@@ -41,7 +41,7 @@ class LoraConfig:
     into a copy of its weights before every generation, and whole weights cross."""
     lora_A_init_method: Annotated[str, OneOf(("xavier", "kaiming", "normal"))] = "xavier"  # noqa: N815  verl's name
     """How A is drawn; B starts at 0. normal: with a standard deviation of 1 / rank, as PEFT's gaussian."""
-    base: Annotated[str, OneOf((RESIDENT, HOST, REFETCH))] = RESIDENT
+    base: Annotated[str, OneOf((RESIDENT, HOST, REFETCH)), OURS] = RESIDENT
     """The frozen weights of other stages, which generation needs: resident: brought once, and kept on the device |
     host: brought once, kept in host memory, and copied to the device for each generation | refetch: brought for each
     generation."""

@@ -8,7 +8,18 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from megatron_rl.config.constraints import AtMost, Count, Nearest, NotNegative, OneOf, Or, Positive, Size, UnitInterval
+from megatron_rl.config.constraints import (
+    OURS,
+    AtMost,
+    Count,
+    Nearest,
+    NotNegative,
+    OneOf,
+    Or,
+    Positive,
+    Size,
+    UnitInterval,
+)
 
 StageShare = Annotated[int | None, Ge(1), Nearest(None)]
 """Layers per pipeline stage. The suggestion is null, an equal share: another number of layers may not come out even."""
@@ -55,7 +66,7 @@ class OptimConfig:
     """Training steps of that decay; with WSD at least 1."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Adam's moment decay rates."""
-    eps: Positive = 1e-8
+    eps: Annotated[Positive, OURS] = 1e-8
     """Adam's epsilon."""
     weight_decay: NotNegative = 0.01
     """Decoupled weight decay of matrices; biases and norms have none."""
@@ -134,9 +145,9 @@ class LayoutConfig:
     """PP: consecutive stages of layers."""
     virtual_pipeline_model_parallel_size: StageShare = None
     """VPP: model chunks per stage, for a smaller pipeline bubble; null: one."""
-    num_layers_in_first_pipeline_stage: StageShare = None
+    num_layers_in_first_pipeline_stage: Annotated[StageShare, OURS] = None
     """Layers of the first stage; null: an equal share."""
-    num_layers_in_last_pipeline_stage: StageShare = None
+    num_layers_in_last_pipeline_stage: Annotated[StageShare, OURS] = None
     """Layers of the last stage; null: an equal share."""
     context_parallel_size: Size = 1
     """CP: ranks that share every sequence, each with an equal part of its tokens. Their number goes off that of
@@ -152,7 +163,7 @@ class LayoutConfig:
     sequence_parallel: bool = False
     """Split activations between the TP regions over TP ranks; training experts with TP > 1 needs it. On
     trainer.device=cuda the default is true; of no effect where TP is 1."""
-    make_vocab_size_divisible_by: Annotated[int, Ge(1), AtMost(2**20)] = 64
+    make_vocab_size_divisible_by: Annotated[int, Ge(1), AtMost(2**20), OURS] = 64
     """Vocabulary rows are padded to a multiple of it, and of TP. Padded otherwise than vLLM does, to a multiple of 64,
     those matrices cannot be shared."""
     dtype: Annotated[str, OneOf(("float32", "bfloat16", "float16"))] = "float32"
@@ -172,7 +183,7 @@ class MegatronConfig(LayoutConfig):
     """Give the gradient buffers' memory back while generating."""
     optimizer_offload: bool = False
     """Keep the optimizer state in host memory while generating."""
-    fp8_emulate: bool = False
+    fp8_emulate: Annotated[bool, OURS] = False
     """On CPUs, which have no products in 8 bits: round what goes into the products as override_transformer_config.fp8
     says, and multiply in dtype. Slow; to see what 8 bits do to a run."""
     override_transformer_config: OverrideTransformerConfig = field(default_factory=OverrideTransformerConfig)

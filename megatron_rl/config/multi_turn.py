@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from megatron_rl.config.constraints import Count, FilePath, NotNegative, OneOf, Positive, Size, UnitInterval
+from megatron_rl.config.constraints import OURS, Count, FilePath, NotNegative, OneOf, Positive, Size, UnitInterval
 
 TRUNCATE_SIDES = ("left", "middle", "right")
 
@@ -48,14 +48,14 @@ class MultiTurnConfig:
 
     enable: bool = False
     """Answer every turn that ends by itself, until the environment is done or there is no room for another turn."""
-    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
-    agent: AgentConfig = field(default_factory=AgentConfig)
+    environment: Annotated[EnvironmentConfig, OURS] = field(default_factory=EnvironmentConfig)
+    agent: Annotated[AgentConfig, OURS] = field(default_factory=AgentConfig)
     function_tool_path: FilePath | None = None
     """Python file with tools, in place of an environment: functions marked with @tool. A turn without a call is the
     last one; its answer is judged by the rule or by reward models."""
     tool_config_path: FilePath | None = None
     """YAML file with tools, in place of an environment: classes with create, execute and release, as verl has them."""
-    tool_rewards: bool = False
+    tool_rewards: Annotated[bool, OURS] = False
     """Add the rewards that tools return to the score; false: they are logged alone, as environment/tool_reward/mean."""
     format: str = "hermes"
     """How the model writes calls: a name of vLLM's tool parsers."""
@@ -67,16 +67,16 @@ class MultiTurnConfig:
     """Characters of one message of an observation; what is more is cut out."""
     tool_response_truncate_side: Annotated[str, OneOf(TRUNCATE_SIDES)] = "middle"
     """Where the text of a longer one is cut: left: its start is kept | middle: both ends | right: its end."""
-    tool_timeout_s: Positive = 60.0
+    tool_timeout_s: Annotated[Positive, OURS] = 60.0
     """Seconds that an environment may take for one turn, and an agent between two requests; then the episode has
     failed, and what took so long is killed."""
-    planned_wait_s: NotNegative = 0.0
+    planned_wait_s: Annotated[NotNegative, OURS] = 0.0
     """Seconds that an episode waits for answers in all its turns together, as plans count it; nothing measures it."""
-    num_workers: Size = 4
+    num_workers: Annotated[Size, OURS] = 4
     """Processes in which environments are, in addition to the ranks."""
-    max_retries: Count = 0
+    max_retries: Annotated[Count, OURS] = 0
     """How often an episode that has failed is drawn again from its prompt, with other seeds."""
-    max_failed_ratio: UnitInterval = 0.5
+    max_failed_ratio: Annotated[UnitInterval, OURS] = 0.5
     """Largest share of a step's episodes that may fail; beyond it the run ends (exit code 4). A failed episode is not
     trained, and is not compared with the others of its group."""
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from annotated_types import Gt, Le
 
-from megatron_rl.config.constraints import PassTokens, Size
+from megatron_rl.config.constraints import OURS, PassTokens, Size
 from megatron_rl.config.megatron import MegatronConfig, follow_actor_in_all, follows
 
 
@@ -15,18 +15,20 @@ from megatron_rl.config.megatron import MegatronConfig, follow_actor_in_all, fol
 class RefConfig:
     """The reference of a KL, and of `dpo.reference=on_the_fly`."""
 
-    pool: str = "${actor_rollout_ref.actor.pool}"
+    pool: Annotated[str, OURS] = "${actor_rollout_ref.actor.pool}"
     """The pool whose ranks hold the frozen reference."""
     log_prob_micro_batch_size_per_gpu: Size = follows("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu")
     """Samples per forward pass of the frozen reference, where not dynamic."""
     log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.rollout.log_prob_use_dynamic_bsz")
+    """Fill the reference's micro-batches by tokens instead of by samples."""
     log_prob_max_token_len_per_gpu: PassTokens = follows("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu")
-    sync_ref_model: bool = False
+    """Tokens per forward pass of the reference, where log_prob_use_dynamic_bsz is true."""
+    sync_ref_model: Annotated[bool, OURS] = False
     """TR-DPO: after every ref_model_sync_steps steps the reference becomes a * policy + (1 - a) * reference, a =
     ref_model_mixup_alpha."""
-    ref_model_mixup_alpha: Annotated[float, Gt(0), Le(1)] = 0.6
+    ref_model_mixup_alpha: Annotated[float, Gt(0), Le(1), OURS] = 0.6
     """sync_ref_model: the policy's share; 1: the reference becomes the policy."""
-    ref_model_sync_steps: Size = 512
+    ref_model_sync_steps: Annotated[Size, OURS] = 512
     """sync_ref_model: steps from one refresh to the next."""
     megatron: MegatronConfig = field(default_factory=follow_actor_in_all)
 

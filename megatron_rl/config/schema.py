@@ -17,6 +17,7 @@ from megatron_rl.config.algorithm_keys import AlgorithmConfig
 from megatron_rl.config.async_training import AsyncTrainingConfig
 from megatron_rl.config.batch_sizes import BatchSizes
 from megatron_rl.config.constraints import (
+    OURS,
     AtMost,
     Count,
     FilePath,
@@ -65,9 +66,9 @@ BatchPrompts = Annotated[int, Ge(1), AtMost(10**6), Nearest(mini_batch)]
 
 @dataclass
 class PoolConfig:
-    nnodes: Annotated[int, RANKS] = 1
+    nnodes: Annotated[int, RANKS, OURS] = 1
     """Machines of this pool."""
-    n_gpus_per_node: Annotated[int, RANKS] = 1
+    n_gpus_per_node: Annotated[int, RANKS, OURS] = 1
     """Ranks per machine of this pool: GPUs, or processes when trainer.device=cpu."""
 
 
@@ -76,7 +77,7 @@ class DataConfig(TaskDataConfig, PromptRowsConfig):
     train_files: Annotated[Any, IsPath()] = MISSING
     """Parquet or jsonl file with the training prompts, in verl's row schema or with columns that keys below name; or a
     list of such files."""
-    train_file_weights: list[float] | None = None
+    train_file_weights: Annotated[list[float] | None, OURS] = None
     """Shares of every batch that come from each of train_files, to any total; null: all prompts are one set."""
     val_files: Annotated[Any, IsPath()] = MISSING
     """File, or list of files, with the held-out prompts."""
@@ -119,7 +120,7 @@ class ModelConfig:
     override_config: ModelOverrideConfig = field(default_factory=ModelOverrideConfig)
     use_remove_padding: bool = True
     """Lay the sequences of a micro-batch end to end instead of padding each to the longest."""
-    enable_tree_training: bool = False
+    enable_tree_training: Annotated[bool, OURS] = False
     """Lay them as a trie instead, and compute tokens that several begin with alike once: a group's prompt, the branches
     of an episode, and what answers have in common. Of all roles but reward models; on CPUs. Results differ in the last
     bits."""
@@ -143,31 +144,31 @@ class PolicyLossConfig:
     """vanilla: PPO's clipped surrogate | gpg | clip_cov | kl_cov | gspo | gspo_token: the same | luspo | vespo |
     geo_mean | cispo | sapo | dppo_kl | dppo_tv | dro | bypass_mode: that of algorithm.rollout_correction.loss_type |
     the name of a function in custom.path."""
-    custom: UserFileConfig = field(default_factory=UserFileConfig)
+    custom: Annotated[UserFileConfig, OURS] = field(default_factory=UserFileConfig)
     clip_cov_ratio: Annotated[float, Gt(0), Le(1)] = 0.0002
     """clip_cov: share of a micro-batch's tokens that lose their gradient; at least one of those it may choose from."""
     clip_cov_lb: float = 1.0
-    """clip_cov: tokens are chosen from those whose covariance is above this,"""
+    """clip_cov: only tokens whose covariance is above this bound (and below clip_cov_ub) may lose their gradient."""
     clip_cov_ub: float = 5.0
-    """clip_cov: and below this."""
+    """clip_cov: only tokens whose covariance is below this bound (and above clip_cov_lb) may lose their gradient."""
     kl_cov_ratio: Annotated[float, Gt(0), Le(1)] = 0.0002
     """kl_cov: share of a micro-batch's tokens, those of the largest covariance, that are penalised; at least one."""
     ppo_kl_coef: NotNegative = 0.1
     """kl_cov: weight of that penalty, |log-ratio|."""
-    dro_beta: Annotated[float | None, Gt(0), Nearest(0.1)] = None
+    dro_beta: Annotated[float | None, Gt(0), Nearest(0.1), OURS] = None
     """dro: weight of the squared log-ratio; it has no default."""
-    vespo_k_pos: NotNegative = 2.0
-    """vespo: exponent k of the ratio's weight where the advantage is not negative;"""
-    vespo_lambda_pos: NotNegative = 3.0
-    """its decay lambda there;"""
-    vespo_k_neg: NotNegative = 3.0
-    """k where the advantage is negative;"""
-    vespo_lambda_neg: NotNegative = 2.0
-    """and lambda there."""
-    off_policy_mask_threshold: NotNegative | None = None
+    vespo_k_pos: Annotated[NotNegative, OURS] = 2.0
+    """vespo: shape k of the weight w^k exp(lambda (1 - w)) of a sequence, where A >= 0; w is its importance ratio."""
+    vespo_lambda_pos: Annotated[NotNegative, OURS] = 3.0
+    """vespo: rate lambda of the weight w^k exp(lambda (1 - w)) of a sequence, for advantages >= 0."""
+    vespo_k_neg: Annotated[NotNegative, OURS] = 3.0
+    """vespo: shape k of the weight w^k exp(lambda (1 - w)) of a sequence, for advantages < 0."""
+    vespo_lambda_neg: Annotated[NotNegative, OURS] = 2.0
+    """vespo: rate lambda of the weight w^k exp(lambda (1 - w)) of a sequence, for advantages < 0."""
+    off_policy_mask_threshold: Annotated[NotNegative | None, OURS] = None
     """With any loss, leave out answers with a negative advantage that the policy has moved away from by more than this,
     as the mean of log(p_old / p) over their tokens (DeepSeek-V3.2); null: none."""
-    top_entropy_quantile: UnitInterval = 1.0
+    top_entropy_quantile: Annotated[UnitInterval, OURS] = 1.0
     """Share of a step's response tokens, those of the highest entropy, that the loss trains (80/20 rule: 0.2)."""
 
 
@@ -176,14 +177,14 @@ class RouterReplayConfig:
     mode: Annotated[str, OneOf(("disabled", "R2", "R3"))] = "disabled"
     """Router replay in models with experts. disabled: routers choose anew in every pass | R2: updates send each token
     to the experts of the pass for old log-probs | R3: that pass and updates send it to those of the rollout engine."""
-    compare_freq: Count = 0
+    compare_freq: Annotated[Count, OURS] = 0
     """R3: at every so many steps make one more pass without replay, and report how far its log-probs are from the
     rollout's; 0: never."""
 
 
 @dataclass
 class ActorConfig:
-    pool: str = GLOBAL_POOL
+    pool: Annotated[str, OURS] = GLOBAL_POOL
     """The pool whose ranks train the actor."""
     ppo_mini_batch_size: NumPrompts = 32
     """Prompts per optimizer step (times rollout.n samples)."""
@@ -226,9 +227,9 @@ class ActorConfig:
     kl_loss_type: Annotated[str, OneOf(KL_ESTIMATES)] = "low_var_kl"
     """How that KL is estimated: kl (k1) | abs | mse (k2) | low_var_kl (k3); with a + after it, such as k3+, with the
     gradient of k2."""
-    kl_loss_unbiased: bool = False
+    kl_loss_unbiased: Annotated[bool, OURS] = False
     """Multiply each token's estimate by p / p_old, gradient included (DeepSeek-V3.2)."""
-    mtp_loss_scaling_factor: NotNegative = 0.0
+    mtp_loss_scaling_factor: Annotated[NotNegative, OURS] = 0.0
     """Weight of the cross-entropy by which the multi-token prediction layer learns the sampled tokens, for
     rollout.speculative=mtp; 0: it stays as it is. The policy gets no gradient from it."""
     router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
@@ -255,7 +256,7 @@ class ValKwargsConfig:
 class RolloutConfig(EightBitRollouts, ElasticReplicas, Drafts, LastTokens):
     name: Annotated[str, OneOf(("vllm",))] = "vllm"
     """Generation engine; vllm is the only one."""
-    pool: str = "${actor_rollout_ref.actor.pool}"
+    pool: Annotated[str, OURS] = "${actor_rollout_ref.actor.pool}"
     """The pool whose ranks generate. In the actor's vLLM reads the actor's memory; to another one weights are sent."""
     nnodes: Annotated[int, Ge(0), Le(MOST_RANKS)] = 0
     """Machines of a pool for generation alone, rollout_pool; only with hybrid_engine=false."""
@@ -275,26 +276,26 @@ class RolloutConfig(EightBitRollouts, ElasticReplicas, Drafts, LastTokens):
     """Sequences decoded together in one replica."""
     max_num_batched_tokens: Annotated[int, Ge(1), AtMost(2**24)] = 8192
     """Tokens of one engine step."""
-    kv_cache_memory_bytes: Annotated[int, Ge(1), AtMost(2**50)] = 1 << 30
+    kv_cache_memory_bytes: Annotated[int, Ge(1), AtMost(2**50), OURS] = 1 << 30
     """KV cache of each rank; held only while generating."""
     gpu_memory_utilization: Annotated[float | None, Gt(0), Le(1), Nearest(0.5)] = None
     """Share of a GPU that weights, cache and passes of generation may have: the cache is what the planner finds that
     they leave, in place of kv_cache_memory_bytes. Of no effect on CPUs."""
-    drop_train_weights: bool = False
+    drop_train_weights: Annotated[bool, OURS] = False
     """Give the training copy's memory back while generating, where generation holds all of its elements elsewhere
     (rollout TP below training TP); it is sliced back out, bit for bit, afterwards."""
-    verify_weights_every: Count = 1
+    verify_weights_every: Annotated[Count, OURS] = 1
     """Compare checksums of all moved weights with their owners' at every so many transitions; 0: at the first only,
     which is always compared."""
     update_weights_bucket_megabytes: Size = 32
     """Scratch memory of a transition, and the bound on one message."""
-    weight_deltas: bool = False
+    weight_deltas: Annotated[bool, OURS] = False
     """Send only what changed since the last transfer to a rollout in a pool of its own. Training ranks then keep what
     they sent last: one more copy of the served model over all of them."""
     enforce_eager: bool = True
     """false: vLLM compiles the model and captures CUDA graphs over weights and KV cache, which keep their addresses.
     true: neither. Where it is not set: false on GPUs; on CPUs, which have no graphs, true is the only choice."""
-    disable_custom_all_reduce: bool = True
+    disable_custom_all_reduce: Annotated[bool, OURS] = True
     """false: ranks see the GPUs of all ranks of their world on their node, and vLLM adds up small tensors over NVLink
     with a kernel of its own, in groups of 2, 4, 6 or 8 on one node. Freed memory is then kept in pieces that do not
     grow, because that kernel cannot share those that do. Of no effect on CPUs."""
@@ -307,14 +308,14 @@ class RolloutConfig(EightBitRollouts, ElasticReplicas, Drafts, LastTokens):
     enable_rollout_routing_replay: bool = False
     """Have the engine return the experts of every token, so that metrics compare them with the trainer's. Models with
     experts only; actor.router_replay.mode=R3 always does."""
-    logprob_diff_bound: Positive = 1e-3
+    logprob_diff_bound: Annotated[Positive, OURS] = 1e-3
     """Largest allowed |log-prob of the rollout - log-prob of the trainer| of 99% of a step's sampled tokens; beyond it
     the run stops. Rounding in float32 gives about 1e-5 (3e-5 at worst in the demo), a stale or misplaced weight 1e-2
     and more. Where it is not set: 1e-3 for float32, 0.5 for bfloat16, 0.05 for float16, 1 for fp8. With top_p or top_k:
     of what their cut does not explain."""
-    logprob_diff_mean_bound: Positive = 1e-4
+    logprob_diff_mean_bound: Annotated[Positive, OURS] = 1e-4
     """Its largest mean. Unless it is set: 1e-4 for float32, 0.05 for bfloat16, 0.005 for float16, 0.1 for fp8."""
-    logprob_diff_warn_steps: Annotated[int | None, Or(None, "5 on GPUs, else 0"), Ge(0)] = None
+    logprob_diff_warn_steps: Annotated[int | None, Or(None, "5 on GPUs, else 0"), Ge(0), OURS] = None
     """First steps of a run in which a larger difference is only a warning; null: 5 on GPUs, else 0."""
     val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
@@ -343,6 +344,7 @@ class CriticModelConfig:
     path: FilePath = "${actor_rollout_ref.model.path}"
     """Hugging Face folder of the critic's trunk; the value head starts fresh."""
     use_remove_padding: bool = follows("actor_rollout_ref.model.use_remove_padding")
+    """Pack the critic's sequences end to end instead of padding each to the longest of its micro-batch."""
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 
@@ -350,22 +352,31 @@ class CriticModelConfig:
 class CriticConfig:
     enable: bool | None = None
     """Build and train a critic; null: where algorithm.adv_estimator needs one."""
-    pool: str = GLOBAL_POOL
+    pool: Annotated[str, OURS] = GLOBAL_POOL
     """The pool whose ranks train the critic."""
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     ppo_mini_batch_size: NumPrompts = follows("actor_rollout_ref.actor.ppo_mini_batch_size")
+    """Prompts per optimizer step of the critic (times rollout.n samples)."""
     ppo_micro_batch_size_per_gpu: Size = follows("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")
+    """Samples per forward/backward pass of the critic, where critic.use_dynamic_bsz is false."""
     forward_micro_batch_size_per_gpu: Size = follows("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu")
+    """Samples per forward pass that computes values, where critic.use_dynamic_bsz is false."""
     use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
+    """Fill the critic's micro-batches by tokens, up to the two token limits below, instead of by samples."""
     ppo_max_token_len_per_gpu: PassTokens = follows("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
+    """Tokens per forward/backward pass of the critic, where critic.use_dynamic_bsz is true."""
     forward_max_token_len_per_gpu: PassTokens = follows("critic.ppo_max_token_len_per_gpu")
     """Tokens per pass that computes values."""
     ppo_epochs: Annotated[int, Ge(1), AtMost(1000)] = follows("actor_rollout_ref.actor.ppo_epochs")
+    """Passes of the critic over each step's samples."""
     shuffle: bool = follows("actor_rollout_ref.actor.shuffle")
+    """Split the samples into mini-batches of the critic in a new seeded order every epoch."""
     cliprange_value: Positive = 0.5
     """How far a value may move from its old one before its loss is clipped."""
     loss_agg_mode: Annotated[str, OneOf(LOSS_AGG_MODES)] = "${actor_rollout_ref.actor.loss_agg_mode}"
-    loss_scale_factor: Size | None = follows("actor_rollout_ref.actor.loss_scale_factor")
+    """How the value losses of tokens become the loss of a mini-batch, as actor.loss_agg_mode."""
+    loss_scale_factor: Annotated[Size | None, OURS] = follows("actor_rollout_ref.actor.loss_scale_factor")
+    """Divisor of the sum over a response in seq-mean-token-sum-norm; null: data.max_response_length."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     megatron: MegatronConfig = field(default_factory=follow_actor)
     checkpoint: CheckpointConfig = field(
@@ -379,18 +390,18 @@ class RunConfig:
     actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
-    reward_models: dict[str, ScoringModelConfig] = field(default_factory=dict)
+    reward_models: Annotated[dict[str, ScoringModelConfig], OURS] = field(default_factory=dict)
     """Further reward models by names of the user's own; each adds weight * its score."""
-    pools: dict[str, PoolConfig] = field(default_factory=dict)
+    pools: Annotated[dict[str, PoolConfig], OURS] = field(default_factory=dict)
     """Pools of ranks beside global_pool, by names of the user's own; each role's `pool` key names its pool."""
     custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
-    custom_scorers: dict[str, UserFileConfig] = field(default_factory=dict)
+    custom_scorers: Annotated[dict[str, UserFileConfig], OURS] = field(default_factory=dict)
     """Scorers of the user's own: the name of a class, and the file that defines it."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     async_training: AsyncTrainingConfig = field(default_factory=AsyncTrainingConfig)
-    ptx: PretrainingConfig = field(default_factory=PretrainingConfig)
-    reward_training: RewardTrainingConfig = field(default_factory=RewardTrainingConfig)
-    dpo: DPOConfig = field(default_factory=DPOConfig)
+    ptx: Annotated[PretrainingConfig, OURS] = field(default_factory=PretrainingConfig)
+    reward_training: Annotated[RewardTrainingConfig, OURS] = field(default_factory=RewardTrainingConfig)
+    dpo: Annotated[DPOConfig, OURS] = field(default_factory=DPOConfig)
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 

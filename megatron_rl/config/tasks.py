@@ -12,7 +12,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
 
-from megatron_rl.config.constraints import FilePath, NotNegative, OneOf, Positive
+from megatron_rl.config.constraints import OURS, FilePath, NotNegative, OneOf, Positive
 from megatron_rl.config.declarations import PREFERENCE_LOSSES, REWARD_MODEL_LOSSES
 
 PPO, SFT, REWARD, DPO = "ppo", "sft", "reward", "dpo"
@@ -38,22 +38,22 @@ class ExampleKeys:
     columns' names, and reported. Fields of structs are named with a dot."""
     response_key: str | None = None
     """Column with the answer to prompt_key."""
-    text_key: str | None = None
+    text_key: Annotated[str | None, OURS] = None
     """Column with plain text."""
     tools_key: str | None = None
     """Column with the tools of a conversation, for the chat template."""
-    prompt_as_chat: bool | None = None
+    prompt_as_chat: Annotated[bool | None, OURS] = None
     """Whether a prompt that is text becomes a user's message of the chat template. null: in tasks without generation as
     the columns suggest; else such a prompt is sent as it is."""
-    append_eos: bool = True
+    append_eos: Annotated[bool, OURS] = True
     """End an answer with the end token where nothing else ends it."""
-    loss_on: Annotated[str, OneOf(LOSS_ON)] = "answers"
+    loss_on: Annotated[str, OneOf(LOSS_ON), OURS] = "answers"
     """sft and ptx: which tokens are learned. answers: every turn of the assistant | last: the last answer | all: the
     prompt, too. Of plain text all are."""
-    bad_rows: Annotated[str, OneOf(BAD_ROWS)] = "error"
+    bad_rows: Annotated[str, OneOf(BAD_ROWS), OURS] = "error"
     """Rows that cannot be used. error: refuse the files, naming the rows | skip: leave them out and list them in
     bad_rows_file."""
-    bad_rows_file: FilePath | None = None
+    bad_rows_file: Annotated[FilePath | None, OURS] = None
     """Where bad_rows=skip writes its list; null: bad_rows.jsonl, of ptx bad_pretraining_rows.jsonl, in
     trainer.default_local_dir."""
 
@@ -62,21 +62,21 @@ class ExampleKeys:
 class TaskDataConfig(ExampleKeys):
     """Keys of `data` for sft, reward and dpo; PPO reads none of them but prompt_as_chat."""
 
-    chosen_key: str | None = None
+    chosen_key: Annotated[str | None, OURS] = None
     """Column with the preferred answer, or conversation."""
-    rejected_key: str | None = None
+    rejected_key: Annotated[str | None, OURS] = None
     """Column with the other one."""
-    answers_key: str | None = None
+    answers_key: Annotated[str | None, OURS] = None
     """Column with a list of answers, the best first unless ranks_key or scores_key says otherwise."""
-    ranks_key: str | None = None
+    ranks_key: Annotated[str | None, OURS] = None
     """Column with a rank for each of them, the lower the better."""
-    scores_key: str | None = None
+    scores_key: Annotated[str | None, OURS] = None
     """Column with a score for each of them, the higher the better."""
-    label_key: str | None = None
+    label_key: Annotated[str | None, OURS] = None
     """kto: column that says whether an answer is desirable."""
-    score_key: str | None = None
+    score_key: Annotated[str | None, OURS] = None
     """Regression: column with an answer's score."""
-    margin_key: str | None = None
+    margin_key: Annotated[str | None, OURS] = None
     """Column with how much better the chosen answer is, or with the scores whose differences say so."""
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from megatron_rl.config.constraints import Constraints, OneOf
+from megatron_rl.config.constraints import OneOf
 from megatron_rl.config.keys import fields_of
 from megatron_rl.config.problems import refused
 from megatron_rl.config.tasks import TaskDataConfig
@@ -60,7 +60,7 @@ class ReadingOptions(TaskDataConfig):
         constraints = fields_of(group)
         for option in fields(self):
             value, constraint = getattr(self, option.name), constraints[option.name]
-            if value is not None and isinstance(constraint, Constraints) and not constraint.holds(value):
+            if value is not None and not constraint.holds(value):
                 raise refused(constraint.violation(f"data.{option.name}", value, option.default, None))
         if self.bad_rows == "skip" and self.bad_rows_file is None:
             raise ConfigError("data.bad_rows=skip needs data.bad_rows_file, a path for the list of what was skipped")
