@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 import time
@@ -11,9 +13,13 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+import typer
+from typer.testing import CliRunner
 
-from megatron_rl import cli
+from megatron_rl import __version__, cli
+from megatron_rl.cli.commands import COMMANDS
 from megatron_rl.errors import ConfigError, ParityError, RewardError, WorkerFailure
+from megatron_rl.observe.program import name_hint, next_command
 
 REPOSITORY = Path(__file__).parents[1]
 DEMO = "configs/demo_cpu.yaml"
@@ -241,3 +247,51 @@ def test_other_errors_keep_their_traceback(monkeypatch):
     monkeypatch.setattr(cli, "app", fail)
     with pytest.raises(ZeroDivisionError):
         cli.main()
+
+
+def test_help_groups_commands_and_gives_an_example_of_each(capsys, monkeypatch):
+    """Each panel and command once, old names and further ones run the same, and each example can be read.
+
+    Would not catch an example whose configuration breaks a rule.
+    """
+    monkeypatch.setenv("COLUMNS", "100")
+    group = typer.main.get_command(cli.app)
+    shown = CliRunner().invoke(cli.app, ["--help"]).output
+    names = [command.name for command in COMMANDS]
+    assert re.findall(r"^│ ([a-z-]+) +[A-Z]", shown, re.M) == names and "docs/README.md" in shown
+    assert [panel for panel in dict.fromkeys(one.panel for one in COMMANDS) if f" {panel} " not in shown] == []
+    for command in COMMANDS:
+        for name in (command.name, *command.other_names):
+            text = CliRunner().invoke(cli.app, [name, "--help"]).output
+            assert f"Example: megatron-rl {name}" in text and "Also called" not in text
+            context = group.commands[name].make_context(name, shlex.split(command.example))
+            assert context.command.callback.__wrapped__ is command.function
+    assert CliRunner().invoke(cli.app, ["--version"]).output == f"megatron-rl {__version__}\n"
+
+
+def test_a_printed_command_works_as_printed(tmp_path, monkeypatch):
+    """By the name where a shell finds this installation, else by the file that was started; never another one.
+
+    Would not catch an alias of the shell.
+    """
+    own, other = (tmp_path / folder / "megatron-rl" for folder in ("venv/bin", "other"))
+    for file in (own, other):
+        file.parent.mkdir(parents=True)
+        file.write_text("#!/bin/sh\n")
+        file.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(own)])
+    for path, name in (
+        (own.parent, "megatron-rl"),
+        (other.parent, "venv/bin/megatron-rl"),
+        ("", "venv/bin/megatron-rl"),
+    ):
+        monkeypatch.setenv("PATH", str(path))
+        assert next_command("view", "my run") == f"{name} view 'my run'"
+        assert (name_hint("see megatron-rl plan") == "") == (name == "megatron-rl")
+    assert name_hint("nothing to type") == ""
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "__main__.py")])
+    monkeypatch.setattr(sys, "executable", str(own.with_name("python")))
+    assert next_command("doctor") == "venv/bin/megatron-rl doctor"
+    own.unlink()
+    assert next_command("doctor") == f"{own.with_name('python')} -m megatron_rl doctor"

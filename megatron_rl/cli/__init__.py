@@ -1,5 +1,4 @@
-"""The command line: megatron-rl init | sft | reward | dpo | train | eval | generate | plan | map | profile |
-rehearse | check-cluster | doctor | columns | families | ablate | view | explain | export | average | nightly | port.
+"""The command line: `megatron-rl COMMAND`; `cli.commands` lists the commands.
 
 Configuration mistakes are reported before torch, Ray or vLLM is imported; exit codes are those of `errors.py`.
 """
@@ -8,56 +7,57 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from megatron_rl.cli.checking import check_cluster_command, doctor_command
-from megatron_rl.cli.evaluating import eval_command, generate_command
-from megatron_rl.cli.families import families_command
-from megatron_rl.cli.models import average_command, export_command
-from megatron_rl.cli.planning import columns_command, map_command, plan_command, profile_command
-from megatron_rl.cli.porting import port_command
-from megatron_rl.cli.rehearsing import rehearse_command
-from megatron_rl.cli.starting import init_command
-from megatron_rl.cli.tasks import dpo_command, reward_command, sft_command, train_command
-from megatron_rl.cli.trials import ablate_command, nightly_command
-from megatron_rl.cli.viewing import explain_command, view_command
+from megatron_rl import __version__
+from megatron_rl.cli.commands import COMMANDS, RUNS
 from megatron_rl.cluster.compiled import leaving_none_empty
 from megatron_rl.cluster.signals import quit_on_signals, restore_signals
 from megatron_rl.errors import ConfigError, MegatronRLError, StorageError
 from megatron_rl.observe.console import drop_unread_output
+from megatron_rl.observe.program import name_hint
 from megatron_rl.observe.terminal import Terminal
 
-RUNS = {"train": train_command, "sft": sft_command, "reward": reward_command, "dpo": dpo_command}
-"""Commands that start a run."""
+INDEX = Path(__file__).parents[2] / "docs" / "README.md"
+DOCS = f"Docs: {INDEX if INDEX.is_file() else 'docs/README.md in the repository'}"
+"""Where the pages are: beside an editable installation, else in the repository alone."""
 
 app = typer.Typer(
-    help="PPO with Megatron training and vLLM generation on one memory.",
+    help="Train language models with RL (PPO, GRPO), SFT, DPO and reward models: Megatron trains, vLLM generates.",
+    epilog=f"megatron-rl COMMAND --help has an example of each. {DOCS}",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
 )
-app.command("init")(init_command)
-for name, run_command in RUNS.items():
-    app.command(name)(run_command)
-app.command("eval")(eval_command)
-app.command("generate")(generate_command)
-app.command("port", context_settings={"ignore_unknown_options": True})(port_command)
-app.command("plan")(plan_command)
-app.command("map")(map_command)
-app.command("profile")(profile_command)
-app.command("rehearse")(rehearse_command)
-app.command("check-cluster")(check_cluster_command)
-app.command("doctor")(doctor_command)
-app.command("columns")(columns_command)
-app.command("families")(families_command)
-app.command("view")(view_command)
-app.command("explain")(explain_command)
-app.command("export")(export_command)
-app.command("average")(average_command)
-app.command("nightly")(nightly_command)
-app.command("ablate")(ablate_command)
+for command in COMMANDS:
+    for name in (command.name, *command.other_names):
+        app.command(
+            name,
+            rich_help_panel=command.panel,
+            epilog=f"Example: megatron-rl {name} {command.example}",
+            hidden=name != command.name,
+            context_settings={"ignore_unknown_options": True} if name == "port" else None,
+        )(command.function)
+
+
+def print_version(wanted: bool) -> None:
+    """Print the version and end, where it is wanted."""
+    if wanted:
+        typer.echo(f"megatron-rl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def all_commands(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Declare the options of the program itself; `version` is used by its callback."""
 
 
 def refuse_hydra_options(arguments: Sequence[str]) -> None:
@@ -72,7 +72,10 @@ def refuse_hydra_options(arguments: Sequence[str]) -> None:
 def print_error(error: MegatronRLError) -> None:
     """Print an error that is meant for the user, without a traceback."""
     message = Text.assemble((type(error).__name__, "bold red"), f": {error}")
-    Terminal(stderr=True).print(message, soft_wrap=True, highlight=False)
+    console = Terminal(stderr=True)
+    console.print(message, soft_wrap=True, highlight=False)
+    if hint := name_hint(str(error)):
+        console.print(hint, soft_wrap=True, highlight=False, markup=False)
 
 
 def main() -> None:

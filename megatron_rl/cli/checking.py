@@ -30,7 +30,7 @@ def check_cluster_command(
     overrides: Overrides = None,
     stage: Annotated[str | None, typer.Option(help="ppo | sft | reward | dpo. Default: trainer.stage.")] = None,
 ) -> None:
-    """Check the nodes that a run would take: versions, GPUs, NVLink, InfiniBand, free memory, clocks, all-reduces.
+    """Check the nodes of a cluster for a run: versions, GPUs, NVLink, InfiniBand, free memory, clocks, all-reduce.
 
     Joins Ray, or starts it, as the run would, and trains nothing. Of models config.json is read alone. Exit code 2
     with every fault, its node, value and rule.
@@ -54,7 +54,7 @@ def check_cluster_command(
 
 
 def doctor_command() -> None:
-    """Say whether this machine is ready: versions, GPUs, memory, disk, folders, ports, and what to do about each.
+    """Say what this machine lacks: packages, GPUs, memory, disk, ports, compiler, trackers, and what to do.
 
     Exit code 2 where something is broken.
     """

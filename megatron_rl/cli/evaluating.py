@@ -46,7 +46,7 @@ def eval_command(
     local: Local = False,
     collapse: Collapse = False,
 ) -> None:
-    """Answer prompts and score the answers: pass@k, maj@k per source, with intervals. Nothing is trained."""
+    """Generate responses to a file of prompts and score them: pass@k, maj@k with intervals. Trains nothing."""
     given = [*(overrides or ()), *chosen(out, data, samples, model)]
     run_config = startable(config, given, PPO, collapse, of_model(model))
     start_evaluation(made_ready(run_config, local), local)
@@ -62,7 +62,7 @@ def generate_command(
     local: Local = False,
     collapse: Collapse = False,
 ) -> None:
-    """Answer prompts and write the answers, which nothing scores: the prompts need no ground truth."""
+    """Generate responses to a file of prompts, and write them. Nothing scores them: no ground truth is needed."""
     given = [*(overrides or ()), *chosen(out, data, samples, model)]
     run_config = startable(config, given, PPO, collapse, lambda read: unjudged(of_model(model)(read)))
     start_evaluation(made_ready(run_config, local), local)

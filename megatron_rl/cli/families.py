@@ -15,7 +15,7 @@ from megatron_rl.observe.terminal import Terminal
 def families_command(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
-    """Print every family and what it can do, with the reason where it cannot; then what is refused by name."""
+    """Print the model families and what works with each, with the reason where something does not."""
     refuse_to_lose_output()
     rows, refused = family_rows(), refused_rows()
     if as_json:

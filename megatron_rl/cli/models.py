@@ -35,7 +35,7 @@ def export_command(
         typer.Option(help="The model folder that the run started from, if it has moved: of adapters, carried tensors."),
     ] = None,
 ) -> None:
-    """Write a checkpointed model as a Hugging Face folder, or its adapters as PEFT's. One process, no GPU."""
+    """Write the model of a checkpoint as a Hugging Face folder, or its LoRA adapters for PEFT. Needs no GPU."""
     refuse_target(target, nearest=Path(f"{target}-{checkpoint.name}"))
     folder = usable_checkpoint(checkpoint)
     if not (folder / role.value).is_dir():
@@ -67,7 +67,7 @@ def average_command(
     ] = None,
     role: Annotated[RoleName, typer.Option(help="critic: of reward models.")] = RoleName.ACTOR,
 ) -> None:
-    """Write the average of several checkpoints of one model as a Hugging Face folder. One process, no GPU."""
+    """Write the average of several checkpoints as a Hugging Face folder. Needs no GPU."""
     quiet_libraries()
     from megatron_rl.checkpoint.average import Averaging
 

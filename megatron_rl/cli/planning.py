@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -33,6 +34,7 @@ from megatron_rl.ledger.planner.memory_report import with_kv_cache
 from megatron_rl.ledger.planner.run_plan import RunPlan, mean_lengths
 from megatron_rl.ledger.planner.task_plan import TaskPlan
 from megatron_rl.observe.console import quiet_libraries
+from megatron_rl.observe.program import NAME, next_command
 from megatron_rl.observe.summary import layout_table
 from megatron_rl.observe.terminal import Terminal
 from megatron_rl.profile.hardware_file import hardware_text
@@ -65,7 +67,7 @@ def plan_command(
     ] = None,
     stage: Annotated[str | None, typer.Option(help="ppo | sft | reward | dpo. Default: trainer.stage.")] = None,
 ) -> None:
-    """Print layout, groups, memory, time and transition, and every rule the configuration breaks. Starts nothing.
+    """Say whether a run fits into memory and how long a step takes, and every rule it breaks. Starts nothing.
 
     Exit code 2 where a rule is broken; a plan that exceeds the GPU's memory is reported, and is no error.
     """
@@ -125,9 +127,10 @@ def map_command(
     prompt_length: Annotated[float | None, typer.Option(help="Mean tokens of a prompt. Default: half.")] = None,
     response_length: Annotated[float | None, typer.Option(help="Mean tokens of an answer. Default: half.")] = None,
 ) -> None:
-    """Find the fastest placement of roles on pools and layout of each, by the clock of `plan`. Starts nothing.
+    """Find the fastest layout for a number of GPUs, and which pool each role runs in. Also: search-layout.
 
-    Of models config.json is read alone. Exit code 2 where nothing fits or a kept value breaks a rule.
+    Starts nothing: seconds are those of `plan`. Of models only config.json is read. Exit code 2 where nothing
+    fits or a kept value breaks a rule.
     """
     check_number("--sample", sample, 1, MOST_SAMPLED)
     for option, file in (("--out", out), ("--points", points)):
@@ -156,13 +159,14 @@ def map_command(
             draw_placements(mapped, picture)
     command = command_of(request, best, out)
     if as_json:
-        print_json(placements_as_json(mapped) | {"command": command, "explained": explained(others)})
+        written = {"command": shlex.join([NAME, *command]), "explained": explained(others)}
+        print_json(placements_as_json(mapped) | written)
         refuse_to_lose_output()
         return
     console = Terminal(width=max(Terminal().width, MAP_WIDTH))
     for table in (placement_table(mapped), time_table(mapped)):
         console.print(table)
-    for line in (*placement_sentences(mapped), *explain_lines(others, explain_key or ""), command):
+    for line in (*placement_sentences(mapped), *explain_lines(others, explain_key or ""), next_command(*command)):
         say(line, console)
     refuse_to_lose_output()
 
@@ -177,7 +181,7 @@ def profile_command(
     device: Annotated[DeviceKind | None, typer.Option(help="Default: cuda where there is a GPU, else cpu.")] = None,
     short_run: Annotated[bool, typer.Option(help="Also a run of a few steps, for calls and transition.")] = True,
 ) -> None:
-    """Measure what the clock of plan and map needs to know of this machine, in minutes, and write a hardware file."""
+    """Measure this machine in a few minutes, and write a hardware file with which plan and map estimate seconds."""
     check_output_file("--hardware-file", hardware_file, SUFFIXES)
     request = requested(None if device is None else device.value, ranks, number_of_gpus())
     quiet_libraries()
@@ -188,7 +192,7 @@ def profile_command(
         Terminal().print(table)
     for line in profile_sentences(measured):
         say(line)
-    say(f"written to {hardware_file}; try megatron-rl plan --hardware {hardware_file}")
+    say(f"written to {hardware_file}; plan with it: add --hardware {hardware_file} to `plan`, `map` and `ablate`")
 
 
 def columns_command(

@@ -25,7 +25,7 @@ def port_command(
         bool, typer.Option("--trust-script", help="Run the script where nothing confines it: it can do what you can.")
     ] = False,
 ) -> None:
-    """Turn a launch script of verl into a file for `train --config`; says what is renamed, ignored and not supported.
+    """Turn a launch script of verl into a configuration file; says what is renamed, ignored or not supported.
 
     The script's shell is run with stubs for every program, and cannot change files, open sockets or send signals. Exit
     codes: 0 nothing of substance is lost, 3 something is.

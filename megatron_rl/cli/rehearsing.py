@@ -45,9 +45,9 @@ def rehearse_command(
     out: Annotated[Path, typer.Option(help="Folder for one JSON file a rank, and a log.")] = Path("outputs/rehearsal"),
     stage: Annotated[str | None, typer.Option(help="ppo | sft | reward | dpo. Default: trainer.stage.")] = None,
 ) -> None:
-    """Rehearse ranks of a run with the project's own code, as on GPUs and without one, and compare with the plan.
+    """Run the code of some ranks as on GPUs, without a GPU, and compare memory with the plan. Also: dry-run.
 
-    Needs neither a GPU nor weights: of models config.json is read alone. Collectives, sends and receives of the
+    Needs neither a GPU nor weights: of models only config.json is read. Collectives, sends and receives of the
     rehearsed ranks are matched with each other. Exit code 1 where a phase needs 2% and 0.1 GB more than planned, where
     calls do not fit together, or where a rank's code fails; 2 where the configuration breaks a rule.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -18,6 +17,7 @@ from megatron_rl.config.file_kinds import FILE, NOTHING, kind_of
 from megatron_rl.config.trainer import MOST_RANKS
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.console import quiet_libraries
+from megatron_rl.observe.program import next_command
 from megatron_rl.starter.project import CONFIG, check_name, write_project
 from megatron_rl.starter.task_kinds import TASK_KINDS
 
@@ -42,7 +42,7 @@ def init_command(
     ] = None,
     gpus: Annotated[int | None, typer.Option(help="GPUs to train on; 0: one CPU process.")] = None,
 ) -> None:
-    """Write a configuration, a reward function and data files to begin with, from three answers.
+    """Write a configuration, a reward function and data files of a run of your own, from three answers.
 
     Asks for what no option gives, where there is someone to ask.
     """
@@ -60,12 +60,11 @@ def init_command(
     with writing():
         path = made_model(folder, model)
         write_project(folder, path, name, num_gpus, model == TINY)
-    command = shlex.quote(sys.argv[0]) if Path(sys.argv[0]).name == "megatron-rl" else "megatron-rl"
-    config = shlex.quote(str(folder / CONFIG))
+    config = folder / CONFIG
     say(f"written to {folder}: run.yaml, reward.py, train.jsonl, val.jsonl. Change them, and go on:")
-    say(f"  {command} plan  --config {config}")
-    say(f"  {command} train --config {config}{'' if num_gpus else ' --local'}")
-    say(f"  {command} view  {shlex.quote(str(folder / 'output'))}")
+    say(f"  {next_command('plan', '--config', config)}")
+    say(f"  {next_command('train', '--config', config, *([] if num_gpus else ['--local']))}")
+    say(f"  {next_command('view', folder / 'output')}")
 
 
 def made_model(folder: Path, model: str) -> Path:

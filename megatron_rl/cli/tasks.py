@@ -27,10 +27,14 @@ from megatron_rl.observe.console import quiet_engines, quiet_libraries
 from megatron_rl.observe.terminal import Terminal
 from megatron_rl.roles.environment import worker_environment
 
-Local = Annotated[
-    bool, typer.Option("--local", help="One rank, all roles in this process, without Ray: for a debugger.")
+LOCAL = (
+    "Train on this machine in this one process, without Ray: the quickest start, and what a debugger needs. "
+    "Where the configuration has several ranks, add --collapse."
+)
+Local = Annotated[bool, typer.Option("--local", help=LOCAL)]
+Collapse = Annotated[
+    bool, typer.Option("--collapse", help="Run on one rank, whatever layout and pools are configured.")
 ]
-Collapse = Annotated[bool, typer.Option("--collapse", help="Run on one rank whatever layout and pools are configured.")]
 
 
 def train_command(
@@ -46,7 +50,7 @@ def train_command(
         typer.Option("--rollouts-from", help="The folder of a run with recorded samples (trainer.rollouts_from)."),
     ] = None,
 ) -> None:
-    """Train as configured; metrics, curves and the model go to trainer.default_local_dir."""
+    """Train with RL: PPO, GRPO, ... Metrics, curves and the model go to trainer.default_local_dir."""
     given = [] if rollouts_from is None else [f"trainer.rollouts_from={rollouts_from}"]
     run_config = startable(config, [*(overrides or ()), *given], PPO, collapse)
     if replay is not None:
@@ -66,7 +70,7 @@ def train_command(
 def sft_command(
     config: ConfigPath, overrides: Overrides = None, local: Local = False, collapse: Collapse = False
 ) -> None:
-    """Fine-tune the actor's model on given answers, text or conversations."""
+    """Fine-tune a model on given responses (SFT): texts or conversations."""
     run_config = startable_task(config, overrides, SFT, local, collapse)
     with imports_of(run_config):
         from megatron_rl.tasks.sft import sft
@@ -77,7 +81,7 @@ def sft_command(
 def reward_command(
     config: ConfigPath, overrides: Overrides = None, local: Local = False, collapse: Collapse = False
 ) -> None:
-    """Train a reward model, under the keys of `critic`, on preferences, rankings or scored answers."""
+    """Train a reward model on preferences, rankings or scored responses; its keys are those of `critic`."""
     run_config = startable_task(config, overrides, REWARD, local, collapse)
     with imports_of(run_config):
         from megatron_rl.tasks.reward import reward
@@ -88,7 +92,7 @@ def reward_command(
 def dpo_command(
     config: ConfigPath, overrides: Overrides = None, local: Local = False, collapse: Collapse = False
 ) -> None:
-    """Have the actor's model learn preferences directly: dpo.loss=dpo | ipo | kto | simpo | ..., or several."""
+    """Train a model on preferences directly (DPO): dpo.loss=dpo | ipo | kto | simpo | ..., or several."""
     run_config = startable_task(config, overrides, DPO, local, collapse)
     with imports_of(run_config):
         from megatron_rl.tasks.dpo import dpo

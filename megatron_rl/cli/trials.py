@@ -36,7 +36,7 @@ def nightly_command(
     folder: Annotated[Path, typer.Option(help="Emptied first where it is a nightly's own.")] = Path("outputs/nightly"),
     renew: Annotated[bool, typer.Option("--renew", help="Put what this run reaches into the golden file.")] = False,
 ) -> None:
-    """Train, stop in the middle, go on, compare with golden metrics; FOLDER/report.md.
+    """Train, stop in the middle, resume, and compare metrics with recorded ones; writes FOLDER/report.md.
 
     Exit codes: 0 pass, 2 invalid configuration, 10 regression, 11 crash, 12 hang.
     """
@@ -69,7 +69,7 @@ def ablate_command(
     ] = False,
     report_only: Annotated[bool, typer.Option("--report-only", help="Write the report of what has run.")] = False,
 ) -> None:
-    """Run every point of a grid of layouts and options; a table and a picture in FOLDER. Goes on where it was stopped.
+    """Train once for each point of a grid of settings, and compare: a table and a picture in FOLDER. Resumes.
 
     Exit codes: 0 all valid points finished, 2 nothing can run, 11 some failed, 129, 130 and 143 interrupted.
     """

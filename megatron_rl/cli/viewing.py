@@ -34,7 +34,7 @@ def view_command(
     most: Annotated[int, typer.Option("--samples", help="Samples of each run on the page, of all steps alike.")] = 1000,
     outside: Annotated[bool, typer.Option("--outside", help=OUTSIDE)] = False,
 ) -> None:
-    """Write a page to look at a run: curves, times, tables, samples and their tokens, the plan. One file, no server.
+    """Write one HTML file to look at a run: curves, times, samples with their tokens, the plan. Needs no server.
 
     Works while the run goes on: the same command again, and a reload, show what has come.
     """

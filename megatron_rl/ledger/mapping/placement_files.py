@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ from megatron_rl.config.setting import Setting, final_settings, nested
 from megatron_rl.errors import ConfigError, shown
 from megatron_rl.ledger.mapping.finalists import Candidate
 from megatron_rl.ledger.mapping.request import MapRequest
-
-PROGRAM = ("megatron-rl", "train", "--config")
 
 
 def tree_of(request: MapRequest, candidate: Candidate) -> dict[str, Any]:
@@ -48,13 +45,14 @@ def headline(request: MapRequest, candidate: Candidate) -> str:
     return f"{request.path} on {gpus} {name}, placed by megatron-rl map: {candidate.seconds:.2f} s a step, estimated"
 
 
-def command_of(request: MapRequest, candidate: Candidate, file: Path | None) -> str:
-    """Return the command that starts a candidate. file: of `write_placement`; None: the configuration with
-    overrides.
+def command_of(request: MapRequest, candidate: Candidate, file: Path | None) -> list[str]:
+    """Return the words that start a candidate, after the program's name.
+
+    file: of `write_placement`; None: the configuration, with overrides.
     """
     if file is not None:
-        return shlex.join([*PROGRAM, str(file)])
-    return shlex.join([*PROGRAM, str(request.path), *request.overrides, *overrides_of(request, candidate)])
+        return ["train", "--config", str(file)]
+    return ["train", "--config", str(request.path), *request.overrides, *overrides_of(request, candidate)]
 
 
 def overrides_of(request: MapRequest, candidate: Candidate) -> Iterable[str]:
