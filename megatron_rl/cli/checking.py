@@ -17,7 +17,7 @@ from megatron_rl.ledger.planner.checked import checked, planned_task
 from megatron_rl.ledger.planner.hardware import planned_hardware
 from megatron_rl.ledger.planner.memory_report import with_kv_cache
 from megatron_rl.node_check.doctor import Condition, machine_facts, symptoms
-from megatron_rl.observe.console import quiet_engines, quiet_libraries
+from megatron_rl.observe.console import quiet_libraries
 from megatron_rl.observe.summary import plain_table
 from megatron_rl.observe.terminal import Terminal
 
@@ -43,7 +43,6 @@ def check_cluster_command(
         run_config = with_kv_cache(run_config, planned_hardware(run_config))
     run_config.trainer.total_training_steps = run_config.trainer.total_training_steps or ANY_STEPS
     quiet_libraries()
-    quiet_engines()
     quit_on_signals()
     with without_collections():
         from megatron_rl.controller.opening import check_nodes

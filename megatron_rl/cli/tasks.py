@@ -23,8 +23,8 @@ from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.config.tasks import DPO, PPO, REWARD, SFT
 from megatron_rl.errors import ConfigError, StoppedBeforeStep
 from megatron_rl.ledger.planner.checked import checked, commanded
-from megatron_rl.observe.console import quiet_engines, quiet_libraries
-from megatron_rl.observe.terminal import Terminal
+from megatron_rl.observe.console import quiet_libraries
+from megatron_rl.observe.terminal import Announcer, Terminal
 from megatron_rl.roles.environment import worker_environment
 
 LOCAL = (
@@ -147,7 +147,6 @@ def made_ready(run_config: Config, local: bool) -> Config:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if os.environ.get("PYTHONBREAKPOINT", "").startswith("ray."):
             del os.environ["PYTHONBREAKPOINT"]  # Ray's own debugger, which a shell inherits from a Ray job
-        quiet_engines()
     # Otherwise tokenizers warns at every fork that its threads end in the child, which only renders templates.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     quiet_libraries()
@@ -160,6 +159,7 @@ def imports_of(run_config: RunConfig) -> Iterator[None]:
 
     The exit code is that of a run that is stopped before its first step; where it saves no checkpoints, the signal's.
     """
+    Announcer(Terminal()).title("Preparing: libraries, model and data")
     quit_on_signals(StoppedBeforeStep.exit_code if run_config.trainer.save_freq > 0 else None)
     try:
         with without_collections():

@@ -169,12 +169,15 @@ class Lifecycle:
         """
         first = self.folder.start.step
         self.logger.next_metrics |= self.repairs.begun(first, self.folder.source, self.folder.path)
-        for step in range(first + 1, self.config.trainer.num_steps + 1):
+        num_steps = self.config.trainer.num_steps
+        if first < num_steps:
+            self.logger.title(f"Training, steps {first + 1} to {num_steps}")
+        for step in range(first + 1, num_steps + 1):
             self._before_step = self._state(step - 1)
             if self._under_way is not None:
                 self._try_to_finish(wait=False)
             self.stop_policy.begin_step()
-            self.logger.clock.begin_step()
+            self.logger.begin_step()
             yield step
             self.stop_policy.end_step()
             self._after(step)

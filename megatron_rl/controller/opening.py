@@ -84,6 +84,8 @@ class RunPools:
 
         A rollout that is cut into replicas is built later, by the thread that drives the replicas.
         """
+        num_ranks, what = placement.world_size, "process" if placement.world_size == 1 else "processes"
+        logger.title(f"Starting {num_ranks} {what}: {', '.join(placement.roles)}")
         hosting = hosting_of(logger.config, placement, CallObserver(stop_policy, logger))
         cluster = opened.enter_context(make_cluster(logger.config, placement, hosting, local, logger.say, repairs))
         hosts = {name: pool.host(RankHost) for name, pool in cluster.pools.items()}

@@ -47,6 +47,7 @@ def finish_run(run: Run) -> dict[str, Any]:
     accuracy, only a reward.
     """
     logger, validation = run.logger, run.validation
+    logger.title("Finishing: export, comparison, curves")
     if validation.parity_rows is None:  # every step had been taken before
         validation.run(run.config.trainer.num_steps)
     logger.keep_folder()

@@ -25,15 +25,16 @@ from megatron_rl.observe.phase_clock import TIMELINE_FILE, PhaseClock, write_cal
 from megatron_rl.observe.progress import RunProgress
 from megatron_rl.observe.sample_files import drop_later
 from megatron_rl.observe.services import Services
+from megatron_rl.observe.step_line import TimeLeft, step_line
 from megatron_rl.observe.summary import write_sample_table
-from megatron_rl.observe.terminal import Terminal
+from megatron_rl.observe.terminal import Announcer, Terminal
 from megatron_rl.observe.updates import SkippedUpdates, update_means
 from megatron_rl.records import Batch, Prompts, first_true
 from megatron_rl.roles.host import RankHost
 from megatron_rl.scoring.scored_answers import ScoredAnswers
 
 
-class RunLogger:
+class RunLogger(Announcer):
     """Console, metrics and tables of one run; a context manager around loggers and progress bar.
 
     accuracies, val_rewards: one number for every validation so far. transitions: cost of the last transition for each
@@ -49,9 +50,10 @@ class RunLogger:
         planned_memory: dict[str, dict[str, dict[str, int]]],
     ) -> None:
         self.config, self.folder, self.tokenizer = config, folder, tokenizer
-        self.console = Terminal()
+        super().__init__(Terminal())
         self.progress = RunProgress(config.trainer.num_steps, self.console)
         self.clock = PhaseClock(self.progress.phase)
+        self.time_left = TimeLeft(config.trainer.num_steps)
         self.updates = SkippedUpdates(config.trainer.max_skipped_updates)
         self.accuracies: list[float] = []
         self.val_rewards: list[float] = []
@@ -67,7 +69,8 @@ class RunLogger:
         """Raises StorageError when the run's folder cannot be written to, ConfigError when a port is taken."""
         trainer = self.config.trainer
         drop_later(self.folder.path, self.folder.resumed_step or 0)
-        metric_logger = MetricLogger(trainer.logger, self.folder.path, self.console, self.folder.resumed_step)
+        place = (self.folder.path, self.console, self.folder.resumed_step)
+        metric_logger = MetricLogger(trainer.logger, *place, self._step_line)
         self.metric_logger = self._open.enter_context(metric_logger)
         settings = without_secrets(dataclasses.asdict(self.config))
         names = (trainer.project_name, trainer.experiment_name)
@@ -85,14 +88,6 @@ class RunLogger:
         for sentence in sentences:
             self.warn(sentence)
 
-    def say(self, text: str, style: str | None = None) -> None:
-        """Print a line without markup, because names and values may contain brackets."""
-        self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-
-    def warn(self, text: str) -> None:
-        """Print a line in yellow."""
-        self.say(text, style="yellow")
-
     def keep_folder(self) -> None:
         """Make the run's folder again if it was deleted, and warn. Raises as `RunFolder.keep`."""
         if self.folder.keep():
@@ -100,6 +95,14 @@ class RunLogger:
                 f"{self.folder.path} was deleted or emptied while the run went on; it is there again, without the "
                 "checkpoints and tables that were in it"
             )
+
+    def begin_step(self) -> None:
+        """A step begins: forget the seconds of what was before."""
+        self.time_left.begin_step()
+        self.clock.begin_step()
+
+    def _step_line(self, metrics: Mapping[str, float], step: int) -> str:
+        return step_line(metrics, step, self.config.trainer.num_steps, self.time_left.after(step))
 
     def state_dict(self) -> dict[str, Any]:
         """The logger's state in a checkpoint; JSON-ready."""

@@ -36,6 +36,7 @@ class Validation:
     def before_training(self, is_resumed: bool) -> None:
         """Validate a new run where configured, or make up for the validation that a signal kept the last run from."""
         if self.config.trainer.val_before_train and not is_resumed:
+            self.logger.title("Validation before training")
             self.logger.log(self.run(step=0), step=0)
         self.logger.make_up(self.run)
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import errno
 import io
-import logging
 import os
 import sys
-import warnings
 from contextlib import suppress
 from typing import Any, TextIO
+
+from megatron_rl.observe.silenced import silence_libraries
 
 STANDARD = (0, 1, 2)
 """stdin, stdout and stderr, which the files of a program must never become."""
 NOBODY_READS = (errno.EPIPE, errno.EIO, errno.EBADF)
 """Errors of writing to a closed pipe, a closed terminal and a closed descriptor."""
-ENGINES = r"(megatron|vllm|torch)\b"
-"""Modules that warn of libraries that are not installed and of names that will change."""
 
 
 def drop_unread_output() -> None:
@@ -83,15 +81,8 @@ def _fill_closed() -> None:
 
 
 def quiet_libraries() -> None:
-    """Silence progress bars of `transformers` and a notice of torch.fx about its own API; call before loading them."""
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    """Silence progress bars of `transformers`, and what `observe.silenced` lists; call it before loading libraries."""
+    silence_libraries()
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-
-
-def quiet_engines() -> None:
-    """Silence warnings of engines that run in this process; ranks in other processes write to Ray's logs."""
-    for category in (UserWarning, FutureWarning):
-        warnings.filterwarnings("ignore", category=category, module=ENGINES)
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
-
 from megatron_rl.observe.appended_file import AppendedFile, replace_file
+from megatron_rl.observe.step_line import step_line
 from megatron_rl.observe.summary import finite_or_null
 from megatron_rl.observe.terminal import Terminal
 
@@ -18,39 +17,6 @@ if TYPE_CHECKING:
     from megatron_rl.observe.tensorboard import EventFile
 
 METRICS_FILE = "metrics.jsonl"
-VALIDATION_PREFIX = "val-core/"
-CONSOLE_FIELDS = (
-    ("critic/score/mean", "reward", ".3f"),
-    ("actor/loss", "loss", ".4f"),
-    ("critic/loss", "loss", ".4f"),
-    ("actor/accuracy", "right", ".1%"),
-    ("critic/accuracy", "right", ".1%"),
-    ("val/loss", "held out", ".4f"),
-    ("val/accuracy", "right", ".1%"),
-    ("actor/reward_kl_penalty", "kl", ".4f"),
-    ("actor/entropy", "entropy", ".3f"),
-    ("actor/pg_loss", "pg_loss", "+.4f"),
-    ("distillation/loss", "distill", ".4f"),
-    ("actor/pg_clipfrac", "clip", ".1%"),
-    ("actor/grad_norm", "grad", ".2f"),
-    ("critic/vf_loss", "vf_loss", ".4f"),
-    ("response_length/mean", "length", ".1f"),
-    ("training/rollout_logprob_diff_max", "rollout_diff", ".0e"),
-    ("perf/throughput", "tok/s/rank", ".0f"),
-    ("timing_s/step", "seconds", ".1f"),
-)
-
-
-def console_line(metrics: Mapping[str, float], step: int) -> str:
-    """One line with the metrics that are looked at first, in rich's markup; absent ones are left out."""
-    parts = [f"[bold]step {step:>4}[/]"]
-    for name, value in metrics.items():
-        if name.startswith(VALIDATION_PREFIX) and not name.endswith("/std"):
-            parts.append(f"[green]{escape(name.removeprefix(VALIDATION_PREFIX))} {value:.3f}[/]")
-    for name, label, form in CONSOLE_FIELDS:
-        if name in metrics:
-            parts.append(f"[dim]{label}[/] {metrics[name]:{form}}")
-    return "  ".join(parts)
 
 
 class JsonlBackend:
@@ -127,12 +93,14 @@ class MetricLogger(AbstractContextManager["MetricLogger"]):
         directory: Path,
         console: Terminal | None = None,
         resumed_step: int | None = None,
+        line: Callable[[Mapping[str, float], int], str] = step_line,
     ):
         """Create `directory` and in it metrics.jsonl ("jsonl") and tensorboard/ ("tensorboard").
 
         Pass the progress bar's `console` so that lines appear above it. resumed_step: the step that the run resumes
         from; lines until then are kept, later ones dropped. None: all files are new. Names of `Services` in `backends`
-        mean nothing here. Raises OSError where metrics.jsonl cannot be written.
+        mean nothing here. line: the console's line of a step, in rich's markup. Raises OSError where metrics.jsonl
+        cannot be written.
         """
         directory.mkdir(parents=True, exist_ok=True)
         self._console = console or Terminal()
@@ -146,7 +114,7 @@ class MetricLogger(AbstractContextManager["MetricLogger"]):
             with self._dropping_tensorboard():
                 first_step = 0 if resumed_step is None else resumed_step + 1
                 self._tensorboard = EventFile(directory / "tensorboard", first_step)
-        self._prints = "console" in backends
+        self._line = line if "console" in backends else None
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record `metrics` (verl's names) of `step`; step 0 is the state before training.
@@ -159,8 +127,8 @@ class MetricLogger(AbstractContextManager["MetricLogger"]):
         if self._tensorboard is not None:
             with self._dropping_tensorboard():
                 self._tensorboard.log(metrics, step)
-        if self._prints:
-            self._console.print(console_line(metrics, step), highlight=False, soft_wrap=True)
+        if self._line is not None:
+            self._console.print(self._line(metrics, step), highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Write out and release everything."""

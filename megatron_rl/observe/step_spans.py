@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.observe.loggers import CONSOLE_FIELDS
 from megatron_rl.observe.phase_clock import TIMELINE_FILE
+from megatron_rl.observe.step_line import FIELDS
 
-SHOWN = [name for name, _, _ in CONSOLE_FIELDS]
+SHOWN = [*(name for name, _, _ in FIELDS), "timing_s/step"]
 """Metrics that a step's span has as attributes."""
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.text import Text
 
 _STEERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff"
@@ -29,6 +30,25 @@ class Terminal(Console):
         """Yield the segments of something to print; those that are no text of ours or others' are control segments."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=terminal_text(segment.text))
+
+
+class Announcer:
+    """Prints what people are to read: lines, warnings and titles."""
+
+    def __init__(self, console: Terminal) -> None:
+        self.console = console
+
+    def say(self, text: str, style: str | None = None) -> None:
+        """Print a line without markup, because names and values may contain brackets."""
+        self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    def title(self, text: str) -> None:
+        """Print the title of what comes next."""
+        self.console.rule(Text(terminal_text(text), style="bold"), align="left", style="dim")
+
+    def warn(self, text: str) -> None:
+        """Print a line in yellow."""
+        self.say(text, style="yellow")
 
 
 def warn(text: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_rl.config.load import read_run
 from megatron_rl.dispatch import Coordinates, Dispatch, remote_method
-from megatron_rl.observe.console import quiet_engines, quiet_libraries
+from megatron_rl.observe.console import quiet_libraries
 from megatron_rl.profile.samples import MeasuredSample, MeasuringTask
 
 TIMEOUT = timedelta(seconds=120)
@@ -21,7 +21,6 @@ class MeasuringRank:
         from megatron_rl.roles.host import RankHost
 
         quiet_libraries()
-        quiet_engines()
         reading = read_run(config, ())
         if reading.config is None:
             raise ValueError(f"{config} is no configuration: {reading.violations}")

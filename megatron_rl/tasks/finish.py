@@ -24,6 +24,7 @@ def finish_task(run: TaskRun, export: Callable[[], float]) -> dict[str, Any]:
     export: writes the model to the run's folder, and returns how far it is from the trainer's.
     """
     held_out, trainer = run.held_out, run.config.trainer
+    run.logger.title("Finishing: export, comparison, curves")
     if not held_out.losses:  # every step had been taken before, without a validation
         held_out.losses.append(held_out.measure()["val/loss"])
     run.logger.keep_folder()

@@ -90,7 +90,7 @@ def test_console_prints_one_plain_line_per_step(tmp_path):
     with MetricLogger(["console"], tmp_path, Console(file=output, width=20)) as logger:
         logger.log({"critic/score/mean": 0.61, "timing_s/step": 1.25, "actor/lr": 1.0}, step=7)
         logger.log({"val-core/demo/acc/mean@1": 0.3471}, step=8)
-    assert output.getvalue() == "step    7  reward 0.610  seconds 1.2\nstep    8  demo/acc/mean@1 0.347\n"
+    assert output.getvalue() == "step 7  reward 0.610  1.2 s\nstep 8  held-out acc 0.347\n"
 
 
 def test_tensorboard_scalars_read_back(tmp_path):
@@ -203,5 +203,5 @@ def test_names_with_brackets_are_printed_as_they_are(tmp_path):
     """A data source is the user's. Would not catch a control character."""
     output = io.StringIO()
     with MetricLogger(["console"], tmp_path, Console(file=output, width=20)) as logger:
-        logger.log({"val-core/[/a] [bold]b/acc/mean@1": 0.5}, step=1)
-    assert output.getvalue() == "step    1  [/a] [bold]b/acc/mean@1 0.500\n"
+        logger.log({"val-core/[/a] [bold]b/acc/mean@1": 0.5, "val-core/c/acc/mean@1": 1.0}, step=1)
+    assert output.getvalue() == "step 1  [/a] [bold]b/acc/mean@1 0.500  c/acc/mean@1 1.000\n"

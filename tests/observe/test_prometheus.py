@@ -15,10 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe import prometheus
-from megatron_rl.observe.loggers import CONSOLE_FIELDS
 from megatron_rl.observe.phases import STACKED
 from megatron_rl.observe.prometheus import PHASES, PrometheusExporter
 from megatron_rl.observe.services import Services
+from megatron_rl.observe.step_line import FIELDS
 
 DASHBOARD = Path(__file__).parents[2] / "configs/grafana_dashboard.json"
 
@@ -81,7 +81,11 @@ def test_the_dashboard_asks_for_metrics_that_there_are():
     queries = [target["expr"] for panel in panels for target in panel["targets"]]
     gauges = {f"megatron_rl_{name}" for name, _ in PHASES.values()} | {"megatron_rl_step", "megatron_rl_metric"}
     assert {name for query in queries for name in re.findall(r"megatron_rl_\w+", query)} <= gauges
-    ours = {name for name, _, _ in CONSOLE_FIELDS} | {"rollout/idle_share", "trainer/idle_share", "staleness/mean"}
+    ours = (
+        {name for name, _, _ in FIELDS}
+        | {"timing_s/step"}
+        | {"rollout/idle_share", "trainer/idle_share", "staleness/mean"}
+    )
     ours |= {"rollout/replicas", "rollout/replicas_lost", "rollout/truncated", "rollout/resampled"}
     assert {name for query in queries for name in re.findall(r'name="([^"]+)"', query)} <= ours
     assert {name for query in queries for name in re.findall(r'phase="(\w+)"', query)} <= STACKED.keys() | {"step"}
