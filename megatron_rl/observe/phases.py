@@ -7,7 +7,7 @@ from zlib import crc32
 STACKED = {
     "gen": "#0b7a75",
     "turns": "#9ab87a",
-    "reward": "#d1495b",
+    "reward": "#c9405a",
     "old_log_prob": "#edae49",
     "ref": "#30638e",
     "values": "#7b5ea7",
@@ -27,7 +27,7 @@ OCCASIONAL = {
     "export": "#386641",
 }
 """Phases that are not in every step, or not of the trainer."""
-FURTHER = ("#a23e8c", "#4f772d", "#e4572e", "#17becf", "#a8763e")
+FURTHER = ("#a23e8c", "#4f772d", "#c8441b", "#17becf", "#8a5f2e")
 """Colours of phases with other names, such as those of further reward models."""
 
 
