@@ -1,4 +1,4 @@
-"""Keys of `async_training`: how generation runs ahead of training. No torch."""
+"""Keys of `async_training`: asynchronous generation. No torch."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ STRAGGLER_POLICIES = ("wait", "truncate", "resample")
 
 @dataclass
 class AsyncTrainingConfig:
-    """Generation in slices of engine steps, between which weights may change. The names that verl has are verl's.
+    """Generation in slices of engine steps, between which weights may change.
 
-    How far it runs ahead is `trainer.rollout_ahead`.
+    `trainer.rollout_ahead` bounds the staleness.
     """
 
     trigger_parameter_sync_step: Size = 1
-    """Training steps from one transfer of weights to the rollout to the next."""
+    """Training steps from one weight transfer to the rollout to the next."""
     partial_rollout: bool = False
-    """Go on with unfinished answers under new weights; false: every answer is drawn from one version of the weights."""
+    """Partial rollout: continue unfinished responses under new weights; false: every response is sampled from one
+    version of the weights."""
     kv_cache: Annotated[str, OneOf(KV_CACHE_CHOICES), OURS] = "keep"
-    """Keys and values of an unfinished answer when weights change: keep | recompute, under the new weights."""
+    """KV cache of an unfinished response when weights change: keep | recompute it with the new weights."""
     slice_steps: Annotated[Size, OURS] = 16
-    """Engine steps of a replica between two looks at what is new: weights, finished and waiting requests."""
+    """Engine steps of a slice. Between two slices a replica takes new weights and requests and returns finished
+    ones."""
     deterministic: Annotated[bool, OURS] = False
-    """Compute who generates what with which weights from the configuration and the answers' lengths alone; false: as
-    replicas and weights become ready, recorded in schedule.jsonl for `train --replay`. With turns, also without
-    rollout_ahead, true lets every turn wait for the answers to all."""
+    """true: the schedule (which replica generates what with which weights) depends only on the configuration and on
+    response lengths; in multi-turn runs each turn then waits for all episodes | false: it depends on time, and is
+    recorded in schedule.jsonl for `train --replay`."""
     second_buffer: Annotated[bool, OURS] = True
-    """Receive new weights into a second buffer while slices go on; false: between two slices. On GPUs only false, which
-    is the default there."""
+    """Receive new weights into a second buffer while slices continue; false: receive them between two slices. On GPUs
+    only false is supported, and is the default."""
     straggler_policy: Annotated[str, OneOf(STRAGGLER_POLICIES), OURS] = "wait"
-    """Handling of the last answers of a batch once they keep the trainer waiting for more than straggler_slices:
-    wait | truncate: take the tokens that are there | resample: draw the answer again with another seed."""
+    """Stragglers, the last responses of a batch that keep the trainer waiting for more than straggler_slices: wait for
+    them | truncate: use the tokens that they have | resample: start the response again with another seed."""
     straggler_slices: Annotated[Size, OURS] = 64
-    """Slices that the trainer waits for an answer when all others of its batch are finished."""
+    """Slices that the trainer waits for a straggler: a response, when all others of its batch are finished."""
     straggler_attempts: Annotated[Count, OURS] = 1
-    """Times that resample draws an answer again, before it is truncated."""
+    """straggler_policy=resample: number of times that a response is started again, before it is truncated."""
     max_replica_restarts: Annotated[Count, OURS] = 3
-    """Restarts of each rollout replica; one that fails again stays away, and the pool goes on without it."""
+    """Restarts of each rollout replica; one that fails again is not restarted, and the pool continues without it."""

@@ -1,4 +1,4 @@
-"""Keys of `algorithm.rollout_correction`, and the meaning of their texts. No torch.
+"""Keys of `algorithm.rollout_correction`, and how their texts are read. No torch.
 
 Two of verl's keys hold more than one number: `rollout_is_threshold` may be `LOWER_UPPER`, and `rollout_rs` is a list of
 criteria with commas between them, to which `rollout_rs_threshold` has one threshold each, or one for all.
@@ -38,28 +38,31 @@ class RolloutCorrectionConfig:
     """Corrections for the difference between the rollout's probabilities and the trainer's. Names are verl's."""
 
     rollout_is: Annotated[str | None, OneOf(IS_LEVELS)] = None
-    """Weigh the policy loss by p_trainer / p_rollout: token | sequence; null: not."""
+    """Importance sampling: weight the policy loss by p_trainer / p_rollout, per token | sequence; null: no weights."""
     rollout_is_threshold: Any = 2.0
-    """A number: the largest such weight. LOWER_UPPER, such as 0.5_5.0: weights outside are 0 (IcePop)."""
+    """A number: largest importance weight (truncated IS). LOWER_UPPER, such as 0.5_5.0: weights outside are 0
+    (IcePop)."""
     rollout_is_batch_normalize: bool = False
-    """Scale the weights of a step to a mean of 1: over tokens, or over answers with rollout_is=sequence."""
+    """Scale the importance weights of a step to a mean of 1, over tokens, or with rollout_is=sequence over
+    responses."""
     rollout_rs: str | None = None
-    """Leave out of the policy loss what a criterion refuses; several with commas between them must all accept it:
-    token_k1 | token_k2 | token_k3 | binary_kl | seq_sum_k1 | seq_sum_k2 | seq_sum_k3 | seq_mean_k1 | seq_mean_k2 |
-    seq_mean_k3 | seq_max_k2 | seq_max_k3 | token | sequence | geometric; null: nothing."""
+    """Rejection sampling: leave tokens or responses out of the policy loss that a criterion rejects; of several
+    criteria, with commas between them, all must accept. token_k1 | token_k2 | token_k3 | binary_kl | seq_sum_k1 |
+    seq_sum_k2 | seq_sum_k3 | seq_mean_k1 | seq_mean_k2 | seq_mean_k3 | seq_max_k2 | seq_max_k3 | token | sequence |
+    geometric; null: none."""
     rollout_rs_threshold: Any = None
-    """One threshold for all criteria, or one each with commas between them. Of k1 LOWER_UPPER, or UPPER with 1 / UPPER
-    as the other bound; of k2, k3 and binary_kl the largest value. null, only for token, sequence and geometric:
-    rollout_is_threshold."""
+    """Threshold of rollout_rs: one for all criteria, or one each with commas between them. k1: LOWER_UPPER, or UPPER
+    with 1 / UPPER as the other bound; k2, k3 and binary_kl: the largest value. null: rollout_is_threshold, for token,
+    sequence and geometric only."""
     rollout_rs_threshold_lower: UnitInterval | None = None
-    """Smallest ratio of token, sequence and geometric; null: 1 / the largest."""
+    """rollout_rs=token, sequence, geometric: smallest ratio that is accepted; null: 1 / the largest one."""
     rollout_token_veto_threshold: Annotated[float | None, Gt(0), Le(1), Nearest(0.0001)] = None
-    """Leave out answers with a token whose ratio is below; null: none."""
+    """Leave out responses with a token whose ratio p_trainer / p_rollout is below this; null: none."""
     bypass_mode: bool = False
-    """Take the rollout's log-probs for the old ones, without a pass of the trainer; weights and criteria are then those
-    of the policy as it is updated."""
+    """Use the rollout's log-probs as the old ones and skip the trainer's pass; importance weights and criteria are then
+    computed with the policy in each update."""
     loss_type: Annotated[str, OneOf(LOSS_TYPES)] = "ppo_clip"
-    """The policy loss of bypass_mode: ppo_clip | reinforce: the log-prob weighed as rollout_is says, without a clip."""
+    """Policy loss with bypass_mode: ppo_clip | reinforce: the log-prob, weighted as rollout_is says, without a clip."""
 
 
 @dataclass(frozen=True)

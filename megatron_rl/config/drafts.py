@@ -1,4 +1,4 @@
-"""Keys of drafts: tokens that a rollout guesses, and the model checks together. No torch."""
+"""Keys of speculative decoding: draft tokens that the model verifies together in one engine step. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ NGRAM, EARLIER, MTP = "ngram", "earlier", "mtp"
 
 
 class MTPUse(Enum):
-    """What becomes of a model's multi-token prediction (MTP) layer: not read; read by generation; and trained."""
+    """How a model's multi-token prediction (MTP) layer is used: not at all; by generation; by generation, and
+    trained."""
 
     NONE = "none"
     FROZEN = "frozen"
@@ -26,18 +27,19 @@ class Drafts:
     """Part of the group `rollout`. The names are vLLM's."""
 
     speculative: Annotated[str | None, OneOf((NGRAM, EARLIER, MTP)), OURS] = None
-    """ngram: where an answer's last tokens stand in its prompt, or earlier in it, what followed there is guessed,
-    and checked in one engine step | earlier: or in answers of former epochs to the same prompt | mtp: the model's own
-    multi-token prediction layer guesses | null: one token each step. The tokens that are drawn are the same."""
+    """Speculative decoding: where draft tokens come from. ngram: what followed the last tokens where they occurred
+    before, in the prompt or the response (prompt lookup) | earlier: also in responses of earlier epochs to the same
+    prompt | mtp: the model's multi-token prediction layer | null: none, one token per engine step. Samples are the
+    same with and without."""
     num_speculative_tokens: Annotated[int, Ge(1), AtMost(128), OURS] = 3
-    """Tokens guessed at once, at most."""
+    """Largest number of draft tokens per engine step and request."""
     prompt_lookup_min: Annotated[int, Ge(1), AtMost(2**10), OURS] = 2
-    """Last tokens that must stand there before, at least."""
+    """ngram, earlier: smallest number of last tokens that must have occurred before."""
     prompt_lookup_max: Annotated[int, Ge(1), AtMost(2**10), OURS] = 4
-    """Last tokens that are compared, at most: the place with the longest match counts. Of equal ones, ngram takes the
-    first, and earlier what follows most of them."""
+    """ngram, earlier: largest number of last tokens that are compared; the longest match wins. Among equal matches
+    ngram takes the first one, earlier the most frequent continuation."""
     earlier_answers_per_prompt: Annotated[int, Ge(1), AtMost(2**10), OURS] = 4
-    """Last answers to a prompt, other in their tokens, that the controller keeps for speculative=earlier, in
-    checkpoints too."""
+    """speculative=earlier: number of last different responses to a prompt that the controller keeps, also in
+    checkpoints."""
     speculative_disable_by_batch_size: Annotated[int | None, Or(None, "never"), Ge(1), AtMost(2**20), OURS] = None
-    """Nothing is guessed in an engine step with more requests than this; null: in every step."""
+    """No draft tokens in an engine step with more requests than this; null: in every step."""

@@ -1,4 +1,4 @@
-"""Keys of rollouts that read weights in 8 bits. No torch."""
+"""Keys of FP8 rollouts: generation with weights in 8 bits. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_rl.config.constraints import OURS, AtMost, OneOf
 
 FP8 = "fp8"
 SMALLEST_BLOCK = 16
-"""Below it scales would take more than a fiftieth of the codes."""
+"""Smallest block: below it the scales would take more than a fiftieth of the FP8 weights."""
 
 
 @dataclass
@@ -19,7 +19,8 @@ class EightBitRollouts:
     """Part of the group `rollout`."""
 
     quantization: Annotated[str | None, OneOf((FP8,))] = None
-    """fp8: linears of attention and MLPs, and experts, are served as e4m3 codes with one scale for each square block of
-    the weight, and half their bytes cross to generation | null: weights are served as they are trained."""
+    """fp8: generate with FP8 weights (e4m3, one scale per square block) in the linears of attention and MLPs and in
+    experts; half their bytes are transferred | null: generate with the weights as they are trained."""
     quantization_block_size: Annotated[int, Ge(SMALLEST_BLOCK), AtMost(2**16), OURS] = 128
-    """Rows and columns of such a block. Every cut of tensor parallelism must lie between two blocks."""
+    """quantization=fp8: rows and columns of a block with one scale. Tensor parallelism must cut weights between
+    blocks."""

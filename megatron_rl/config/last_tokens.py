@@ -1,4 +1,4 @@
-"""Keys of a step's first and last tokens: prompts that are read once, long answers that do not hold a batch up."""
+"""Keys of prefix sharing, and of over-sampling and request order, which keep long responses from delaying a batch."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ class LastTokens:
     """Part of the group `rollout`."""
 
     over_sample_rate: Annotated[float, Ge(0), Le(0.5)] = 0.0
-    """Share of the open groups that a step leaves unfinished: train_batch_size / (1 - rate) are open, the step
-    ends with the first train_batch_size that are complete, and the others go on in the next one, with their tokens.
-    The name is verl's, which drops them. Needs trainer.rollout_ahead >= 1, the steps that a group may be late."""
+    """Over-sampling: train_batch_size / (1 - rate) groups are generated at a time, and a step takes the first
+    train_batch_size groups that finish; the others continue in the next step and keep their tokens (verl drops them).
+    Needs trainer.rollout_ahead >= 1: the number of steps that a group may be late."""
     longest_first: Annotated[bool, OURS] = False
-    """A replica begins its requests in the order of the longest answer that their prompt had last, the longest first,
-    so that none of these is begun when places for it become free last. Of use where an engine has more requests than
-    max_num_seqs, from the second epoch on. Samples do not depend on it."""
+    """Start requests whose prompt had the longest response in the last epoch first, so that no long response starts
+    late. Useful where an engine has more requests than max_num_seqs, from the second epoch on. Samples do not depend on
+    it."""
     prefix_match_unit: Annotated[int | None, Or(None, "whole blocks"), Ge(1), AtMost(2**10), OURS] = None
-    """Samples of a prompt share what the engine has read of it up to a multiple of so many tokens; the name is vLLM's.
-    null: whole blocks of the KV cache, so that a prompt shorter than a block is read once for every sample. The unit
-    divides the tokens of a block; a small one shares more, and takes more work to look up. On CPUs alone."""
+    """Prefix sharing: samples of a prompt share its KV cache up to a multiple of this number of tokens, which must
+    divide the tokens of a KV cache block. Smaller shares more and costs more look-ups. null: whole blocks, so a prompt
+    shorter than a block is computed for every sample. vLLM's name; CPUs only."""
 
 
 def extra_groups(num_groups: int, over_sample_rate: float) -> int:
-    """Groups to begin beyond a batch, of which a step leaves as many unfinished: at least one, unless the rate is 0."""
+    """Return the groups to generate beyond a batch, which a step leaves unfinished: at least one, unless the rate is
+    0."""
     return max(1, round(num_groups * over_sample_rate / (1 - over_sample_rate))) if over_sample_rate else 0

@@ -1,4 +1,4 @@
-"""Keys of `rollout.multi_turn`: episodes of several turns, with an environment between them. No torch."""
+"""Keys of `rollout.multi_turn`: multi-turn episodes with an environment, tools or an agent. No torch."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ TRUNCATE_SIDES = ("left", "middle", "right")
 
 @dataclass
 class EnvironmentConfig:
-    """The class of the user's that answers turns."""
+    """The environment: a class of the user's that answers turns."""
 
     path: FilePath | None = None
-    """Python file with the class that answers turns: reset(row), and step(turn) -> (observation, reward, done)."""
+    """Python file with the environment class: reset(row), and step(turn) -> (observation, reward, done)."""
     name: str = "Environment"
-    """Class in that file."""
+    """Name of the environment class in environment.path."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments with which it is made, once for every episode."""
+    """Keyword arguments of the environment class; an instance is created for every episode."""
 
 
 @dataclass
 class AgentConfig:
-    """A program of the user's that is the agent. It speaks with the policy through an OpenAI-compatible endpoint."""
+    """The agent: a program of the user's that calls the policy through an OpenAI-compatible endpoint."""
 
     path: FilePath | None = None
     """Python file with the agent: a function of (task, endpoint), async or not, which returns its reward or None."""
     name: str = "run"
-    """Function in that file."""
+    """Name of the agent function in agent.path."""
     command: list[str] | None = None
-    """In place of a function: a command and its arguments. Its task is JSON on standard input; OPENAI_BASE_URL and
-    OPENAI_API_KEY are set, and those of ANTHROPIC. One process for each open episode."""
+    """In place of an agent function: a command and its arguments, one process per running episode. It reads its task as
+    JSON from standard input; OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY are set."""
 
     @property
     def is_set(self) -> bool:
-        """Whether there is an agent."""
+        """Whether an agent is set."""
         return self.path is not None or self.command is not None
 
 
@@ -47,38 +47,39 @@ class MultiTurnConfig:
     """Episodes of several turns. data.max_response_length bounds all tokens after the prompt, observations too."""
 
     enable: bool = False
-    """Answer every turn that ends by itself, until the environment is done or there is no room for another turn."""
+    """Multi-turn episodes: the environment, tools or agent answer each turn that ends by itself, until they are done or
+    no tokens are left for another turn."""
     environment: Annotated[EnvironmentConfig, OURS] = field(default_factory=EnvironmentConfig)
     agent: Annotated[AgentConfig, OURS] = field(default_factory=AgentConfig)
     function_tool_path: FilePath | None = None
-    """Python file with tools, in place of an environment: functions marked with @tool. A turn without a call is the
-    last one; its answer is judged by the rule or by reward models."""
+    """Python file with tools, in place of an environment: functions marked with @tool. A turn without a tool call is
+    the last one; the reward function or reward models score it."""
     tool_config_path: FilePath | None = None
-    """YAML file with tools, in place of an environment: classes with create, execute and release, as verl has them."""
+    """YAML file with tools, in place of an environment: classes with create, execute and release, as in verl."""
     tool_rewards: Annotated[bool, OURS] = False
-    """Add the rewards that tools return to the score; false: they are logged alone, as environment/tool_reward/mean."""
+    """Add the rewards that tools return to the score; false: only log them, as environment/tool_reward/mean."""
     format: str = "hermes"
-    """How the model writes calls: a name of vLLM's tool parsers."""
+    """Format of the model's tool calls: a name of vLLM's tool parsers."""
     max_parallel_calls: Size = 1
-    """Calls of one turn; further ones are refused with a text."""
+    """Largest number of tool calls in one turn; further calls get an error text as their result."""
     max_assistant_turns: Annotated[int | None, Ge(1)] = None
-    """Turns of the policy in an episode at most; null: as many as there is room for."""
+    """Largest number of turns of the policy in an episode; null: as many as the token limit allows."""
     max_tool_response_length: Size = 256
-    """Characters of one message of an observation; what is more is cut out."""
+    """Largest number of characters of one message of an observation or tool result; a longer one is cut."""
     tool_response_truncate_side: Annotated[str, OneOf(TRUNCATE_SIDES)] = "middle"
-    """Where the text of a longer one is cut: left: its start is kept | middle: both ends | right: its end."""
+    """Part of a too long tool result that is kept. left: its start | middle: both ends | right: its end."""
     tool_timeout_s: Annotated[Positive, OURS] = 60.0
-    """Seconds that an environment may take for one turn, and an agent between two requests; then the episode has
-    failed, and what took so long is killed."""
+    """Seconds that an environment or tool may take for one turn, and an agent between two requests; then its process is
+    killed and the episode has failed."""
     planned_wait_s: Annotated[NotNegative, OURS] = 0.0
-    """Seconds that an episode waits for answers in all its turns together, as plans count it; nothing measures it."""
+    """Only for plans: seconds that an episode waits for its environment or tools, over all turns."""
     num_workers: Annotated[Size, OURS] = 4
-    """Processes in which environments are, in addition to the ranks."""
+    """Worker processes for environments and tools, in addition to the ranks."""
     max_retries: Annotated[Count, OURS] = 0
-    """How often an episode that has failed is drawn again from its prompt, with other seeds."""
+    """Number of times that a failed episode is started again from its prompt, with other seeds."""
     max_failed_ratio: Annotated[UnitInterval, OURS] = 0.5
-    """Largest share of a step's episodes that may fail; beyond it the run ends (exit code 4). A failed episode is not
-    trained, and is not compared with the others of its group."""
+    """Largest share of a step's episodes that may fail; above it the run ends (exit code 4). A failed episode is
+    neither trained nor compared with the others of its group."""
 
     @property
     def tools_file(self) -> tuple[str, str] | None:

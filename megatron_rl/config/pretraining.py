@@ -17,14 +17,14 @@ class PretrainingConfig(ExampleKeys):
     """The group `ptx`. Its columns and lengths mean what they mean in `data` for `sft`."""
 
     coef: NotNegative = 0.0
-    """Weight of the cross-entropy of further examples in the actor's loss, InstructGPT's gamma; 0: there are none."""
+    """PPO-ptx: weight of the cross-entropy of further examples in the actor's loss (InstructGPT's gamma); 0: off."""
     files: Annotated[Any, IsPath()] = None
-    """Parquet or jsonl file with plain text, conversations, or prompts with answers; or a list of such files."""
+    """Parquet or jsonl file with plain text, conversations, or prompts with responses; or a list of such files."""
     file_weights: list[float] | None = None
     """Shares of the examples that come from each of files, to any total; null: all examples are one set."""
     mini_batch_size: NumPrompts = follows("actor_rollout_ref.actor.ppo_mini_batch_size")
-    """Examples per optimizer step of the actor, beside its samples; in the same micro-batch sizes."""
+    """Further examples per optimizer step of the actor, in addition to its samples, with the same micro-batch sizes."""
     truncation: Annotated[str, OneOf(("error", "left", "right", "drop"))] = "error"
     """Examples longer than max_length: error | left, right: cut that side off | drop: leave them out."""
     prompt_key: str | None = None
-    """Column with the prompt."""
+    """Column of ptx.files with the prompt; null: found by the columns' names, and reported."""

@@ -13,9 +13,10 @@ class PromptSamplerConfig:
     """A class of the user's that chooses the training prompts."""
 
     path: Annotated[FilePath | None, OURS] = None
-    """Python file with the class: next_indices() -> positions, update(positions, scores), state_dict() and
-    load_state_dict(state). It is made with (rows, batch_size, seed, **kwargs)."""
+    """Python file with a class that chooses the training prompts (a curriculum). The class is created with (rows,
+    batch_size, seed, **kwargs) and has next_indices() -> positions, update(positions, scores), state_dict() and
+    load_state_dict(state)."""
     name: Annotated[str, OURS] = "PromptSampler"
-    """Class in that file."""
+    """Name of the class in data.sampler.path."""
     kwargs: Annotated[dict[str, Any], OURS] = field(default_factory=dict)
-    """Keyword arguments with which it is made."""
+    """Further keyword arguments of the class in data.sampler.path."""

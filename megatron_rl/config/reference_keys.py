@@ -16,20 +16,20 @@ class RefConfig:
     """The reference of a KL, and of `dpo.reference=on_the_fly`."""
 
     pool: Annotated[str, OURS] = "${actor_rollout_ref.actor.pool}"
-    """The pool whose ranks hold the frozen reference."""
+    """The pool whose ranks have the frozen reference model."""
     log_prob_micro_batch_size_per_gpu: Size = follows("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu")
-    """Samples per forward pass of the frozen reference, where not dynamic."""
+    """Samples per forward pass of the reference, where log_prob_use_dynamic_bsz is false."""
     log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.rollout.log_prob_use_dynamic_bsz")
     """Fill the reference's micro-batches by tokens instead of by samples."""
     log_prob_max_token_len_per_gpu: PassTokens = follows("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu")
     """Tokens per forward pass of the reference, where log_prob_use_dynamic_bsz is true."""
     sync_ref_model: Annotated[bool, OURS] = False
-    """TR-DPO: after every ref_model_sync_steps steps the reference becomes a * policy + (1 - a) * reference, a =
-    ref_model_mixup_alpha."""
+    """Move the reference (TR-DPO): every ref_model_sync_steps steps it becomes a * policy + (1 - a) * reference, with a
+    = ref_model_mixup_alpha."""
     ref_model_mixup_alpha: Annotated[float, Gt(0), Le(1), OURS] = 0.6
-    """sync_ref_model: the policy's share; 1: the reference becomes the policy."""
+    """sync_ref_model: share of the policy in the new reference; 1: the reference becomes the policy."""
     ref_model_sync_steps: Annotated[Size, OURS] = 512
-    """sync_ref_model: steps from one refresh to the next."""
+    """sync_ref_model: training steps from one refresh of the reference to the next."""
     megatron: MegatronConfig = field(default_factory=follow_actor_in_all)
 
     def is_refreshed_after(self, step: int) -> bool:

@@ -1,4 +1,4 @@
-"""Keys of what rewards answers: the user's function, and reward models. No torch."""
+"""Keys of rewards: the reward function, and reward models. No torch."""
 
 from __future__ import annotations
 
@@ -12,41 +12,43 @@ from megatron_rl.config.megatron import MegatronConfig, follow_actor, follows
 from megatron_rl.config.trainer import GLOBAL_POOL, MOST_RANKS
 
 HELD_OUT, RUNNING = NORMALISATIONS = ("held_out", "running")
-"""Choices of `normalize_reward` of a reward model, besides null."""
+"""Choices of `normalize_reward` of a reward model, other than null."""
 
 
 @dataclass
 class CustomRewardFunctionConfig:
     path: FilePath | None = None
-    """Python file of the rule reward; null: a built-in one."""
+    """Python file with the reward function; null: a built-in one."""
     name: str | None = "compute_score"
-    """Function in that file: (data_source, solution_str, ground_truth, extra_info=None) -> float, or a dict with the
-    float under "score" and further numbers to log. Built-in ones: exact_match | math | compute_score, which chooses by
-    data source. null, with a reward model or an environment: no rule; then prompts need no ground truth."""
+    """The reward function in custom_reward_function.path: (data_source, solution_str, ground_truth, extra_info=None) ->
+    float, or a dict with the float under "score" and further values to log. Built-in ones: exact_match | math |
+    compute_score, which chooses by data source. null: no reward function, for runs with a reward model or an
+    environment; prompts then need no ground truth."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further keyword arguments of every call."""
+    """Further keyword arguments of every call of the reward function."""
     validation_only: Annotated[bool, OURS] = False
-    """Ask the rule about held-out answers alone, for their accuracy: rewards, there too, are the reward models', and
+    """Call the reward function only for validation, to report accuracy. All rewards are those of the reward models, and
     training prompts need no ground truth."""
 
 
 @dataclass
 class OverlongBufferConfig:
     enable: bool = False
-    """Take up to penalty_factor off the score of an answer whose last `len` allowed tokens are used."""
+    """Overlong penalty (DAPO): reduce the score of a response that uses the last `len` tokens that are allowed, by up
+    to penalty_factor."""
     len: Count = 0
-    """Length of that stretch, in tokens."""
+    """Tokens before data.max_response_length over which the overlong penalty grows."""
     penalty_factor: NotNegative = 1.0
-    """Penalty of an answer of data.max_response_length tokens."""
+    """Overlong penalty of a response of data.max_response_length tokens."""
 
 
 @dataclass
 class RewardModelModelConfig:
     path: FilePath | None = None
-    """Hugging Face folder of a ...ForSequenceClassification model with one label."""
+    """Hugging Face folder of the reward model: a ...ForSequenceClassification model with one label."""
     input_tokenizer: FilePath | None = None
-    """null: the reward model reads the actor's tokens. The actor's folder: it reads the conversation as text, which is
-    rendered with the chat template of its own folder and tokenised with the tokenizer there."""
+    """null: the reward model reads the actor's tokens. Path of the actor's folder: it reads the conversation as text,
+    rendered with the chat template and tokenizer of the reward model's folder."""
     use_remove_padding: bool = follows("actor_rollout_ref.model.use_remove_padding")
     """Pack the reward model's sequences end to end instead of padding each to the longest of its micro-batch."""
 
@@ -57,21 +59,21 @@ class ScoringModelConfig:
 
     model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
     pool: Annotated[str, OURS] = GLOBAL_POOL
-    """The pool whose ranks hold the reward model."""
+    """The pool whose ranks have the reward model."""
     weight: Annotated[float, OURS] = 1.0
-    """Weight of the reward model's score: its head's output at the last token of prompt and answer."""
+    """Weight of the reward model's score, which is the output of its head at the last token of the response."""
     data_sources: Annotated[list[str] | None, OURS] = None
-    """Score only answers to prompts with one of these names in column data.reward_fn_key; null: all."""
+    """Score only responses to prompts of these data sources (column data.reward_fn_key); null: all."""
     normalize_reward: Annotated[str | None, OneOf(NORMALISATIONS), OURS] = None
-    """How training takes that score. null: as it is | held_out: less the mean of the model's own held-out scores, over
-    their spread, both from its folder | running: the same with those of all training scores until now."""
+    """Normalisation of the reward model's score in training, (score - mean) / standard deviation. held_out: those of
+    the held-out scores that the model's folder records | running: those of all training scores so far | null: none."""
     reward_clip_range: Annotated[list[float] | None, OURS] = None
-    """[lowest, highest] that training takes of the score, once it is normalised; null: any."""
+    """[lowest, highest]: training clips the normalised score of the reward model to this range; null: no clipping."""
     max_length: Size | None = None
-    """With model.input_tokenizer: tokens that the reward model reads of a conversation at most; the end of a longer one
-    is cut off. null: data.max_prompt_length + data.max_response_length."""
+    """With model.input_tokenizer: largest number of tokens of a conversation that the reward model reads; the end of a
+    longer one is cut off. null: data.max_prompt_length + data.max_response_length."""
     micro_batch_size_per_gpu: Size = follows("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu")
-    """Samples per forward pass of the reward model, where not dynamic."""
+    """Samples per forward pass of the reward model, where use_dynamic_bsz is false."""
     use_dynamic_bsz: bool = follows("critic.use_dynamic_bsz")
     """Fill the reward model's micro-batches by tokens instead of by samples."""
     forward_max_token_len_per_gpu: PassTokens = follows("critic.forward_max_token_len_per_gpu")
@@ -82,24 +84,26 @@ class ScoringModelConfig:
 @dataclass
 class RewardModelConfig(ScoringModelConfig):
     enable: bool = False
-    """Score every answer with a reward model, too: score = rule_weight * rule + weight * model."""
+    """Score every response with a reward model: score = rule_weight * reward function + weight * reward model."""
     enable_resource_pool: bool = False
-    """Give the reward model a pool of its own, reward_pool, of nnodes x n_gpus_per_node ranks."""
+    """Give the reward model a pool of its own, reward_pool, with nnodes x n_gpus_per_node ranks."""
     nnodes: Annotated[int, Ge(0), Le(MOST_RANKS)] = 0
-    """Machines of that pool."""
+    """Nodes of reward_pool, with enable_resource_pool=true."""
     n_gpus_per_node: int = follows("trainer.n_gpus_per_node")
-    """Ranks per machine of that pool."""
+    """Ranks per node of reward_pool, with enable_resource_pool=true."""
     rule_weight: Annotated[float, OURS] = 1.0
-    """Weight of the rule's score, also without a reward model; not used with custom_reward_function.validation_only."""
+    """Weight of the reward function's score, also without a reward model; not used with
+    custom_reward_function.validation_only."""
     num_workers: Annotated[int, Ge(1), AtMost(4096)] = 4
-    """Processes that call the reward function, in addition to the ranks."""
+    """Worker processes that call the reward function, in addition to the ranks."""
     timeout_s: Annotated[Positive, OURS] = 10.0
-    """Seconds that the reward function may take for one sample; then its process is killed and replaced."""
+    """Seconds that the reward function may take for one sample; then its worker process is killed and replaced."""
     launch_reward_fn_async: bool = False
-    """Generate in slices of async_training.slice_steps, so that answers which have ended are scored while others are
-    generated; ahead of training, and with turns, that is always so."""
+    """Score finished responses while others are still generated: generation runs in slices of
+    async_training.slice_steps. Asynchronous and multi-turn runs always do this."""
     failed_score: Annotated[float, OURS] = 0.0
-    """Score of a sample whose rule raises, takes too long, ends its process, or returns no finite number."""
+    """Score of a sample for which the reward function raises, takes too long, ends its process, or returns no finite
+    number."""
     stop_if_all_failed: Annotated[bool, OURS] = True
-    """End the run (exit code 4) when that happens to every sample of a step or of a validation."""
+    """End the run (exit code 4) when the reward function fails for every sample of a step or of a validation."""
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)

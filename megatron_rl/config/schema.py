@@ -53,11 +53,11 @@ from megatron_rl.config.user_files import UserFileConfig
 MISSING = "???"
 
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-"""How the terms of tokens become one loss."""
+"""How the loss terms of tokens are averaged into one loss."""
 
 
 def mini_batch(config: RunConfig) -> int:
-    """Prompts of an optimizer step of PPO, at least 1: suggested in place of an empty batch."""
+    """Return the prompts of an optimizer step of PPO, at least 1: suggested in place of an empty batch."""
     return max(1, config.actor_rollout_ref.actor.ppo_mini_batch_size) if config.generates else 1
 
 
@@ -67,9 +67,9 @@ BatchPrompts = Annotated[int, Ge(1), AtMost(10**6), Nearest(mini_batch)]
 @dataclass
 class PoolConfig:
     nnodes: Annotated[int, RANKS, OURS] = 1
-    """Machines of this pool."""
+    """Nodes (machines) of this pool."""
     n_gpus_per_node: Annotated[int, RANKS, OURS] = 1
-    """Ranks per machine of this pool: GPUs, or processes when trainer.device=cpu."""
+    """Ranks per node of this pool: GPUs, or processes when trainer.device=cpu."""
 
 
 @dataclass
@@ -84,13 +84,14 @@ class DataConfig(TaskDataConfig, PromptRowsConfig):
     prompt_key: str = "prompt"
     """Column with the chat messages (a list of {role, content}) or a plain string."""
     reward_fn_key: str = "data_source"
-    """Column with the name under which the reward function and the validation metrics know a row's kind."""
+    """Column with the data source of a row, which the reward function gets and which validation metrics are grouped
+    by."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the tokenizer's chat template, such as enable_thinking."""
     train_batch_size: BatchPrompts = 64
     """Prompts per training step."""
     gen_batch_size: BatchPrompts = follows("data.train_batch_size")
-    """Prompts per batch of generation; other than train_batch_size only with algorithm.filter_groups."""
+    """Prompts per batch of generation; may differ from train_batch_size only with algorithm.filter_groups."""
     max_prompt_length: Size = 512
     """Longest prompt, in tokens."""
     max_response_length: Size = 512
@@ -101,16 +102,16 @@ class DataConfig(TaskDataConfig, PromptRowsConfig):
     """Prompts longer than max_prompt_length: error | left, right: cut that side off | middle: keep both ends. In tasks
     that do not generate rows longer than max_length: error | left | right | drop: leave them out."""
     shuffle: bool = True
-    """Visit the training prompts in a new seeded order every epoch."""
+    """Reshuffle the training prompts every epoch, by data.seed."""
     seed: Annotated[int, AtMost(2**63 - 1)] = follows("trainer.seed")
-    """Seed of that order."""
+    """Seed of the order of the training prompts (data.shuffle)."""
     sampler: PromptSamplerConfig = field(default_factory=PromptSamplerConfig)
 
 
 @dataclass
 class ModelOverrideConfig:
     max_position_embeddings: Size | None = None
-    """Longest sequence, prompt and answer, in place of config.json's: for models that are trained beyond it."""
+    """Longest sequence (prompt + response) in place of config.json's: for models that are trained beyond it."""
 
 
 @dataclass
@@ -119,11 +120,11 @@ class ModelConfig:
     """Hugging Face folder: config.json, safetensors, tokenizer; or the Hub's id of a model in the local cache."""
     override_config: ModelOverrideConfig = field(default_factory=ModelOverrideConfig)
     use_remove_padding: bool = True
-    """Lay the sequences of a micro-batch end to end instead of padding each to the longest."""
+    """Pack the sequences of a micro-batch end to end instead of padding each to the longest."""
     enable_tree_training: Annotated[bool, OURS] = False
-    """Lay them as a trie instead, and compute tokens that several begin with alike once: a group's prompt, the branches
-    of an episode, and what answers have in common. Of all roles but reward models; on CPUs. Results differ in the last
-    bits."""
+    """Prefix-tree training: pack sequences as a tree and compute a shared prefix once (the prompt of a group, the
+    branches of an episode, equal starts of responses). All roles but reward models; CPUs only. Results differ in the
+    last bits."""
     lora: LoraConfig = field(default_factory=LoraConfig)
 
 
@@ -135,26 +136,27 @@ def as_list(files: str | list[str]) -> list[str]:
 @dataclass
 class CheckpointConfig:
     async_save: bool = False
-    """Write in a background thread; the checkpoint counts once it is complete, at the start of a later step."""
+    """Write checkpoints in a background thread; a checkpoint is valid once it is complete, at the start of a later
+    step."""
 
 
 @dataclass
 class PolicyLossConfig:
     loss_mode: str = "vanilla"
-    """vanilla: PPO's clipped surrogate | gpg | clip_cov | kl_cov | gspo | gspo_token: the same | luspo | vespo |
-    geo_mean | cispo | sapo | dppo_kl | dppo_tv | dro | bypass_mode: that of algorithm.rollout_correction.loss_type |
-    the name of a function in custom.path."""
+    """vanilla: PPO's clipped surrogate | gpg | clip_cov | kl_cov | gspo | gspo_token: as gspo | luspo | vespo |
+    geo_mean | cispo | sapo | dppo_kl | dppo_tv | dro | bypass_mode: the loss of
+    algorithm.rollout_correction.loss_type | the name of a function in custom.path."""
     custom: Annotated[UserFileConfig, OURS] = field(default_factory=UserFileConfig)
     clip_cov_ratio: Annotated[float, Gt(0), Le(1)] = 0.0002
-    """clip_cov: share of a micro-batch's tokens that lose their gradient; at least one of those it may choose from."""
+    """clip_cov: share of a micro-batch's tokens that get no gradient; at least one, where there is a candidate."""
     clip_cov_lb: float = 1.0
-    """clip_cov: only tokens whose covariance is above this bound (and below clip_cov_ub) may lose their gradient."""
+    """clip_cov: only tokens whose covariance is above this bound (and below clip_cov_ub) are candidates."""
     clip_cov_ub: float = 5.0
-    """clip_cov: only tokens whose covariance is below this bound (and above clip_cov_lb) may lose their gradient."""
+    """clip_cov: only tokens whose covariance is below this bound (and above clip_cov_lb) are candidates."""
     kl_cov_ratio: Annotated[float, Gt(0), Le(1)] = 0.0002
-    """kl_cov: share of a micro-batch's tokens, those of the largest covariance, that are penalised; at least one."""
+    """kl_cov: share of a micro-batch's tokens, those with the largest covariance, that are penalised; at least one."""
     ppo_kl_coef: NotNegative = 0.1
-    """kl_cov: weight of that penalty, |log-ratio|."""
+    """kl_cov: weight of the penalty |log-ratio| on the tokens that kl_cov_ratio selects."""
     dro_beta: Annotated[float | None, Gt(0), Nearest(0.1), OURS] = None
     """dro: weight of the squared log-ratio; it has no default."""
     vespo_k_pos: Annotated[NotNegative, OURS] = 2.0
@@ -166,8 +168,8 @@ class PolicyLossConfig:
     vespo_lambda_neg: Annotated[NotNegative, OURS] = 2.0
     """vespo: rate lambda of the weight w^k exp(lambda (1 - w)) of a sequence, for advantages < 0."""
     off_policy_mask_threshold: Annotated[NotNegative | None, OURS] = None
-    """With any loss, leave out answers with a negative advantage that the policy has moved away from by more than this,
-    as the mean of log(p_old / p) over their tokens (DeepSeek-V3.2); null: none."""
+    """With any loss: leave out responses with a negative advantage whose mean of log(p_old / p) over their tokens is
+    above this (DeepSeek-V3.2); null: leave out none."""
     top_entropy_quantile: Annotated[UnitInterval, OURS] = 1.0
     """Share of a step's response tokens, those of the highest entropy, that the loss trains (80/20 rule: 0.2)."""
 
@@ -175,11 +177,11 @@ class PolicyLossConfig:
 @dataclass
 class RouterReplayConfig:
     mode: Annotated[str, OneOf(("disabled", "R2", "R3"))] = "disabled"
-    """Router replay in models with experts. disabled: routers choose anew in every pass | R2: updates send each token
-    to the experts of the pass for old log-probs | R3: that pass and updates send it to those of the rollout engine."""
+    """Router replay in MoE models. disabled: routers choose again in every pass | R2: updates use the experts that the
+    pass for old log-probs chose | R3: that pass and updates use the experts that the rollout engine chose."""
     compare_freq: Annotated[Count, OURS] = 0
-    """R3: at every so many steps make one more pass without replay, and report how far its log-probs are from the
-    rollout's; 0: never."""
+    """R3: every N steps run one more pass without replay, and report how far its log-probs are from the rollout's;
+    0: never."""
 
 
 @dataclass
@@ -191,47 +193,49 @@ class ActorConfig:
     ppo_micro_batch_size_per_gpu: Size = 64
     """Samples per forward/backward pass, where use_dynamic_bsz is false."""
     use_dynamic_bsz: bool = False
-    """Join samples by their tokens instead: as few passes as ppo_max_token_len_per_gpu allows, of equal work."""
+    """Fill micro-batches by tokens instead of by samples: as few passes as ppo_max_token_len_per_gpu allows, with equal
+    work."""
     ppo_max_token_len_per_gpu: PassTokens = 16384
     """Tokens per forward/backward pass, where use_dynamic_bsz is true."""
     ppo_epochs: Annotated[int, Ge(1), AtMost(1000)] = 1
     """Passes over each step's samples."""
     shuffle: bool = False
-    """Draw a new seeded split into mini-batches every epoch; false: in the order of the samples."""
+    """Split the samples into mini-batches in a new seeded order every epoch; false: in the order of the samples."""
     clip_ratio: Positive = 0.2
-    """PPO's epsilon: how far the probability ratio may leave 1 before the clip decides."""
+    """PPO's epsilon: the probability ratio is clipped to 1 - epsilon and 1 + epsilon."""
     clip_ratio_low: Positive = follows("actor_rollout_ref.actor.clip_ratio")
-    """Clip ratio below 1."""
+    """Lower clip: the probability ratio is clipped at 1 - clip_ratio_low."""
     clip_ratio_high: Positive = follows("actor_rollout_ref.actor.clip_ratio")
-    """Clip ratio above 1; if larger than clip_ratio_low, this is DAPO's clip-higher."""
+    """Upper clip: the probability ratio is clipped at 1 + clip_ratio_high; above clip_ratio_low it is DAPO's
+    clip-higher."""
     clip_ratio_c: Annotated[float, Gt(1)] = 3.0
-    """Dual clip: where the advantage is negative, the ratio counts at most this much. Of dppo_kl and dppo_tv the
-    largest ratio of any token. Not used by the other losses but vanilla."""
+    """vanilla: dual clip, the largest ratio where the advantage is negative. dppo_kl and dppo_tv: the largest ratio of
+    any token. Other losses do not use it."""
     tau_pos: Positive = 1.0
     """sapo: temperature of the gate for positive advantages."""
     tau_neg: Positive = 1.05
-    """sapo: temperature of the gate for other advantages. The larger it is, the sooner a token stops counting."""
+    """sapo: temperature of the gate for advantages <= 0. The larger it is, the sooner a token stops counting."""
     loss_agg_mode: Annotated[str, OneOf(LOSS_AGG_MODES)] = "token-mean"
-    """How the terms of tokens become the loss of a mini-batch: token-mean | token-sum | seq-mean-token-sum |
-    seq-mean-token-mean | seq-mean-token-sum-norm. Of geo_mean and sapo, which are means over answers of means over
-    tokens, the mode of KL and entropy alone."""
+    """How the loss terms of tokens become the loss of a mini-batch: token-mean | token-sum | seq-mean-token-sum |
+    seq-mean-token-mean | seq-mean-token-sum-norm. geo_mean and sapo are always means over responses of means over
+    tokens; there it applies to KL and entropy only."""
     loss_scale_factor: Size | None = None
-    """Divisor of the sum over an answer in seq-mean-token-sum-norm; null: data.max_response_length."""
+    """Divisor of the sum over a response in loss_agg_mode=seq-mean-token-sum-norm; null: data.max_response_length."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     use_kl_loss: bool = False
     """Add kl_loss_coef * KL to the reference policy to the loss."""
     kl_loss_coef: NotNegative = 0.001
-    """Weight of that KL."""
+    """Weight of the KL term in the loss, with use_kl_loss."""
     kl_loss_type: Annotated[str, OneOf(KL_ESTIMATES)] = "low_var_kl"
-    """How that KL is estimated: kl (k1) | abs | mse (k2) | low_var_kl (k3); with a + after it, such as k3+, with the
-    gradient of k2."""
+    """Estimator of the KL term in the loss: kl (k1) | abs | mse (k2) | low_var_kl (k3); a + after it, such as k3+,
+    takes the gradient of k2."""
     kl_loss_unbiased: Annotated[bool, OURS] = False
-    """Multiply each token's estimate by p / p_old, gradient included (DeepSeek-V3.2)."""
+    """Multiply each token's KL estimate by p / p_old, gradient included (DeepSeek-V3.2)."""
     mtp_loss_scaling_factor: Annotated[NotNegative, OURS] = 0.0
-    """Weight of the cross-entropy by which the multi-token prediction layer learns the sampled tokens, for
-    rollout.speculative=mtp; 0: it stays as it is. The policy gets no gradient from it."""
+    """Weight of the loss that trains the multi-token prediction (MTP) layer on the sampled tokens, for
+    rollout.speculative=mtp; 0: the layer is not trained. The policy gets no gradient from it."""
     router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
@@ -241,15 +245,15 @@ class ActorConfig:
 @dataclass
 class ValKwargsConfig:
     n: Annotated[int, Ge(1), AtMost(10**5)] = 1
-    """Answers to each held-out prompt; more than one need do_sample."""
+    """Responses to each held-out prompt; more than one needs do_sample=true."""
     do_sample: bool = False
-    """Sample the validation answers; greedy when false."""
+    """Sample the validation responses; false: greedy decoding."""
     temperature: Positive = 1.0
-    """Temperature of those samples."""
+    """Temperature of the validation samples, with do_sample=true."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Nucleus sampling mass of the validation samples."""
+    """Nucleus sampling (top-p) mass of the validation samples."""
     top_k: Annotated[int, Or(-1, "all tokens"), Ge(1)] = -1
-    """Sample them among the k likeliest tokens; -1 means all."""
+    """Sample the validation responses among the k likeliest tokens; -1: all tokens."""
 
 
 @dataclass
@@ -257,66 +261,69 @@ class RolloutConfig(EightBitRollouts, ElasticReplicas, Drafts, LastTokens):
     name: Annotated[str, OneOf(("vllm",))] = "vllm"
     """Generation engine; vllm is the only one."""
     pool: Annotated[str, OURS] = "${actor_rollout_ref.actor.pool}"
-    """The pool whose ranks generate. In the actor's vLLM reads the actor's memory; to another one weights are sent."""
+    """The pool whose ranks generate. In the actor's pool vLLM reads the actor's memory; to another pool weights are
+    sent."""
     nnodes: Annotated[int, Ge(0), Le(MOST_RANKS)] = 0
-    """Machines of a pool for generation alone, rollout_pool; only with hybrid_engine=false."""
+    """Nodes of rollout_pool, a pool for generation only; needs actor_rollout_ref.hybrid_engine=false."""
     n_gpus_per_node: int = follows("trainer.n_gpus_per_node")
-    """Ranks per machine of that pool."""
+    """Ranks per node of rollout_pool: GPUs, or processes when trainer.device=cpu."""
     n: Annotated[int, Ge(1), AtMost(10**5)] = 1
-    """Samples per prompt."""
+    """Samples (responses) per prompt: the size of a group."""
     temperature: Annotated[float, Ge(0.01)] = 1.0
-    """Sampling temperature, also applied to the trainer's log-probabilities; at least 0.01, the engine's coldest."""
+    """Sampling temperature, also applied to the trainer's log-probs; at least 0.01, the engine's lowest."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Nucleus sampling mass. Below 1 the sampled distribution is no longer the trained one."""
+    """Nucleus sampling (top-p) mass. Below 1 the sampled distribution differs from the trained one."""
     top_k: Annotated[int, Or(-1, "all tokens"), Ge(1)] = -1
-    """Sample among the k likeliest tokens; -1 means all."""
+    """Sample among the k likeliest tokens; -1: all tokens."""
     tensor_model_parallel_size: Size = follows("actor_rollout_ref.actor.megatron.tensor_model_parallel_size")
-    """TP of generation."""
+    """Tensor parallel size of generation; it may differ from the training TP."""
     max_num_seqs: Annotated[int, Ge(1), AtMost(2**20)] = 256
-    """Sequences decoded together in one replica."""
+    """Largest number of sequences that one replica decodes together."""
     max_num_batched_tokens: Annotated[int, Ge(1), AtMost(2**24)] = 8192
-    """Tokens of one engine step."""
+    """Largest number of tokens in one engine step."""
     kv_cache_memory_bytes: Annotated[int, Ge(1), AtMost(2**50), OURS] = 1 << 30
-    """KV cache of each rank; held only while generating."""
+    """Bytes of the KV cache of each rank; it is allocated only during generation."""
     gpu_memory_utilization: Annotated[float | None, Gt(0), Le(1), Nearest(0.5)] = None
-    """Share of a GPU that weights, cache and passes of generation may have: the cache is what the planner finds that
-    they leave, in place of kv_cache_memory_bytes. Of no effect on CPUs."""
+    """Share of a GPU's memory for weights, KV cache and forward passes of generation, as in vLLM. The KV cache gets
+    what the planner finds left of it, in place of kv_cache_memory_bytes. No effect on CPUs."""
     drop_train_weights: Annotated[bool, OURS] = False
-    """Give the training copy's memory back while generating, where generation holds all of its elements elsewhere
-    (rollout TP below training TP); it is sliced back out, bit for bit, afterwards."""
+    """Free the training copy of the weights during generation where rollout TP < training TP: the rollout shards
+    contain all of it, and it is rebuilt from them bit for bit afterwards. Saves memory, costs a copy."""
     verify_weights_every: Annotated[Count, OURS] = 1
-    """Compare checksums of all moved weights with their owners' at every so many transitions; 0: at the first only,
-    which is always compared."""
+    """Compare checksums of all received weights with their owners' at every Nth resharding; 0: at the first only, which
+    is always checked."""
     update_weights_bucket_megabytes: Size = 32
-    """Scratch memory of a transition, and the bound on one message."""
+    """Scratch memory of resharding in MiB, and the largest message of a weight transfer."""
     weight_deltas: Annotated[bool, OURS] = False
-    """Send only what changed since the last transfer to a rollout in a pool of its own. Training ranks then keep what
-    they sent last: one more copy of the served model over all of them."""
+    """With a rollout pool of its own: send only weights that changed since the last transfer. Training ranks then keep
+    what they sent last: one more copy of the rollout weights, spread over them."""
     enforce_eager: bool = True
     """false: vLLM compiles the model and captures CUDA graphs over weights and KV cache, which keep their addresses.
-    true: neither. Where it is not set: false on GPUs; on CPUs, which have no graphs, true is the only choice."""
+    true: neither. Default: false on GPUs; on CPUs, which have no graphs, true is the only choice."""
     disable_custom_all_reduce: Annotated[bool, OURS] = True
-    """false: ranks see the GPUs of all ranks of their world on their node, and vLLM adds up small tensors over NVLink
-    with a kernel of its own, in groups of 2, 4, 6 or 8 on one node. Freed memory is then kept in pieces that do not
-    grow, because that kernel cannot share those that do. Of no effect on CPUs."""
+    """false: vLLM reduces small tensors over NVLink with its own all-reduce kernel, in groups of 2, 4, 6 or 8 ranks on
+    one node. Ranks then see all GPUs of their node, and torch's allocator uses no expandable segments, which that
+    kernel cannot share. No effect on CPUs."""
     log_prob_micro_batch_size_per_gpu: Size = 128
-    """Samples per forward pass when the trainer recomputes log-probabilities, where not dynamic."""
+    """Samples per forward pass when the trainer recomputes log-probs, where log_prob_use_dynamic_bsz is false."""
     log_prob_use_dynamic_bsz: bool = follows("actor_rollout_ref.actor.use_dynamic_bsz")
-    """Join those samples by their tokens."""
+    """Fill the micro-batches of the recomputed log-probs by tokens instead of by samples."""
     log_prob_max_token_len_per_gpu: PassTokens = follows("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
-    """Tokens per such pass."""
+    """Tokens per forward pass that recomputes log-probs, where log_prob_use_dynamic_bsz is true."""
     enable_rollout_routing_replay: bool = False
-    """Have the engine return the experts of every token, so that metrics compare them with the trainer's. Models with
-    experts only; actor.router_replay.mode=R3 always does."""
+    """MoE models: let the engine return the experts of every token, so that metrics compare them with the trainer's.
+    actor.router_replay.mode=R3 always does."""
     logprob_diff_bound: Annotated[Positive, OURS] = 1e-3
-    """Largest allowed |log-prob of the rollout - log-prob of the trainer| of 99% of a step's sampled tokens; beyond it
-    the run stops. Rounding in float32 gives about 1e-5 (3e-5 at worst in the demo), a stale or misplaced weight 1e-2
-    and more. Where it is not set: 1e-3 for float32, 0.5 for bfloat16, 0.05 for float16, 1 for fp8. With top_p or top_k:
-    of what their cut does not explain."""
+    """Largest allowed |rollout log-prob - trainer log-prob| of 99% of a step's sampled tokens; above it the run stops.
+    Rounding in float32 gives about 1e-5 (at most 3e-5 in the demo), a stale or misplaced weight 1e-2 and more. Default:
+    1e-3 for float32, 0.5 for bfloat16, 0.05 for float16, 1 for fp8. With top_p or top_k the part that their cut
+    explains does not count."""
     logprob_diff_mean_bound: Annotated[Positive, OURS] = 1e-4
-    """Its largest mean. Unless it is set: 1e-4 for float32, 0.05 for bfloat16, 0.005 for float16, 0.1 for fp8."""
+    """Largest allowed mean of |rollout log-prob - trainer log-prob| over a step's sampled tokens; above it the run
+    stops. Default: 1e-4 for float32, 0.05 for bfloat16, 0.005 for float16, 0.1 for fp8."""
     logprob_diff_warn_steps: Annotated[int | None, Or(None, "5 on GPUs, else 0"), Ge(0), OURS] = None
-    """First steps of a run in which a larger difference is only a warning; null: 5 on GPUs, else 0."""
+    """First N steps of a run in which a log-prob difference above the bounds is only a warning; null: 5 on GPUs, else
+    0."""
     val_kwargs: ValKwargsConfig = field(default_factory=ValKwargsConfig)
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
 
@@ -324,8 +331,8 @@ class RolloutConfig(EightBitRollouts, ElasticReplicas, Drafts, LastTokens):
 @dataclass
 class ActorRolloutRefConfig:
     hybrid_engine: bool | None = None
-    """true: actor and rollout share one pool | false: the rollout has rollout_pool, of rollout.nnodes x
-    rollout.n_gpus_per_node ranks | null: as actor.pool and rollout.pool say."""
+    """true: actor and rollout share one pool (colocated) | false: the rollout has a pool of its own, rollout_pool, with
+    rollout.nnodes x rollout.n_gpus_per_node ranks | null: the pools of actor.pool and rollout.pool."""
     model: ModelConfig = field(default_factory=ModelConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -333,7 +340,7 @@ class ActorRolloutRefConfig:
 
     @property
     def mtp_use(self) -> MTPUse:
-        """What becomes of the actor's multi-token prediction layer."""
+        """How the actor's multi-token prediction (MTP) layer is used."""
         if self.rollout.speculative != MTP:
             return MTPUse.NONE
         return MTPUse.TRAINED if self.actor.mtp_loss_scaling_factor else MTPUse.FROZEN
@@ -342,7 +349,7 @@ class ActorRolloutRefConfig:
 @dataclass
 class CriticModelConfig:
     path: FilePath = "${actor_rollout_ref.model.path}"
-    """Hugging Face folder of the critic's trunk; the value head starts fresh."""
+    """Hugging Face folder of the critic's trunk; the value head is initialised randomly."""
     use_remove_padding: bool = follows("actor_rollout_ref.model.use_remove_padding")
     """Pack the critic's sequences end to end instead of padding each to the longest of its micro-batch."""
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -351,7 +358,7 @@ class CriticModelConfig:
 @dataclass
 class CriticConfig:
     enable: bool | None = None
-    """Build and train a critic; null: where algorithm.adv_estimator needs one."""
+    """Build and train a critic; null: only if algorithm.adv_estimator needs one."""
     pool: Annotated[str, OURS] = GLOBAL_POOL
     """The pool whose ranks train the critic."""
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
@@ -366,17 +373,18 @@ class CriticConfig:
     ppo_max_token_len_per_gpu: PassTokens = follows("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
     """Tokens per forward/backward pass of the critic, where critic.use_dynamic_bsz is true."""
     forward_max_token_len_per_gpu: PassTokens = follows("critic.ppo_max_token_len_per_gpu")
-    """Tokens per pass that computes values."""
+    """Tokens per forward pass that computes values, where critic.use_dynamic_bsz is true."""
     ppo_epochs: Annotated[int, Ge(1), AtMost(1000)] = follows("actor_rollout_ref.actor.ppo_epochs")
     """Passes of the critic over each step's samples."""
     shuffle: bool = follows("actor_rollout_ref.actor.shuffle")
     """Split the samples into mini-batches of the critic in a new seeded order every epoch."""
     cliprange_value: Positive = 0.5
-    """How far a value may move from its old one before its loss is clipped."""
+    """Value clipping: how far a value may move from its old one before its loss is clipped."""
     loss_agg_mode: Annotated[str, OneOf(LOSS_AGG_MODES)] = "${actor_rollout_ref.actor.loss_agg_mode}"
     """How the value losses of tokens become the loss of a mini-batch, as actor.loss_agg_mode."""
     loss_scale_factor: Annotated[Size | None, OURS] = follows("actor_rollout_ref.actor.loss_scale_factor")
-    """Divisor of the sum over a response in seq-mean-token-sum-norm; null: data.max_response_length."""
+    """Divisor of the sum over a response in critic.loss_agg_mode=seq-mean-token-sum-norm; null:
+    data.max_response_length."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-5))
     megatron: MegatronConfig = field(default_factory=follow_actor)
     checkpoint: CheckpointConfig = field(
@@ -391,12 +399,12 @@ class RunConfig:
     critic: CriticConfig = field(default_factory=CriticConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     reward_models: Annotated[dict[str, ScoringModelConfig], OURS] = field(default_factory=dict)
-    """Further reward models by names of the user's own; each adds weight * its score."""
+    """Further reward models, by names that you choose; each adds weight * score to the score of a response."""
     pools: Annotated[dict[str, PoolConfig], OURS] = field(default_factory=dict)
-    """Pools of ranks beside global_pool, by names of the user's own; each role's `pool` key names its pool."""
+    """Pools of ranks in addition to global_pool, by names that you choose; the `pool` key of a role names its pool."""
     custom_reward_function: CustomRewardFunctionConfig = field(default_factory=CustomRewardFunctionConfig)
     custom_scorers: Annotated[dict[str, UserFileConfig], OURS] = field(default_factory=dict)
-    """Scorers of the user's own: the name of a class, and the file that defines it."""
+    """Your own scorers: custom_scorers.CLASS.path is the Python file that defines the scorer class CLASS."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     async_training: AsyncTrainingConfig = field(default_factory=AsyncTrainingConfig)
     ptx: Annotated[PretrainingConfig, OURS] = field(default_factory=PretrainingConfig)
@@ -407,7 +415,7 @@ class RunConfig:
 
     @property
     def generates(self) -> bool:
-        """Whether the command samples answers."""
+        """Whether the command samples responses."""
         return True
 
     @property
@@ -432,7 +440,7 @@ class RunConfig:
 
     @property
     def samples_ahead(self) -> bool:
-        """Whether generation goes on from step to step: ahead of training, or with answers that outlive a step."""
+        """Whether generation continues from step to step: asynchronously, or with responses that outlast a step."""
         return self.trainer.rollout_ahead > 0 or self.async_training.partial_rollout
 
     @property
@@ -447,7 +455,7 @@ class RunConfig:
         return shared.rollout.enable_rollout_routing_replay or shared.actor.router_replay.mode == "R3"
 
     def ignores(self, key: str) -> bool:
-        """Whether the command does not read a dotted key."""
+        """Return whether the command does not read a dotted key."""
         return False
 
 

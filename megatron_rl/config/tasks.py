@@ -1,4 +1,4 @@
-"""Keys of the tasks beside PPO: sft, reward and dpo. No torch.
+"""Keys of the tasks other than PPO: sft, reward and dpo. No torch.
 
 A task takes one optimizer step per step, on `data.train_batch_size` examples, each read once per epoch; nothing is
 generated. `sft` and `dpo` train the actor, under `actor_rollout_ref.actor`; `reward` trains the critic's architecture,
@@ -31,30 +31,29 @@ class ExampleKeys:
     """How examples with answers are read: for sft, reward and dpo in `data`, for PPO's pretraining loss in `ptx`."""
 
     max_length: Annotated[int | None, Ge(2)] = None
-    """Tokens of prompt and answer at most; null: data.max_prompt_length + data.max_response_length. truncation says
-    what becomes of longer rows."""
+    """Largest number of tokens of prompt and response together; null: data.max_prompt_length +
+    data.max_response_length. `truncation` decides about longer rows."""
     messages_key: str | None = None
-    """Column with whole conversations, lists of {role, content}. null, here and for all columns below: found by the
-    columns' names, and reported. Fields of structs are named with a dot."""
+    """Column with whole conversations, lists of {role, content}; a field of a struct is named with a dot. null (here
+    and for the other columns of examples): found by the columns' names, and reported."""
     response_key: str | None = None
-    """Column with the answer to prompt_key."""
+    """Column with the response to prompt_key."""
     text_key: Annotated[str | None, OURS] = None
-    """Column with plain text."""
+    """Column with plain text, for examples without a prompt."""
     tools_key: str | None = None
-    """Column with the tools of a conversation, for the chat template."""
+    """Column with the tools of a conversation, which the chat template gets."""
     prompt_as_chat: Annotated[bool | None, OURS] = None
-    """Whether a prompt that is text becomes a user's message of the chat template. null: in tasks without generation as
-    the columns suggest; else such a prompt is sent as it is."""
+    """Render a prompt that is plain text as a user's message of the chat template. null: for sft, reward and dpo as the
+    columns suggest; for PPO plain text stays as it is."""
     append_eos: Annotated[bool, OURS] = True
-    """End an answer with the end token where nothing else ends it."""
+    """Append the end-of-sequence token to a response that does not end with one."""
     loss_on: Annotated[str, OneOf(LOSS_ON), OURS] = "answers"
-    """sft and ptx: which tokens are learned. answers: every turn of the assistant | last: the last answer | all: the
-    prompt, too. Of plain text all are."""
+    """sft and ptx: tokens in the loss. answers: every assistant turn | last: the last assistant turn | all: the prompt,
+    too. Of plain text always all."""
     bad_rows: Annotated[str, OneOf(BAD_ROWS), OURS] = "error"
-    """Rows that cannot be used. error: refuse the files, naming the rows | skip: leave them out and list them in
-    bad_rows_file."""
+    """Rows that cannot be used. error: stop and name the rows | skip: leave them out and list them in bad_rows_file."""
     bad_rows_file: Annotated[FilePath | None, OURS] = None
-    """Where bad_rows=skip writes its list; null: bad_rows.jsonl, of ptx bad_pretraining_rows.jsonl, in
+    """File for the rows that bad_rows=skip leaves out; null: bad_rows.jsonl (ptx: bad_pretraining_rows.jsonl) in
     trainer.default_local_dir."""
 
 
@@ -63,55 +62,55 @@ class TaskDataConfig(ExampleKeys):
     """Keys of `data` for sft, reward and dpo; PPO reads none of them but prompt_as_chat."""
 
     chosen_key: Annotated[str | None, OURS] = None
-    """Column with the preferred answer, or conversation."""
+    """Column with the preferred response, or conversation."""
     rejected_key: Annotated[str | None, OURS] = None
-    """Column with the other one."""
+    """Column with the rejected response, or conversation."""
     answers_key: Annotated[str | None, OURS] = None
-    """Column with a list of answers, the best first unless ranks_key or scores_key says otherwise."""
+    """Column with a list of responses, the best one first unless ranks_key or scores_key is set."""
     ranks_key: Annotated[str | None, OURS] = None
-    """Column with a rank for each of them, the lower the better."""
+    """Column with a rank for each response of answers_key; lower is better."""
     scores_key: Annotated[str | None, OURS] = None
-    """Column with a score for each of them, the higher the better."""
+    """Column with a score for each response of answers_key; higher is better."""
     label_key: Annotated[str | None, OURS] = None
-    """kto: column that says whether an answer is desirable."""
+    """kto: column with true for a desirable response, false for an undesirable one."""
     score_key: Annotated[str | None, OURS] = None
-    """Regression: column with an answer's score."""
+    """reward_training.loss=regression: column with the score of a response."""
     margin_key: Annotated[str | None, OURS] = None
-    """Column with how much better the chosen answer is, or with the scores whose differences say so."""
+    """Column with the margin by which the chosen response is better, or with scores whose difference is the margin."""
 
 
 @dataclass
 class RewardTrainingConfig:
     loss: Annotated[str, OneOf(REWARD_MODEL_LOSSES)] = "all_pairs"
-    """all_pairs: of every two answers to a prompt the better one should score higher (Bradley and Terry), and each
-    prompt counts once | plackett_luce: the likelihood of the whole order | regression: squared error to the scores of
-    the file."""
+    """Loss of the reward model. all_pairs: in every pair of responses to a prompt the better one should score higher
+    (Bradley and Terry); each prompt counts once | plackett_luce: likelihood of the whole ranking | regression: squared
+    error to the scores of the file."""
     use_margins: bool = True
-    """all_pairs: the better answer should score higher by the margin that the file has for the two."""
+    """all_pairs: the better response should score higher by the margin that the file has for the pair."""
 
 
 @dataclass
 class DPOConfig:
     loss: Annotated[list[str], OneOf(PREFERENCE_LOSSES)] = field(default_factory=lambda: ["dpo"])
-    """One of dpo | hinge | robust | ipo | apo_zero | apo_down | sppo_hard | nca_pair | simpo | orpo | kto | sft, or a
-    list of them, whose sum is learned. Formulas: docs/train/algorithms.md."""
+    """Preference loss: dpo | hinge | robust | ipo | apo_zero | apo_down | sppo_hard | nca_pair | simpo | orpo | kto |
+    sft, or a list of them, whose weighted sum is the loss. Formulas: docs/train/algorithms.md."""
     loss_weights: list[float] | None = None
-    """The weight of each of several losses in their sum; null: 1 each."""
+    """Weights of the losses in dpo.loss; null: 1 each."""
     beta: Positive = 0.1
-    """How strongly the policy is held to the reference; of ipo the regularisation tau, of hinge 1 / the margin, of
-    simpo the scale of rewards, of orpo the weight of the odds ratio."""
+    """DPO's beta: larger keeps the policy closer to the reference. ipo: the regularisation tau; hinge: 1 / margin;
+    simpo: scale of rewards; orpo: weight of the odds ratio."""
     label_smoothing: Annotated[float, Ge(0), Le(0.5)] = 0.0
-    """dpo and robust, which needs less than 0.5: the share of preferences that is taken to be the wrong way round."""
+    """dpo, robust: assumed share of preference pairs whose labels are swapped; robust needs less than 0.5."""
     f_divergence_type: Annotated[str, OneOf(F_DIVERGENCES)] = "reverse_kl"
-    """dpo, hinge, robust, ipo: the divergence that holds the policy to the reference."""
+    """dpo, hinge, robust, ipo: divergence between policy and reference."""
     f_alpha_divergence_coef: Annotated[float, Gt(0), Le(1)] = 0.5
-    """alpha_divergence: its coefficient; near 0 it is reverse_kl, at 1 forward_kl."""
+    """f_divergence_type=alpha_divergence: its coefficient; near 0 it is reverse_kl, at 1 forward_kl."""
     simpo_gamma: NotNegative = 0.5
-    """simpo: the margin of rewards that is aimed at."""
+    """simpo: target margin between the rewards of a pair."""
     desirable_weight: NotNegative = 1.0
-    """kto: weight of desirable answers."""
+    """kto: weight of desirable responses."""
     undesirable_weight: NotNegative = 1.0
-    """kto: weight of the other answers."""
+    """kto: weight of undesirable responses."""
     reference: Annotated[str, OneOf(REFERENCES)] = "stored"
-    """Log-probs of the reference, which is the policy as it starts. stored: computed once before the first step, and
-    kept in checkpoints | on_the_fly: a frozen copy on the same ranks scores every batch."""
+    """Log-probs of the reference, which is the policy before the first step. stored: computed once before the first
+    step and kept in checkpoints | on_the_fly: a frozen copy of the model computes them for every batch."""

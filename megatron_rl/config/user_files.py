@@ -10,4 +10,5 @@ from megatron_rl.config.constraints import FilePath
 @dataclass
 class UserFileConfig:
     path: FilePath | None = None
-    """Python file that defines the function, or the class of a scorer."""
+    """Python file with your own function (a policy loss, an advantage estimator), or with the scorer class of that
+    name."""
