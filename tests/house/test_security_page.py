@@ -1,4 +1,4 @@
-"""Each line of the tables of docs/scale/security.md names a test that there is."""
+"""Each line of the tables of docs/scale/security.md has a test, which docs/internals/security_tests.md names."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs/scale/security.md"
+TESTS = REPOSITORY / "docs/internals/security_tests.md"
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 
 
-def lines_of(page: str) -> list[list[str]]:
-    """The cells of every line of every table, without heads and rules."""
-    tables = [block.splitlines()[2:] for block in re.findall(r"(?:^\|.*\|\n)+", page, re.MULTILINE)]
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for table in tables for line in table]
+def tables_of(page: str) -> dict[str, list[list[str]]]:
+    """Heading -> the cells of every line of the table below it, without head and rule."""
+    tables = re.findall(r"^## (.*)\n(?:(?!## ).*\n)*?((?:^\|.*\|\n)+)", page, re.MULTILINE)
+    return {
+        heading: [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()[2:]]
+        for heading, table in tables
+    }
 
 
 def names_of_tests(file: Path) -> set[str]:
@@ -23,13 +27,14 @@ def names_of_tests(file: Path) -> set[str]:
 
 
 def test_every_line_has_a_test() -> None:
-    """Four tables of three columns; the last names one test, in a file that has it. Would not catch a test that shows
-    something else than its line says.
+    """Both pages have the same lines under the same headings; each names one test, in a file that has it. Would not
+    catch a test that shows something else than its line says.
     """
-    page = PAGE.read_text()
-    found = lines_of(page)
-    assert page.count("| test |\n") == 4 and len(found) >= 25 and {len(line) for line in found} == {3}
-    for *_, cell in found:
+    shown, tested = tables_of(PAGE.read_text()), tables_of(TESTS.read_text())
+    lines = {heading: [line[0] for line in table] for heading, table in shown.items()}
+    assert lines == {heading: [line[0] for line in table] for heading, table in tested.items()}
+    assert len(lines) == 4 and sum(map(len, lines.values())) >= 25
+    for cell in [line[-1] for table in tested.values() for line in table]:
         named = TEST.fullmatch(cell)
         assert named is not None, cell
         assert (REPOSITORY / named[1]).is_file() and named[2] in names_of_tests(REPOSITORY / named[1]), cell
@@ -37,7 +42,5 @@ def test_every_line_has_a_test() -> None:
 
 def test_cells_by_hand() -> None:
     """Would not catch a bar inside of a cell."""
-    page = (
-        "text\n\n| a | test |\n|---|---|\n| x | `tests/a/test_b.py::test_c` |\n| y | nothing |\n\n| z |\n|---|\n| w |\n"
-    )
-    assert lines_of(page) == [["x", "`tests/a/test_b.py::test_c`"], ["y", "nothing"], ["w"]]
+    page = "## A\n\ntext\n\n| a | test |\n|---|---|\n| x | `t` |\n| y | no |\n\n## B\n\n## C\n| z |\n|---|\n| w |\n"
+    assert tables_of(page) == {"A": [["x", "`t`"], ["y", "no"]], "C": [["w"]]}
