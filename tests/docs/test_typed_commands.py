@@ -151,7 +151,9 @@ def expanded(typed: Typed) -> list[Typed]:
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{typed}: {done.stderr}"
     lines = re.findall(
-        r"^(?:test .*exec )?(\S*python -m (?:megatron_rl|pytest) .*|\S*python scripts/\S+.*)$", done.stdout, re.M
+        r"^(?:test .*exec )?(\S*(?:megatron-rl|python -m (?:megatron_rl|pytest)) .*|\S*python scripts/\S+.*)$",
+        done.stdout,
+        re.M,
     )
     block = "\n".join(line for line in lines if "_assets.py" not in line and "real_model.py" not in line)
     parts = commands_of(f"```bash\n{block}\n```", typed.page)
