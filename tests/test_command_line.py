@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 
 from megatron_rl import __version__, cli
 from megatron_rl.cli.commands import COMMANDS
+from megatron_rl.cli.next_commands import next_lines
+from megatron_rl.config.load import load_config
 from megatron_rl.errors import ConfigError, ParityError, RewardError, WorkerFailure
 from megatron_rl.observe.program import name_hint, next_command
 
@@ -202,6 +204,28 @@ def test_a_signal_among_imports_says_that_nothing_was_started(small_run, module:
     assert ended.returncode == code, ended.stderr
     assert len(ended.stdout.splitlines()) <= 1  # a title
     assert ended.stderr.splitlines()[-1].startswith("SIGTERM: stopped while the command was starting; no process was")
+
+
+def test_a_run_leads_on(tmp_path, monkeypatch):
+    """By hand: of a run with everything, of one without a model, of a reward model. Would not catch a command that
+    fails: tests/e2e/test_first_hour.py.
+    """
+    monkeypatch.setattr(sys, "argv", ["megatron-rl"])
+    config = load_config(REPOSITORY / DEMO, [f"trainer.default_local_dir={tmp_path}"])
+    given = ["trainer.default_local_dir=elsewhere", "a.b='x y'"]
+
+    def commands(options=()):
+        return [line.partition("  # ")[0] for line in next_lines(Path("my run.yaml"), given, config, options)]
+
+    assert commands() == []
+    (tmp_path / "metrics.jsonl").touch()
+    assert commands() == [f"megatron-rl view {tmp_path}"]
+    (tmp_path / "hf_model").mkdir()
+    words = f"eval --config 'my run.yaml' --model {tmp_path} --out {tmp_path}_eval --local"
+    quoted = shlex.quote("a.b='x y'")
+    assert commands(["--local"])[1:] == [f"megatron-rl {words} {quoted}"]
+    config.trainer.stage = "reward"
+    assert commands()[1:] == [f"reward_model.model.path={tmp_path}/hf_model"]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from megatron_rl.cli.next_commands import say_next
 from megatron_rl.cli.options import ConfigPath, Overrides
 from megatron_rl.cli.output import say
 from megatron_rl.cluster.loading import without_collections
@@ -65,6 +66,7 @@ def train_command(
         from megatron_rl.train import train
 
     train(run_config, local, replay)
+    say_next(config, overrides, run_config, given_options(local, collapse))
 
 
 def sft_command(
@@ -76,6 +78,7 @@ def sft_command(
         from megatron_rl.tasks.sft import sft
 
     sft(run_config, local)
+    say_next(config, overrides, run_config, given_options(local, collapse))
 
 
 def reward_command(
@@ -87,6 +90,7 @@ def reward_command(
         from megatron_rl.tasks.reward import reward
 
     reward(run_config, local)
+    say_next(config, overrides, run_config, given_options(local, collapse))
 
 
 def dpo_command(
@@ -98,6 +102,12 @@ def dpo_command(
         from megatron_rl.tasks.dpo import dpo
 
     dpo(run_config, local)
+    say_next(config, overrides, run_config, given_options(local, collapse))
+
+
+def given_options(local: bool, collapse: bool) -> list[str]:
+    """Return the options of a run as they were typed."""
+    return [name for name, given in (("--local", local), ("--collapse", collapse)) if given]
 
 
 def startable(

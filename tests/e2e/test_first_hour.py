@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -29,8 +30,9 @@ def command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_from_nothing_to_a_page(command_line, tmp_path: Path) -> None:
-    """`init` without a model, then each command that it prints: the plan accepts it, 20 steps of GRPO teach a model
-    that knew nothing to answer in digits, and page and sample are there. Would not catch what a real model needs.
+    """`init` without a model, then each command that it and the run print: the plan accepts it, 20 steps of GRPO teach
+    a model that knew nothing to answer in digits, page and sample are there, and the model is evaluated. Would not
+    catch what a real model needs.
     """
     printed = command("init", "mine", "--model", "tiny", "--kind", "score", "--gpus", "0", folder=tmp_path).stdout
     assert [line.split()[1] for line in printed.splitlines() if line.startswith("  ")] == ["plan", "train", "view"]
@@ -41,7 +43,11 @@ def test_from_nothing_to_a_page(command_line, tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "mine/output/metrics.jsonl").read_text().splitlines()]
     rewards = [line["critic/score/mean"] for line in lines if "critic/score/mean" in line]
     assert rewards[0] < 0.15 and rewards[-1] > 0.9, rewards
-    assert "written to mine/output/view.html" in command("view", "mine/output", folder=tmp_path).stdout
+    _, _, following = run.text().partition("\nNext:\n")
+    view, evaluation = (shlex.split(line, comments=True) for line in following.splitlines())
+    view, evaluation = view[view.index("view") :], evaluation[evaluation.index("eval") :]
+    assert f"written to {tmp_path}/mine/output/view.html" in command(*view, folder=tmp_path).stdout
+    assert "acc" in command(*evaluation, folder=tmp_path).stdout
     assert (tmp_path / "mine/output/view.html").stat().st_size > 100_000
     assert "advantage" in command("explain", "mine/output", "--step", "3", "--sample", "1", folder=tmp_path).stdout
 
