@@ -46,6 +46,7 @@ dpo) OF_STAGE=(configs/stages/llama3_70b_dpo.yaml dpo actor_rollout_ref.actor 8 
     exit 2
     ;;
 esac
+OWN_CONFIG="$CONFIG"
 CONFIG="${CONFIG:-${OF_STAGE[0]}}"
 ROLE="${OF_STAGE[2]}"
 
@@ -101,6 +102,25 @@ if ! "$PYTHON" -c "import typer, omegaconf" 2> /dev/null; then
     exit 2
 fi
 
+needs() { # needs VARIABLE KEY: whether a run lacks it: not set, not among the arguments, and no file of the configuration's
+    local file
+    file="$(sed -n "s/^  ${2##*.}: \([^ ]*\).*/\1/p" "$CONFIG" | head -1)"
+    [[ -z "${!1}" && " ${ARGUMENTS[*]} " != *"$2="* && ! -e "$file" ]]
+}
+ARGUMENTS=("$@")
+UNSET=()
+if [[ "$SCALE" == 70b && -z "$OWN_CONFIG" && "$DRY_RUN" != 1 && "$REHEARSE" != 1 ]]; then
+    [[ -n "$MODEL_PATH" || " $* " == *model.path=* ]] || UNSET+=(MODEL_PATH) # the configuration names the shape alone
+    ! needs TRAIN_FILES data.train_files || UNSET+=(TRAIN_FILES)
+    ! needs VAL_FILES data.val_files || UNSET+=(VAL_FILES)
+fi
+if ((${#UNSET[@]})); then
+    echo "not set: ${UNSET[*]}. A run needs the folder of a model and files of data:" >&2
+    echo "  MODEL_PATH=/models/llama-3-70b TRAIN_FILES=/data/train.parquet VAL_FILES=/data/test.parquet bash $0" >&2
+    echo "The plan needs none of them: DRY_RUN=1 bash $0" >&2
+    exit 2
+fi
+
 LAYOUT=(
     trainer.nnodes="$NNODES"
     trainer.n_gpus_per_node="$GPUS_PER_NODE"
@@ -115,7 +135,7 @@ PLACES=()
 [[ -z "$OUTPUT_DIR" ]] || PLACES+=(trainer.default_local_dir="$OUTPUT_DIR")
 
 SETTINGS=("${SHRUNK[@]}" "${LAYOUT[@]}" "${PLACES[@]}" "$@")
-PLAN=("$PYTHON" -m megatron_rl plan --stage "$STAGE" --config "$CONFIG" --hardware "$HARDWARE" "${SETTINGS[@]}")
+PLAN=("$PYTHON" -m megatron_rl plan --all --stage "$STAGE" --config "$CONFIG" --hardware "$HARDWARE" "${SETTINGS[@]}")
 TRAIN=("$PYTHON" -m megatron_rl "${OF_STAGE[1]}" --config "$CONFIG" "${SETTINGS[@]}")
 [[ "$CHECK" != 1 ]] || TRAIN=("$PYTHON" -m megatron_rl check-cluster --stage "$STAGE" --config "$CONFIG" "${SETTINGS[@]}")
 [[ "$DRY_RUN" == 1 && -z "$MODEL_PATH" ]] && PLAN+=(--without-files)

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from megatron_rl import __version__, cli
 from megatron_rl.cli.commands import COMMANDS
 from megatron_rl.cli.next_commands import next_lines
+from megatron_rl.config.foreign.defaults import PORTED
 from megatron_rl.config.load import load_config
 from megatron_rl.errors import ConfigError, ParityError, RewardError, WorkerFailure
 from megatron_rl.observe.program import name_hint, next_command
@@ -93,6 +94,48 @@ def test_plan_prints_the_table_of_a_valid_run(small_run):
     assert (finished.returncode, finished.stderr) == (0, "")
     assert "samples per step" in finished.stdout and "512" in finished.stdout
     assert "train.parquet" not in finished.stdout and "note: data.train_files has 1 prompts" in finished.stdout
+
+
+def test_a_plan_is_one_screen_and_all_of_it_on_demand(planned, tmp_path):
+    """The demo's in 40 lines of 80 columns, without a word on verl; with --all each table. Defaults that verl has
+    otherwise are named for a run with a key of verl's, and for a file of `port`.
+
+    Would not catch a number that is missing.
+    """
+    short, whole = planned("--config", DEMO), planned("--config", DEMO, "--all")
+    lines = short.stdout.splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 80
+    rows = dict(re.findall(r"│ (\S[^│]*?) +│ +(\S[^│]*?) +│", short.stdout))
+    assert (rows["fits into memory"], rows["layout"], rows["samples per step"]) == ("yes", "4 ranks", "512")
+    assert rows["worst rank"].endswith("MB") and rows["one step"].endswith("s") and "--all" in lines[-1]
+    for title in ("Layout and batch", "Groups of ranks", "Memory per GPU", "One step on cpu", "Transition"):
+        assert title in whole.stdout and title not in short.stdout
+    assert "verl" not in short.stdout + whole.stdout
+    keyed = planned("--config", DEMO, "trainer.max_actor_ckpt_to_keep=2")
+    assert "differs from verl: " in keyed.stdout and "more defaults, of speed and files; --all" in keyed.stdout
+    ported = tmp_path / "ported.yaml"
+    ported.write_text(f"{PORTED} from run.sh.\n" + (REPOSITORY / DEMO).read_text())
+    assert "differs from verl: trainer.project_name" in planned("--config", str(ported), "--all").stdout
+
+
+def test_a_plan_that_does_not_fit_leads_on(planned, small_run, tmp_path):
+    """To changes, and to a search with the same overrides but those of the layout; a hardware file that is not there is
+    said, and a tracker that is not installed. Would not catch a search that finds nothing.
+    """
+    tight = tmp_path / "tight.yaml"
+    text = (REPOSITORY / "megatron_rl/ledger/planner/gpus/cpu.yaml").read_text()
+    text = re.sub(r"(?m)^memory_bytes:.*", "memory_bytes: 50.0e+6", text)
+    tight.write_text(re.sub(r"(?m)^context_bytes:.*", "context_bytes: 0", text))
+    given = [*small_run, "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"]
+    done = planned("--config", DEMO, "--hardware", str(tight), *given)
+    assert "does not fit: the worst rank needs" in done.stdout and "one change is enough: " in done.stdout
+    search = next(line for line in done.stdout.splitlines() if "search all layouts: " in line)
+    words = shlex.split(search.partition("layouts: ")[2])
+    assert words == ["megatron-rl", "map", "--config", DEMO, "--gpus", "4", "--hardware", str(tight), *small_run]
+    done = planned("--config", DEMO, "--hardware", "no_such.yaml")
+    assert done.returncode == 2 and "there is no hardware file no_such.yaml" in done.stderr
+    done = planned("--without-files", "--config", DEMO, *small_run, "trainer.logger=[console,swanlab]")
+    assert done.returncode == 0 and "names swanlab, which is not installed" in done.stdout
 
 
 def test_plan_prints_table_and_violations(planned, small_run):

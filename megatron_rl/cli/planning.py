@@ -31,6 +31,7 @@ from megatron_rl.ledger.planner.batch_arithmetic import batch_table, task_table
 from megatron_rl.ledger.planner.checked import Checked, checked, planned_task
 from megatron_rl.ledger.planner.hardware import SUFFIXES, default_hardware, planned_hardware
 from megatron_rl.ledger.planner.memory_report import with_kv_cache
+from megatron_rl.ledger.planner.plan_screen import screen_rows, search_command
 from megatron_rl.ledger.planner.run_plan import RunPlan, mean_lengths
 from megatron_rl.ledger.planner.task_plan import TaskPlan
 from megatron_rl.observe.console import quiet_libraries
@@ -66,6 +67,10 @@ def plan_command(
         float | None, typer.Option(help="Mean tokens of an answer. Default: half the longest.")
     ] = None,
     stage: Annotated[str | None, typer.Option(help="ppo | sft | reward | dpo. Default: trainer.stage.")] = None,
+    whole: Annotated[
+        bool,
+        typer.Option("--all", help="All tables: batches, groups, memory by phase, seconds, weight transfer."),
+    ] = False,
 ) -> None:
     """Say whether a run fits into memory and how long a step takes, and every rule it breaks. Starts nothing.
 
@@ -96,10 +101,17 @@ def plan_command(
         raise typer.Exit(ConfigError.exit_code if violations else 0)
     console = Terminal()
     if plan is not None:
-        for table in plan.tables():
+        title = f"Plan of {config}, on {plan.memory.hardware.name}"
+        for table in plan.tables() if whole else [layout_table(screen_rows(plan), title)]:
             console.print(table)
-        for note in (*run.lines(), *plan.notes()):
+        for note in (*run.lines(whole), *plan.notes()):
             say(note, console)
+        if plan.fitting is not None and isinstance(plan, RunPlan):
+            search = search_command(plan, config, overrides or (), hardware)
+            further = "" if plan.fitting.is_enough else ", which names the smallest cluster that would do"
+            say(f"  search all layouts: {search}{further}", console)
+        if not whole:
+            say("all tables: the same command with --all", console)
     elif run_config is not None:
         console.print(layout_table(batch_table(run_config) if run_config.generates else task_table(run_config)))
     refuse_to_lose_output()

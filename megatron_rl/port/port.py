@@ -8,6 +8,7 @@ from pathlib import Path
 
 import yaml
 
+from megatron_rl.config.foreign.defaults import PORTED
 from megatron_rl.config.foreign.meanings import meanings
 from megatron_rl.config.foreign.translate import Kind, Note, Noted, translate
 from megatron_rl.config.keys import is_key
@@ -59,7 +60,7 @@ class Ported(Noted):
     def yaml(self) -> str:
         """Return the file, with the lists as comments."""
         own = [setting for setting in self.settings if setting.origin != ORIGIN]
-        text = [f"# Made by `megatron-rl port` from {self.source}."]
+        text = [f"{PORTED} from {self.source}."]
         if self.features:
             text.append(
                 f"# Not here, so that a run is refused until their keys are taken out: {', '.join(self.features)}."

@@ -129,8 +129,8 @@ def test_a_base_that_does_not_fit_waits_on_the_host():
     advice that is dear."""
     keys = (*TP2_PP2, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=28000")
     plan = RunPlan.of(load_config(SMALL, keys), load_hardware("h100"))
-    assert not plan.memory.fits and plan.changes[0].settings == {f"{LORA}.base": "host"}
-    assert plan.changes[0].peak <= plan.memory.usable
+    assert plan.fitting is not None and plan.fitting.alone[0].settings == {f"{LORA}.base": "host"}
+    assert plan.fitting.alone[0].peak <= plan.memory.usable
 
 
 @pytest.mark.parametrize("recipe", [LARGE, SMALL])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from megatron_rl.config.keys import put
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.ledger.planner.activations import MeanLayer, in_flight
+from megatron_rl.ledger.planner.fitting_changes import changes_as_json
 from megatron_rl.ledger.planner.hardware import load_hardware
 from megatron_rl.ledger.planner.memory import plan_stages
 from megatron_rl.ledger.planner.memory_advice import advice
@@ -135,6 +137,44 @@ def test_advice_makes_the_plan_fit(config, gpu):
     assert after.fits and after.peak == changes[-1].peak
 
 
+@pytest.mark.parametrize(
+    ("keys", "alone", "together"),
+    [
+        ((f"{MEGATRON}.dtype=bfloat16", "critic.enable=true",
+          "actor_rollout_ref.rollout.kv_cache_memory_bytes=2000000000"), 0, 3),
+        pytest.param((*LARGE, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16"), 3, 1,
+                     marks=pytest.mark.exhaustive),
+    ],
+    ids=["7b", "70b"],
+)  # fmt: skip
+def test_what_is_enough_comes_first_and_nothing_is_needless(config, keys, alone, together):
+    """Each change that is said to be enough is, by itself; of those that are enough together none can be left out.
+
+    Would not catch a cheaper change that was not tried.
+    """
+    run, hardware = config("llama-3-70b" if alone else "llama-2-7b", *keys), load_hardware("h100")
+    plan = RunPlan.of(run, hardware)
+    assert plan.fitting is not None
+    assert (len(plan.fitting.alone), len(plan.fitting.together)) == (alone, together)
+
+    def fits(*changes):
+        changed = copy.deepcopy(run)
+        for key, value in (item for change in changes for item in change.settings.items()):
+            put(changed, key, value)
+        assert preflight(changed, config_only=True) == []
+        return memory_report(changed, RunModels(changed), hardware).fits
+
+    assert all(fits(change) for change in plan.fitting.alone) and fits(*plan.fitting.together)
+    if together > 1:
+        assert not any(
+            fits(*(one for one in plan.fitting.together if one is not left)) for left in plan.fitting.together
+        )
+    first = plan.fitting.lines()[0]
+    assert first.startswith("  one change is enough: " if alone else "  no single change is enough; all 3")
+    said = changes_as_json(plan.fitting)
+    assert said[-1]["peak_bytes"] <= plan.memory.usable and len(said) == together
+
+
 def test_where_nothing_helps_that_is_said(config):
     """A 13B model on one GPU. Would not catch a layout with more GPUs that would help."""
     short = ("data.max_prompt_length=128", "data.max_response_length=128")
@@ -239,12 +279,13 @@ def test_recomputing_is_offered_where_it_makes_the_plan_fit(config):
              "critic.megatron.optimizer_offload=true")  # fmt: skip
     hardware = load_hardware("h100")
     plan = RunPlan.of(config("llama-3-70b", *sizes), hardware)
-    assert not plan.memory.fits and plan.recomputing is not None
-    overrides = str(plan.recomputing).split()
+    assert plan.fitting is not None
+    recomputing = next(change for change in plan.fitting.alone if plan.fitting.costs.get(str(change)))
+    overrides = str(recomputing).split()
     assert {FULL[0], FULL[0].replace("actor_rollout_ref.actor", "critic")} < set(overrides)
-    assert f"recompute activations, with {plan.recomputing}: that alone" in "\n".join(plan.notes())
+    assert f"this one alone: {recomputing} (" in "\n".join(plan.notes())
     after = RunPlan.of(config("llama-3-70b", *sizes, *overrides), hardware)
-    assert after.memory.fits and after.memory.peak == plan.recomputing.peak
+    assert after.memory.fits and after.memory.peak == recomputing.peak
     for phase in ("update_actor", "update_critic"):
         assert 1.25 < after.seconds[phase] / plan.seconds[phase] < 1.4
     half = RunPlan.of(config("llama-3-70b", *sizes, *FULL, f"{RECOMPUTE}_method=block", f"{RECOMPUTE}_num_layers=10"),

@@ -151,7 +151,8 @@ def test_what_is_printed_is_what_is_run():
 
 def test_bad_override_is_refused_before_anything_starts():
     """Code 2 and the nearest key. Would not catch a fault that only a GPU shows."""
-    finished = launcher("trainer.seeed=2")
+    files = {"TRAIN_FILES": "assets/demo/train.parquet", "VAL_FILES": "assets/demo/test.parquet"}
+    finished = launcher("trainer.seeed=2", MODEL_PATH="configs/models/llama-3-70b", **files)
     assert finished.returncode == 2
     assert "did you mean: trainer.seed=2" in finished.stderr and "Commands" not in finished.stdout
 
@@ -165,7 +166,9 @@ def test_faults_of_a_launch_exit_with_2():
     layout = launcher(DRY_RUN="1", PP="3")
     assert layout.returncode == 2 and "try: actor_rollout_ref.actor.megatron.pipeline" in layout.stderr
     assert "Commands" not in layout.stdout
-    no_files = launcher()
+    unset = launcher("data.val_files=[a.parquet]")
+    assert unset.returncode == 2 and "not set: MODEL_PATH TRAIN_FILES." in unset.stderr and "DRY_RUN=1" in unset.stderr
+    no_files = launcher(MODEL_PATH="configs/models/llama-3-70b", TRAIN_FILES="a.parquet", VAL_FILES="b.parquet")
     assert no_files.returncode == 2 and "there is none" in no_files.stderr and "*.safetensors" in no_files.stderr
 
 

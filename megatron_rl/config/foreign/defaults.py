@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.foreign.key_rows import alike, read_table
 from megatron_rl.config.keys import value_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import shown
+
+PORTED = "# Made by `megatron-rl port`"
+"""What the first line of a file of `port` begins with."""
+RESULTS = "results"
+"""`changes` of a default that changes what is learnt, not only speed or files."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,13 @@ class Difference:
 def verl_defaults() -> tuple[Default, ...]:
     """The rows of all keys whose defaults differ."""
     return tuple(Default(key, **row) for key, row in read_table("verl_defaults").items())
+
+
+def is_ported(file: Path) -> bool:
+    """Return whether a configuration file was written by `megatron-rl port`."""
+    with suppress(OSError), file.open(errors="replace") as opened:
+        return opened.readline().startswith(PORTED)
+    return False
 
 
 def differences(config: RunConfig, given: Collection[str]) -> list[Difference]:

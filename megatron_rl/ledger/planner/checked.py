@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.evaluated import evaluated
-from megatron_rl.config.foreign.defaults import Difference, differences
+from megatron_rl.config.foreign.defaults import RESULTS, Difference, differences, is_ported
 from megatron_rl.config.foreign.translate import Kind, Note
 from megatron_rl.config.idle_keys import idle_keys
 from megatron_rl.config.load import read_run
@@ -17,6 +17,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.task_config import for_task
 from megatron_rl.config.tasks import PPO, TASKS, WITHOUT_ROLLOUT
 from megatron_rl.errors import ConfigError, Violation
+from megatron_rl.ledger.planner.file_rules import tracker_notes
 from megatron_rl.ledger.planner.hub_cache import with_local_models
 from megatron_rl.ledger.planner.preflight import examined
 
@@ -29,7 +30,8 @@ class Checked:
     """A configuration and the violations of its keys, its values and the files it names.
 
     notes: how verl's keys were translated. different: unset keys with another default in verl. unread: ignored parts of
-    model folders that may be there on purpose. idle: lines on keys of roles that the run does not have.
+    model folders that may be there on purpose. idle: lines on keys of roles that the run does not have. is_from_verl:
+    whether any key is verl's, or `port` wrote the file. trackers: lines on those that are not installed.
     """
 
     config: RunConfig | None
@@ -38,11 +40,21 @@ class Checked:
     different: list[Difference] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)
+    is_from_verl: bool = False
+    trackers: list[str] = field(default_factory=list)
 
-    def lines(self) -> list[str]:
-        """Notes on verl's keys and defaults, on keys without effect, and on unread weights, one line each."""
+    def lines(self, whole: bool = True) -> list[str]:
+        """Notes on verl's keys, on keys without effect, on verl's defaults, and on unread weights, one line each.
+
+        Defaults are for runs that come from verl. whole: also those that change speed or files alone.
+        """
         notes = [f"{note.kind.value}: {note}" for note in self.notes]
-        return [*notes, *self.idle, *map(str, self.different), *self.unread]
+        different = self.different if self.is_from_verl else []
+        shown = [one for one in different if whole or one.default.changes == RESULTS]
+        lines = [*notes, *self.idle, *self.trackers, *map(str, shown), *self.unread]
+        others = len(different) - len(shown)
+        more = f"differs from verl: {others} more default{'s' * (others > 1)}, of speed and files; --all names them"
+        return [*lines, more] if others else lines
 
     def as_json(self) -> dict[str, Any]:
         """The notes as data."""
@@ -73,7 +85,9 @@ def checked(
     different = differences(reading.config, reading.given) if run_config.generates else []
     violations, unread = examined(run_config, config_only=without_files)
     idle = idle_keys(run_config, reading.given)
-    return Checked(run_config, [*reading.violations, *violations], notes, different, unread, idle)
+    from_verl = bool(reading.notes) or is_ported(path)
+    trackers = tracker_notes(run_config.trainer) if without_files else []  # otherwise among the violations
+    return Checked(run_config, [*reading.violations, *violations], notes, different, unread, idle, from_verl, trackers)
 
 
 def commanded(config: RunConfig, task: str) -> RunConfig:

@@ -85,6 +85,15 @@ def _missing_files(key: str, paths: list[str]) -> Iterator[Violation]:
             yield _within_list(wrong, key, path, paths)
 
 
+def tracker_notes(trainer: TrainerConfig) -> list[str]:
+    """Return a line for each tracker that is not installed here, for plans that do not look at this machine's files."""
+    return [
+        f"trainer.logger names {name}, which is not installed here, and a run would be refused; "
+        f"try: pip install {PACKAGES.get(name, name)}"
+        for name in absent_services(trainer.logger)
+    ]
+
+
 def _logger_problems(trainer: TrainerConfig) -> Iterable[Violation]:
     for name in absent_services(trainer.logger):
         others = [other for other in trainer.logger if other != name] or ["console"]

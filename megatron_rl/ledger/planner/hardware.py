@@ -159,6 +159,10 @@ def planned_hardware(config: RunConfig, named: str | None = None, num_nodes: int
 def load_hardware(name: str) -> Hardware:
     """Load hardware by name, or from a user's YAML file. Raises ConfigError if there is none or it lacks a number."""
     file = Path(name) if name.endswith(SUFFIXES) else FOLDER / f"{name}.yaml"
+    if name.endswith(SUFFIXES) and not file.is_file():
+        known = ", ".join(known_hardware())
+        way = f"megatron-rl profile writes one for this machine; these names need none: {known}"
+        raise ConfigError(f"there is no hardware file {name}; {way}")
     if not file.is_file():
         nearest = nearest_name(name, known_hardware())
         raise ConfigError(

@@ -56,17 +56,20 @@ def models_of(roles: Iterable[RoleSpec], models: Sequence[ModelSizes]) -> list[M
     return [model for model in models if model.path in paths]
 
 
-def layout_problems(pools: Iterable[PoolSpec], models: list[ModelSizes]) -> Iterable[Violation]:
+def layout_problems(pools: Sequence[PoolSpec], models: list[ModelSizes]) -> Iterable[Violation]:
     """TP, PP, pipeline stages and experts of every pool, by the keys of its first role."""
+    total = sum(pool.world_size for pool in pools)
+    generates = any(pool.role(ROLLOUT_ROLE) is not None for pool in pools)
+    search = f"or see what fits: megatron-rl map --gpus {total}" if generates and total > 1 else ""
     for pool in pools:
         if pool.megatron_roles:
             leader, own = pool.megatron_roles[0], models_of(pool.megatron_roles, models)
-            yield from _size_problems(pool, leader, own)
+            yield from _size_problems(pool, leader, own, search)
             yield from expert_problems(leader, pool.world_size, own)
 
 
-def _size_problems(pool: PoolSpec, leader: RoleSpec, models: list[ModelSizes]) -> Iterable[Violation]:
-    """TP, CP and PP against the ranks and the models. Constraints report sizes below 1."""
+def _size_problems(pool: PoolSpec, leader: RoleSpec, models: list[ModelSizes], search: str) -> Iterable[Violation]:
+    """TP, CP and PP against the ranks and the models. Constraints report sizes below 1. search: a further hint."""
     megatron, group = leader.megatron, f"{leader.key}.megatron"
     tp_key, pp_key = f"{group}.tensor_model_parallel_size", f"{group}.pipeline_model_parallel_size"
     tp_size, pp_size = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
@@ -80,7 +83,7 @@ def _size_problems(pool: PoolSpec, leader: RoleSpec, models: list[ModelSizes]) -
     nearest = {key: size for key, size in ((tp_key, tp), (pp_key, pp), (cp_key, cp)) if size != given.get(key, 1)}
     if layouts.world_size % (tp_size * pp_size * cp_size):
         rule = f"must divide the {layouts.world_size} ranks ({pool.size})"
-        yield Violation(given, rule, nearest, subject=_sizes(leader, tp_size, pp_size, cp_size))
+        yield Violation(given, rule, nearest, search, subject=_sizes(leader, tp_size, pp_size, cp_size))
     for model in models:
         for name, size in model.tp_divides.items():
             if size % tp_size:

@@ -8,7 +8,6 @@ from typing import Any
 from rich.table import Table
 
 from megatron_rl.config.roles import ACTOR
-from megatron_rl.ledger.planner.memory_advice import Change
 from megatron_rl.ledger.planner.memory_report import MemoryReport
 from megatron_rl.ledger.planner.run_models import PoolModels
 from megatron_rl.observe.summary import plain_table
@@ -49,17 +48,7 @@ def memory_table(memory: MemoryReport, pool: str, where: str) -> Table:
 
 def usable_amount(memory: MemoryReport) -> str:
     """The bytes that tensors may take, in words."""
-    return f"the {amount(memory.usable)} that tensors may have of a {memory.hardware.name}"
-
-
-def change_notes(changes: Sequence[Change]) -> list[str]:
-    """One sentence for each change of a plan that does not fit."""
-    return [f"  change {change}: the worst rank then needs {amount(change.peak)}" for change in changes]
-
-
-def changes_as_json(changes: Sequence[Change]) -> list[dict[str, Any]]:
-    """Settings of each change, with the bytes that the worst rank then needs."""
-    return [{**change.settings, "peak_bytes": change.peak} for change in changes]
+    return f"the {amount(memory.usable)} that one {memory.hardware.name} has for tensors"
 
 
 def pool_row(pool: PoolModels) -> tuple[str, ...]:

@@ -15,10 +15,10 @@ from megatron_rl.ledger.planner.ahead import AheadPlan, ahead_plan
 from megatron_rl.ledger.planner.batch_arithmetic import batch_table, group_notes, repeat_notes
 from megatron_rl.ledger.planner.delta_notes import delta_notes
 from megatron_rl.ledger.planner.file_rules import train_rows
+from megatron_rl.ledger.planner.fitting_changes import FittingChanges, changes_as_json, misfit_notes
 from megatron_rl.ledger.planner.folder_files import end_token_notes, lacking_files
 from megatron_rl.ledger.planner.hardware import Hardware
 from megatron_rl.ledger.planner.lora_rules import lora_notes
-from megatron_rl.ledger.planner.memory_advice import Change, advice, cutting_sequences, recomputing_everything
 from megatron_rl.ledger.planner.memory_report import (
     GenerationMemory,
     LongestSequence,
@@ -27,14 +27,11 @@ from megatron_rl.ledger.planner.memory_report import (
 )
 from megatron_rl.ledger.planner.plan_tables import (
     amount,
-    change_notes,
-    changes_as_json,
     groups_table,
     memory_table,
     pool_as_json,
     pool_groups,
     pools_table,
-    usable_amount,
 )
 from megatron_rl.ledger.planner.repair_notes import elastic_notes, repair_notes
 from megatron_rl.ledger.planner.replay_rules import replay_notes
@@ -59,18 +56,15 @@ def mean_lengths(data: DataConfig, prompt: float | None, response: float | None)
 class RunPlan:
     """The plan of one run.
 
-    changes: settings that together make it fit. recomputing, cutting: the change to recomputed activations alone, and
-    to more context parallelism. num_tokens: of one step. mean_lengths: assumed tokens of prompt and answer. lacking:
-    what the actor's model folder still needs. train_rows: rows of each training file, up to one batch. ahead: None
-    where generation does not run ahead of training.
+    fitting: what would make it fit; None where it does. num_tokens: of one step. mean_lengths: assumed tokens of prompt
+    and answer. lacking: what the actor's model folder still needs. train_rows: rows of each training file, up to one
+    batch. ahead: None where generation does not run ahead of training.
     """
 
     config: RunConfig
     models: RunModels
     memory: GenerationMemory
-    changes: list[Change]
-    recomputing: Change | None
-    cutting: Change | None
+    fitting: FittingChanges | None
     transition: TransitionPlan
     time: StepTime
     num_tokens: float
@@ -94,9 +88,7 @@ class RunPlan:
             config,
             models,
             memory,
-            [] if memory.fits else advice(config, models, hardware),
-            None if memory.fits else recomputing_everything(config, models, hardware),
-            None if memory.fits else cutting_sequences(config, models, hardware),
+            None if memory.fits else FittingChanges.of(config, models, hardware),
             transition,
             time,
             load.num_tokens,
@@ -150,7 +142,7 @@ class RunPlan:
             "pools": {name: pool_as_json(pool) for name, pool in self.models.pools.items()},
             "groups": self.groups,
             "memory": self.memory.as_json()
-            | {"changes": changes_as_json(self.changes)}
+            | {"changes": changes_as_json(self.fitting)}
             | {"longest_sequence": {"tokens": self.longest.tokens, "limited_by": self.longest.limited_by}},
             "transition": {
                 "network_bytes_per_rank": list(transition.network),
@@ -202,26 +194,9 @@ class RunPlan:
         turns = self.config.actor_rollout_ref.rollout.multi_turn
         if self.config.has_turns and not turns.planned_wait_s:
             notes.append("seconds of answers to turns are not in the plan: set multi_turn.planned_wait_s")
-        if not self.memory.fits:
-            over = amount(self.memory.peak - self.memory.usable)
+        if self.fitting is not None:
             where = self._of_pool(self.memory.worst.pool)
-            notes.append(
-                f"the plan does not fit: the worst rank{where} needs {over} more than {usable_amount(self.memory)}"
-            )
-            notes += change_notes(self.changes)
-            alone = self.recomputing
-            if alone is not None and alone.peak <= self.memory.usable:
-                notes.append(
-                    f"  or recompute activations, with {alone}: that alone makes it {amount(alone.peak)}, and updates "
-                    "take up to a third longer"
-                )
-            if self.cutting is not None:
-                notes.append(
-                    f"  or cut sequences over more ranks, with {self.cutting}: that makes it "
-                    f"{amount(self.cutting.peak)}"
-                )
-            if not self.changes or self.changes[-1].peak > self.memory.usable:
-                notes.append("  these are not enough: take more GPUs")
+            notes += misfit_notes(self.memory, where, self.fitting)
         return notes
 
     def _of_pool(self, pool: str) -> str:

@@ -11,16 +11,13 @@ from megatron_rl.config.roles import Placement
 from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.config.tasks import DPO
 from megatron_rl.ledger.planner.batch_arithmetic import task_table
+from megatron_rl.ledger.planner.fitting_changes import FittingChanges, changes_as_json, misfit_notes
 from megatron_rl.ledger.planner.folder_files import end_token_notes
 from megatron_rl.ledger.planner.hardware import Hardware
 from megatron_rl.ledger.planner.lora_rules import lora_notes
 from megatron_rl.ledger.planner.memory import phase_order, plan_pools
-from megatron_rl.ledger.planner.memory_advice import Change, advice
 from megatron_rl.ledger.planner.memory_report import MemoryReport
 from megatron_rl.ledger.planner.plan_tables import (
-    amount,
-    change_notes,
-    changes_as_json,
     groups_table,
     memory_table,
     pool_as_json,
@@ -79,14 +76,16 @@ def task_time(config: TaskConfig, models: RunModels, hardware: Hardware, load: L
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """The plan of one task. length: assumed mean tokens of a sequence. changes: settings that together make it fit."""
+    """The plan of one task. length: assumed mean tokens of a sequence. fitting: what would make it fit; None where
+    it does.
+    """
 
     config: TaskConfig
     models: RunModels
     memory: MemoryReport
     time: StepTime
     length: float
-    changes: list[Change]
+    fitting: FittingChanges | None
 
     @classmethod
     def of(cls, config: TaskConfig, hardware: Hardware, length: float | None = None) -> TaskPlan:
@@ -95,7 +94,8 @@ class TaskPlan:
         models = RunModels(config)
         memory = MemoryReport(hardware, plan_pools(models))
         time = task_time(config, models, hardware, task_load(config, mean))
-        return cls(config, models, memory, time, mean, [] if memory.fits else advice(config, models, hardware))
+        fitting = None if memory.fits else FittingChanges.of(config, models, hardware)
+        return cls(config, models, memory, time, mean, fitting)
 
     @property
     def tokens_per_second(self) -> float:
@@ -109,7 +109,7 @@ class TaskPlan:
             "stage": self.config.trainer.stage,
             "batch": {name: value for name, value, _ in task_table(self.config)},
             "pools": {name: pool_as_json(pool) for name, pool in self.models.pools.items()},
-            "memory": self.memory.as_json() | {"changes": changes_as_json(self.changes)},
+            "memory": self.memory.as_json() | {"changes": changes_as_json(self.fitting)},
             "time": {
                 "seconds": self.time.seconds,
                 "step_seconds": self.time.total,
@@ -138,11 +138,5 @@ class TaskPlan:
     def notes(self) -> list[str]:
         """Sentences to print after the tables."""
         path = Placement.of(self.config).leader.model_path
-        memory, notes = self.memory, [*end_token_notes(path), *lora_notes(self.config)]
-        if memory.fits:
-            return notes
-        over = amount(memory.peak - memory.usable)
-        notes += [f"the plan does not fit: the worst rank needs {over} more than there is", *change_notes(self.changes)]
-        if not self.changes or self.changes[-1].peak > memory.usable:
-            notes.append("  these are not enough: take more GPUs" if self.changes else "  take more GPUs")
-        return notes
+        notes = [*end_token_notes(path), *lora_notes(self.config)]
+        return notes if self.fitting is None else [*notes, *misfit_notes(self.memory, "", self.fitting)]
