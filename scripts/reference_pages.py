@@ -1,4 +1,6 @@
-"""Make the pages of docs/reference that list what the package declares: python scripts/reference_pages.py [--check].
+"""Make the pages of docs/reference that list what the package declares, and README's table of models.
+
+    python scripts/reference_pages.py [--check]
 
 Each page is made from one table of the package and is never edited by hand. --check ends with exit code 1 and names the
 pages that are not current.
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from marked_tables import with_tables
 
 from megatron_rl.cli import app
 from megatron_rl.columns import COLUMNS
@@ -21,7 +24,30 @@ from megatron_rl.ledger.planner.family_table import CHAT_COLUMNS, family_rows, r
 from megatron_rl.ledger.planner.family_table import COLUMNS as ABILITIES
 from megatron_rl.observe.metric_names import GROUPS
 
-FOLDER = Path(__file__).parents[1] / "docs/reference"
+README = Path(__file__).parents[1] / "README.md"
+FOLDER = README.parent / "docs/reference"
+SUPPORTED = "supported models"
+PUBLISHED = {
+    "DeepseekV2": "DeepSeek-V2",
+    "DeepseekV3": "DeepSeek-V3, Kimi-K2",
+    "Gemma2": "Gemma-2",
+    "Gemma3": "Gemma-3",
+    "Gemma3ForConditionalGeneration": "Gemma-3 with vision (text)",
+    "Gemma4": "Gemma-4",
+    "Glm4Moe": "GLM-4.5 to 4.7",
+    "Glm4MoeLite": "GLM-4.7-Flash",
+    "GptOss": "gpt-oss",
+    "MiniMaxM2": "MiniMax-M2",
+    "Qwen2": "Qwen2, Qwen2.5",
+    "Qwen2Moe": "Qwen1.5-MoE, Qwen2-MoE",
+    "Qwen2_5_VL": "Qwen2.5-VL (text)",
+    "Qwen3Moe": "Qwen3-MoE",
+    "Qwen3Next": "Qwen3-Next",
+    "Qwen3VL": "Qwen3-VL (text)",
+    "Qwen3_5": "Qwen3.5",
+    "Qwen3_5Moe": "Qwen3.5-MoE",
+}
+"""Architecture, without its task -> names under which its models are published, where they differ."""
 MADE = "<!-- Made by scripts/reference_pages.py. Do not edit. -->"
 
 
@@ -98,6 +124,19 @@ def support_page() -> str:
     )
 
 
+def supported_table() -> str:
+    """Return README's table: models with the same abilities in one row, and what works with them."""
+    shared = [column for column in ABILITIES if any(column in row.lacks for row in family_rows())]
+    models: dict[tuple[str, ...], list[str]] = {}
+    for row in family_rows():
+        name = re.sub(r"For(CausalLM|ConditionalGeneration)$", "", row.architecture)
+        cells = tuple("no" if column in row.lacks else "yes" for column in shared)
+        published = PUBLISHED.get(row.architecture) or PUBLISHED.get(name, name)
+        models.setdefault(cells, []).append(published)
+    rows = ((", ".join(dict.fromkeys(names)), *cells) for cells, names in sorted(models.items(), reverse=True))
+    return table_of(("models", *shared), rows)
+
+
 def not_supported_page() -> str:
     """Return what of verl's is refused by name."""
     rows = [row for row in table() if row.feature]
@@ -163,15 +202,21 @@ def stale_pages(folder: Path = FOLDER) -> list[str]:
     ]
 
 
+def readme(text: str) -> str:
+    """Return README's text with its table of supported models."""
+    return with_tables(text, {SUPPORTED: supported_table()}, Path(__file__).name)
+
+
 def main() -> None:
     """Write the pages, or with --check exit with the names of those that are not current."""
     if "--check" in sys.argv[1:]:
-        if stale := stale_pages():
+        if stale := stale_pages() + ["README.md"] * (readme(README.read_text()) != README.read_text()):
             sys.exit(f"not current: {', '.join(stale)}; run python scripts/reference_pages.py")
         return
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name, make in PAGES.items():
         (FOLDER / name).write_text(make())
+    README.write_text(readme(README.read_text()))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from megatron_rl.observe.metric_names import GROUPS, metric_of
 def test_made_pages_are_current(tmp_path):
     """Would not catch a table of the package that lists too little; nothing in an empty folder is current."""
     assert not stale_pages()
+    assert reference_pages.readme(reference_pages.README.read_text()) == reference_pages.README.read_text()
     assert stale_pages(tmp_path) == [*reference_pages.PAGES]
 
 

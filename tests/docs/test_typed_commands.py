@@ -82,6 +82,9 @@ EXECUTED = {
     rf"megatron-rl dpo --config \S+{KEYS}": "tests/e2e/test_stage_runs.py::test_killed_stage_goes_on_exactly",
     r"megatron-rl doctor": "tests/e2e/test_first_hour.py::test_doctor_has_a_line_for_each_thing",
     r"megatron-rl init \S+ --model tiny .*": "tests/e2e/test_first_hour.py::test_from_nothing_to_a_page",
+    rf"megatron-rl (plan|train) --config \w+/run\.yaml( --local)?{KEYS}": (
+        "tests/e2e/test_first_hour.py::test_from_nothing_to_a_page"
+    ),
     r"megatron-rl init \S+ --model FOLDER .*": (
         "tests/starter/test_starting_project.py::test_the_first_layout_that_fits_is_taken"
     ),
@@ -133,8 +136,8 @@ EXECUTED = {
 }
 """Pattern of a whole command -> the test that executes it, perhaps shortened; the first pattern that fits counts."""
 
-NOT_OURS = re.compile(r"(FILE|my\w*)\.yaml")
-"""Configurations that stand for one of the reader's."""
+NOT_OURS = re.compile(r"(FILE|my\w*|\w+/run)\.yaml")
+"""Configurations that stand for one of the reader's, or that `init` writes."""
 MADE = re.compile(r"=(outputs|assets)/\S+ must be ")
 """A part of a violation that names a file which another command makes."""
 

@@ -31,7 +31,8 @@ AXES = {
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_preflight_refuses_where_the_table_says_no(architecture, config, tmp_path):
-    """Each axis by itself, on six ranks, and generation with them. Would not catch a feature that is not a column."""
+    """Each axis by itself, on six ranks, and generation with them; and adapters of attention. Would not
+    catch a feature that is not a column."""
     family = FAMILIES[architecture]
     path = write_model(tmp_path / "family", **small_settings(family))
     shared = config.actor_rollout_ref
@@ -44,7 +45,13 @@ def test_preflight_refuses_where_the_table_says_no(architecture, config, tmp_pat
         problems = preflight(config, config_only=True)
         assert all(any(name.endswith(key) for name in problem.settings) for problem in problems)
         assert bool(problems) == (column in lacks), (column, list(map(str, problems)))
-    assert lacks.keys() <= AXES.keys()
+    for role in (shared.actor, shared.ref, config.critic):
+        role.megatron = MegatronConfig()
+    shared.model.lora.rank, shared.model.lora.target_modules = 8, ["linear_qkv", "linear_proj"]
+    problems = preflight(config, config_only=True)
+    assert all(any(".lora." in name for name in problem.settings) for problem in problems)
+    assert bool(problems) == ("LoRA" in lacks), list(map(str, problems))
+    assert lacks.keys() <= {*AXES, "LoRA"}
 
 
 def test_the_command_prints_a_row_for_each_family(monkeypatch, capsys):

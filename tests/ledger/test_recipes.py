@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from model_folders import problems
+from recipe_table import IN_README, recipe_row
 from typer.testing import CliRunner
 
 from megatron_rl.cli import app
@@ -82,6 +83,16 @@ def test_large_recipes_fit_their_gpus(recipe, monkeypatch):
     assert answer["valid"] and answer["violations"] == []
     assert answer["plan"]["memory"]["fits"], answer["plan"]["memory"]["peak_bytes"]
     assert answer["plan"]["batch"]["ranks"] == str(NUM_GPUS[recipe.stem])
+    page = REPOSITORY / "docs/reference/recipes.md"
+    assert recipe_row(recipe, answer["plan"], page.parent) in page.read_text(), "run python scripts/recipe_table.py"
+
+
+def test_costs_in_readme_are_those_of_the_page():
+    """Would not catch a recipe that README should have."""
+    page, readme = ((REPOSITORY / name).read_text() for name in ("docs/reference/recipes.md", "README.md"))
+    rows = [line for line in readme.splitlines() if line.startswith("| [") and "(configs/" in line]
+    assert len(rows) == len(IN_README)
+    assert all(row.replace("(configs/", "(../../configs/") in page for row in rows)
 
 
 @pytest.mark.parametrize("recipe", STAGE_RECIPES, ids=lambda path: path.stem)

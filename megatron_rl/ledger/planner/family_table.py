@@ -1,7 +1,8 @@
 """Which family can do what, asked of the families' parts: the table of `megatron-rl families`. Needs no torch.
 
 A family of the registry is read, trained, cut by TP and PP, served and written by the same code as all others. What
-differs is whether it has experts to spread, and whether its attention can share a sequence over ranks.
+differs is whether it has experts to spread, whether its attention can share a sequence over ranks, and whether its
+linear layers take adapters.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Any
 from megatron_rl.model.families import FAMILIES, Family, Model
 from megatron_rl.model.families.chat_format import CHAT_FORMATS, ChatFormat
 from megatron_rl.model.families.refused import REFUSED, Refusal
+from megatron_rl.model.families.wide_heads import SHARED, WideHeadKeys
 
-COLUMNS = ("import", "train", "TP", "PP", "EP", "CP", "generate", "export")
+COLUMNS = ("import", "train", "TP", "PP", "EP", "CP", "LoRA", "generate", "export")
 CHAT_COLUMNS = ("turns", "thoughts", "tools")
 """How the family's published models write conversations (`ChatFormat`)."""
 SMALL = {
@@ -49,6 +51,10 @@ class FamilyRow:
             lacks["EP"] = "it has no experts"
         if whole := model.attention.not_cut:
             lacks["CP"] = f"{whole}: not cut over context-parallel ranks"
+        if own := model.attention.own_linears:
+            lacks["LoRA"] = f"{own}: its linear layers take no adapters"
+        elif family.inside is not None:
+            lacks["LoRA"] = "a language model inside of a larger one: its names of adapters are not known"
         return cls(family.architecture, lacks, CHAT_FORMATS[family.architecture])
 
     def cells(self) -> list[str]:
@@ -67,6 +73,8 @@ def small_settings(family: Family) -> dict[str, Any]:
         settings |= {} if shared is None else {shared.size_key: 64}
         settings |= {} if shared is None or shared.count_key is None else {shared.count_key: 1}
         settings |= {} if family.experts.scoring is None else {"n_group": 1, "topk_group": 1}
+    if isinstance(family.attention, WideHeadKeys):  # as its published models have it
+        settings |= {SHARED: True}
     types = family.attention.rope_types
     if "default" not in types:
         kind = next(iter(types))
