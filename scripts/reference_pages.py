@@ -20,6 +20,7 @@ from marked_tables import with_tables
 from megatron_rl.cli import app
 from megatron_rl.columns import COLUMNS
 from megatron_rl.config.foreign.key_rows import KeyRow, table
+from megatron_rl.config.key_table import DocumentedKey, key_table
 from megatron_rl.ledger.planner.family_table import CHAT_COLUMNS, family_rows, refused_rows
 from megatron_rl.ledger.planner.family_table import COLUMNS as ABILITIES
 from megatron_rl.observe.metric_names import GROUPS
@@ -155,6 +156,31 @@ def refused_cells(row: KeyRow) -> tuple[str, str, str]:
     return ", ".join(map(code, row.keys)), row.feature or "", row.instead or row.why or "-"
 
 
+def keys_page() -> str:
+    """Return every key of the configuration, a section for each of its groups."""
+    groups: dict[str, list[DocumentedKey]] = {}
+    for row in key_table():
+        groups.setdefault(row.key.rpartition(".")[0], []).append(row)
+    sections = [f"## {group}\n\n{table_of(KEY_HEADS, map(key_cells, rows))}" for group, rows in groups.items()]
+    return page(
+        "Configuration keys",
+        "Every key of a run's YAML file, and of `key=value` on the command line. `verl`: the key is verl's, with its "
+        "meaning; `ours`: verl has none. Batch sizes count prompts, and those with `per_gpu` samples of one "
+        "data-parallel rank. A default `as KEY` is the value of that key until it is set; an empty one must be set.",
+        *sections,
+    )
+
+
+KEY_HEADS = ("key", "type", "default", "whose", "what")
+
+
+def key_cells(row: DocumentedKey) -> tuple[str, ...]:
+    """Return a row of the page: the key's last part, type, default, whose it is, what it does."""
+    text = row.text or f"As `{row.same_as}`."
+    default = code(row.default) if row.default else ""
+    return code(row.key.rpartition(".")[2]), row.type, default, row.whose, " ".join(text.split())
+
+
 def cli_page() -> str:
     """Return every command with its options."""
     program: Any = typer.main.get_command(app)
@@ -169,7 +195,7 @@ def cli_page() -> str:
     return page(
         "Commands",
         "Every command of `megatron-rl` and its options, as `--help` prints them. Arguments like `trainer.seed=2` are "
-        "settings of the configuration. Exit codes: [Exit codes](exit_codes.md).",
+        "settings: [Configuration keys](keys.md). Exit codes: [Exit codes](exit_codes.md).",
         *sections,
     )
 
@@ -185,6 +211,7 @@ def option_cells(option: Any) -> tuple[str, str, str]:
 
 
 PAGES: dict[str, Callable[[], str]] = {
+    "keys.md": keys_page,
     "cli.md": cli_page,
     "metrics.md": metrics_page,
     "columns.md": columns_page,
