@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megatron_rl.cli.options import ConfigPath, Overrides
-from megatron_rl.cli.output import refuse_to_lose_output, say
+from megatron_rl.cli.options import AsJson, ConfigPath, Overrides
+from megatron_rl.cli.output import print_json, refuse_to_lose_output, say
 from megatron_rl.cluster.loading import without_collections
 from megatron_rl.cluster.signals import exit_on_signals, quit_on_signals, restore_signals
 from megatron_rl.config.problems import raise_problems
@@ -16,7 +18,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.ledger.planner.checked import checked, planned_task
 from megatron_rl.ledger.planner.hardware import planned_hardware
 from megatron_rl.ledger.planner.memory_report import with_kv_cache
-from megatron_rl.node_check.doctor import Condition, machine_facts, symptoms
+from megatron_rl.node_check.doctor import Condition, RunNeeds, machine_facts, symptoms
 from megatron_rl.observe.console import quiet_libraries
 from megatron_rl.observe.summary import plain_table
 from megatron_rl.observe.terminal import Terminal
@@ -29,6 +31,7 @@ def check_cluster_command(
     config: ConfigPath,
     overrides: Overrides = None,
     stage: Annotated[str | None, typer.Option(help="ppo | sft | reward | dpo. Default: trainer.stage.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check the nodes of a cluster for a run: versions, GPUs, NVLink, InfiniBand, free memory, clocks, all-reduce.
 
@@ -48,19 +51,47 @@ def check_cluster_command(
         from megatron_rl.controller.opening import check_nodes
     restore_signals()
     exit_on_signals()
-    check_nodes(run_config, say)
+    if not as_json:
+        check_nodes(run_config, say)
+        refuse_to_lose_output()
+        return
+    lines, faults = list[str](), list[str]()
+    try:
+        check_nodes(run_config, lines.append)
+    except ConfigError as error:
+        faults = [str(violation) for violation in error.violations] or [str(error)]
+    print_json({"fits": not faults, "lines": lines, "faults": faults})
     refuse_to_lose_output()
+    if faults:
+        raise typer.Exit(ConfigError.exit_code)
 
 
-def doctor_command() -> None:
+def doctor_command(
+    config: Annotated[
+        Path | None, typer.Option("--config", help="Also what this configuration needs: trackers, disk for its files.")
+    ] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
     """Say what this machine lacks: packages, GPUs, memory, disk, ports, compiler, trackers, and what to do.
 
     Exit code 2 where something is broken.
     """
+    needs = RunNeeds()
+    if config is not None:
+        run = checked(config, overrides, without_files=True)
+        raise_problems("this configuration cannot be read", run.violations)
+        assert run.config is not None  # without one there are violations
+        trainer = run.config.trainer
+        needs = RunNeeds(tuple(trainer.logger), trainer.default_local_dir)
     exit_on_signals()  # so that a program that is asked ends, too
-    lines = symptoms(machine_facts(os.environ.get("RAY_ADDRESS", "")))
-    rows = [(line.what, line.value, line.state.value, line.remedy) for line in lines]
-    Terminal().print(plain_table("This machine", ("what", "value", "state", "what to do"), rows), markup=False)
+    lines = symptoms(machine_facts(os.environ.get("RAY_ADDRESS", ""), needs))
+    is_broken = any(line.state is Condition.BROKEN for line in lines)
+    if as_json:
+        print_json({"ready": not is_broken, "lines": [asdict(line) for line in lines]})
+    else:
+        rows = [(line.what, line.value, line.state.value, line.remedy) for line in lines]
+        Terminal().print(plain_table("This machine", ("what", "value", "state", "what to do"), rows), markup=False)
     refuse_to_lose_output()
-    if any(line.state is Condition.BROKEN for line in lines):
+    if is_broken:
         raise typer.Exit(ConfigError.exit_code)

@@ -14,6 +14,8 @@ from megatron_rl.errors import ConfigError, shown
 ConfigPath = Annotated[Path, typer.Option("--config", help="YAML file, such as configs/demo_cpu.yaml.")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Dotted overrides: trainer.seed=2 data.shuffle=false")]
 
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
+
 
 def check_number(option: str, value: float | None, least: float, most: float, of_most: str = "") -> None:
     """Raise ConfigError for a given number out of its range. of_most: the key that the upper bound comes from."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from megatron_rl.cli.options import ConfigPath, Overrides, check_number
-from megatron_rl.cli.output import check_output_folder, refuse_to_lose_output, say
+from megatron_rl.cli.options import AsJson, ConfigPath, Overrides, check_number
+from megatron_rl.cli.output import check_output_folder, print_json, refuse_to_lose_output, say
 from megatron_rl.cluster.leftovers import leaving_none_running
 from megatron_rl.cluster.signals import exit_on_signals
 from megatron_rl.config.problems import raise_problems
@@ -44,6 +44,7 @@ def rehearse_command(
     jobs: Annotated[int | None, typer.Option(help="Ranks at the same time. Default: CPUs of this machine.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for one JSON file a rank, and a log.")] = Path("outputs/rehearsal"),
     stage: Annotated[str | None, typer.Option(help="ppo | sft | reward | dpo. Default: trainer.stage.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Run the code of some ranks as on GPUs, without a GPU, and compare memory with the plan. Also: dry-run.
 
@@ -65,26 +66,34 @@ def rehearse_command(
         if layers is not None:
             given = (*given, *shortened(run_config, layers, Path(folder)))
             run_config = _checked(config, given, stage)
-        say(f"rehearsing {len(chosen)} ranks of {placement.world_size}")
+        if not as_json:
+            say(f"rehearsing {len(chosen)} ranks of {placement.world_size}")
         request = RehearsalRequest(str(config), given, task, chosen, jobs or os.cpu_count() or 1, str(out))
         reports = rehearse(request, Path(folder))
         peaks = peaks_of(run_config, reports)
-    Terminal().print(peak_table(peaks))
-    say(f"waits, memory by line and collectives of each rank: {out}/rank*.json")
+    match = match_calls({report["number"]: list(map(GroupCall.from_json, report["calls"])) for report in reports})
+    wrong = beyond(peaks) + match.sentences()
+    if as_json:
+        phases = [asdict(peak) | {"is_beyond": peak.is_beyond} for peak in peaks]
+        print_json(
+            {
+                "fits": not wrong,
+                "faults": wrong,
+                "ranks": [one.number for one in chosen],
+                "calls": match.num_calls,
+                "peaks": phases,
+            }
+        )
+    else:
+        Terminal().print(peak_table(peaks))
+        say(f"waits, memory by line and collectives of each rank: {out}/rank*.json")
+        if match.fits:
+            is_all = len(reports) == placement.world_size
+            others = "" if is_all else f", as far as they meet: {placement.world_size} in all"
+            say(f"{match.num_calls} collectives, sends and receives of {len(reports)} ranks fit together{others}")
     refuse_to_lose_output()
-    wrong = beyond(peaks) + _mismatches(reports, placement.world_size)
     if wrong:
         raise RehearsalError("; ".join(wrong))
-
-
-def _mismatches(reports: Sequence[Mapping[str, Any]], num_ranks: int) -> list[str]:
-    """Match the calls of all ranks, say how many fit, and return what does not. num_ranks: of the run."""
-    calls = {report["number"]: list(map(GroupCall.from_json, report["calls"])) for report in reports}
-    match = match_calls(calls)
-    if match.fits:
-        others = "" if len(calls) == num_ranks else f", as far as they meet: {num_ranks} in all"
-        say(f"{match.num_calls} collectives, sends and receives of {len(calls)} ranks fit together{others}")
-    return match.sentences()
 
 
 def _checked(config: Path, overrides: tuple[str, ...], stage: str | None) -> RunConfig:

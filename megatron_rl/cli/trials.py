@@ -10,11 +10,11 @@ from typing import Annotated
 import typer
 
 from megatron_rl.checkpoint.storage import writing
-from megatron_rl.cli.options import ConfigPath, Overrides
-from megatron_rl.cli.output import check_output_file, check_output_folder, say
+from megatron_rl.cli.options import AsJson, ConfigPath, Overrides
+from megatron_rl.cli.output import check_output_file, check_output_folder, print_json, say
 from megatron_rl.cluster.signals import exit_on_signals
 from megatron_rl.config.problems import raise_problems
-from megatron_rl.errors import Violation
+from megatron_rl.errors import ConfigError, Violation
 from megatron_rl.ledger.planner.checked import checked, only_ppo
 from megatron_rl.observe.terminal import Terminal
 from megatron_rl.trials.ablation import Ablation, only_ablation
@@ -35,6 +35,7 @@ def nightly_command(
     golden: Annotated[Path, typer.Option(help="Golden metrics and their bands.")] = Path("configs/nightly_golden.json"),
     folder: Annotated[Path, typer.Option(help="Emptied first where it is a nightly's own.")] = Path("outputs/nightly"),
     renew: Annotated[bool, typer.Option("--renew", help="Put what this run reaches into the golden file.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train, stop in the middle, resume, and compare metrics with recorded ones; writes FOLDER/report.md.
 
@@ -43,19 +44,31 @@ def nightly_command(
     check_output_folder("--folder", folder)
     exit_on_signals()  # so that training ends, too
     command = shlex.join(["megatron-rl", *sys.argv[1:]])
-    with reported(folder, command):
-        if renew:
-            check_output_file("--golden", golden)
-        bands = read_golden(golden)
-        run = checked(config, overrides, change=lambda found: only_ppo(found, "nightly"))
-        raise_problems("this run cannot start", run.violations)
-        trial = nightly_trial(bands, config, folder, overrides or ())
-        verdict = run_nightly(trial, bands, command)
-    if renew and verdict in (Verdict.PASS, Verdict.REGRESSION):
+    try:
+        with reported(folder, command):
+            if renew:
+                check_output_file("--golden", golden)
+            bands = read_golden(golden)
+            run = checked(config, overrides, change=lambda found: only_ppo(found, "nightly"))
+            raise_problems("this run cannot start", run.violations)
+            trial = nightly_trial(bands, config, folder, overrides or ())
+            night = run_nightly(trial, bands, command)
+    except ConfigError as error:
+        if not as_json:
+            raise
+        print_json({"verdict": "invalid_config", "exit_code": error.exit_code, "error": str(error)})
+        raise typer.Exit(error.exit_code) from error
+    is_renewed = renew and night.verdict in (Verdict.PASS, Verdict.REGRESSION)
+    if is_renewed:
         write_golden(bands.renewed(trial.recorded()), golden)
-        Terminal().print(f"{golden} renewed; it was a {verdict.name.lower()} before", soft_wrap=True, markup=False)
-        verdict = Verdict.PASS
-    Terminal().print(f"nightly: {verdict.name.lower()}; {folder / REPORT}", soft_wrap=True, markup=False)
+    verdict = Verdict.PASS if is_renewed else night.verdict
+    if as_json:
+        report = {"renewed": is_renewed, "report": str(folder / REPORT)}
+        print_json(night.as_json() | {"exit_code": verdict.value} | report)
+        raise typer.Exit(verdict.value)
+    if is_renewed:
+        say(f"{golden} renewed; it was a {night.verdict.name.lower()} before")
+    say(f"nightly: {verdict.name.lower()}; {folder / REPORT}")
     raise typer.Exit(verdict.value)
 
 

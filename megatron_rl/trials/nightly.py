@@ -8,8 +8,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.config.file_kinds import read_whole
@@ -38,6 +40,24 @@ class Verdict(Enum):
 
 FAILURES = {TrialOutcome.TIMED_OUT: Verdict.HANG, TrialOutcome.INVALID: Verdict.INVALID_CONFIG}
 """Every other outcome than FINISHED is a crash, and so is an interrupted trial, which did not resume."""
+
+
+@dataclass(frozen=True)
+class Night:
+    """What a nightly came to. attempts: its lives, one after the other."""
+
+    verdict: Verdict
+    attempts: Sequence[Attempt]
+    comparisons: Sequence[Comparison]
+
+    def as_json(self) -> dict[str, Any]:
+        """The content of the report as data; seconds."""
+        return {
+            "verdict": self.verdict.name.lower(),
+            "exit_code": self.verdict.value,
+            "lives": [{"seconds": one.seconds, "last_step": one.last_step, "end": _end(one)} for one in self.attempts],
+            "comparisons": [asdict(one) | {"passed": one.passed} for one in self.comparisons],
+        }
 
 
 @contextmanager
@@ -104,7 +124,7 @@ def nightly_trial(golden: Golden, config: Path, folder: Path, overrides: Sequenc
     return trial
 
 
-def run_nightly(trial: Trial, golden: Golden, command: str) -> Verdict:
+def run_nightly(trial: Trial, golden: Golden, command: str) -> Night:
     """Run the trial to its end and write the report. command: the nightly's command line, for the report.
 
     The first attempt is stopped after `golden.stop_after_step`. If it saves and ends, a second one runs to the end.
@@ -117,7 +137,7 @@ def run_nightly(trial: Trial, golden: Golden, command: str) -> Verdict:
     verdict = verdict_of(attempts, comparisons)
     with writing():
         _replace_report(trial.folder, report(verdict, command, attempts, comparisons))
-    return verdict
+    return Night(verdict, attempts, comparisons)
 
 
 def verdict_of(attempts: Sequence[Attempt], comparisons: Sequence[Comparison]) -> Verdict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -84,6 +85,17 @@ def test_planted_faults_end_a_run_before_roles_are_built(cluster, command_line, 
     assert re.search(rf"{slow} trainer\.min_node_bandwidth_gbs=1e\+06 or more; try: ", text), text
     assert "Traceback" not in text and run.metrics() == ""
     assert cluster.left_over() == {} and run.left_over() == []
+
+
+@pytest.mark.exhaustive
+def test_a_verdict_as_json(cluster, command_line):
+    """Lines of both nodes, and a floor above what this machine moves as a fault. Would not catch a fault of a GPU."""
+    floor = "trainer.min_node_bandwidth_gbs=1000000"
+    run = command_line(*TWO_NODES, floor, "--json", command=CHECK, variables=cluster.variables, names_folder=False)
+    assert run.wait() == 2, run.text()
+    said = json.loads(run.text()[run.text().index("{\n") : run.text().rindex("}") + 1])
+    assert not said["fits"] and len([line for line in said["lines"] if line.startswith("node ")]) == 2
+    assert len(said["faults"]) == 1 and "min_node_bandwidth_gbs=1e+06" in said["faults"][0]
 
 
 @pytest.mark.exhaustive

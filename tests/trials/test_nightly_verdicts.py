@@ -11,11 +11,13 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from megatron_rl.cli import app
 from megatron_rl.errors import ConfigError
 from megatron_rl.trials.golden import Band, Golden, read_golden, write_golden
 from megatron_rl.trials.metrics_file import read_metrics
-from megatron_rl.trials.nightly import REPORT, Verdict, nightly_trial, report, reported, verdict_of
+from megatron_rl.trials.nightly import REPORT, Night, Verdict, nightly_trial, report, reported, verdict_of
 from megatron_rl.trials.trial_outcome import Attempt
 
 REPOSITORY = Path(__file__).parents[2]
@@ -158,6 +160,18 @@ def test_report_says_what_failed_first():
     assert "last" in text and text.count("first") < 30
     killed = report(Verdict.HANG, "x", [Attempt(-9, 70, 1, overran_s=60.0)], [])
     assert "killed after 60 s without a step" in killed
+    said = Night(Verdict.REGRESSION, attempts, GOLDEN.compare(recorded)).as_json()
+    assert (said["verdict"], said["exit_code"], said["lives"][0]["last_step"]) == ("regression", 10, 1)
+    assert [one["metric"] for one in said["comparisons"] if not one["passed"]] == ["length"]
+
+
+def test_a_nightly_that_cannot_start_says_so_as_json(tmp_path):
+    """The configuration's fault with code 2, and the report. Would not catch a nightly that trains."""
+    given = ["--config", "configs/demo_cpu.yaml", "--folder", str(tmp_path / "night"), "trainer.seeed=1", "--json"]
+    done = CliRunner().invoke(app, ["nightly", "--golden", str(REPOSITORY / "configs/nightly_golden.json"), *given])
+    said = json.loads(done.stdout)
+    assert (done.exit_code, said["verdict"], said["exit_code"]) == (2, "invalid_config", 2)
+    assert "trainer.seed" in said["error"] and (tmp_path / "night" / REPORT).is_file()
 
 
 YESTERDAY = "# Nightly: pass (exit code 0)\n"
