@@ -2,7 +2,7 @@
 
     python scripts/recipe_table.py
 
-Both tables have the rows of `recipe_row`; README's are those of IN_README. tests/ledger/test_recipes.py compares them.
+Both tables have the rows of `recipe_row`; README has those of IN_README. tests/planning/test_recipes.py compares them.
 """
 
 from __future__ import annotations

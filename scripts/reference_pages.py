@@ -19,11 +19,11 @@ from marked_tables import with_tables
 
 from megatron_rl.cli import app
 from megatron_rl.columns import COLUMNS
-from megatron_rl.config.foreign.key_rows import KeyRow, table
 from megatron_rl.config.key_table import DocumentedKey, key_table
-from megatron_rl.ledger.planner.family_table import CHAT_COLUMNS, family_rows, refused_rows
-from megatron_rl.ledger.planner.family_table import COLUMNS as ABILITIES
+from megatron_rl.config.verl_compat.key_rows import KeyRow, table
 from megatron_rl.observe.metric_names import GROUPS
+from megatron_rl.planning.family_table import CHAT_COLUMNS, family_rows, refused_rows
+from megatron_rl.planning.family_table import COLUMNS as ABILITIES
 
 README = Path(__file__).parents[1] / "README.md"
 FOLDER = README.parent / "docs/reference"

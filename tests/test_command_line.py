@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from megatron_rl import __version__, cli
 from megatron_rl.cli.commands import COMMANDS
 from megatron_rl.cli.next_commands import next_lines
-from megatron_rl.config.foreign.defaults import PORTED
 from megatron_rl.config.load import load_config
+from megatron_rl.config.verl_compat.default_differences import PORTED
 from megatron_rl.errors import ConfigError, ParityError, RewardError, WorkerFailure
 from megatron_rl.observe.program import name_hint, next_command
 
@@ -123,7 +123,7 @@ def test_a_plan_that_does_not_fit_leads_on(planned, small_run, tmp_path):
     said, and a tracker that is not installed. Would not catch a search that finds nothing.
     """
     tight = tmp_path / "tight.yaml"
-    text = (REPOSITORY / "megatron_rl/ledger/planner/gpus/cpu.yaml").read_text()
+    text = (REPOSITORY / "megatron_rl/planning/gpus/cpu.yaml").read_text()
     text = re.sub(r"(?m)^memory_bytes:.*", "memory_bytes: 50.0e+6", text)
     tight.write_text(re.sub(r"(?m)^context_bytes:.*", "context_bytes: 0", text))
     given = [*small_run, "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"]

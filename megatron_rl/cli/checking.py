@@ -15,13 +15,13 @@ from megatron_rl.cluster.loading import without_collections
 from megatron_rl.cluster.signals import exit_on_signals, quit_on_signals, restore_signals
 from megatron_rl.config.problems import raise_problems
 from megatron_rl.errors import ConfigError
-from megatron_rl.ledger.planner.checked import checked, planned_task
-from megatron_rl.ledger.planner.hardware import planned_hardware
-from megatron_rl.ledger.planner.memory_report import with_kv_cache
 from megatron_rl.node_check.doctor import Condition, RunNeeds, machine_facts, symptoms
 from megatron_rl.observe.console import quiet_libraries
 from megatron_rl.observe.summary import plain_table
 from megatron_rl.observe.terminal import Terminal
+from megatron_rl.planning.checked import checked, planned_task
+from megatron_rl.planning.hardware import planned_hardware
+from megatron_rl.planning.memory_report import with_kv_cache
 
 ANY_STEPS = 1
 """Steps of a run whose length follows from its data, which is not read."""

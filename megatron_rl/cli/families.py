@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from megatron_rl.cli.output import print_json, refuse_to_lose_output, say
-from megatron_rl.ledger.planner.family_table import CHAT_COLUMNS, COLUMNS, family_rows, refused_rows
 from megatron_rl.observe.terminal import Terminal
+from megatron_rl.planning.family_table import CHAT_COLUMNS, COLUMNS, family_rows, refused_rows
 
 
 def families_command(

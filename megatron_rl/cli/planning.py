@@ -18,26 +18,26 @@ from megatron_rl.config.declarations import readers_of
 from megatron_rl.config.problems import raise_problems, violations_of
 from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.errors import ConfigError
-from megatron_rl.ledger.mapping.explain import explain, explained
-from megatron_rl.ledger.mapping.explain import lines as explain_lines
-from megatron_rl.ledger.mapping.map_report import as_json as placements_as_json
-from megatron_rl.ledger.mapping.map_report import placement_table, time_table
-from megatron_rl.ledger.mapping.map_report import sentences as placement_sentences
-from megatron_rl.ledger.mapping.mapped import find_placements
-from megatron_rl.ledger.mapping.placement_files import command_of, write_placement
-from megatron_rl.ledger.mapping.request import MapRequest, cluster_of, read_base
-from megatron_rl.ledger.mapping.sample import sampled, write_points
-from megatron_rl.ledger.planner.batch_arithmetic import batch_table, task_table
-from megatron_rl.ledger.planner.checked import Checked, checked, planned_task
-from megatron_rl.ledger.planner.hardware import SUFFIXES, default_hardware, planned_hardware
-from megatron_rl.ledger.planner.memory_report import with_kv_cache
-from megatron_rl.ledger.planner.plan_screen import screen_rows, search_command
-from megatron_rl.ledger.planner.run_plan import RunPlan, mean_lengths
-from megatron_rl.ledger.planner.task_plan import TaskPlan
 from megatron_rl.observe.console import quiet_libraries
 from megatron_rl.observe.program import NAME, next_command
 from megatron_rl.observe.summary import layout_table
 from megatron_rl.observe.terminal import Terminal
+from megatron_rl.planning.batch_arithmetic import batch_table, task_table
+from megatron_rl.planning.checked import Checked, checked, planned_task
+from megatron_rl.planning.hardware import SUFFIXES, default_hardware, planned_hardware
+from megatron_rl.planning.layout_search.explain import explain, explained
+from megatron_rl.planning.layout_search.explain import lines as explain_lines
+from megatron_rl.planning.layout_search.map_report import as_json as placements_as_json
+from megatron_rl.planning.layout_search.map_report import placement_table, time_table
+from megatron_rl.planning.layout_search.map_report import sentences as placement_sentences
+from megatron_rl.planning.layout_search.mapped import find_placements
+from megatron_rl.planning.layout_search.placement_files import command_of, write_placement
+from megatron_rl.planning.layout_search.request import MapRequest, cluster_of, read_base
+from megatron_rl.planning.layout_search.sample import sampled, write_points
+from megatron_rl.planning.memory_report import with_kv_cache
+from megatron_rl.planning.plan_screen import screen_rows, search_command
+from megatron_rl.planning.run_plan import RunPlan, mean_lengths
+from megatron_rl.planning.task_plan import TaskPlan
 from megatron_rl.profile.hardware_file import hardware_text
 from megatron_rl.profile.hardware_file import sentences as profile_sentences
 from megatron_rl.profile.hardware_file import tables as profile_tables
@@ -148,7 +148,7 @@ def map_command(
     for option, file in (("--out", out), ("--points", points)):
         check_output_file(option, file)
     if picture is not None:
-        from megatron_rl.ledger.mapping.map_picture import draw_placements, picture_suffixes
+        from megatron_rl.planning.layout_search.map_picture import draw_placements, picture_suffixes
 
         check_output_file("--picture", picture, picture_suffixes())
     kept = [*(overrides or []), *(keep or [])]

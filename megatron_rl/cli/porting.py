@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from megatron_rl.cli.output import check_output_file, refuse_to_lose_output, say, write_output
-from megatron_rl.config.foreign.translate import Kind
+from megatron_rl.config.verl_compat.translate import Kind
 from megatron_rl.observe.terminal import Terminal
 from megatron_rl.port.port import SOMETHING_LOST, port
 

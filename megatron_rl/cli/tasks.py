@@ -23,9 +23,9 @@ from megatron_rl.config.schema import Config, RunConfig
 from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.config.tasks import DPO, PPO, REWARD, SFT
 from megatron_rl.errors import ConfigError, StoppedBeforeStep
-from megatron_rl.ledger.planner.checked import checked, commanded
 from megatron_rl.observe.console import quiet_libraries
 from megatron_rl.observe.terminal import Announcer, Terminal
+from megatron_rl.planning.checked import checked, commanded
 from megatron_rl.roles.environment import worker_environment
 
 LOCAL = (

@@ -22,7 +22,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_rl.config.eight_bit_rollouts import FP8
 from megatron_rl.config.file_kinds import instead_of_file
-from megatron_rl.config.foreign.translate import Kind, Note, translate
 from megatron_rl.config.keys import (
     ELEMENT_GROUPS,
     GROUPS,
@@ -41,6 +40,7 @@ from megatron_rl.config.schema import MISSING, RunConfig
 from megatron_rl.config.setting import OVERRIDE, TAKEN_AWAY, Setting
 from megatron_rl.config.synonyms import suggested_key
 from megatron_rl.config.tasks import REWARD
+from megatron_rl.config.verl_compat.translate import Kind, Note, translate
 from megatron_rl.config.yaml_text import YAML_PROBLEMS, read_yaml, refuse_depth
 from megatron_rl.errors import ConfigError, Violation
 
@@ -106,7 +106,7 @@ class Reading:
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read `path`, apply `key=value` overrides in order, resolve interpolations.
 
-    Values are checked for their type here and against their rules in `ledger.planner.preflight`. Raises ConfigError,
+    Values are checked for their type here and against their rules in `planning.preflight`. Raises ConfigError,
     listing all unknown keys, values of a wrong type and mandatory keys without a value.
     """
     config, violations = read_config(path, overrides)

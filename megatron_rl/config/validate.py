@@ -1,4 +1,4 @@
-"""Rules of single values, of rewards and of data. Other rules are in `ledger.planner.preflight`."""
+"""Rules of single values, of rewards and of data. Other rules are in `planning.preflight`."""
 
 from __future__ import annotations
 

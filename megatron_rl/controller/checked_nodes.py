@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.ledger.planner.hardware import planned_hardware
-from megatron_rl.ledger.planner.memory import planned_memory
 from megatron_rl.node_check.node_report import ACROSS, INSIDE, PAIR
 from megatron_rl.node_check.node_rules import NodeRules
+from megatron_rl.planning.hardware import planned_hardware
+from megatron_rl.planning.memory import planned_memory
 
 FLOOR_SHARE = 0.1
 """Share of the planned bandwidth that must be there where no floor is set. NCCL over sockets and GPUs without NVLink

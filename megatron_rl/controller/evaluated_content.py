@@ -19,8 +19,8 @@ from megatron_rl.checkpoint.weight_files import read_weight_files
 from megatron_rl.config.eight_bit_rollouts import EightBitRollouts
 from megatron_rl.config.prompt_rows import GROUND_TRUTH
 from megatron_rl.config.schema import RunConfig, as_list
-from megatron_rl.ledger.planner.config_json import ConfigJsonError, read_config_json
-from megatron_rl.ledger.planner.hub_cache import model_folder
+from megatron_rl.planning.config_json import ConfigJsonError, read_config_json
+from megatron_rl.planning.hub_cache import model_folder
 
 PATHS = ("path", "adapter_path", "input_tokenizer", "function_tool_path", "tool_config_path")
 """Keys of the groups below that name a file or a folder."""

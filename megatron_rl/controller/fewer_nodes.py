@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_rl.config.roles import PoolSize, needed_pools
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.ledger.planner.preflight import preflight
+from megatron_rl.planning.preflight import preflight
 
 
 def smaller(config: RunConfig) -> Iterator[RunConfig]:

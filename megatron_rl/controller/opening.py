@@ -22,9 +22,9 @@ from megatron_rl.controller.lifecycle import Lifecycle, Stateful, StopPolicy
 from megatron_rl.controller.repairs import Repairs
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.dispatch import CallInterval, RemoteMethod
-from megatron_rl.ledger.planner.planned_steps import stall_timeout_s
 from megatron_rl.node_check.cluster_check import NodeCheck
 from megatron_rl.observe.summary import layout_table
+from megatron_rl.planning.planned_steps import stall_timeout_s
 from megatron_rl.roles.bridge_address import AcrossBridge
 from megatron_rl.roles.environment import handed_on, worker_environment
 from megatron_rl.roles.host import RankHost

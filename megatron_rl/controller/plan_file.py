@@ -8,11 +8,11 @@ from dataclasses import asdict
 from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.config.urls import without_secrets
 from megatron_rl.controller.run_logger import RunLogger
-from megatron_rl.ledger.planner.hardware import planned_hardware
-from megatron_rl.ledger.planner.run_plan import RunPlan, mean_lengths
-from megatron_rl.ledger.planner.task_plan import TaskPlan
 from megatron_rl.observe.appended_file import replace_file
 from megatron_rl.observe.summary import finite_or_null
+from megatron_rl.planning.hardware import planned_hardware
+from megatron_rl.planning.run_plan import RunPlan, mean_lengths
+from megatron_rl.planning.task_plan import TaskPlan
 
 PLAN_FILE = "plan.json"
 

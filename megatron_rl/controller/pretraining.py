@@ -21,7 +21,7 @@ from megatron_rl.data.reading import read_examples
 from megatron_rl.data.reading_options import ReadingOptions
 from megatron_rl.dispatch import ExtraBatch
 from megatron_rl.errors import ConfigError
-from megatron_rl.ledger.planner.config_json import model_facts
+from megatron_rl.planning.config_json import model_facts
 from megatron_rl.records import Batch
 
 SHARED = {field.name for field in fields(ReadingOptions)} & {field.name for field in fields(PretrainingConfig)}

@@ -19,10 +19,10 @@ from megatron_rl.config.roles import ROLLOUT
 from megatron_rl.controller.opening import OpenRun
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.errors import ParityError
-from megatron_rl.ledger.planner.model_folder import STARTING_POINTS, read_model_folder
 from megatron_rl.observe.loggers import METRICS_FILE
 from megatron_rl.observe.phase_clock import TIMELINE_FILE, write_calls
 from megatron_rl.observe.summary import before_after_table, write_summary
+from megatron_rl.planning.model_folder import STARTING_POINTS, read_model_folder
 from megatron_rl.records import Batch, conversations
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.tuned import TunedPolicy

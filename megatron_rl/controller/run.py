@@ -37,12 +37,12 @@ from megatron_rl.data.prompt_sampler import PromptSampler
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.dispatch import Dispatch, RemoteMethod, Stop
 from megatron_rl.errors import WorkerFailure
-from megatron_rl.ledger.planner.batch_arithmetic import batch_table, group_notes, repeat_notes
-from megatron_rl.ledger.planner.config_json import model_facts
-from megatron_rl.ledger.planner.hardware import Hardware, planned_hardware
-from megatron_rl.ledger.planner.memory import planned_memory
-from megatron_rl.ledger.planner.memory_report import with_kv_cache
-from megatron_rl.ledger.planner.planned_steps import PlannedSteps
+from megatron_rl.planning.batch_arithmetic import batch_table, group_notes, repeat_notes
+from megatron_rl.planning.config_json import model_facts
+from megatron_rl.planning.hardware import Hardware, planned_hardware
+from megatron_rl.planning.memory import planned_memory
+from megatron_rl.planning.memory_report import with_kv_cache
+from megatron_rl.planning.planned_steps import PlannedSteps
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.critic import Critic
 from megatron_rl.roles.reward_model import RewardModel

@@ -18,8 +18,8 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.tasks import PPO
 from megatron_rl.controller.repairs import KeptCopy, Repairs
 from megatron_rl.errors import ConfigError
-from megatron_rl.ledger.planner.file_rules import make_folders
-from megatron_rl.ledger.planner.resume_rules import configured_models
+from megatron_rl.planning.file_rules import make_folders
+from megatron_rl.planning.resume_rules import configured_models
 
 LoadState = Callable[[dict[str, Any]], None]
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rl.config.eight_bit_rollouts import FP8
-from megatron_rl.config.foreign.defaults import verl_defaults
-from megatron_rl.config.foreign.key_rows import alike
-from megatron_rl.config.foreign.translate import Kind, Note
 from megatron_rl.config.keys import CORRECTION, ROLLOUT
 from megatron_rl.config.megatron import LAYOUT_KEYS
 from megatron_rl.config.schema import as_list
 from megatron_rl.config.setting import Setting
-from megatron_rl.ledger.planner.config_json import ConfigJsonError, feature_of, is_size, model_facts, read_config_json
-from megatron_rl.ledger.planner.file_rules import columns_not_text
-from megatron_rl.ledger.planner.hub_cache import model_folder
-from megatron_rl.ledger.planner.length_rules import OVERRIDE
-from megatron_rl.ledger.planner.lora_rules import ROUTED
-from megatron_rl.ledger.planner.model_folder import STARTING_POINTS
-from megatron_rl.ledger.planner.vocabulary import different_tokens
+from megatron_rl.config.verl_compat.default_differences import verl_defaults
+from megatron_rl.config.verl_compat.key_rows import alike
+from megatron_rl.config.verl_compat.translate import Kind, Note
+from megatron_rl.planning.config_json import ConfigJsonError, feature_of, is_size, model_facts, read_config_json
+from megatron_rl.planning.file_rules import columns_not_text
+from megatron_rl.planning.hub_cache import model_folder
+from megatron_rl.planning.length_rules import OVERRIDE
+from megatron_rl.planning.lora_rules import ROUTED
+from megatron_rl.planning.model_folder import STARTING_POINTS
+from megatron_rl.planning.vocabulary import different_tokens
 
 ORIGIN = "verl's default"
 ACTOR = "actor_rollout_ref.actor"

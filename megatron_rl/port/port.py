@@ -8,13 +8,13 @@ from pathlib import Path
 
 import yaml
 
-from megatron_rl.config.foreign.defaults import PORTED
-from megatron_rl.config.foreign.meanings import meanings
-from megatron_rl.config.foreign.translate import Kind, Note, Noted, translate
 from megatron_rl.config.keys import is_key
 from megatron_rl.config.load import read_override, settings_of
 from megatron_rl.config.setting import TAKEN_AWAY, Setting, final_settings, nested
 from megatron_rl.config.synonyms import suggested_key
+from megatron_rl.config.verl_compat.default_differences import PORTED
+from megatron_rl.config.verl_compat.semantic_differences import meanings
+from megatron_rl.config.verl_compat.translate import Kind, Note, Noted, translate
 from megatron_rl.config.yaml_text import read_yaml
 from megatron_rl.errors import ConfigError
 from megatron_rl.port.fitting import ORIGIN, defaults, fitted, unread_models, whole_layers

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from megatron_rl.ledger.planner.hardware import Hardware, Overheads
-from megatron_rl.ledger.planner.step_load import COLLECTIVE_LATENCY, Load
-from megatron_rl.ledger.planner.time import (
+from megatron_rl.planning.hardware import Hardware, Overheads
+from megatron_rl.planning.step_load import COLLECTIVE_LATENCY, Load
+from megatron_rl.planning.time import (
     ALL_COLLECTIVES,
     DP_COLLECTIVES,
     LINK_EFFICIENCY,

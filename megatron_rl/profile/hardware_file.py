@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 from rich.table import Table
 
-from megatron_rl.ledger.planner.hardware import NOTES, TABLES, Hardware, Overheads
 from megatron_rl.observe.summary import plain_table
+from megatron_rl.planning.hardware import NOTES, TABLES, Hardware, Overheads
 from megatron_rl.profile.fit import quantile
 from megatron_rl.profile.profile import Measured, kept_samples
 

@@ -15,12 +15,12 @@ import psutil
 from megatron_rl.config.load import read_config
 from megatron_rl.config.problems import raise_problems
 from megatron_rl.errors import ConfigError, WorkerFailure
-from megatron_rl.ledger.planner.hardware import Hardware
-from megatron_rl.ledger.planner.planned_steps import PlannedSteps
-from megatron_rl.ledger.planner.run_plan import RunPlan
-from megatron_rl.ledger.planner.step_time import calls, step_load
-from megatron_rl.ledger.planner.time import ModelCost
 from megatron_rl.model.families import Model
+from megatron_rl.planning.hardware import Hardware
+from megatron_rl.planning.planned_steps import PlannedSteps
+from megatron_rl.planning.run_plan import RunPlan
+from megatron_rl.planning.step_time import calls, step_load
+from megatron_rl.planning.time import ModelCost
 from megatron_rl.profile import probe as probes
 from megatron_rl.profile.fit import Probe, base_hardware, errors, fit_collectives, fit_context, fit_overheads, quantile
 from megatron_rl.profile.samples import Case, MeasuringTask, World

@@ -83,7 +83,7 @@ def rehearsed(request: RehearsalRequest, rank: RankOfPool) -> dict[str, Any]:
 
     from megatron_rl.config.load import read_run
     from megatron_rl.config.roles import Placement
-    from megatron_rl.ledger.planner.checked import planned_task
+    from megatron_rl.planning.checked import planned_task
     from megatron_rl.rehearse.dispatch_mode import RehearsalMode
     from megatron_rl.rehearse.live_memory import LiveMemory
     from megatron_rl.rehearse.rehearsed_bridge import JointRanks, first_node
@@ -111,7 +111,7 @@ def _members(config: Any, rank: RankOfPool) -> list[Any]:
     """Return the members of the exchange group of a rank whose pool trains and generates, as they hold each of its
     models, base and adapters; none of others.
     """
-    from megatron_rl.ledger.planner.run_models import RunModels
+    from megatron_rl.planning.run_models import RunModels
 
     models = RunModels(config)
     shares = models.placement.is_colocated and models.training.spec.name == rank.pool

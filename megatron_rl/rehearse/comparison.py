@@ -9,9 +9,9 @@ from typing import Any
 from rich.table import Table
 
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.ledger.planner.memory import INIT, RESHARD, StageMemory, plan_pools, without_moments
-from megatron_rl.ledger.planner.run_models import RunModels
 from megatron_rl.observe.summary import plain_table
+from megatron_rl.planning.memory import INIT, RESHARD, StageMemory, plan_pools, without_moments
+from megatron_rl.planning.run_models import RunModels
 
 TOLERANCE = 0.02
 """Share of the plan by which a rehearsed peak may exceed it."""

@@ -16,9 +16,9 @@ from megatron_rl.hybrid_engine.bridge import Offer
 from megatron_rl.hybrid_engine.hybrid_engine import HybridEngine
 from megatron_rl.hybrid_engine.offload import offloaded
 from megatron_rl.hybrid_engine.plan import Member
-from megatron_rl.ledger.planner.run_models import RunModels
 from megatron_rl.model.families import VOCAB_PADDING
 from megatron_rl.parallel.rank_grid import RolloutGrid
+from megatron_rl.planning.run_models import RunModels
 from megatron_rl.rehearse.rehearsal_request import all_ranks
 from megatron_rl.rehearse.rehearsed_rollout import NoEngine
 from megatron_rl.roles.bridge_address import AcrossBridge, BridgeAddress

@@ -14,11 +14,11 @@ from megatron_rl.config.json_files import UnreadableFileError, read_json_object
 from megatron_rl.config.problems import raise_problems
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError, Violation
-from megatron_rl.ledger.planner.checked import checked
-from megatron_rl.ledger.planner.hardware import planned_hardware
-from megatron_rl.ledger.planner.memory_report import memory_report, with_kv_cache
-from megatron_rl.ledger.planner.run_models import RunModels
 from megatron_rl.observe.appended_file import replace_file
+from megatron_rl.planning.checked import checked
+from megatron_rl.planning.hardware import planned_hardware
+from megatron_rl.planning.memory_report import memory_report, with_kv_cache
+from megatron_rl.planning.run_models import RunModels
 from megatron_rl.starter.task_kinds import TASK_KINDS, rows
 
 CONFIG, REWARD, TRAIN, VAL = "run.yaml", "reward.py", "train.jsonl", "val.jsonl"

@@ -19,7 +19,7 @@ from megatron_rl.data.reading import read_examples, read_labelled, read_rankings
 from megatron_rl.data.reading_options import ReadingOptions
 from megatron_rl.data.reading_report import ReadingReport
 from megatron_rl.errors import ConfigError
-from megatron_rl.ledger.planner.config_json import model_facts
+from megatron_rl.planning.config_json import model_facts
 from megatron_rl.tasks.training_records import mismatched
 
 TRAIN, VAL = "train", "val"

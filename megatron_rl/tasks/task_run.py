@@ -19,8 +19,8 @@ from megatron_rl.controller.response_ends import end_token_notes
 from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.ledger.planner.batch_arithmetic import task_table
-from megatron_rl.ledger.planner.memory import planned_memory
+from megatron_rl.planning.batch_arithmetic import task_table
+from megatron_rl.planning.memory import planned_memory
 from megatron_rl.roles.reference import Reference
 from megatron_rl.tasks.held_out import HeldOut
 from megatron_rl.tasks.stored_reference import StoredReference

@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.foreign.key_rows import is_foreign
 from megatron_rl.config.keys import GROUPS, KEYS
 from megatron_rl.config.load import read_override, read_tree, unknown_key
 from megatron_rl.config.problems import nearest_name, raise_problems, violations_of
 from megatron_rl.config.setting import TAKEN_AWAY
+from megatron_rl.config.verl_compat.key_rows import is_foreign
 from megatron_rl.errors import ConfigError, Violation
 
 NAME = "name"

@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
-from megatron_rl.ledger.planner.plan_tables import amount
 from megatron_rl.observe.summary import plain_table
+from megatron_rl.planning.plan_tables import amount
 from megatron_rl.trials import markdown
 from megatron_rl.trials.ablation_file import AblationConfig
 from megatron_rl.trials.ranking import ranking_lines

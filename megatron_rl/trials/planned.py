@@ -9,10 +9,10 @@ from pathlib import Path
 from megatron_rl.config.load import read_config, read_file
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation, shown
-from megatron_rl.ledger.planner.checked import only_ppo
-from megatron_rl.ledger.planner.hardware import planned_hardware
-from megatron_rl.ledger.planner.preflight import preflight
-from megatron_rl.ledger.planner.run_plan import RunPlan, mean_lengths
+from megatron_rl.planning.checked import only_ppo
+from megatron_rl.planning.hardware import planned_hardware
+from megatron_rl.planning.preflight import preflight
+from megatron_rl.planning.run_plan import RunPlan, mean_lengths
 from megatron_rl.trials.ablation_file import AblationConfig
 from megatron_rl.trials.points import LAYOUT, Point, points_of, round_name, short_names
 from megatron_rl.trials.trial import Trial

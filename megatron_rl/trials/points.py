@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_rl.config.foreign.translate import Kind, Note, translate
 from megatron_rl.config.keys import is_key
 from megatron_rl.config.problems import nearest_name, raise_problems
 from megatron_rl.config.setting import TAKEN_AWAY, Setting
+from megatron_rl.config.verl_compat.translate import Kind, Note, translate
 from megatron_rl.errors import ConfigError, shown
 from megatron_rl.trials.ablation_file import NAME, AblationConfig, Settings
 

@@ -19,8 +19,8 @@ from statistics import median
 
 from megatron_rl.cluster.scratch import PREFIX, SEGMENTS
 from megatron_rl.config.load import load_config
-from megatron_rl.ledger.planner.repair_notes import copied_bytes
-from megatron_rl.ledger.planner.run_models import RunModels
+from megatron_rl.planning.repair_notes import copied_bytes
+from megatron_rl.planning.run_models import RunModels
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from campaigns.struck_runs import LOCAL, REPOSITORY, StruckRun, records  # noqa: E402

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_rl.config.load import load_config
-from megatron_rl.ledger.planner.ahead import ahead_plan
-from megatron_rl.ledger.planner.memory import GEN, RESHARD
-from megatron_rl.ledger.planner.run_models import RunModels
-from megatron_rl.ledger.planner.step_load import Load
-from megatron_rl.ledger.planner.step_time import StepTime
-from megatron_rl.ledger.planner.time import Estimator
+from megatron_rl.planning.ahead import ahead_plan
+from megatron_rl.planning.memory import GEN, RESHARD
+from megatron_rl.planning.run_models import RunModels
+from megatron_rl.planning.step_load import Load
+from megatron_rl.planning.step_time import StepTime
+from megatron_rl.planning.time import Estimator
 
 RECIPE = Path(__file__).parents[2] / "configs" / "recipes" / "qwen2.5_7b_grpo.yaml"
 """Any run that generates: only its numbers of ranks and its rules of running ahead are read."""

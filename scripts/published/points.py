@@ -17,10 +17,10 @@ from typing import Any
 import yaml
 from published.ahead import seconds_ahead
 
-from megatron_rl.ledger.planner.hardware import FOLDER, Hardware, load_hardware
-from megatron_rl.ledger.planner.step_load import Load
-from megatron_rl.ledger.planner.time import BF16, LINK_EFFICIENCY, Estimator, Layout, ModelCost
 from megatron_rl.model.families import Model
+from megatron_rl.planning.hardware import FOLDER, Hardware, load_hardware
+from megatron_rl.planning.step_load import Load
+from megatron_rl.planning.time import BF16, LINK_EFFICIENCY, Estimator, Layout, ModelCost
 
 HERE = Path(__file__).parent
 MODELS = (HERE.parents[1] / "configs" / "models", HERE / "models")

@@ -11,8 +11,8 @@ import yaml
 from published.points import HERE, cost, hardware_of, transfer_seconds, unseen_points
 from published.table import Judged, judged, median_error, rank_correlations
 
-from megatron_rl.ledger.planner.hardware import Hardware
-from megatron_rl.ledger.planner.time import BF16
+from megatron_rl.planning.hardware import Hardware
+from megatron_rl.planning.time import BF16
 
 
 def judged_unseen() -> list[Judged]:

@@ -14,8 +14,8 @@ from transformers import AutoConfig
 
 from megatron_rl.checkpoint.identity import SAMPLED_TENSORS, computed_settings, end_tokens, folder_identity
 from megatron_rl.checkpoint.listed_digests import unlike_the_list
-from megatron_rl.ledger.planner.folder_files import FolderFiles
 from megatron_rl.model.families import FAMILIES, text_settings
+from megatron_rl.planning.folder_files import FolderFiles
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "num_hidden_layers": 2}
 

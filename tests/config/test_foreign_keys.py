@@ -10,13 +10,13 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config.foreign.conversions import CONVERSIONS
-from megatron_rl.config.foreign.key_rows import ANY, MACROS, alike, compiled, table
-from megatron_rl.config.foreign.translate import Kind, translate
 from megatron_rl.config.keys import KEYS, follows, is_key, value_of
 from megatron_rl.config.load import read_override, read_settings
 from megatron_rl.config.problems import like_name
 from megatron_rl.config.setting import Setting, final_settings
+from megatron_rl.config.verl_compat.conversions import CONVERSIONS
+from megatron_rl.config.verl_compat.key_rows import ANY, MACROS, alike, compiled, table
+from megatron_rl.config.verl_compat.translate import Kind, translate
 
 BASE = {
     "data.train_files": "a.parquet",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from megatron_rl.config.foreign.defaults import verl_defaults
 from megatron_rl.config.key_table import OUR_KEY, VERLS_KEY, key_table
 from megatron_rl.config.keys import LEAVES, NAMED_GROUPS
+from megatron_rl.config.verl_compat.default_differences import verl_defaults
 
 ROWS = {row.key: row for row in key_table()}
 SCRIPTS = Path(__file__).parents[1] / "port" / "verl_scripts"

@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.config.load import load_config
 from megatron_rl.config.one_rank import collapsed
 from megatron_rl.config.roles import Placement
-from megatron_rl.ledger.planner.preflight import preflight
+from megatron_rl.planning.preflight import preflight
 
 REPOSITORY = Path(__file__).parents[2]
 RUNS = sorted(file for file in (REPOSITORY / "configs").glob("*.yaml") if file.stem != "ablation")

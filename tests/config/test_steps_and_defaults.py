@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.config.foreign.defaults import differences, verl_defaults
 from megatron_rl.config.keys import KEYS
 from megatron_rl.config.load import read_run
 from megatron_rl.config.schema import DataConfig, RunConfig
 from megatron_rl.config.steps import num_steps, with_steps
 from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.config.validate import value_problems
+from megatron_rl.config.verl_compat.default_differences import differences, verl_defaults
 
 REQUIRED = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=m"]
 MEGATRON = "actor_rollout_ref.actor.megatron"

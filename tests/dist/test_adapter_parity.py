@@ -95,8 +95,8 @@ def adapted_rank(config) -> dict:
     from dataclasses import replace
 
     from megatron_rl.config.roles import Placement
-    from megatron_rl.ledger.planner.run_models import RunModels
     from megatron_rl.model.adapters import adapters_of
+    from megatron_rl.planning.run_models import RunModels
     from megatron_rl.roles.host import RankHost
     from megatron_rl.roles.kinds import build_role
     from megatron_rl.roles.model_source import named_parameters

@@ -9,8 +9,8 @@ from storage_meter import StorageMeter
 from tiny_models import run_config, save_llama
 
 from megatron_rl.columns import ACTOR_UPDATE
-from megatron_rl.ledger.planner.memory import plan_stages
-from megatron_rl.ledger.planner.run_models import RunModels
+from megatron_rl.planning.memory import plan_stages
+from megatron_rl.planning.run_models import RunModels
 from megatron_rl.records import ragged, single_turn
 
 pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(300)]

@@ -17,7 +17,7 @@ from test_resumed_roles import RATES, metrics_of, take_step, whole_state
 from tiny_models import run_config, save_llama
 
 from megatron_rl.checkpoint.state_copies import UNFINISHED, CopyFile, CopyPlace, node_tag
-from megatron_rl.ledger.planner.run_models import RunModels
+from megatron_rl.planning.run_models import RunModels
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 

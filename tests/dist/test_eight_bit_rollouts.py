@@ -28,9 +28,9 @@ from tiny_models import random_batch, save_llama, save_qwen2_moe, save_qwen3_moe
 from transition_cases import EP2, ETP1, FOUR_KV_HEADS, MEGATRON, ROLLOUT, SP, Case
 
 from megatron_rl.columns import ACTOR_UPDATE
-from megatron_rl.ledger.planner.memory import plan_stages
-from megatron_rl.ledger.planner.run_models import RunModels
-from megatron_rl.ledger.planner.transition import TransitionPlan
+from megatron_rl.planning.memory import plan_stages
+from megatron_rl.planning.run_models import RunModels
+from megatron_rl.planning.transition import TransitionPlan
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 

@@ -13,8 +13,8 @@ from tiny_models import random_batch, run_config, save_qwen2
 
 from megatron_rl.columns import ACTOR_UPDATE, SCORING
 from megatron_rl.config.trainer import GLOBAL_POOL
-from megatron_rl.ledger.planner.memory import MemoryOfStage
-from megatron_rl.ledger.planner.run_models import RunModels
+from megatron_rl.planning.memory import MemoryOfStage
+from megatron_rl.planning.run_models import RunModels
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 

@@ -49,7 +49,7 @@ from tiny_qwen3_5 import save_qwen3_5, save_qwen3_5_moe, save_qwen3_next
 
 from megatron_rl.columns import SCORING
 from megatron_rl.controller.report import hf_sampled_logits
-from megatron_rl.ledger.planner.model_folder import read_model_folder
+from megatron_rl.planning.model_folder import read_model_folder
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 

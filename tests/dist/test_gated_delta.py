@@ -19,8 +19,8 @@ from tiny_models import random_batch, run_config
 from tiny_qwen3_5 import save_qwen3_5, save_qwen3_5_moe, save_qwen3_next
 
 from megatron_rl.columns import ACTOR_UPDATE
-from megatron_rl.ledger.planner.cache_rules import KVCacheSize
-from megatron_rl.ledger.planner.preflight import read_models
+from megatron_rl.planning.cache_rules import KVCacheSize
+from megatron_rl.planning.preflight import read_models
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 

@@ -28,8 +28,8 @@ from tiny_qwen3_5 import save_qwen3_5, save_qwen3_next
 from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE, SCORING
 from megatron_rl.config.algorithms import distillation_reads, teaching
 from megatron_rl.config.megatron import OverrideTransformerConfig
-from megatron_rl.ledger.planner.memory import StageMemory, plan_stages
-from megatron_rl.ledger.planner.run_models import RunModels
+from megatron_rl.planning.memory import StageMemory, plan_stages
+from megatron_rl.planning.run_models import RunModels
 from megatron_rl.records import ragged, single_turn
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]

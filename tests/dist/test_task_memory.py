@@ -16,8 +16,8 @@ from megatron_rl.config.task_config import for_task
 from megatron_rl.config.tasks import DPO, REWARD, SFT
 from megatron_rl.data.examples import Example, Ranking, token_batch
 from megatron_rl.data.row_problems import RowPlace
-from megatron_rl.ledger.planner.memory import plan_stages
-from megatron_rl.ledger.planner.run_models import RunModels
+from megatron_rl.planning.memory import plan_stages
+from megatron_rl.planning.run_models import RunModels
 from megatron_rl.records import answer_rows
 from megatron_rl.tasks.training_records import preference_batch, reward_batch
 

@@ -17,12 +17,12 @@ import typer
 from typed_commands import REPOSITORY, VARIABLE, Typed, all_commands, commands_of
 
 from megatron_rl.cli import app
-from megatron_rl.config.foreign.translate import translate
 from megatron_rl.config.keys import is_key
 from megatron_rl.config.load import read_override
 from megatron_rl.config.tasks import PPO
+from megatron_rl.config.verl_compat.translate import translate
 from megatron_rl.errors import ConfigError
-from megatron_rl.ledger.planner.checked import COMMANDS, checked, commanded
+from megatron_rl.planning.checked import COMMANDS, checked, commanded
 
 DEMO = r"train --config configs/demo_cpu\.yaml"
 KEYS = r"(?: [\w.]+=\S+)*"

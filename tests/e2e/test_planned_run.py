@@ -7,7 +7,7 @@ import json
 import pytest
 import yaml
 
-from megatron_rl.ledger.planner.hardware import FOLDER
+from megatron_rl.planning.hardware import FOLDER
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(300)]
 

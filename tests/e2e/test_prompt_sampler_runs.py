@@ -10,7 +10,7 @@ from short_runs import LOCAL, WITHOUT_RAY, metrics
 from test_async_runs import ASYNC, SMALL, events, weights_equal
 
 from megatron_rl.config.load import read_config
-from megatron_rl.ledger.planner.preflight import preflight
+from megatron_rl.planning.preflight import preflight
 
 GRPO = "configs/grpo_cpu.yaml"
 LEAST_DRAWN = """

@@ -16,8 +16,8 @@ from raylets import Raylets
 from short_runs import CLOCKED, MEGATRON, WITHOUT_RAY, reached
 
 from megatron_rl.config.load import load_config
-from megatron_rl.ledger.planner.run_models import RunModels
-from megatron_rl.ledger.planner.transition import TransitionPlan
+from megatron_rl.planning.run_models import RunModels
+from megatron_rl.planning.transition import TransitionPlan
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 

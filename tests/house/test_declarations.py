@@ -84,7 +84,7 @@ megatron_rl.losses.__path__.append({str(tmp_path)!r})
 from megatron_rl.config.algorithms import policy_agg_mode, uses_critic
 from megatron_rl.config.algorithm_keys import AlgorithmConfig
 from megatron_rl.config.schema import ActorConfig, PolicyLossConfig, RunConfig
-from megatron_rl.ledger.planner import algorithm_rules
+from megatron_rl.planning import algorithm_rules
 print("quarter" in declarations.POLICY_LOSSES, declarations.POLICY_LOSSES["quarter"].papers[0])
 print(policy_agg_mode(ActorConfig(policy_loss=PolicyLossConfig("quarter"))))
 print("old_values" in declarations.ESTIMATORS["own_values"].traits.reads)

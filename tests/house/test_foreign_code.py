@@ -119,7 +119,7 @@ def test_nothing_of_a_foreign_folder_is_run(tmp_path: Path) -> None:
     from megatron_rl.checkpoint.identity import folder_digest
     from megatron_rl.data.tokenizer import load_tokenizer
     from megatron_rl.errors import ConfigError
-    from megatron_rl.ledger.planner.folder_files import lacking_in
+    from megatron_rl.planning.folder_files import lacking_in
 
     mark = tmp_path / "mark"
     folder = hostile_folder(tmp_path / "model", mark)

@@ -83,31 +83,31 @@ ROOMS: dict[str, set[str]] = {
     "scoring.batch_scorers": PARTS | HELD | {"scoring.rewards", "scoring.sampled_batch"},
     "scoring.teachers": PARTS | {"scoring.sampled_batch"},
     "sampling": SAMPLED,
-    "ledger.planner": GROUND | {"parallel", "hybrid_engine", "model", "checkpoint", "data"} | SCHEDULE,
-    "ledger.mapping": {
+    "planning": GROUND | {"parallel", "hybrid_engine", "model", "checkpoint", "data"} | SCHEDULE,
+    "planning.layout_search": {
         "errors",
         "config",
         "observe",
         "parallel",
         "model",
         "checkpoint",
-        "ledger.planner",
+        "planning",
     },
     "node_check": GROUND | {"roles", "cluster"},
-    "controller": SAMPLED | {"ledger.planner", "sampling", "node_check"},
-    "tasks": SAMPLED | {"ledger.planner", "controller"},
+    "controller": SAMPLED | {"planning", "sampling", "node_check"},
+    "tasks": SAMPLED | {"planning", "controller"},
     "train": SAMPLED | {"sampling", "controller"},
-    "port": {"errors", "config", "ledger.planner", "user_code"},
-    "starter": {"errors", "config", "observe", "ledger.planner"},
-    "trials": {"errors", "config", "observe", "checkpoint", "ledger.planner", "cluster"}
+    "port": {"errors", "config", "planning", "user_code"},
+    "starter": {"errors", "config", "observe", "planning"},
+    "trials": {"errors", "config", "observe", "checkpoint", "planning", "cluster"}
     | {"cluster.child_processes", "cluster.leftovers"},
-    "profile": GROUND | {"ledger.planner", "model", "roles", "cluster", "trials"},
-    "rehearse": GROUND | {"ledger.planner", "parallel", "model", "hybrid_engine", "roles", "cluster"},
+    "profile": GROUND | {"planning", "model", "roles", "cluster", "trials"},
+    "rehearse": GROUND | {"planning", "parallel", "model", "hybrid_engine", "roles", "cluster"},
     "cli": GROUND
     | {"rehearse"}
     | {"train", "tasks", "controller", "roles", "cluster", "checkpoint", "data", "trials", "port", "profile", "view"}
     | {"starter", "node_check"}
-    | {"ledger.planner", "ledger.mapping"},
+    | {"planning", "planning.layout_search"},
     "__main__": {"cli", "cluster"},
 }
 """Room, or part of one -> rooms and parts it may import. The longest name that fits a module is its row; a room may
@@ -151,8 +151,8 @@ PURE_PARTS = (
     f"{PACKAGE}.sampling.scheduler",
     f"{PACKAGE}.sampling.simulate",
 )
-"""All that planner and mapping may import of those rooms."""
-PURE_ROOMS = GROUND | {"ledger.planner"}
+"""All that planner and layout search may import of those rooms."""
+PURE_ROOMS = GROUND | {"planning"}
 """Rooms of which they may import everything, as far as the table lets them."""
 
 LIBRARIES: dict[str, set[str]] = {
@@ -170,7 +170,7 @@ WITHOUT_TORCH = (
     "dispatch",
     "parallel.balance",
     "config",
-    "ledger",
+    "planning",
     "port",
     "trials",
     "view",
@@ -190,7 +190,7 @@ PURE = (
         "losses",
         "data",
     ),
-    *("scoring", "ledger", "experience", *sorted(SCHEDULE)),
+    *("scoring", "planning", "experience", *sorted(SCHEDULE)),
 )
 """Rooms and parts without Ray, vLLM and Megatron. Parts of `scoring` with rows of their own are not."""
 
@@ -236,7 +236,7 @@ def forbidden_imports(path: Path, imported: Iterable[str]) -> list[str]:
         row = row_of(below)
         if top == PACKAGE and row != room and row in ROOMS:
             is_pure = row in PURE_ROOMS or module.startswith(PURE_PARTS)
-            impure = room in ("ledger.planner", "ledger.mapping") and not is_pure
+            impure = room in ("planning", "planning.layout_search") and not is_pure
             if row not in ROOMS[room] or impure:
                 found.append(f"{name}: {room} may not import {module}")
         elif top in LIBRARIES and not {room.split(".")[0], name} & LIBRARIES[top]:
@@ -277,10 +277,10 @@ def test_imports_by_name_are_known():
         ("observe/x.py", "from megatron_rl import cluster"),
         ("hybrid_engine/x.py", "import megatron_rl.model.gpt"),
         ("rollout/x.py", "from megatron_rl.experience.micro_batches import MicroBatch"),
-        ("ledger/planner/x.py", "from megatron_rl.parallel.mpu import TrainGroups"),
-        ("ledger/planner/x.py", "from megatron_rl.model.gpt import transformer_config"),
-        ("ledger/mapping/x.py", "from megatron_rl.model.gpt import transformer_config"),
-        ("ledger/planner/x.py", "from megatron_rl.ledger.mapping.search import Search"),
+        ("planning/x.py", "from megatron_rl.parallel.mpu import TrainGroups"),
+        ("planning/x.py", "from megatron_rl.model.gpt import transformer_config"),
+        ("planning/layout_search/x.py", "from megatron_rl.model.gpt import transformer_config"),
+        ("planning/x.py", "from megatron_rl.planning.layout_search.search import Search"),
         ("sampling/rules.py", "from megatron_rl.sampling.sampler import Sampler"),
         ("scoring/x.py", "from megatron_rl.scoring.rewards import Rewards"),
         ("roles/x.py", "from megatron_rl.cli import app"),
@@ -293,7 +293,7 @@ def test_checker_sees_forbidden_imports(file, source):
 
 def test_checker_allows_the_pure_parts_to_the_planner():
     """Would not catch a pure part that grows an impure import of its own; importing the planner without torch does."""
-    file = REPOSITORY / PACKAGE / "ledger" / "planner" / "x.py"
+    file = REPOSITORY / PACKAGE / "planning" / "x.py"
     assert not forbidden_imports(file, imported_modules("from megatron_rl.parallel.rank_grid import TrainGrid"))
 
 

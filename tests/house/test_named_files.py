@@ -53,4 +53,4 @@ def test_what_a_page_names_exists(page):
 def test_a_name_that_is_nowhere_is_found():
     """Would not catch a name in plain text."""
     assert not exists("losses/no_such_file.py") and not exists("no_such_room/")
-    assert exists("errors.py") and exists("config/foreign/*.yaml") and exists("losses/")
+    assert exists("errors.py") and exists("config/verl_compat/*.yaml") and exists("losses/")

@@ -9,11 +9,11 @@ import torch
 
 from megatron_rl.hybrid_engine.layout import FOREIGN, Slot
 from megatron_rl.hybrid_engine.plan import ALIGNMENT, ExchangePlan, Member, make_plan
-from megatron_rl.ledger.planner.weights import LAYER, is_tied
 from megatron_rl.model.families import FAMILIES, HEAD, ModelShape, ParamSpec, param_map, tensors_of
 from megatron_rl.parallel.rank_grid import RolloutGrid, TrainGrid
 from megatron_rl.parallel.sharding import LogicalTensor, box_index, shard_of
 from megatron_rl.parallel.stages import StagePlan
+from megatron_rl.planning.weights import LAYER, is_tied
 
 
 def stage_params(specs: dict[str, ParamSpec], stages: StagePlan, pp_rank: int) -> list[list[str]]:

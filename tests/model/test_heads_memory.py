@@ -6,11 +6,11 @@ import pytest
 import torch
 from storage_meter import StorageMeter
 
-from megatron_rl.ledger.planner.activations import CHUNKS_BACKWARD
 from megatron_rl.losses.divergences import GeneralisedJSD, MixedKL
 from megatron_rl.model.chunks import chunk_tokens
 from megatron_rl.model.head_distillation import OtherHead, head_divergence, head_log_probs_at
 from megatron_rl.model.log_probs import VocabSoftmax, head_log_probs
+from megatron_rl.planning.activations import CHUNKS_BACKWARD
 
 TOKENS, HIDDEN, OTHER, ROWS, TOP = 512, 256, 384, 16384, 64
 KINDS = {"forward": MixedKL(0.0), "reverse": MixedKL(1.0), "mixed": MixedKL(0.3), "jsd": GeneralisedJSD(0.4)}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_rl.config.foreign.translate import Kind
+from megatron_rl.config.verl_compat.translate import Kind
 from megatron_rl.errors import ConfigError
 from megatron_rl.port.port import port
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from published.points import cost
 
-from megatron_rl.ledger.planner.hardware import Overheads, load_hardware, read_hardware
+from megatron_rl.planning.hardware import Overheads, load_hardware, read_hardware
 from megatron_rl.profile.fit import (
     Probe,
     base_hardware,

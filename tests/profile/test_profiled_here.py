@@ -18,7 +18,7 @@ import yaml
 from megatron_rl.cluster.leftovers import processes_with
 from megatron_rl.cluster.scratch import LAST_FAILURE
 from megatron_rl.errors import WorkerFailure
-from megatron_rl.ledger.planner.hardware import load_hardware
+from megatron_rl.planning.hardware import load_hardware
 from megatron_rl.profile import probe
 from megatron_rl.profile.samples import GENERATE, SCORE, SCORE_ALONE, UPDATE, Case, MeasuringTask
 from megatron_rl.profile.world_launch import Worlds

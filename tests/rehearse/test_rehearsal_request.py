@@ -12,8 +12,8 @@ from megatron_rl.cli import app
 from megatron_rl.config.load import load_config
 from megatron_rl.config.roles import Placement
 from megatron_rl.errors import ConfigError
-from megatron_rl.ledger.planner.memory import plan_stages
-from megatron_rl.ledger.planner.run_models import RunModels
+from megatron_rl.planning.memory import plan_stages
+from megatron_rl.planning.run_models import RunModels
 from megatron_rl.rehearse import rehearsal
 from megatron_rl.rehearse.comparison import beyond, peaks_of
 from megatron_rl.rehearse.made_up_batches import UNEVEN, lengths_of, made_up, num_rows

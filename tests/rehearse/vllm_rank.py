@@ -42,8 +42,8 @@ def main(library: str, file: str, rank: int, folder: Path, overrides: list[str])
     from pretended_vllm import EngineMode, pretend
 
     from megatron_rl.config.load import read_run
-    from megatron_rl.ledger.planner.memory import engine_bytes
-    from megatron_rl.ledger.planner.run_models import RunModels
+    from megatron_rl.planning.memory import engine_bytes
+    from megatron_rl.planning.run_models import RunModels
     from megatron_rl.rehearse.live_memory import LiveMemory
     from megatron_rl.rehearse.rehearsed_save import record_objects
     from megatron_rl.rehearse.shortened import shortened

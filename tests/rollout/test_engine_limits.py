@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from megatron_rl.config.trainer import LARGEST_SEED
-from megatron_rl.ledger.planner.engine_rules import CPU_TP_SIZES
 from megatron_rl.model.parts.grouped_attention import (
     BLOCK_SIZES,
     CPU_HEAD_SIZES,
     CUDA_HEAD_MULTIPLE,
     CUDA_LARGEST_HEAD,
 )
+from megatron_rl.planning.engine_rules import CPU_TP_SIZES
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from megatron_rl.config.load import load_config
-from megatron_rl.ledger.planner.preflight import preflight
+from megatron_rl.planning.preflight import preflight
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = "scripts/run_70b_ppo.sh"

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from megatron_rl import cli
 from megatron_rl.config.load import load_config
 from megatron_rl.errors import ConfigError
-from megatron_rl.ledger.planner.preflight import preflight
+from megatron_rl.planning.preflight import preflight
 from megatron_rl.trials.ablation import LOCK
 from megatron_rl.trials.ablation_file import AblationConfig, Settings, read_ablation
 from megatron_rl.trials.planned import GroupSizes, plan_points

@@ -39,7 +39,7 @@ def run(device: str, small: bool, figures: dict[str, Any]) -> None:
 
 def share_of_peak(model: Path, tokens_per_s: float) -> float:
     """Six FLOPs a parameter and token, as a share of an H100's dense bfloat16 peak."""
-    from megatron_rl.ledger.planner.hardware import load_hardware
+    from megatron_rl.planning.hardware import load_hardware
 
     num_bytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     return 6 * num_bytes / 2 * tokens_per_s / load_hardware("h100").bfloat16_flops

@@ -20,7 +20,7 @@ SHARE, ROOM_GB = 0.1, 0.2
 def run(device: str, small: bool, figures: dict[str, Any]) -> None:
     """Four steps in this process. On a CPU only what the project owns is measured and planned."""
     from megatron_rl.cli.tasks import sft_command
-    from megatron_rl.ledger.planner.hardware import load_hardware
+    from megatron_rl.planning.hardware import load_hardware
 
     sizes, folder = replace(ShortRun.of(device, small), steps=4), Path(tempfile.mkdtemp())
     config = sizes.write(folder)

@@ -1,0 +1,97 @@
+"""Rules of `rollout.quantization`: where codes of 8 bits can be served, and what must correct for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from megatron_rl.config.eight_bit_rollouts import FP8, SMALLEST_BLOCK
+from megatron_rl.config.keys import ACTOR, CORRECTION, ROLLOUT
+from megatron_rl.config.problems import divisors, nearest_number
+from megatron_rl.config.roles import rollout_pool
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import Violation
+from megatron_rl.model.families import eight_bit_names, tensors_of
+from megatron_rl.parallel.scale_blocks import common_extent
+from megatron_rl.parallel.sharding import Place, box_shape, shard_of
+from megatron_rl.planning.model_folder import ModelSizes
+
+KEY, BLOCK = f"{ROLLOUT}.quantization", f"{ROLLOUT}.quantization_block_size"
+ASKED = f"{KEY}={FP8}"
+DROP = f"{ROLLOUT}.drop_train_weights"
+
+
+def quantization_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[Violation]:
+    """Every violation. Constraints report unknown names and small blocks, other rules sizes that do not divide."""
+    shared = config.actor_rollout_ref
+    if shared.rollout.quantization != FP8:
+        return
+    yield from _other_features(config)
+    correction = config.algorithm.rollout_correction
+    if correction.rollout_is is None and not correction.bypass_mode:
+        rule = (
+            f"must be token or sequence with {ASKED}: tokens are drawn by rounded weights, and without importance "
+            "weights nothing corrects for that"
+        )
+        yield Violation({f"{CORRECTION}.rollout_is": None}, rule, {f"{CORRECTION}.rollout_is": "token"})
+    model = next((model for model in models if model.path == shared.model.path), None)
+    if model is None or model.model is None:
+        return
+    if own := model.attention.own_linears:
+        yield Violation({KEY: FP8}, f"is not there for {own}, which {model.path} has", {KEY: None})
+    else:
+        yield from _block_problems(config, model)
+
+
+def _other_features(config: RunConfig) -> Iterable[Violation]:
+    shared = config.actor_rollout_ref
+    if config.trainer.device != "cpu":
+        rule = f"needs trainer.device=cpu, and it is {config.trainer.device}: no GPU has run it"
+        yield Violation({KEY: FP8}, rule, {KEY: None})
+    if shared.model.lora.rank > 0:
+        rank = "actor_rollout_ref.model.lora.rank"
+        rule = "is not there with adapters: they are read beside a base as it is trained"
+        yield Violation({KEY: FP8, rank: shared.model.lora.rank}, rule, {KEY: None})
+    if shared.actor.pool != rollout_pool(config):
+        rule = (
+            f"needs a rollout in the actor's pool ({ACTOR}.pool={shared.actor.pool}): a bridge moves weights of one "
+            "type, as they are trained"
+        )
+        yield Violation({KEY: FP8, f"{ROLLOUT}.pool": rollout_pool(config)}, rule, {KEY: None})
+    if shared.rollout.drop_train_weights:
+        rule = f"must be false with {ASKED}: weights cannot be made again of codes"
+        yield Violation({DROP: True}, rule, {DROP: False})
+
+
+def _block_problems(config: RunConfig, model: ModelSizes) -> Iterable[Violation]:
+    """The block against every cut of training and of generation, and against borders of stacked segments."""
+    rollout, specs = config.actor_rollout_ref.rollout, model.parts.specs
+    block, names = rollout.quantization_block_size, eight_bit_names(specs)
+    quantized = [tensor for name, tensor in tensors_of(specs).items() if name in names]
+    megatron, generation = config.actor_rollout_ref.actor.megatron, rollout.tensor_model_parallel_size
+    tp, etp = megatron.tensor_model_parallel_size, megatron.expert_tensor_parallel_size
+    etp = tp if etp is None else etp
+    if block < SMALLEST_BLOCK or min(tp, etp, generation, megatron.expert_model_parallel_size) < 1:
+        return
+    sizes = f"tp({tp})" if etp == tp or not model.num_experts else f"tp({tp}), etp({etp})"
+    places = {
+        f"training's {sizes}": Place(0, tp, 1, etp_size=etp),
+        f"generation's tp({generation})": Place(0, generation, 1, etp_size=generation),
+    }
+    try:
+        extent = common_extent(quantized, places.values())
+    except ValueError:
+        return  # rules of layouts say so
+    if extent % block == 0:
+        return
+    where, segment, shape = next(
+        (f"{tensor.name} at {what}", tensor.segments[part.segment].name, box_shape(part.box)[-2:])
+        for tensor in quantized
+        for what, place in places.items()
+        for part in shard_of(tensor, place).parts
+        if any(size % block for size in box_shape(part.box)[-2:])
+    )
+    pieces = " x ".join(map(str, shape))
+    rule = f"must divide the pieces of every quantized weight: the {segment} of {where} are {pieces} on a rank"
+    fitting = [size for size in divisors(extent) if size >= SMALLEST_BLOCK]
+    nearest = {BLOCK: nearest_number(block, fitting)} if fitting else {KEY: None}
+    yield Violation({BLOCK: block}, rule, nearest)

@@ -1,0 +1,287 @@
+"""Rules of Megatron's options: recomputation, context-parallel attention, balance of experts, data-parallel traffic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from megatron_rl.config.megatron import MegatronConfig, OverrideDDPConfig, OverrideTransformerConfig
+from megatron_rl.config.problems import divisors, nearest_name, nearest_number
+from megatron_rl.config.roles import ACTOR, ROLLOUT, PassSpec, RoleSpec, roles_of, rollout_pool
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.errors import Violation
+from megatron_rl.parallel.stages import StagePlan
+from megatron_rl.planning.activations import SELECTIVE
+from megatron_rl.planning.implementation_rules import GROUP, eight_bit_problems, implementation_problems
+from megatron_rl.planning.model_folder import ModelSizes
+
+GRANULARITY, METHOD, NUMBER, MODULES = (
+    f"recompute_{name}" for name in ("granularity", "method", "num_layers", "modules")
+)
+METHODS = ("uniform", "block")
+FULL = "full"
+PARTS = ("core_attn", "mlp", "moe")
+"""Parts of a layer that can be recomputed. Megatron's layernorm and moe_act need transformer-engine's layers."""
+
+DYNAMIC = "dynamic_context_parallel"
+WAYS = ("p2p", "all_gather", "a2a")
+
+NONE, BY_ROW = "none", "seq_aux_loss"
+BY_BLOCK = ("aux_loss", "global_aux_loss")
+"""Megatron's other balancing losses."""
+TYPE, AUX, Z = "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"
+BIAS = "moe_router_enable_expert_bias"
+
+OVERLAP, GATHER, BUCKET = "overlap_grad_reduce", "overlap_param_gather", "bucket_size"
+
+
+def option_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[Violation]:
+    """Every violation, for all roles on Megatron's grid. Constraints of single values are checked elsewhere."""
+    by_path = {model.path: model for model in models}
+    for role in (role for role in roles_of(config) if role.kind != ROLLOUT):
+        model = by_path.get(role.model_path)
+        yield from _recompute_problems(role, model)
+        yield from _context_problems(role, model)
+        yield from implementation_problems(role, model, config.trainer.device)
+        yield from eight_bit_problems(role, model, config.trainer.device)
+        if config.generates:
+            yield from _balance_problems(config, role, model)
+        else:
+            yield from _task_problems(role, config.trainer.stage)
+        if role.is_trained:
+            yield from _ddp_problems(f"{role.key}.megatron.override_ddp_config", role.megatron.override_ddp_config)
+    yield from _dynamic_problems(config)
+    yield from _tree_problems(config, by_path)
+
+
+def _asked_balance(role: RoleSpec) -> dict[str, bool | float]:
+    """The options that balance experts and are set, by their names."""
+    options = role.megatron.override_transformer_config
+    return {name: getattr(options, name) for name in (AUX, Z, BIAS) if (getattr(options, name) or 0) > 0}
+
+
+def _task_problems(role: RoleSpec, task: str) -> Iterable[Violation]:
+    """Options that only PPO has: balance of experts, and passes that choose how many ranks share a sequence."""
+    for name, value in _asked_balance(role).items():
+        key = f"{role.key}.{GROUP}.{name}"
+        rule = f"is not there for {task}: experts are balanced in ppo"
+        yield Violation({key: value}, rule, {key: False if name == BIAS else 0.0})
+    if role.megatron.dynamic_context_parallel and role.megatron.context_parallel_size > 1:
+        key = f"{role.key}.megatron.{DYNAMIC}"
+        rule = f"is not there for {task}: all ranks of context_parallel_size share every sequence"
+        yield Violation({key: True}, rule, {key: False})
+
+
+def _balance_problems(config: RunConfig, role: RoleSpec, model: ModelSizes | None) -> Iterable[Violation]:
+    """Losses of routers, and biases that move against the load of experts."""
+    asked, rule = _asked_balance(role), ""
+    if asked and role.kind != ACTOR:
+        rule = "must be off: only the actor's experts are balanced"
+    elif asked and model is not None and not model.num_experts:
+        rule = f"needs a model with experts, and {model.path} has none"
+    if rule:
+        given = {f"{role.key}.{GROUP}.{name}": value for name, value in asked.items()}
+        yield Violation(given, rule, {key: False if key.endswith(BIAS) else 0.0 for key in given})
+        return
+    yield from _balance_loss_problems(role.megatron.override_transformer_config, f"{role.key}.{GROUP}")
+    yield from _bias_problems(config, role, model)
+
+
+def _balance_loss_problems(options: OverrideTransformerConfig, group: str) -> Iterable[Violation]:
+    kind, key = options.moe_router_load_balancing_type, f"{group}.{TYPE}"
+    if kind in BY_BLOCK:
+        rule = "is not here: its gradient depends on how a mini-batch is cut into micro-batches"
+        yield Violation({key: kind}, rule, {key: BY_ROW})
+    elif kind not in (NONE, BY_ROW):
+        nearest = nearest_name(str(kind), (NONE, BY_ROW))
+        yield Violation({key: kind}, f"must be one of {NONE}, {BY_ROW}", {key: nearest}, wrong_name=True)
+    elif kind == NONE and options.moe_aux_loss_coeff > 0:
+        given = {f"{group}.{AUX}": options.moe_aux_loss_coeff, key: kind}
+        yield Violation(given, f"is of no loss without {TYPE}={BY_ROW}", {key: BY_ROW})
+
+
+def _bias_problems(config: RunConfig, role: RoleSpec, model: ModelSizes | None) -> Iterable[Violation]:
+    if not role.megatron.override_transformer_config.moe_router_enable_expert_bias:
+        return
+    key = f"{role.key}.{GROUP}.{BIAS}"
+    if model is not None and not model.has_expert_bias:
+        rule = f"needs a model whose experts are chosen by scores and a bias, and {model.path} has none"
+        yield Violation({key: True}, rule, {key: False})
+    if role.pool != rollout_pool(config):
+        rule = "must be false where generation is in another pool: only weights are sent there"
+        yield Violation({key: True}, rule, {key: False})
+
+
+def _context_problems(role: RoleSpec, model: ModelSizes | None) -> Iterable[Violation]:
+    """How attention reaches the keys of other context-parallel ranks, against the model."""
+    megatron = role.megatron
+    how, key = megatron.override_transformer_config.cp_comm_type, f"{role.key}.{GROUP}.cp_comm_type"
+    if how not in WAYS:
+        yield Violation(
+            {key: how}, f"must be one of {', '.join(WAYS)}", {key: nearest_name(str(how), WAYS)}, wrong_name=True
+        )
+    cp_size, tp_size = megatron.context_parallel_size, megatron.tensor_model_parallel_size
+    whole = "" if model is None else model.attention.not_cut
+    if model is not None and whole and cp_size > 1:
+        size_key = f"{role.key}.megatron.context_parallel_size"
+        rule = f"must be 1: {whole}, as of {model.path}, is not cut over context-parallel ranks"
+        yield Violation({size_key: cp_size}, rule, {size_key: 1})
+        return
+    if how != "a2a" or model is None or min(cp_size, tp_size) < 1 or model.num_attention_heads % tp_size:
+        return
+    heads = model.num_attention_heads // tp_size
+    if heads % cp_size:
+        subject = f"cp_comm_type=a2a with cp({cp_size})"
+        rule = (
+            "needs CP to divide the query heads of a TP rank, "
+            f"num_attention_heads({model.num_attention_heads}) / tp({tp_size}) = {heads}, of {model.path}"
+        )
+        fitting = ", ".join(map(str, divisors(heads)))
+        hint = f"a2a goes with context_parallel_size of {fitting}"
+        yield Violation({key: how}, rule, {key: "p2p"}, hint, subject=subject)
+
+
+def _tree_problems(config: RunConfig, by_path: Mapping[str, ModelSizes]) -> Iterable[Violation]:
+    """Requirements of rows that are laid as a trie."""
+    key = "actor_rollout_ref.model.enable_tree_training"
+    if not config.actor_rollout_ref.model.enable_tree_training:
+        return
+    on_gpus = config.trainer.device != "cpu"
+    for role in roles_of(config):
+        passes = [spec for spec in role.passes if spec.as_tree]
+        if not passes:
+            continue
+        megatron, model = role.megatron, by_path.get(role.model_path)
+        if megatron.dynamic_context_parallel and megatron.context_parallel_size > 1:
+            own = f"{role.key}.megatron.{DYNAMIC}"
+            rule = f"must be false with {key}=true: the columns of a trie are cut over all ranks alike"
+            yield Violation({own: True}, rule, {own: False})
+        how_key, how = f"{role.key}.{GROUP}.cp_comm_type", megatron.override_transformer_config.cp_comm_type
+        if on_gpus and megatron.context_parallel_size > 1 and how == "a2a":
+            rule = f"must be another with {key}=true on GPUs: their kernels take the keys of whole rows end to end"
+            yield Violation({how_key: how}, rule, {how_key: "p2p"})
+        if on_gpus and model is not None and model.attention.not_cut:
+            rule = f"is not there on GPUs for {model.attention.not_cut}, as of {model.path}"
+            yield Violation({key: True, "trainer.device": config.trainer.device}, rule, {key: False})
+        if any(not spec.remove_padding for spec in passes):
+            padding = f"{role.model_key.rpartition('.')[0]}.use_remove_padding"
+            rule = f"must be true with {key}=true: rows that are filled up share nothing"
+            yield Violation({padding: False}, rule, {padding: True})
+
+
+def _dynamic_problems(config: RunConfig) -> Iterable[Violation]:
+    """Requirements of passes that choose the number of ranks for each sequence."""
+    packed, by_tokens = dict[str, bool](), dict[str, bool]()
+    for role in (role for role in roles_of(config) if role.kind != ROLLOUT):
+        megatron, cp_size = role.megatron, role.megatron.context_parallel_size
+        if not megatron.dynamic_context_parallel or cp_size < 1:
+            continue
+        if cp_size == 1:
+            own, key = f"{role.key}.megatron.{DYNAMIC}", f"{role.key}.megatron.context_parallel_size"
+            hint = f"{key} is the most ranks that share a sequence: in verl, all DP x CP ranks"
+            yield Violation({own: True}, f"needs {key} above 1", {own: False}, hint)
+            continue
+        if cp_size & (cp_size - 1):
+            key = f"{role.key}.megatron.context_parallel_size"
+            powers = [1 << power for power in range(1, cp_size.bit_length() + 1)]
+            rule = f"must be a power of two with {DYNAMIC}=true: passes take 1, 2, 4 ... of so many ranks"
+            yield Violation({key: cp_size}, rule, {key: nearest_number(cp_size, powers)})
+        packed |= {
+            f"{role.model_key.rpartition('.')[0]}.use_remove_padding": spec.remove_padding for spec in role.passes
+        }
+        by_tokens |= {_switch_of(spec): spec.max_tokens is not None for spec in role.passes}
+    for keys, why in (
+        (packed, "rows that are filled up to the longest are all as long as it is"),
+        (by_tokens, "the tokens of a pass say over how many ranks it goes"),
+    ):
+        for key in (key for key, is_set in keys.items() if not is_set):
+            yield Violation({key: False}, f"must be true with {DYNAMIC}=true: {why}", {key: True})
+
+
+def _switch_of(spec: PassSpec) -> str:
+    """The key that joins samples of a pass by their tokens."""
+    group, _, name = spec.key.rpartition(".")
+    return f"{group}.log_prob_use_dynamic_bsz" if name.startswith("log_prob") else f"{group}.use_dynamic_bsz"
+
+
+def _recompute_problems(role: RoleSpec, model: ModelSizes | None) -> Iterable[Violation]:
+    """Keys of recomputed activations together, and with the layers of each chunk of a stage."""
+    group, override = f"{role.key}.{GROUP}", role.megatron.override_transformer_config
+    granularity, method, number = (getattr(override, name) for name in (GRANULARITY, METHOD, NUMBER))
+    sizes = [] if model is None else chunk_sizes(model, role.megatron)
+    valid_method = method if method in METHODS else nearest_name(method or "", METHODS)
+    valid_number = nearest_number_of_layers(valid_method, number or 1, sizes)
+    given = {GRANULARITY: granularity, METHOD: method, NUMBER: number}
+    valid = {GRANULARITY: FULL, METHOD: valid_method, NUMBER: valid_number}
+
+    def violation(names: Sequence[str], rule: str, changed: Sequence[str]) -> Violation:
+        nearest = {f"{group}.{name}": valid[name] for name in changed if valid[name] != given[name]}
+        return Violation({f"{group}.{name}": given[name] for name in names}, rule, nearest)
+
+    settings = [name for name in (METHOD, NUMBER) if given[name] is not None]
+    yield from _part_problems(group, granularity, override.recompute_modules)
+    if granularity in (None, SELECTIVE):
+        if settings:
+            other = "" if granularity else f", or {GRANULARITY} full"
+            rule = f"must be null{other}: whole layers are what they count"
+            names = {f"{group}.{name}": given[name] for name in settings}
+            yield Violation(names, rule, dict.fromkeys(names)) if granularity else violation(settings, rule, [*valid])
+    elif granularity != FULL:
+        rule = f"must be {FULL}, {SELECTIVE} or null"
+        yield violation([GRANULARITY], rule, [*valid])
+    else:
+        if method not in METHODS:
+            yield violation([METHOD], f"must be one of {', '.join(METHODS)}, as {GRANULARITY}=full", [METHOD])
+        if number is None or number < 1:
+            yield violation([NUMBER], f"must be >= 1, as {GRANULARITY}=full", [NUMBER])
+        elif model is not None and number != valid_number:
+            layers = ", ".join(map(str, sorted(set(sizes))))
+            fits = "divide" if valid_method == "uniform" else "be <="
+            rule = f"must, as {METHOD}={valid_method}, {fits} the layers of a stage's chunks({layers}) of {model.path}"
+            yield violation([NUMBER], rule, [NUMBER])
+
+
+def _part_problems(group: str, granularity: str | None, parts: list[str] | None) -> Iterable[Violation]:
+    if parts is None:
+        return
+    key = f"{group}.{MODULES}"
+    known = [part for part in parts if part in PARTS]
+    if granularity != SELECTIVE:
+        yield Violation({key: parts}, f"must be null, or {GRANULARITY} {SELECTIVE}", {key: None})
+    elif known != parts or not parts:
+        rule = f"must be some of {', '.join(PARTS)}: the others that Megatron knows want transformer-engine's layers"
+        yield Violation({key: parts}, rule, {key: known or None})
+
+
+def chunk_sizes(model: ModelSizes, megatron: MegatronConfig) -> list[int]:
+    """Layers of every chunk of all stages; an empty list if the layers do not spread over the stages."""
+    try:
+        stages = StagePlan.from_config(model.num_hidden_layers, megatron)
+    except ValueError:
+        return []
+    return [len(chunk) for pp_rank in range(stages.pp_size) for chunk in stages.layers(pp_rank)]
+
+
+def nearest_number_of_layers(method: str, number: int, sizes: Sequence[int]) -> int:
+    """The number of layers nearest to `number` that fits chunks of these sizes.
+
+    uniform: it must divide all chunks, or Megatron asks for layers that do not exist. block: the largest chunk must
+    have as many layers.
+    """
+    if not sizes:
+        return max(1, number)
+    if method == "block":
+        return nearest_number(number, range(1, max(sizes) + 1))
+    common = math.gcd(*sizes)
+    return nearest_number(number, divisors(common))
+
+
+def _ddp_problems(group: str, ddp: OverrideDDPConfig) -> Iterable[Violation]:
+    key = f"{group}.{BUCKET}"
+    if ddp.bucket_size is not None and ddp.bucket_size >= 1 and not ddp.overlap_grad_reduce:
+        rule = f"needs {OVERLAP}: gradients that are reduced at the end are one bucket"
+        yield Violation({key: ddp.bucket_size, f"{group}.{OVERLAP}": False}, rule, {f"{group}.{OVERLAP}": True})
+    if ddp.overlap_param_gather and not ddp.overlap_grad_reduce:
+        settings = {f"{group}.{GATHER}": True, f"{group}.{OVERLAP}": False}
+        rule = f"{GATHER} needs {OVERLAP}: without it there is one bucket to wait for"
+        yield Violation(settings, rule, {f"{group}.{OVERLAP}": True})

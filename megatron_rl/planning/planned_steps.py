@@ -1,0 +1,77 @@
+"""Figures to compare a run with: planned seconds of every step, and the limit of a call without progress."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.task_config import TaskConfig
+from megatron_rl.observe.departures import Departures
+from megatron_rl.planning.hardware import Hardware, planned_hardware
+from megatron_rl.planning.memory import GEN, RESHARD
+from megatron_rl.planning.memory_report import memory_report
+from megatron_rl.planning.run_models import RunModels
+from megatron_rl.planning.step_time import step_load, step_time
+from megatron_rl.planning.task_plan import task_load, task_time
+from megatron_rl.planning.transition import TransitionPlan
+
+MEASURED, PLANNED = "timing_s/", "timing_planned_s/"
+"""Prefixes of metric names: seconds of a phase, measured and planned."""
+LENGTHS = ("prompt_length/mean", "response_length/mean")
+SHORTEST_S = 1800.0
+"""Least limit: starting engines and file access are not planned, and a slow file system can take this long."""
+PHASES = 10.0
+"""Methods report progress many times in a phase, so a machine that is merely slow does report within ten phases."""
+
+
+class PlannedSteps:
+    """Compares the steps of a run with its plan on profiled hardware."""
+
+    def __init__(self, config: RunConfig, hardware: Hardware) -> None:
+        """config: has passed preflight and has `kv_cache_memory_bytes`."""
+        # Ranks measure their phases themselves, without the calls of the controller.
+        self._config = config
+        self._hardware = replace(hardware, overheads=replace(hardware.overheads, call=0.0))
+        self._models = RunModels(config)
+        self._memory = memory_report(config, self._models, hardware)
+        self._transition = TransitionPlan.of(self._models)
+        self._departures = Departures(hardware.error)
+
+    def seconds(self, prompt: float, response: float) -> dict[str, float]:
+        """Return phase -> planned seconds at these mean tokens, slowed by phases of other pools that run meanwhile.
+
+        Generation and transition are left out where generation runs ahead: a step does not wait for all of them.
+        """
+        bound = self._config.data.max_response_length
+        lengths = (max(1.0, prompt), min(max(1.0, response), bound))
+        load = step_load(self._config, self._memory.tokens_of(lengths), lengths)
+        time = step_time(self._models, self._hardware, load, self._transition)
+        ahead = {GEN, RESHARD} if self._config.samples_ahead else set()
+        return {name: bar.stop - bar.start for name, bar in time.timeline.bars.items() if name not in ahead}
+
+    def note(self, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
+        """Take the metrics of a step; return the planned seconds of its phases as metrics, and sentences for the
+        user.
+        """
+        planned = self.seconds(*(metrics[name] for name in LENGTHS))
+        measured = {name.removeprefix(MEASURED): value for name, value in metrics.items() if name.startswith(MEASURED)}
+        sentences = self._departures.note(planned, measured)
+        return {f"{PLANNED}{phase}": seconds for phase, seconds in planned.items()}, sentences
+
+
+def stall_timeout_s(config: RunConfig) -> float:
+    """Return after how many seconds without progress a method of a rank counts as hung.
+
+    That is `trainer.stall_timeout_s`, or where it is null ten times the longest planned phase, at least half an hour.
+    """
+    if config.trainer.stall_timeout_s is not None:
+        return config.trainer.stall_timeout_s
+    hardware, models = planned_hardware(config), RunModels(config)
+    if isinstance(config, TaskConfig):
+        load = task_load(config, config.longest_sequence)
+        return max(SHORTEST_S, PHASES * task_time(config, models, hardware, load).total)
+    longest = (float(config.data.max_prompt_length), float(config.data.max_response_length))
+    load = step_load(config, memory_report(config, models, hardware).tokens_of(longest), longest)
+    seconds = step_time(models, hardware, load, TransitionPlan.of(models)).seconds
+    return max(SHORTEST_S, PHASES * max(seconds.values()))

@@ -1,0 +1,164 @@
+"""Check every rule that needs only the configuration, the model's config.json and the file system.
+
+This runs before any process starts and loads neither torch nor Ray, so that a mistake costs a second, not a minute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron_rl.config.drafts import MTPUse
+from megatron_rl.config.keys import ROLLOUT, followed_keys
+from megatron_rl.config.problems import without_echoes
+from megatron_rl.config.roles import ACTOR, CRITIC, REWARD_MODEL, SCORER, PoolSpec, roles_of
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.single_values import magnitude_problems
+from megatron_rl.config.validate import value_problems
+from megatron_rl.errors import Violation
+from megatron_rl.model.families import FAMILIES, REWARD_FAMILIES
+from megatron_rl.planning.algorithm_rules import algorithm_problems
+from megatron_rl.planning.async_rules import async_problems
+from megatron_rl.planning.cache_rules import cache_problems
+from megatron_rl.planning.distillation_rules import distillation_problems
+from megatron_rl.planning.draft_rules import draft_problems
+from megatron_rl.planning.eight_bit_rules import quantization_problems
+from megatron_rl.planning.engine_rules import engine_problems
+from megatron_rl.planning.file_rules import file_problems, hardware_problems, path_problems
+from megatron_rl.planning.folder_files import end_token_problems
+from megatron_rl.planning.last_token_rules import shared_prompt_problems
+from megatron_rl.planning.layout_rules import layout_problems, rollout_problems, sharing_problems
+from megatron_rl.planning.length_rules import length_problems, task_length_problems
+from megatron_rl.planning.lora_rules import lora_problems
+from megatron_rl.planning.model_folder import STARTING_POINTS, ModelSizes, read_model_folder
+from megatron_rl.planning.mtp_rules import mtp_problems
+from megatron_rl.planning.option_rules import option_problems
+from megatron_rl.planning.pool_rules import countable_pools, pool_problems
+from megatron_rl.planning.preference_rules import preference_problems
+from megatron_rl.planning.pretraining_rules import pretraining_problems
+from megatron_rl.planning.recorded_rules import recorded_problems
+from megatron_rl.planning.reference_rules import refresh_problems
+from megatron_rl.planning.replay_rules import replay_problems
+from megatron_rl.planning.resume_rules import resume_problems
+from megatron_rl.planning.vocabulary import reading_problems
+
+STARTING_FROM = {CRITIC: STARTING_POINTS, SCORER: STARTING_POINTS, REWARD_MODEL: REWARD_FAMILIES}
+"""Kind of role -> architectures that it can start from. All other kinds start from language models."""
+
+
+def preflight(config: RunConfig, *, config_only: bool = False) -> list[Violation]:
+    """All violations, each with the values, the rule and the nearest valid choice; an empty list if the run can start.
+
+    config_only: model folders need nothing but config.json, and data files need not exist.
+    """
+    return examined(config, config_only=config_only)[0]
+
+
+def examined(config: RunConfig, *, config_only: bool = False) -> tuple[list[Violation], list[str]]:
+    """Violations as `preflight` returns them, and one line for each part of a model folder that is unpacked, or ignored
+    though it may be there on purpose.
+    """
+    # Other rules look at these paths, and count with these numbers.
+    unusable = [*magnitude_problems(config), *path_problems(config)]
+    if unusable:
+        return without_echoes([*value_problems(config), *unusable], followed_keys(config)), []
+    models, problems = read_models(config, config_only=config_only)
+    violations = _violations(config, models, problems, config_only)
+    notes = [note for model in models for note in (_unread(config, model), model.unpacked) if note is not None]
+    return violations, notes
+
+
+def _unread(config: RunConfig, model: ModelSizes) -> str | None:
+    """The line about a folder's tensors that are not read, some of which drafts read."""
+    shared = config.actor_rollout_ref
+    reads_mtp = config.generates and shared.mtp_use != MTPUse.NONE and model.path == shared.model.path
+    return f"{model.unread}; drafts read those of the layer" if reads_mtp and model.unread else model.unread
+
+
+def _violations(
+    config: RunConfig, models: list[ModelSizes], problems: list[Violation], config_only: bool
+) -> list[Violation]:
+    """problems: violations of the model folders."""
+    pools = countable_pools(config)
+    if not config.generates:
+        violations = [*value_problems(config), *problems, *_task_problems(config, pools, models, config_only)]
+        return without_echoes(violations, followed_keys(config))
+    return without_echoes(
+        [
+            *value_problems(config),
+            *(() if config_only else file_problems(config)),
+            *algorithm_problems(config),
+            *async_problems(config),
+            *recorded_problems(config, config_only=config_only),
+            *problems,
+            *pool_problems(config),
+            *layout_problems(pools, models),
+            *hardware_problems(config.trainer.hardware_file),
+            *option_problems(config, models),
+            *lora_problems(config, models, config_only=config_only),
+            *sharing_problems(config, pools),
+            *rollout_problems(config, pools, models),
+            *engine_problems(config, models),
+            *quantization_problems(config, models),
+            *draft_problems(config, models, config_only=config_only),
+            *mtp_problems(config, models),
+            *shared_prompt_problems(config, models),
+            *distillation_problems(config),
+            *replay_problems(config, models),
+            *_batch_problems(config),
+            *length_problems(config, models),
+            *cache_problems(config, models),
+            *pretraining_problems(config, models, config_only=config_only),
+            *refresh_problems(config),
+            *resume_problems(config),
+        ],
+        followed_keys(config),
+    )
+
+
+def _task_problems(
+    config: RunConfig, pools: list[PoolSpec], models: list[ModelSizes], config_only: bool
+) -> Iterable[Violation]:
+    """Rules of a task without generation: none of rollouts, rewards and algorithms."""
+    if not config_only:
+        yield from file_problems(config)
+    yield from pool_problems(config)
+    yield from layout_problems(pools, models)
+    yield from hardware_problems(config.trainer.hardware_file)
+    yield from option_problems(config, models)
+    yield from lora_problems(config, models, config_only=config_only)
+    yield from sharing_problems(config, pools)
+    yield from task_length_problems(config, models)
+    yield from preference_problems(config)
+    yield from refresh_problems(config)
+    yield from resume_problems(config)
+
+
+def read_models(config: RunConfig, *, config_only: bool = False) -> tuple[list[ModelSizes], list[Violation]]:
+    """Sizes of the models that roles start from, each once and the actor's first, and violations of their folders.
+
+    Models that cannot be read are left out.
+    """
+    actor_path, sizes_read = config.actor_rollout_ref.model.path, {}
+    problems: list[Violation] = []
+    for role in roles_of(config):
+        if role.kind == REWARD_MODEL and role.model_path is not None:
+            problems += reading_problems(actor_path, role, config_only=config_only)
+        read = (role.model_path, role.kind == REWARD_MODEL)
+        if role.model_path is None or read in sizes_read or (role.kind == CRITIC and role.model_path == actor_path):
+            continue
+        sizes_read[read], faults = read_model_folder(
+            role.model_key, role.model_path, STARTING_FROM.get(role.kind, FAMILIES), config_only=config_only
+        )
+        problems += faults
+        sizes = sizes_read[read]
+        if role.kind == ACTOR and sizes is not None and not config_only:
+            problems += end_token_problems(role.model_key, actor_path, sizes.vocab_size)
+    return list({model.path: model for model in sizes_read.values() if model is not None}.values()), problems
+
+
+def _batch_problems(config: RunConfig) -> Iterable[Violation]:
+    rollout = config.actor_rollout_ref.rollout
+    if 1 <= rollout.max_num_batched_tokens < rollout.max_num_seqs:
+        key = f"{ROLLOUT}.max_num_batched_tokens"
+        rule = f"must be >= max_num_seqs={rollout.max_num_seqs}"
+        yield Violation({key: rollout.max_num_batched_tokens}, rule, {key: rollout.max_num_seqs})

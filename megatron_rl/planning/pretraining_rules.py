@@ -1,0 +1,51 @@
+"""Rules of the keys under `ptx`: files, lengths, and options that do not work with further examples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron_rl.config.keys import ACTOR, ROLLOUT
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.validate import is_path_or_paths
+from megatron_rl.errors import Violation
+from megatron_rl.planning.file_rules import pretraining_file_problems
+from megatron_rl.planning.length_rules import pretraining_length_problems
+from megatron_rl.planning.model_folder import ModelSizes
+
+COEF, FILES = "ptx.coef", "ptx.files"
+USUAL_COEF = 0.05
+"""OpenRLHF's default."""
+
+
+def pretraining_problems(
+    config: RunConfig, models: list[ModelSizes], *, config_only: bool = False
+) -> Iterable[Violation]:
+    """Every violation. models: the models that could be read."""
+    keys = config.ptx
+    if not keys.coef > 0:
+        if keys.files is not None:
+            rule = f"is of no use with {COEF}={keys.coef:g}: nothing is learned from these files"
+            yield Violation({FILES: keys.files}, rule, {COEF: USUAL_COEF})
+        return
+    if not is_path_or_paths(keys.files):
+        rule = f"must be a path or a list of at least one path, as {COEF}={keys.coef:g}"
+        yield Violation({FILES: keys.files}, rule, {COEF: 0.0} if keys.files is None else {})
+    elif not config_only:
+        yield from pretraining_file_problems(config)
+    yield from pretraining_length_problems(config, models)
+    yield from _mixing_problems(config)
+
+
+def _mixing_problems(config: RunConfig) -> Iterable[Violation]:
+    shared = config.actor_rollout_ref
+    megatron, mode = shared.actor.megatron, f"{ACTOR}.router_replay.mode"
+    why = f"with {COEF}={config.ptx.coef:g}: of further examples nobody has said to which experts they go"
+    if shared.actor.router_replay.mode != "disabled":
+        yield Violation({mode: shared.actor.router_replay.mode}, f"must be disabled {why}", {mode: "disabled"})
+    if shared.rollout.enable_rollout_routing_replay:
+        key = f"{ROLLOUT}.enable_rollout_routing_replay"
+        yield Violation({key: True}, f"must be false {why}", {key: False})
+    vpp, key = megatron.virtual_pipeline_model_parallel_size, f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size"
+    if megatron.dynamic_context_parallel and (vpp or 1) > 1:
+        rule = f"must be null with {ACTOR}.megatron.dynamic_context_parallel=true and {COEF}={config.ptx.coef:g}"
+        yield Violation({key: vpp}, f"{rule}: its passes must all have one shape", {key: None})

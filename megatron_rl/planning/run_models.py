@@ -1,0 +1,264 @@
+"""The models and grids of a run as the planner sees them, from config.json alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property, lru_cache
+
+from megatron_rl.config.drafts import MTPUse
+from megatron_rl.config.roles import ROLLOUT, Placement, PoolSpec, RoleSpec
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.hybrid_engine.plan import ExchangePlan, Member, aligned, plan_memory
+from megatron_rl.model.families import VOCAB_PADDING, Model, tensors_of
+from megatron_rl.model.families.adapter_params import adapter_specs, merged_rows
+from megatron_rl.parallel.rank_grid import RolloutGrid, train_grid
+from megatron_rl.parallel.sharding import shard_of
+from megatron_rl.planning.alike_layers import AlikeLayers, one_layer_of_each, packed_bytes
+from megatron_rl.planning.eight_bit_transition import EightBitTransition
+from megatron_rl.planning.role_ledger import RoleLedger, RoleParams
+from megatron_rl.planning.teaching_costs import TeachingCosts
+from megatron_rl.planning.weights import ELEMENT_BYTES, ModelParams, TrainedWeights
+
+NUM_SCRATCH = 4
+"""Messages in flight during a transition, as in `hybrid_engine.exchange`."""
+
+
+class PoolModels:
+    """One pool's roles on its ranks: the grids of training and of generation, and what each stage holds.
+
+    The ranks of a pool with nothing but the rollout are one stage of TP 1.
+    """
+
+    def __init__(self, spec: PoolSpec, models: Mapping[str, Model], config: RunConfig) -> None:
+        """models: path of a folder -> model."""
+        self.spec = spec
+        self.megatron = spec.layout
+        self.element = ELEMENT_BYTES[self.megatron.dtype]
+        self.grid = train_grid(spec.world_size, self.megatron)
+        generates = spec.role(ROLLOUT)
+        self.rollout = RolloutGrid(self.grid, generates.settings.tensor_model_parallel_size) if generates else None
+        self.vpp_size = self.megatron.virtual_pipeline_model_parallel_size or 1
+        self._models, self._config = models, config
+        self._params: dict[tuple[str, ...], RoleParams] = {}
+        self._ledgers: dict[str, RoleLedger] = {}
+
+    def model(self, role: RoleSpec) -> Model:
+        """Return the model of a role."""
+        model = self._models[role.model_path]
+        return model if role.mtp == MTPUse.NONE else self._with_mtp(model)
+
+    @staticmethod
+    @lru_cache(maxsize=4)
+    def _with_mtp(model: Model) -> Model:
+        """Return the model with its multi-token prediction layer; the same one for all of a run's roles."""
+        return replace(model, has_mtp=True)
+
+    def ledger(self, role: RoleSpec) -> RoleLedger:
+        """Return what a role of this pool holds and needs."""
+        if role.name not in self._ledgers:
+            model, kind = self.model(role), "value" if role.has_value_head else "language"
+            key = (role.model_path, kind, *([role.name] if role.lora.rank or role.mtp != MTPUse.NONE else []))
+            if key not in self._params:
+                self._params[key] = RoleParams.of(role, model)
+            teaching = TeachingCosts.of(self._config, role, self._models)
+            arguments = (self._config, role, model, self._params[key], self.spec.world_size)
+            self._ledgers[role.name] = RoleLedger(*arguments, teaching)
+        return self._ledgers[role.name]
+
+    def weights(self, role: RoleSpec) -> TrainedWeights:
+        """Return the parameters of a role's model."""
+        return self.ledger(role).base
+
+
+def bucket_bytes(config: RunConfig) -> int:
+    """Return the most bytes of scratch memory of a transition."""
+    return config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20
+
+
+class RunModels:
+    """Every role of a run on the grids of its pool, the actor's pool first.
+
+    grid, megatron, element, vpp_size: of the actor's pool. In a task without generation "the actor" is the trained
+    role. The configuration must have passed preflight.
+    """
+
+    def __init__(self, config: RunConfig, alike: RunModels | None = None) -> None:
+        """alike: of a configuration with the same models and layouts; its exchange plan is reused."""
+        self.config = config
+        self.placement = Placement.of(config)
+        models = {path: Model.read(path) for path in {r.model_path for r in self.placement.roles.values()}}
+        self.pools = {name: PoolModels(spec, models, config) for name, spec in self.placement.pools.items()}
+        self.training = self.pools[self.placement.leader.pool]
+        self.grid, self.megatron = self.training.grid, self.training.megatron
+        self.element, self.vpp_size = self.training.element, self.training.vpp_size
+        self.actor_role = self.placement.leader
+        self.actor = self.training.model(self.actor_role)
+        self._scratch: dict[tuple[int, int, bool], int] = {}
+        self._alike = alike if self.placement.is_colocated else None
+        if self._alike is not None:
+            self._scratch = self._alike._scratch
+
+    @property
+    def generating(self) -> PoolModels:
+        """The pool that generates. Raises KeyError where nothing does."""
+        return self.pools[self.placement.roles[ROLLOUT].pool]
+
+    @property
+    def rollout(self) -> RolloutGrid:
+        """The grid of generation. Raises KeyError where there is none."""
+        rollout = self.generating.rollout
+        assert rollout is not None  # its pool generates
+        return rollout
+
+    @property
+    def actor_weights(self) -> TrainedWeights:
+        """The parameters of the policy, without adapters."""
+        return self.training.weights(self.actor_role)
+
+    @property
+    def actor_adapters(self) -> TrainedWeights | None:
+        """The adapters that generation reads; None: the policy's weights are trained, or adapters are merged."""
+        ledger = self.training.ledger(self.actor_role)
+        return ledger.weights if ledger.adapters and self.actor_role.lora.crosses_alone else None
+
+    @property
+    def keeps_base(self) -> bool:
+        """Whether the base moves once, and is kept on the device or on its host."""
+        return self.actor_role.lora.keeps_base
+
+    # A rollout on the actor's memory
+
+    def members_of_stage(self, pp_rank: int) -> list[int]:
+        """Return the numbers of a stage's ranks in the exchange group."""
+        members = self.alike_layers.plan.members
+        return [i for i, member in enumerate(members) if self.grid.pp_rank(member.rank) == pp_rank]
+
+    @cached_property
+    def in_eight_bits(self) -> EightBitTransition | None:
+        """Bytes of the first exchange group's transition where weights are served in 8 bits; None: they are not."""
+        if self._alike is not None:
+            return self._alike.in_eight_bits
+        rollout, weights, specs = self.config.actor_rollout_ref.rollout, self.actor_weights, self.actor.specs
+        if rollout.quantization is None:
+            return None
+        few, counts = one_layer_of_each(specs, weights.stages)
+        return EightBitTransition(
+            specs,
+            lambda: self.members_with(0),
+            few,
+            lambda: self.members_with(0, replace(weights, params=ModelParams(few))),
+            counts,
+            rollout.quantization_block_size,
+            self.element,
+        )
+
+    def served_bytes(self, pp_rank: int) -> dict[str, int]:
+        """Return what generation reads on a rank of a stage beside training's weights: name -> bytes."""
+        if self.in_eight_bits is None:
+            return {"foreign stages": self.foreign_bytes(pp_rank)} | merged_bytes(self, pp_rank)
+        members = self.members_of_stage(pp_rank)
+        return {
+            "foreign stages": max(map(self.in_eight_bits.foreign_bytes, members)),
+            "own codes": max(map(self.in_eight_bits.own_bytes, members)),
+        }
+
+    def foreign_bytes(self, pp_rank: int, *, stays: bool = False) -> int:
+        """Return the bytes of the largest foreign memory among a stage's ranks, of the base and of adapters.
+
+        stays: of that part alone that is there between generations.
+        """
+        parts = ([self.alike_layers] if self.actor_role.lora.base_stays else []) if stays else self.alike_parts
+        numbers = self.members_of_stage(pp_rank)
+        return max(sum(part.foreign_numel(number) for part in parts) for number in numbers) * self.element
+
+    def scratch_bytes(self, pp_rank: int, *, first: bool = False) -> int:
+        """Return the bytes for packed messages of a transition. Contiguous pieces are sent from where they are.
+
+        Base and adapters are exchanged one after the other. first: of the transition that brings a base which stays.
+        """
+        bucket = bucket_bytes(self.config)
+        if self.in_eight_bits is not None:
+            return self.in_eight_bits.scratch_bytes(self.members_of_stage(pp_rank)[0], bucket, NUM_SCRATCH)
+        with_base = first or not self.keeps_base
+        key = (pp_rank, bucket, with_base)
+        if key not in self._scratch:
+            number = self.members_of_stage(pp_rank)[0]
+            exchanges = [self.exchange if with_base else None, self._adapter_exchange]
+            self._scratch[key] = max(
+                packed_bytes(each, number, bucket, NUM_SCRATCH, self.element) for each in exchanges if each is not None
+            )
+        return self._scratch[key]
+
+    @cached_property
+    def exchange(self) -> ExchangePlan:
+        """The transition of the first exchange group, as the hybrid engine plans it; those of other groups are
+        alike.
+        """
+        return self._alike.exchange if self._alike is not None else self._exchange(self.actor_weights)
+
+    @cached_property
+    def _adapter_exchange(self) -> ExchangePlan | None:
+        """`exchange` of the adapters; None without."""
+        if self._alike is not None:
+            return self._alike._adapter_exchange
+        return None if self.actor_adapters is None else self._exchange(self.actor_adapters)
+
+    @cached_property
+    def alike_layers(self) -> AlikeLayers:
+        """The transition of the first exchange group, planned for one layer of each kind and stage."""
+        return self._alike.alike_layers if self._alike is not None else self._alike_of(self.actor_weights)
+
+    @cached_property
+    def _alike_adapters(self) -> AlikeLayers | None:
+        """`alike_layers` of the adapters; None without."""
+        if self._alike is not None:
+            return self._alike._alike_adapters
+        return None if self.actor_adapters is None else self._alike_of(self.actor_adapters)
+
+    @property
+    def alike_parts(self) -> list[AlikeLayers]:
+        """The transitions of the base, and of adapters if there are any."""
+        return [part for part in (self.alike_layers, self._alike_adapters) if part is not None]
+
+    def _alike_of(self, weights: TrainedWeights) -> AlikeLayers:
+        specs, counts = one_layer_of_each(weights.params.specs, weights.stages)
+        return AlikeLayers(self._exchange(replace(weights, params=ModelParams(specs))), counts)
+
+    def members_with(self, rank: int, weights: TrainedWeights | None = None) -> list[Member]:
+        """Return the members of a rank's exchange group. weights: None: the actor's."""
+        per_node = self.training.spec.size.num_ranks_per_node
+        weights = self.actor_weights if weights is None else weights
+        return weights.members(self.grid.exchange_group(rank), self.rollout, per_node, VOCAB_PADDING)
+
+    def _exchange(self, weights: TrainedWeights) -> ExchangePlan:
+        members = self.members_with(0, weights)
+        is_base = weights.is_frozen or self.actor_adapters is None
+        drop = self.config.actor_rollout_ref.rollout.drop_train_weights and is_base
+        return plan_memory(tensors_of(weights.params.specs), members, 0, drop)[0]
+
+    # A rollout in another pool
+
+    @cached_property
+    def rollout_weights_bytes(self) -> int:
+        """Bytes of the shard that each rank of a rollout in its own pool keeps, rows of padding included."""
+        place, adapters = self.rollout.place(0, VOCAB_PADDING), self.actor_adapters
+        specs = {**self.actor.specs, **(adapters.params.specs if adapters else {})}
+        return sum(shard_of(tensor, place).numel for tensor in tensors_of(specs).values()) * self.element
+
+
+def host_copy_bytes(models: RunModels, pp_rank: int) -> int:
+    """Return the bytes of the largest copy of foreign base weights in host memory among a stage's ranks."""
+    if not models.actor_role.lora.base_on_host or not models.placement.is_colocated:
+        return 0
+    return max(map(models.alike_layers.foreign_numel, models.members_of_stage(pp_rank))) * models.element
+
+
+def merged_bytes(models: RunModels, pp_rank: int) -> dict[str, int]:
+    """Return what a rank of a stage holds of weights with adapters merged in, of its own shards; {} if none are."""
+    lora, numels = models.actor_role.lora, models.actor_weights.shard_numels(pp_rank)
+    if not lora.is_merged:
+        return {}
+    named = merged_rows(models.actor.specs, adapter_specs(models.actor.specs, lora))
+    own = [numel for name, numel in numels.items() if name in named]
+    return {"own merged": (sum(map(aligned, own[:-1])) + sum(own[-1:])) * models.element}

@@ -1,0 +1,139 @@
+"""Bytes of the transition to rollout mode: in place by the hybrid engine's plan, between pools whole shards."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from megatron_rl.model.families import VOCAB_PADDING, ParamSpec, tensors_of
+from megatron_rl.parallel.sharding import box_numel, shard_of
+from megatron_rl.planning.alike_layers import InPlaceTransition
+from megatron_rl.planning.eight_bit_transition import EightBitTransition
+from megatron_rl.planning.hardware import Hardware
+from megatron_rl.planning.run_models import RunModels
+from megatron_rl.planning.time import LINK_EFFICIENCY
+from megatron_rl.planning.weights import TrainedWeights
+
+
+@dataclass(frozen=True)
+class TransitionPlan:
+    """Bytes that ranks receive: network from other nodes, link inside of their node.
+
+    In place there is one entry for each rank of an exchange group; all groups are alike. model_bytes: M. lower_bound:
+    the closed form M / t_g - M / (t * p) for evenly sharded weights. Ranks differ from it by tensors that all TP ranks
+    hold whole, by the vocabulary matrices of the first and last stage, and by uneven stages.
+
+    With a rollout in its own pool there is one entry for each rank of one replica, which receives its whole shard,
+    M / t_g; replicas pass it on. sent: bytes that each rank of the actor's pool sends, M in all; None in place.
+
+    With adapters M is what moves in every step: adapters alone where the base stays. once: the base's transition then,
+    before the first step; None: all that moves moves in every step.
+    """
+
+    network: tuple[int, ...]
+    link: tuple[int, ...]
+    model_bytes: int
+    lower_bound: float
+    sent: tuple[int, ...] | None = None
+    once: TransitionPlan | None = None
+
+    @classmethod
+    def of(cls, models: RunModels) -> TransitionPlan:
+        """Count the transition of a run piece by piece."""
+        weights = [each for each in (models.actor_weights, models.actor_adapters) if each is not None]
+        if models.placement.is_colocated and models.in_eight_bits is not None:
+            parts = [cls._in_place(models, models.in_eight_bits)]
+        elif models.placement.is_colocated:
+            element, pairs = models.element, zip(models.alike_parts, weights, strict=True)
+            moved = (InPlaceTransition(part, element, numel_of(each.params.specs) * element) for part, each in pairs)
+            parts = [cls._in_place(models, each) for each in moved]
+        else:
+            parts = [cls._between_pools(models, each) for each in weights]
+        if len(parts) == 1:
+            return parts[0]
+        return replace(parts[1], once=parts[0]) if models.keeps_base else parts[0].plus(parts[1])
+
+    @classmethod
+    def _in_place(cls, models: RunModels, moved: InPlaceTransition | EightBitTransition) -> TransitionPlan:
+        network, link = [], []
+        for number in range(len(models.alike_layers.plan.members)):
+            network.append(moved.network_bytes(number))
+            link.append(moved.received_bytes(number) - network[-1])
+        model_bytes = moved.model_bytes
+        grid, rollout_tp = models.grid, models.rollout.tp_size
+        held = grid.tp_size * grid.pp_size
+        return cls(tuple(network), tuple(link), model_bytes, max(0.0, model_bytes / rollout_tp - model_bytes / held))
+
+    @classmethod
+    def _between_pools(cls, models: RunModels, weights: TrainedWeights) -> TransitionPlan:
+        """Count everything as network traffic: pools are assumed to have their own machines."""
+        tensors, rollout = tensors_of(weights.params.specs).values(), models.rollout
+        received = []
+        for rank in rollout.tp_groups()[0]:
+            shards = [shard_of(tensor, rollout.place(rank, VOCAB_PADDING)) for tensor in tensors]
+            received.append(sum(box_numel(part.box) for shard in shards for part in shard.parts) * models.element)
+        model_bytes = numel_of(weights.params.specs) * models.element
+        return cls(
+            tuple(received),
+            (0,) * len(received),
+            model_bytes,
+            model_bytes / rollout.tp_size,
+            tuple(sent_bytes(models, weights)),
+        )
+
+    def plus(self, other: TransitionPlan) -> TransitionPlan:
+        """Return both, one after the other, between the same ranks."""
+        network, link = (
+            tuple(map(sum, zip(mine, theirs, strict=True)))
+            for mine, theirs in ((self.network, other.network), (self.link, other.link))
+        )
+        sent = None if self.sent is None else tuple(map(sum, zip(self.sent, other.sent or (), strict=True)))
+        model_bytes, lower_bound = self.model_bytes + other.model_bytes, self.lower_bound + other.lower_bound
+        return TransitionPlan(network, link, model_bytes, lower_bound, sent)
+
+    @property
+    def mean_network(self) -> float:
+        """Mean bytes over the network per GPU."""
+        return statistics.fmean(self.network)
+
+    @property
+    def mean_link(self) -> float:
+        """Mean bytes inside of nodes per GPU."""
+        return statistics.fmean(self.link)
+
+    @property
+    def received(self) -> list[int]:
+        """Bytes that each rank receives, from wherever they come."""
+        return [sum(sizes) for sizes in zip(self.network, self.link, strict=True)]
+
+    def seconds(self, hardware: Hardware) -> float:
+        """Return the seconds until the slowest rank has everything: network first, then links inside of its node.
+
+        Between pools sending, receiving and passing on to other replicas overlap, so that the largest number of bytes
+        that one rank sends or receives decides. What moves once is not part of it.
+        """
+        received = max(
+            far / hardware.network_bandwidth + near / hardware.link_bandwidth
+            for far, near in zip(self.network, self.link, strict=True)
+        )
+        sent = max(self.sent or (0,)) / hardware.network_bandwidth
+        return max(received, sent) / LINK_EFFICIENCY + hardware.overheads.transition
+
+
+def numel_of(specs: Mapping[str, ParamSpec]) -> int:
+    """Return the elements of whole tensors, without padding of the vocabulary; a tied matrix once."""
+    return sum(tensor.numel for tensor in tensors_of(specs).values())
+
+
+def sent_bytes(models: RunModels, weights: TrainedWeights) -> list[int]:
+    """Return the bytes that every rank of the actor's pool sends: each stage once, spread evenly over its ranks."""
+    specs, grid, sent_bytes = weights.params.specs, models.grid, []
+    sent: set[str] = set()
+    for pp_rank in range(grid.pp_size):
+        names = {specs[name].tensor.name for name in weights.names(pp_rank)} - sent
+        sent |= names
+        numel = sum(tensor.numel for name, tensor in tensors_of(specs).items() if name in names)
+        share, rest = divmod(numel, grid.stage_size)
+        sent_bytes += [(share + (number < rest)) * models.element for number in range(grid.stage_size)]
+    return sent_bytes

@@ -1,0 +1,139 @@
+"""Folders of gpt-oss: what plan accepts, what it says of 4 bits, and what it refuses by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from model_folders import problems, set_experts, write_model, write_tensors
+
+from megatron_rl.planning.model_folder import read_model_folder
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 32,
+    "truncate": False,
+}
+SINKS = {
+    "architectures": ["GptOssForCausalLM"],
+    "rope_parameters": None,
+    "rope_scaling": YARN,
+    "rope_theta": 150000,
+    "head_dim": 32,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": 4,
+    "use_sliding_window": None,
+    "attention_bias": True,
+    "swiglu_limit": 7.0,
+    "rms_norm_eps": 1e-5,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+}
+FOUR_BITS = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+STACK = "model.layers.0.mlp.experts.gate_up_proj"
+CODES = {f"{STACK}_blocks": "U8", f"{STACK}_scales": "U8"}
+
+
+@pytest.fixture
+def sinks_config(moe_config, tmp_path):
+    write_model(tmp_path / "model", **SINKS)
+    return moe_config
+
+
+def test_a_published_config_is_accepted(sinks_config, tmp_path) -> None:
+    """With a window that is shorter than any row. Would not catch keys that a later release has."""
+    assert problems(sinks_config) == []
+    write_model(tmp_path / "model", **SINKS | FOUR_BITS)
+    assert problems(sinks_config) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rope_scaling": None}, "rope_type='default' is not supported; known: yarn"),
+        ({"rope_scaling": YARN | {"attention_factor": 1.0}}, "yarn with attention_factor is not supported"),
+        ({"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}, "yarn with mscale, mscale_all_dim"),
+        (
+            {"rope_scaling": {k: v for k, v in YARN.items() if k != "beta_fast"}},
+            "needs finite numbers > 0 for beta_fast",
+        ),
+        ({"layer_types": ["full_attention"] * 6}, "a window in every second layer from the first on; try: "),
+        ({"attention_bias": False}, "attention_bias=false of "),
+        ({"swiglu_limit": 5.0}, "swiglu_limit=5.0 of "),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06 of "),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config="),
+    ],
+)
+def test_what_vllm_reads_otherwise_is_refused(sinks_config, tmp_path, changes, expected) -> None:
+    """Would not catch a number that vLLM's code takes for granted and no key has."""
+    write_model(tmp_path / "model", **SINKS | changes)
+    (problem,) = problems(sinks_config)
+    assert expected in problem
+
+
+def test_sequences_are_not_cut(sinks_config, tmp_path) -> None:
+    """Context parallelism by name. Would not catch a cut that another key asks for."""
+    set_experts(sinks_config, context_parallel_size=2, pipeline_model_parallel_size=3)
+    found = "\n".join(problems(sinks_config))
+    assert "context_parallel_size=2 must be 1: attention with sinks, as of" in found
+
+
+def test_sinks_are_not_copied(sinks_config) -> None:
+    """float16 by name. Would not catch another copy that vLLM makes."""
+    for role in (sinks_config.actor_rollout_ref.actor, sinks_config.actor_rollout_ref.ref, sinks_config.critic):
+        role.megatron.dtype = "float16"
+    assert any("dtype=float16 is not there for" in problem for problem in problems(sinks_config))
+
+
+def test_transformer_engine_has_no_bias_of_the_output(sinks_config) -> None:
+    """Would not catch what only a GPU's layers lack."""
+    from megatron_rl.model.families import Model
+
+    attention = Model.of(
+        SINKS | {"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2} | SIZES
+    ).attention
+    assert attention.te_lacks == "a bias of attention's output" and not attention.own_linears
+
+
+SIZES = {"intermediate_size": 32, "vocab_size": 64, "num_key_value_heads": 2, "layer_types": None}
+
+
+def test_codes_are_unpacked_and_that_is_said(tmp_path) -> None:
+    """One line, of stacks alone, where config.json speaks of 4 bits. Would not catch codes of another format."""
+    folder = Path(write_model(tmp_path / "model", **SINKS | FOUR_BITS))
+    write_tensors(folder / "model.safetensors", CODES | {"model.norm.weight": "BF16"})
+    sizes, faults = read_model_folder("model", str(folder))
+    assert faults == [] and sizes.unread is None
+    assert sizes.unpacked == (
+        f"of {folder} 1 tensors are in 4 bits (MXFP4): they are unpacked as they are read, and exports hold them in "
+        "the type of training, without quantization_config"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "types", "expected"),
+    [
+        (SINKS, CODES, f"and holds {STACK}_blocks, {STACK}_scales"),
+        (SINKS | FOUR_BITS, {f"{STACK}_blocks": "I8"}, f"and holds {STACK}_blocks"),
+        (SINKS | FOUR_BITS, {"model.layers.0.self_attn.q_proj.weight_blocks": "U8"}, "q_proj.weight_blocks"),
+        (SINKS | FOUR_BITS, {STACK: "U8"}, f"{STACK} in model.safetensors is of type U8"),
+    ],
+)
+def test_other_bytes_are_refused(tmp_path, settings, types, expected) -> None:
+    """Without a word in config.json, of other types, of other tensors. Would not catch codes of the wrong shape."""
+    folder = Path(write_model(tmp_path / "model", **settings))
+    write_tensors(folder / "model.safetensors", types)
+    _, (fault,) = read_model_folder("model", str(folder))
+    assert expected in str(fault)
+
+
+def test_no_line_without_codes(tmp_path) -> None:
+    """A folder whose weights are floats already. Would not catch a config.json that lies."""
+    folder = write_model(tmp_path / "model", **SINKS | FOUR_BITS)
+    assert json.loads(Path(folder, "config.json").read_text())["quantization_config"]
+    sizes, _ = read_model_folder("model", folder)
+    assert sizes.unpacked is None
