@@ -47,7 +47,7 @@ COMMANDS = (
     Command("plan", plan_command, BEFORE, f"{DEMO} --hardware h100"),
     Command("check-cluster", check_cluster_command, BEFORE, f"{DEMO} trainer.nnodes=2"),
     Command("view", view_command, AFTER, "outputs/demo"),
-    Command("explain", explain_command, AFTER, "outputs/demo --step 1 --sample 0"),
+    Command("explain", explain_command, AFTER, "outputs/demo --step 1"),
     Command("eval", eval_command, AFTER, f"{DEMO} --model outputs/demo --out outputs/eval --samples 4"),
     Command("generate", generate_command, AFTER, f"{DEMO} --model outputs/demo --out outputs/answers"),
     Command("export", export_command, AFTER, "--checkpoint outputs/my_run --target my_model"),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,6 +12,7 @@ from megatron_rl.cli.options import check_number
 from megatron_rl.cli.output import check_output_file, print_json, refuse_to_lose_output, say, write_output
 from megatron_rl.config.file_kinds import kind_of
 from megatron_rl.errors import ConfigError
+from megatron_rl.observe.program import next_command
 from megatron_rl.observe.sample_files import read_step
 from megatron_rl.observe.summary import plain_table
 from megatron_rl.observe.terminal import Terminal
@@ -19,6 +20,14 @@ from megatron_rl.view.page import page
 from megatron_rl.view.page_data import page_data, page_samples
 from megatron_rl.view.run_files import FOLDER, RunFiles, read_run
 from megatron_rl.view.sample_life import check_rows, life_lines, sample_life, token_table
+from megatron_rl.view.sample_list import (
+    SAMPLE_HEADINGS,
+    STEP_HEADINGS,
+    listed_samples,
+    listed_steps,
+    sample_rows,
+    step_rows,
+)
 
 MOST_SAMPLES = 100_000
 WIDE = 200
@@ -60,31 +69,73 @@ def say_left_out(sentences: Sequence[str]) -> None:
 
 def explain_command(
     run: Annotated[Path, typer.Argument(help="The folder of a run.")],
-    step: Annotated[int, typer.Option("--step", help="The step that trained the sample.")],
-    sample: Annotated[int, typer.Option("--sample", help="Its number among the recorded ones, from 0.")],
+    step: Annotated[
+        int | None, typer.Option("--step", help="The step that trained the sample. Default: list all recorded steps.")
+    ] = None,
+    sample: Annotated[
+        int | None, typer.Option("--sample", help="Its number, from 0. Default: list the samples of the step.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
     outside: Annotated[bool, typer.Option("--outside", help=OUTSIDE)] = False,
 ) -> None:
-    """Print a sample's life: prompt, tokens, versions, rewards, advantages, its share of the loss."""
+    """Print a sample's life: prompt, tokens, versions, rewards, advantages, its share of the loss.
+
+    Without --sample, the recorded samples of a step; without --step, the best and the worst one of each step.
+    """
     is_folder, opened = kind_of(run) == FOLDER, RunFiles(run, outside)
     files = opened.samples() if is_folder else {}
     say_left_out(opened.left_out)
     if not files:
         why = "has no recorded samples" if is_folder else "is no folder"
         raise ConfigError(f"{run} {why}; try: the folder of a run with trainer.recorded_prompts=1 or more")
-    if step not in files:
+    if step is None and sample is not None:
+        raise ConfigError(f"--sample {sample} needs the step of the sample; try: --step {max(files)} --sample {sample}")
+    if step is not None and step not in files:
         nearest = min(files, key=lambda known: abs(known - step))
         raise ConfigError(f"--step {step} is none of the {len(files)} recorded steps; try: --step {nearest}")
-    recorded = read_step(files[step])
-    check_rows(recorded)
-    life = sample_life(recorded, sample)
+    if step is None:
+        print_steps(run, listed_steps(files), as_json)
+    elif sample is None:
+        print_samples(run, step, listed_samples(read_step(files[step])), as_json)
+    else:
+        recorded = read_step(files[step])
+        check_rows(recorded)
+        print_life(sample_life(recorded, sample), as_json)
+    refuse_to_lose_output()
+
+
+def print_steps(run: Path, steps: Sequence[Mapping[str, Any]], as_json: bool) -> None:
+    """Print the recorded steps of a run, and the command that shows the worst sample of the last one."""
+    if as_json:
+        print_json({"steps": steps})
+        return
+    Terminal().print(plain_table(f"Recorded steps of {run}", STEP_HEADINGS, step_rows(steps)), markup=False)
+    last = next((step for step in reversed(steps) if "worst" in step), None)
+    if last is not None:
+        say("one sample, token by token:")
+        say(f"  {next_command('explain', run, '--step', last['step'], '--sample', last['worst']['sample'])}")
+
+
+def print_samples(run: Path, step: int, samples: Sequence[Mapping[str, Any]], as_json: bool) -> None:
+    """Print the recorded samples of a step, and the command that shows the first of them."""
+    if as_json:
+        print_json({"step": step, "samples": samples})
+        return
+    Terminal().print(
+        plain_table(f"Recorded samples of step {step}", SAMPLE_HEADINGS, sample_rows(samples)), markup=False
+    )
+    if samples:
+        say(f"one sample, token by token:\n  {next_command('explain', run, '--step', step, '--sample', 0)}")
+
+
+def print_life(life: dict[str, Any], as_json: bool) -> None:
+    """Print the life of a sample."""
     if as_json:
         print_json(life)
-    else:
-        console = Terminal()
-        for line in life_lines(life):
-            say(line, console)
-        headings, rows = token_table(life)
-        wide = Terminal(width=max(console.width, WIDE))
-        wide.print(plain_table("Tokens", headings, rows), markup=False)
-    refuse_to_lose_output()
+        return
+    console = Terminal()
+    for line in life_lines(life):
+        say(line, console)
+    headings, rows = token_table(life)
+    wide = Terminal(width=max(console.width, WIDE))
+    wide.print(plain_table("Tokens", headings, rows), markup=False)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
+import shlex
 
 import pytest
 from hand_made import TOKENS, recorded
@@ -72,6 +75,31 @@ def test_explain_prints_texts_as_they_are(tmp_path):
     output = explain(str(tmp_path), "--step", "6", "--sample", "3")
     assert '"[/b]"' in output and '"<b>8</b>"' in output and "failed episode" in output
     assert json.loads(explain(str(tmp_path), "--step", "6", "--sample", "3", "--json"))["tokens"] == TOKENS[3]
+
+
+def test_explain_lists_steps_and_samples_and_leads_on(tmp_path, monkeypatch):
+    """The best and the worst of each step, all of one, and the command for one of them.
+
+    Would not catch a response that is cut in a narrow terminal.
+    """
+    monkeypatch.setenv("COLUMNS", "160")
+    for step in (6, 7):
+        write_step(tmp_path / "samples", dataclasses.replace(recorded(), step=step))
+    scores = recorded().columns["scores"].tolist()
+    best, worst = scores.index(max(scores)), scores.index(min(scores))
+    steps = json.loads(explain(str(tmp_path), "--json"))["steps"]
+    assert [(one["step"], one["recorded"], one["samples"]) for one in steps] == [(6, 4, 6), (7, 4, 6)]
+    assert {(one["best"]["sample"], one["worst"]["sample"]) for one in steps} == {(best, worst)}
+    listed = json.loads(explain(str(tmp_path), "--step", "6", "--json"))["samples"]
+    assert [one["score"] for one in listed] == scores and [one["tokens"] for one in listed][:2] == [2, 1]
+    assert listed[2]["outcome"] == "cut off" and listed[0]["prompt"] == "1+1="
+    output = explain(str(tmp_path))
+    assert re.search(r"│ 6 +│ +4 │ +6 │", output)
+    words = shlex.split(output.splitlines()[-1])
+    assert words[1:] == ["explain", str(tmp_path), "--step", "7", "--sample", str(worst)]
+    assert "cut off" in explain(str(tmp_path), "--step", "6") and "score" in explain(*words[2:])
+    with pytest.raises(ConfigError, match="--sample 0 needs the step of the sample; try: --step 7 --sample 0"):
+        explain(str(tmp_path), "--sample", "0")
 
 
 @pytest.mark.parametrize(
