@@ -161,7 +161,7 @@ def test_tokens_that_the_model_lacks_are_named(tmp_path):
 
 def test_the_documentation_has_every_kind():
     """Each in its table. Would not catch a description that is wrong."""
-    page = (Path(__file__).parents[2] / "docs/train/stage_data.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/train/data.md").read_text()
     assert [kind for kind in KINDS if f"`{kind}`" not in page] == []
 
 
