@@ -5,6 +5,7 @@
     global_step_N.replaced      complete; counts as global_step_N while another one is about to take that name
     global_step_N.deleted       being deleted
     global_step_N.set_aside     complete or broken, of an abandoned run; `.set_aside.2` is the next one
+    run.set_aside               other files of an earlier run, which a new one has found in its folder
 
 Only one run at a time may write to a folder; it calls `sweep` before it writes the first one. Needs neither torch nor
 Megatron.
@@ -17,7 +18,7 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,6 +184,16 @@ def set_aside(root: Path, after_step: int) -> list[tuple[Path, Path]]:
     if renamed:
         sync(root)
     return renamed
+
+
+def move_aside(root: Path, names: Sequence[str], name: str) -> Path:
+    """Move files and folders of a run into a new folder `name`.set_aside there; returns it. Raises OSError."""
+    target = _unused(root / name)
+    target.mkdir()
+    for one in names:
+        (root / one).rename(target / one)
+    sync(root)
+    return target
 
 
 def _named(root: Path) -> list[tuple[Path, int, str]]:

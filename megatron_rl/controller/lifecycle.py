@@ -47,7 +47,7 @@ from megatron_rl.errors import StoppedAfterStep, StoppedBeforeStep, StorageError
 from megatron_rl.records import RoleState
 from megatron_rl.roles.host import RankHost
 
-MAY_CHANGE = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.total_training_steps", "trainer.total_epochs")
+MAY_CHANGE = ("trainer.resume_mode", "trainer.resume_from_path")
 """Keys whose changes are not reported when a run resumes."""
 
 
@@ -196,7 +196,7 @@ class Lifecycle:
             self.stop_policy.stop.fulfil(StoppedBeforeStep.exit_code)
             step = before["step"]
             message = f"stopped in step {step + 1}, which was given up; step {step} is saved"
-            raise StoppedBeforeStep(message) from None
+            raise StoppedBeforeStep(message + self._continuation(step)) from None
 
     def check_stop(self) -> None:
         """Raise StoppedBeforeStep if a signal asked to stop before the first step, when there is nothing to save."""
@@ -218,7 +218,15 @@ class Lifecycle:
         if stopping:
             self.settle()
             self.stop_policy.stop.fulfil(StoppedAfterStep.exit_code)
-            raise StoppedAfterStep(f"stopped after step {step}, which is saved")
+            raise StoppedAfterStep(f"stopped after step {step}, which is saved{self._continuation(step)}")
+
+    def _continuation(self, step: int) -> str:
+        """What the same command does when `step` is saved, for the end of a sentence."""
+        trainer = self.config.trainer
+        if trainer.resume_mode != "auto":
+            return ""
+        what = f"continues from step {step + 1}" if step < trainer.num_steps else "finishes the run"
+        return f"; the same command {what}"
 
     def _state(self, step: int) -> dict[str, Any]:
         """State of the controller that the steps after `step` depend on or add to; JSON-ready."""

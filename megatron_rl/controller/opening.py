@@ -53,6 +53,9 @@ def take_folder(
     opened.enter_context(logger)
     for part in parts:
         logger.folder.give_back(part.load_state_dict)
+    if (earlier := logger.folder.set_aside) is not None:
+        folder = logger.folder.path
+        logger.say(f"{folder} had another run's files and no checkpoint to resume; they are now in {earlier}")
     logger.console.print(layout_table(table))
     for line in lines:
         logger.say(line)

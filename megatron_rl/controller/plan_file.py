@@ -9,12 +9,10 @@ from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.config.urls import without_secrets
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.observe.appended_file import replace_file
-from megatron_rl.observe.summary import finite_or_null
+from megatron_rl.observe.summary import PLAN_FILE, finite_or_null
 from megatron_rl.planning.hardware import planned_hardware
 from megatron_rl.planning.run_plan import RunPlan, mean_lengths
 from megatron_rl.planning.task_plan import TaskPlan
-
-PLAN_FILE = "plan.json"
 
 
 def write_plan(logger: RunLogger) -> None:

@@ -16,6 +16,7 @@ from megatron_rl.checkpoint.run_file import read_run_file, reading
 from megatron_rl.checkpoint.storage import storing
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.tasks import PPO
+from megatron_rl.controller.earlier_run import set_earlier_run_aside
 from megatron_rl.controller.repairs import KeptCopy, Repairs
 from megatron_rl.errors import ConfigError
 from megatron_rl.planning.file_rules import make_folders
@@ -30,11 +31,12 @@ class RunFolder:
     repairs: of a run whose ranks may have been started before. copy: the copy in host memory that the run goes on from,
     if it does. start: the checkpoint to resume, or the controller's part of that copy. saved: content of its run.json;
     {} for a new run. models: role -> identity of its model folder when the run started, for the manifests of its
-    checkpoints.
+    checkpoints. set_aside: where the files of an earlier run are now that a new run has found; None: there were none.
     """
 
     def __init__(self, config: RunConfig, repairs: Repairs | None = None) -> None:
-        self._trainer, self._repairs = config.trainer, repairs
+        self._config, self._trainer, self._repairs = config, config.trainer, repairs
+        self.set_aside: Path | None = None
         self.copy: KeptCopy | None = None
         self.path = Path(config.trainer.default_local_dir)
         self._found = find(self.path)
@@ -46,13 +48,18 @@ class RunFolder:
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        """Raises ConfigError when another run is in the folder, StorageError when it cannot be written to."""
-        with storing("the files of a run", self.path):
+        """Raises ConfigError when another run is in the folder, and where this run reads a file that it would set
+        aside, StorageError when the folder cannot be written to.
+        """
+        with storing("the files of a run", self.path), ExitStack() as opened:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = self._open.enter_context(only_writer(self.path))
+            self._lock = opened.enter_context(only_writer(self.path))
             # An earlier run that was still ending may have saved one in the meantime.
             if find(self.path) != self._found:
                 self._select()
+            if self._begins_anew():
+                self.set_aside = set_earlier_run_aside(self._config)
+            self._open = opened.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -63,6 +70,11 @@ class RunFolder:
 
     def _files(self) -> Iterator[Path]:
         return (file for file in self.path.rglob("*") if file.is_file())
+
+    def _begins_anew(self) -> bool:
+        """Whether this is a new run: it resumes nothing, and is no repair of one, and no evaluation."""
+        is_repair = self._repairs is not None and self._repairs.attempt > 0
+        return self.start.path is None and not is_repair and not self._trainer.val_only
 
     @property
     def resumed_step(self) -> int | None:

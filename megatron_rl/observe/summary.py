@@ -14,6 +14,9 @@ from rich.table import Table
 from megatron_rl.observe.appended_file import replace_file
 from megatron_rl.observe.terminal import terminal_text
 
+PLAN_FILE = "plan.json"
+"""What was planned for a run, in its folder."""
+
 
 def layout_table(rows: Iterable[tuple[str, object, str]], title: str = "Layout and batch") -> Table:
     """(name, value, note) per row."""

@@ -27,9 +27,9 @@ from megatron_rl.errors import ConfigError
 REPOSITORY = Path(__file__).parents[2]
 
 
-def new_run(folder: Path, monkeypatch) -> tuple[RunFolder, RunLogger]:
+def new_run(folder: Path, monkeypatch, *overrides: str) -> tuple[RunFolder, RunLogger]:
     monkeypatch.chdir(REPOSITORY)
-    settings = (f"trainer.default_local_dir={folder}", "trainer.save_freq=1", "trainer.logger=[jsonl]")
+    settings = (f"trainer.default_local_dir={folder}", "trainer.save_freq=1", "trainer.logger=[jsonl]", *overrides)
     config = load_config("configs/demo_cpu.yaml", settings)
     run_folder = RunFolder(config)
     return run_folder, RunLogger(config, run_folder, load_tokenizer(config.actor_rollout_ref.model.path), {})
@@ -79,6 +79,46 @@ def test_a_checkpoint_of_another_stage_is_refused(tmp_path, monkeypatch):
         save(run_folder, logger, 1)
     with pytest.raises(ConfigError, match="global_step_1 was saved by ppo, and this is sft; try: another trainer"):
         RunFolder(for_task(logger.config, "sft"))
+
+
+def test_files_of_an_earlier_run_are_set_aside(tmp_path, monkeypatch):
+    """Twice, with events and tables; a user's file stays, and so does what a resumed run, a repair or an evaluation
+    finds. Would not catch a file under a name that no run had so far.
+    """
+
+    def ends(first: str) -> None:
+        (tmp_path / "metrics.jsonl").write_text(first)
+        for file in ("tensorboard/events.1", "hf_model/config.json", "tables/1.jsonl", "notes.txt"):
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            (tmp_path / file).write_text(first)
+
+    table = f"trainer.rollout_data_dir={tmp_path / 'tables'}"
+    for number, name in enumerate((None, "run.set_aside", "run.set_aside.2")):
+        run_folder, _ = new_run(tmp_path, monkeypatch, table)
+        with run_folder:
+            assert run_folder.set_aside == (None if name is None else tmp_path / name)
+            ends(f"{number}")
+        if name is not None:
+            moved = {file.relative_to(tmp_path / name).as_posix() for file in (tmp_path / name).rglob("*.*")}
+            assert moved == {"metrics.jsonl", "tensorboard/events.1", "hf_model/config.json", "tables/1.jsonl"}
+            assert (tmp_path / name / "metrics.jsonl").read_text() == f"{number - 1}"
+
+    reader, _ = new_run(tmp_path, monkeypatch, f"data.val_files=[x,{tmp_path / 'hf_model/rows.parquet'}]")
+    with pytest.raises(ConfigError, match=f"rows.parquet is a file of the run .*; try: .*={tmp_path}-2"), reader:
+        pass
+    evaluation, _ = new_run(tmp_path, monkeypatch, "trainer.val_only=true")
+    with evaluation:
+        assert evaluation.set_aside is None
+    config = load_config("configs/demo_cpu.yaml", [f"trainer.default_local_dir={tmp_path}"])
+    repairs = Repairs(config, StopRequest(LastResort()), local=False)
+    repairs.attempt = 1
+    with RunFolder(config, repairs) as repaired:
+        assert repaired.set_aside is None
+    resumed, logger = new_run(tmp_path, monkeypatch)
+    save(resumed, logger, 2)
+    resumed, _ = new_run(tmp_path, monkeypatch)
+    with resumed:
+        assert resumed.set_aside is None and (tmp_path / "metrics.jsonl").read_text() == "2"
 
 
 class NothingDrawn:
