@@ -37,5 +37,11 @@ def is_save_step(trainer: TrainerConfig, step: int) -> bool:
 
 
 def is_validation_step(trainer: TrainerConfig, step: int) -> bool:
-    """Whether validation follows this step: every `test_freq` steps, and always after the last."""
-    return step == trainer.num_steps or (trainer.test_freq > 0 and step % trainer.test_freq == 0)
+    """Whether validation follows this step: every `test_freq` steps and after the last, unless it is switched off."""
+    is_due = trainer.test_freq > 0 and step % trainer.test_freq == 0
+    return validates(trainer) and (is_due or step == trainer.num_steps)
+
+
+def validates(trainer: TrainerConfig) -> bool:
+    """Whether a run validates at all: not with `test_freq` 0 and `val_before_train` false."""
+    return trainer.test_freq > 0 or trainer.val_before_train

@@ -69,7 +69,8 @@ class TrainerConfig:
     critic_warmup: Count = 0
     """Before this step only the critic is trained."""
     test_freq: Count = 10
-    """Validate every N steps, and always after the last one; 0 or -1: only after the last one."""
+    """Validate every N steps, and after the last one; 0 or -1: only after the last one, and never if val_before_train
+    is false."""
     val_before_train: bool = True
     """Validate before the first step."""
     val_only: bool = False

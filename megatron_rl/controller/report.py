@@ -16,6 +16,7 @@ from megatron_rl.checkpoint.hf_config import read_hf_config
 from megatron_rl.checkpoint.hf_folder import removing_unfinished
 from megatron_rl.checkpoint.storage import storing
 from megatron_rl.config.roles import ROLLOUT
+from megatron_rl.config.steps import validates
 from megatron_rl.controller.opening import OpenRun
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.errors import ParityError
@@ -49,7 +50,7 @@ def finish_run(run: Run) -> dict[str, Any]:
     logger, validation = run.logger, run.validation
     logger.title("Finishing: export, comparison, curves")
     if validation.parity_rows is None:  # every step had been taken before
-        validation.run(run.config.trainer.num_steps)
+        validation.at_the_end(run.config.trainer.num_steps)
     logger.keep_folder()
     results = {
         "rollout_logprob_diff_max": run.algorithm.logprob_diff_max,
@@ -95,6 +96,8 @@ def finish(
     ]
     if rows:
         logger.console.print(before_after_table(rows))
+    if not validates(run.config.trainer):
+        logger.say(f"no {' or '.join(labels.values())}: trainer.test_freq=0 and trainer.val_before_train=false")
     for line in lines:
         logger.say(line)
     files = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))

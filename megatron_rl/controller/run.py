@@ -16,7 +16,7 @@ from megatron_rl.cluster.replicas import ReplicatedPool
 from megatron_rl.config.algorithms import trains_on_rule, uses_rule
 from megatron_rl.config.roles import ACTOR, CRITIC, ROLLOUT, Placement, RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig, as_list
-from megatron_rl.config.steps import with_steps
+from megatron_rl.config.steps import validates, with_steps
 from megatron_rl.controller.algorithm import Algorithm
 from megatron_rl.controller.lifecycle import Lifecycle, StopPolicy
 from megatron_rl.controller.open_episodes import open_episodes, with_tools
@@ -111,6 +111,8 @@ class Run(OpenRun):
                 self.logger.warn(sentence)
         self.logger.save_samples(self.config.trainer.rollout_data_dir, batch.prompts, scored, batch.step)
         record_samples(self.logger, batch)
+        if not validates(self.config.trainer):
+            self.validation.take_parity_rows(batch.rows)
         return metrics | self.logger.memory_metrics(self.pools.hosts)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megatron_rl.cluster.signals import StopRequest
 from megatron_rl.columns import SCORING
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.steps import is_validation_step
+from megatron_rl.config.steps import is_validation_step, validates
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.observe.validation_metrics import validation_metrics
@@ -53,7 +53,8 @@ class Validation:
 class PromptValidation(Validation):
     """Answers every held-out prompt, `val_kwargs.n` times; metrics per data source, under verl's names.
 
-    parity_rows: a few rows of the last validation, to compare the exported model on; None before the first.
+    parity_rows: a few rows to compare the exported model on: of the last validation, or, without validation, of the
+    last step. None before the first.
     """
 
     def __init__(
@@ -80,11 +81,25 @@ class PromptValidation(Validation):
             self.logger.val_rewards.append(mean(variables["reward"]))
             if "acc" in variables:
                 self.logger.accuracies.append(mean(variables["acc"]))
-            self.parity_rows = batch.rows[:NUM_PARITY_ROWS].read_by(SCORING)
+            self.take_parity_rows(batch.rows)
             sources, predictions = list(prompts.data_source), scored.predictions()
             metrics = validation_metrics(sources, prompts.index.tolist(), variables, predictions)
         metrics |= {f"val-aux/{name}": value for name, value in batch.metrics.items()}
         return metrics | self.logger.clock.take("testing")
+
+    def at_the_end(self, step: int) -> None:
+        """Validate the last weights of a run that has no step left; without validation answer a few prompts, which the
+        export is compared on.
+        """
+        if validates(self.config.trainer):
+            self.run(step)
+        elif self.config.trainer.export_hf:
+            few = range(min(NUM_PARITY_ROWS, len(self.data)))
+            self.take_parity_rows(self.answered(few, step).rows)
+
+    def take_parity_rows(self, rows: Batch) -> None:
+        """Keep a few rows, to compare the exported model on."""
+        self.parity_rows = rows[:NUM_PARITY_ROWS].read_by(SCORING)
 
     def answered(self, prompts: Sequence[int], step: int) -> SampledBatch:
         """Answers, with their scores, to the held-out prompts with these numbers, each `val_kwargs.n` times."""

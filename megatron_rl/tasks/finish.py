@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron_rl.checkpoint.score_statistics import ScoreStatistics, write_statistics
+from megatron_rl.config.steps import validates
 from megatron_rl.controller.report import export_adapter, export_and_compare, finish, with_engine_norms
 from megatron_rl.records import Batch, answer_rows
 from megatron_rl.roles.scorer import TrainedScorer
@@ -25,7 +26,7 @@ def finish_task(run: TaskRun, export: Callable[[], float]) -> dict[str, Any]:
     """
     held_out, trainer = run.held_out, run.config.trainer
     run.logger.title("Finishing: export, comparison, curves")
-    if not held_out.losses:  # every step had been taken before, without a validation
+    if validates(trainer) and not held_out.losses:  # every step had been taken before, without a validation
         held_out.losses.append(held_out.measure()["val/loss"])
     run.logger.keep_folder()
     results = {

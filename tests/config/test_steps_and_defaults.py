@@ -7,7 +7,7 @@ import pytest
 from megatron_rl.config.keys import KEYS
 from megatron_rl.config.load import read_run
 from megatron_rl.config.schema import DataConfig, RunConfig
-from megatron_rl.config.steps import num_steps, with_steps
+from megatron_rl.config.steps import is_validation_step, num_steps, with_steps
 from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.config.validate import value_problems
 from megatron_rl.config.verl_compat.default_differences import differences, verl_defaults
@@ -39,6 +39,16 @@ def test_steps_by_hand(steps, epochs, num_prompts, expected):
     """Batches of 32. Would not catch epochs that dynamic sampling uses up sooner."""
     trainer = TrainerConfig(total_training_steps=steps, total_epochs=epochs)
     assert num_steps(RunConfig(trainer=trainer, data=DataConfig(gen_batch_size=32)), num_prompts) == expected
+
+
+@pytest.mark.parametrize(
+    ("test_freq", "before", "expected"),
+    [(2, True, [2, 4, 5]), (2, False, [2, 4, 5]), (9, False, [5]), (0, True, [5]), (0, False, [])],
+)
+def test_validation_that_is_switched_off_stays_off(test_freq, before, expected):
+    """Of five steps. Would not catch a validation at a run's end: tests/e2e/test_local_runs.py."""
+    trainer = TrainerConfig(total_training_steps=5, test_freq=test_freq, val_before_train=before)
+    assert [step for step in range(1, 6) if is_validation_step(trainer, step)] == expected
 
 
 def test_steps_are_put_into_a_copy():

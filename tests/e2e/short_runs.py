@@ -15,7 +15,7 @@ SHORT = (
     "actor_rollout_ref.actor.ppo_mini_batch_size=8",
     "algorithm.kl_ctrl.type=adaptive",
     "trainer.val_before_train=false",
-    "trainer.test_freq=0",
+    "trainer.test_freq=5040",
     "trainer.total_training_steps=5",
 )
 ONE = ("trainer.n_gpus_per_node=1", *(f"{MEGATRON}.{axis}_model_parallel_size=1" for axis in ("tensor", "pipeline")))

@@ -28,7 +28,7 @@ OVERRIDES = {
     f"{MEGATRON}.pipeline_model_parallel_size": 1,
     "trainer.total_training_steps": 1,
     "trainer.val_before_train": False,
-    "trainer.test_freq": 0,
+    "trainer.test_freq": 5040,
     "trainer.export_hf": False,
     "trainer.logger": ["console", "jsonl"],
     "data.train_batch_size": 8,

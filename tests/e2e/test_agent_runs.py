@@ -121,7 +121,7 @@ def test_failed_episodes_are_drawn_again_and_repeated(command_line) -> None:
 
     Would not catch an episode that cannot begin, which is not drawn again.
     """
-    keys = (*SMALL, "--local", "--collapse", "trainer.total_training_steps=2", "trainer.test_freq=0")
+    keys = (*SMALL, "--local", "--collapse", "trainer.total_training_steps=2", "trainer.test_freq=5040")
     retry = f"{TURNS}.max_retries=1"
     run = command_line(*keys, retry, *environment("Flaky"), config=ASYNC)
     assert run.wait() == 0, run.text()
@@ -169,7 +169,7 @@ def test_a_killed_run_of_agents_goes_on(command_line, name) -> None:
     way = agent(FILE, f"name={name}") if name == "three_tries" else environment(name)
     settings = (
         *(*SMALL, "trainer.rollout_ahead=2", "async_training.deterministic=true", "trainer.total_training_steps=5"),
-        *(WITHOUT_RAY, "trainer.save_freq=2", "trainer.test_freq=0", "trainer.val_before_train=false"),
+        *(WITHOUT_RAY, "trainer.save_freq=2", "trainer.test_freq=5040", "trainer.val_before_train=false"),
         *("async_training.partial_rollout=true", *way),
     )
     life = command_line(*settings, config=ASYNC)
@@ -194,7 +194,7 @@ def test_an_agent_at_the_endpoint_is_an_environment(command_line) -> None:
 
     Would not catch a conversation that another model's template renders otherwise as a whole.
     """
-    keys = (*SHORT, *LOCAL, "trainer.total_training_steps=1", "trainer.test_freq=0", DETERMINISTIC)
+    keys = (*SHORT, *LOCAL, "trainer.total_training_steps=1", "trainer.test_freq=5040", DETERMINISTIC)
     ways = environment("ThreeTries"), agent(FILE, "name=three_tries")
     runs = [command_line(*keys, *way, config=GRPO) for way in ways]
     for run in runs:
@@ -268,7 +268,7 @@ def test_an_agent_may_be_a_program(command_line) -> None:
 
     Would not catch hundreds of them, which need memory.
     """
-    small = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.test_freq=0")
+    small = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.test_freq=5040")
     keys = (WITHOUT_RAY, "trainer.n_gpus_per_node=2", f"{MEGATRON}.tensor_model_parallel_size=2", *SHORT, *small)
     program = agent(f"command=[{sys.executable},tests/e2e/agents_for_tests.py]")
     run = command_line(*keys, *program, config=GRPO)
@@ -283,7 +283,7 @@ def test_hostile_agents_cost_their_own_episodes(command_line) -> None:
 
     Would not catch what an agent does to its own process: it is in one of several then.
     """
-    keys = (*SHORT, *LOCAL, "trainer.test_freq=0", f"{TURNS}.max_failed_ratio=0.99")
+    keys = (*SHORT, *LOCAL, "trainer.test_freq=5040", f"{TURNS}.max_failed_ratio=0.99")
     run = command_line(*keys, *agent(FILE, "name=hostile"), config=GRPO)
     assert run.wait() == 0, run.text()
     steps = [line for line in metrics(run).values() if "episode/raised" in line]
@@ -381,11 +381,11 @@ def test_a_rule_scores_while_others_are_drawn(command_line, tmp_path, kind) -> N
         ),
     }[kind]
     one = ("trainer.n_gpus_per_node=1", f"{MEGATRON}.tensor_model_parallel_size=1", WITHOUT_RAY)
-    run = command_line(*SHORT, *one, *own, "trainer.test_freq=0", config=GRPO)
+    run = command_line(*SHORT, *one, *own, "trainer.test_freq=5040", config=GRPO)
     assert run.wait() == 0, run.text()
     calls = [float(line) for line in (tmp_path / "counting.py.calls").read_text().split()]
     assert len(calls) == 2 * 16 * 4 + NUM_HELD_OUT
-    here = command_line(*SHORT, *LOCAL, *own, "trainer.test_freq=0", config=GRPO)
+    here = command_line(*SHORT, *LOCAL, *own, "trainer.test_freq=5040", config=GRPO)
     assert here.wait() == 0, here.text()
     assert metrics(run) == metrics(here)
     spans = [span for span in json.loads((run.run / "timeline.json").read_text()) if span["name"] in ("gen", "ref")]

@@ -125,7 +125,12 @@ def test_a_recorded_run_is_repeated_bit_for_bit(command_line) -> None:
     Would not catch a replica that was lost; a longer test does.
     """
     small = (*SMALL, "--local", "--collapse", "trainer.total_training_steps=3", "trainer.val_before_train=false")
-    small = (*small, "trainer.test_freq=0", "actor_rollout_ref.rollout.max_num_seqs=48", "async_training.slice_steps=3")
+    small = (
+        *small,
+        "trainer.test_freq=5040",
+        "actor_rollout_ref.rollout.max_num_seqs=48",
+        "async_training.slice_steps=3",
+    )
     run = command_line(*small, config=ASYNC)
     assert run.wait() == 0, run.text()
     again = command_line(*small, f"--replay={run.run}", config=ASYNC)
@@ -147,7 +152,7 @@ def test_a_replica_that_is_lost_again_while_it_starts(command_line, tmp_path: Pa
     ahead = (
         *ahead,
         WITHOUT_RAY,
-        "trainer.test_freq=0",
+        "trainer.test_freq=5040",
         "trainer.heartbeat_timeout_s=10",
         "async_training.partial_rollout=false",
     )
@@ -184,7 +189,7 @@ def test_the_demo_is_learnt(command_line, tmp_path: Path) -> None:
         f"trainer.rollout_data_dir={tmp_path / 'samples'}",
         WITHOUT_RAY,
         "trainer.rollout_ahead=1",
-        "trainer.test_freq=0",
+        "trainer.test_freq=5040",
         "trainer.val_before_train=false",
         config=ASYNC,
     )
@@ -206,7 +211,7 @@ def test_interrupted_runs_go_on_bit_for_bit(command_line) -> None:
     """
     settings = (
         *(*SMALL, "trainer.rollout_ahead=2", "async_training.deterministic=true", "trainer.total_training_steps=6"),
-        *(WITHOUT_RAY, "trainer.save_freq=2", "trainer.test_freq=0", "trainer.val_before_train=false"),
+        *(WITHOUT_RAY, "trainer.save_freq=2", "trainer.test_freq=5040", "trainer.val_before_train=false"),
     )
     whole = command_line(*settings, config=ASYNC)
     assert whole.wait() == 0, whole.text()
@@ -229,7 +234,7 @@ def test_interrupted_runs_go_on_bit_for_bit(command_line) -> None:
 def test_no_step_ahead_on_replicas_is_the_split_synchronous_run(command_line) -> None:
     """Two replicas, bit for bit. Would not catch a replica that gets more rows than the other in both."""
     small = (*SMALL, "trainer.total_training_steps=2", "trainer.rollout_ahead=0")
-    small = (*small, WITHOUT_RAY, "trainer.test_freq=0", "trainer.val_before_train=false")
+    small = (*small, WITHOUT_RAY, "trainer.test_freq=5040", "trainer.val_before_train=false")
     sliced = command_line(*small, config=ASYNC)
     assert sliced.wait() == 0, sliced.text()
     plain = command_line(*small, "async_training.partial_rollout=false", config=ASYNC)
@@ -248,7 +253,7 @@ def test_a_run_that_lost_replicas_goes_on_and_is_repeated(command_line, tmp_path
     Would not catch two losses at once.
     """
     rng = Random(7)
-    settings = (*SMALL, "trainer.rollout_ahead=3", "async_training.max_replica_restarts=100", "trainer.test_freq=0")
+    settings = (*SMALL, "trainer.rollout_ahead=3", "async_training.max_replica_restarts=100", "trainer.test_freq=5040")
     settings = (*settings, "trainer.heartbeat_timeout_s=10", f"trainer.total_training_steps={MANY_STEPS}")
     settings = (*settings, WITHOUT_RAY, "trainer.val_before_train=false")
     run = command_line(*settings, f"trainer.rollout_data_dir={tmp_path / 'samples'}", config=ASYNC)

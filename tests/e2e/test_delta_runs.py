@@ -16,7 +16,7 @@ DELTAS = "actor_rollout_ref.rollout.weight_deltas=true"
 SLOW = "actor_rollout_ref.actor.optim.lr=1e-6"
 SMALL = (
     *("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.rollout.n=4"),
-    *("trainer.val_before_train=false", "trainer.test_freq=0", f"{MEGATRON}.dtype=bfloat16", WITHOUT_RAY),
+    *("trainer.val_before_train=false", "trainer.test_freq=5040", f"{MEGATRON}.dtype=bfloat16", WITHOUT_RAY),
 )
 SPLIT = (
     *("pools.critic.n_gpus_per_node=1", "critic.megatron.pipeline_model_parallel_size=1"),

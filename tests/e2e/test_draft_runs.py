@@ -38,7 +38,7 @@ def drafts(run) -> list[list[float]]:
 
 def must_be_repeated(command_line, way: str, *settings: str) -> None:
     """A run and its replay have the same metrics, drafts too, and weights; other keys of drafts are refused."""
-    settings = (*settings, f"{SPECULATIVE}={way}", "trainer.test_freq=0", "trainer.val_before_train=false")
+    settings = (*settings, f"{SPECULATIVE}={way}", "trainer.test_freq=5040", "trainer.val_before_train=false")
     run = command_line(*settings, config=ASYNC)
     assert run.wait() == 0, run.text()
     again = command_line(*settings, f"--replay={run.run}", config=ASYNC)
@@ -117,5 +117,5 @@ def test_earlier_answers_of_a_run_ahead_outlive_a_process(command_line, epochs) 
     Would not catch a run that is killed, whose checkpoints are the same files.
     """
     ahead = (WITHOUT_RAY, "trainer.rollout_ahead=2", "async_training.deterministic=true")
-    settings = (*ahead, "trainer.total_training_steps=5", "trainer.test_freq=0", "trainer.val_before_train=false")
+    settings = (*ahead, "trainer.total_training_steps=5", "trainer.test_freq=5040", "trainer.val_before_train=false")
     must_go_on(command_line, *SMALL, *settings, epochs, config=ASYNC)

@@ -5,6 +5,7 @@ That its numbers are those through Ray, bit for bit, is in test_resumed_runs.py.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -105,3 +106,20 @@ def test_a_scorer_of_the_users_scores_held_out_answers(command_line, tmp_path) -
     means = {name.split("/")[-2]: value for name, value in line.items() if name.endswith("/mean@1")}
     assert means["reward"] == pytest.approx(means["acc"] - 2.0) and line["val-aux/strict/rows"] == 40
     assert -2.0 <= line["critic/score/mean"] <= -1.0
+
+
+def test_validation_that_is_off_stays_off(command_line, tmp_path) -> None:
+    """Nothing held out is answered, and the export is compared on samples of the last step. The folder had another
+    run's metrics. Would not catch a run that resumes with no step left.
+    """
+    (tmp_path / "second/run").mkdir(parents=True)
+    (tmp_path / "second/run/metrics.jsonl").write_text('{"step": 1}\n')
+    keys = (*LOCAL, *SMALL, "trainer.total_training_steps=1", "trainer.save_freq=-1")
+    run = command_line(*keys, folder=tmp_path / "second")
+    assert run.wait() == 0, run.text()
+    summary = json.loads((run.run / "summary.json").read_text())
+    assert summary["val_accuracy_after"] is None and 0 < summary["hf_export_logit_diff_max"] < 1e-4
+    assert not [name for name in metrics(run)[1] if name.startswith("val-")]
+    assert "no held-out accuracy: trainer.test_freq=0 and trainer.val_before_train=false" in run.text()
+    assert f"they are now in {run.run}/run.set_aside" in run.text()
+    assert (run.run / "run.set_aside/metrics.jsonl").read_text() == '{"step": 1}\n'

@@ -35,7 +35,7 @@ def test_512_agents_of_which_two_hang(command_line) -> None:
     Would not catch agents of which each is a process: memory bounds these.
     """
     keys = ("data.train_batch_size=128", "actor_rollout_ref.rollout.n=4", "trainer.total_training_steps=1")
-    limits = (f"{TURNS}.tool_timeout_s=20", "trainer.val_before_train=false", "trainer.test_freq=0")
+    limits = (f"{TURNS}.tool_timeout_s=20", "trainer.val_before_train=false", "trainer.test_freq=5040")
     run = command_line(*keys, *limits, *ONE_RANK, RAY, *agent(FILE, "name=first_hangs"), config=GRPO)
     assert run.wait() == 0, run.text()
     [step] = episodes(run)
@@ -50,7 +50,12 @@ def test_a_kill_while_agents_are_at_work(command_line, launcher: str, killed: st
     on, says so, and each step has all of its episodes. Would not catch a kill between two steps.
     """
     program = agent(f"command=[{sys.executable},tests/e2e/agents_for_tests.py]")
-    keys = (*SHORT, "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.test_freq=0")
+    keys = (
+        *SHORT,
+        "data.train_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "trainer.test_freq=5040",
+    )
     run = command_line(*keys, *ONE_RANK, launcher, *program, config=GRPO)
 
     def at_work() -> bool:

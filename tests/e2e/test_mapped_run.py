@@ -22,7 +22,11 @@ def test_the_printed_command_starts_the_winner(tmp_path, command_line, few_promp
     """On four processes: the run ends well, and its ranks are those of the placement. Would not catch a placement that
     is slow.
     """
-    kept = ["trainer.total_training_steps=1", "trainer.test_freq=0", f"data.val_files={few_prompts / 'test.parquet'}"]
+    kept = [
+        "trainer.total_training_steps=1",
+        "trainer.test_freq=5040",
+        f"data.val_files={few_prompts / 'test.parquet'}",
+    ]
     kept += ["trainer.val_before_train=false", "trainer.export_hf=false", f"trainer.default_local_dir={tmp_path}/0/run"]
     options = ["--gpus", "4", "--out", str(tmp_path / "best.yaml"), "--keep", WITHOUT_RAY, *kept]
     finished = subprocess.run(

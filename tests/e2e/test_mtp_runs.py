@@ -20,7 +20,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GRPO = "configs/grpo_cpu.yaml"
 SHORT = (
     *("data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=4", f"{ROLLOUT}.n=4", "trainer.total_training_steps=4"),
-    *("trainer.val_before_train=false", "trainer.test_freq=0", "trainer.save_freq=2"),
+    *("trainer.val_before_train=false", "trainer.test_freq=5040", "trainer.save_freq=2"),
 )
 LEARNS = (f"{ROLLOUT}.speculative=mtp", f"{ACTOR}.mtp_loss_scaling_factor=0.1", f"{ACTOR}.optim.lr=1e-3")
 TOKENS, LOSS = "rollout/tokens_per_step", "actor/mtp_loss"
@@ -82,7 +82,7 @@ def test_guesses_of_a_pool_of_its_own_are_repeated(command_line, tmp_path: Path)
     its bits. Would not catch a layer that came over the bridge late: its guesses would be worse, and no answer other.
     """
     settings = (*SMALL, *LEARNS, WITHOUT_RAY, "trainer.rollout_ahead=1", "trainer.total_training_steps=4")
-    settings += ("trainer.test_freq=0", "trainer.val_before_train=false", "async_training.partial_rollout=false")
+    settings += ("trainer.test_freq=5040", "trainer.val_before_train=false", "async_training.partial_rollout=false")
     settings += (glm_with_mtp(tmp_path / "model"), "actor_rollout_ref.rollout.n_gpus_per_node=2")
     run = command_line(*settings, config=ASYNC)
     assert run.wait() == 0, run.text()

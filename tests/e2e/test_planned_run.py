@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(300)
 
 SMALL = (
     *("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.rollout.n=2"),
-    *("trainer.val_before_train=false", "trainer.test_freq=0", "trainer.logger=[jsonl]", "trainer.export_hf=false"),
+    *("trainer.val_before_train=false", "trainer.test_freq=5040", "trainer.logger=[jsonl]", "trainer.export_hf=false"),
     *("trainer.total_training_steps=4", "--local", "--collapse"),
 )
 

@@ -49,7 +49,7 @@ def test_a_curriculum_chooses_the_prompts(command_line, tmp_path) -> None:
     sentence. Would not catch scores of other prompts; unit tests do.
     """
     short = (*LOCAL, "data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16")
-    short = (*short, "actor_rollout_ref.rollout.n=2", "trainer.val_before_train=false", "trainer.test_freq=0")
+    short = (*short, "actor_rollout_ref.rollout.n=2", "trainer.val_before_train=false", "trainer.test_freq=5040")
     run = command_line(*short, *keys(tmp_path, "log"), "trainer.total_training_steps=2", config=GRPO)
     assert run.wait() == 0, run.text()
     first, second = (json.loads(line) for line in (tmp_path / "log").read_text().splitlines())
@@ -72,7 +72,7 @@ def test_a_killed_run_draws_what_it_would_have(command_line, tmp_path, ahead) ->
     """
     settings = (
         *(*SMALL, f"trainer.rollout_ahead={ahead}", "async_training.deterministic=true", WITHOUT_RAY),
-        *("trainer.total_training_steps=6", "trainer.save_freq=2", "trainer.test_freq=0"),
+        *("trainer.total_training_steps=6", "trainer.save_freq=2", "trainer.test_freq=5040"),
         "trainer.val_before_train=false",
     )
     life = command_line(*settings, *keys(tmp_path, "log"), config=ASYNC)

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 SHORT = (
     *("data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=4", f"{ROLLOUT}.n=4", "trainer.total_training_steps=2"),
-    *("trainer.val_before_train=false", "trainer.test_freq=0", "trainer.export_hf=false"),
+    *("trainer.val_before_train=false", "trainer.test_freq=5040", "trainer.export_hf=false"),
     *(f"{ACTOR}.ppo_micro_batch_size_per_gpu=8", f"{ACTOR}.ppo_epochs=2"),
 )
 SMALL_STEPS = f"{ACTOR}.optim.lr=1e-12"

@@ -136,7 +136,7 @@ def test_interrupted_controller(command_line, one, number: int, code: int) -> No
 
     A driver that waits for Ray gets them in tests/cluster/test_driver_death.py, too.
     """
-    run = command_line(*SMALL, *one, "trainer.total_training_steps=1000", "trainer.test_freq=0")
+    run = command_line(*SMALL, *one, "trainer.total_training_steps=1000", "trainer.test_freq=5040")
     run.wait_for(lambda: '"step": 1' in run.metrics())
     run.process.send_signal(number)
     assert_clean_end(run, code)

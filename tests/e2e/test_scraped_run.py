@@ -31,7 +31,7 @@ def test_the_exporter_costs_a_step_half_a_percent_at_most(command_line) -> None:
     Would not catch what the lock of Python makes others wait.
     """
     keys = ("trainer.prometheus.port=0", f"trainer.total_training_steps={STEPS}", "trainer.val_before_train=false")
-    run = command_line(*keys, "trainer.test_freq=0", "trainer.export_hf=false", *LOCAL)
+    run = command_line(*keys, "trainer.test_freq=5040", "trainer.export_hf=false", *LOCAL)
     run.wait_for(lambda: "metrics for Prometheus: " in run.text())
     address = re.search(r"metrics for Prometheus: (\S+)", run.text())[1]
     last: dict[str, float] = {}

@@ -30,7 +30,7 @@ SHORT = (
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     "trainer.total_training_steps=2",
     "trainer.val_before_train=false",
-    "trainer.test_freq=0",
+    "trainer.test_freq=5040",
     "trainer.export_hf=false",
 )
 

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(480)]
 SPLIT = "configs/split_cpu.yaml"
 SMALL = (
     *("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.rollout.n=4"),
-    *("trainer.val_before_train=false", "trainer.test_freq=0", "trainer.total_training_steps=2"),
+    *("trainer.val_before_train=false", "trainer.test_freq=5040", "trainer.total_training_steps=2"),
 )
 TWO_RANKS = (*ONE, "pools.critic.nnodes=1", "pools.critic.n_gpus_per_node=1", "critic.pool=critic")
 """Of the demo: one for the critic, one for all else."""
