@@ -1,4 +1,4 @@
-"""Put the tables of published numbers into docs/plan/planning.md: python scripts/planner_table.py [--check]."""
+"""Put the tables of published numbers into docs/internals/planner_calibration.md: planner_table.py [--check]."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from marked_tables import write_or_check
 from published.table import markdown_table
 from published.unseen import markdown_tables
 
-DOCUMENT = Path(__file__).parents[1] / "docs/plan/planning.md"
+DOCUMENT = Path(__file__).parents[1] / "docs/internals/planner_calibration.md"
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def rank_correlations(found: Sequence[Judged]) -> tuple[float, float]:
 
 
 def markdown_table() -> str:
-    """The table of docs/plan/planning.md."""
+    """The table of docs/internals/planner_calibration.md."""
     found = judged()
     lines = ["| point | published | estimate | error | after scalar | sets | source |", "|---|---|---|---|---|---|---|"]
     for one in found:

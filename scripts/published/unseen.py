@@ -152,7 +152,7 @@ def missing_table() -> list[str]:
 
 
 def markdown_tables() -> str:
-    """The tables of docs/plan/planning.md."""
+    """The tables of docs/internals/planner_calibration.md."""
     unseen, moved = judged_unseen(), transfers()
     overall, inside = rank_correlations(unseen)
     raw = statistics.median(abs(one.error) for one in unseen)
