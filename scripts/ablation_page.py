@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 DOCS = Path(__file__).parents[1] / "docs"
-DOCUMENT, PICTURE = DOCS / "plan/ablations.md", DOCS / "pictures/ablation.png"
+DOCUMENT, PICTURE = DOCS / "internals/measured.md", DOCS / "pictures/ablation.png"
 BEGIN, END = "<!-- begin of scripts/ablation_page.py -->", "<!-- end of scripts/ablation_page.py -->"
 
 
