@@ -15,7 +15,14 @@ from megatron_rl.checkpoint.adapter_identity import LORA, REFERENCE_ADAPTER, ada
 from megatron_rl.checkpoint.contents import contents_faults
 from megatron_rl.checkpoint.folders import HF_MODEL, LEFTOVERS, NAME, find
 from megatron_rl.checkpoint.identity import compared
-from megatron_rl.checkpoint.manifest import Manifest, ManifestError, OtherFormatError, broken_files, read_manifest
+from megatron_rl.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    ManifestError,
+    OtherFormatError,
+    broken_files,
+    read_manifest,
+)
 from megatron_rl.checkpoint.pickles import forbidden_globals, pickles_in
 from megatron_rl.config.problems import nearest_name, refused
 from megatron_rl.config.trainer import TrainerConfig
@@ -76,6 +83,8 @@ def usable_checkpoint(given: Path) -> Path:
         hint = "" if model is None else f"; its trained model is {model}, a Hugging Face folder"
         raise ConfigError(f"{run} has no checkpoints, because its run has saved none (trainer.save_freq){hint}")
     folder = inside[0].path if inside else given
+    if (reason := _why_no_checkpoint(folder)) is not None:
+        raise ConfigError(reason)
     try:
         _check(folder, {}, checksums=True)
     except (ManifestError, UnfitError) as error:
@@ -83,6 +92,19 @@ def usable_checkpoint(given: Path) -> Path:
         hint = f"{folder.parent} has no usable one" if usable is None else f"try: {usable}"
         raise ConfigError(f"{folder} is no checkpoint that can be used: {error}; {hint}") from error
     return folder
+
+
+def _why_no_checkpoint(folder: Path) -> str | None:
+    """Return the sentence on a path that nobody wrote as a checkpoint; None for what may be one, whole or not."""
+    if not folder.exists():
+        others = [str(other) for other in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        near = f"; did you mean: {nearest_name(str(folder), others)}" if others else ""
+        return f"there is no folder {folder}{near}"
+    if (folder / "config.json").is_file():
+        return f"{folder} is a Hugging Face folder, and no checkpoint; nothing needs to be exported from it"
+    if folder.is_dir() and not NAME.fullmatch(folder.name) and not (folder / MANIFEST).exists():
+        return f"{folder} is neither a checkpoint (global_step_N) nor the folder of a run, which has {METRICS_FILE}"
+    return None
 
 
 def trained_model(run: Path) -> Path | None:

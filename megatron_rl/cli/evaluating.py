@@ -109,7 +109,7 @@ def model_folder(model: Path, out: Path) -> Path:
             return at_end
         checkpoint = usable_checkpoint(model).resolve()
     except ConfigError as error:
-        raise ConfigError(f"--model {model} is no Hugging Face folder, which has a config.json, and {error}") from error
+        raise ConfigError(f"--model {model} is no Hugging Face folder, which has a config.json; {error}") from error
     target = out / export_name(checkpoint)
     if target.is_dir():
         return target  # of the evaluation that was stopped

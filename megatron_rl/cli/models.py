@@ -13,6 +13,7 @@ from megatron_rl.checkpoint.resume import usable_checkpoint
 from megatron_rl.checkpoint.targets import refuse_target
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.console import quiet_libraries
+from megatron_rl.observe.program import next_command
 from megatron_rl.observe.terminal import Terminal
 
 
@@ -49,6 +50,12 @@ def export_command(
     else:
         export_saved(folder, role.value, target, base)
     Terminal().print(f"{role.value} of {folder} written to {target}", soft_wrap=True, markup=False)
+    if role is RoleName.ACTOR:
+        key = "actor_rollout_ref.model.lora.adapter_path" if adapter else "actor_rollout_ref.model.path"
+        Terminal().print(f"Next: {key}={target} in a configuration trains on from it", soft_wrap=True, markup=False)
+    if role is RoleName.ACTOR and not adapter:
+        evaluation = next_command("eval", "--config", "RUN.yaml", "--model", target, "--out", f"{target}_eval")
+        Terminal().print(f"  {evaluation}  # RUN.yaml: the run's", soft_wrap=True, markup=False)
     if not adapter and was_quantised(folder / role.value / HF_FOLDER):
         note = "its weights were read in fewer bits; they are written as they were trained, without quantization_config"
         Terminal().print(note, soft_wrap=True, markup=False)

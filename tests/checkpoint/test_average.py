@@ -168,7 +168,7 @@ def test_bad_folders_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="--target .*a must not exist"):
         Averaging.of([folder, folder], None, None, "actor", folder)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="empty is no checkpoint that can be used"):
+    with pytest.raises(ConfigError, match="empty is neither a checkpoint"):
         Averaging.of([folder, tmp_path / "empty"], None, None, "actor", tmp_path / "mean")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "config.json").write_text((folder / "config.json").read_text())

@@ -325,10 +325,10 @@ def test_a_pipe_is_not_waited_for(trainer, tmp_path, name):
 
 @pytest.mark.parametrize("asked", ["", "global_step_10"])
 def test_a_run_without_checkpoints_names_its_model(tmp_path, asked):
-    """Where the run is named, or a checkpoint that it did not write; and eval takes the model. A folder that is not a
-    run's is a torn checkpoint. Would not catch a model at the end that is torn.
+    """Where the run is named, or a checkpoint that it did not write; and eval takes the model. A folder that is not
+    there, or is neither a run's nor a checkpoint, is said to be that. Would not catch a model that is torn.
     """
-    with pytest.raises(ConfigError, match="torn, or not written by megatron_rl"):
+    with pytest.raises(ConfigError, match="there is no folder .*_10$" if asked else "is neither a checkpoint"):
         usable_checkpoint(tmp_path / asked)
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(ConfigError, match=r"has no checkpoints, because its run has saved none \(trainer.save_freq\)$"):
@@ -337,6 +337,8 @@ def test_a_run_without_checkpoints_names_its_model(tmp_path, asked):
     (tmp_path / "hf_model/config.json").touch()
     with pytest.raises(ConfigError, match=f"; its trained model is {tmp_path}/hf_model, a Hugging Face folder$"):
         usable_checkpoint(tmp_path / asked)
+    with pytest.raises(ConfigError, match="hf_model is a Hugging Face folder, and no checkpoint"):
+        usable_checkpoint(tmp_path / "hf_model")
     assert model_folder(tmp_path, tmp_path / "out") == tmp_path / "hf_model"
     saved = save(tmp_path, 20)
     assert usable_checkpoint(tmp_path) == saved
