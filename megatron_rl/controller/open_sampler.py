@@ -22,8 +22,6 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.rollout import Rollout
 from megatron_rl.sampling.drain_notices import DRAIN_FILE, DrainNotices
-from megatron_rl.sampling.earlier_answers import EarlierAnswers
-from megatron_rl.sampling.former_lengths import FormerLengths
 from megatron_rl.sampling.group_filter import GroupFilter
 from megatron_rl.sampling.journal import (
     SCHEDULE_FILE,
@@ -36,17 +34,19 @@ from megatron_rl.sampling.journal import (
     TurnAnswered,
     read_events,
 )
+from megatron_rl.sampling.length_history import LengthHistory
 from megatron_rl.sampling.pool_sampler import PoolSampler
 from megatron_rl.sampling.recorded_sampler import RecordedSampler, check_record
 from megatron_rl.sampling.replay import Replay
 from megatron_rl.sampling.replica_sampler import ReplicaSampler
-from megatron_rl.sampling.rules import Decider, Rules
+from megatron_rl.sampling.response_history import ResponseHistory
+from megatron_rl.sampling.rollout_checkpoint import read_schedule
 from megatron_rl.sampling.sampler import Sampler, Schedule, Sources
-from megatron_rl.sampling.saved_answers import read_schedule
+from megatron_rl.sampling.schedule_types import RequestScheduler, ScheduleConfig
 from megatron_rl.sampling.scheduler import Scheduler
 
 
-def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Rules:
+def rules_of(config: RunConfig, placement: Placement, first_step: int) -> ScheduleConfig:
     """Rules of the schedule for a run whose next step is `first_step`; without `ahead` no answer outlives its step."""
     ahead, rollout = config.async_training, config.actor_rollout_ref.rollout
     sizes, num_steps = config.batch_sizes, config.trainer.num_steps
@@ -56,7 +56,7 @@ def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Rules:
     group_size = sizes.samples_per_prompt if keeps_groups else 1
     if not config.samples_ahead:
         has_turns = config.has_turns
-        return Rules(
+        return ScheduleConfig(
             batch_rows=batch_rows,
             num_steps_total=num_steps,
             ahead=0,
@@ -66,7 +66,7 @@ def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Rules:
             awaits_turns=ahead.deterministic,
             group_size=group_size,
         )
-    return Rules(
+    return ScheduleConfig(
         batch_rows=batch_rows,
         num_steps_total=num_steps,
         ahead=config.trainer.rollout_ahead,
@@ -107,7 +107,7 @@ def with_all_replicas(config: RunConfig, replay: Path | None) -> RunConfig:
     return replayed
 
 
-def settings_of(rules: Rules, config: RunConfig) -> dict[str, Any]:
+def settings_of(rules: ScheduleConfig, config: RunConfig) -> dict[str, Any]:
     """Settings that a replayed schedule must have in common with the run that recorded it."""
     # What awaits_turns says follows from others, which older schedules have.
     left_out = {"first_step", "awaits_turns", *(() if rules.has_turns else ("has_turns",))}
@@ -182,24 +182,26 @@ def open_schedule(
         )
     settings, last_batch = settings_of(rules, config), rules.last_batch(start.step)
     saved = None if start.path is None else read_schedule(start.path)
-    decider: Decider
+    scheduler: RequestScheduler
     replies: list[tuple[int, Reply]] | None = None
     if replay is None:
-        decider = Scheduler(rules, num_replicas, saved, expect)
+        scheduler = Scheduler(rules, num_replicas, saved, expect)
     else:
         events = read_schedule_file(replay)
         refuse_other_settings(replay, events, settings)
-        decider = Replay(rules, num_replicas, events)
+        scheduler = Replay(rules, num_replicas, events)
         replies = [(event.request, event.reply) for event in events if isinstance(event, TurnAnswered | EpisodeBegan)]
     if saved is not None:
         last_batch = max(last_batch, rules.batch_of(saved["next_new"] - 1))
     journal = open_journal(folder, saved, settings)
     opened.callback(journal.close)
     checkpoint = None if saved is None else start.path
-    return Schedule(rules, Recorder(decider, journal), journal, num_replicas, last_batch, checkpoint, replies, *former)
+    return Schedule(
+        rules, Recorder(scheduler, journal), journal, num_replicas, last_batch, checkpoint, replies, *former
+    )
 
 
-def open_earlier(config: RunConfig, rules: Rules, checkpoint: Path | None) -> EarlierAnswers | None:
+def open_earlier(config: RunConfig, rules: ScheduleConfig, checkpoint: Path | None) -> ResponseHistory | None:
     """Return the store of answers from which rollouts guess, filled from a checkpoint; None: it guesses otherwise.
 
     Raises ConfigError for a damaged file.
@@ -207,20 +209,20 @@ def open_earlier(config: RunConfig, rules: Rules, checkpoint: Path | None) -> Ea
     keys = config.actor_rollout_ref.rollout
     if keys.speculative != EARLIER:
         return None
-    earlier = EarlierAnswers(keys.earlier_answers_per_prompt, keys.prompt_lookup_max, rules.ahead)
+    earlier = ResponseHistory(keys.earlier_answers_per_prompt, keys.prompt_lookup_max, rules.ahead)
     if checkpoint is not None:
         earlier.read(checkpoint)
     return earlier
 
 
-def open_lengths(config: RunConfig, rules: Rules, checkpoint: Path | None) -> FormerLengths | None:
+def open_lengths(config: RunConfig, rules: ScheduleConfig, checkpoint: Path | None) -> LengthHistory | None:
     """Return the store of lengths that order requests, filled from a checkpoint; None: the run orders none.
 
     Raises ConfigError for a damaged file.
     """
     if not config.actor_rollout_ref.rollout.longest_first:
         return None
-    lengths = FormerLengths(rules)
+    lengths = LengthHistory(rules)
     if checkpoint is not None:
         lengths.read(checkpoint)
     return lengths

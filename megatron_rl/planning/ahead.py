@@ -23,8 +23,8 @@ from megatron_rl.planning.step_load import Load
 from megatron_rl.planning.step_time import StepTime
 from megatron_rl.planning.time import Estimator
 from megatron_rl.sampling.engine_model import Costs
-from megatron_rl.sampling.estimates import optimum, synchronous
-from megatron_rl.sampling.rules import Rules
+from megatron_rl.sampling.reference_times import optimum, synchronous
+from megatron_rl.sampling.schedule_types import ScheduleConfig
 from megatron_rl.sampling.scheduler import Scheduler
 from megatron_rl.sampling.simulate import Lengths, SimulatedRun, simulate
 
@@ -80,7 +80,7 @@ class AheadPlan:
     sides: Sides
 
     @classmethod
-    def of(cls, rules: Rules, num_replicas: int, lengths: Lengths, costs: Costs, sides: Sides) -> AheadPlan:
+    def of(cls, rules: ScheduleConfig, num_replicas: int, lengths: Lengths, costs: Costs, sides: Sides) -> AheadPlan:
         """Simulate the steps of `rules` and measure the middle ones.
 
         The first `ahead` + 2 steps have little generated ahead, and the last `ahead` + 1 have nothing left to generate.
@@ -206,14 +206,14 @@ def rows_of_replica(load: Load, num_replicas: int) -> int:
     return max(1, min(MOST_ROWS, math.ceil(load.num_samples / num_replicas)))
 
 
-def simulated_rules(config: RunConfig, load: Load, num_replicas: int) -> Rules:
+def simulated_rules(config: RunConfig, load: Load, num_replicas: int) -> ScheduleConfig:
     """Return the rules of the run for fewer replicas with fewer rows each."""
     given, ahead = config.async_training, config.trainer.rollout_ahead
     rows = rows_of_replica(load, num_replicas)
     max_running = max(1, round(load.max_seqs * rows * num_replicas / load.num_samples))
     steps_of_batch = load.response * max(1.0, rows / max_running)
     slice_steps = max(given.slice_steps, math.ceil(steps_of_batch / MOST_SLICES))
-    return Rules(
+    return ScheduleConfig(
         batch_rows=rows * min(num_replicas, MOST_REPLICAS),
         num_steps_total=2 * ahead + 11,
         ahead=ahead,
@@ -229,7 +229,7 @@ def simulated_rules(config: RunConfig, load: Load, num_replicas: int) -> Rules:
 
 
 def simulated_costs(
-    rules: Rules, lengths: Lengths, estimator: Estimator, load: Load, time: StepTime, num_replicas: int
+    rules: ScheduleConfig, lengths: Lengths, estimator: Estimator, load: Load, time: StepTime, num_replicas: int
 ) -> Costs:
     """Return costs with which a synchronous batch takes as long as planned. The trainer waits for every transfer."""
     stands_for = load.num_samples / num_replicas / rows_of_replica(load, num_replicas)
@@ -244,7 +244,7 @@ def simulated_costs(
     return Costs(seconds.__getitem__, train, transfer_seconds=reshard, exposed_seconds=reshard)
 
 
-def _staleness(outcome: SimulatedRun, rules: Rules, steps: range) -> dict[int, int]:
+def _staleness(outcome: SimulatedRun, rules: ScheduleConfig, steps: range) -> dict[int, int]:
     """Steps of staleness -> tokens, of the batches of `steps`."""
     tokens: dict[int, int] = {}
     for step in steps:

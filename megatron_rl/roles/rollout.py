@@ -205,7 +205,7 @@ class Rollout(Role):
 
         The actor's own memory cannot change before the next `exit`.
         """
-        from megatron_rl.rollout.unfinished import of_ranks
+        from megatron_rl.rollout.in_flight_requests import of_ranks
 
         if isinstance(self.weights, ReceivedWeights):
             reasons = [reason for reason in of_ranks(self._received.lacks(version)) if reason]

@@ -24,10 +24,10 @@ from megatron_rl.parallel.rank_grid import RolloutGrid
 from megatron_rl.parallel.vllm_ps import RolloutGroups, rank_order, read_rollout_groups
 from megatron_rl.rollout.addresses import must_stay, places
 from megatron_rl.rollout.arguments import adapter_arguments, engine_arguments
+from megatron_rl.rollout.in_flight_requests import InFlightRequests, forget_prefixes, of_ranks
 from megatron_rl.rollout.kv_cache import KVCache
 from megatron_rl.rollout.shared_weights import register_shared_loader
 from megatron_rl.rollout.slices import Drawn, Slice
-from megatron_rl.rollout.unfinished import UnfinishedRequests, forget_prefixes, of_ranks
 from third_party_patches.vllm.adapter_views import using_adapters
 from third_party_patches.vllm.rank_order import using_rank_order
 
@@ -157,7 +157,7 @@ class RolloutEngine:
         self.kv_cache = KVCache(list(runner.kv_caches))
         self._places = places(self._models, self.kv_cache.tensors)
         request = LoRARequest("policy", 1, str(model_path)) if adapters.tensors else None
-        self.requests = UnfinishedRequests(self.llm.llm_engine, eos_token_ids, routed_layers or (), request)
+        self.requests = InFlightRequests(self.llm.llm_engine, eos_token_ids, routed_layers or (), request)
 
     def wake(self) -> None:
         """Allocate the KV cache and drop cached prefixes. Raises RuntimeError if the engine still has requests, and
@@ -181,7 +181,7 @@ class RolloutEngine:
             )
 
     def advance(self, order: Slice) -> tuple[dict[int, Drawn], int]:
-        """Run a slice: see `UnfinishedRequests`. Raises RuntimeError if the ranks of the replica differ in it."""
+        """Run a slice: see `InFlightRequests`. Raises RuntimeError if the ranks of the replica differ in it."""
         drawn, num_steps = self.requests.advance(order)
         results = of_ranks(f"{num_steps} steps, {digest(drawn)}")
         if len(set(results)) > 1:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from megatron_rl.observe.phase_clock import DRIVER
 from megatron_rl.rollout.slices import largest_cache_usage
-from megatron_rl.sampling.backlog import Backlog
 from megatron_rl.sampling.replica_states import ReplicaSlots
+from megatron_rl.sampling.request_queue import RequestQueue
 
 Note = Callable[[str, str, float, float, float], None]
 """(name, phase, start, stop, seconds that count): adds an interval to the run's timeline."""
@@ -24,7 +24,7 @@ class AsyncMetrics:
     """Counts from one `take` to the next."""
 
     def __init__(self, slots: ReplicaSlots, note: Note, counts: Mapping[str, int]) -> None:
-        """counts: `Decider.counts` at the start of this process."""
+        """counts: `RequestScheduler.counts` at the start of this process."""
         self._slots, self._note = slots, note
         self._since = time.time()
         self._waited_s = 0.0
@@ -35,15 +35,15 @@ class AsyncMetrics:
         self._waited_s += stop - start
         self._note(DRIVER, "gen", start, stop, stop - start)
 
-    def take(self, backlog: Backlog) -> dict[str, float]:
+    def take(self, queue: RequestQueue) -> dict[str, float]:
         """The metrics of a step."""
         now = time.time()
-        elapsed, reports = max(now - self._since, 1e-9), backlog.reports
-        backlog.reports = []
+        elapsed, reports = max(now - self._since, 1e-9), queue.reports
+        queue.reports = []
         busy = sum(report.stop - max(report.start, self._since) for report in reports)
         for report in reports:
             self._note(self._slots.all[report.replica].replica.name, "slice", report.start, report.stop, 0.0)
-        counts = dict(backlog.decider.counts)
+        counts = dict(queue.scheduler.counts)
         new = {f"rollout/{name}": float(count - self._counts.get(name, 0)) for name, count in counts.items()}
         num_replicas = len(self._slots.generating)
         metrics = {
@@ -53,8 +53,8 @@ class AsyncMetrics:
             "rollout/replicas_lost": float(self._slots.num_lost),
             "rollout/replicas_left": float(self._slots.num_left),
             "trainer/idle_share": min(1.0, self._waited_s / elapsed),
-            "perf/requests_in_engines": float(sum(map(len, backlog.engines))),
-            "perf/requests_away": float(len(backlog.answers.away)),
+            "perf/requests_in_engines": float(sum(map(len, queue.engines))),
+            "perf/requests_away": float(len(queue.answers.away)),
             "perf/rollout_version": float(max((slot.last_version or 0 for slot in self._slots.generating), default=0)),
         }
         self._since, self._waited_s, self._counts = now, 0.0, counts

@@ -1,7 +1,7 @@
 """The thread that runs slices on the rollout replicas while the main thread trains.
 
 Only this thread calls replicas and waits for their answers. The main thread asks it to, and reads what it has
-collected. One lock guards what both threads use: the decider and the answers.
+collected. One lock guards what both threads use: the scheduler and the answers.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from megatron_rl.dispatch import Future
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.roles.bridge_address import AcrossBridge
 from megatron_rl.rollout.slices import Slice
-from megatron_rl.sampling.backlog import Backlog
 from megatron_rl.sampling.replica_states import ReplicaSlot, ReplicaSlots, State
+from megatron_rl.sampling.request_queue import RequestQueue
 
 TICK_S = 0.005
 """Longest wait for an answer before the thread looks at the main thread's jobs, which block it at every transfer."""
@@ -55,9 +55,9 @@ class Driver:
     """
 
     def __init__(
-        self, slots: ReplicaSlots, backlog: Backlog, check_pools: Callable[[], None], second_buffer: bool = True
+        self, slots: ReplicaSlots, queue: RequestQueue, check_pools: Callable[[], None], second_buffer: bool = True
     ) -> None:
-        self.slots, self.backlog, self.second_buffer = slots, backlog, second_buffer
+        self.slots, self.queue, self.second_buffer = slots, queue, second_buffer
         self._check_pools = check_pools
         self._changed = threading.Condition(threading.RLock())
         self._jobs: deque[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = deque()
@@ -83,10 +83,10 @@ class Driver:
     # For the main thread
 
     @contextmanager
-    def locked(self) -> Iterator[Backlog]:
-        """Hold the lock to read or change the backlog; the thread looks at it again afterwards."""
+    def locked(self) -> Iterator[RequestQueue]:
+        """Hold the lock to read or change the queue; the thread looks at it again afterwards."""
         with self._changed:
-            yield self.backlog
+            yield self.queue
             self._changed.notify_all()
 
     def wait_until(self, is_true: Callable[[], bool], meanwhile: Callable[[], None] | None = None) -> None:
@@ -120,14 +120,14 @@ class Driver:
         """
         with self._changed:
             self._hold = Hold(step, drained)
-            self.backlog.decider.admits = not drained
+            self.queue.scheduler.admits = not drained
         try:
             self.wait_until(lambda: not self._must_go_on() and not any(slot.is_busy for slot in self.slots.generating))
             yield
         finally:
             with self._changed:
                 self._hold = None
-                self.backlog.decider.admits = True
+                self.queue.scheduler.admits = True
                 self._changed.notify_all()
 
     @contextmanager
@@ -162,7 +162,7 @@ class Driver:
         if not self._calls:
             with self._changed:
                 if not self._jobs and not self._ends:
-                    waits = timeout if self.backlog.has_turns_open else max(timeout, IDLE_S)
+                    waits = timeout if self.queue.has_turns_open else max(timeout, IDLE_S)
                     self._changed.wait(waits)  # whatever changes wakes it
             return
         for future in wait_any(list(self._calls), timeout):
@@ -185,7 +185,7 @@ class Driver:
                     self.build(slot)
                     continue
                 with self._changed:
-                    self.backlog.lost(slot.number)
+                    self.queue.lost(slot.number)
             while not self._ends:
                 self._do_jobs()
                 self._give_orders()
@@ -231,13 +231,13 @@ class Driver:
                     continue
                 self._drop_calls(slot)
                 if slot.state is State.GENERATING:
-                    self.backlog.lost(slot.number)
+                    self.queue.lost(slot.number)
                 self.slots.left(slot)
                 self._changed.notify_all()
 
     def _take_replies(self) -> None:
         with self._changed:
-            if self.backlog.take_replies():
+            if self.queue.take_replies():
                 self._changed.notify_all()
 
     def _do_jobs(self) -> None:
@@ -259,7 +259,7 @@ class Driver:
                     continue
                 if slot.leaves and self._hold is None:
                     continue
-                order = self.backlog.next_slice(slot.number)
+                order = self.queue.next_slice(slot.number)
                 if order is not None:
                     slot.is_busy, slot.last_version = True, order.version
             if order is not None:
@@ -276,9 +276,9 @@ class Driver:
 
     def _must_go_on(self) -> bool:
         """Whether slices must go on before the schedule may be interrupted."""
-        if self._hold is None or not self.backlog.decider.may_save(self._hold.step):
+        if self._hold is None or not self.queue.scheduler.may_save(self._hold.step):
             return True
-        return self._hold.drained and any(self.backlog.engines[slot.number] for slot in self.slots.generating)
+        return self._hold.drained and any(self.queue.engines[slot.number] for slot in self.slots.generating)
 
     def _raise_if_ended(self) -> None:
         if self._error is not None:
@@ -287,13 +287,13 @@ class Driver:
     def _done(self, slot: ReplicaSlot, reports: Any) -> None:
         slot.is_busy = False
         for report in reports:
-            self.backlog.done(report)
+            self.queue.done(report)
 
     def _lost(self, slot: ReplicaSlot, error: MegatronRLError) -> None:
         self._drop_calls(slot)
         with self._changed:
             if slot.state is State.GENERATING:
-                self.backlog.lost(slot.number)
+                self.queue.lost(slot.number)
             starting = self.slots.lost(slot, error)
             self._changed.notify_all()
         if starting is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from megatron_rl.sampling.rules import Order
+from megatron_rl.sampling.schedule_types import SliceOrder
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Engine:
         self.received: int | None = None
         self.requests: set[int] = set()
 
-    def follow(self, order: Order, releases: bool) -> bool:
+    def follow(self, order: SliceOrder, releases: bool) -> bool:
         """Drop, start and swap as ordered; returns whether weights were swapped. releases: a swap empties the engine.
 
         Raises ValueError for an order that a real engine could not carry out.

@@ -14,7 +14,14 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 from megatron_rl.agents.as_json import answer_from_json, turn_from_json
 from megatron_rl.agents.episode import Reply
 from megatron_rl.observe.appended_file import AppendedFile, replace_file
-from megatron_rl.sampling.rules import Counts, Decider, Decision, Numbers, Order, Trade
+from megatron_rl.sampling.schedule_types import (
+    Counts,
+    GroupSwap,
+    Numbers,
+    RequestDecision,
+    RequestScheduler,
+    SliceOrder,
+)
 
 SCHEDULE_FILE = "schedule.jsonl"
 
@@ -120,7 +127,7 @@ class StepTaken:
 
 @dataclass(frozen=True)
 class Counted:
-    """`Decider.counts` as the metrics of the last taken step had them. The sampler appends this."""
+    """`RequestScheduler.counts` as the metrics of the last taken step had them. The sampler appends this."""
 
     event: ClassVar[str] = "counted"
     counts: dict[str, int]
@@ -165,8 +172,8 @@ Event = (
     | Saved
     | Interrupted
     | Resumed
-    | Decision
-    | Trade
+    | RequestDecision
+    | GroupSwap
 )
 KINDS: dict[str, type[Event]] = {kind.event: kind for kind in get_args(Event)}
 NUMBERS = tuple[int, ...]
@@ -238,11 +245,11 @@ class Journal:
 
 
 class Questions:
-    """The questions of a `Decider`, passed on to another one."""
+    """The questions of a `RequestScheduler`, passed on to another one."""
 
-    def __init__(self, decider: Decider) -> None:
-        self._decider = decider
-        self.counts = decider.counts
+    def __init__(self, scheduler: RequestScheduler) -> None:
+        self._decider = scheduler
+        self.counts = scheduler.counts
 
     @property
     def admits(self) -> bool:
@@ -269,15 +276,15 @@ class Questions:
 
 
 class Recorder(Questions):
-    """A decider that passes everything on to another one and writes what happens to a journal."""
+    """A scheduler that passes everything on to another one and writes what happens to a journal."""
 
-    def __init__(self, decider: Decider, journal: Journal) -> None:
+    def __init__(self, scheduler: RequestScheduler, journal: Journal) -> None:
         """The caller closes the journal."""
-        super().__init__(decider)
+        super().__init__(scheduler)
         self._journal = journal
-        self._orders: dict[int, Order] = {}
+        self._orders: dict[int, SliceOrder] = {}
 
-    def next_order(self, replica: int) -> Order | None:
+    def next_order(self, replica: int) -> SliceOrder | None:
         order = self._decider.next_order(replica)
         if order is not None:
             self._orders[replica] = order
@@ -299,12 +306,12 @@ class Recorder(Questions):
         self._decider.version_ready(version)
         self._journal.append(VersionReady(version))
 
-    def step_taken(self, step: int) -> Trade | None:
-        trade = self._decider.step_taken(step)
-        if trade is not None:
-            self._journal.append(trade)
+    def step_taken(self, step: int) -> GroupSwap | None:
+        swap = self._decider.step_taken(step)
+        if swap is not None:
+            self._journal.append(swap)
         self._journal.append(StepTaken(step))
-        return trade
+        return swap
 
     def saved(self, step: int, interrupted: bool = False) -> None:
         self._decider.saved(step, interrupted)
@@ -319,7 +326,7 @@ class Recorder(Questions):
         self._decider.replica_back(replica, version)
         self._journal.append(ReplicaBack(replica, version))
 
-    def take_decisions(self) -> Sequence[Decision]:
+    def take_decisions(self) -> Sequence[RequestDecision]:
         decisions = self._decider.take_decisions()
         for decision in decisions:
             self._journal.append(decision)

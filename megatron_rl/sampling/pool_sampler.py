@@ -12,8 +12,8 @@ from megatron_rl.records import Batch, Prompts, Sampling
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.rollout import Rollout
 from megatron_rl.rollout.slices import Slice, largest_cache_usage
-from megatron_rl.sampling.asked import Asked
 from megatron_rl.sampling.sampler import TURNS, Sampler, Schedule, Sources
+from megatron_rl.sampling.unscheduled_requests import UnscheduledRequests
 from megatron_rl.scoring.sampled_batch import SampledBatch
 
 
@@ -32,12 +32,12 @@ class PoolSampler(Sampler):
     def next(self, step: int) -> SampledBatch:
         """The batch of a step, which is generated now as far as it is not yet complete."""
         self.begin_batches(self.rules.last_batch(step - 1))
-        if not self.backlog.decider.is_complete(step):
+        if not self.queue.scheduler.is_complete(step):
             with self._rollout_mode():
                 self._run_slices(step)
         batch = self.take(step)
         if self.rules.extra_groups:
-            batch.metrics["rollout/late_groups"] = float(self.backlog.num_late // self.rules.group_size)
+            batch.metrics["rollout/late_groups"] = float(self.queue.num_late // self.rules.group_size)
         return batch
 
     def load_weights(self, step: int) -> None:
@@ -51,11 +51,11 @@ class PoolSampler(Sampler):
     def answer(self, prompts: Prompts, sampling: Sampling, step: int | None = None) -> tuple[Prompts, Batch]:
         """step: of training, whose answers are drawn with guesses from earlier ones."""
         earlier = [] if step is None else [self.earlier_of(index, step) for index in prompts.index.tolist()]
-        asked = Asked(prompts, sampling, self.seed_of, self.episodes, self.rules.awaits_turns, earlier)
+        asked = UnscheduledRequests(prompts, sampling, self.seed_of, self.episodes, self.rules.awaits_turns, earlier)
         asked.begin()
         with self._rollout_mode():
             while not asked.is_answered:
-                shares = asked.shares(len(self.backlog.engines))
+                shares = asked.shares(len(self.queue.engines))
                 slices = {
                     replica: Slice(self._version, None, share, keeps_prefixes=True)
                     for replica, share in enumerate(shares)
@@ -67,13 +67,13 @@ class PoolSampler(Sampler):
         return asked.rows()
 
     def describe(self) -> dict[str, float]:
-        reports, self.backlog.reports = self.backlog.reports, []
+        reports, self.queue.reports = self.queue.reports, []
         return super().describe() | largest_cache_usage(reports)
 
     @contextmanager
     def saving(self, step: int) -> Iterator[None]:
         yield
-        self.backlog.decider.saved(step)
+        self.queue.scheduler.saved(step)
 
     @contextmanager
     def _rollout_mode(self) -> Iterator[None]:
@@ -85,27 +85,27 @@ class PoolSampler(Sampler):
 
     def _run_slices(self, step: int) -> None:
         """Generate until the batch of `step` is complete, then empty the engines, whose caches are released."""
-        backlog = self.backlog
-        backlog.decider.version_ready(self._version)
-        while not backlog.decider.is_complete(step):
-            orders = {replica: backlog.next_slice(replica) for replica in range(len(backlog.engines))}
+        queue = self.queue
+        queue.scheduler.version_ready(self._version)
+        while not queue.scheduler.is_complete(step):
+            orders = {replica: queue.next_slice(replica) for replica in range(len(queue.engines))}
             slices = {replica: order for replica, order in orders.items() if order is not None}
-            if not slices and backlog.has_turns_open:
+            if not slices and queue.has_turns_open:
                 with self.logger.clock.phase(TURNS):
-                    backlog.take_replies(waits=True)
+                    queue.take_replies(waits=True)
                 continue
             if not slices:
                 raise RuntimeError(f"batch {step} is not complete and no replica has anything to do")
             for report in self.rollout.advance(slices).get():
                 if report.replica in slices:
-                    backlog.done(report)
-            backlog.take_replies()
+                    queue.done(report)
+            queue.take_replies()
         drops = {
             replica: Slice(self._version, 0, drops=tuple(sorted(engine)))
-            for replica, engine in enumerate(backlog.engines)
+            for replica, engine in enumerate(queue.engines)
             if engine
         }
         if drops:
             self.rollout.advance(drops).get()
-        for engine in backlog.engines:
+        for engine in queue.engines:
             engine.clear()

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_rl.errors import ReplayError
 from megatron_rl.sampling.journal import Counted, Event, Interrupted, ReplicaLost, Resumed, SliceDone
-from megatron_rl.sampling.rules import Counts, Decision, Numbers, Order, Rules, Trade
+from megatron_rl.sampling.schedule_types import Counts, GroupSwap, Numbers, RequestDecision, ScheduleConfig, SliceOrder
 
 
 @dataclass
@@ -24,23 +24,23 @@ class _Slice:
     after it.
     """
 
-    order: Order
+    order: SliceOrder
     finished: tuple[int, ...]
     away: tuple[int, ...] = ()
     needs: dict[int, int] = field(default_factory=dict)
-    decisions: list[Decision] = field(default_factory=list)
+    decisions: list[RequestDecision] = field(default_factory=list)
 
 
 class _JournalReader:
     """Turns events into the slices of each replica."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: ScheduleConfig) -> None:
         self.rules = rules
         self.slices: dict[int, list[_Slice]] = defaultdict(list)
         self.num_finished: Counter[int] = Counter()
-        self.decisions: list[Decision] = []
+        self.decisions: list[RequestDecision] = []
         self.interruptions: list[dict[int, int]] = []
-        self.trades: dict[int, tuple[Trade, dict[int, int]]] = {}
+        self.swaps: dict[int, tuple[GroupSwap, dict[int, int]]] = {}
         self._inside: dict[int, set[int]] = defaultdict(set)
         self._abandoned: dict[int, set[int]] = defaultdict(set)
         self._owner: dict[int, int] = {}
@@ -54,16 +54,16 @@ class _JournalReader:
                 self._read_slice(event)
             case Interrupted():
                 self.interruptions.append({replica: len(slices) for replica, slices in self.slices.items()})
-            case Trade():
+            case GroupSwap():
                 num_slices = {replica: len(slices) for replica, slices in self.slices.items()}
-                self.trades[self.rules.batch_of(event.late[0])] = event, num_slices
+                self.swaps[self.rules.batch_of(event.late[0])] = event, num_slices
                 self._rename(event.new_place)
             case ReplicaLost():
                 self._lose(event.replica)
             case Resumed():
                 for replica in list(self._inside):
                     self._lose(replica)
-            case Decision():
+            case RequestDecision():
                 slices = self.slices[self._owner[event.request]] if event.request in self._owner else []
                 if event.request in self._away_since:  # before the answer to its turn could come
                     slices = slices[: self._away_since[event.request]]
@@ -96,7 +96,7 @@ class _JournalReader:
         for replica, requests in self._abandoned.items():
             if requests:
                 version = self.slices[replica][-1].order.version
-                self.slices[replica].append(_Slice(Order(replica, version, 0, (), tuple(sorted(requests))), ()))
+                self.slices[replica].append(_Slice(SliceOrder(replica, version, 0, (), tuple(sorted(requests))), ()))
 
     def _lose(self, replica: int) -> None:
         for request in self._inside[replica]:
@@ -125,7 +125,7 @@ class _JournalReader:
             self._inside[replica].clear()
             self._abandoned.pop(replica, None)
         drops = tuple(sorted(self._abandoned.pop(replica, set()).union(event.drops)))
-        order = Order(replica, event.version, event.num_steps, event.starts, drops)
+        order = SliceOrder(replica, event.version, event.num_steps, event.starts, drops)
         slices.append(_Slice(order, event.finished, event.away, needs))
         inside = self._inside[replica]
         inside.difference_update(event.drops)
@@ -136,12 +136,12 @@ class _JournalReader:
 
 
 class Replay:
-    """A decider that repeats recorded decisions.
+    """A scheduler that repeats recorded decisions.
 
     Raises ReplayError if the run differs from the recorded one; the message names the slice and the difference.
     """
 
-    def __init__(self, rules: Rules, num_replicas: int, events: Sequence[Event], num_done: int = 0) -> None:
+    def __init__(self, rules: ScheduleConfig, num_replicas: int, events: Sequence[Event], num_done: int = 0) -> None:
         """num_done: number of events before the checkpoint; the later ones are replayed, from empty engines.
 
         Raises ReplayError if the events need more than `num_replicas`, or cannot be replayed at all.
@@ -163,7 +163,7 @@ class Replay:
         self._slices = [reader.slices[replica] for replica in range(num_replicas)]
         self._versions = [sorted({known.order.version for known in slices}) for slices in self._slices]
         self._num_finished = reader.num_finished
-        self._trades = reader.trades
+        self._trades = reader.swaps
         self._decisions = reader.decisions
         self._interruptions = deque(
             [before.get(replica, 0) for replica in range(num_replicas)] for before in reader.interruptions
@@ -175,7 +175,7 @@ class Replay:
         self._held = [rules.first_step - 1] * num_replicas
         self._ready = rules.first_step - 1
 
-    def next_order(self, replica: int) -> Order | None:
+    def next_order(self, replica: int) -> SliceOrder | None:
         """The next recorded slice, once it is possible."""
         number = self._num_given[replica]
         if number > self._num_done[replica] or number == len(self._slices[replica]):
@@ -238,7 +238,7 @@ class Replay:
         """Whether every request of the run is finished."""
         return self._num_finished.total() == self.rules.num_steps_total * self.rules.batch_rows
 
-    def take_decisions(self) -> Sequence[Decision]:
+    def take_decisions(self) -> Sequence[RequestDecision]:
         """Recorded decisions after the slices done since the last call."""
         decisions, self._decisions = self._decisions, []
         return decisions
@@ -250,18 +250,18 @@ class Replay:
         """All replicas have received the weights of `version`."""
         self._ready = max(self._ready, version)
 
-    def step_taken(self, step: int) -> Trade | None:
+    def step_taken(self, step: int) -> GroupSwap | None:
         """Take the recorded `counts` of this step, because lost replicas and checkpoints are not repeated; returns its
-        recorded trade.
+        recorded swap.
         """
         if self._counted:
             self.counts.update(self._counted.popleft())
-        trade, _ = self._trades.pop(step, (None, {}))
-        if trade is not None:
+        swap, _ = self._trades.pop(step, (None, {}))
+        if swap is not None:
             num_late = self.rules.batch_rows - self._num_finished[step]
             self._num_finished[step] += num_late
             self._num_finished[step + 1] -= num_late
-        return trade
+        return swap
 
     def saved(self, step: int, interrupted: bool = False) -> None:
         """The recorded orders say which requests restart; after an interruption they continue."""

@@ -10,13 +10,13 @@ from megatron_rl.cluster.replicas import Replica
 from megatron_rl.config.steps import is_save_step, is_validation_step
 from megatron_rl.records import Batch, Prompts, Sampling
 from megatron_rl.roles.actor import Actor
-from megatron_rl.sampling.asked import Asked, ask_replicas
 from megatron_rl.sampling.async_metrics import AsyncMetrics, SpeedWarning
 from megatron_rl.sampling.drain_notices import DrainNotices
 from megatron_rl.sampling.driver import Driver
 from megatron_rl.sampling.journal import Counted
 from megatron_rl.sampling.replica_states import Elastic, ReplicaSlots
 from megatron_rl.sampling.sampler import Sampler, Schedule, Sources
+from megatron_rl.sampling.unscheduled_requests import UnscheduledRequests, generate_now
 from megatron_rl.sampling.weight_sync import ReplicaWeights
 from megatron_rl.scoring.sampled_batch import SampledBatch
 
@@ -42,9 +42,9 @@ class ReplicaSampler(Sampler):
         rollout, wait_s = self.config.actor_rollout_ref.rollout, self.config.trainer.repair_wait_s
         elastic = Elastic(rollout.min_replicas, notices, wait_s, rollout.drain_s) if rollout.is_elastic else None
         slots = ReplicaSlots(replicas, keys.max_replica_restarts, self.logger.warn, elastic)
-        self.driver = Driver(slots, self.backlog, check_pools, keys.second_buffer)
+        self.driver = Driver(slots, self.queue, check_pools, keys.second_buffer)
         self.weights = ReplicaWeights(actor, self.driver, keys.second_buffer, self.rules.first_step - 1)
-        self.metrics = AsyncMetrics(slots, self.logger.clock.ran, self.backlog.decider.counts)
+        self.metrics = AsyncMetrics(slots, self.logger.clock.ran, self.queue.scheduler.counts)
         self.speed_warning = SpeedWarning(self.rules.ahead)
         self._check_stop = check_stop
 
@@ -53,7 +53,7 @@ class ReplicaSampler(Sampler):
         self._announce()
         start = time.time()
         self._wait_for(step)
-        while not self.backlog.decider.is_complete(step):
+        while not self.queue.scheduler.is_complete(step):
             self.send_weights(step - 1)
             self._announce()
             self._wait_for(step)
@@ -65,7 +65,7 @@ class ReplicaSampler(Sampler):
         """Send the weights after `step` while slices run, if the schedule sends them."""
         if not self.rules.sends(step):
             return
-        self.driver.wait_until(lambda: self.backlog.decider.may_send(step))
+        self.driver.wait_until(lambda: self.queue.scheduler.may_send(step))
         self.send_weights(step)
         # A save or validation after this step comes before the replicas take these weights.
         if not (self.rules.in_rounds and self._is_interrupted_after(step)):
@@ -73,19 +73,19 @@ class ReplicaSampler(Sampler):
 
     def send_weights(self, version: int) -> None:
         """Send the weights after step `version` now, also to restarted replicas."""
-        self.logger.note_transition(self.weights.send(version, self.backlog))
+        self.logger.note_transition(self.weights.send(version, self.queue))
 
     def answer(self, prompts: Prompts, sampling: Sampling) -> tuple[Prompts, Batch]:
         """Answers to all prompt rows; open requests continue afterwards."""
         version = self.weights.version
-        asked = Asked(prompts, sampling, self.seed_of, self.episodes, self.rules.awaits_turns)
+        asked = UnscheduledRequests(prompts, sampling, self.seed_of, self.episodes, self.rules.awaits_turns)
         with self.driver.holding(version, drained=not self.rules.partial):
             self.driver.ask(asked.begin)
-            while not self.driver.ask(lambda: ask_replicas(self.driver, asked, version)):
+            while not self.driver.ask(lambda: generate_now(self.driver, asked, version)):
                 self.driver.wait_until(lambda: self.weights.is_wanted)
                 self.send_weights(version)
-            with self.driver.locked() as backlog:
-                backlog.decider.saved(version, interrupted=True)
+            with self.driver.locked() as queue:
+                queue.scheduler.saved(version, interrupted=True)
         return asked.rows()
 
     @contextmanager
@@ -93,14 +93,14 @@ class ReplicaSampler(Sampler):
         """Wrap a checkpoint: no slice runs; unfinished requests restart afterwards, as they do after a resume."""
         with self.driver.holding(step):
             yield
-            with self.driver.locked() as backlog:
-                backlog.decider.saved(step)
+            with self.driver.locked() as queue:
+                queue.scheduler.saved(step)
 
     def describe(self) -> dict[str, float]:
-        with self.driver.locked() as backlog:
-            metrics = self.metrics.take(backlog)
+        with self.driver.locked() as queue:
+            metrics = self.metrics.take(queue)
             if self.journal is not None:
-                self.journal.append(Counted(dict(backlog.decider.counts)))
+                self.journal.append(Counted(dict(queue.scheduler.counts)))
         warning = self.speed_warning.note(metrics["trainer/idle_share"], metrics["rollout/idle_share"])
         if warning is not None:
             self.logger.warn(warning)
@@ -112,12 +112,12 @@ class ReplicaSampler(Sampler):
         Between two transfers the actor's weights are newer than those of the other replicas. A restarted replica then
         waits for the next transfer, unless no other replica is left.
         """
-        decider, weights, slots = self.backlog.decider, self.weights, self.driver.slots
+        scheduler, weights, slots = self.queue.scheduler, self.weights, self.driver.slots
 
         def can_join() -> bool:
             return weights.is_wanted and (weights.version == step - 1 or not slots.generating)
 
-        self.driver.wait_until(lambda: decider.is_complete(step) or can_join(), self._check_stop)
+        self.driver.wait_until(lambda: scheduler.is_complete(step) or can_join(), self._check_stop)
 
     def _announce(self) -> None:
         """Let replicas take the newest weights that were sent, and begin the batches that these allow.
@@ -125,12 +125,12 @@ class ReplicaSampler(Sampler):
         Environments begin the episodes of these batches while replicas draw those of earlier ones.
         """
         version = self.weights.version
-        with self.driver.locked() as backlog:
+        with self.driver.locked() as queue:
             self.draw_prompts(self.rules.last_batch(version))
-            backlog.begin_episodes()
-        self.driver.wait_until(lambda: self.backlog.is_begun)
-        with self.driver.locked() as backlog:
-            backlog.decider.version_ready(version)
+            queue.begin_episodes()
+        self.driver.wait_until(lambda: self.queue.is_begun)
+        with self.driver.locked() as queue:
+            queue.scheduler.version_ready(version)
 
     def _is_interrupted_after(self, step: int) -> bool:
         trainer = self.config.trainer

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
-from megatron_rl.sampling.rules import Rules, Trade
-from megatron_rl.sampling.trades import plan_trade
+from megatron_rl.sampling.schedule_types import GroupSwap, ScheduleConfig
+from megatron_rl.sampling.straggler_swap import plan_swap
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Requests:
     frontier: the first batch that is not complete. taken: the last batch that the trainer took.
     """
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: ScheduleConfig) -> None:
         """No request is handed out; batches before `first_step` are taken."""
         self.rules = rules
         self.open: dict[int, Request] = {}
@@ -86,16 +86,16 @@ class Requests:
         """Whether all its requests are finished."""
         if batch < self.frontier or self.num_missing(batch) == 0:
             return True
-        return self.rules.extra_groups > 0 and self.planned_trade(batch) is not None
+        return self.rules.extra_groups > 0 and self.planned_swap(batch) is not None
 
-    def planned_trade(self, batch: int) -> Trade | None:
-        """The trade that completes a batch; None if none can."""
-        return plan_trade(self.rules, batch, self.open, self._next_new, self._begun_under)
+    def planned_swap(self, batch: int) -> GroupSwap | None:
+        """The swap that completes a batch; None if none can."""
+        return plan_swap(self.rules, batch, self.open, self._next_new, self._begun_under)
 
-    def trade(self, trade: Trade) -> None:
+    def swap_groups(self, swap: GroupSwap) -> None:
         """Late groups take the places of finished ones."""
-        size, new_place = self.rules.group_size, trade.new_place
-        for request in trade.late:
+        size, new_place = self.rules.group_size, swap.new_place
+        for request in swap.late:
             if request in self.open:
                 self._num_finished[self.rules.batch_of(request)] += 1
                 self._num_finished[self.rules.batch_of(new_place[request])] -= 1

@@ -27,13 +27,13 @@ from megatron_rl.observe.phase_clock import PhaseClock
 from megatron_rl.records import Batch, Prompts, Sampling
 from megatron_rl.rollout.seeds import request_seed
 from megatron_rl.rollout.slices import DraftCounts
-from megatron_rl.sampling.backlog import Backlog
-from megatron_rl.sampling.earlier_answers import EARLIER_FILE, EarlierAnswers
-from megatron_rl.sampling.former_lengths import LENGTHS_FILE, FormerLengths
+from megatron_rl.sampling.in_flight import InFlightBatches
 from megatron_rl.sampling.journal import Journal, reply_event
-from megatron_rl.sampling.open_answers import OpenAnswers
-from megatron_rl.sampling.rules import Decider, Rules
-from megatron_rl.sampling.saved_answers import ROLLOUTS_FILE, read_answers, write_rollouts
+from megatron_rl.sampling.length_history import LENGTHS_FILE, LengthHistory
+from megatron_rl.sampling.request_queue import RequestQueue
+from megatron_rl.sampling.response_history import EARLIER_FILE, ResponseHistory
+from megatron_rl.sampling.rollout_checkpoint import ROLLOUTS_FILE, read_answers, write_rollouts
+from megatron_rl.sampling.schedule_types import RequestScheduler, ScheduleConfig
 from megatron_rl.scoring.batch_scorers import RewardScorer
 from megatron_rl.scoring.sampled_batch import SampledBatch
 
@@ -78,7 +78,7 @@ class Sources:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The decider of a run and its state. checkpoint: the folder to resume from if it has answers, else None.
+    """The scheduler of a run and its state. checkpoint: the folder to resume from if it has answers, else None.
 
     last_batch: the last batch that the checkpoint has begun. journal: None if no answer outlives its step: then nothing
     is recorded or saved. replies: the answers to turns of a schedule that is repeated, by request, in their order.
@@ -86,15 +86,15 @@ class Schedule:
     answers, by which requests are ordered; None: they are not.
     """
 
-    rules: Rules
-    decider: Decider
+    rules: ScheduleConfig
+    scheduler: RequestScheduler
     journal: Journal | None
     num_replicas: int
     last_batch: int
     checkpoint: Path | None
     replies: Sequence[tuple[int, Reply]] | None = None
-    earlier: EarlierAnswers | None = None
-    lengths: FormerLengths | None = None
+    earlier: ResponseHistory | None = None
+    lengths: LengthHistory | None = None
 
 
 class Sampler:
@@ -113,22 +113,22 @@ class Sampler:
         self.episodes = self._episodes(sources.episodes, schedule)
         limits = None if self.episodes is None else self.episodes.limits
         self._earlier = schedule.earlier
-        self.answers = OpenAnswers(
+        self.answers = InFlightBatches(
             self.rules.batch_rows, self.seed_of, self.journal is not None, limits, self.earlier_of
         )
         self._cursor_ahead, self._last_begun = self.cursor.ahead(), self.rules.first_step - 1
         self.draw_prompts(schedule.last_batch)
         if schedule.checkpoint is not None:
             read_answers(schedule.checkpoint, self.answers, self._prompts_numbered)
-        self.backlog = Backlog(schedule.decider, self.answers, schedule.num_replicas, self.episodes)
-        self.backlog.lengths = self._lengths = schedule.lengths
+        self.queue = RequestQueue(schedule.scheduler, self.answers, schedule.num_replicas, self.episodes)
+        self.queue.lengths = self._lengths = schedule.lengths
         if schedule.lengths is not None:
             schedule.lengths.prompt_of = lambda request: int(self.answers.episode(request).row["index"])
         # Where slices are recorded, a repeated one must find the same cache, whatever was lost meanwhile.
-        self.backlog.keeps_prefixes = self.journal is None
+        self.queue.keeps_prefixes = self.journal is None
         # Otherwise all answers of a batch come together, or an answer may still change its number.
         if self.rules.slice_steps is not None and not self.rules.extra_groups:
-            self.backlog.on_end = sources.scorer.begin
+            self.queue.on_end = sources.scorer.begin
         self._begin_episodes()
 
     def _episodes(self, live: Episodes | None, schedule: Schedule) -> Episodes | None:
@@ -171,10 +171,10 @@ class Sampler:
         self._begin_episodes()
 
     def _begin_episodes(self) -> None:
-        self.backlog.begin_episodes()
-        while not self.backlog.is_begun:
+        self.queue.begin_episodes()
+        while not self.queue.is_begun:
             with self.logger.clock.phase(TURNS):
-                self.backlog.take_replies(waits=True)
+                self.queue.take_replies(waits=True)
 
     def draw_prompts(self, last: int) -> None:
         """Draw the prompts of all batches up to that of step `last`."""
@@ -194,7 +194,7 @@ class Sampler:
             self._lengths.write(folder, step)
             files.append(LENGTHS_FILE)
         if self.journal is not None:
-            schedule = self.backlog.decider.state_dict() | {"num_lines": self.journal.num_lines}
+            schedule = self.queue.scheduler.state_dict() | {"num_lines": self.journal.num_lines}
             write_rollouts(folder, self.answers, schedule, step)
             files.append(ROLLOUTS_FILE)
         return files
@@ -241,7 +241,7 @@ class Sampler:
 
     def take(self, step: int) -> SampledBatch:
         """The complete batch of a step, which is trained now."""
-        prompts, rows, greedy = self.backlog.batch(step)
+        prompts, rows, greedy = self.queue.batch(step)
         self.cursor.next_indices()  # these are the prompts of the batch: the cursor moves behind them
         self.keep(step, prompts, rows)
         batch = SampledBatch(step, prompts, rows, greedy, first_request=self.rules.requests_of(step).start)

@@ -2,8 +2,9 @@
 
 Facts come in (a slice is done, weights have arrived, a batch was taken, a replica died), orders go out. A request is
 open from its first hand-out until it is finished. It belongs to one replica. If that replica dies the request waits,
-in front of all requests that were never handed out. In rounds (`Rules.in_rounds`) orders are made for all replicas at
-once, when every order of the previous round is answered, from counts that do not depend on the order of facts.
+in front of all requests that were never handed out. In rounds (`ScheduleConfig.in_rounds`) orders are made for all
+replicas at once, when every order of the previous round is answered, from counts that do not depend on the order of
+facts.
 """
 
 from __future__ import annotations
@@ -13,9 +14,17 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from megatron_rl.sampling.assignment import by_expected_length, even_shares
+from megatron_rl.sampling.load_balancing import by_expected_length, even_shares
 from megatron_rl.sampling.requests import Request, Requests
-from megatron_rl.sampling.rules import Counts, Decision, Kind, Numbers, Order, Rules, Trade
+from megatron_rl.sampling.schedule_types import (
+    Counts,
+    GroupSwap,
+    Kind,
+    Numbers,
+    RequestDecision,
+    ScheduleConfig,
+    SliceOrder,
+)
 
 COUNTS = ("renewed", "moved", "truncated", "resampled", "forgotten_tokens")
 
@@ -32,7 +41,7 @@ class _Replica:
     owned: set[int] = field(default_factory=set)
     inside: set[int] = field(default_factory=set)
     renewed: set[int] = field(default_factory=set)
-    order: Order | None = None
+    order: SliceOrder | None = None
     straggler: int | None = None
 
 
@@ -41,7 +50,7 @@ class Scheduler:
 
     def __init__(
         self,
-        rules: Rules,
+        rules: ScheduleConfig,
         num_replicas: int,
         state: Mapping[str, Any] | None = None,
         expect: Callable[[int], int | None] | None = None,
@@ -58,8 +67,8 @@ class Scheduler:
         self._replicas = [_Replica(first, first) for _ in range(num_replicas)]
         self._requests = Requests(rules)
         self._announced, self._expect = first, expect
-        self._planned: dict[int, Order] = {}
-        self._decisions: list[Decision] = []
+        self._planned: dict[int, SliceOrder] = {}
+        self._decisions: list[RequestDecision] = []
         self.away: set[int] = set()
         self.admits = True
         if state is not None:
@@ -67,7 +76,7 @@ class Scheduler:
 
     # Questions
 
-    def next_order(self, replica: int) -> Order | None:
+    def next_order(self, replica: int) -> SliceOrder | None:
         """The replica's next slice, outstanding from now on. None: there is none until another fact arrives, or the
         replica is dead, or its last order is outstanding.
         """
@@ -91,7 +100,7 @@ class Scheduler:
         """Whether every request of the run is finished."""
         return self._requests.frontier > self.rules.num_steps_total
 
-    def take_decisions(self) -> Sequence[Decision]:
+    def take_decisions(self) -> Sequence[RequestDecision]:
         """Decisions since the last call."""
         decisions, self._decisions = self._decisions, []
         return decisions
@@ -193,22 +202,22 @@ class Scheduler:
             if replica.is_alive:
                 replica.ready = max(replica.ready, version)
 
-    def step_taken(self, step: int) -> Trade | None:
-        """The trainer takes batch `step`; returns the trade that completes it, if it has late groups. Raises ValueError
+    def step_taken(self, step: int) -> GroupSwap | None:
+        """The trainer takes batch `step`; returns the swap that completes it, if it has late groups. Raises ValueError
         unless it is the next batch and complete.
         """
         if step != self._requests.taken + 1 or not self.is_complete(step):
             raise ValueError(
                 f"step {step} cannot be taken: {self._requests.taken} was the last, complete={self.is_complete(step)}"
             )
-        trade = self._requests.planned_trade(step) if self._requests.num_missing(step) else None
-        if trade is not None:
-            self._requests.trade(trade)
+        swap = self._requests.planned_swap(step) if self._requests.num_missing(step) else None
+        if swap is not None:
+            self._requests.swap_groups(swap)
             for replica in self._replicas:
-                replica.owned = {trade.new_place.get(request, request) for request in replica.owned}
+                replica.owned = {swap.new_place.get(request, request) for request in replica.owned}
                 replica.inside.clear()
         self._requests.take(step)
-        return trade
+        return swap
 
     def saved(self, step: int, interrupted: bool = False) -> None:
         """A checkpoint after `step` was written: unfinished requests restart in their replica's next order.
@@ -267,7 +276,7 @@ class Scheduler:
         replicas = [self._replicas[taker] for taker in takers]
         return even_shares([len(r.owned) for r in replicas], [self._room(r) for r in replicas], num_waiting)
 
-    def _free_order(self, replica: int) -> Order | None:
+    def _free_order(self, replica: int) -> SliceOrder | None:
         known = self._replicas[replica]
         version = self._free_version(known)
         if self._room(known):
@@ -279,7 +288,7 @@ class Scheduler:
                 known.owned.update(self._requests.hand_out(share, version))
         return self._order(replica, version, self._requests.taken + 1) if known.owned - self.away else None
 
-    def _order(self, replica: int, version: int, next_batch: int) -> Order:
+    def _order(self, replica: int, version: int, next_batch: int) -> SliceOrder:
         """The order after which the engine of `replica` runs what it owns, under `version`."""
         known = self._replicas[replica]
         if version != known.held:
@@ -295,7 +304,7 @@ class Scheduler:
         known.inside = present
         known.renewed = set()
         known.straggler = self._straggler(known, next_batch)
-        return Order(replica, version, self.rules.slice_steps, tuple(sorted(starts)), tuple(sorted(drops)))
+        return SliceOrder(replica, version, self.rules.slice_steps, tuple(sorted(starts)), tuple(sorted(drops)))
 
     # Rounds
 
@@ -394,14 +403,14 @@ class Scheduler:
             replica.renewed.add(request)
         elif known.drawn:
             self.counts["truncated"] += 1
-            self._decisions.append(Decision("truncate", request, known.attempt))
+            self._decisions.append(RequestDecision("truncate", request, known.attempt))
             self._finish(replica, request)
 
     def _forget(self, request: int, kind: Kind) -> None:
         known = self._requests.open[request]
         self.counts["forgotten_tokens"] += known.drawn
         known.drawn = known.late = 0
-        self._decisions.append(Decision(kind, request, known.attempt))
+        self._decisions.append(RequestDecision(kind, request, known.attempt))
 
     def _give_back(self, request: int) -> None:
         """Take an open request from its dead replica."""

@@ -1,4 +1,4 @@
-"""Simulate a run on a simulated clock with the decider of real runs.
+"""Simulate a run on a simulated clock with the scheduler of real runs.
 
 Lengths of answers and seconds (`Costs`) give seconds per step, idle shares, staleness and a timeline. The simulation
 has no tokens and no model, so it says nothing about rewards or memory.
@@ -14,7 +14,7 @@ from functools import partial
 from heapq import heappop, heappush
 
 from megatron_rl.sampling.engine_model import Costs, Engine, draw
-from megatron_rl.sampling.rules import Decider, Order, Rules
+from megatron_rl.sampling.schedule_types import RequestScheduler, ScheduleConfig, SliceOrder
 
 Lengths = Callable[[int, int], int]
 """(request, attempt) -> tokens of its answer, at least 1."""
@@ -56,7 +56,7 @@ class SimulatedRun:
     intervals: list[SimulatedInterval] = field(default_factory=list)
     staleness: Counter[int] = field(default_factory=Counter)
     answers: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    orders: dict[int, list[tuple[Order, int]]] = field(default_factory=dict)
+    orders: dict[int, list[tuple[SliceOrder, int]]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
 
     def idle_share(self, lane: str, start: float, stop: float) -> float:
@@ -75,8 +75,8 @@ class Simulation:
 
     def __init__(
         self,
-        decider: Decider,
-        rules: Rules,
+        scheduler: RequestScheduler,
+        rules: ScheduleConfig,
         num_replicas: int,
         lengths: Lengths,
         costs: Costs,
@@ -84,7 +84,7 @@ class Simulation:
         turns: Turns | None = None,
     ) -> None:
         """saves: steps after which a checkpoint is written. turns: of every answer; None: each is a single turn."""
-        self.decider, self.rules, self.lengths, self.costs = decider, rules, lengths, costs
+        self.scheduler, self.rules, self.lengths, self.costs = scheduler, rules, lengths, costs
         self.saves, self.turns = saves, turns
         self.engines: list[Engine | None] = [Engine(rules.first_step - 1) for _ in range(num_replicas)]
         self.outcome = SimulatedRun(orders={replica: [] for replica in range(num_replicas)})
@@ -109,7 +109,7 @@ class Simulation:
         while self.phase != "over":
             self.advance()
         self.outcome.total = self.now
-        self.outcome.counts = dict(self.decider.counts)
+        self.outcome.counts = dict(self.scheduler.counts)
         return self.outcome
 
     def advance(self) -> None:
@@ -119,7 +119,7 @@ class Simulation:
         if self.phase == "over":
             return
         if not self._events:
-            wanted = [self.decider.wanted_version(replica) for replica in range(len(self.engines))]
+            wanted = [self.scheduler.wanted_version(replica) for replica in range(len(self.engines))]
             raise StuckError(f"after step {self.step}, trainer: {self.phase}, versions wanted: {wanted}")
         self.now, _, happen = heappop(self._events)
         happen()
@@ -134,24 +134,24 @@ class Simulation:
     def _go_on(self) -> None:
         """Begin all that can begin now: replicas first, then the trainer."""
         for replica, engine in enumerate(self.engines):
-            order = self.decider.next_order(replica) if engine is not None else None
+            order = self.scheduler.next_order(replica) if engine is not None else None
             if engine is not None and order is not None:
                 self._begin_slice(replica, engine, order)
-        if self.phase == "save" and self.decider.may_save(self.step):
-            json.dumps(self.decider.state_dict())
-            self.decider.saved(self.step)
+        if self.phase == "save" and self.scheduler.may_save(self.step):
+            json.dumps(self.scheduler.state_dict())
+            self.scheduler.saved(self.step)
             self._send_or_wait()
-        if self.phase == "send" and not self._sending and self.decider.may_send(self.step):
+        if self.phase == "send" and not self._sending and self.scheduler.may_send(self.step):
             self._send()
         if self.phase == "wait":
             if self.step == self.rules.num_steps_total:
                 self.phase = "over"
-            elif self.decider.is_complete(self.step + 1):
+            elif self.scheduler.is_complete(self.step + 1):
                 self._train()
 
     # Replicas
 
-    def _begin_slice(self, replica: int, engine: Engine, order: Order) -> None:
+    def _begin_slice(self, replica: int, engine: Engine, order: SliceOrder) -> None:
         swaps = engine.follow(order, self.rules.colocated)
         given = sum(num for request in order.starts for _, num in self.tokens.get(request, ()))
         remaining = {request: self._left_in_turn(request) for request in sorted(engine.requests)}
@@ -172,7 +172,7 @@ class Simulation:
                 self.leave(request)
             self._bar(f"replica {replica}", start, self.now, f"version {order.version}")
             self.outcome.orders[replica].append((order, drawing.num_steps))
-            self.decider.slice_done(replica, drawing.num_steps, drawing.drawn, ended, left)
+            self.scheduler.slice_done(replica, drawing.num_steps, drawing.drawn, ended, left)
 
         start = self.now
         self._after(seconds, finish)
@@ -204,7 +204,7 @@ class Simulation:
         is_finished = self._remaining(request) == 0
         if is_finished:
             self._answer(request)
-        self.decider.returned(request, is_finished)
+        self.scheduler.returned(request, is_finished)
 
     def _answer(self, request: int) -> None:
         if request in self.outcome.answers:
@@ -213,7 +213,7 @@ class Simulation:
 
     def act_on_decisions(self) -> None:
         """Truncate answers and drop tokens as decided since the last call."""
-        for decision in self.decider.take_decisions():
+        for decision in self.scheduler.take_decisions():
             if decision.kind == "truncate":
                 self._answer(decision.request)
             else:
@@ -225,7 +225,7 @@ class Simulation:
         if self.engines[failure.replica] is None or failure.replica in self._returning:
             return
         self.engines[failure.replica] = None
-        self.decider.replica_lost(failure.replica)
+        self.scheduler.replica_lost(failure.replica)
         if failure.down is not None:
             self._bar(f"replica {failure.replica}", self.now, self.now + failure.down, "down")
             self._after(failure.down, partial(self._return, failure.replica))
@@ -236,13 +236,13 @@ class Simulation:
             self._returning.append(replica)
             return
         self.engines[replica] = Engine(self.version)
-        self.decider.replica_back(replica, self.version)
+        self.scheduler.replica_back(replica, self.version)
 
     # Trainer
 
     def _train(self) -> None:
         self.step += 1
-        self.decider.step_taken(self.step)
+        self.scheduler.step_taken(self.step)
         for request in self.rules.requests_of(self.step):
             for version, num in self.outcome.answers[request]:
                 self.outcome.staleness[self.step - 1 - version] += num
@@ -264,7 +264,7 @@ class Simulation:
         """Send weights: the trainer is blocked for the exposed part; replicas draw until their next swap."""
         self._sending = True
         self.phase = "exposed"
-        self.decider.sending(self.step)
+        self.scheduler.sending(self.step)
         self._fill_buffers(None)
         self._bar("weights", self.now, self.now + self.costs.transfer_seconds, f"version {self.step}")
         self._after(self.costs.exposed_seconds, self._let_train)
@@ -282,15 +282,15 @@ class Simulation:
         self._sending = False
         self.version = version
         self._fill_buffers(version)
-        self.decider.version_ready(version)
+        self.scheduler.version_ready(version)
         returning, self._returning = self._returning, []
         for replica in returning:
             self._return(replica)
 
 
 def simulate(
-    decider: Decider,
-    rules: Rules,
+    scheduler: RequestScheduler,
+    rules: ScheduleConfig,
     num_replicas: int,
     lengths: Lengths,
     costs: Costs,
@@ -299,9 +299,10 @@ def simulate(
     saves: Collection[int] = (),
     turns: Turns | None = None,
 ) -> SimulatedRun:
-    """Simulate a whole run. decider: for example Scheduler(rules, num_replicas). lengths: of answers, at least 1 token.
+    """Simulate a whole run. scheduler: for example Scheduler(rules, num_replicas). lengths: of answers, at least 1
+    token.
 
     saves: steps after which a checkpoint is written; it takes no time here but restarts unfinished requests. turns: of
     every answer. Raises StuckError if the run cannot continue, for example because all replicas are dead.
     """
-    return Simulation(decider, rules, num_replicas, lengths, costs, saves, turns).run(failures)
+    return Simulation(scheduler, rules, num_replicas, lengths, costs, saves, turns).run(failures)

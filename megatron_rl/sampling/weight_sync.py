@@ -12,9 +12,9 @@ from megatron_rl.dispatch import Future
 from megatron_rl.errors import WorkerFailure
 from megatron_rl.hybrid_engine.hybrid_engine import TransitionReport
 from megatron_rl.roles.actor import Actor
-from megatron_rl.sampling.backlog import Backlog
 from megatron_rl.sampling.driver import Driver
 from megatron_rl.sampling.replica_states import ReplicaSlot, State
+from megatron_rl.sampling.request_queue import RequestQueue
 
 Call = Callable[[ReplicaSlot], Future[Any]]
 MAX_CONNECT_TRIES = 3
@@ -137,18 +137,18 @@ class ReplicaWeights:
         finally:
             set_paused(False)
 
-    def send(self, version: int, backlog: Backlog) -> Sequence[TransitionReport]:
+    def send(self, version: int, queue: RequestQueue) -> Sequence[TransitionReport]:
         """Send the actor's current weights, those after step `version`, to all replicas; returns the ranks' reports.
 
         Joining replicas receive them too and generate from then on.
         """
         with self._driver.sending():
-            reports = self._send(version, backlog)
+            reports = self._send(version, queue)
             self.version = version
-            self._let_joining_generate(backlog)
+            self._let_joining_generate(queue)
         return reports
 
-    def _send(self, version: int, backlog: Backlog) -> Sequence[TransitionReport]:
+    def _send(self, version: int, queue: RequestQueue) -> Sequence[TransitionReport]:
         while True:
             present = self._driver.slots.present
             if not present:
@@ -156,7 +156,7 @@ class ReplicaWeights:
                 continue
             with self._driver.locked():
                 # A replica that connects again forgets weights that it has received but not taken.
-                backlog.decider.sending(version)
+                queue.scheduler.sending(version)
                 # A running slice must take the weights that it names before they are overwritten.
                 generating = self._driver.slots.generating
                 in_use = {slot.number: slot.last_version for slot in generating if slot.last_version is not None}
@@ -187,7 +187,7 @@ class ReplicaWeights:
             return None
         return reports
 
-    def _let_joining_generate(self, backlog: Backlog) -> None:
+    def _let_joining_generate(self, queue: RequestQueue) -> None:
         joined = [slot for slot in self._driver.slots.joining if restarts_of([slot]).items() <= self._connected.items()]
         ReplicaCalls(self._driver, joined, lambda slot: slot.rollout.enter()).get()
         with self._driver.locked():
@@ -195,4 +195,4 @@ class ReplicaWeights:
                 if slot.state is State.JOINING:
                     slot.state = State.GENERATING
                     if slot.replica.num_restarts > 0:
-                        backlog.decider.replica_back(slot.number, self.version)
+                        queue.scheduler.replica_back(slot.number, self.version)

@@ -9,7 +9,7 @@ is 8 times longer) or short and equal.
 
 The arms take turns within one run; seconds of a step are medians over the rounds, with the lowest and the highest. What
 else the machine does can only add to them. optimum: below which no schedule can come on these ranks
-(`sampling.estimates`); simulated: what the scheduler comes to on a clock where the controller costs nothing.
+(`sampling.reference_times`); simulated: what the scheduler comes to on a clock where the controller costs nothing.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from megatron_rl.cluster.waiting import get_all
 from megatron_rl.config.roles import ACTOR, ROLLOUT, PoolSize, PoolSpec
 from megatron_rl.records import Prompts, Sampling, ragged
 from megatron_rl.rollout.slices import Slice, SliceReport
-from megatron_rl.sampling.backlog import Backlog
 from megatron_rl.sampling.driver import Driver
 from megatron_rl.sampling.engine_model import Costs
-from megatron_rl.sampling.estimates import optimum
+from megatron_rl.sampling.in_flight import InFlightBatches
 from megatron_rl.sampling.journal import Journal, Recorder
-from megatron_rl.sampling.open_answers import OpenAnswers
+from megatron_rl.sampling.reference_times import optimum
 from megatron_rl.sampling.replica_states import ReplicaSlots
-from megatron_rl.sampling.rules import Rules
+from megatron_rl.sampling.request_queue import RequestQueue
+from megatron_rl.sampling.schedule_types import ScheduleConfig
 from megatron_rl.sampling.scheduler import Scheduler
 from megatron_rl.sampling.simulate import Lengths, simulate
 from megatron_rl.sampling.weight_sync import ReplicaWeights
@@ -67,7 +67,7 @@ class Shape:
 
     name: str
     lengths: Lengths
-    rules: Rules
+    rules: ScheduleConfig
     train_share: float = TRAIN_SHARE
 
     @property
@@ -95,7 +95,7 @@ def long_tailed(request: int, attempt: int) -> int:
 
 def shapes(num_steps: int) -> list[Shape]:
     """Slices of 128 ms, about 15 in a step, for long-tailed answers, and of 256 ms, 2 in a step, for equal ones."""
-    rules = Rules(128, num_steps, 3, slice_steps=32, max_running=SLEEPS.max_running, max_queued=8)
+    rules = ScheduleConfig(128, num_steps, 3, slice_steps=32, max_running=SLEEPS.max_running, max_queued=8)
     running = SLEEPS.max_running
     equal = replace(rules, batch_rows=8 * REPLICAS * running, slice_steps=64, max_queued=3 * running)
     return [
@@ -147,14 +147,14 @@ class Measured:
 def drawn_ahead(cluster: ProcessCluster, shape: Shape, folder: Path) -> Measured:
     """Steps as `ReplicaSampler` and the loop around it do them."""
     rules, costs, measured = shape.rules, shape.costs, Measured([], [], [])
-    answers = OpenAnswers(rules.batch_rows, lambda *place: 0)
+    answers = InFlightBatches(rules.batch_rows, lambda *place: 0)
     actor = cluster.pools[ACTOR].handle(ACTOR, SleepingActor)
     with ExitStack() as opened:
         journal = Journal(folder / "schedule.jsonl")
         opened.callback(journal.close)
-        backlog = Backlog(Recorder(Scheduler(rules, REPLICAS), journal), answers, REPLICAS)
+        queue = RequestQueue(Recorder(Scheduler(rules, REPLICAS), journal), answers, REPLICAS)
         slots = ReplicaSlots(cluster.replicated[ROLLOUT].replicas[:REPLICAS], 0, print)
-        driver = opened.enter_context(Driver(slots, backlog, lambda: None))
+        driver = opened.enter_context(Driver(slots, queue, lambda: None))
         weights = ReplicaWeights(actor, driver, True, 0)
         not_begun = deque(range(1, rules.num_steps_total + 1))
 
@@ -163,23 +163,23 @@ def drawn_ahead(cluster: ProcessCluster, shape: Shape, folder: Path) -> Measured
                 while not_begun and not_begun[0] <= rules.last_batch(weights.version):
                     step = not_begun.popleft()
                     answers.add(step, batch(shape, step), SAMPLING, None, SAMPLING)
-                backlog.decider.version_ready(weights.version)
+                queue.scheduler.version_ready(weights.version)
 
         weights.open()
-        weights.send(0, backlog)
+        weights.send(0, queue)
         announce()
         for step in range(1, rules.num_steps_total + 1):
-            driver.wait_until(lambda step=step: backlog.decider.is_complete(step))
+            driver.wait_until(lambda step=step: queue.scheduler.is_complete(step))
             with driver.locked():
-                backlog.batch(step)
+                queue.batch(step)
             actor.train(costs.train_seconds).get()
-            driver.wait_until(lambda step=step: backlog.decider.may_send(step))
+            driver.wait_until(lambda step=step: queue.scheduler.may_send(step))
             start = time.monotonic()
-            weights.send(step, backlog)
+            weights.send(step, queue)
             measured.sending.append(time.monotonic() - start)
             announce()
             measured.ends.append(time.monotonic())
-        measured.reports = backlog.reports
+        measured.reports = queue.reports
     return measured
 
 
@@ -192,7 +192,7 @@ def on_all_ranks(cluster: ProcessCluster, shape: Shape, num_steps: int) -> float
     actor = cluster.pools[ACTOR].handle(ACTOR, SleepingActor)
     get_all([replica.host(SleepingHost).build(ROLLOUT) for replica in replicas])
     size = shape.rules.batch_rows // len(replicas)
-    answers = OpenAnswers(shape.rules.batch_rows, lambda *place: 0)
+    answers = InFlightBatches(shape.rules.batch_rows, lambda *place: 0)
     start = time.monotonic()
     for step in range(FIRST + 1, FIRST + 1 + num_steps):  # the same batches as of the other arms
         answers.add(step, batch(shape, step), SAMPLING, None, SAMPLING)

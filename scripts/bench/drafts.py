@@ -53,14 +53,14 @@ def draw(config_file: Path, settings: list[str], num_steps: int) -> tuple[dict[s
     metrics: dict[str, list[float]] = {name: [] for name in METRICS}
     with repairs_of(config) as repairs, open_run(repairs) as run:
         for step in range(1, num_steps + 2):
-            run.sampler.backlog.reports, begun = [], time.monotonic()
+            run.sampler.queue.reports, begun = [], time.monotonic()
             batch = run.sampler.next(step)
             seconds = time.monotonic() - begun
             run.sampler.load_weights(step)
             tokens.append(batch.rows.sampled_ids.values())
             if step > 1:
                 figures["seconds"] += seconds
-                figures["engine steps"] += sum(report.num_steps for report in run.sampler.backlog.reports)
+                figures["engine steps"] += sum(report.num_steps for report in run.sampler.queue.reports)
                 for name in METRICS:
                     metrics[name].append(batch.metrics.get(name, 1.0 if "tokens" in name else 0.0))
     return figures | {name: sum(values) / len(values) for name, values in metrics.items()}, tokens

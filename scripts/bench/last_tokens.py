@@ -1,4 +1,4 @@
-"""What late groups and an order of requests save: the real schedule and backlog, replicas that sleep.
+"""What late groups and an order of requests save: the real schedule and queue, replicas that sleep.
 
     python scripts/bench/last_tokens.py [--rounds 5] [--steps 10] [--json FILE]
 
@@ -35,10 +35,10 @@ from megatron_rl.config.last_tokens import extra_groups
 from megatron_rl.config.roles import ROLLOUT
 from megatron_rl.records import Prompts, ragged
 from megatron_rl.rollout.slices import Slice
-from megatron_rl.sampling.backlog import Backlog
-from megatron_rl.sampling.former_lengths import FormerLengths
-from megatron_rl.sampling.open_answers import OpenAnswers
-from megatron_rl.sampling.rules import Rules
+from megatron_rl.sampling.in_flight import InFlightBatches
+from megatron_rl.sampling.length_history import LengthHistory
+from megatron_rl.sampling.request_queue import RequestQueue
+from megatron_rl.sampling.schedule_types import ScheduleConfig
 from megatron_rl.sampling.scheduler import Scheduler
 
 REPLICAS, PROMPTS, SAMPLES, EPOCH = 2, 16, 8, 4
@@ -70,11 +70,11 @@ def batch(step: int) -> Prompts:
     return Prompts(index, sample, ragged(lengths), texts, texts, [{} for _ in texts], groups)
 
 
-def rules_of(arm: str, num_steps: int) -> Rules:
+def rules_of(arm: str, num_steps: int) -> ScheduleConfig:
     """The rules of an arm."""
     if arm in ("by number", "longest first"):
-        return Rules(ROWS, num_steps, ahead=0, slice_steps=None, group_size=SAMPLES)
-    pool = Rules(
+        return ScheduleConfig(ROWS, num_steps, ahead=0, slice_steps=None, group_size=SAMPLES)
+    pool = ScheduleConfig(
         *(ROWS, num_steps),
         slice_steps=16,
         max_running=SLEEPS.max_running,
@@ -84,7 +84,9 @@ def rules_of(arm: str, num_steps: int) -> Rules:
     )
     if arm == "ahead":
         return pool
-    return Rules(**{**vars(pool), "ahead": 2, "extra_groups": extra_groups(PROMPTS, RATE), "group_size": SAMPLES})
+    return ScheduleConfig(
+        **{**vars(pool), "ahead": 2, "extra_groups": extra_groups(PROMPTS, RATE), "group_size": SAMPLES}
+    )
 
 
 def draw_steps(replicas: Sequence[Replica], arm: str, num_steps: int) -> tuple[float, float]:
@@ -92,32 +94,32 @@ def draw_steps(replicas: Sequence[Replica], arm: str, num_steps: int) -> tuple[f
     rules = rules_of(arm, num_steps)
     get_all([replica.host(SleepingHost).build(ROLLOUT) for replica in replicas])
     rollouts = [replica.handle(ROLLOUT, SleepingRollout) for replica in replicas]
-    answers = OpenAnswers(rules.batch_rows, lambda *place: 0)
-    lengths, last, ends = FormerLengths(rules), 0, [time.monotonic()]
+    answers = InFlightBatches(rules.batch_rows, lambda *place: 0)
+    lengths, last, ends = LengthHistory(rules), 0, [time.monotonic()]
     lengths.prompt_of = lambda request: answers.episode(request).row["index"]
     engine_steps: list[int] = []
     is_ordered = arm in ("longest first", "both")
     scheduler = Scheduler(rules, REPLICAS, None, lengths.expected if is_ordered else None)
-    backlog = Backlog(scheduler, answers, REPLICAS)
-    backlog.lengths = lengths if is_ordered else None
+    queue = RequestQueue(scheduler, answers, REPLICAS)
+    queue.lengths = lengths if is_ordered else None
     for step in range(1, num_steps + 1):
         while last < rules.last_batch(step - 1):
             last += 1
             answers.add(last, batch(last), SAMPLING, None, SAMPLING)
-        backlog.decider.version_ready(step - 1)
+        queue.scheduler.version_ready(step - 1)
         engine_steps.append(0)
-        while not backlog.decider.is_complete(step):
-            orders = [(number, backlog.next_slice(number)) for number in range(REPLICAS)]
+        while not queue.scheduler.is_complete(step):
+            orders = [(number, queue.next_slice(number)) for number in range(REPLICAS)]
             drawing = [rollouts[number].advance({number: order}) for number, order in orders if order is not None]
             reports = [report for future in drawing for report in future.get()]
             engine_steps[-1] += max(report.num_steps for report in reports)
             for report in reports:
-                backlog.done(report)
-        drops = [Slice(step - 1, 0, drops=tuple(sorted(engine))) for engine in backlog.engines]
+                queue.done(report)
+        drops = [Slice(step - 1, 0, drops=tuple(sorted(engine))) for engine in queue.engines]
         get_all([rollouts[number].advance({number: order}) for number, order in enumerate(drops)])
-        for engine in backlog.engines:
+        for engine in queue.engines:
             engine.clear()
-        prompts, rows, _ = backlog.batch(step)
+        prompts, rows, _ = queue.batch(step)
         lengths.add(step, prompts.index, rows)
         ends.append(time.monotonic())
     measured = num_steps - 1 - EPOCH

@@ -56,8 +56,8 @@ def serve(folder: str, unit: int | None) -> None:
     from vllm import LLM
 
     from megatron_rl.records import Sampling
+    from megatron_rl.rollout.in_flight_requests import InFlightRequests
     from megatron_rl.rollout.slices import Slice, Start
-    from megatron_rl.rollout.unfinished import UnfinishedRequests
 
     engine = LLM(
         model=folder,
@@ -84,7 +84,7 @@ def serve(folder: str, unit: int | None) -> None:
         return output
 
     scheduler.schedule = counted
-    requests, sampling = UnfinishedRequests(engine, [1]), Sampling(1.0, 1.0, -1, TOKENS, 0)
+    requests, sampling = InFlightRequests(engine, [1]), Sampling(1.0, 1.0, -1, TOKENS, 0)
     print("ready", flush=True)
     for line in sys.stdin:
         rng = Random(0)

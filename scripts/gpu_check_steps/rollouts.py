@@ -101,12 +101,12 @@ def generate(host: Any, temperature: float, salt: int) -> Any:
     from megatron_rl.records import Sampling
     from megatron_rl.rollout.seeds import request_seed
     from megatron_rl.rollout.slices import Slice
-    from megatron_rl.sampling.asked import Asked
+    from megatron_rl.sampling.unscheduled_requests import UnscheduledRequests
 
     sampling = Sampling(temperature=temperature, top_p=1.0, top_k=-1, max_tokens=LONGEST_ANSWER, salt=salt)
     rollout = host.roles["rollout"]
     rollout.enter()
-    asked = Asked(questions(), sampling, partial(request_seed, 0), None)
+    asked = UnscheduledRequests(questions(), sampling, partial(request_seed, 0), None)
     (share,) = asked.shares(1)
     asked.note([rollout.advance({0: Slice(0, None, share)})])
     rollout.exit()

@@ -48,7 +48,7 @@ class Need:
 
 
 ENGINE, ATTENTION = "megatron_rl/rollout/engine.py", "megatron_rl/model/attention.py"
-SLICES = "megatron_rl/rollout/unfinished.py"
+SLICES = "megatron_rl/rollout/in_flight_requests.py"
 GPU_WORKER = "vllm.v1.worker.gpu_worker.Worker"
 CUDA_WORKER, CUDA_MEMORY = "megatron_rl/rollout/cuda_worker.py", "megatron_rl/hybrid_engine/cuda_memory.py"
 CUMEM, CONTEXT = "vllm.device_allocator.cumem", "kv_cache_allocation_context"

@@ -35,9 +35,9 @@ def ask(rollout, asked: Prompts, sampling: Sampling, seed: int = 1) -> Batch:
     """The answers of one rank's engine, in rollout mode, by one slice with the weights that it has."""
     from megatron_rl.rollout.seeds import request_seed
     from megatron_rl.rollout.slices import Slice
-    from megatron_rl.sampling.asked import Asked
+    from megatron_rl.sampling.unscheduled_requests import UnscheduledRequests
 
-    questions = Asked(asked, sampling, partial(request_seed, seed), None)
+    questions = UnscheduledRequests(asked, sampling, partial(request_seed, seed), None)
     (share,) = questions.shares(1)
     questions.note([rollout.advance({rollout.replica: Slice(max(rollout._version, 0), None, share)})])
     return questions.rows()[1]

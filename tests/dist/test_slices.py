@@ -51,7 +51,7 @@ def by_vllm(generator, first) -> dict[int, tuple[list[int], list[float]]]:
     """Tokens and log-probs of each request by vLLM's own `generate`, which steps the engine itself."""
     from vllm.sampling_params import RequestOutputKind
 
-    from megatron_rl.rollout.unfinished import forget_prefixes, sampling_params, token_log_probs
+    from megatron_rl.rollout.in_flight_requests import forget_prefixes, sampling_params, token_log_probs
 
     forget_prefixes(generator.llm.llm_engine)
     ends = generator.requests._eos_token_ids

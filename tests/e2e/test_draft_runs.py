@@ -13,7 +13,7 @@ from short_runs import LOCAL, SHORT, WITHOUT_RAY, metrics
 from test_agent_runs import environment
 from test_async_runs import ASYNC, SMALL, assert_same_bits, events, numbers
 
-from megatron_rl.sampling.earlier_answers import EARLIER_FILE
+from megatron_rl.sampling.response_history import EARLIER_FILE
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from short_runs import LOCAL, SHORT
 from test_over_sampling import numbers, weights_equal
 
-from megatron_rl.sampling.former_lengths import LENGTHS_FILE
+from megatron_rl.sampling.length_history import LENGTHS_FILE
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 
@@ -23,7 +23,7 @@ def test_samples_do_not_depend_on_the_order(command_line, tmp_path: Path, few_pr
     """Eight prompts of sixteen in a step, 64 requests for 8 places: metrics and weights are those of the order by
     number. A run that goes on after step 3 has those of the one that was not interrupted, and the lengths.
 
-    Would not catch an order that is the same: `tests/sampling/test_former_lengths.py` has it, and the bench its effect.
+    Would not catch an order that is the same: `tests/sampling/test_length_history.py` has it, and the bench its effect.
     """
     file = tmp_path / "prompts.parquet"
     pyarrow.parquet.write_table(pyarrow.parquet.read_table(few_prompts / "train.parquet")[:NUM_PROMPTS], file)

@@ -46,7 +46,7 @@ def test_late_groups_are_trained_later(command_line, tmp_path: Path) -> None:
     trained as often. A run that is killed and goes on, and one that repeats the schedule, have the same numbers and
     weights.
 
-    Would not catch a group that takes other samples along: `tests/sampling/test_trades.py` follows each.
+    Would not catch a group that takes other samples along: `tests/sampling/test_straggler_swap.py` follows each.
     """
     dumped = {name: f"trainer.rollout_data_dir={tmp_path / name}" for name in ("plain", "late")}
     plain = command_line(*SETTINGS, dumped["plain"])

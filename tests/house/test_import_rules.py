@@ -22,15 +22,15 @@ SOURCES = sorted((REPOSITORY / PACKAGE).rglob("*.py"))
 SCHEDULE = {
     f"sampling.{name}"
     for name in (
-        "assignment",
+        "load_balancing",
         "engine_model",
-        "estimates",
+        "reference_times",
         "journal",
-        "open_answers",
+        "in_flight",
         "replay",
         "requests",
-        "rules",
-        "trades",
+        "schedule_types",
+        "straggler_swap",
     )
 } | {"sampling.scheduler", "sampling.simulate"}
 """What decides who draws what under which weights: counts and plain data, which the planner simulates."""
@@ -146,8 +146,8 @@ PURE_PARTS = (
     f"{PACKAGE}.model.parts",
     f"{PACKAGE}.data.row_files",
     f"{PACKAGE}.sampling.engine_model",
-    f"{PACKAGE}.sampling.estimates",
-    f"{PACKAGE}.sampling.rules",
+    f"{PACKAGE}.sampling.reference_times",
+    f"{PACKAGE}.sampling.schedule_types",
     f"{PACKAGE}.sampling.scheduler",
     f"{PACKAGE}.sampling.simulate",
 )
@@ -196,7 +196,9 @@ PURE = (
 
 
 def row_of(module: str) -> str:
-    """Row of a module, named without the package: "sampling.rules.Order" -> "sampling.rules"; a new room's own name."""
+    """Row of a module, named without the package: "sampling.scheduler.Scheduler" -> "sampling.scheduler"; a new room's
+    own name.
+    """
     names = module.split(".")
     prefixes = [".".join(names[:length]) for length in range(len(names), 0, -1)]
     return next((prefix for prefix in prefixes if prefix in ROOMS), names[0])
@@ -281,7 +283,7 @@ def test_imports_by_name_are_known():
         ("planning/x.py", "from megatron_rl.model.gpt import transformer_config"),
         ("planning/layout_search/x.py", "from megatron_rl.model.gpt import transformer_config"),
         ("planning/x.py", "from megatron_rl.planning.layout_search.search import Search"),
-        ("sampling/rules.py", "from megatron_rl.sampling.sampler import Sampler"),
+        ("sampling/schedule_types.py", "from megatron_rl.sampling.sampler import Sampler"),
         ("scoring/x.py", "from megatron_rl.scoring.rewards import Rewards"),
         ("roles/x.py", "from megatron_rl.cli import app"),
     ],

@@ -15,7 +15,7 @@ from megatron_rl.planning.preflight import preflight
 from megatron_rl.planning.run_plan import RunPlan
 from megatron_rl.planning.step_load import Load
 from megatron_rl.sampling.engine_model import Costs
-from megatron_rl.sampling.rules import Rules
+from megatron_rl.sampling.schedule_types import ScheduleConfig
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 ROLLOUT, MEGATRON = "actor_rollout_ref.rollout", "actor_rollout_ref.actor.megatron"
@@ -50,7 +50,7 @@ EVEN = Sides(8, 8)
 def plan(costs: Costs, sides: Sides = EVEN, **rules) -> AheadPlan:
     """Of one replica that draws two rows of 10 tokens at a time."""
     known = {"batch_rows": 2, "num_steps_total": 13, "ahead": 1, "slice_steps": 10, "max_running": 2} | rules
-    return AheadPlan.of(Rules(**known), 1, lambda request, attempt: 10, costs, sides)
+    return AheadPlan.of(ScheduleConfig(**known), 1, lambda request, attempt: 10, costs, sides)
 
 
 def test_the_rollout_waits_by_hand():
@@ -90,7 +90,10 @@ def test_long_answers_hold_both_sides_up():
     long one has ended: a step takes 40 s, of which training needs 8. At its best rate, with 8 running, the engine draws
     46 tokens in 5.75 s. More ranks would not help. Would not catch advice that staleness forbids.
     """
-    rules, costs = Rules(4, 13, 1, slice_steps=2, max_running=8, partial=False), Costs(lambda running: 1.0, 8.0)
+    rules, costs = (
+        ScheduleConfig(4, 13, 1, slice_steps=2, max_running=8, partial=False),
+        Costs(lambda running: 1.0, 8.0),
+    )
     found = AheadPlan.of(rules, 1, lambda request, attempt: 2 if request % 4 else 40, costs, EVEN)
     assert (found.ahead_s, found.trainer_idle, found.rollout_s) == (40.0, 0.8, 5.75)
     assert found.advice == (

@@ -32,7 +32,7 @@ def answer(token_ids: list[int], reason: str, logprobs: FlatLogprobs | list | No
 @pytest.mark.parametrize("none", [None, []])
 def test_log_probs_of_answers(none):
     """A whole one, and one without a token as an aborted request has it. Would not catch what vLLM aborts."""
-    from megatron_rl.rollout.unfinished import token_log_probs
+    from megatron_rl.rollout.in_flight_requests import token_log_probs
 
     steps = flat((3, -0.5), (4, -0.25))
     assert token_log_probs(answer([3, 4], "stop", steps)) == [-0.5, -0.25]
@@ -44,7 +44,7 @@ def test_log_probs_of_other_tokens_are_refused():
     """In another form, of another token, and missing. Would not catch two tokens' numbers exchanged."""
     from vllm.logprobs import Logprob
 
-    from megatron_rl.rollout.unfinished import token_log_probs
+    from megatron_rl.rollout.in_flight_requests import token_log_probs
 
     for found in ([{3: Logprob(-0.5)}], flat((4, -0.5)), None):
         with pytest.raises(RuntimeError, match="not those of the tokens"):
@@ -58,7 +58,7 @@ def test_experts_of_tokens():
     """
     import numpy
 
-    from megatron_rl.rollout.unfinished import experts_of_tokens
+    from megatron_rl.rollout.in_flight_requests import experts_of_tokens
 
     rows = numpy.arange(12, dtype="uint16").reshape(2, 3, 2)
     given = answer([3], "stop", None)

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from megatron_rl.sampling.engine_model import Costs
-from megatron_rl.sampling.rules import Rules
+from megatron_rl.sampling.schedule_types import ScheduleConfig
 from megatron_rl.sampling.simulate import Failure, SimulatedRun, Turns
 
 
@@ -14,7 +14,7 @@ from megatron_rl.sampling.simulate import Failure, SimulatedRun, Turns
 class Scene:
     """All that a simulated run depends on."""
 
-    rules: Rules
+    rules: ScheduleConfig
     num_replicas: int
     seed: int
     longest: int
@@ -84,7 +84,7 @@ def random_scene(seed: int, **fixed: object) -> Scene:
     }
     if rng.random() < 0.15:
         chosen |= {"colocated": True, "partial": True, "deterministic": True, "sync_every": 1}
-    rules = Rules(**(chosen | fixed))
+    rules = ScheduleConfig(**(chosen | fixed))
     return Scene(rules, rng.randint(1, 4), seed, rng.randint(1, 12))
 
 

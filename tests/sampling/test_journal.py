@@ -21,7 +21,7 @@ from megatron_rl.sampling.journal import (
     to_json,
 )
 from megatron_rl.sampling.replay import Replay, ReplayError
-from megatron_rl.sampling.rules import Decision, Order, Rules
+from megatron_rl.sampling.schedule_types import RequestDecision, ScheduleConfig, SliceOrder
 from megatron_rl.sampling.scheduler import Scheduler
 
 EVENTS = [
@@ -34,7 +34,7 @@ EVENTS = [
     Saved(1),
     Interrupted(1),
     Resumed(1),
-    Decision("resample", 3, 1),
+    RequestDecision("resample", 3, 1),
 ]
 
 
@@ -83,14 +83,14 @@ def test_a_loss_is_repeated_as_drops():
         SliceDone(0, 0, 2, (1,), (), (1,)),
         SliceDone(1, 0, 1, (2,), (), (2,)),
     ]
-    replay = Replay(Rules(3, 1, slice_steps=2), 2, events)
-    assert replay.next_order(0) == Order(0, 0, 2, (0,))
+    replay = Replay(ScheduleConfig(3, 1, slice_steps=2), 2, events)
+    assert replay.next_order(0) == SliceOrder(0, 0, 2, (0,))
     replay.slice_done(0, 2, {0: 2}, [0])
     assert replay.next_order(0) is None
-    assert replay.next_order(1) == Order(1, 0, 2, (1, 2))
+    assert replay.next_order(1) == SliceOrder(1, 0, 2, (1, 2))
     replay.slice_done(1, 2, {1: 2, 2: 2}, [])
-    assert replay.next_order(0) == Order(0, 0, 2, (1,))
-    assert replay.next_order(1) == Order(1, 0, 1, (2,), (1, 2))
+    assert replay.next_order(0) == SliceOrder(0, 0, 2, (1,))
+    assert replay.next_order(1) == SliceOrder(1, 0, 1, (2,), (1, 2))
     replay.slice_done(1, 1, {2: 1}, [2])
     with pytest.raises(ReplayError, match=r"slice 1 of replica 0.*\[1\], now there are 2 .* requests \[\]"):
         replay.slice_done(0, 2, {1: 2}, [])
@@ -100,7 +100,7 @@ def test_a_loss_is_repeated_as_drops():
 
 def test_what_cannot_be_repeated_is_refused():
     """Older weights after a restart, too few replicas, a save in the middle. Would not catch another model."""
-    rules = Rules(1, 2, ahead=1)
+    rules = ScheduleConfig(1, 2, ahead=1)
     back = [SliceDone(0, 1, 2, (0,)), ReplicaLost(0), ReplicaBack(0, 0), SliceDone(0, 0, 2, (0,), (), (0,))]
     with pytest.raises(ReplayError, match="back to 0"):
         Replay(rules, 1, back)
@@ -113,8 +113,8 @@ def test_what_cannot_be_repeated_is_refused():
 def test_a_replay_from_a_checkpoint(tmp_path):
     """The first line is known: request 0 is finished, 1 begins anew with its tokens. Would not catch missing tokens."""
     events = [SliceDone(0, 0, 2, (0, 1), (), (0,)), Resumed(1), SliceDone(0, 0, 3, (1,), (), (1,))]
-    replay = Replay(Rules(2, 1), 1, events, num_done=1)
-    assert replay.next_order(0) == Order(0, 0, 3, (1,))
+    replay = Replay(ScheduleConfig(2, 1), 1, events, num_done=1)
+    assert replay.next_order(0) == SliceOrder(0, 0, 3, (1,))
     replay.slice_done(0, 3, {1: 3}, [1])
     assert replay.is_complete(1)
 
@@ -124,13 +124,13 @@ def test_a_replay_lets_no_version_be_overwritten_before_it_is_used():
     written without asking.
     """
     events = [SliceDone(0, 0, 2, (0,), (), (0,)), SliceDone(0, 1, 2, (1,), (), (1,))]
-    replay = Replay(Rules(1, 3, ahead=1), 1, events)
+    replay = Replay(ScheduleConfig(1, 3, ahead=1), 1, events)
     assert replay.may_send(1) and not replay.may_send(2)
     replay.next_order(0)
     replay.slice_done(0, 2, {0: 2}, [0])
     assert replay.next_order(0) is None and replay.wanted_version(0) == 1 and not replay.may_send(2)
     replay.version_ready(1)
-    assert replay.next_order(0) == Order(0, 1, 2, (1,)) and replay.may_send(2)
+    assert replay.next_order(0) == SliceOrder(0, 1, 2, (1,)) and replay.may_send(2)
 
 
 def test_a_replay_is_interrupted_where_the_recorded_run_was() -> None:
@@ -138,7 +138,7 @@ def test_a_replay_is_interrupted_where_the_recorded_run_was() -> None:
 
     Would not catch a validation that leaves something in an engine.
     """
-    rules = Rules(batch_rows=1, num_steps_total=2, ahead=1, slice_steps=2)
+    rules = ScheduleConfig(batch_rows=1, num_steps_total=2, ahead=1, slice_steps=2)
     events = [
         SliceDone(0, 0, 2, starts=(0,)),
         Interrupted(0),
@@ -146,20 +146,20 @@ def test_a_replay_is_interrupted_where_the_recorded_run_was() -> None:
     ]
     replay = Replay(rules, 1, events)
     assert not replay.may_save(0)
-    assert replay.next_order(0) == Order(0, 0, 2, starts=(0,))
+    assert replay.next_order(0) == SliceOrder(0, 0, 2, starts=(0,))
     replay.slice_done(0, 2, {0: 2}, [])
     assert replay.may_save(0) and replay.next_order(0) is None
     replay.saved(0)  # a checkpoint is none
     assert replay.next_order(0) is None
     replay.saved(0, interrupted=True)
-    assert replay.next_order(0) == Order(0, 0, 2, starts=(0,), drops=(0,))
+    assert replay.next_order(0) == SliceOrder(0, 0, 2, starts=(0,), drops=(0,))
 
 
 def test_a_replay_counts_what_the_recorded_run_counted(tmp_path):
     """By hand: of four requests one is finished, a checkpoint renews three, and a death moves them, of which one had 3
     tokens; a replay has neither, and its steps count the same. Would not catch counts that are taken twice in a step.
     """
-    rules = Rules(batch_rows=2, num_steps_total=2, ahead=1, slice_steps=2, partial=False)
+    rules = ScheduleConfig(batch_rows=2, num_steps_total=2, ahead=1, slice_steps=2, partial=False)
     journal = Journal(tmp_path / "schedule.jsonl")
     run = Recorder(Scheduler(rules, 1), journal)
     run.next_order(0)

@@ -11,10 +11,10 @@ from test_samplers import Counting, Pairs, run_config
 
 from megatron_rl.dispatch import Future
 from megatron_rl.rollout.slices import Drawn, Slice, SliceReport
-from megatron_rl.sampling.earlier_answers import EARLIER_FILE, EarlierAnswers
 from megatron_rl.sampling.pool_sampler import PoolSampler
-from megatron_rl.sampling.rules import Rules
+from megatron_rl.sampling.response_history import EARLIER_FILE, ResponseHistory
 from megatron_rl.sampling.sampler import Schedule, Sources
+from megatron_rl.sampling.schedule_types import ScheduleConfig
 from megatron_rl.sampling.scheduler import Scheduler
 
 NUM_REPLICAS = 4
@@ -47,12 +47,12 @@ class Replicas:
         return Future.done(reports)
 
 
-def sampler_of(estimator: str, earlier: EarlierAnswers | None = None) -> tuple[PoolSampler, Replicas, list[list]]:
+def sampler_of(estimator: str, earlier: ResponseHistory | None = None) -> tuple[PoolSampler, Replicas, list[list]]:
     """A sampler of two prompts, each twice; its rollout; and the transitions it reports."""
     config, rollout, moved = run_config(), Replicas(), list[list]()
     config.algorithm.adv_estimator, config.algorithm.filter_groups.enable = estimator, False
     rows = 6 if estimator == "remax" else 4
-    rules = Rules(rows, num_steps_total=3, ahead=0, first_step=1, slice_steps=None)
+    rules = ScheduleConfig(rows, num_steps_total=3, ahead=0, first_step=1, slice_steps=None)
     schedule = Schedule(rules, Scheduler(rules, NUM_REPLICAS), None, NUM_REPLICAS, 0, None, None, earlier)
     sources = Sources(config, Pairs(), Counting(), None, SimpleNamespace(note_transition=moved.append))
     return PoolSampler(schedule, sources, rollout), rollout, moved
@@ -126,7 +126,7 @@ def test_requests_name_answers_of_former_epochs(tmp_path: Path) -> None:
 
     Would not catch a resumed run that does not read them: whole runs show it.
     """
-    sampler, rollout, _ = sampler_of("remax", EarlierAnswers(num_kept=4, num_context=1, ahead=0))
+    sampler, rollout, _ = sampler_of("remax", ResponseHistory(num_kept=4, num_context=1, ahead=0))
     sampler.cursor = sampler._cursor_ahead = Same()
     sampler.next(1)
     assert named(rollout.calls[-1]) == {request: [] for request in range(6)}

@@ -17,11 +17,11 @@ from megatron_rl.dispatch import Future
 from megatron_rl.observe.phase_clock import PhaseClock
 from megatron_rl.records import Batch, Prompts, Sampling, ragged, single_turn
 from megatron_rl.rollout.slices import Drawn, Slice, SliceReport
-from megatron_rl.sampling.earlier_answers import EarlierAnswers
 from megatron_rl.sampling.group_filter import GroupFilter
 from megatron_rl.sampling.pool_sampler import PoolSampler
-from megatron_rl.sampling.rules import Rules
+from megatron_rl.sampling.response_history import ResponseHistory
 from megatron_rl.sampling.sampler import Schedule, Sources
+from megatron_rl.sampling.schedule_types import ScheduleConfig
 from megatron_rl.sampling.scheduler import Scheduler
 from megatron_rl.scoring.batch_scorers import RewardScorer
 from megatron_rl.scoring.outcome import Outcome, Sample
@@ -106,7 +106,7 @@ def streaming(config: RunConfig, rule, models=(), earlier=None) -> tuple[PoolSam
     """A stream of batches whose answers `rule` scores; models: (role, handle)."""
     rollout, logger = OneToken(), SimpleNamespace(note_transition=lambda reports: None)
     rewards = Rewards(config, rule, list(models), warn=print, clock=PhaseClock(lambda name: None))
-    rules = Rules(batch_rows=4, num_steps_total=9, ahead=0, first_step=1, slice_steps=None)
+    rules = ScheduleConfig(batch_rows=4, num_steps_total=9, ahead=0, first_step=1, slice_steps=None)
     schedule = Schedule(rules, Scheduler(rules, 1), None, 1, rules.first_step - 1, None, None, earlier)
     kind = GroupFilter if config.algorithm.filter_groups.enable else PoolSampler
     return kind(schedule, Sources(config, Pairs(), Counting(), RewardScorer(rewards), logger), rollout), rollout
@@ -151,7 +151,7 @@ def test_answers_that_are_filtered_out_are_earlier_ones_too():
 
     Would not catch other tokens in them: the store's own tests do.
     """
-    rollouts, rollout = streaming(run_config(2), mixed_rule({1}), earlier=EarlierAnswers(4, 1, 0))
+    rollouts, rollout = streaming(run_config(2), mixed_rule({1}), earlier=ResponseHistory(4, 1, 0))
     rollouts.next(step=1)
     rollouts.cursor.next = 0
     rollouts.next(step=2)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.sampling.assignment import even_shares
-from megatron_rl.sampling.rules import Decision, Order, Rules
+from megatron_rl.sampling.load_balancing import even_shares
+from megatron_rl.sampling.schedule_types import RequestDecision, ScheduleConfig, SliceOrder
 from megatron_rl.sampling.scheduler import Scheduler
 
 
@@ -43,10 +43,10 @@ def test_shares_by_hand(loads, rooms, num, shares):
 def test_rules_refuse_what_cannot_go_on():
     """With weights after every third step, batch 3 needs version 0. Would not catch other faults of a bound."""
     with pytest.raises(ValueError, match="ahead=2"):
-        Rules(4, 9, ahead=1, sync_every=3)
+        ScheduleConfig(4, 9, ahead=1, sync_every=3)
     with pytest.raises(ValueError, match="straggler_policy"):
-        Rules(4, 9, straggler_policy="cut")
-    assert Rules(4, 9, ahead=2, sync_every=3).needed_version(4) == 3
+        ScheduleConfig(4, 9, straggler_policy="cut")
+    assert ScheduleConfig(4, 9, ahead=2, sync_every=3).needed_version(4) == 3
 
 
 def test_without_ahead_a_batch_is_cut_into_equal_chunks():
@@ -54,9 +54,9 @@ def test_without_ahead_a_batch_is_cut_into_equal_chunks():
 
     Would not catch a chunk that an engine cannot queue.
     """
-    scheduler = Scheduler(Rules(5, 2, ahead=0, max_running=1, slice_steps=None), 2)
-    assert scheduler.next_order(1) == Order(1, 0, None, (3, 4))
-    assert scheduler.next_order(0) == Order(0, 0, None, (0, 1, 2))
+    scheduler = Scheduler(ScheduleConfig(5, 2, ahead=0, max_running=1, slice_steps=None), 2)
+    assert scheduler.next_order(1) == SliceOrder(1, 0, None, (3, 4))
+    assert scheduler.next_order(0) == SliceOrder(0, 0, None, (0, 1, 2))
     assert scheduler.next_order(0) is None
     scheduler.slice_done(0, 7, {0: 7, 1: 3, 2: 5}, [0, 1, 2])
     assert scheduler.next_order(0) is None and not scheduler.is_complete(1)
@@ -65,7 +65,7 @@ def test_without_ahead_a_batch_is_cut_into_equal_chunks():
     scheduler.step_taken(1)
     assert scheduler.next_order(0) is None and scheduler.wanted_version(0) == 1
     scheduler.version_ready(1)
-    assert scheduler.next_order(0) == Order(0, 1, None, (5, 6, 7))
+    assert scheduler.next_order(0) == SliceOrder(0, 1, None, (5, 6, 7))
 
 
 @pytest.mark.parametrize("awaits", [False, True])
@@ -74,19 +74,19 @@ def test_an_answer_holds_up_its_own_request_alone(awaits):
     depend on seconds, the round waits for all answers. Would not catch a request that is handed out twice; simulated
     schedules do.
     """
-    scheduler = Scheduler(Rules(3, 1, ahead=0, slice_steps=8, has_turns=True, awaits_turns=awaits), 1)
-    assert scheduler.next_order(0) == Order(0, 0, 8, (0, 1, 2))
+    scheduler = Scheduler(ScheduleConfig(3, 1, ahead=0, slice_steps=8, has_turns=True, awaits_turns=awaits), 1)
+    assert scheduler.next_order(0) == SliceOrder(0, 0, 8, (0, 1, 2))
     scheduler.slice_done(0, 8, {0: 3, 1: 4, 2: 8}, [], away=[0, 1])
-    assert scheduler.next_order(0) == (None if awaits else Order(0, 0, 8))
+    assert scheduler.next_order(0) == (None if awaits else SliceOrder(0, 0, 8))
     if not awaits:
         scheduler.slice_done(0, 8, {2: 8}, [])
     scheduler.returned(0, is_finished=False)
-    assert scheduler.next_order(0) == (None if awaits else Order(0, 0, 8, (0,)))
+    assert scheduler.next_order(0) == (None if awaits else SliceOrder(0, 0, 8, (0,)))
     if not awaits:
         scheduler.slice_done(0, 2, {0: 1, 2: 2}, [0, 2])
         assert scheduler.next_order(0) is None  # the engine is empty
     scheduler.returned(1, is_finished=False)
-    assert scheduler.next_order(0) == Order(0, 0, 8, (0, 1) if awaits else (1,))
+    assert scheduler.next_order(0) == SliceOrder(0, 0, 8, (0, 1) if awaits else (1,))
 
 
 def test_partial_requests_go_on_under_the_newest_weights():
@@ -94,16 +94,16 @@ def test_partial_requests_go_on_under_the_newest_weights():
     batch 2 and all of batch 3. With recompute_kv what is left is dropped and begun anew. Would not catch tokens.
     """
     for recompute in (False, True):
-        scheduler = Scheduler(Rules(2, 4, ahead=1, slice_steps=8, max_running=4, recompute_kv=recompute), 1)
-        assert scheduler.next_order(0) == Order(0, 0, 8, (0, 1, 2, 3))
+        scheduler = Scheduler(ScheduleConfig(2, 4, ahead=1, slice_steps=8, max_running=4, recompute_kv=recompute), 1)
+        assert scheduler.next_order(0) == SliceOrder(0, 0, 8, (0, 1, 2, 3))
         scheduler.slice_done(0, 8, {0: 3, 1: 8, 2: 1, 3: 8}, [0, 1, 2])
         assert scheduler.is_complete(1) and not scheduler.is_complete(2)
         scheduler.step_taken(1)
-        assert scheduler.next_order(0) == Order(0, 0, 8)
+        assert scheduler.next_order(0) == SliceOrder(0, 0, 8)
         scheduler.version_ready(1)
         scheduler.slice_done(0, 8, {3: 8}, [])
         starts, drops = ((3, 4, 5), (3,)) if recompute else ((4, 5), ())
-        assert scheduler.next_order(0) == Order(0, 1, 8, starts, drops)
+        assert scheduler.next_order(0) == SliceOrder(0, 1, 8, starts, drops)
         assert scheduler.counts["renewed"] == recompute
 
 
@@ -111,14 +111,14 @@ def test_without_partial_a_replica_drains_before_it_takes_weights():
     """Request 3 is unfinished, so version 0 stays, and batch 3, which needs version 1, is not begun. Would not catch
     how many requests are begun under old weights where the bound allows it.
     """
-    scheduler = Scheduler(Rules(2, 4, ahead=1, slice_steps=8, max_running=4, partial=False), 1)
+    scheduler = Scheduler(ScheduleConfig(2, 4, ahead=1, slice_steps=8, max_running=4, partial=False), 1)
     scheduler.next_order(0)
     scheduler.slice_done(0, 8, {0: 3, 1: 8, 2: 1, 3: 8}, [0, 1, 2])
     scheduler.step_taken(1)
     scheduler.version_ready(1)
-    assert scheduler.next_order(0) == Order(0, 0, 8)
+    assert scheduler.next_order(0) == SliceOrder(0, 0, 8)
     scheduler.slice_done(0, 2, {3: 2}, [3])
-    assert scheduler.next_order(0) == Order(0, 1, 8, (4, 5))
+    assert scheduler.next_order(0) == SliceOrder(0, 1, 8, (4, 5))
 
 
 def test_in_rounds_weights_come_at_a_counted_place():
@@ -126,19 +126,19 @@ def test_in_rounds_weights_come_at_a_counted_place():
 
     Would not catch a place that depends on which replica answers first.
     """
-    scheduler = Scheduler(Rules(2, 4, ahead=1, slice_steps=8, max_running=2, deterministic=True), 2)
+    scheduler = Scheduler(ScheduleConfig(2, 4, ahead=1, slice_steps=8, max_running=2, deterministic=True), 2)
     assert [scheduler.next_order(r).starts for r in (0, 1)] == [(0, 1), (2, 3)]
     scheduler.slice_done(0, 8, {0: 8, 1: 8}, [0, 1])
     scheduler.step_taken(1)
     assert scheduler.next_order(0) is None
     scheduler.slice_done(1, 8, {2: 8, 3: 8}, [2])
-    assert scheduler.next_order(0) is None and scheduler.next_order(1) == Order(1, 0, 8)
+    assert scheduler.next_order(0) is None and scheduler.next_order(1) == SliceOrder(1, 0, 8)
     assert not scheduler.may_save(1) and scheduler.may_send(1)
     scheduler.slice_done(1, 1, {3: 1}, [3])
     assert scheduler.next_order(0) is None and scheduler.wanted_version(0) == 1 and scheduler.may_save(1)
     scheduler.version_ready(1)
     assert not scheduler.may_send(2) and not scheduler.may_save(1)
-    assert scheduler.next_order(0) == Order(0, 1, 8, (4,)) and scheduler.next_order(1) == Order(1, 1, 8, (5,))
+    assert scheduler.next_order(0) == SliceOrder(0, 1, 8, (4,)) and scheduler.next_order(1) == SliceOrder(1, 1, 8, (5,))
     assert scheduler.may_send(2)
 
 
@@ -147,19 +147,19 @@ def test_a_lost_replica_gives_its_requests_back():
     dying replica drew and never reported: no one has them.
     """
     for partial in (True, False):
-        scheduler = Scheduler(Rules(4, 3, ahead=1, slice_steps=8, max_running=4, partial=partial), 2)
+        scheduler = Scheduler(ScheduleConfig(4, 3, ahead=1, slice_steps=8, max_running=4, partial=partial), 2)
         assert [scheduler.next_order(r).starts for r in (0, 1)] == [(0, 1, 2, 3), (4, 5, 6, 7)]
         scheduler.slice_done(0, 8, {0: 8, 1: 8, 2: 8, 3: 8}, [])
-        assert scheduler.next_order(0) == Order(0, 0, 8)
+        assert scheduler.next_order(0) == SliceOrder(0, 0, 8)
         scheduler.replica_lost(0)
-        expected = [] if partial else [Decision("forget", request, 0) for request in range(4)]
+        expected = [] if partial else [RequestDecision("forget", request, 0) for request in range(4)]
         assert scheduler.take_decisions() == expected
         with pytest.raises(ValueError, match="no outstanding order"):
             scheduler.slice_done(0, 8, {0: 8}, [])
         scheduler.slice_done(1, 8, {4: 8, 5: 8, 6: 8, 7: 8}, [4, 5])
-        assert scheduler.next_order(1) == Order(1, 0, 8, (0, 1))
+        assert scheduler.next_order(1) == SliceOrder(1, 0, 8, (0, 1))
         scheduler.replica_back(0, 0)
-        assert scheduler.next_order(0) == Order(0, 0, 8, (2, 3))
+        assert scheduler.next_order(0) == SliceOrder(0, 0, 8, (2, 3))
         assert scheduler.counts["moved"] == 4 and scheduler.counts["forgotten_tokens"] == (0 if partial else 32)
 
 
@@ -169,45 +169,45 @@ def test_stragglers():
     done with the tokens.
     """
     for policy in ("truncate", "resample"):
-        rules = Rules(2, 2, ahead=1, slice_steps=4, max_running=2, straggler_policy=policy, straggler_slices=2)
+        rules = ScheduleConfig(2, 2, ahead=1, slice_steps=4, max_running=2, straggler_policy=policy, straggler_slices=2)
         scheduler = Scheduler(rules, 1)
         scheduler.next_order(0)
         scheduler.slice_done(0, 4, {0: 4, 1: 4}, [0])
-        assert scheduler.next_order(0) == Order(0, 0, 4, (2,))
+        assert scheduler.next_order(0) == SliceOrder(0, 0, 4, (2,))
         scheduler.slice_done(0, 4, {1: 4, 2: 4}, [])
-        assert scheduler.next_order(0) == Order(0, 0, 4) and scheduler.take_decisions() == []
+        assert scheduler.next_order(0) == SliceOrder(0, 0, 4) and scheduler.take_decisions() == []
         scheduler.slice_done(0, 4, {1: 4, 2: 4}, [])
         if policy == "resample":
-            assert scheduler.take_decisions() == [Decision("resample", 1, 1)]
-            assert scheduler.next_order(0) == Order(0, 0, 4, (1,), (1,))
+            assert scheduler.take_decisions() == [RequestDecision("resample", 1, 1)]
+            assert scheduler.next_order(0) == SliceOrder(0, 0, 4, (1,), (1,))
             for _ in range(2):
                 scheduler.next_order(0)
                 scheduler.slice_done(0, 4, {1: 4, 2: 4}, [])
             assert scheduler.counts["forgotten_tokens"] == 12
-        assert scheduler.take_decisions() == [Decision("truncate", 1, int(policy == "resample"))]
+        assert scheduler.take_decisions() == [RequestDecision("truncate", 1, int(policy == "resample"))]
         assert scheduler.is_complete(1)
-        assert scheduler.next_order(0) == Order(0, 0, 4, (3,), (1,))
+        assert scheduler.next_order(0) == SliceOrder(0, 0, 4, (3,), (1,))
 
 
 def test_a_save_begins_unfinished_requests_anew():
     """Also those whose slice is under way: it is answered as if nothing was. Request 0 ends in it, and is not begun
     again; 1 is. A new process goes on with the same request on the same replica. Would not catch tokens.
     """
-    rules = Rules(2, 2, ahead=1, slice_steps=4, max_running=2)
+    rules = ScheduleConfig(2, 2, ahead=1, slice_steps=4, max_running=2)
     scheduler = Scheduler(rules, 1)
     scheduler.next_order(0)
     state = json.loads(json.dumps(scheduler.state_dict()))
     scheduler.saved(0)
     scheduler.slice_done(0, 4, {0: 2, 1: 4}, [0])
-    assert scheduler.next_order(0) == Order(0, 0, 4, (1, 2), (1,))
-    assert Scheduler(rules, 1, state).next_order(0) == Order(0, 0, 4, (0, 1))
+    assert scheduler.next_order(0) == SliceOrder(0, 0, 4, (1, 2), (1,))
+    assert Scheduler(rules, 1, state).next_order(0) == SliceOrder(0, 0, 4, (0, 1))
     with pytest.raises(ValueError, match="batch_rows=2"):
-        Scheduler(Rules(3, 2), 1, state)
+        Scheduler(ScheduleConfig(3, 2), 1, state)
 
 
 def test_wrong_facts_change_nothing():
     """A batch that is not complete, a stranger's tokens, a second death. Would not catch a wrong but possible fact."""
-    scheduler = Scheduler(Rules(2, 2), 2)
+    scheduler = Scheduler(ScheduleConfig(2, 2), 2)
     scheduler.next_order(0)
     before = scheduler.state_dict()
     with pytest.raises(ValueError, match="step 1 cannot be taken"):
@@ -224,13 +224,13 @@ def test_in_rounds_replicas_drain_while_the_version_is_made():
     1 is not there yet; nothing new begins. Then batch 3 is complete too, so that version 2 is due: all wait for it, and
     a save may come. Would not catch how long that takes.
     """
-    rules = Rules(2, 5, ahead=2, slice_steps=4, max_running=6, partial=False, deterministic=True)
+    rules = ScheduleConfig(2, 5, ahead=2, slice_steps=4, max_running=6, partial=False, deterministic=True)
     scheduler = Scheduler(rules, 1)
-    assert scheduler.next_order(0) == Order(0, 0, 4, (0, 1, 2, 3, 4, 5))
+    assert scheduler.next_order(0) == SliceOrder(0, 0, 4, (0, 1, 2, 3, 4, 5))
     scheduler.slice_done(0, 4, dict.fromkeys(range(6), 4), [0, 1, 2, 3, 4])
     scheduler.step_taken(1)
     assert not scheduler.may_save(1)
-    assert scheduler.next_order(0) == Order(0, 0, 4)
+    assert scheduler.next_order(0) == SliceOrder(0, 0, 4)
     scheduler.slice_done(0, 1, {5: 1}, [5])
     assert scheduler.next_order(0) is None and scheduler.wanted_version(0) == 2
     assert scheduler.may_save(1)
@@ -241,28 +241,28 @@ def test_a_replica_lost_before_it_got_its_order():
     Back with older weights than were announced, it goes on under those, and holds nobody up. Would not catch a replica
     that comes back with weights that it does not have.
     """
-    scheduler = Scheduler(Rules(2, 4, ahead=1, slice_steps=4, max_running=4, deterministic=True), 2)
-    assert scheduler.next_order(0) == Order(0, 0, 4, (0, 1))
+    scheduler = Scheduler(ScheduleConfig(2, 4, ahead=1, slice_steps=4, max_running=4, deterministic=True), 2)
+    assert scheduler.next_order(0) == SliceOrder(0, 0, 4, (0, 1))
     scheduler.replica_lost(1)
     scheduler.slice_done(0, 4, {0: 4, 1: 4}, [0, 1])
     scheduler.step_taken(1)
-    assert scheduler.next_order(0) == Order(0, 0, 4, (2, 3))
+    assert scheduler.next_order(0) == SliceOrder(0, 0, 4, (2, 3))
     scheduler.version_ready(1)
     scheduler.slice_done(0, 4, {2: 4, 3: 4}, [2, 3])
     scheduler.replica_back(1, 0)
-    assert scheduler.next_order(1) is None and scheduler.next_order(0) == Order(0, 1, 4, (4, 5))
+    assert scheduler.next_order(1) is None and scheduler.next_order(0) == SliceOrder(0, 1, 4, (4, 5))
     scheduler.slice_done(0, 4, {4: 4, 5: 4}, [4, 5])
     scheduler.step_taken(2)
     assert scheduler.wanted_version(1) == 2
     scheduler.version_ready(2)
-    assert scheduler.next_order(0) == Order(0, 2, 4, (6,)) and scheduler.next_order(1) == Order(1, 2, 4, (7,))
+    assert scheduler.next_order(0) == SliceOrder(0, 2, 4, (6,)) and scheduler.next_order(1) == SliceOrder(1, 2, 4, (7,))
 
 
 def test_weights_that_are_overwritten_are_not_named():
     """Version 1 was there, but version 2 is on its way into the same buffer. Would not catch a transfer of which
     nobody told.
     """
-    scheduler = Scheduler(Rules(2, 9, ahead=3, slice_steps=4, max_running=4), 1)
+    scheduler = Scheduler(ScheduleConfig(2, 9, ahead=3, slice_steps=4, max_running=4), 1)
     assert scheduler.next_order(0).version == 0
     scheduler.version_ready(1)
     scheduler.sending(2)

@@ -9,8 +9,8 @@ from random import Random
 import pytest
 
 from megatron_rl.sampling.engine_model import Costs, draw
-from megatron_rl.sampling.estimates import optimum, synchronous
-from megatron_rl.sampling.rules import Rules
+from megatron_rl.sampling.reference_times import optimum, synchronous
+from megatron_rl.sampling.schedule_types import ScheduleConfig
 from megatron_rl.sampling.scheduler import Scheduler
 from megatron_rl.sampling.simulate import SimulatedRun, simulate
 
@@ -18,7 +18,7 @@ SECOND = Costs(step_seconds=lambda running: 1.0, train_seconds=3.0)
 """Each engine step takes one second, however many requests run."""
 
 
-def run(rules: Rules, num_replicas: int, lengths, costs: Costs, **more) -> SimulatedRun:
+def run(rules: ScheduleConfig, num_replicas: int, lengths, costs: Costs, **more) -> SimulatedRun:
     return simulate(Scheduler(rules, num_replicas), rules, num_replicas, lengths, costs, **more)
 
 
@@ -38,7 +38,7 @@ def test_without_ahead_each_step_waits_for_both():
 
     Would not catch a bound other than 0.
     """
-    rules = Rules(batch_rows=2, num_steps_total=3, ahead=0, slice_steps=None)
+    rules = ScheduleConfig(batch_rows=2, num_steps_total=3, ahead=0, slice_steps=None)
     outcome = run(rules, 1, lambda request, attempt: 4 + request % 2, replace(SECOND, transfer_seconds=2.0))
     assert outcome.steps == [8.0, 18.0, 28.0]
     assert outcome.staleness == {0: 27}
@@ -51,7 +51,7 @@ def test_one_step_ahead_overlaps_drawing_and_training():
     """Equal answers of 5 tokens, room for one batch: drawn at 5, 10, 15, 20; trained 3 s after each. Batches 1 and 2
     are drawn under version 0; batch 3 under version 1, which was there at 8. Would not catch transfers that take time.
     """
-    rules = Rules(batch_rows=2, num_steps_total=4, ahead=1, max_running=2, slice_steps=5)
+    rules = ScheduleConfig(batch_rows=2, num_steps_total=4, ahead=1, max_running=2, slice_steps=5)
     outcome = run(rules, 1, lambda request, attempt: 5, SECOND)
     assert outcome.steps == [8.0, 13.0, 18.0, 23.0]
     assert outcome.staleness == {0: 10, 1: 30}
@@ -69,7 +69,7 @@ def test_an_answer_goes_on_under_new_weights():
     and trained at 15 s, just after the slice of 15 to 18 s has begun: so 18 tokens of batch 2 have version 0, and 3
     version 1. It is drawn at 21 s. Would not catch what an engine does with keys and values.
     """
-    rules = Rules(batch_rows=1, num_steps_total=2, ahead=1, slice_steps=3)
+    rules = ScheduleConfig(batch_rows=1, num_steps_total=2, ahead=1, slice_steps=3)
     outcome = run(rules, 1, lambda request, attempt: 21 if request else 12, SECOND)
     assert outcome.steps == [15.0, 24.0]
     tokens = {}
@@ -85,7 +85,7 @@ def long_tailed(request: int, attempt: int) -> int:
     return length * 8 if request % 32 == 7 else length
 
 
-def balanced(rules: Rules, num_replicas: int, lengths, transfer: float = 0.3) -> tuple[float, float, float]:
+def balanced(rules: ScheduleConfig, num_replicas: int, lengths, transfer: float = 0.3) -> tuple[float, float, float]:
     """(asynchronous, optimum, synchronous) seconds per step, where training takes as long as drawing, both with half
     of the ranks; the asynchronous ones without the first and last five steps, when one side is ahead or has finished.
     """
@@ -105,7 +105,7 @@ def test_a_long_tail_does_not_hold_the_trainer_up():
     and 2.06 times faster than synchronous on the same ranks were seen; with `ahead` 2 1.22 and 1.78, with 1 1.75 and
     1.24. Would not catch costs that the model of the engine does not have.
     """
-    rules = Rules(batch_rows=128, num_steps_total=28, ahead=3, slice_steps=16, max_running=16, max_queued=4)
+    rules = ScheduleConfig(batch_rows=128, num_steps_total=28, ahead=3, slice_steps=16, max_running=16, max_queued=4)
     seconds, bound, in_turns = balanced(rules, 2, long_tailed)
     assert bound <= seconds <= 1.10 * bound and in_turns >= 1.8 * seconds
     assert in_turns >= 1.2 * balanced(replace(rules, ahead=1), 2, long_tailed)[0]
@@ -118,7 +118,9 @@ def test_short_equal_answers_are_not_slower(partial, deterministic):
     in rounds at most a transfer slower, which is not hidden there. Would not catch slices far longer than answers.
     """
     for ahead in (2, 1):
-        rules = Rules(64, 18, ahead, slice_steps=16, max_running=16, partial=partial, deterministic=deterministic)
+        rules = ScheduleConfig(
+            64, 18, ahead, slice_steps=16, max_running=16, partial=partial, deterministic=deterministic
+        )
         seconds, bound, in_turns = balanced(rules, 2, lambda request, attempt: 16, transfer=0.04)
         shown = 0.04 if deterministic or ahead == 1 else 0.0
         assert bound <= seconds * (1 + 1e-9) and seconds <= in_turns + shown
@@ -126,7 +128,7 @@ def test_short_equal_answers_are_not_slower(partial, deterministic):
 
 def test_the_shares_of_time():
     """A timeline's bars lie in the run, and those of one replica do not overlap. Would not catch a wrong label."""
-    rules = Rules(batch_rows=8, num_steps_total=4, ahead=2, slice_steps=3, max_running=3)
+    rules = ScheduleConfig(batch_rows=8, num_steps_total=4, ahead=2, slice_steps=3, max_running=3)
     outcome = run(rules, 2, lambda request, attempt: 3 + request % 7, SECOND)
     for lane in ("trainer", "replica 0", "replica 1"):
         bars = sorted((bar.start, bar.stop) for bar in outcome.intervals if bar.lane == lane)

@@ -18,9 +18,9 @@ from megatron_rl.errors import ReplayError
 from megatron_rl.sampling.engine_model import Engine, draw
 from megatron_rl.sampling.journal import Journal, Recorder, from_json, read_events, to_json
 from megatron_rl.sampling.replay import Replay
-from megatron_rl.sampling.rules import Decider, Rules, Trade
+from megatron_rl.sampling.schedule_types import GroupSwap, RequestScheduler, ScheduleConfig
 from megatron_rl.sampling.scheduler import Scheduler
-from megatron_rl.sampling.trades import plan_trade
+from megatron_rl.sampling.straggler_swap import plan_swap
 
 
 @dataclass
@@ -39,27 +39,27 @@ class Drawn:
 class OnePool:
     """Does with a decider what `PoolSampler` does. content: place in a batch -> what is drawn for it."""
 
-    rules: Rules
-    decider: Decider
+    rules: ScheduleConfig
+    decider: RequestScheduler
     num_replicas: int
     content: dict[int, tuple[int, Drawn]]
     num_steps: dict[int, int] = field(default_factory=dict)
-    trades: list[Trade] = field(default_factory=list)
+    swaps: list[GroupSwap] = field(default_factory=list)
 
     def step(self, step: int) -> list[tuple[int, Drawn]]:
         """Draw the batch of a step and take it; returns its rows, each with its number in the stream."""
-        self.decider.version_ready(step - 1)
+        self.scheduler.version_ready(step - 1)
         engines = [Engine(step - 1) for _ in range(self.num_replicas)]
         self.num_steps[step] = 0
-        while not self.decider.is_complete(step):
-            orders = [self.decider.next_order(replica) for replica in range(self.num_replicas)]
+        while not self.scheduler.is_complete(step):
+            orders = [self.scheduler.next_order(replica) for replica in range(self.num_replicas)]
             assert any(orders)
             taken = [self._run(engine, order) for engine, order in zip(engines, orders, strict=True) if order]
             self.num_steps[step] += max(taken)
-        trade = self.decider.step_taken(step)
-        if trade is not None:
-            self.trades.append(trade)
-            moved = {new: self.content[old] for old, new in trade.new_place.items()}
+        swap = self.scheduler.step_taken(step)
+        if swap is not None:
+            self.swaps.append(swap)
+            moved = {new: self.content[old] for old, new in swap.new_place.items()}
             self.content |= moved
         return [self.content[request] for request in self.rules.requests_of(step)]
 
@@ -73,13 +73,13 @@ class OnePool:
         engine.requests.difference_update(drawing.finished)
         for request, num in drawing.drawn.items():
             self.content[request][1].parts.append((order.version, num))
-        self.decider.slice_done(order.replica, drawing.num_steps, drawing.drawn, drawing.finished)
+        self.scheduler.slice_done(order.replica, drawing.num_steps, drawing.drawn, drawing.finished)
         return drawing.num_steps
 
 
 @dataclass(frozen=True)
 class Case:
-    rules: Rules
+    rules: ScheduleConfig
     num_replicas: int
     seed: int
 
@@ -91,7 +91,7 @@ class Case:
         ]
         return {request: (request, Drawn(length)) for request, length in enumerate(lengths)}
 
-    def run(self, wrap: Callable[[Scheduler], Decider] = lambda scheduler: scheduler):
+    def run(self, wrap: Callable[[Scheduler], RequestScheduler] = lambda scheduler: scheduler):
         """The whole run: the pool, and the rows of every step."""
         pool = OnePool(self.rules, wrap(Scheduler(self.rules, self.num_replicas)), self.num_replicas, self.content())
         return pool, [pool.step(step) for step in range(1, self.rules.num_steps_total + 1)]
@@ -100,7 +100,7 @@ class Case:
 @st.composite
 def cases(draw_of) -> Case:
     size, num_groups = draw_of(st.integers(1, 3)), draw_of(st.integers(1, 6))
-    rules = Rules(
+    rules = ScheduleConfig(
         batch_rows=size * num_groups,
         num_steps_total=draw_of(st.integers(1, 6)),
         ahead=draw_of(st.integers(1, 3)),
@@ -154,8 +154,8 @@ def test_a_resumed_run_and_a_replayed_one_train_the_same(case, data):
     last = data.draw(st.integers(1, case.rules.num_steps_total))
     begun = OnePool(case.rules, Scheduler(case.rules, case.num_replicas), case.num_replicas, case.content())
     first = [begun.step(step) for step in range(1, last + 1)]
-    state = json.loads(json.dumps(begun.decider.state_dict()))
-    rules = Rules(**{**vars(case.rules), "first_step": last + 1})
+    state = json.loads(json.dumps(begun.scheduler.state_dict()))
+    rules = ScheduleConfig(**{**vars(case.rules), "first_step": last + 1})
     resumed = OnePool(rules, Scheduler(rules, case.num_replicas, state), case.num_replicas, begun.content)
     rest = [resumed.step(step) for step in range(last + 1, rules.num_steps_total + 1)]
     assert numbered(first + rest) == whole
@@ -165,33 +165,33 @@ def test_a_batch_by_hand():
     """Three groups of one and one more: lengths 2, 9, 2 and 2. After two steps groups 0, 2 and 3 are there; 1 and 3
     change places, and 1 ends in the second batch, at the price of one version. Would not catch groups of several.
     """
-    rules = Rules(3, 2, 1, slice_steps=2, max_running=8, deterministic=True, colocated=True, extra_groups=1)
+    rules = ScheduleConfig(3, 2, 1, slice_steps=2, max_running=8, deterministic=True, colocated=True, extra_groups=1)
     content = {request: (request, Drawn(9 if request == 1 else 2)) for request in range(6)}
     pool = OnePool(rules, Scheduler(rules, 1), 1, content)
     assert [number for number, _ in pool.step(1)] == [0, 3, 2]
-    assert pool.trades == [Trade((1,), (3,))] and pool.num_steps == {1: 2}
+    assert pool.swaps == [GroupSwap((1,), (3,))] and pool.num_steps == {1: 2}
     rows = pool.step(2)
     assert [number for number, _ in rows] == [1, 4, 5]
     assert rows[0][1].parts[0] == (0, 2) and {version for version, _ in rows[0][1].parts} == {0, 1}
-    assert from_json(to_json(pool.trades[0])) == pool.trades[0]
+    assert from_json(to_json(pool.swaps[0])) == pool.swaps[0]
 
 
 def test_what_is_too_old_is_waited_for():
     """A group that began under version 0 may be trained in steps 1 and 2 with ahead=1. Would not catch a run: above."""
-    rules = Rules(2, 9, 1, deterministic=True, colocated=True, extra_groups=1)
-    assert plan_trade(rules, 1, {1}, 3, {0: 0, 1: 0, 2: 0}) == Trade((1,), (2,))
-    assert plan_trade(rules, 2, {3}, 5, {2: 0, 3: 0, 4: 1}) is None
-    assert plan_trade(rules, 2, {3}, 5, {2: 0, 3: 1, 4: 1}) == Trade((3,), (4,))
-    assert plan_trade(rules, 2, {3, 4}, 5, {2: 0, 3: 1, 4: 1}) is None
+    rules = ScheduleConfig(2, 9, 1, deterministic=True, colocated=True, extra_groups=1)
+    assert plan_swap(rules, 1, {1}, 3, {0: 0, 1: 0, 2: 0}) == GroupSwap((1,), (2,))
+    assert plan_swap(rules, 2, {3}, 5, {2: 0, 3: 0, 4: 1}) is None
+    assert plan_swap(rules, 2, {3}, 5, {2: 0, 3: 1, 4: 1}) == GroupSwap((3,), (4,))
+    assert plan_swap(rules, 2, {3, 4}, 5, {2: 0, 3: 1, 4: 1}) is None
     with pytest.raises(ValueError, match="colocated=True"):
-        Rules(2, 9, 0, extra_groups=1)
+        ScheduleConfig(2, 9, 0, extra_groups=1)
     with pytest.raises(ValueError, match="groups of 3"):
-        Rules(4, 9, 1, deterministic=True, colocated=True, extra_groups=1, group_size=3)
+        ScheduleConfig(4, 9, 1, deterministic=True, colocated=True, extra_groups=1, group_size=3)
 
 
 def test_a_replay_refuses_another_end():
     """A run that ends a slice elsewhere. Would not catch one that differs in tokens alone."""
-    rules = Rules(2, 2, 1, slice_steps=2, deterministic=True, colocated=True, extra_groups=1)
+    rules = ScheduleConfig(2, 2, 1, slice_steps=2, deterministic=True, colocated=True, extra_groups=1)
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(Path(folder) / "schedule.jsonl")
         Case(rules, 1, 3).run(lambda scheduler: Recorder(scheduler, journal))

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save
 
 from megatron_rl.records import Batch
-from megatron_rl.sampling.rules import Rules
-from megatron_rl.sampling.saved_answers import opened
+from megatron_rl.sampling.rollout_checkpoint import opened
+from megatron_rl.sampling.schedule_types import ScheduleConfig
 
 LENGTHS_FILE = "former_lengths.safetensors"
-"""A file of a checkpoint: what `FormerLengths.tensors` returns."""
+"""A file of a checkpoint: what `LengthHistory.tensors` returns."""
 
 
 class Longest(NamedTuple):
@@ -25,14 +25,14 @@ class Longest(NamedTuple):
     num_tokens: int
 
 
-class FormerLengths:
+class LengthHistory:
     """Lengths of the answers in trained batches, by the number of their prompt in the dataset (`Prompts.index`).
 
-    What is known of a prompt depends on the batch alone, as for `EarlierAnswers`. prompt_of: request -> its prompt; who
-    has the answers of the run sets it.
+    What is known of a prompt depends on the batch alone, as for `ResponseHistory`. prompt_of: request -> its prompt;
+    who has the answers of the run sets it.
     """
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: ScheduleConfig) -> None:
         self._rules, self._ahead = rules, rules.ahead
         self.prompt_of: Callable[[int], int] = lambda request: request
         self._lengths: dict[int, list[Longest]] = defaultdict(list)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.records import ragged, single_turn
-from megatron_rl.sampling.earlier_answers import EARLIER_FILE, EarlierAnswers
+from megatron_rl.sampling.response_history import EARLIER_FILE, ResponseHistory
 
 CONTEXT = 2
 
@@ -23,7 +23,7 @@ def batch_of(answers: list[list[int]]):
     return single_turn(rows, torch.tensor([len(answer) for answer in answers]))
 
 
-def named(earlier: EarlierAnswers, prompt: int, batch: int) -> list[list[int]]:
+def named(earlier: ResponseHistory, prompt: int, batch: int) -> list[list[int]]:
     """The answers that a request names, without the prompt's tokens before them."""
     answers = [np.frombuffer(answer, dtype=np.int32).tolist() for answer in earlier.of(prompt, batch)]
     assert all(answer[:CONTEXT] == [8, 9] for answer in answers)
@@ -48,7 +48,7 @@ def test_a_batch_names_the_same_whenever_it_begins(num_kept: int, ahead: int, dr
 
     Would not catch a batch that begins too early: the schedule's own tests do.
     """
-    new, done = EarlierAnswers(num_kept, CONTEXT, ahead), []
+    new, done = ResponseHistory(num_kept, CONTEXT, ahead), []
     kept = new
     for step in range(1, 13):
         prompts = [draw.randrange(3) for _ in range(4)]
@@ -57,7 +57,7 @@ def test_a_batch_names_the_same_whenever_it_begins(num_kept: int, ahead: int, dr
             kept.add(step, torch.tensor(prompts), batch_of(answers))
         done += [(step, prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
         for saved in (step - 1, step):
-            resumed = EarlierAnswers(num_kept, CONTEXT, ahead)
+            resumed = ResponseHistory(num_kept, CONTEXT, ahead)
             resumed.load_tensors(kept.tensors(saved))
             for batch in range(saved + 1, saved + 2 + ahead):
                 for prompt in range(3):
@@ -71,7 +71,7 @@ def test_no_more_is_kept_than_is_named() -> None:
 
     Would not catch the memory of long answers, which the number of answers bounds.
     """
-    earlier = EarlierAnswers(num_kept=2, num_context=CONTEXT, ahead=1)
+    earlier = ResponseHistory(num_kept=2, num_context=CONTEXT, ahead=1)
     for step in range(1, 30):
         earlier.add(step, torch.tensor([0] * 4 + [step]), batch_of([[step, row] for row in range(5)]))
     rows = earlier.tensors(29)["answers"]
@@ -84,7 +84,7 @@ def test_a_checkpoint_keeps_them(tmp_path) -> None:
 
     Would not catch a file that lists other bytes for its tensors: its digest in the manifest does.
     """
-    earlier, resumed = EarlierAnswers(4, CONTEXT, 0), EarlierAnswers(4, CONTEXT, 0)
+    earlier, resumed = ResponseHistory(4, CONTEXT, 0), ResponseHistory(4, CONTEXT, 0)
     resumed.read(tmp_path)
     assert resumed.of(0, 2) == ()
     earlier.add(1, torch.tensor([0, 0, 5]), batch_of([[1], [2, 3], [4]]))
@@ -94,4 +94,4 @@ def test_a_checkpoint_keeps_them(tmp_path) -> None:
     assert named(resumed, 5, 2) == [[4]] and named(resumed, 5, 1) == []
     (tmp_path / EARLIER_FILE).write_bytes(b"nothing")
     with pytest.raises(ConfigError, match=EARLIER_FILE):
-        EarlierAnswers(4, CONTEXT, 0).read(tmp_path)
+        ResponseHistory(4, CONTEXT, 0).read(tmp_path)

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from megatron_rl.checkpoint.run_file import reading
-from megatron_rl.sampling.open_answers import OpenAnswers, PromptsOf
+from megatron_rl.sampling.in_flight import InFlightBatches, PromptsOf
 
 ROLLOUTS_FILE = "rollouts.safetensors"
 """The file's tensors are answers of batches that are not trained yet; its metadata has the schedule."""
@@ -20,7 +20,7 @@ ROLLOUTS_FILE = "rollouts.safetensors"
 SCHEDULE = "schedule"
 
 
-def write_rollouts(folder: Path, answers: OpenAnswers, schedule: dict[str, Any], step: int) -> None:
+def write_rollouts(folder: Path, answers: InFlightBatches, schedule: dict[str, Any], step: int) -> None:
     """Write the answers of the steps after `step`. Raises OSError."""
     # If the step is given up, the batch that was taken for it must be there again.
     content = json.dumps(schedule | {"taken": min(schedule["taken"], step)})
@@ -37,7 +37,7 @@ def read_schedule(folder: Path) -> dict[str, Any] | None:
     return schedule
 
 
-def read_answers(folder: Path, answers: OpenAnswers, prompts_of: PromptsOf | None = None) -> None:
+def read_answers(folder: Path, answers: InFlightBatches, prompts_of: PromptsOf | None = None) -> None:
     """Load the answers of a checkpoint into batches whose prompts were drawn again. prompts_of: of those that have
     changed places. Raises ConfigError for a damaged file.
     """

@@ -57,7 +57,7 @@ def token_log_probs(answer: CompletionOutput) -> list[float]:
     return log_probs
 
 
-class UnfinishedRequests:
+class InFlightRequests:
     """The unfinished requests of one engine. All ranks of a rollout TP group must make the same calls.
 
     routed_layers: the layers that have experts, of an engine that returns the experts of every token. adapter: what

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save
 
 from megatron_rl.records import Batch, first_true, row_lengths
-from megatron_rl.sampling.saved_answers import opened
+from megatron_rl.sampling.rollout_checkpoint import opened
 
 EARLIER_FILE = "earlier_answers.safetensors"
-"""A file of a checkpoint: what `EarlierAnswers.tensors` returns."""
+"""A file of a checkpoint: what `ResponseHistory.tensors` returns."""
 
 
 class Kept(NamedTuple):
@@ -24,7 +24,7 @@ class Kept(NamedTuple):
     token_ids: bytes
 
 
-class EarlierAnswers:
+class ResponseHistory:
     """Answers of trained batches, by the number of their prompt in the dataset (`Prompts.index`).
 
     What a request names depends on its batch alone, not on when it begins: answers of the steps that are trained before
@@ -33,7 +33,7 @@ class EarlierAnswers:
 
     def __init__(self, num_kept: int, num_context: int, ahead: int) -> None:
         """num_kept: answers that a request names, at most. num_context: tokens of the prompt before each, at most.
-        ahead: see `Rules`.
+        ahead: see `ScheduleConfig`.
         """
         self._num_kept, self._num_context, self._ahead = num_kept, num_context, ahead
         self._answers: dict[int, list[Kept]] = defaultdict(list)

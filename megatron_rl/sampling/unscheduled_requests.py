@@ -11,10 +11,10 @@ from megatron_rl.cluster.routing import chunk_sizes
 from megatron_rl.records import Batch, Prompts, Sampling
 from megatron_rl.rollout.slices import Slice, SliceReport, Start
 from megatron_rl.sampling.driver import Driver, advance
-from megatron_rl.sampling.open_answers import SeedOf, begun_prompts, new_episodes, start_of
+from megatron_rl.sampling.in_flight import SeedOf, begun_prompts, new_episodes, start_of
 
 
-class Asked:
+class UnscheduledRequests:
     """One request per row of prompts, numbered -1, -2, ...; the schedule's requests are numbered from 0 on.
 
     A slice draws turns until none is left to draw; an episode whose turn has its answer goes on with the next slice.
@@ -89,7 +89,7 @@ class Asked:
         )
 
 
-def ask_replicas(driver: Driver, asked: Asked, version: int) -> bool:
+def generate_now(driver: Driver, asked: UnscheduledRequests, version: int) -> bool:
     """Have replicas answer with the weights of `version`; call it in the driver's thread while the driver is held.
 
     Unfinished requests in the engines are dropped. If a replica is lost, the others take its rows. Returns whether all
@@ -101,7 +101,7 @@ def ask_replicas(driver: Driver, asked: Asked, version: int) -> bool:
             return False
         is_idle = True
         for slot, share in zip(slots, asked.shares(len(slots)), strict=True):
-            engine = driver.backlog.engines[slot.number]
+            engine = driver.queue.engines[slot.number]
             drops = tuple(sorted(engine))
             engine.clear()
             if share or drops:

@@ -21,7 +21,7 @@ Numbers = Collection[int]
 
 
 @dataclass(frozen=True)
-class Rules:
+class ScheduleConfig:
     """The settings of a schedule, which do not change during a run.
 
     batch_rows: requests per batch. ahead: bound of staleness in steps. sync_every: steps between the versions that
@@ -38,7 +38,7 @@ class Rules:
     has_turns: a request may have several turns, and is away between two of them. awaits_turns: a round begins only
     when no request is away, so that orders do not depend on how long answers take.
     extra_groups: groups of `group_size` requests of the next batch that may begin while a batch is drawn, where late
-    groups change places with them (`trades.py`); 0: all that `ahead` allows, and none changes places.
+    groups change places with them (`swaps.py`); 0: all that `ahead` allows, and none changes places.
     """
 
     batch_rows: int
@@ -127,7 +127,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Order:
+class SliceOrder:
     """One slice: drop `drops`, take the weights of `version`, begin `starts`, then run at most `num_steps` engine
     steps.
 
@@ -143,8 +143,8 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Decision:
-    """Decision about a request's answer. It is also a line of the journal.
+class RequestDecision:
+    """What to do with the response of a request. It is also a line of the journal.
 
     truncate: its tokens so far are the answer, which ends by length. resample: forget its tokens; attempt number
     `attempt` draws new ones with other seeds. forget: forget its tokens; the same attempt draws them again.
@@ -157,7 +157,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Trade:
+class GroupSwap:
     """The requests of late groups, and those whose places they take, one for one. It is also a line of the journal.
 
     A request is a place in a batch: what is drawn for it changes, and its number does not.
@@ -173,7 +173,7 @@ class Trade:
         return dict(zip((*self.late, *self.ready), (*self.ready, *self.late), strict=True))
 
 
-class Decider(Protocol):
+class RequestScheduler(Protocol):
     """Interface of a `Scheduler`, a `Recorder` around one, and a `Replay`.
 
     admits: whether waiting requests may start; False drains the engines.
@@ -184,7 +184,7 @@ class Decider(Protocol):
     counts: dict[str, int]
     """For metrics: renewed, moved, truncated, resampled, forgotten_tokens since the run began."""
 
-    def next_order(self, replica: int) -> Order | None:
+    def next_order(self, replica: int) -> SliceOrder | None:
         """The replica's next slice, which is outstanding from now on. None: there is none until another fact
         arrives.
         """
@@ -203,9 +203,9 @@ class Decider(Protocol):
     def version_ready(self, version: int) -> None:
         """All living replicas have received the weights of `version`; they take them with a later order."""
 
-    def step_taken(self, step: int) -> Trade | None:
-        """The trainer takes batch `step`, which is complete. Returns the trade that made it so, if late groups changed
-        places (`Rules.extra_groups`): all engines are empty then.
+    def step_taken(self, step: int) -> GroupSwap | None:
+        """The trainer takes batch `step`, which is complete. Returns the swap that made it so, if late groups changed
+        places (`ScheduleConfig.extra_groups`): all engines are empty then.
         """
 
     def saved(self, step: int, interrupted: bool = False) -> None:
@@ -220,7 +220,7 @@ class Decider(Protocol):
     def is_complete(self, step: int) -> bool:
         """Whether all requests of batch `step` are finished."""
 
-    def take_decisions(self) -> Sequence[Decision]:
+    def take_decisions(self) -> Sequence[RequestDecision]:
         """Decisions since the last call. Call after every fact, and apply them before the next order."""
 
     def wanted_version(self, replica: int) -> int | None:

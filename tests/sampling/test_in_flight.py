@@ -14,9 +14,9 @@ from megatron_rl.agents.observation import EpisodeFailure, Observation, Opening,
 from megatron_rl.errors import ConfigError
 from megatron_rl.records import Prompts, Sampling, ragged
 from megatron_rl.rollout.slices import DraftCounts, Drawn
-from megatron_rl.sampling.open_answers import OpenAnswers
+from megatron_rl.sampling.in_flight import InFlightBatches
+from megatron_rl.sampling.rollout_checkpoint import read_answers, read_schedule, write_rollouts
 from megatron_rl.sampling.sampler import draft_metrics
-from megatron_rl.sampling.saved_answers import read_answers, read_schedule, write_rollouts
 
 SAMPLING, GREEDILY = Sampling(1.0, 1.0, -1, 5, salt=7), Sampling(0.0, 1.0, -1, 5, salt=-1)
 
@@ -39,8 +39,8 @@ def seed_of(*asked: int) -> int:
     return int("".join(f"{number + 100:03}" for number in asked))
 
 
-def two_batches() -> OpenAnswers:
-    answers = OpenAnswers(batch_rows=3, seed_of=seed_of)
+def two_batches() -> InFlightBatches:
+    answers = InFlightBatches(batch_rows=3, seed_of=seed_of)
     for step in (1, 2):
         answers.add(step, prompts([1, 2], [3]), SAMPLING, prompts([1, 2])[:1], GREEDILY)
     return answers
@@ -102,7 +102,7 @@ def test_a_checkpoint_keeps_open_episodes(tmp_path: Path) -> None:
     environment has begun, or could not, and that have no token. Would not catch an environment that has moved on: it is
     played again, and compared.
     """
-    answers, again = (OpenAnswers(batch_rows=5, seed_of=seed_of, limits=EpisodeLimits(4)) for _ in range(2))
+    answers, again = (InFlightBatches(batch_rows=5, seed_of=seed_of, limits=EpisodeLimits(4)) for _ in range(2))
     for each in (answers, again):
         each.add(1, prompts([1, 2], [3], [4], [5], [6]), SAMPLING, None, GREEDILY)
     opening, failure = Opening(({"role": "user", "content": "?"},)), EpisodeFailure("raised", "why")

@@ -1,4 +1,4 @@
-"""The requests that are not trained yet, their answers, and the decider that hands them out."""
+"""The requests that are not trained yet, their answers, and the scheduler that hands them out."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megatron_rl.agents.episodes import Episodes
 from megatron_rl.agents.observation import TaskRow
 from megatron_rl.records import Batch, Prompts
 from megatron_rl.rollout.slices import Slice, SliceReport
-from megatron_rl.sampling.former_lengths import FormerLengths, longest_first
-from megatron_rl.sampling.open_answers import OpenAnswers
-from megatron_rl.sampling.rules import Decider, Order
+from megatron_rl.sampling.in_flight import InFlightBatches
+from megatron_rl.sampling.length_history import LengthHistory, longest_first
+from megatron_rl.sampling.schedule_types import RequestScheduler, SliceOrder
 
 
-class Backlog:
+class RequestQueue:
     """Turns orders into slices and reports into facts. Threads that share it need a lock of their own.
 
     keeps_prefixes: of slices, see `Slice`. on_end: is called with every request that ends by itself, its task, and all
@@ -25,15 +25,15 @@ class Backlog:
     """
 
     def __init__(
-        self, decider: Decider, answers: OpenAnswers, num_replicas: int, episodes: Episodes | None = None
+        self, scheduler: RequestScheduler, answers: InFlightBatches, num_replicas: int, episodes: Episodes | None = None
     ) -> None:
-        self.decider, self.answers, self.episodes = decider, answers, episodes
+        self.scheduler, self.answers, self.episodes = scheduler, answers, episodes
         self.engines: list[set[int]] = [set() for _ in range(num_replicas)]
         self.reports: list[SliceReport] = []
         self.keeps_prefixes = False
         self.on_end: Callable[[int, TaskRow, list[int]], None] | None = None
         self.num_late = 0
-        self.lengths: FormerLengths | None = None
+        self.lengths: LengthHistory | None = None
         self._beginning: set[int] = set()
         self.apply_decisions()  # a checkpoint may have left some
         for request in answers.away:
@@ -41,7 +41,7 @@ class Backlog:
 
     def next_slice(self, replica: int) -> Slice | None:
         """The next slice of a replica, which must be sent to it; None: there is none yet."""
-        order = self.decider.next_order(replica)
+        order = self.scheduler.next_order(replica)
         return None if order is None else self._slice(order)
 
     def done(self, report: SliceReport) -> None:
@@ -55,7 +55,7 @@ class Backlog:
         away = self.answers.extend(report.drawn, report.version)
         finished = [request for request in ended if request not in away]
         counts: Mapping[int, int] = {request: len(drawn.token_ids) for request, drawn in report.drawn.items()}
-        self.decider.slice_done(report.replica, report.num_steps, counts, finished, away)
+        self.scheduler.slice_done(report.replica, report.num_steps, counts, finished, away)
         self.apply_decisions()
         self.reports.append(replace(report, drawn={}))
         for request in away:
@@ -92,7 +92,7 @@ class Backlog:
                 self._beginning.discard(request)
                 continue
             is_finished = self.answers.take(request, reply)
-            self.decider.returned(request, is_finished)
+            self.scheduler.returned(request, is_finished)
             self.apply_decisions()
             if is_finished:
                 self._end([request])
@@ -101,22 +101,22 @@ class Backlog:
     def lost(self, replica: int) -> None:
         """A replica died, with its engine."""
         self.engines[replica].clear()
-        self.decider.replica_lost(replica)
+        self.scheduler.replica_lost(replica)
         self.apply_decisions()
 
     def batch(self, step: int) -> tuple[Prompts, Batch, Batch | None]:
         """Hand a complete batch to the trainer: prompts, answers, and greedy answers or None."""
-        trade = self.decider.step_taken(step)
-        self.num_late = 0 if trade is None else len(trade.late)
-        if trade is not None:
-            self.answers.trade(trade)
+        swap = self.scheduler.step_taken(step)
+        self.num_late = 0 if swap is None else len(swap.late)
+        if swap is not None:
+            self.answers.swap_groups(swap)
         self.apply_decisions()
         self.answers.trained(step - 1)  # the batch itself is kept, in case its step is given up
         return self.answers.batch(step)
 
     def apply_decisions(self) -> None:
-        """Change the answers as the decider has decided since the last call."""
-        for decision in self.decider.take_decisions():
+        """Change the answers as the scheduler has decided since the last call."""
+        for decision in self.scheduler.take_decisions():
             episode = self.answers.episode(decision.request)
             match decision.kind:
                 case "truncate":
@@ -147,7 +147,7 @@ class Backlog:
             raise RuntimeError("a turn waits for its answer, and nothing answers turns")
         self.episodes.submit(request, self.answers.episode(request))
 
-    def _slice(self, order: Order) -> Slice:
+    def _slice(self, order: SliceOrder) -> Slice:
         engine = self.engines[order.replica]
         drops = tuple(request for request in order.drops if request in engine)
         engine -= set(drops)

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.sampling.assignment import by_expected_length
 from megatron_rl.sampling.engine_model import draw
-from megatron_rl.sampling.former_lengths import FormerLengths, longest_first
-from megatron_rl.sampling.rules import Order, Rules
+from megatron_rl.sampling.length_history import LengthHistory, longest_first
+from megatron_rl.sampling.load_balancing import by_expected_length
+from megatron_rl.sampling.schedule_types import ScheduleConfig, SliceOrder
 from megatron_rl.sampling.scheduler import Scheduler
 
 REQUESTS = st.lists(st.tuples(st.none() | st.integers(1, 50), st.integers(0, 3)), max_size=30)
@@ -56,20 +56,20 @@ def test_a_batch_knows_what_is_trained_before_its_weights(tmp_path: Path):
     """With ahead=1, batch 4 may be drawn under version 2, and knows steps 1 and 2. The longest of the last answers
     counts. A checkpoint has the same for later steps. Would not catch a prompt that comes twice in a batch.
     """
-    lengths = FormerLengths(Rules(2, 9, ahead=1))
+    lengths = LengthHistory(ScheduleConfig(2, 9, ahead=1))
     lengths.add(1, torch.tensor([7, 7, 8]), rows(3, 5, 2))
     lengths.add(2, torch.tensor([7, 7]), rows(1, 4))
     lengths.add(3, torch.tensor([7, 7]), rows(9, 9))
     assert [lengths.of(7, batch) for batch in (1, 2, 3, 4, 5)] == [None, None, 5, 4, 9]
     assert [lengths.of(8, batch) for batch in (2, 3, 9)] == [None, 2, 2] and lengths.of(9, 9) is None
     lengths.write(tmp_path, 2)
-    again = FormerLengths(Rules(2, 9, ahead=1))
+    again = LengthHistory(ScheduleConfig(2, 9, ahead=1))
     again.read(tmp_path)
     assert [again.of(7, batch) for batch in (3, 4, 5)] == [5, 4, 4] and again.of(8, 5) == 2
     again.add(3, torch.tensor([7, 7]), rows(9, 9))
     again.add(3, torch.tensor([7, 7]), rows(9, 9))
     assert torch.equal(again.tensors(3)["lengths"], lengths.tensors(3)["lengths"])
-    empty = FormerLengths(Rules(2, 9, ahead=1))
+    empty = LengthHistory(ScheduleConfig(2, 9, ahead=1))
     empty.read(tmp_path / "none")
     assert empty.of(7, 9) is None
 
@@ -108,12 +108,12 @@ def test_a_round_is_spread_by_length():
     lengths each takes half. Would not catch a replica that has something to draw left.
     """
     expected = {0: 3, 1: 3, 2: 9, 3: 9, 4: 3, 5: 3, 6: 3, 7: 3}
-    rules = Rules(8, 1, ahead=0, slice_steps=None, group_size=2)
+    rules = ScheduleConfig(8, 1, ahead=0, slice_steps=None, group_size=2)
     by_length = Scheduler(rules, 2, None, expected.get)
-    assert by_length.next_order(0) == Order(0, 0, None, (2, 3))
-    assert by_length.next_order(1) == Order(1, 0, None, (0, 1, 4, 5, 6, 7))
+    assert by_length.next_order(0) == SliceOrder(0, 0, None, (2, 3))
+    assert by_length.next_order(1) == SliceOrder(1, 0, None, (0, 1, 4, 5, 6, 7))
     unknown = Scheduler(rules, 2, None, lambda request: None)
     assert [unknown.next_order(0), unknown.next_order(1)] == [
-        Order(0, 0, None, (0, 1, 4, 5)),
-        Order(1, 0, None, (2, 3, 6, 7)),
+        SliceOrder(0, 0, None, (0, 1, 4, 5)),
+        SliceOrder(1, 0, None, (2, 3, 6, 7)),
     ]

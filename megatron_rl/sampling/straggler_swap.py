@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from megatron_rl.sampling.rules import Rules, Trade
+from megatron_rl.sampling.schedule_types import GroupSwap, ScheduleConfig
 
 
-def plan_trade(
-    rules: Rules, step: int, still_open: Collection[int], num_begun: int, begun_under: Mapping[int, int]
-) -> Trade | None:
-    """The trade that completes batch `step`; None if there is none yet.
+def plan_swap(
+    rules: ScheduleConfig, step: int, still_open: Collection[int], num_begun: int, begun_under: Mapping[int, int]
+) -> GroupSwap | None:
+    """The swap that completes batch `step`; None if there is none yet.
 
     still_open: requests that are begun and not finished; all below `num_begun` are begun. begun_under: group ->
     the version under which its first request began. A group may become late only while its tokens, trained one step
@@ -29,7 +29,7 @@ def plan_trade(
     ready = [group for group in range(next_batch.start // size, end) if group not in held_up][: len(late)]
     if len(ready) < len(late):
         return None
-    return Trade(requests_of_groups(late, size), requests_of_groups(ready, size))
+    return GroupSwap(requests_of_groups(late, size), requests_of_groups(ready, size))
 
 
 def requests_of_groups(groups: Collection[int], size: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from megatron_rl.agents.episodes import Episodes
 from megatron_rl.agents.observation import Observation, Turn
 from megatron_rl.records import Sampling
 from megatron_rl.rollout.slices import Drawn, SliceReport
-from megatron_rl.sampling.asked import Asked
+from megatron_rl.sampling.unscheduled_requests import UnscheduledRequests
 
 GOES_ON = Observation(({"role": "user", "content": "on"},))
 ENDS = Observation((), 1.0, True)
@@ -40,7 +40,7 @@ class Arriving(Episodes):
         return [(number, Reply(Turn("a"), answer, (7,))) for number, answer in self.arrivals.pop(0)]
 
 
-def drawn(asked: Asked) -> list[int]:
+def drawn(asked: UnscheduledRequests) -> list[int]:
     """Draw a turn of all that can be drawn on two replicas; returns their numbers."""
     numbers = [start.request for share in asked.shares(2) for start in share]
     asked.note([SliceReport(0, 0, 1, {number: Drawn((5,), (-0.5,), "stop") for number in numbers})])
@@ -57,7 +57,7 @@ def test_a_late_answer_holds_up_its_own_row(awaits) -> None:
     episodes = Arriving(arrivals if awaits else [*arrivals[:2], arrivals[3], arrivals[2]])
     episodes.waiting.add(9)
     prompts = Pairs().batch(torch.tensor([0, 1])).repeat(2)
-    asked = Asked(prompts, Sampling(1.0, 1.0, -1, 8, 1), lambda *_: 0, episodes, awaits)
+    asked = UnscheduledRequests(prompts, Sampling(1.0, 1.0, -1, 8, 1), lambda *_: 0, episodes, awaits)
     asked.begin()
     assert drawn(asked) == [-1, -2, -3, -4]
     asked.take_replies(waits=False)

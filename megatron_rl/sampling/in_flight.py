@@ -12,7 +12,7 @@ from megatron_rl.agents.episode import STATES, Episode, EpisodeLimits, Reply, ro
 from megatron_rl.agents.observation import Opening
 from megatron_rl.records import Batch, Conversation, Prompts, Sampling, ragged
 from megatron_rl.rollout.slices import DraftCounts, Drawn, Start
-from megatron_rl.sampling.rules import Trade
+from megatron_rl.sampling.schedule_types import GroupSwap
 
 SeedOf = Callable[[int, int, int, int, int], int]
 """(salt, prompt index, sample, attempt, number of tokens after the prompt) -> seed."""
@@ -25,7 +25,7 @@ PromptsOf = Callable[[Sequence[int]], Prompts]
 
 
 @dataclass
-class OpenBatch:
+class InFlightBatch:
     """Prompts of a step and their episodes. greedy: the prompts of greedy answers, which come last in `episodes`."""
 
     prompts: Prompts
@@ -33,7 +33,7 @@ class OpenBatch:
     episodes: list[Episode]
 
 
-class OpenAnswers:
+class InFlightBatches:
     """The batches that are begun and not trained, by step. All batches have the same number of rows.
 
     The number of a request is (step - 1) * batch_rows + row; greedy answers are the last rows.
@@ -54,7 +54,7 @@ class OpenAnswers:
         self.batch_rows, self._seed_of, self._with_versions = batch_rows, seed_of, with_versions
         self._earlier_of = earlier_of
         self._limits = limits
-        self._batches: dict[int, OpenBatch] = {}
+        self._batches: dict[int, InFlightBatch] = {}
         self._drafts: dict[int, DraftCounts] = {}
         self._moved: set[int] = set()
 
@@ -68,7 +68,7 @@ class OpenAnswers:
         episodes = [new for rows, how in ((prompts, sampling), (greedy, greedily)) for new in new_episodes(rows, how)]
         if len(episodes) != self.batch_rows:
             raise ValueError(f"a batch has {self.batch_rows} requests, this one of step {step} {len(episodes)}")
-        self._batches[step] = OpenBatch(prompts, greedy, episodes)
+        self._batches[step] = InFlightBatch(prompts, greedy, episodes)
 
     def start(self, request: int) -> Start:
         """The message with which a replica begins a request or continues it."""
@@ -131,21 +131,21 @@ class OpenAnswers:
         """What drafts did for the answers of a batch, in this process; zeros without drafts."""
         return self._drafts.get(step, DraftCounts())
 
-    def trade(self, trade: Trade) -> None:
+    def swap_groups(self, swap: GroupSwap) -> None:
         """Late prompts and their episodes change places with finished ones of the next batch."""
-        step = trade.late[0] // self.batch_rows + 1
+        step = swap.late[0] // self.batch_rows + 1
         here, after = self._batches[step], self._batches[step + 1]
         both = Prompts.joined([here.prompts, after.prompts])
         rows, first = torch.arange(len(both)), (step - 1) * self.batch_rows
-        rows[[request - first for request in trade.new_place.values()]] = torch.tensor(
-            [request - first for request in trade.new_place]
+        rows[[request - first for request in swap.new_place.values()]] = torch.tensor(
+            [request - first for request in swap.new_place]
         )
         episodes = [(here.episodes + after.episodes)[row] for row in rows.tolist()]
         moved, num_rows = both[rows], len(here.prompts)
         for batch, part in ((here, slice(0, num_rows)), (after, slice(num_rows, None))):
             batch.prompts = replace(moved[part], uid=batch.prompts.uid)
             batch.episodes = episodes[part]
-        self._moved |= trade.new_place.keys()
+        self._moved |= swap.new_place.keys()
 
     def trained(self, step: int) -> None:
         """Drop the batches up to that of `step`."""

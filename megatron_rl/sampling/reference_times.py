@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from megatron_rl.sampling.engine_model import Costs, draw
-from megatron_rl.sampling.rules import Rules
+from megatron_rl.sampling.schedule_types import ScheduleConfig
 from megatron_rl.sampling.simulate import Lengths
 
 
-def synchronous(rules: Rules, num_replicas: int, lengths: Lengths, costs: Costs) -> float:
+def synchronous(rules: ScheduleConfig, num_replicas: int, lengths: Lengths, costs: Costs) -> float:
     """Mean seconds of a step that draws its batch, trains it and sends weights, one after the other on all ranks.
 
     num_replicas and costs.train_seconds are those of all ranks together: more replicas and fewer seconds than in a run
@@ -18,7 +18,7 @@ def synchronous(rules: Rules, num_replicas: int, lengths: Lengths, costs: Costs)
     return sum(seconds) / len(seconds) + costs.train_seconds + costs.transfer_seconds
 
 
-def _draw_seconds(rules: Rules, num_replicas: int, lengths: Lengths, costs: Costs, step: int) -> float:
+def _draw_seconds(rules: ScheduleConfig, num_replicas: int, lengths: Lengths, costs: Costs, step: int) -> float:
     """Seconds until the slowest replica has finished its chunk of batch `step`."""
     requests = rules.requests_of(step)
     smaller, num_larger = divmod(rules.batch_rows, num_replicas)
@@ -31,7 +31,7 @@ def _draw_seconds(rules: Rules, num_replicas: int, lengths: Lengths, costs: Cost
     return slowest + costs.overhead_seconds
 
 
-def optimum(rules: Rules, num_replicas: int, lengths: Lengths, costs: Costs) -> float:
+def optimum(rules: ScheduleConfig, num_replicas: int, lengths: Lengths, costs: Costs) -> float:
     """A lower bound of an asynchronous run's mean seconds per step: what the busier side needs if it never waits.
 
     The rollout side draws all tokens at the best rate that an engine reaches with as many running requests as `ahead`
