@@ -95,6 +95,15 @@ def _refuse_what_is_not_text(content: Row) -> None:
             raise RowProblem("not_text", name, number)
 
 
+def first_row(path: str, columns: Sequence[str]) -> Row:
+    """The first row that can be read, of parquet these columns of it; {} where none can. Raises ConfigError as
+    `column_forms`.
+    """
+    file = _checked_file(path)
+    rows = _json_rows(path, file) if file.suffix == ".jsonl" else _parquet_rows(path, file, columns)
+    return next((content for _, content in rows if not isinstance(content, RowProblem)), {})
+
+
 def count_rows(path: str, most: int) -> int:
     """The number of rows, counted up to `most`; lines are not parsed. Raises ConfigError as `column_forms`, OSError."""
     file = _checked_file(path)

@@ -7,26 +7,33 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-EXACT = '''"""The reward of an answer: called once for each, in a process of its own."""
+EXACT = '''"""The reward of a response: called once for each, in a process of its own."""
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """1.0 for exactly the expected text, else 0.0. A dict with "score" may hold further numbers to log."""
-    return float(solution_str.strip() == ground_truth)
+    return float(solution_str.strip() == str(ground_truth).strip())
 '''
-MATH = '''"""The reward of an answer: called once for each, in a process of its own."""
+MATH = '''"""The reward of a response: called once for each, in a process of its own."""
 
 import re
 
 
+def last_number(text):
+    """The last number of a text, without commas; "" if it has none."""
+    return (re.findall(r"-?[0-9]+(?:[.][0-9]+)?", text.replace(",", "")) or [""])[-1]
+
+
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """1.0 if the last number of the answer is the expected one, else 0.0; "pred" is what a majority votes with."""
-    numbers = re.findall(r"-?[0-9]+(?:[.][0-9]+)?", solution_str.replace(",", ""))
-    pred = numbers[-1] if numbers else ""
-    right = bool(pred) and float(pred) == float(ground_truth)
+    """1.0 if the last number of the response is that of the expected answer, such as 42 of "#### 42", else 0.0.
+
+    "pred" is what a majority votes with.
+    """
+    pred, expected = last_number(solution_str), last_number(str(ground_truth))
+    right = bool(pred) and float(pred) == float(expected)
     return {"score": float(right), "acc": float(right), "pred": pred}
 '''
-SCORE = '''"""The reward of an answer: called once for each, in a process of its own."""
+SCORE = '''"""The reward of a response: called once for each, in a process of its own."""
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

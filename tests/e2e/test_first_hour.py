@@ -35,7 +35,8 @@ def test_from_nothing_to_a_page(command_line, tmp_path: Path) -> None:
     catch what a real model needs.
     """
     printed = command("init", "mine", "--model", "tiny", "--kind", "score", "--gpus", "0", folder=tmp_path).stdout
-    assert [line.split()[1] for line in printed.splitlines() if line.startswith("  ")] == ["plan", "train", "view"]
+    commands = [line.split()[1] for line in printed.splitlines() if line.startswith("  ")]
+    assert commands == ["doctor", "plan", "train", "view"] and " s a step, " in printed
     command("plan", "--config", "mine/run.yaml", folder=tmp_path)
     config = str(tmp_path / "mine/run.yaml")
     run = command_line("--local", config=config, names_folder=False)

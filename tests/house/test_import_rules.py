@@ -98,7 +98,7 @@ ROOMS: dict[str, set[str]] = {
     "tasks": SAMPLED | {"planning", "controller"},
     "train": SAMPLED | {"sampling", "controller"},
     "port": {"errors", "config", "planning", "user_code"},
-    "starter": {"errors", "config", "observe", "planning"},
+    "starter": {"errors", "config", "observe", "data", "planning"},
     "trials": {"errors", "config", "observe", "checkpoint", "planning", "cluster"}
     | {"cluster.child_processes", "cluster.leftovers"},
     "profile": GROUND | {"planning", "model", "roles", "cluster", "trials"},

@@ -16,6 +16,7 @@ from megatron_rl.starter.project import layouts, write_project
 from megatron_rl.starter.task_kinds import TASK_KINDS, rows
 
 SHAPES = Path(__file__).parents[2] / "configs/models"
+QWEN = str(SHAPES / "qwen2.5-7b")
 
 
 def reward_of(name: str):
@@ -37,6 +38,7 @@ def test_the_command_names_every_kind() -> None:
         ("math", "12 + 30 is 42.", "42", {"score": 1.0, "acc": 1.0, "pred": "42"}),
         ("math", "1,042.0", "1042", {"score": 1.0, "acc": 1.0, "pred": "1042.0"}),
         ("math", "I do not know", "42", {"score": 0.0, "acc": 0.0, "pred": ""}),
+        ("math", "so 1042", "1,000 and 42 make\n#### 1,042", {"score": 1.0, "acc": 1.0, "pred": "1042"}),
         ("score", "a1b2", "", 0.5),
         ("score", "", "", 0.0),
     ],
@@ -68,7 +70,7 @@ def test_layouts_divide_the_gpus() -> None:
 
 def test_the_first_layout_that_fits_is_taken(tmp_path: Path) -> None:
     """7 billion parameters on 8 GPUs: TP1 needs more than a GPU has. Would not catch a layout that is slow."""
-    config = write_project(tmp_path / "mine", SHAPES / "qwen2.5-7b", "math", 8, is_tiny=False)
+    config = write_project(tmp_path / "mine", QWEN, "math", 8, is_tiny=False)
     megatron = config.actor_rollout_ref.actor.megatron
     assert (megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size) == (2, 1)
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node, config.trainer.device) == (1, 8, "cuda")
@@ -76,14 +78,14 @@ def test_the_first_layout_that_fits_is_taken(tmp_path: Path) -> None:
     row = json.loads((tmp_path / "mine/val.jsonl").read_text().splitlines()[0])
     assert row["data_source"] == "mine/math"
     with pytest.raises(ConfigError, match="already has run.yaml, reward.py, train.jsonl, val.jsonl; try: another"):
-        write_project(tmp_path / "mine", SHAPES / "qwen2.5-7b", "math", 8, is_tiny=False)
+        write_project(tmp_path / "mine", QWEN, "math", 8, is_tiny=False)
 
 
 @pytest.mark.parametrize("name", ["a #b", "c: d", 'quo"te', "it's", "- x", "@y", "z\\n", "{braces}", "ü 中"])
 def test_names_that_mean_something_in_yaml_are_quoted(tmp_path: Path, name: str) -> None:
     """Of the folder and of the model. Would not catch a shell that reads the printed commands otherwise."""
     model = shutil.copytree(SHAPES / "qwen2.5-7b", tmp_path / name / "model")
-    config = write_project(tmp_path / name / "new", model, "score", 8, is_tiny=False)
+    config = write_project(tmp_path / name / "new", str(model), "score", 8, is_tiny=False)
     assert config.data.train_files == str(tmp_path / name / "new/train.jsonl")
     assert config.actor_rollout_ref.model.path == str(model)
 
@@ -103,7 +105,7 @@ def test_a_broken_tokenizer_of_the_model_is_said(tmp_path: Path, settings: str |
     model = shutil.copytree(SHAPES / "qwen2.5-7b", tmp_path / "model")
     (model / "tokenizer_config.json").write_bytes(settings if isinstance(settings, bytes) else settings.encode())
     with pytest.raises(ConfigError, match=r"the tokenizer of .* cannot be read: tokenizer_config.json"):
-        write_project(tmp_path / "new", model, "score", 8, is_tiny=False)
+        write_project(tmp_path / "new", str(model), "score", 8, is_tiny=False)
 
 
 def test_a_link_in_the_folder_is_a_file_that_is_there(tmp_path: Path) -> None:
@@ -111,7 +113,7 @@ def test_a_link_in_the_folder_is_a_file_that_is_there(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/reward.py").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="already has reward.py"):
-        write_project(tmp_path / "mine", SHAPES / "qwen2.5-7b", "math", 8, is_tiny=False)
+        write_project(tmp_path / "mine", QWEN, "math", 8, is_tiny=False)
     assert not (tmp_path / "elsewhere").exists()
     result = CliRunner().invoke(
         app, ["init", str(tmp_path / "x"), "--model", "~nouser/x", "--kind", "math", "--gpus", "0"]
@@ -122,5 +124,5 @@ def test_a_link_in_the_folder_is_a_file_that_is_there(tmp_path: Path) -> None:
 def test_a_model_that_fits_nowhere_leaves_nothing(tmp_path: Path) -> None:
     rule = r"no layout of 8 GPUs was planned to fit: it needs .* GB of 77.0 GB; try: --gpus 16"
     with pytest.raises(ConfigError, match=rule):
-        write_project(tmp_path / "deep/mine", SHAPES / "llama-3-70b", "math", 8, is_tiny=False)
+        write_project(tmp_path / "deep/mine", str(SHAPES / "llama-3-70b"), "math", 8, is_tiny=False)
     assert list(tmp_path.iterdir()) == []

@@ -37,11 +37,12 @@ DATA_SOURCES = (
 def math_answer(data_source: str, solution_str: str, ground_truth: Any, extra_info: Extra = None) -> Score:
     r"""Right if the final answer is mathematically the ground truth: the last \boxed{}, LaTeX, or else the last number.
 
-    Raises ValueError for a ground truth that math-verify does not understand, with which no answer could be right.
+    The ground truth may be a whole solution that ends as GSM8K's do, `#### 42`, or as MATH's, in a \boxed{}. Raises
+    ValueError for a ground truth that math-verify does not understand, with which no answer could be right.
     """
     library = _math_verify()
     # The workers stop what takes too long; the library's own alarms would only add a second limit.
-    truth = library.parse(f"\\boxed{{{ground_truth}}}", parsing_timeout=None)
+    truth = library.parse(final_answer(str(ground_truth)), parsing_timeout=None)
     if not truth:
         raise ValueError(f"the ground truth {ground_truth!r} is not a mathematical expression")
     # The library takes boxes that are near each other for one set, though a later one corrects an earlier one.
@@ -49,6 +50,13 @@ def math_answer(data_source: str, solution_str: str, ground_truth: Any, extra_in
     answer = library.parse(solution_str[last_box:], parsing_timeout=None)
     right = library.verify(truth, answer, timeout_seconds=None)
     return score_of(right, str(answer[0]) if answer else "")
+
+
+def final_answer(truth: str) -> str:
+    r"""Return the answer of a ground truth in a \boxed{}: its last one, what follows GSM8K's mark, or all of it."""
+    if "\\boxed" in truth:
+        return truth[truth.rfind("\\boxed") :]
+    return f"\\boxed{{{truth.rpartition('####')[2].strip()}}}"
 
 
 @functools.cache

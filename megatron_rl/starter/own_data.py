@@ -1,0 +1,183 @@
+"""A user's own file of questions: which columns are read, what scores the responses, and one prompt as it is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.schema import DataConfig
+from megatron_rl.config.synonyms import PROMPTS, SOURCES, TRUTHS
+from megatron_rl.data.prompt_dataset import Located, PromptRow, read_prompts, tokenise
+from megatron_rl.data.row_files import column_forms, first_row
+from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.errors import ConfigError
+from megatron_rl.starter.column_choice import (
+    NO_TRUTH,
+    PROMPT_OPTION,
+    TRUTH_OPTION,
+    ColumnChoice,
+    check_column,
+    listed,
+    prompt_choice,
+    truth_choice,
+)
+from megatron_rl.starter.project import OwnFiles
+
+Ask = Callable[[str, str, Sequence[str]], str]
+"""(option, question, choices) -> the user's choice. Raises ConfigError where nobody can be asked."""
+
+MOST_TOKENISED = 2000
+"""Prompts that are tokenised, the longest ones by their bytes, to find how many tokens the longest has."""
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+@dataclass(frozen=True)
+class OwnData:
+    """Files of a user's with the keys by which they are read. val: None: rows of `train` are to be held out.
+
+    rows: of both files. others: columns that might have been the expected answer, too.
+    """
+
+    train: Path
+    val: Path | None
+    keys: DataConfig
+    rows: list[Located]
+    others: tuple[str, ...] = ()
+
+    @property
+    def truths(self) -> list[Any]:
+        """The expected answers."""
+        return [row.ground_truth for _, row in self.rows]
+
+    @property
+    def files(self) -> OwnFiles:
+        """The files, with the keys that differ from their defaults."""
+        names = ("prompt_key", "prompt_as_chat", "ground_truth_key", "default_data_source", "filter_overlong_prompts")
+        usual = DataConfig()
+        keys = {name: value for name in names if (value := getattr(self.keys, name)) != getattr(usual, name)}
+        return OwnFiles(self.train, self.val, len(self.rows), keys)
+
+
+def read_own_data(
+    train: Path,
+    val: Path | None,
+    options: tuple[str | None, str | None],
+    has_template: bool,
+    ask: Ask,
+    needs_truth: bool = True,
+) -> OwnData:
+    """Find the columns of a file and read it, and the held-out file, by them.
+
+    options: columns of prompts and expected answers, where they are given. has_template: whether the model has a chat
+    template, which prompts of text then go through. needs_truth: whether the reward function compares with an expected
+    answer. Raises ConfigError for files that cannot be read so, and where nobody answers what is unclear.
+    """
+    path = str(train)
+    forms = column_forms(path)
+    prompt_key = _prompt_key(path, forms, options[0], ask)
+    truth_key, others = _truth_key(path, forms, prompt_key, options[1], ask, needs_truth)
+    source = next((name for name in SOURCES[:1] if forms.get(name) == "text"), None)
+    keys = DataConfig(
+        prompt_key=prompt_key,
+        ground_truth_key=truth_key,
+        default_data_source=train.stem if source is None else None,
+        prompt_as_chat=True if has_template and forms[prompt_key] == "text" else None,
+    )
+    rows = [row for file in (train, val) if file is not None for row in read_prompts(str(file), keys)]
+    resolved = None if val is None else val.expanduser().resolve()
+    return OwnData(train.expanduser().resolve(), resolved, keys, rows, others)
+
+
+def _prompt_key(path: str, forms: dict[str, str], given: str | None, ask: Ask) -> str:
+    if given is not None:
+        check_column(PROMPT_OPTION, given, forms, path, PROMPTS)
+        return given
+    first = first_row(path, list(forms))
+    answered = {name for name, form in forms.items() if form == "messages" and _ends_answered(first.get(name))}
+    choice = prompt_choice(forms, answered, {name.lower() for name, value in first.items() if value})
+    if choice.column is not None:
+        return choice.column
+    if not choice.candidates and answered:
+        raise ConfigError(
+            f"{path} has conversations that end with the assistant's answer ({', '.join(sorted(answered))}), which "
+            "`megatron-rl sft` learns from; here the policy answers, so a prompt must end before its answer: write a "
+            f"column with the messages before it; the file has {listed(forms)}"
+        )
+    return _asked(ask, PROMPT_OPTION, f"Column of prompts in {path}, which has {listed(forms)}", choice, path, forms)
+
+
+def _truth_key(
+    path: str, forms: dict[str, str], prompt: str, given: str | None, ask: Ask, needs_truth: bool
+) -> tuple[str | None, tuple[str, ...]]:
+    """The column of expected answers, None for none, and those that might be meant, too."""
+    if given is not None:
+        if given == NO_TRUTH:
+            return None, ()
+        check_column(TRUTH_OPTION, given, forms, path, TRUTHS)
+        return given, ()
+    choice = truth_choice(forms, prompt)
+    if choice.column is not None:
+        return choice.column, choice.others
+    if not needs_truth:
+        return None, ()
+    choices = replace(choice, candidates=(*choice.candidates, NO_TRUTH))
+    question = f"Column of expected answers in {path}, which has {listed(forms)}; {NO_TRUTH}: there are none"
+    column = _asked(ask, TRUTH_OPTION, question, choices, path, forms)
+    return (None if column == NO_TRUTH else column), ()
+
+
+def _asked(ask: Ask, option: str, question: str, choice: ColumnChoice, path: str, forms: dict[str, str]) -> str:
+    if not choice.candidates:
+        raise ConfigError(f"{path} has no column that could be it ({option}): it has {listed(forms)}")
+    column = ask(option, question, choice.candidates)
+    if column != NO_TRUTH:
+        check_column(option, column, forms, path, PROMPTS if option == PROMPT_OPTION else TRUTHS)
+    return column
+
+
+def _ends_answered(messages: Any) -> bool:
+    """Whether a conversation ends with the assistant's turn."""
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return isinstance(last, dict) and last.get("role") == "assistant"
+
+
+@dataclass(frozen=True)
+class PromptLengths:
+    """longest: tokens of the longest prompt; without a tokenizer its bytes, which are at least as many. shown: the
+    first prompt as the policy gets it. num_tokens: of that one; None without a tokenizer.
+    """
+
+    longest: int
+    shown: str
+    num_tokens: int | None
+
+
+def prompt_lengths(own: OwnData, model: Path) -> PromptLengths:
+    """Render and tokenise the longest prompts. Raises ConfigError for a tokenizer or a prompt that cannot be used."""
+    by_size = sorted(own.rows[1:], key=lambda located: _num_bytes(located[1]), reverse=True)
+    some = [own.rows[0], *by_size[: MOST_TOKENISED - 1]]
+    if not any((model / name).is_file() for name in TOKENIZERS):
+        first = own.rows[0][1].prompt
+        text = first if isinstance(first, str) else "\n".join(f"{each['role']}: {each['content']}" for each in first)
+        return PromptLengths(max(_num_bytes(row) for _, row in some), text, None)
+    tokenizer = load_tokenizer(str(model))
+    ids = tokenise(str(own.train), some, tokenizer, own.keys)
+    shown = tokenizer.decode(ids[0], clean_up_tokenization_spaces=False)
+    return PromptLengths(max(map(len, ids)), shown, len(ids[0]))
+
+
+def longest_truth(own: OwnData, model: Path) -> int:
+    """Return the tokens of the longest expected answer; without a tokenizer its bytes."""
+    texts = sorted({str(truth) for truth in own.truths}, key=len, reverse=True)[:MOST_TOKENISED]
+    if not any((model / name).is_file() for name in TOKENIZERS):
+        return max(len(text.encode()) for text in texts)
+    tokenizer = load_tokenizer(str(model))
+    return max(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"]))
+
+
+def _num_bytes(row: PromptRow) -> int:
+    if isinstance(row.prompt, str):
+        return len(row.prompt.encode())
+    return sum(len(str(message["content"]).encode()) for message in row.prompt)
