@@ -12,6 +12,8 @@ from megatron_rl.observe.terminal import terminal_text
 
 WIDTH = 100
 """Columns of a line; metrics.jsonl has the metrics that find no room."""
+ROOM_FOR_TIME = 18
+"""Columns kept for seconds and the time left, so that every step shows the same metrics."""
 RECENT_STEPS = 10
 """Steps over which the seconds of a step are averaged: one with a validation or a checkpoint takes longer."""
 HELD_OUT = "val-core/"
@@ -27,8 +29,8 @@ FIELDS = (
     ("actor/reward_kl_penalty", "kl", ".4f"),
     ("actor/entropy", "entropy", ".3f"),
     ("actor/grad_norm", "grad", ".2f"),
-    ("response_length/mean", "length", ".1f"),
-    ("training/rollout_logprob_diff_max", "rollout_diff", ".0e"),
+    ("response_length/mean", "len", ".1f"),
+    ("training/rollout_logprob_diff_max", "logp_diff", ".0e"),
     ("actor/pg_clipfrac", "clip", ".1%"),
     ("critic/vf_loss", "vf_loss", ".4f"),
     ("actor/pg_loss", "pg_loss", "+.4f"),
@@ -73,18 +75,18 @@ def step_line(
 ) -> str:
     """Return a step's line in rich's markup. num_steps: of the run, None where it has no end.
 
-    Metrics that are absent or find no room are left out.
+    Metrics that are absent are left out, and so are the first that finds no room and all behind it.
     """
     place = f"step {step}" if num_steps is None else f"step {step:>{len(str(num_steps))}}/{num_steps}"
     last = [f"{metrics['timing_s/step']:.1f} s"] if "timing_s/step" in metrics else []
     last += [f"{brief(seconds_left)} left"] if seconds_left else []
-    room = WIDTH - len("  ".join((place, *last)))
+    room = WIDTH - len(place) - max(ROOM_FOR_TIME, len("".join(f"  {text}" for text in last)))
     parts = []
     for label, value, style in _fields(metrics):
-        size = len(f"  {terminal_text(label)} {value}")
-        if size <= room:
-            room -= size
-            parts.append(f"[{style}]{escape(label)}[/] {value}")
+        room -= len(f"  {terminal_text(label)} {value}")
+        if room < 0:
+            break
+        parts.append(f"[{style}]{escape(label)}[/] {value}")
     return "  ".join((f"[bold]{place}[/]", *parts, *last))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import subprocess
 import sys
 import warnings
@@ -40,6 +41,16 @@ def test_recorded_steps_fit():
         line = shown(metrics, metrics["step"], 20, 3000.0)
         assert len(line) <= 100 and line.endswith("50 min left")
         assert "reward" in line or metrics["step"] in (0, 1)
+
+
+def test_steps_show_the_same_metrics():
+    """Of the demo, with seconds and minutes left. Would not catch an order that says little."""
+    steps = [
+        metrics for metrics in RECORDED if "critic/score/mean" in metrics and not any("val-core" in m for m in metrics)
+    ]
+    lines = [shown(metrics, metrics["step"], 20, 7.0 * 9**number) for number, metrics in enumerate(steps[:3])]
+    labels = [re.findall(r"  ([a-z_]+) ", line) for line in lines]
+    assert labels[0] == labels[1] == labels[2] and {"reward", "entropy", "logp_diff"} <= set(labels[0])
 
 
 def test_the_time_left_is_that_of_the_last_steps():
