@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_rl.cli import app
+from megatron_rl.cli.commands import COMMANDS
 from megatron_rl.cli.output import check_output_file, check_output_folder, write_output
 from megatron_rl.errors import ConfigError
 from megatron_rl.profile.profile import ProfileRequest, requested
@@ -120,3 +122,40 @@ def test_pipes_and_devices_stay_what_they_are(tmp_path):
     os.close(reader)
     with out.open("w") as opened, pytest.raises(ConfigError, match=f"leads to {out}, which other output goes to"):
         check_output_file("--out", Path(f"/proc/self/fd/{opened.fileno()}"))
+
+
+SETTINGS = (
+    *("trainer.max_actor_ckpt_to_keep=2", "actor_rollout_ref.actor.strategy=megatron", "+data.return_raw_chat=true"),
+    *("++trainer.seed=3", "~trainer.test_freq", "~actor_rollout_ref.actor.ulysses_sequence_parallel_size"),
+)
+"""Keys of verl's and ours, with each of Hydra's prefixes."""
+STAGES = {"sft": "sft_cpu", "reward": "reward_cpu", "dpo": "reward_cpu"}
+FURTHER = {
+    "eval": ("--out", "out"),
+    "generate": ("--out", "out"),
+    "map": ("--gpus", "4"),
+    "rehearse": ("--out", "out"),
+    "nightly": ("--folder", "out"),
+    "ablate": ("--dry-run", "--folder", "out"),
+}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [one.name for one in COMMANDS if one.name != "port" and "overrides" in inspect.signature(one.function).parameters],
+)
+def test_every_command_reads_settings_alike(command, tmp_path, monkeypatch):
+    """verl's keys and Hydra's prefixes are read: the one key that nobody knows is the one that is refused.
+
+    Would not catch a command that reads a value otherwise.
+    """
+    shared = Path.cwd()
+    monkeypatch.chdir(tmp_path)
+    for name in ("assets", "configs", "scripts"):
+        (tmp_path / name).symlink_to(shared / name)
+    file = {"ablate": "ablation"}.get(command) or (f"stages/{STAGES[command]}" if command in STAGES else "demo_cpu")
+    given = ["--config", f"configs/{file}.yaml", *FURTHER.get(command, ())]
+    text = refusal(command, *given, *SETTINGS, "trainer.seeed=1")
+    assert "unknown key trainer.seeed" in text and "did you mean: trainer.seed=1" in text
+    keys = [part.strip("+~").partition("=")[0] for part in SETTINGS]
+    assert text.count("unknown key") == 1 and not any(re.search(rf"{re.escape(key)}\b", text) for key in keys[:3])
