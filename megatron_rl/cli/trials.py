@@ -19,7 +19,7 @@ from megatron_rl.observe.terminal import Terminal
 from megatron_rl.planning.checked import checked, only_ppo
 from megatron_rl.trials.ablation import Ablation, only_ablation
 from megatron_rl.trials.ablation_file import read_ablation
-from megatron_rl.trials.ablation_report import dry_run_tables
+from megatron_rl.trials.ablation_report import broken_rules, dry_run_table, rule_lines
 from megatron_rl.trials.golden import read_golden, write_golden
 from megatron_rl.trials.nightly import REPORT, Verdict, nightly_trial, reported, run_nightly
 from megatron_rl.trials.planned import plan_points
@@ -93,13 +93,16 @@ def ablate_command(
     for line in dict.fromkeys(f"{note.kind.value}: {note}" for one in planned for note in one.point.notes):
         say(line)
     if dry_run:
-        for table in dry_run_tables(Ablation(ablation, folder, planned, say).rows()):
-            Terminal().print(table)
+        rows = Ablation(ablation, folder, planned, say).rows()
+        if not all(point.violations for point in planned):
+            Terminal().print(dry_run_table(rows))
+            for line in rule_lines(planned):
+                say(line)
     if all(point.violations for point in planned):
         if not dry_run and folder.is_dir():
             with writing(), only_ablation(folder):  # in place of a report of what could run before
                 Ablation(ablation, folder, planned, say).write_report()
-        raise_problems("no point can run", [Violation({}, f"{one.point.name}: {one.reason}") for one in planned])
+        raise_problems("no point can run", [Violation({}, f"{names}: {rule}") for names, rule in broken_rules(planned)])
     if dry_run:
         return
     exit_on_signals()

@@ -6,20 +6,25 @@ import csv
 import io
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.table import Table
 
+from megatron_rl.errors import Violation, shown
 from megatron_rl.observe.summary import plain_table
 from megatron_rl.planning.plan_tables import amount
 from megatron_rl.trials import markdown
 from megatron_rl.trials.ablation_file import AblationConfig
+from megatron_rl.trials.planned import PlannedPoint
 from megatron_rl.trials.ranking import ranking_lines
 from megatron_rl.trials.result import PHASES, REST, Result, ResultRow, by_step_time, memory_unit
 from megatron_rl.trials.trial_outcome import TrialOutcome
 
 CSV_PHASES = {phase: f"{phase.replace('-', '_')}_s" for phase in (*PHASES, REST)}
 """Phase -> its column in ablation.csv."""
+SHOWN_POINTS = 4
+"""Points that a broken rule names."""
 LEGEND = """\
 - step s: median, smallest to largest of the steps that count; the five columns after it are medians, too, so they need
   not add up to it exactly. log-probs: of policy and reference, and values; update: critic and actor; reshard: to
@@ -90,10 +95,9 @@ def largest_difference(scores: Sequence[Sequence[float]]) -> float | None:
     return max((max(step) - min(step) for step in zip(*scores, strict=False)), default=None)
 
 
-def dry_run_tables(rows: Sequence[ResultRow]) -> list[Table]:
-    """The points that can run, with the planner's numbers, and the points that cannot, with the reasons."""
+def dry_run_table(rows: Sequence[ResultRow]) -> Table:
+    """The points that can run, with the planner's numbers."""
     valid = [row for row in rows if row.planned.expected is not None]
-    invalid = [row for row in rows if row.planned.expected is None]
     planned = [
         (
             row.name,
@@ -107,11 +111,38 @@ def dry_run_tables(rows: Sequence[ResultRow]) -> list[Table]:
         if row.planned.expected is not None
     ]
     headings = ("point", "layout", "step", "memory", "received", "so far")
-    tables = [plain_table(f"{len(valid)} points can run; planned, of the worst rank", headings, planned)]
-    if invalid:
-        reasons = [(row.name, row.planned.reason) for row in invalid]
-        tables.append(plain_table(f"{len(invalid)} points cannot", ("point", "rule"), reasons))
-    return tables
+    return plain_table(f"{len(valid)} points can run; planned, of the worst rank", headings, planned)
+
+
+def rule_lines(planned: Sequence[PlannedPoint]) -> list[str]:
+    """Return the lines on points that cannot run: each rule that they break."""
+    invalid = [one for one in planned if one.violations]
+    if not invalid:
+        return []
+    rules = [f"  {names}: {sentence}" for names, sentence in broken_rules(invalid)]
+    return [f"{len(invalid)} points cannot run, by these rules:", *rules]
+
+
+def broken_rules(planned: Sequence[PlannedPoint]) -> list[tuple[str, str]]:
+    """Return (points that break it, sentence) of each broken rule, once however many points and values break it."""
+    broken: dict[tuple[str, tuple[str, ...]], list[tuple[str, Violation]]] = {}
+    for one in planned:
+        for violation in one.violations:
+            key = (violation.rule, tuple(violation.settings))
+            broken.setdefault(key, []).append((one.point.name, violation))
+    rows = []
+    for found in broken.values():
+        names = list(dict.fromkeys(name for name, _ in found))
+        subjects = dict.fromkeys(subject_of(violation) for _, violation in found)
+        more = f" and {len(names) - SHOWN_POINTS} more" if len(names) > SHOWN_POINTS else ""
+        sentence = replace(found[0][1], subject=" and ".join(subjects))
+        rows.append((", ".join(names[:SHOWN_POINTS]) + more, str(sentence)))
+    return rows
+
+
+def subject_of(violation: Violation) -> str:
+    """Return what breaks a rule, as its sentence begins."""
+    return violation.subject or " and ".join(f"{key}={shown(value)}" for key, value in violation.settings.items())
 
 
 def _results_table(finished: Sequence[ResultRow], rows: Sequence[ResultRow], baseline: str | None) -> list[str]:

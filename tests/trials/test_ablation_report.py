@@ -12,7 +12,7 @@ import pytest
 from megatron_rl.errors import Violation
 from megatron_rl.trials.ablation_file import AblationConfig
 from megatron_rl.trials.ablation_picture import draw_ablation
-from megatron_rl.trials.ablation_report import as_csv, as_markdown, dry_run_tables
+from megatron_rl.trials.ablation_report import as_csv, as_markdown, broken_rules, dry_run_table, rule_lines
 from megatron_rl.trials.planned import Expected, GroupSizes, PlannedPoint
 from megatron_rl.trials.points import Point
 from megatron_rl.trials.record import Record
@@ -156,8 +156,23 @@ def test_picture_grows_with_the_points(tmp_path):
     assert not draw_ablation(ROWS[2:], "a", tmp_path / "none.png") and not (tmp_path / "none.png").exists()
 
 
+def test_a_broken_rule_is_one_sentence_for_all_points():
+    """Five points, three values, two rules: two sentences. Would not catch rules that differ in words alone."""
+    even, odd = "must divide the 4 ranks", "must be odd"
+    broken = [(f"tp{size}-{seed}", size) for size in (3, 5) for seed in (1, 2)] + [("tp7-1", 7)]
+    points = [planned(name, tp=size) for name, size in broken]
+    points = [
+        dataclasses.replace(one, violations=[dataclasses.replace(one.violations[0], rule=even)]) for one in points
+    ]
+    points[-1].violations.append(Violation({"tp": 7}, odd))
+    assert broken_rules(points) == [
+        ("tp3-1, tp3-2, tp5-1, tp5-2 and 1 more", "tp=3 and tp=5 and tp=7 must divide the 4 ranks; try: x=1"),
+        ("tp7-1", "tp=7 must be odd"),
+    ]
+
+
 def test_dry_run_lists_both_kinds():
     """Would not catch a wrong number, which the planner's own tests do."""
-    valid, invalid = dry_run_tables(ROWS)
-    assert valid.row_count == 4 and invalid.row_count == 1
+    valid, lines = dry_run_table(ROWS), rule_lines([row.planned for row in ROWS])
+    assert valid.row_count == 4 and len(lines) == 2 and lines[0] == "1 points cannot run, by these rules:"
     assert list(valid.columns[3].cells) == ["0.80 GB"] * 4 and list(valid.columns[5].cells)[2] == "crashed"
