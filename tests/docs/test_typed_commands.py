@@ -26,6 +26,7 @@ from megatron_rl.planning.checked import COMMANDS, checked, commanded
 
 DEMO = r"train --config configs/demo_cpu\.yaml"
 KEYS = r"(?: [\w.]+=\S+)*"
+TUTORIAL = "tests/e2e/test_tutorial.py::test_every_command_of_the_tutorial"
 EXECUTED = {
     rf"megatron-rl plan( .*)?{KEYS}": "tests/test_command_line.py::test_plan_prints_the_table_of_a_valid_run",
     rf"megatron-rl {DEMO} --local --collapse": ("tests/e2e/test_run_layouts.py::test_one_process_by_overrides"),
@@ -84,6 +85,11 @@ EXECUTED = {
     r"megatron-rl train --config configs/stages/rlhf_cpu\.yaml": "tests/e2e/test_demo_rlhf.py::test_the_three_stages",
     rf"megatron-rl dpo --config \S+{KEYS}": "tests/e2e/test_stage_runs.py::test_killed_stage_goes_on_exactly",
     r"megatron-rl doctor": "tests/e2e/test_first_hour.py::test_doctor_has_a_line_for_each_thing",
+    r"python scripts/make_tutorial_data\.py \S+": TUTORIAL,
+    r"megatron-rl init mine --data .*": TUTORIAL,
+    r"megatron-rl (sft|train|eval) --config mine/run\.yaml --local .*": TUTORIAL,
+    r"megatron-rl (view|explain) mine/grpo.*": TUTORIAL,
+    r"megatron-rl export --checkpoint mine/grpo .*": TUTORIAL,
     r"megatron-rl init \S+ --model tiny .*": "tests/e2e/test_first_hour.py::test_from_nothing_to_a_page",
     rf"megatron-rl (plan|train) --config \w+/run\.yaml( --local)?{KEYS}": (
         "tests/e2e/test_first_hour.py::test_from_nothing_to_a_page"
