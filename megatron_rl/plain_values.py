@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import reprlib
+import traceback
 from typing import Any
+
+PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 LONGEST_QUOTE = 200
 LONGEST_REASON = 2000
@@ -85,6 +89,21 @@ def describe_error(error: BaseException) -> str:
         return plain_text(f"{type(error).__name__}: {error}", LONGEST_REASON)
     except BaseException:
         return f"{_type_name(error)}, which cannot be shown as text"
+
+
+def line_of_user(error: BaseException) -> str:
+    """Return " (FILE, line N: SOURCE)" of the last line of the user's file that an exception came from; "" for none.
+
+    The user's file is the first one on the way that is no module of this package.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [frame for frame in frames if not frame.filename.startswith(PACKAGE)]
+    of_file = [frame for frame in outside if frame.filename == outside[0].filename]
+    if not of_file:
+        return ""
+    frame = of_file[-1]
+    source = f": {frame.line}" if frame.line else ""
+    return plain_text(f" ({os.path.basename(frame.filename)}, line {frame.lineno}{source})", LONGEST_QUOTE)
 
 
 def quote(value: object) -> str:

@@ -101,8 +101,10 @@ def write_table(
     logger: RunLogger, folder: Path, rows: Sequence[dict[str, Any]], is_scored: bool
 ) -> dict[str, dict[str, Any]]:
     """Write and print the numbers, and draw those that depend on k."""
+    model = Path(logger.config.actor_rollout_ref.model.path)
+    exported = f"; {model.name}, the exported model, stays there" if model.parent.resolve() == folder.resolve() else ""
     if not is_scored:
-        logger.say(f"{len(rows)} answers written to {folder / ANSWERS_FILE}")
+        logger.say(f"{len(rows)} answers written to {folder / ANSWERS_FILE}{exported}")
         return {}
     table = evaluation_table(rows)
     numbers = {
@@ -118,5 +120,5 @@ def write_table(
 
         plot_evaluation(table, folder / PICTURE_FILE)
         written.append(PICTURE_FILE)
-    logger.say(f"written to {folder}: {', '.join(written)}")
+    logger.say(f"written to {folder}: {', '.join(written)}{exported}")
     return numbers

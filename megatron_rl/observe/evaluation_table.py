@@ -24,7 +24,7 @@ Row = Mapping[str, Any]
 
 
 class Estimate(NamedTuple):
-    """A number with the ends of its 95% interval."""
+    """A number with the ends of its 95% interval; NaN where one prompt says nothing about others."""
 
     value: float
     low: float
@@ -46,9 +46,11 @@ def share_estimate(values: Sequence[float]) -> Estimate:
 
 
 def mean_estimate(values: Sequence[float]) -> Estimate:
-    """The mean of any numbers, one per prompt, with the normal interval; without width where there is one prompt."""
+    """The mean of any numbers, one per prompt, with the normal interval, which one prompt does not have."""
     mean = float(np.mean(values))
-    half = Z_95 * float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    if len(values) < 2:
+        return Estimate(mean, math.nan, math.nan)
+    half = Z_95 * float(np.std(values, ddof=1)) / math.sqrt(len(values))
     return Estimate(mean, mean - half, mean + half)
 
 
@@ -114,6 +116,7 @@ def table_lines(table: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, 
         title = f"{source}: {numbers['prompts']} prompts, {numbers['answers']} answers"
         for name, value in numbers.items():
             if isinstance(value, Estimate):
-                rows.append((title, name, f"{value.value:.4f}", f"{value.low:.4f} to {value.high:.4f}"))
+                interval = "unknown" if math.isnan(value.low) else f"{value.low:.4f} to {value.high:.4f}"
+                rows.append((title, name, f"{value.value:.4f}", interval))
                 title = ""
     return rows

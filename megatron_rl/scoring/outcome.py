@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megatron_rl.plain_values import describe_error, finite_number, plain_text, quote
+from megatron_rl.plain_values import describe_error, finite_number, line_of_user, plain_text, quote
 
 RewardFunction = Callable[..., Any]
 
@@ -66,7 +66,7 @@ def score_sample(function: RewardFunction, sample: Sample, passing: tuple[type[B
     except passing:
         raise
     except BaseException as error:
-        return failed("raised", f"the reward function raised {describe_error(error)}")
+        return failed("raised", f"the reward function raised {describe_error(error)}{line_of_user(error)}")
 
 
 async def score_sample_later(
@@ -78,7 +78,7 @@ async def score_sample_later(
     except passing:
         raise
     except BaseException as error:
-        return failed("raised", f"the reward function raised {describe_error(error)}")
+        return failed("raised", f"the reward function raised {describe_error(error)}{line_of_user(error)}")
 
 
 def _called(function: RewardFunction, sample: Sample) -> Any:

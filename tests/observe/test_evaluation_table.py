@@ -57,7 +57,7 @@ def test_shares_that_vary_less_count_as_more() -> None:
 def test_means_have_normal_intervals() -> None:
     half = 1.959964 * math.sqrt(2.75 / 3) / 2  # squares of -0.75, -0.75, 0.25, 1.25
     assert mean_estimate([1.0, 1.0, 2.0, 3.0]) == pytest.approx(Estimate(1.75, 1.75 - half, 1.75 + half))
-    assert mean_estimate([3.0]) == Estimate(3.0, 3.0, 3.0)
+    assert mean_estimate([3.0]) == Estimate(3.0, math.nan, math.nan)
 
 
 def test_a_table_by_hand() -> None:
@@ -83,7 +83,7 @@ def test_a_table_by_hand() -> None:
 
 def test_without_a_rule_there_is_a_reward_alone() -> None:
     rows = [{"data_source": "a", "index": 0, "sample": 0, "score": -1.5}]
-    assert evaluation_table(rows) == {"a": {"prompts": 1, "answers": 1, "reward": Estimate(-1.5, -1.5, -1.5)}}
+    assert evaluation_table(rows) == {"a": {"prompts": 1, "answers": 1, "reward": Estimate(-1.5, math.nan, math.nan)}}
 
 
 def test_k_stops_at_the_fewest_answers_of_a_prompt() -> None:
@@ -94,5 +94,5 @@ def test_k_stops_at_the_fewest_answers_of_a_prompt() -> None:
 
 def test_rows_of_the_printed_table() -> None:
     lines = table_lines(evaluation_table(rows_of("a", 0, [1.0, 1.0])))
-    assert lines[0] == ("a: 1 prompts, 2 answers", "reward", "2.0000", "2.0000 to 2.0000")
+    assert lines[0] == ("a: 1 prompts, 2 answers", "reward", "2.0000", "unknown")
     assert [line[1] for line in lines] == ["reward", "acc", "pass@1", "pass@2"]

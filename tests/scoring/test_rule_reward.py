@@ -109,9 +109,31 @@ def test_all_samples_failing_stops_the_run_unless_allowed(tokenizer):
     rows = batch([1] * 300, [1])
     with pytest.raises(RewardError, match="none of 2 .*ZeroDivisionError: no rule.*prompt 10 of") as error:
         RuleReward(InProcess(score), tokenizer)(*rows)
-    assert "a...a" in str(error.value) and len(str(error.value)) < 400
+    assert "a...a" in str(error.value) and len(str(error.value)) < 500
     allowed = RuleReward(InProcess(score), tokenizer, failed_score=0.25, stop_if_all_failed=False)(*rows)
     assert allowed.scores.tolist() == [0.25, 0.25] and allowed.metrics()["reward/failed_ratio"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        ("return int(solution_str)", r"base 10: 'ab' \(my_reward.py, line 2: return int\(solution_str\)\)$"),
+        ("return json.loads(solution_str)", r"\(my_reward.py, line 2: return json.loads\(solution_str\)\)$"),
+        (
+            "return deep(solution_str)",
+            r"TypeError: deep \(my_reward.py, line 4: def deep\(text\): raise TypeError\('deep'\)\)$",
+        ),
+    ],
+)
+def test_the_line_of_the_users_file_is_shown(write, tokenizer, body, line):
+    """Where it raised, or where it called a library that did. Would not catch a file that changes during the run."""
+    path = write(
+        f"def compute_score(solution_str, **_):\n    {body}\nimport json\ndef deep(text): raise TypeError('deep')\n"
+    )
+    function = load_reward_function(RewardSource(path, "compute_score"))
+    with pytest.raises(RewardError) as error:
+        RuleReward(InProcess(function), tokenizer)(*batch([1, 2]))
+    assert re.search(line, str(error.value))
 
 
 def test_variables_of_validation(tokenizer):
