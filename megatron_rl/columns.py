@@ -39,7 +39,7 @@ class Column:
 
     @property
     def is_held(self) -> bool:
-        """Whether ranks alone read it, so that it may stay on their nodes (`held_columns`)."""
+        """Whether ranks alone read it, so that it may stay on their nodes (`remote_columns`)."""
         return bool(self.readers) and set(self.readers) <= {*PASSES, LOG_PROBS_AT}
 
 

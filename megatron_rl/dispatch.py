@@ -146,7 +146,7 @@ class Observer(Protocol):
         """A method has been answered."""
 
 
-class Nobody:
+class NullObserver:
     """An observer that ignores everything."""
 
     def before(self, remote_method: RemoteMethod) -> None:

@@ -149,7 +149,7 @@ class StoppedBeforeStep(MegatronRLError):
     exit_code = 21
 
 
-class GraceOver(MegatronRLError):
+class GracePeriodExpired(MegatronRLError):
     """A signal asked the run to stop, and it could not save in the time it had; the last complete checkpoint stands."""
 
     exit_code = 22

@@ -15,9 +15,9 @@ from typing import Any, overload
 import torch
 
 from megatron_rl.columns import COLUMNS
-from megatron_rl.held_columns import HeldColumn
+from megatron_rl.remote_columns import RemoteColumn
 
-Stored = torch.Tensor | HeldColumn
+Stored = torch.Tensor | RemoteColumn
 """A column: dense, ragged, or ragged and held where ranks made it."""
 
 
@@ -49,8 +49,8 @@ def ragged_or_held(rows: Sequence[Stored]) -> Stored:
     tensors = [row for row in rows if isinstance(row, torch.Tensor)]
     if len(tensors) == len(rows):
         return ragged_from_lengths(torch.cat(tensors), torch.tensor([len(row) for row in tensors]))
-    return HeldColumn.joined(
-        [HeldColumn.of(row, torch.tensor([len(row)])) if isinstance(row, torch.Tensor) else row for row in rows]
+    return RemoteColumn.joined(
+        [RemoteColumn.of(row, torch.tensor([len(row)])) if isinstance(row, torch.Tensor) else row for row in rows]
     )
 
 
@@ -203,7 +203,7 @@ class Batch:
             if key not in self:
                 raise ValueError(f"column {key} is needed before it was made, by: {COLUMNS[key].maker}")
             column = self._columns[key]
-            return ragged_from_lengths(column.values(), column.lengths) if isinstance(column, HeldColumn) else column
+            return ragged_from_lengths(column.values(), column.lengths) if isinstance(column, RemoteColumn) else column
         rows = torch.arange(len(self))[key]
         return self._like({name: stored_rows(column, rows) for name, column in self._columns.items()})
 
@@ -308,7 +308,7 @@ def joined_columns(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def stored_rows(column: Stored, rows: torch.Tensor) -> Stored:
     """Return `rows_of` a column, which stays held if it is."""
-    return column.rows(rows) if isinstance(column, HeldColumn) else rows_of(column, rows)
+    return column.rows(rows) if isinstance(column, RemoteColumn) else rows_of(column, rows)
 
 
 def joined_stored(parts: Sequence[Stored]) -> Stored:
@@ -316,17 +316,17 @@ def joined_stored(parts: Sequence[Stored]) -> Stored:
     tensors = [part for part in parts if isinstance(part, torch.Tensor)]
     if len(tensors) == len(parts):
         return joined_columns(tensors)
-    return HeldColumn.joined([as_held(part) for part in parts])
+    return RemoteColumn.joined([as_held(part) for part in parts])
 
 
-def as_held(column: Stored) -> HeldColumn:
+def as_held(column: Stored) -> RemoteColumn:
     """Return a ragged column as rows that can be joined with those of held columns; a tensor is its own part."""
-    return column if isinstance(column, HeldColumn) else HeldColumn.of(column.values(), row_lengths(column))
+    return column if isinstance(column, RemoteColumn) else RemoteColumn.of(column.values(), row_lengths(column))
 
 
 def none_of(column: Stored) -> torch.Tensor:
     """Return no element of a ragged column [0, *element]."""
-    if isinstance(column, HeldColumn):
+    if isinstance(column, RemoteColumn):
         return torch.empty(0, *column.element, dtype=column.dtype)
     return column.values()[:0]
 

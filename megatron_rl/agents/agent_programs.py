@@ -21,7 +21,7 @@ import psutil
 from megatron_rl.agents.endpoint import Session
 from megatron_rl.agents.observation import EpisodeError, TaskRow
 from megatron_rl.cluster.child_processes import adopter, how_ended, variables_with
-from megatron_rl.cluster.leftovers import AGENT, children_with, families
+from megatron_rl.cluster.stale_processes import AGENT, children_with, families
 from megatron_rl.plain_values import describe_error, finite_number, plain_text, quote
 from megatron_rl.user_code.user_calls import CallFailedError, called, ended
 

@@ -12,8 +12,8 @@ import typer
 
 from megatron_rl.cli.options import AsJson, ConfigPath, Overrides, check_number
 from megatron_rl.cli.output import check_output_folder, print_json, refuse_to_lose_output, say
-from megatron_rl.cluster.leftovers import leaving_none_running
 from megatron_rl.cluster.signals import exit_on_signals
+from megatron_rl.cluster.stale_processes import leaving_none_running
 from megatron_rl.config.problems import raise_problems
 from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig

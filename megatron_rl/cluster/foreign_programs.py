@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from megatron_rl.cluster.child_processes import adopting_orphans, how_ended, variables_with
-from megatron_rl.cluster.leftovers import descendants, end, variable_of
+from megatron_rl.cluster.stale_processes import descendants, end, variable_of
 
 ASKED = "MEGATRON_RL_ASKED"
 """The environment variable of a program that was asked, and of all that it starts."""

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from megatron_rl.cluster.handle import HOST, Handle, Target, all_targets
-from megatron_rl.cluster.hosting import Hosting, phases_of
+from megatron_rl.cluster.pool_options import Hosting, phases_of
 from megatron_rl.cluster.ranks import LOOPBACK
 from megatron_rl.cluster.routing import Split, join_answers
 from megatron_rl.config.roles import PoolSpec

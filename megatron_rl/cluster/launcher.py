@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from megatron_rl.cluster.scratch import Scratch
 from megatron_rl.config.roles import PoolSize
-from megatron_rl.held_columns import HeldColumn
+from megatron_rl.remote_columns import RemoteColumn
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
@@ -84,7 +84,7 @@ class Ranks(ABC):
         """Start a process on the reserved place of `rank`, with these environment variables; do not wait for it."""
 
     @abstractmethod
-    def share(self, message: bytes, held: Sequence[HeldColumn] = ()) -> Any:
+    def share(self, message: bytes, held: Sequence[RemoteColumn] = ()) -> Any:
         """Return what `RankProcess.send` takes for a message to several ranks. held: the held columns in it."""
 
     @property

@@ -12,16 +12,16 @@ from typing import Self
 from megatron_rl.cluster.launcher import VISIBLE_GPUS, Ranks
 from megatron_rl.cluster.ranks import LOOPBACK
 from megatron_rl.cluster.scratch import Scratch
-from megatron_rl.cluster.supervision import LocalRankProcess, Supervision
+from megatron_rl.cluster.supervisor_client import LocalRankProcess, SupervisorClient
 from megatron_rl.config.roles import PoolSize
 from megatron_rl.errors import ConfigError
-from megatron_rl.held_columns import HeldColumn
+from megatron_rl.remote_columns import RemoteColumn
 
 
 class LocalLauncher:
     """Starts ranks on this machine. device_kind: "cpu" or "cuda"; on CUDA each rank gets a GPU of its own.
 
-    modules, variables: see `Supervision`.
+    modules, variables: see `SupervisorClient`.
     """
 
     def __init__(
@@ -29,11 +29,11 @@ class LocalLauncher:
     ) -> None:
         self._modules, self._variables = modules, dict(variables or {})
         self._free_gpus = visible_gpus() if device_kind == "cuda" else None
-        self._supervision: Supervision
+        self._supervision: SupervisorClient
 
     def __enter__(self) -> Self:
         """Raises ConfigError if there is no place for the run's files."""
-        self._supervision = Supervision(Scratch.begin(), self._modules, self._variables, owns_run=True)
+        self._supervision = SupervisorClient(Scratch.begin(), self._modules, self._variables, owns_run=True)
         return self
 
     def __exit__(
@@ -92,7 +92,7 @@ class LocalLauncher:
 class LocalRanks(Ranks):
     """Ranks on this machine. free_gpus: of which `ask` takes one for each rank, from the front; None: on CPUs."""
 
-    def __init__(self, world_size: int, supervision: Supervision, free_gpus: list[str] | None) -> None:
+    def __init__(self, world_size: int, supervision: SupervisorClient, free_gpus: list[str] | None) -> None:
         super().__init__(world_size, world_size, 0, world_size)
         self._supervision, self._free_gpus = supervision, free_gpus
         self._gpus: list[str] = []
@@ -116,7 +116,7 @@ class LocalRanks(Ranks):
         if self._free_gpus is not None:
             self._free_gpus[:0], self._gpus = self._gpus, []
 
-    def share(self, message: bytes, held: Sequence[HeldColumn] = ()) -> bytes:
+    def share(self, message: bytes, held: Sequence[RemoteColumn] = ()) -> bytes:
         return message
 
     @property

@@ -11,10 +11,10 @@ from typing import Any
 import ray
 
 from megatron_rl.cluster.launcher import VISIBLE_GPUS, ProcessInfo
-from megatron_rl.cluster.ray_held import CopiesHere, Want, read_ranges
+from megatron_rl.cluster.ray_remote_columns import CopiesHere, Want, read_ranges
 from megatron_rl.cluster.scratch import Scratch
-from megatron_rl.cluster.supervision import OF_DRIVER, LocalRankProcess, Supervision
-from megatron_rl.held_columns import Range
+from megatron_rl.cluster.supervisor_client import OF_DRIVER, LocalRankProcess, SupervisorClient
+from megatron_rl.remote_columns import Range
 
 
 class AgentRank:
@@ -53,13 +53,13 @@ class AgentRank:
 class NodeAgent:
     """Starts ranks on its node and passes messages on; `key` names a rank, `number` counts the rank's messages.
 
-    run_id, modules, variables: see `Scratch.join` and `Supervision`. is_own: the node is that of a Ray which the driver
-    has started, and the driver's supervisor starts the ranks.
+    run_id, modules, variables: see `Scratch.join` and `SupervisorClient`. is_own: the node is that of a Ray which the
+    driver has started, and the driver's supervisor starts the ranks.
     """
 
     def __init__(self, run_id: str, modules: Sequence[str], variables: Mapping[str, str], is_own: bool) -> None:
         name = OF_DRIVER if is_own else f"{OF_DRIVER}_{ray.get_runtime_context().get_node_id()[:12]}"
-        self._supervision = Supervision(Scratch.join(run_id), modules, variables, name=name)
+        self._supervision = SupervisorClient(Scratch.join(run_id), modules, variables, name=name)
         self._ranks: defaultdict[int, AgentRank] = defaultdict(AgentRank)
         self._copies = CopiesHere(ray.get_runtime_context().get_node_id())
 

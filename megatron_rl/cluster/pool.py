@@ -32,8 +32,8 @@ from megatron_rl.cluster.failure_domain import FailureDomain
 from megatron_rl.cluster.failures import RankFailure
 from megatron_rl.cluster.handle import HOST, Handle, Target, all_targets
 from megatron_rl.cluster.heartbeat_monitor import HeartbeatMonitor
-from megatron_rl.cluster.hosting import PoolOptions
 from megatron_rl.cluster.launcher import ProcessInfo, Ranks
+from megatron_rl.cluster.pool_options import PoolOptions
 from megatron_rl.cluster.processes import Processes
 from megatron_rl.cluster.rank_messages import ProcessDied, dumps, packed
 from megatron_rl.cluster.rank_worker import Answered

@@ -17,7 +17,7 @@ import cloudpickle
 import torch
 
 from megatron_rl.cluster.failures import RankFailure
-from megatron_rl.held_columns import Files, HeldColumn, HeldSegment
+from megatron_rl.remote_columns import Files, RemoteColumn, RemoteSegment
 
 Payload = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a method."""
@@ -42,7 +42,7 @@ class Packed(NamedTuple):
     """A pickled message, and the held columns in it."""
 
     content: bytes
-    held: list[HeldColumn]
+    held: list[RemoteColumn]
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -53,12 +53,12 @@ class _Pickler(cloudpickle.Pickler):
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
-        self.held: list[HeldColumn] = []
+        self.held: list[RemoteColumn] = []
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is HeldColumn:
+        if type(obj) is RemoteColumn:
             self.held.append(obj)
-        if type(obj) is HeldSegment:
+        if type(obj) is RemoteSegment:
             return _segment, (obj.path, obj.node, obj.dtype, obj.shape)
         if type(obj) is torch.Tensor and _is_plain(obj):
             values = obj.detach().contiguous().view(-1).view(torch.uint8).numpy()
@@ -115,7 +115,7 @@ def _segment(path: str, node: str, dtype: torch.dtype, shape: tuple[int, ...]) -
 
 
 def _segment_of(files: Files, owns: bool, path: str, node: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
-    segment = HeldSegment(path, node, dtype, shape, files)
+    segment = RemoteSegment(path, node, dtype, shape, files)
     return segment.freed_with() if owns else segment
 
 

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 from megatron_rl.cluster.failures import RankFailure, describe
 from megatron_rl.cluster.handle import HOST
 from megatron_rl.cluster.heartbeat import Heartbeat, MonitorAddress
-from megatron_rl.cluster.held_files import HELD_BYTES, RankFiles
-from megatron_rl.cluster.leftovers import DRAINS, REPLICA, RUN_ID
 from megatron_rl.cluster.loading import without_collections
 from megatron_rl.cluster.rank_messages import Payload, RankFailed, dumps, loads
 from megatron_rl.cluster.ranks import LOOPBACK
+from megatron_rl.cluster.shm_files import HELD_BYTES, RankFiles
+from megatron_rl.cluster.stale_processes import DRAINS, REPLICA, RUN_ID
 from megatron_rl.config.trainer import LEAST_HELD_BYTES
 from megatron_rl.dispatch import Coordinates, Dispatch, is_collector
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_rl.cluster.launcher import VISIBLE_GPUS, ProcessInfo, RankProcess, Ranks
-from megatron_rl.cluster.leftovers import DRAINS, REPLICA
-from megatron_rl.held_columns import HeldColumn
+from megatron_rl.cluster.stale_processes import DRAINS, REPLICA
+from megatron_rl.remote_columns import RemoteColumn
 
 LOOPBACK = "127.0.0.1"
 
@@ -48,7 +48,7 @@ class ReplicaRanks(Ranks):
     def start(self, rank: int, variables: Mapping[str, str]) -> RankProcess:
         return self._whole.start(self.first + rank, variables)
 
-    def share(self, message: bytes, held: Sequence[HeldColumn] = ()) -> Any:
+    def share(self, message: bytes, held: Sequence[RemoteColumn] = ()) -> Any:
         return self._whole.share(message, held)
 
     @property

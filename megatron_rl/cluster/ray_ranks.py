@@ -19,15 +19,15 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_rl.cluster.launcher import ProcessInfo, RankProcess, Ranks
-from megatron_rl.cluster.leftovers import RUN_ID
 from megatron_rl.cluster.loading import import_path
 from megatron_rl.cluster.node_agent import NodeAgent
 from megatron_rl.cluster.rank_messages import ProcessDied, answer_of
-from megatron_rl.cluster.ray_held import Wanted, wanted_of
+from megatron_rl.cluster.ray_remote_columns import Wanted, wanted_of
 from megatron_rl.cluster.ray_session import JOIN_LIMIT_S, RaySession
+from megatron_rl.cluster.stale_processes import RUN_ID
 from megatron_rl.config.roles import PoolSize
 from megatron_rl.errors import ConfigError
-from megatron_rl.held_columns import HeldColumn
+from megatron_rl.remote_columns import RemoteColumn
 
 INLINE_BYTES = 64 << 10
 """Messages up to this size are sent inside the calls; larger ones are stored once for all ranks."""
@@ -121,7 +121,7 @@ class RayRanks(Ranks):
         agent, place = self._agent(node), (next(self._keys), self.local_rank(rank), dict(variables))
         return RayRankProcess(agent, *place, self._session, lambda: self._forget(node, agent))
 
-    def share(self, message: bytes, held: Sequence[HeldColumn] = ()) -> Shared:
+    def share(self, message: bytes, held: Sequence[RemoteColumn] = ()) -> Shared:
         self._session.held.remove_freed()
         wanted = wanted_of(held)
         if len(message) <= INLINE_BYTES:

@@ -31,14 +31,14 @@ from ray.core.generated.gcs_pb2 import GcsNodeInfo
 from ray.exceptions import AuthenticationError, RayError
 
 from megatron_rl.cluster import ray_address
-from megatron_rl.cluster.daemons import DaemonMonitor, family, owner
-from megatron_rl.cluster.daemons import children as daemon_children
 from megatron_rl.cluster.launcher import ProcessInfo
-from megatron_rl.cluster.leftovers import RUN_ID, descendants, end, processes_with
-from megatron_rl.cluster.ray_held import HeldOnNodes
+from megatron_rl.cluster.ray_remote_columns import RayRemoteColumns
+from megatron_rl.cluster.ray_watchdog import DaemonMonitor, family, owner
+from megatron_rl.cluster.ray_watchdog import children as daemon_children
 from megatron_rl.cluster.scratch import Scratch
 from megatron_rl.cluster.signals import keeping_sigterm_handler
-from megatron_rl.cluster.supervision import Supervision
+from megatron_rl.cluster.stale_processes import RUN_ID, descendants, end, processes_with
+from megatron_rl.cluster.supervisor_client import SupervisorClient
 from megatron_rl.errors import ConfigError, WorkerFailure
 from third_party_patches import PatchError, apply_patches
 
@@ -62,25 +62,25 @@ class RaySession:
     """Ray inside a `with` block. Leaving it shuts Ray down, unless this process had initialised Ray before, and
     restores Ray's environment variables.
 
-    num_ranks: of all pools; a Ray started here has a CPU for each rank. modules, variables: see `Supervision`; the
+    num_ranks: of all pools; a Ray started here has a CPU for each rank. modules, variables: see `SupervisorClient`; the
     supervisor of this machine starts here, so that it imports them while Ray starts.
     """
 
     def __init__(self, num_ranks: int, modules: Sequence[str] = (), variables: Mapping[str, str] | None = None) -> None:
         self.modules, self.import_variables = list(modules), dict(variables or {})
         self._num_ranks = num_ranks
-        self._supervision: Supervision | None = None
+        self._supervision: SupervisorClient | None = None
         self._monitor: DaemonMonitor | None = None  # None if this process had initialised Ray before
         self._variables: dict[str, str] = {}  # Ray's variables before the start
         self._node_id = ""
         self._nodes_of_ranks: set[str] = set()
-        self.held = HeldOnNodes()
+        self.held = RayRemoteColumns()
 
     def __enter__(self) -> Self:
         """Raises ConfigError when Ray cannot be joined, and WorkerFailure when it does not start or dies meanwhile."""
         try:
             scratch, modules = Scratch.begin(), self.modules if self.is_own else ()
-            self._supervision = Supervision(scratch, modules, self.import_variables, owns_run=True)
+            self._supervision = SupervisorClient(scratch, modules, self.import_variables, owns_run=True)
             if not ray.is_initialized():
                 self._start(self._supervision)
             self._node_id = ray.get_runtime_context().get_node_id()
@@ -120,7 +120,7 @@ class RaySession:
         self._nodes_of_ranks.add(process.node_id)
         return replace(process, is_local=process.node_id == self._node_id)
 
-    def _start(self, supervision: Supervision) -> None:
+    def _start(self, supervision: SupervisorClient) -> None:
         address = _address()
         self._variables, before = variables(), descendants()
         self._monitor = DaemonMonitor(partial(_end_ranks, supervision, before))
@@ -153,7 +153,7 @@ class RaySession:
             put_back(self._variables)
 
 
-def _end_ranks(supervision: Supervision, before: Set[psutil.Process]) -> None:
+def _end_ranks(supervision: SupervisorClient, before: Set[psutil.Process]) -> None:
     """Kill the run's processes here but for the supervisor and Ray's, which the supervisor ends after this process.
 
     before: the processes below this one when Ray was not yet started.

@@ -23,9 +23,9 @@ from typing import TypeVar, cast
 from megatron_rl.cluster.failure_domain import FailureDomain
 from megatron_rl.cluster.handle import HOST, Handle
 from megatron_rl.cluster.launcher import ProcessInfo, Ranks
-from megatron_rl.cluster.leftovers import REPLICA, end, processes_with, variable_of
 from megatron_rl.cluster.pool import START_TIMEOUT_S, ProcessPool
 from megatron_rl.cluster.ranks import ReplicaRanks
+from megatron_rl.cluster.stale_processes import REPLICA, end, processes_with, variable_of
 from megatron_rl.cluster.waiting import PoolFuture
 from megatron_rl.errors import MegatronRLError, WorkerFailure
 

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from megatron_rl.cluster.leftovers import end, processes_with
+from megatron_rl.cluster.stale_processes import end, processes_with
 from megatron_rl.errors import ConfigError
 
 SEGMENTS = Path("/dev/shm")

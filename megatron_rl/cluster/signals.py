@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
-from megatron_rl.errors import GraceOver, MegatronRLError
+from megatron_rl.errors import GracePeriodExpired, MegatronRLError
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 """Signals, other than Ctrl-C's, that ask a process to end."""
@@ -102,9 +102,9 @@ def graceful_signals(grace_s: float | None = None) -> Iterator[StopRequest]:
 
     grace_s=None: the first SIGTERM raises `SystemExit(143)`, SIGHUP `SystemExit(129)`, and SIGINT KeyboardInterrupt,
     after a line on stderr. Otherwise the first signal is noted in the request that is yielded, a second SIGTERM or
-    SIGINT raises these exceptions, and `grace_s` seconds after the first signal the block ends with GraceOver. Further
-    SIGTERMs are ignored: they would interrupt the clean-up. A SIGHUP that `nohup` ignores stays ignored, and so does,
-    where nothing is saved, a SIGINT that a shell has ignored in its background.
+    SIGINT raises these exceptions, and `grace_s` seconds after the first signal the block ends with GracePeriodExpired.
+    Further SIGTERMs are ignored: they would interrupt the clean-up. A SIGHUP that `nohup` ignores stays ignored, and so
+    does, where nothing is saved, a SIGINT that a shell has ignored in its background.
 
     If the main thread hangs in a library and the block does not end within CLEANUP_S, the process ends with the exit
     code that it would have had.
@@ -138,7 +138,7 @@ def graceful_signals(grace_s: float | None = None) -> Iterator[StopRequest]:
         request.signal = signal.Signals(number)
         if first:
             request.deadline = time.monotonic() + grace_s
-            request.last_resort.arm(grace_s + CLEANUP_S, GraceOver.exit_code)
+            request.last_resort.arm(grace_s + CLEANUP_S, GracePeriodExpired.exit_code)
             signal.setitimer(signal.ITIMER_REAL, max(grace_s, SHORTEST_TIMER_S))
         second = "" if number == signal.SIGHUP else "; a second signal ends it at once"
         _say(f"{request.signal.name}: the run saves and stops within {grace_s:g} s (trainer.stop_grace_s){second}")
@@ -146,7 +146,7 @@ def graceful_signals(grace_s: float | None = None) -> Iterator[StopRequest]:
     def ring(number: int, frame: object) -> None:
         sent = "the signal" if request.signal is None else request.signal.name
         leave(
-            GraceOver(
+            GracePeriodExpired(
                 f"the run could not save within trainer.stop_grace_s={grace_s:g} s of {sent}; the last "
                 "complete checkpoint stands; try: more seconds than saving, and giving up a step, take"
             )

@@ -40,10 +40,10 @@ from typing import NamedTuple, NoReturn
 import psutil
 
 from megatron_rl.cluster.child_processes import adopt_orphans, die_with
-from megatron_rl.cluster.compiled import VARIABLE, remove_if_empty
-from megatron_rl.cluster.leftovers import RUN_ID, descendants, end, living, processes_with
+from megatron_rl.cluster.inductor_cache import VARIABLE, remove_if_empty
 from megatron_rl.cluster.loading import without_collections
 from megatron_rl.cluster.scratch import Scratch
+from megatron_rl.cluster.stale_processes import RUN_ID, descendants, end, living, processes_with
 
 SUPERVISOR = "MEGATRON_RL_SUPERVISOR"
 """The environment variable with the supervisor that a process comes from, directly or not."""

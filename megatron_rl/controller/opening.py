@@ -10,10 +10,10 @@ from typing import TypeVar
 
 from megatron_rl.cluster.cluster import Cluster
 from megatron_rl.cluster.heartbeat_monitor import STACKS_FILE, HeartbeatLimits
-from megatron_rl.cluster.held_files import HELD_BYTES
-from megatron_rl.cluster.hosting import Hosting, PoolOptions
 from megatron_rl.cluster.launcher import Launcher
+from megatron_rl.cluster.pool_options import Hosting, PoolOptions
 from megatron_rl.cluster.process_cluster import ProcessCluster, reserve_all
+from megatron_rl.cluster.shm_files import HELD_BYTES
 from megatron_rl.config.roles import REFERENCE, ROLLOUT, Placement, elastic_pools, needed_pools
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.trainer import LOCAL

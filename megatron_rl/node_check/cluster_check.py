@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from megatron_rl.cluster.failure_domain import FailureDomain
-from megatron_rl.cluster.hosting import PoolOptions
 from megatron_rl.cluster.launcher import ProcessInfo, Ranks
 from megatron_rl.cluster.pool import ProcessPool
+from megatron_rl.cluster.pool_options import PoolOptions
 from megatron_rl.cluster.waiting import get_all
 from megatron_rl.config.problems import raise_problems
 from megatron_rl.errors import Violation

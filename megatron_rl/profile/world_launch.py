@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from megatron_rl.cluster.hosting import PoolOptions
 from megatron_rl.cluster.local_launcher import LocalLauncher
 from megatron_rl.cluster.pool import ProcessPool
+from megatron_rl.cluster.pool_options import PoolOptions
 from megatron_rl.config.roles import PoolSize
 from megatron_rl.errors import WorkerFailure
 from megatron_rl.profile.measuring_rank import MeasuringRank

@@ -15,9 +15,9 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.dispatch import Future
 from megatron_rl.errors import Violation
-from megatron_rl.held_columns import HeldColumn, HeldSegment
 from megatron_rl.losses.rows import spread
 from megatron_rl.records import Batch, Stored, as_held, first_true, ragged, ragged_from_lengths
+from megatron_rl.remote_columns import RemoteColumn, RemoteSegment
 from megatron_rl.scoring.sampled_batch import SampledBatch
 
 OtherPrompts = Mapping[str, Mapping[int, torch.Tensor]]
@@ -127,8 +127,8 @@ def joined_rows(
     whole: dict[str, Stored] = {}
     for name in given[0][0].names:
         parts = [as_held(answer.stored(name)) for answer, _ in given]
-        column = HeldColumn.joined(parts).rows(order)
-        is_held = any(isinstance(part, HeldSegment) for part in column.parts)
+        column = RemoteColumn.joined(parts).rows(order)
+        is_held = any(isinstance(part, RemoteSegment) for part in column.parts)
         whole[name] = column if is_held else ragged_from_lengths(column.values(), num_sampled)
     return whole
 

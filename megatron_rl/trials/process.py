@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from megatron_rl.cluster.child_processes import adopting_orphans, die_with
-from megatron_rl.cluster.leftovers import descendants, end
+from megatron_rl.cluster.stale_processes import descendants, end
 
 
 @contextmanager

@@ -28,7 +28,7 @@ import psutil
 
 from megatron_rl.cluster.channel import Channel, GarbledError, ready
 from megatron_rl.cluster.child_processes import adopting_orphans, fork_child, how_ended, mark_children
-from megatron_rl.cluster.leftovers import WORKER, children_with, end
+from megatron_rl.cluster.stale_processes import WORKER, children_with, end
 from megatron_rl.observe.console import drop_unread_output
 from megatron_rl.user_code.work import CRASHED, READY, TIMED_OUT, WORN_OUT, Work
 from megatron_rl.user_code.worker import LONGEST_ANSWER, packed_job, read_message, work

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-from megatron_rl.errors import GraceOver
+from megatron_rl.errors import GracePeriodExpired
 from megatron_rl.plain_values import describe_error
 
 MOST_LOST = 8
@@ -22,7 +22,7 @@ LOST_AFTER_S = 5.0
 """Seconds after which the thread of a call that was given up counts as lost."""
 
 
-USERS = (KeyboardInterrupt, SystemExit, BdbQuit, GraceOver)
+USERS = (KeyboardInterrupt, SystemExit, BdbQuit, GracePeriodExpired)
 """Exceptions with which the user, a signal or a debugger ends the run where the user's code is in its process: they are
 no failures of that code.
 """

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from megatron_rl.cluster.channel import Channel, ServedChannel
 from megatron_rl.cluster.child_processes import how_ended, variables_with
-from megatron_rl.cluster.leftovers import KEEPER, end, processes_with
+from megatron_rl.cluster.stale_processes import KEEPER, end, processes_with
 from megatron_rl.errors import RewardError
 from megatron_rl.observe.terminal import warn
 from megatron_rl.user_code.keeper import Cancel, DoneJobs, FailedStart, Job, KeeperSettings, Notice

@@ -31,8 +31,8 @@ from types import SimpleNamespace
 import torch
 from sleeping_roles import SleepingActor, SleepingHost, SleepingRollout, Sleeps
 
-from megatron_rl.cluster.hosting import Hosting
 from megatron_rl.cluster.local_launcher import LocalLauncher
+from megatron_rl.cluster.pool_options import Hosting
 from megatron_rl.cluster.process_cluster import ProcessCluster
 from megatron_rl.cluster.waiting import get_all
 from megatron_rl.config.roles import ACTOR, ROLLOUT, PoolSize, PoolSpec

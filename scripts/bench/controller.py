@@ -21,9 +21,9 @@ import numpy as np
 import ray
 import torch
 
-from megatron_rl.cluster.hosting import PoolOptions
 from megatron_rl.cluster.local_launcher import LocalLauncher
 from megatron_rl.cluster.pool import ProcessPool
+from megatron_rl.cluster.pool_options import PoolOptions
 from megatron_rl.cluster.ray_launcher import RayLauncher
 from megatron_rl.config.roles import PoolSize
 from megatron_rl.dispatch import Coordinates, Dispatch, remote_method

@@ -22,12 +22,12 @@ import psutil
 import torch
 from resident import give_back, peak_growth
 
-from megatron_rl.cluster.held_files import HELD_BYTES
-from megatron_rl.cluster.hosting import PoolOptions
-from megatron_rl.cluster.leftovers import processes_with
 from megatron_rl.cluster.local_launcher import LocalLauncher
 from megatron_rl.cluster.pool import ProcessPool
+from megatron_rl.cluster.pool_options import PoolOptions
 from megatron_rl.cluster.ray_launcher import RayLauncher
+from megatron_rl.cluster.shm_files import HELD_BYTES
+from megatron_rl.cluster.stale_processes import processes_with
 from megatron_rl.config.roles import PoolSize
 from megatron_rl.dispatch import Coordinates, Dispatch, remote_method
 from megatron_rl.records import Batch, ragged_from_lengths, single_turn

@@ -20,8 +20,8 @@ from statistics import median
 
 import psutil
 
-from megatron_rl.cluster.leftovers import RUN_ID, processes_with, variable_of
 from megatron_rl.cluster.scratch import PREFIX, SEGMENTS
+from megatron_rl.cluster.stale_processes import RUN_ID, processes_with, variable_of
 from megatron_rl.controller.repairs import REPAIRS_FILE
 
 REPOSITORY = Path(__file__).parents[2]

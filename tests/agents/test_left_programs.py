@@ -18,7 +18,7 @@ from test_agent_environment import Player
 from megatron_rl.agents.agent_environment import AgentSource
 from megatron_rl.agents.environment_source import EnvironmentProcesses, EnvironmentsHere
 from megatron_rl.agents.observation import EpisodeFailure, Observation
-from megatron_rl.cluster.leftovers import living
+from megatron_rl.cluster.stale_processes import living
 
 pytestmark = pytest.mark.timeout(120)
 

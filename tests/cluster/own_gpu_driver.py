@@ -10,8 +10,8 @@ from contextlib import ExitStack
 
 import ray
 
-from megatron_rl.cluster.hosting import PoolOptions
 from megatron_rl.cluster.pool import ProcessPool
+from megatron_rl.cluster.pool_options import PoolOptions
 from megatron_rl.cluster.ranks import ReplicaRanks
 from megatron_rl.cluster.ray_launcher import RayLauncher
 from megatron_rl.config.roles import PoolSize

@@ -13,10 +13,10 @@ from launchers import LOCAL, make_launcher
 from replica_worker import ROLE, ReplicaHost, Sampler
 
 from megatron_rl.cluster.heartbeat_monitor import HeartbeatLimits
-from megatron_rl.cluster.hosting import Hosting
-from megatron_rl.cluster.leftovers import RUN_ID, living, processes_with
+from megatron_rl.cluster.pool_options import Hosting
 from megatron_rl.cluster.process_cluster import ProcessCluster
 from megatron_rl.cluster.replicas import Replica
+from megatron_rl.cluster.stale_processes import RUN_ID, living, processes_with
 from megatron_rl.config.roles import PoolSize, PoolSpec
 
 TRAIN, ROLLOUT = "train", "rollout_pool"

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from drivers import running
 
-from megatron_rl.cluster.leftovers import RUN_ID, living, processes_with, variable_of
+from megatron_rl.cluster.stale_processes import RUN_ID, living, processes_with, variable_of
 from megatron_rl.errors import WorkerFailure
 
 pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(600)]

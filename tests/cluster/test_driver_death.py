@@ -20,9 +20,9 @@ from drivers import running
 from launchers import BOTH
 from replica_cluster import eventually
 
-from megatron_rl.cluster.leftovers import RUN_ID, end, living
 from megatron_rl.cluster.scratch import SEGMENTS
-from megatron_rl.errors import GraceOver, WorkerFailure
+from megatron_rl.cluster.stale_processes import RUN_ID, end, living
+from megatron_rl.errors import GracePeriodExpired, WorkerFailure
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
 
@@ -64,7 +64,7 @@ def driven(*arguments: str) -> Iterator[tuple[subprocess.Popen, list[psutil.Proc
 ENDS = {
     "SIGINT": ([], os.kill, [signal.SIGINT], 130),
     "SIGTERM": ([], os.killpg, [signal.SIGTERM], 143),
-    "grace over": (["1"], os.killpg, [signal.SIGTERM], GraceOver.exit_code),
+    "grace over": (["1"], os.killpg, [signal.SIGTERM], GracePeriodExpired.exit_code),
     "second signal SIGINT": (["600"], os.kill, [signal.SIGTERM, signal.SIGINT], 130),
     "second signal SIGTERM": (["600"], os.kill, [signal.SIGINT, signal.SIGTERM], 143),
     "SIGKILL": ([], os.kill, [signal.SIGKILL], -signal.SIGKILL),

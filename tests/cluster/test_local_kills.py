@@ -15,7 +15,7 @@ import pytest
 from drivers import running
 from replica_cluster import eventually, run_id_of
 
-from megatron_rl.cluster.leftovers import living, processes_with
+from megatron_rl.cluster.stale_processes import living, processes_with
 from megatron_rl.errors import WorkerFailure
 
 pytestmark = [pytest.mark.dist, pytest.mark.exhaustive, pytest.mark.timeout(600)]

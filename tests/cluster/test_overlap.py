@@ -14,11 +14,11 @@ from launchers import reserved
 from sleepers import SleepingActor, SleepingCritic, SleepingHost, SleepingReference
 
 from megatron_rl.cluster.failure_domain import FailureDomain
-from megatron_rl.cluster.hosting import PoolOptions
 from megatron_rl.cluster.launcher import Launcher
 from megatron_rl.cluster.pool import ProcessPool
+from megatron_rl.cluster.pool_options import PoolOptions
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.dispatch import CallInterval, Nobody
+from megatron_rl.dispatch import CallInterval, NullObserver
 from megatron_rl.records import Batch, ragged, single_turn
 from megatron_rl.scoring.batch_scorers import RoleScorer, score
 from megatron_rl.scoring.sampled_batch import SampledBatch
@@ -33,7 +33,7 @@ SLOWEST_CHAIN_S = max(0.4 + 0.5, 0.7, 0.3) + max(2 * 0.6, 2 * 0.4)
 SUM_S = 0.4 + 0.5 + 0.7 + 0.3 + 2 * 0.6 + 2 * 0.4
 
 
-class Intervals(Nobody):
+class Intervals(NullObserver):
     """Keeps what ran."""
 
     def __init__(self) -> None:

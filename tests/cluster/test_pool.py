@@ -13,9 +13,9 @@ from launchers import BOTH, RAY, reserved
 from replica_cluster import eventually
 from toy_worker import ToyWorker, toy
 
-from megatron_rl.cluster.hosting import PoolOptions
 from megatron_rl.cluster.launcher import Launcher, Ranks
 from megatron_rl.cluster.pool import ProcessPool
+from megatron_rl.cluster.pool_options import PoolOptions
 from megatron_rl.errors import WorkerFailure
 from megatron_rl.records import Batch, ragged
 

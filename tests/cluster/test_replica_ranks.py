@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.cluster.hosting import Hosting
 from megatron_rl.cluster.in_process import InProcessCluster
-from megatron_rl.cluster.leftovers import DRAINS, REPLICA
 from megatron_rl.cluster.local_launcher import LocalLauncher
+from megatron_rl.cluster.pool_options import Hosting
 from megatron_rl.cluster.process_cluster import ProcessCluster
 from megatron_rl.cluster.ranks import ReplicaRanks
 from megatron_rl.cluster.ray_ranks import RayRanks
 from megatron_rl.cluster.ray_session import RaySession
 from megatron_rl.cluster.replicas import parts_of
+from megatron_rl.cluster.stale_processes import DRAINS, REPLICA
 from megatron_rl.config.roles import PoolSize, PoolSpec
 
 

@@ -15,9 +15,9 @@ from replica_cluster import ROLLOUT, Driver, are_gone, cluster_of, eventually, r
 from replica_worker import ReplicaHost
 
 from megatron_rl.cluster.heartbeat_monitor import HeartbeatLimits
-from megatron_rl.cluster.leftovers import living
 from megatron_rl.cluster.process_cluster import ProcessCluster
 from megatron_rl.cluster.replicas import ClusterEnded
+from megatron_rl.cluster.stale_processes import living
 from megatron_rl.cluster.waiting import wait_any
 from megatron_rl.dispatch import Future
 from megatron_rl.errors import WorkerFailure, WorkerStall

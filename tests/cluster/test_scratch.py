@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.cluster import scratch
-from megatron_rl.cluster.leftovers import RUN_ID
 from megatron_rl.cluster.scratch import SEGMENTS, Scratch, of_dead_runs
+from megatron_rl.cluster.stale_processes import RUN_ID
 from megatron_rl.errors import ConfigError
 
 HOLDER = """

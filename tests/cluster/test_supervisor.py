@@ -15,10 +15,10 @@ import psutil
 import pytest
 from replica_cluster import eventually, is_alive
 
-from megatron_rl.cluster.leftovers import end, processes_with
 from megatron_rl.cluster.rank_messages import dumps
 from megatron_rl.cluster.scratch import Scratch
-from megatron_rl.cluster.supervision import LocalRankProcess, Supervision
+from megatron_rl.cluster.stale_processes import end, processes_with
+from megatron_rl.cluster.supervisor_client import LocalRankProcess, SupervisorClient
 from megatron_rl.roles.preloaded import preloaded
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
@@ -34,9 +34,9 @@ time.sleep(float(os.environ.get("TAKES", "0")))
 CLIENT = """
 import sys, time
 from megatron_rl.cluster.scratch import Scratch
-from megatron_rl.cluster.supervision import Supervision
+from megatron_rl.cluster.supervisor_client import SupervisorClient
 run_id, name, owns, module = sys.argv[1:]
-kept = Supervision(Scratch.join(run_id), [module] * bool(module), {}, name=name, owns_run=bool(owns))
+kept = SupervisorClient(Scratch.join(run_id), [module] * bool(module), {}, name=name, owns_run=bool(owns))
 if not module:
     place = {"RANK": "0", "POOL_NAME": "toys"}
     print(kept.start(place, "here", "here").info.result().pid)
@@ -56,8 +56,8 @@ class Node:
         self.imports = folder / "imports"
         self.variables = {"IMPORTS": str(self.imports), "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
 
-    def supervise(self, *modules: str, **variables: str) -> Supervision:
-        return Supervision(self.scratch, modules, self.variables | variables, owns_run=True)
+    def supervise(self, *modules: str, **variables: str) -> SupervisorClient:
+        return SupervisorClient(self.scratch, modules, self.variables | variables, owns_run=True)
 
     def importers(self) -> list[int]:
         return [int(pid) for pid in self.imports.read_text().split()] if self.imports.exists() else []
@@ -68,7 +68,7 @@ class Node:
         process = subprocess.Popen(command, env=os.environ | self.variables | variables, stdout=subprocess.PIPE)
         return process, 0 if module else int(process.stdout.readline())
 
-    def close(self, supervision: Supervision) -> bool:
+    def close(self, supervision: SupervisorClient) -> bool:
         """End the run; whether nothing of it is left."""
         self.scratch.release()
         supervision.close()
@@ -83,7 +83,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
     node.scratch.remove()
 
 
-def start(supervision: Supervision, rank: int, **variables: str) -> LocalRankProcess:
+def start(supervision: SupervisorClient, rank: int, **variables: str) -> LocalRankProcess:
     place = {"RANK": str(rank), "POOL_NAME": "toys", **variables}
     return supervision.start(place, "here", "here")
 

@@ -18,9 +18,9 @@ from fragile_worker import FailsToUnpickle, FragileWorker
 from launchers import BOTH, reserved
 
 from megatron_rl.cluster.heartbeat_monitor import HeartbeatLimits
-from megatron_rl.cluster.hosting import PoolOptions
 from megatron_rl.cluster.launcher import Launcher, Ranks
 from megatron_rl.cluster.pool import ProcessPool
+from megatron_rl.cluster.pool_options import PoolOptions
 from megatron_rl.errors import ConfigError, WorkerFailure, WorkerStall
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]

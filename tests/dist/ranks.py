@@ -27,10 +27,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_rl.cluster.leftovers import RUN_ID
 from megatron_rl.cluster.ranks import LOOPBACK
 from megatron_rl.cluster.scratch import Scratch
-from megatron_rl.cluster.supervision import Supervision
+from megatron_rl.cluster.stale_processes import RUN_ID
+from megatron_rl.cluster.supervisor_client import SupervisorClient
 from megatron_rl.roles.environment import worker_environment
 
 
@@ -41,7 +41,7 @@ def fork_server() -> ForkServerContext:
     The ranks are a run of their own: they keep their temporary files in its scratch folder, and none outlives pytest.
     """
     scratch = Scratch.begin()
-    supervision = Supervision(scratch, owns_run=True)
+    supervision = SupervisorClient(scratch, owns_run=True)
     Finalize(None, scratch.remove, exitpriority=-300)
     Finalize(None, supervision.close, [True], exitpriority=-200)  # after multiprocessing has removed its own folder
     os.environ |= worker_environment("cpu", ranks_per_node=os.cpu_count())

@@ -40,8 +40,8 @@ def columns_of_a_step(config: RunConfig, teacher: str) -> Batch:
     """What the scorers of roles add to a batch, with one more row in the table."""
     from torch.distributed.constants import default_pg_timeout
 
-    from megatron_rl.cluster.hosting import Hosting
     from megatron_rl.cluster.in_process import InProcessCluster
+    from megatron_rl.cluster.pool_options import Hosting
     from megatron_rl.controller.opening import RunPools
     from megatron_rl.controller.run_scorers import role_scorers
     from megatron_rl.roles.host import RankHost

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 from forked_run import LIMIT, ForkedRun
 
-from megatron_rl.cluster.leftovers import RUN_ID, end, processes_with
 from megatron_rl.cluster.scratch import SEGMENTS
+from megatron_rl.cluster.stale_processes import RUN_ID, end, processes_with
 
 REPOSITORY = Path(__file__).parents[2]
 TAG = "MEGATRON_RL_TEST_TAG"

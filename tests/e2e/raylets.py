@@ -18,7 +18,7 @@ import psutil
 from command_line import is_rank
 from forked_run import LIMIT, without_ray
 
-from megatron_rl.cluster.leftovers import end, processes_with
+from megatron_rl.cluster.stale_processes import end, processes_with
 
 NODE = "MEGATRON_RL_TEST_NODE"
 SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0"}

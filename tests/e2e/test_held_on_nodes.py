@@ -12,7 +12,7 @@ import pytest
 from raylets import Raylets
 
 REPOSITORY = Path(__file__).parents[2]
-DRIVER = REPOSITORY / "tests" / "cluster" / "held_nodes_driver.py"
+DRIVER = REPOSITORY / "tests" / "cluster" / "remote_columns_driver.py"
 
 
 @pytest.mark.dist

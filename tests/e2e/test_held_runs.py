@@ -47,7 +47,7 @@ def assert_alike(command_line, *keys: str, config: str) -> None:
 
 def test_two_teachers_of_a_run_on_two_ranks(command_line, other: Path, two_sources: Path) -> None:  # noqa: F811
     """Hidden states of two teachers, put together and balanced over two data-parallel ranks, in several mini-batches
-    and epochs. Would not catch a launcher's own way; tests/cluster/test_held_pools.py has both.
+    and epochs. Would not catch a launcher's own way; tests/cluster/test_remote_column_pools.py has both.
     """
     both = (*teacher(other, key="small"), *teacher(STUDENT, "student", key="large"))
     keys = (*FEW, *KINDS["forward_kl"], *both, *data_of(two_sources), *DP2, WITHOUT_RAY)

@@ -39,8 +39,8 @@ TURNS = {"agents.observation", "agents.as_json", "agents.episode"}
 """Turns of episodes as plain data."""
 
 GROUND = {
-    *("errors", "plain_values", "dispatch", "device", "columns", "held_columns", "records", "config", "observe"),
-    *("parallel.balance", "rollout.slices", "cluster.channel", "cluster.child_processes", "cluster.leftovers"),
+    *("errors", "plain_values", "dispatch", "device", "columns", "remote_columns", "records", "config", "observe"),
+    *("parallel.balance", "rollout.slices", "cluster.channel", "cluster.child_processes", "cluster.stale_processes"),
 }
 PARTS = GROUND | {"parallel", "losses", "data", "user_code", "scoring"}
 HELD = {"rollout", "experience", "checkpoint"}
@@ -56,12 +56,12 @@ ROOMS: dict[str, set[str]] = {
     "dispatch": set(),
     "device": set(),
     "columns": set(),
-    "held_columns": set(),
-    "records": {"columns", "held_columns"},
+    "remote_columns": set(),
+    "records": {"columns", "remote_columns"},
     "parallel.balance": set(),
     "cluster.channel": set(),
     "cluster.child_processes": {"cluster.channel"},
-    "cluster.leftovers": {"cluster.child_processes"},
+    "cluster.stale_processes": {"cluster.child_processes"},
     "rollout.slices": {"records"},
     "plain_values": set(),
     "config": {"errors", "columns", "plain_values"},
@@ -100,7 +100,7 @@ ROOMS: dict[str, set[str]] = {
     "port": {"errors", "config", "planning", "user_code"},
     "starter": {"errors", "config", "observe", "data", "planning"},
     "trials": {"errors", "config", "observe", "checkpoint", "planning", "cluster"}
-    | {"cluster.child_processes", "cluster.leftovers"},
+    | {"cluster.child_processes", "cluster.stale_processes"},
     "profile": GROUND | {"planning", "model", "roles", "cluster", "trials"},
     "rehearse": GROUND | {"planning", "parallel", "model", "hybrid_engine", "roles", "cluster"},
     "cli": GROUND

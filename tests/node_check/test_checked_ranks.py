@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 from launchers import LOCAL, make_launcher, reserved
 
-from megatron_rl.cluster.hosting import PoolOptions
+from megatron_rl.cluster.pool_options import PoolOptions
 from megatron_rl.errors import ConfigError
 from megatron_rl.node_check.cluster_check import NodeCheck
 from megatron_rl.node_check.node_report import INSIDE

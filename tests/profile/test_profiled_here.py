@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_rl.cluster.leftovers import processes_with
 from megatron_rl.cluster.scratch import LAST_FAILURE
+from megatron_rl.cluster.stale_processes import processes_with
 from megatron_rl.errors import WorkerFailure
 from megatron_rl.planning.hardware import load_hardware
 from megatron_rl.profile import probe

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from sweeps import WEEKLY, marks_of
 
-from megatron_rl.cluster.leftovers import living
+from megatron_rl.cluster.stale_processes import living
 from megatron_rl.config.load import load_config
 from megatron_rl.config.roles import Placement
 

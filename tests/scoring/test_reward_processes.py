@@ -10,7 +10,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from megatron_rl.cluster.leftovers import descendants, living
+from megatron_rl.cluster.stale_processes import descendants, living
 from megatron_rl.errors import RewardError
 from megatron_rl.scoring.function import RewardSource
 from megatron_rl.scoring.outcome import Sample

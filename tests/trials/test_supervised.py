@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.cluster.leftovers import descendants
+from megatron_rl.cluster.stale_processes import descendants
 from megatron_rl.trials.process import supervised
 
 pytestmark = pytest.mark.timeout(60)

@@ -18,8 +18,8 @@ import torch
 
 from megatron_rl.cluster.scratch import PREFIX, SEGMENTS
 from megatron_rl.columns import COLUMNS
-from megatron_rl.held_columns import HasColumns, HeldColumn, HeldSegment, Range
 from megatron_rl.records import Batch, Stored, row_lengths
+from megatron_rl.remote_columns import HasColumns, Range, RemoteColumn, RemoteSegment
 
 HELD_BYTES = "MEGATRON_RL_HELD_BYTES"
 """The environment variable of ranks with the bytes from which on they hold a column."""
@@ -33,7 +33,7 @@ class MappedFiles:
 
     keeps_values = False
 
-    def read(self, segment: HeldSegment, ranges: Sequence[Range]) -> list[torch.Tensor]:
+    def read(self, segment: RemoteSegment, ranges: Sequence[Range]) -> list[torch.Tensor]:
         return mapped(segment.path, segment, ranges)
 
     def free(self, path: str, node: str) -> None:
@@ -52,7 +52,7 @@ class RankFiles:
         self._prefix, self._node, self._least_bytes = f"{SEGMENTS}/{PREFIX}{run_id}-held-", node, least_bytes
         self._may_be_lost = may_be_lost
 
-    def read(self, segment: HeldSegment, ranges: Sequence[Range]) -> list[torch.Tensor]:
+    def read(self, segment: RemoteSegment, ranges: Sequence[Range]) -> list[torch.Tensor]:
         return mapped(place_on(self._node, segment.path, segment.node), segment, ranges)
 
     def free(self, path: str, node: str) -> None:
@@ -81,8 +81,8 @@ class RankFiles:
         except OSError:  # others have taken the room meanwhile
             Path(path).unlink(missing_ok=True)
             return column
-        return HeldColumn.of(
-            HeldSegment(path, self._node, values.dtype, tuple(values.shape), self), row_lengths(column)
+        return RemoteColumn.of(
+            RemoteSegment(path, self._node, values.dtype, tuple(values.shape), self), row_lengths(column)
         )
 
 
@@ -91,7 +91,7 @@ def place_on(node: str, path: str, owner: str) -> str:
     return path if node == owner else f"{path}.{node}"
 
 
-def mapped(path: str, segment: HeldSegment, ranges: Sequence[Range]) -> list[torch.Tensor]:
+def mapped(path: str, segment: RemoteSegment, ranges: Sequence[Range]) -> list[torch.Tensor]:
     """Return views of the elements of each range; what writes to them changes no file.
 
     Raises FileNotFoundError where the segment has been freed.

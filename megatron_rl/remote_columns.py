@@ -1,6 +1,6 @@
 """Columns that stay where ranks made them: what goes through the driver is where their rows lie.
 
-    a rank's answer --files.put--> HeldSegment ... HeldColumn: rows, joined --> a rank that reads them maps the file
+    a rank's answer --files.put--> RemoteSegment ... RemoteColumn: rows, joined --> a rank that reads them maps the file
 
 A segment is a file in shared memory on the node of the rank that made it. Files are written once and never changed.
 """
@@ -24,7 +24,7 @@ class Files(Protocol):
 
     keeps_values: bool
 
-    def read(self, segment: HeldSegment, ranges: Sequence[Range]) -> list[torch.Tensor]:
+    def read(self, segment: RemoteSegment, ranges: Sequence[Range]) -> list[torch.Tensor]:
         """Return the elements of each range [n, *element]; views of the file where it is here."""
 
     def free(self, path: str, node: str) -> None:
@@ -35,12 +35,12 @@ class Files(Protocol):
 class HasColumns(Protocol):
     """An answer of a rank, other than a batch, in which there are columns that ranks alone read."""
 
-    def with_held(self, hold: Callable[[torch.Tensor], torch.Tensor | HeldColumn]) -> Any:
+    def with_held(self, hold: Callable[[torch.Tensor], torch.Tensor | RemoteColumn]) -> Any:
         """Return the answer with those columns as `hold` returns them."""
 
 
 @dataclass(frozen=True, eq=False)
-class HeldSegment:
+class RemoteSegment:
     """Elements end to end. path: of the file. node: the name of its node. shape: [n, *element].
 
     files: of this process. The file is removed with the driver's last reference to it.
@@ -60,16 +60,16 @@ class HeldSegment:
         """Bytes of an element."""
         return torch.Size(self.shape[1:]).numel() * self.dtype.itemsize
 
-    def freed_with(self) -> HeldSegment:
+    def freed_with(self) -> RemoteSegment:
         """Have the file removed when this object goes; returns it."""
         weakref.finalize(self, self.files.free, self.path, self.node).atexit = False
         return self
 
 
-Part = HeldSegment | torch.Tensor
+Part = RemoteSegment | torch.Tensor
 
 
-class HeldColumn:
+class RemoteColumn:
     """A ragged column [B, (N), *element], of which this process has not the values but where they lie.
 
     parts: where; a small share of a column may be a tensor. part, first, lengths: int64 [B], of each row the number of
@@ -84,10 +84,10 @@ class HeldColumn:
         self._values: torch.Tensor | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return HeldColumn, (self.parts, self.part, self.first, self.lengths)
+        return RemoteColumn, (self.parts, self.part, self.first, self.lengths)
 
     @classmethod
-    def of(cls, part: Part, lengths: torch.Tensor) -> HeldColumn:
+    def of(cls, part: Part, lengths: torch.Tensor) -> RemoteColumn:
         """All elements of one part, as rows of `lengths` (int64 [B]) end to end."""
         return cls([part], torch.zeros_like(lengths), lengths.cumsum(0) - lengths, lengths)
 
@@ -117,21 +117,21 @@ class HeldColumn:
         """int64 [B + 1]: where each row begins in `values`, and their end."""
         return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
 
-    def rows(self, rows: torch.Tensor) -> HeldColumn:
+    def rows(self, rows: torch.Tensor) -> RemoteColumn:
         """Return the rows with these numbers (int64), and of the parts those that they lie in."""
         used, part = self.part[rows].unique(return_inverse=True)
         parts = [self.parts[number] for number in used.tolist()] or self.parts[:1]
-        return HeldColumn(parts, part, self.first[rows], self.lengths[rows])
+        return RemoteColumn(parts, part, self.first[rows], self.lengths[rows])
 
     @staticmethod
-    def joined(columns: Sequence[HeldColumn]) -> HeldColumn:
+    def joined(columns: Sequence[RemoteColumn]) -> RemoteColumn:
         """Return the rows of several columns, one after the other."""
         part, parts = [], list[Part]()
         for column in columns:
             part.append(column.part + len(parts))
             parts += column.parts
         first, lengths = (torch.cat([getattr(column, name) for column in columns]) for name in ("first", "lengths"))
-        return HeldColumn(parts, torch.cat(part), first, lengths)
+        return RemoteColumn(parts, torch.cat(part), first, lengths)
 
     def runs(self) -> list[tuple[int, Range]]:
         """Return (part, elements) of what lies together, in the order of `values`."""
@@ -143,11 +143,11 @@ class HeldColumn:
                 runs.append((part, (first, first + length)))
         return runs
 
-    def wanted(self) -> list[tuple[HeldSegment, list[Range]]]:
+    def wanted(self) -> list[tuple[RemoteSegment, list[Range]]]:
         """Return each segment with the elements of it that a reader needs, in ascending order."""
         by_part = ranges_of_parts(sorted(self.runs()))
         wanted = ((self.parts[part], ranges) for part, ranges in by_part.items())
-        return [(part, ranges) for part, ranges in wanted if isinstance(part, HeldSegment)]
+        return [(part, ranges) for part, ranges in wanted if isinstance(part, RemoteSegment)]
 
     def values(self) -> torch.Tensor:
         """Return the elements of all rows end to end [sum(lengths), *element]; a view where they lie so."""
@@ -157,13 +157,13 @@ class HeldColumn:
         pieces: dict[tuple[int, Range], torch.Tensor] = {}
         for number, ranges in sorted(ranges_of_parts(dict.fromkeys(runs)).items()):
             part = self.parts[number]
-            if isinstance(part, HeldSegment):
+            if isinstance(part, RemoteSegment):
                 read = part.files.read(part, ranges)
             else:
                 read = [part[start:stop] for start, stop in ranges]
             pieces |= {(number, run): piece for run, piece in zip(ranges, read, strict=True)}
         values = self._put_together([pieces[run] for run in runs])
-        if all(part.files.keeps_values for part in self.parts if isinstance(part, HeldSegment)):
+        if all(part.files.keeps_values for part in self.parts if isinstance(part, RemoteSegment)):
             self._values = values
         return values
 
@@ -180,7 +180,7 @@ class HeldColumn:
 
 
 def ranges_of_parts(runs: Iterable[tuple[int, Range]]) -> dict[int, list[Range]]:
-    """Return part -> its ranges, in the order of `HeldColumn.runs`."""
+    """Return part -> its ranges, in the order of `RemoteColumn.runs`."""
     ranges = defaultdict[int, list[Range]](list)
     for part, run in runs:
         ranges[part].append(run)

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.cluster.child_processes import how_ended
-from megatron_rl.cluster.compiled import VARIABLE, folder_of_ranks
-from megatron_rl.cluster.held_files import MappedFiles
+from megatron_rl.cluster.inductor_cache import VARIABLE, folder_of_ranks
 from megatron_rl.cluster.launcher import VISIBLE_GPUS, ProcessInfo
-from megatron_rl.cluster.leftovers import RUN_ID, end, processes_with
 from megatron_rl.cluster.loading import import_path
 from megatron_rl.cluster.rank_messages import ProcessDied, answer_of
 from megatron_rl.cluster.scratch import Scratch
+from megatron_rl.cluster.shm_files import MappedFiles
+from megatron_rl.cluster.stale_processes import RUN_ID, end, processes_with
 from megatron_rl.cluster.supervisor import LARGEST, SUPERVISOR, kill_group
 from megatron_rl.errors import ConfigError, RewardError, StoppedAfterStep, StoppedBeforeStep, WorkerFailure
 
@@ -44,7 +44,7 @@ NO_FAULT_OF_PROCESSES = (ConfigError, RewardError, StoppedAfterStep, StoppedBefo
 """Errors whose reason is not in the logs of processes."""
 
 
-class Supervision:
+class SupervisorClient:
     """Connects to the supervisor of a run on this node and starts one if there is none; `close` ends both.
 
     modules: a supervisor that is started here imports them and forks ranks; without any, each rank imports for itself.

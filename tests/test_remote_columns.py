@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from megatron_rl.cluster.rank_messages import answer_of, dumps, loads, packed
 from megatron_rl.columns import COLUMNS
-from megatron_rl.held_columns import HeldColumn, HeldSegment, Range
 from megatron_rl.records import Batch, ragged_from_lengths, ragged_or_held, row_lengths
+from megatron_rl.remote_columns import Range, RemoteColumn, RemoteSegment
 from megatron_rl.rollout.slices import Drawn, SliceReport
 
 WIDTHS = st.integers(1, 3)
@@ -30,12 +30,12 @@ class Shelf:
         self.asked: list[tuple[str, list[Range]]] = []
         self.freed: list[str] = []
 
-    def put(self, values: torch.Tensor) -> HeldSegment:
+    def put(self, values: torch.Tensor) -> RemoteSegment:
         path = f"segment {len(self.values)}"
         self.values[path] = values
-        return HeldSegment(path, "node", values.dtype, tuple(values.shape), self)
+        return RemoteSegment(path, "node", values.dtype, tuple(values.shape), self)
 
-    def read(self, segment: HeldSegment, ranges: Sequence[Range]) -> list[torch.Tensor]:
+    def read(self, segment: RemoteSegment, ranges: Sequence[Range]) -> list[torch.Tensor]:
         self.asked.append((segment.path, list(ranges)))
         return [self.values[segment.path][start:stop] for start, stop in ranges]
 
@@ -43,11 +43,11 @@ class Shelf:
         self.freed.append(path)
 
 
-def column(shelf: Shelf, lengths: Sequence[int], width: int, start: int, is_held: bool) -> HeldColumn:
+def column(shelf: Shelf, lengths: Sequence[int], width: int, start: int, is_held: bool) -> RemoteColumn:
     """Numbers from `start`, which no other column has, as float16 or, where the width is odd, float32."""
     count = sum(lengths) * width
     values = torch.arange(start, start + count).view(-1, width).to(torch.float32 if width % 2 else torch.float16)
-    return HeldColumn.of(shelf.put(values) if is_held else values, torch.tensor(lengths))
+    return RemoteColumn.of(shelf.put(values) if is_held else values, torch.tensor(lengths))
 
 
 @settings(max_examples=80, deadline=None)
@@ -67,11 +67,11 @@ def test_rows_are_those_of_the_segments(shares, data, cuts) -> None:
             rows = [[place + at * own + each for each in range(own)] + [0] * (width - own) for at in range(length)]
             expected.append(rows)
             place += length * own
-    joined = HeldColumn.joined(columns)
+    joined = RemoteColumn.joined(columns)
     chosen = torch.tensor(data.draw(st.lists(st.integers(0, len(expected) - 1), min_size=1, max_size=8)))
     cut = cuts % len(chosen)
     rows, rest = joined.rows(chosen[: cut + 1]), joined.rows(chosen[cut:])
-    both = HeldColumn.joined([rows, rest])
+    both = RemoteColumn.joined([rows, rest])
     numbers = [*chosen[: cut + 1].tolist(), *chosen[cut:].tolist()]
     assert not shelf.asked
     for each, held in ((joined, range(len(expected))), (rows, numbers[: cut + 1]), (both, numbers)):
@@ -88,7 +88,7 @@ def test_rows_are_those_of_the_segments(shares, data, cuts) -> None:
 def test_what_is_wanted_is_what_is_read() -> None:
     """By hand: rows 2, 0 and 2 of one segment, row 1 of another. Would not catch ranges that should be joined."""
     shelf = Shelf()
-    joined = HeldColumn.joined([column(shelf, [2, 1, 3], 1, 0, True), column(shelf, [1, 1], 1, 100, True)])
+    joined = RemoteColumn.joined([column(shelf, [2, 1, 3], 1, 0, True), column(shelf, [1, 1], 1, 100, True)])
     rows = joined.rows(torch.tensor([2, 0, 4, 2]))
     assert [(segment.path, ranges) for segment, ranges in rows.wanted()] == [
         ("segment 0", [(0, 2), (3, 6), (3, 6)]),
@@ -109,7 +109,7 @@ def test_a_batch_reads_a_held_column_when_it_is_asked_for_it() -> None:
     here = Batch(**{name: batch[name] for name in batch.names})
     shelf.asked.clear()
     joined = Batch.joined([batch[torch.tensor([1])], here])
-    assert isinstance(joined.stored("teacher_hidden"), HeldColumn) and not shelf.asked
+    assert isinstance(joined.stored("teacher_hidden"), RemoteColumn) and not shelf.asked
     assert joined["teacher_hidden"].values().tolist() == [[4, 5], [6, 7], [8, 9], *here.flat("teacher_hidden").tolist()]
     assert len(shelf.asked) == 1 and joined.get("teacher_hidden") is not None
     assert batch.neutral().flat("teacher_hidden").shape == (0, 2) and batch.neutral().flat("sampled").sum() == 0
@@ -155,8 +155,8 @@ def test_experts_of_a_slice_are_held_together(is_large: bool) -> None:
     """
     shelf = Shelf()
 
-    def hold(column: torch.Tensor) -> torch.Tensor | HeldColumn:
-        return HeldColumn.of(shelf.put(column.values()), row_lengths(column)) if is_large else column
+    def hold(column: torch.Tensor) -> torch.Tensor | RemoteColumn:
+        return RemoteColumn.of(shelf.put(column.values()), row_lengths(column)) if is_large else column
 
     experts = [torch.arange(12).view(3, 2, 2), torch.arange(100, 104).view(1, 2, 2)]
     drawn = {
@@ -168,6 +168,6 @@ def test_experts_of_a_slice_are_held_together(is_large: bool) -> None:
     assert report.drawn[7] == drawn[7] and len(shelf.values) == is_large
     rows = [report.drawn[9].experts, experts[0], report.drawn[4].experts]
     column = ragged_or_held(rows)
-    assert isinstance(column, HeldColumn) == is_large and row_lengths(column).tolist() == [1, 3, 3]
+    assert isinstance(column, RemoteColumn) == is_large and row_lengths(column).tolist() == [1, 3, 3]
     assert torch.equal(column.values(), torch.cat([experts[1], experts[0], experts[0]]))
     assert SliceReport(0, 0, 1, {7: drawn[7]}).with_held(hold) == SliceReport(0, 0, 1, {7: drawn[7]})

@@ -7,7 +7,7 @@ import tempfile
 
 import pytest
 
-from megatron_rl.cluster.compiled import VARIABLE, folder_of_ranks, leaving_none_empty
+from megatron_rl.cluster.inductor_cache import VARIABLE, folder_of_ranks, leaving_none_empty
 
 
 @pytest.mark.parametrize("is_given", [False, True])

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_rl.cluster.heartbeat_monitor import HeartbeatLimits
 from megatron_rl.config.roles import ElasticPool, PoolSpec
-from megatron_rl.dispatch import Nobody, Observer
+from megatron_rl.dispatch import NullObserver, Observer
 from megatron_rl.parallel.balance import SequenceWork
 
 
@@ -26,7 +26,7 @@ class PoolOptions:
     work: SequenceWork | None = None
     limits: HeartbeatLimits = HeartbeatLimits()
     phases: Mapping[str, dict[str, str]] = field(default_factory=dict)
-    observer: Observer = Nobody()
+    observer: Observer = NullObserver()
     grace_s: float = 3.0
     sees_node: bool = False
 
@@ -46,7 +46,7 @@ class Hosting(PoolOptions):
     device_kind: str
     replicated: Mapping[str, int] = field(default_factory=dict)
     elastic: Mapping[str, ElasticPool] = field(default_factory=dict)
-    replica_observer: Observer = Nobody()
+    replica_observer: Observer = NullObserver()
 
     def kinds_in(self, pool: PoolSpec) -> dict[str, type]:
         """Return the classes of a pool's roles."""

@@ -9,19 +9,19 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from held_worker import Maker, Reader, expected_sums, num_held_files, numbers, pool, rows
 from launchers import BOTH, reserved
+from remote_columns_worker import Maker, Reader, expected_sums, num_held_files, numbers, pool, rows
 from replica_cluster import eventually
 from resident import peak_growth
 
-from megatron_rl.cluster.held_files import MappedFiles, RankFiles
-from megatron_rl.cluster.hosting import PoolOptions
 from megatron_rl.cluster.launcher import Launcher, Ranks
 from megatron_rl.cluster.pool import ProcessPool
+from megatron_rl.cluster.pool_options import PoolOptions
 from megatron_rl.cluster.scratch import PREFIX, SEGMENTS
+from megatron_rl.cluster.shm_files import MappedFiles, RankFiles
 from megatron_rl.errors import WorkerFailure
-from megatron_rl.held_columns import HeldColumn
 from megatron_rl.records import Batch
+from megatron_rl.remote_columns import RemoteColumn
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 MIB = 1 << 20
@@ -63,7 +63,7 @@ def test_ranks_read_what_other_ranks_hold(pools, launcher: Launcher) -> None:
 
     def step() -> None:
         made = makers.make(batch).get()[1]
-        assert isinstance(made.stored("teacher_hidden"), HeldColumn)
+        assert isinstance(made.stored("teacher_hidden"), RemoteColumn)
         taken = Batch(input_ids=batch["input_ids"], sampled=batch["sampled"])
         taken.add(made)
         mixed = Batch.joined([taken[order][:40], taken[order][40:]])
@@ -129,6 +129,6 @@ def test_a_rank_that_the_run_may_lose_holds_nothing() -> None:
     assert RankFiles("run", "node", 1, may_be_lost=True).hold(answer) is answer
     assert isinstance(answer.stored("teacher_hidden"), torch.Tensor)
     held_answer = RankFiles("test", "node", 1).hold((answer, 3))[0].stored("teacher_hidden")
-    assert isinstance(held_answer, HeldColumn)
+    assert isinstance(held_answer, RemoteColumn)
     MappedFiles().free(held_answer.parts[0].path, "node")
     assert not list(SEGMENTS.glob(f"{PREFIX}test-held-*"))

@@ -19,12 +19,12 @@ import torch
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from megatron_rl.cluster.held_files import place_on, write
 from megatron_rl.cluster.rank_messages import ProcessDied
+from megatron_rl.cluster.shm_files import place_on, write
 from megatron_rl.errors import WorkerFailure
-from megatron_rl.held_columns import HeldColumn, HeldSegment, Range
+from megatron_rl.remote_columns import Range, RemoteColumn, RemoteSegment
 
-Wanted = list[tuple[HeldSegment, list[Range]]]
+Wanted = list[tuple[RemoteSegment, list[Range]]]
 
 
 class Want(NamedTuple):
@@ -37,7 +37,7 @@ class Want(NamedTuple):
     ranges: list[Range]
 
 
-class HeldOnNodes:
+class RayRemoteColumns:
     """The driver's access to held columns: it reads and frees them through agents on their nodes."""
 
     keeps_values = False
@@ -60,7 +60,7 @@ class HeldOnNodes:
             for node, agents in self._agents.items():
                 self._agents[node] = [other for other in agents if other is not agent]
 
-    def read(self, segment: HeldSegment, ranges: Sequence[Range]) -> list[torch.Tensor]:
+    def read(self, segment: RemoteSegment, ranges: Sequence[Range]) -> list[torch.Tensor]:
         """Return the elements of each range [n, *element]. Raises WorkerFailure where the node or the file is gone."""
         try:
             content = ray.get(self._agent_on(segment).read_held.remote(segment.path, in_bytes(segment, ranges)))
@@ -96,7 +96,7 @@ class HeldOnNodes:
                 wants.append(Want(*place, in_bytes(segment, ranges)))
         return wants
 
-    def _agent_on(self, segment: HeldSegment) -> ActorHandle:
+    def _agent_on(self, segment: RemoteSegment) -> ActorHandle:
         with self._changing:
             agents = self._agents[segment.node]
         if not agents:
@@ -104,13 +104,13 @@ class HeldOnNodes:
         return agents[-1]
 
 
-def in_bytes(segment: HeldSegment, ranges: Sequence[Range]) -> list[Range]:
+def in_bytes(segment: RemoteSegment, ranges: Sequence[Range]) -> list[Range]:
     """Return ranges of elements as ranges of bytes of the file."""
     size = segment.element_bytes
     return [(start * size, stop * size) for start, stop in ranges]
 
 
-def wanted_of(held: Sequence[HeldColumn]) -> Wanted:
+def wanted_of(held: Sequence[RemoteColumn]) -> Wanted:
     """Return the segments of several columns, with the elements that are needed of each."""
     return [wanted for column in held for wanted in column.wanted()]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from megatron_rl.cluster.leftovers import (
+from megatron_rl.cluster.stale_processes import (
     children_with,
     descendants,
     end,

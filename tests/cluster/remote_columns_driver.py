@@ -7,7 +7,7 @@ import json
 import sys
 
 import torch
-from held_worker import Maker, Reader, expected_sums, num_held_files, numbers, pool, rows
+from remote_columns_worker import Maker, Reader, expected_sums, num_held_files, numbers, pool, rows
 from resident import peak_growth
 
 from megatron_rl.cluster.ray_launcher import RayLauncher
