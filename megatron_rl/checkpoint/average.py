@@ -18,16 +18,16 @@ import torch
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
-from megatron_rl.checkpoint.carried import DTYPES
 from megatron_rl.checkpoint.export_saved import StoredModel, saved_model, write_model
 from megatron_rl.checkpoint.folders import find
 from megatron_rl.checkpoint.hf_config import language_config, read_hf_config
 from megatron_rl.checkpoint.hf_import import is_finite
 from megatron_rl.checkpoint.identity import computed_settings
 from megatron_rl.checkpoint.manifest import MANIFEST, model_identity
+from megatron_rl.checkpoint.output_paths import refuse_target
+from megatron_rl.checkpoint.pass_through import DTYPES
 from megatron_rl.checkpoint.resume import usable_checkpoint
 from megatron_rl.checkpoint.storage import writing
-from megatron_rl.checkpoint.targets import refuse_target
 from megatron_rl.checkpoint.weight_files import odd_files, read_weight_files, type_faults
 from megatron_rl.config.file_kinds import NOTHING, kind_of
 from megatron_rl.config.json_files import UnreadableFileError, read_json

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.checkpoint.carried import CarriedTensors, kept_carried
 from megatron_rl.checkpoint.constants import read_constants
 from megatron_rl.checkpoint.contents import RUN_FILE
 from megatron_rl.checkpoint.folders import HF_FOLDER
 from megatron_rl.checkpoint.hf_config import language_config
 from megatron_rl.checkpoint.hf_folder import Description, removing_unfinished, write_hf_folder
 from megatron_rl.checkpoint.hf_tensors import HFTensor, hf_tensors
+from megatron_rl.checkpoint.pass_through import PassThroughTensors, kept_carried
 from megatron_rl.checkpoint.run_file import read_run_file
 from megatron_rl.checkpoint.saved_adapters import SavedAdapters, holds_adapters
 from megatron_rl.checkpoint.saved_tensors import BIAS, OPTIMIZER_PREFIX, SavedTensors, checkpoint_key
@@ -60,7 +60,7 @@ def saved_model(checkpoint: Path, role: str, base: Path | None = None) -> Stored
     tensors = dict(zip(names, hf_tensors(specs), strict=True))
     dtype = saved.dtype(saved.weights[0])
     read_tensor: Callable[[HFTensor], torch.Tensor] = partial(_read, saved)
-    kept = CarriedTensors() if is_critic else kept_carried(source, base)
+    kept = PassThroughTensors() if is_critic else kept_carried(source, base)
     carried = kept.without(tensors)
     if holds_adapters(saved) or (base is not None and not kept.stored):
         adapters = SavedAdapters.open(checkpoint, role, base)

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.checkpoint.carried import CarriedTensors
 from megatron_rl.checkpoint.hf_folder import (
     MAX_SHARD_BYTES,
     Description,
@@ -28,6 +27,7 @@ from megatron_rl.checkpoint.hf_folder import (
     write_files,
 )
 from megatron_rl.checkpoint.hf_tensors import HFTensor, TensorPiece, hf_tensors, pieces, put_together
+from megatron_rl.checkpoint.pass_through import PassThroughTensors
 from megatron_rl.model.families import ParamSpec
 from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.rank_grid import TrainGrid
@@ -41,14 +41,14 @@ def export_hf(
     description: Description,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     constants: Mapping[str, Tensor] = MappingProxyType({}),
-    carried: CarriedTensors | None = None,
+    carried: PassThroughTensors | None = None,
 ) -> None:
     """Write the model to `target`, with config and tokenizer from its source; every rank must call.
 
     All ranks must see the same file system. An existing `target` is replaced. constants: further whole tensors of the
     folder, the same on all ranks. carried: tensors that are copied from the source. Rank 0 writes both.
     """
-    carried = carried or CarriedTensors()
+    carried = carried or PassThroughTensors()
     further = {name: tensor.nbytes for name, tensor in constants.items()} | carried.sizes
     sizes, holders = weights.sizes | further, weights.holders | dict.fromkeys(further, (0,))
     files, num_bytes = plan_export(sizes, holders, max_shard_bytes), sum(sizes.values())

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
-from megatron_rl.checkpoint import carried
+from megatron_rl.checkpoint import pass_through
 from megatron_rl.checkpoint.hf_config import language_config
 from megatron_rl.checkpoint.weight_files import MODEL_FILES
 from megatron_rl.model.families import family_of
@@ -28,7 +28,7 @@ def copy_description(source: Path, folder: Path, dtype: torch.dtype) -> None:
     config.json is the file as it was if it names the dtype already, or none.
     """
     for file in sorted(source.iterdir()):
-        if file.suffix in MODEL_FILES and not file.name.endswith(".index.json") and file.name != carried.FILE:
+        if file.suffix in MODEL_FILES and not file.name.endswith(".index.json") and file.name != pass_through.FILE:
             shutil.copyfile(file, folder / file.name)
     settings = json.loads((source / CONFIG).read_text())
     written = with_dtype(settings, str(dtype).removeprefix("torch."))

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from megatron_rl.checkpoint.folders import HF_FOLDER
+from megatron_rl.checkpoint.output_paths import refuse_target
 from megatron_rl.checkpoint.resume import usable_checkpoint
-from megatron_rl.checkpoint.targets import refuse_target
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.console import quiet_libraries
 from megatron_rl.observe.program import next_command

@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.checkpoint.output_paths import refuse_in_checkpoint
 from megatron_rl.checkpoint.storage import writing
-from megatron_rl.checkpoint.targets import refuse_in_checkpoint
 from megatron_rl.config.file_kinds import DEVICE, FILE, PIPE, kind_of
 from megatron_rl.errors import ConfigError, StorageError
 from megatron_rl.observe.appended_file import replace_file

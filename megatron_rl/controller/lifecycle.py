@@ -336,8 +336,8 @@ def copy_model_files(trained: Mapping[str, str], folder: Path) -> list[str]:
 
     trained: role -> the Hugging Face folder that it starts from.
     """
-    from megatron_rl.checkpoint.carried import keep_carried
     from megatron_rl.checkpoint.constants import keep_constants
+    from megatron_rl.checkpoint.pass_through import keep_carried
 
     names = []
     for role, path in trained.items():

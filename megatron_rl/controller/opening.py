@@ -28,10 +28,10 @@ from megatron_rl.planning.planned_steps import stall_timeout_s
 from megatron_rl.roles.bridge_address import AcrossBridge
 from megatron_rl.roles.environment import handed_on, worker_environment
 from megatron_rl.roles.host import RankHost
-from megatron_rl.roles.kinds import KINDS
 from megatron_rl.roles.preloaded import preloaded
 from megatron_rl.roles.rank import sequence_work
 from megatron_rl.roles.reference import Reference
+from megatron_rl.roles.registry import KINDS
 
 Kind = TypeVar("Kind")
 

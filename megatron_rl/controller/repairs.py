@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from megatron_rl.checkpoint.state_copies import CopyPlace, files_of, is_whole
+from megatron_rl.checkpoint.memory_checkpoint_plan import CopyPlace, files_of, is_whole
 from megatron_rl.cluster.launcher import Launcher
 from megatron_rl.cluster.signals import StopRequest, graceful_signals
 from megatron_rl.config.schema import RunConfig

@@ -26,7 +26,7 @@ from megatron_rl.observe.summary import before_after_table, write_summary
 from megatron_rl.planning.model_folder import STARTING_POINTS, read_model_folder
 from megatron_rl.records import Batch, conversations
 from megatron_rl.roles.actor import Actor
-from megatron_rl.roles.tuned import TunedPolicy
+from megatron_rl.roles.supervised_policy import SupervisedPolicy
 
 if TYPE_CHECKING:
     from megatron_rl.controller.run import Run
@@ -163,7 +163,7 @@ def export_actor(run: Run) -> float:
     return export_policy(run, run.roles.actor, run.validation.parity_rows)
 
 
-def export_policy(run: OpenRun, policy: Actor | TunedPolicy, rows: Batch) -> float:
+def export_policy(run: OpenRun, policy: Actor | SupervisedPolicy, rows: Batch) -> float:
     """Export a policy; largest logit difference to the trainer on these rows. Raises as `export_and_compare`."""
 
     def logits() -> torch.Tensor:

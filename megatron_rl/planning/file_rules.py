@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rl.checkpoint.output_paths import checkpoint_round, path_outside
 from megatron_rl.checkpoint.score_statistics import StatisticsError, read_statistics
-from megatron_rl.checkpoint.targets import checkpoint_round, path_outside
 from megatron_rl.config.algorithms import trains_on_rule, uses_rule
 from megatron_rl.config.keys import default_of, leaves_of, type_of, value_of
 from megatron_rl.config.multi_turn import AgentConfig, EnvironmentConfig

@@ -24,16 +24,16 @@ from megatron_rl.parallel.rank_grid import RolloutGrid, train_grid
 from megatron_rl.records import RoleState
 from megatron_rl.roles.bridge_address import AcrossBridge
 from megatron_rl.roles.environment import RankEnvironment, choose_logging_level
-from megatron_rl.roles.kinds import build_role
 from megatron_rl.roles.rank import Rank
+from megatron_rl.roles.registry import build_role
 from megatron_rl.roles.rendezvous import open_store
 from megatron_rl.roles.role import Role, TrainedRole
 from third_party_patches import apply_patches
 
 if TYPE_CHECKING:
-    from megatron_rl.checkpoint.state_copies import CopyPlace
+    from megatron_rl.checkpoint.memory_checkpoint_plan import CopyPlace
     from megatron_rl.hybrid_engine.rng import RNGState
-    from megatron_rl.roles.copying import StateCopies
+    from megatron_rl.roles.memory_checkpoint import MemoryCheckpoint
     from megatron_rl.roles.rollout import Rollout
     from megatron_rl.roles.saving import UnfinishedSave
 
@@ -70,7 +70,7 @@ class RankHost:
         )
         self.roles: dict[str, Role] = {}
         self.unfinished: UnfinishedSave | None = None
-        self.copies: StateCopies | None = None
+        self.copies: MemoryCheckpoint | None = None
 
     def join_world(self, environment: RankEnvironment, timeout: timedelta, generates: bool) -> None:
         """Patch the libraries of this process and join the pool's world."""
@@ -228,11 +228,11 @@ class RankHost:
             self._rollout.engine.rollout_rng = rollout_rng
         return same_layout
 
-    def _state_copies(self) -> StateCopies:
+    def _state_copies(self) -> MemoryCheckpoint:
         if self.copies is None:
-            from megatron_rl.roles.copying import StateCopies
+            from megatron_rl.roles.memory_checkpoint import MemoryCheckpoint
 
-            self.copies = StateCopies(
+            self.copies = MemoryCheckpoint(
                 self.spec.name, self.groups.rank, self.rank.environment.node_id, self.rank.timeout
             )
         return self.copies

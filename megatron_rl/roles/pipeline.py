@@ -45,7 +45,7 @@ from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.parallel.zigzag import ContextShare, segment_multiple, zigzag_columns
 from megatron_rl.records import Batch, conversations, prompt_numbers, row_lengths
 from megatron_rl.roles.expert_routing import ExpertRouting
-from megatron_rl.roles.known_shapes import messages_of_known_shapes
+from megatron_rl.roles.p2p_shapes import messages_of_known_shapes
 
 PerToken = Callable[[Tensor, MicroBatch], Tensor]
 """(model output [b, S, ...], its micro-batch) -> numbers of each sampled token, [N, ...]."""

@@ -131,16 +131,16 @@ class TrainedRole(Role):
         """
         import torch
 
-        from megatron_rl.checkpoint.carried import CarriedTensors
         from megatron_rl.checkpoint.constants import read_constants
         from megatron_rl.checkpoint.hf_export import ScatteredTensors, export_hf
         from megatron_rl.checkpoint.hf_folder import Description
         from megatron_rl.checkpoint.merged_weights import MergedParameters
+        from megatron_rl.checkpoint.pass_through import PassThroughTensors
         from megatron_rl.model.families import classifier_map, mtp_specs
         from megatron_rl.roles.model_source import named_parameters
 
         source, bias = self.source, self.checkpoint.bias
-        carried = None if self.spec.has_value_head else CarriedTensors.of(source.path)
+        carried = None if self.spec.has_value_head else PassThroughTensors.of(source.path)
         constants = read_constants(source.model.constants.values(), source.path, torch.device("cpu"), dtype=None)
         if bias is not None and bias.has_moved:
             constants |= {name: row.cpu() for name, row in bias.whole().items()}

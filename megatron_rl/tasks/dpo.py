@@ -13,7 +13,7 @@ from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.controller.repairs import Repairs, with_repairs
 from megatron_rl.controller.report import export_policy
 from megatron_rl.records import answer_rows
-from megatron_rl.roles.tuned import TunedPolicy
+from megatron_rl.roles.supervised_policy import SupervisedPolicy
 from megatron_rl.tasks.finish import NUM_PARITY_ROWS, finish_task
 from megatron_rl.tasks.reference_log_probs import Preferences
 from megatron_rl.tasks.task_data import TRAIN
@@ -29,7 +29,7 @@ def dpo(config: TaskConfig, local: bool = False) -> dict[str, Any]:
 def dpo_once(repairs: Repairs, local: bool) -> dict[str, Any]:
     """Learn from where the run stands, with ranks that are started now."""
     with open_task(repairs, local) as run:
-        policy, preferences = run.role(TunedPolicy), Preferences(run)
+        policy, preferences = run.role(SupervisedPolicy), Preferences(run)
         preferences.store_reference()
         run.held_out.begin(preferences.measured, run.life.is_resumed)
         for step in run.life.steps():

@@ -12,7 +12,7 @@ from megatron_rl.checkpoint.score_statistics import ScoreStatistics, write_stati
 from megatron_rl.config.steps import validates
 from megatron_rl.controller.report import export_adapter, export_and_compare, finish, with_engine_norms
 from megatron_rl.records import Batch, answer_rows
-from megatron_rl.roles.scorer import TrainedScorer
+from megatron_rl.roles.reward_training import TrainableRewardModel
 from megatron_rl.tasks.task_run import TaskRun
 
 NUM_PARITY_ROWS = 8
@@ -42,7 +42,7 @@ def finish_task(run: TaskRun, export: Callable[[], float]) -> dict[str, Any]:
     return finish(run, results, {"val_loss": held_out.losses}, {"val_loss": "held-out loss"}, lines)
 
 
-def export_scorer(run: TaskRun, scorer: TrainedScorer, batch: Batch, statistics: ScoreStatistics) -> float:
+def export_scorer(run: TaskRun, scorer: TrainableRewardModel, batch: Batch, statistics: ScoreStatistics) -> float:
     """Export a reward model with the statistics of its held-out scores; largest score difference to the trainer.
 
     Raises as `export_and_compare`.

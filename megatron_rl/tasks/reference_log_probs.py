@@ -16,7 +16,7 @@ from megatron_rl.losses.preferences import kto_baseline
 from megatron_rl.losses.rows import sum_rows
 from megatron_rl.losses.terms import Answers
 from megatron_rl.records import Batch, answer_rows, num_answers, ragged_from_lengths
-from megatron_rl.roles.tuned import TunedPolicy
+from megatron_rl.roles.supervised_policy import SupervisedPolicy
 from megatron_rl.tasks.held_out import LOSS
 from megatron_rl.tasks.task_data import TRAIN, VAL
 from megatron_rl.tasks.task_run import TaskRun
@@ -42,7 +42,7 @@ class Preferences:
 
     def __init__(self, run: TaskRun) -> None:
         self.run, self.config = run, run.config.dpo
-        self.policy = run.role(TunedPolicy)
+        self.policy = run.role(SupervisedPolicy)
         self.sets: dict[str, list[Any]] = {TRAIN: run.data.train, VAL: run.data.val}
         self.sets |= {f"{name}{MISMATCHED}": rows for name, rows in run.data.mismatched.items()}
         self.is_stored = run.config.needs_reference and not run.config.holds_reference

@@ -17,7 +17,7 @@ from megatron_rl.controller.repairs import Repairs, with_repairs
 from megatron_rl.losses.objectives import reward_objective
 from megatron_rl.losses.terms import Answers
 from megatron_rl.records import Batch, answer_rows, num_answers
-from megatron_rl.roles.scorer import TrainedScorer
+from megatron_rl.roles.reward_training import TrainableRewardModel
 from megatron_rl.tasks.calibration import draw_calibration
 from megatron_rl.tasks.finish import NUM_PARITY_ROWS, export_scorer, finish_task
 from megatron_rl.tasks.held_out import LOSS
@@ -33,7 +33,7 @@ def reward(config: TaskConfig, local: bool = False) -> dict[str, Any]:
 def reward_once(repairs: Repairs, local: bool) -> dict[str, Any]:
     """Train from where the run stands, with ranks that are started now."""
     with open_task(repairs, local) as run:
-        scorer = run.role(TrainedScorer)
+        scorer = run.role(TrainableRewardModel)
         run.held_out.begin(partial(measured, run), run.life.is_resumed)
         for step in run.life.steps():
             batch = reward_batch(run.data.next())
@@ -50,7 +50,7 @@ def reward_once(repairs: Repairs, local: bool) -> dict[str, Any]:
 def measured(run: TaskRun) -> dict[str, float]:
     """Loss of all held-out answers, and metrics of scores and pairs."""
     batch = reward_batch(run.data.val)
-    return loss_metrics(run.config, batch, run.role(TrainedScorer).scores(batch).get())
+    return loss_metrics(run.config, batch, run.role(TrainableRewardModel).scores(batch).get())
 
 
 def loss_metrics(config: TaskConfig, batch: Batch, scored: Batch) -> dict[str, float]:

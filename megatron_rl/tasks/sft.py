@@ -15,7 +15,7 @@ from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.controller.repairs import Repairs, with_repairs
 from megatron_rl.controller.report import export_policy
 from megatron_rl.data.examples import token_batch
-from megatron_rl.roles.tuned import TunedPolicy
+from megatron_rl.roles.supervised_policy import SupervisedPolicy
 from megatron_rl.tasks.finish import NUM_PARITY_ROWS, finish_task
 from megatron_rl.tasks.held_out import LOSS
 from megatron_rl.tasks.task_run import TaskRun, open_task
@@ -29,7 +29,7 @@ def sft(config: TaskConfig, local: bool = False) -> dict[str, Any]:
 def sft_once(repairs: Repairs, local: bool) -> dict[str, Any]:
     """Tune from where the run stands, with ranks that are started now."""
     with open_task(repairs, local) as run:
-        policy = run.role(TunedPolicy)
+        policy = run.role(SupervisedPolicy)
         run.held_out.begin(partial(measured, run), run.life.is_resumed)
         for step in run.life.steps():
             run.logger.log(take_step(run) | run.held_out.after(step), step)
@@ -40,13 +40,13 @@ def sft_once(repairs: Repairs, local: bool) -> dict[str, Any]:
 def take_step(run: TaskRun) -> dict[str, float]:
     """Take one optimizer step on the next batch; returns its metrics."""
     batch = token_batch(run.data.next())
-    metrics = run.logger.update_metrics(ACTOR, [run.role(TunedPolicy).update(batch)])
+    metrics = run.logger.update_metrics(ACTOR, [run.role(SupervisedPolicy).update(batch)])
     return metrics | run.describe(batch["input_ids"].values().numel())
 
 
 def measured(run: TaskRun) -> dict[str, float]:
     """Cross-entropy per token of all held-out examples, and perplexity."""
     batch = token_batch(run.data.val)
-    summed = run.role(TunedPolicy).log_likelihoods(batch).get()["scores"].double().sum()
+    summed = run.role(SupervisedPolicy).log_likelihoods(batch).get()["scores"].double().sum()
     loss = -float(summed / float(batch.num_sampled.sum()))
     return {LOSS: loss, "val/perplexity": math.exp(min(loss, 700.0))}

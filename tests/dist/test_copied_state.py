@@ -16,7 +16,7 @@ from ranks import run_ranks
 from test_resumed_roles import RATES, metrics_of, take_step, whole_state
 from tiny_models import run_config, save_llama
 
-from megatron_rl.checkpoint.state_copies import UNFINISHED, CopyFile, CopyPlace, node_tag
+from megatron_rl.checkpoint.memory_checkpoint_plan import UNFINISHED, CopyFile, CopyPlace, node_tag
 from megatron_rl.planning.run_models import RunModels
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
@@ -29,14 +29,14 @@ def train(config, prefix: str, nodes: str, first: int, last: int, loads: bool, c
 
     nodes: a letter for each rank.
     """
-    from megatron_rl.roles.copying import StateCopies
     from megatron_rl.roles.host import RankHost
+    from megatron_rl.roles.memory_checkpoint import MemoryCheckpoint
 
     worker, place = RankHost(config), CopyPlace(prefix, ATTEMPT)
     worker.build("actor")
     worker.build("critic")
     where, states = worker.coordinates(), Path(f"{prefix}states")
-    worker.copies = StateCopies(worker.spec.name, where.rank, nodes[where.rank], timedelta(seconds=60))
+    worker.copies = MemoryCheckpoint(worker.spec.name, where.rank, nodes[where.rank], timedelta(seconds=60))
     if loads:
         worker.load_copy(place, first - 1, pickle.loads(states.read_bytes()))
     metrics = []

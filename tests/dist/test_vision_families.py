@@ -15,8 +15,8 @@ import torch
 from ranks import run_ranks
 from rollout_checks import GREEDY, hugging_face_greedy, logprob_difference, round_trip, tokens
 from sweeps import WEEKLY, marks_of
-from test_carried_tensors import raw
 from test_families_end_to_end import LAYOUTS, rows_of
+from test_pass_through_tensors import raw
 from test_reward_model_critic import hugging_face_values
 from tiny_models import random_batch, run_config
 from tiny_vision import (

@@ -139,7 +139,7 @@ PURE_PARTS = (
     f"{PACKAGE}.checkpoint.resume",
     f"{PACKAGE}.checkpoint.score_statistics",
     f"{PACKAGE}.checkpoint.storage",
-    f"{PACKAGE}.checkpoint.targets",
+    f"{PACKAGE}.checkpoint.output_paths",
     f"{PACKAGE}.checkpoint.weight_files",
     f"{PACKAGE}.model.chunks",
     f"{PACKAGE}.model.families",

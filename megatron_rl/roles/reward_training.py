@@ -12,16 +12,16 @@ from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.role import TrainedRole
 
 
-class TrainedScorer(TrainedRole):
+class TrainableRewardModel(TrainedRole):
     """Learns which answers are better; saved and exported as a critic, which is a reward model's folder."""
 
     def __init__(self, spec: RoleSpec, rank: Rank) -> None:
-        from megatron_rl.roles.comparison_step import AnswerLearner
+        from megatron_rl.roles.preference_training import PreferenceTrainer
 
         source = rank.source(spec)
         super().__init__(spec, rank, source, source.value_model(head_seed=rank.config.trainer.seed))
         objective = reward_objective(rank.config.reward_training)
-        self.learner = AnswerLearner(self.trainable, values_before, objective, last_of_rows)
+        self.learner = PreferenceTrainer(self.trainable, values_before, objective, last_of_rows)
 
     @remote_method(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
     def update(self, batch: Batch, num_prompts: int) -> dict[str, float]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl.checkpoint.carried import FILE, CarriedTensors, keep_carried, kept_carried
+from megatron_rl.checkpoint.pass_through import FILE, PassThroughTensors, keep_carried, kept_carried
 from megatron_rl.checkpoint.weight_files import INDEX
 from megatron_rl.errors import ConfigError
 
@@ -38,7 +38,7 @@ def folder(tmp_path):
 
 def test_carried_tensors_are_read_as_they_are(folder):
     """Names, sizes, types, bytes. Would not catch a type that the installed torch lacks."""
-    carried = CarriedTensors.of(folder)
+    carried = PassThroughTensors.of(folder)
     assert sorted(carried.stored) == sorted(CARRIED)
     for name in CARRIED:
         tensor = carried.read(name)
@@ -55,19 +55,19 @@ def test_a_family_without_them_reads_no_file(folder):
     """Its files may be damaged. Would not catch a family whose declaration is forgotten."""
     (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     (folder / "b.safetensors").write_bytes(b"")
-    assert CarriedTensors.of(folder).stored == {}
+    assert PassThroughTensors.of(folder).stored == {}
 
 
 def test_what_cannot_be_read_is_named(folder):
     """A file that the index names, a folder, a file that went. Would not catch bytes that changed in a live run."""
-    carried = CarriedTensors.of(folder)
+    carried = PassThroughTensors.of(folder)
     (folder / "b.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"tensors that .* carries cannot be read: .*b\.safetensors"):
-        CarriedTensors.of(folder)
+        PassThroughTensors.of(folder)
     with pytest.raises(ConfigError, match=r"model\.layers\.3\.eh_proj\.weight, which is carried, cannot be read from"):
         carried.read(CARRIED[1])
     with pytest.raises(ConfigError, match=r"carries cannot be read: config\.json must be a file, and there is none"):
-        CarriedTensors.of(folder / "elsewhere")
+        PassThroughTensors.of(folder / "elsewhere")
 
 
 def test_a_type_that_torch_lacks_is_named(folder):
@@ -77,7 +77,7 @@ def test_a_type_that_torch_lacks_is_named(folder):
     (folder / "b.safetensors").unlink()
     (folder / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(2))
     with pytest.raises(ConfigError, match=r"model\.layers\.2\.x in a\.safetensors is of type F4, which is none of F64"):
-        CarriedTensors.of(folder)
+        PassThroughTensors.of(folder)
 
 
 def test_a_checkpoint_keeps_their_names(folder, tmp_path):

@@ -9,8 +9,8 @@ import pytest
 from saved import save
 from typer.testing import CliRunner
 
+from megatron_rl.checkpoint.output_paths import checkpoint_round, path_outside, refuse_target
 from megatron_rl.checkpoint.resume import usable_checkpoint
-from megatron_rl.checkpoint.targets import checkpoint_round, path_outside, refuse_target
 from megatron_rl.cli import app
 from megatron_rl.errors import ConfigError
 

@@ -1,7 +1,7 @@
 """Keep copies of a pool's trained state in host memory, each on two nodes, and load them into any layout.
 
-`checkpoint/state_copies.py` plans; here bytes move: files in shared memory outlive the processes that wrote them, and a
-group of gloo's carries them between nodes while training goes on.
+`checkpoint/memory_checkpoint_plan.py` plans; here bytes move: files in shared memory outlive the processes that wrote
+them, and a group of gloo's carries them between nodes while training goes on.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megatron_rl.checkpoint.saved_tensors import OPTIMIZER_PREFIX
-from megatron_rl.checkpoint.state_copies import (
+from megatron_rl.checkpoint.memory_checkpoint_plan import (
     CHECKSUM,
     OPTIMIZER,
     PARTS,
@@ -38,6 +37,7 @@ from megatron_rl.checkpoint.state_copies import (
     receivers,
     transfers,
 )
+from megatron_rl.checkpoint.saved_tensors import OPTIMIZER_PREFIX
 from megatron_rl.errors import CopyLost
 
 Value = TypeVar("Value")
@@ -47,7 +47,7 @@ CHUNK_BYTES = 64 << 20
 GENERATORS = "generators"
 
 
-class StateCopies:
+class MemoryCheckpoint:
     """The copies of one pool, as one rank keeps them; all ranks must call every method together."""
 
     def __init__(self, pool: str, rank: int, node: str, timeout: timedelta) -> None:
@@ -192,7 +192,7 @@ class CopySource:
 
     def __init__(
         self,
-        copies: StateCopies,
+        copies: MemoryCheckpoint,
         place: CopyPlace,
         held: dict[str, list[CopyFile]],
         saved: dict[CopyFile, Header],

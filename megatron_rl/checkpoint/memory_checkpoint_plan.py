@@ -1,7 +1,8 @@
 """Copies of the trained state in the host memory of nodes: their files, who sends them to whom, and what is read.
 
 A rank writes two files for each copied step, as safetensors in shared memory: the weights that it updates, and their
-optimizer state. A rank of another node gets a copy of both. Pure functions; `roles/copying.py` moves the bytes.
+optimizer state. A rank of another node gets a copy of both. Pure functions; `roles/memory_checkpoint.py` moves the
+bytes.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def with_prompts(block: MicroBatch, prompt_of_row: Tensor) -> MicroBatch:
     return replace(block, fields=block.fields | {"prompts": prompts, "num_answers": sizes})
 
 
-class AnswerLearner:
+class PreferenceTrainer:
     """Gradients and scores of answers under one model; all ranks must call.
 
     per_token: one number per scored token. of_rows: an answer's number [B] from those of its tokens [T] and their

@@ -16,11 +16,11 @@ from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.role import TrainedRole
 
 
-class TunedPolicy(TrainedRole):
+class SupervisedPolicy(TrainedRole):
     """A language model that learns from given answers; saved and exported as the actor."""
 
     def __init__(self, spec: RoleSpec, rank: Rank) -> None:
-        from megatron_rl.roles.comparison_step import AnswerLearner
+        from megatron_rl.roles.preference_training import PreferenceTrainer
         from megatron_rl.roles.token_scorer import TokenScorer
 
         source = rank.source(spec)
@@ -28,7 +28,7 @@ class TunedPolicy(TrainedRole):
         settings = source.hf_config.to_dict()
         self.scorer = TokenScorer(self.trainable.pipeline, self.trainable.models, settings, temperature=1.0)
         objective = preference_objective(rank.config.dpo)
-        self.learner = AnswerLearner(self.trainable, self.scorer.log_probs, objective, sum_rows)
+        self.learner = PreferenceTrainer(self.trainable, self.scorer.log_probs, objective, sum_rows)
 
     @remote_method(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
     def update(self, batch: Batch) -> dict[str, float]:

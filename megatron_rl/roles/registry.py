@@ -21,19 +21,19 @@ from megatron_rl.roles.critic import Critic
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.reference import InitialReference, Reference
 from megatron_rl.roles.reward_model import RewardModel
+from megatron_rl.roles.reward_training import TrainableRewardModel
 from megatron_rl.roles.role import Role
 from megatron_rl.roles.rollout import Rollout
-from megatron_rl.roles.scorer import TrainedScorer
+from megatron_rl.roles.supervised_policy import SupervisedPolicy
 from megatron_rl.roles.teacher import SelfTeacher, Teacher
-from megatron_rl.roles.tuned import TunedPolicy
 
-MODEL_KINDS: dict[str, type[Actor | Critic | RewardModel | Teacher | TunedPolicy | TrainedScorer]] = {
+MODEL_KINDS: dict[str, type[Actor | Critic | RewardModel | Teacher | SupervisedPolicy | TrainableRewardModel]] = {
     ACTOR: Actor,
     CRITIC: Critic,
     REWARD_MODEL: RewardModel,
     TEACHER: Teacher,
-    TUNED: TunedPolicy,
-    SCORER: TrainedScorer,
+    TUNED: SupervisedPolicy,
+    SCORER: TrainableRewardModel,
 }
 KINDS: dict[str, type[Role]] = {**MODEL_KINDS, REFERENCE: Reference, ROLLOUT: Rollout}
 """Kind -> class."""

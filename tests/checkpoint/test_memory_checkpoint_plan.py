@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.checkpoint.state_copies import (
+from megatron_rl.checkpoint.memory_checkpoint_plan import (
     PARTS,
     CopyFile,
     SavedBox,

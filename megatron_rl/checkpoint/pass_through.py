@@ -42,13 +42,13 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class CarriedTensors:
+class PassThroughTensors:
     """The carried tensors of one folder, by name; none of them is in memory."""
 
     stored: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, folder: Path) -> CarriedTensors:
+    def of(cls, folder: Path) -> PassThroughTensors:
         """Find them by the folder's config.json and the headers of its weights.
 
         Raises ConfigError if these cannot be read, or if a tensor is of a type that torch lacks.
@@ -71,9 +71,9 @@ class CarriedTensors:
             raise ConfigError(f"the tensors that {folder} carries cannot be read: {faults[0]}")
         return cls(carried)
 
-    def without(self, names: Container[str]) -> CarriedTensors:
+    def without(self, names: Container[str]) -> PassThroughTensors:
         """Return the carried tensors without those of `names`, which an export writes as they were trained."""
-        return CarriedTensors({name: tensor for name, tensor in self.stored.items() if name not in names})
+        return PassThroughTensors({name: tensor for name, tensor in self.stored.items() if name not in names})
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -114,9 +114,9 @@ class CarriedTensors:
 def keep_carried(source: Path, target: Path) -> str | None:
     """Write which tensors a folder carries to `target`; returns the file's name, None if there are none.
 
-    Raises ConfigError as `CarriedTensors.of`, OSError.
+    Raises ConfigError as `PassThroughTensors.of`, OSError.
     """
-    stored = CarriedTensors.of(source).stored
+    stored = PassThroughTensors.of(source).stored
     if not stored:
         return None
     content = {"folder": str(source.expanduser().absolute()), "tensors": [*stored], "digest": weights_digest(stored)}
@@ -124,14 +124,14 @@ def keep_carried(source: Path, target: Path) -> str | None:
     return FILE
 
 
-def kept_carried(kept: Path, base: Path | None = None) -> CarriedTensors:
+def kept_carried(kept: Path, base: Path | None = None) -> PassThroughTensors:
     """Find the carried tensors that `keep_carried` has named in `kept`; none if there is no such file.
 
     base: the folder to read them from; None: the one that the run started from. Raises ConfigError if they are not
     there as they were.
     """
     if not (kept / FILE).exists():
-        return CarriedTensors()
+        return PassThroughTensors()
     try:
         content = read_json_object(kept / FILE)
     except UnreadableFileError as error:
@@ -140,7 +140,7 @@ def kept_carried(kept: Path, base: Path | None = None) -> CarriedTensors:
     need = f"an export writes {some_of(names)} again from the folder that the run started from"
     way_out = "export --base FOLDER names it"
     try:
-        carried = CarriedTensors.of(folder)
+        carried = PassThroughTensors.of(folder)
         digest = weights_digest(carried.stored)
     except (ConfigError, OSError) as error:
         raise ConfigError(f"{need}, and that is not there: {error}; {way_out}") from error

@@ -16,8 +16,8 @@ import torch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from test_resumed_roles import start_saving
-from tiny_carried import save_deepseek_v3_with_layer_ahead, save_glm4_with_layer_ahead
 from tiny_models import random_batch, run_config
+from tiny_pass_through import save_deepseek_v3_with_layer_ahead, save_glm4_with_layer_ahead
 
 from megatron_rl.checkpoint.adapter_identity import adapter_identity
 from megatron_rl.checkpoint.export_saved import export_saved

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl.roles.copying import mapped
+from megatron_rl.roles.memory_checkpoint import mapped
 
 
 def test_copies_are_this_users_alone(tmp_path: Path) -> None:

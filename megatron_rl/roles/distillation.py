@@ -19,7 +19,7 @@ from megatron_rl.roles.token_scorer import TokenScorer
 
 
 @dataclass(frozen=True)
-class Taught:
+class DistillationTerms:
     """What a micro-batch's loss is made of with teachers, or without.
 
     advantages: [N], of the policy loss, whose factor is `policy_weight`. losses: of each token [N], which are reported,
@@ -57,16 +57,18 @@ class Distillation:
                 VocabHead(own.model, replace(other.softmax, soft_cap=own.softmax.soft_cap)) for other in self.heads
             ]
 
-    def __call__(self, hidden: Tensor, block: MicroBatch, log_probs: Tensor, old_log_probs: Tensor) -> Taught:
+    def __call__(
+        self, hidden: Tensor, block: MicroBatch, log_probs: Tensor, old_log_probs: Tensor
+    ) -> DistillationTerms:
         """hidden [b, S / C, H]; log-probs [N] of the sampled tokens. All TP ranks and all C context-parallel ranks must
         call.
         """
         advantages = block.fields["advantages"]
         if not self.in_advantages:
             losses, metrics = self._losses(hidden, block, log_probs)
-            return Taught(advantages, losses, self.weight, self.task_weight, metrics)
+            return DistillationTerms(advantages, losses, self.weight, self.task_weight, metrics)
         losses = self._bounded(self._loss(old_log_probs, block.fields["teacher_log_probs"]))
-        return Taught(self.task_weight * advantages - self.weight * losses, losses)
+        return DistillationTerms(self.task_weight * advantages - self.weight * losses, losses)
 
     def _losses(self, hidden: Tensor, block: MicroBatch, log_probs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """(loss of each token [N], further metrics by name [N])."""
