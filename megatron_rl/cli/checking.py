@@ -48,7 +48,7 @@ def check_cluster_command(
     quiet_libraries()
     quit_on_signals()
     with without_collections():
-        from megatron_rl.controller.opening import check_nodes
+        from megatron_rl.controller.run_setup import check_nodes
     restore_signals()
     exit_on_signals()
     if not as_json:

@@ -13,7 +13,7 @@ from megatron_rl.config.algorithms import bypasses
 from megatron_rl.config.schema import ActorConfig, CriticConfig, RolloutConfig, RunConfig
 from megatron_rl.errors import ParityError
 from megatron_rl.experience.batches import mini_batch_rows
-from megatron_rl.experience.derived_columns import (
+from megatron_rl.experience.rewards_and_advantages import (
     add_advantages,
     add_rewards,
     add_rollout_correction,

@@ -17,8 +17,8 @@ from megatron_rl.checkpoint.hf_folder import removing_unfinished
 from megatron_rl.checkpoint.storage import storing
 from megatron_rl.config.roles import ROLLOUT
 from megatron_rl.config.steps import validates
-from megatron_rl.controller.opening import OpenRun
 from megatron_rl.controller.run_logger import RunLogger
+from megatron_rl.controller.run_setup import RunBase
 from megatron_rl.errors import ParityError
 from megatron_rl.observe.loggers import METRICS_FILE
 from megatron_rl.observe.phase_clock import TIMELINE_FILE, write_calls
@@ -67,7 +67,7 @@ def finish_run(run: Run) -> dict[str, Any]:
 
 
 def finish(
-    run: OpenRun,
+    run: RunBase,
     results: dict[str, Any],
     validations: Mapping[str, Sequence[float]],
     labels: Mapping[str, str],
@@ -127,7 +127,7 @@ def draw_steps(logger: RunLogger) -> None:
         logger.warn(f"the timeline could not be written: {error}")
 
 
-def common_numbers(run: OpenRun) -> dict[str, Any]:
+def common_numbers(run: RunBase) -> dict[str, Any]:
     """The part of the summary that every run has."""
     config, placement = run.config, run.pools.placement
     pool = placement.pools[placement.leader.pool]
@@ -163,7 +163,7 @@ def export_actor(run: Run) -> float:
     return export_policy(run, run.roles.actor, run.validation.parity_rows)
 
 
-def export_policy(run: OpenRun, policy: Actor | SupervisedPolicy, rows: Batch) -> float:
+def export_policy(run: RunBase, policy: Actor | SupervisedPolicy, rows: Batch) -> float:
     """Export a policy; largest logit difference to the trainer on these rows. Raises as `export_and_compare`."""
 
     def logits() -> torch.Tensor:
@@ -177,7 +177,7 @@ def export_policy(run: OpenRun, policy: Actor | SupervisedPolicy, rows: Batch) -
     return export_and_compare(run, "logits", write, logits, lambda target: hf_sampled_logits(target, rows))
 
 
-def export_adapter(run: OpenRun, role: Any) -> None:
+def export_adapter(run: RunBase, role: Any) -> None:
     """Write the leader's adapters, if it trains some, to the run's folder, in PEFT's format. Raises StorageError."""
     if not run.pools.placement.leader.lora.rank:
         return
@@ -188,7 +188,7 @@ def export_adapter(run: OpenRun, role: Any) -> None:
 
 
 def export_and_compare(
-    run: OpenRun,
+    run: RunBase,
     what: str,
     write: Callable[[Path], None],
     trainer_output: Callable[[], torch.Tensor],

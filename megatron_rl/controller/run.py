@@ -21,7 +21,6 @@ from megatron_rl.controller.algorithm import Algorithm
 from megatron_rl.controller.lifecycle import Lifecycle, StopPolicy
 from megatron_rl.controller.open_episodes import open_episodes, with_tools
 from megatron_rl.controller.open_sampler import open_sampler, open_schedule, with_all_replicas
-from megatron_rl.controller.opening import OpenRun, RunPools, raise_failures, take_folder
 from megatron_rl.controller.plan_file import write_plan
 from megatron_rl.controller.pretraining import Pretraining
 from megatron_rl.controller.recorded_samples import record_samples
@@ -30,6 +29,7 @@ from megatron_rl.controller.response_ends import end_token_notes
 from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.controller.run_scorers import prompt_feedback, scorers_of, user_scorers
+from megatron_rl.controller.run_setup import RunBase, RunPools, raise_failures, take_folder
 from megatron_rl.controller.validation import PromptValidation
 from megatron_rl.data.prompt_dataset import PromptDataset, untemplated_notes
 from megatron_rl.data.prompt_mixture import MixtureCursor
@@ -88,7 +88,7 @@ class Roles:
 
 
 @dataclass(frozen=True)
-class Run(OpenRun):
+class Run(RunBase):
     """The parts of a PPO run. planned: None without a hardware file."""
 
     roles: Roles

@@ -15,7 +15,7 @@ from megatron_rl.config.roles import ACTOR, TEACHER, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.user_functions import load_class, reward_errors
 from megatron_rl.controller.algorithm import Algorithm
-from megatron_rl.controller.opening import RunPools
+from megatron_rl.controller.run_setup import RunPools
 from megatron_rl.data.prompt_mixture import MixtureCursor
 from megatron_rl.data.prompt_sampler import PromptSampler
 from megatron_rl.dispatch import Future

@@ -44,7 +44,7 @@ class PromptSampler:
 
     def ahead(self) -> PromptCursor:
         """A cursor for batches that are begun before they are trained; it draws what this one gives later."""
-        return BegunBatches(self._begun, self._draw)
+        return PrefetchedBatches(self._begun, self._draw)
 
     def update(self, index: Sequence[int], scores: Sequence[float]) -> None:
         """Say what the answers of a step have scored. index: of their prompts, see `Prompts`. Raises RewardError."""
@@ -79,7 +79,7 @@ class PromptSampler:
         return indices
 
 
-class BegunBatches:
+class PrefetchedBatches:
     """Draws batches that are trained later, after those that a checkpoint had drawn."""
 
     def __init__(self, begun: list[list[int]], draw: Callable[[], list[int]]) -> None:

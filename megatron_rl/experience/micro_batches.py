@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.experience.prefix_tree import PrefixTree, prefix_tree
-from megatron_rl.experience.routed_tokens import RoutedTokens, expert_bytes, routed_tokens
+from megatron_rl.experience.recorded_experts import RoutedTokens, expert_bytes, routed_tokens
 from megatron_rl.parallel.balance import SequenceWork, pack, together
 from megatron_rl.parallel.zigzag import ContextShare
 from megatron_rl.records import Batch, conversations, elements_of, first_true, places_in_rows, row_lengths

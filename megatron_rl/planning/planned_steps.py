@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.task_config import TaskConfig
-from megatron_rl.observe.departures import Departures
+from megatron_rl.observe.plan_deviation import PlanDeviation
 from megatron_rl.planning.hardware import Hardware, planned_hardware
 from megatron_rl.planning.memory import GEN, RESHARD
 from megatron_rl.planning.memory_report import memory_report
@@ -36,7 +36,7 @@ class PlannedSteps:
         self._models = RunModels(config)
         self._memory = memory_report(config, self._models, hardware)
         self._transition = TransitionPlan.of(self._models)
-        self._departures = Departures(hardware.error)
+        self._departures = PlanDeviation(hardware.error)
 
     def seconds(self, prompt: float, response: float) -> dict[str, float]:
         """Return phase -> planned seconds at these mean tokens, slowed by phases of other pools that run meanwhile.

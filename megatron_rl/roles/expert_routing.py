@@ -20,8 +20,8 @@ from torch import Tensor
 from megatron_rl.config.megatron import OverrideTransformerConfig
 from megatron_rl.device import in_one_copy
 from megatron_rl.experience.micro_batches import MicroBatch, in_row_order
-from megatron_rl.experience.routed_tokens import num_others
-from megatron_rl.experience.token_places import num_rows_at, places, places_of_rows, recorded_experts
+from megatron_rl.experience.recorded_experts import num_others
+from megatron_rl.experience.router_token_index import num_rows_at, places, places_of_rows, recorded_experts
 from megatron_rl.model.experts import has_experts
 from megatron_rl.model.router_balance import Balance
 from megatron_rl.model.router_replay import ChunkRouters, RoutingPlan

@@ -34,7 +34,7 @@ from megatron_rl.experience.micro_batches import (
     widened,
 )
 from megatron_rl.experience.prefix_tree import Numbers, keys_of, nodes_of, tree_plan
-from megatron_rl.experience.routed_tokens import expert_bytes
+from megatron_rl.experience.recorded_experts import expert_bytes
 from megatron_rl.losses.metrics import MetricParts, add_parts
 from megatron_rl.model.context_attention import ALL_GATHER, ContextSegments
 from megatron_rl.model.segments import Segments, prefix_tokens_of

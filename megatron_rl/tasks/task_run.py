@@ -12,12 +12,12 @@ from megatron_rl.config.roles import REFERENCE, Placement
 from megatron_rl.config.steps import with_steps
 from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.controller.lifecycle import Lifecycle, StopPolicy
-from megatron_rl.controller.opening import OpenRun, RunPools, take_folder
 from megatron_rl.controller.plan_file import write_plan
 from megatron_rl.controller.repairs import Repairs
 from megatron_rl.controller.response_ends import end_token_notes
 from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.controller.run_logger import RunLogger
+from megatron_rl.controller.run_setup import RunBase, RunPools, take_folder
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.planning.batch_arithmetic import task_table
 from megatron_rl.planning.memory import planned_memory
@@ -30,7 +30,7 @@ Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True)
-class TaskRun(OpenRun):
+class TaskRun(RunBase):
     """The parts of a task's run. stored: the reference's log-probs, of dpo."""
 
     config: TaskConfig

@@ -42,8 +42,8 @@ def columns_of_a_step(config: RunConfig, teacher: str) -> Batch:
 
     from megatron_rl.cluster.in_process import InProcessCluster
     from megatron_rl.cluster.pool_options import Hosting
-    from megatron_rl.controller.opening import RunPools
     from megatron_rl.controller.run_scorers import role_scorers
+    from megatron_rl.controller.run_setup import RunPools
     from megatron_rl.roles.host import RankHost
     from megatron_rl.roles.registry import KINDS
     from megatron_rl.scoring.batch_scorers import score

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.experience.micro_batches import in_one_shape, in_row_order, micro_batches
-from megatron_rl.experience.routed_tokens import first_of_rows, num_others
-from megatron_rl.experience.token_places import num_rows_at, places, recorded_experts
+from megatron_rl.experience.recorded_experts import first_of_rows, num_others
+from megatron_rl.experience.router_token_index import num_rows_at, places, recorded_experts
 from megatron_rl.records import Batch, prompt_numbers, ragged, ragged_from_lengths, row_lengths, single_turn
 
 LAYERS, TOP_K = 3, 2

@@ -109,7 +109,7 @@ class RunPools:
 
 
 @dataclass(frozen=True)
-class OpenRun:
+class RunBase:
     """The parts that every run has once it is ready for its first step."""
 
     config: RunConfig

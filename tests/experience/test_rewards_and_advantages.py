@@ -10,7 +10,7 @@ from megatron_rl.config.algorithm_keys import AlgorithmConfig
 from megatron_rl.config.correction import RolloutCorrectionConfig
 from megatron_rl.config.declarations import ESTIMATORS
 from megatron_rl.errors import ConfigError
-from megatron_rl.experience.derived_columns import (
+from megatron_rl.experience.rewards_and_advantages import (
     add_advantages,
     add_rewards,
     add_rollout_correction,

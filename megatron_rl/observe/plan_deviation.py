@@ -12,7 +12,7 @@ LEAST_SHARE = 0.02
 """The share of a step from which a phase counts."""
 
 
-class Departures:
+class PlanDeviation:
     """Compares the planned and the measured seconds of every step.
 
     error: the share of its planned seconds by which a phase may differ from them.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.observe.departures import Departures
+from megatron_rl.observe.plan_deviation import PlanDeviation
 
 PLANNED = {"gen": 10.0, "ref": 2.0, "reshard": 0.1}
 GOOD = {"gen": 11.9, "ref": 1.7, "reshard": 0.2}
@@ -12,7 +12,7 @@ def test_a_phase_that_departs_is_said_once():
     """Twice in a row, after a first step that does not count; too quick counts as too slow. Would not catch a phase
     that departs further later.
     """
-    departures = Departures(0.2)
+    departures = PlanDeviation(0.2)
     slow = GOOD | {"gen": 12.1}
     assert departures.note(PLANNED, slow | {"ref": 9.0}) == []
     assert departures.note(PLANNED, slow) == []
@@ -31,7 +31,7 @@ def test_a_hiccup_and_a_short_phase_are_not_said():
     """One step of two, a phase of less than a fiftieth of the step, and one that was not measured. Would not catch a
     phase that departs in every other step.
     """
-    departures = Departures(0.2)
+    departures = PlanDeviation(0.2)
     for number in range(6):
         assert departures.note(PLANNED, GOOD | ({"gen": 30.0} if number % 2 else {})) == []
-    assert Departures(0.2).note({"new": 0.0}, {}) == []
+    assert PlanDeviation(0.2).note({"new": 0.0}, {}) == []

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.experience.micro_batches import MicroBatch
-from megatron_rl.experience.routed_tokens import RoutedTokens, first_of_rows
+from megatron_rl.experience.recorded_experts import RoutedTokens, first_of_rows
 from megatron_rl.records import places_in_rows
 
 
