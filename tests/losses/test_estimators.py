@@ -187,7 +187,8 @@ def test_dr_grpo_does_not_divide():
 
 
 def test_gae_reads_values_and_whitens():
-    """Returns 1 | 0, -1 and advantages whitened, as in `test_rewards_and_advantages.py`. Would not catch a wrong gamma.
+    """Returns 1 | 0, -1 and advantages whitened, as in `test_rewards_and_advantages.py`. Would not catch a wrong
+    gamma.
     """
     samples = Samples(
         torch.tensor([1.0, 0.0, -1.0]),
