@@ -138,6 +138,7 @@ EXECUTED = {
     r"python scripts/check_versions\.py .*": (
         "tests/gpu_contract/test_relied_on.py::test_what_is_installed_has_all_of_it"
     ),
+    r"python scripts/demo_loop\.py .*": "tests/e2e/test_own_loop.py::test_the_loop_runs",
     r"python scripts/make_demo_preferences\.py": (
         "tests/scripts/test_demo_preferences.py::test_the_files_are_read_by_the_stages"
     ),
