@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 
+import docs_pictures
+
 DOCS = Path(__file__).parents[1] / "docs"
-DOCUMENT, PICTURE = DOCS / "internals/measured.md", DOCS / "pictures/ablation.png"
+DOCUMENT, PICTURE = DOCS / "internals/measured.md", "ablation.png"
 BEGIN, END = "<!-- begin of scripts/ablation_page.py -->", "<!-- end of scripts/ablation_page.py -->"
 
 
@@ -21,10 +22,10 @@ def with_report(text: str, report: str) -> str:
 
 
 def main() -> None:
-    """Write the document and the picture next to it."""
+    """Write the document, and draw the picture of its table."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "outputs/ablation")
     DOCUMENT.write_text(with_report(DOCUMENT.read_text(), (folder / "ablation.md").read_text()))
-    shutil.copyfile(folder / "ablation.png", PICTURE)
+    docs_pictures.write(PICTURE, docs_pictures.FOLDER)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from marked_tables import with_tables
 
 REPOSITORY = Path(__file__).parents[1]
 RECORD = REPOSITORY / "docs/demo_run.json"
-PICTURE = REPOSITORY / "docs/pictures/demo_curves.png"
+PICTURE = "demo_curves.png"
 PAGES = (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md")))
 ACCURACY = "val-core/demo/addition/acc/mean@1"
 CONFIG = "demo_cpu.yaml"
@@ -105,16 +104,6 @@ def current(text: str, content: dict[str, Any]) -> str:
     return "\n".join(table_row(content, line) if line.startswith(f"| `{CONFIG}` |") else line for line in lines)
 
 
-def draw(content: dict[str, Any]) -> None:
-    """Draw the picture of the recorded run."""
-    from megatron_rl.observe.curves import plot_curves
-
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "metrics.jsonl")
-        file.write_text("".join(json.dumps(step) + "\n" for step in content["metrics"]))
-        plot_curves(file, PICTURE)
-
-
 def main() -> None:
     """Record a run if one is given, then write the pages and the picture, or check the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -135,7 +124,9 @@ def main() -> None:
         if made != text:
             page.write_text(made)
     if not given.check:
-        draw(content)
+        from docs_pictures import FOLDER, write
+
+        write(PICTURE, FOLDER)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,39 @@
-"""Draw the pictures of the docs: python scripts/docs_pictures.py [NAME ...]
+"""Draw the pictures of the docs, all in the colours of megatron_rl/observe/phases.py.
 
-Diagrams (scripts/pictures/diagrams.py) are SVG files. All pictures have the colours of megatron_rl/observe/phases.py.
+    python scripts/docs_pictures.py [NAME ...]              draw all, or these of docs/pictures
+    python scripts/docs_pictures.py --record NAME RUN ...   record runs, in docs/pictures/data
+
+Diagrams (scripts/pictures/*diagrams.py) are SVG files. Charts (scripts/pictures/charts.py) are drawn from the records
+(scripts/pictures/records.py), from docs/demo_run.json, and from the ablation's table in docs/internals/measured.md.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
-from pictures import diagrams
+from pictures import charts, diagrams, records, run_diagrams
 
 FOLDER = Path(__file__).parents[1] / "docs/pictures"
-PICTURES: dict[str, Callable[[], Figure]] = {"engine.svg": diagrams.engine}
+PICTURES: dict[str, Callable[[], Figure]] = {
+    "engine.svg": diagrams.engine,
+    "processes.svg": run_diagrams.processes,
+    "episode.svg": run_diagrams.episode,
+    "demo_curves.png": charts.demo_curves,
+    "real_curves.png": charts.real_curves,
+    "recipe_curves.png": charts.recipes,
+    "rlhf_stages.png": charts.stages,
+    "distillation.png": charts.distillation,
+    "timeline.png": partial(charts.timeline, "timeline"),
+    "async_timeline.png": partial(charts.timeline, "async_timeline"),
+    "map.png": charts.layouts,
+    "ablation.png": charts.ablation,
+}
 """File in docs/pictures -> the function that draws it."""
 FIXED = {"svg.fonttype": "none", "svg.hashsalt": "docs"}
 """Text stays text, and names within a file are the same each time."""
@@ -28,13 +47,20 @@ def write(name: str, folder: Path) -> Path:
     return file
 
 
-def main(names: list[str]) -> None:
-    """Draw the named pictures, or all."""
-    if unknown := [name for name in names if name not in PICTURES]:
+def main() -> None:
+    """Record runs if they are given, then draw the named pictures, or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(PICTURES)}; with --record: folders of runs")
+    parser.add_argument("--record", choices=list(records.RECORDS))
+    given = parser.parse_args()
+    if given.record:
+        print(records.write(given.record, [Path(folder) for folder in given.names]))
+        return
+    if unknown := [name for name in given.names if name not in PICTURES]:
         sys.exit(f"no picture {', '.join(unknown)}; there are {', '.join(PICTURES)}")
-    for name in names or PICTURES:
+    for name in given.names or PICTURES:
         print(write(name, FOLDER))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

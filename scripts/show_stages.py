@@ -21,7 +21,8 @@ from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.observe.curves import COLORS, FAINT, INK, TITLE
+from megatron_rl.observe.colors import FAINT, INK, LABEL
+from megatron_rl.observe.curves import COLORS, TITLE
 from megatron_rl.observe.summary import plain_table
 from megatron_rl.trials.metrics_file import read_metrics
 
@@ -94,18 +95,19 @@ def draw(metrics: dict[int, dict[str, float]], points: list[Point]) -> Figure:
     dots = {"marker": "o", "markersize": 4.5, "linewidth": 2}
     by_rule.plot(steps, [point.accuracy for point in points], color=COLORS[0], **dots)
     by_rule.set_ylim(0, 1.05)
-    by_rule.set_title("Held-out accuracy, by the rule", **TITLE)
-    _line(by_model, metrics, SAMPLED, FAINT, "samples of the step")
+    by_rule.set_title("Held-out accuracy (exact match)", **TITLE)
+    _line(by_model, metrics, SAMPLED, LABEL, "samples of the step")
     by_model.plot(steps, [point.score for point in points], color=COLORS[1], label="held out, greedy", **dots)
     by_model.set_title("Mean score of the reward model", **TITLE)
     by_model.legend(frameon=False, fontsize=8.5)
     _line(drift, metrics, KL, COLORS[3], None)
-    drift.set_title("KL to the tuned model, per token", **TITLE)
+    drift.set_title("KL to the SFT model, per token", **TITLE)
     for axes in (by_rule, by_model, drift):
-        axes.set_xlabel("step of PPO; 0: the tuned model", color=FAINT)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel("PPO step (0: the SFT model)", color=LABEL, fontsize=8.5)
+        axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
         axes.grid(axis="y", color=FAINT, alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(FAINT)
         axes.tick_params(colors=INK, labelsize=8.5)
     return figure
 

@@ -18,6 +18,7 @@ from matplotlib.ticker import MaxNLocator, NullFormatter, PercentFormatter
 
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.appended_file import replace_file
+from megatron_rl.observe.colors import FAINT, INK, LABEL
 from megatron_rl.observe.panels import LINE_PANELS
 from megatron_rl.observe.phases import STACKED, phase_color
 
@@ -28,9 +29,11 @@ PANEL = (5.0, 3.1)
 LEFT, RIGHT, BOTTOM, TOP = 0.7, 0.2, 0.55, 0.4
 LEGEND = 1.4
 """Inches: width and height of a panel, the margins of its axes, and the width of a legend at their right."""
-INK, FAINT = "#1f2933", "#9aa5b1"
 TITLE: dict[str, Any] = {"loc": "left", "fontsize": 10.5, "fontweight": "bold", "color": INK}
 COLORS = ("#0b7a75", "#d1495b", "#edae49", "#30638e", "#7b6d8d", "#8cb369", "#c97b63", "#5c6b73", "#b5a642")
+ROUNDING = 1e-6
+"""Lines whose values are all smaller show rounding alone: on a linear scale they are not drawn."""
+MAY_BE_ZERO = "critic/score/mean"
 LARGEST = 1e300
 """Beyond it a number is none of a run's, and axes have no room."""
 LOAD_OF_LAYER = "actor/expert_load/layer_"
@@ -113,6 +116,12 @@ def _panels(series: Series) -> list[Callable[[Axes], None]]:
         panels.append(lambda axes: _draw_accuracy(axes, series, accuracy))
     for title, names, scale in LINE_PANELS:
         present = {name: label for name, label in names.items() if name in series}
+        if scale == "linear":
+            present = {
+                name: label
+                for name, label in present.items()
+                if name == MAY_BE_ZERO or _is_more_than_rounding(series[name][1])
+            }
         if present:
             panels.append(partial(_draw_lines, series=series, title=title, names=present, scale=scale))
     loads = sorted(int(name.removeprefix(LOAD_OF_LAYER)) for name in series if name.startswith(LOAD_OF_LAYER))
@@ -125,6 +134,11 @@ def _panels(series: Series) -> list[Callable[[Axes], None]]:
     return panels
 
 
+def _is_more_than_rounding(values: Sequence[float]) -> bool:
+    """Return True for values one of which differs from 0 by more than rounding; a gap is none."""
+    return any(abs(value) >= ROUNDING for value in values)
+
+
 def _draw_accuracy(axes: Axes, series: Series, names: Sequence[str]) -> None:
     for name, color in zip(names, cycle(COLORS), strict=False):
         steps, values = series[name]
@@ -132,22 +146,22 @@ def _draw_accuracy(axes: Axes, series: Series, names: Sequence[str]) -> None:
         axes.plot(steps, values, color=color, marker="o", markersize=4, label=label if len(names) > 1 else None)
         if steps[0] == 0:
             axes.plot(steps[0], values[0], "o", markersize=8, markerfacecolor="white", markeredgecolor=color)
-            axes.annotate(
-                f"before {values[0]:.1%}", (steps[0], values[0]), (10, -4), textcoords="offset points", fontsize=9
-            )
+            _name_point(axes, f"before {values[0]:.1%}", (steps[0], values[0]), (10, -12 if values[0] > 0.1 else 8))
         if len(steps) > 1:
-            axes.annotate(
-                f"{values[-1]:.1%}",
-                (steps[-1], values[-1]),
-                (0, -16),
-                textcoords="offset points",
-                ha="right",
-                fontsize=9,
-            )
-    axes.set_ylim(-0.03, 1.05)
+            _name_point(axes, f"{values[-1]:.1%}", (steps[-1], values[-1]), (0, 8), ha="right")
+    axes.set_ylim(-0.06, 1.2)
+    axes.set_yticks([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     title = "Held-out accuracy" if len(names) > 1 else f"Held-out accuracy: {names[0].removeprefix('val-core/')}"
     axes.set_title(title, **TITLE)
+
+
+def _name_point(
+    axes: Axes, text: str, point: tuple[float, float], points_away: tuple[float, float], **style: Any
+) -> None:
+    """Write next to a point, on white, so that lines and axes do not cross the text."""
+    behind = {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85}
+    axes.annotate(text, point, points_away, textcoords="offset points", fontsize=9, color=INK, bbox=behind, **style)
 
 
 def _draw_lines(axes: Axes, series: Series, title: str, names: dict[str, str], scale: str) -> None:
@@ -193,15 +207,15 @@ def _draw_loads(axes: Axes, series: Series, layers: Sequence[int]) -> None:
     rows = [number - 0.5 for number in range(len(layers) + 1)]
     picture = axes.pcolormesh(edges, rows, table, cmap="viridis", vmin=1.0)
     axes.set_yticks(range(len(layers)), [str(layer) for layer in layers] if len(layers) <= 12 else [""] * len(layers))
-    axes.set_ylabel("layer", color=FAINT)
+    axes.set_ylabel("layer", color=LABEL)
     axes.figure.colorbar(picture, ax=axes)
     axes.set_title("Load of experts by layer: busiest over mean", **TITLE)
 
 
 def _dress(axes: Axes) -> None:
     """Set what all panels share: labels, grid, spines, legend."""
-    axes.set_xlabel("step", color=FAINT)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("step", color=LABEL)
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True))
     axes.grid(axis="y", color=FAINT, alpha=0.25)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

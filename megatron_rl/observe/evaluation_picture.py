@@ -10,7 +10,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, PercentFormatter, ScalarFormatter
 
-from megatron_rl.observe.curves import COLORS, FAINT, INK, PANEL, TITLE, save_figure
+from megatron_rl.observe.colors import FAINT, INK, LABEL
+from megatron_rl.observe.curves import COLORS, PANEL, TITLE, save_figure
 
 KINDS = {"pass": "-", "maj": "--"}
 
@@ -47,7 +48,7 @@ def plot_evaluation(table: Mapping[str, Mapping[str, Any]], output_png: Path) ->
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_ylim(0, 1.02)
-    axes.set_xlabel("k, answers to a prompt", color=FAINT)
+    axes.set_xlabel("k, responses to a prompt", color=LABEL)
     axes.set_title("Evaluation, with 95% intervals", **TITLE)
     axes.grid(axis="y", color=FAINT, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

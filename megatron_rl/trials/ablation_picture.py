@@ -14,11 +14,16 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from megatron_rl.observe.appended_file import replace_file
-from megatron_rl.observe.curves import COLORS, FAINT, INK, TITLE
+from megatron_rl.observe.colors import FAINT, INK, LABEL
+from megatron_rl.observe.curves import TITLE
+from megatron_rl.observe.phases import phase_color
 from megatron_rl.trials.result import PHASES, REST, Result, ResultRow, by_step_time, memory_unit
 from megatron_rl.trials.trial_outcome import FAILED
 
-PHASE_COLORS = dict(zip((*PHASES, REST), ("#edae49", "#30638e", "#0b7a75", "#d1495b", "#c3cad3"), strict=True))
+SHOWN_AS = {"gen": "gen", "log-probs": "old_log_prob", "update": "update_actor", "reshard": "reshard"}
+"""Column of the report -> the phase whose colour it has, one of those that it adds up."""
+PHASE_COLORS = {column: phase_color(SHOWN_AS[column]) for column in PHASES} | {REST: "#c3cad3"}
+FAILURE = "#b3243f"
 PLAIN_COLOR, BASELINE_COLOR = "#9fb0bf", "#4d6173"
 WIDTHS = (3.6, 1.5, 1.9, 1.5)
 ROOM = (0.12, 0.22, 0.65, 0.22)
@@ -28,9 +33,18 @@ SMALL = 8.5
 
 def draw_ablation(rows: Sequence[ResultRow], baseline: str | None, output_png: Path) -> bool:
     """Write the picture. Returns False, and writes nothing, if no point has finished."""
-    finished = by_step_time(rows)
-    if not finished:
+    if not by_step_time(rows):
         return False
+    output_png.parent.mkdir(parents=True, exist_ok=True)
+    drawn = io.BytesIO()
+    ablation_figure(rows, baseline).savefig(drawn, format="png")
+    replace_file(output_png, drawn.getvalue())
+    return True
+
+
+def ablation_figure(rows: Sequence[ResultRow], baseline: str | None) -> Figure:
+    """Draw the points, at least one of which has finished."""
+    finished = by_step_time(rows)
     failed = [row for row in rows if row.outcome in FAILED]
     shown = [*finished, *failed]
     layout = ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06)
@@ -50,7 +64,7 @@ def draw_ablation(rows: Sequence[ResultRow], baseline: str | None, output_png: P
     _draw_bars(panels[3], f"Memory ({name})", memory, colors, [f"{size:.1f}" for size in memory])
     _mark_planned(panels[3], [result.planned_memory_bytes / unit for result in results])
     for place, row in enumerate(failed, start=len(finished)):
-        panels[0].text(0, place, f" {row.outcome}", va="center", fontsize=SMALL, color=COLORS[1], style="italic")
+        panels[0].text(0, place, f" {row.outcome}", va="center", fontsize=SMALL, color=FAILURE, style="italic")
     base = next((row.result for row in finished if row.name == baseline), None)
     if base is not None:
         line = {"color": INK, "linestyle": (0, (3, 3)), "linewidth": 1, "zorder": 0}
@@ -59,11 +73,7 @@ def draw_ablation(rows: Sequence[ResultRow], baseline: str | None, output_png: P
     for axes, room in zip(panels, ROOM, strict=True):
         _dress(axes, room)
     figure.legend(ncols=7, frameon=False, fontsize=SMALL, loc="outside lower center")
-    output_png.parent.mkdir(parents=True, exist_ok=True)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png")
-    replace_file(output_png, drawn.getvalue())
-    return True
+    return figure
 
 
 def _draw_phases(axes: Axes, results: Sequence[Result]) -> None:
@@ -86,6 +96,7 @@ def _draw_phases(axes: Axes, results: Sequence[Result]) -> None:
             va="center",
             fontsize=SMALL,
             color=INK,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
         )
     axes.set_title("Seconds per step, by phase", **TITLE)
 
@@ -105,7 +116,7 @@ def _mark_planned(axes: Axes, values: Sequence[float]) -> None:
 def _name_lines(axes: Axes, rows: Sequence[ResultRow], baseline: str | None) -> None:
     axes.set_yticks(range(len(rows)), [_label(row, baseline) for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    style: dict[str, Any] = {"ha": "right", "va": "bottom", "fontsize": SMALL, "color": FAINT}
+    style: dict[str, Any] = {"ha": "right", "va": "bottom", "fontsize": SMALL, "color": LABEL}
     axes.text(-0.01, 1.01, "training \N{RIGHTWARDS ARROW} rollout", transform=axes.transAxes, **style)
     for tick, row in zip(axes.get_yticklabels(), rows, strict=True):
         tick.set_fontweight("bold" if row.name == baseline else "normal")
