@@ -117,11 +117,11 @@ def test_all_samples_failing_stops_the_run_unless_allowed(tokenizer):
 @pytest.mark.parametrize(
     ("body", "line"),
     [
-        ("return int(solution_str)", r"base 10: 'ab' \(my_reward.py, line 2: return int\(solution_str\)\)$"),
-        ("return json.loads(solution_str)", r"\(my_reward.py, line 2: return json.loads\(solution_str\)\)$"),
+        ("return int(solution_str)", r"base 10: 'ab' \(my_reward.py, line 2: return int\(solution_str\)\)"),
+        ("return json.loads(solution_str)", r"\(my_reward.py, line 2: return json.loads\(solution_str\)\)"),
         (
             "return deep(solution_str)",
-            r"TypeError: deep \(my_reward.py, line 4: def deep\(text\): raise TypeError\('deep'\)\)$",
+            r"TypeError: deep \(my_reward.py, line 4: def deep\(text\): raise TypeError\('deep'\)\)",
         ),
     ],
 )
