@@ -38,7 +38,7 @@ from megatron_rl.config.megatron import FP8_FORMATS, TE_LINEAR
 from megatron_rl.config.problems import like_name, nearest_name, raise_problems, refused, violations_of
 from megatron_rl.config.schema import MISSING, RunConfig
 from megatron_rl.config.setting import OVERRIDE, TAKEN_AWAY, Setting
-from megatron_rl.config.synonyms import suggested_key
+from megatron_rl.config.synonyms import key_note, suggested_key
 from megatron_rl.config.tasks import REWARD
 from megatron_rl.config.verl_compat.translate import Kind, Note, translate
 from megatron_rl.config.yaml_text import YAML_PROBLEMS, read_yaml, refuse_depth
@@ -284,8 +284,11 @@ def unknown_key(key: str, value: Any, where: str) -> Violation | None:
 
 
 def _unknown(key: str, value: Any, where: str, like: str | None) -> Violation:
-    nearest = {} if like is None else {like: value}
+    note = key_note(key)
+    nearest = {} if like is None or note else {like: value}
     hint = "" if nearest else "no key is like it: leave it out, or see docs/start/coming_from_verl.md"
+    if note:
+        hint = note if like is None else f"did you mean: {like} ({note})"
     return Violation({key: value}, where, nearest, hint, subject=f"unknown key {key}", wrong_name=True)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import other_words_table
 import pytest
+from marked_tables import with_tables
 
 from megatron_rl.config.idle_keys import idle_keys
 from megatron_rl.config.keys import KEYS
 from megatron_rl.config.load import load_config, read_run
-from megatron_rl.config.synonyms import ANSWERS, OTHER_WORDS, PROMPTS, SOURCES, suggested_column, suggested_key
+from megatron_rl.config.other_words import OTHER_WORDS
+from megatron_rl.config.synonyms import ANSWERS, PROMPTS, SOURCES, WORDS, suggested_column, suggested_key
 
 ACTOR, REF, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "model"))
 
@@ -25,6 +28,11 @@ ACTOR, REF, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "m
         ("critic.optim.learning_rate", "critic.optim.lr"),
         ("trainer.max_steps", "trainer.total_training_steps"),
         ("num_generations", "actor_rollout_ref.rollout.n"),
+        ("critic.weight_decay", "critic.optim.weight_decay"),
+        ("--rollout-batch-size", "data.train_batch_size"),
+        ("--n-samples-per-prompt", "actor_rollout_ref.rollout.n"),
+        ("val_kwargs.temperature", "actor_rollout_ref.rollout.val_kwargs.temperature"),
+        ("logging_steps", None),
         ("trainer.magic", None),
     ],
 )
@@ -35,10 +43,46 @@ def test_the_key_of_the_same_meaning_is_suggested(key, meant):
     assert suggested_key(key) == meant
 
 
-def test_every_word_has_a_key():
-    """And is no key of its own here. Would not catch a key that does something else than the word says."""
-    assert set(OTHER_WORDS.values()) <= KEYS.keys()
-    assert not {word for word in OTHER_WORDS if word in KEYS}
+def test_every_word_of_other_programs_leads_to_a_key():
+    """Alone, and each word means one thing; what has no key says what to do. Words are no keys here.
+
+    Would not catch a key that does something else than the word says.
+    """
+    assert {row.key for row in OTHER_WORDS} - {None} <= KEYS.keys()
+    words = [word for row in OTHER_WORDS for word in {*row.all_words}]
+    assert len(words) == len(set(words)) and not KEYS.keys() & {*words}
+    assert {word: suggested_key(word) for word in words} == {word: row.key for word, row in WORDS.items()}
+    assert all(row.note for row in OTHER_WORDS if row.key is None)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("learning_rate=1e-4", f"unknown key learning_rate (override); did you mean: {ACTOR}.optim.lr=0.0001"),
+        ("use_vllm=true", "unknown key use_vllm (override); vLLM always generates: leave it out"),
+        ("bf16=true", f"did you mean: {ACTOR}.megatron.dtype (bfloat16, float16 or float32)"),
+        (
+            "beta=0.04",
+            f"did you mean: {ACTOR}.kl_loss_coef (with actor.use_kl_loss=true; of DPO dpo.beta; of KL in the",
+        ),
+        (
+            "rollout-batch-size=4",
+            "did you mean: data.train_batch_size (counts prompts of a step, not responses: divide a",
+        ),
+    ],
+)
+def test_a_key_that_means_something_else_says_so(tmp_path, override, message):
+    """Its value is then not taken over. Would not catch a wrong note."""
+    file = tmp_path / "run.yaml"
+    file.write_text("data: {train_files: a, val_files: b}\n")
+    (violation,) = read_run(file, [f"{MODEL}.path=m", override]).violations
+    assert message in str(violation)
+
+
+def test_the_page_has_the_tables():
+    """Would not catch a page that says otherwise in its text."""
+    page = other_words_table.PAGE.read_text()
+    assert with_tables(page, other_words_table.tables(), "other_words_table.py") == page
 
 
 @pytest.mark.parametrize(
