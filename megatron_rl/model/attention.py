@@ -20,11 +20,11 @@ from torch.nn.attention.varlen import varlen_attn
 
 from megatron_rl.device import has_grouped_attention, has_varlen_attention
 from megatron_rl.model.cascade_attention import CascadeAttention
+from megatron_rl.model.eager_attention import EagerAttention
 from megatron_rl.model.families import AttentionShape
 from megatron_rl.model.norm import JointNorm, RMSNorm, bare_norm
 from megatron_rl.model.parts import GroupedAttention
 from megatron_rl.model.segments import Segments, to_slots, to_tokens, turns_of
-from megatron_rl.model.shaped_attention import ShapedAttention
 
 
 class StackedQKVSelfAttention(SelfAttention):
@@ -283,11 +283,11 @@ def attend(
 ) -> Tensor:
     """Causal attention within each of B rows: query [B, S, N, D], key and value [B, S, K, D] -> [B, S, N, D].
 
-    soft_cap, window, sinks: see `ShapedAttention`.
+    soft_cap, window, sinks: see `EagerAttention`.
     """
     window = None if window is None or window >= query.shape[1] else window
     if soft_cap is not None or window is not None or sinks is not None:
-        shaped: Tensor = ShapedAttention.apply(query, key, value, soft_cap, window, sinks)
+        shaped: Tensor = EagerAttention.apply(query, key, value, soft_cap, window, sinks)
         return shaped
     q_BNSD, k_BKSD, v_BKSD = (x.transpose(1, 2) for x in (query, key, value))
     grouped = q_BNSD.shape[1] != k_BKSD.shape[1]

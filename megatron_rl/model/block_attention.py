@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.device import has_varlen_attention, in_one_copy
-from megatron_rl.model.shaped_attention import by_group, by_head, by_token
+from megatron_rl.model.eager_attention import by_group, by_head, by_token
 
 SMALLEST_TILE = 1 << 16
 """Number of scores that may exist at once in the code without a kernel, however few queries there are."""

@@ -1,4 +1,4 @@
-"""Attention of a packed row whose segments share prefixes: shared keys are met once (`shared_pieces.py`).
+"""Attention of a packed row whose segments share prefixes: shared keys are met once (`cascade_plan.py`).
 
 A segment's queries see what its slots hold, causally, and whole pieces that it shares. Each part gives an output and
 the logarithm of its sum of exponentials, which are merged, as blocks of context parallelism are.
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl.model.cascade_plan import SharedPiece
 from megatron_rl.model.segments import Segments, by_bucket, to_slots, to_tokens
-from megatron_rl.model.shared_pieces import SharedPiece
 
 
 class CascadeAttention(torch.autograd.Function):

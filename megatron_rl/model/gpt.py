@@ -18,9 +18,9 @@ from transformers import PretrainedConfig
 
 from megatron_rl.config.megatron import LOCAL, MegatronConfig
 from megatron_rl.device import Device
-from megatron_rl.model.described_layers import norm_of, put_part, rotary_frequencies, scale_embedding, scale_layers
 from megatron_rl.model.experts import moe_settings
 from megatron_rl.model.families import Model, family_of
+from megatron_rl.model.layer_specs import norm_of, put_part, rotary_frequencies, scale_embedding, scale_layers
 from megatron_rl.model.mlp import gate_sparingly
 from megatron_rl.model.parts import Layer
 from megatron_rl.model.te_layers import put_te_layers

@@ -26,10 +26,10 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from megatron_rl.model.described_layers import norm_of
 from megatron_rl.model.families import Model
 from megatron_rl.model.families.mtp_params import mtp_layer
 from megatron_rl.model.gpt import one_layer
+from megatron_rl.model.layer_specs import norm_of
 from megatron_rl.model.mlp import gate_sparingly
 
 

@@ -19,7 +19,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_rl.model.shared_pieces import SharedPiece, SlotPlan, cut_prefixes
+from megatron_rl.model.cascade_plan import SharedPiece, SlotPlan, cut_prefixes
 
 SHORTEST_SHARE = 0.75
 """A segment joins a bucket if its length is at least this share of the longest one,"""

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.model.block_attention import Facing, Pieces
+from megatron_rl.model.cascade_plan import SharedPiece, SlotPlan, cut_prefixes
 from megatron_rl.model.context_attention import A2A, ContextSegments, KeyBlock
 from megatron_rl.model.segments import Segments
-from megatron_rl.model.shared_pieces import SharedPiece, SlotPlan, cut_prefixes
 from megatron_rl.parallel.zigzag import chunk_ranges, zigzag_columns
 
 Span = tuple[int, int]

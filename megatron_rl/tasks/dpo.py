@@ -14,9 +14,9 @@ from megatron_rl.controller.repairs import Repairs, with_repairs
 from megatron_rl.controller.report import export_policy
 from megatron_rl.records import answer_rows
 from megatron_rl.roles.supervised_policy import SupervisedPolicy
-from megatron_rl.tasks.finish import NUM_PARITY_ROWS, finish_task
 from megatron_rl.tasks.reference_log_probs import Preferences
 from megatron_rl.tasks.task_data import TRAIN
+from megatron_rl.tasks.task_report import NUM_PARITY_ROWS, finish_task
 from megatron_rl.tasks.task_run import open_task
 from megatron_rl.tasks.training_records import preference_batch
 

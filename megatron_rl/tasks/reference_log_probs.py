@@ -17,10 +17,10 @@ from megatron_rl.losses.rows import sum_rows
 from megatron_rl.losses.terms import Answers
 from megatron_rl.records import Batch, answer_rows, num_answers, ragged_from_lengths
 from megatron_rl.roles.supervised_policy import SupervisedPolicy
-from megatron_rl.tasks.held_out import LOSS
 from megatron_rl.tasks.task_data import TRAIN, VAL
 from megatron_rl.tasks.task_run import TaskRun
 from megatron_rl.tasks.training_records import answers_of, preference_batch
+from megatron_rl.tasks.validation_loss import LOSS
 
 MISMATCHED = "_mismatched"
 CHUNK = 16

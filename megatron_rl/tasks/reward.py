@@ -19,10 +19,10 @@ from megatron_rl.losses.terms import Answers
 from megatron_rl.records import Batch, answer_rows, num_answers
 from megatron_rl.roles.reward_training import TrainableRewardModel
 from megatron_rl.tasks.calibration import draw_calibration
-from megatron_rl.tasks.finish import NUM_PARITY_ROWS, export_scorer, finish_task
-from megatron_rl.tasks.held_out import LOSS
+from megatron_rl.tasks.task_report import NUM_PARITY_ROWS, export_scorer, finish_task
 from megatron_rl.tasks.task_run import TaskRun, open_task
 from megatron_rl.tasks.training_records import reward_batch
+from megatron_rl.tasks.validation_loss import LOSS
 
 
 def reward(config: TaskConfig, local: bool = False) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from megatron_rl.controller.repairs import Repairs, with_repairs
 from megatron_rl.controller.report import export_policy
 from megatron_rl.data.examples import token_batch
 from megatron_rl.roles.supervised_policy import SupervisedPolicy
-from megatron_rl.tasks.finish import NUM_PARITY_ROWS, finish_task
-from megatron_rl.tasks.held_out import LOSS
+from megatron_rl.tasks.task_report import NUM_PARITY_ROWS, finish_task
 from megatron_rl.tasks.task_run import TaskRun, open_task
+from megatron_rl.tasks.validation_loss import LOSS
 
 
 def sft(config: TaskConfig, local: bool = False) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.planning.batch_arithmetic import task_table
 from megatron_rl.planning.memory import planned_memory
 from megatron_rl.roles.reference import Reference
-from megatron_rl.tasks.held_out import HeldOut
 from megatron_rl.tasks.stored_reference import StoredReference
 from megatron_rl.tasks.task_data import TaskData, read_files
+from megatron_rl.tasks.validation_loss import ValidationLoss
 
 Kind = TypeVar("Kind")
 
@@ -35,7 +35,7 @@ class TaskRun(RunBase):
 
     config: TaskConfig
     data: TaskData
-    held_out: HeldOut
+    held_out: ValidationLoss
     stored: StoredReference
 
     def role(self, kind: type[Kind]) -> Kind:
@@ -67,7 +67,7 @@ def open_task(repairs: Repairs, local: bool = False) -> Iterator[TaskRun]:
         data = TaskData(config, repairs.once("examples", partial(read_files, config, tokenizer)))
         config = with_steps(config, len(data.train))
         logger = RunLogger(config, RunFolder(config, repairs), tokenizer, planned_memory(config))
-        held_out = HeldOut(config, logger, repairs.stop)
+        held_out = ValidationLoss(config, logger, repairs.stop)
         parts = (data, held_out, logger)
         path, kwargs = placement.leader.model_path, config.data.apply_chat_template_kwargs
         ends = end_token_notes(path, tokenizer, kwargs, is_chat=tokenizer.chat_template is not None)

@@ -15,8 +15,8 @@ from tiny_models import run_config, save_qwen2, save_qwen3_moe
 from megatron_rl.columns import ACTOR_SCORES, ACTOR_UPDATE
 from megatron_rl.experience.micro_batches import MicroBatching
 from megatron_rl.experience.prefix_tree import prefix_tree
+from megatron_rl.model.cascade_plan import SharedPiece
 from megatron_rl.model.segments import Segments
-from megatron_rl.model.shared_pieces import SharedPiece
 from megatron_rl.parallel.balance import SequenceWork
 from megatron_rl.records import Batch, conversations, ragged, ragged_from_lengths, row_lengths
 from megatron_rl.roles import pipeline

@@ -8,7 +8,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "megatron_rl"
 COMPOSING = ("model/families/", "model/parts/")
-PUTS = {"model/described_layers.py"}
+PUTS = {"model/layer_specs.py"}
 """Files that put the module of each kind of part into a layer."""
 PARTS = {"GroupedAttention", "LatentAttention", "GatedMLP", "ExpertsMLP", "LatentKeys"}
 OF_FAMILY = {"latent", "latent_attention", "is_moe"}

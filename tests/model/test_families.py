@@ -368,7 +368,7 @@ LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0, "origi
 )
 def test_rotary_frequencies_are_those_of_transformers(rope):
     """Both spellings of config.json, other numbers than Llama 3.1's. Would not catch a use of them elsewhere."""
-    from megatron_rl.model.described_layers import rotary_frequencies
+    from megatron_rl.model.layer_specs import rotary_frequencies
 
     config = LlamaConfig(hidden_size=128, num_attention_heads=2, **rope)
     expected = LlamaRotaryEmbedding(config).inv_freq
@@ -378,7 +378,7 @@ def test_rotary_frequencies_are_those_of_transformers(rope):
 @pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope"])
 def test_other_rotary_embeddings_are_refused_by_the_builder(kind):
     """As preflight does. Would not catch a type that is known and meant otherwise."""
-    from megatron_rl.model.described_layers import rotary_frequencies
+    from megatron_rl.model.layer_specs import rotary_frequencies
 
     config = LlamaConfig(hidden_size=128, num_attention_heads=2)
     config.rope_parameters = {"rope_type": kind, "rope_theta": 500.0}

@@ -8,8 +8,8 @@ from functools import partial
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 
-from megatron_rl.model.described_layers import moe_submodules
 from megatron_rl.model.experts import StackedExperts
+from megatron_rl.model.layer_specs import moe_submodules
 
 
 def test_experts_are_put_into_the_installed_versions_layer() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_shared_pieces import ROWS, laid
+from test_cascade_plan import ROWS, laid
 
 from megatron_rl.model.attention import bucketed
 from megatron_rl.model.block_attention import Merged, block_backward, block_forward

@@ -56,7 +56,7 @@ class Cut:
 class LayerPart(ABC):
     """One part of a layer. Bytes and elements are those of one rank and one micro-batch unless said otherwise.
 
-    `model.described_layers.put_part` has the module that implements it. recomputed_as: its name in Megatron's
+    `model.layer_specs.put_part` has the module that implements it. recomputed_as: its name in Megatron's
     `recompute_modules`.
     """
 

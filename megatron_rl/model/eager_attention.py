@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_rl.model.parts.grouped_attention import LARGEST_TILE
 
 
-class ShapedAttention(torch.autograd.Function):
+class EagerAttention(torch.autograd.Function):
     """query [B, S, N, D], key and value [B, S, K, D] -> [B, S, N, D].
 
     soft_cap: c; products x become c tanh(x / c); None: no bound. window: number of positions that a token sees,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_rl.model import shaped_attention
+from megatron_rl.model import eager_attention
 from megatron_rl.model.attention import attend, bucketed
 from megatron_rl.model.log_probs import VocabSoftmax, head_log_probs
 from megatron_rl.model.mlp import GeluGate
@@ -33,7 +33,7 @@ def written_out(query, key, value, soft_cap, window):
 @pytest.mark.parametrize("largest_tile", [40, 1 << 24])
 def test_output_and_gradients(soft_cap, window, largest_tile, monkeypatch):
     """Of grouped heads, in one tile and in many: 1e-5. Would not catch half precision."""
-    monkeypatch.setattr(shaped_attention, "LARGEST_TILE", largest_tile)
+    monkeypatch.setattr(eager_attention, "LARGEST_TILE", largest_tile)
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.randn(2, 11, heads, 8, generator=generator).requires_grad_() for heads in (4, 2, 2)]
     upstream = torch.randn(2, 11, 4, 8, generator=generator)

@@ -16,7 +16,7 @@ Measure = Callable[[], dict[str, float]]
 """Metrics of all held-out examples under the current weights, with `LOSS` among them."""
 
 
-class HeldOut(Validation):
+class ValidationLoss(Validation):
     """The validations of one run. losses: of all validations. best_step, best_loss: the lowest loss after a step.
 
     last, last_step: metrics of the newest validation, and the step it followed. `begin` comes before any validation.

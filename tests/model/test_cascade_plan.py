@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from megatron_rl.experience.prefix_tree import prefix_tree
 from megatron_rl.model.attention import attend, bucketed
+from megatron_rl.model.cascade_plan import SharedPiece, SlotPlan, cut_prefixes, shared_pieces
 from megatron_rl.model.segments import Segments
-from megatron_rl.model.shared_pieces import SharedPiece, SlotPlan, cut_prefixes, shared_pieces
 
 ROWS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=1, max_size=7)
 """Rows of so few different tokens that they branch often."""
