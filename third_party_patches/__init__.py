@@ -55,7 +55,7 @@ DRIVER_PATCHES = (
 )
 
 REHEARSAL_PATCHES = (
-    "third_party_patches.torch.pretended_cuda",
+    "third_party_patches.torch.fake_cuda",
     "third_party_patches.torch.fake_parameters",
     "third_party_patches.torch.fake_worlds",
 )

@@ -20,11 +20,11 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.observe.terminal import Terminal
 from megatron_rl.planning.checked import checked, planned_task
 from megatron_rl.rehearse.comparison import beyond, peak_table, peaks_of
+from megatron_rl.rehearse.fewer_layers import with_fewer_layers
 from megatron_rl.rehearse.group_calls import GroupCall
 from megatron_rl.rehearse.matcher import match_calls
 from megatron_rl.rehearse.rehearsal import RehearsalError, rehearse
 from megatron_rl.rehearse.rehearsal_request import RehearsalRequest, chosen_ranks
-from megatron_rl.rehearse.shortened import shortened
 
 ON_CUDA = "trainer.device=cuda"
 MOST_LAYERS, MOST_JOBS = 1000, 256
@@ -64,7 +64,7 @@ def rehearse_command(
     exit_on_signals()
     with tempfile.TemporaryDirectory(prefix="megatron_rl-rehearsal-") as folder, leaving_none_running():
         if layers is not None:
-            given = (*given, *shortened(run_config, layers, Path(folder)))
+            given = (*given, *with_fewer_layers(run_config, layers, Path(folder)))
             run_config = _checked(config, given, stage)
         if not as_json:
             say(f"rehearsing {len(chosen)} ranks of {placement.world_size}")

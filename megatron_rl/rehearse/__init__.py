@@ -7,13 +7,13 @@ ranks are matched with each other.
 
 rehearsal.py          the command's side: starts the process, reads what ranks wrote
 rehearsal_request.py  which ranks, of which configuration
-shortened.py          a configuration whose models have few layers
+fewer_layers.py       a configuration whose models have few layers
 child.py              the process: a fork for each rank
-rehearsed_rank.py     a rank's phases, on the batches of made_up_batches.py
+rehearsed_rank.py     a rank's phases, on the batches of synthetic_batches.py
 rehearsed_rollout.py  entering rollout mode in the actor's pool; rehearsed_bridge.py: weights for another pool
 rehearsed_save.py     a save, without its bytes; objects that ranks exchange
-stand_ins.py          what happens where other ranks or files would answer
-dispatch_mode.py      what happens to every operation; known_values.py, live_memory.py: what it keeps
+fake_peers.py         what happens where other ranks or files would answer
+dispatch_mode.py      what happens to every operation; known_values.py, memory_tracker.py: what it keeps
 group_calls.py        a recorded collective, or send or receive; matcher.py: whether those of all ranks fit together
 comparison.py         planned and rehearsed peaks
 """

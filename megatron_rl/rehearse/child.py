@@ -1,6 +1,6 @@
 """The rehearsing process: `python -m megatron_rl.rehearse.child REQUEST`. One fork for each rank.
 
-The pretended device comes before torch; what all ranks need is imported once, before the first fork.
+The fake device comes before torch; what all ranks need is imported once, before the first fork.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from megatron_rl.cluster.child_processes import die_with
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.appended_file import replace_file
 from megatron_rl.rehearse.rehearsal_request import RankOfPool, RehearsalRequest, rank_file
-from third_party_patches.torch import pretended_cuda
+from third_party_patches.torch import fake_cuda
 
 
 def main(request_file: str) -> int:
     """Rehearse all ranks of a request; returns how many failed. Each writes its file, with `failure` if it failed."""
     request = RehearsalRequest.read(Path(request_file))
     die_with(os.getppid())
-    pretended_cuda.load(Path(request.library))
+    fake_cuda.load(Path(request.library))
     _import_all()
     waiting, running, failed, own = list(request.ranks), set[int](), 0, os.getpid()
     while waiting or running:
@@ -68,11 +68,11 @@ def _import_all() -> None:
     import torch.nested._internal.nested_tensor
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    import megatron_rl.rehearse.fake_peers
     import megatron_rl.rehearse.rehearsed_rank
-    import megatron_rl.rehearse.stand_ins
     import megatron_rl.roles.preloaded  # noqa: F401
 
-    pretended_cuda.apply()
+    fake_cuda.apply()
     with FakeTensorMode(allow_non_fake_inputs=True):
         torch.empty(4, 4, device="cuda:0").mm(torch.empty(4, 4, device="cuda:0")).bernoulli()
 
@@ -85,10 +85,10 @@ def rehearsed(request: RehearsalRequest, rank: RankOfPool) -> dict[str, Any]:
     from megatron_rl.config.roles import Placement
     from megatron_rl.planning.checked import planned_task
     from megatron_rl.rehearse.dispatch_mode import RehearsalMode
-    from megatron_rl.rehearse.live_memory import LiveMemory
+    from megatron_rl.rehearse.fake_peers import replace_peers
+    from megatron_rl.rehearse.memory_tracker import MemoryTracker
     from megatron_rl.rehearse.rehearsed_bridge import JointRanks, first_node
     from megatron_rl.rehearse.rehearsed_rank import RehearsedRank
-    from megatron_rl.rehearse.stand_ins import stand_in
 
     config = read_run(Path(request.config), request.overrides, request.task).config
     assert config is not None  # the parent has checked it
@@ -96,11 +96,11 @@ def rehearsed(request: RehearsalRequest, rank: RankOfPool) -> dict[str, Any]:
     placement = Placement.of(config)
     size, joint = placement.pools[rank.pool].size, JointRanks.of(config)
     environment = _environment(rank, size.world_size, size.num_ranks_per_node, first_node(placement, rank.pool))
-    gpu = pretended_cuda.GPU
-    mode = RehearsalMode(torch.device("cuda", 0), LiveMemory(gpu.allocate), rank.number - rank.rank)
+    gpu = fake_cuda.GPU
+    mode = RehearsalMode(torch.device("cuda", 0), MemoryTracker(gpu.allocate), rank.number - rank.rank)
     gpu.on_wait = mode.wait
     follow_resizes(mode.memory.resized)
-    stand_in(mode, _members(config, rank), joint)
+    replace_peers(mode, _members(config, rank), joint)
     with mode:
         rehearsal = RehearsedRank(config, rank.pool, environment, mode, joint)
         rehearsal.run()

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from megatron_rl.rehearse.group_calls import RECEIVE, SEND, GroupCall, Size
 from megatron_rl.rehearse.known_values import KnownValues
-from megatron_rl.rehearse.live_memory import LiveMemory
+from megatron_rl.rehearse.memory_tracker import MemoryTracker
 
 aten = torch.ops.aten
 READS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
@@ -68,7 +68,7 @@ class RehearsalMode(TorchDispatchMode):
     several pools, and their numbers over all pools; None until there is one.
     """
 
-    def __init__(self, device: torch.device, memory: LiveMemory, first_number: int = 0) -> None:
+    def __init__(self, device: torch.device, memory: MemoryTracker, first_number: int = 0) -> None:
         """first_number: of this rank's pool, over all pools."""
         super().__init__()
         self.first_number = first_number

@@ -1,4 +1,4 @@
-"""Real values of small tensors on the pretended device, so that masks, counts and lengths go on as on a GPU.
+"""Real values of small tensors on the fake device, so that masks, counts and lengths go on as on a GPU.
 
 A small tensor carries a real twin on the CPU. An operation whose arguments all have twins is computed on them too; one
 that writes a tensor with what nobody knows makes the values of its storage unknown.

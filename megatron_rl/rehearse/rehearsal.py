@@ -1,4 +1,4 @@
-"""The command's side of a rehearsal: build the pretended device, start the process, read what the ranks wrote."""
+"""The command's side of a rehearsal: build the fake device, start the process, read what the ranks wrote."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def rehearse(request: RehearsalRequest, scratch: Path) -> list[dict[str, Any]]:
 
 
 def built_library(scratch: Path) -> Path:
-    """Return the library of the pretended device, built in `scratch`. Raises ConfigError where g++ builds none."""
+    """Return the library of the fake device, built in `scratch`. Raises ConfigError where g++ builds none."""
     if shutil.which("g++") is None:
         raise ConfigError("a rehearsal builds a small library with g++, which is not installed; try: apt install g++")
-    from third_party_patches.torch.pretended_cuda import build_command
+    from third_party_patches.torch.fake_cuda import build_command
 
     command, library = build_command(scratch)
     answer = answer_of(command, BUILD_LIMIT_S, temporary=scratch)

@@ -29,7 +29,7 @@ class RehearsalRequest:
     """What the rehearsing process is asked for.
 
     config, overrides: of the run, with device cuda. task: of `trainer.stage`. ranks: in the order of rehearsal. jobs:
-    processes at the same time. out: folder of the ranks' files. library: the pretended device, once it is built.
+    processes at the same time. out: folder of the ranks' files. library: the fake device, once it is built.
     """
 
     config: str

@@ -29,20 +29,20 @@ from megatron_rl.hybrid_engine.hybrid_engine import HybridEngine
 from megatron_rl.observe.memory_ledger import PhaseMemory
 from megatron_rl.records import Batch
 from megatron_rl.rehearse.dispatch_mode import RehearsalMode
-from megatron_rl.rehearse.made_up_batches import (
+from megatron_rl.rehearse.rehearsed_bridge import JointRanks, RehearsedReceiver
+from megatron_rl.rehearse.rehearsed_rollout import rehearsed_engine
+from megatron_rl.rehearse.rehearsed_save import record_objects, rehearse_save
+from megatron_rl.rehearse.synthetic_batches import (
     ANSWERS,
     UNEVEN,
     half_as_long,
     lengths_of,
-    made_up,
-    made_up_pairs,
     num_rows,
     of_teachers,
+    synthetic_batch,
+    synthetic_pairs,
     vocabulary_of,
 )
-from megatron_rl.rehearse.rehearsed_bridge import JointRanks, RehearsedReceiver
-from megatron_rl.rehearse.rehearsed_rollout import rehearsed_engine
-from megatron_rl.rehearse.rehearsed_save import record_objects, rehearse_save
 from megatron_rl.roles.environment import RankEnvironment
 from megatron_rl.roles.host import RankHost
 from third_party_patches import apply_patches
@@ -203,10 +203,10 @@ class RehearsedRank:
         num = num_rows(self.config, self.host.spec, spec, num_samples)
         if methods.compares:
             sizes = lengths_of(self.config, half_as_long(self.config, spec), max(1, num // ANSWERS), shares)
-            return made_up_pairs(sizes, vocab_size)
+            return synthetic_pairs(sizes, vocab_size)
         taught = {name: value for name, value in of_teachers(self.config).items() if name in columns}
         lengths = lengths_of(self.config, spec, num, shares)
-        return made_up(lengths, vocab_size, [name for name in columns if name not in taught], taught)
+        return synthetic_batch(lengths, vocab_size, [name for name in columns if name not in taught], taught)
 
     def _call(self, role: RoleSpec, phase: str, method: str, batch: Batch, **options: Any) -> None:
         self._phase(phase, lambda: self.host.run(role.name, method, (batch,), options))

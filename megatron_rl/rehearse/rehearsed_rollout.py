@@ -9,7 +9,7 @@ from megatron_rl.config.roles import ACTOR, RoleSpec
 from megatron_rl.hybrid_engine.hybrid_engine import HybridEngine
 from megatron_rl.hybrid_engine.offload import offloaded
 from megatron_rl.parallel.rank_grid import RolloutGrid
-from megatron_rl.rehearse.live_memory import LiveMemory
+from megatron_rl.rehearse.memory_tracker import MemoryTracker
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.rank import Rank
 from megatron_rl.roles.role import Role
@@ -29,7 +29,7 @@ class NoEngine:
 class PeakFromHere:
     """The last memory that is offloaded: none. What was there before is no part of the peak of an exchange."""
 
-    def __init__(self, rank: Rank, memory: LiveMemory) -> None:
+    def __init__(self, rank: Rank, memory: MemoryTracker) -> None:
         self._rank, self._memory = rank, memory
 
     def offload(self) -> None:
@@ -41,7 +41,7 @@ class PeakFromHere:
         """Do nothing."""
 
 
-def rehearsed_engine(spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], memory: LiveMemory) -> HybridEngine:
+def rehearsed_engine(spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], memory: MemoryTracker) -> HybridEngine:
     """Make the hybrid engine of a rollout in the actor's pool, in the order of `Rollout`; in train mode.
 
     memory: of the device, whose peak begins anew when all that leaves for generation has left.

@@ -9,7 +9,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from third_party_patches.torch import pretended_cuda
+from third_party_patches.torch import fake_cuda
 
 
 def check_autograd_takes_tensors_on_cuda(mode, torch):
@@ -294,26 +294,26 @@ def check_sends_are_recorded_with_their_peer(mode, torch):
 
 
 def main(library: str) -> None:
-    pretended_cuda.load(Path(library))
+    fake_cuda.load(Path(library))
     import torch
     import torch.distributed as dist
 
     from megatron_rl.rehearse.child import follow_resizes
     from megatron_rl.rehearse.dispatch_mode import RehearsalMode
-    from megatron_rl.rehearse.live_memory import LiveMemory
+    from megatron_rl.rehearse.memory_tracker import MemoryTracker
     from third_party_patches.torch import fake_parameters, fake_worlds
 
-    for patch in (pretended_cuda, fake_parameters, fake_worlds):
+    for patch in (fake_cuda, fake_parameters, fake_worlds):
         patch.PATCH.apply()
     dist.init_process_group(rank=1, world_size=4)
-    memory: list[LiveMemory] = []
+    memory: list[MemoryTracker] = []
     follow_resizes(lambda storage: memory[-1].resized(storage))
     found = {}
     for name, check in list(globals().items()):
         if name.startswith("check_"):
-            gpu = pretended_cuda.GPU
+            gpu = fake_cuda.GPU
             gpu.allocated = gpu.peak = 0
-            memory.append(LiveMemory(gpu.allocate))
+            memory.append(MemoryTracker(gpu.allocate))
             mode = RehearsalMode(torch.device("cuda", 0), memory[-1])
             gpu.on_wait = mode.wait
             try:

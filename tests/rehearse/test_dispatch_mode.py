@@ -1,4 +1,4 @@
-"""Every case of the dispatch mode and of torch's patches under it, on a pretended device, in one process of its own."""
+"""Every case of the dispatch mode and of torch's patches under it, on a fake device, in one process of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from third_party_patches.torch.pretended_cuda import build
+from third_party_patches.torch.fake_cuda import build
 
 CHECKS = Path(__file__).with_name("mode_checks.py")
 NAMES = re.findall(r"^def (check_\w+)", CHECKS.read_text(), re.MULTILINE)
@@ -45,7 +45,7 @@ def test_a_device_after_torch_is_refused(library):
     script = f"""
 import torch
 from pathlib import Path
-from third_party_patches.torch.pretended_cuda import load
+from third_party_patches.torch.fake_cuda import load
 load(Path({str(library)!r}))
 """
     answer = subprocess.run([sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True)

@@ -16,9 +16,9 @@ from megatron_rl.planning.memory import plan_stages
 from megatron_rl.planning.run_models import RunModels
 from megatron_rl.rehearse import rehearsal
 from megatron_rl.rehearse.comparison import beyond, peaks_of
-from megatron_rl.rehearse.made_up_batches import UNEVEN, lengths_of, made_up, num_rows
+from megatron_rl.rehearse.fewer_layers import cut_settings, read_settings, with_fewer_layers
 from megatron_rl.rehearse.rehearsal_request import RankOfPool, RehearsalRequest, chosen_ranks
-from megatron_rl.rehearse.shortened import cut_settings, read_settings, shortened
+from megatron_rl.rehearse.synthetic_batches import UNEVEN, lengths_of, num_rows, synthetic_batch
 
 RECIPE = "configs/llama3_70b_ppo.yaml"
 
@@ -88,14 +88,14 @@ def test_a_broken_rule_is_refused(tmp_path):
 
 def test_a_shortened_run_has_layers_for_every_chunk(config, tmp_path):
     """Two layers on each of four stages; the critic's model is cut like the actor's. Would not catch other keys."""
-    overrides = shortened(config, 2, tmp_path)
+    overrides = with_fewer_layers(config, 2, tmp_path)
     paths = dict(text.split("=") for text in overrides)
     assert set(paths) == {"actor_rollout_ref.model.path", "critic.model.path"}
     before = read_settings(config.actor_rollout_ref.model.path)
     for path in paths.values():
         assert read_settings(path) == before | {"num_hidden_layers": 8}
     with pytest.raises(ConfigError, match="--layers 21 makes 84 layers of role actor, whose model has 80"):
-        shortened(config, 21, tmp_path)
+        with_fewer_layers(config, 21, tmp_path)
 
 
 def test_settings_of_each_layer_are_cut():
@@ -131,7 +131,7 @@ def test_made_up_rows_have_the_columns_of_sampled_tokens(config):
     """Lengths by hand: the longest, then 40% of them. Would not catch values that a loss cannot take."""
     lengths = lengths_of(config, Placement.of(config).roles["actor"].update, 2, UNEVEN)
     assert lengths == [(1024, 1024), (409, 409)]
-    batch = made_up(lengths, 50, ["advantages"])
+    batch = synthetic_batch(lengths, 50, ["advantages"])
     assert batch.num_sampled.tolist() == [1024, 409] and len(batch.flat("input_ids")) == 2 * (1024 + 409)
     assert len(batch.flat("advantages")) == 1024 + 409
     assert int(batch.flat("input_ids").max()) < 50 and int(batch.flat("input_ids").min()) >= 0

@@ -329,7 +329,7 @@ def test_a_model_of_few_tokens(tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("reached", ["pretended_cuda", "megatron_rl.rehearse.child"])
+@pytest.mark.parametrize("reached", ["fake_cuda", "megatron_rl.rehearse.child"])
 def test_a_signal_leaves_neither_files_nor_processes(tmp_path, reached):
     """SIGTERM while g++ runs, and while ranks do. Would not catch SIGKILL, after which the folder is left."""
     command = [sys.executable, "-m", "megatron_rl", "rehearse", "--config", RECIPE, "--out", str(tmp_path / "out")]

@@ -1,7 +1,7 @@
 """One rank's engine on a GPU that is not there: vLLM's own worker, model and second runner, built and run on tensors
 without memory, bound to shards of the shapes that our plan gives them.
 
-python vllm_rank.py LIBRARY CONFIG RANK FOLDER [OVERRIDES]: writes `engine.json` there. LIBRARY: of `pretended_cuda`.
+python vllm_rank.py LIBRARY CONFIG RANK FOLDER [OVERRIDES]: writes `engine.json` there. LIBRARY: of `fake_cuda`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from third_party_patches.torch import fake_parameters, fake_worlds, pretended_cuda
+from third_party_patches.torch import fake_cuda, fake_parameters, fake_worlds
 
 LAYERS = 2
 STEPS = 3
@@ -32,25 +32,25 @@ class HeldCache:
 
 
 def main(library: str, file: str, rank: int, folder: Path, overrides: list[str]) -> None:
-    pretended_cuda.load(Path(library))
+    fake_cuda.load(Path(library))
     import torch
     import torch._inductor.utils
     import torch.nested._internal.nested_tensor  # noqa: F401
 
-    for patch in (pretended_cuda, fake_parameters, fake_worlds):
+    for patch in (fake_cuda, fake_parameters, fake_worlds):
         patch.apply()
-    from pretended_vllm import EngineMode, pretend
+    from fake_cuda_vllm import EngineMode, pretend
 
     from megatron_rl.config.load import read_run
     from megatron_rl.planning.memory import engine_bytes
     from megatron_rl.planning.run_models import RunModels
-    from megatron_rl.rehearse.live_memory import LiveMemory
+    from megatron_rl.rehearse.fewer_layers import shortened
+    from megatron_rl.rehearse.memory_tracker import MemoryTracker
     from megatron_rl.rehearse.rehearsed_save import record_objects
-    from megatron_rl.rehearse.shortened import shortened
     from megatron_rl.roles.environment import worker_environment
 
-    mode = EngineMode(torch.device("cuda", 0), LiveMemory(pretended_cuda.GPU.allocate))
-    pretended_cuda.GPU.on_wait = mode.wait
+    mode = EngineMode(torch.device("cuda", 0), MemoryTracker(fake_cuda.GPU.allocate))
+    fake_cuda.GPU.on_wait = mode.wait
     whole = read_run(file, overrides, "ppo").config
     models = RunModels(read_run(file, [*overrides, *shortened(whole, LAYERS, folder)], "ppo").config)
     pool = models.generating.spec
@@ -72,7 +72,7 @@ def of_engine(models: Any, rank: int, mode: Any) -> dict[str, Any]:
     """Build the engine of a rank, draw a few tokens, and return what was seen. Bytes are beside weights and cache."""
     from megatron_rl.rollout.slices import Slice
 
-    gpu, tensors = pretended_cuda.GPU, shards(models, rank)
+    gpu, tensors = fake_cuda.GPU, shards(models, rank)
     weights, profiled = gpu.allocated, measure_profile(mode)
     mode.begin("build")
     engine = built_engine(models, tensors)
@@ -140,7 +140,7 @@ def measure_profile(mode: Any) -> list[int]:
     """The list gets the peak of vLLM's profiling pass, in bytes, while an engine is built."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    gpu, profile_run, found = pretended_cuda.GPU, GPUModelRunner.profile_run, []
+    gpu, profile_run, found = fake_cuda.GPU, GPUModelRunner.profile_run, []
 
     def measured(*args: Any, **options: Any) -> None:
         mode.begin("profile")

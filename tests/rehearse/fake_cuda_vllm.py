@@ -18,7 +18,7 @@ from torch._ops import _OpNamespace
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_rl.rehearse.dispatch_mode import RehearsalMode
-from third_party_patches.torch import pretended_cuda
+from third_party_patches.torch import fake_cuda
 
 COMPILED = (
     "_C_stable_libtorch",
@@ -99,7 +99,7 @@ class AnyNames(ModuleType):
 
 
 def pretend(mode: EngineMode) -> None:
-    """Let this process import and run vLLM's GPU code. After `pretended_cuda.apply`, before anything else of vLLM."""
+    """Let this process import and run vLLM's GPU code. After `fake_cuda.apply`, before anything else of vLLM."""
     torch.version.cuda = "13.0"
     _answer_for_the_accelerator()
     _make_on_device_by_copy()
@@ -156,8 +156,8 @@ def _pretend_triton(mode: EngineMode) -> None:
 
 
 def _answer_for_the_accelerator() -> None:
-    """What `pretended_cuda` does for `torch.cuda`, for `torch.accelerator`."""
-    gpu = pretended_cuda.GPU
+    """What `fake_cuda` does for `torch.cuda`, for `torch.accelerator`."""
+    gpu = fake_cuda.GPU
 
     def stats(device: Any = None) -> Any:
         known = {"allocated_bytes.all.peak": gpu.peak, "allocated_bytes.all.current": gpu.allocated}

@@ -76,7 +76,7 @@ void register_guard() {
 }  // namespace at
 
 // Returns the number of devices; 0 if torch has already looked for CUDA without finding these hooks.
-extern "C" int register_pretended_cuda() {
+extern "C" int register_fake_cuda() {
   at::register_guard();
   return at::detail::getCUDAHooks().hasCUDA() ? at::kNumDevices : 0;
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from third_party_patches.torch.pretended_cuda import build
+from third_party_patches.torch.fake_cuda import build
 
 SCRIPT = Path(__file__).with_name("vllm_rank.py")
 REPOSITORY = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ LAYERS = "num_hidden_layers"
 UNEVEN_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
-def shortened(config: RunConfig, layers_per_stage: int, folder: Path) -> list[str]:
+def with_fewer_layers(config: RunConfig, layers_per_stage: int, folder: Path) -> list[str]:
     """Write folders with the config.json of every model, cut to so many layers a stage; returns overrides with them.
 
     layers_per_stage: layers of each chunk of a stage. Settings with an entry for each layer are cut, too. Raises

@@ -1,4 +1,4 @@
-"""Bytes of the storages on the pretended device: now, at the peak, and what was alive then by where it was made."""
+"""Bytes of the storages on the fake device: now, at the peak, and what was alive then by where it was made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NEW_PEAK = 1.01
 """A peak this much above the last one that was looked into is looked into again: it costs a walk over all storages."""
 
 
-class LiveMemory:
+class MemoryTracker:
     """The storages of one process. changed: called with the bytes in use after every change.
 
     now, peak: bytes. at_peak: line and operation that made a storage -> bytes, at the peak or up to 1% below it.

@@ -13,7 +13,7 @@ from megatron_rl.config.roles import PassSpec, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.model.families import text_settings
 from megatron_rl.records import Batch, ragged_from_lengths, single_turn
-from megatron_rl.rehearse.shortened import read_settings
+from megatron_rl.rehearse.fewer_layers import read_settings
 
 UNEVEN = (1.0, 0.4, 0.7, 0.25)
 """Lengths of rows as shares of the longest one, in turn."""
@@ -71,7 +71,7 @@ def of_teachers(config: RunConfig) -> dict[str, torch.Tensor]:
     return columns
 
 
-def made_up(
+def synthetic_batch(
     lengths: Sequence[tuple[int, int]],
     vocab_size: int,
     columns: Sequence[str],
@@ -109,9 +109,9 @@ def half_as_long(config: RunConfig, pass_spec: PassSpec) -> PassSpec:
     return replace(pass_spec, longest=longest // ANSWERS, scored=scored // ANSWERS)
 
 
-def made_up_pairs(lengths: Sequence[tuple[int, int]], vocab_size: int) -> Batch:
+def synthetic_pairs(lengths: Sequence[tuple[int, int]], vocab_size: int) -> Batch:
     """Return a batch of answers that a loss compares: of each (prompt, answer) tokens two, as answers to one prompt."""
-    answers = made_up([one for one in lengths for _ in range(ANSWERS)], vocab_size, ())
+    answers = synthetic_batch([one for one in lengths for _ in range(ANSWERS)], vocab_size, ())
     sizes = torch.tensor([prompt + answer for prompt, answer in lengths])
     two = torch.full((len(lengths),), ANSWERS)
     flat = {name: ragged_from_lengths(answers.flat(name), ANSWERS * sizes) for name in ("input_ids", "sampled")}

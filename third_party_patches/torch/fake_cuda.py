@@ -2,7 +2,7 @@
 
 Reason: a rehearsal runs a rank's own code with device cuda where there is none. torch's fake tensors allow that only in
 a build with CUDA: elsewhere autograd ends the process, and `torch.cuda` raises.
-What it does: `load` brings a library (`pretended_cuda.cpp`) with a device guard and hooks for cuda into the process,
+What it does: `load` brings a library (`fake_cuda.cpp`) with a device guard and hooks for cuda into the process,
 before torch is imported; `apply` then gives `torch.cuda` the answers of `GPU`. Streams and events order nothing.
 For a process of its own that ends when its rehearsal ends: nothing is undone.
 """
@@ -72,8 +72,8 @@ def build_command(folder: Path) -> tuple[list[str], Path]:
 def load(library: Path) -> None:
     """Load the built library. Raises RuntimeError where torch was imported before, and looked for CUDA in vain."""
     require_version(PATCH)
-    if "torch" in sys.modules or ctypes.CDLL(str(library)).register_pretended_cuda() != NUM_DEVICES:
-        raise RuntimeError("the pretended device must be loaded before torch is imported")
+    if "torch" in sys.modules or ctypes.CDLL(str(library)).register_fake_cuda() != NUM_DEVICES:
+        raise RuntimeError("the fake device must be loaded before torch is imported")
 
 
 def _torch_folder() -> str:

@@ -23,7 +23,7 @@ from megatron_rl.roles.pipeline import Pipeline
 from megatron_rl.roles.training import TrainableModel
 
 
-def stand_in(mode: RehearsalMode, members: Sequence[Sequence[Member]], joint: JointRanks | None) -> None:
+def replace_peers(mode: RehearsalMode, members: Sequence[Sequence[Member]], joint: JointRanks | None) -> None:
     """Apply all of them. members: of this rank's exchange group, as they hold weights, and again as they hold adapters;
     none where weights are not shared. joint: the ranks of the bridge between pools; None: there is none.
     """
