@@ -15,7 +15,7 @@ from megatron_rl.agents.environment_host import NOT_HERE, EnvironmentHost, Forge
 from megatron_rl.agents.observation import EpisodeFailure, TextLimit
 from megatron_rl.cluster.child_processes import adopting_orphans
 from megatron_rl.config.user_functions import load_class
-from megatron_rl.user_code import keeper
+from megatron_rl.user_code import worker_supervisor
 from megatron_rl.user_code.user_calls import USERS
 from megatron_rl.user_code.work_processes import WorkProcesses, job_of
 
@@ -123,7 +123,7 @@ class EnvironmentProcesses(WorkProcesses):
 
     def __init__(self, source: EnvironmentSource, num_workers: int, timeout_s: float, opens: bool = False) -> None:
         """timeout_s: seconds that an environment may take for one turn. opens: environments begin their episodes."""
-        super().__init__(keeper.KeeperSettings(source, num_workers, timeout_s))
+        super().__init__(worker_supervisor.WorkerSettings(source, num_workers, timeout_s))
         self.opens = opens
         self._turns: dict[int, TurnJob] = {}
 
@@ -147,4 +147,4 @@ class EnvironmentProcesses(WorkProcesses):
 
     def forget(self, episode: int) -> None:
         """Drop the environment of an episode, if there is one."""
-        self.notify(keeper.Notice(pickle.dumps(Forget(episode)), episode))
+        self.notify(worker_supervisor.Notice(pickle.dumps(Forget(episode)), episode))

@@ -4,7 +4,7 @@
 
 A program has an empty folder of its own, in which alone it can write, and nothing of this run's environment. It can
 open no socket, signal nothing, and has limits of memory and processor time, and of all its processes together
-(`user_code.confine`). It can read what the user who started the run can read, and tell the policy: keep what is secret
+(`user_code.sandbox`). It can read what the user who started the run can read, and tell the policy: keep what is secret
 elsewhere. Nothing stays from call to call.
 """
 
@@ -20,14 +20,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_rl.agents.tools import tool
-from megatron_rl.user_code import confine
+from megatron_rl.user_code import sandbox
 from megatron_rl.user_code.scratch_folder import remove_folder
 
 MOST_OUTPUT = 1 << 16
 """Bytes of output that are kept; a program that writes more goes on unread."""
 VARIABLES = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 
-confine.way_of(confine.this_kernel())  # raises Refused where the kernel permits no confinement: the run does not start
+sandbox.way_of(sandbox.this_kernel())  # raises Refused where the kernel permits no confinement: the run does not start
 
 
 @tool
@@ -40,7 +40,7 @@ async def python(code: str) -> str:
     text = code.encode()  # on standard input: an argument may have 128 KiB, and is seen by other users
     with _scratch_folder() as folder:
         read, write = os.pipe()
-        confined = [sys.executable, "-I", "-S", confine.__file__, "--totals", str(write), folder]
+        confined = [sys.executable, "-I", "-S", sandbox.__file__, "--totals", str(write), folder]
         program = [*confined, sys.executable, "-I", "-u", "-"]
         pipe = asyncio.subprocess.PIPE
         try:
@@ -65,8 +65,8 @@ async def python(code: str) -> str:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
-    reason = status.removeprefix(confine.READY).decode(errors="replace")
-    if not status.startswith(confine.READY):
+    reason = status.removeprefix(sandbox.READY).decode(errors="replace")
+    if not status.startswith(sandbox.READY):
         raise RuntimeError(reason or "the program has not started")
     return f"{output}...(ended: it {reason})..." if reason else output
 

@@ -23,10 +23,10 @@ REPLICA = "MEGATRON_RL_REPLICA"
 """The environment variable with the replica that a process belongs to and ends with; unset outside of replicas."""
 
 KEEPER = "MEGATRON_RL_KEEPER"
-"""The environment variable of a keeper of the user's code, and of all that its workers start."""
+"""The environment variable of the supervisor of the workers of the user's code, and of all that its workers start."""
 
 WORKER = "MEGATRON_RL_WORKER"
-"""The environment variable of all that one worker of a keeper starts."""
+"""The environment variable of all that one such worker starts."""
 
 AGENT = "MEGATRON_RL_AGENT"
 """The environment variable of one agent's program, and of all that it starts."""

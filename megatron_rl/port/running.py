@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import IO
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.user_code import confine
+from megatron_rl.user_code import sandbox
 from megatron_rl.user_code.scratch_folder import remove_folder
 
 POLL_S = 0.2
-MOST_PROCESSES, MOST_FILES, MOST_BYTES = confine.TOTALS[:3]
+MOST_PROCESSES, MOST_FILES, MOST_BYTES = sandbox.TOTALS[:3]
 """Most processes of a script's group, and most files and bytes of its folder, at once."""
 MOST_READ_BYTES = 1 << 20
 """Bytes of stderr that are kept, from the end."""
@@ -66,12 +66,12 @@ def run_script(
     """Run a script and return the end of its stderr. work: its current folder; it can write to the parent of it alone.
 
     Every process of its group has ended when this returns, and only a trusted script can leave the group. Raises
-    ConfigError where the kernel does not confine it, and at the limits.
+    ConfigError where the kernel does not sandbox it, and at the limits.
     """
     read, write = os.pipe()
     program = ["/bin/bash", str(script.resolve()), *arguments]
     if not is_trusted:
-        program = [sys.executable, "-I", "-S", confine.__file__, str(write), str(work.parent), *program]
+        program = [sys.executable, "-I", "-S", sandbox.__file__, str(write), str(work.parent), *program]
     with open(read, "rb") as status:
         try:
             shell = subprocess.Popen(
@@ -107,15 +107,15 @@ def read_record(file: Path) -> bytes:
         return b""
     try:
         is_file = stat.S_ISREG(os.fstat(opened).st_mode)
-        return os.read(opened, confine.MOST_FILE_BYTES) if is_file else b""
+        return os.read(opened, sandbox.MOST_FILE_BYTES) if is_file else b""
     finally:
         os.close(opened)
 
 
 def _refuse_unconfined(script: Path, status: bytes) -> None:
-    if status == confine.READY:
+    if status == sandbox.READY:
         return
-    reason = status.removeprefix(confine.READY).decode(errors="replace") or "what confines it cannot be started"
+    reason = status.removeprefix(sandbox.READY).decode(errors="replace") or "what confines it cannot be started"
     raise ConfigError(
         f"{script} is not run: {reason}, and nothing else keeps it from your files and processes; where you trust it: "
         f"megatron-rl port --trust-script {script}; or give its arguments themselves: megatron-rl port -- KEY=VALUE ..."
@@ -144,8 +144,8 @@ def _wait(script: Path, shell: subprocess.Popen[bytes], folder: Path, time_limit
             if ended in ready:
                 return text
             if time.monotonic() > checked + POLL_S:
-                most = confine.TOTALS._replace(processes=MOST_PROCESSES, files=MOST_FILES, written=MOST_BYTES)
-                rule = confine.passed_limit(str(folder), shell.pid, most)
+                most = sandbox.TOTALS._replace(processes=MOST_PROCESSES, files=MOST_FILES, written=MOST_BYTES)
+                rule = sandbox.passed_limit(str(folder), shell.pid, most)
                 if rule is None and time.monotonic() > limit:
                     rule = f"did not end within {time_limit_s:g} s, although no program that it starts does anything"
                 if rule is not None:

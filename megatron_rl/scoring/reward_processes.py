@@ -10,10 +10,10 @@ from typing import Any
 
 from megatron_rl.scoring.function import RewardSource, is_async, load_reward_function
 from megatron_rl.scoring.outcome import Outcome, Sample, failed, score_sample, score_sample_later
-from megatron_rl.user_code.keeper import KeeperSettings
 from megatron_rl.user_code.user_calls import USERS
 from megatron_rl.user_code.work import TIMED_OUT
 from megatron_rl.user_code.work_processes import WorkProcesses, job_of
+from megatron_rl.user_code.worker_supervisor import WorkerSettings
 
 MOST_FRUITLESS_TIMEOUTS = 16
 """Time-outs in one batch without a single score, after which a run that would stop anyway gives the batch up."""
@@ -24,7 +24,7 @@ class RewardProcesses(WorkProcesses):
 
     def __init__(self, source: RewardSource, num_workers: int, timeout_s: float, give_up: bool):
         """timeout_s: seconds a sample may take. give_up: end a batch whose samples all time out."""
-        super().__init__(KeeperSettings(source, num_workers, timeout_s))
+        super().__init__(WorkerSettings(source, num_workers, timeout_s))
         self._give_up = give_up
         self._begun: dict[int, tuple[int, str]] = {}
         self._outcomes: dict[int, Outcome] = {}

@@ -16,7 +16,7 @@ TIMED_OUT, CRASHED = "timed_out", "crashed"
 
 
 class Work(Protocol):
-    """The work of a keeper's workers. It is pickled; its answers travel as JSON."""
+    """The work of a supervisor's workers. It is pickled; its answers travel as JSON."""
 
     @property
     def noun(self) -> str:

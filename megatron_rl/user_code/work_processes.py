@@ -1,4 +1,4 @@
-"""The driver's side of a keeper: start it, send jobs, take answers, replace it if it is lost."""
+"""The driver's side of a supervisor: start it, send jobs, take answers, replace it if it is lost."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from megatron_rl.cluster.child_processes import how_ended, variables_with
 from megatron_rl.cluster.stale_processes import KEEPER, end, processes_with
 from megatron_rl.errors import RewardError
 from megatron_rl.observe.terminal import warn
-from megatron_rl.user_code.keeper import Cancel, DoneJobs, FailedStart, Job, KeeperSettings, Notice
+from megatron_rl.user_code.worker_supervisor import Cancel, DoneJobs, FailedStart, Job, Notice, WorkerSettings
 
 PROGRAM = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[2])
 from megatron_rl.cluster.channel import Channel
-from megatron_rl.user_code.keeper import keep
+from megatron_rl.user_code.worker_supervisor import keep
 keep(Channel.of_descriptor(int(sys.argv[1])))
 """
-"""The keeper's program. It needs a fresh interpreter, because a driver with threads cannot fork safely."""
+"""The supervisor's program. It needs a fresh interpreter, because a driver with threads cannot fork safely."""
 
 EXIT_TIMEOUT_S = 10.0
 
@@ -36,13 +36,13 @@ MOST_LOST = 3
 
 
 class WorkProcesses:
-    """A context manager: inside it a keeper and its workers wait for jobs. The constructor starts nothing.
+    """A context manager: inside it a supervisor and its workers wait for jobs. The constructor starts nothing.
 
-    A keeper that has died, as by the kernel where memory is short, is replaced, and what its workers have started is
-    killed. The jobs that have no answer are done again.
+    A supervisor that has died, as by the kernel where memory is short, is replaced, and what its workers have started
+    is killed. The jobs that have no answer are done again.
     """
 
-    def __init__(self, settings: KeeperSettings):
+    def __init__(self, settings: WorkerSettings):
         self.settings = settings
         self._open: dict[int, Job] = {}  # jobs without an answer, by their numbers
         self._changing = threading.Lock()
@@ -79,7 +79,7 @@ class WorkProcesses:
     def take(self, waits: bool) -> list[tuple[int, Any]]:
         """Return (number, answer) of the jobs that are done. waits: until one is, if any is open.
 
-        Raises RewardError when no worker can load the user's code, and when keepers are lost again and again.
+        Raises RewardError when no worker can load the user's code, and when supervisors are lost again and again.
         """
         answers: list[tuple[int, Any]] = []
         while not self._failure:
@@ -94,7 +94,7 @@ class WorkProcesses:
         return answers
 
     def _hear(self, message: bytes | None) -> list[tuple[int, Any]]:
-        """Process a message of the keeper's, or its end; returns the answers in it to open jobs."""
+        """Process a message of the supervisor's, or its end; returns the answers in it to open jobs."""
         with self._changing:
             if message is None:
                 self._replace()
@@ -112,8 +112,8 @@ class WorkProcesses:
     def _start(self) -> None:
         ours, theirs = Channel.pair()
         self._mark, paths = uuid.uuid4().hex, [path for path in sys.path if isinstance(path, str)]
-        # Ctrl-C must not reach the keeper: the driver handles it, and then ends the keeper.
-        self._keeper = subprocess.Popen(
+        # Ctrl-C must not reach the supervisor: the driver handles it, and then ends the supervisor.
+        self._supervisor = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(theirs.fileno()), json.dumps(paths)],
             env=variables_with(**{KEEPER: self._mark}),
             pass_fds=[theirs.fileno()],
@@ -126,13 +126,13 @@ class WorkProcesses:
         self._send(self.settings)
 
     def _end(self) -> int:
-        """End the keeper and all that comes from it; returns its exit code."""
+        """End the supervisor and all that comes from it; returns its exit code."""
         self._channel.close()
         try:
-            code = self._keeper.wait(EXIT_TIMEOUT_S)
+            code = self._supervisor.wait(EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._keeper.kill()
-            code = self._keeper.wait()
+            self._supervisor.kill()
+            code = self._supervisor.wait()
         if code != 0:
             end(lambda: processes_with(self._mark, KEEPER), EXIT_TIMEOUT_S)
         return code
@@ -149,7 +149,7 @@ class WorkProcesses:
         self._start()
         self._send(list(self._open.values()))
 
-    def _send(self, message: list[Job] | Notice | Cancel | KeeperSettings) -> None:
+    def _send(self, message: list[Job] | Notice | Cancel | WorkerSettings) -> None:
         self._channel.send(pickle.dumps(message))
 
 

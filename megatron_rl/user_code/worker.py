@@ -1,9 +1,9 @@
-"""The process that runs the user's code job by job, and the JSON that it sends to the keeper.
+"""The process that runs the user's code job by job, and the JSON that it sends to the supervisor.
 
-The keeper may kill this process at any moment, and it rebuilds no object of the user's: an answer is numbers and texts.
-The user's code may also write to any descriptor, so the keeper checks every message. Jobs whose function is `async` run
-side by side; others run one after the other, in the main thread. This process alone may wait until it is read: the
-keeper reads whenever there is something.
+The supervisor may kill this process at any moment, and it rebuilds no object of the user's: an answer is numbers and
+texts. The user's code may also write to any descriptor, so the supervisor checks every message. Jobs whose function is
+`async` run side by side; others run one after the other, in the main thread. This process alone may wait until it is
+read: the supervisor reads whenever there is something.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ def packed_job(number: int | None, content: bytes) -> bytes:
     return NUMBER.pack(WITHOUT_ANSWER if number is None else number) + content
 
 
-def work(keeper: Channel, of: Work) -> None:
+def work(supervisor: Channel, of: Work) -> None:
     """Load the user's code, send READY or the reason why it cannot be loaded, then do jobs.
 
-    Returns when the keeper has ended.
+    Returns when the supervisor has ended.
     """
     os.setsid()  # the processes that the user's code starts are in this group and are killed with it
-    for number in (signal.SIGTERM, signal.SIGINT):  # they must not inherit the keeper's handlers
+    for number in (signal.SIGTERM, signal.SIGINT):  # they must not inherit the supervisor's handlers
         signal.signal(number, signal.SIG_DFL)
     try:
         function = of.load()
     except ConfigError as error:
-        keeper.send_whole(message_of(str(error)))
+        supervisor.send_whole(message_of(str(error)))
         return
-    keeper.send_whole(message_of(READY))
-    jobs = _Jobs(keeper, of, function)
+    supervisor.send_whole(message_of(READY))
+    jobs = _Jobs(supervisor, of, function)
     while True:
         try:
-            message = keeper.receive()
+            message = supervisor.receive()
         except EOFError:
             return
         (number,) = NUMBER.unpack_from(message)
@@ -67,14 +67,14 @@ def work(keeper: Channel, of: Work) -> None:
 class _Jobs:
     """The jobs of one worker. What waits (`async`) does so in a thread of its own, beside the main thread."""
 
-    def __init__(self, keeper: Channel, of: Work, function: Callable[[Any], Any]) -> None:
-        self._keeper, self._work, self._function = keeper, of, function
+    def __init__(self, supervisor: Channel, of: Work, function: Callable[[Any], Any]) -> None:
+        self._supervisor, self._work, self._function = supervisor, of, function
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def do(self, number: int | None, content: Any) -> None:
         """Do a job, or begin it if it is one that waits. number: None if nobody waits for the answer."""
         if number is not None:
-            self._keeper.send_whole(message_of(number))
+            self._supervisor.send_whole(message_of(number))
         answer = self._function(content)
         if inspect.isawaitable(answer):
             asyncio.run_coroutine_threadsafe(self._later(number, answer), self._running_loop())
@@ -102,13 +102,13 @@ class _Jobs:
             reason = f"{self._work.noun} returned numbers and texts of {len(message)} bytes; "
             reason += f"an answer may take {LONGEST_ANSWER} bytes"
             message = message_of((number, self._work.written(self._work.too_long(reason))))
-        if is_worn_out():  # said before the answer, behind which the keeper may deal the next job
-            self._keeper.send_whole(message_of(WORN_OUT))
-        self._keeper.send_whole(message)
+        if is_worn_out():  # said before the answer, behind which the supervisor may deal the next job
+            self._supervisor.send_whole(message_of(WORN_OUT))
+        self._supervisor.send_whole(message)
 
 
 def message_of(message: Message) -> bytes:
-    """Return a message for the keeper."""
+    """Return a message for the supervisor."""
     return json.dumps(message, ensure_ascii=False, allow_nan=False).encode()
 
 

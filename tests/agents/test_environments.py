@@ -131,7 +131,7 @@ def test_later_turns_carry_neither_their_row_nor_the_turns_before(tmp_path):
     with EnvironmentProcesses(source(tmp_path), 1, 100.0) as processes:
         for place in range(6):
             if place == 4:
-                for child in psutil.Process(processes._keeper.pid).children():
+                for child in psutil.Process(processes._supervisor.pid).children():
                     os.kill(child.pid, signal.SIGKILL)
             whole = TurnJob(0, row, before, Turn(NEXT))
             assert (len(pickle.dumps(whole.short())) < 2000) == (place >= 2)
@@ -191,7 +191,7 @@ def test_a_killed_process_is_replaced_and_so_is_a_killed_keeper(tmp_path):
     with EnvironmentProcesses(source(tmp_path), 1, 100.0) as processes:
         (first,) = play(processes, job(0, NEXT))
         processes.play(7, job(1, "time.sleep(1000)"))
-        keeper = psutil.Process(processes._keeper.pid)
+        keeper = psutil.Process(processes._supervisor.pid)
         deadline = time.monotonic() + 60
         while not any(child.status() == "sleeping" for child in keeper.children()) and time.monotonic() < deadline:
             time.sleep(0.05)

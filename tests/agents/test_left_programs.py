@@ -107,7 +107,7 @@ def test_programs_end_with_a_killed_keeper(agents: AgentSource) -> None:
     with EnvironmentProcesses(agents, 1, 60.0, opens=True) as processes:
         player = Player(processes, 1, seconds=OWN + 10)
         before = [*sleepers(OWN + 10)]
-        os.kill(processes._keeper.pid, signal.SIGKILL)
+        os.kill(processes._supervisor.pid, signal.SIGKILL)
         assert player.say("3") == DONE
         assert len(before) >= 3 and all_end(OWN + 10)
 

@@ -12,7 +12,7 @@ import pytest
 from megatron_rl.agents.observation import Observation, ToolCall, Turn
 from megatron_rl.agents.python_tool import python
 from megatron_rl.agents.tools import ToolEnvironment, load_tools, schemas_of
-from megatron_rl.user_code import confine
+from megatron_rl.user_code import sandbox
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -105,9 +105,9 @@ FORKS = "import os, time\nfor _ in range(600): os.fork() or (time.sleep(20), os.
 def test_all_processes_of_a_program_have_limits_together(tmp_path, monkeypatch, program, rule):
     """It is ended, what it printed is kept, its folder is gone. Would not catch what is there for less than 0.2 s."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    less = Path(confine.__file__).read_text().replace("memory: int = 4 << 30", "memory: int = 1 << 28")
+    less = Path(sandbox.__file__).read_text().replace("memory: int = 4 << 30", "memory: int = 1 << 28")
     (tmp_path / "confine.py").write_text(less)
-    monkeypatch.setattr(confine, "__file__", str(tmp_path / "confine.py"))
+    monkeypatch.setattr(sandbox, "__file__", str(tmp_path / "confine.py"))
     [text] = texts(run(f"print('begun')\n{program}", timeout_s=60))
     assert text.startswith("begun\n...(ended: it ") and rule in text
     assert [file.name for file in tmp_path.iterdir()] == ["confine.py"]

@@ -22,7 +22,7 @@ ONE_RANK = (
 
 def keeper(run: CommandLine) -> psutil.Process | None:
     """The keeper of a run, once its workers are there."""
-    found = [each for each in run.family() if any("user_code.keeper" in word for word in each.cmdline())]
+    found = [each for each in run.family() if any("user_code.worker_supervisor" in word for word in each.cmdline())]
     return next((each for each in found if each.children()), None)
 
 

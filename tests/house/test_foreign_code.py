@@ -33,7 +33,7 @@ OURS = {
     "config/user_functions.py": {"exec_module"},
     "data/template_process.py": {"pickle.loads"},
     "hybrid_engine/transport.py": {"pickle.loads"},
-    "user_code/keeper.py": {"pickle.loads"},
+    "user_code/worker_supervisor.py": {"pickle.loads"},
     "user_code/work_processes.py": {"pickle.loads"},
     "user_code/worker.py": {"pickle.loads"},
     "vllm/without_torchvision.py": {"exec_module"},

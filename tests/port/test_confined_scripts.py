@@ -19,8 +19,8 @@ import typer
 from megatron_rl.cli.porting import port_command
 from megatron_rl.errors import ConfigError
 from megatron_rl.port import running, shell
-from megatron_rl.user_code import confine
-from megatron_rl.user_code.confine import Kernel, Refused, Way
+from megatron_rl.user_code import sandbox
+from megatron_rl.user_code.sandbox import FileProtection, Kernel, Refused
 
 BEST = Kernel("x86_64", 7, filters=True, namespaces=False)
 ALLOW, KILL = "allow", "kill"
@@ -29,9 +29,9 @@ ALLOW, KILL = "allow", "kill"
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, Way.LANDLOCK),
-        ({"machine": "aarch64", "landlock": 1}, Way.LANDLOCK),
-        ({"landlock": 0, "namespaces": True}, Way.NAMESPACE),
+        ({}, FileProtection.LANDLOCK),
+        ({"machine": "aarch64", "landlock": 1}, FileProtection.LANDLOCK),
+        ({"landlock": 0, "namespaces": True}, FileProtection.NAMESPACE),
         ({"landlock": 0}, "permits neither Landlock nor a user namespace"),
         ({"filters": False}, "permits no filter of system calls"),
         ({"machine": "riscv64"}, "riscv64 are not known here, only those of x86_64, aarch64"),
@@ -40,17 +40,17 @@ ALLOW, KILL = "allow", "kill"
 def test_way_by_what_a_kernel_offers(changes, expected):
     """Would not catch a kernel that offers what it does not keep."""
     kernel = BEST._replace(**changes)
-    if isinstance(expected, Way):
-        assert confine.way_of(kernel) is expected
+    if isinstance(expected, FileProtection):
+        assert sandbox.way_of(kernel) is expected
         return
     with pytest.raises(Refused, match=expected):
-        confine.way_of(kernel)
+        sandbox.way_of(kernel)
 
 
 def test_rights_by_landlock_version():
     """Numbers by hand from linux/landlock.h: bits 1 and 4 to 12, then 13 (refer), 14 (truncate). Would not catch a
     right of later versions that changes a file."""
-    assert [confine.file_rights(abi) for abi in (1, 2, 3, 7)] == [0x1FF2, 0x3FF2, 0x7FF2, 0x7FF2]
+    assert [sandbox.file_rights(abi) for abi in (1, 2, 3, 7)] == [0x1FF2, 0x3FF2, 0x7FF2, 0x7FF2]
 
 
 def action(machine: str, number: int, *arguments: int, architecture: int | None = None) -> str | int:
@@ -58,7 +58,7 @@ def action(machine: str, number: int, *arguments: int, architecture: int | None 
     data = [number, architecture or {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine], 0, 0]
     for argument in (*arguments, *[0] * (6 - len(arguments))):
         data += [argument & 0xFFFFFFFF, argument >> 32]
-    lines, place, held = confine.program_of(machine), 0, 0
+    lines, place, held = sandbox.program_of(machine), 0, 0
     while True:
         code, if_true, if_false, operand = lines[place]
         place += 1
@@ -187,9 +187,9 @@ def test_a_hostile_script_changes_nothing(tmp_path, outside, scratch):
 
 UNDER = """
 import os, sys
-from megatron_rl.user_code import confine
+from megatron_rl.user_code import sandbox
 changes = eval(sys.argv[1])
-confine.confine(sys.argv[2], confine.this_kernel()._replace(**changes))
+sandbox.confine(sys.argv[2], sandbox.this_kernel()._replace(**changes))
 os.chdir(sys.argv[2])
 os.execv("/bin/bash", ["/bin/bash", sys.argv[3]])
 """
@@ -198,7 +198,7 @@ os.execv("/bin/bash", ["/bin/bash", sys.argv[3]])
 @pytest.mark.parametrize("changes", [{"landlock": 1}, {"landlock": 2}, {"landlock": 0, "namespaces": True}], ids=str)
 def test_older_kernels_keep_a_script_too(tmp_path, outside, changes):
     """This kernel with less: Landlock without truncating, and none. Would not catch what only an old one does."""
-    if "namespaces" in changes and not confine._has_namespaces():
+    if "namespaces" in changes and not sandbox._has_namespaces():
         pytest.skip("no user namespace with mounts of its own is permitted here")
     variables, check = outside
     work = tmp_path / "work"
@@ -216,10 +216,10 @@ import os, sys, errno
 from pathlib import Path
 from megatron_rl.errors import ConfigError
 from megatron_rl.port import shell
-from megatron_rl.user_code import confine
-confine._drop_capabilities()
-confine.REFUSED = confine._numbers("landlock=444,444 unshare=272,97")
-confine._filter_calls(os.uname().machine)
+from megatron_rl.user_code import sandbox
+sandbox._drop_capabilities()
+sandbox.REFUSED = sandbox._numbers("landlock=444,444 unshare=272,97")
+sandbox._filter_calls(os.uname().machine)
 script = Path(sys.argv[1])
 try:
     shell.launches_of(script, [], {})

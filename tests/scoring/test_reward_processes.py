@@ -15,7 +15,7 @@ from megatron_rl.errors import RewardError
 from megatron_rl.scoring.function import RewardSource
 from megatron_rl.scoring.outcome import Sample
 from megatron_rl.scoring.reward_processes import RewardHere, RewardProcesses
-from megatron_rl.user_code import keeper
+from megatron_rl.user_code import worker_supervisor
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -139,18 +139,20 @@ def test_a_batch_that_only_times_out_is_given_up(start):
 
 
 def test_a_stop_meant_for_the_whole_job_costs_no_sample(start, tmp_path):
-    """The worker dies of SIGTERM once. Would not catch a keeper that dies of it."""
+    """The worker dies of SIGTERM once. Would not catch a worker_supervisor that dies of it."""
     once = f"os.path.exists({str(tmp_path / 'x')!r}) or (os.mkdir({str(tmp_path / 'x')!r}), os.kill(os.getpid(), 15))"
     with start() as processes:
         assert [outcome.score for outcome in processes.score(samples("1", once))] == [1.0, 1.0]
 
 
 def test_keeper_ignores_the_signals_of_the_job(start):
-    """SIGTERM and SIGINT end the driver, which ends the keeper. Would not catch a signal while the keeper starts."""
+    """SIGTERM and SIGINT end the driver, which ends the worker_supervisor. Would not catch a signal while the
+    worker_supervisor starts.
+    """
     with start() as processes:
         assert processes.score(samples("1"))[0].score == 1.0
         for number in (signal.SIGTERM, signal.SIGINT):
-            os.kill(processes._keeper.pid, number)
+            os.kill(processes._supervisor.pid, number)
         assert processes.score(samples("1"))[0].score == 1.0
 
 
@@ -176,7 +178,9 @@ def test_what_a_hung_function_started_ends_with_it(start):
 
 
 def test_nothing_is_left_when_the_driver_is_killed(start, tmp_path):
-    """kill -9 of a driver whose function hangs in C. Would not catch a death of driver and keeper in one instant."""
+    """kill -9 of a driver whose function hangs in C. Would not catch a death of driver and worker_supervisor in one
+    instant.
+    """
     processes = start(timeout_s=100)
     script = f"""
 from megatron_rl.scoring.reward_processes import RewardHere, RewardProcesses
@@ -197,8 +201,8 @@ with RewardProcesses({processes.settings.work!r}, 2, 100, True) as processes:
 
 def test_a_killed_keeper_is_replaced(start, capsys, tmp_path):
     """Its workers and what the function has started end, in whatever session; the jobs without an answer are done by
-    another keeper, which is said. A sample that always kills it is an error. Would not catch a kill in the instant
-    between two batches, which costs nothing.
+    another worker_supervisor, which is said. A sample that always kills it is an error. Would not catch a kill in the
+    instant between two batches, which costs nothing.
     """
     killer = "os.kill(os.getppid(), 9) or time.sleep(1000)"
     once = f"os.path.exists({str(tmp_path / 'x')!r}) or (os.mkdir({str(tmp_path / 'x')!r}), {killer})"
@@ -226,7 +230,7 @@ def test_a_function_that_no_worker_can_load_is_an_error(start):
 
 def test_chunks_stay_small_enough_to_share():
     """Would not catch a chunk that is dealt to a worker which is not ready."""
-    assert keeper.LARGEST_CHUNK <= 32
+    assert worker_supervisor.LARGEST_CHUNK <= 32
 
 
 COUNTED = """

@@ -4,8 +4,8 @@ The driver runs Ray's threads and must neither fork nor hang. This process has o
 user's, so it can fork a worker within milliseconds. It ends when the driver's end of its channel closes, which the
 kernel does however the driver dies; then it kills the workers and everything that they have started.
 
-    driver --[Job], Notice, Cancel--> keeper --(number, content)--> worker
-    driver <--DoneJobs, FailedStart--- keeper <--(number, answer)--- worker
+    driver --[Job], Notice, Cancel--> supervisor --(number, content)--> worker
+    driver <--DoneJobs, FailedStart--- supervisor <--(number, answer)--- worker
 
 It never waits for one of them alone, neither to read nor to be read (`cluster.channel`). A worker sends JSON
 (`worker`): no object of the user's is rebuilt here or in the driver.
@@ -47,7 +47,7 @@ END_S = 1.0
 
 
 @dataclass(frozen=True)
-class KeeperSettings:
+class WorkerSettings:
     """timeout_s: seconds a job may take."""
 
     work: Work
@@ -117,10 +117,10 @@ class Worker:
         return min(self.begun.values(), default=self.since) + timeout_s if self.jobs else None
 
 
-class Keeper:
+class WorkerSupervisor:
     """Holds the workers. The worker of a key has the place `key % num_workers`."""
 
-    def __init__(self, driver: Channel, settings: KeeperSettings):
+    def __init__(self, driver: Channel, settings: WorkerSettings):
         """Start the workers and do not wait until they have loaded the user's code."""
         self.driver, self.settings = driver, settings
         self.workers: list[Worker | None] = [None] * settings.num_workers
@@ -346,9 +346,9 @@ class Keeper:
 
 
 def keep(driver: Channel) -> None:
-    """Run the keeper: receive KeeperSettings, then jobs, until the driver ends; send DoneJobs and FailedStart."""
+    """Run the supervisor: receive WorkerSettings, then jobs, until the driver ends; send DoneJobs and FailedStart."""
     drop_unread_output()  # the user's code may print
-    # The driver handles these signals; the keeper ends with it.
+    # The driver handles these signals; the supervisor ends with it.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with adopting_orphans():  # so that `close` finds them
@@ -356,8 +356,8 @@ def keep(driver: Channel) -> None:
             settings = pickle.loads(driver.receive())
         except EOFError:
             return
-        keeper = Keeper(driver, settings)
+        supervisor = WorkerSupervisor(driver, settings)
         try:
-            keeper.serve()
+            supervisor.serve()
         finally:
-            keeper.close()
+            supervisor.close()

@@ -1,6 +1,6 @@
 """Start a program that cannot change a file outside of one folder, open a socket, or send a signal.
 
-    python -I -S confine.py [--totals] FD FOLDER PROGRAM ARGUMENT...
+    python -I -S sandbox.py [--totals] FD FOLDER PROGRAM ARGUMENT...
 
 in a process group of its own, all of which ends with the process that started this one.
 
@@ -110,7 +110,7 @@ READ_SEARCH = 1 << 2
 """The capability to read all that root may read."""
 
 
-class Way(Enum):
+class FileProtection(Enum):
     """The protection of files; a filter of system calls does the rest."""
 
     LANDLOCK = "Landlock"
@@ -130,16 +130,16 @@ class Refused(Exception):
     """The program cannot be confined; the message says why."""
 
 
-def way_of(kernel: Kernel) -> Way:
+def way_of(kernel: Kernel) -> FileProtection:
     """Choose the protection of files. Raises Refused where this kernel offers too little."""
     if kernel.machine not in MACHINES:
         raise Refused(f"the system calls of {kernel.machine} are not known here, only those of {', '.join(MACHINES)}")
     if not kernel.filters:
         raise Refused("this kernel permits no filter of system calls (seccomp)")
     if kernel.landlock >= 1:
-        return Way.LANDLOCK
+        return FileProtection.LANDLOCK
     if kernel.namespaces:
-        return Way.NAMESPACE
+        return FileProtection.NAMESPACE
     raise Refused("this kernel permits neither Landlock nor a user namespace with mounts of its own")
 
 
@@ -319,10 +319,10 @@ def confine(folder: str, kernel: Kernel) -> None:
         hard = resource.getrlimit(limit)[1]
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(limit, (most, most))
-    if way is Way.NAMESPACE:
+    if way is FileProtection.NAMESPACE:
         _enter_namespaces(folder)
     _drop_capabilities()
-    if way is Way.LANDLOCK:
+    if way is FileProtection.LANDLOCK:
         _restrict_files(folder, kernel.landlock)
     _filter_calls(kernel.machine)
 
