@@ -38,6 +38,9 @@ class Cluster(Protocol):
     def replicated(self) -> Mapping[str, ReplicatedPool]:
         """Replicated pools, by name."""
 
+    def at_work(self) -> list[str]:
+        """Return what the ranks of each pool are doing, with the pool's name where several are at work."""
+
     def __enter__(self) -> Self: ...
 
     def __exit__(

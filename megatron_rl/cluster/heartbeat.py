@@ -3,7 +3,7 @@
 One JSON object a line over one TCP connection, which the rank opens; the token proves that the rank is the run's own:
 
     rank -> driver   {"rank": 3, "token": ...}, then every INTERVAL_S {"role": .., "method": .., "idle_s": ..,
-                     "got_sigterm": ..}
+                     "got_sigterm": .., "work": [things, done, total] or null}
     driver -> rank   any line asks for {"stacks": "..."}
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from megatron_rl.observe.liveness import progress_count
+from megatron_rl.observe.liveness import current_work, progress_count
 
 INTERVAL_S = 2.0
 """Seconds between two signs of life."""
@@ -95,7 +95,8 @@ class Heartbeat:
             self._mark, self._changed_at = mark, time.monotonic()
         role, method = doing or ("", "")
         idle_s = time.monotonic() - self._changed_at
-        return {"role": role, "method": method, "idle_s": idle_s, "got_sigterm": self.got_sigterm}
+        sign = {"role": role, "method": method, "idle_s": idle_s, "got_sigterm": self.got_sigterm}
+        return sign | {"work": current_work() if doing else None}
 
 
 def stacks_of_threads(leave_out: threading.Thread) -> str:

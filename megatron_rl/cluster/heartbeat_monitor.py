@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron_rl.cluster.heartbeat import INTERVAL_S, MonitorAddress
+from megatron_rl.observe.liveness import WorkDone
 
 RECONNECT_S = 10.0
 """A rank is gone that has not connected again within these seconds after its connection broke."""
@@ -80,7 +81,9 @@ class Connection(enum.Enum):
 
 @dataclass(frozen=True)
 class Sign:
-    """The last sign of life of a rank. heard_at: the driver's monotonic time, or when the connection broke."""
+    """The last sign of life of a rank. heard_at: the driver's monotonic time, or when the connection broke. work: how
+    far its method is, if it counts.
+    """
 
     heard_at: float
     connection: Connection = Connection.AWAITED
@@ -88,6 +91,7 @@ class Sign:
     method: str = ""
     idle_s: float = 0.0
     got_sigterm: bool = False
+    work: WorkDone | None = None
 
 
 class Hang(enum.Enum):
@@ -248,7 +252,9 @@ class HeartbeatMonitor:
         else:
             doing, idle_s = (str(content["role"]), str(content["method"])), float(content["idle_s"])
             got_sigterm = bool(content.get("got_sigterm"))
-            self._signs[rank] = Sign(time.monotonic(), Connection.OPEN, *doing, idle_s, got_sigterm)
+            things = content.get("work")
+            work = None if things is None else WorkDone(str(things[0]), int(things[1]), int(things[2]))
+            self._signs[rank] = Sign(time.monotonic(), Connection.OPEN, *doing, idle_s, got_sigterm, work)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -14,6 +14,7 @@ from megatron_rl.cluster.ranks import LOOPBACK
 from megatron_rl.cluster.routing import Split, join_answers
 from megatron_rl.config.roles import PoolSpec
 from megatron_rl.dispatch import CallInterval, Dispatch, Future
+from megatron_rl.observe.liveness import current_work
 
 if TYPE_CHECKING:
     from megatron_rl.cluster.replicas import ReplicatedPool
@@ -28,6 +29,7 @@ class InProcessPool:
         self.name = spec.name
         self._hosting = hosting
         self._host: Any = hosting.host_class(*hosting.args, spec.name)
+        self._method = ""
         self._targets = all_targets(hosting.host_class, hosting.kinds_in(spec), phases_of(spec))
 
     def handle(self, role: str, kind: type[Kind]) -> Kind:
@@ -39,12 +41,21 @@ class InProcessPool:
     def raise_if_failed(self) -> None:
         """Do nothing: a failing call raises."""
 
+    def at_work(self) -> str:
+        """Return which method runs and how far it is; "" where none does."""
+        work = current_work()
+        return self._method if work is None or not self._method else f"{self._method}, {work}"
+
     def _call(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
         observer = self._hosting.observer
         observer.before(target.mark)
         start = time.time()
-        with observer.waiting(target.phase):
-            answer = self._body(target)(*args, **kwargs)
+        self._method = f"{target.who}.{target.method}"
+        try:
+            with observer.waiting(target.phase):
+                answer = self._body(target)(*args, **kwargs)
+        finally:
+            self._method = ""
         stop = time.time()
         observer.ran(CallInterval(self.name, target.role, target.method, target.phase, start, stop, stop - start))
         match target.mark.dispatch:
@@ -74,6 +85,9 @@ class InProcessCluster:
         self._hosting = hosting
         self.pools: dict[str, InProcessPool] = {}
         self.replicated: dict[str, ReplicatedPool] = {}
+
+    def at_work(self) -> list[str]:
+        return [text for pool in self.pools.values() if (text := pool.at_work())]
 
     def __enter__(self) -> Self:
         # vLLM reads these even where torch.distributed was initialised without them.

@@ -62,7 +62,8 @@ class ProcessPool:
     the driver's import path. They meet in the file MASTER_STORE, or, on several nodes, at a socket that listens at
     MASTER_ADDR and MASTER_PORT: rank 0 has it as MASTER_LISTEN_FD, and must take it over (`roles/rendezvous.py`).
 
-    processes: of the ranks. monitor: hears their signs of life, once they are up.
+    processes: of the ranks. monitor: hears their signs of life, once they are up. all_targets: the methods that
+    handles call, by role and name. routes: which ranks are called, and which answer.
 
     Raises TypeError for a host class without `coordinates`.
     """
@@ -81,13 +82,13 @@ class ProcessPool:
         self._ranks = ranks
         self._host_class, self._args = host_class, args
         self._options = options or PoolOptions()
-        self._targets = all_targets(host_class, roles or {}, self._options.phases)
-        coordinates = self._targets[HOST].get("coordinates")
+        self.all_targets = all_targets(host_class, roles or {}, self._options.phases)
+        coordinates = self.all_targets[HOST].get("coordinates")
         if coordinates is None or coordinates.mark.dispatch is not Dispatch.ONE_TO_ALL:
             raise TypeError(f"{host_class.__name__} must have a ONE_TO_ALL method `coordinates`")
         self.processes = Processes(name, ranks, self._options.env)
         self.monitor: HeartbeatMonitor | None = None
-        self._routes: dict[Dispatch, Route] = {}
+        self.routes: dict[Dispatch, Route] = {}
         self._calls: RankCalls | None = None  # once the processes are up
         self._is_begun = False
         self._looked_at = 0.0
@@ -124,7 +125,7 @@ class ProcessPool:
 
     def targets(self, role: str) -> dict[str, Target]:
         """Return the methods that a handle of the role calls, by name."""
-        return self._targets[role]
+        return self.all_targets[role]
 
     def start(self) -> None:
         """Call `begin` and wait; on any error no process is left running. Raises the errors of the future."""
@@ -204,7 +205,7 @@ class ProcessPool:
         answers = calls.send(name, "__init__", dict(enumerate(messages)))
         yield WaitStep("hosts", "were constructed", answers)
         coordinates: list[Coordinates] = self._collect(calls, "__init__", answers)
-        self._routes = {dispatch: route_call(dispatch, ranks.world_size, coordinates) for dispatch in Dispatch}
+        self.routes = {dispatch: route_call(dispatch, ranks.world_size, coordinates) for dispatch in Dispatch}
 
     def settle(self) -> None:
         """Wait for all running calls. Raises the errors of `Future.get`."""
@@ -257,7 +258,7 @@ class ProcessPool:
     def submit(self, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
         """Have the ranks run a method, for a handle."""
         self.failure_domain.raise_if_ended()
-        if self._calls is None or not self._routes:
+        if self._calls is None or not self.routes:
             raise RuntimeError(f"start the pool {self.name} before calling {target.method}")
         self._options.observer.before(target.mark)
         self.raise_if_failed()
@@ -268,7 +269,7 @@ class ProcessPool:
     def _send(self, calls: RankCalls, target: Target, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFuture[Any]:
         mark = target.mark
         splits = mark.dispatch is Dispatch.DP
-        route = self._routes[mark.dispatch]
+        route = self.routes[mark.dispatch]
         work = self._options.work if mark.balanced else None
         if splits:
             split = split_call(args, kwargs, len(route.collectors), work)

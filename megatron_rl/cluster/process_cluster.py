@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from megatron_rl.cluster.at_work import at_work
 from megatron_rl.cluster.failure_domain import FailureDomain
 from megatron_rl.cluster.launcher import Launcher, ProcessInfo, Ranks
 from megatron_rl.cluster.pool import ProcessPool
@@ -47,6 +48,12 @@ class ProcessCluster:
         self.replicated: dict[str, ReplicatedPool] = {}
         self._launcher, self._specs, self._hosting, self._check = launcher, specs, hosting, check
         self._open = ExitStack()
+
+    def at_work(self) -> list[str]:
+        texts = [(name, at_work(pool)) for name, pool in self.pools.items()]
+        texts += [(name, pool.at_work()) for name, pool in self.replicated.items()]
+        texts = [(name, text) for name, text in texts if text]
+        return [text if len(texts) == 1 else f"{name}: {text}" for name, text in texts]
 
     def __enter__(self) -> Self:
         with ExitStack() as opened:

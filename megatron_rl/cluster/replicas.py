@@ -17,9 +17,11 @@ One thread drives all replicas: only it uses them, their handles and their futur
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
+from megatron_rl.cluster.at_work import at_work
 from megatron_rl.cluster.failure_domain import FailureDomain
 from megatron_rl.cluster.handle import HOST, Handle
 from megatron_rl.cluster.launcher import ProcessInfo, Ranks
@@ -190,6 +192,11 @@ class ReplicatedPool:
     @property
     def _started(self) -> list[Replica]:
         return [replica for replica in self.replicas if not replica.is_away]
+
+    def at_work(self) -> str:
+        """Return what the replicas are doing, as `at_work.at_work`; replicas that do the same are counted."""
+        texts = Counter(text for replica in self._started if (text := at_work(replica.pool)))
+        return ", ".join(text if number == 1 else f"{number} x {text}" for text, number in texts.items())
 
     def end(self, reason: MegatronRLError | None = None) -> None:
         """Kill all processes in whatever state they are, and start no others; from any thread, and repeatedly.

@@ -177,7 +177,7 @@ class Lifecycle:
             if self._under_way is not None:
                 self._try_to_finish(wait=False)
             self.stop_policy.begin_step()
-            self.logger.begin_step()
+            self.logger.begin_step(step)
             yield step
             self.stop_policy.end_step()
             self._after(step)

@@ -37,12 +37,13 @@ from megatron_rl.data.prompt_sampler import PromptSampler
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.dispatch import Dispatch, RemoteMethod, Stop
 from megatron_rl.errors import WorkerFailure
+from megatron_rl.observe.phase_watch import watching
 from megatron_rl.planning.batch_arithmetic import batch_table, group_notes, repeat_notes
 from megatron_rl.planning.config_json import model_facts
 from megatron_rl.planning.hardware import Hardware, planned_hardware
 from megatron_rl.planning.memory import planned_memory
 from megatron_rl.planning.memory_report import with_kv_cache
-from megatron_rl.planning.planned_steps import PlannedSteps
+from megatron_rl.planning.planned_steps import PLANNED, PlannedSteps
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.critic import Critic
 from megatron_rl.roles.reward_model import RewardModel
@@ -107,6 +108,7 @@ class Run(RunBase):
         if self.planned is not None:
             planned, departures = self.planned.note(metrics)
             metrics |= planned
+            self.logger.watch.planned = {name.removeprefix(PLANNED): value for name, value in planned.items()}
             for sentence in departures:
                 self.logger.warn(sentence)
         self.logger.save_samples(self.config.trainer.rollout_data_dir, batch.prompts, scored, batch.step)
@@ -129,7 +131,8 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
         path = config.actor_rollout_ref.model.path
         tokenizer = load_tokenizer(path)
         config = with_tools(with_all_replicas(config, replay))
-        data = Data.of(config, repairs.once("prompts", partial(read_prompts, config, tokenizer)))
+        with watching("reading of the prompts"):
+            data = Data.of(config, repairs.once("prompts", partial(read_prompts, config, tokenizer)))
         config = with_steps(with_kv_cache(config, hardware_here(config)), len(data.train))
         alone = check_sources(config, data.sources)
         check_teachers(config, data.train.data_sources)
@@ -165,6 +168,8 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
         sources = Sources(config, data.train, data.cursor, rewarding, logger, episodes)
         checks = (partial(raise_failures, pools.cluster), partial(stop_policy.before, NEXT_BATCH))
         sampler = open_sampler(schedule, sources, roles.actor, roles.rollout, checks, opened)
+        for facts in (sampler.awaited.progress, rules.under_way):
+            logger.watch.ask(facts)
         held_out: list[Scorer] = [*(scorer for scorer in own_scorers if scorer.in_validation), HeldOutScorer(rewards)]
         validation = PromptValidation(config, logger, repairs.stop, data.val, sampler, held_out)
         life = Lifecycle(logger, pools.hosts, parts, stop_policy, sampler, repairs)

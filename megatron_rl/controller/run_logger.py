@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from megatron_rl.observe.batch_metrics import length_metrics, score_metrics, thr
 from megatron_rl.observe.loggers import MetricLogger
 from megatron_rl.observe.memory_ledger import memory_metrics
 from megatron_rl.observe.phase_clock import TIMELINE_FILE, PhaseClock, write_calls
+from megatron_rl.observe.phase_watch import PhaseWatch
 from megatron_rl.observe.progress import RunProgress
 from megatron_rl.observe.sample_files import drop_later
 from megatron_rl.observe.services import Services
@@ -51,8 +52,10 @@ class RunLogger(Announcer):
     ) -> None:
         self.config, self.folder, self.tokenizer = config, folder, tokenizer
         super().__init__(Terminal())
-        self.progress = RunProgress(config.trainer.num_steps, self.console)
-        self.clock = PhaseClock(self.progress.phase)
+        # A terminal shows the phase all the time, in the progress bar.
+        self.watch = PhaseWatch(None if self.console.is_terminal else self.say, config.trainer.num_steps)
+        self.progress = RunProgress(config.trainer.num_steps, self.console, self.watch.progress)
+        self.clock = PhaseClock(self._show_phase)
         self.time_left = TimeLeft(config.trainer.num_steps)
         self.updates = SkippedUpdates(config.trainer.max_skipped_updates)
         self.accuracies: list[float] = []
@@ -78,6 +81,7 @@ class RunLogger(Announcer):
         if self._services.exporter is not None:
             self.say(f"metrics for Prometheus: http://127.0.0.1:{self._services.exporter.port}/metrics")
         self._open.enter_context(self.progress)
+        self._open.enter_context(self.watch)
         return self
 
     def __exit__(self, *failure: object) -> None:
@@ -96,8 +100,13 @@ class RunLogger(Announcer):
                 "checkpoints and tables that were in it"
             )
 
-    def begin_step(self) -> None:
+    def _show_phase(self, name: str) -> None:
+        self.progress.phase(name)
+        self.watch.phases(self.clock.open_phases)
+
+    def begin_step(self, step: int) -> None:
         """A step begins: forget the seconds of what was before."""
+        self.watch.step = step
         self.time_left.begin_step()
         self.clock.begin_step()
 
@@ -123,16 +132,22 @@ class RunLogger(Announcer):
         """Store the cost of the last transfer of weights to generation, in order of rollout ranks."""
         self.transitions = reports
 
-    def update_metrics(self, role: str, updates: Iterable[Future[dict[str, float]]]) -> dict[str, float]:
-        """Means over a role's optimizer steps, and the number of skipped ones; warns if there are any.
+    def update_metrics(self, role: str, updates: Sequence[Future[dict[str, float]]]) -> dict[str, float]:
+        """Means over a role's optimizer steps, and the number of skipped ones; warns if there are any. Waits for them.
 
         Raises NonFiniteUpdates if more than `trainer.max_skipped_updates` in a row were skipped.
         """
-        metrics = update_means(role, (self.updates.note(role, update.get()) for update in updates))
+        metrics = update_means(role, self._updated(role, updates))
         skipped = int(metrics[f"{role}/skipped_updates"])
         if skipped:
             self.warn(f"{skipped} update(s) of the {role} skipped in this step: gradient or loss not finite")
         return metrics
+
+    def _updated(self, role: str, updates: Sequence[Future[dict[str, float]]]) -> Iterator[dict[str, float]]:
+        for number, update in enumerate(updates, start=1):
+            self.watch.note = f"mini-batch {number} of {len(updates)}" if len(updates) > 1 else ""
+            yield self.updates.note(role, update.get())
+        self.watch.note = ""
 
     def step_metrics(self, experience: Batch, scored: ScoredAnswers) -> dict[str, float]:
         """Statistics of one step's samples, cost of its transition, and seconds by phase.

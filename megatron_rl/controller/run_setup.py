@@ -90,7 +90,10 @@ class RunPools:
         num_ranks, what = placement.world_size, "process" if placement.world_size == 1 else "processes"
         logger.title(f"Starting {num_ranks} {what}: {', '.join(placement.roles)}")
         hosting = hosting_of(logger.config, placement, CallObserver(stop_policy, logger))
-        cluster = opened.enter_context(make_cluster(logger.config, placement, hosting, local, logger.say, repairs))
+        made = make_cluster(logger.config, placement, hosting, local, logger.say, repairs)
+        with logger.clock.waiting("init"):
+            cluster = opened.enter_context(made)
+        logger.watch.ask(lambda phase: cluster.at_work())
         hosts = {name: pool.host(RankHost) for name, pool in cluster.pools.items()}
         building = []
         for role in placement.roles.values():

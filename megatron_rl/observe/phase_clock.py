@@ -90,6 +90,11 @@ class PhaseClock:
         return self.take() | {"timing_s/step": self._clock() - self._step_started}
 
     @property
+    def open_phases(self) -> tuple[str, ...]:
+        """The phases that are open now, the outermost first."""
+        return tuple(self._open)
+
+    @property
     def recent(self) -> list[PhaseRun]:
         """The intervals of the last steps, in the order in which they ended."""
         return [interval for step in self._steps for interval in step]

@@ -31,6 +31,32 @@ FURTHER = ("#a23e8c", "#4f772d", "#c8441b", "#17becf", "#8a5f2e")
 """Colours of phases with other names, such as those of further reward models."""
 
 
+NAMES = {
+    "init": "start of the ranks",
+    "gen": "generation",
+    "slice": "generation",
+    "turns": "turns of environments",
+    "reward": "scoring of responses",
+    "old_log_prob": "log-probs of the policy",
+    "ref": "log-probs of the reference",
+    "values": "values of the critic",
+    "adv": "advantages",
+    "update_critic": "update of the critic",
+    "update_actor": "update of the actor",
+    "reshard": "weight transfer",
+    "testing": "validation",
+    "save_checkpoint": "saving of a checkpoint",
+    "copy_state": "copy of the state",
+    "export": "export of the model",
+}
+"""Phases in words; one without an entry has its own name."""
+
+
+def phase_name(phase: str) -> str:
+    """Return a phase in words."""
+    return NAMES.get(phase, phase)
+
+
 def phase_color(phase: str) -> str:
     """Return the colour of a phase, which depends on its name alone."""
     known = STACKED | OCCASIONAL

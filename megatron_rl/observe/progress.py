@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rich.progress import (
     BarColumn,
@@ -23,12 +23,15 @@ LONG = 2.0
 
 
 class PhaseColumn(ProgressColumn):
-    """The current phase, with its seconds once it is `LONG`; what comes before the first one and after the last step
-    has names, too. clock: seconds, from any beginning.
+    """The current phase, with its seconds and progress once it is `LONG`; what comes before the first one and after the
+    last step has names, too. progress: returns what is known about it. clock: seconds, from any beginning.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, progress: Callable[[], Sequence[str]] = list
+    ) -> None:
         super().__init__()
+        self._progress = progress
         self._clock = clock
         self._began = clock()
         self._between = "starting"
@@ -42,15 +45,16 @@ class PhaseColumn(ProgressColumn):
         """The phase, and its whole seconds."""
         between = "ending" if task.completed == task.total else self._between
         name, seconds = str(task.fields["phase"]) or between, self._clock() - self._began
-        return Text(f"{name} {seconds:.0f} s" if name and seconds >= LONG else name, style="cyan")
+        is_long = name and seconds >= LONG
+        return Text("; ".join((f"{name} {seconds:.0f} s", *self._progress())) if is_long else name, style="cyan")
 
 
 class RunProgress(Progress):
     """A context manager for one progress bar. It shows nothing where `console` is not a terminal."""
 
-    def __init__(self, total_steps: int, console: Terminal):
-        """Prepare a bar for `total_steps`; print to the same `console` to write above it."""
-        self._phase = PhaseColumn()
+    def __init__(self, total_steps: int, console: Terminal, progress: Callable[[], Sequence[str]] = list):
+        """Prepare a bar for `total_steps`; print to the same `console` to write above it. progress: of the phase."""
+        self._phase = PhaseColumn(progress=progress)
         super().__init__(
             TextColumn("[bold]step"),
             MofNCompleteColumn(),

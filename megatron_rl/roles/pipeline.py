@@ -39,7 +39,7 @@ from megatron_rl.losses.metrics import MetricParts, add_parts
 from megatron_rl.model.context_attention import ALL_GATHER, ContextSegments
 from megatron_rl.model.segments import Segments, prefix_tokens_of
 from megatron_rl.model.trie_segments import TrieSegments
-from megatron_rl.observe.liveness import made_progress
+from megatron_rl.observe.liveness import counting, finished_one, made_progress
 from megatron_rl.parallel.context_packs import plan_packs
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.parallel.zigzag import ContextShare, segment_multiple, zigzag_columns
@@ -333,6 +333,8 @@ class Pipeline:
         routing = nullcontext() if self.routing is None else self.routing.forward_pass(self.chunks.index(model), block)
         with routing:
             output: Tensor = model(input_ids, positions, None, packed_seq_params=segments)
+        if model is self.chunks[-1]:
+            finished_one()
         return output
 
     def _schedule(self, step: Callable[..., Any], blocks: list[MicroBatch], **options: Any) -> list[Any]:
@@ -349,15 +351,16 @@ class Pipeline:
             parts = self.groups.grid.tp_size if config.sequence_parallel else 1
             sent = [(columns // parts, rows, config.hidden_size) for rows, columns in shapes]
             options |= messages_of_known_shapes(self.groups.pp_group, config, sent)
-        outputs: list[Any] = get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=[iter(passes) for _ in self.chunks],
-            model=self.chunks,
-            num_microbatches=len(blocks),
-            seq_length=num_columns * cp_size,  # Megatron takes the part of one of them
-            micro_batch_size=num_rows,
-            **options,
-        )
+        with counting("micro-batches", len(blocks)):
+            outputs: list[Any] = get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=[iter(passes) for _ in self.chunks],
+                model=self.chunks,
+                num_microbatches=len(blocks),
+                seq_length=num_columns * cp_size,  # Megatron takes the part of one of them
+                micro_batch_size=num_rows,
+                **options,
+            )
         # Megatron's blocks hold what the stage before sent, and its gradient, until the next pass.
         for chunk in self.chunks:
             get_attr_wrapped_model(chunk, "set_input_tensor")(None)

@@ -20,6 +20,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from megatron_rl.config.drafts import EARLIER
+from megatron_rl.observe.liveness import counting, finished_one
 from megatron_rl.records import Sampling
 from megatron_rl.rollout.draft_meter import DraftMeter
 from megatron_rl.rollout.slices import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Drawn, Slice, Start
@@ -113,20 +114,22 @@ class InFlightRequests:
         experts: dict[int, torch.Tensor] = {}
         with_experts = {start.request for start in order.starts if start.sampling.with_experts}
         num_steps = 0
-        while (self._names or later) and num_steps != order.num_steps:
-            for output in self._engine.step():
-                assert isinstance(output, RequestOutput)
-                request, (answer,) = int(output.request_id), output.outputs
-                tokens.setdefault(request, []).extend(answer.token_ids)
-                log_probs.setdefault(request, []).extend(token_log_probs(answer))
-                if output.finished:
-                    finish[request] = finish_of(request, answer)
-                    del self._names[request]
-                    if request in with_experts:
-                        experts[request] = experts_of_tokens(answer, self._routed_layers)
-            num_steps += 1
-            names |= self._start_all(later, order.version, kind)
-            later = ()
+        with counting("responses", len(self._names) + len(later)):
+            while (self._names or later) and num_steps != order.num_steps:
+                for output in self._engine.step():
+                    assert isinstance(output, RequestOutput)
+                    request, (answer,) = int(output.request_id), output.outputs
+                    tokens.setdefault(request, []).extend(answer.token_ids)
+                    log_probs.setdefault(request, []).extend(token_log_probs(answer))
+                    if output.finished:
+                        finish[request] = finish_of(request, answer)
+                        del self._names[request]
+                        finished_one()
+                        if request in with_experts:
+                            experts[request] = experts_of_tokens(answer, self._routed_layers)
+                num_steps += 1
+                names |= self._start_all(later, order.version, kind)
+                later = ()
         self._start_all(later, order.version, kind)  # of a slice without a step
         drawn: dict[int, Drawn] = {}
         for request, new in tokens.items():

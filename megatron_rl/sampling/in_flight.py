@@ -123,9 +123,9 @@ class InFlightBatches:
         }
 
     def sampled_episodes(self, step: int) -> list[Episode]:
-        """The episodes of a step's rows, without greedy answers."""
-        batch = self._batches[step]
-        return batch.episodes[: len(batch.prompts)]
+        """The episodes of a step's rows, without greedy answers; none of a batch that is not begun."""
+        batch = self._batches.get(step)
+        return [] if batch is None else batch.episodes[: len(batch.prompts)]
 
     def drafts(self, step: int) -> DraftCounts:
         """What drafts did for the answers of a batch, in this process; zeros without drafts."""

@@ -33,7 +33,7 @@ class PoolSampler(Sampler):
         """The batch of a step, which is generated now as far as it is not yet complete."""
         self.begin_batches(self.rules.last_batch(step - 1))
         if not self.queue.scheduler.is_complete(step):
-            with self._rollout_mode():
+            with self.awaited.waiting(self.answers.sampled_episodes(step)), self._rollout_mode():
                 self._run_slices(step)
         batch = self.take(step)
         if self.rules.extra_groups:
@@ -53,7 +53,7 @@ class PoolSampler(Sampler):
         earlier = [] if step is None else [self.earlier_of(index, step) for index in prompts.index.tolist()]
         asked = UnscheduledRequests(prompts, sampling, self.seed_of, self.episodes, self.rules.awaits_turns, earlier)
         asked.begin()
-        with self._rollout_mode():
+        with self.awaited.waiting(asked.episodes), self._rollout_mode():
             while not asked.is_answered:
                 shares = asked.shares(len(self.queue.engines))
                 slices = {

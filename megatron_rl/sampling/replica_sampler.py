@@ -52,11 +52,12 @@ class ReplicaSampler(Sampler):
         """The batch of a step, once it is complete."""
         self._announce()
         start = time.time()
-        self._wait_for(step)
-        while not self.queue.scheduler.is_complete(step):
-            self.send_weights(step - 1)
-            self._announce()
+        with self.logger.clock.waiting("gen"):
             self._wait_for(step)
+            while not self.queue.scheduler.is_complete(step):
+                self.send_weights(step - 1)
+                self._announce()
+                self._wait_for(step)
         self.metrics.waited(start, time.time())
         with self.driver.locked():
             return self.take(step)
@@ -79,7 +80,7 @@ class ReplicaSampler(Sampler):
         """Answers to all prompt rows; open requests continue afterwards."""
         version = self.weights.version
         asked = UnscheduledRequests(prompts, sampling, self.seed_of, self.episodes, self.rules.awaits_turns)
-        with self.driver.holding(version, drained=not self.rules.partial):
+        with self.awaited.waiting(asked.episodes), self.driver.holding(version, drained=not self.rules.partial):
             self.driver.ask(asked.begin)
             while not self.driver.ask(lambda: generate_now(self.driver, asked, version)):
                 self.driver.wait_until(lambda: self.weights.is_wanted)
@@ -117,7 +118,8 @@ class ReplicaSampler(Sampler):
         def can_join() -> bool:
             return weights.is_wanted and (weights.version == step - 1 or not slots.generating)
 
-        self.driver.wait_until(lambda: scheduler.is_complete(step) or can_join(), self._check_stop)
+        with self.awaited.waiting(self.answers.sampled_episodes(step)):
+            self.driver.wait_until(lambda: scheduler.is_complete(step) or can_join(), self._check_stop)
 
     def _announce(self) -> None:
         """Let replicas take the newest weights that were sent, and begin the batches that these allow.

@@ -27,6 +27,7 @@ from megatron_rl.observe.phase_clock import PhaseClock
 from megatron_rl.records import Batch, Prompts, Sampling
 from megatron_rl.rollout.seeds import request_seed
 from megatron_rl.rollout.slices import DraftCounts
+from megatron_rl.sampling.awaited import Awaited
 from megatron_rl.sampling.in_flight import InFlightBatches
 from megatron_rl.sampling.journal import Journal, reply_event
 from megatron_rl.sampling.length_history import LENGTHS_FILE, LengthHistory
@@ -112,6 +113,7 @@ class Sampler:
         self.seed_of = partial(request_seed, self.config.trainer.seed)
         self.episodes = self._episodes(sources.episodes, schedule)
         limits = None if self.episodes is None else self.episodes.limits
+        self.awaited = Awaited(self.episodes is not None or self.rules.slice_steps is not None)
         self._earlier = schedule.earlier
         self.answers = InFlightBatches(
             self.rules.batch_rows, self.seed_of, self.journal is not None, limits, self.earlier_of

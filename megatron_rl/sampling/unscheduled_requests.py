@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from megatron_rl.agents.episode import rows_of
+from megatron_rl.agents.episode import Episode, rows_of
 from megatron_rl.agents.episodes import Episodes
 from megatron_rl.cluster.routing import chunk_sizes
 from megatron_rl.records import Batch, Prompts, Sampling
@@ -47,6 +47,11 @@ class UnscheduledRequests:
     def is_answered(self) -> bool:
         return all(episode.finish for episode in self._rows.values())
 
+    @property
+    def episodes(self) -> list[Episode]:
+        """One for each row of prompts."""
+        return list(self._rows.values())
+
     def shares(self, num_replicas: int) -> list[tuple[Start, ...]]:
         """The requests that can be drawn now, one share for each replica: of contiguous rows, the first ones of one
         more. A row stays with its replica, which may have keys and values of its earlier turns.
@@ -83,7 +88,7 @@ class UnscheduledRequests:
 
     def rows(self) -> tuple[Prompts, Batch]:
         """Prompts as their episodes have begun, and their answers."""
-        episodes = list(self._rows.values())
+        episodes = self.episodes
         return begun_prompts(self._prompts, episodes), rows_of(
             episodes, with_versions=False, has_turns=self._episodes is not None
         )

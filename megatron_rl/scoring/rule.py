@@ -39,6 +39,12 @@ class RuleReward:
         """End the processes."""
         self.processes.__exit__(*failure)
 
+    def under_way(self, phase: str) -> list[str]:
+        """Return how many responses are still to score, while that is waited for; any thread may ask."""
+        if phase != "reward" or not isinstance(self.processes, RewardProcesses):
+            return []
+        return [f"{self.processes.num_open} responses left"]
+
     def begin(self, answer: int, row: Mapping[str, Any], token_ids: Sequence[int]) -> None:
         """Score an answer while others are generated. answer: its number. row: its task. token_ids: all that follows
         the prompt. Raises RewardError where the reward processes have died.
@@ -72,6 +78,10 @@ class NoRule(contextlib.nullcontext[Any]):
         """tokenizer: decodes answers for sample tables."""
         super().__init__(self)
         self.tokenizer = tokenizer
+
+    def under_way(self, phase: str) -> list[str]:
+        """Return nothing: nothing is waited for."""
+        return []
 
     def begin(self, answer: int, row: Mapping[str, Any], token_ids: Sequence[int]) -> None:
         """Do nothing."""

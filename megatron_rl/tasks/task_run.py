@@ -19,6 +19,7 @@ from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.controller.run_setup import RunBase, RunPools, take_folder
 from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.observe.phase_watch import watching
 from megatron_rl.planning.batch_arithmetic import task_table
 from megatron_rl.planning.memory import planned_memory
 from megatron_rl.roles.reference import Reference
@@ -64,7 +65,8 @@ def open_task(repairs: Repairs, local: bool = False) -> Iterator[TaskRun]:
     with ExitStack() as opened:
         placement = Placement.of(config)
         tokenizer = load_tokenizer(placement.leader.model_path)
-        data = TaskData(config, repairs.once("examples", partial(read_files, config, tokenizer)))
+        with watching("reading of the examples"):
+            data = TaskData(config, repairs.once("examples", partial(read_files, config, tokenizer)))
         config = with_steps(config, len(data.train))
         logger = RunLogger(config, RunFolder(config, repairs), tokenizer, planned_memory(config))
         held_out = ValidationLoss(config, logger, repairs.stop)

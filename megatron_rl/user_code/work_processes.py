@@ -59,6 +59,11 @@ class WorkProcesses:
         """End all processes, also those that are busy."""
         self._end()
 
+    @property
+    def num_open(self) -> int:
+        """The number of jobs without an answer; any thread may ask."""
+        return len(self._open)
+
     def submit(self, jobs: Sequence[Job]) -> None:
         """Have jobs done; the answers come with `take`. Any thread may call this, and it never waits."""
         with self._changing:

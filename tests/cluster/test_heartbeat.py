@@ -9,11 +9,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_rl.cluster import heartbeat_monitor
+from megatron_rl.cluster.at_work import at_work
 from megatron_rl.cluster.calls import failures_of
+from megatron_rl.cluster.handle import Target
 from megatron_rl.cluster.heartbeat import Heartbeat
 from megatron_rl.cluster.heartbeat_monitor import (
     LONGEST_HELLO,
@@ -29,7 +33,9 @@ from megatron_rl.cluster.heartbeat_monitor import (
     waits_for_peers,
 )
 from megatron_rl.cluster.launcher import ProcessInfo
-from megatron_rl.observe.liveness import made_progress
+from megatron_rl.cluster.routing import Route
+from megatron_rl.dispatch import Dispatch, RemoteMethod
+from megatron_rl.observe.liveness import WorkDone, counting, current_work, finished_one, made_progress
 
 LIMITS = HeartbeatLimits(stall_timeout_s=100, heartbeat_timeout_s=30)
 NOW = 1000.0
@@ -108,6 +114,43 @@ def test_a_heartbeat_reports_what_its_rank_does_and_where(monitor: HeartbeatMoni
         assert list(stacks) == [0, 1] and "in test_a_heartbeat_reports" in stacks[0]
         assert stacks[0].startswith("thread MainThread")
     wait_until(lambda: monitor.hangs == {})
+
+
+def test_a_heartbeat_reports_how_far_its_method_is(monitor: HeartbeatMonitor) -> None:
+    """What is counted inside, and nothing outside. Would not catch a count that is never raised."""
+    heartbeat = Heartbeat(0, monitor.address)
+    with heartbeat.during("actor", "update"), counting("micro-batches", 3):
+        finished_one()
+        with counting("parts", 9):
+            finished_one()
+        finished_one()
+        wait_until(lambda: monitor.signs[0].work == WorkDone("micro-batches", 2, 3))
+    wait_until(lambda: monitor.signs[0].work is None)
+    finished_one()
+    assert current_work() is None
+
+
+def test_work_is_added_up_over_the_ranks_that_answer() -> None:
+    """Two replicas of two ranks, by hand; a rank that is in another method does not count. Would not catch a method of
+    a role that the pool does not have.
+    """
+    mark = RemoteMethod(Dispatch.REPLICAS, "gen")
+    target = Target("rollout", "advance", mark, "gen")
+    pool = SimpleNamespace(
+        monitor=None,
+        routes={Dispatch.REPLICAS: Route({rank: rank // 2 for rank in range(4)}, (0, 2))},
+        all_targets={"rollout": {"advance": target}},
+    )
+    assert at_work(pool) == ""
+    signs = {
+        rank: replace(sign(1, "advance"), role="rollout", work=WorkDone("responses", rank, 8)) for rank in range(4)
+    }
+    pool.monitor = SimpleNamespace(signs=signs)
+    assert at_work(pool) == "rollout.advance on 4 ranks, 2 of 16 responses"
+    signs[2] = sign(1, "")
+    assert at_work(pool) == "rollout.advance on 3 ranks, 0 of 8 responses"
+    signs.update({rank: sign(1, "export") for rank in range(4)})
+    assert at_work(pool) == "actor.export on 4 ranks"
 
 
 def test_strangers_are_sent_away_and_change_nothing(monitor: HeartbeatMonitor) -> None:
