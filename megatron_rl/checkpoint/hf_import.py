@@ -78,7 +78,9 @@ class HFFolder:
         """
         *stack, columns = whole_shape
         if columns % GROUP:
-            raise ConfigError(f"{name} in {self.path} has codes of 4 bits, and rows of {columns}, not of {GROUP} n")
+            raise ConfigError(
+                f"{name} in {self.path} has codes of 4 bits in rows of {columns}, which must be a multiple of {GROUP}"
+            )
         (first, stop), groups = box[-1], columns // GROUP
         whole_groups = first // GROUP, -(-stop // GROUP)
         own = slice(first - whole_groups[0] * GROUP, stop - whole_groups[0] * GROUP)

@@ -44,9 +44,8 @@ def unlike_the_list(folder: Path) -> list[str]:
             digests = threads.map(lambda name: digest_of(folder / name), there)
             for name, digest in zip(there, digests, strict=True):
                 if digest != listed[name]:
-                    faults.append(
-                        f"{name} has the SHA-256 {digest[:SHOWN]}..., and {LIST} says {listed[name][:SHOWN]}..."
-                    )
+                    said = f"{LIST} says {listed[name][:SHOWN]}..."
+                    faults.append(f"{name} has the SHA-256 {digest[:SHOWN]}..., and {said}: copy it again")
     except OSError as error:
         return [f"{LIST} cannot be compared: {error}"]
     return faults

@@ -89,7 +89,7 @@ def usable_checkpoint(given: Path) -> Path:
         _check(folder, {}, checksums=True)
     except (ManifestError, UnfitError) as error:
         usable = _nearest_usable(folder, folder.parent, {})
-        hint = f"{folder.parent} has no usable one" if usable is None else f"try: {usable}"
+        hint = f"{folder.parent} has no usable checkpoint" if usable is None else f"try: {usable}"
         raise ConfigError(f"{folder} is no checkpoint that can be used: {error}; {hint}") from error
     return folder
 
@@ -168,7 +168,7 @@ def _refused_path(given: str, rule: str, folder: Path, root: Path, models: Model
     usable = _nearest_usable(folder, root, models)
     if usable is not None:
         return refused(Violation({key: given}, rule, {key: str(usable)}))
-    hint = f"{root} has no usable one"
+    hint = f"{root} has no usable checkpoint"
     neighbours = [str(other) for other in root.iterdir() if other.is_dir()] if root.is_dir() else []
     if neighbours and not folder.exists():
         hint += f"; did you mean: {nearest_name(str(folder), neighbours)}"

@@ -66,7 +66,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         raise UnreadableFileError(f"{file.name} cannot be read: {error.strerror}") from error
     end = max((tensor.stop for tensor in tensors.values()), default=8 + length)
     if size != end:
-        cut = "it was cut off" if size < end else "something follows its last tensor"
+        cut = "it was cut off, copy it again" if size < end else "something follows its last tensor"
         raise UnreadableFileError(f"{file.name} has {size} bytes, and its header says {end}: {cut}")
     return tensors
 

@@ -178,7 +178,7 @@ class ProcessPool:
             yield
         except ProcessDied as error:
             why = str(error).strip().splitlines()[-1]
-            raise WorkerFailure(f"the processes of pool {self.name} did not come up: {why}", is_loss=True) from None
+            raise WorkerFailure(f"the processes of pool {self.name} did not start: {why}", is_loss=True) from None
 
     def _starting(self, numbered: list[ProcessInfo]) -> Iterator[WaitStep]:
         """Run the start after `spawn`, one step after the other."""

@@ -134,7 +134,7 @@ def _criterion(name: str, threshold: Any, config: RolloutCorrectionConfig) -> Cr
     if name in RATIO_CRITERIA and config.rollout_rs_threshold_lower is not None:
         low = config.rollout_rs_threshold_lower
     if low is None and high <= 1:
-        raise ValueError("must be > 1, as the lower bound is 1 / it")
+        raise ValueError("must be > 1, because the lower bound is 1 / threshold")
     low = 1 / high if low is None else low
     if low > high:
         raise ValueError(f"must be >= the lower bound, which is {low:g}")

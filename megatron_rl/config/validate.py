@@ -134,7 +134,7 @@ def _reward_model_problems(config: RunConfig) -> Iterable[Violation]:
     if (has_rule or has_model) and not (has_rule and reward.rule_weight) and not any(weights.values()):
         weights["reward_model.rule_weight"] = reward.rule_weight
         key, *_ = weights
-        yield Violation({key: weights[key]}, "must not be 0, as no other score counts", {key: 1.0})
+        yield Violation({key: weights[key]}, "must not be 0, because nothing else gives a score", {key: 1.0})
 
 
 def _validation_only_problems(config: RunConfig, has_model: bool) -> Iterable[Violation]:

@@ -46,7 +46,7 @@ class FileReader:
         """Raises ConfigError for options that do not go with the kind."""
         if kind != "examples" and options.loss_on == "all":
             raise ConfigError(
-                "data.loss_on=all is for supervised fine-tuning: preferences and scores are of answers; "
+                "data.loss_on=all is for supervised fine-tuning: preferences and scores judge the responses alone; "
                 "try: data.loss_on=answers"
             )
         self.report = ReadingReport()

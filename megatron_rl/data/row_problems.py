@@ -19,7 +19,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "not_json": ("a line must be JSON", "mend the line, or write the file anew"),
     "not_an_object": ("a line must be an object in braces", "write {column: value, ...}"),
     "not_utf8": ("text must be UTF-8", "convert the file, for instance with iconv -f latin1 -t utf-8"),
-    "half_surrogate": ("text must not hold half of a pair of surrogates, which is no character", "take it out"),
+    "half_surrogate": ("text must not hold half of a surrogate pair, which is no valid Unicode", "take it out"),
     "repeated_field": ("an object must name each field once", "keep one of the two"),
     "missing": ("the field must be there and not null", "fill it in, or take the row out"),
     "wrong_type": ("the field must have the right type", "write it as said"),

@@ -109,7 +109,7 @@ def _component_problems(config: RunConfig) -> Iterable[Violation]:
         return
     name = f"algorithm.adv_estimator={algorithm.adv_estimator}"
     if not keys:
-        rule = f"must name at least one number that the reward function returns beside its score, as {name}"
+        rule = f"must name at least one number that the reward function returns beside its score, because of {name}"
         yield Violation({keys_key: keys}, rule, {keys_key: ["score"]})
     elif weights is not None and len(weights) != len(keys):
         rule = f"must be one number for each of {keys_key}, of which there are {len(keys)}"

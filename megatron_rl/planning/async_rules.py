@@ -35,10 +35,8 @@ def async_problems(config: RunConfig) -> Iterable[Violation]:
     yield from _stale_problems(config)
     if config.algorithm.filter_groups.enable:
         key = "algorithm.filter_groups.enable"
-        rule = (
-            f"must be false where generation goes on from step to step ({asked_ahead(config)}): the batches that are "
-        )
-        yield Violation({key: True}, f"{rule}drawn in place of others have no place in its schedule", {key: False})
+        rule = f"must be false where generation continues over several steps ({asked_ahead(config)}): batches that are "
+        yield Violation({key: True}, f"{rule}generated as replacements are not in its schedule", {key: False})
 
 
 def _sync_problems(config: RunConfig) -> Iterable[Violation]:

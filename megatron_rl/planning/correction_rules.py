@@ -90,7 +90,8 @@ def _bypass_problems(config: RunConfig) -> Iterable[Violation]:
         rule = f"must be 1.0 with {bypass_key}=true, where no pass of the trainer measures entropies before the update"
         yield Violation({key: loss.top_entropy_quantile}, rule, {key: 1.0})
     if "sum_pi_squared" in estimator_traits(config).reads:
-        rule = f"must be false: algorithm.adv_estimator={config.algorithm.adv_estimator} needs a pass of the trainer"
+        estimator = f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
+        rule = f"must be false: {estimator} needs log-probs that the trainer computes"
         nearest: dict[str, Any] = {bypass_key: False}
         nearest |= {type_key: "ppo_clip"} if correction.loss_type == "reinforce" else {}
         nearest |= {mode_key: "vanilla"} if loss.loss_mode == "bypass_mode" else {}

@@ -169,7 +169,7 @@ def read_model_folder(
     except OSError as error:
         return None, [Violation(given, f"must be a folder that can be read: {error.strerror}")]
     faulty = [Violation(given, f"{rule}; it holds {_listing(folder)}") for rule in lacking_in(folder)]
-    faulty += [Violation(given, f"must be whole: {fault}") for fault in files.faults]
+    faulty += [Violation(given, f"must be complete: {fault}") for fault in files.faults]
     if described is None:
         return None, [*faulty, *problems]
     return _with_files(key, described, files, [*faulty, *problems])

@@ -249,7 +249,7 @@ def _part_problems(group: str, granularity: str | None, parts: list[str] | None)
     if granularity != SELECTIVE:
         yield Violation({key: parts}, f"must be null, or {GRANULARITY} {SELECTIVE}", {key: None})
     elif known != parts or not parts:
-        rule = f"must be some of {', '.join(PARTS)}: the others that Megatron knows want transformer-engine's layers"
+        rule = f"may name only {', '.join(PARTS)}: Megatron's other modules need the layers of transformer-engine"
         yield Violation({key: parts}, rule, {key: known or None})
 
 
@@ -279,7 +279,7 @@ def nearest_number_of_layers(method: str, number: int, sizes: Sequence[int]) -> 
 def _ddp_problems(group: str, ddp: OverrideDDPConfig) -> Iterable[Violation]:
     key = f"{group}.{BUCKET}"
     if ddp.bucket_size is not None and ddp.bucket_size >= 1 and not ddp.overlap_grad_reduce:
-        rule = f"needs {OVERLAP}: gradients that are reduced at the end are one bucket"
+        rule = f"does not fit: a bucket size needs {OVERLAP}=true, as without it all gradients are one bucket"
         yield Violation({key: ddp.bucket_size, f"{group}.{OVERLAP}": False}, rule, {f"{group}.{OVERLAP}": True})
     if ddp.overlap_param_gather and not ddp.overlap_grad_reduce:
         settings = {f"{group}.{GATHER}": True, f"{group}.{OVERLAP}": False}

@@ -128,7 +128,7 @@ def _rollout_problems(config: RunConfig, roles: list[RoleSpec]) -> Iterable[Viol
         rule = f"do not go together: true means that the rollout is in the actor's pool, {ACTOR}.pool={actor_pool}"
         yield Violation({pool_key: rollout.pool, HYBRID: True}, rule, {HYBRID: None})
     if hybrid is not False and rollout.nnodes > 0:
-        rule = f"must be 0, as {HYBRID}={shown(hybrid)}: only with false does the rollout have {ROLLOUT_POOL}"
+        rule = f"must be 0, as {HYBRID}={shown(hybrid)}: only false gives the rollout a pool of its own, {ROLLOUT_POOL}"
         yield Violation({nodes_key: rollout.nnodes}, rule, {nodes_key: 0}, f"or set {HYBRID}=false")
     elif hybrid is False and where != ROLLOUT_POOL and rollout.nnodes > 0:
         rule = "both place the rollout"
@@ -153,7 +153,7 @@ def _reward_pool_problems(config: RunConfig, roles: list[RoleSpec]) -> Iterable[
         return
     nodes_key, own_key = f"{REWARD_MODEL}.nnodes", f"{REWARD_MODEL}.enable_resource_pool"
     if not reward.enable_resource_pool and reward.nnodes > 0:
-        rule = f"must be 0, as {own_key}=false: only with true is there a {REWARD_POOL}"
+        rule = f"must be 0, as {own_key}=false: only true gives the reward model a pool of its own, {REWARD_POOL}"
         yield Violation({nodes_key: reward.nnodes}, rule, {nodes_key: 0}, f"or set {own_key}=true")
     elif reward.enable_resource_pool and reward.pool not in (GLOBAL_POOL, REWARD_POOL) and reward.nnodes > 0:
         settings = {f"{REWARD_MODEL}.pool": reward.pool, nodes_key: reward.nnodes}

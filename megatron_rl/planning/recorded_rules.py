@@ -20,7 +20,7 @@ def recorded_problems(config: RunConfig, config_only: bool) -> Iterable[Violatio
         return
     run = Path(trainer.rollouts_from)
     if config.samples_ahead:
-        rule = "must be null where generation goes on from step to step: a recorded batch is not drawn"
+        rule = "must be null where generation continues over several steps: a recorded batch is not generated"
         yield Violation({FROM: str(run)}, rule, {AHEAD: 0, PARTIAL: False})
     if run.resolve() == Path(trainer.default_local_dir).resolve():
         rule = "must be another folder than trainer.default_local_dir, where this run records its own samples"

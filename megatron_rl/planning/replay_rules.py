@@ -45,9 +45,8 @@ def replay_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable
         nearest = OFF if config.samples_ahead else ENGINES
         yield Violation({MODE: RECORDED}, rule, {MODE: nearest})
     if config.samples_ahead:
-        why = (
-            f"where generation goes on from step to step ({asked_ahead(config)}) it hands out no experts of its tokens"
-        )
+        ahead = asked_ahead(config)
+        why = f"generation that continues over several steps ({ahead}) does not return the experts of its tokens"
         if replay.mode == ENGINES:
             rule = f"must be {OFF} or {RECORDED}: {why}"
             yield Violation({MODE: ENGINES}, rule, _without(config, OFF if bypasses(config) else RECORDED))

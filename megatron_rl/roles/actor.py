@@ -269,8 +269,8 @@ class Actor(TrainedRole):
             raise RuntimeError("there is no bridge: join_bridge() comes first")
         if self.checkpoint.bias is not None and self.checkpoint.bias.has_moved:
             raise ConfigError(
-                "the checkpoint's biases of experts are not the model folder's, and only weights go to another pool: "
-                "start from an export of it, or generate in the actor's pool"
+                "the checkpoint has other expert biases than the model folder, and rollout pools receive only weights: "
+                "start from an export of the checkpoint, or generate in the actor's pool"
             )
         with nullcontext() if self.merged is None else self.merged.renewed():
             return self.sender.send(version)

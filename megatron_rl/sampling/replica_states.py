@@ -186,8 +186,8 @@ class ReplicaSlots:
         since = self._too_few_since = now if self._too_few_since is None else self._too_few_since
         if now - since > self.elastic.wait_s:
             raise WorkerFailure(
-                f"{num_there} rollout replicas are left for trainer.repair_wait_s={self.elastic.wait_s:g} s, and "
-                f"actor_rollout_ref.rollout.min_replicas={self.elastic.min_replicas}",
+                f"{num_there} rollout replicas were left for trainer.repair_wait_s={self.elastic.wait_s:g} s, which is "
+                f"below actor_rollout_ref.rollout.min_replicas={self.elastic.min_replicas}",
                 is_loss=True,
             )
 

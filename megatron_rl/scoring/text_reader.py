@@ -89,7 +89,9 @@ class TextReader:
         self._fill(tokens, texts, joined, add_special_tokens=True)
         empty = next((row for row, ids in enumerate(tokens) if not ids), None)
         if empty is not None:
-            raise RewardError(f"{self.name} has nothing to read of {conversations[empty]!r:.200}: 0 tokens")
+            raise RewardError(
+                f"{self.name} cannot score {conversations[empty]!r:.200}: its chat template makes 0 tokens of it"
+            )
         return tokens
 
     def check(self, conversations: Sequence[Conversation], prompt_ids: Sequence[list[int]]) -> list[str]:

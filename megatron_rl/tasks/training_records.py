@@ -87,8 +87,8 @@ def mismatched(records: Sequence[Labelled], max_length: int) -> list[Labelled]:
     most, count, after = max(map(len, prompts.values()), default=0), len(records), 0
     if most == count > 0:
         raise ConfigError(
-            f"{records[0].where}: dpo.loss=kto compares with other prompts' answers, and this row's prompt is that of "
-            f"all {count} labelled answers; try: files with two prompts or more"
+            f"{records[0].where}: dpo.loss=kto compares responses to different prompts, and all {count} labelled "
+            "responses have the same prompt; try: files with two prompts or more"
         )
     together = [number for group in prompts.values() for number in group]
     pairs = list(records)

@@ -136,7 +136,7 @@ def test_a_changed_file_of_the_list_is_refused(tmp_path):
     data[-100] ^= 1
     (folder / "part-0.safetensors").write_bytes(data)
     changed = hashlib.sha256(data).hexdigest()
-    rule = f"part-0.safetensors has the SHA-256 {changed[:12]}..., and SHA256SUMS says {digest[:12]}..."
+    rule = f"part-0.safetensors has the SHA-256 {changed[:12]}..., and SHA256SUMS says {digest[:12]}...: copy it again"
     assert unlike_the_list(folder) == FolderFiles.read(folder).faults == [rule]
     assert identity(folder)["weights"] == before["weights"]
     save_file({"more": torch.zeros(1)}, folder / "more.safetensors")

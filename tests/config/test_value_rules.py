@@ -185,7 +185,7 @@ def test_no_number_may_be_infinite_or_nan(defaults, key, value):
         ("reward_model.weight=.inf", "reward_model.weight=inf must be a finite number; try: 1"),
         (
             "reward_model.rule_weight=0",
-            "reward_model.rule_weight=0 must not be 0, as no other score counts; try: 1",
+            "reward_model.rule_weight=0 must not be 0, because nothing else gives a score; try: 1",
         ),
     ],
 )
@@ -262,17 +262,17 @@ WITH_MODEL = ("reward_model.enable=true", "reward_model.model.path=rm")
         ),
         (
             (*WITH_MODEL, *MODEL_ALONE, "reward_model.weight=0"),
-            ["reward_model.weight=0 must not be 0, as no other score counts; try: 1"],
+            ["reward_model.weight=0 must not be 0, because nothing else gives a score; try: 1"],
         ),
         ((*MODEL_ALONE, FURTHER), []),
         ((FURTHER, "reward_model.rule_weight=0"), []),
         (
             (*MODEL_ALONE, FURTHER, "reward_models.helpful.weight=0"),
-            ["reward_models.helpful.weight=0 must not be 0, as no other score counts; try: 1"],
+            ["reward_models.helpful.weight=0 must not be 0, because nothing else gives a score; try: 1"],
         ),
         (
             (*WITH_MODEL, FURTHER, *ZERO, "reward_model.rule_weight=0"),
-            ["reward_model.weight=0 must not be 0, as no other score counts; try: 1"],
+            ["reward_model.weight=0 must not be 0, because nothing else gives a score; try: 1"],
         ),
         (("reward_models.helpful.weight=2",), ["reward_models.helpful.model.path=null must be a model folder"]),
         (
@@ -328,7 +328,7 @@ WITH_MODEL = ("reward_model.enable=true", "reward_model.model.path=rm")
         ),
         (
             (*WITH_MODEL, VALIDATES, "reward_model.weight=0"),
-            ["reward_model.weight=0 must not be 0, as no other score counts; try: 1"],
+            ["reward_model.weight=0 must not be 0, because nothing else gives a score; try: 1"],
         ),
     ],
 )

@@ -219,7 +219,7 @@ def test_each_column_has_a_digest_of_its_own(tmp_path, tokenizer, column, change
     [
         (
             '{"prompt": "\\ud800"}',
-            r"row 1 \(line 3\), field 'prompt': '.ud800'; text must not hold half of a pair of surrogates",
+            r"row 1 \(line 3\), field 'prompt': '.ud800'; text must not hold half of a surrogate pair",
         ),
         ("[" * 100_000, r"row 1 \(line 3\): nested more deeply than can be read"),
         (

@@ -134,6 +134,6 @@ def test_too_few_replicas_end_a_run(command_line) -> None:
     run.wait_for(reached(run, 1))
     (run.run / "drain").write_text("0\n1\n")
     assert run.wait() == 3, run.text()
-    assert "0 rollout replicas are left for trainer.repair_wait_s=2 s" in " ".join(run.text().split())
+    assert "0 rollout replicas were left for trainer.repair_wait_s=2 s" in " ".join(run.text().split())
     assert f"{ROLLOUT}.min_replicas=1" in run.text()
     assert "Traceback" not in run.text() and run.left_over() == []

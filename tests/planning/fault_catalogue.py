@@ -61,7 +61,7 @@ values("chunks of one stage", "layout", {VPP: 2, PP: 1, GPUS: 4}, (PP, "vpp(2) n
 values("first stage", "layout", {FIRST: 3}, (PP, "first(3)"), experts=False)
 values("both ends", "layout", {FIRST: 2, LAST: 3, PP: 2, GPUS: 4}, (PP, "must add up"), experts=False)
 values("layers of a run", "layout", {GRANULARITY: "full", METHOD: "uniform", NUMBER: 4}, (NUMBER, "divide the layers"))
-values("parts", "layout", {GRANULARITY: "selective", MODULES: ["layernorm"]}, (MODULES, "must be some of"))
+values("parts", "layout", {GRANULARITY: "selective", MODULES: ["layernorm"]}, (MODULES, "may name only"))
 values("layers of parts", "layout", {GRANULARITY: "selective", METHOD: "block"}, (METHOD, "must be null: whole layers"))
 values("no tp", "layout", {TP: 0}, (TP, "must be >= 1"))
 values("negative pp", "layout", {PP: -3}, (PP, "must be >= 1"))
@@ -230,7 +230,7 @@ values(
     "two policies",
     "correction algorithm critic batch",
     {f"{CORRECTION}.bypass_mode": True, "algorithm.adv_estimator": "optimal_token_baseline", f"{ROLLOUT}.n": 2},
-    (f"{CORRECTION}.bypass_mode", "needs a pass of the trainer"),
+    (f"{CORRECTION}.bypass_mode", "needs log-probs that the trainer computes"),
 )
 values(
     "criteria",
@@ -359,7 +359,7 @@ def folder_of_prompts(case: Case, rng: Random) -> list[Said]:
 def half_a_character(case: Case, rng: Random) -> list[Said]:
     (case.folder / "test.jsonl").write_text('{"prompt": "\\uD800"}\n')
     case.set({"data.val_files": str(case.folder / "test.jsonl")})
-    return [("data.val_files", "half of a pair of surrogates")]
+    return [("data.val_files", "must not hold half of a surrogate pair")]
 
 
 @fault("val", offer=False, experts=None)

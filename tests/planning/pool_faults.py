@@ -167,7 +167,7 @@ def further_model_of_another_dtype(case: Case, rng: Random) -> list[Said]:
 DDP = f"{MEGATRON}.override_ddp_config"
 OVERLAPS, LATE, BUCKET = (f"{DDP}.{name}" for name in ("overlap_grad_reduce", "overlap_param_gather", "bucket_size"))
 values("late parameters", "ddp", {LATE: True}, (LATE, "needs overlap_grad_reduce"))
-values("one bucket", "ddp", {BUCKET: 1000}, (BUCKET, "needs overlap_grad_reduce"))
+values("one bucket", "ddp", {BUCKET: 1000}, (BUCKET, "a bucket size needs overlap_grad_reduce"))
 values("no bucket", "ddp", {BUCKET: 0, OVERLAPS: True}, (BUCKET, "or >= 1"))
 values("parts of nothing", "layout", {MODULES: ["mlp"]}, (MODULES, "must be null, or"))
 

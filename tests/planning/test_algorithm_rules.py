@@ -126,7 +126,7 @@ def test_rules_between_keys(config):
 
     correction.rollout_rs, correction.rollout_is_threshold = "token", 0.5
     (problem,) = problems(config)
-    assert "rollout_is_threshold=0.5 must be > 1, as the lower bound is 1 / it; try: " in problem
+    assert "rollout_is_threshold=0.5 must be > 1, because the lower bound is 1 / threshold; try: " in problem
     correction.rollout_rs_threshold_lower = 0.9
     (problem,) = problems(config)
     assert "rollout_is_threshold=0.5 must be >= the lower bound, which is 0.9; try: " in problem

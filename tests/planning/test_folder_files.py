@@ -201,11 +201,11 @@ def test_files_that_name_different_end_tokens(tmp_path, declared, is_said):
     [
         (
             b'{"prompt": "\\ud800", "data_source": "a"}',
-            "field 'prompt': '\\ud800'; text must not hold half of a pair of surrogates",
+            "field 'prompt': '\\ud800'; text must not hold half of a surrogate pair",
         ),
         (
             b'{"reward_model": {"ground_truth": ["\\uDFFF"]}}',
-            "field 'reward_model': '\\udfff'; text must not hold half of a pair",
+            "field 'reward_model': '\\udfff'; text must not hold half of a surrogate pair",
         ),
         (b"[" * 100_000, "nested more deeply than can be read"),
         (b'{"prompt": "\xff"}', "byte 0xff at 12 of the line; text must be UTF-8"),

@@ -125,8 +125,8 @@ def test_what_a_split_rollout_allows(config):
             None,
             "gen",
             1,
-            [f"{ROLLOUT}.nnodes=1 must be 0, as {HYBRID}=null: only with false does the rollout have rollout_pool; "
-             f"try: 0; or set {HYBRID}=false"],
+            [f"{ROLLOUT}.nnodes=1 must be 0, as {HYBRID}=null: only false gives the rollout a pool of its own, "
+             f"rollout_pool; try: 0; or set {HYBRID}=false"],
         ),
         (None, "rollout_pool", 0, [f"{ROLLOUT}.pool=rollout_pool must be a pool that is defined"]),
     ],

@@ -164,7 +164,7 @@ def test_limits_that_leave_no_room():
 
 def test_nothing_to_read():
     """A template that says nothing: there is no token to score. Would not catch a text that is only unknown."""
-    with pytest.raises(RewardError, match=r"reward_model has nothing to read of .*: 0 tokens"):
+    with pytest.raises(RewardError, match=r"reward_model cannot score .*: its chat template makes 0 tokens"):
         reader(template="{{ '' }}").token_ids([user("a")], [[3]], [[3]])
 
 
