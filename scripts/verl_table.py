@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.planning.checked import checked
+from megatron_rl.planning.checked_config import checked
 from megatron_rl.port.port import port
 
 BEGIN, END = "<!-- table by scripts/verl_table.py -->", "<!-- end of the table -->"

@@ -19,7 +19,7 @@ from megatron_rl.node_check.doctor import Condition, RunNeeds, machine_facts, sy
 from megatron_rl.observe.console import quiet_libraries
 from megatron_rl.observe.summary import plain_table
 from megatron_rl.observe.terminal import Terminal
-from megatron_rl.planning.checked import checked, planned_task
+from megatron_rl.planning.checked_config import checked, planned_task
 from megatron_rl.planning.hardware import planned_hardware
 from megatron_rl.planning.memory_report import with_kv_cache
 

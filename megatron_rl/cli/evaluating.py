@@ -16,7 +16,7 @@ from megatron_rl.checkpoint.resume import trained_model, usable_checkpoint
 from megatron_rl.cli.options import ConfigPath, Overrides, check_number
 from megatron_rl.cli.output import check_output_folder, say
 from megatron_rl.cli.tasks import Collapse, Local, made_ready, start_evaluation, startable
-from megatron_rl.config.evaluated import unjudged, without_adapters
+from megatron_rl.config.eval_config import unjudged, without_adapters
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.tasks import PPO
 from megatron_rl.errors import ConfigError

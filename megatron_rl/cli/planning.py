@@ -23,17 +23,17 @@ from megatron_rl.observe.program import NAME, next_command
 from megatron_rl.observe.summary import layout_table
 from megatron_rl.observe.terminal import Terminal
 from megatron_rl.planning.batch_arithmetic import batch_table, task_table
-from megatron_rl.planning.checked import Checked, checked, planned_task
+from megatron_rl.planning.checked_config import CheckedConfig, checked, planned_task
 from megatron_rl.planning.hardware import SUFFIXES, default_hardware, planned_hardware
 from megatron_rl.planning.layout_search.explain import explain, explained
 from megatron_rl.planning.layout_search.explain import lines as explain_lines
 from megatron_rl.planning.layout_search.map_report import as_json as placements_as_json
 from megatron_rl.planning.layout_search.map_report import placement_table, time_table
 from megatron_rl.planning.layout_search.map_report import sentences as placement_sentences
-from megatron_rl.planning.layout_search.mapped import find_placements
 from megatron_rl.planning.layout_search.placement_files import command_of, write_placement
+from megatron_rl.planning.layout_search.random_placements import sampled, write_points
 from megatron_rl.planning.layout_search.request import MapRequest, cluster_of, read_base
-from megatron_rl.planning.layout_search.sample import sampled, write_points
+from megatron_rl.planning.layout_search.search_result import find_placements
 from megatron_rl.planning.memory_report import with_kv_cache
 from megatron_rl.planning.plan_screen import screen_rows, search_command
 from megatron_rl.planning.run_plan import RunPlan, mean_lengths
@@ -84,7 +84,7 @@ def plan_command(
     except ConfigError as error:
         if not as_json:
             raise
-        run, gpu = Checked(None, violations_of(error)), None
+        run, gpu = CheckedConfig(None, violations_of(error)), None
     run_config, violations = run.config, run.violations
     plan: RunPlan | TaskPlan | None = None
     if isinstance(run_config, TaskConfig) and gpu is not None and not violations:

@@ -18,7 +18,7 @@ from megatron_rl.config.problems import raise_problems
 from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.observe.terminal import Terminal
-from megatron_rl.planning.checked import checked, planned_task
+from megatron_rl.planning.checked_config import checked, planned_task
 from megatron_rl.rehearse.comparison import beyond, peak_table, peaks_of
 from megatron_rl.rehearse.fewer_layers import with_fewer_layers
 from megatron_rl.rehearse.group_calls import GroupCall

@@ -15,7 +15,7 @@ from megatron_rl.cli.options import ConfigPath, Overrides
 from megatron_rl.cli.output import say
 from megatron_rl.cluster.loading import without_collections
 from megatron_rl.cluster.signals import quit_on_signals, restore_signals
-from megatron_rl.config.evaluated import EVALUATION, evaluated
+from megatron_rl.config.eval_config import EVALUATION, for_evaluation
 from megatron_rl.config.one_rank import collapsed
 from megatron_rl.config.problems import raise_problems
 from megatron_rl.config.roles import Placement
@@ -25,7 +25,7 @@ from megatron_rl.config.tasks import DPO, PPO, REWARD, SFT
 from megatron_rl.errors import ConfigError, StoppedBeforeStep
 from megatron_rl.observe.console import quiet_libraries
 from megatron_rl.observe.terminal import Announcer, Terminal
-from megatron_rl.planning.checked import checked, commanded
+from megatron_rl.planning.checked_config import checked, commanded
 from megatron_rl.roles.environment import worker_environment
 
 LOCAL = (
@@ -124,7 +124,7 @@ def startable(
 
     def change(config: RunConfig) -> RunConfig:
         config = commanded(collapsed(config) if collapse else config, task)
-        return further(evaluated(config) if config.trainer.val_only else config)
+        return further(for_evaluation(config) if config.trainer.val_only else config)
 
     run = checked(path, overrides, change=change, task=task)
     raise_problems("this run cannot start", run.violations)

@@ -16,7 +16,7 @@ from megatron_rl.cluster.signals import exit_on_signals
 from megatron_rl.config.problems import raise_problems
 from megatron_rl.errors import ConfigError, Violation
 from megatron_rl.observe.terminal import Terminal
-from megatron_rl.planning.checked import checked, only_ppo
+from megatron_rl.planning.checked_config import checked, only_ppo
 from megatron_rl.trials.ablation import Ablation, only_ablation
 from megatron_rl.trials.ablation_file import read_ablation
 from megatron_rl.trials.ablation_report import broken_rules, dry_run_table, rule_lines

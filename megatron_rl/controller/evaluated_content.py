@@ -38,7 +38,7 @@ NO_MATTER = ("num_workers", "planned_wait_s")
 
 
 def evaluated_content(config: RunConfig) -> dict[str, Any]:
-    """Return dotted name -> value or digest, JSON-ready. config: made by `config.evaluated`. Raises OSError."""
+    """Return dotted name -> value or digest, JSON-ready. config: made by `config.eval_config`. Raises OSError."""
     shared, data, scored = config.actor_rollout_ref, config.data, config.reward_model
     rollout, rule = shared.rollout, config.custom_reward_function
     groups: dict[str, Any] = {

@@ -34,7 +34,7 @@ ROUNDS = 4
 def evaluate(config: RunConfig, local: bool = False) -> dict[str, dict[str, Any]]:
     """Answer the prompts of `data.val_files` and return the numbers that are also written to `evaluation_table.json`.
 
-    config: made by `config.evaluated`. Goes on where an evaluation with the same settings in
+    config: made by `config.eval_config`. Goes on where an evaluation with the same settings in
     `trainer.default_local_dir` was stopped. Raises ConfigError where one of other settings or content is there, or a
     damaged one; else as `train`.
     """

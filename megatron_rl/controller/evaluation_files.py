@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.evaluated import EVALUATION
+from megatron_rl.config.eval_config import EVALUATION
 from megatron_rl.config.file_kinds import ABSENT, instead_of_file
 from megatron_rl.config.json_files import UnreadableFileError, parsed_json, read_json_object
 from megatron_rl.config.schema import RunConfig, as_list

@@ -11,7 +11,7 @@ from megatron_rl.config.distillation_keys import SELF
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
 from megatron_rl.planning.pool_rules import OWN_ROLES
-from megatron_rl.planning.vocabulary import different_tokens
+from megatron_rl.planning.tokenizer_rules import different_tokens
 
 GROUP, LOSS = "distillation.teacher_models", "distillation.distillation_loss"
 MODE, GRADIENT = f"{LOSS}.loss_mode", f"{LOSS}.use_policy_gradient"

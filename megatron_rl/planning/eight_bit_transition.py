@@ -12,7 +12,7 @@ from megatron_rl.hybrid_engine.plan import ExchangePlan, Member, aligned, make_p
 from megatron_rl.model.families import VOCAB_PADDING, Model, ParamSpec, eight_bit_names, tensors_of
 from megatron_rl.parallel.scale_blocks import SCALES
 from megatron_rl.parallel.sharding import LogicalTensor, Place, shard_of
-from megatron_rl.planning.alike_layers import AlikeLayers, packed_bytes
+from megatron_rl.planning.representative_layers import RepresentativeLayers, packed_bytes
 
 Members = Callable[[], Sequence[Member]]
 
@@ -42,9 +42,9 @@ class EightBitTransition:
         """Bytes of an element of each exchange."""
 
     @cached_property
-    def alike(self) -> list[AlikeLayers]:
+    def alike(self) -> list[RepresentativeLayers]:
         """Each exchange, planned for one layer of each kind and stage."""
-        return [AlikeLayers(plan, self._counts) for plan in _plans(self._few, self._few_members())]
+        return [RepresentativeLayers(plan, self._counts) for plan in _plans(self._few, self._few_members())]
 
     @cached_property
     def exchanges(self) -> list[ExchangePlan]:
@@ -67,7 +67,7 @@ class EightBitTransition:
         """Return the bytes that a member receives from other nodes."""
         return sum(size * layers.over_network(number) for size, layers in zip(self.sizes, self.alike, strict=True))
 
-    def foreign_bytes(self, number: int) -> int:
+    def receive_buffer_bytes(self, number: int) -> int:
         """Return the bytes of a member's three foreign buffers."""
         return sum(size * layers.foreign_numel(number) for size, layers in zip(self.sizes, self.alike, strict=True))
 

@@ -15,7 +15,7 @@ from megatron_rl.checkpoint.weight_files import StoredTensor, read_weight_files
 from megatron_rl.config.json_files import UnreadableFileError, read_json_object
 from megatron_rl.errors import Violation
 from megatron_rl.planning.config_json import ConfigJsonError, read_config_json
-from megatron_rl.planning.vocabulary import TOKENIZER_FILES, all_tokens, base_tokens
+from megatron_rl.planning.tokenizer_rules import TOKENIZER_FILES, all_tokens, base_tokens
 
 GENERATION = "generation_config.json"
 OBJECTS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")

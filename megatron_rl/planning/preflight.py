@@ -39,7 +39,7 @@ from megatron_rl.planning.recorded_rules import recorded_problems
 from megatron_rl.planning.reference_rules import refresh_problems
 from megatron_rl.planning.replay_rules import replay_problems
 from megatron_rl.planning.resume_rules import resume_problems
-from megatron_rl.planning.vocabulary import reading_problems
+from megatron_rl.planning.tokenizer_rules import reading_problems
 
 STARTING_FROM = {CRITIC: STARTING_POINTS, SCORER: STARTING_POINTS, REWARD_MODEL: REWARD_FAMILIES}
 """Kind of role -> architectures that it can start from. All other kinds start from language models."""

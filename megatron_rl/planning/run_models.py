@@ -14,8 +14,8 @@ from megatron_rl.model.families import VOCAB_PADDING, Model, tensors_of
 from megatron_rl.model.families.adapter_params import adapter_specs, merged_rows
 from megatron_rl.parallel.rank_grid import RolloutGrid, train_grid
 from megatron_rl.parallel.sharding import shard_of
-from megatron_rl.planning.alike_layers import AlikeLayers, one_layer_of_each, packed_bytes
 from megatron_rl.planning.eight_bit_transition import EightBitTransition
+from megatron_rl.planning.representative_layers import RepresentativeLayers, one_layer_of_each, packed_bytes
 from megatron_rl.planning.role_ledger import RoleLedger, RoleParams
 from megatron_rl.planning.teaching_costs import TeachingCosts
 from megatron_rl.planning.weights import ELEMENT_BYTES, ModelParams, TrainedWeights
@@ -131,7 +131,7 @@ class RunModels:
 
     def members_of_stage(self, pp_rank: int) -> list[int]:
         """Return the numbers of a stage's ranks in the exchange group."""
-        members = self.alike_layers.plan.members
+        members = self.representative_layers.plan.members
         return [i for i, member in enumerate(members) if self.grid.pp_rank(member.rank) == pp_rank]
 
     @cached_property
@@ -156,19 +156,19 @@ class RunModels:
     def served_bytes(self, pp_rank: int) -> dict[str, int]:
         """Return what generation reads on a rank of a stage beside training's weights: name -> bytes."""
         if self.in_eight_bits is None:
-            return {"foreign stages": self.foreign_bytes(pp_rank)} | merged_bytes(self, pp_rank)
+            return {"foreign stages": self.receive_buffer_bytes(pp_rank)} | merged_bytes(self, pp_rank)
         members = self.members_of_stage(pp_rank)
         return {
-            "foreign stages": max(map(self.in_eight_bits.foreign_bytes, members)),
+            "foreign stages": max(map(self.in_eight_bits.receive_buffer_bytes, members)),
             "own codes": max(map(self.in_eight_bits.own_bytes, members)),
         }
 
-    def foreign_bytes(self, pp_rank: int, *, stays: bool = False) -> int:
+    def receive_buffer_bytes(self, pp_rank: int, *, stays: bool = False) -> int:
         """Return the bytes of the largest foreign memory among a stage's ranks, of the base and of adapters.
 
         stays: of that part alone that is there between generations.
         """
-        parts = ([self.alike_layers] if self.actor_role.lora.base_stays else []) if stays else self.alike_parts
+        parts = ([self.representative_layers] if self.actor_role.lora.base_stays else []) if stays else self.alike_parts
         numbers = self.members_of_stage(pp_rank)
         return max(sum(part.foreign_numel(number) for part in parts) for number in numbers) * self.element
 
@@ -205,25 +205,25 @@ class RunModels:
         return None if self.actor_adapters is None else self._exchange(self.actor_adapters)
 
     @cached_property
-    def alike_layers(self) -> AlikeLayers:
+    def representative_layers(self) -> RepresentativeLayers:
         """The transition of the first exchange group, planned for one layer of each kind and stage."""
-        return self._alike.alike_layers if self._alike is not None else self._alike_of(self.actor_weights)
+        return self._alike.representative_layers if self._alike is not None else self._alike_of(self.actor_weights)
 
     @cached_property
-    def _alike_adapters(self) -> AlikeLayers | None:
-        """`alike_layers` of the adapters; None without."""
+    def _alike_adapters(self) -> RepresentativeLayers | None:
+        """`representative_layers` of the adapters; None without."""
         if self._alike is not None:
             return self._alike._alike_adapters
         return None if self.actor_adapters is None else self._alike_of(self.actor_adapters)
 
     @property
-    def alike_parts(self) -> list[AlikeLayers]:
+    def alike_parts(self) -> list[RepresentativeLayers]:
         """The transitions of the base, and of adapters if there are any."""
-        return [part for part in (self.alike_layers, self._alike_adapters) if part is not None]
+        return [part for part in (self.representative_layers, self._alike_adapters) if part is not None]
 
-    def _alike_of(self, weights: TrainedWeights) -> AlikeLayers:
+    def _alike_of(self, weights: TrainedWeights) -> RepresentativeLayers:
         specs, counts = one_layer_of_each(weights.params.specs, weights.stages)
-        return AlikeLayers(self._exchange(replace(weights, params=ModelParams(specs))), counts)
+        return RepresentativeLayers(self._exchange(replace(weights, params=ModelParams(specs))), counts)
 
     def members_with(self, rank: int, weights: TrainedWeights | None = None) -> list[Member]:
         """Return the members of a rank's exchange group. weights: None: the actor's."""
@@ -251,7 +251,7 @@ def host_copy_bytes(models: RunModels, pp_rank: int) -> int:
     """Return the bytes of the largest copy of foreign base weights in host memory among a stage's ranks."""
     if not models.actor_role.lora.base_on_host or not models.placement.is_colocated:
         return 0
-    return max(map(models.alike_layers.foreign_numel, models.members_of_stage(pp_rank))) * models.element
+    return max(map(models.representative_layers.foreign_numel, models.members_of_stage(pp_rank))) * models.element
 
 
 def merged_bytes(models: RunModels, pp_rank: int) -> dict[str, int]:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from megatron_rl.config.schema import DataConfig, RunConfig
 from megatron_rl.observe.summary import layout_table, plain_table
-from megatron_rl.planning.ahead import AheadPlan, ahead_plan
+from megatron_rl.planning.async_estimate import AsyncEstimate, ahead_plan
 from megatron_rl.planning.batch_arithmetic import batch_table, group_notes, repeat_notes
 from megatron_rl.planning.delta_notes import delta_notes
 from megatron_rl.planning.file_rules import train_rows
@@ -71,7 +71,7 @@ class RunPlan:
     mean_lengths: tuple[float, float]
     lacking: list[str]
     train_rows: list[int]
-    ahead: AheadPlan | None
+    ahead: AsyncEstimate | None
 
     @classmethod
     def of(cls, config: RunConfig, hardware: Hardware, mean_lengths: tuple[float, float] | None = None) -> RunPlan:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from megatron_rl.model.families import VOCAB_PADDING, ParamSpec, tensors_of
 from megatron_rl.parallel.sharding import box_numel, shard_of
-from megatron_rl.planning.alike_layers import InPlaceTransition
 from megatron_rl.planning.eight_bit_transition import EightBitTransition
 from megatron_rl.planning.hardware import Hardware
+from megatron_rl.planning.representative_layers import InPlaceTransition
 from megatron_rl.planning.run_models import RunModels
 from megatron_rl.planning.time import LINK_EFFICIENCY
 from megatron_rl.planning.weights import TrainedWeights
@@ -57,7 +57,7 @@ class TransitionPlan:
     @classmethod
     def _in_place(cls, models: RunModels, moved: InPlaceTransition | EightBitTransition) -> TransitionPlan:
         network, link = [], []
-        for number in range(len(models.alike_layers.plan.members)):
+        for number in range(len(models.representative_layers.plan.members)):
             network.append(moved.network_bytes(number))
             link.append(moved.received_bytes(number) - network[-1])
         model_bytes = moved.model_bytes

@@ -18,7 +18,7 @@ from megatron_rl.planning.hub_cache import model_folder
 from megatron_rl.planning.length_rules import OVERRIDE
 from megatron_rl.planning.lora_rules import ROUTED
 from megatron_rl.planning.model_folder import STARTING_POINTS
-from megatron_rl.planning.vocabulary import different_tokens
+from megatron_rl.planning.tokenizer_rules import different_tokens
 
 ORIGIN = "verl's default"
 ACTOR = "actor_rollout_ref.actor"

@@ -83,7 +83,7 @@ def rehearsed(request: RehearsalRequest, rank: RankOfPool) -> dict[str, Any]:
 
     from megatron_rl.config.load import read_run
     from megatron_rl.config.roles import Placement
-    from megatron_rl.planning.checked import planned_task
+    from megatron_rl.planning.checked_config import planned_task
     from megatron_rl.rehearse.dispatch_mode import RehearsalMode
     from megatron_rl.rehearse.fake_peers import replace_peers
     from megatron_rl.rehearse.memory_tracker import MemoryTracker

@@ -17,7 +17,7 @@ from megatron_rl.config.problems import raise_problems
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError, Violation
 from megatron_rl.observe.appended_file import replace_file
-from megatron_rl.planning.checked import checked
+from megatron_rl.planning.checked_config import checked
 from megatron_rl.planning.hardware import planned_hardware
 from megatron_rl.planning.hub_cache import model_folder
 from megatron_rl.planning.memory_report import memory_report, with_kv_cache

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_rl.config.load import read_config, read_file
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation, shown
-from megatron_rl.planning.checked import only_ppo
+from megatron_rl.planning.checked_config import only_ppo
 from megatron_rl.planning.hardware import planned_hardware
 from megatron_rl.planning.preflight import preflight
 from megatron_rl.planning.run_plan import RunPlan, mean_lengths

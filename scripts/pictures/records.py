@@ -93,8 +93,8 @@ def layouts(folders: Sequence[Path]) -> Any:
     """Return what `megatron-rl map --picture` shows of 32 H100. folders: (the configuration's file,)."""
     from megatron_rl.planning.hardware import planned_hardware
     from megatron_rl.planning.layout_search.map_picture import DrawnLayout
-    from megatron_rl.planning.layout_search.mapped import find_placements
     from megatron_rl.planning.layout_search.request import MapRequest, cluster_of, read_base
+    from megatron_rl.planning.layout_search.search_result import find_placements
     from megatron_rl.planning.run_plan import mean_lengths
 
     [file] = folders

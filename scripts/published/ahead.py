@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_rl.config.load import load_config
-from megatron_rl.planning.ahead import ahead_plan
+from megatron_rl.planning.async_estimate import ahead_plan
 from megatron_rl.planning.memory import GEN, RESHARD
 from megatron_rl.planning.run_models import RunModels
 from megatron_rl.planning.step_load import Load

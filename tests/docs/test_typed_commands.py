@@ -22,7 +22,7 @@ from megatron_rl.config.load import read_override
 from megatron_rl.config.tasks import PPO
 from megatron_rl.config.verl_compat.translate import translate
 from megatron_rl.errors import ConfigError
-from megatron_rl.planning.checked import COMMANDS, checked, commanded
+from megatron_rl.planning.checked_config import COMMANDS, checked, commanded
 
 DEMO = r"train --config configs/demo_cpu\.yaml"
 KEYS = r"(?: [\w.]+=\S+)*"

@@ -11,10 +11,10 @@ from pathlib import Path
 from megatron_rl.config.roles import ACTOR as ACTOR_ROLE
 from megatron_rl.config.roles import ROLLOUT as ROLLOUT_ROLE
 from megatron_rl.planning.hardware import Hardware, load_hardware
-from megatron_rl.planning.layout_search.map_work import ClusterSize, Keeps, MapWork
 from megatron_rl.planning.layout_search.partitions import partitions
 from megatron_rl.planning.layout_search.pools import PoolChoice, Pools
 from megatron_rl.planning.layout_search.request import MapRequest, read_base
+from megatron_rl.planning.layout_search.search_problem import ClusterSize, Keeps, SearchProblem
 
 REPOSITORY = Path(__file__).parents[2]
 MODELS = REPOSITORY / "configs" / "models"
@@ -91,7 +91,7 @@ def request(
     )
 
 
-def enumerated(work: MapWork) -> Iterator[float]:
+def enumerated(work: SearchProblem) -> Iterator[float]:
     """Seconds of every partition, allocation and layout, in the manner of HybridFlow's Algorithm 1 (arXiv:2409.19256):
     no bounds, no dominance, no dynamic programming.
     """

@@ -15,8 +15,8 @@ from megatron_rl.config.lora import LoraConfig
 from megatron_rl.errors import shown
 from megatron_rl.model.families import Model
 from megatron_rl.planning.hardware import load_hardware
-from megatron_rl.planning.layout_search.map_work import ClusterSize, Keeps, MapWork
 from megatron_rl.planning.layout_search.pools import Pools
+from megatron_rl.planning.layout_search.search_problem import ClusterSize, Keeps, SearchProblem
 from megatron_rl.planning.memory import plan_stages
 from megatron_rl.planning.run_models import RunModels
 from megatron_rl.planning.run_plan import RunPlan, transition_rows
@@ -201,7 +201,7 @@ def test_the_search_moves_what_a_run_moves(merge):
     Would not catch seconds, which follow from the bytes.
     """
     config = load_config(SMALL, [*TP2_PP2, f"{LORA}.merge={str(merge).lower()}"])
-    pools = Pools(MapWork(config, load_hardware("h100"), ClusterSize(1, 4), (256.0, 768.0), Keeps({})))
+    pools = Pools(SearchProblem(config, load_hardware("h100"), ClusterSize(1, 4), (256.0, 768.0), Keeps({})))
     plan = TransitionPlan.of(RunModels(config))
     assert pools.moved.model == pytest.approx(plan.model_bytes, rel=1e-6)
     assert (pools.moved.model > 1e10) == merge

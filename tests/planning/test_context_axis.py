@@ -13,10 +13,10 @@ from placing import ACTOR, enumerated, gpu, request, write_model
 
 from megatron_rl.planning.layout_search.explain import explain
 from megatron_rl.planning.layout_search.grids import Grid, GridShape, Room, context_axis
-from megatron_rl.planning.layout_search.mapped import find_placements
 from megatron_rl.planning.layout_search.pools import Pools
 from megatron_rl.planning.layout_search.request import MapRequest
 from megatron_rl.planning.layout_search.search import Search
+from megatron_rl.planning.layout_search.search_result import find_placements
 from megatron_rl.planning.memory_report import memory_report
 from megatron_rl.planning.preflight import preflight
 from megatron_rl.planning.run_models import RunModels

@@ -21,7 +21,7 @@ from megatron_rl.model.families.attention_keys import AttentionKeys
 from megatron_rl.model.families.family import Family
 from megatron_rl.model.parts import AttentionPart, Cut, LayerBlock, ModelShape, ParamSpec
 from megatron_rl.model.parts.param_spec import whole
-from megatron_rl.planning.layout_search.mapped import find_placements
+from megatron_rl.planning.layout_search.search_result import find_placements
 from megatron_rl.planning.run_models import RunModels
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]

@@ -15,9 +15,9 @@ from megatron_rl.config.keys import value_of
 from megatron_rl.config.load import load_config
 from megatron_rl.errors import ConfigError
 from megatron_rl.planning.layout_search.explain import explain, lines
-from megatron_rl.planning.layout_search.mapped import find_placements
 from megatron_rl.planning.layout_search.placement_files import command_of, write_placement
 from megatron_rl.planning.layout_search.request import cluster_of
+from megatron_rl.planning.layout_search.search_result import find_placements
 from megatron_rl.planning.preflight import preflight
 
 TP = f"{ACTOR}.megatron.tensor_model_parallel_size"

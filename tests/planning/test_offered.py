@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from placing import gpu, request, reward_model_like, write_model
 
 from megatron_rl.errors import ConfigError
-from megatron_rl.planning.layout_search.finalists import Finalists
-from megatron_rl.planning.layout_search.mapped import find_placements
+from megatron_rl.planning.layout_search.exact_ranking import Finalists
 from megatron_rl.planning.layout_search.request import MapRequest
 from megatron_rl.planning.layout_search.search import Search
+from megatron_rl.planning.layout_search.search_result import find_placements
 from megatron_rl.planning.memory_report import memory_report
 from megatron_rl.planning.preflight import preflight
 from megatron_rl.planning.run_models import RunModels

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from model_folders import problems
 
-from megatron_rl.config.evaluated import evaluated, unjudged
+from megatron_rl.config.eval_config import for_evaluation, unjudged
 from megatron_rl.planning.file_rules import train_rows
 
 
@@ -26,6 +26,6 @@ def test_columns_of_a_flat_file_are_suggested_by_their_meaning(config, tmp_path)
     data.prompt_key, data.ground_truth_key, data.default_data_source = "question", "answer", "openai/gsm8k"
     assert problems(config) == []
     data.ground_truth_key, data.default_data_source, config.trainer.val_only = "truth", None, True
-    assert problems(unjudged(evaluated(config))) == []
+    assert problems(unjudged(for_evaluation(config))) == []
     data.train_max_samples = 3
     assert train_rows(data) == [1] and train_rows(replace(data, train_files=[data.train_files] * 9)) == [3]

@@ -12,10 +12,10 @@ from placing import ACTOR, MODELS, ROLLOUT, enumerated, gpu, request, reward_mod
 from published.points import hardware_of
 
 from megatron_rl.planning.hardware import load_hardware
-from megatron_rl.planning.layout_search.finalists import Finalists
-from megatron_rl.planning.layout_search.mapped import find_placements
+from megatron_rl.planning.layout_search.exact_ranking import Finalists
 from megatron_rl.planning.layout_search.partitions import partitions
 from megatron_rl.planning.layout_search.search import Placed, Search
+from megatron_rl.planning.layout_search.search_result import find_placements
 
 LARGE = """
 data: {train_files: a, val_files: b, train_batch_size: 1024, max_prompt_length: 1024, max_response_length: 1024}

@@ -8,8 +8,8 @@ import pytest
 from placing import enumerated, gpu, request, write_model
 
 from megatron_rl.config.roles import Placement
-from megatron_rl.planning.layout_search.mapped import find_placements
 from megatron_rl.planning.layout_search.search import Search
+from megatron_rl.planning.layout_search.search_result import find_placements
 from megatron_rl.planning.memory import plan_pools, plan_stages
 from megatron_rl.planning.preflight import preflight
 from megatron_rl.planning.role_ledger import UPDATE

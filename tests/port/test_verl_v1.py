@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.verl_compat.translate import Kind
-from megatron_rl.planning.checked import checked
+from megatron_rl.planning.checked_config import checked
 from megatron_rl.port.port import Ported, port
 
 SCRIPTS = Path(__file__).parent / "verl_scripts"

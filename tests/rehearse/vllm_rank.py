@@ -44,7 +44,7 @@ def main(library: str, file: str, rank: int, folder: Path, overrides: list[str])
     from megatron_rl.config.load import read_run
     from megatron_rl.planning.memory import engine_bytes
     from megatron_rl.planning.run_models import RunModels
-    from megatron_rl.rehearse.fewer_layers import shortened
+    from megatron_rl.rehearse.fewer_layers import with_fewer_layers
     from megatron_rl.rehearse.memory_tracker import MemoryTracker
     from megatron_rl.rehearse.rehearsed_save import record_objects
     from megatron_rl.roles.environment import worker_environment
@@ -52,7 +52,7 @@ def main(library: str, file: str, rank: int, folder: Path, overrides: list[str])
     mode = EngineMode(torch.device("cuda", 0), MemoryTracker(fake_cuda.GPU.allocate))
     fake_cuda.GPU.on_wait = mode.wait
     whole = read_run(file, overrides, "ppo").config
-    models = RunModels(read_run(file, [*overrides, *shortened(whole, LAYERS, folder)], "ppo").config)
+    models = RunModels(read_run(file, [*overrides, *with_fewer_layers(whole, LAYERS, folder)], "ppo").config)
     pool = models.generating.spec
     os.environ |= worker_environment("cuda", pool.size.num_ranks_per_node)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(pool.world_size), "LOCAL_RANK": "0"}

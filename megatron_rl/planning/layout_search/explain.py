@@ -10,12 +10,12 @@ from typing import Any
 from megatron_rl.config.keys import put, value_of
 from megatron_rl.config.problems import divisors, nearest_name
 from megatron_rl.errors import ConfigError, shown
-from megatron_rl.planning.layout_search.finalists import Candidate, Finalists
+from megatron_rl.planning.layout_search.exact_ranking import Candidate, Finalists
 from megatron_rl.planning.layout_search.grids import CHUNKS, MOST_CONTEXT_RANKS
-from megatron_rl.planning.layout_search.map_work import Keeps
-from megatron_rl.planning.layout_search.mapped import Mapped
 from megatron_rl.planning.layout_search.request import MapRequest
 from megatron_rl.planning.layout_search.search import Search
+from megatron_rl.planning.layout_search.search_problem import Keeps
+from megatron_rl.planning.layout_search.search_result import SearchResult
 from megatron_rl.planning.preflight import preflight
 
 
@@ -28,7 +28,7 @@ class Other:
     why: str
 
 
-def explain(mapped: Mapped, key: str) -> list[Other]:
+def explain(mapped: SearchResult, key: str) -> list[Other]:
     """Try every value of a key, the winner's first. Raises ConfigError for a key that the search does not decide."""
     winner = mapped.candidates[0]
     if key not in winner.settings:

@@ -14,9 +14,9 @@ from matplotlib.patches import Patch
 
 from megatron_rl.observe.colors import FAINT, INK
 from megatron_rl.observe.phases import phase_color
-from megatron_rl.planning.layout_search.finalists import Candidate
+from megatron_rl.planning.layout_search.exact_ranking import Candidate
 from megatron_rl.planning.layout_search.map_report import ranks_of_pool, roles_of_pool
-from megatron_rl.planning.layout_search.mapped import Mapped
+from megatron_rl.planning.layout_search.search_result import SearchResult
 
 SMALL = 7.5
 HEADING: dict[str, Any] = {"x": 0.01, "ha": "left", "fontsize": 10.5, "fontweight": "bold", "color": INK}
@@ -50,7 +50,7 @@ class DrawnLayout:
         return cls(candidate.seconds, tuple(pools), tuple(drawn))
 
 
-def draw_placements(mapped: Mapped, output_png: Path) -> None:
+def draw_placements(mapped: SearchResult, output_png: Path) -> None:
     """Write the picture."""
     output_png.parent.mkdir(parents=True, exist_ok=True)
     draw_layouts([DrawnLayout.of(candidate) for candidate in mapped.candidates]).savefig(output_png)

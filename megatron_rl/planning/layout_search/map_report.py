@@ -10,10 +10,10 @@ from rich.table import Table
 
 from megatron_rl.config.roles import ROLLOUT
 from megatron_rl.observe.summary import plain_table
-from megatron_rl.planning.layout_search.finalists import Candidate
-from megatron_rl.planning.layout_search.map_work import MapWork
-from megatron_rl.planning.layout_search.mapped import Mapped
+from megatron_rl.planning.layout_search.exact_ranking import Candidate
 from megatron_rl.planning.layout_search.pools import PoolChoice
+from megatron_rl.planning.layout_search.search_problem import SearchProblem
+from megatron_rl.planning.layout_search.search_result import SearchResult
 from megatron_rl.planning.memory import GEN, RESHARD
 
 SHORT = {"reward_model": "rm", "reference": "ref"}
@@ -21,7 +21,7 @@ IDLE, BUBBLE = 0.1, 0.1
 """Shares of idle ranks and of pipeline bubbles above which they are named as the limit."""
 
 
-def placement_table(mapped: Mapped) -> Table:
+def placement_table(mapped: SearchResult) -> Table:
     """Roles, ranks, layout and memory: one row for each pool of each candidate."""
     rows = []
     for number, candidate in enumerate(mapped.candidates, start=1):
@@ -40,7 +40,7 @@ def _peak(candidate: Candidate, pool: str) -> tuple[str, str]:
     return f"{stage.peak / 1e9:.1f} GB" if stage.peak >= 1e8 else f"{stage.peak / 1e6:.1f} MB", stage.worst_phase
 
 
-def time_table(mapped: Mapped) -> Table:
+def time_table(mapped: SearchResult) -> Table:
     """Seconds of every phase of each candidate, and what limits its step."""
     phases = list(dict.fromkeys(phase for candidate in mapped.candidates for phase in candidate.time.seconds))
     rows = []
@@ -77,7 +77,7 @@ def layout_of_pool(choice: PoolChoice) -> str:
     return ", ".join(parts)
 
 
-def limit_of(work: MapWork, candidate: Candidate) -> str:
+def limit_of(work: SearchProblem, candidate: Candidate) -> str:
     """Return the longest phase of the critical path, its share of the step, and the reasons."""
     path = candidate.time.critical_path
     seconds = candidate.time.seconds
@@ -88,7 +88,7 @@ def limit_of(work: MapWork, candidate: Candidate) -> str:
     return f"{share}: {', '.join(reasons(work, candidate, worst)) or 'FLOPs'}"
 
 
-def reasons(work: MapWork, candidate: Candidate, phase: str) -> Iterator[str]:
+def reasons(work: SearchProblem, candidate: Candidate, phase: str) -> Iterator[str]:
     """Yield what besides FLOPs makes a phase take its time."""
     choices = candidate.placed.choices
     if phase == GEN:
@@ -109,7 +109,7 @@ def reasons(work: MapWork, candidate: Candidate, phase: str) -> Iterator[str]:
                     yield from _of_pass(work, choice, name, kind)
 
 
-def _of_generation(work: MapWork, choice: PoolChoice) -> Iterator[str]:
+def _of_generation(work: SearchProblem, choice: PoolChoice) -> Iterator[str]:
     generation = choice.generation
     assert generation is not None  # the caller chose a pool that generates
     replicas = choice.shape.num_ranks // generation.tp
@@ -127,7 +127,7 @@ def _of_generation(work: MapWork, choice: PoolChoice) -> Iterator[str]:
         yield "reads weights for the longest answers"
 
 
-def _of_pass(work: MapWork, choice: PoolChoice, name: str, kind: str) -> Iterator[str]:
+def _of_pass(work: SearchProblem, choice: PoolChoice, name: str, kind: str) -> Iterator[str]:
     grid, role, option = choice.grid, work.roles[name], choice.options[name][kind]
     assert grid is not None  # a role on Megatron's grid
     dp = choice.shape.num_ranks // (grid.tp * grid.cp * grid.pp)
@@ -146,7 +146,7 @@ def _of_pass(work: MapWork, choice: PoolChoice, name: str, kind: str) -> Iterato
         yield "recomputed layers"
 
 
-def sentences(mapped: Mapped) -> list[str]:
+def sentences(mapped: SearchResult) -> list[str]:
     """Return the sentences after the tables."""
     best = mapped.candidates[0]
     return [
@@ -158,7 +158,7 @@ def sentences(mapped: Mapped) -> list[str]:
     ]
 
 
-def as_json(mapped: Mapped) -> dict[str, Any]:
+def as_json(mapped: SearchResult) -> dict[str, Any]:
     """Return everything as data, candidates best first."""
     work = mapped.request.work
     return {

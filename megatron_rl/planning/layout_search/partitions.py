@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_rl.config.roles import ACTOR, ROLLOUT
 from megatron_rl.config.trainer import GLOBAL_POOL
-from megatron_rl.planning.layout_search.map_work import MapWork
+from megatron_rl.planning.layout_search.search_problem import SearchProblem
 
 Block = tuple[str, ...]
 HYBRID = "actor_rollout_ref.hybrid_engine"
@@ -28,7 +28,7 @@ def partitions(names: Sequence[str]) -> Iterator[tuple[Block, ...]]:
 class PoolNames:
     """Names and sizes of pools by their roles, and whether kept values allow them."""
 
-    def __init__(self, work: MapWork) -> None:
+    def __init__(self, work: SearchProblem) -> None:
         self.work = work
         specs = {name: role.spec for name, role in work.roles.items()} | {ROLLOUT: work.rollout}
         self.keys = {name: spec.key for name, spec in specs.items()}

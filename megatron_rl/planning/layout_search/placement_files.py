@@ -13,7 +13,7 @@ from megatron_rl.config.keys import value_of
 from megatron_rl.config.load import load_config
 from megatron_rl.config.setting import Setting, final_settings, nested
 from megatron_rl.errors import ConfigError, shown
-from megatron_rl.planning.layout_search.finalists import Candidate
+from megatron_rl.planning.layout_search.exact_ranking import Candidate
 from megatron_rl.planning.layout_search.request import MapRequest
 
 

@@ -12,8 +12,8 @@ from functools import cached_property
 
 from megatron_rl.config.roles import ACTOR, ROLLOUT
 from megatron_rl.planning.layout_search.grids import Grid, GridShape, Room, grids
-from megatron_rl.planning.layout_search.map_work import LEVELS, MapWork, rollout_sizes
-from megatron_rl.planning.layout_search.pass_cuts import OnGrid, Option
+from megatron_rl.planning.layout_search.role_on_layout import Option, RoleOnLayout
+from megatron_rl.planning.layout_search.search_problem import LEVELS, SearchProblem, rollout_sizes
 from megatron_rl.planning.layout_search.transition_seconds import (
     ActorBytes,
     in_place_seconds,
@@ -84,12 +84,12 @@ class PoolChoice:
 class Pools:
     """Layouts of every set of roles, computed when first needed and cached."""
 
-    def __init__(self, work: MapWork) -> None:
+    def __init__(self, work: SearchProblem) -> None:
         self.work = work
         self.actor_bytes, self.adapter_bytes = ActorBytes.of(work.actor), ActorBytes.of_adapters(work.actor)
         self.num_layouts = 0
         self._fronts: dict[tuple[tuple[str, ...], int], list[PoolChoice]] = {}
-        self._on_grid: dict[tuple[int, Grid, GridShape], OnGrid] = {}
+        self._on_grid: dict[tuple[int, Grid, GridShape], RoleOnLayout] = {}
         self._grids: dict[tuple[tuple[str, ...], GridShape], list[Grid]] = {}
         self._engines: dict[int, int] = {}
 
@@ -203,11 +203,11 @@ class Pools:
         """What moves to generation in every step."""
         return self.adapter_bytes if self.work.keeps_base else self.actor_bytes.plus(self.adapter_bytes)
 
-    def _roles(self, block: tuple[str, ...], grid: Grid, shape: GridShape) -> list[OnGrid]:
+    def _roles(self, block: tuple[str, ...], grid: Grid, shape: GridShape) -> list[RoleOnLayout]:
         """Return the roles of a pool on one layout, without the rollout."""
         return [self.on_grid(name, grid, shape, block) for name in block if name != ROLLOUT]
 
-    def _free(self, roles: Sequence[OnGrid], taken: Sequence[int] = ()) -> list[int]:
+    def _free(self, roles: Sequence[RoleOnLayout], taken: Sequence[int] = ()) -> list[int]:
         """Return the bytes of each sampled stage beside what the roles hold and `taken`; below 0: too large.
 
         taken: of each sampled stage; (): nothing.
@@ -221,7 +221,7 @@ class Pools:
         block: tuple[str, ...],
         units: int,
         grid: Grid,
-        roles: Sequence[OnGrid],
+        roles: Sequence[RoleOnLayout],
         room: list[int],
         rollout_tps: Sequence[int],
     ) -> Iterator[PoolChoice]:
@@ -243,7 +243,7 @@ class Pools:
             reshard = sent_seconds(self.work, self.moved, grid, shape)
         yield PoolChoice(block, units, shape, grid, options, None, score, update, 0.0, reshard)
 
-    def _fastest(self, roles: Sequence[OnGrid], room: list[int]) -> dict[str, dict[str, Option]] | None:
+    def _fastest(self, roles: Sequence[RoleOnLayout], room: list[int]) -> dict[str, dict[str, Option]] | None:
         """Return role -> kind of pass -> the fastest option that fits; None if a pass has none."""
         options: dict[str, dict[str, Option]] = {}
         for role in roles:
@@ -276,19 +276,19 @@ class Pools:
             self._grids[key] = layouts
         return self._grids[key]
 
-    def on_grid(self, name: str, grid: Grid, shape: GridShape, block: tuple[str, ...] = ()) -> OnGrid:
+    def on_grid(self, name: str, grid: Grid, shape: GridShape, block: tuple[str, ...] = ()) -> RoleOnLayout:
         """Return one role on one layout. block: the roles of its pool."""
         role = self.work.role_in(name, block)
         key = (id(role), grid, shape)  # roles live as long as the work
         if key not in self._on_grid:
-            self._on_grid[key] = OnGrid(self.work, role, grid, shape)
+            self._on_grid[key] = RoleOnLayout(self.work, role, grid, shape)
         return self._on_grid[key]
 
     @cached_property
     def _bucket(self) -> int:
         return self.work.config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20
 
-    def _saves(self, roles: Sequence[OnGrid], room: Sequence[int]) -> bool:
+    def _saves(self, roles: Sequence[RoleOnLayout], room: Sequence[int]) -> bool:
         """Return whether the copies of a checkpoint save fit. Only on CPUs they are in the memory of the ranks."""
         if self.work.device != "cpu":
             return True
@@ -302,7 +302,7 @@ class Pools:
         block: tuple[str, ...],
         units: int,
         grid: Grid | None,
-        roles: Sequence[OnGrid],
+        roles: Sequence[RoleOnLayout],
         options: dict[str, dict[str, Option]],
         training: tuple[float, float],
         rollout_tps: Sequence[int],
@@ -344,7 +344,7 @@ class Pools:
         return {size: rollout_shard(self.work.actor, size) for size in sizes}
 
     def _generations(
-        self, tp: int, shape: GridShape, grid: Grid | None, roles: Sequence[OnGrid], in_place: bool
+        self, tp: int, shape: GridShape, grid: Grid | None, roles: Sequence[RoleOnLayout], in_place: bool
     ) -> Iterator[Generation]:
         """Yield one way to generate for each offload level that makes room for a larger cache than those before it."""
         work, best = self.work, -1
@@ -363,12 +363,12 @@ class Pools:
             steady = work.steady_generation(shape, tp, max_seqs) if not in_place and work.may_run_ahead else seconds
             yield Generation(tp, kv_bytes, seconds, steady, offloaded, self._offload_seconds(roles, offloaded))
 
-    def _may_offload(self, roles: Sequence[OnGrid], offloaded: tuple[str, ...]) -> bool:
+    def _may_offload(self, roles: Sequence[RoleOnLayout], offloaded: tuple[str, ...]) -> bool:
         keeps = self.work.keeps
         return not keeps.values or all(keeps.allow(role.role.offloads[offloaded]) for role in roles)
 
     def _room(
-        self, tp: int, grid: Grid | None, roles: Sequence[OnGrid], offloaded: tuple[str, ...], in_place: bool
+        self, tp: int, grid: Grid | None, roles: Sequence[RoleOnLayout], offloaded: tuple[str, ...], in_place: bool
     ) -> int:
         """Return the bytes left for the cache on the worst stage, at the start and during generation; below 0: none."""
         work = self.work
@@ -397,7 +397,7 @@ class Pools:
             self._engines[tp] = engine_bytes(work.config, work.actor.model, work.actor.element, tp)
         return self._engines[tp]
 
-    def _foreign(self, tp: int, grid: Grid, roles: Sequence[OnGrid], number: int) -> int:
+    def _foreign(self, tp: int, grid: Grid, roles: Sequence[RoleOnLayout], number: int) -> int:
         """Return the bytes that a rank needs for generation besides its training weights."""
         adapters = self._adapter_shards[tp]
         if tp == grid.tp:
@@ -406,7 +406,7 @@ class Pools:
         own = merged if self.work.actor.spec.lora.is_merged else 0
         return self._foreign_base(tp, grid, roles, number) + max(0, adapters) + own
 
-    def _foreign_base(self, tp: int, grid: Grid, roles: Sequence[OnGrid], number: int) -> int:
+    def _foreign_base(self, tp: int, grid: Grid, roles: Sequence[RoleOnLayout], number: int) -> int:
         """Return `_foreign` of the policy without its adapters."""
         whole = self._base_shards[tp]
         if (
@@ -417,7 +417,7 @@ class Pools:
             return whole
         return max(0, whole - self._layers(roles, number) * self.actor_bytes.layer // tp)
 
-    def _layers(self, roles: Sequence[OnGrid], number: int) -> int:
+    def _layers(self, roles: Sequence[RoleOnLayout], number: int) -> int:
         """Return the layers of a sampled stage of the actor."""
         actor = next(role for role in roles if role.role.name == ACTOR)
         return sum(actor.ledger.stages.chunk_sizes[actor.stages[number]])
@@ -445,7 +445,7 @@ class Pools:
         shift = max(0, sequences.bit_length() - 5)
         return min(room, max(least, cache.bytes_of(sequences >> shift << shift, mean)))
 
-    def _offload_seconds(self, roles: Sequence[OnGrid], offloaded: tuple[str, ...]) -> float:
+    def _offload_seconds(self, roles: Sequence[RoleOnLayout], offloaded: tuple[str, ...]) -> float:
         """Return the seconds of moving what is offloaded to the host and back, as `step_time.offload_seconds` does."""
         moved = 0
         for role in roles:

@@ -16,10 +16,10 @@ from megatron_rl.config.schema import PoolConfig, RunConfig
 from megatron_rl.config.setting import TAKEN_AWAY, Setting
 from megatron_rl.config.trainer import GLOBAL_POOL
 from megatron_rl.errors import ConfigError, Violation
-from megatron_rl.planning.checked import only_ppo
+from megatron_rl.planning.checked_config import only_ppo
 from megatron_rl.planning.hardware import Hardware
 from megatron_rl.planning.hub_cache import with_local_models
-from megatron_rl.planning.layout_search.map_work import ClusterSize, Keeps, MapWork
+from megatron_rl.planning.layout_search.search_problem import ClusterSize, Keeps, SearchProblem
 from megatron_rl.planning.preflight import preflight
 
 REFUSED = "this run cannot be placed"
@@ -59,9 +59,9 @@ class MapRequest:
     per_node: int | None = None
 
     @property
-    def work(self) -> MapWork:
+    def work(self) -> SearchProblem:
         """A new problem for the search."""
-        return MapWork(self.config, self.hardware, self.cluster, self.lengths, self.keeps)
+        return SearchProblem(self.config, self.hardware, self.cluster, self.lengths, self.keeps)
 
 
 def read_base(path: Path, keep: Sequence[str]) -> tuple[Reading, RunConfig, Keeps]:

@@ -21,9 +21,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_rl.config.roles import ACTOR, ROLLOUT
-from megatron_rl.planning.layout_search.map_work import MapWork
 from megatron_rl.planning.layout_search.partitions import Block, PoolNames, partitions
 from megatron_rl.planning.layout_search.pools import PoolChoice, Pools
+from megatron_rl.planning.layout_search.search_problem import SearchProblem
 
 KEPT = 24
 """Number of placements that are counted exactly at the end; ten are shown."""
@@ -79,7 +79,7 @@ class Others:
 class Search:
     """One search over partitions, allocations and layouts; `run` returns the best placements."""
 
-    def __init__(self, work: MapWork) -> None:
+    def __init__(self, work: SearchProblem) -> None:
         self.work = work
         self.pools = Pools(work)
         self.names = PoolNames(work)

@@ -11,14 +11,14 @@ from megatron_rl.config.megatron import OverrideTransformerConfig
 from megatron_rl.config.roles import ACTOR, REFERENCE, ROLLOUT
 from megatron_rl.config.schema import PoolConfig, RunConfig
 from megatron_rl.config.trainer import GLOBAL_POOL
-from megatron_rl.planning.layout_search.map_work import MapWork
 from megatron_rl.planning.layout_search.partitions import HYBRID, PoolNames
-from megatron_rl.planning.layout_search.pass_cuts import RECOMPUTE
 from megatron_rl.planning.layout_search.pools import DROP, PoolChoice
+from megatron_rl.planning.layout_search.role_on_layout import RECOMPUTE
 from megatron_rl.planning.layout_search.search import Placed
+from megatron_rl.planning.layout_search.search_problem import SearchProblem
 
 
-def settings_of_placement(work: MapWork, names: PoolNames, placed: Placed) -> dict[str, Any]:
+def settings_of_placement(work: SearchProblem, names: PoolNames, placed: Placed) -> dict[str, Any]:
     """Return dotted key -> value, for the configuration of `work`."""
     settings: dict[str, Any] = {}
     for choice in placed.choices:
@@ -43,7 +43,7 @@ def settings_of_placement(work: MapWork, names: PoolNames, placed: Placed) -> di
     return settings | decided | {key: work.keeps.values[key] for key in decided if key in work.keeps.values}
 
 
-def _verl_pools(work: MapWork, placed: Placed) -> dict[str, Any]:
+def _verl_pools(work: SearchProblem, placed: Placed) -> dict[str, Any]:
     """Return settings that reset verl's own keys for pools, where they are set."""
     shared, reward, settings = work.config.actor_rollout_ref, work.config.reward_model, dict[str, Any]()
     if shared.hybrid_engine is not None:
@@ -57,7 +57,7 @@ def _verl_pools(work: MapWork, placed: Placed) -> dict[str, Any]:
     return settings
 
 
-def _of_pool(work: MapWork, names: PoolNames, choice: PoolChoice) -> dict[str, Any]:
+def _of_pool(work: SearchProblem, names: PoolNames, choice: PoolChoice) -> dict[str, Any]:
     settings: dict[str, Any] = {f"{names.keys[name]}.pool": names.name(choice.block) for name in choice.block}
     level = choice.generation.offloaded if choice.generation is not None else ()
     for name in choice.block:

@@ -16,10 +16,10 @@ from megatron_rl.model.families import VOCAB_PADDING, tensors_of
 from megatron_rl.model.families.adapter_params import adapter_specs
 from megatron_rl.parallel.sharding import Place, shard_of
 from megatron_rl.parallel.stages import StagePlan
-from megatron_rl.planning.alike_layers import one_layer_of_each
 from megatron_rl.planning.layout_search.grids import Grid, GridShape
-from megatron_rl.planning.layout_search.map_work import MapWork, RoleWork
-from megatron_rl.planning.layout_search.pass_cuts import sampled_stages
+from megatron_rl.planning.layout_search.role_on_layout import sampled_stages
+from megatron_rl.planning.layout_search.search_problem import RoleWork, SearchProblem
+from megatron_rl.planning.representative_layers import one_layer_of_each
 from megatron_rl.planning.time import LINK_EFFICIENCY
 from megatron_rl.planning.weights import EMBEDDING, LAYER, aligned
 
@@ -73,7 +73,7 @@ def rollout_shard(role: RoleWork, tp: int, *, adapters: bool = False) -> int:
     return sum(numel * counts[name] for name, numel in numels.items()) * role.element
 
 
-def in_place_seconds(work: MapWork, actor: ActorBytes, grid: Grid, shape: GridShape, rollout_tp: int) -> float:
+def in_place_seconds(work: SearchProblem, actor: ActorBytes, grid: Grid, shape: GridShape, rollout_tp: int) -> float:
     """Return the seconds of the rank that lacks most: one of a middle stage, as the ends hold a vocabulary matrix."""
     stage_size = shape.num_ranks // grid.pp
     together = math.lcm(grid.tp, rollout_tp) // rollout_tp
@@ -90,12 +90,12 @@ def in_place_seconds(work: MapWork, actor: ActorBytes, grid: Grid, shape: GridSh
     return (far / gpu.network_bandwidth + near / gpu.link_bandwidth) / LINK_EFFICIENCY
 
 
-def received_seconds(work: MapWork, shard: int) -> float:
+def received_seconds(work: SearchProblem, shard: int) -> float:
     """Return the seconds of a rollout rank of a separate pool."""
     return shard / work.hardware.network_bandwidth / LINK_EFFICIENCY
 
 
-def sent_seconds(work: MapWork, actor: ActorBytes, grid: Grid, shape: GridShape) -> float:
+def sent_seconds(work: SearchProblem, actor: ActorBytes, grid: Grid, shape: GridShape) -> float:
     """Return the seconds of a training rank that sends to a separate pool."""
     stages = (actor.stage(work.actor, grid, pp_rank) for pp_rank in sampled_stages(grid.pp))
     return max(stages) / (shape.num_ranks // grid.pp) / work.hardware.network_bandwidth / LINK_EFFICIENCY

@@ -47,7 +47,7 @@ def test_layers_of_other_sizes_are_of_other_kinds(tmp_path):
 
 
 def counts_for_all(found: RunModels) -> None:
-    whole, few = found.exchange, found.alike_layers
+    whole, few = found.exchange, found.representative_layers
     assert sum(few.counts.values()) > len(few.counts)
     for number, plan in enumerate(whole.plans):
         assert few.over_network(number) == whole.numel_over_network(number)

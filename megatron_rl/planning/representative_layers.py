@@ -16,7 +16,7 @@ Kind = tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
 
 
 @dataclass(frozen=True)
-class AlikeLayers:
+class RepresentativeLayers:
     """An exchange plan of one layer of each kind and stage, which stands for all layers of that kind and stage.
 
     A plan of every tensor of a large model takes seconds. Pieces are planned tensor by tensor, so those of one layer
@@ -54,7 +54,7 @@ class InPlaceTransition:
     element: bytes of one. model_bytes: of all of them in the whole model.
     """
 
-    layers: AlikeLayers
+    layers: RepresentativeLayers
     element: int
     model_bytes: int
 

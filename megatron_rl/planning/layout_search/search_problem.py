@@ -153,7 +153,7 @@ class ClusterSize:
         return GridShape(1, ranks) if ranks < self.per_node else GridShape(ranks // self.per_node, self.per_node)
 
 
-class MapWork:
+class SearchProblem:
     """A configuration of which everything but placement and layout is fixed, with costs that are computed once."""
 
     def __init__(
@@ -312,7 +312,7 @@ class MapWork:
         return self.load.num_samples / replicas * self.load.response * seconds / together
 
 
-def rollout_sizes(work: MapWork, shape: GridShape) -> list[int]:
+def rollout_sizes(work: SearchProblem, shape: GridShape) -> list[int]:
     """Return the TP sizes, inside of a node, at which these ranks can generate."""
     sizes = [size for size in divisors(shape.num_ranks) if size <= shape.per_node]
     sizes = [size for size in sizes if not rollout_misfits(work.actor.sizes, size)]

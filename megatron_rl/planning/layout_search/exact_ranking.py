@@ -13,12 +13,12 @@ from typing import Any
 
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
-from megatron_rl.planning.ahead import ahead_plan
-from megatron_rl.planning.layout_search.map_work import MapWork
+from megatron_rl.planning.async_estimate import ahead_plan
 from megatron_rl.planning.layout_search.partitions import PoolNames
-from megatron_rl.planning.layout_search.pass_cuts import sampled_stages
 from megatron_rl.planning.layout_search.pools import PoolChoice
+from megatron_rl.planning.layout_search.role_on_layout import sampled_stages
 from megatron_rl.planning.layout_search.search import Placed
+from megatron_rl.planning.layout_search.search_problem import SearchProblem
 from megatron_rl.planning.layout_search.settings import configured, settings_of_placement
 from megatron_rl.planning.memory import MemoryOfStage, StageMemory
 from megatron_rl.planning.preflight import preflight
@@ -61,7 +61,7 @@ class Finalists:
     refused, too_large: placements that preflight refuses, or that do not fit.
     """
 
-    def __init__(self, work: MapWork, names: PoolNames) -> None:
+    def __init__(self, work: SearchProblem, names: PoolNames) -> None:
         self.work, self.names = work, names
         self.refused: list[tuple[Placed, list[Violation]]] = []
         self.too_large: list[tuple[Placed, dict[str, StageMemory]]] = []

@@ -13,7 +13,7 @@ from megatron_rl.checkpoint.storage import writing
 from megatron_rl.config.roles import ACTOR, ROLLOUT
 from megatron_rl.config.setting import OVERRIDE
 from megatron_rl.errors import ConfigError
-from megatron_rl.planning.layout_search.finalists import Candidate, Finalists
+from megatron_rl.planning.layout_search.exact_ranking import Candidate, Finalists
 from megatron_rl.planning.layout_search.partitions import Block
 from megatron_rl.planning.layout_search.pools import PoolChoice
 from megatron_rl.planning.layout_search.request import MapRequest

@@ -14,7 +14,7 @@ EVALUATION = "evaluation"
 """The folder, in that of a run, of the evaluation of a run's own configuration."""
 
 
-def evaluated(config: RunConfig) -> RunConfig:
+def for_evaluation(config: RunConfig) -> RunConfig:
     """Return a deep copy that answers the prompts of `data.val_files`, which are its training prompts, too, as none are
     read for training.
 

@@ -59,7 +59,7 @@ class Sides:
 
 
 @dataclass(frozen=True)
-class AheadPlan:
+class AsyncEstimate:
     """The planned effect of running ahead.
 
     in_turns_s, ahead_s: seconds of a synchronous and of an asynchronous step. trainer_idle, rollout_idle: shares of the
@@ -80,7 +80,9 @@ class AheadPlan:
     sides: Sides
 
     @classmethod
-    def of(cls, rules: ScheduleConfig, num_replicas: int, lengths: Lengths, costs: Costs, sides: Sides) -> AheadPlan:
+    def of(
+        cls, rules: ScheduleConfig, num_replicas: int, lengths: Lengths, costs: Costs, sides: Sides
+    ) -> AsyncEstimate:
         """Simulate the steps of `rules` and measure the middle ones.
 
         The first `ahead` + 2 steps have little generated ahead, and the last `ahead` + 1 have nothing left to generate.
@@ -163,7 +165,7 @@ class AheadPlan:
 
 def ahead_plan(
     config: RunConfig, models: RunModels, estimator: Estimator, load: Load, time: StepTime
-) -> AheadPlan | None:
+) -> AsyncEstimate | None:
     """Return the plan of a run that generates ahead on ranks of its own, else None.
 
     estimator: of generation. load, time: of a step.
@@ -177,7 +179,7 @@ def ahead_plan(
     rules = simulated_rules(config, load, num_replicas)
     costs = simulated_costs(rules, lengths, estimator, load, time, num_replicas)
     sides = Sides(placement.world_size - num_ranks, num_ranks, grain)
-    return AheadPlan.of(rules, min(num_replicas, MOST_REPLICAS), lengths, costs, sides)
+    return AsyncEstimate.of(rules, min(num_replicas, MOST_REPLICAS), lengths, costs, sides)
 
 
 def batch_lengths(load: Load, num_replicas: int, of_replicas: int) -> Lengths:

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from megatron_rl.cli import app
 from megatron_rl.config.load import read_config
 from megatron_rl.planning.hardware import Overheads
-from megatron_rl.planning.layout_search.finalists import Finalists
-from megatron_rl.planning.layout_search.sample import allocations, sampled
+from megatron_rl.planning.layout_search.exact_ranking import Finalists
+from megatron_rl.planning.layout_search.random_placements import allocations, sampled
 from megatron_rl.planning.layout_search.search import Search
 from megatron_rl.planning.preflight import preflight
 from megatron_rl.trials.ablation_file import read_ablation

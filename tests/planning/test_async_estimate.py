@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.planning.ahead import AheadPlan, Sides, batch_lengths, rows_of_replica
+from megatron_rl.planning.async_estimate import AsyncEstimate, Sides, batch_lengths, rows_of_replica
 from megatron_rl.planning.hardware import load_hardware
 from megatron_rl.planning.preflight import preflight
 from megatron_rl.planning.run_plan import RunPlan
@@ -47,10 +47,10 @@ def config(tmp_path):
 EVEN = Sides(8, 8)
 
 
-def plan(costs: Costs, sides: Sides = EVEN, **rules) -> AheadPlan:
+def plan(costs: Costs, sides: Sides = EVEN, **rules) -> AsyncEstimate:
     """Of one replica that draws two rows of 10 tokens at a time."""
     known = {"batch_rows": 2, "num_steps_total": 13, "ahead": 1, "slice_steps": 10, "max_running": 2} | rules
-    return AheadPlan.of(ScheduleConfig(**known), 1, lambda request, attempt: 10, costs, sides)
+    return AsyncEstimate.of(ScheduleConfig(**known), 1, lambda request, attempt: 10, costs, sides)
 
 
 def test_the_rollout_waits_by_hand():
@@ -94,7 +94,7 @@ def test_long_answers_hold_both_sides_up():
         ScheduleConfig(4, 13, 1, slice_steps=2, max_running=8, partial=False),
         Costs(lambda running: 1.0, 8.0),
     )
-    found = AheadPlan.of(rules, 1, lambda request, attempt: 2 if request % 4 else 40, costs, EVEN)
+    found = AsyncEstimate.of(rules, 1, lambda request, attempt: 2 if request % 4 else 40, costs, EVEN)
     assert (found.ahead_s, found.trainer_idle, found.rollout_s) == (40.0, 0.8, 5.75)
     assert found.advice == (
         "the longest answers hold both sides up, which other shares of the ranks hardly change: raise "

@@ -12,7 +12,7 @@ from megatron_rl.config.megatron import MegatronConfig, OverrideTransformerConfi
 from megatron_rl.config.roles import PassSpec
 from megatron_rl.planning.activations import Recompute
 from megatron_rl.planning.layout_search.grids import Grid, GridShape
-from megatron_rl.planning.layout_search.map_work import MapWork, RoleWork
+from megatron_rl.planning.layout_search.search_problem import RoleWork, SearchProblem
 from megatron_rl.planning.role_ledger import SCORE, UPDATE, Passes
 from megatron_rl.planning.step_time import dispatch_seconds
 
@@ -37,10 +37,10 @@ class Option:
     work: float = 0.0
 
 
-class OnGrid:
+class RoleOnLayout:
     """One role on one layout of a pool: the bytes it holds, and the options of its passes."""
 
-    def __init__(self, work: MapWork, role: RoleWork, grid: Grid, shape: GridShape) -> None:
+    def __init__(self, work: SearchProblem, role: RoleWork, grid: Grid, shape: GridShape) -> None:
         self.work, self.role, self.grid, self.shape = work, role, grid, shape
         self.call_seconds = dispatch_seconds(shape.num_nodes, shape.per_node, work.hardware)
         self.ledger = role.ledger(work.config, grid, shape)

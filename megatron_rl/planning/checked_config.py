@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.evaluated import evaluated
+from megatron_rl.config.eval_config import for_evaluation
 from megatron_rl.config.idle_keys import idle_keys
 from megatron_rl.config.load import read_run
 from megatron_rl.config.problems import nearest_name
@@ -26,7 +26,7 @@ COMMANDS = {PPO: "train"} | {task: task for task in WITHOUT_ROLLOUT}
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedConfig:
     """A configuration and the violations of its keys, its values and the files it names.
 
     notes: how verl's keys were translated. different: unset keys with another default in verl. unread: ignored parts of
@@ -74,12 +74,12 @@ def checked(
     without_files: bool = False,
     change: Callable[[RunConfig], RunConfig] | None = None,
     task: str | None = None,
-) -> Checked:
+) -> CheckedConfig:
     """Read a configuration and check its rules. change: applied before the check. task: that of a command."""
     reading = read_run(path, overrides or (), task)
     notes = [note for note in reading.notes if note.kind is not Kind.UNSUPPORTED]
     if reading.config is None:
-        return Checked(None, reading.violations, notes)
+        return CheckedConfig(None, reading.violations, notes)
     run_config = with_local_models(reading.config if change is None else change(reading.config))
     # The defaults that are compared are those of verl's PPO.
     different = differences(reading.config, reading.given) if run_config.generates else []
@@ -87,7 +87,9 @@ def checked(
     idle = idle_keys(run_config, reading.given)
     from_verl = bool(reading.notes) or is_ported(path)
     trackers = tracker_notes(run_config.trainer) if without_files else []  # otherwise among the violations
-    return Checked(run_config, [*reading.violations, *violations], notes, different, unread, idle, from_verl, trackers)
+    return CheckedConfig(
+        run_config, [*reading.violations, *violations], notes, different, unread, idle, from_verl, trackers
+    )
 
 
 def commanded(config: RunConfig, task: str) -> RunConfig:
@@ -118,4 +120,4 @@ def planned_task(config: RunConfig, task: str | None) -> RunConfig:
         )
     name = config.trainer.stage if task is None else task
     planned = for_task(config, name) if name in TASKS else config
-    return evaluated(planned) if planned.generates and planned.trainer.val_only else planned
+    return for_evaluation(planned) if planned.generates and planned.trainer.val_only else planned

@@ -10,18 +10,18 @@ from dataclasses import dataclass, replace
 from megatron_rl.config.problems import raise_problems
 from megatron_rl.config.roles import ROLLOUT
 from megatron_rl.errors import ConfigError, shown
-from megatron_rl.planning.layout_search.finalists import Candidate, Finalists
-from megatron_rl.planning.layout_search.map_work import ClusterSize, MapWork
-from megatron_rl.planning.layout_search.pass_cuts import OnGrid
+from megatron_rl.planning.layout_search.exact_ranking import Candidate, Finalists
 from megatron_rl.planning.layout_search.request import MOST_GPUS, REFUSED, MapRequest, cluster_of, contradictions
+from megatron_rl.planning.layout_search.role_on_layout import RoleOnLayout
 from megatron_rl.planning.layout_search.search import Search
+from megatron_rl.planning.layout_search.search_problem import ClusterSize, SearchProblem
 from megatron_rl.planning.memory import engine_bytes
 
 SHOWN = 10
 
 
 @dataclass(frozen=True)
-class Mapped:
+class SearchResult:
     """The result of a search.
 
     candidates: best first. lower_bound: seconds of FLOPs and bytes alone on all ranks, for any placement. num_layouts,
@@ -42,7 +42,7 @@ class Mapped:
         return self.candidates[0].seconds / self.lower_bound - 1
 
 
-def find_placements(request: MapRequest, number: int = SHOWN) -> Mapped:
+def find_placements(request: MapRequest, number: int = SHOWN) -> SearchResult:
     """Search placements, then count the best exactly. Raises ConfigError if nothing fits or kept values break a
     rule.
     """
@@ -54,7 +54,7 @@ def find_placements(request: MapRequest, number: int = SHOWN) -> Mapped:
     if not candidates:
         raise_problems(REFUSED, contradictions(request))
         raise ConfigError(nothing_fits(request))
-    return Mapped(
+    return SearchResult(
         request,
         candidates,
         time.perf_counter() - start,
@@ -108,13 +108,13 @@ def least_bytes(search: Search, block: tuple[str, ...], units: int) -> float:
     return least if names else float(least_cache(search.work))
 
 
-def least_of_passes(role: OnGrid) -> list[float]:
+def least_of_passes(role: RoleOnLayout) -> list[float]:
     """Return the bytes of each pass with its smallest option, on the worst stage; infinity where none is allowed."""
     sizes_of_passes = ((float(max(role.bytes_of(option))) for option in role.options[kind]) for kind in role.kinds)
     return [min(sizes, default=math.inf) for sizes in sizes_of_passes]
 
 
-def least_cache(work: MapWork) -> int:
+def least_cache(work: SearchProblem) -> int:
     """Return the bytes that the engine needs for one sequence, at the largest TP inside of a node."""
     tp = work.cluster.per_node
     return engine_bytes(work.config, work.actor.model, work.actor.element, tp) + work.cache(tp).needed_bytes(
