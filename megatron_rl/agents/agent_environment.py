@@ -15,7 +15,7 @@ from megatron_rl.agents.chat_request import ChatRequest
 from megatron_rl.agents.endpoint import LARGEST_BODY, Endpoint, Session, largest_body
 from megatron_rl.agents.environment_host import EnvironmentHost
 from megatron_rl.agents.environment_source import EnvironmentSource
-from megatron_rl.agents.observation import EpisodeError, Observation, Opening, TaskRow, TextLimit, Turn
+from megatron_rl.agents.observation import EpisodeError, InitialConversation, Observation, TaskRow, TextLimit, Turn
 from megatron_rl.config.user_functions import load_function
 
 WHOLE_TEXTS = TextLimit(1 << 62)
@@ -37,13 +37,13 @@ class AgentEnvironment:
         self._session = await self._endpoint.open()
         self._agent = self._start(row, self._session)
 
-    async def opening(self) -> Opening:
+    async def opening(self) -> InitialConversation:
         """Return the conversation of its first request."""
         asked = await self._next_request()
         if asked is None:
             raise EpisodeError("no_answer", "the agent has ended without a request")
         self._asked = asked
-        return Opening(asked.messages, asked.tools)
+        return InitialConversation(asked.messages, asked.tools)
 
     async def step(self, turn: Turn) -> Observation:
         """Give the agent its answer and return the messages of its next request; it is done when the agent is."""
@@ -59,7 +59,9 @@ class AgentEnvironment:
             return Observation((), reward, True, counts)
         self._asked = asked
         new = asked.after(before, turn)
-        return Observation(new, reward, False, counts, None if new else Opening(asked.messages, asked.tools))
+        return Observation(
+            new, reward, False, counts, None if new else InitialConversation(asked.messages, asked.tools)
+        )
 
     async def close(self) -> None:
         """End the agent and its session."""

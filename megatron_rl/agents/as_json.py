@@ -10,8 +10,8 @@ from typing import Any
 from megatron_rl.agents.observation import (
     FAILURES,
     EpisodeFailure,
+    InitialConversation,
     Observation,
-    Opening,
     ToolCall,
     Turn,
     is_message,
@@ -19,7 +19,7 @@ from megatron_rl.agents.observation import (
 )
 from megatron_rl.plain_values import describe_error, finite_number, plain_json, plain_text
 
-Answer = Observation | Opening | EpisodeFailure
+Answer = Observation | InitialConversation | EpisodeFailure
 Played = tuple[Turn, Observation]
 """A turn with its answer."""
 
@@ -61,8 +61,8 @@ def plain_answer(answer: Answer) -> Answer:
     return EpisodeFailure("no_answer", f"what the environment said cannot be sent as JSON: {plain_text(reason)}")
 
 
-def _opening(content: dict[str, Any]) -> Opening:
-    return opening_of(Opening(tuple(content["messages"]), tuple(content["tools"])))
+def _opening(content: dict[str, Any]) -> InitialConversation:
+    return opening_of(InitialConversation(tuple(content["messages"]), tuple(content["tools"])))
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class EpisodeRecord:
 
     turns: Sequence[Played] = ()
     failure: EpisodeFailure | None = None
-    opening: Opening | EpisodeFailure | None = None
+    opening: InitialConversation | EpisodeFailure | None = None
     prompt_ids: tuple[int, ...] = ()
     starts: Sequence[int] = ()
     num_retries: int = 0
@@ -107,7 +107,11 @@ def records_from_json(content: bytes) -> dict[int, EpisodeRecord]:
         known = [(turn, answer) for turn, answer in answers if isinstance(answer, Observation)]
         failure = None if failed is None else answer_from_json(failed)
         opening = None if began is None else answer_from_json(began)
-        if len(known) < len(answers) or isinstance(failure, Observation | Opening) or isinstance(opening, Observation):
+        if (
+            len(known) < len(answers)
+            or isinstance(failure, Observation | InitialConversation)
+            or isinstance(opening, Observation)
+        ):
             raise ValueError(f"the turns of episode {number} are not what a run writes")
         records[int(number)] = EpisodeRecord(known, failure, opening, tuple(prompt_ids), starts, num_retries)
     return records

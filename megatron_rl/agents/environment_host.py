@@ -16,8 +16,8 @@ from megatron_rl.agents.observation import (
     Environment,
     EpisodeError,
     EpisodeFailure,
+    InitialConversation,
     Observation,
-    Opening,
     TaskRow,
     TextLimit,
     Turn,
@@ -44,7 +44,7 @@ class TurnJob:
     row: TaskRow
     before: tuple[Played, ...]
     turn: Turn | None
-    opening: Opening | None = None
+    opening: InitialConversation | None = None
     num_left_out: int = 0
 
     def short(self) -> TurnJob:
@@ -143,7 +143,7 @@ class EnvironmentHost:
             kept.before.append((job.turn, last))
         return last
 
-    async def _begun(self, job: TurnJob) -> tuple[_Kept, Opening | None]:
+    async def _begun(self, job: TurnJob) -> tuple[_Kept, InitialConversation | None]:
         """A fresh environment, prepared for its task, and how its episode begins."""
         await self._forget(job.episode)
         kept = self._kept[job.episode] = _Kept(self._make())
@@ -156,7 +156,7 @@ class EnvironmentHost:
             opening = plain_answer(opening_of(said))
         except ValueError as error:
             raise EpisodeError("no_answer", str(error)) from None
-        if not isinstance(opening, Opening):
+        if not isinstance(opening, InitialConversation):
             raise EpisodeError("no_answer", getattr(opening, "reason", ""))
         return kept, opening
 

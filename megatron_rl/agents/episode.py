@@ -16,8 +16,8 @@ from megatron_rl.agents.as_json import Answer, Played
 from megatron_rl.agents.observation import (
     FAILURES,
     EpisodeFailure,
+    InitialConversation,
     Observation,
-    Opening,
     TaskRow,
     Turn,
     messages_of_prompt,
@@ -79,7 +79,7 @@ class Episode:
     num_retries: int = 0
     experts: Stored | None = None
     failure: EpisodeFailure | None = None
-    opening: Opening | EpisodeFailure | None = None
+    opening: InitialConversation | EpisodeFailure | None = None
 
     @property
     def state(self) -> str:
@@ -102,16 +102,16 @@ class Episode:
         return tuple(self.token_ids[self.starts[-1] :]) if self.starts else (*self.prompt_ids, *self.token_ids)
 
     @property
-    def conversation(self) -> Opening:
+    def conversation(self) -> InitialConversation:
         """The present conversation, before the present turn."""
-        prompt = Opening(messages_of_prompt(self.row.get("prompt")))
-        begun = self.opening if isinstance(self.opening, Opening) else prompt
+        prompt = InitialConversation(messages_of_prompt(self.row.get("prompt")))
+        begun = self.opening if isinstance(self.opening, InitialConversation) else prompt
         messages, tools = list(begun.messages), begun.tools
         for turn, observation in self.played:
             messages += [turn.as_message(), *observation.messages]
             if observation.anew is not None:
                 messages, tools = list(observation.anew.messages), observation.anew.tools
-        return Opening(tuple(messages), tools)
+        return InitialConversation(tuple(messages), tools)
 
     @property
     def turn_ids(self) -> list[int]:
@@ -148,7 +148,7 @@ class Episode:
         """Begin with the opening of the environment in place of the dataset's prompt, or fail."""
         assert not isinstance(reply.answer, Observation)
         self.opening = reply.answer
-        if isinstance(reply.answer, Opening):
+        if isinstance(reply.answer, InitialConversation):
             self.prompt_ids = reply.token_ids
 
     def extend(self, new: Drawn, version: int, has_turns: bool) -> None:
@@ -171,7 +171,7 @@ class Episode:
         """
         if not self.waits:
             raise ValueError("the episode waits for no answer")
-        assert reply.turn is not None and not isinstance(reply.answer, Opening)
+        assert reply.turn is not None and not isinstance(reply.answer, InitialConversation)
         self.waits = False
         if isinstance(reply.answer, EpisodeFailure):
             if self.num_retries < limits.max_retries:

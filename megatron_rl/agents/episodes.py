@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from megatron_rl.agents.as_json import Answer
 from megatron_rl.agents.environment_host import TurnJob
 from megatron_rl.agents.episode import Episode, EpisodeLimits, Reply
-from megatron_rl.agents.observation import FOLLOWING, EpisodeFailure, Observation, Opening, Turn
+from megatron_rl.agents.observation import FOLLOWING, EpisodeFailure, InitialConversation, Observation, Turn
 from megatron_rl.agents.turn_reader import TurnReader
 from megatron_rl.agents.turn_renderer import NO_LIMIT, TurnRenderer
 from megatron_rl.data.template_process import TemplateRefusal
@@ -151,7 +151,7 @@ class _OpenTurn:
     number: int
     turn: Turn | None = None
     last_token: int = -1
-    before: Opening | None = None
+    before: InitialConversation | None = None
     room: int = NO_LIMIT
 
 
@@ -201,7 +201,7 @@ class LiveEpisodes(Episodes):
         return self._environments.opens
 
     def _submit(self, episode: Episode, new: _OpenTurn) -> None:
-        job, opening = next(self._jobs), episode.opening if isinstance(episode.opening, Opening) else None
+        job, opening = next(self._jobs), episode.opening if isinstance(episode.opening, InitialConversation) else None
         self._open[job] = new
         self._environments.play(job, TurnJob(new.number, episode.row, tuple(episode.played), new.turn, opening))
 
@@ -220,10 +220,10 @@ class LiveEpisodes(Episodes):
         if isinstance(answer, EpisodeFailure) or (isinstance(answer, Observation) and answer.is_done):
             return Reply(known.turn, answer)
         try:
-            begins = answer if isinstance(answer, Opening) else answer.anew
+            begins = answer if isinstance(answer, InitialConversation) else answer.anew
             if begins is not None:
                 self._look_for(begins.tools)
-            if isinstance(answer, Opening):
+            if isinstance(answer, InitialConversation):
                 return self._begun(answer, self._renderer.beginning(answer, self._longest_prompt))
             anew = answer.anew or self._rewritten(known, answer)
             if anew is not None:
@@ -248,15 +248,15 @@ class LiveEpisodes(Episodes):
             what = f"the policy cannot see the {len(names)} tools of an agent ({', '.join(names)[:80]})"
             self.late_notes.append(f"the chat template writes no tools: {what}")
 
-    def _rewritten(self, known: _OpenTurn, answer: Observation) -> Opening | None:
+    def _rewritten(self, known: _OpenTurn, answer: Observation) -> InitialConversation | None:
         """The whole conversation, where the template does not append."""
         is_appended = all(message["role"] in self._appending for message in answer.messages)
         if is_appended or known.turn is None or known.before is None:
             return None
         messages = (*known.before.messages, known.turn.as_message(), *answer.messages)
-        return Opening(messages, known.before.tools)
+        return InitialConversation(messages, known.before.tools)
 
-    def _begun(self, opening: Opening, prompt_ids: Sequence[int]) -> Reply:
+    def _begun(self, opening: InitialConversation, prompt_ids: Sequence[int]) -> Reply:
         if len(prompt_ids) <= self._longest_prompt:
             return Reply(None, opening, tuple(prompt_ids))
         rule = f"its conversation has at least {len(prompt_ids)} tokens; data.max_prompt_length={self._longest_prompt}"

@@ -67,11 +67,15 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Opening:
+class InitialConversation:
     """A conversation up to the policy's next turn. tools: schemas of tools that the chat template is given."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
+
+
+Opening = InitialConversation
+"""The name that it had, which users' environments may import."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ class Observation:
     reward: float = 0.0
     is_done: bool = False
     counts: dict[str, float] = field(default_factory=dict)
-    anew: Opening | None = None
+    anew: InitialConversation | None = None
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,7 @@ class TextLimit:
 def observation_of(value: Any, limit: TextLimit) -> Observation:
     """Return what `step` has returned, checked and within the limit. Raises ValueError, with the rule, for others."""
     counts: dict[str, Any] = {}
-    anew: Opening | None = None
+    anew: InitialConversation | None = None
     if isinstance(value, Observation):
         counts, anew = value.counts, None if value.anew is None else opening_of(value.anew)
         value = (value.messages, value.reward, value.is_done)
@@ -180,11 +184,15 @@ def messages_of_prompt(prompt: Any) -> tuple[Message, ...]:
     return tuple(prompt or ()) if not isinstance(prompt, str) else ({"role": "user", "content": prompt},)
 
 
-def opening_of(value: Any) -> Opening:
+def opening_of(value: Any) -> InitialConversation:
     """Return what `opening` has returned, checked: a text is one message of the user. Raises ValueError for others."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
-    opening = value if isinstance(value, Opening) else Opening(tuple(value) if isinstance(value, list) else ())
+    opening = (
+        value
+        if isinstance(value, InitialConversation)
+        else InitialConversation(tuple(value) if isinstance(value, list) else ())
+    )
     if opening.messages and all(is_message(message, (*FOLLOWING, "assistant")) for message in opening.messages):
         return opening
     raise ValueError(f"opening must return a text, or a list of messages; it returned {quote(value)}")

@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from megatron_rl.agents.observation import FOLLOWING, Message, Opening, Turn
+from megatron_rl.agents.observation import FOLLOWING, InitialConversation, Message, Turn
 from megatron_rl.agents.thoughts import ThoughtMarks, Thoughts, thoughts_of
 from megatron_rl.data.message_form import (
     ANSWER,
@@ -81,7 +81,7 @@ class TurnRenderer:
         prompt = "" if self._template is None else self._render([QUESTION], add_generation_prompt=True)
         return thoughts_of(self._template, prompt)
 
-    def beginning(self, opening: Opening, most: int = NO_LIMIT) -> list[int]:
+    def beginning(self, opening: InitialConversation, most: int = NO_LIMIT) -> list[int]:
         """Return the tokens of a conversation with which an episode begins, up to the first turn.
 
         Raises TemplateRefusal where the template refuses it.

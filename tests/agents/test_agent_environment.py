@@ -20,7 +20,7 @@ from megatron_rl.agents.as_json import Answer, Played
 from megatron_rl.agents.endpoint import Endpoint, largest_body
 from megatron_rl.agents.environment_host import TurnJob
 from megatron_rl.agents.environment_source import EnvironmentProcesses, EnvironmentsHere
-from megatron_rl.agents.observation import EpisodeFailure, Observation, Opening, ToolCall, Turn
+from megatron_rl.agents.observation import EpisodeFailure, InitialConversation, Observation, ToolCall, Turn
 from megatron_rl.agents.openai_chat import OpenAIChat
 
 pytestmark = pytest.mark.timeout(120)
@@ -171,7 +171,7 @@ class Player:
         return answer
 
     def _play(self, turn: Turn | None) -> Answer:
-        opening = self.opening if turn is not None and isinstance(self.opening, Opening) else None
+        opening = self.opening if turn is not None and isinstance(self.opening, InitialConversation) else None
         self.environments.play(7, TurnJob(self.episode, self.row, tuple(self.before), turn, opening))
         [(number, answer)] = self.environments.take(waits=True)
         assert number == 7
@@ -190,12 +190,12 @@ def test_a_conversation_is_an_episode(folder):
         processes = opened.enter_context(EnvironmentProcesses(source(folder, "guess"), 1, 60.0, opens=True))
         for environments in (processes, opened.enter_context(EnvironmentsHere(source(folder, "guess").host()))):
             player = Player(environments, turns=2)
-            assert player.opening == Opening(({"role": "system", "content": "guess"}, *text("?")))
+            assert player.opening == InitialConversation(({"role": "system", "content": "guess"}, *text("?")))
             assert player.say("3") == Observation(text("no 0"))
             assert player.say("4") == Observation((), 0.5, is_done=True)
         here = opened.enter_context(EnvironmentsHere(source(folder, "blocking").host()))
         players = [Player(here, episode) for episode in range(40)]  # more than any pool of threads has
-        assert all(player.opening == Opening(text("now")) for player in players)
+        assert all(player.opening == InitialConversation(text("now")) for player in players)
         assert [player.say("2").reward for player in players] == [2.0] * 40
 
 
@@ -205,7 +205,7 @@ def test_calls_are_streamed_and_come_back(folder):
     """
     with EnvironmentsHere(source(folder, "streams").host()) as here:
         player = Player(here)
-        assert isinstance(player.opening, Opening) and player.opening.tools[0]["function"]["name"] == "add"
+        assert isinstance(player.opening, InitialConversation) and player.opening.tools[0]["function"]["name"] == "add"
         answer = player.say("", ToolCall("add", {"a": 1}), ToolCall("add", {"a": 3}))
         assert isinstance(answer, Observation) and [message["role"] for message in answer.messages] == ["tool"] * 2
         assert answer.messages[1]["content"] == "7" and player.say("done").is_done
@@ -345,7 +345,9 @@ def test_an_agent_may_be_a_process(folder):
     """
     with EnvironmentProcesses(program(folder), 1, 60.0, opens=True) as processes:
         player = Player(processes, 1, way="well")
-        assert player.opening == Opening(text("well")) and player.say("3") == Observation((), 3.0, is_done=True)
+        assert player.opening == InitialConversation(text("well")) and player.say("3") == Observation(
+            (), 3.0, is_done=True
+        )
         failed = Player(processes, 2, way="fails").opening
         assert isinstance(failed, EpisodeFailure) and "exited with code 3; it said: about to fail" in failed.reason
     with EnvironmentsHere(program(folder, timeout_s=3.0).host()) as here:
@@ -447,7 +449,7 @@ def test_anthropics_agents_are_served(folder):
     (folder / "agents.py").write_text(AGENTS + ANTHROPIC)
     with EnvironmentsHere(source(folder, "by_anthropic").host()) as here:
         player = Player(here)
-        assert player.opening == Opening(text("1+1?"))
+        assert player.opening == InitialConversation(text("1+1?"))
         assert player.say("2") == Observation(
             (), 1.0, is_done=True, counts={"agent_refused": 1.0, "agent_unauthorized": 1.0}
         )

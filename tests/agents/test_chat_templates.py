@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase
 
-from megatron_rl.agents.observation import Message, Opening, Turn
+from megatron_rl.agents.observation import InitialConversation, Message, Turn
 from megatron_rl.agents.turn_renderer import TurnRenderer
 from megatron_rl.data.template_process import TemplateRefusal
 
@@ -64,9 +64,9 @@ def test_what_is_appended_is_what_the_template_writes(name):
         if found != APPENDS:
             continue
         messages: list[Message] = [{"role": "user", "content": "What is it?"}]
-        path = renderer.beginning(Opening(tuple(messages)))
+        path = renderer.beginning(InitialConversation(tuple(messages)))
         for text in ("<think>\nhm\n</think>\n\nA cat.", "A dog.", "<think>\nyes\n</think>\n\nA bird."):
             path += tokenizer(LEAD.get(name, "") + text, add_special_tokens=False)["input_ids"]
             messages += [Turn(text).as_message(), {"role": role, "content": f"No, not {text[-5:]}"}]
             path += renderer.following(messages[-1:], last_token=-1)
-        assert path == renderer.beginning(Opening(tuple(messages)))
+        assert path == renderer.beginning(InitialConversation(tuple(messages)))

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from megatron_rl.agents.environment_source import ClassSource, EnvironmentsHere
 from megatron_rl.agents.episode import Episode, EpisodeLimits, Reply, episode_metrics, rows_of
 from megatron_rl.agents.episodes import LiveEpisodes, RecordedEpisodes
-from megatron_rl.agents.observation import EpisodeFailure, Observation, Opening, TextLimit, ToolCall, Turn
+from megatron_rl.agents.observation import EpisodeFailure, InitialConversation, Observation, TextLimit, ToolCall, Turn
 from megatron_rl.agents.turn_reader import TurnReader
 from megatron_rl.agents.turn_renderer import TurnRenderer
 from megatron_rl.errors import ReplayError
@@ -20,7 +20,7 @@ from megatron_rl.rollout.slices import Drawn
 from megatron_rl.sampling.journal import EpisodeBegan, TurnAnswered, from_json, reply_event, to_json
 
 SAMPLING = Sampling(1.0, 1.0, -1, 8, salt=1)
-OPENING = Opening(({"role": "user", "content": "?"},), ({"type": "function"},))
+OPENING = InitialConversation(({"role": "user", "content": "?"},), ({"type": "function"},))
 HIGHER_THAN = Observation(({"role": "user", "content": "="},))
 HIGHER = Observation(({"role": "user", "content": "higher"},), 0.5, counts={"tries": 1.0})
 
@@ -119,7 +119,10 @@ class Opens:
     def play(self, number, job):
         said = job.row["said"]
         self.answers = [
-            (number, Opening(({"role": "user", "content": said},)) if said else EpisodeFailure("raised", "x"))
+            (
+                number,
+                InitialConversation(({"role": "user", "content": said},)) if said else EpisodeFailure("raised", "x"),
+            )
         ]
 
     def take(self, waits):
@@ -151,10 +154,14 @@ def test_a_conversation_may_begin_anew(appends: bool):
     tokenizer = AutoTokenizer.from_pretrained("assets/demo/model")
     eos = tokenizer.eos_token_id
     renderer, reader = TurnRenderer(tokenizer, [eos]), TurnReader(tokenizer)
-    answers = Answers(HIGHER_THAN, Observation(anew=Opening(({"role": "user", "content": "3="},))), HIGHER_THAN)
+    answers = Answers(
+        HIGHER_THAN, Observation(anew=InitialConversation(({"role": "user", "content": "3="},))), HIGHER_THAN
+    )
     live = LiveEpisodes(answers, renderer, reader, EpisodeLimits(9), appending=["user"] if appends else [])
     prompt = [{"role": "user", "content": "1+2="}]
-    path = Episode(tuple(renderer.beginning(Opening(tuple(prompt)))), {"prompt": prompt}, Sampling(1.0, 1.0, -1, 99, 1))
+    path = Episode(
+        tuple(renderer.beginning(InitialConversation(tuple(prompt)))), {"prompt": prompt}, Sampling(1.0, 1.0, -1, 99, 1)
+    )
     texts = []
     for said in "456":
         ids = [*tokenizer(said, add_special_tokens=False)["input_ids"], eos]
@@ -174,7 +181,7 @@ def test_a_conversation_may_begin_anew(appends: bool):
     marked = rows["conversation_starts"].unbind()[0].nonzero().flatten() - len(path.prompt_ids)
     assert marked.tolist() == path.starts and path.conversation.messages[0]["content"] == "3="
     path.forget()
-    assert path.starts == [] and path.conversation == Opening(tuple(prompt))
+    assert path.starts == [] and path.conversation == InitialConversation(tuple(prompt))
 
 
 def no_parser(schemas):

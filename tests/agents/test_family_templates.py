@@ -14,7 +14,7 @@ from megatron_rl.agents.anthropic_messages import AnthropicMessages
 from megatron_rl.agents.chat_request import ChatRequest
 from megatron_rl.agents.episode import Episode, EpisodeLimits
 from megatron_rl.agents.episodes import LiveEpisodes
-from megatron_rl.agents.observation import Message, Opening, ToolCall, Turn
+from megatron_rl.agents.observation import InitialConversation, Message, ToolCall, Turn
 from megatron_rl.agents.openai_chat import OpenAIChat
 from megatron_rl.agents.thoughts import Channels
 from megatron_rl.agents.tool_parser import ToolParser
@@ -229,12 +229,12 @@ def test_a_path_of_calls_is_the_whole_conversation(name):
     """
     case, tokenizer, eos, renderer = opened(name, tools=[ADD])
     messages: list[Message] = [{"role": "user", "content": "What is it?"}]
-    path = renderer.beginning(Opening(tuple(messages)))
+    path = renderer.beginning(InitialConversation(tuple(messages)))
     for number in range(3):
         turn = Turn("", (CALL,), reasoning_content=THOUGHT if case.reads else "")
         messages.append(turn.as_message())
         result = {"role": "tool", "name": "add", "content": f"two {number}"}
-        whole = renderer.beginning(Opening((*messages, result)))
+        whole = renderer.beginning(InitialConversation((*messages, result)))
         assert whole[: len(path)] == path
         drawn = whole[len(path) :]
         end = next(place for place, token in enumerate(drawn) if token in eos)  # here the policy stops
@@ -305,7 +305,7 @@ def test_arguments_that_are_no_object_are_refused_in_words():
     messages = row()[:2]
     messages[1]["tool_calls"][0]["function"]["arguments"] = "[1]"
     with pytest.raises(TemplateRefusal, match="the arguments of the call add must be a JSON object; they are"):
-        renderer.beginning(Opening(tuple(messages)))
+        renderer.beginning(InitialConversation(tuple(messages)))
 
 
 def test_results_are_named_after_the_turns_calls():
@@ -335,7 +335,7 @@ def test_tools_that_a_template_leaves_out():
 def test_an_agents_tools_that_the_template_leaves_out_are_told_once():
     """Two episodes with the same tools. Would not catch tools that come with a later request."""
     _, tokenizer, _, renderer = opened("gemma")
-    asked = Opening(({"role": "user", "content": "What is it?"},), (ADD,))
+    asked = InitialConversation(({"role": "user", "content": "What is it?"},), (ADD,))
     live = LiveEpisodes(Opens(asked), renderer, TurnReader(tokenizer), EpisodeLimits(2))
     episodes = {n: Episode((), {"prompt": ""}, Sampling(1.0, 1.0, -1, 99, 1)) for n in range(2)}
     live.begin(episodes)
@@ -377,7 +377,7 @@ class Opens:
 
     opens = True
 
-    def __init__(self, opening: Opening):
+    def __init__(self, opening: InitialConversation):
         self.opening, self.open = opening, []
 
     def play(self, number, job):

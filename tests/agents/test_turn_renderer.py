@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from megatron_rl.agents.observation import Opening, Turn
+from megatron_rl.agents.observation import InitialConversation, Turn
 from megatron_rl.agents.turn_reader import TurnReader
 from megatron_rl.agents.turn_renderer import TurnRenderer
 from megatron_rl.data.template_process import RenderLimits, TemplateRefusal
@@ -159,7 +159,7 @@ def test_of_a_text_that_is_too_long_only_the_start_is_tokenised(tokenizer):
     renderer = TurnRenderer(counting, [tokenizer.eos_token_id], is_chat=False)
     ids = renderer.following([{"role": "user", "content": "12+3" * 3_500_000}], -1, most=100)
     assert len(ids) > 100 and counting.read == 8 * 164
-    whole = renderer.beginning(Opening(({"role": "user", "content": "12+3" * 50},)), most=100)
+    whole = renderer.beginning(InitialConversation(({"role": "user", "content": "12+3" * 50},)), most=100)
     assert whole == tokenizer("12+3" * 50, add_special_tokens=False)["input_ids"]
 
 
