@@ -12,15 +12,16 @@ from typing import Literal
 
 Shape = Literal["token", "sampled token", "row", "answer"]
 """What a column has an element for. token: ragged [B, (L)], every token of a row. sampled token: ragged [B, (N)], the N
-tokens of a row where the column `sampled` is True. row: [B]. answer: ragged [B, (n)], in a batch of answers that a loss
-compares: a row has all answers to one prompt, each with the prompt before it, so that no split separates them."""
+tokens of a row where the column `sampled` is True. row: [B]. answer: ragged [B, (n)], in a batch of responses that a
+loss compares: a row has all responses to one prompt, each with the prompt before it, so that no split separates
+them."""
 
 SCORING, ACTOR_SCORES, ACTOR_UPDATE, CRITIC_UPDATE = "scoring", "actor.log_probs", "actor.update", "critic.update"
 """Passes of model roles. SCORING: every pass without gradients but the actor's own, which may replay experts."""
 PASSES = (SCORING, ACTOR_SCORES, ACTOR_UPDATE, CRITIC_UPDATE)
 LOG_PROBS_AT = "teacher.log_probs_at"
 ESTIMATOR, KL, CORRECTION, METRICS = "every estimator", "KL in the reward", "rollout correction", "metrics"
-ENTROPY, MASK = "choice of tokens by entropy", "mask of truncated answers"
+ENTROPY, MASK = "choice of tokens by entropy", "mask of truncated responses"
 
 
 @dataclass(frozen=True)
@@ -86,20 +87,34 @@ ENGINE_OR_R2 = "rollout; actor.log_probs with router replay R2"
 OLD = "actor.log_probs; actor.update where it is a step's only one; rollout with bypass_mode"
 EXPERTS = "[B, (T), layers, K]: experts of the first T <= L tokens, in every layer that has experts"
 NOT_READ_BEFORE = "what comes before it in its row is not read from here on; absent: a row is one conversation"
-MASKS = "rollout correction; mask of truncated answers"
+MASKS = "rollout correction; mask of truncated responses"
 TASKS = "records of reward and dpo"
 TEACHER, STUDENT = "teacher", (ACTOR_UPDATE, LOG_PROBS_AT)
-COMPARED = ("losses of answers",)
+COMPARED = ("losses that compare responses",)
 
 COLUMNS = ColumnTable(
     Column("input_ids", TOKEN, I64, "rollout", (*PASSES, METRICS), "the tokens of a row, its prompt first"),
-    Column("sampled", TOKEN, "bool", "rollout", (*PASSES, METRICS), "the policy drew it; False for a row's first"),
+    Column(
+        "sampled",
+        TOKEN,
+        "bool",
+        "rollout",
+        (*PASSES, METRICS),
+        "the policy sampled this token; False for the first of a row",
+    ),
     Column("conversation_starts", TOKEN, "bool", "rollout", (*PASSES, METRICS), NOT_READ_BEFORE),
     Column("routed_experts", TOKEN, "uint8 or int16", ENGINE_OR_R2, (ACTOR_SCORES, ACTOR_UPDATE), EXPERTS),
     Column("rollout_log_probs", DRAWN, F32, "rollout", (CORRECTION, METRICS), "the engine's log-prob of the token"),
-    Column("versions", DRAWN, I64, "rollout", (METRICS,), "the step whose weights drew it; absent: the newest"),
-    Column("groups", ROW, I64, "prompts", (), "equal for the answers to one prompt"),
-    Column("truncated", ROW, "bool", "rollout", (MASK, METRICS), "the answer was cut off before its end"),
+    Column(
+        "versions",
+        DRAWN,
+        I64,
+        "rollout",
+        (METRICS,),
+        "training step of the weights that sampled the token; absent: the current weights",
+    ),
+    Column("groups", ROW, I64, "prompts", (), "equal for the responses to one prompt"),
+    Column("truncated", ROW, "bool", "rollout", (MASK, METRICS), "the response was cut off before its end"),
     Column("environment_rewards", ROW, F32, "rollout", ("rewards",), "the sum of the rewards of an episode's turns"),
     Column("turn_rewards", DRAWN, F32, "rollout", ("rewards",), "the environment's, on the last token of each turn"),
     Column(
@@ -112,14 +127,14 @@ COLUMNS = ColumnTable(
     ),
     Column("lost_peers", ROW, "bool", "prompts", (ESTIMATOR,), "all other episodes of its prompt failed"),
     Column("scores", ROW, F32, "rewards", (ESTIMATOR, METRICS), "the reward of the task"),
-    Column("greedy_scores", ROW, F32, "rewards", (), "the reward of the prompt's greedy answer"),
-    Column("components", ROW, F32, "rewards", (), "[B, K]: numbers that gdpo normalises one by one"),
+    Column("greedy_scores", ROW, F32, "rewards", (), "the reward of the greedy response to the prompt"),
+    Column("components", ROW, F32, "rewards", (), "[B, K]: rewards that gdpo normalises separately"),
     Column("old_log_probs", DRAWN, F32, OLD, (ACTOR_UPDATE, KL, CORRECTION, METRICS), "log-prob before the updates"),
     Column("sum_pi_squared", DRAWN, F32, ACTOR_SCORES, (), "sum of squared probabilities of its distribution"),
     Column("entropy", DRAWN, F32, ACTOR_SCORES, (ENTROPY,), "entropy of the token's distribution"),
     Column("num_other_experts", ROW, I64, ACTOR_SCORES, (METRICS,), "recorded experts that routers would not choose"),
     Column("ref_log_probs", DRAWN, F32, "reference.log_probs", (ACTOR_UPDATE, KL), "log-prob under the reference"),
-    Column("teachers", DRAWN, I64, "teachers", (ACTOR_UPDATE,), "the number of the row's teacher"),
+    Column("teachers", DRAWN, I64, "teachers", (ACTOR_UPDATE,), "index of the row's teacher"),
     Column("teacher_log_probs", DRAWN, F32, TEACHER, (ACTOR_UPDATE,), "log-prob under the teacher"),
     Column("teacher_top_ids", DRAWN, "int32", TEACHER, (ACTOR_UPDATE,), "[B, (N), k]: its likeliest tokens"),
     Column("teacher_top_log_probs", DRAWN, F32, TEACHER, (ACTOR_UPDATE,), "[B, (N), k]: their log-probs"),
@@ -131,13 +146,20 @@ COLUMNS = ColumnTable(
     Column("rewards", DRAWN, F32, KL, (ESTIMATOR, METRICS), "-KL penalty; the score on a row's last one"),
     Column("totals", ROW, F32, KL, (ESTIMATOR, METRICS), "the score minus the row's KL penalties"),
     Column("advantages", DRAWN, F32, "estimator", (ACTOR_UPDATE, METRICS), "advantage of the token"),
-    Column("returns", DRAWN, F32, "estimator", (CRITIC_UPDATE, METRICS), "what the critic learns to predict"),
+    Column("returns", DRAWN, F32, "estimator", (CRITIC_UPDATE, METRICS), "target of the critic's value"),
     Column("rollout_weights", DRAWN, F32, CORRECTION, (ACTOR_UPDATE, ESTIMATOR), "importance weight of the token"),
     Column("kept", DRAWN, F32, MASKS, (ACTOR_UPDATE, CRITIC_UPDATE), "1 where it counts in losses, else 0; absent: 1"),
     Column("trained", DRAWN, F32, ENTROPY, (ACTOR_UPDATE,), "1 where the policy loss trains it, else 0"),
-    Column("answer_lengths", ANSWER, I64, TASKS, COMPARED, "tokens of each answer and its prompt"),
-    Column("answer_scores", ANSWER, F32, "reward.scores; dpo.answer_log_probs", COMPARED, "the model's number of each"),
+    Column("answer_lengths", ANSWER, I64, TASKS, COMPARED, "tokens of each response and its prompt"),
+    Column(
+        "answer_scores",
+        ANSWER,
+        F32,
+        "reward.scores; dpo.answer_log_probs",
+        COMPARED,
+        "score or log-prob of each response",
+    ),
     Column("given", ANSWER, F32, TASKS, (), "margins, targets, or log-probs under the reference"),
-    Column("labels", ANSWER, F32, TASKS, (), "1 where kto's answer is desirable, else 0"),
+    Column("labels", ANSWER, F32, TASKS, (), "kto: 1 for a desirable response, else 0"),
     Column("weights", ROW, F32, TASKS, COMPARED, "1; 0 where a row fills up a split"),
 )

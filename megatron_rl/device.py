@@ -95,7 +95,7 @@ def settled_seconds(device: torch.device) -> float:
 def in_one_copy(parts: Sequence[Mapping[str, torch.Tensor]], device: torch.device) -> list[dict[str, torch.Tensor]]:
     """Return the tensors of the CPU on the device, part by part under their names; on the CPU those that are given.
 
-    They lie in one buffer, for whose single transfer the host does not wait. It stays as long as one of them.
+    They are in one buffer, for whose single transfer the host does not wait. It stays as long as one of them.
     """
     if device.type == "cpu":
         return [dict(part) for part in parts]

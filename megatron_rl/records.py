@@ -45,7 +45,8 @@ def row_lengths(batch: Stored) -> torch.Tensor:
 
 
 def ragged_or_held(rows: Sequence[Stored]) -> Stored:
-    """Pack B tensors [n, ...], of which some may be held columns of one row, into one ragged column, held if one is."""
+    """Pack B tensors [n, ...], of which some may be remote columns of one row, into one ragged column, held if one
+    is."""
     tensors = [row for row in rows if isinstance(row, torch.Tensor)]
     if len(tensors) == len(rows):
         return ragged_from_lengths(torch.cat(tensors), torch.tensor([len(row) for row in tensors]))
@@ -135,7 +136,7 @@ class Sampling:
     """Sampling parameters: temperature 0 is greedy; `max_tokens` counts the end token.
 
     salt: a part of every request's seed that differs between batches. with_experts: return the experts of each token
-    too, from an engine that can, of answers that are drawn in one slice.
+    too, from an engine that can, of responses that are drawn in one slice.
     """
 
     temperature: float
@@ -197,7 +198,7 @@ class Batch:
     def __getitem__(self, key: str | torch.Tensor | slice) -> torch.Tensor | Batch:
         """Return a column by its name, or a batch of some rows, which shares no memory.
 
-        Raises ValueError for a column that is not there.
+        Raises ValueError for a column that does not exist.
         """
         if isinstance(key, str):
             if key not in self:
@@ -208,20 +209,21 @@ class Batch:
         return self._like({name: stored_rows(column, rows) for name, column in self._columns.items()})
 
     def get(self, name: str) -> torch.Tensor | None:
-        """Return a column, or None if it is not there."""
+        """Return a column, or None if it does not exist."""
         return self[name] if name in self._columns else None
 
     def stored(self, name: str) -> Stored:
-        """Return a column as it is here: one that its ranks hold is not read. Raises ValueError if it is not there."""
+        """Return a column as it is here: one that its ranks hold is not read. Raises ValueError if it does not
+        exist."""
         return self._columns[name] if name in self else self[name]
 
     def flat(self, name: str) -> torch.Tensor:
-        """Return the elements of a ragged column end to end. Raises ValueError for a column that is not there."""
+        """Return the elements of a ragged column end to end. Raises ValueError for a column that does not exist."""
         return self.stored(name).values()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the columns that are there."""
+        """Names of the columns that exist."""
         return tuple(self._columns)
 
     @property
@@ -241,7 +243,7 @@ class Batch:
         return ragged_from_lengths(values, self.num_sampled)
 
     def select(self, *names: str) -> Batch:
-        """Return a batch of those of the named columns that are there."""
+        """Return a batch of those of the named columns that exist."""
         return self._like({name: column for name, column in self._columns.items() if name in names})
 
     def without(self, *names: str) -> Batch:
@@ -402,19 +404,19 @@ def single_turn(input_ids: torch.Tensor, num_sampled: torch.Tensor, **columns: t
 
 
 def answer_rows(batch: Batch) -> Batch:
-    """Return the answers of a batch of answers as one row each, prompt after prompt."""
+    """Return the responses of a batch of answers as one row each, prompt after prompt."""
     lengths = batch.flat("answer_lengths")
     return Batch(**{name: ragged_from_lengths(batch.flat(name), lengths) for name in ("input_ids", "sampled")})
 
 
 def num_answers(batch: Batch) -> torch.Tensor:
-    """int64 [G]: answers of each row of a batch of answers."""
+    """int64 [G]: responses of each row of a batch of responses."""
     return row_lengths(batch["answer_lengths"])
 
 
 @dataclass(frozen=True)
 class RoleState:
-    """The state of a trained role in a checkpoint beside its tensors; equal on all ranks.
+    """The state of a trained role in a checkpoint next to its tensors; equal on all ranks.
 
     num_updates: number of optimizer steps, the position in the learning-rate schedule. adam_step: the step of Adam's
     bias correction. loss_scale: factor of the loss in float16, a power of two; 0: it is not scaled. good_steps: number

@@ -1,6 +1,7 @@
-"""Columns that stay where ranks made them: what goes through the driver is where their rows lie.
+"""Columns that stay where ranks made them: what goes through the driver is where their rows are.
 
-    a rank's answer --files.put--> RemoteSegment ... RemoteColumn: rows, joined --> a rank that reads them maps the file
+    a rank's response --files.put--> RemoteSegment ... RemoteColumn: rows, joined --> a rank that reads them maps the
+    file
 
 A segment is a file in shared memory on the node of the rank that made it. Files are written once and never changed.
 """
@@ -33,7 +34,7 @@ class Files(Protocol):
 
 @runtime_checkable
 class HasColumns(Protocol):
-    """An answer of a rank, other than a batch, in which there are columns that ranks alone read."""
+    """A response of a rank, other than a batch, in which there are columns that ranks alone read."""
 
     def with_held(self, hold: Callable[[torch.Tensor], torch.Tensor | RemoteColumn]) -> Any:
         """Return the answer with those columns as `hold` returns them."""
@@ -150,7 +151,7 @@ class RemoteColumn:
         return [(part, ranges) for part, ranges in wanted if isinstance(part, RemoteSegment)]
 
     def values(self) -> torch.Tensor:
-        """Return the elements of all rows end to end [sum(lengths), *element]; a view where they lie so."""
+        """Return the elements of all rows end to end [sum(lengths), *element]; a view where they are so."""
         if self._values is not None:
             return self._values
         runs = self.runs()

@@ -82,7 +82,7 @@ def test_misspelt_key_costs_seconds_and_exits_with_2():
 def test_plan_of_an_evaluation(planned) -> None:
     """Its answers for each prompt and no step; a file that is missing is named once, by the key of the user's."""
     done = planned("--config", DEMO, "trainer.val_only=true")
-    assert done.returncode == 0 and "answers per prompt" in done.stdout and "tokens/s per rank" not in done.stdout
+    assert done.returncode == 0 and "responses per prompt" in done.stdout and "tokens/s per rank" not in done.stdout
     done = planned("--config", DEMO, "trainer.val_only=true", "data.val_files=assets/none.parquet")
     assert done.returncode == 2 and done.stderr.count("assets/none.parquet") == 1
     assert "data.val_files=assets/none.parquet" in done.stderr
@@ -215,7 +215,7 @@ def test_commands_keep_their_exit_code_when_nobody_reads(small_run, tmp_path, co
         check=False,
     )
     assert finished.returncode == code, finished.stderr
-    lost = "StorageError: what was to be printed could not be written to stdout: No space left on device\n"
+    lost = "StorageError: the output could not be written to stdout: No space left on device\n"
     assert finished.stderr == (lost if code == 7 else "")
 
 

@@ -71,7 +71,7 @@ class AgentEnvironment:
             await self._agent.stop()
 
     async def _next_request(self) -> ChatRequest | None:
-        """The agent's next request; None: it has ended. Raises EpisodeError where it fails or does not go on."""
+        """The agent's next request; None: it has ended. Raises EpisodeError where it fails or does not continue."""
         assert self._session is not None and self._agent is not None
         request = asyncio.ensure_future(self._session.next_request())
         end = asyncio.ensure_future(self._agent.end())

@@ -84,7 +84,7 @@ class FunctionAgent:
         return reward
 
     async def stop(self) -> None:
-        """End a coroutine. A thread, and one that goes on, cannot be ended: its next request is refused."""
+        """End a coroutine. A thread, and one that continues, cannot be ended: its next request is refused."""
         self._ended.cancel()
         await ended(self._ended)
 

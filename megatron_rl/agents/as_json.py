@@ -21,7 +21,7 @@ from megatron_rl.plain_values import describe_error, finite_number, plain_json, 
 
 Answer = Observation | InitialConversation | EpisodeFailure
 Played = tuple[Turn, Observation]
-"""A turn with its answer."""
+"""A turn with its response."""
 
 
 def turn_from_json(content: dict[str, Any]) -> Turn:
@@ -31,7 +31,7 @@ def turn_from_json(content: dict[str, Any]) -> Turn:
 
 
 def answer_from_json(content: Any) -> Answer:
-    """Return the answer of `dataclasses.asdict`. Raises ValueError for anything else."""
+    """Return the response of `dataclasses.asdict`. Raises ValueError for anything else."""
     try:
         if content.keys() == {"cause", "reason"} and content["cause"] in FAILURES:
             return EpisodeFailure(content["cause"], str(content["reason"]))
@@ -48,7 +48,7 @@ def answer_from_json(content: Any) -> Answer:
 
 
 def plain_answer(answer: Answer) -> Answer:
-    """Return an answer as the driver reads it: its values are JSON's own. One that has others is a failed episode."""
+    """Return a response as the driver reads it: its values are JSON's own. One that has others is a failed episode."""
     if isinstance(answer, EpisodeFailure):
         cause = answer.cause if answer.cause in FAILURES else "raised"
         return EpisodeFailure(cause, plain_text(answer.reason))
@@ -58,7 +58,9 @@ def plain_answer(answer: Answer) -> Answer:
         reason = "it is nested too deeply"
     except Exception as error:  # copying an object of the user's may raise anything
         reason = str(error) if isinstance(error, ValueError) else describe_error(error)
-    return EpisodeFailure("no_answer", f"what the environment said cannot be sent as JSON: {plain_text(reason)}")
+    return EpisodeFailure(
+        "no_answer", f"the observation of the environment cannot be sent as JSON: {plain_text(reason)}"
+    )
 
 
 def _opening(content: dict[str, Any]) -> InitialConversation:
@@ -67,10 +69,10 @@ def _opening(content: dict[str, Any]) -> InitialConversation:
 
 @dataclass(frozen=True)
 class EpisodeRecord:
-    """What a checkpoint keeps of an episode beside its tokens. turns: with their answers. failure: why it failed.
+    """What a checkpoint keeps of an episode next to its tokens. turns: with their responses. failure: why it failed.
 
     opening: how it began, with `prompt_ids` in place of the dataset's; None where it began with the dataset's prompt.
-    starts: the tokens after the prompt with which conversations begin anew. num_retries: how often it was drawn again
+    starts: the tokens after the prompt with which conversations begin again. num_retries: how often it was drawn again
     because it had failed.
     """
 
@@ -112,6 +114,6 @@ def records_from_json(content: bytes) -> dict[int, EpisodeRecord]:
             or isinstance(failure, Observation | InitialConversation)
             or isinstance(opening, Observation)
         ):
-            raise ValueError(f"the turns of episode {number} are not what a run writes")
+            raise ValueError(f"the turns of episode {number} do not have the form that a run writes")
         records[int(number)] = EpisodeRecord(known, failure, opening, tuple(prompt_ids), starts, num_retries)
     return records

@@ -57,7 +57,9 @@ def object_with_messages(body: Any, only: Mapping[str, tuple[Any, ...]]) -> Cont
         raise ValueError("a request must be an object with a list of messages")
     for name, allowed in only.items():
         if body.get(name) not in allowed:
-            raise ValueError(f"{name}={body[name]!r:.80} is not possible here: one answer is drawn as the run does")
+            raise ValueError(
+                f"{name}={body[name]!r:.80} is not supported: one response is sampled, with the run's own settings"
+            )
     return body
 
 
@@ -73,7 +75,7 @@ def known_tools(sent: Any) -> tuple[Content, ...]:
         is_known &= isinstance(fields.get("description"), str | None)
         if not is_known or not isinstance(fields.get("parameters"), dict | None):
             form = '{"type": "function", "function": {"name": TEXT, "description": TEXT, "parameters": OBJECT}}'
-            raise ValueError(f"tools[{place}] must be {form}, of which only name must be there; it is {tool!r:.80}")
+            raise ValueError(f"tools[{place}] must be {form}, where only name is required; it is {tool!r:.80}")
     return tuple(tools)
 
 

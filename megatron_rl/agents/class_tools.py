@@ -157,5 +157,5 @@ def _class(where: str, name: Any) -> type:
         raise ConfigError(f"{where}.class_name={name} cannot be imported: {describe_error(error)}") from error
     lacking = [method for method in METHODS if not callable(getattr(kind, method, None))]
     if not isinstance(kind, type) or lacking:
-        raise ConfigError(f"{where}.class_name={name} must be a class with {', '.join(METHODS)}; it lacks {lacking}")
+        raise ConfigError(f"{where}.class_name={name} must be a class with {', '.join(METHODS)}; it has no {lacking}")
     return kind

@@ -32,7 +32,7 @@ FIXED_BYTES, BYTES_PER_TOKEN = 1 << 20, 1 << 10
 six bytes each as an escape of JSON.
 """
 BROKEN = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
-"""What a client causes: it sends no HTTP, or hangs up. It has its answer, if it is there."""
+"""What a client causes: it sends no HTTP, or hangs up. It has its answer, if it exists."""
 
 
 def _log() -> logging.Logger:

@@ -136,7 +136,7 @@ class EnvironmentHost:
             for number, (turn, answer) in enumerate(needed):
                 again = await self._step(kept.environment, turn)
                 if again != answer:
-                    return _differs(f"answered turn {number + 1} with", again, answer)
+                    return _differs(f"replied to turn {number + 1} with", again, answer)
             kept.before = list(job.before)
         last = await self._step(kept.environment, job.turn)
         if isinstance(last, Observation):

@@ -106,7 +106,7 @@ class EnvironmentsHere:
         self._answers.append((number, self._done(self._host.do(job))))
 
     def take(self, waits: bool) -> list[tuple[int, Answer]]:
-        """Return the answers that are there, by the numbers of `play`."""
+        """Return the answers that exist, by the numbers of `play`."""
         answers, self._answers = self._answers, []
         return answers
 

@@ -58,9 +58,9 @@ class Episode:
     """One request. row: its task.
 
     token_ids: all tokens after the prompt; is_sampled: of each, whether the policy drew it. starts: places in token_ids
-    where a conversation begins anew, and what comes before is not read. log_probs, versions: of the sampled ones.
-    played: the turns that have an answer. waits: a turn has ended and has no answer yet. finish: why it ended, or "".
-    attempt: number of restarts with another seed; num_retries: those after a failure. experts: those of a finished
+    where a conversation begins again, and what comes before is not read. log_probs, versions: of the sampled ones.
+    played: the turns that have a response. waits: a turn has ended and has no response yet. finish: why it ended, or
+    "". attempt: number of restarts with another seed; num_retries: those after a failure. experts: those of a finished
     episode, if they were asked for. opening: how its environment began it; None: it begins with the dataset's prompt.
     """
 
@@ -83,7 +83,7 @@ class Episode:
 
     @property
     def state(self) -> str:
-        """Why it ended, `AWAY` if it waits for an answer, else ""."""
+        """Why it ended, `AWAY` if it waits for a response, else ""."""
         return AWAY if self.waits else self.finish
 
     @state.setter
@@ -152,7 +152,8 @@ class Episode:
             self.prompt_ids = reply.token_ids
 
     def extend(self, new: Drawn, version: int, has_turns: bool) -> None:
-        """Add the tokens that a slice drew with the weights of `version`. has_turns: a turn that ends has an answer."""
+        """Add the tokens that a slice drew with the weights of `version`. has_turns: a turn that ends has a
+        response."""
         if isinstance(self.opening, EpisodeFailure):
             self.failure, self.finish = self.opening, FAILED
             return
@@ -166,11 +167,11 @@ class Episode:
     def take(self, reply: Reply, limits: EpisodeLimits) -> None:
         """Add the answer to the turn that has ended. Without room for another turn the episode is cut off.
 
-        One that fails begins again, with another seed, as often as may be. Raises ValueError if no turn waits for an
-        answer.
+        One that fails begins again, with another seed, as often as may be. Raises ValueError if no turn waits for a
+        response.
         """
         if not self.waits:
-            raise ValueError("the episode waits for no answer")
+            raise ValueError("the episode waits for no reply")
         assert reply.turn is not None and not isinstance(reply.answer, InitialConversation)
         self.waits = False
         if isinstance(reply.answer, EpisodeFailure):

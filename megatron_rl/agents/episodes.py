@@ -30,7 +30,7 @@ class Environments(Protocol):
         """Have a turn played; the answer comes with `take`."""
 
     def take(self, waits: bool) -> list[tuple[int, Answer]]:
-        """Return the answers that are there, by the numbers of `play`. waits: until there is one, if a job is open."""
+        """Return the answers that exist, by the numbers of `play`. waits: until there is one, if a job is open."""
 
     def forget(self, episode: int) -> None:
         """Drop the environment of an episode, if there is one."""
@@ -63,12 +63,12 @@ class Episodes:
         """Drop what belongs to an episode that has ended or begins again."""
 
     def take(self, waits: bool = False) -> list[tuple[int, Reply]]:
-        """Return the answers that are there. waits: until there is one, if a turn waits for its answer."""
+        """Return the answers that exist. waits: until there is one, if a turn waits for its answer."""
         arrived, self._arrived = self._arrived, []
         return arrived or self._take(waits)
 
     def take_of(self, numbers: Collection[int], waits: bool) -> list[tuple[int, Reply]]:
-        """Return the answers to these episodes that are there; those to others are kept for `take`. waits: until there
+        """Return the answers to these episodes that exist; those to others are kept for `take`. waits: until there
         is one, which must have been submitted.
         """
         while True:
@@ -126,7 +126,7 @@ class RecordedEpisodes(Episodes):
 
     def submit(self, number: int, episode: Episode) -> None:
         if not self._recorded[number]:
-            raise ReplayError(f"a turn of request {number} ended that has no answer in the recorded schedule")
+            raise ReplayError(f"a turn of request {number} ended that has no reply in the recorded schedule")
         self._ready.append((number, self._recorded[number].popleft()))
 
     def _begins(self, number: int, episode: Episode) -> bool:
@@ -168,7 +168,7 @@ class LiveEpisodes(Episodes):
         appending: Collection[str] = FOLLOWING,
     ) -> None:
         """longest_prompt: tokens with which an environment may begin an episode. appending: roles of messages that the
-        template appends; behind others a turn begins with the whole conversation, rendered anew.
+        template appends; behind others a turn begins with the whole conversation, rendered again.
         """
         super().__init__(limits)
         self._environments, self._renderer, self._reader = environments, renderer, reader
@@ -232,10 +232,10 @@ class LiveEpisodes(Episodes):
             num_calls = sum(len(message.get("tool_calls") or ()) for message in earlier)
             ids = self._renderer.following(answer.messages, known.last_token, known.turn, num_calls, known.room)
         except TemplateRefusal as refusal:
-            reason = f"the chat template refuses what the environment says: {refusal}"
+            reason = f"the chat template rejects the observation of the environment: {refusal}"
             return Reply(known.turn, EpisodeFailure("no_answer", reason))
         except Exception as error:  # a template or tokenizer at what somebody else wrote; it costs this episode alone
-            reason = f"what the environment says cannot be made tokens: {describe_error(error)}"
+            reason = f"the observation of the environment cannot be tokenized: {describe_error(error)}"
             return Reply(known.turn, EpisodeFailure("no_answer", reason))
         return Reply(known.turn, answer, tuple(ids))
 

@@ -83,7 +83,7 @@ class Observation:
     """The answer to a turn. messages: what the policy reads next. is_done: the episode ends, and no message is read.
 
     reward: of this turn; rewards of an episode are added up. counts: numbers to log, summed over an episode.
-    anew: a conversation that begins here; the policy reads this, and neither messages nor what came before.
+    again: a conversation that begins here; the policy reads this, and neither messages nor what came before.
     """
 
     messages: tuple[Message, ...] = ()
@@ -95,14 +95,14 @@ class Observation:
 
 @dataclass(frozen=True)
 class EpisodeFailure:
-    """An episode cannot go on. cause: one of `FAILURES`."""
+    """An episode cannot continue. cause: one of `FAILURES`."""
 
     cause: str
     reason: str
 
 
 class EpisodeError(Exception):
-    """An environment cannot go on with its episode. cause: one of `FAILURES`."""
+    """An environment cannot continue with its episode. cause: one of `FAILURES`."""
 
     def __init__(self, cause: str, reason: str) -> None:
         super().__init__(reason)

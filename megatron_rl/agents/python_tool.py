@@ -24,7 +24,7 @@ from megatron_rl.user_code import sandbox
 from megatron_rl.user_code.scratch_folder import remove_folder
 
 MOST_OUTPUT = 1 << 16
-"""Bytes of output that are kept; a program that writes more goes on unread."""
+"""Bytes of output that are kept; a program that writes more continues unread."""
 VARIABLES = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 
 sandbox.way_of(sandbox.this_kernel())  # raises Refused where the kernel permits no confinement: the run does not start

@@ -91,7 +91,7 @@ class ToolParser:
         return Turn(rest, tuple(calls), problem, reasoning_content=thought)
 
     def _calls(self, said: Said) -> tuple[str, Sequence[tuple[str, str]]]:
-        """What was said beside calls, and the calls: name and arguments as JSON text."""
+        """What was said next to calls, and the calls: name and arguments as JSON text."""
         if isinstance(self._thoughts, Channels):
             return said.rest, said.calls
         read = self._parser.extract_tool_calls(said.rest, self._request)

@@ -272,6 +272,6 @@ def _texts(template: str, variables: dict[str, Any], items: Sequence[Rendering])
 
 
 def _said(text: str) -> int:
-    """Where the last answer or argument of the policy ends in a text; -1 if it is not there."""
+    """Where the last answer or argument of the policy ends in a text; -1 if it does not exist."""
     places = [text.rfind(said) + len(said) for said in (ANSWER, VALUE) if said in text]
     return max(places, default=-1)

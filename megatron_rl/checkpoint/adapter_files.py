@@ -24,7 +24,7 @@ from megatron_rl.model.families.adapter_params import LORA_A, LORA_B, PEFT_PREFI
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE = "base_model.json"
-"""Beside what PEFT writes: the digest of the base's weights. Folders of others have none."""
+"""Next to what PEFT writes: the digest of the base's weights. Folders of others have none."""
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "use_dora": (False, None),
@@ -114,7 +114,9 @@ class AdapterFiles:
         folder = Path(path).expanduser()
         for file in (CONFIG, WEIGHTS):
             if not (folder / file).is_file():
-                raise ConfigError(f"{folder} is no PEFT folder: it must have {CONFIG} and {WEIGHTS}, and lacks {file}")
+                raise ConfigError(
+                    f"{folder} is no PEFT folder: it must have {CONFIG} and {WEIGHTS}, and {file} is missing"
+                )
         settings = AdapterSettings.read(folder)
         try:
             tensors = read_header(folder / WEIGHTS)
@@ -173,7 +175,7 @@ class AdapterFiles:
     def sources(self, specs: Mapping[str, ParamSpec]) -> dict[str, Source]:
         """Return where each A, B and head that the folder has is in its file, by name.
 
-        specs: of all adapters, and of heads that are trained beside them (`head_spec`). Raises ConfigError where the
+        specs: of all adapters, and of heads that are trained next to them (`head_spec`). Raises ConfigError where the
         folder has other tensors than `specs` name, or one of another shape.
         """
         held = head_names(self.heads)
@@ -188,8 +190,8 @@ class AdapterFiles:
         if wanted != self.names:
             lacking, further = sorted(wanted - self.names)[:3], sorted(self.names - wanted)[:3]
             raise ConfigError(
-                f"{self.path} has other adapters than target_modules asks for: it lacks {lacking or 'none'}, and has "
-                f"{further or 'none'} besides"
+                f"{self.path} has other adapters than target_modules asks for: it is missing {lacking or 'none'}, and "
+                f"has {further or 'none'} in addition"
             )
         for source in found.values():
             if (shape := self.tensors[source.name].shape) != source.shape:

@@ -29,7 +29,7 @@ def adapter_identity(settings: Mapping[str, Any], lora: LoraConfig) -> dict[str,
 
 
 def adapter_differences(role: str, saved: Mapping[str, Any] | None, configured: Mapping[str, Any] | None) -> list[str]:
-    """Every reason why a role with the adapters `configured` cannot go on from those that are `saved`.
+    """Every reason why a role with the adapters `configured` cannot resume from those that are `saved`.
 
     Each is a clause with both values, and the key with which it could.
     """
@@ -39,17 +39,17 @@ def adapter_differences(role: str, saved: Mapping[str, Any] | None, configured: 
             return []
         rank = saved.get("rank")
         return [
-            f"it holds adapters of rank {rank} alone, and configured is to train the whole {role}: "
-            f"{key}.rank={rank} would go on"
+            f"it has only adapters of rank {rank}, and configured is to train the whole {role}: "
+            f"to resume, set {key}.rank={rank}"
         ]
     if saved is None:
         return [
             f"it holds the whole {role}, and configured are adapters of rank {configured['rank']}: "
-            f"{key}.rank=0 would go on"
+            f"to resume, set {key}.rank=0"
         ]
     return [
         f"{name} of the {role}'s adapters is {_text(saved.get(name))}, and configured is {_text(value)}: "
-        f"{key}.{name}={_text(saved.get(name))} would go on"
+        f"to resume, set {key}.{name}={_text(saved.get(name))}"
         for name, value in configured.items()
         if saved.get(name) != value
     ]
@@ -73,7 +73,9 @@ def reference_differences(role: str, saved: Mapping[str, Any], configured: Mappi
     if before == now:
         return []
     key = f"{GROUPS.get(role, role)}.model.lora.adapter_path"
-    return [f"its reference has {before}, and configured is {now}: {key} as the run began with it would go on"]
+    return [
+        f"its reference has {before}, and configured is {now}: to resume, set {key} as it was at the start of the run"
+    ]
 
 
 def _named(digest: str | None) -> str:

@@ -91,7 +91,7 @@ def _models_in(given: Path, role: str) -> list[Path]:
 
 def _shares(number: int, weights: str | None, ema: float | None) -> list[float]:
     if weights is not None and ema is not None:
-        raise ConfigError("--weights and --ema both say what each checkpoint counts; leave one of them out")
+        raise ConfigError("--weights and --ema both set the weights of the checkpoints; leave one of them out")
     if ema is not None:
         if not 0 < ema < 1:
             raise ConfigError(f"--ema {ema:g} must be > 0 and < 1; try: --ema 0.9")

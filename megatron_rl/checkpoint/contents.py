@@ -56,7 +56,7 @@ def _role_faults(folder: Path, role: str, step: int) -> list[str]:
     except (ValueError, RecursionError) as error:
         return [f"{role}/{ROLE_FILE} is not JSON: {error}"]
     expected = {"role": role, "step": step}
-    return [] if owner == expected else [f"{role} holds what was saved as {owner}, not as {expected}"]
+    return [] if owner == expected else [f"{role} was saved as {owner}, not as {expected}"]
 
 
 def _loaded_files(folder: Path, role: str) -> set[str]:

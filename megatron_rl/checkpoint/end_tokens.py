@@ -44,7 +44,7 @@ class EndTokens:
 
     @property
     def disagree(self) -> bool:
-        """Whether generation_config.json lacks the tokenizer's end token."""
+        """Whether generation_config.json does not have the tokenizer's end token."""
         return self.own is not None and bool(self.declared) and self.own not in self.declared
 
 

@@ -46,8 +46,9 @@ class StoredModel:
 def saved_model(checkpoint: Path, role: str, base: Path | None = None) -> StoredModel:
     """Open the actor's language model, or the critic as a reward model, of a complete checkpoint.
 
-    Adapters are merged into their base, and carried tensors are read from it: from `base`, or from the folder that the
-    run started from. Raises ConfigError if that is not there, or if the checkpoint needs none and `base` is given.
+    Adapters are merged into their base, and pass-through tensors are read from it: from `base`, or from the folder that
+    the run started from. Raises ConfigError if that does not exist, or if the checkpoint needs none and `base` is
+    given.
     """
     source = checkpoint / role / HF_FOLDER
     saved, model = SavedTensors(checkpoint / role), Model.of(language_config(source).to_dict())

@@ -117,7 +117,7 @@ def commit(unfinished: Path, manifest: Manifest) -> Path:
     """Make a written folder the complete checkpoint of its step, in place of an earlier one; returns its new path.
 
     Every file must be there and on the disk (`digest_files`). At each instant either the earlier or the new one is
-    found. Raises ManifestError when a file lacks bytes, OSError.
+    found. Raises ManifestError when bytes are missing in a file, OSError.
     """
     root, complete = unfinished.parent, step_folder(unfinished.parent, manifest.step)
     replaced = complete.with_name(complete.name + REPLACED)

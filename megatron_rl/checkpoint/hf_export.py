@@ -69,7 +69,7 @@ def export_hf(
 
 @dataclass(frozen=True)
 class ScatteredTensors:
-    """Tensors of a folder whose pieces lie on the ranks of a grid.
+    """Tensors of a folder whose pieces are on the ranks of a grid.
 
     tensors: by their names in the folder. places: of all ranks. holders: tensor -> the ranks of one stage that together
     hold it. dtypes: of the tensors. read: returns this rank's shard of a parameter by its Megatron name.

@@ -24,7 +24,7 @@ from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.sharding import Box, Place, box_index, box_shape, shard_of
 
 MAX_MAPPED_ELEMENTS = 16 << 20
-"""Elements that are read before files are closed and mapped anew: pages count as this process's while mapped."""
+"""Elements that are read before files are closed and mapped again: pages count as this process's while mapped."""
 
 LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)\.")
 
@@ -72,7 +72,7 @@ class HFFolder:
         return name not in self.files and stored_names(name)[0] in self.files
 
     def copy_codes(self, name: str, box: Box, whole_shape: tuple[int, ...], into: torch.Tensor) -> None:
-        """Copy the elements of `box` of a stack of matrices [E, rows, columns] that is there as codes.
+        """Copy the elements of `box` of a stack of matrices [E, rows, columns] that exists as codes.
 
         Raises ConfigError as `copy_box`.
         """
@@ -149,7 +149,7 @@ def _files_of(path: Path) -> Mapping[str, str]:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all elements are finite; in one pass, and without a tensor of answers. It may be empty."""
+    """Whether all elements are finite; in one pass, and without a tensor of responses. It may be empty."""
     if not tensor.numel():
         return True
     return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())  # both are NaN where an element is
@@ -173,7 +173,7 @@ def load_hf_weights(
         spec = specs[name]
         shard = shard_of(spec.tensor, place)
         if shard.shape != parameter.shape:
-            raise RuntimeError(f"{name}: Megatron made {tuple(parameter.shape)}, the layout says {shard.shape}")
+            raise RuntimeError(f"{name}: Megatron made {tuple(parameter.shape)}, and the layout has {shard.shape}")
         if shard.is_padded:
             parameter.zero_()
         for part in shard.parts:

@@ -88,7 +88,7 @@ def _attention_choices(family: Family, settings: Mapping[str, Any]) -> dict[str,
 
 
 def end_tokens(folder: Path, settings: Mapping[str, Any]) -> list[int] | None:
-    """The tokens that end an answer, from generation_config.json if there is one, else from config.json.
+    """The tokens that end a response, from generation_config.json if there is one, else from config.json.
 
     None if they cannot be read.
     """

@@ -1,7 +1,7 @@
 """Which ids of a vocabulary are tokens: config.json may have more rows than the tokenizer has tokens, as padding.
 
-Nobody can read such an id: the text of a response lacks it, and other models with this tokenizer may have no row for
-it. So no engine samples one, and the trainer's distribution is that over the tokens, too.
+Nobody can read such an id: the text of a response does not have it, and other models with this tokenizer may have no
+row for it. So no engine samples one, and the trainer's distribution is that over the tokens, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Folders of models with a language model inside: what an export writes beside the weights."""
+"""Folders of models with a language model inside: what an export writes next to the weights."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from pathlib import Path
 LIST = "SHA256SUMS"
 LINE = re.compile(r"([0-9a-f]{64}) [ *](\S.*)")
 READ = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*", "vocab.*")
-"""Patterns of files that a run reads. Each must be in the list, or a file beside it could take its place."""
+"""Patterns of files that a run reads. Each must be in the list, or a file next to it could take its place."""
 SHOWN = 12
 """Hexadecimal digits of a digest in a message, of 64."""
 
@@ -38,7 +38,7 @@ def unlike_the_list(folder: Path) -> list[str]:
         unlisted = ", ".join(sorted(read - listed.keys()))
         faults = [f"{LIST} does not list {unlisted}"] if unlisted else []
         missing = [name for name in listed if not (folder / name).is_file()]
-        faults += [f"{name} of {LIST} is not there" for name in missing]
+        faults += [f"{name} of {LIST} is missing" for name in missing]
         there = sorted(listed.keys() - set(missing))
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:  # hashing lets other threads run
             digests = threads.map(lambda name: digest_of(folder / name), there)

@@ -21,7 +21,7 @@ PARTS = (WEIGHTS, OPTIMIZER)
 """The files of one rank and step. A rank reads the weights of its whole shard, but only the optimizer state it owns."""
 
 CHECKSUM, UNFINISHED = ".crc32", ".unfinished"
-"""Endings of what is beside a file, and of a file that is being written."""
+"""Endings of what is next to a file, and of a file that is being written."""
 
 _NAME = re.compile(
     r"copy-(?P<node>[0-9a-f]{12})-(?P<attempt>\d+)-(?P<step>\d+)-(?P<rank>\d+)-(?P<pool>.+)-(?P<part>\w+)"

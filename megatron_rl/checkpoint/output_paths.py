@@ -18,7 +18,7 @@ LONGEST_INSIDE = len("/model-00001-of-00001.safetensors")
 
 
 def checkpoint_round(path: Path) -> Path | None:
-    """Find the checkpoint that a path is or lies in, links followed; None outside of all checkpoints.
+    """Find the checkpoint that a path is or is in, links followed; None outside of all checkpoints.
 
     The path need not exist. A file written there would be no part of the checkpoint, and would be deleted with it.
     """
@@ -30,11 +30,11 @@ def checkpoint_round(path: Path) -> Path | None:
 
 
 def refuse_in_checkpoint(name: str, path: Path) -> None:
-    """Raise ConfigError if `path`, given by option `name` to write to, lies in a checkpoint."""
+    """Raise ConfigError if `path`, given by option `name` to write to, is in a checkpoint."""
     folder = checkpoint_round(path)
     if folder is not None:
         raise ConfigError(
-            f"{name} {path} must not lie in a checkpoint, {folder}; try: {name} {path_outside(folder, path)}"
+            f"{name} {path} must not be inside of a checkpoint, {folder}; try: {name} {path_outside(folder, path)}"
         )
 
 
@@ -45,7 +45,7 @@ def path_outside(checkpoint: Path, path: Path) -> Path:
 
 
 def refuse_target(target: Path, nearest: Path) -> None:
-    """Raise ConfigError if a model folder to write exists, cannot be made, or lies in a checkpoint."""
+    """Raise ConfigError if a model folder to write exists, cannot be made, or is in a checkpoint."""
     option = f"--target {target}"
     shown = option if len(option) <= 120 else f"{option[:120]}..."
     folder = target.expanduser().absolute()

@@ -22,7 +22,7 @@ from megatron_rl.model.families import family_of, text_settings
 from megatron_rl.observe.liveness import made_progress
 
 FILE = "carried.json"
-"""The file next to a checkpoint's config.json that names the carried tensors and their folder."""
+"""The file next to a checkpoint's config.json that names the pass-through tensors and their folder."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -51,7 +51,7 @@ class PassThroughTensors:
     def of(cls, folder: Path) -> PassThroughTensors:
         """Find them by the folder's config.json and the headers of its weights.
 
-        Raises ConfigError if these cannot be read, or if a tensor is of a type that torch lacks.
+        Raises ConfigError if these cannot be read, or if a tensor is of a type that torch does not have.
         """
         try:
             settings = text_settings(read_json_object(folder / "config.json"))
@@ -60,7 +60,7 @@ class PassThroughTensors:
                 return cls()
             tensors, faults = read_weight_files(folder)
         except (UnreadableFileError, OSError) as error:
-            raise ConfigError(f"the tensors that {folder} carries cannot be read: {error}") from error
+            raise ConfigError(f"the pass-through tensors of {folder} cannot be read: {error}") from error
         carried = {name: tensor for name, tensor in tensors.items() if named.has(name, settings)}
         faults += [
             f"{name} in {tensor.file.name} is of type {tensor.dtype}, which is none of {', '.join(DTYPES)}"
@@ -68,7 +68,7 @@ class PassThroughTensors:
             if tensor.dtype not in DTYPES
         ]
         if faults:
-            raise ConfigError(f"the tensors that {folder} carries cannot be read: {faults[0]}")
+            raise ConfigError(f"the pass-through tensors of {folder} cannot be read: {faults[0]}")
         return cls(carried)
 
     def without(self, names: Container[str]) -> PassThroughTensors:
@@ -101,10 +101,10 @@ class PassThroughTensors:
                 num_read = file.readinto(data)
         except OSError as error:
             raise ConfigError(
-                f"{name}, which is carried, cannot be read from {tensor.file}: {error.strerror}"
+                f"the pass-through tensor {name} cannot be read from {tensor.file}: {error.strerror}"
             ) from error
         if num_read != len(data):
-            raise ConfigError(f"{name}, which is carried, cannot be read from {tensor.file}: it was cut off")
+            raise ConfigError(f"the pass-through tensor {name} cannot be read from {tensor.file}: it was cut off")
         dtype = DTYPES[tensor.dtype]
         if not math.prod(tensor.shape):
             return torch.empty(tensor.shape, dtype=dtype)
@@ -143,7 +143,7 @@ def kept_carried(kept: Path, base: Path | None = None) -> PassThroughTensors:
         carried = PassThroughTensors.of(folder)
         digest = weights_digest(carried.stored)
     except (ConfigError, OSError) as error:
-        raise ConfigError(f"{need}, and that is not there: {error}; {way_out}") from error
+        raise ConfigError(f"{need}, and that is missing: {error}; {way_out}") from error
     if digest != content["digest"]:
         raise ConfigError(f"{need}, and {folder} does not hold them as they were; {way_out}")
     return carried

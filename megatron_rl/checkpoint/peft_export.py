@@ -22,7 +22,7 @@ from megatron_rl.checkpoint.identity import WEIGHTS as DIGEST
 class PeftSettings:
     """What adapter_config.json says. base: the model's folder. targets: as of `peft_targets`.
 
-    heads: modules that are trained whole beside adapters: a classifier's score. digest: of the base's weights, as of
+    heads: modules that are trained whole next to adapters: a classifier's score. digest: of the base's weights, as of
     `folder_digest`.
     """
 

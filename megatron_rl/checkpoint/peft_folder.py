@@ -23,8 +23,8 @@ def load_adapters(
     """Fill this rank's adapters (global names) from a PEFT folder, with zeros beyond the folder's rank, and the heads
     that it has.
 
-    specs: of all adapters, and of heads that are trained beside them. Raises ConfigError as `AdapterFiles.sources`, and
-    for an element that is NaN, infinite or beyond the range of the parameter's dtype.
+    specs: of all adapters, and of heads that are trained next to them. Raises ConfigError as `AdapterFiles.sources`,
+    and for an element that is NaN, infinite or beyond the range of the parameter's dtype.
     """
     named = {name: spec if is_adapter(name) else head_spec(spec) for name, spec in specs.items()}
     sources, read = folder.sources(named), _reader(folder)

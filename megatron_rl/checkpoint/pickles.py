@@ -116,7 +116,7 @@ def _pickle_of_archive(data: bytes) -> bytes:
     """The one pickle in what `torch.save` wrote. Raises ValueError or BadZipFile where a reader could see another."""
     if len(data) < ARCHIVE_END.size or data[:4] != b"PK\x03\x04":
         raise ValueError("not an archive of torch.save")
-    # Readers look for the directory in different ways; when it lies where torch.save puts it, all find the same one.
+    # Readers look for the directory in different ways; when it is where torch.save puts it, all find the same one.
     end = len(data) - ARCHIVE_END.size
     directory, size, start, locator, place, last, comment = ARCHIVE_END.unpack(data[end:])
     if (directory, locator, last) != (b"PK\x06\x06", b"PK\x06\x07", b"PK\x05\x06") or comment:

@@ -125,7 +125,7 @@ def _newest(root: Path, models: Models, checksums: bool) -> ResumePoint:
             _check(found.path, models, checksums)
         except (OtherFormatError, UnfitError) as error:
             raise _refused_auto(
-                f"must go on from the newest checkpoint, and {found.path} cannot be resumed: {error}",
+                f"must resume from the newest checkpoint, and {found.path} cannot be resumed: {error}",
                 "which sets it aside, or another trainer.default_local_dir",
             ) from error
         except ManifestError as error:
@@ -134,7 +134,7 @@ def _newest(root: Path, models: Models, checksums: bool) -> ResumePoint:
             return ResumePoint(found.path, found.step, tuple(skipped))
     if skipped:
         raise _refused_auto(
-            f"must go on from a complete checkpoint, and trainer.default_local_dir={root} has none: "
+            f"must resume from a complete checkpoint, and trainer.default_local_dir={root} has none: "
             f"{'; '.join(skipped)}",
             "which sets them aside",
         )
@@ -149,7 +149,7 @@ def _refused_auto(rule: str, hint: str) -> ConfigError:
 def _at_path(given: str, models: Models, checksums: bool) -> ResumePoint:
     folder = Path(given).expanduser()
     if not folder.is_dir():
-        raise _refused_path(given, "must be a checkpoint folder, and there is none", folder, folder.parent, models)
+        raise _refused_path(given, "must be a checkpoint folder, and it does not exist", folder, folder.parent, models)
     if find(folder):
         rule = "must be a checkpoint folder, and it is the folder of a run"
         raise _refused_path(given, rule, folder, folder, models)
@@ -197,7 +197,7 @@ def _checked(folder: Path, models: Models, checksums: bool) -> Manifest:
     above = sorted({parent for name in manifest.files for parent in PurePosixPath(name).parents})
     links = [str(parent) for parent in above if parent.name and (folder / parent).is_symlink()]
     if links:
-        raise UnfitError(f"what is behind links to folders is not looked into: {', '.join(links)}")
+        raise UnfitError(f"links to folders are not followed: {', '.join(links)}")
     for file in pickles_in(folder):
         listed = file.relative_to(folder).as_posix() in manifest.files  # others are somebody's own, and never loaded
         names = forbidden_globals(file) if listed else set()

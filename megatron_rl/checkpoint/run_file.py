@@ -14,7 +14,7 @@ from megatron_rl.records import RoleState
 
 KNOWN = {field.name for field in fields(RoleState)}
 NEEDED = {field.name for field in fields(RoleState) if field.default is MISSING}
-"""Names of a role's numbers; checkpoints of older versions lack those with defaults."""
+"""Names of a role's numbers; checkpoints of older versions do not have those with defaults."""
 
 
 def read_run_file(file: Path) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def reading(file: Path) -> Iterator[None]:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; {_way_out()}") from error
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error!s:.200}"
-        raise ConfigError(f"{file} is not what a run writes: {reason}; {_way_out()}") from error
+        raise ConfigError(f"{file} does not have the form that a run writes: {reason}; {_way_out()}") from error
 
 
 def _are_counts(values: Iterable[Any]) -> bool:
@@ -46,6 +46,4 @@ def _are_counts(values: Iterable[Any]) -> bool:
 
 
 def _way_out() -> str:
-    return (
-        "go on from another checkpoint with trainer.resume_mode=resume_path, or anew with trainer.resume_mode=disable"
-    )
+    return "take another checkpoint (trainer.resume_mode=resume_path), or start over (trainer.resume_mode=disable)"

@@ -50,9 +50,9 @@ class SavedAdapters:
         try:
             identity = read_manifest(checkpoint).models[role]
         except (ManifestError, KeyError) as error:
-            raise ConfigError(f"{checkpoint} does not say which adapters it holds: {error}") from error
+            raise ConfigError(f"{checkpoint} does not contain which adapters it has: {error}") from error
         if not isinstance(identity.get(LORA), dict):
-            raise ConfigError(f"{checkpoint} holds adapters, and its manifest does not say of which rank and alpha")
+            raise ConfigError(f"{checkpoint} holds adapters, and its manifest does not contain their rank and alpha")
         if base is None:
             base = Path(read_run_file(checkpoint / RUN_FILE)["config"][GROUPS[role]]["model"]["path"])
         return cls(saved, identity, base.expanduser())
@@ -65,7 +65,7 @@ class SavedAdapters:
 
     @cached_property
     def folder(self) -> HFFolder:
-        """The base's weights. Raises ConfigError if they are not there, or another model's."""
+        """The base's weights. Raises ConfigError if they do not exist, or another model's."""
         way_out = "export --base FOLDER names the folder that it was trained from"
         try:
             settings = text_settings(read_json_object(self.base / "config.json"))

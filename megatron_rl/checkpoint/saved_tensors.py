@@ -76,7 +76,7 @@ class SavedTensors:
         return self._entries[name].properties.dtype
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Read these tensors, whole, to the CPU. Raises KeyError for one that is not there."""
+        """Read these tensors, whole, to the CPU. Raises KeyError for one that does not exist."""
         tensors = {name: torch.empty(self._entries[name].size, dtype=self.dtype(name)) for name in names}
         load(tensors, storage_reader=self._reader, no_dist=True)
         return tensors

@@ -1,7 +1,7 @@
 """Write megatron-core's checkpoints, at once or in a background thread, and read them.
 
 Phase 1: all ranks agree on who writes what, and put a copy of it into host memory.
-Phase 2: each rank writes its files; nothing is communicated, so a thread can do it while training goes on.
+Phase 2: each rank writes its files; nothing is communicated, so a thread can do it while training continues.
 Phase 3: all ranks are done, and rank 0 writes the table of contents, without which the folder is no checkpoint.
 """
 

@@ -85,7 +85,7 @@ def free_space(root: Path) -> str:
         except OSError:
             continue
         return f"{usage.free:,} of {usage.total:,} {FREE} there"
-    return "its free bytes are not known"
+    return "its free space is unknown"
 
 
 def last_checkpoint(root: Path) -> str:
@@ -94,7 +94,7 @@ def last_checkpoint(root: Path) -> str:
         for found in find(root):
             try:
                 if not broken_files(found.path, read_manifest(found.path), checksums=False):
-                    return f"the last complete checkpoint is {found.path.name}, from which the same command goes on"
+                    return f"the last complete checkpoint is {found.path.name}; the same command resumes from it"
             except ManifestError:
                 continue
     except OSError as error:

@@ -1,6 +1,6 @@
 """Read the headers of a Hugging Face folder's safetensors files: which tensors there are, and which files are damaged.
 
-A header says where each tensor lies in its file, so a file that was cut off is noticed without reading it. Needs
+A header says where each tensor is in its file, so a file that was cut off is noticed without reading it. Needs
 neither torch nor safetensors.
 """
 
@@ -102,7 +102,7 @@ class WeightFiles:
 def weight_files(folder: Path) -> WeightFiles:
     """The files that transformers reads: model.safetensors, else those of the index, else all.
 
-    Raises UnreadableFileError for an index that cannot be read, for files that it names and that are not there, and
+    Raises UnreadableFileError for an index that cannot be read, for files that it names and that do not exist, and
     where model.safetensors and the index lead to two sets of weights.
     """
     has_one = (folder / WEIGHTS).exists()
@@ -115,10 +115,10 @@ def weight_files(folder: Path) -> WeightFiles:
     files = sorted(set(names.values()))
     absent = [file for file in files if not (folder / file).exists()]
     if absent:
-        raise UnreadableFileError(f"{INDEX} names files that are not there: {some_of(absent)}")
+        raise UnreadableFileError(f"{INDEX} names files that are missing: {some_of(absent)}")
     if has_one and files != [WEIGHTS]:
         rule = "transformers reads the former and vLLM the latter: remove the one that is not meant"
-        raise UnreadableFileError(f"{WEIGHTS} is there, and {INDEX} names others ({some_of(files)}); {rule}")
+        raise UnreadableFileError(f"{WEIGHTS} exists, and {INDEX} names other files ({some_of(files)}); {rule}")
     return WeightFiles(files, names)
 
 

@@ -24,7 +24,7 @@ from megatron_rl.observe.terminal import Terminal
 
 INDEX = Path(__file__).parents[2] / "docs" / "README.md"
 DOCS = f"Docs: {INDEX if INDEX.is_file() else 'docs/README.md in the repository'}"
-"""Where the pages are: beside an editable installation, else in the repository alone."""
+"""Where the pages are: next to an editable installation, else in the repository alone."""
 
 app = typer.Typer(
     help="Train language models with RL (PPO, GRPO), SFT, DPO and reward models: Megatron trains, vLLM generates.",
@@ -98,7 +98,7 @@ def main() -> None:
     except OSError as error:
         if error.filename is None or sys.argv[1] in RUNS:
             raise
-        storage = StorageError(f"{error.filename} cannot be used, and the system says: {error.strerror}")
+        storage = StorageError(f"{error.filename} cannot be used: {error.strerror}")
         print_error(storage)
         sys.exit(storage.exit_code)
     finally:

@@ -29,7 +29,9 @@ Model = Annotated[
     typer.Option("--model", help="A Hugging Face folder, a global_step_N folder, or a run's folder for its newest."),
 ]
 DataFile = Annotated[Path | None, typer.Option("--data", help="A parquet or jsonl file; default: data.val_files.")]
-Out = Annotated[Path, typer.Option("--out", help="The folder to write. An evaluation that was stopped there goes on.")]
+Out = Annotated[
+    Path, typer.Option("--out", help="The folder to write. An evaluation that was stopped there is resumed.")
+]
 Answers = Annotated[
     int | None,
     typer.Option("--samples", help="Answers to each prompt, sampled where more than one; default: val_kwargs.n."),
@@ -89,7 +91,7 @@ def chosen(out: Path, data: Path | None, samples: int | None, model: Path | None
 def of_model(model: Path | None) -> Callable[[RunConfig], RunConfig]:
     """Return the change of a configuration that `--model` asks for.
 
-    A model that is named has no adapters beside its weights, because an export merges them.
+    A model that is named has no adapters next to its weights, because an export merges them.
     """
     return without_adapters if model is not None else lambda config: config
 
@@ -123,6 +125,6 @@ def model_folder(model: Path, out: Path) -> Path:
 
 def export_name(checkpoint: Path) -> str:
     """Return the name of the folder of a checkpoint's export: by its manifest, which has a digest of each file, so that
-    another checkpoint under the same path is exported anew.
+    another checkpoint under the same path is exported again.
     """
     return f"{checkpoint.name}_{digest_of(checkpoint / MANIFEST)[:SHOWN]}"

@@ -33,7 +33,9 @@ def export_command(
     ] = False,
     base: Annotated[
         Path | None,
-        typer.Option(help="The model folder that the run started from, if it has moved: of adapters, carried tensors."),
+        typer.Option(
+            help="The model folder that the run started from, if it has moved: for adapters and pass-through tensors."
+        ),
     ] = None,
 ) -> None:
     """Write the model of a checkpoint as a Hugging Face folder, or its LoRA adapters for PEFT. Needs no GPU."""
@@ -72,7 +74,7 @@ def average_command(
     ema: Annotated[
         float | None, typer.Option(help="Exponential moving average with this decay, over them in their order.")
     ] = None,
-    role: Annotated[RoleName, typer.Option(help="critic: of reward models.")] = RoleName.ACTOR,
+    role: Annotated[RoleName, typer.Option(help="critic: for reward models.")] = RoleName.ACTOR,
 ) -> None:
     """Write the average of several checkpoints as a Hugging Face folder. Needs no GPU."""
     quiet_libraries()

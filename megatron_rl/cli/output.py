@@ -38,11 +38,11 @@ def refuse_to_lose_output() -> None:
     """Raise StorageError where output could not be written to its file; for commands whose product is printed."""
     error = lost_output(sys.stdout)
     if error is not None:
-        raise StorageError(f"what was to be printed could not be written to stdout: {error.strerror}")
+        raise StorageError(f"the output could not be written to stdout: {error.strerror}")
 
 
 def check_output_file(option: str, file: Path | None, suffixes: Sequence[str] = ()) -> None:
-    """Raise ConfigError for a file that cannot be written, or would lie in a checkpoint, before the work for it starts.
+    """Raise ConfigError for a file that cannot be written, or would be in a checkpoint, before the work for it starts.
 
     Only trying shows that. Leaves no new file or folder. suffixes: allowed endings of its name, the usual one first;
     without them, all.
@@ -60,7 +60,7 @@ def check_output_file(option: str, file: Path | None, suffixes: Sequence[str] = 
     reason = _why_unwritable(file)
     if reason is not None:
         nearest = Path("outputs", option.removeprefix("--")).with_suffix(suffixes[0] if suffixes else ".yaml")
-        rule = f"must be a file that can be written, and the system says: {reason}"
+        rule = f"must be a file that can be written: {reason}"
         raise ConfigError(f"{option} {file} {rule}; try: {option} {nearest}")
 
 
@@ -84,13 +84,13 @@ def is_of_the_system(folder: Path) -> bool:
 
 
 def check_output_folder(option: str, folder: Path) -> None:
-    """Raise ConfigError for a folder in which no file can be written, or that lies in a checkpoint. It need not exist,
+    """Raise ConfigError for a folder in which no file can be written, or that is in a checkpoint. It need not exist,
     and is not made.
     """
     refuse_in_checkpoint(option, folder)
     reason = "File exists" if kind_of(folder) == FILE else _why_unwritable(folder / ".written")
     if reason is not None:
-        rule = f"must be a folder that can be written, and the system says: {reason}"
+        rule = f"must be a folder that can be written: {reason}"
         raise ConfigError(f"{option} {folder} {rule}; try: {option} outputs/new")
 
 

@@ -54,7 +54,7 @@ def plan_command(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables and sentences.")] = False,
     without_files: Annotated[
         bool,
-        typer.Option("--without-files", help="Of models read config.json alone, and no data: plan, then download."),
+        typer.Option("--without-files", help="Read only config.json of models, and no data: plan before you download."),
     ] = False,
     hardware: Annotated[
         str | None,
@@ -64,7 +64,7 @@ def plan_command(
         float | None, typer.Option(help="Mean tokens of a prompt. Default: half the longest.")
     ] = None,
     response_length: Annotated[
-        float | None, typer.Option(help="Mean tokens of an answer. Default: half the longest.")
+        float | None, typer.Option(help="Mean tokens of a response. Default: half the longest.")
     ] = None,
     stage: Annotated[str | None, typer.Option(help="ppo | sft | reward | dpo. Default: trainer.stage.")] = None,
     whole: Annotated[
@@ -137,7 +137,7 @@ def map_command(
     sample: Annotated[int, typer.Option(help="Random placements of --points.")] = 12,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
     prompt_length: Annotated[float | None, typer.Option(help="Mean tokens of a prompt. Default: half.")] = None,
-    response_length: Annotated[float | None, typer.Option(help="Mean tokens of an answer. Default: half.")] = None,
+    response_length: Annotated[float | None, typer.Option(help="Mean tokens of a response. Default: half.")] = None,
 ) -> None:
     """Find the fastest layout for a number of GPUs, and which pool each role runs in. Also: search-layout.
 
@@ -191,7 +191,7 @@ def profile_command(
         int | None, typer.Option(help="Ranks of this machine. Default: its GPUs, or 4 processes on CPUs.")
     ] = None,
     device: Annotated[DeviceKind | None, typer.Option(help="Default: cuda where there is a GPU, else cpu.")] = None,
-    short_run: Annotated[bool, typer.Option(help="Also a run of a few steps, for calls and transition.")] = True,
+    short_run: Annotated[bool, typer.Option(help="Also a run of a few steps, to measure calls and resharding.")] = True,
 ) -> None:
     """Measure this machine in a few minutes, and write a hardware file with which plan and map estimate seconds."""
     check_output_file("--hardware-file", hardware_file, SUFFIXES)

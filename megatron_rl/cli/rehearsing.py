@@ -1,4 +1,4 @@
-"""megatron-rl rehearse: ranks of a run on GPUs that are not there."""
+"""megatron-rl rehearse: ranks of a run on GPUs that do not exist."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def imports_of(run_config: RunConfig) -> Iterator[None]:
 
 
 def check_replay(config: RunConfig, replay: Path) -> None:
-    """Set the keys of a replay, which starts anew and saves nothing.
+    """Set the keys of a replay, which starts again and saves nothing.
 
     Raises ConfigError for a configuration without a schedule, and for the folder that is to be repeated.
     """
@@ -190,7 +190,7 @@ def check_replay(config: RunConfig, replay: Path) -> None:
         )
     if Path(trainer.default_local_dir).resolve() == replay.resolve():
         raise ConfigError(
-            f"--replay {replay} would overwrite what it repeats; try: trainer.default_local_dir={replay}_again"
+            f"--replay {replay} would overwrite the run that it replays; try: trainer.default_local_dir={replay}_again"
         )
     trainer.save_freq, trainer.resume_mode, trainer.resume_from_path = -1, "disable", None
 

@@ -34,7 +34,7 @@ def nightly_command(
     overrides: Overrides = None,
     golden: Annotated[Path, typer.Option(help="Golden metrics and their bands.")] = Path("configs/nightly_golden.json"),
     folder: Annotated[Path, typer.Option(help="Emptied first where it is a nightly's own.")] = Path("outputs/nightly"),
-    renew: Annotated[bool, typer.Option("--renew", help="Put what this run reaches into the golden file.")] = False,
+    renew: Annotated[bool, typer.Option("--renew", help="Write the results of this run into the golden file.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train, stop in the middle, resume, and compare metrics with recorded ones; writes FOLDER/report.md.
@@ -76,11 +76,13 @@ def ablate_command(
     config: Annotated[Path, typer.Option("--config", help="An ablation's file, such as configs/ablation.yaml.")],
     overrides: Overrides = None,
     folder: Annotated[Path | None, typer.Option(help="Instead of the file's `folder`.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the points and what is planned, no more.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the points and their plans.")] = False,
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Also run again what crashed, timed out or ran out of memory.")
     ] = False,
-    report_only: Annotated[bool, typer.Option("--report-only", help="Write the report of what has run.")] = False,
+    report_only: Annotated[
+        bool, typer.Option("--report-only", help="Only write the report of the points that have run.")
+    ] = False,
 ) -> None:
     """Train once for each point of a grid of settings, and compare: a table and a picture in FOLDER. Resumes.
 

@@ -38,14 +38,14 @@ OUTSIDE = "Read also files outside of the run's folder, which links in it and it
 
 def view_command(
     run: Annotated[Path, typer.Argument(help="The folder of a run.")],
-    other: Annotated[Path | None, typer.Argument(help="The folder of a run to look at beside it.")] = None,
+    other: Annotated[Path | None, typer.Argument(help="The folder of another run to compare it with.")] = None,
     out: Annotated[Path | None, typer.Option(help="The file to write. Default: view.html in the run's folder.")] = None,
     most: Annotated[int, typer.Option("--samples", help="Samples of each run on the page, of all steps alike.")] = 1000,
     outside: Annotated[bool, typer.Option("--outside", help=OUTSIDE)] = False,
 ) -> None:
     """Write one HTML file to look at a run: curves, times, samples with their tokens, the plan. Needs no server.
 
-    Works while the run goes on: the same command again, and a reload, show what has come.
+    Works while the run continues: the same command again, and a reload, show what has come.
     """
     check_number("--samples", most, 1, MOST_SAMPLES)
     records = [read_run(folder, outside) for folder in (run, other) if folder is not None]

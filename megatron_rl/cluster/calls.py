@@ -158,7 +158,7 @@ def failures_of(
 ) -> list[RankFailure]:
     """Return one failure for each rank that hangs; the rank to look at first has the earliest date.
 
-    Asks all ranks for their stacks, then judges anew: a rank that was heard meanwhile does not hang, and none may be
+    Asks all ranks for their stacks, then judges again: a rank that was heard meanwhile does not hang, and none may be
     left. Writes the stacks to `limits.stacks_file`. running: calls without an answer, in the order they were made.
     """
     stacks = monitor.stacks(STACKS_TIMEOUT_S)
@@ -179,7 +179,7 @@ def failures_of(
                 *call,
                 error_type=hangs[rank].name,
                 message=message + where,
-                traceback=stacks.get(rank, "it did not say where it is"),
+                traceback=stacks.get(rank, "it did not report its progress"),
                 wall_time=float(len(failures)),
                 error_class=WorkerStall,
             )

@@ -145,7 +145,7 @@ def reserve_all(launcher: Launcher, specs: Sequence[PoolSpec], opened: ExitStack
 def ask_for_replicas(name: str, pool: ElasticPool, launcher: Launcher, opened: ExitStack) -> list[ReplicaRanks]:
     """Ask for the places of all replicas, each its own, until `opened` is closed; wait for the fewest that are needed.
 
-    Raises ConfigError where these are not there after ROOM_LIMIT_S.
+    Raises ConfigError where these do not exist after ROOM_LIMIT_S.
     """
     parts = []
     for number in range(pool.max_replicas):
@@ -161,7 +161,8 @@ def ask_for_replicas(name: str, pool: ElasticPool, launcher: Launcher, opened: E
         if waited_s > ROOM_LIMIT_S:
             raise ConfigError(
                 f"actor_rollout_ref.rollout.min_replicas={pool.min_replicas} x {pool.replica.world_size} rank(s), and "
-                f"the cluster has room for {num_given} replica(s) beside the other pools after {ROOM_LIMIT_S:g} s; "
+                f"the cluster has room for {num_given} replica(s) in addition to the other pools after "
+                f"{ROOM_LIMIT_S:g} s; "
                 f"try: min_replicas={max(1, num_given)}, or more nodes (`ray start --address=...` on each)",
                 is_shortage=True,
             )

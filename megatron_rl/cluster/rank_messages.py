@@ -39,7 +39,7 @@ class ProcessDied(Exception):
 
 
 class Packed(NamedTuple):
-    """A pickled message, and the held columns in it."""
+    """A pickled message, and the remote columns in it."""
 
     content: bytes
     held: list[RemoteColumn]
@@ -48,7 +48,7 @@ class Packed(NamedTuple):
 class _Pickler(cloudpickle.Pickler):
     """Writes plain CPU tensors as arrays: torch would write each into an archive, which takes five times as long.
 
-    held: the held columns that it has written.
+    held: the remote columns that it has written.
     """
 
     def __init__(self, stream: io.BytesIO) -> None:
@@ -72,7 +72,7 @@ def dumps(content: object) -> bytes:
 
 
 def packed(content: object) -> Packed:
-    """Pickle a message as `dumps`, and name the held columns in it."""
+    """Pickle a message as `dumps`, and name the remote columns in it."""
     stream = io.BytesIO()
     pickler = _Pickler(stream)
     pickler.dump(content)
@@ -92,12 +92,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 def loads(message: bytes, files: Files) -> Any:
-    """Return a message's content; its held columns are read with `files`."""
+    """Return a message's content; its remote columns are read with `files`."""
     return _Unpickler(message, files, owns=False).load()
 
 
 def answer_of(reply: bytes, files: Files) -> Any:
-    """Return the answer in a reply. `files` frees its held columns with the last reference. Raises RankFailed."""
+    """Return the answer in a reply. `files` frees its remote columns with the last reference. Raises RankFailed."""
     failure, answer = _Unpickler(reply, files, owns=True).load()
     if failure is not None:
         raise RankFailed(failure)

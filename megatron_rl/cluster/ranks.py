@@ -113,7 +113,7 @@ def place_variables(
     """Return the variables that tell each rank of a pool its place, in rank order; everybody: as in `node_addresses`.
 
     NODE_RANK: the number of its node, in the order of the nodes' first ranks. Nodes are Ray's, so ranks on one machine
-    have one number. NODE_ID: the node's name, which it keeps when ranks start anew. NODE_ADDRESS: its entry of
+    have one number. NODE_ID: the node's name, which it keeps when ranks start again. NODE_ADDRESS: its entry of
     `node_addresses`. MASTER_ADDR: rank 0's. meeting: the variables that say where all meet
     (`RankWorker.listen_for_ranks`).
     """

@@ -42,13 +42,13 @@ class RayLauncher(RaySession):
     def shortage(self, sizes: Sequence[PoolSize]) -> str:
         """Return a message when living nodes have no room for pools of these sizes, were they empty, else "".
 
-        A node that had ranks must answer: Ray goes on giving ranks to a lost node until it has noticed the loss.
+        A node that had ranks must answer: Ray continues giving ranks to a lost node until it has noticed the loss.
         """
         self.hold_nodes()
         answering = self.segments().keys()
         alive = {node["NodeID"]: node for node in living_nodes()}
         if silent := sorted((self._nodes_of_ranks & alive.keys()) - answering):
-            return f"node {alive[silent[0]]['NodeManagerAddress']} does not answer, and Ray counts it as alive still"
+            return f"node {alive[silent[0]]['NodeManagerAddress']} does not respond, and Ray still counts it as alive"
         return shortage([node["Resources"] for node in alive.values()], sizes, needs_of(self._device_kind))
 
     def hold_nodes(self) -> None:

@@ -43,7 +43,7 @@ OWN_GPU_ONLY = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
 
 
 class Shared(NamedTuple):
-    """A message, or where it is stored, and the rows of held columns in it."""
+    """A message, or where it is stored, and the rows of remote columns in it."""
 
     content: bytes | ObjectRef
     wanted: Wanted
@@ -151,7 +151,7 @@ class RayRanks(Ranks):
         return self._agents[node]
 
     def _forget(self, node: int, agent: ActorHandle) -> None:
-        """Have the next start on a node make an agent anew, as this one is gone."""
+        """Have the next start on a node make an agent again, as this one is gone."""
         self._session.held.forget(agent)
         if self._agents.get(node) is agent:
             del self._agents[node]
@@ -294,7 +294,7 @@ def shortage(nodes: Iterable[Mapping[str, float]], pools: Sequence[PoolSize], ra
     have = "; ".join(listing(node) for node in nodes) or "none"
     places, pool = placed[lacking[0]], pools[lacking[0]]
     others = [asked(other) for number, other in enumerate(pools) if number != lacking[0]]
-    beside = f" beside {', '.join(others)}" if others else ""
+    beside = f" in addition to {', '.join(others)}" if others else ""
     nearest = f"{pool.nodes_key}={places}" if places else f"a smaller {pool.ranks_key}"
     return (
         f"the cluster cannot give {asked(pool)} x [{listing(rank)}] each{beside}: "

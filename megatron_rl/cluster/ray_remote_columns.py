@@ -1,4 +1,4 @@
-"""Held columns on the nodes of a Ray cluster: agents read, copy and free their nodes' files.
+"""Remote columns on the nodes of a Ray cluster: agents read, copy and free their nodes' files.
 
 A rank maps the files of its own node. Of those of other nodes, its agent asks their agents for the rows that a message
 needs, before it passes the message on: Ray's object store moves them from node to node.
@@ -65,7 +65,7 @@ class RayRemoteColumns:
         try:
             content = ray.get(self._agent_on(segment).read_held.remote(segment.path, in_bytes(segment, ranges)))
         except RayError as error:
-            raise WorkerFailure(f"a column that node {segment.node} held is gone: {error}", is_loss=True) from None
+            raise WorkerFailure(f"a remote column of node {segment.node} is gone: {error}", is_loss=True) from None
         values = torch.from_numpy(content.copy()).view(segment.dtype).view(-1, *segment.shape[1:])
         return list(values.split([stop - start for start, stop in ranges]))
 
@@ -100,7 +100,7 @@ class RayRemoteColumns:
         with self._changing:
             agents = self._agents[segment.node]
         if not agents:
-            raise WorkerFailure(f"a column that node {segment.node} held is gone with its ranks", is_loss=True)
+            raise WorkerFailure(f"a remote column of node {segment.node} is gone with its ranks", is_loss=True)
         return agents[-1]
 
 
@@ -150,7 +150,7 @@ class CopiesHere:
         try:
             content = await want.agent.read_held.remote(want.path, missing)
         except RayError as error:
-            raise ProcessDied(f"a column that node {want.owner} held is gone: {error}") from None
+            raise ProcessDied(f"a remote column of node {want.owner} is gone: {error}") from None
         parts, place = [], 0
         for start, stop in missing:
             parts.append((start, content[place : place + stop - start]))

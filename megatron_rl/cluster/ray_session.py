@@ -26,7 +26,7 @@ from ray._common.usage.usage_lib import get_cluster_metadata
 from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
 from ray._private.services import find_node_ids
 from ray._private.worker import BaseContext
-from ray._raylet import AuthenticationTokenLoader, GcsClient  # type: ignore[attr-defined]  # its stub lacks both
+from ray._raylet import AuthenticationTokenLoader, GcsClient  # type: ignore[attr-defined]  # its stub does not have both
 from ray.core.generated.gcs_pb2 import GcsNodeInfo
 from ray.exceptions import AuthenticationError, RayError
 
@@ -190,7 +190,7 @@ def start(num_cpus: int, folder: Path) -> None:
         except Exception as error:  # Ray raises bare ones
             raise WorkerFailure(
                 f"Ray did not start on this machine: {_last_line(error)}; try: the same command again with less "
-                "other work beside it, as Ray's own time limits are short"
+                "other work on the machine, as Ray's own time limits are short"
             ) from error
 
 
@@ -284,7 +284,7 @@ def _ask(address: str) -> GcsClient:
     try:
         answer = answers.get(timeout=ANSWER_LIMIT_S)
     except Empty:
-        answer = TimeoutError(f"no answer within {ANSWER_LIMIT_S:g} s")
+        answer = TimeoutError(f"no reply within {ANSWER_LIMIT_S:g} s")
     if isinstance(answer, GcsClient):
         return answer
     if isinstance(answer, AuthenticationError):
@@ -294,7 +294,7 @@ def _ask(address: str) -> GcsClient:
             "RAY_AUTH_TOKEN_PATH=FILE, with the file that its nodes were started with"
         ) from None
     raise ConfigError(
-        f"{_given(address)}: what listens there does not answer as a Ray server ({_last_line(answer)}); try: the "
+        f"{_given(address)}: the process that listens there is not a Ray server ({_last_line(answer)}); try: the "
         "address that `ray start --head` has printed, port 6379 by default"
     ) from None
 

@@ -36,8 +36,8 @@ class DaemonMonitor:
     that this process starts until `watch` names those that the run needs. After a loss it calls `end_ranks` and the
     main thread leaves its `with` blocks with SystemExit; `lost` is the reason.
 
-    end_ranks: ends the ranks alone. Ray's other processes go on as long as this one, which may be in a call into Ray:
-    if the raylet ends, and it does if one of its agents does, Ray ends this process with code 1 and no message.
+    end_ranks: ends the ranks alone. Ray's other processes continue as long as this one, which may be in a call into
+    Ray: if the raylet ends, and it does if one of its agents does, Ray ends this process with code 1 and no message.
     """
 
     def __init__(self, end_ranks: Callable[[], None]) -> None:
@@ -111,7 +111,7 @@ class DaemonMonitor:
                 answered = time.monotonic()
             elif time.monotonic() - answered > SERVER_PATIENCE_S:
                 host, port = self._server
-                return _sentence(f"Ray's server at {host}:{port} has not answered for {SERVER_PATIENCE_S:g} s")
+                return _sentence(f"Ray's server at {host}:{port} has not responded for {SERVER_PATIENCE_S:g} s")
 
     def _has_pidfd(self, pid: int, name: str) -> bool:
         """Whether a daemon is watched, from here on if not before; it is not if it has gone."""
@@ -166,8 +166,9 @@ def _how(descriptor: int) -> str:
 
 def _sentence(what: str) -> str:
     return (
-        f"{what}, and the run cannot go on without it; if nobody did that, look for a lack of memory (dmesg). The same "
-        "command again goes on from the newest checkpoint"
+        f"{what}, and the run cannot continue without it. If nobody stopped it, check whether memory ran out (dmesg). "
+        "The same "
+        "command resumes from the newest checkpoint"
     )
 
 

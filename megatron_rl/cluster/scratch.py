@@ -184,7 +184,7 @@ def _locked_base() -> Iterator[Path]:
             os.close(lock)
         return
     raise ConfigError(
-        f"there is no place for this run's sockets ({'; '.join(reasons)}); try: TMPDIR=/tmp, or another short "
+        f"no folder can hold this run's sockets ({'; '.join(reasons)}); try: TMPDIR=/tmp, or another short "
         "path that can be written to"
     )
 

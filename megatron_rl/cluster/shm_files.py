@@ -1,4 +1,4 @@
-"""Files of held columns: a rank writes them into its node's shared memory, readers map them, the driver frees them.
+"""Files of remote columns: a rank writes them into its node's shared memory, readers map them, the driver frees them.
 
 SEGMENTS/megatron_rl-RUN-held-ID          on the node where the column was made
 SEGMENTS/megatron_rl-RUN-held-ID.NODE     on another node: the same size, but only the rows that its ranks asked for
@@ -25,7 +25,7 @@ HELD_BYTES = "MEGATRON_RL_HELD_BYTES"
 """The environment variable of ranks with the bytes from which on they hold a column."""
 
 LEFT_FREE = 0.25
-"""The share of a node's shared memory that held columns leave to others, such as NCCL, which dies without."""
+"""The share of a node's shared memory that remote columns leave to others, such as NCCL, which dies without."""
 
 
 class MappedFiles:
@@ -43,7 +43,7 @@ class MappedFiles:
 class RankFiles:
     """The files of a rank. node: its node. least_bytes: smaller columns travel in answers.
 
-    may_be_lost: the run goes on without this rank's node, and uses what it has answered: nothing is held there.
+    may_be_lost: the run continues without this rank's node, and uses what it has answered: nothing is held there.
     """
 
     keeps_values = True
@@ -70,7 +70,7 @@ class RankFiles:
         return answer.with_held(self._held) if isinstance(answer, HasColumns) else answer
 
     def _held(self, column: torch.Tensor) -> Stored:
-        """Return the column held, or itself where it is small or the node lacks room."""
+        """Return the column held, or itself where it is small or the node does not have room."""
         values = column.values().detach()
         size, room = values.numel() * values.element_size(), shutil.disk_usage(SEGMENTS)
         if size < max(1, self._least_bytes) or room.free - size < LEFT_FREE * room.total:

@@ -128,7 +128,7 @@ def graceful_signals(grace_s: float | None = None) -> Iterator[StopRequest]:
 
     def receive(number: int, frame: object) -> None:
         if grace_s is None:
-            _say(f"{signal.Signals(number).name}: the run ends at once, as it saves no checkpoints (trainer.save_freq)")
+            _say(f"{signal.Signals(number).name}: the run ends now, as it saves no checkpoints (trainer.save_freq)")
             leave(KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number))
         first = not request.is_set
         if not first and number == signal.SIGHUP:
@@ -140,7 +140,7 @@ def graceful_signals(grace_s: float | None = None) -> Iterator[StopRequest]:
             request.deadline = time.monotonic() + grace_s
             request.last_resort.arm(grace_s + CLEANUP_S, GracePeriodExpired.exit_code)
             signal.setitimer(signal.ITIMER_REAL, max(grace_s, SHORTEST_TIMER_S))
-        second = "" if number == signal.SIGHUP else "; a second signal ends it at once"
+        second = "" if number == signal.SIGHUP else "; a second signal ends it now"
         _say(f"{request.signal.name}: the run saves and stops within {grace_s:g} s (trainer.stop_grace_s){second}")
 
     def ring(number: int, frame: object) -> None:

@@ -48,7 +48,7 @@ class SupervisorClient:
     """Connects to the supervisor of a run on this node and starts one if there is none; `close` ends both.
 
     modules: a supervisor that is started here imports them and forks ranks; without any, each rank imports for itself.
-    variables: environment variables that the modules read on import. A supervisor that is there already keeps its own.
+    variables: environment variables that the modules read on import. A supervisor that exists already keeps its own.
     name: of the supervisor among those of the run on this machine. owns_run: this is the driver. Raises WorkerFailure
     if no supervisor answers; the driver's folder is removed then.
     """
@@ -289,7 +289,7 @@ def _connect(path: Path, process: subprocess.Popen[bytes] | None) -> socket.sock
                 ) from None
             if time.monotonic() > deadline:
                 raise WorkerFailure(
-                    f"no supervisor answers at {path} ({error.strerror}): see {path.name}.log"
+                    f"no supervisor responds at {path} ({error.strerror}): see {path.name}.log"
                 ) from None
             time.sleep(0.02)
         else:

@@ -113,16 +113,16 @@ def scores_old_log_probs(config: RunConfig) -> bool:
 
 
 def uses_rule(config: RunConfig) -> bool:
-    """Whether a rule scores answers, to training prompts or to held-out ones alone; else only reward models do."""
+    """Whether a rule scores responses, to training prompts or to held-out ones alone; else only reward models do."""
     return config.custom_reward_function.name is not None
 
 
 def has_scores(config: RunConfig) -> bool:
-    """Whether anything scores answers: a rule, a reward model, or the environment that answers turns."""
+    """Whether anything scores responses: a reward function, a reward model, or the environment that answers turns."""
     has_model = config.reward_model.enable or bool(config.reward_models)
     return uses_rule(config) or has_model or bool(config.actor_rollout_ref.rollout.multi_turn.rewards)
 
 
 def trains_on_rule(config: RunConfig) -> bool:
-    """Whether a rule scores answers to training prompts."""
+    """Whether a rule scores responses to training prompts."""
     return uses_rule(config) and not config.custom_reward_function.validation_only

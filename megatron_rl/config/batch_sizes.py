@@ -19,7 +19,7 @@ class BatchSizes:
 
     num_prompts: prompts that a step trains, `data.train_batch_size`.
     num_generated_prompts: prompts of one batch of generation, `data.gen_batch_size`.
-    samples_per_prompt: answers to each of them, `rollout.n`.
+    samples_per_prompt: responses to each of them, `rollout.n`.
     """
 
     num_prompts: int

@@ -26,7 +26,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class EstimatorTraits:
-    """Inputs of an advantage estimator beside `rewards` and `scores`.
+    """Inputs of an advantage estimator next to `rewards` and `scores`.
 
     reads: columns of `columns.COLUMNS`, which a run with this estimator makes. One that reads `groups` compares the
     samples of a prompt, and has no baseline for a lone one. second: two samples per prompt or more.
@@ -39,7 +39,7 @@ class EstimatorTraits:
 @dataclass(frozen=True)
 class PolicyLossTraits:
     """aggregation: the mode of `loss_agg_mode` that a loss is defined with, whatever the key says of KL and entropy;
-    None: the key's. reads: columns whose values change its loss, beside which tokens count.
+    None: the key's. reads: columns whose values change its loss, next to which tokens count.
     """
 
     aggregation: str | None = None
@@ -48,11 +48,11 @@ class PolicyLossTraits:
 
 @dataclass(frozen=True)
 class AnswerLossTraits:
-    """A loss with one number per answer: a log-prob of the policy, or a score of a reward model.
+    """A loss with one number per response: a log-prob of the policy, or a score of a reward model.
 
-    means: the log-prob is the mean over the answer's tokens, else their sum. reads: columns of answers beside their
-    tokens; a loss of preferences that reads `given` gets the reference's log-probs there. alone: it learns from single
-    answers, each with a label or a score, else it compares those to a prompt.
+    means: the log-prob is the mean over the response's tokens, else their sum. reads: columns of responses next to
+    their tokens; a loss of preferences that reads `given` gets the reference's log-probs there. alone: it learns from
+    single responses, each with a label or a score, else it compares those to a prompt.
     """
 
     means: bool = False
@@ -70,7 +70,7 @@ class DistillationTraits:
 
 @dataclass(frozen=True)
 class RewardTraits:
-    """data_sources: whose answers `compute_score` gives to this rule. package: the Python package that it imports, or
+    """data_sources: whose responses `compute_score` gives to this rule. package: the Python package that it imports, or
     None, and requirement: how pip names it."""
 
     data_sources: tuple[str, ...] = ()
@@ -153,9 +153,9 @@ POLICY_LOSSES = Declarations[PolicyLossTraits](LOSSES)
 KL_ESTIMATES = Declarations[None](LOSSES)
 """Choices of `kl_loss_type` and `algorithm.kl_penalty`; functions are `losses.kl.KlEstimator`."""
 PREFERENCE_LOSSES = Declarations[AnswerLossTraits](LOSSES)
-"""Choices of `dpo.loss`; functions take (pairs or answers, DPOConfig) of `losses.terms`."""
+"""Choices of `dpo.loss`; functions take (pairs or responses, DPOConfig) of `losses.terms`."""
 REWARD_MODEL_LOSSES = Declarations[AnswerLossTraits](LOSSES)
-"""Choices of `reward_training.loss`; functions take (answers, RewardTrainingConfig)."""
+"""Choices of `reward_training.loss`; functions take (responses, RewardTrainingConfig)."""
 DISTILLATION_LOSSES = Declarations[DistillationTraits](LOSSES)
 """Choices of `distillation.distillation_loss.loss_mode`; functions are those of `losses.distillation`."""
 REWARDS = Declarations[RewardTraits](BUILT_IN_REWARDS)
@@ -234,5 +234,5 @@ def distillation_loss(
 def reward(
     *names: str, data_sources: tuple[str, ...] = (), package: str | None = None, requirement: str = ""
 ) -> Callable[[Function], Function]:
-    """Declare a built-in rule that scores answers (see `RewardTraits`)."""
+    """Declare a built-in rule that scores responses (see `RewardTraits`)."""
     return REWARDS.add(names, RewardTraits(data_sources, package, requirement), ())

@@ -1,4 +1,4 @@
-"""Keys of FP8 rollouts: generation with weights in 8 bits. No torch."""
+"""Keys of FP8 rollouts: generation with FP8 weights. No torch."""
 
 from __future__ import annotations
 

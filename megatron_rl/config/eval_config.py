@@ -15,8 +15,8 @@ EVALUATION = "evaluation"
 
 
 def for_evaluation(config: RunConfig) -> RunConfig:
-    """Return a deep copy that answers the prompts of `data.val_files`, which are its training prompts, too, as none are
-    read for training.
+    """Return a deep copy that generates for the prompts of `data.val_files`, which are its training prompts, too, as
+    none are read for training.
 
     Without critic, reference, teachers, further losses and the user's scorers, without generation ahead, checkpoints,
     export and recorded samples. Pools that then have no role go; their ranks are not started.
@@ -41,7 +41,7 @@ def for_evaluation(config: RunConfig) -> RunConfig:
 
 
 def unjudged(config: RunConfig) -> RunConfig:
-    """Return a deep copy of an evaluation in which nothing scores the answers."""
+    """Return a deep copy of an evaluation in which nothing scores the responses."""
     alone = copy.deepcopy(config)
     alone.custom_reward_function.name = alone.custom_reward_function.path = None
     alone.reward_model.enable, alone.reward_models = False, {}
@@ -49,7 +49,7 @@ def unjudged(config: RunConfig) -> RunConfig:
 
 
 def without_adapters(config: RunConfig) -> RunConfig:
-    """Return a deep copy of an evaluation whose model has no adapters beside its weights."""
+    """Return a deep copy of an evaluation whose model has no adapters next to its weights."""
     alone = copy.deepcopy(config)
     alone.actor_rollout_ref.model.lora = LoraConfig()
     return alone

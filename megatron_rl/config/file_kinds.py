@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 FILE, NOTHING, PIPE, DEVICE = "a file", "nothing", "a pipe", "a device"
-ABSENT = "there is none"
+ABSENT = "it does not exist"
 _KINDS = {
     stat.S_IFREG: FILE,
     stat.S_IFDIR: "a folder",

@@ -67,7 +67,7 @@ CUDA_DEFAULTS = {
     "actor_rollout_ref.rollout.enforce_eager": False,
     "async_training.second_buffer": False,
 }
-"""Defaults on GPUs: verl's, and no transfer beside generation, which no GPU has shown. On CPUs the schema's hold."""
+"""Defaults on GPUs: verl's, and no transfer next to generation, which no GPU has shown. On CPUs the schema's hold."""
 
 OPTIONS = tuple(
     f"{role}.megatron.override_transformer_config"
@@ -175,7 +175,7 @@ def _schema() -> bytes:
 
 
 def _fill_in(config: Any, given: set[str]) -> None:
-    """Set defaults that depend on other keys: verl's on GPUs, who computes in 8 bits there, and bounds by the dtype."""
+    """Set defaults that depend on other keys: verl's on GPUs, who computes in FP8 there, and bounds by the dtype."""
     defaults: dict[str, Any] = {}
     if _raw(config, "trainer.device") == "cuda":
         in_eight_bits = [options for options in OPTIONS if _raw(config, f"{options}.fp8") in FP8_FORMATS]
@@ -189,7 +189,7 @@ def _fill_in(config: Any, given: set[str]) -> None:
 
 
 def _kind_of_products(config: Any) -> Any:
-    """The actor's dtype, or that its products or the weights of generation are in 8 bits."""
+    """The actor's dtype, or that its products or the weights of generation are in FP8."""
     in_eight_bits = _raw(config, f"{OPTIONS[0]}.fp8") in FP8_FORMATS or _raw(config, QUANTIZATION) == FP8
     return FP8 if in_eight_bits else _raw(config, DTYPE)
 

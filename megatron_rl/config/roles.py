@@ -37,7 +37,7 @@ class PassSpec:
     phase: its name in timings, in memory and in plans. num_rows: samples of a micro-batch, if max_tokens is None.
     max_tokens: tokens of a micro-batch, if samples are joined by their tokens. key: the key of the one that counts.
     extra_tokens: tokens that the role reads beyond prompt and response. longest: tokens of the longest sequence without
-    these, if it is not prompt and response (conversations that are tokenised anew, answers that stay together).
+    these, if it is not prompt and response (conversations that are tokenised again, responses that stay together).
     scored: tokens of that sequence whose log-probs are needed; None: those of the longest response. as_tree: rows of a
     micro-batch are laid as a trie.
     """
@@ -248,7 +248,7 @@ class ElasticPool:
 
     @property
     def smallest(self) -> PoolSize:
-        """The size with which the run can go on."""
+        """The size with which the run can continue."""
         return replace(self.replica, num_nodes=self.replica.num_nodes * self.min_replicas)
 
 

@@ -90,7 +90,7 @@ def _limit(key: str, leaf: Constraints, value: Any) -> _Limit | None:
 
 
 def _sample_problems(config: RunConfig) -> Iterator[Violation]:
-    """Answers of one batch, all of which the controller holds."""
+    """Responses of one batch, all of which the controller holds."""
     prompts, answers = config.batch_sizes.num_generated_prompts, config.batch_sizes.samples_per_prompt
     key = "data.train_batch_size" if prompts == config.data.train_batch_size else "data.gen_batch_size"
     sizes = {key: prompts, f"{ROLLOUT}.n": answers}

@@ -68,9 +68,9 @@ def key_note(key: str) -> str:
 
 
 def suggested_column(wanted: str, usual: Sequence[str], names: Sequence[str]) -> str | None:
-    """Return the column that is meant by one that a file lacks: one with a usual name, or a slip of spelling.
+    """Return the column that is meant by one that a file does not have: one with a usual name, or a slip of spelling.
 
-    A column whose name says that it holds answers is taken for nothing else. None where none is.
+    A column whose name says that it holds responses is taken for nothing else. None where none is.
     """
     others = [name for name in names if name.lower() not in ANSWERS or name.lower() in usual]
     by_name = {name.lower(): name for name in others}

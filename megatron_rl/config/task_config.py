@@ -71,7 +71,7 @@ class TaskConfig(RunConfig):
 
     @property
     def longest_response(self) -> int:
-        """Tokens of the longest answer: the prompt may be one token."""
+        """Tokens of the longest response: the prompt may be one token."""
         return self.longest_sequence - 1
 
     @property
@@ -86,7 +86,7 @@ class TaskConfig(RunConfig):
 
     @property
     def loss_traits(self) -> AnswerLossTraits:
-        """What the losses read together; an undeclared loss is taken to compare answers."""
+        """What the losses read together; an undeclared loss is taken to compare responses."""
         if self.trainer.stage == REWARD:
             return REWARD_MODEL_LOSSES.traits(self.reward_training.loss, AnswerLossTraits())
         if self.trainer.stage == DPO:
@@ -97,7 +97,7 @@ class TaskConfig(RunConfig):
 
     @property
     def answers_together(self) -> int:
-        """Answers to one prompt that plans never split: 2, a pair, if the loss compares answers, else 1."""
+        """Responses to one prompt that plans never split: 2, a pair, if the loss compares responses, else 1."""
         return 1 if self.loss_traits.alone else 2
 
     @property
@@ -118,8 +118,8 @@ class TaskConfig(RunConfig):
 def for_task(config: RunConfig, task: str) -> RunConfig:
     """Return a deep copy for a task: a RunConfig for PPO, else a TaskConfig.
 
-    Its longest example is that of `data.max_length`, or else PPO's longest prompt and answer. Without a number of steps
-    or epochs it has one epoch.
+    Its longest example is that of `data.max_length`, or else PPO's longest prompt and response. Without a number of
+    steps or epochs it has one epoch.
     """
     changed = copy.deepcopy(config)
     changed.trainer.stage = task

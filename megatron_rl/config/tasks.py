@@ -28,7 +28,7 @@ F_DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"
 
 @dataclass
 class ExampleKeys:
-    """How examples with answers are read: for sft, reward and dpo in `data`, for PPO's pretraining loss in `ptx`."""
+    """How examples with responses are read: for sft, reward and dpo in `data`, for PPO's pretraining loss in `ptx`."""
 
     max_length: Annotated[int | None, Ge(2)] = None
     """Largest number of tokens of prompt and response together; null: data.max_prompt_length +

@@ -92,7 +92,7 @@ class TrainerConfig:
     """The `global_step_N` folder from which resume_mode=resume_path resumes."""
     stop_grace_s: Annotated[NotNegative, OURS] = 300.0
     """Seconds that a run which saves checkpoints may take to finish or abandon its step and to save after SIGTERM,
-    Ctrl-C or SIGHUP; a second signal ends it at once."""
+    Ctrl-C or SIGHUP; a second signal ends it now."""
     max_repairs: Annotated[Count, OURS] = 0
     """Number of times that the run restarts its ranks after a lost process or node and continues, at most one step
     back; one more loss ends it (exit code 3). 0: the first loss ends it."""

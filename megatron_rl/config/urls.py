@@ -20,7 +20,7 @@ def url_fault(url: str) -> str | None:
     try:
         parts = urlsplit(url)
         if parts.port == 0:
-            return "names port 0, which nobody listens on"
+            return "names port 0, which cannot be used"
     except ValueError:  # its text has parts of the URL
         return "has another port than a number up to 65535, or a [ without a ]"
     if parts.scheme not in ("http", "https"):

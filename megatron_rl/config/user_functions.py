@@ -69,7 +69,7 @@ def load_class(path: str, key: str, name: str, methods: tuple[str, ...]) -> type
     user_class: type = vars(run_file(path, key))[name]
     lacking = [method for method in methods if not callable(getattr(user_class, method, None))]
     if lacking:
-        raise ConfigError(f"{key}={path}: {name} must have the methods {', '.join(methods)}; it lacks {lacking[0]}")
+        raise ConfigError(f"{key}={path}: {name} must have the methods {', '.join(methods)}; it has no {lacking[0]}")
     return user_class
 
 

@@ -44,7 +44,9 @@ def value_problems(config: RunConfig) -> Iterable[Violation]:
         yield Violation({key: False}, rule, {key: True})
     if trainer.device == "cuda" and config.samples_ahead and config.async_training.second_buffer:
         key = "async_training.second_buffer"
-        rule = "must be false on trainer.device=cuda: no two GPUs have shown yet that NCCL receives beside generation"
+        rule = (
+            "must be false on trainer.device=cuda: it is not yet shown on GPUs that NCCL can receive during generation"
+        )
         yield Violation({key: True}, rule, {key: False})
     yield from _optimizer_problems(config)
     yield from reward_problems(config)
@@ -66,7 +68,7 @@ def _optimizer_problems(config: RunConfig) -> Iterable[Violation]:
                 rule = "must, with lr_decay_style=WSD, be >= 1: the last steps, in which the learning rate goes down"
                 yield Violation({key: last}, rule, {key: 1})
             elif 0 < optim.lr_decay_steps < last:
-                rule = f"must be <= lr_decay_steps={optim.lr_decay_steps}, of which they are the last"
+                rule = f"must be <= lr_decay_steps={optim.lr_decay_steps}, as they are its last steps"
                 yield Violation({key: last}, rule, {key: optim.lr_decay_steps})
 
 
@@ -96,7 +98,7 @@ def turn_problems(config: RunConfig) -> Iterable[Violation]:
     chosen = {name: value for name, value in answers.items() if value is not None}
     if not config.has_turns:
         if chosen and config.generates:
-            rule = f"must be true, as {', '.join(chosen)} would answer turns"
+            rule = f"must be true, as {', '.join(chosen)} answers turns"
             yield Violation({f"{key}.enable": False}, rule, {f"{key}.enable": True})
         return
     if not chosen:
@@ -143,7 +145,7 @@ def _validation_only_problems(config: RunConfig, has_model: bool) -> Iterable[Vi
         return
     if not uses_rule(config):
         yield Violation(
-            {key: True}, "must be false, as custom_reward_function.name=null: there is no rule", {key: False}
+            {key: True}, "must be false, as custom_reward_function.name=null: there is no reward function", {key: False}
         )
     elif not has_model:
         rule = "must be false, as reward_model.enable=false: training would have no reward"
@@ -182,10 +184,10 @@ def _further_model_problems(config: RunConfig) -> Iterable[Violation]:
 
 
 def data_problems(config: RunConfig) -> Iterable[Violation]:
-    """Violations of files and their weights, and of the number of held-out answers."""
+    """Violations of files and their weights, and of the number of held-out responses."""
     data, val_kwargs = config.data, config.actor_rollout_ref.rollout.val_kwargs
     if data.truncation == ("drop" if config.generates else "middle"):
-        rule = "is for tasks that do not generate" if config.generates else "is for prompts that are answered"
+        rule = "is for tasks that do not generate" if config.generates else "is only for runs that generate responses"
         nearest = {"data.truncation": "error"} | ({"data.filter_overlong_prompts": True} if config.generates else {})
         yield Violation({"data.truncation": data.truncation}, rule, nearest)
     for key, files in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
@@ -198,7 +200,7 @@ def data_problems(config: RunConfig) -> Iterable[Violation]:
     if val_kwargs.n > 1 and not val_kwargs.do_sample:
         yield Violation(
             {f"{ROLLOUT}.val_kwargs.n": val_kwargs.n, f"{ROLLOUT}.val_kwargs.do_sample": False},
-            "ask for one greedy answer several times",
+            "ask for one greedy response several times",
             {f"{ROLLOUT}.val_kwargs.do_sample": True},
         )
 

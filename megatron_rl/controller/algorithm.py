@@ -94,7 +94,7 @@ class Algorithm:
         Raises ValueError if the update returned none, ParityError as `compare`.
         """
         if log_probs is None:
-            raise ValueError("the actor's update has answered without log-probs")
+            raise ValueError("the actor's update has returned no log-probs")
         scores, metrics = self.scores_of_actor(experience, log_probs[rows.argsort()])
         experience.add(scores)
         return metrics | self.compare(experience, step)
@@ -128,7 +128,7 @@ class Algorithm:
         return rows, role.ppo_epochs, seed if role.shuffle else None
 
     def check_rollout_parity(self, experience: Batch, step: int) -> dict[str, float]:
-        """Compare the engine's log-probs of its samples with the trainer's, on answers that the newest weights drew.
+        """Compare the engine's log-probs of its samples with the trainer's, on responses that the newest weights drew.
 
         Where top_p or top_k cut the engine's distribution, the two may differ by the mass that is left, and no more.
         Raises ParityError for a `parity_problem`, but in the first steps, which warn of it; not on recorded samples.
@@ -177,7 +177,7 @@ class Algorithm:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Continue where `state_dict` was taken."""
         # A fixed coefficient comes from the configuration, which the user may have changed on purpose.
         if state["kl_ctrl"]["type"] == self.config.algorithm.kl_ctrl.type == "adaptive":
             self.kl_ctrl.coef = state["kl_ctrl"]["coef"]

@@ -1,4 +1,4 @@
-"""What the answers of an evaluation depend on, by content: model, adapters, prompts, what scores, what answers turns.
+"""What the responses of an evaluation depend on, by content: model, adapters, prompts, what scores, what answers turns.
 
 A file or folder that a key names stands for what is in it: another model under the same path is another one, and a copy
 under another path is the same.
@@ -34,7 +34,7 @@ ROW_KEYS = ("val_max_samples", "shuffle", "seed")
 SCORE_KEYS = ("rule_weight", "failed_score", "overlong_buffer")
 MODEL_KEYS = ("model", "weight", "data_sources", "normalize_reward", "reward_clip_range", "max_length")
 NO_MATTER = ("num_workers", "planned_wait_s")
-"""Keys of turns that no answer depends on."""
+"""Keys of turns that no response depends on."""
 
 
 def evaluated_content(config: RunConfig) -> dict[str, Any]:

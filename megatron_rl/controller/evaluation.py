@@ -1,4 +1,5 @@
-"""Evaluate a policy: answer held-out prompts in parts, record every answer, and write numbers with intervals."""
+"""Evaluate a policy: generate responses to held-out prompts in parts, record every response, and write numbers with
+intervals."""
 
 from __future__ import annotations
 
@@ -28,11 +29,12 @@ from megatron_rl.scoring.sampled_batch import SampledBatch
 
 TABLE_FILE, PICTURE_FILE = "evaluation_table.json", "evaluation.png"
 ROUNDS = 4
-"""Answers of a part for each place of an engine. Fewer leave more places empty at its end; more are lost by a kill."""
+"""Responses of a part for each place of an engine. Fewer leave more places empty at its end; more are lost by a
+kill."""
 
 
 def evaluate(config: RunConfig, local: bool = False) -> dict[str, dict[str, Any]]:
-    """Answer the prompts of `data.val_files` and return the numbers that are also written to `evaluation_table.json`.
+    """Generate responses to the prompts of `data.val_files`; return the metrics of `evaluation_table.json`.
 
     config: made by `config.eval_config`. Goes on where an evaluation with the same settings in
     `trainer.default_local_dir` was stopped. Raises ConfigError where one of other settings or content is there, or a
@@ -54,13 +56,14 @@ def _evaluate_once(repairs: Repairs, local: bool) -> dict[str, dict[str, Any]]:
         is_there = {row["index"] for row in file.whole_rows()}
         left = [place for place, number in enumerate(numbers) if number not in is_there]
         if is_there:
-            run.logger.say(f"going on with {len(left)} of {len(numbers)} prompts; the others have their answers")
+            run.logger.say(f"resuming with {len(left)} of {len(numbers)} prompts; the others are done")
         answer_left(run, left, folder, num_samples)
         return write_table(run.logger, folder, file.whole_rows(), is_scored)
 
 
 def answer_left(run: Run, left: Sequence[int], folder: Path, num_samples: int) -> None:
-    """Answer the prompts at these places, part by part, and append each part to the file of answers."""
+    """Generate responses to the prompts at these places, part by part, and append each part to the file of
+    responses."""
     rollout = run.config.actor_rollout_ref.rollout
     num_replicas = run.pools.placement.pool_of(ROLLOUT).world_size // rollout.tensor_model_parallel_size
     size = max(1, ROUNDS * rollout.max_num_seqs * num_replicas // num_samples)
@@ -71,13 +74,13 @@ def answer_left(run: Run, left: Sequence[int], folder: Path, num_samples: int) -
             with run.logger.clock.phase("testing"):
                 rows = answer_rows(run, run.validation.answered(places, 0))
             file.append("".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows).encode())
-            run.logger.say(f"answered {first + len(places)} of {len(left)} prompts")
+            run.logger.say(f"generated responses to {first + len(places)} of {len(left)} prompts")
     finally:
         file.close()
 
 
 def answer_rows(run: Run, batch: SampledBatch) -> list[dict[str, Any]]:
-    """One line per answer, JSON-ready: its prompt's row number, its number among the prompt's answers, texts, the
+    """One line per response, JSON-ready: its prompt's row number, its number among the prompt's responses, texts, the
     number of its tokens, whether it was cut off, and where something scores: score, acc, pred, failure and extras.
     """
     prompts, scored = batch.prompts, batch.all_scored
@@ -104,7 +107,7 @@ def write_table(
     model = Path(logger.config.actor_rollout_ref.model.path)
     exported = f"; {model.name}, the exported model, stays there" if model.parent.resolve() == folder.resolve() else ""
     if not is_scored:
-        logger.say(f"{len(rows)} answers written to {folder / ANSWERS_FILE}{exported}")
+        logger.say(f"{len(rows)} responses written to {folder / ANSWERS_FILE}{exported}")
         return {}
     table = evaluation_table(rows)
     numbers = {

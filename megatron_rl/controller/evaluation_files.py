@@ -1,4 +1,4 @@
-"""The files by which an evaluation that was stopped goes on: what its answers depend on, and the answers."""
+"""The files by which an evaluation that was stopped continues: what its responses depend on, and the responses."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from megatron_rl.observe.loggers import METRICS_FILE
 
 ANSWERS_FILE, SETTINGS_FILE = "answers.jsonl", "evaluation.json"
 CONTENT, PATHS = "content", ("model", "data")
-"""Keys of evaluation.json: digests of what the answers depend on, and the paths where that was, which may change."""
+"""Keys of evaluation.json: digests of what the responses depend on, and the paths where that was, which may change."""
 MOST_NAMED = 4
 """Differences that a message names."""
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
-    """Return what the answers depend on, JSON-ready: another evaluation in the same folder must have the same.
+    """Return what the responses depend on, JSON-ready: another evaluation in the same folder must have the same.
 
     Raises ConfigError for a file that cannot be read.
     """
@@ -34,7 +34,7 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
     try:
         content = evaluated_content(config)
     except OSError as error:
-        raise ConfigError(f"{error.filename}, on which answers depend, cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{error.filename}, on which responses depend, cannot be read: {error.strerror}") from error
     settings = {
         "model": str(Path(shared.model.path).expanduser().resolve()),
         "data": [str(Path(file).expanduser().resolve()) for file in as_list(config.data.val_files)],
@@ -49,8 +49,8 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 
 def refuse_other_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError where a folder has an evaluation with other settings, naming them, answers without settings, or
-    a run, whose files an evaluation would replace.
+    """Raise ConfigError where a folder has an evaluation with other settings, naming them, responses without settings,
+    or a run, whose files an evaluation would replace.
     """
     file, nearest = folder / SETTINGS_FILE, f"try: --out {folder}_2"
     if instead_of_file(file) == ABSENT:
@@ -60,7 +60,7 @@ def refuse_other_settings(folder: Path, settings: Mapping[str, Any]) -> None:
             raise ConfigError(f"{folder} has the metrics of a run; try: --out {folder / EVALUATION}")
         if instead_of_file(folder / ANSWERS_FILE) != ABSENT:
             raise ConfigError(
-                f"{folder} has {ANSWERS_FILE}, and no {SETTINGS_FILE} says what they depend on; {nearest}"
+                f"{folder} has {ANSWERS_FILE}, and no {SETTINGS_FILE} identifies their settings; {nearest}"
             )
         return
     try:
@@ -69,7 +69,7 @@ def refuse_other_settings(folder: Path, settings: Mapping[str, Any]) -> None:
         raise ConfigError(f"{file} cannot be read: {error}; {nearest}") from error
     known = there.get(CONTENT)
     if not isinstance(known, dict):
-        raise ConfigError(f"{file} does not say by content what its answers depend on; {nearest}")
+        raise ConfigError(f"{file} does not identify by content what its responses depend on; {nearest}")
     now, before = _compared(settings), _compared(there)
     other = [
         f"{name} was {before.get(name)!s:.80}, is {now.get(name)!s:.80}"
@@ -91,7 +91,8 @@ def _compared(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class AnswersFile:
-    """The recorded answers. num_samples: of each prompt. prompts: their row numbers. is_scored: answers have scores."""
+    """The recorded responses. num_samples: of each prompt. prompts: their row numbers. is_scored: responses have
+    scores."""
 
     path: Path
     num_samples: int
@@ -99,9 +100,9 @@ class AnswersFile:
     is_scored: bool
 
     def whole_rows(self) -> list[dict[str, Any]]:
-        """Return the answers of prompts that have all of theirs, each once, and leave only these in the file.
+        """Return the responses of prompts that have all of theirs, each once, and leave only these in the file.
 
-        A kill may leave a last line without its end, and prompts without all answers: both go. Raises ConfigError for
+        A kill may leave a last line without its end, and prompts without all responses: both go. Raises ConfigError for
         any other damage, OSError.
         """
         lacks = instead_of_file(self.path)

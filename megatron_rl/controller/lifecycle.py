@@ -1,8 +1,8 @@
 """The lifecycle of a run: which steps it takes, where it resumes, when it saves, and how a signal ends it.
 
 global_step_N/  manifest.json          every file's size and checksum; written last
-                rollouts.safetensors   answers drawn for later steps, if they outlive a step
-                earlier_answers.safetensors   the last answers to each prompt, if rollouts guess from them
+                rollouts.safetensors   responses drawn for later steps, if they outlive a step
+                earlier_answers.safetensors   the last responses to each prompt, if rollouts guess from them
                 run.json               step, prompt cursor, KL controller, logger, configuration
                 actor/ critic/         megatron-core's sharded files, role.json, `huggingface/` with config and
                                        tokenizer; one folder for each trained role
@@ -56,7 +56,7 @@ class StepAbandoned(Exception):
 
 
 class DrawnAhead(Protocol):
-    """Data made in advance for the steps after a checkpoint, such as answers."""
+    """Data made in advance for the steps after a checkpoint, such as responses."""
 
     def saving(self, step: int) -> AbstractContextManager[None]:
         """Hold the data still while a checkpoint after `step` is written."""
@@ -72,7 +72,7 @@ class Stateful(Protocol):
         """JSON-ready."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Continue where `state_dict` was taken."""
 
 
 class StopPolicy:
@@ -134,7 +134,7 @@ class Lifecycle:
 
     @property
     def is_resumed(self) -> bool:
-        """Whether the run goes on from a checkpoint."""
+        """Whether the run resumes from a checkpoint."""
         return self.folder.start.path is not None
 
     def restore(self) -> None:
@@ -238,14 +238,14 @@ class Lifecycle:
     def _say_resumed(self, same_layout: bool) -> None:
         """Print where the run resumes, and every key whose value changed since the checkpoint."""
         start, say = self.folder.start, self.logger.say
-        say(f"going on after step {start.step}, from {start.path}")
+        say(f"resuming after step {start.step}, from {start.path}")
         saved, present = self.folder.saved["config"], dataclasses.asdict(self.config)
         before, now = flat_settings(without_secrets(saved)), flat_settings(without_secrets(present))
         for key in sorted(before.keys() | now.keys()):
             if before.get(key) != now.get(key) and key not in MAY_CHANGE and not self.config.ignores(key):
                 say(f"  {key} was {before.get(key)}, is {now.get(key)}")
         if not same_layout:
-            say("  random generators start anew: they were saved for another layout")
+            say("  random generators start from their seed: they were saved for another layout")
 
     def _save_now(self, state: dict[str, Any]) -> None:
         self.settle()
@@ -283,7 +283,7 @@ class Lifecycle:
             self.repairs.raise_if_nodes_returned()
 
     def _copy(self, state: dict[str, Any]) -> None:
-        """Copy the state into host memory. A run that is repaired goes on from there."""
+        """Copy the state into host memory. A run that is repaired resumes from there."""
         started = time.monotonic()
         folder = self.repairs.new_folder(state["step"])
         copying = [host.copy_state(self.repairs.place(), state["step"]) for host in self.hosts.values()]

@@ -57,7 +57,7 @@ def with_tools(config: RunConfig) -> RunConfig:
 def open_episodes(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, are_chats: set[bool], local: bool, opened: ExitStack
 ) -> Episodes | None:
-    """Return what answers turns; None where every answer is a single turn.
+    """Return what answers turns; None where every response is a single turn.
 
     config: of `with_tools`. are_chats: whether prompts are messages, texts, or both. local: environments are in this
     process. Raises ConfigError for both, for code of the user's that cannot be loaded, and for a chat template that
@@ -78,7 +78,7 @@ def open_episodes(
         problem = renderer.append_problem("tool" if tools else "user")
         thoughts, is_unwritten = renderer.thoughts, renderer.unwritten_tools(tools)
     except TemplateRefusal as refusal:
-        what = f"the chat template of {path} cannot go on with a conversation"
+        what = f"the chat template of {path} cannot continue a conversation"
         raise ConfigError(f"{KEY}.enable=true: {what}: {refusal}") from None
 
     def parser_of(tools: Sequence[Mapping[str, Any]]) -> ToolParser:

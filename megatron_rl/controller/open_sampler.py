@@ -47,7 +47,8 @@ from megatron_rl.sampling.scheduler import Scheduler
 
 
 def rules_of(config: RunConfig, placement: Placement, first_step: int) -> ScheduleConfig:
-    """Rules of the schedule for a run whose next step is `first_step`; without `ahead` no answer outlives its step."""
+    """Rules of the schedule for a run whose next step is `first_step`; without `ahead` no response outlives its
+    step."""
     ahead, rollout = config.async_training, config.actor_rollout_ref.rollout
     sizes, num_steps = config.batch_sizes, config.trainer.num_steps
     greedy = sizes.num_generated_prompts if "greedy_scores" in estimator_traits(config).reads else 0
@@ -202,7 +203,7 @@ def open_schedule(
 
 
 def open_earlier(config: RunConfig, rules: ScheduleConfig, checkpoint: Path | None) -> ResponseHistory | None:
-    """Return the store of answers from which rollouts guess, filled from a checkpoint; None: it guesses otherwise.
+    """Return the store of responses from which rollouts guess, filled from a checkpoint; None: it guesses otherwise.
 
     Raises ConfigError for a damaged file.
     """

@@ -1,4 +1,4 @@
-"""plan.json in a run's folder: its configuration, and what was planned for it, to read beside what was measured."""
+"""plan.json in a run's folder: its configuration, and what was planned for it, to read next to what was measured."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Pretraining:
         self.notes = [f"pretraining: {in_ptx(line)}" for line in report.lines()]
 
     def next(self) -> ExtraBatch[Batch] | None:
-        """The next batch, of which every data-parallel rank gets its share besides the samples."""
+        """The next batch, of which every data-parallel rank gets its share in addition to the samples."""
         if self._cursor is None:
             return None
         return ExtraBatch(token_batch([self._examples[index] for index in self._cursor.next_indices()]))
@@ -61,7 +61,7 @@ class Pretraining:
         return {} if self._cursor is None else {"pretraining": self._cursor.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken; a checkpoint without examples starts at the beginning.
+        """Continue where `state_dict` was taken; a checkpoint without examples starts at the beginning.
 
         Raises ConfigError when examples or their order differ.
         """

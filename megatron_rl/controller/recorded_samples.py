@@ -25,7 +25,7 @@ def record_samples(logger: RunLogger, batch: SampledBatch) -> None:
         try:
             write_step(logger.folder.path / SAMPLES_FOLDER, recorded_step(logger, batch, number))
         except OSError as error:
-            logger.warn(f"{logger.folder.path} lacks the recorded samples of step {batch.step}: {error}")
+            logger.warn(f"{logger.folder.path} is missing the recorded samples of step {batch.step}: {error}")
 
 
 def recorded_step(logger: RunLogger, batch: SampledBatch, number: int) -> RecordedStep:

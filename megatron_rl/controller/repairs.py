@@ -1,4 +1,5 @@
-"""Go on after a process or node was lost: start the ranks anew, from copies in host memory or the newest checkpoint.
+"""Continue after a process or node was lost: start the ranks again, from copies in host memory or the newest
+checkpoint.
 
 An attempt is one start of a run's ranks. The launcher, the copies in the nodes' memory, the request to stop, and the
 controller's part of the two newest copies are kept from one attempt to the next.
@@ -38,7 +39,7 @@ _LOOK_S = 0.5
 
 @dataclass(frozen=True)
 class KeptCopy:
-    """The controller's part of a copy of the state. folder: run.json and answers. num_ranks: pool -> its ranks."""
+    """The controller's part of a copy of the state. folder: run.json and responses. num_ranks: pool -> its ranks."""
 
     attempt: int
     step: int
@@ -48,7 +49,7 @@ class KeptCopy:
 
 @dataclass
 class Repair:
-    """One repair. source: copy | checkpoint | start. step: after which the run went on. seconds: until then."""
+    """One repair. source: copy | checkpoint | start. step: after which the run continued. seconds: until then."""
 
     reason: str
     source: str = "start"
@@ -66,7 +67,7 @@ class NodesReturned(Exception):
 
 
 class Repairs:
-    """The state of a run that is kept when its ranks are started anew; a context manager around all attempts.
+    """The state of a run that is kept when its ranks are started again; a context manager around all attempts.
 
     config: of the present attempt, which may have fewer nodes. stop: the request to stop. attempt: number of the
     present start, from 0. started: time of the first, on the monotonic clock. all: the repairs so far.
@@ -163,7 +164,7 @@ class Repairs:
             with opened_to_append(folder / REPAIRS_FILE) as file:
                 file.write(json.dumps({"number": len(self.all), **asdict(repair)}).encode() + b"\n")
         except OSError as error:  # the summary has it too, and the next checkpoint reports a full disk
-            warn(f"{folder / REPAIRS_FILE} lacks repair {len(self.all)}: {error.strerror}")
+            warn(f"{folder / REPAIRS_FILE} is missing repair {len(self.all)}: {error.strerror}")
         return repair.metrics(len(self.all))
 
     # Between two attempts
@@ -215,7 +216,7 @@ class Repairs:
                 if fewer is None:
                     warn(f"not repaired after trainer.repair_wait_s={wait_s:g} s: {missing}")
                     raise failure
-                warn(f"going on with trainer.nnodes={fewer.trainer.nnodes} after {wait_s:g} s: {missing}")
+                warn(f"continuing with trainer.nnodes={fewer.trainer.nnodes} after {wait_s:g} s: {missing}")
                 self.config = fewer
                 return
             if not is_waiting:
@@ -246,7 +247,7 @@ class Repairs:
     def grow(self) -> None:
         """Let the next attempt have all nodes."""
         assert self._launcher is not None, "no rank was started"
-        warn(f"nodes are back: going on with trainer.nnodes={self._full.trainer.nnodes}")
+        warn(f"nodes are back: continuing with trainer.nnodes={self._full.trainer.nnodes}")
         self.config = self._full
         self._drop_torn(self._launcher)
         self.attempt += 1

@@ -44,7 +44,7 @@ this number and this share of the largest output, which rounding grows with.
 def finish_run(run: Run) -> dict[str, Any]:
     """Write everything a user takes home from a PPO run; returns the summary. Raises ParityError, StorageError.
 
-    Bytes in the summary are per rank, in rank order, of the last transition to rollout mode. Without a rule there is no
+    Bytes in the summary are per rank, in rank order, of the last resharding to rollout mode. Without a rule there is no
     accuracy, only a reward.
     """
     logger, validation = run.logger, run.validation
@@ -157,7 +157,7 @@ def common_numbers(run: RunBase) -> dict[str, Any]:
 
 
 def export_actor(run: Run) -> float:
-    """Export the actor and compare it on held-out answers of the last validation. Raises as `export_and_compare`."""
+    """Export the actor and compare it on held-out responses of the last validation. Raises as `export_and_compare`."""
     if run.validation.parity_rows is None:
         raise ValueError("nothing was validated: there are no rows to compare the export on")
     return export_policy(run, run.roles.actor, run.validation.parity_rows)

@@ -39,8 +39,8 @@ def end_token_notes(
 
 
 def written_end(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> int | None:
-    """Return the special token that the chat template writes right behind a last answer; None where it writes none, or
-    refuses the conversation, which reading the data reports.
+    """Return the special token that the chat template writes right behind a last response; None where it writes none,
+    or refuses the conversation, which reading the data reports.
     """
     renderer = Renderer(tokenizer, {**template_kwargs, "add_generation_prompt": False})
     try:

@@ -59,7 +59,7 @@ from megatron_rl.scoring.sources import check_sources
 from megatron_rl.scoring.teachers import check_teachers, other_prompts
 
 NEXT_BATCH = RemoteMethod(Dispatch.ONE_TO_ALL, "gen", stop=Stop.BEFORE)
-"""A wait for answers, as a remote method that a run may stop before."""
+"""A wait for responses, as a remote method that a run may stop before."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Roles:
         models = [(spec, pools.handle(spec.name, RewardModel)) for spec in placement.reward_models]
         actor, rollout = pools.handle(ACTOR, Actor), replicas or pools.handle(ROLLOUT, Rollout)
         if not (isinstance(rollout, ReplicatedPool) or placement.is_colocated):
-            with logger.clock.waiting("build bridge"):
+            with logger.clock.waiting("connect weight transfer"):
                 connect(actor, rollout, placement.pool_of(ROLLOUT).world_size)
         return cls(actor, rollout, critic, models)
 
@@ -101,7 +101,8 @@ class Run(RunBase):
     planned: PlannedSteps | None = None
 
     def describe(self, batch: SampledBatch) -> dict[str, float]:
-        """Metrics of a step besides its updates: samples, seconds and memory. Also writes the table of its answers."""
+        """Metrics of a step in addition to its updates: samples, seconds and memory. Also writes the table of its
+        responses."""
         scored = batch.all_scored
         metrics = self.sampler.describe() | batch.metrics  # while the step's clock runs
         metrics |= self.logger.step_metrics(batch.rows, scored)
@@ -123,7 +124,7 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
     """Open a PPO run, ready for its first step.
 
     Errors of data, rewards and checkpoints are raised before any process is started. repairs: what the run keeps when
-    its ranks are started anew, and the configuration; the other arguments are those of `train.train`.
+    its ranks are started again, and the configuration; the other arguments are those of `train.train`.
     """
     config, trainer = repairs.config, repairs.config.trainer
     with ExitStack() as opened:
@@ -204,7 +205,7 @@ class Data:
         return self.train.data_sources | self.val.data_sources
 
     def judged_sources(self, config: RunConfig) -> set[str]:
-        """The data sources of all prompts whose answers a rule scores."""
+        """The data sources of all prompts whose responses a reward function scores."""
         return self.val.data_sources | (self.train.data_sources if trains_on_rule(config) else set())
 
     def state_dict(self) -> dict[str, Any]:
@@ -212,11 +213,11 @@ class Data:
         return {"cursor": self.cursor.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken. Raises ConfigError when the prompts or their order differ."""
+        """Continue where `state_dict` was taken. Raises ConfigError when the prompts or their order differ."""
         self.cursor.load_state_dict(state["cursor"])
 
     def notes(self, config: RunConfig) -> list[str]:
-        """Warnings about batches that take a prompt more than once, and about groups of one answer; none without
+        """Warnings about batches that take a prompt more than once, and about groups of one response; none without
         training.
         """
         if config.trainer.val_only:

@@ -28,7 +28,7 @@ LoadState = Callable[[dict[str, Any]], None]
 class RunFolder:
     """The constructor chooses the checkpoint to resume, entering claims the folder. Raises ConfigError.
 
-    repairs: of a run whose ranks may have been started before. copy: the copy in host memory that the run goes on from,
+    repairs: of a run whose ranks may have been started before. copy: the copy in host memory that the run resumes from,
     if it does. start: the checkpoint to resume, or the controller's part of that copy. saved: content of its run.json;
     {} for a new run. models: role -> identity of its model folder when the run started, for the manifests of its
     checkpoints. set_aside: where the files of an earlier run are now that a new run has found; None: there were none.
@@ -97,7 +97,7 @@ class RunFolder:
 
     @property
     def source(self) -> str:
-        """What the run goes on from: copy | checkpoint | start."""
+        """What the run resumes from: copy | checkpoint | start."""
         if self.copy is not None:
             return "copy"
         return "start" if self.start.path is None else "checkpoint"
@@ -110,7 +110,7 @@ class RunFolder:
                 task = self.saved["config"]["trainer"].get("stage", PPO)
             if task != self._trainer.stage:
                 rule = f"{self.start.path} was saved by {task}, and this is {self._trainer.stage}"
-                raise ConfigError(f"cannot go on: {rule}; try: another trainer.default_local_dir")
+                raise ConfigError(f"cannot resume: {rule}; try: another trainer.default_local_dir")
 
     def _selected(self) -> tuple[ResumePoint, KeptCopy | None]:
         """After a repair, the newest of the checkpoints and copies; without any, what the first attempt began with."""

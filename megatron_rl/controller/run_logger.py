@@ -38,7 +38,7 @@ from megatron_rl.scoring.scored_answers import ScoredAnswers
 class RunLogger(Announcer):
     """Console, metrics and tables of one run; a context manager around loggers and progress bar.
 
-    accuracies, val_rewards: one number for every validation so far. transitions: cost of the last transition for each
+    accuracies, val_rewards: one number for every validation so far. reshardings: cost of the last resharding for each
     rollout rank. next_metrics: added to those of the next step. lacks_validation: the validation after the last step
     was skipped, because the run was to stop.
     """
@@ -96,7 +96,7 @@ class RunLogger(Announcer):
         """Make the run's folder again if it was deleted, and warn. Raises as `RunFolder.keep`."""
         if self.folder.keep():
             self.warn(
-                f"{self.folder.path} was deleted or emptied while the run went on; it is there again, without the "
+                f"{self.folder.path} was deleted or emptied during the run; it was made again, without the "
                 "checkpoints and tables that were in it"
             )
 
@@ -123,7 +123,7 @@ class RunLogger(Announcer):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Continue where `state_dict` was taken."""
         self.accuracies, self.val_rewards = list(state["accuracies"]), list(state["val_rewards"])
         self.updates.load_state_dict(state["skipped_updates"])
         self.lacks_validation = state.get("lacks_validation", False)
@@ -150,7 +150,7 @@ class RunLogger(Announcer):
         self.watch.note = ""
 
     def step_metrics(self, experience: Batch, scored: ScoredAnswers) -> dict[str, float]:
-        """Statistics of one step's samples, cost of its transition, and seconds by phase.
+        """Statistics of one step's samples, cost of its resharding, and seconds by phase.
 
         A prompt are the tokens before the first sampled one, a response the sampled tokens. Episodes that failed do not
         count, unless all did.
@@ -186,16 +186,16 @@ class RunLogger(Announcer):
         return metrics
 
     def save_samples(self, folder: str | None, prompts: Prompts, scored: ScoredAnswers, step: int) -> None:
-        """Write a table of the answers to `folder`, if one is configured; warns if that fails."""
+        """Write a table of the responses to `folder`, if one is configured; warns if that fails."""
         if folder is not None:
             questions = prompt_texts(self.tokenizer, prompts)
             try:
                 write_sample_table(Path(folder), step, scored.table(questions, step))
             except OSError as error:
-                self.warn(f"{folder} lacks the table of step {step}: {error}")
+                self.warn(f"{folder} is missing the table of step {step}: {error}")
 
     def save_generations(self, prompts: Prompts, scored: ScoredAnswers, step: int) -> None:
-        """Log `trainer.log_val_generations` answers of a validation, of the same rows every time."""
+        """Log `trainer.log_val_generations` responses of a validation, of the same rows every time."""
         number = min(self.config.trainer.log_val_generations, len(prompts))
         if not number:
             return
@@ -250,7 +250,7 @@ def shown_value(metrics: dict[str, float]) -> tuple[str, float]:
 
 
 def transition_metrics(reports: Sequence[TransitionReport]) -> dict[str, float]:
-    """Cost of a transition on the rank where it was highest; {} before the first one. If only what changed travelled,
+    """Cost of a resharding on the rank where it was highest; {} before the first one. If only what changed travelled,
     also its share of the model, and the least that could be received.
     """
     if not reports:

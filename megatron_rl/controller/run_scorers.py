@@ -83,7 +83,7 @@ def _actor_scorers(config: RunConfig, actor: Actor, algorithm: Algorithm) -> Ite
 class UserScorer:
     """A class of the user's, made once with the run's configuration. What it raises becomes a RewardError.
 
-    in_validation: whether answers to held-out prompts are scored by it, too, as its attribute of that name says.
+    in_validation: whether responses to held-out prompts are scored by it, too, as its attribute of that name says.
     """
 
     def __init__(self, name: str, path: str | None, config: RunConfig) -> None:
@@ -110,7 +110,7 @@ class UserScorer:
 
 
 class PromptFeedback:
-    """Says to the user's sampler of prompts what the answers of a step have scored; makes no column. It must start
+    """Says to the user's sampler of prompts what the responses of a step have scored; makes no column. It must start
     first, to be taken after all others.
     """
 
@@ -158,7 +158,7 @@ class OldLogProbs:
 
 
 class UnreplayedLogProbs:
-    """Compare the rollout's log-probs with a pass without router replay, every so many steps; makes no column.
+    """Compare the rollout's log-probs with a pass without router replay, every N steps; makes no column.
 
     Names of its metrics end in `_without_replay`.
     """

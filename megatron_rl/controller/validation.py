@@ -1,4 +1,4 @@
-"""Validation: when a run validates, and how PPO does it: held-out prompts, answered by the current policy."""
+"""Validation: when a run validates, and how PPO does it: responses of the current policy to held-out prompts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Validation:
 
 
 class PromptValidation(Validation):
-    """Answers every held-out prompt, `val_kwargs.n` times; metrics per data source, under verl's names.
+    """Generates responses to every held-out prompt, `val_kwargs.n` times; metrics per data source, under verl's names.
 
     parity_rows: a few rows to compare the exported model on: of the last validation, or, without validation, of the
     last step. None before the first.
@@ -102,7 +102,7 @@ class PromptValidation(Validation):
         self.parity_rows = rows[:NUM_PARITY_ROWS].read_by(SCORING)
 
     def answered(self, prompts: Sequence[int], step: int) -> SampledBatch:
-        """Answers, with their scores, to the held-out prompts with these numbers, each `val_kwargs.n` times."""
+        """Responses, with their scores, to the held-out prompts with these numbers, each `val_kwargs.n` times."""
         repeated = self.data.batch(prompts).repeat(self.config.actor_rollout_ref.rollout.val_kwargs.n)
         batch = SampledBatch(step, *self.sampler.answer(repeated, self.sampler.val_sampling()))
         score(self.scorers, batch)

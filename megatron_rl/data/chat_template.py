@@ -29,16 +29,16 @@ from megatron_rl.errors import ConfigError
 Span = tuple[int, int]
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = "61520394817"
-"""An answer that templates write unchanged, and that occurs nowhere else in a conversation."""
+"""A response that templates write unchanged, and that occurs nowhere else in a conversation."""
 
 
 @dataclass(frozen=True)
 class Draft:
     """A text and the characters in it that count. spans: of these, in order. prompt_end: characters before the first
-    answer that counts. is_plain: no template wrote it, so the tokenizer's special tokens go before it. is_open: nothing
-    ends the last answer. is_altered: the text has an answer in another form than the file. unwritten: fields of the
-    answers, and `tools`, that the file has and the text does not. ending: the end token of an open last answer, with
-    which the next message would begin; "": the tokenizer's.
+    response that counts. is_plain: no template wrote it, so the tokenizer's special tokens go before it. is_open:
+    nothing ends the last response. is_altered: the text has a response in another form than the file. unwritten: fields
+    of the responses, and `tools`, that the file has and the text does not. ending: the end token of an open last
+    response, with which the next message would begin; "": the tokenizer's.
     """
 
     text: str
@@ -52,7 +52,7 @@ class Draft:
 
 
 def plain_draft(text: Text, loss_on: str) -> Draft:
-    """A plain prompt and its answer, or plain text alone, unchanged."""
+    """A plain prompt and its response, or plain text alone, unchanged."""
     whole = text.prompt + text.answer
     start = 0 if loss_on == "all" else len(text.prompt)
     return Draft(whole, ((start, len(whole)),), start, is_plain=True, is_open=True)
@@ -70,7 +70,7 @@ class ChatTemplate:
         if tokenizer.chat_template is None:
             raise ConfigError(
                 "the data has chat messages, but the tokenizer has no chat_template: add one to the model folder, "
-                "or store prompts and answers as plain text"
+                "or store prompts and responses as plain text"
             )
         template, own = template_of(tokenizer, kwargs)
         self._templates = {False: template, True: template_of(tokenizer, {"tools": [{}], **kwargs})[0]}
@@ -83,7 +83,7 @@ class ChatTemplate:
         """The conversation as one text, or as several in order if the template rewrites earlier turns.
 
         Raises RowProblem if the template refuses the messages, or does not write the prompt as the beginning of prompt
-        and answer.
+        and response.
         """
         turns = [n for n, message in enumerate(chat.messages) if n >= chat.first and message["role"] == "assistant"]
         if loss_on == "all":
@@ -110,7 +110,7 @@ class ChatTemplate:
         return Draft(text, tuple(spans), prompt_end, False, is_open, is_altered, unwritten, ending)
 
     def _is_open(self, chat: Chat) -> bool:
-        """Whether the template writes nothing after a last answer; the first conversation decides it for all."""
+        """Whether the template writes nothing after a last response; the first conversation decides it for all."""
         if self._leaves_open is None:
             last = {"role": chat.messages[-1]["role"], "content": PROBE}
             text = self._render(Chat([*chat.messages[:-1], last], chat.first, chat.tools), len(chat.messages))
@@ -127,7 +127,7 @@ class ChatTemplate:
         return self._next_ends[key]
 
     def _end_before(self, role: str, chat: Chat, turn: int) -> str:
-        """The end token that the template writes between an answer in the place of a turn and a message of a role."""
+        """The end token that the template writes between a response in the place of a turn and a message of a role."""
         answer: Message = {"role": "assistant", "content": ANSWER}
         if role == "tool":
             answer |= {"content": "", "tool_calls": [call(VALUE)]}
@@ -148,7 +148,7 @@ class ChatTemplate:
         before, text = self._render(chat, turn, generation_prompt=True), self._render(chat, turn + 1)
         if not text.startswith(before):
             place = next((n for n, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(text))
-            found = f"the prompt ends in {before[max(place - 10, 0) :][:40]!r}, its answer has "
+            found = f"the prompt ends in {before[max(place - 10, 0) :][:40]!r}, its response has "
             found += f"{text[max(place - 10, 0) :][:40]!r} there"
             raise RowProblem("template_rewrites", f"messages[{turn}]", found)
         return text, [(len(before), len(text))]
@@ -163,7 +163,7 @@ class ChatTemplate:
         counted = "".join(text[start:end] for start, end in own)
         said = chat.messages[turn]["content"].split("</think>")[-1].strip()
         if not own or (said in text and said not in counted):
-            raise RowProblem("template_rewrites", f"messages[{turn}]", "no {% generation %} mark around this answer")
+            raise RowProblem("template_rewrites", f"messages[{turn}]", "no {% generation %} mark around this turn")
         return text, own
 
     def _template(self, chat: Chat) -> str:

@@ -29,7 +29,7 @@ ROWS_AT_ONCE = 2048
 
 @dataclass(frozen=True)
 class ReadRow:
-    """A row as tokens. texts: one for each answer of `row`, or several if the template rewrites earlier turns."""
+    """A row as tokens. texts: one for each response of `row`, or several if the template rewrites earlier turns."""
 
     place: RowPlace
     row: ExampleRow
@@ -179,9 +179,9 @@ def drafts_of_rows(
 def drafts_of_answers(
     template: ChatTemplate | None, loss_on: str, may_be_several: bool, answers: Answers
 ) -> list[list[Draft]] | RowProblem:
-    """The texts of each answer of a row, or its problem. template: None if all answers are plain text.
+    """The texts of each response of a row, or its problem. template: None if all responses are plain text.
 
-    may_be_several: whether an answer of several turns may become as many texts.
+    may_be_several: whether a response of several turns may become as many texts.
     """
     texts = []
     try:
@@ -191,7 +191,7 @@ def drafts_of_answers(
                 continue
             drafts = template.drafts(answer, loss_on)
             if len(drafts) > 1 and not may_be_several:
-                raise RowProblem("template_rewrites", "", "an answer of several turns, of which it rewrites the first")
+                raise RowProblem("template_rewrites", "", "a response of several turns, of which it rewrites the first")
             texts.append(drafts)
     except RowProblem as problem:
         return problem
@@ -199,7 +199,7 @@ def drafts_of_answers(
 
 
 def _with_one_prompt(answers: list[Tokens]) -> list[Tokens]:
-    """The answers with one `prompt_length`: tokens with which all of them begin."""
+    """The responses with one `prompt_length`: tokens with which all of them begin."""
     most = min(answer.prompt_length for answer in answers)
     first = answers[0].ids
     shared = next((n for n in range(most) if any(answer.ids[n] != first[n] for answer in answers)), most)

@@ -1,4 +1,4 @@
-"""Rows of example files as conversations or texts with their answers, checked. Pure; raises `RowProblem`."""
+"""Rows of example files as conversations or texts with their responses, checked. Pure; raises `RowProblem`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_rl.data.schemas import JUDGED, Columns
 
 @dataclass(frozen=True)
 class Text:
-    """Plain text: a prompt, which may be empty, and the answer that follows it."""
+    """Plain text: a prompt, which may be empty, and the response that follows it."""
 
     prompt: str
     answer: str
@@ -23,7 +23,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation. Its answers, which may count, are the assistant's messages from number `first` on."""
+    """A conversation. Its responses, which may count, are the assistant's messages from number `first` on."""
 
     messages: list[Message]
     first: int
@@ -33,7 +33,7 @@ class Chat:
 @dataclass(frozen=True)
 class ExampleRow:
     """answers: one, or several for preferences, the best first, with one margin fewer. desirable: the label of each
-    answer, if labels are read. score: the answer's, if scores are read.
+    response, if labels are read. score: the response's, if scores are read.
     """
 
     answers: tuple[Text | Chat, ...]
@@ -46,13 +46,13 @@ class RowReader:
     """Reads the rows of files with the same columns. `schemas.NEEDED` lists the shapes of rows."""
 
     def __init__(self, columns: Columns, kind: str, as_chat: bool):
-        """as_chat: whether prompts and answers that are both text become messages of user and assistant."""
+        """as_chat: whether prompts and responses that are both text become messages of user and assistant."""
         self.columns = columns
         self.kind = kind
         self.as_chat = as_chat
 
     def read(self, content: dict[str, Any]) -> ExampleRow:
-        """The answers in a row. Raises RowProblem, with the field, if they cannot be used."""
+        """The responses in a row. Raises RowProblem, with the field, if they cannot be used."""
         shape = self.columns.shape
         if shape in ("pair", "ranking"):
             answers, margins = self._pair(content) if shape == "pair" else self._ranking(content)
@@ -92,7 +92,7 @@ class RowReader:
         messages = read_messages(self._value(content, "messages"), name)
         check_order(messages, name)
         check_answers(messages, name)
-        # A label or a score is about the last answer alone.
+        # A label or a score is about the last response alone.
         first = 0 if self.kind == "examples" else len(messages) - 1
         return Chat(messages, first, self._tools(content))
 
@@ -105,7 +105,7 @@ class RowReader:
         return read_messages(value, self._name("prompt"))
 
     def _answer(self, content: dict[str, Any], answer: Any, field: str) -> Text | Chat:
-        """An answer to the prompt, which has a column of its own. field: names the answer in messages."""
+        """A response to the prompt, which has a column of its own. field: names the response in messages."""
         prompt = self._prompt(content)
         if isinstance(answer, str):
             if not answer.strip():
@@ -132,7 +132,7 @@ class RowReader:
             if not isinstance(value, str | list):
                 raise RowProblem("wrong_type", field, f"{value!r:.80}, and not text or messages")
         if type(values[0]) is not type(values[1]):
-            raise RowProblem("wrong_type", fields[1], "text beside messages: both answers must be of one form")
+            raise RowProblem("wrong_type", fields[1], "text and messages: both responses must have one form")
         if "prompt" not in self.columns.names or self._holds_prompts(content, values):
             answers = (
                 self._whole_chats(content, values, fields)
@@ -149,7 +149,8 @@ class RowReader:
         return tuple(answers), (margin,)
 
     def _holds_prompts(self, content: dict[str, Any], values: Sequence[Any]) -> bool:
-        """Whether both answers are whole conversations that begin with the prompt, and a column repeats the prompt."""
+        """Whether both responses are whole conversations that begin with the prompt, and a column repeats the
+        prompt."""
         if not all(isinstance(value, list) and _role(value) not in (None, "assistant") for value in values):
             return False
         prompt = self._prompt(content)
@@ -183,7 +184,7 @@ class RowReader:
         name = self._name("answers")
         values = self._value(content, "answers")
         if not isinstance(values, list):
-            raise RowProblem("wrong_type", name, f"{values!r:.80}, and not a list of answers")
+            raise RowProblem("wrong_type", name, f"{values!r:.80}, and not a list of responses")
         if len(values) < 2:
             raise RowProblem("too_few_answers", name, f"{len(values)} answers")
         order = list(range(len(values)))
@@ -196,7 +197,7 @@ class RowReader:
         answers = [self._answer(content, values[place], f"{name}[{place}]") for place in order]
         for place, answer in enumerate(answers):
             if answer in answers[:place]:
-                raise RowProblem("same_answers", name, f"answer {order[place]} is there twice")
+                raise RowProblem("same_answers", name, f"response {order[place]} occurs twice")
         return tuple(answers), self._margins(content, order)
 
     def _margins(self, content: dict[str, Any], order: Sequence[int]) -> tuple[float, ...]:
@@ -229,7 +230,7 @@ class RowReader:
 
 
 def _whole_texts(values: Sequence[str], fields: Sequence[str]) -> list[Text | Chat]:
-    """Two texts, cut into prompt and answer at the beginning of the word in which they differ first."""
+    """Two texts, cut into prompt and response at the beginning of the word in which they differ first."""
     chosen, rejected = values
     for field, value in zip(fields, values, strict=True):
         if not value.strip():

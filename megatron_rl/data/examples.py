@@ -1,4 +1,4 @@
-"""Examples of sft, reward and dpo: answers as tokens, alone, ranked, labelled or scored. Pure."""
+"""Examples of sft, reward and dpo: responses as tokens, alone, ranked, labelled or scored. Pure."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Example:
     """A text and the tokens in it that are learned.
 
     tokens: int64 [L], L >= 1. loss_mask: bool [L]; True: the loss has the cross-entropy of this token, given the tokens
-    before it; the first is False, as no token precedes it. prompt_length: tokens before the first answer that counts; 0
-    without a prompt, and if the prompt counts, too. where: the row of the file.
+    before it; the first is False, as no token precedes it. prompt_length: tokens before the first response that counts;
+    0 without a prompt, and if the prompt counts, too. where: the row of the file.
     """
 
     tokens: torch.Tensor
@@ -33,11 +33,11 @@ class Example:
 
 @dataclass(frozen=True, eq=False)
 class Ranking:
-    """Answers to one prompt, the best first; a pair of chosen and rejected is a ranking of two.
+    """Responses to one prompt, the best first; a pair of chosen and rejected is a ranking of two.
 
     answers: at least 2; their first `prompt_length` tokens are equal, and only tokens after them count. margins: how
-    much better each answer is than the next one, one number fewer than there are answers, each at least 0; 0 if the
-    file has none. The margin between any two answers is the sum of those in between (`margin`).
+    much better each response is than the next one, one number fewer than there are responses, each at least 0; 0 if the
+    file has none. The margin between any two responses is the sum of those in between (`margin`).
     """
 
     answers: tuple[Example, ...]
@@ -46,17 +46,17 @@ class Ranking:
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the prompt, with which all answers begin."""
+        """Tokens of the prompt, with which all responses begin."""
         return self.answers[0].prompt_length
 
     def margin(self, better: int, worse: int) -> float:
-        """How much better answer `better` is than answer `worse`, with better < worse."""
+        """How much better response `better` is than response `worse`, with better < worse."""
         return sum(self.margins[better:worse])
 
 
 @dataclass(frozen=True, eq=False)
 class Labelled:
-    """An answer and whether it is desirable (KTO)."""
+    """A response and whether it is desirable (KTO)."""
 
     example: Example
     desirable: bool
@@ -65,7 +65,7 @@ class Labelled:
 
 @dataclass(frozen=True, eq=False)
 class ScoredExample:
-    """An answer and its score, which a reward model learns to give at the last token."""
+    """A response and its score, which a reward model learns to give at the last token."""
 
     example: Example
     score: float

@@ -59,7 +59,7 @@ class MessageForm:
 
     @classmethod
     def probed(cls, template: str, render: Render) -> MessageForm:
-        """Return the form of a template. render: renders with it, without the beginning of an answer."""
+        """Return the form of a template. render: renders with it, without the beginning of a response."""
         marks = thought_marks(template)
         forms = [(as_text, is_null) for is_null in (False, True) for as_text in (False, True)]
         as_text, is_null = next((each for each in forms if _is_written(render, *each)), forms[0])
@@ -131,7 +131,7 @@ def named_id(name: str, number: int) -> str:
 
 
 def in_marks(marks: tuple[str, str], thought: str) -> str:
-    """Return a thought as templates write it before an answer."""
+    """Return a thought as templates write it before a response."""
     return f"{marks[0]}\n{thought}\n{marks[1]}\n\n"
 
 
@@ -167,7 +167,7 @@ def _ids(render: Render, as_text: bool, is_null: bool) -> str:
 
 
 def _thinks(render: Render, form: MessageForm) -> bool:
-    """Whether the template writes a thought that it is given in this form, before an answer or before a call."""
+    """Whether the template writes a thought that it is given in this form, before a response or before a call."""
     thinking = {"role": "assistant", "content": ANSWER, "reasoning_content": THOUGHT}
     if form.thoughts != CONTENT:
         thinking = {"role": "assistant", "content": ANSWER, form.thoughts: THOUGHT}

@@ -16,8 +16,9 @@ ROLES = (*INSTRUCTIONS, "user", "assistant", "tool")
 def read_messages(value: Any, field: str) -> list[Message]:
     """A non-empty list of messages with role and content. Raises RowProblem.
 
-    Parquet gives every message the fields of all messages, with null for those that it lacks, so fields that are null
-    are taken out at any depth. Content in parts of type text is joined. A message that calls tools may have no content.
+    Parquet gives every message the fields of all messages, with null for those that it does not have, so fields that
+    are null are taken out at any depth. Content in parts of type text is joined. A message that calls tools may have no
+    content.
     """
     if value is None:
         raise RowProblem("missing", field, "null")
@@ -47,7 +48,7 @@ def check_order(messages: list[Message], field: str) -> None:
 def check_answers(messages: list[Message], field: str, first: int = 0) -> None:
     """Raise RowProblem unless the last message from `first` on is the assistant's and none of its messages is empty."""
     if len(messages) <= first or messages[-1]["role"] != "assistant":
-        last = f"the last message is of role {messages[-1]['role']}" if len(messages) > first else "no answer"
+        last = f"the last message is of role {messages[-1]['role']}" if len(messages) > first else "no response"
         raise RowProblem("unanswered", f"{field}[{len(messages) - 1}]", last)
     for number, message in enumerate(messages[first:], start=first):
         is_silent = not message["content"].strip() and not message.get("tool_calls")

@@ -72,7 +72,7 @@ class PromptDataset:
     ):
         """Read and tokenise; see `DataConfig` for the columns, for templates and for prompts that are too long.
 
-        is_judged: whether a reward function scores the answers: then every row must have a data source and a ground
+        is_judged: whether a reward function scores the responses: then every row must have a data source and a ground
         truth. keeps_text: whether batches have `raw_prompt`, too. vocab_size: tokens that the model has; None: any may
         occur. max_samples: rows to use, at most; -1: all.
 
@@ -145,7 +145,7 @@ class PromptDataset:
         if lacking := [prompt.index for prompt in kept if not prompt.row.extra_info.get(name)]:
             raise ConfigError(
                 f"{key_name}={name} must be an entry of extra_info of every prompt that is taught, and "
-                f"{len(lacking)} of {len(kept)} lack it; the first is row {lacking[0]}"
+                f"{len(lacking)} of {len(kept)} do not have it; the first is row {lacking[0]}"
             )
         rows = [
             (RowPlace(key_name, p.index), p.row._replace(prompt=as_sent(p.row.extra_info[name], data_config)))
@@ -229,7 +229,8 @@ def untemplated_notes(are_chats: Collection[bool], tokenizer: PreTrainedTokenize
         return []
     return [
         "note: prompts that are text are sent as they are, without the model's chat template; data.prompt_as_chat=true "
-        "sends each as a user's message of the template, and data.prompt_as_chat=false says that text is meant"
+        "sends each as a user's message of the template, and data.prompt_as_chat=false keeps the text and removes this "
+        "note"
     ]
 
 

@@ -67,7 +67,7 @@ class _Epochs:
 
 
 class MixtureCursor:
-    """Yields batches of positions in files laid end to end.
+    """Yields batches of positions in files packed end to end.
 
     Without weights all files are one set, each position of which is visited once an epoch. With weights, file i gives
     weights[i] / sum of every batch, to the nearest prompt, and each file has epochs of its own: a small file with a
@@ -92,8 +92,8 @@ class MixtureCursor:
         smallest = min(sizes)
         if smallest < 1 or batch_size < 1:
             raise ConfigError(
-                f"cannot draw batches of {batch_size} prompts from {smallest} prompts: both must be at least 1; "
-                f"the nearest valid sizes are {max(batch_size, 1)} from {max(smallest, 1)}"
+                f"cannot make batches of {batch_size} prompts from {smallest} prompts: both must be at least 1; "
+                f"try: {max(batch_size, 1)} from {max(smallest, 1)}"
             )
         self.shares = [weight / sum(weights) for weight in weights]
         self.drawn = [0] * len(sizes)

@@ -1,4 +1,4 @@
-"""Prompts that a class of the user's chooses, such as a curriculum that follows the scores of earlier answers."""
+"""Prompts that a class of the user's chooses, such as a curriculum that follows the scores of earlier responses."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PromptSampler:
         return PrefetchedBatches(self._begun, self._draw)
 
     def update(self, index: Sequence[int], scores: Sequence[float]) -> None:
-        """Say what the answers of a step have scored. index: of their prompts, see `Prompts`. Raises RewardError."""
+        """Say what the responses of a step have scored. index: of their prompts, see `Prompts`. Raises RewardError."""
         with reward_errors(f"update of {self._name}"):
             self._sampler.update([self._positions[number] for number in index], list(scores))
 
@@ -60,7 +60,7 @@ class PromptSampler:
         return {"files": self._files, "begun": self._begun, "sampler": own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. Raises ConfigError for other files or another way to draw."""
+        """Continue where `state` was taken. Raises ConfigError for other files or another way to draw."""
         if state.get("files") != self._files or "sampler" not in state:
             raise ConfigError(
                 f"cannot resume the prompt order: {KEY} and data.train_files must be as they were when it was saved; "

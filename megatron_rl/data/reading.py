@@ -30,13 +30,13 @@ Record = TypeVar("Record")
 def read_examples(
     files: Sequence[str], tokenizer: PreTrainedTokenizerBase, options: ReadingOptions
 ) -> tuple[list[Example], ReadingReport]:
-    """Read conversations, questions with answers, or plain text for `sft`, parquet or jsonl.
+    """Read conversations, questions with responses, or plain text for `sft`, parquet or jsonl.
 
     One row becomes one example, or several if the template rewrites earlier turns once later ones follow (such as
-    without their thinking): then each answer is learned as it is generated, and the examples share `where`.
+    without their thinking): then each response is learned as it is generated, and the examples share `where`.
 
-    Raises ConfigError for files that cannot be read or lack the columns, columns that could mean two things, files of
-    different schemas, bad rows unless `options.bad_rows` is "skip", and if nothing is left.
+    Raises ConfigError for files that cannot be read or do not have the columns, columns that could mean two things,
+    files of different schemas, bad rows unless `options.bad_rows` is "skip", and if nothing is left.
     """
 
     def records(row: ReadRow) -> Iterable[Example]:
@@ -48,8 +48,8 @@ def read_examples(
 def read_rankings(
     files: Sequence[str], tokenizer: PreTrainedTokenizerBase, options: ReadingOptions
 ) -> tuple[list[Ranking], ReadingReport]:
-    """Read preferences for `reward` and `dpo`: chosen and rejected answers, with the prompt apart or in both, or ranked
-    answers.
+    """Read preferences for `reward` and `dpo`: chosen and rejected responses, with the prompt apart or in both, or
+    ranked responses.
 
     Raises ConfigError as `read_examples`.
     """
@@ -64,7 +64,8 @@ def read_rankings(
 def read_labelled(
     files: Sequence[str], tokenizer: PreTrainedTokenizerBase, options: ReadingOptions
 ) -> tuple[list[Labelled], ReadingReport]:
-    """Read answers with a label for KTO. A pair becomes two records: the chosen answer, desirable, then the rejected.
+    """Read responses with a label for KTO. A pair becomes two records: the chosen response, desirable, then the
+    rejected.
 
     Raises ConfigError as `read_examples`.
     """
@@ -79,7 +80,7 @@ def read_labelled(
 def read_scored(
     files: Sequence[str], tokenizer: PreTrainedTokenizerBase, options: ReadingOptions
 ) -> tuple[list[ScoredExample], ReadingReport]:
-    """Read answers with a score, for `reward` by regression.
+    """Read responses with a score, for `reward` by regression.
 
     Raises ConfigError as `read_examples`.
     """

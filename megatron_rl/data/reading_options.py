@@ -23,17 +23,17 @@ class ReadingOptions(TaskDataConfig):
 
     A column key that is None is found from the columns' names. A field of a struct is named with a dot:
     prompt_key="extra_info.question". messages_key: whole conversations. prompt_key with response_key: a question and
-    its answer. chosen_key, rejected_key: a preference. answers_key: several answers, the best first, or ordered by
+    its response. chosen_key, rejected_key: a preference. answers_key: several responses, the best first, or ordered by
     ranks_key (0 or 1 is the best, upwards) or scores_key (the higher, the better). margin_key: how much better the
-    chosen answer is than the rejected one; of several answers a list with how much each is better than the next one, or
-    with a score for each, whose differences are taken.
+    chosen response is than the rejected one; of several responses a list with how much each is better than the next
+    one, or with a score for each, whose differences are taken.
 
-    prompt_as_chat: None: a prompt that is text becomes a user's message of the template if the column of the answer is
-    not TRL's `completion`, and the tokenizer has a template. max_length: tokens of prompt and answer. truncation: of
-    longer rows: error: a bad row | left, right: cut that side off | drop: leave them out. bad_rows: error: refuse the
-    files | skip: leave them out, and write their list to `bad_rows_file`. vocab_size: tokens that the model has; None:
-    a row may hold any. end_token_ids: at which generation stops (`checkpoint.end_tokens`); (): at the tokenizer's.
-    max_samples, seed: rows to use, and the seed by which they are chosen (`chosen_rows`).
+    prompt_as_chat: None: a prompt that is text becomes a user's message of the template if the column of the response
+    is not TRL's `completion`, and the tokenizer has a template. max_length: tokens of prompt and response. truncation:
+    of longer rows: error: a bad row | left, right: cut that side off | drop: leave them out. bad_rows: error: refuse
+    the files | skip: leave them out, and write their list to `bad_rows_file`. vocab_size: tokens that the model has;
+    None: a row may hold any. end_token_ids: at which generation stops (`checkpoint.end_tokens`); (): at the
+    tokenizer's. max_samples, seed: rows to use, and the seed by which they are chosen (`chosen_rows`).
     """
 
     prompt_key: str | None = None
@@ -63,4 +63,4 @@ class ReadingOptions(TaskDataConfig):
             if value is not None and not constraint.holds(value):
                 raise refused(constraint.violation(f"data.{option.name}", value, option.default, None))
         if self.bad_rows == "skip" and self.bad_rows_file is None:
-            raise ConfigError("data.bad_rows=skip needs data.bad_rows_file, a path for the list of what was skipped")
+            raise ConfigError("data.bad_rows=skip needs data.bad_rows_file, a path for the list of skipped rows")

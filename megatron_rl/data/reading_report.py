@@ -29,7 +29,8 @@ class ReadingReport:
     files: in the order given; their records lie end to end in what was read. bad_rows: rows that were skipped.
     truncated: rows that lost tokens. dropped: rows longer than `max_length` that `truncation=drop` left out.
     rewritten: rows that became several texts. num_tokens, num_counted: tokens, and those in the loss. ended, altered,
-    split: texts, see `notes`. unwritten: field -> texts whose answers have it, and in which the template leaves it out.
+    split: texts, see `notes`. unwritten: field -> texts whose responses have it, and in which the template leaves it
+    out.
     """
 
     files: list[FileRead] = field(default_factory=list)
@@ -52,10 +53,11 @@ class ReadingReport:
     def notes(self) -> list[str]:
         """Sentences on what the tokenizer and the template did, for the user."""
         counts = {
-            f"{self.ended} answers got the end token, as nothing else ended them (data.append_eos)": self.ended,
+            f"{self.ended} responses got the end token, as nothing else ended them (data.append_eos)": self.ended,
             f"{self.rewritten} rows became several texts, as the chat_template rewrites earlier turns": self.rewritten,
-            f"{self.altered} answers stand otherwise in the chat_template than in their file": self.altered,
-            f"{self.split} answers begin or end inside a token: prompt and answer were tokenised apart": self.split,
+            f"{self.altered} responses are rendered differently by the chat_template than in their file": self.altered,
+            f"{self.split} responses begin or end inside a token: prompt and response were tokenised "
+            "separately": self.split,
         }
         left_out = [
             f"{count} texts have {name}, which the chat_template does not write: it is not learned"

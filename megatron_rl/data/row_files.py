@@ -264,7 +264,7 @@ def _parquet_rows(path: str, file: Path, columns: Sequence[str]) -> Iterator[tup
             except (pyarrow.ArrowException, OSError) as error:
                 raise ConfigError(
                     f"{path} is damaged somewhere from row {num_read} on (of {parquet.metadata.num_rows}): {error}; "
-                    "write the file anew"
+                    "write the file again"
                 ) from error
             yield from ((RowPlace(path, row), content) for row, content in enumerate(_contents(batch), start=num_read))
             num_read += batch.num_rows

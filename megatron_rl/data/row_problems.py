@@ -16,15 +16,15 @@ SHOWN = 10
 """Bad rows that an error message lists, or the first of every kind where those are more; the others are counted."""
 
 KINDS: dict[str, tuple[str, str]] = {
-    "not_json": ("a line must be JSON", "mend the line, or write the file anew"),
+    "not_json": ("a line must be JSON", "correct the line, or write the file again"),
     "not_an_object": ("a line must be an object in braces", "write {column: value, ...}"),
     "not_utf8": ("text must be UTF-8", "convert the file, for instance with iconv -f latin1 -t utf-8"),
     "half_surrogate": ("text must not hold half of a surrogate pair, which is no valid Unicode", "take it out"),
     "repeated_field": ("an object must name each field once", "keep one of the two"),
-    "missing": ("the field must be there and not null", "fill it in, or take the row out"),
-    "wrong_type": ("the field must have the right type", "write it as said"),
+    "missing": ("the field must be present and not null", "fill it in, or take the row out"),
+    "wrong_type": ("the field must have the right type", "write a value of that type"),
     "empty_prompt": ("a prompt must not be empty", "fill it in, or take the row out"),
-    "empty_answer": ("an answer must not be empty", "fill it in, or take the row out"),
+    "empty_answer": ("a response must not be empty", "fill it in, or take the row out"),
     "no_messages": ("a list of messages must not be empty", "fill it in, or take the row out"),
     "not_a_message": ("a message must be an object with role and content", "write {role: ..., content: ...}"),
     "unknown_role": (
@@ -38,22 +38,22 @@ KINDS: dict[str, tuple[str, str]] = {
         "a tool's message must follow the assistant's or another tool's",
         "put the assistant's call before it",
     ),
-    "no_question": ("something must come before the assistant's first turn", "put the question before the answer"),
-    "unanswered": ("the last message must be the assistant's", "take off the messages after its last answer"),
+    "no_question": ("something must come before the assistant's first turn", "put the question before the response"),
+    "unanswered": ("the last message must be the assistant's", "remove the messages after its last turn"),
     "no_shared_prompt": (
-        "chosen and rejected must begin with the same prompt and end with the assistant's answers",
+        "chosen and rejected must begin with the same prompt and end with the assistant's responses",
         "write the prompt into both, or into a column of its own",
     ),
-    "same_answers": ("the answers of a row must differ from each other", "take the row out"),
-    "too_few_answers": ("a ranking needs at least 2 answers", "take the row out"),
-    "unequal_counts": ("there must be as many ranks or scores as answers", "write one for each answer"),
-    "tie": ("no two answers may have the same rank or score", "break the tie, or take one of the two out"),
+    "same_answers": ("the responses of a row must differ from each other", "take the row out"),
+    "too_few_answers": ("a ranking needs at least 2 responses", "take the row out"),
+    "unequal_counts": ("there must be one rank or score for each response", "write one for each response"),
+    "tie": ("no two responses may have the same rank or score", "break the tie, or take one of the two out"),
     "not_a_label": ("a label must be true or false", "write true or false, or 1 or 0"),
     "not_a_number": ("the field must be a finite number", "write a number, or take the row out"),
     "negative_margin": ("a margin must be at least 0", "exchange chosen and rejected, or write 0"),
-    "template_refuses": ("the tokenizer's chat_template must take the messages", "see what it says"),
+    "template_refuses": ("the tokenizer's chat_template must take the messages", "read its message above"),
     "template_rewrites": (
-        "the chat_template must write a prompt as the beginning of prompt and answer",
+        "the chat_template must render a prompt as the beginning of prompt and response",
         "use a template that does, or one with {% generation %} marks",
     ),
     "unknown_token": (
@@ -142,9 +142,9 @@ def refuse(bad_rows: Sequence[BadRow], num_rows: int, can_be_skipped: bool = Tru
     if len(bad_rows) > len(shown):
         lines.append(f"  and {len(bad_rows) - len(shown)} more")
     headline = f"{len(bad_rows)} of {num_rows} rows cannot be used ({kinds})"
-    remedy = "mend them"
+    remedy = "correct them"
     if can_be_skipped and len(bad_rows) < num_rows:
-        remedy += ", or set data.bad_rows=skip to go on without them and have all of them listed"
+        remedy += ", or set data.bad_rows=skip to leave them out and have all of them listed"
     raise ConfigError("\n".join([f"{headline}: {remedy}", *lines]))
 
 

@@ -109,9 +109,9 @@ def find_columns(path: str, forms: Mapping[str, str], options: ReadingOptions, k
     if "ranks" in names and "scores" in names:
         if "margin" not in given or given["margin"] != names["scores"]:
             raise ConfigError(
-                f"{path} has ranks ({names['ranks']}) and scores ({names['scores']}) of its answers, and they could "
+                f"{path} has ranks ({names['ranks']}) and scores ({names['scores']}) of its responses, and they could "
                 f"differ: set data.ranks_key={names['ranks']} and data.margin_key={names['scores']} for the order of "
-                "the one and margins from the other, or take a column out"
+                "the responses and margins from the scores, or take a column out"
             )
         del names["scores"]
     return Columns(shape, names, _schema(shape, names, judge))
@@ -146,7 +146,8 @@ def _nothing_fits(path: str, forms: Mapping[str, str], kind: str) -> str:
         ("turns" in forms.values(), "turns of {from, value} must be messages of {role, content}: rename the fields"),
         (
             kind == "examples" and {"chosen", "rejected"} <= set(forms),
-            "chosen and rejected are for `reward` and `dpo`; to learn the chosen answers set data.response_key=chosen, "
+            "chosen and rejected are for `reward` and `dpo`; to train on the chosen responses set "
+            "data.response_key=chosen, "
             "or data.messages_key=chosen where they are whole conversations",
         ),
         (True, f"other names are given by {', '.join(dict.fromkeys(keys))}"),
@@ -162,10 +163,10 @@ def _schema(shape: str, names: Mapping[str, str], judge: str | None) -> str:
         "text": lambda: "plain text",
         "pair": lambda: f"TRL's preference schema, prompt {'in a column' if 'prompt' in names else 'in both answers'}",
         "ranking": lambda: (
-            "ranked answers, by their "
+            "ranked responses, by their "
             + ("ranks" if "ranks" in names else "scores" if "scores" in names else "order, the best first")
         ),
     }
     if judge == "label" and shape != "pair":
-        return "TRL's unpaired preference schema" if trl else "labelled answers"
+        return "TRL's unpaired preference schema" if trl else "labelled responses"
     return whose[shape]() + (", with scores" if judge == "score" else "")

@@ -212,7 +212,7 @@ class TemplateProcess(Generic[Item, Answer]):
         return channel
 
     def _serve(self, channel: Channel) -> None:
-        """Run as the child: receive lists of items, send lists of answers."""
+        """Run as the child: receive lists of items, send lists of responses."""
         try:
             self._be_bounded()
             gc.freeze()  # collecting the parent's objects would copy their pages

@@ -16,8 +16,8 @@ from megatron_rl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Tokens:
-    """A text. counts: which of the ids are in the loss. prompt_length: tokens before the first answer that counts.
-    is_split: an answer begins or ends inside a token of the whole text, so prompt and answer were tokenised apart.
+    """A text. counts: which of the ids are in the loss. prompt_length: tokens before the first response that counts.
+    is_split: a response begins or ends inside a token of the whole text, so prompt and response were tokenised apart.
     """
 
     ids: list[int]
@@ -30,8 +30,8 @@ class Encoder:
     """Turns drafts into tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, append_eos: bool, end_token_ids: Sequence[int] = ()):
-        """append_eos: whether an answer that nothing ends gets the end token. end_token_ids: at which generation stops;
-        (): at the tokenizer's alone.
+        """append_eos: whether a response that nothing ends gets the end token. end_token_ids: at which generation
+        stops; (): at the tokenizer's alone.
         """
         self._tokenizer = tokenizer
         self._append_eos = append_eos
@@ -39,12 +39,12 @@ class Encoder:
         self._lead = _special_tokens_before(tokenizer)
 
     def encode(self, drafts: Sequence[Draft]) -> list[Tokens]:
-        """Tokens of each text. An answer's tokens begin where the tokens of its prompt alone end.
+        """Tokens of each text. A response's tokens begin where the tokens of its prompt alone end.
 
-        The text is tokenised whole. If a token reaches over the edge of an answer, prompt and answer are tokenised
+        The text is tokenised whole. If a token reaches over the edge of a response, prompt and response are tokenised
         apart, as they are in generation; if that would change the text (some tokenizers put a blank before every
-        text), the token at the edge is the answer's. Text that a template writes after the end token is no part of an
-        answer; a token with which the next message begins is, where generation stops at it.
+        text), the token at the edge is the response's. Text that a template writes after the end token is no part of a
+        response; a token with which the next message begins is, where generation stops at it.
 
         Raises ConfigError if an end token is to be appended and the tokenizer has none.
         """
@@ -97,7 +97,7 @@ class Encoder:
         return list(ids), [*(edge for edge, _ in edges), len(ids)], True
 
     def _count_ends_of_next(self, ends: Sequence[int], ids: list[int], counts: list[bool]) -> None:
-        """Let an answer that nothing ends have the token with which the next message begins, where generation stops at
+        """Let a response that nothing ends have the token with which the next message begins, where generation stops at
         that token, as GLM-4.5's does at <|user|>.
         """
         for end in ends:
@@ -107,7 +107,7 @@ class Encoder:
     def _up_to_the_end_token(
         self, ids: list[int], counts: list[bool], ends: Sequence[int]
     ) -> tuple[list[int], list[bool]]:
-        """Take out the blanks that a template writes after an answer's end token, where generation stops. They do not
+        """Take out the blanks that a template writes after a response's end token, where generation stops. They do not
         count, and at the end of the text they are cut off, so that a reward model sees what generation gives it.
         """
         for end in ends:
@@ -130,7 +130,7 @@ class Encoder:
     def _ids(self, texts: list[str]) -> list[list[int]]:
         if not texts:
             return []
-        different = list(dict.fromkeys(texts))  # prompts of several answers, and what templates write between turns
+        different = list(dict.fromkeys(texts))  # prompts of several responses, and what templates write between turns
         encoded = self._tokenizer(
             different,
             add_special_tokens=False,
@@ -146,13 +146,13 @@ class Encoder:
         return text
 
     def _end(self, draft: Draft) -> int:
-        """The token that is appended to the last answer of a draft, which nothing ends."""
+        """The token that is appended to the last response of a draft, which nothing ends."""
         if draft.ending:
             return int(self._tokenizer.convert_tokens_to_ids(draft.ending))
         token = self._tokenizer.eos_token_id
         if token is None:
             raise ConfigError(
-                "the tokenizer has no eos_token to end answers with: add one to the model folder, or set "
+                "the tokenizer has no eos_token to end responses with: add one to the model folder, or set "
                 "data.append_eos=false"
             )
         return int(token)
@@ -161,7 +161,7 @@ class Encoder:
 def fitted(answers: Sequence[Tokens], options: ReadingOptions, shares_prompt: bool) -> tuple[list[Tokens], int, int]:
     """(the texts of one row within `max_length`, how many were cut, how many were dropped).
 
-    shares_prompt: the texts are answers to one prompt: all lose the same tokens of it, and none is dropped alone.
+    shares_prompt: the texts are responses to one prompt: all lose the same tokens of it, and none is dropped alone.
 
     Raises RowProblem for a token that the model does not have, for a text that is too long and may not be cut, and if
     no token is left that counts.
@@ -184,7 +184,7 @@ def fitted(answers: Sequence[Tokens], options: ReadingOptions, shares_prompt: bo
             excess = [max(excess)] * len(answers)
             if excess[0] >= answers[0].prompt_length:
                 longest = max(len(answer.ids) - answer.prompt_length for answer in answers)
-                raise RowProblem("too_long", "", f"{longest} tokens in an answer alone, and data.max_length={limit}")
+                raise RowProblem("too_long", "", f"{longest} tokens in a response alone, and data.max_length={limit}")
         cut = [_without_start(answer, more) for answer, more in zip(answers, excess, strict=True)]
     else:
         cut = [_without_end(answer, more) for answer, more in zip(answers, excess, strict=True)]

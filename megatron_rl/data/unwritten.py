@@ -13,8 +13,8 @@ KNOWN = ("role", "content", "name", "id", "tool_call_id")
 def unwritten_fields(
     answers: Sequence[Mapping[str, Any]], counted: str, tools: Sequence[Mapping[str, Any]], text: str
 ) -> tuple[str, ...]:
-    """Return the fields of answers that hold text of which `counted` has nothing, and `tools` where a text has none of
-    their names.
+    """Return the fields of responses that hold text of which `counted` has nothing, and `tools` where a text has none
+    of their names.
     """
     fields = dict.fromkeys(field for answer in answers for field in _missing(answer, counted))
     names = tool_names(tools)

@@ -1,6 +1,6 @@
-"""Which answers of a batch teach something, by comparing each with the others to its prompt (dynamic sampling).
+"""Which responses of a batch teach something, by comparing each with the others to its prompt (dynamic sampling).
 
-Legend: B answers; `scores` float [B]; `groups` int64 [B], equal for the answers to one prompt.
+Legend: B responses; `scores` float [B]; `groups` int64 [B], equal for the responses to one prompt.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def differing(scores: Tensor, groups: Tensor) -> Tensor:
-    """bool [B]: true for all answers of a group whose scores are not all equal.
+    """bool [B]: true for all responses of a group whose scores are not all equal.
 
     The others have advantage 0 under every estimator that compares within a group (DAPO: Yu et al., arXiv:2503.14476,
     section 3.2).

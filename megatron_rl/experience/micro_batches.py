@@ -98,7 +98,7 @@ class MicroBatching:
 
 @dataclass
 class MicroBatch:
-    """Rows for one pass through the model. Legend: n rows, N their sampled tokens, b x S the block they lie in.
+    """Rows for one pass through the model. Legend: n rows, N their sampled tokens, b x S the block they are in.
 
     A row lies there as its conversations, one after the other, each a sequence of its own.
     input_ids: int64 [b, S]. Padded: a sequence each, aligned left, filled up with 0. Packed: b = 1, end to end, then

@@ -1,9 +1,10 @@
 """Sequences of a micro-batch laid as a trie: tokens that several begin with alike are computed once.
 
-A sequence is a conversation of a row: several answers to a prompt, the branches of an episode, and rows that happen to
-begin alike share what they have in common, sampled tokens too. In the order of their tokens, each sequence shares most
-with the one before it. The columns of a block are the nodes of the trie: of every sequence the tokens that it does not
-share, end to end. Losses and columns stay those of the rows: a token of a row is read from its node. Pure functions.
+A sequence is a conversation of a row: several responses to a prompt, the branches of an episode, and rows that happen
+to begin alike share what they have in common, sampled tokens too. In the order of their tokens, each sequence shares
+most with the one before it. The columns of a block are the nodes of the trie: of every sequence the tokens that it does
+not share, end to end. Losses and columns stay those of the rows: a token of a row is read from its node. Pure
+functions.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class PrefixTree:
         return values.index_select(0, self.token_of_pair)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a pass reads on the device beside `places`, by name."""
+        """Return what a pass reads on the device next to `places`, by name."""
         return {name: getattr(self, name) for name in ("targets", "pair_of_token", "token_of_pair")}
 
     def with_tensors(self, moved: Mapping[str, Tensor]) -> PrefixTree:
@@ -126,7 +127,7 @@ def tree_plan(
 ) -> list[list[int]]:
     """Rows of each block, every row once: as few blocks of about equal size as have at most `max_tokens` nodes each.
 
-    nodes: row -> the nodes of its tokens, in a tree of all rows. order: rows, those that share most beside each other.
+    nodes: row -> the nodes of its tokens, in a tree of all rows. order: rows, those that share most next to each other.
     num_blocks: the least number; multiple: divides the number, as far as there are rows. A row of more nodes than
     `max_tokens` has a block of its own.
     """

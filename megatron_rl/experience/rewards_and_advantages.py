@@ -142,7 +142,7 @@ def samples_of(experience: Batch, rows: torch.Tensor) -> Samples:
 
 
 def leave_out_truncated(experience: Batch) -> None:
-    """Set `kept` to 0 on all tokens of truncated answers.
+    """Set `kept` to 0 on all tokens of truncated responses.
 
     DAPO's overlong filtering: Yu et al., arXiv:2503.14476, section 3.4. Needs `truncated`.
     """
@@ -154,7 +154,7 @@ def leave_out_truncated(experience: Batch) -> None:
 def highest_entropy(entropy: torch.Tensor, share: float) -> torch.Tensor:
     """entropy float32 [B, (R)] of a step's tokens -> 1 on the `share` of them that have the highest, else 0.
 
-    Wang et al., "Beyond the 80/20 Rule", arXiv:2506.01939. Of n tokens, in all answers together, 1 + floor(share
+    Wang et al., "Beyond the 80/20 Rule", arXiv:2506.01939. Of n tokens, in all responses together, 1 + floor(share
     (n - 1)) are chosen, and all that have the entropy of the last of them.
     """
     values, chosen = entropy.values(), torch.zeros_like(entropy.values())

@@ -17,9 +17,9 @@ from megatron_rl.records import places_in_rows
 
 
 def places(block: MicroBatch) -> Tensor:
-    """int64 [N]: where each token of the block's rows lies, as a place among the S x b that routers see.
+    """int64 [N]: where each token of the block's rows is, as a place among the S x b that routers see.
 
-    A token of a prompt that several rows have lies in one place for all of them.
+    A token of a prompt that several rows have is in one place for all of them.
     """
     if block.tree is not None:
         return block.tree.columns

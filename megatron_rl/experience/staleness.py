@@ -1,6 +1,6 @@
 """How old the tokens of a batch are, in training steps, and what that does to them: the `staleness/*` metrics.
 
-Legend: B answers, T sampled tokens of all answers, laid end to end.
+Legend: B responses, T sampled tokens of all responses, packed end to end.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def staleness(experience: Batch, step: int) -> Tensor:
 
 
 def is_fresh(experience: Batch, step: int) -> Tensor:
-    """bool [T]: tokens of answers all of whose tokens the newest weights drew."""
+    """bool [T]: tokens of responses all of whose tokens the newest weights drew."""
     lengths = row_lengths(experience["rollout_log_probs"])
     return spread(max_rows(staleness(experience, step), lengths) <= 0, lengths)
 
 
 def staleness_metrics(experience: Batch, step: int) -> dict[str, float]:
-    """Mean and largest staleness, answers of several versions, and for every age its share and its distance.
+    """Mean and largest staleness, responses of several versions, and for every age its share and its distance.
 
     kl, k3 of an age s, with rho = p_trainer / p_rollout: means of -log rho and of rho - 1 - log rho over its tokens
     (Schulman, "Approximating KL divergence"). {} where all tokens are of the newest weights by construction.

@@ -21,7 +21,7 @@ from megatron_rl.hybrid_engine.transport import Transport
 from megatron_rl.hybrid_engine.verify import WeightVerifier
 from megatron_rl.parallel.sharding import LogicalTensor
 
-FOREIGN_POOL = "megatron_rl foreign weights"
+FOREIGN_POOL = "megatron_rl received weights"
 """The tag of the foreign buffer in vLLM's CUDA allocator. No two buffers may have one tag."""
 
 
@@ -93,16 +93,17 @@ class AllGatherPPModel:
 
     @property
     def lower_bound(self) -> Bytes:
-        """The least that a gather must bring to this rank: bytes needed minus bytes held, and the part its node lacks.
+        """The least that a gather must bring to this rank: bytes needed minus bytes held, and the part its node does
+        not have.
 
-        A piece that a node lacks is counted for the one rank of the node that fetches it.
+        A piece that a node does not have is counted for the one rank of the node that fetches it.
         """
         size = self.own.buffers[0].element_size()
         return Bytes(self.mine.numel_lacking * size, self.plan.numel_over_network(self.number) * size)
 
     @property
     def scratch(self) -> MemoryBuffer:
-        """Memory that a gather takes beside the foreign buffer while it runs."""
+        """Memory that a gather takes next to the foreign buffer while it runs."""
         return self._exchange.scratch
 
     @torch.no_grad()
@@ -143,8 +144,8 @@ class AllGatherPPModel:
         copy_all(self._restore)
 
     def memory(self) -> dict[str, int]:
-        """Bytes beside training's buffers, by the names of the memory plan."""
-        return {"foreign stages": self.foreign.num_bytes if self.foreign.is_allocated else 0}
+        """Bytes next to training's buffers, by the names of the memory plan."""
+        return {"received shards": self.foreign.num_bytes if self.foreign.is_allocated else 0}
 
     def copy_on_host(self) -> torch.Tensor:
         """Copy the foreign buffer to host memory, pinned where the buffer is on a GPU."""

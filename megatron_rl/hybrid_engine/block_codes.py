@@ -1,7 +1,7 @@
 """Weights as e4m3 codes with one float32 scale for each square block (DeepSeek-V3, arXiv:2412.19437, section 3.3).
 
 A scale is the smallest power of two with which the block's largest element is at most 448, e4m3's largest number. So
-code times scale is exact in bfloat16 and float32, and equals what products in 8 bits read when they train with
+code times scale is exact in bfloat16 and float32, and equals what products in FP8 read when they train with
 blockwise scales (`model/eight_bits.py`). Equal elements give equal codes and scales on every rank: a maximum does not
 depend on an order, and nothing is added.
 """

@@ -1,7 +1,7 @@
 """Transfer weights from a training pool to a rollout pool on other ranks: the senders' and the receivers' side.
 
 A rollout rank receives exactly its shard; all training ranks together send the model once, however many replicas
-generate (`bridge_plan.py`). Each rank needs one bucket of memory beside the weights while a transfer runs.
+generate (`bridge_plan.py`). Each rank needs one bucket of memory next to the weights while a transfer runs.
 
 On every rank of both pools, training's ranks first, after each pool has made its own world:
 
@@ -53,7 +53,7 @@ from megatron_rl.parallel.sharding import LogicalTensor, Place
 
 Result = TypeVar("Result")
 NO_BASE = -1
-CONNECTING_BROKE = "the ranks of a bridge could not meet"
+CONNECTING_BROKE = "the ranks of a weight transfer could not connect"
 
 
 class BrokenBridgeError(RuntimeError):
@@ -123,7 +123,7 @@ class ReceiveReport(Transfer):
 
 @dataclass(frozen=True)
 class Offer:
-    """Message of one rank to all others when a bridge is built. model: `digest` of its description."""
+    """Message of one rank to all others when a weight transfer is built. model: `digest` of its description."""
 
     member: Member
     sends: bool
@@ -135,8 +135,8 @@ class Offer:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Facts that all ranks of a bridge agree on. message_numel: elements of the longest message. deltas: whether only
-    what changed travels.
+    """Facts that all ranks of a weight transfer agree on. message_numel: elements of the longest message. deltas:
+    whether only what changed travels.
     """
 
     plan: ExchangePlan
@@ -174,12 +174,14 @@ def agree(mine: Offer, tensors: Mapping[str, LogicalTensor], transport: Transpor
     num_senders = sum(offer.sends for offer in offers)
     if not 0 < num_senders < len(offers) or not all(offer.sends for offer in offers[:num_senders]):
         ends = ["training" if offer.sends else "rollout" for offer in offers]
-        raise ValueError(f"a bridge numbers its training ranks first and has both kinds of ends, not {ends}")
+        raise ValueError(f"a weight transfer lists training ranks first and has both kinds of ends, not {ends}")
     dtypes = {str(offer.dtype) for offer in offers}
     if len(dtypes) > 1:
-        raise ValueError(f"a bridge moves weights of one dtype, its ends have {sorted(dtypes)}")
+        raise ValueError(f"a weight transfer has one dtype, and its ends have {sorted(dtypes)}")
     if len({offer.model for offer in offers}) > 1:
-        raise ValueError("the ends of a bridge describe different models: names, shapes or cuts of tensors differ")
+        raise ValueError(
+            "the ends of a weight transfer have different models: names, shapes or shards of tensors differ"
+        )
     members = [offer.member for offer in offers]
     plan = make_bridge_plan(tensors, members[:num_senders], members[num_senders:])
     size = mine.dtype.itemsize
@@ -215,7 +217,7 @@ class BridgeEnd:
 
     @property
     def scratch(self) -> MemoryBuffer:
-        """Memory that a transfer takes beside the weights while it runs."""
+        """Memory that a transfer takes next to the weights while it runs."""
         return self._exchange.scratch
 
     def transfer(self, version: int = 0) -> Transfer:
@@ -309,7 +311,7 @@ class BridgeSender:
 
     @property
     def scratch(self) -> MemoryBuffer:
-        """Memory that a transfer takes beside the weights while it runs."""
+        """Memory that a transfer takes next to the weights while it runs."""
         return self._end.scratch
 
     @property
@@ -377,7 +379,7 @@ class BridgeReceiver:
 
     @property
     def scratch(self) -> MemoryBuffer:
-        """Memory that a transfer takes beside the weights while it runs."""
+        """Memory that a transfer takes next to the weights while it runs."""
         return self._end.scratch
 
     @property
@@ -453,5 +455,5 @@ class BridgeReceiver:
     @property
     def _end(self) -> BridgeEnd:
         if self._joined is None:
-            raise RuntimeError("there is no bridge: join() comes first")
+            raise RuntimeError("the weight transfer is not connected: call join() first")
         return self._joined

@@ -91,15 +91,18 @@ def model_numel(tensors: Mapping[str, LogicalTensor]) -> int:
 def _check_ends(senders: Sequence[Member], receivers: Sequence[Member]) -> None:
     for sender in senders:
         if sender.wanted is not None:
-            raise ValueError(f"training rank {sender.rank} of a bridge wants a rollout shard: leave `wanted` out")
+            raise ValueError(
+                f"training rank {sender.rank} of a weight transfer asks for a rollout shard: leave `wanted` out"
+            )
     for receiver in receivers:
         if receiver.wanted is None or receiver.held:
-            raise ValueError(f"rollout rank {receiver.rank} of a bridge must want a shard and hold none")
+            raise ValueError(f"rollout rank {receiver.rank} of a weight transfer must ask for a shard and have none")
     places = [member.wanted for member in receivers if member.wanted is not None]
     layouts = {(at.tp_size, at.vocab_multiple, at.ep_size, at.etp_size) for at in places}
     if len(layouts) != 1:
         raise ValueError(
-            f"rollout ranks of one bridge share one layout; (tp, vocabulary multiple, ep, etp): {sorted(layouts)}"
+            "rollout ranks of one weight transfer share one layout; (tp, vocabulary multiple, ep, etp): "
+            f"{sorted(layouts)}"
         )
 
 

@@ -72,7 +72,7 @@ class ComposedWeights:
             part.exchange.restore_training()
 
     def memory(self) -> dict[str, int]:
-        """Bytes beside training's buffers, by the names of the memory plan. Copies on the host count where it is the
+        """Bytes next to training's buffers, by the names of the memory plan. Copies on the host count where it is the
         device.
         """
         held = [part.exchange.memory() for part in self.parts]

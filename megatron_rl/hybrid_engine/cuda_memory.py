@@ -44,7 +44,7 @@ def allocations_of(
             tags = ", ".join(sorted({allocation.tag for allocation in table.values()})) or "none"
             where = f"is tagged {table[holding[0]].tag!r}" if holding else "is not vLLM's cumem allocator's"
             raise ValueError(
-                f"{num_bytes} bytes at {address:#x} must lie in memory that keeps its address, tagged {tag!r}; this "
+                f"{num_bytes} bytes at {address:#x} must be in memory that keeps its address, tagged {tag!r}; this "
                 f"{where} (tags there: {tags})"
             )
         bases.add(holding[0])

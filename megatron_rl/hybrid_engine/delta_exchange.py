@@ -1,4 +1,5 @@
-"""Move over a bridge what changed since the last transfer: the owners compare, all ranks learn the counts, messages go.
+"""Move by a weight transfer what changed since the last transfer: the owners compare, all ranks learn the counts,
+messages go.
 
 A training rank keeps a copy of what it sent last, each element of the model on one rank. A receiver needs its buffer
 as the last transfer left it, and keeps the indices of what it passes on until the transfer is over.
@@ -183,7 +184,7 @@ class DeltaExchange(StepRunner):
 
 @dataclass(frozen=True)
 class DeltaMessage:
-    """A message, bytes: its units with their forms, and where in it the index and the values of each lie."""
+    """A message, bytes: its units with their forms, and where in it the index and the values of each are."""
 
     message: Tensor
     units: Sequence[Unit]

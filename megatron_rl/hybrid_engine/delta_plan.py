@@ -1,4 +1,4 @@
-"""The pieces of a bridge's plan whose changes travel, and their messages. Pure.
+"""The pieces of a weight transfer's plan whose changes travel, and their messages. Pure.
 
 A unit is a piece, or a part of a long one. It is the same on every hop, so a rank can pass it on as it came. All ranks
 know how many elements of each unit changed, and make the same messages of that. Pairs of ranks take turns in the rounds
@@ -63,7 +63,8 @@ class DeltaPlan:
 
 
 def make_delta_plan(plan: ExchangePlan, member: int, unit_numel: int) -> DeltaPlan:
-    """The turns of a member of a bridge's plan. unit_numel: the most elements of a unit, the same on all members."""
+    """The turns of a member of a weight transfer's plan. unit_numel: the most elements of a unit, the same on all
+    members."""
     limit = min(unit_numel, MOST_NUMEL)
     keys: dict[tuple[str, int, Box], UnitKey] = {}
     numels: list[list[int]] = [[] for _ in plan.members]

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 POSITION_BYTES = 4
 COUNT_BYTES = 4
-"""Bytes of a count: all ranks of a bridge learn before a transfer how many elements of each piece have changed."""
+"""Bytes of a count: all ranks of a weight transfer learn before a transfer how many elements of each piece have
+changed."""
 SENT_LAST = "weights sent last"
 """The memory plan's name of a training rank's copy of what it sent last."""
 MOST_NUMEL = 2**31 - 1

@@ -1,4 +1,4 @@
-"""What ranks hold of a rollout with weights in 8 bits, as three exchanges move it: codes, scales, and what stays.
+"""What ranks hold of a rollout with FP8 weights, as three exchanges move it: codes, scales, and what stays.
 
 Pure data: the planner counts with the members that a run exchanges with.
 """
@@ -31,7 +31,7 @@ class EightBitMembers(NamedTuple):
 class EightBitTensors:
     """The logical tensors of a model whose linears are quantized in blocks of `block` x `block` elements.
 
-    codes: those that are quantized, by name; a code lies where its element lies. kept: all others.
+    codes: those that are quantized, by name; a code is where its element is. kept: all others.
     """
 
     block: int
@@ -53,7 +53,7 @@ class EightBitTensors:
     def members(self, members: Sequence[Member]) -> EightBitMembers:
         """The members of the three exchanges. members: with all training shards in training's buffers.
 
-        Codes and scales lie in buffers of their own, in the order of the training shards.
+        Codes and scales are in buffers of their own, in the order of the training shards.
         """
         return EightBitMembers(
             [replace(member, held=self._packed(member, _as_it_is)) for member in members],

@@ -59,7 +59,7 @@ class StepRunner:
         self.transport, self.scratch = transport, scratch
 
     def take(self, steps: Sequence[BoundStep], meanwhile: Callable[[], None] = nothing) -> None:
-        """Take all steps; the scratch memory exists only meanwhile. meanwhile: what can be done beside the last ones.
+        """Take all steps; the scratch memory exists only meanwhile. meanwhile: what can be done next to the last ones.
 
         Every rank of the transport's group must take its own steps at the same time.
         """

@@ -33,7 +33,7 @@ class Weights(Protocol):
 
     @property
     def lower_bound(self) -> Bytes:
-        """The least that this rank can receive in one transition."""
+        """The least that this rank can receive in one resharding."""
 
     def gather(self) -> Bytes:
         """Bring missing weights; returns the bytes received."""
@@ -53,11 +53,11 @@ class Weights(Protocol):
 
 @dataclass(frozen=True)
 class TransitionReport:
-    """The cost of `enter` on this rank. verify_seconds: comparing checksums; 0 if this transition was not verified.
+    """The cost of `enter` on this rank. verify_seconds: comparing checksums; 0 if this resharding was not verified.
 
     network_bytes: bytes received from other nodes. network_bound_bytes: the part of the exchange group's weights that
-    the node lacks and that this rank fetches. changed_share: of the model's elements, if only what changed travelled;
-    the numbers of all bytes then count what says where it changed.
+    the node does not have and that this rank fetches. changed_share: of the model's elements, if only what changed
+    travelled; the numbers of all bytes then count what says where it changed.
     """
 
     bytes_received: int

@@ -1,4 +1,5 @@
-"""Plan an exchange: what every rank of the group needs for generation, lacks, and receives from whom. Pure data.
+"""Plan an exchange: what every rank of the group needs for generation, does not have, and receives from whom. Pure
+data.
 
 Training cuts every segment of a logical tensor into boxes, each held by one rank or by several. A rank needs its
 rollout shard. Each intersection of it with a box that the rank does not hold is one piece, sent by one holder. So every
@@ -24,7 +25,7 @@ from megatron_rl.parallel.sharding import Box, LogicalTensor, Place, box_numel, 
 ALIGNMENT = 64
 """Elements; foreign slots start at a multiple of it, as parameters do in Megatron's buffers."""
 ON_HOST = "base on the host"
-"""The memory plan's name of copies of frozen foreign weights, where the host is the device."""
+"""The memory plan's name of copies of frozen received weights, where the host is the device."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class MemberPlan:
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """Everything that one transition moves inside an exchange group; the same on all of its ranks.
+    """Everything that one resharding moves inside an exchange group; the same on all of its ranks.
 
     Members are known by their numbers: their places in `members`.
     """
@@ -135,7 +136,7 @@ class ExchangePlan:
         return self.plans[piece.dest].slots[piece.name]
 
     def numel_over_network(self, member: int) -> int:
-        """Elements that a member receives from other nodes: pieces that its node lacks and that it fetches."""
+        """Elements that a member receives from other nodes: pieces that its node does not have and that it fetches."""
         node = self.members[member].node
         received = self.plans[member].received
         return sum(piece.numel for piece in received if self.members[piece.source].node != node)

@@ -1,7 +1,7 @@
-"""The rollout's weights in 8 bits: every owner quantizes what it trains, and codes and scales travel.
+"""The rollout's FP8 weights: every owner quantizes what it trains, and FP8 values and scales are sent.
 
-Training's weights are read and never written. Codes and scales of this rank's training shards lie in two buffers of
-their own. What it lacks of its rollout shard lies in foreign buffers, as for weights that are served as they are
+Training's weights are read and never written. Codes and scales of this rank's training shards are in two buffers of
+their own. What it does not have of its rollout shard is in foreign buffers, as for weights that are served as they are
 trained. All of them exist during generation alone, each time at the same addresses.
 """
 
@@ -109,7 +109,7 @@ class QuantizedWeights(ComposedWeights):
         return super().tensors | self._codes
 
     def gather(self) -> Bytes:
-        """Quantize this rank's shard, and bring what it lacks; returns what was received."""
+        """Quantize this rank's shard, and bring what it does not have; returns what was received."""
         self.own.renew()
         return super().gather()
 
@@ -125,12 +125,12 @@ class QuantizedWeights(ComposedWeights):
             number = self._transport.number
             here = f"{stale[0]} and {len(stale) - 1} more here" if stale else "none here"
             raise WeightMismatchError(
-                f"codes of 8 bits are not those of the trained weights: {here}; stale weights of the ranks of the "
+                f"FP8 weights differ from the trained weights: {here}; stale weights of the ranks of the "
                 f"group, of which this is number {number}: {counts}"
             )
 
     def memory(self) -> dict[str, int]:
-        """Bytes beside training's buffers, by the names of the memory plan."""
+        """Bytes next to training's buffers, by the names of the memory plan."""
         return super().memory() | {"own codes": self.own.num_bytes}
 
     def release(self) -> None:

@@ -1,7 +1,7 @@
 """Messages between the members of one process group, by member number, and a group over the ranks of two pools.
 
 A pool's ranks are a torch.distributed world of their own. `open_joint_group` makes one more group over the ranks of
-two worlds, on a store of its own: it belongs to neither world, and their own collectives go on beside it.
+two worlds, on a store of its own: it belongs to neither world, and their own collectives continue next to it.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from megatron_rl.parallel.sharding import Box
 
 WORD_BYTES = 8
 MOST_ROWS = 1 << 20
-"""Rows whose sums lie on the device at once, of 8 bytes each, with four more numbers for each."""
+"""Rows whose sums are on the device at once, of 8 bytes each, with four more numbers for each."""
 
 
 def is_verified(number: int, every: int) -> bool:

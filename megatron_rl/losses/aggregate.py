@@ -34,7 +34,7 @@ def token_weights(kept: Tensor, lengths: Tensor, totals: BatchTotals, mode: str,
     """Weight [N] of each token, 0 where `kept` [N] is 0. With n tokens that count in a row, of `lengths` int64 [b]:
 
     token-mean               1 / tokens
-    token-sum                1: the longer the answers of a mini-batch and the more of them, the larger the step
+    token-sum                1: the longer the responses of a mini-batch and the more of them, the larger the step
     seq-mean-token-sum       1 / rows
     seq-mean-token-mean      1 / (rows * n)
     seq-mean-token-sum-norm  1 / (rows * scale): Dr.GRPO's (Liu et al., arXiv:2503.20783), `scale` constant in a run

@@ -1,8 +1,8 @@
 """The `rollout_corr/*` metrics: how far the rollout's probabilities are from the trainer's, and what was done about it.
 
-Names and definitions are verl's; where verl averages over answers, empty ones are left out here.
+Names and definitions are verl's; where verl averages over responses, empty ones are left out here.
 
-Legend: B answers, T > 0 sampled tokens of all answers, laid end to end; `lengths` int64 [B]. rho = p_trainer /
+Legend: B responses, T > 0 sampled tokens of all responses, packed end to end; `lengths` int64 [B]. rho = p_trainer /
 p_rollout.
 """
 
@@ -20,9 +20,9 @@ PREFIX = "rollout_corr"
 
 
 def mismatch_metrics(trainer_log_probs: Tensor, rollout_log_probs: Tensor, lengths: Tensor) -> dict[str, float]:
-    """KL(rollout | trainer) by k1 and k3, perplexities of both, chi^2 = E[rho^2] - 1 of tokens and answers.
+    """KL(rollout | trainer) by k1 and k3, perplexities of both, chi^2 = E[rho^2] - 1 of tokens and responses.
 
-    log_ppl_diff is the mean over an answer of log p_rollout - log p_trainer; above 0 the trainer finds it less likely.
+    log_ppl_diff is the mean over a response of log p_rollout - log p_trainer; above 0 the trainer finds it less likely.
     """
     log_ratio = trainer_log_probs - rollout_log_probs
     limited = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -115,7 +115,7 @@ def criterion_metrics(
 
 
 def mask_metrics(kept: Tensor, lengths: Tensor) -> dict[str, float]:
-    """Shares of tokens that are left out, and of answers that lost one; `kept` [T] is 1 or 0."""
+    """Shares of tokens that are left out, and of responses that lost one; `kept` [T] is 1 or 0."""
     lost = sum_rows(1 - kept, lengths)[lengths > 0] > 0
     return _named("rollout_rs_", {"masked_fraction": 1 - kept.mean(), "seq_masked_fraction": _share(lost)})
 

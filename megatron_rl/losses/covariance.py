@@ -6,7 +6,7 @@ means over the tokens of the micro-batch that count, as in verl: how a mini-batc
 chosen, and every micro-batch with a candidate has at least one chosen. The choice depends on nothing but the
 micro-batch, so that the ranks which share its vocabulary choose alike.
 
-Legend: N sampled tokens of the micro-batch, laid end to end. Every loss is a `policy.PolicyLoss`.
+Legend: N sampled tokens of the micro-batch, packed end to end. Every loss is a `policy.PolicyLoss`.
 """
 
 from __future__ import annotations

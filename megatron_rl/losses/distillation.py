@@ -1,4 +1,4 @@
-"""Losses of on-policy distillation: how far the policy is from a teacher at the tokens of its own answers.
+"""Losses of on-policy distillation: how far the policy is from a teacher at the tokens of its own responses.
 
 What a loss reads says what a teacher makes, and what its function is:
 - `teacher_log_probs`, those of the sampled tokens: (log p [N], log q [N]) -> [N], estimates of the reverse KL;

@@ -1,6 +1,6 @@
 """Arguments and results of advantage estimators, and the estimators of tokens; those of groups have files of their own.
 
-Legend: B answers, T sampled tokens of all answers, laid end to end.
+Legend: B responses, T sampled tokens of all responses, packed end to end.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Samples:
-    """The answers of one step, as estimators read them: their sampled tokens alone, turn after turn.
+    """The responses of one step, as estimators read them: their sampled tokens alone, turn after turn.
 
-    rewards: float [T], the score of an answer on its last token, minus KL penalties where they enter the reward.
-    lengths: int64 [B]; an answer may have no token. groups: int64 [B], equal for the answers to one prompt.
+    rewards: float [T], the score of a response on its last token, minus KL penalties where they enter the reward.
+    lengths: int64 [B]; a response may have no token. groups: int64 [B], equal for the responses to one prompt.
     scores: float [B], without penalties. given_totals: float [B], the scores minus each row's penalties, if they are
     known: sums of `rewards` differ from them by rounding, which a small standard deviation would scale up.
     The other fields are None unless the estimator reads them (`EstimatorTraits`), or the run has them.
-    values: float [T], of the critic. greedy_scores: float [B], of the greedy answer to each answer's prompt.
+    values: float [T], of the critic. greedy_scores: float [B], of the greedy response to each response's prompt.
     components: float [B, K], the numbers that `algorithm.gdpo_reward_keys` names.
     old_log_probs, ref_log_probs: float [T], of the sampled tokens under policy and reference. sum_pi_squared: float
     [T], the sum of squared probabilities over the vocabulary. rollout_weights: float [T], the importance weights of the
     rollout's samples.
-    turns: int64 [T], the number of each token's turn, counted over all answers; None: an answer is one turn.
+    turns: int64 [T], the number of each token's turn, counted over all responses; None: a response is one turn.
     observations: int64 [T], equal for tokens whose turns have read the same tokens since the turn before.
     """
 
@@ -61,7 +61,7 @@ class Samples:
         return total_rows(self.rewards, self.lengths, self.scores)
 
     def by_turns(self) -> tuple[Samples, Tensor]:
-        """(the same answers with a turn in place of each token, int64 [T]: the turn of each token).
+        """(the same responses with a turn in place of each token, int64 [T]: the turn of each token).
 
         A turn has the sum of its tokens' rewards, and value and observation of its first token.
         """
@@ -92,7 +92,7 @@ class Samples:
         return dense
 
     def on_tokens(self, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """(advantages, returns), both the advantages [B] of answers on every token [T]."""
+        """(advantages, returns), both the advantages [B] of responses on every token [T]."""
         tokens = spread(advantages, self.lengths)
         return tokens, tokens
 
@@ -111,7 +111,7 @@ Estimator = Callable[[Samples, AlgorithmConfig], tuple["Tensor", "Tensor"]]
 
 
 def load_estimator(config: AlgorithmConfig) -> Estimator:
-    """The configured estimator, built in or from the user's file. Raises ConfigError when the file lacks it."""
+    """The configured estimator, built in or from the user's file. Raises ConfigError when the file does not have it."""
     name, path = config.adv_estimator, config.custom_adv_estimator.path
     if name in ESTIMATORS or path is None:
         return ESTIMATORS[name].function
@@ -123,7 +123,7 @@ def estimate_gae(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Ten
     """Generalised advantage estimation with a critic, whitened over all tokens of the batch; returns are not.
 
     Schulman et al., arXiv:1506.02438; see `advantages.gae`. With `adaptive_lam_alpha` advantages have lambda = max(0,
-    1 - 1 / (alpha l)) in an answer of l tokens, and returns keep `lam`: VAPO, Yue et al., arXiv:2504.05118. With
+    1 - 1 / (alpha l)) in a response of l tokens, and returns keep `lam`: VAPO, Yue et al., arXiv:2504.05118. With
     `gae_timestep=turn` all tokens of a turn have its advantage and its return, and l counts turns.
     """
     turns = None
@@ -153,7 +153,7 @@ def estimate_reinforce_plus_plus(samples: Samples, config: AlgorithmConfig) -> t
 
 @estimator("remax", reads=("greedy_scores",), keys=("turn_rewards",))
 def estimate_remax(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """Rewards to go, without discount, minus the score of a greedy answer, one more per prompt and step.
+    """Rewards to go, without discount, minus the score of a greedy response, one more per prompt and step.
 
     ReMax: Li et al., arXiv:2310.10505.
     """

@@ -1,9 +1,9 @@
-"""Advantages from the other answers to the same prompt, without a critic: every token has that of its answer.
+"""Advantages from the other responses to the same prompt, without a critic: every token has that of its response.
 
-Legend: B answers; r: an answer's total reward, `scores` float [B]; `groups` int64 [B], equal for the answers to one
-prompt, in any order. An answer that is alone in its group is compared with nothing: its baseline is 0 and its standard
-deviation counts as 1, as in verl. Equal scores of two or more answers give advantage 0 exactly: rounding would leave
-small differences, divided by a standard deviation as small.
+Legend: B responses; r: a response's total reward, `scores` float [B]; `groups` int64 [B], equal for the responses to
+one prompt, in any order. A response that is alone in its group is compared with nothing: its baseline is 0 and its
+standard deviation counts as 1, as in verl. Equal scores of two or more responses give advantage 0 exactly: rounding
+would leave small differences, divided by a standard deviation as small.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def estimate_grpo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Te
 
     GRPO: Shao et al., arXiv:2402.03300, section 4.1.2. Without the division it is Dr.GRPO (Liu et al.,
     arXiv:2503.20783), which weighs easy and hard prompts as they come. `scale_rewards=batch`: the std of r over all
-    answers of the step (LitePPO: Liu et al., arXiv:2508.08221).
+    responses of the step (LitePPO: Liu et al., arXiv:2508.08221).
     """
     if config.norm_adv_by_std_in_grpo and config.scale_rewards == "batch":
         scores, centred = samples.totals, minus_group_mean(samples.totals, samples.groups)
@@ -42,7 +42,7 @@ def estimate_grpo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Te
 
 @estimator("rloo", "rloo_vectorized", reads=GROUPS)
 def estimate_rloo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """r - mean of the group's other answers, which is n / (n - 1) * (r - group mean); r of a lone answer.
+    """r - mean of the group's other responses, which is n / (n - 1) * (r - group mean); r of a lone response.
 
     RLOO: Ahmadian et al., arXiv:2402.14740.
     """
@@ -53,8 +53,8 @@ def estimate_rloo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Te
 def estimate_opo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """r - length-weighted mean of the group: sum(l r) / sum(l), l in tokens.
 
-    OPO: Hao et al., arXiv:2505.23585, the baseline of least variance when an answer's gradient grows with its length.
-    An answer without a token has no weight; the baseline is 0 for a group of such answers and for a lone answer.
+    OPO: Hao et al., arXiv:2505.23585, the baseline of least variance when a response's gradient grows with its length.
+    A response without a token has no weight; the baseline is 0 for a group of such responses and for a lone response.
     """
     scores, (index, sizes) = samples.totals, numbered(samples.groups)
     weights = samples.lengths.to(scores.dtype)
@@ -65,9 +65,9 @@ def estimate_opo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Ten
 
 @estimator("gpg", reads=GROUPS)
 def estimate_gpg(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """(r - group mean) * answers / answers with r != 0, counted over the batch.
+    """(r - group mean) * responses / responses with r != 0, counted over the batch.
 
-    GPG: Chu et al., arXiv:2504.02546: answers without any reward teach nothing, and the others make up for them.
+    GPG: Chu et al., arXiv:2504.02546: responses without any reward teach nothing, and the others make up for them.
     """
     scores = samples.totals
     gains = minus_group_mean(scores, samples.groups) * len(scores)
@@ -76,10 +76,10 @@ def estimate_gpg(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Ten
 
 @estimator("grpo_passk", reads=GROUPS, second=True, keys=BY_STD)
 def estimate_grpo_passk(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """For the group's best answer r - the second best r, over (group std + 1e-6); 0 for all others.
+    """For the group's best response r - the second best r, over (group std + 1e-6); 0 for all others.
 
-    What one answer adds to the group's best score, Pass@k (Tang et al., arXiv:2503.19595). Two answers that share the
-    best score add nothing. `norm_adv_by_std_in_grpo=false`: without the division.
+    What one response adds to the group's best score, Pass@k (Tang et al., arXiv:2503.19595). Two responses that share
+    the best score add nothing. `norm_adv_by_std_in_grpo=false`: without the division.
     """
     scores, (index, sizes) = samples.totals, numbered(samples.groups)
     nothing = scores.new_full((sizes.numel(),), float("-inf"))
@@ -151,7 +151,7 @@ def minus_group_mean(scores: Tensor, groups: Tensor) -> Tensor:
 
 
 def numbered(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each answer's group, counted from 0, int64 [B], and the number of answers in each group, int64 [G]."""
+    """Return each response's group, counted from 0, int64 [B], and the number of responses in each group, int64 [G]."""
     _, index, sizes = groups.unique(return_inverse=True, return_counts=True)
     return index, sizes
 
@@ -161,13 +161,13 @@ def _sums(values: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _centred(scores: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
-    """r - group mean; [B]; r of a lone answer."""
+    """r - group mean; [B]; r of a lone response."""
     means = (_sums(scores, index, sizes) / sizes).where(sizes > 1, 0.0)
     return (scores - means[index]).where(~_all_equal(scores, index, sizes), 0.0)
 
 
 def _stds(scores: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
-    """Unbiased standard deviation of each group [G]; 1 of a lone answer."""
+    """Unbiased standard deviation of each group [G]; 1 of a lone response."""
     squares = _sums(_centred(scores, index, sizes).square(), index, sizes)
     return (squares / (sizes - 1).clamp(min=1)).sqrt().where(sizes > 1, 1.0)
 
@@ -183,7 +183,7 @@ def _without_rounding(scores: Tensor, summands: Tensor, index: Tensor, sizes: Te
 
 
 def _all_equal(scores: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
-    """bool [B]: true for the answers of a group of two or more that all have the same score."""
+    """bool [B]: true for the responses of a group of two or more that all have the same score."""
     nothing = scores.new_zeros(sizes.numel())
     largest, smallest = (
         nothing.scatter_reduce(0, index, scores, kind, include_self=False) for kind in ("amax", "amin")

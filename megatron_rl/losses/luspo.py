@@ -1,4 +1,4 @@
-"""LUSPO: GSPO without its preference for short answers."""
+"""LUSPO: GSPO without its preference for short responses."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from megatron_rl.losses.policy import PolicyTerms, PolicyTokens, gspo_loss
 
 @policy_loss("luspo", aggregation="seq-mean-token-sum", keys=("clip_ratio_low", "clip_ratio_high"))
 def luspo_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
-    """GSPO's, summed over an answer's tokens: the answer's loss times its number of tokens, averaged over answers.
+    """GSPO's, summed over a response's tokens: the response's loss times its number of tokens, averaged over responses.
 
-    Liu et al., arXiv:2602.05261: in GSPO the gradient of a token is divided by the length of its answer. The sum over
+    Liu et al., arXiv:2602.05261: in GSPO the gradient of a token is divided by the length of its response. The sum over
     tokens of `gspo_loss` has the value and the gradient of l * min(s A, clip(s) A), l the tokens that count.
     """
     return gspo_loss(tokens, config)

@@ -18,7 +18,7 @@ where it is the sum of all sums over the sum of all counts."""
 
 
 def add_parts(parts: Sequence[MetricParts]) -> dict[str, Tensor]:
-    """Add the parts of micro-batches. A micro-batch adds nothing to a metric that it lacks."""
+    """Add the parts of micro-batches. A micro-batch adds nothing to a metric that it does not have."""
     import torch
 
     shapes = {name: part for block in parts for name, part in block.items()}

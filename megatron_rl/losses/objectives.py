@@ -1,6 +1,6 @@
-"""The configured loss of reward models or of preferences, in one shape: answers -> a loss per prompt.
+"""The configured loss of reward models or of preferences, in one shape: responses -> a loss per prompt.
 
-Where a loss compares pairs and a prompt has several answers, its loss is the mean over all pairs of them.
+Where a loss compares pairs and a prompt has several responses, its loss is the mean over all pairs of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron_rl.losses.rankings import mean_of_pairs, pairs_of
 from megatron_rl.losses.terms import Answers, ItemTerms, Pairs, mean_metric
 
 Objective = Callable[[Answers], ItemTerms]
-"""Items are prompts; of kto and regression, where each has one answer, they are answers as well."""
+"""Items are prompts; of kto and regression, where each has one response, they are responses as well."""
 
 
 def reward_objective(config: RewardTrainingConfig) -> Objective:

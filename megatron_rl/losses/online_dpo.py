@@ -1,4 +1,4 @@
-"""Online DPO: the best and the worst of the answers to a prompt are a pair, whose preference the policy learns."""
+"""Online DPO: the best and the worst of the responses to a prompt are a pair, whose preference the policy learns."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @estimator("online_dpo", reads=("groups", "old_log_probs", "ref_log_probs"), second=True, keys=("online_dpo_beta",))
 def estimate_online_dpo(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """n b sigma(-m) for a group's best answer, the negative for its worst, 0 for others; m = b times the difference of
-    their log-ratios to the reference.
+    """n b sigma(-m) for a group's best response, the negative for its worst, 0 for others; m = b times the difference
+    of their log-ratios to the reference.
 
     That is the gradient of -log sigma(m), the loss of DPO (Rafailov et al., arXiv:2305.18290) on pairs that the policy
     draws and scores judge (Guo et al., "Direct Language Model Alignment from Online AI Feedback", arXiv:2402.04792).
-    b is `online_dpo_beta`, n the answers of the group: with loss_agg_mode=seq-mean-token-sum a policy loss has the
+    b is `online_dpo_beta`, n the responses of the group: with loss_agg_mode=seq-mean-token-sum a policy loss has the
     gradient of the mean over prompts. It is exact in a step's first update; later ones have the m of its beginning. A
-    group whose answers score alike, or have no token, teaches nothing.
+    group whose responses score alike, or have no token, teaches nothing.
     """
     import torch
 

@@ -1,6 +1,6 @@
 """Arguments and results of policy losses, and the clipped ones of PPO and GSPO; others have files of their own.
 
-Legend: N sampled tokens of b answers, laid end to end. sg[x]: x without its gradient.
+Legend: N sampled tokens of b responses, packed end to end. sg[x]: x without its gradient.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def limited_exp(exponent: Tensor) -> Tensor:
 class PolicyTokens:
     """The tokens of a micro-batch: log-probs now and when they were sampled, and advantages, float32 [N].
 
-    lengths: int64 [b], tokens of each answer; may hold zeros. kept: 1 where a token counts in the loss, else 0; None:
+    lengths: int64 [b], tokens of each response; may hold zeros. kept: 1 where a token counts in the loss, else 0; None:
     all do. rollout_weights: what the loss is multiplied with where the rollout's samples are weighed; None: nothing.
     """
 
@@ -92,7 +92,8 @@ PolicyLoss = Callable[[PolicyTokens, ActorConfig], PolicyTerms]
 
 
 def load_policy_loss(config: ActorConfig, correction: RolloutCorrectionConfig | None = None) -> PolicyLoss:
-    """The configured policy loss, built in or from the user's file. Raises ConfigError when the file lacks it."""
+    """The configured policy loss, built in or from the user's file. Raises ConfigError when the file does not have
+    it."""
     if correction is not None and correction.bypass_mode and correction.loss_type == "reinforce":
         return POLICY_LOSSES["gpg"].function
     name, path = config.policy_loss.loss_mode, config.policy_loss.custom.path
@@ -150,10 +151,10 @@ def vanilla_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
 
 @policy_loss("gspo", "gspo_token", keys=("clip_ratio_low", "clip_ratio_high"))
 def gspo_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
-    """-min(s A, clip(s, 1 - low, 1 + high) A), s the geometric mean of the r of the answer's tokens that count.
+    """-min(s A, clip(s, 1 - low, 1 + high) A), s the geometric mean of the r of the response's tokens that count.
 
     GSPO: Zheng et al., arXiv:2507.18071, eq. 5 and 7, in the token form of eq. 14, GSPO-token: s_t = sg[s] p / sg[p]
-    and the token's own A. Where all tokens of an answer share an advantage, the two have one value and gradient.
+    and the token's own A. Where all tokens of a response share an advantage, the two have one value and gradient.
     """
     log_probs = tokens.log_probs
     whole = spread(

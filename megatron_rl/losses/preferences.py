@@ -1,11 +1,11 @@
-"""Losses that learn from preferences without a reward model, of pairs of answers; KTO of labelled answers.
+"""Losses that learn from preferences without a reward model, of pairs of responses; KTO of labelled responses.
 
-Legend: n pairs, or n answers for KTO; u = p / p_reference of an answer, log u its log-ratio. Log-probs are those of
-whole answers [n], sums over their tokens or means, as the declaration says; IPO is often given means instead, which
+Legend: n pairs, or n responses for KTO; u = p / p_reference of a response, log u its log-ratio. Log-probs are those of
+whole responses [n], sums over their tokens or means, as the declaration says; IPO is often given means instead, which
 makes its target one of tokens. The rewards in the metrics are those that the loss implies. Gradients flow through the
 policy's log-probs only.
 
-Losses that declare `f_divergence_type` compare the two answers by f'(u), of which only the difference matters: the
+Losses that declare `f_divergence_type` compare the two responses by f'(u), of which only the difference matters: the
 reward that is best answered by a policy held to the reference by the f-divergence (Wang et al., arXiv:2309.16240).
 f' is shifted to be 0 at u = 1. reverse_kl: log u, which is DPO's own; forward_kl: 1 - 1 / u; js_divergence:
 log(2 u / (1 + u)); alpha_divergence: (1 - u^-a) / a, a = `f_alpha_divergence_coef`.
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 LEAST_SURPRISE = 1e-6
 """ORPO's odds p / (1 - p) take log p to be at most minus this, as they are infinite at p = 1."""
 LARGEST_EXPONENT = 40.0
-"""Powers of u take log u to be at least minus this, over the coefficient: their squares stay finite in float32. An
-answer beyond it has no gradient."""
+"""Powers of u take log u to be at least minus this, over the coefficient: their squares stay finite in float32. A
+response beyond it has no gradient."""
 F_KEYS = ("f_divergence_type", "f_alpha_divergence_coef")
 
 
@@ -83,7 +83,7 @@ def ipo_loss(pairs: Pairs, config: DPOConfig) -> ItemTerms:
 def apo_zero_loss(pairs: Pairs, config: DPOConfig) -> ItemTerms:
     """(1 - sigmoid(r of chosen)) + sigmoid(r of rejected), r = beta * log-ratio: one up, the other down.
 
-    D'Oosterlinck et al., arXiv:2408.06266, plus 1: for chosen answers that are better than the policy's own.
+    D'Oosterlinck et al., arXiv:2408.06266, plus 1: for chosen responses that are better than the policy's own.
     Rewards: r.
     """
     better, worse = _scaled(config, *_log_ratios(pairs))
@@ -94,7 +94,7 @@ def apo_zero_loss(pairs: Pairs, config: DPOConfig) -> ItemTerms:
 def apo_down_loss(pairs: Pairs, config: DPOConfig) -> ItemTerms:
     """sigmoid(r of chosen) + (1 - sigmoid(r of chosen - r of rejected)), r = beta * log-ratio: both down.
 
-    D'Oosterlinck et al., arXiv:2408.06266, plus 1: for chosen answers that are worse than the policy's own.
+    D'Oosterlinck et al., arXiv:2408.06266, plus 1: for chosen responses that are worse than the policy's own.
     Rewards: r.
     """
     better, worse = _scaled(config, *_log_ratios(pairs))
@@ -105,7 +105,7 @@ def apo_down_loss(pairs: Pairs, config: DPOConfig) -> ItemTerms:
 def sppo_hard_loss(pairs: Pairs, config: DPOConfig) -> ItemTerms:
     """(log-ratio of chosen - 1 / (2 beta))^2 + (log-ratio of rejected + 1 / (2 beta))^2.
 
-    Wu et al., arXiv:2405.00675, where chosen answers always win and others never; 1 / beta is eta. Rewards:
+    Wu et al., arXiv:2405.00675, where chosen responses always win and others never; 1 / beta is eta. Rewards:
     beta * log-ratio, aimed at 1/2 and -1/2.
     """
     better, worse = _log_ratios(pairs)
@@ -118,7 +118,7 @@ def sppo_hard_loss(pairs: Pairs, config: DPOConfig) -> ItemTerms:
 def nca_pair_loss(pairs: Pairs, config: DPOConfig) -> ItemTerms:
     """-log sigmoid(r of chosen) - (log sigmoid(-r of chosen) + log sigmoid(-r of rejected)) / 2, r = beta * log-ratio.
 
-    Chen et al., arXiv:2402.05369, of two answers, one with all the reward. Rewards: r.
+    Chen et al., arXiv:2402.05369, of two responses, one with all the reward. Rewards: r.
     """
     better, worse = _scaled(config, *_log_ratios(pairs))
     loss = -log_sigmoid(better) - 0.5 * (log_sigmoid(-better) + log_sigmoid(-worse))
@@ -127,7 +127,7 @@ def nca_pair_loss(pairs: Pairs, config: DPOConfig) -> ItemTerms:
 
 @preference_loss("sft", means=True)
 def chosen_likelihood_loss(pairs: Pairs, config: DPOConfig) -> ItemTerms:
-    """-(mean log-prob of chosen), which keeps the chosen answers likely beside another loss.
+    """-(mean log-prob of chosen), which keeps the chosen responses likely next to another loss.
 
     Pang et al., arXiv:2404.19733, the NLL term. Metrics: nll, the loss itself.
     """
@@ -159,10 +159,11 @@ def orpo_loss(pairs: Pairs, config: DPOConfig) -> ItemTerms:
 
 @preference_loss("kto", reads=("given", "labels"), alone=True, keys=("beta", "desirable_weight", "undesirable_weight"))
 def kto_loss(answers: Answers, config: DPOConfig) -> ItemTerms:
-    """w (1 - sigmoid(beta * (log-ratio - z))) of desirable answers, w (1 - sigmoid(beta * (z - log-ratio))) of others.
+    """w (1 - sigmoid(beta * (log-ratio - z))) of desirable responses, w (1 - sigmoid(beta * (z - log-ratio))) of
+    others.
 
-    Ethayarajh et al., arXiv:2402.01306, eq. 8; z is the baseline (`kto_baseline`). Items are answers. Rewards: beta *
-    log-ratio; chosen are the desirable answers. There is no accuracy, as there are no pairs; kl is the baseline.
+    Ethayarajh et al., arXiv:2402.01306, eq. 8; z is the baseline (`kto_baseline`). Items are responses. Rewards: beta *
+    log-ratio; chosen are the desirable responses. There is no accuracy, as there are no pairs; kl is the baseline.
     """
     is_good, baseline = answers.labels.bool(), answers.baseline.detach()
     reward = config.beta * (answers.numbers - answers.given.detach())
@@ -181,19 +182,19 @@ def kto_loss(answers: Answers, config: DPOConfig) -> ItemTerms:
 def kto_baseline(total_log_ratio: Tensor, count: int) -> Tensor:
     """KTO's estimate of the KL between policy and reference, max(0, mean log-ratio), without its gradient; a scalar.
 
-    total_log_ratio, count: over the whole mini-batch, all ranks and micro-batches, the sum of the log-ratios of answers
-    to prompts that are not theirs, and how many.
+    total_log_ratio, count: over the whole mini-batch, all ranks and micro-batches, the sum of the log-ratios of
+    responses to prompts that are not theirs, and how many.
     """
     return (total_log_ratio.detach() / max(count, 1)).clamp(min=0)
 
 
 def _log_ratios(pairs: Pairs) -> tuple[Tensor, Tensor]:
-    """log u of chosen and rejected answers."""
+    """log u of chosen and rejected responses."""
     return pairs.chosen - pairs.ref_chosen.detach(), pairs.rejected - pairs.ref_rejected.detach()
 
 
 def _compared(pairs: Pairs, config: DPOConfig) -> tuple[Tensor, Tensor]:
-    """f'(u) of chosen and rejected answers, for losses of their difference."""
+    """f'(u) of chosen and rejected responses, for losses of their difference."""
     better, worse = _log_ratios(pairs)
     return _f_prime(better, config), _f_prime(worse, config)
 

@@ -1,7 +1,7 @@
-"""Losses of reward models: of several ranked answers, of which a pair is two, and of answers with a score.
+"""Losses of reward models: of several ranked responses, of which a pair is two, and of responses with a score.
 
-Legend: n rankings with N answers in all, laid end to end, the best of each ranking first; `sizes` int64 [n] answers of
-each. A ranking of fewer than 2 answers has nothing to compare: its loss is 0.
+Legend: n rankings with N responses in all, packed end to end, the best of each ranking first; `sizes` int64 [n]
+responses of each. A ranking of fewer than 2 responses has nothing to compare: its loss is 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def pairs_of(sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(better, worse, ranking), each int64 [P]: all pairs of answers of the same ranking, by their numbers in [0, N),
+    """(better, worse, ranking), each int64 [P]: all pairs of responses of the same ranking, by their numbers in [0, N),
     and the ranking they are of, in order.
     """
     import torch
@@ -41,10 +41,10 @@ def mean_of_pairs(losses: Tensor, ranking: Tensor, sizes: Tensor) -> Tensor:
 def all_pairs_loss(answers: Answers, config: RewardTrainingConfig) -> ItemTerms:
     """The mean of -log sigmoid(r_better - r_worse - m) over the K (K - 1) / 2 pairs of each ranking.
 
-    Bradley-Terry, of rankings as in Ouyang et al. (InstructGPT), arXiv:2203.02155, eq. 1; of two answers Stiennon et
+    Bradley-Terry, of rankings as in Ouyang et al. (InstructGPT), arXiv:2203.02155, eq. 1; of two responses Stiennon et
     al., arXiv:2009.01325; the margin m is that of Touvron et al. (Llama 2), arXiv:2307.09288, eq. 2, with
-    `use_margins`: how much better an answer is than the next one of its ranking, 0 at the last, so that margins along a
-    ranking add up. Items are rankings.
+    `use_margins`: how much better a response is than the next one of its ranking, 0 at the last, so that margins along
+    a ranking add up. Items are rankings.
     """
     scores, margins = answers.numbers, answers.given
     better, worse, ranking = pairs_of(answers.sizes)
@@ -60,8 +60,8 @@ def all_pairs_loss(answers: Answers, config: RewardTrainingConfig) -> ItemTerms:
 def plackett_luce_loss(answers: Answers, config: RewardTrainingConfig) -> ItemTerms:
     """-sum over places k of log(exp(r_k) / sum of exp(r_j) over j >= k), the log-likelihood of the whole order.
 
-    Plackett 1975; Luce 1959; Rafailov et al., arXiv:2305.18290, appendix A.3. With 2 answers it is `all_pairs` without
-    margins. Items are rankings.
+    Plackett 1975; Luce 1959; Rafailov et al., arXiv:2305.18290, appendix A.3. With 2 responses it is `all_pairs`
+    without margins. Items are rankings.
     """
     import torch
 
@@ -74,7 +74,7 @@ def plackett_luce_loss(answers: Answers, config: RewardTrainingConfig) -> ItemTe
 
 @reward_model_loss("regression", reads=("given",), alone=True)
 def regression_loss(answers: Answers, config: RewardTrainingConfig) -> ItemTerms:
-    """(r - y)^2, y the score that the file gives to an answer. Items are answers."""
+    """(r - y)^2, y the score that the file gives to a response. Items are responses."""
     scores, targets = answers.numbers, answers.given
     error = scores - targets
     metrics = {"error": mean_metric(error.abs()), "score": mean_metric(scores), "target": mean_metric(targets)}

@@ -1,7 +1,7 @@
-"""Policy losses that bound or weigh the ratio r = p / p_old otherwise than PPO's clip does, or do without it.
+"""Policy losses that bound or weigh the ratio r = p / p_old differently from PPO's clip does, or do without it.
 
-Legend: N sampled tokens of b answers, laid end to end; A: advantage; sg[x]: x without its gradient. Every function is
-a `policy.PolicyLoss`.
+Legend: N sampled tokens of b responses, packed end to end; A: advantage; sg[x]: x without its gradient. Every function
+is a `policy.PolicyLoss`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def cispo_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
 
 @policy_loss("sapo", aggregation="seq-mean-token-mean", keys=("tau_pos", "tau_neg"))
 def sapo_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
-    """-A (4 / tau) sigmoid(tau (r - 1)), tau `tau_pos` where A > 0, else `tau_neg`, averaged over answers.
+    """-A (4 / tau) sigmoid(tau (r - 1)), tau `tau_pos` where A > 0, else `tau_neg`, averaged over responses.
 
     A smooth gate of slope 1 at r = 1 takes the place of a clip. SAPO: Gao et al., arXiv:2511.20347.
     """
@@ -112,10 +112,10 @@ def dro_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
     keys=CLIPS,
 )
 def geo_mean_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
-    """-mean(A) exp(mean of log r, each limited to [-low, high] as PPO's clip does), averaged over answers.
+    """-mean(A) exp(mean of log r, each limited to [-low, high] as PPO's clip does), averaged over responses.
 
-    Both means are over an answer's tokens, which all have this term. A log r is limited where that makes A log r
-    smaller. Rollout weights enter as their geometric mean over the answer. GMPO: Zhao et al., arXiv:2507.20673.
+    Both means are over a response's tokens, which all have this term. A log r is limited where that makes A log r
+    smaller. Rollout weights enter as their geometric mean over the response. GMPO: Zhao et al., arXiv:2507.20673.
     """
     sign, log_ratio, counts, lengths = tokens.advantages.sign(), tokens.log_ratio, tokens.counts, tokens.lengths
     limited = log_ratio.clamp(-config.clip_ratio_low, config.clip_ratio_high)

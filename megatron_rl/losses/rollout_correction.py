@@ -1,12 +1,12 @@
 """Correction for samples of the rollout engine, whose probabilities are not quite the trainer's.
 
 With rho_t = p_trainer / p_rollout of a sampled token, weights of the loss bring its expectation back to the trainer's
-policy, and tokens or answers that are too unlikely under one of the two are left out. Yao et al., "Your Efficient RL
+policy, and tokens or responses that are too unlikely under one of the two are left out. Yao et al., "Your Efficient RL
 Framework Secretly Brings You Off-Policy RL Training" (2025) for token-level truncation; Liu et al., "When Speed Kills
-Stability" (2025) for whole answers and masks; IcePop's weights: Ling Team, "Every Step Evolves", arXiv:2510.18855.
+Stability" (2025) for whole responses and masks; IcePop's weights: Ling Team, "Every Step Evolves", arXiv:2510.18855.
 Names of the keys are verl's.
 
-Legend: B answers, T sampled tokens of all answers, laid end to end; `lengths` int64 [B].
+Legend: B responses, T sampled tokens of all responses, packed end to end; `lengths` int64 [B].
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def importance_weights(
 ) -> tuple[Tensor, Tensor]:
     """(weight of each token, rho before any bound), both [T], from log rho [T].
 
-    level: "token", the token's own rho; "sequence", the product over the answer, for all of its tokens. The exponent is
-    limited to +-LOG_RATIO_LIMIT. The weight is min(rho, high); or, with `low`, rho where low <= rho <= high, and 0
+    level: "token", the token's own rho; "sequence", the product over the response, for all of its tokens. The exponent
+    is limited to +-LOG_RATIO_LIMIT. The weight is min(rho, high); or, with `low`, rho where low <= rho <= high, and 0
     elsewhere (IcePop). Raises ValueError for another level.
     """
     if level not in ("token", "sequence"):
@@ -53,10 +53,10 @@ def importance_weights(
 
 
 def measure(trainer_log_probs: Tensor, rollout_log_probs: Tensor, lengths: Tensor, name: str) -> Tensor:
-    """The number that the criterion `name` bounds, for each token [T]; numbers of answers are on all of their tokens.
+    """The number that the criterion `name` bounds, for each token [T]; numbers of responses are on all of their tokens.
 
     With l = log rho, limited to +-LOG_RATIO_LIMIT: k1 -l, k2 l^2 / 2, k3 e^l - 1 - l (Schulman, "Approximating KL
-    divergence"), of the token, or their sum, mean or maximum over the answer; binary_kl the larger of both KLs of the
+    divergence"), of the token, or their sum, mean or maximum over the response; binary_kl the larger of both KLs of the
     token against all others. Log-probs [T].
     """
     if name == "binary_kl":
@@ -84,7 +84,7 @@ def accepted(measured: Tensor, low: float | None, high: float) -> Tensor:
 
 
 def not_vetoed(log_ratio: Tensor, lengths: Tensor, threshold: float) -> Tensor:
-    """0.0 on all tokens [T] of an answer that has one with rho < `threshold`, from log rho [T]; else 1.0."""
+    """0.0 on all tokens [T] of a response that has one with rho < `threshold`, from log rho [T]; else 1.0."""
     catastrophic = (log_ratio.exp() < threshold).float()
     return spread((sum_rows(catastrophic, lengths) == 0).float(), lengths, len(log_ratio))
 
@@ -159,7 +159,7 @@ def current_correction(
 
 
 def _mean_weight(weights: Tensor, lengths: Tensor, level: str) -> float:
-    """The mean over tokens, or over answers with a token where weights are those of answers; 1 where it is 0."""
+    """The mean over tokens, or over responses with a token where weights are those of responses; 1 where it is 0."""
     mean = weights.mean() if level == "token" else mean_rows(weights, lengths)[lengths > 0].mean()
     return float(mean) if mean > 1e-8 else 1.0
 

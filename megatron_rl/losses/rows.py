@@ -1,4 +1,4 @@
-"""Sums over the rows of tokens laid end to end. Legend: B rows, T tokens of all rows, `lengths` int64 [B]."""
+"""Sums over the rows of tokens packed end to end. Legend: B rows, T tokens of all rows, `lengths` int64 [B]."""
 
 from __future__ import annotations
 

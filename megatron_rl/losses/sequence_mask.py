@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def sequence_mask(tokens: PolicyTokens, threshold: float) -> Tensor:
-    """[N]: 0 where A < 0 and the answer's mean of log(p_old / p) is above `threshold`, else 1; without a gradient.
+    """[N]: 0 where A < 0 and the response's mean of log(p_old / p) is above `threshold`, else 1; without a gradient.
 
-    An answer that the policy has left already is not pushed away further. The mean is over tokens that count.
+    A response that the policy has left already is not pushed away further. The mean is over tokens that count.
     DeepSeek-AI, arXiv:2512.02556, eq. 9. Their p_old is the rollout's: here it is with `bypass_mode`, else the
     trainer's, and `rollout_rs` looks at the difference between the two. What is masked stays in the denominators.
     """

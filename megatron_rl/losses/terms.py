@@ -1,6 +1,7 @@
-"""Arguments and results of the losses of `reward` and `dpo`, and how tokens become one number per answer.
+"""Arguments and results of the losses of `reward` and `dpo`, and how tokens become one number per response.
 
-Legend: T tokens of B answers laid end to end, `lengths` int64 [B]; n items (pairs, rankings or answers) of a loss.
+Legend: T tokens of B responses packed end to end, `lengths` int64 [B]; n items (pairs, rankings or responses) of a
+loss.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answers:
-    """n prompts with N answers in all, laid end to end, the best of each prompt first.
+    """n prompts with N responses in all, packed end to end, the best of each prompt first.
 
-    numbers [N]: with their gradient; scores of a reward model, or log-probs of answers under the policy. given [N]: for
-    a reward model the margin to the next answer or the score to give; for the policy the reference's log-probs.
-    labels [N]: 1 for a desirable answer (kto). sizes: int64 [n], answers of each prompt. baseline: a scalar of kto.
+    numbers [N]: with their gradient; scores of a reward model, or log-probs of responses under the policy. given [N]:
+    for a reward model the margin to the next response or the score to give; for the policy the reference's log-probs.
+    labels [N]: 1 for a desirable response (kto). sizes: int64 [n], responses of each prompt. baseline: a scalar of kto.
     lengths: int64 [N], the tokens whose log-probs `numbers` adds up.
     """
 
@@ -33,7 +34,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Log-probs of a better and a worse answer under policy and reference, each [n]; gradients flow through the
+    """Log-probs of a better and a worse response under policy and reference, each [n]; gradients flow through the
     policy's."""
 
     chosen: Tensor
@@ -72,7 +73,7 @@ def mean_metric(values: Tensor, kept: Tensor | None = None) -> Tensor:
 
 
 def pair_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
-    """Metrics of the rewards [n] of both answers: accuracy (chosen is strictly larger), margin, chosen, rejected."""
+    """Metrics of the rewards [n] of both responses: accuracy (chosen is strictly larger), margin, chosen, rejected."""
     return {
         "accuracy": mean_metric((chosen > rejected).to(chosen.dtype)),
         "margin": mean_metric(chosen - rejected),

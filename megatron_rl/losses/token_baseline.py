@@ -1,11 +1,12 @@
-"""The baseline of least variance for every place in an answer (Li et al., "The Optimal Token Baseline",
+"""The baseline of least variance for every place in a response (Li et al., "The Optimal Token Baseline",
 arXiv:2602.07078).
 
 The variance of a policy gradient is least when rewards to go are measured against their mean weighed by the squared
 norm of the gradient so far. That norm is not known without a backward pass; with respect to the logits it is, from the
 probabilities alone: |d log pi / d z|^2 = 1 - 2 pi + sum over the vocabulary of pi^2.
 
-Legend: B answers, R places, right-padded; T tokens of all answers, laid end to end; pi: probability of a sampled token.
+Legend: B responses, R places, right-padded; T tokens of all responses, packed end to end; pi: probability of a sampled
+token.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SMALLEST_ENERGY = 2.0**-20
     reads=("groups", "old_log_probs", "sum_pi_squared"),
 )
 def estimate_optimal_token_baseline(samples: Samples, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """Rewards to go - their mean at the same place of the group's answers, weighed by W.
+    """Rewards to go - their mean at the same place of the group's responses, weighed by W.
 
     W: the sum of `path_energy` up to that place; see `optimal_baselines`. Li et al., arXiv:2602.07078.
     """
@@ -53,11 +54,11 @@ def path_energy(log_probs: Tensor, sum_pi_squared: Tensor, weights: Tensor | Non
 
 
 def optimal_baselines(returns: Tensor, energy: Tensor, mask: Tensor, groups: Tensor) -> Tensor:
-    """b_t = sum_i G_it W_it / (sum_i W_it + eps) over the answers i of a group, W_it = w_i1 + ... + w_it; [B, R].
+    """b_t = sum_i G_it W_it / (sum_i W_it + eps) over the responses i of a group, W_it = w_i1 + ... + w_it; [B, R].
 
-    returns G, energy w [B, R], 0 where `mask` [B, R] is false; groups int64 [B]. Where one answer goes on alone, beyond
-    all others of its group, there is nothing to compare with, and the baseline is 0, as in verl. Where the rewards to
-    go of all answers that are still there are equal, the baseline is that number to the last bit.
+    returns G, energy w [B, R], 0 where `mask` [B, R] is false; groups int64 [B]. Where one response continues alone,
+    beyond all others of its group, there is nothing to compare with, and the baseline is 0, as in verl. Where the
+    rewards to go of all responses that are still there are equal, the baseline is that number to the last bit.
     """
     cumulated = energy.cumsum(1).where(mask, 0.0)
     _, index = groups.unique(return_inverse=True)

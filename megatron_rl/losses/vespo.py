@@ -1,4 +1,4 @@
-"""VESPO: the ratio of a whole answer, without a mean over its tokens, under a smooth weight in place of a clip."""
+"""VESPO: the ratio of a whole response, without a mean over its tokens, under a smooth weight in place of a clip."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ KEYS = tuple(f"policy_loss.vespo_{name}" for name in ("k_pos", "lambda_pos", "k_
 
 @policy_loss("vespo", keys=KEYS)
 def vespo_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
-    """-sg[phi(w)] A log p, phi(w) = w^k e^(lambda (1 - w)), w the product of the r of the answer's tokens that count.
+    """-sg[phi(w)] A log p, phi(w) = w^k e^(lambda (1 - w)), w the product of the r of the response's tokens that count.
 
     k and lambda are `vespo_k_pos` and `vespo_lambda_pos` where A >= 0, else `vespo_k_neg` and `vespo_lambda_neg`. phi
-    is 1 at w = 1, largest at w = k / lambda, and near 0 for an answer that became much more or much less likely.
+    is 1 at w = 1, largest at w = k / lambda, and near 0 for a response that became much more or much less likely.
     Shen et al., arXiv:2602.10693. With `bypass_mode` w is the ratio to the rollout, as in the paper.
     """
     loss = config.policy_loss

@@ -50,7 +50,7 @@ class BoundedGate(torch.autograd.Function):
 class BiasedExperts(MegatronModule):
     """The experts of this rank, stacked as vLLM stacks them.
 
-    w13 [E, 2F, H] and w13_bias [E, 2F] have rows of gate and value in turns; w2 [E, H, F]. Expert TP ranks return
+    w13 [E, 2F, H] and w13_bias [E, 2F] have rows of gate and value interleaved; w2 [E, H, F]. Expert TP ranks return
     partial sums, so the first alone adds w2_bias [E, H]; the others hold zeros, which stay.
     """
 

@@ -19,7 +19,7 @@ from torch import Tensor
 Numbers = NDArray[np.int64]
 
 CALL_PAIRS = 15000
-"""What a block costs beside its products, in products of a query with a key; measured by scripts/bench/trees.py."""
+"""What a block costs next to its products, in products of a query with a key; measured by scripts/bench/trees.py."""
 MERGE_PAIRS = 40
 """What it costs to merge the output of a query, in products."""
 SLOT_PAIRS = 80

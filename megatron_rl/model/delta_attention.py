@@ -5,7 +5,7 @@ values of this TP rank, K and V sizes of their heads, M = 2 H K + N V channels o
 
 A TP rank has some heads of keys and the heads of values that belong to them, so nothing is exchanged between them. Rows
 are computed one by one from a state of zeros: packed segments go through slots (`segments.py`), which begin with a
-prefix, so state crosses no segment, and a prompt of several answers may be stored once. On CUDA it is the same code:
+prefix, so state crosses no segment, and a prompt of several responses may be stored once. On CUDA it is the same code:
 the kernels that come with vLLM have no backward.
 """
 

@@ -23,7 +23,7 @@ class EagerAttention(torch.autograd.Function):
     """query [B, S, N, D], key and value [B, S, K, D] -> [B, S, N, D].
 
     soft_cap: c; products x become c tanh(x / c); None: no bound. window: number of positions that a token sees,
-    including its own; None: all before it. sinks [N]: a logit of each head that joins its softmax beside those of the
+    including its own; None: all before it. sinks [N]: a logit of each head that joins its softmax next to those of the
     keys, with a value of 0 (Agarwal et al., arXiv:2508.10925); None: there are none.
     """
 

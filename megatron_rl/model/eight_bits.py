@@ -1,4 +1,4 @@
-"""FP8 on a CPU: what goes into a linear layer's products is rounded as 8 bits round it, and multiplied as before.
+"""FP8 on a CPU: what goes into a linear layer's products is rounded as FP8 rounds it, and multiplied as before.
 
 Scales follow transformer-engine's recipes: blockwise, powers of two for 128 elements of a token and for 128 x 128 of a
 weight (DeepSeek-V3, arXiv:2412.19437, section 3.3); tensorwise, one scale of the present maximum. What it rounds again
@@ -84,7 +84,8 @@ class EightBitProduct:
         linear.is_first_microbatch = True
 
     def __call__(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:  # noqa: A002  Megatron's own name
-        """input [..., in] times weight [out, in]. Raises ValueError for a number of tokens that 8 bits do not take."""
+        """input [..., in] times weight [out, in]. Raises ValueError for a number of tokens that FP8 products do not
+        take."""
         tokens, multiple = math.prod(input.shape[:-1]), FP8_RECIPES[self.recipe]
         if tokens % multiple:
             raise ValueError(f"{self.recipe} products take a multiple of {multiple} tokens, and a pass has {tokens}")

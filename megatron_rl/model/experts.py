@@ -59,7 +59,7 @@ def has_experts(config: TransformerConfig, layer: int) -> bool:
 
 
 class SharedExpertsLayer(SharedExpertMLP):
-    """Megatron's MLP that every token passes beside the experts, with `SiluGate`, which keeps less for backward.
+    """Megatron's MLP that every token passes next to the experts, with `SiluGate`, which keeps less for backward.
 
     Under sequence parallelism input, output and the gate that scales the output are this rank's part of the sequence.
     """

@@ -1,4 +1,4 @@
-"""The multi-token prediction (MTP) layer in training: on the last stage, beside the last chunk's own layers.
+"""The multi-token prediction (MTP) layer in training: on the last stage, next to the last chunk's own layers.
 
 Legend: S columns of a block, B its rows, H hidden size, v rows of the vocabulary on this rank.
 

@@ -149,7 +149,7 @@ class ChunkRouters:
                 tap.plan = None
 
     def take_choices(self) -> Tensor:
-        """Take the choices of the last pass: [T, layers, K] on the CPU. Raises RuntimeError if any lacks."""
+        """Take the choices of the last pass: [T, layers, K] on the CPU. Raises RuntimeError if any is missing."""
         choices = [tap.own for tap in self.taps if tap.own is not None]
         for tap in self.taps:
             tap.own = None

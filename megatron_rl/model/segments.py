@@ -4,7 +4,7 @@ Legend: T tokens of the row, n segments, W slots: the tokens of all segments, ea
 Without a kernel for segments of any length, segments of similar length form a bucket and are computed together. They
 are padded on the right, where the causal mask hides the filler from every real position.
 
-A segment may have a prefix: tokens elsewhere in the row that come before it. A prompt of several answers is so stored
+A segment may have a prefix: tokens elsewhere in the row that come before it. A prompt of several responses is so stored
 once. A segment's slots begin with its prefix, so a token may be in the slots of several segments. Its output is read
 from the slots of the segment that stores it.
 """

@@ -19,7 +19,7 @@ from megatron_rl.config.megatron import LOCAL, TRANSFORMER_ENGINE, OverrideTrans
 from megatron_rl.errors import ConfigError
 
 PACKAGE = "transformer-engine"
-INSTALL = "requirements/gpu_te.txt says how to install 2.11.0"
+INSTALL = "to install 2.11.0 see requirements/gpu_te.txt"
 
 OUR_NAMES = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -78,7 +78,7 @@ def refuse_unusable(options: OverrideTransformerConfig) -> None:
 
 
 def refuse_without_eight_bits(options: OverrideTransformerConfig) -> None:
-    """Raise ConfigError if transformer-engine knows no products in 8 bits of this recipe on this process's GPU."""
+    """Raise ConfigError if transformer-engine knows no products in FP8 of this recipe on this process's GPU."""
     from megatron.core.extensions.transformer_engine import FP8GlobalStateManager
 
     by_recipe = {
@@ -105,7 +105,9 @@ def te_problem() -> str:
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     if not HAVE_TE:
-        return f"{PACKAGE} {version} cannot be imported: python -c 'import transformer_engine.pytorch' says why"
+        return (
+            f"{PACKAGE} {version} cannot be imported: python -c 'import transformer_engine.pytorch' prints the reason"
+        )
     return ""
 
 
@@ -128,5 +130,5 @@ def apex_problem() -> str:
         return ""
     return (
         f"apex {metadata.version('apex')} of the package index is a toolkit for web sites and not NVIDIA's: "
-        "pip uninstall apex; requirements/gpu_apex.txt says how to install NVIDIA's"
+        "pip uninstall apex; to install NVIDIA's see requirements/gpu_apex.txt"
     )

@@ -31,7 +31,7 @@ class ValueHead(torch.nn.Module):
         The other arguments are Megatron's and unused. All TP ranks must call.
         """
         if self.sequence_parallel:
-            # Every TP rank goes on to compute the whole loss, so its gradient is whole too and must not be summed.
+            # Every TP rank continues to compute the whole loss, so its gradient is whole too and must not be summed.
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.tp_group
             )

@@ -1,4 +1,4 @@
-"""Is this machine ready for a run: a line for each thing a run needs, and what to do where it is not there.
+"""Is this machine ready for a run: a line for each thing a run needs, and what to do where it does not exist.
 
 Facts are gathered first and judged by a pure function. Neither imports torch, and neither touches a GPU.
 """
@@ -293,7 +293,7 @@ def _room(facts: MachineFacts) -> Iterator[Symptom]:
 
 def _places(facts: MachineFacts) -> Iterator[Symptom]:
     for folder in facts.unwritable:
-        what = "is not there, or cannot be written"
+        what = "does not exist, or cannot be written"
         yield Symptom(folder, what, Condition.BROKEN, "set TMPDIR, HOME or the working folder to one that can")
     too_long = len(facts.temporary.encode()) - LONGEST_BASE
     if too_long > 0:

@@ -84,7 +84,7 @@ def parity_metrics(rollout_log_probs: torch.Tensor, trainer_log_probs: torch.Ten
 
 
 def truncation_metrics(rollout: torch.Tensor, trainer: torch.Tensor, top_p: float, top_k: int) -> dict[str, float]:
-    """How far log-probs of a truncated engine lie outside of what truncation explains, both float [T]; {} where T = 0.
+    """How far log-probs of a truncated engine are outside of what truncation explains, both float [T]; {} where T = 0.
 
     The truncated distribution is the whole one over the mass M that it keeps, so log p_rollout - log p_trainer is
     -log M: at least 0, and at most -log top_p, as top_p alone (top_k = -1) keeps at least this mass.

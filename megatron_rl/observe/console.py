@@ -21,8 +21,8 @@ def drop_unread_output() -> None:
     """Make writes to stdout and stderr of this process never raise; call it before anything is printed.
 
     Output is dropped that cannot be written: to a closed pipe (`| head -1`), a closed terminal, a full disk behind
-    `> file` or a descriptor that was never open (`>&-`). Characters that the encoding lacks are written as escapes. A
-    stream that replaced the interpreter's own is left alone.
+    `> file` or a descriptor that was never open (`>&-`). Characters that the encoding does not have are written as
+    escapes. A stream that replaced the interpreter's own is left alone.
     """
     _fill_closed()
     for name, descriptor in (("stdout", 1), ("stderr", 2)):

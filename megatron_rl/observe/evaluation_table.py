@@ -1,6 +1,6 @@
-"""Numbers of an evaluation, per data source, from recorded answers, with 95% intervals. Pure.
+"""Numbers of an evaluation, per data source, from recorded responses, with 95% intervals. Pure.
 
-An answer counts as right with an accuracy of 0.5 or more.
+A response counts as right with an accuracy of 0.5 or more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ALL_SOURCES = "all"
 """The name of all sources together; with a source of this name it has asterisks around it."""
 
 Row = Mapping[str, Any]
-"""One recorded answer: index, sample, data_source, score, and where a rule gave them acc and pred."""
+"""One recorded response: index, sample, data_source, score, and where a rule gave them acc and pred."""
 
 
 class Estimate(NamedTuple):
@@ -55,17 +55,17 @@ def mean_estimate(values: Sequence[float]) -> Estimate:
 
 
 def pass_at_k(num_answers: int, num_right: int, k: int) -> float:
-    """The chance that one of k answers, drawn without replacement from those of a prompt, is right.
+    """The chance that one of k responses, drawn without replacement from those of a prompt, is right.
 
     1 - C(n - c, k) / C(n, k): Chen et al., arXiv:2107.03374, section 2.1. Raises ValueError for more than n.
     """
     if k > num_answers:
-        raise ValueError(f"pass@{k} needs {k} answers, and the prompt has {num_answers}")
+        raise ValueError(f"pass@{k} needs {k} responses, and the prompt has {num_answers}")
     return 1 - math.comb(num_answers - num_right, k) / math.comb(num_answers, k)
 
 
 def counts_of(num_answers: int) -> list[int]:
-    """The k of pass@k and maj@k: 1, 2, 4, ... and the number of answers to a prompt."""
+    """The k of pass@k and maj@k: 1, 2, 4, ... and the number of responses to a prompt."""
     return [1, *subset_sizes(num_answers)]
 
 
@@ -73,8 +73,8 @@ def evaluation_table(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
     """Source, or `ALL_SOURCES` where there are several -> name -> number or Estimate.
 
     prompts, answers: counts. reward. With a rule: acc, the mean accuracy; pass@k; and where the rule also said how it
-    understood an answer, maj@k as `validation_metrics.majority_metrics` draws it. A prompt counts once, whatever number
-    of answers it has; k stops at the smallest of these numbers.
+    understood a response, maj@k as `validation_metrics.majority_metrics` draws it. A prompt counts once, whatever
+    number of responses it has; k stops at the smallest of these numbers.
     """
     groups: dict[str, dict[int, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
@@ -110,10 +110,10 @@ def _numbers(prompts: Sequence[Sequence[Row]]) -> dict[str, Any]:
 
 
 def table_lines(table: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
-    """Rows of the table as text: source with its prompts and answers, name, value, interval."""
+    """Rows of the table as text: source with its prompts and responses, name, value, interval."""
     rows = []
     for source, numbers in table.items():
-        title = f"{source}: {numbers['prompts']} prompts, {numbers['answers']} answers"
+        title = f"{source}: {numbers['prompts']} prompts, {numbers['answers']} responses"
         for name, value in numbers.items():
             if isinstance(value, Estimate):
                 interval = "unknown" if math.isnan(value.low) else f"{value.low:.4f} to {value.high:.4f}"

@@ -136,7 +136,7 @@ class MetricLogger(AbstractContextManager["MetricLogger"]):
             try:
                 self._jsonl.close()
             except OSError as error:
-                self._warn(f"{METRICS_FILE} lacks the lines from step {self._waiting_since} on: {error}")
+                self._warn(f"{METRICS_FILE} is missing the lines from step {self._waiting_since} on: {error}")
         if self._tensorboard is not None:
             self._tensorboard.close()
 
@@ -146,7 +146,9 @@ class MetricLogger(AbstractContextManager["MetricLogger"]):
         except OSError as error:
             if self._waiting_since is None:
                 self._waiting_since = step
-                self._warn(f"{METRICS_FILE} cannot be written: {error}; training goes on, and lines wait until it can")
+                self._warn(
+                    f"{METRICS_FILE} cannot be written: {error}; training continues, and lines wait until it can"
+                )
             return
         if self._waiting_since is not None:
             self._warn(f"{METRICS_FILE} is written again, with all lines from step {self._waiting_since} on")

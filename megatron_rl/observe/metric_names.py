@@ -46,7 +46,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("critic/vf_explained_var", SHARE, "1 - Var(returns - values) / Var(returns): 1 is a perfect critic."),
         Metric("actor/reward_kl_penalty", LOG, "KL to the reference that was taken from the rewards, per token."),
         Metric("actor/reward_kl_penalty_coeff", "factor", "Its coefficient, which an adaptive controller changes."),
-        Metric("reward/{name}/mean", SCORE, "Mean of each number that the reward function or a reward model returned."),
+        Metric("reward/{name}/mean", SCORE, "Mean of each value that the reward function or a reward model returned."),
         Metric("reward/{name}/{running_mean|running_std}", SCORE, "Statistics that normalise a reward model's scores."),
         Metric("reward/failed_ratio", SHARE, "Responses that the reward function could not score."),
         Metric("reward/{raised|timed_out|crashed|no_score}", COUNT, "Those responses, by what went wrong."),
@@ -104,7 +104,9 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout_corr/rollout_is_veto_fraction", SHARE, "Tokens of responses removed by the token veto."),
         Metric("rollout_corr/rollout_is_batch_norm_factor", "factor", "Mean that importance weights were divided by."),
         Metric("rollout_corr/rollout_is_{statistic}", "factor", "Importance weights, token or sequence level."),
-        Metric("rollout_corr/rollout_rs_{...}", SHARE, "Rejection sampling: masked shares, and what it measured."),
+        Metric(
+            "rollout_corr/rollout_rs_{...}", SHARE, "Rejection sampling: masked shares, and the measured divergences."
+        ),
     ),
     "Lengths and turns": (
         Metric(f"prompt_length/{STATISTICS}", TOKENS, "Tokens of the prompts."),
@@ -181,7 +183,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("{actor|critic}/accuracy", SHARE, "Pairs in the right order."),
         Metric("{actor|critic}/{chosen|rejected}", SCORE, "Implicit or explicit reward of each side."),
         Metric("{actor|critic}/margin", SCORE, "Their difference."),
-        Metric("actor/{loss}/{metric}", LOSS, "Several DPO losses at once: metrics of each, before its weight."),
+        Metric("actor/{loss}/{metric}", LOSS, "Several DPO losses together: metrics of each, before its weight."),
     ),
 }
 """Heading -> its metrics. The first row that matches a name describes it."""

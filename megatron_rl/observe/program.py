@@ -15,7 +15,7 @@ def program_name() -> str:
     """Return what a shell must be given to start this program again, quoted.
 
     `megatron-rl` where a shell finds this installation by that name, as after `source .venv/bin/activate`; else the
-    file that was started, or the one beside this Python, relative to the working folder where it lies below it.
+    file that was started, or the one next to this Python, relative to the working folder where it lies below it.
     """
     if sys.argv[0] == NAME:
         return NAME

@@ -40,7 +40,7 @@ class PrometheusExporter:
         try:
             self._server, self._thread = start_http_server(port, addr=LOOPBACK, registry=registry)
         except OSError as error:
-            rule = f"must be a port that is free on {LOOPBACK}, and the system says: {error.strerror}"
+            rule = f"must be a free port on {LOOPBACK}: {error.strerror}"
             raise ConfigError(f"trainer.prometheus.port={port} {rule}; try: trainer.prometheus.port=0") from error
         self._answer: Callable[[Any, Any], list[bytes]] = make_wsgi_app(registry)
         self._server.set_app(self._scraped)

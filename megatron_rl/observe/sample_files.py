@@ -24,7 +24,7 @@ SAMPLES_FOLDER = "samples"
 STEP = re.compile(r"[0-9]{1,15}")
 DETAILS, LENGTHS, GREEDY = "details", "/lengths", "greedy/"
 """The tensor of a file that holds JSON as bytes, the ending of the name of a ragged column's lengths, and the beginning
-of the names of columns of greedy answers.
+of the names of columns of greedy responses.
 """
 LARGEST_TOTAL = 10**300
 Column = np.ndarray[Any, Any]
@@ -102,7 +102,7 @@ def _check(recorded: RecordedStep) -> None:
     for name, sizes in recorded.lengths.items():
         is_count = sizes.ndim == 1 and sizes.dtype.kind in "iu" and bool((sizes >= 0).all())
         if name not in recorded.columns or not is_count or int(sizes.sum()) != len(recorded.columns[name]):
-            raise ValueError(f"{name!r:.40} does not have as many elements as its lengths say")
+            raise ValueError(f"{name!r:.40} does not have the number of elements that its lengths give")
     for name, values in (dict(recorded.columns) | dict(recorded.lengths)).items():
         if not name.startswith(GREEDY) and values.shape[:1] != (len(rows),):
             raise ValueError(f"{name!r:.40} does not have {len(rows)} rows")
@@ -130,7 +130,7 @@ def recorded_files(run: Path) -> dict[int, Path]:
 
 
 def drop_later(run: Path, last_step: int) -> None:
-    """Delete the samples of steps after `last_step`, which a run that goes on takes again. Raises OSError."""
+    """Delete the samples of steps after `last_step`, which a run that continues takes again. Raises OSError."""
     for step, file in recorded_files(run).items():
         if step > last_step:
             file.unlink()

@@ -1,4 +1,4 @@
-"""The services that receive a run's metrics beside its own files: trackers and the exporter for Prometheus."""
+"""The services that receive a run's metrics next to its own files: trackers and the exporter for Prometheus."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def is_installed(module: str) -> bool:
 
 
 class Services:
-    """The services that a run logs to. One that raises is dropped with a warning, and the run goes on."""
+    """The services that a run logs to. One that raises is dropped with a warning, and the run continues."""
 
     def __init__(self, services: Mapping[str, Tracker], exporter: PrometheusExporter | None = None) -> None:
         self._open = dict(services) | ({} if exporter is None else {"prometheus": exporter})
@@ -65,7 +65,7 @@ class Services:
         return self._each("log", metrics, step)
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> list[str]:
-        """Send answers of a validation. Returns a warning for each service that failed."""
+        """Send responses of a validation. Returns a warning for each service that failed."""
         return self._each("log_samples", rows, step)
 
     def close(self) -> list[str]:

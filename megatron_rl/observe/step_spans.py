@@ -42,7 +42,7 @@ class StepSpans:
         self._logged = {"step": step} | {name: metrics[name] for name in SHOWN if name in metrics}
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Answers are no spans: nothing is done."""
+        """Responses are no spans: nothing is done."""
 
     def close(self) -> None:
         """Send the last step, and wait for what is being sent, as long as the package's variables allow."""

@@ -54,7 +54,7 @@ def write_summary(path: Path, summary: dict[str, Any]) -> None:
 
 
 def write_sample_table(folder: Path, step: int, rows: Iterable[dict[str, Any]]) -> Path:
-    """Write one row per answer to `folder/STEP.jsonl`, as verl names it, in place of an earlier table of that step.
+    """Write one row per response to `folder/STEP.jsonl`, as verl names it, in place of an earlier table of that step.
 
     What JSON does not have is written as text; floats that are not finite become null. Returns the file.
     """

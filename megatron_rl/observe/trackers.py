@@ -20,14 +20,14 @@ class Tracker(Protocol):
         """Take the metrics of one step."""
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Take answers of a validation."""
+        """Take responses of a validation."""
 
     def close(self) -> None:
         """End the run, which sends what is left."""
 
 
 def as_table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """Return (names of all columns, cells of each row). A cell is None if its row lacks the column."""
+    """Return (names of all columns, cells of each row). A cell is None if its row does not have the column."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return columns, [[row.get(name) for name in columns] for row in rows]
 
@@ -44,7 +44,7 @@ class Wandb:
         self._run.log(dict(metrics), step=step)
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Send answers of a validation as a table; columns as in a table of samples."""
+        """Send responses of a validation as a table; columns as in a table of samples."""
         columns, cells = as_table(rows)
         table = self._wandb.Table(columns=columns, data=cells)
         self._run.log({"val/generations": table}, step=step)
@@ -68,7 +68,7 @@ class Mlflow:
         self._mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step)
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Send answers of a validation as a JSON file."""
+        """Send responses of a validation as a JSON file."""
         self._mlflow.log_dict({"rows": [dict(row) for row in rows]}, f"val_generations/{step}.json")
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class Trackio:
         self._run.log(dict(metrics), step=step)
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Send answers of a validation as text, one block for each: trackio's tables need pandas."""
+        """Send responses of a validation as text, one block for each: trackio's tables need pandas."""
         blocks = ["\n".join(f"- {name}: `{value}`" for name, value in row.items()) for row in rows]
         self._run.log({"val/generations": self._trackio.Markdown("\n\n---\n\n".join(blocks))}, step=step)
 
@@ -109,7 +109,7 @@ class Swanlab:
         self._run.log(dict(metrics), step=step)
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Send answers of a validation, one text for each."""
+        """Send responses of a validation, one text for each."""
         lines = [" | ".join(f"{name}: {value}" for name, value in row.items()) for row in rows]
         self._run.log({"val/generations": [self._swanlab.Text(line) for line in lines]}, step=step)
 
@@ -139,7 +139,7 @@ class Clearml:
             self._task.get_logger().report_scalar(title, series or title, value, iteration=step)
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Send answers of a validation as a table."""
+        """Send responses of a validation as a table."""
         columns, cells = as_table(rows)
         table = [columns, *([str(cell) for cell in line] for line in cells)]
         self._task.get_logger().report_table("val/generations", "answers", iteration=step, table_plot=table)

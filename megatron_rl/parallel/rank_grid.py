@@ -7,7 +7,7 @@ replicas like data-parallel ranks; the two differ only in which rows they get.
 Rollout of TP size t_g, in blocks of lcm(t, t_g) consecutive ranks, with k = lcm(t, t_g) / t_g:
     micro-DP groups   k consecutive ranks, which hold the same shard         TP4 -> TP2: [0,1], [2,3]
     rollout TP groups every k-th rank; where t_g divides t, each rank's      TP4 -> TP2: [0,2], [1,3]
-                      shard lies inside the rollout shard it serves
+                      shard is inside the rollout shard it serves
 Each rollout TP group is one replica: it generates for its own prompts.
 """
 

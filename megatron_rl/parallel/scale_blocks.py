@@ -1,7 +1,7 @@
 """Cut the scales of a matrix's square blocks as its elements are cut: pure interval arithmetic.
 
 A matrix [rows, columns] in blocks of `block` x `block` elements has one scale for each block: [rows / block,
-columns / block]. A layout fits if every cut and every border between stacked segments lies between two blocks. Then
+columns / block]. A layout fits if every cut and every border between stacked segments is between two blocks. Then
 the scales are one more logical tensor, whose shards are those of the matrix, divided by the block. Experts are a stack
 of matrices [experts, rows, columns], of which each has its own scales.
 """
@@ -35,7 +35,7 @@ def scales_of(tensor: LogicalTensor, block: int) -> LogicalTensor:
 
 
 def scales_shard(shard: Shard, block: int) -> Shard:
-    """The shard of the scales beside a shard of their matrix, in which blocks are whole."""
+    """The shard of the scales next to a shard of their matrix, in which blocks are whole."""
 
     def part(cut: Part) -> Part:
         starts, stops = zip(*cut.box, strict=True)

@@ -2,7 +2,7 @@
 
 A logical tensor is one or more segments stacked along the dim that tensor parallelism cuts: [q; k; v], [gate; up],
 the rows of a vocabulary. Each segment is cut on its own, so a shard is a stack of pieces, one from each segment, and
-never one interval of the whole. A `Part` says which box of which segment lies where in a shard; all reading, writing
+never one interval of the whole. A `Part` says which box of which segment is where in a shard; all reading, writing
 and moving of weights is derived from parts.
 """
 
@@ -89,7 +89,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """The box of segment number `segment` that lies at `at` (one index per dim) in a rank's shard."""
+    """The box of segment number `segment` that is at `at` (one index per dim) in a rank's shard."""
 
     segment: int
     box: Box

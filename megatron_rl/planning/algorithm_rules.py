@@ -42,7 +42,7 @@ def algorithm_problems(config: RunConfig) -> Iterable[Violation]:
 
 
 def _needed(config: RunConfig, nearest: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that the suggested estimator needs and the configuration lacks."""
+    """Settings that the suggested estimator needs and the configuration does not have."""
     traits = ESTIMATORS.traits(nearest.get("algorithm.adv_estimator", ""), EstimatorTraits())
     needed: dict[str, Any] = {SAMPLES: 2} if traits.second and config.actor_rollout_ref.rollout.n == 1 else {}
     if "components" in traits.reads:
@@ -92,7 +92,7 @@ def _loss_problems(config: RunConfig) -> Iterable[Violation]:
         rule = "must be set with loss_mode=dro: the weight of its penalty has no default"
         yield Violation({f"{key}.dro_beta": None}, rule, {f"{key}.dro_beta": 0.1})
     if loss.loss_mode == "geo_mean" and loss.top_entropy_quantile < 1:
-        rule = "must be 1.0 with loss_mode=geo_mean, whose term of any token trains all tokens of its answer"
+        rule = "must be 1.0 with loss_mode=geo_mean, where the loss term of a token trains all tokens of its response"
         share_key = f"{key}.top_entropy_quantile"
         yield Violation({share_key: loss.top_entropy_quantile}, rule, {share_key: 1.0})
     if loss.loss_mode == "clip_cov" and not loss.clip_cov_lb < loss.clip_cov_ub:

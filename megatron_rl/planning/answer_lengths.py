@@ -1,4 +1,4 @@
-"""How long answers are where only their mean and their bound are known."""
+"""How long responses are where only their mean and their bound are known."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Lengths:
         return 1 / self.rate - self.bound / math.expm1(steepness)
 
     def survival(self, length: float) -> float:
-        """Return the share of answers longer than `length`."""
+        """Return the share of responses longer than `length`."""
         if length >= self.bound:
             return 0.0
         if abs(self.rate * self.bound) < 1e-6:
@@ -43,7 +43,7 @@ class Lengths:
         return (math.exp(-self.rate * length) - 1 - whole) / -whole
 
     def quantile(self, share: float) -> float:
-        """Return the length that `share` of the answers do not exceed."""
+        """Return the length that `share` of the responses do not exceed."""
         if abs(self.rate * self.bound) < 1e-6:
             return share * self.bound
         return -math.log1p(share * math.expm1(-self.rate * self.bound)) / self.rate

@@ -1,4 +1,4 @@
-"""Generation that runs ahead of training: the run's own scheduler on a simulated clock, at planned seconds.
+"""Generation that runs asynchronously: the run's own scheduler on a simulated clock, at planned seconds.
 
 A large run is simulated as a smaller one that takes as long: a few replicas, each with a few requests that stand for
 all of its own, and slices of at least a twenty-fourth of a batch. Every batch has the same lengths in another order:
@@ -115,8 +115,8 @@ class AsyncEstimate:
         if max(self.trainer_s, self.rollout_s) < (1 - IDLE) * self.ahead_s:
             shorter = "" if self.is_partial else " or set async_training.partial_rollout=true"
             return (
-                "the longest answers hold both sides up, which other shares of the ranks hardly change: raise "
-                f"trainer.rollout_ahead above {self.ahead}{shorter}, as far as staleness allows"
+                "the longest responses delay both sides, which another split of the ranks hardly changes: raise "
+                f"trainer.rollout_ahead above {self.ahead}{shorter}, if that staleness is acceptable"
             )
         now, better = self.sides, self.sides.balanced(self.trainer_s, self.rollout_s)
         if max(self.trainer_idle, self.rollout_idle) <= IDLE:
@@ -151,8 +151,12 @@ class AsyncEstimate:
         """Rows of the table."""
         faster = self.in_turns_s / self.ahead_s
         return [
-            ("step in turns", f"{self.in_turns_s:.2f} s", "generation, then training, on the same pools"),
-            ("step ahead", f"{self.ahead_s:.2f} s", f"{faster:.2f} times as fast, with rollout_ahead={self.ahead}"),
+            ("synchronous step", f"{self.in_turns_s:.2f} s", "generation, then training, on the same pools"),
+            (
+                "asynchronous step",
+                f"{self.ahead_s:.2f} s",
+                f"{faster:.2f} times as fast, with rollout_ahead={self.ahead}",
+            ),
             ("training idle", f"{self.trainer_idle:.0%}", f"of the time; it needs {self.trainer_s:.2f} s a step"),
             ("rollout idle", f"{self.rollout_idle:.0%}", f"of the time; it needs {self.rollout_s:.2f} s a step"),
             (

@@ -1,4 +1,4 @@
-"""Rules of generation that runs ahead of training: `trainer.rollout_ahead` and `async_training`."""
+"""Rules of generation that runs asynchronously: `trainer.rollout_ahead` and `async_training`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def async_problems(config: RunConfig) -> Iterable[Violation]:
     yield from _over_sample_problems(config)
     if config.actor_rollout_ref.rollout.longest_first and config.algorithm.filter_groups.enable:
         key = f"{ROLLOUT_KEY}.longest_first"
-        rule = "must be false with algorithm.filter_groups.enable=true, whose batches are drawn beside the schedule"
+        rule = "must be false with algorithm.filter_groups.enable=true, whose batches are not part of the schedule"
         yield Violation({key: True}, rule, {key: False})
     if not config.samples_ahead:
         return
@@ -50,7 +50,7 @@ def _sync_problems(config: RunConfig) -> Iterable[Violation]:
         ("trainer.save_freq", config.trainer.save_freq),
     ):
         if every > 1 and number > 0 and number % every:
-            rule = f"must be a multiple of {SYNC}={every}: between two transfers the rollout lacks the step's weights"
+            rule = f"must be a multiple of {SYNC}={every}: between two transfers the rollout has no new weights"
             yield Violation({key: number}, rule, {key: every * max(1, round(number / every))})
 
 
@@ -61,7 +61,7 @@ def _stale_problems(config: RunConfig) -> Iterable[Violation]:
     if ahead and is_colocated and not config.async_training.partial_rollout:
         rule = (
             f"needs a pool of its own for the rollout (actor_rollout_ref.hybrid_engine=false), or {PARTIAL}=true: on "
-            "the actor's ranks nothing is drawn while it trains, and only unfinished answers outlive a step"
+            "the actor's ranks nothing is generated while it trains, and only unfinished responses outlast a step"
         )
         yield Violation({AHEAD: ahead, PARTIAL: False}, rule, {PARTIAL: True})
     if is_colocated and config.async_training.trigger_parameter_sync_step > 1:
@@ -72,7 +72,7 @@ def _stale_problems(config: RunConfig) -> Iterable[Violation]:
         key = f"{CORRECTION}.rollout_is"
         rule = (
             f"must be token or sequence, or {CORRECTION}.rollout_rs or bypass_mode must be set: with {AHEAD}={ahead} "
-            "tokens are trained that older weights drew, and nothing would correct for that"
+            "tokens are trained that older weights sampled, and nothing would correct for that"
         )
         yield Violation({key: None}, rule, {key: "token"})
 
@@ -84,7 +84,7 @@ def _over_sample_problems(config: RunConfig) -> Iterable[Violation]:
         return
     pools = {role.kind: role.pool for role in roles_of(config)}
     if pools[ROLLOUT] != pools[ACTOR]:
-        rule = "must be 0 where the rollout has a pool of its own: replicas go on with later batches without waiting"
+        rule = "must be 0 where the rollout has a pool of its own: replicas continue with later batches without waiting"
         yield Violation({key: rate}, rule, {key: 0.0})
         return
     if not config.trainer.rollout_ahead:
@@ -92,15 +92,15 @@ def _over_sample_problems(config: RunConfig) -> Iterable[Violation]:
         yield Violation({key: rate, AHEAD: 0}, rule, {key: 0.0})
     if config.has_turns:
         turns = f"{ROLLOUT_KEY}.multi_turn.enable"
-        rule = "must be 0 with answers of several turns: an environment knows an episode by its place in the batch"
+        rule = "must be 0 with multi-turn episodes: an environment identifies an episode by its position in the batch"
         yield Violation({key: rate, turns: True}, rule, {key: 0.0})
     if "greedy_scores" in estimator_traits(config).reads:
         estimator = "algorithm.adv_estimator"
-        rule = "must be 0 where an estimator compares with greedy answers, which are drawn with their batch"
+        rule = "must be 0 where an estimator compares with greedy responses, which are generated with their batch"
         yield Violation({key: rate, estimator: config.algorithm.adv_estimator}, rule, {key: 0.0})
     if (policy := config.async_training.straggler_policy) != "wait":
         straggler = "async_training.straggler_policy"
-        rule = "must be wait with over_sample_rate: the last answers of a batch go on in the next step"
+        rule = "must be wait with over_sample_rate: the last responses of a batch continue in the next step"
         yield Violation({straggler: policy}, rule, {straggler: "wait"})
 
 
@@ -125,9 +125,7 @@ def _elastic_problems(config: RunConfig) -> Iterable[Violation]:
         yield Violation({low: rollout.min_replicas}, f"{rule}: only there are replicas", {low: 0})
         return
     if config.async_training.deterministic:
-        rule = (
-            f"must be 0 with {DETERMINISTIC}=true: that schedule follows from the configuration, not from who is there"
-        )
+        rule = f"must be 0 with {DETERMINISTIC}=true: that schedule depends on the configuration alone"
         yield Violation({low: rollout.min_replicas, DETERMINISTIC: True}, rule, {DETERMINISTIC: False})
     if pools[ROLLOUT] not in sizes:
         return
@@ -138,6 +136,6 @@ def _elastic_problems(config: RunConfig) -> Iterable[Violation]:
 
 
 def asked_ahead(config: RunConfig) -> str:
-    """The setting that makes generation go on from step to step."""
+    """The setting that makes generation continue from step to step."""
     ahead = config.trainer.rollout_ahead
     return f"{AHEAD}={ahead}" if ahead else f"{PARTIAL}=true"

@@ -32,13 +32,13 @@ def batch_table(config: RunConfig) -> list[tuple[str, str, str]]:
         ("rollout replicas", str(replicas or UNDEFINED), "ranks / rollout TP: copies of the model in generation"),
     ]
     if config.trainer.val_only:
-        return [*layout, *generation, ("answers per prompt", str(rollout.val_kwargs.n), "rollout.val_kwargs.n")]
+        return [*layout, *generation, ("responses per prompt", str(rollout.val_kwargs.n), "rollout.val_kwargs.n")]
     return [
         *layout,
         *generation,
         ("prompts per step", str(prompts), "data.train_batch_size"),
         ("samples per step", str(samples), f"x {n} samples per prompt (rollout.n)"),
-        ("prompts per replica", _per_replica(samples, replicas, n), "each replica answers its own share"),
+        ("prompts per replica", _per_replica(samples, replicas, n), "each replica generates for its own share"),
         ("samples per replica", _share(samples, replicas), f"prompts per replica x {n}"),
         ("mini-batches per epoch", *_mini_batches(prompts, mini_prompts)),
         ("epochs per step", str(actor.ppo_epochs), "passes over the samples"),
@@ -67,7 +67,7 @@ def task_table(config: RunConfig) -> list[tuple[str, str, str]]:
         (
             "examples per DP rank",
             _share(batch, dp),
-            "data.train_batch_size / DP" if config.trainer.stage == SFT else "answers to one prompt stay together",
+            "data.train_batch_size / DP" if config.trainer.stage == SFT else "responses to one prompt stay together",
         ),
         ("micro-batches per rank", passes, f"passes of {limit}"),
         *_recomputed(config),
@@ -93,7 +93,7 @@ def _layout_rows(config: RunConfig, pool: str, megatron: MegatronConfig) -> tupl
         rows.append(("CP", str(cp), "ranks that share every sequence"))
     meaning = "ranks / (TP x PP): copies of the model in training"
     if cp > 1:
-        meaning = "ranks / (TP x CP x PP): shares of a batch; copies of the model are CP times as many"
+        meaning = "ranks / (TP x CP x PP): shares of a batch; there are CP times as many copies of the model"
     return [*rows, ("DP", str(dp or UNDEFINED), meaning)], dp
 
 
@@ -129,7 +129,7 @@ def repeat_notes(data: DataConfig, sizes: Sequence[int]) -> list[str]:
         shares = [batch * weight / sum(weights) for weight in weights]
         sets = list(zip(as_list(data.train_files), sizes, shares, strict=True))
     return [
-        f"note: {name} has {size} prompts, and a batch takes {taken:.4g} of it: each is drawn {taken / size:.3g} times "
+        f"note: {name} has {size} prompts, and a batch takes {taken:.4g} of it: each occurs {taken / size:.3g} times "
         "in every batch, on average; take a smaller batch or more prompts if that is not meant"
         for name, size, taken in sets
         if taken > size > 0
@@ -145,7 +145,7 @@ def group_notes(config: RunConfig) -> list[str]:
         return []
     return [
         f"note: algorithm.adv_estimator={algorithm.adv_estimator} compares the samples of a prompt, and "
-        f"actor_rollout_ref.rollout.n={samples}: a group of one has no baseline, so an answer's advantage comes from "
+        f"actor_rollout_ref.rollout.n={samples}: a group of one has no baseline, so a response's advantage comes from "
         "its score alone; take actor_rollout_ref.rollout.n=2 or more if that is not meant"
     ]
 

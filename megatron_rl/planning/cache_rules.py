@@ -1,4 +1,4 @@
-"""KV cache of the rollout engine: bytes per token on a rank, and the rule that one answer must fit."""
+"""KV cache of the rollout engine: bytes per token on a rank, and the rule that one response must fit."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class KVCacheSize:
 
 
 def cache_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[Violation]:
-    """The longest prompt with the longest answer must fit. Other rules report invalid sizes."""
+    """The longest prompt with the longest response must fit. Other rules report invalid sizes."""
     rollout, data = config.actor_rollout_ref.rollout, config.data
     model = next((model for model in models if model.path == config.actor_rollout_ref.model.path), None)
     numbers = (rollout.tensor_model_parallel_size, data.max_prompt_length, data.max_response_length)

@@ -74,7 +74,7 @@ def _bypass_problems(config: RunConfig) -> Iterable[Violation]:
             rule = f"needs {bypass_key}=true"
             yield Violation({mode_key: loss.loss_mode}, rule, {mode_key: "vanilla"})
         if correction.loss_type == "reinforce":
-            rule = f"is the loss of {bypass_key}=true, which is false; without it {mode_key} says which"
+            rule = f"is the loss of {bypass_key}=true, which is false; without it {mode_key} selects the loss"
             yield Violation({type_key: correction.loss_type}, rule, {type_key: "ppo_clip"})
         return
     replaced = POLICY_LOSSES["vanilla"].names
@@ -83,7 +83,7 @@ def _bypass_problems(config: RunConfig) -> Iterable[Violation]:
         yield Violation({mode_key: loss.loss_mode}, rule, {mode_key: "vanilla"})
     if correction.rollout_is_batch_normalize:
         key = f"{CORRECTION}.rollout_is_batch_normalize"
-        rule = f"must be false with {bypass_key}=true, where no micro-batch knows the weights of the others"
+        rule = f"must be false with {bypass_key}=true, where a micro-batch does not have the weights of the others"
         yield Violation({key: True}, rule, {key: False})
     if loss.top_entropy_quantile < 1:
         key = f"{ACTOR}.policy_loss.top_entropy_quantile"

@@ -1,4 +1,4 @@
-"""What `rollout.weight_deltas` costs in memory at both ends of a bridge."""
+"""What `rollout.weight_deltas` costs in memory at both ends of a weight transfer."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def sent_last(models: RunModels, pp_rank: int) -> Held:
 
 def indices(models: RunModels, num_bytes: int, scratch: int) -> Held:
     """Return what a rank needs to find or pass on changes of so many bytes of weights, at most: a bit for each element,
-    and beside a message its mask and its values. scratch: bytes of all messages.
+    and next to a message its mask and its values. scratch: bytes of all messages.
     """
     return {INDICES: mask_bytes(num_bytes // models.element) + scratch} if sends_deltas(models) else {}

@@ -14,7 +14,7 @@ def delta_notes(models: RunModels) -> list[str]:
     kept = max(sum(sent_last(models, pp_rank).values()) for pp_rank in range(models.grid.pp_size))
     note = (
         f"rollout.weight_deltas: training ranks keep what they sent last, {amount(kept)} at most on each; the "
-        "transition above is that of everything, which goes first and after a replica came or was lost"
+        "resharding above is that of all weights, as in the first transfer and after a change of replicas"
     )
     if models.element > 2:
         note += f"; nearly all weights of {models.megatron.dtype} change in a step, those of bfloat16 do not"

@@ -26,7 +26,7 @@ def distillation_problems(config: RunConfig) -> Iterable[Violation]:
         rule = "needs a teacher: set distillation.teacher_models.NAME.model_path"
         yield Violation({"distillation.enabled": True}, rule, {"distillation.enabled": False})
     if distillation.teacher_key != config.data.reward_fn_key:
-        rule = f"must be data.reward_fn_key={config.data.reward_fn_key}: rows are known by one column"
+        rule = f"must be data.reward_fn_key={config.data.reward_fn_key}: one column identifies rows"
         nearest = {"distillation.teacher_key": config.data.reward_fn_key}
         yield Violation({"distillation.teacher_key": distillation.teacher_key}, rule, nearest)
     yield from _name_problems(config)
@@ -71,7 +71,9 @@ def _model_problems(config: RunConfig, name: str) -> Iterable[Violation]:
         rule = f"must be a model folder, or {SELF}, as distillation.enabled=true"
         yield Violation({f"{key}.model_path": None}, rule, {f"{key}.model_path": SELF})
     elif path == SELF and teacher.prompt_key is None:
-        rule = f"must be an entry of extra_info with {key}.model_path={SELF}: of the same prompt it says what it knows"
+        rule = (
+            f"must be an entry of extra_info with {key}.model_path={SELF}: with the same prompt it is its own teacher"
+        )
         yield Violation({f"{key}.prompt_key": None}, rule, hint="such as a prompt with a demonstration")
     elif path != SELF:
         for problem in different_tokens(student, path):
@@ -90,10 +92,10 @@ def _loss_problems(config: RunConfig) -> Iterable[Violation]:
     keys, reads = config.distillation.distillation_loss, distillation_reads(config)
     mode = keys.loss_mode
     if keys.use_policy_gradient and "teacher_log_probs" not in reads:
-        rule = f"must be false with {MODE}={mode}: only a loss of the sampled token says how good that token was"
+        rule = f"must be false with {MODE}={mode}: only a loss of the sampled token can be an advantage of that token"
         yield Violation({GRADIENT: True}, rule, {GRADIENT: False})
     if not keys.use_policy_gradient and mode in ("k1", "kl"):
-        rule = f"has no gradient that knows the teacher: with {GRADIENT}=false it would train on noise"
+        rule = f"has no gradient that depends on the teacher: with {GRADIENT}=false it would train on noise"
         yield Violation({MODE: mode}, rule, {MODE: "k2"}, f"or set {GRADIENT}=true")
     if keys.temperature is not None and "teacher_hidden" not in reads:
         rule = f"must be null with {MODE}={mode}, which compares log-probs at the temperature of the rollout"

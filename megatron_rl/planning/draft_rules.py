@@ -40,8 +40,8 @@ def draft_problems(
             f"{ACTOR}.router_replay.mode": shared.actor.router_replay.mode,
             f"{ROLLOUT}.enable_rollout_routing_replay": rollout.enable_rollout_routing_replay,
         }
-        rule = "must be null where the engine returns the experts of every token, which vLLM does without drafts alone"
+        rule = "must be null where the engine returns experts, which vLLM does only without speculative decoding"
         yield Violation({KEY: given} | asked, rule, {KEY: None})
     model = next((model for model in models if model.path == shared.model.path), None)
     if model is not None and model.model is not None and (why := model.attention.undrafted):
-        yield Violation({KEY: given}, f"is not there for {why}, which {model.path} has", {KEY: None})
+        yield Violation({KEY: given}, f"is not supported for {why}, which {model.path} has", {KEY: None})

@@ -1,4 +1,4 @@
-"""Rules of `rollout.quantization`: where codes of 8 bits can be served, and what must correct for them."""
+"""Rules of `rollout.quantization`: where FP8 weights can be served, and what must correct for them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def quantization_problems(config: RunConfig, models: Sequence[ModelSizes]) -> It
     correction = config.algorithm.rollout_correction
     if correction.rollout_is is None and not correction.bypass_mode:
         rule = (
-            f"must be token or sequence with {ASKED}: tokens are drawn by rounded weights, and without importance "
+            f"must be token or sequence with {ASKED}: tokens are sampled with rounded weights, and without importance "
             "weights nothing corrects for that"
         )
         yield Violation({f"{CORRECTION}.rollout_is": None}, rule, {f"{CORRECTION}.rollout_is": "token"})
@@ -37,7 +37,7 @@ def quantization_problems(config: RunConfig, models: Sequence[ModelSizes]) -> It
     if model is None or model.model is None:
         return
     if own := model.attention.own_linears:
-        yield Violation({KEY: FP8}, f"is not there for {own}, which {model.path} has", {KEY: None})
+        yield Violation({KEY: FP8}, f"is not supported for {own}, which {model.path} has", {KEY: None})
     else:
         yield from _block_problems(config, model)
 
@@ -49,12 +49,12 @@ def _other_features(config: RunConfig) -> Iterable[Violation]:
         yield Violation({KEY: FP8}, rule, {KEY: None})
     if shared.model.lora.rank > 0:
         rank = "actor_rollout_ref.model.lora.rank"
-        rule = "is not there with adapters: they are read beside a base as it is trained"
+        rule = "is not supported with adapters: they are applied next to base weights in the training dtype"
         yield Violation({KEY: FP8, rank: shared.model.lora.rank}, rule, {KEY: None})
     if shared.actor.pool != rollout_pool(config):
         rule = (
-            f"needs a rollout in the actor's pool ({ACTOR}.pool={shared.actor.pool}): a bridge moves weights of one "
-            "type, as they are trained"
+            f"needs a rollout in the actor's pool ({ACTOR}.pool={shared.actor.pool}): a weight transfer has one "
+            "dtype, that of training"
         )
         yield Violation({KEY: FP8, f"{ROLLOUT}.pool": rollout_pool(config)}, rule, {KEY: None})
     if shared.rollout.drop_train_weights:

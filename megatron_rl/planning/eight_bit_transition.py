@@ -1,4 +1,4 @@
-"""Bytes of a transition whose linears cross as codes of 8 bits, and of what ranks hold of them while they generate."""
+"""Bytes of a resharding whose linears cross as FP8 weights, and of what ranks hold of them while they generate."""
 
 from __future__ import annotations
 

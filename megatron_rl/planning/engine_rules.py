@@ -32,5 +32,5 @@ def engine_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable
         yield Violation({key: path}, rule, hint="take another model", subject=f"{subject} of {path}")
     dtype = config.actor_rollout_ref.actor.megatron.dtype
     if model is not None and dtype in model.attention.copied_dtypes(device):
-        rule = f"is not there for {path}: vLLM on trainer.device={device} would keep a copy of its weights"
+        rule = f"is not supported for {path}: vLLM on trainer.device={device} would keep a copy of its weights"
         yield Violation({DTYPE: dtype}, rule, {DTYPE: "bfloat16"})

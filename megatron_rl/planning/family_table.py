@@ -36,7 +36,8 @@ LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "
 
 @dataclass(frozen=True)
 class FamilyRow:
-    """One family. lacks: column -> why the family cannot do it; other columns it can. chat: of its published models."""
+    """One family. lacks: column -> why the family cannot do it; other columns it can. chat: of its published
+    models."""
 
     architecture: str
     lacks: Mapping[str, str]

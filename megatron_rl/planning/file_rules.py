@@ -32,7 +32,7 @@ from megatron_rl.errors import ConfigError, Violation
 from megatron_rl.observe.services import PACKAGES, absent_services
 from megatron_rl.planning.hardware import load_hardware
 
-ASKED = "name the column of what the policy is asked"
+ASKED = "name the column with the prompt"
 NAMED = (
     "set data.default_data_source to the name of where the rows are from, which chooses the reward function, such as "
     "data.default_data_source=openai/gsm8k"
@@ -103,7 +103,7 @@ def _logger_problems(trainer: TrainerConfig) -> Iterable[Violation]:
 
 
 def statistics_problems(config: RunConfig) -> Iterable[Violation]:
-    """Reward models whose folder lacks the statistics that normalize_reward=held_out needs."""
+    """Reward models whose folder does not have the statistics that normalize_reward=held_out needs."""
     for role in roles_of(config):
         if role.kind != REWARD_MODEL or role.model_path is None or role.settings.normalize_reward != HELD_OUT:
             continue
@@ -280,9 +280,9 @@ def _reward_problems(custom: CustomRewardFunctionConfig) -> Iterable[Violation]:
 
 
 def _command_problems(key: str, command: list[str] | None) -> Iterable[Violation]:
-    """A command whose program is not there."""
+    """A command whose program does not exist."""
     if command and shutil.which(command[0]) is None:
-        rule = "must begin with a program that is there"
+        rule = "must begin with a program that exists"
         yield Violation({key: command}, rule, {key: None}, f"{command[0]} is not found, or may not be executed")
 
 
@@ -402,7 +402,7 @@ def _checkpoint_problems(config: RunConfig) -> Iterable[Violation]:
         path = value_of(config, key)
         checkpoint = checkpoint_round(Path(path)) if isinstance(path, str) else None
         if checkpoint is not None:
-            rule = f"must not lie in a checkpoint, {checkpoint}"
+            rule = f"must not be inside of a checkpoint, {checkpoint}"
             yield Violation({key: path}, rule, {key: str(path_outside(checkpoint, Path(path)))})
 
 
@@ -419,7 +419,7 @@ def make_folders(trainer: TrainerConfig) -> None:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return  # the run reports a full disk with more detail
-            rule = f"must be a folder that can be made and written, and the system says: {error.strerror}"
+            rule = f"must be a folder that can be created and written: {error.strerror}"
             raise refused(Violation({key: path}, rule)) from error
 
 

@@ -24,7 +24,7 @@ OBJECTS = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
 
 @dataclass(frozen=True)
 class FolderFiles:
-    """The files of a model folder besides config.json.
+    """The files of a model folder in addition to config.json.
 
     faults: sentences with the name of a damaged file. tensors: name -> stored tensor. tokens: token -> id, of those
     that the tokenizer makes of ordinary text.
@@ -61,7 +61,7 @@ def lacking_files(path: str) -> list[str]:
 
 
 def lacking_in(folder: Path) -> list[str]:
-    """Return what a folder lacks besides config.json."""
+    """Return what files a folder is missing in addition to config.json."""
     rules = []
     if not any(folder.glob("*.safetensors")):
         rules.append("must hold *.safetensors files")
@@ -87,11 +87,11 @@ def end_token_problems(key: str, path: str, vocab_size: int) -> Iterator[Violati
     ends, file = end_tokens(folder, settings), GENERATION if has_own else "config.json"
     beyond = [end for end in ends or () if end >= vocab_size]
     if beyond:
-        rule = f"must end answers with tokens of its model: eos_token_id {beyond[0]} of its {file}"
+        rule = f"must end responses with tokens of its model: eos_token_id {beyond[0]} of its {file}"
         yield Violation({key: path}, f"{rule} is not below vocab_size({vocab_size})")
     if ends is None:
-        given = f"{generation.get('eos_token_id')!r:.80}" if "eos_token_id" in generation else "not there"
-        rule = "must say which tokens end an answer: eos_token_id must be the number of a token, or a list of some"
+        given = f"{generation.get('eos_token_id')!r:.80}" if "eos_token_id" in generation else "missing"
+        rule = "must name the tokens that end a response: eos_token_id must be a token id, or a list of token ids"
         yield Violation({key: path}, f"{rule}; in its {file} it is {given}")
 
 

@@ -127,7 +127,7 @@ def weights_problems(key: str, path: str, weights: FolderWeights, settings: Mapp
     name = Model.of(settings).specs[EMBEDDING].hf_names[0]
     copy, embedding = weights.left.get(COPY, {}).get(LM_HEAD), weights.read.get(name)
     if copy is not None and embedding is not None and not _are_equal(copy, embedding):
-        rule = f"is said to be tied by tie_word_embeddings of its config.json, and {LM_HEAD} differs from {name}"
+        rule = f"must be tied (tie_word_embeddings of its config.json), and {LM_HEAD} differs from {name}"
         hint = "set tie_word_embeddings to false there, or take the tensor out"
         yield Violation({key: path}, f"must hold one vocabulary matrix: the head {rule}", hint=hint)
 
@@ -145,7 +145,7 @@ def no_mtp(model: Model, settings: Mapping[str, Any], names: Collection[str]) ->
     read += [constant.name for constant in mtp_constants(family, model.shape).values()]
     single = {name.replace(EACH, str(expert)) for name in read for expert in range(max(model.shape.num_experts, 1))}
     lacking = sorted(single - set(names))
-    return f"its folder lacks {some_of(lacking)}" if lacking else None
+    return f"its folder is missing {some_of(lacking)}" if lacking else None
 
 
 def _others_problem(key: str, path: str, others: list[str], settings: Mapping[str, Any]) -> Violation:
@@ -183,8 +183,8 @@ def unpacked_weights(path: str, weights: FolderWeights) -> str | None:
     if not weights.codes:
         return None
     return (
-        f"of {path} {len(weights.codes) // 2} tensors are in 4 bits (MXFP4): they are unpacked as they are read, and "
-        "exports hold them in the type of training, without quantization_config"
+        f"of {path} {len(weights.codes) // 2} tensors are in 4 bits (MXFP4): they are unpacked when they are read, and "
+        "exports have them in the training dtype, without quantization_config"
     )
 
 
@@ -196,4 +196,4 @@ def unread_weights(path: str, weights: FolderWeights) -> str | None:
         parts.append(f"{some_of([*carried])}, of {size:,} bytes, which exports of the language model write again")
     if other := weights.left.get(HEAD):
         parts.append(f"{some_of([*other])}, {HEAD}")
-    return f"of {path} these tensors are not read: {'; '.join(parts)}" if parts else None
+    return f"these tensors of {path} are not read: {'; '.join(parts)}" if parts else None

@@ -1,7 +1,7 @@
 """Rates of one GPU and its links, read from a small file: data-sheet numbers, and two calibrated shares.
 
-`megatron-rl profile` writes such a file for the machine at hand, with what no data sheet says: overheads besides FLOPs
-and bytes, latencies of collectives, and how many ranks can compute at the same time.
+`megatron-rl profile` writes such a file for the machine at hand, with what no data sheet says: overheads in addition
+FLOPs and bytes, latencies of collectives, and how many ranks can compute at the same time.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Overheads:
     layer; _token: per token, layer and unit of the hidden size. context_layer, context_token: forward attention of a
     layer to the keys of each other context-parallel rank, per micro-batch, and per token of this rank and unit of the
     hidden size. optimizer_step, optimizer_layer: per optimizer step, and per layer in it. generation: per batch;
-    request: per answer. engine_step, engine_layer, engine_sequence: per decode step, and per layer and sequence in it;
-    engine_step None: `step_load.DECODE_OVERHEAD`. transition: per transition. call: controller, per rank that it calls.
-    launch: a layer's kernels in a forward pass, launched while earlier ones compute.
+    request: per response. engine_step, engine_layer, engine_sequence: per decode step, and per layer and sequence in
+    it; engine_step None: `step_load.DECODE_OVERHEAD`. transition: per resharding. call: controller, per rank that it
+    calls. launch: a layer's kernels in a forward pass, launched while earlier ones compute.
     """
 
     score_pass: float = 0.0
@@ -138,7 +138,7 @@ def default_hardware(device: str) -> str:
 
 
 NETWORK_BYTES, GRAPH_BYTES = 3.0e9, 2.0e9
-"""Estimates: what NCCL takes besides for groups that span nodes, and what captured graphs take."""
+"""Estimates: what NCCL takes in addition for groups that span nodes, and what captured graphs take."""
 
 
 def planned_hardware(config: RunConfig, named: str | None = None, num_nodes: int | None = None) -> Hardware:
@@ -157,7 +157,8 @@ def planned_hardware(config: RunConfig, named: str | None = None, num_nodes: int
 
 
 def load_hardware(name: str) -> Hardware:
-    """Load hardware by name, or from a user's YAML file. Raises ConfigError if there is none or it lacks a number."""
+    """Load hardware by name, or from a user's YAML file. Raises ConfigError if there is none or it does not have a
+    number."""
     file = Path(name) if name.endswith(SUFFIXES) else FOLDER / f"{name}.yaml"
     if name.endswith(SUFFIXES) and not file.is_file():
         known = ", ".join(known_hardware())
@@ -199,7 +200,8 @@ def read_hardware(values: dict[str, Any], file: Path) -> Hardware:
     lacking = [key for key, is_needed in needed.items() if is_needed and key not in values]
     if wrong or lacking:
         raise ConfigError(
-            f"{file} must give finite numbers for {', '.join(needed)}, of these {', '.join(positive)} > 0; it lacks "
+            f"{file} must give finite numbers for {', '.join(needed)}, of these {', '.join(positive)} > 0; it is "
+            "missing "
             f"{', '.join(lacking) or 'none'}, and "
             f"{', '.join(map(str, wrong)) or 'nothing'} in it cannot be used"
         )

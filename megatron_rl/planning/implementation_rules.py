@@ -1,4 +1,4 @@
-"""Rules of who computes a role's linear layers, and of products in 8 bits."""
+"""Rules of who computes a role's linear layers, and of products in FP8."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def implementation_problems(role: RoleSpec, model: ModelSizes | None, device: st
 def _unfit(key: str, chosen: str, model: ModelSizes) -> Iterable[Violation]:
     """Models whose layers are not Megatron's."""
     if own := model.attention.te_lacks:
-        rule = f"is not there for {own}, which {model.path} has: its layers are this project's own"
+        rule = f"is not supported for {own}, which {model.path} has: its layers are this project's own"
         yield Violation({key: chosen}, rule, {key: LOCAL})
     elif chosen == TRANSFORMER_ENGINE and model.parts.family.style.zero_centred_norms:
         rule = f"has no norms whose weight w stands for 1 + w, which {model.path} has"
@@ -46,15 +46,13 @@ def eight_bit_problems(role: RoleSpec, model: ModelSizes | None, device: str) ->
     options, emulates = role.megatron.override_transformer_config, role.megatron.fp8_emulate
     key, emulation = f"{role.key}.{GROUP}.fp8", f"{role.key}.megatron.fp8_emulate"
     if emulates and (device != CPU or options.fp8 is None):
-        rule = f"needs {key}" if device == CPU else "is for trainer.device=cpu alone: GPUs compute in 8 bits"
+        rule = f"needs {key}" if device == CPU else "is only for trainer.device=cpu: GPUs compute in FP8"
         yield Violation({emulation: True}, rule, {emulation: False})
     if options.fp8 not in FP8_FORMATS:
         return
     if device == CPU and not emulates:
         hint = f"{emulation}=true rounds as FP8 does, and is slow"
-        yield Violation(
-            {key: options.fp8}, "needs trainer.device=cuda: CPUs have no products in 8 bits", {key: None}, hint
-        )
+        yield Violation({key: options.fp8}, "needs trainer.device=cuda: CPUs have no FP8 products", {key: None}, hint)
     elif device == CPU:
         yield from _not_emulated(role, key, model)
     elif options.transformer_impl == LOCAL:
@@ -75,5 +73,5 @@ def _not_emulated(role: RoleSpec, key: str, model: ModelSizes | None) -> Iterabl
         yield Violation({key: options.fp8}, rule, {key: None})
     again = f"{role.key}.{GROUP}.recompute_granularity"
     if options.recompute_granularity is not None:
-        rule = f"is not emulated with {key}={options.fp8}: Megatron recomputes products in 8 bits by transformer-engine"
+        rule = f"is not emulated with {key}={options.fp8}: Megatron recomputes FP8 products with transformer-engine"
         yield Violation({again: options.recompute_granularity}, rule, {again: None})

@@ -29,10 +29,10 @@ def shared_prompt_problems(config: RunConfig, models: Sequence[ModelSizes]) -> I
     if model is None or model.model is None or device not in model.attention.block_sizes:
         return
     if any(layer.attention.state_bytes(1, 4) for layer in model.parts.kinds):
-        yield Violation({UNIT: given}, f"is not there for layers with states, which {model.path} has", {UNIT: None})
+        yield Violation({UNIT: given}, f"is not supported for layers with states, which {model.path} has", {UNIT: None})
         return
     if why := model.attention.unreplayable.get(device):
-        yield Violation({UNIT: given}, f"is not there for {model.path}: {why}", {UNIT: None})
+        yield Violation({UNIT: given}, f"is not supported for {model.path}: {why}", {UNIT: None})
         return
     size = model.attention.block_sizes[device]
     if size % given:

@@ -39,7 +39,7 @@ def length_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[Vio
 
 
 def task_length_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[Violation]:
-    """`data.max_length` of tasks without generation. Answers that stay together are counted when files are read."""
+    """`data.max_length` of tasks without generation. Responses that stay together are counted when files are read."""
     key, longest = "data.max_length", config.data.max_length
     if longest is None or longest < 2:
         return
@@ -104,7 +104,7 @@ def _pack_problems(config: RunConfig) -> Iterable[Violation]:
 
 
 def _text_length_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[Violation]:
-    """Conversations that reward models tokenise anew."""
+    """Conversations that reward models tokenise again."""
     by_path = {model.path: model for model in models}
     for role in roles_of(config):
         model, longest = by_path.get(role.model_path), role.score.longest if role.score is not None else None

@@ -38,10 +38,10 @@ def lora_problems(config: RunConfig, models: Sequence[ModelSizes], *, config_onl
             continue  # none, or a number that its own rule reports
         yield from _value_problems(role, key, config.actor_rollout_ref.rollout.drop_train_weights)
         if model is not None and (own := model.attention.own_linears):
-            rule = f"is not there for {own}, which {model.path} has: its layers are this project's own"
+            rule = f"is not supported for {own}, which {model.path} has: its layers are this project's own"
             yield Violation({f"{key}.rank": lora.rank}, rule, {f"{key}.rank": 0})
         elif model is not None and (inside := model.parts.family.inside) is not None:
-            rule = f"is not there for a language model inside of a larger one, such as {model.path}: adapters of "
+            rule = f"is not supported for a language model inside of a larger one, such as {model.path}: adapters of "
             rule += f"{inside.text.architecture} are"
             yield Violation({f"{key}.rank": lora.rank}, rule, {f"{key}.rank": 0})
         elif model is not None:
@@ -70,11 +70,11 @@ def _value_problems(role: RoleSpec, key: str, drops: bool) -> Iterable[Violation
         yield Violation({f"{key}.merge": True}, rule, {f"{key}.merge": False})
     if options.transformer_impl != LOCAL:
         name = f"{role.key}.{GROUP}.transformer_impl"
-        rule = f"is not there with {key}.rank={lora.rank}: adapters are on Megatron's own linears"
+        rule = f"is not supported with {key}.rank={lora.rank}: adapters are on Megatron's own linears"
         yield Violation({name: options.transformer_impl}, rule, {name: LOCAL})
     if options.fp8 is not None:
         name = f"{role.key}.{GROUP}.fp8"
-        rule = f"is not there with {key}.rank={lora.rank}: frozen weights and adapters are not rounded to 8 bits"
+        rule = f"is not supported with {key}.rank={lora.rank}: frozen weights and adapters are not rounded to FP8"
         yield Violation({name: options.fp8}, rule, {name: None})
 
 
@@ -167,14 +167,14 @@ def _stages_without(role: RoleSpec, model: ModelSizes, adapted: Sequence[Project
 def _folder_problems(role: RoleSpec, key: str, model: ModelSizes | None, config_only: bool) -> Iterable[Violation]:
     """What is wrong with `adapter_path`, or differs between it, the keys and the model.
 
-    config_only: the folder may lack files.
+    config_only: the folder may have no files.
     """
     lora, given = role.lora, {f"{key}.adapter_path": role.lora.adapter_path}
     none: dict[str, Any] = {f"{key}.adapter_path": None}
     folder = Path(str(lora.adapter_path)).expanduser()
     lacking = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
     if lacking and not config_only:
-        rule = f"must be a PEFT folder with {CONFIG} and {WEIGHTS}; it lacks {' and '.join(lacking)}"
+        rule = f"must be a PEFT folder with {CONFIG} and {WEIGHTS}; it is missing {' and '.join(lacking)}"
         yield Violation(given, rule, none)
     if CONFIG in lacking:
         return
@@ -228,9 +228,9 @@ def lora_notes(config: RunConfig) -> list[str]:
         lr, asked = role.settings.optim.lr, f"{lora_key(role)}.rank={role.lora.rank}"
         if lr < LEAST_LR:
             notes.append(
-                f"{role.key}.optim.lr={lr:g} is low for adapters ({asked}): about ten times full training's is known "
-                f"to work, {LEAST_LR:g} or more"
+                f"{role.key}.optim.lr={lr:g} is low for adapters ({asked}): about ten times that of full training "
+                f"works, {LEAST_LR:g} or more"
             )
         if role.lora.rank < LEAST_RANK:
-            notes.append(f"{asked} is small: {LEAST_RANK} and more are known to learn as full training does")
+            notes.append(f"{asked} is small: {LEAST_RANK} and more learn as well as full training")
     return notes

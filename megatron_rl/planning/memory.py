@@ -1,7 +1,7 @@
 """Memory of each rank in every phase of a step, planned from the configuration and config.json alone.
 
-The plan counts the project's own tensors to the element (parameter, gradient and optimizer buffers, foreign stages, the
-KV cache), activations from the layers' arithmetic, and estimates of what vLLM and CUDA need in addition. It assumes
+The plan counts the project's own tensors to the element (parameter, gradient and optimizer buffers, received shards,
+the KV cache), activations from the layers' arithmetic, and estimates of what vLLM and CUDA need in addition. It assumes
 that every sequence has the longest length and that experts are used evenly.
 """
 
@@ -90,7 +90,7 @@ def phase_order(roles: Sequence[RoleSpec]) -> list[str]:
 
 
 def without_moments(held: Held) -> Held:
-    """Return what is held before the first pass, without what passes make: Adam's moments, weights in 8 bits."""
+    """Return what is held before the first pass, without what passes make: Adam's moments, FP8 weights."""
     return {name: size for name, size in held.items() if not name.endswith(("moments", IN_EIGHT_BITS))}
 
 
@@ -118,7 +118,7 @@ class MemoryOfStage:
             if self.config.samples_ahead and self.config.async_training.second_buffer:
                 held["arriving weights"] = arriving_bytes(self.models)
         elif self.generates and (stays := self.models.receive_buffer_bytes(self.pp_rank, stays=True)):
-            held["foreign stages"] = stays
+            held["received shards"] = stays
         elif self.generates and self.config.trainer.device == "cpu" and self.models.actor_role.lora.base_on_host:
             held[ON_HOST] = host_copy_bytes(self.models, self.pp_rank)  # the host is the device
         elif self.is_split and self.pool is self.models.training:
@@ -172,7 +172,7 @@ class MemoryOfStage:
     # Generation
 
     def _generation_phases(self, held: Held) -> dict[str, Held]:
-        """Return the transition, and generation where this pool generates. Offloaded tensors are away in both."""
+        """Return the resharding, and generation where this pool generates. Offloaded tensors are away in both."""
         if self.is_split and self.generates:
             staying = self._staying(held)
             size = self.models.rollout_weights_bytes
@@ -242,8 +242,8 @@ class MemoryOfStage:
 
 
 def engine_bytes(config: RunConfig, model: Model, element: int, tp: int) -> int:
-    """Return an estimate of what vLLM needs besides weights and cache: the tokens of a step through one layer, the
-    largest weight that a product makes of codes, and the gathered float32 logits of all sequences, with a copy for
+    """Return an estimate of what vLLM needs in addition to weights and cache: the tokens of a step through one layer,
+    the largest weight that a product makes of codes, and the gathered float32 logits of all sequences, with a copy for
     filtering and one for log-probs.
     """
     rollout, shape = config.actor_rollout_ref.rollout, model.shape

@@ -18,8 +18,8 @@ from megatron_rl.planning.run_models import RunModels
 
 FRAGMENTATION = 0.05
 """Share of a GPU's memory that an allocator cannot hand out, because free blocks are not contiguous."""
-OF_GENERATION = ("actor parameters", "rollout weights", "foreign stages", "own codes", "vLLM activations")
-"""Tensors that `gpu_memory_utilization` counts besides the KV cache."""
+OF_GENERATION = ("actor parameters", "rollout weights", "received shards", "own codes", "vLLM activations")
+"""Tensors that `gpu_memory_utilization` counts in addition to the KV cache."""
 MEMORY = "memory"
 
 
@@ -96,7 +96,7 @@ class GenerationMemory(MemoryReport):
         return self.kv_cache.num_tokens(self.kv_bytes)
 
     def tokens_of(self, mean_lengths: tuple[float, float]) -> int:
-        """Tokens that it holds of half-answered sequences. mean_lengths: of prompt and answer."""
+        """Tokens that it holds of half-generated sequences. mean_lengths: of prompt and response."""
         prompt, response = mean_lengths
         return self.kv_cache.num_tokens(self.kv_bytes, prompt + response / 2)
 
@@ -160,7 +160,7 @@ def with_kv_cache(config: RunConfig, hardware: Hardware) -> RunConfig:
 
 @dataclass(frozen=True)
 class LongestSequence:
-    """tokens: of a prompt of `max_prompt_length` with its answer; 0 where not even one token of an answer fits.
+    """tokens: of a prompt of `max_prompt_length` with its response; 0 where not even one token of a response fits.
 
     limited_by: what rules out one token more.
     """

@@ -222,7 +222,7 @@ def _described(
         near = refusal.nearest if refusal is not None and refusal.nearest in known else _nearest(theirs, known)
         unknown = _in_file(file, lacking, rule, {"architectures": [near]})
         if refusal is not None:
-            unknown = replace(unknown, hint=f"{theirs} needs {refusal.needs}, which is not here")
+            unknown = replace(unknown, hint=f"{theirs} needs {refusal.needs}, which is not supported")
         return None, [unknown]
     sizes, problems = _read_settings(path, file, settings, known[name])
     if name in REWARD_FAMILIES and num_labels(settings) != 1:
@@ -251,7 +251,7 @@ def _with_files(
         rule = f"must be above {largest}, the largest number of a token in its tokenizer.json"
         problems.append(_in_file(file, size, rule, {"vocab_size": largest + 1}))
     if model.settings.get("model_type") is None:
-        rule = "must be there, as transformers reads config.json by it"
+        rule = "must exist, as transformers reads config.json by it"
         problems.append(_in_file(file, {"model_type": None}, rule, {"model_type": model.family.model_type}))
     if problems:
         return sizes, problems
@@ -343,13 +343,15 @@ def _head_problems(file: Path, settings: dict[str, Any], family: Family) -> Iter
     turned = None if key is None else settings.get(key)
     if key is not None and turned is not None and turned != int(size * share):
         rule = (
-            f"must be head_dim({size}) * partial_rotary_factor({share}) = {int(size * share)}: vLLM turns as many "
-            f"elements of a head as {key} says, and transformers reads partial_rotary_factor of rope_parameters alone"
+            f"must be head_dim({size}) * partial_rotary_factor({share}) = {int(size * share)}: vLLM rotates the number "
+            "of "
+            f"elements of a head that {key} gives, and transformers reads partial_rotary_factor of rope_parameters "
+            "alone"
         )
         yield _in_file(file, {key: turned}, rule, {"rope_parameters.partial_rotary_factor": turned / size})
     sections = rope_of(settings).get("mrope_section")
     if sections is not None and not _are_sections(sections, int(size * share) // 2):
-        rule = f"must be whole numbers >= 1 that add up to {int(size * share) // 2}, half of what turns of a head"
+        rule = f"must be whole numbers >= 1 that add up to {int(size * share) // 2}, half of a head's rotated elements"
         yield _in_file(file, {"mrope_section": sections}, rule)
 
 

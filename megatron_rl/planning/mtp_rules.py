@@ -25,20 +25,20 @@ def mtp_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[Vi
             yield Violation({FACTOR: factor}, rule, {FACTOR: 0.0})
         return
     if shared.model.lora.rank:
-        rule = "do not go together: adapters are not of the layer that guesses"
+        rule = "do not go together: adapters do not include the layer that makes draft tokens"
         yield Violation(given | {"actor_rollout_ref.model.lora.rank": shared.model.lora.rank}, rule, {KEY: EARLIER})
     if shared.rollout.quantization is not None:
-        rule = "do not go together: the layer has no weights in 8 bits"
+        rule = "do not go together: the layer has no FP8 weights"
         yield Violation(given | {f"{ROLLOUT}.quantization": shared.rollout.quantization}, rule, {KEY: EARLIER})
     counted = {
         "async_training.partial_rollout": config.async_training.partial_rollout,
         f"{ROLLOUT}.over_sample_rate": shared.rollout.over_sample_rate,
     }
     if asked := {key: value for key, value in counted.items() if value}:
-        rule = "do not go together: engine steps are counted, and how many a guess saves depends on rounding"
+        rule = "do not go together: engine steps are counted, and the steps that draft tokens save depend on rounding"
         yield Violation(given | asked, rule, {KEY: EARLIER})
     if is_trained and shared.model.enable_tree_training:
-        rule = "do not go together: of a trie's token several may be the next"
+        rule = "do not go together: in a prefix tree a token may have several next tokens"
         trees = {"actor_rollout_ref.model.enable_tree_training": True}
         yield Violation({FACTOR: factor} | trees, rule, {FACTOR: 0.0})
     model = next((model for model in models if model.path == shared.model.path), None)

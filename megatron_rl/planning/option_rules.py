@@ -64,11 +64,11 @@ def _task_problems(role: RoleSpec, task: str) -> Iterable[Violation]:
     """Options that only PPO has: balance of experts, and passes that choose how many ranks share a sequence."""
     for name, value in _asked_balance(role).items():
         key = f"{role.key}.{GROUP}.{name}"
-        rule = f"is not there for {task}: experts are balanced in ppo"
+        rule = f"is not supported for {task}: experts are balanced only in ppo"
         yield Violation({key: value}, rule, {key: False if name == BIAS else 0.0})
     if role.megatron.dynamic_context_parallel and role.megatron.context_parallel_size > 1:
         key = f"{role.key}.megatron.{DYNAMIC}"
-        rule = f"is not there for {task}: all ranks of context_parallel_size share every sequence"
+        rule = f"is not supported for {task}: all ranks of context_parallel_size share every sequence"
         yield Violation({key: True}, rule, {key: False})
 
 
@@ -90,7 +90,7 @@ def _balance_problems(config: RunConfig, role: RoleSpec, model: ModelSizes | Non
 def _balance_loss_problems(options: OverrideTransformerConfig, group: str) -> Iterable[Violation]:
     kind, key = options.moe_router_load_balancing_type, f"{group}.{TYPE}"
     if kind in BY_BLOCK:
-        rule = "is not here: its gradient depends on how a mini-batch is cut into micro-batches"
+        rule = "is not supported: its gradient depends on how a mini-batch is split into micro-batches"
         yield Violation({key: kind}, rule, {key: BY_ROW})
     elif kind not in (NONE, BY_ROW):
         nearest = nearest_name(str(kind), (NONE, BY_ROW))
@@ -161,7 +161,7 @@ def _tree_problems(config: RunConfig, by_path: Mapping[str, ModelSizes]) -> Iter
             rule = f"must be another with {key}=true on GPUs: their kernels take the keys of whole rows end to end"
             yield Violation({how_key: how}, rule, {how_key: "p2p"})
         if on_gpus and model is not None and model.attention.not_cut:
-            rule = f"is not there on GPUs for {model.attention.not_cut}, as of {model.path}"
+            rule = f"is not supported on GPUs for {model.attention.not_cut}, as in {model.path}"
             yield Violation({key: True, "trainer.device": config.trainer.device}, rule, {key: False})
         if any(not spec.remove_padding for spec in passes):
             padding = f"{role.model_key.rpartition('.')[0]}.use_remove_padding"
@@ -184,7 +184,7 @@ def _dynamic_problems(config: RunConfig) -> Iterable[Violation]:
         if cp_size & (cp_size - 1):
             key = f"{role.key}.megatron.context_parallel_size"
             powers = [1 << power for power in range(1, cp_size.bit_length() + 1)]
-            rule = f"must be a power of two with {DYNAMIC}=true: passes take 1, 2, 4 ... of so many ranks"
+            rule = f"must be a power of two with {DYNAMIC}=true: a pass uses 1, 2, 4 ... of these ranks"
             yield Violation({key: cp_size}, rule, {key: nearest_number(cp_size, powers)})
         packed |= {
             f"{role.model_key.rpartition('.')[0]}.use_remove_padding": spec.remove_padding for spec in role.passes
@@ -192,7 +192,7 @@ def _dynamic_problems(config: RunConfig) -> Iterable[Violation]:
         by_tokens |= {_switch_of(spec): spec.max_tokens is not None for spec in role.passes}
     for keys, why in (
         (packed, "rows that are filled up to the longest are all as long as it is"),
-        (by_tokens, "the tokens of a pass say over how many ranks it goes"),
+        (by_tokens, "the tokens of a pass determine over how many ranks it is split"),
     ):
         for key in (key for key, is_set in keys.items() if not is_set):
             yield Violation({key: False}, f"must be true with {DYNAMIC}=true: {why}", {key: True})
@@ -223,7 +223,7 @@ def _recompute_problems(role: RoleSpec, model: ModelSizes | None) -> Iterable[Vi
     if granularity in (None, SELECTIVE):
         if settings:
             other = "" if granularity else f", or {GRANULARITY} full"
-            rule = f"must be null{other}: whole layers are what they count"
+            rule = f"must be null{other}: they count whole layers"
             names = {f"{group}.{name}": given[name] for name in settings}
             yield Violation(names, rule, dict.fromkeys(names)) if granularity else violation(settings, rule, [*valid])
     elif granularity != FULL:

@@ -18,7 +18,7 @@ from megatron_rl.planning.task_plan import TaskPlan
 Row = tuple[str, object, str]
 LARGEST = 3
 """Tensors of the worst rank, and phases of a step, that are named."""
-OF_BATCH = ("answers per prompt", "samples per step", "examples per step", "micro-batches per rank")
+OF_BATCH = ("responses per prompt", "samples per step", "examples per step", "micro-batches per rank")
 DECIDED = re.compile(r"(parallel_size|nnodes|n_gpus_per_node|memory_bytes|memory_utilization|offload)$|pool")
 """Keys that `map` decides."""
 MINUTE, HOUR = 60.0, 3600.0

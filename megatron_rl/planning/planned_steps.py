@@ -41,7 +41,7 @@ class PlannedSteps:
     def seconds(self, prompt: float, response: float) -> dict[str, float]:
         """Return phase -> planned seconds at these mean tokens, slowed by phases of other pools that run meanwhile.
 
-        Generation and transition are left out where generation runs ahead: a step does not wait for all of them.
+        Generation and resharding are left out where generation runs ahead: a step does not wait for all of them.
         """
         bound = self._config.data.max_response_length
         lengths = (max(1.0, prompt), min(max(1.0, response), bound))

@@ -24,12 +24,12 @@ def preference_problems(config: RunConfig) -> Iterable[Violation]:
         yield Violation({LOSS: keys.loss}, "must name at least one loss, and each once", {LOSS: names or ["dpo"]})
     alone = [name for name in names if PREFERENCE_LOSSES.traits(name, AnswerLossTraits()).alone]
     if alone and len(names) > len(alone):
-        rule = f"cannot all be learned from one file: {', '.join(alone)} reads single answers, the others compare them"
+        rule = f"cannot be combined on one file: {', '.join(alone)} reads single responses, the others compare them"
         yield Violation({LOSS: keys.loss}, rule, {LOSS: [name for name in names if name not in alone]})
     elif keys.loss_weights is not None:
         yield from _weight_problems(len(keys.loss), keys.loss_weights)
     if "robust" in names and keys.label_smoothing == 0.5:
-        rule = "must be < 0.5 with robust: half of the labels the wrong way round say nothing"
+        rule = "must be < 0.5 with robust: with half of the labels swapped nothing can be learned"
         yield Violation({NOISE: 0.5}, rule, {NOISE: 0.4})
     readers = [name for name, declared in PREFERENCE_LOSSES.items() if DIVERGENCE in declared.keys]
     if keys.f_divergence_type != "reverse_kl" and not set(readers) & set(names):

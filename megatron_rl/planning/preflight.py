@@ -71,7 +71,9 @@ def _unread(config: RunConfig, model: ModelSizes) -> str | None:
     """The line about a folder's tensors that are not read, some of which drafts read."""
     shared = config.actor_rollout_ref
     reads_mtp = config.generates and shared.mtp_use != MTPUse.NONE and model.path == shared.model.path
-    return f"{model.unread}; drafts read those of the layer" if reads_mtp and model.unread else model.unread
+    return (
+        f"{model.unread}; speculative decoding reads those of the layer" if reads_mtp and model.unread else model.unread
+    )
 
 
 def _violations(

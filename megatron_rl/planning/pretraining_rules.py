@@ -39,7 +39,7 @@ def pretraining_problems(
 def _mixing_problems(config: RunConfig) -> Iterable[Violation]:
     shared = config.actor_rollout_ref
     megatron, mode = shared.actor.megatron, f"{ACTOR}.router_replay.mode"
-    why = f"with {COEF}={config.ptx.coef:g}: of further examples nobody has said to which experts they go"
+    why = f"with {COEF}={config.ptx.coef:g}: router replay has no recorded experts for the ptx examples"
     if shared.actor.router_replay.mode != "disabled":
         yield Violation({mode: shared.actor.router_replay.mode}, f"must be disabled {why}", {mode: "disabled"})
     if shared.rollout.enable_rollout_routing_replay:

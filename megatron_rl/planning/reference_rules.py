@@ -1,4 +1,4 @@
-"""Rules of a reference that follows its policy: it needs weights of its own, beside the policy's."""
+"""Rules of a reference that follows its policy: it needs weights of its own, next to the policy's."""
 
 from __future__ import annotations
 

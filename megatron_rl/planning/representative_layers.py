@@ -49,7 +49,7 @@ class RepresentativeLayers:
 
 @dataclass(frozen=True)
 class InPlaceTransition:
-    """Bytes of a transition in place, of weights, or adapters, that are served as they are trained.
+    """Bytes of a resharding in place, of weights, or adapters, that are served as they are trained.
 
     element: bytes of one. model_bytes: of all of them in the whole model.
     """

@@ -22,7 +22,7 @@ from megatron_rl.planning.model_folder import STARTING_POINTS, read_model_folder
 def configured_models(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Trained role -> identity of its model, for `checkpoint.resume.select`. Models that cannot be read are left out.
 
-    The identity contains the dtype of training: a float32 checkpoint has no masters from which bfloat16 could go on.
+    The identity contains the dtype of training: a float32 checkpoint has no masters from which bfloat16 could continue.
     """
     models, has_reference = {}, any(role.kind == REFERENCE for role in roles_of(config))
     for role in roles_of(config):

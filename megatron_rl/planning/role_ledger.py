@@ -1,7 +1,7 @@
 """What one role holds and needs on the ranks of its layout, by pipeline stage: the arithmetic of `plan` and `map`.
 
 Permanent bytes are counted to the element, those of passes from the parts of a layer (`activations.py`). What a pool
-adds for generation, transition and saving is in `memory.py`.
+adds for generation, resharding and saving is in `memory.py`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_rl.planning.weights import ELEMENT_BYTES, ModelParams, TrainedWeig
 
 SCORE, UPDATE = "score", "update"
 """Kinds of passes, as `RoleSpec` names them."""
-IN_EIGHT_BITS = "weights in 8 bits"
+IN_EIGHT_BITS = "FP8 weights"
 Held = dict[str, int]
 """Name of what is held -> bytes."""
 
@@ -47,7 +47,7 @@ class Passes:
 class RoleParams:
     """The parameters of a role's model, and those that it trains, if it does.
 
-    base: of the model, without what is trained beside adapters. trained: adapters, and a value head; None: the base.
+    base: of the model, without what is trained next to adapters. trained: adapters, and a value head; None: the base.
     still: parameters of the base that are frozen where the others are trained.
     """
 
@@ -77,7 +77,7 @@ class StageHeld:
     moments: int = 0
     masters: int = 0
     in_eight_bits: int = 0
-    """Weights as products of `fp8` take them, which are kept beside the weights from the first pass on."""
+    """Weights as products of `fp8` take them, which are kept next to the weights from the first pass on."""
     heads: int = 0
     """Teachers' heads, which `RoleLedger.teacher_heads` names."""
 
@@ -166,7 +166,7 @@ class RoleLedger:
         return StageHeld(parameters, gradients, moments, masters, in_eight_bits, heads)
 
     def teacher_heads(self, pp_rank: int, *, resting: bool = False) -> Held:
-        """Return what a rank of a stage holds of teachers' heads beside its own: name -> bytes.
+        """Return what a rank of a stage holds of teachers' heads next to its own: name -> bytes.
 
         resting: of those alone that are offloaded while the rank generates, as their teachers' parameters are.
         """
@@ -181,7 +181,7 @@ class RoleLedger:
         return base + (self.weights.num_params(pp_rank) if self.adapters else 0)
 
     def frozen(self, pp_rank: int) -> int:
-        """Return the bytes of the parameters that are not trained beside adapters; 0 without adapters."""
+        """Return the bytes of the parameters that are not trained next to adapters; 0 without adapters."""
         return self.base.numel(pp_rank) * self.element if self.adapters else 0
 
     def _in_eight_bits(self, pp_rank: int) -> int:
@@ -245,7 +245,7 @@ class RoleLedger:
         """Return the memory into which Megatron gathers a micro-batch's hidden states from TP ranks, and which it keeps
         for the next pass; 0 without sequence parallelism.
 
-        Frozen linears gather anew, so that a model with adapters keeps nothing.
+        Frozen linears gather again, so that a model with adapters keeps nothing.
         """
         is_frozen = self.adapters is not None or self.role.model_of is not None
         if not self.role.megatron.sequence_parallel or self.grid.tp_size == 1 or is_frozen:

@@ -21,7 +21,7 @@ from megatron_rl.planning.teaching_costs import TeachingCosts
 from megatron_rl.planning.weights import ELEMENT_BYTES, ModelParams, TrainedWeights
 
 NUM_SCRATCH = 4
-"""Messages in flight during a transition, as in `hybrid_engine.exchange`."""
+"""Messages in flight during a resharding, as in `hybrid_engine.exchange`."""
 
 
 class PoolModels:
@@ -72,7 +72,7 @@ class PoolModels:
 
 
 def bucket_bytes(config: RunConfig) -> int:
-    """Return the most bytes of scratch memory of a transition."""
+    """Return the most bytes of scratch memory of a resharding."""
     return config.actor_rollout_ref.rollout.update_weights_bucket_megabytes << 20
 
 
@@ -136,7 +136,7 @@ class RunModels:
 
     @cached_property
     def in_eight_bits(self) -> EightBitTransition | None:
-        """Bytes of the first exchange group's transition where weights are served in 8 bits; None: they are not."""
+        """Bytes of the first exchange group's resharding where weights are served in FP8; None: they are not."""
         if self._alike is not None:
             return self._alike.in_eight_bits
         rollout, weights, specs = self.config.actor_rollout_ref.rollout, self.actor_weights, self.actor.specs
@@ -154,28 +154,28 @@ class RunModels:
         )
 
     def served_bytes(self, pp_rank: int) -> dict[str, int]:
-        """Return what generation reads on a rank of a stage beside training's weights: name -> bytes."""
+        """Return what generation reads on a rank of a stage next to training's weights: name -> bytes."""
         if self.in_eight_bits is None:
-            return {"foreign stages": self.receive_buffer_bytes(pp_rank)} | merged_bytes(self, pp_rank)
+            return {"received shards": self.receive_buffer_bytes(pp_rank)} | merged_bytes(self, pp_rank)
         members = self.members_of_stage(pp_rank)
         return {
-            "foreign stages": max(map(self.in_eight_bits.receive_buffer_bytes, members)),
+            "received shards": max(map(self.in_eight_bits.receive_buffer_bytes, members)),
             "own codes": max(map(self.in_eight_bits.own_bytes, members)),
         }
 
     def receive_buffer_bytes(self, pp_rank: int, *, stays: bool = False) -> int:
         """Return the bytes of the largest foreign memory among a stage's ranks, of the base and of adapters.
 
-        stays: of that part alone that is there between generations.
+        stays: of that part alone that exists between generations.
         """
         parts = ([self.representative_layers] if self.actor_role.lora.base_stays else []) if stays else self.alike_parts
         numbers = self.members_of_stage(pp_rank)
         return max(sum(part.foreign_numel(number) for part in parts) for number in numbers) * self.element
 
     def scratch_bytes(self, pp_rank: int, *, first: bool = False) -> int:
-        """Return the bytes for packed messages of a transition. Contiguous pieces are sent from where they are.
+        """Return the bytes for packed messages of a resharding. Contiguous pieces are sent from where they are.
 
-        Base and adapters are exchanged one after the other. first: of the transition that brings a base which stays.
+        Base and adapters are exchanged one after the other. first: of the resharding that brings a base which stays.
         """
         bucket = bucket_bytes(self.config)
         if self.in_eight_bits is not None:
@@ -192,7 +192,7 @@ class RunModels:
 
     @cached_property
     def exchange(self) -> ExchangePlan:
-        """The transition of the first exchange group, as the hybrid engine plans it; those of other groups are
+        """The resharding of the first exchange group, as the hybrid engine plans it; those of other groups are
         alike.
         """
         return self._alike.exchange if self._alike is not None else self._exchange(self.actor_weights)

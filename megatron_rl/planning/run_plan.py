@@ -1,4 +1,4 @@
-"""The plan of a PPO run that `megatron-rl plan` prints: groups, memory, time and transition, as data and as tables."""
+"""The plan of a PPO run that `megatron-rl plan` prints: groups, memory, time and resharding, as data and as tables."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from megatron_rl.planning.transition import TransitionPlan
 
 
 def mean_lengths(data: DataConfig, prompt: float | None, response: float | None) -> tuple[float, float]:
-    """Return mean tokens of prompt and answer to plan with: as given, else half of the limit.
+    """Return mean tokens of prompt and response to plan with: as given, else half of the limit.
 
-    An answer does not exceed `data.max_response_length`.
+    A response does not exceed `data.max_response_length`.
     """
     return (
         prompt or data.max_prompt_length / 2,
@@ -57,7 +57,7 @@ class RunPlan:
     """The plan of one run.
 
     fitting: what would make it fit; None where it does. num_tokens: of one step. mean_lengths: assumed tokens of prompt
-    and answer. lacking: what the actor's model folder still needs. train_rows: rows of each training file, up to one
+    and response. lacking: what the actor's model folder still needs. train_rows: rows of each training file, up to one
     batch. ahead: None where generation does not run ahead of training.
     """
 
@@ -75,7 +75,7 @@ class RunPlan:
 
     @classmethod
     def of(cls, config: RunConfig, hardware: Hardware, mean_lengths: tuple[float, float] | None = None) -> RunPlan:
-        """Plan a configuration that has passed preflight. mean_lengths: of prompt and answer; None: half of the
+        """Plan a configuration that has passed preflight. mean_lengths: of prompt and response; None: half of the
         limits.
         """
         lengths = mean_lengths or (config.data.max_prompt_length / 2, config.data.max_response_length / 2)
@@ -115,7 +115,7 @@ class RunPlan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of prompts and answers per second, per rank of all pools."""
+        """Tokens of prompts and responses per second, per rank of all pools."""
         return self.num_tokens / self.step_seconds / self.models.placement.world_size
 
     @property
@@ -177,7 +177,7 @@ class RunPlan:
             plain_table("Largest moment", ("what", "held"), self._largest_moment()),
             layout_table(self._cache_rows(), "Room for generation"),
             *([] if self.config.trainer.val_only else [layout_table(self._time_rows(), title)]),
-            *([] if self.ahead is None else [layout_table(self.ahead.rows(), "Running ahead, simulated")]),
+            *([] if self.ahead is None else [layout_table(self.ahead.rows(), "Asynchronous training, simulated")]),
             layout_table(transition_rows(self.transition), "Transition to rollout mode, per GPU"),
         ]
 
@@ -193,7 +193,7 @@ class RunPlan:
         notes += [] if self.ahead is None else [self.ahead.advice]
         turns = self.config.actor_rollout_ref.rollout.multi_turn
         if self.config.has_turns and not turns.planned_wait_s:
-            notes.append("seconds of answers to turns are not in the plan: set multi_turn.planned_wait_s")
+            notes.append("seconds that environments and tools take are not in the plan: set multi_turn.planned_wait_s")
         if self.fitting is not None:
             where = self._of_pool(self.memory.worst.pool)
             notes += misfit_notes(self.memory, where, self.fitting)
@@ -215,13 +215,13 @@ class RunPlan:
         return [
             ("KV cache", amount(memory.kv_bytes), "rollout.kv_cache_memory_bytes, on each rank"),
             ("KV tokens", f"{memory.kv_tokens}", f"{memory.kv_cache.bytes_per_token} bytes a token and rank"),
-            ("sequences at once", f"{memory.kv_sequences}", f"of {memory.longest} tokens, the longest"),
+            ("sequences together", f"{memory.kv_sequences}", f"with {memory.longest} tokens each, the longest"),
             (
                 "largest KV cache",
                 amount(memory.room_kv_bytes),
                 f"that fits in every phase: {largest} tokens",
             ),
-            ("longest sequence", f"{self.longest.tokens}", f"tokens, as far as {self.longest.limited_by} goes"),
+            ("longest sequence", f"{self.longest.tokens}", f"tokens, as limited by {self.longest.limited_by}"),
         ]
 
     def _time_rows(self) -> list[tuple[str, object, str]]:
@@ -264,7 +264,7 @@ def transition_rows(plan: TransitionPlan) -> list[tuple[str, object, str]]:
             amount(plan.mean_network),
             f"mean; {span(plan.network)}; over the network, as pools are taken to have machines of their own",
         ),
-        ("sent by a training rank", amount(max(plan.sent)), "at most; replicas pass on what they have received"),
+        ("sent by a training rank", amount(max(plan.sent)), "at most; replicas pass received weights on"),
         ("sent by all", amount(sum(plan.sent)), "M, every byte of the model once"),
         ("closed form", amount(plan.lower_bound), "M / rollout TP, M cut evenly"),
     ]

@@ -9,7 +9,7 @@ COLLECTIVE_LATENCY = 47.2e-6
 RL_SHARE = 0.777
 """Efficiency of passes over short sequences of many lengths, as a share of that of long training; calibrated."""
 DECODE_OVERHEAD = 6.35e-3
-"""Seconds of the engine in a decode step, besides the GPU's work; calibrated."""
+"""Seconds of the engine in a decode step, in addition to the GPU's work; calibrated."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Load:
     recompute: share of the layers that run forward twice. efficiency_share: of the hardware's efficiency, in training.
     decode_overhead, collective_latency: seconds, where the hardware file has none. overlaps_dp: data-parallel traffic
     is hidden. mixed: examples that every optimizer step reads in addition, as num_samples and prompt. head_products: of
-    an answer's tokens with the vocabulary head in an update, beyond those of its passes. rows_of_prompt: samples of a
+    a response's tokens with the vocabulary head in an update, beyond those of its passes. rows_of_prompt: samples of a
     prompt whose passes compute it once (`enable_tree_training`).
     """
 

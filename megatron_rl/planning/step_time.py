@@ -71,7 +71,7 @@ class StepTime:
 
 
 def step_load(config: RunConfig, kv_tokens: int, mean_lengths: tuple[float, float]) -> Load:
-    """Return the load of one step. kv_tokens: that the cache of a replica holds. mean_lengths: of prompt and answer.
+    """Return the load of one step. kv_tokens: that the cache of a replica holds. mean_lengths: of prompt and response.
 
     Mini-batches and passes are those of the actor's update.
     """
@@ -181,7 +181,7 @@ def optimizer_bytes(element: int) -> int:
 
 
 def generation_seconds(estimator: Estimator, load: Load, config: RunConfig) -> float:
-    """Return the seconds of generation: where samples wait for answers to their turns, at least those of one sample
+    """Return the seconds of generation: where samples wait for replies to their turns, at least those of one sample
     alone and its waits, as others are drawn meanwhile.
     """
     busy, turns = estimator.generate(load), config.actor_rollout_ref.rollout.multi_turn
@@ -243,7 +243,8 @@ def block_tokens(load: Load, pass_spec: PassSpec, cp_size: int) -> int:
 
 
 def scored_load(load: Load, pass_spec: PassSpec, config: RunConfig, cp_size: int = 1) -> Load:
-    """Return the load of a score. Sequences that are tokenised anew are taken to fill the same share of their limit."""
+    """Return the load of a score. Sequences that are tokenised again are taken to fill the same share of their
+    limit."""
     share = 1.0
     if pass_spec.longest is not None:
         share = pass_spec.longest / config.longest_sequence
@@ -260,7 +261,7 @@ def updated_load(load: Load, role: RoleSpec, config: RunConfig, recompute: float
     if role.update is None:
         raise ValueError(f"{role.name} is not trained")
     mixed = None
-    if role.mixed is not None:  # assumed to have half of their longest length, like prompts and answers
+    if role.mixed is not None:  # assumed to have half of their longest length, like prompts and responses
         mixed = replace(load, num_samples=role.mixed.num_examples, prompt=role.mixed.longest / 2, response=0.0)
         mixed = replace(mixed, rows_of_prompt=1)
         mixed = replace(mixed, block_tokens=block_tokens(mixed, role.update, cp_size))

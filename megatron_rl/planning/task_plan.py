@@ -43,7 +43,7 @@ def task_load(config: TaskConfig, length: float) -> Load:
 
 def task_time(config: TaskConfig, models: RunModels, hardware: Hardware, load: Load) -> StepTime:
     """Return the seconds of one step: the update, the reference's pass where every batch has one, and with kto the
-    passes over the step's prompts with other answers.
+    passes over the step's prompts with other responses.
 
     Passes for validation, and those that compute a stored reference before the first step, do not count.
     """

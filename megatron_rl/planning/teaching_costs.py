@@ -1,4 +1,4 @@
-"""What learning from teachers adds to a rank's memory: their heads beside the actor's, and the columns that travel.
+"""What learning from teachers adds to a rank's memory: their heads next to the actor's, and the columns that travel.
 
 Columns of several numbers a token are on the device for one micro-batch only; on a CPU, where the host is the device,
 for a whole pass.
@@ -49,7 +49,7 @@ class TeacherHead:
 class TeachingCosts:
     """What one role has to do with teachers.
 
-    heads: of teachers with a model of their own, beside the actor's. made: bytes that its score makes of a token.
+    heads: of teachers with a model of their own, next to the actor's. made: bytes that its score makes of a token.
     makes_logits: whether that score does. top: likeliest tokens that it finds of each. read: bytes of a token that its
     update reads. compared: tokens of a top-k that its update compares; 0: the whole vocabulary; None: nothing.
     products: further ones of a token with vocabulary heads in its update, in products with its own head.

@@ -3,11 +3,11 @@
 Legend: t, p, d: TP, PP, copies of the model (DP x CP); P matrix parameters; L layers; H hidden size.
     training     3 forward passes of work (4 where all layers are recomputed) over peak * efficiency, or reading the
                  weights or launching kernels where that takes longer, for the fullest rank, in micro-batches through
-                 stages whose slowest sets the pace (`pipeline_seconds`): the last one also has the head. Beside
+                 stages whose slowest sets the pace (`pipeline_seconds`): the last one also has the head. Next to
                  adapters matrices are frozen: their third pass, the gradients of weights, is spared
     generation   every decode step reads the weights and the cache once, or computes if that takes longer, and has a
                  fixed overhead of the engine; lengths follow the maximum-entropy distribution with their mean and bound
-    transition   the exact bytes of the hybrid engine's plan, over links inside a node and over the network
+    resharding   the exact bytes of the hybrid engine's plan, over links inside a node and over the network
 On a profiled machine, overheads and latencies of collectives are added, and ranks may share cores: a phase takes its
 critical path, or all of its work over the number of ranks that can compute at the same time, whichever is longer.
 """
@@ -385,7 +385,7 @@ class Estimator:
     # Generation
 
     def generate(self, load: Load) -> float:
-        """Return the seconds until the last answer of the last replica: prefill, then decoding with ever fewer
+        """Return the seconds until the last response of the last replica: prefill, then decoding with ever fewer
         sequences.
         """
         mine = math.ceil(load.num_samples / self.layout.replicas)
@@ -394,7 +394,7 @@ class Estimator:
         longest = lengths.quantile(load.num_samples / (load.num_samples + 1))
         known = self.hardware.overheads
         seconds = self._prefill(mine * load.prompt, load.prompt) + known.generation + mine * known.request
-        # While samples wait, the running ones are each at a random point of their answer.
+        # While samples wait, the running ones are each at a random point of their response.
         waiting_steps = (mine - together) * load.response / together
         seconds += waiting_steps * self._decode_step(load, together, load.prompt + load.response / 2)
         points = 200
@@ -436,7 +436,7 @@ class Estimator:
         return (2 * layers + 2) * latency(known, self.layout.rollout_tp)
 
     def _step_overhead(self, load: Load, sequences: float) -> float:
-        """Return the seconds of the engine in a decode step, besides the GPU's work."""
+        """Return the seconds of the engine in a decode step, in addition to the GPU's work."""
         known = self.hardware.overheads
         if known.engine_step is None:
             return load.decode_overhead

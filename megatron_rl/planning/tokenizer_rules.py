@@ -23,7 +23,7 @@ TOKENIZER_FILES = (FILE, "tokenizer.model", "vocab.json")
 def reading_problems(actor_path: str, role: RoleSpec, *, config_only: bool = False) -> Iterable[Violation]:
     """Yield why a reward model cannot read the actor's tokens, or with `input_tokenizer` their text.
 
-    config_only: folders may lack a tokenizer.
+    config_only: folders may have no tokenizer.
     """
     if not role.reads_text:
         yield from vocabulary_problems(actor_path, role.model_path, role.model_key)
@@ -31,7 +31,7 @@ def reading_problems(actor_path: str, role: RoleSpec, *, config_only: bool = Fal
     key, path = f"{role.key}.model.input_tokenizer", role.settings.model.input_tokenizer
     folder, nearest = Path(path).expanduser(), {key: actor_path}
     if not folder.is_dir():
-        rule = "must be the folder of the actor's tokenizer, and there is none"
+        rule = "must be the folder of the actor's tokenizer, and it does not exist"
         parent = folder.parent
         others = [str(other) for other in parent.iterdir() if other.is_dir()] if parent.is_dir() else []
         like = nearest_name(str(folder), others) if others else actor_path
@@ -72,7 +72,7 @@ def different_tokens(actor_path: str, other_path: str) -> Iterable[str]:
     if different:
         example = min(different, key=lambda token: actor[token])
         yield (
-            f"{len(different)} of {len(actor)} have other numbers or are missing in its {FILE}, the first is "
+            f"{len(different)} of {len(actor)} have other ids or are missing in its {FILE}, the first is "
             f"{example!r} ({actor[example]} in {actor_path}, {other.get(example)} there)"
         )
 
@@ -122,5 +122,5 @@ def _vocabulary(tokenizer: dict[str, Any]) -> dict[str, int]:
     if isinstance(vocabulary, list):
         return {str(token): number for number, (token, _) in enumerate(vocabulary)}
     if not isinstance(vocabulary, dict) or not all(type(number) is int for number in vocabulary.values()):
-        raise TypeError("a vocabulary maps tokens to numbers")
+        raise TypeError("a vocabulary maps tokens to ids")
     return vocabulary

@@ -1,4 +1,4 @@
-"""Bytes of the transition to rollout mode: in place by the hybrid engine's plan, between pools whole shards."""
+"""Bytes of the resharding to rollout mode: in place by the hybrid engine's plan, between pools whole shards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TransitionPlan:
     With a rollout in its own pool there is one entry for each rank of one replica, which receives its whole shard,
     M / t_g; replicas pass it on. sent: bytes that each rank of the actor's pool sends, M in all; None in place.
 
-    With adapters M is what moves in every step: adapters alone where the base stays. once: the base's transition then,
+    With adapters M is what moves in every step: adapters alone where the base stays. once: the base's resharding then,
     before the first step; None: all that moves moves in every step.
     """
 
@@ -40,7 +40,7 @@ class TransitionPlan:
 
     @classmethod
     def of(cls, models: RunModels) -> TransitionPlan:
-        """Count the transition of a run piece by piece."""
+        """Count the resharding of a run piece by piece."""
         weights = [each for each in (models.actor_weights, models.actor_adapters) if each is not None]
         if models.placement.is_colocated and models.in_eight_bits is not None:
             parts = [cls._in_place(models, models.in_eight_bits)]

@@ -118,7 +118,7 @@ class FlatBuffer:
     """One of DDP's buffers on a rank, of dense parameters or of experts; or that of all frozen ones.
 
     blocks, starts: parameters in order, and where they start. numel: elements with padding; num_params: without.
-    is_still: its parameters are frozen beside others that are trained.
+    is_still: its parameters are frozen next to others that are trained.
     """
 
     is_expert: bool
@@ -158,7 +158,7 @@ class TrainedWeights:
     """A model's parameters under a training layout. All ranks of one stage hold shards of the same sizes.
 
     vocab_multiple: to which the vocabulary is padded. bucket_numel: elements of a bucket in the buffers that have
-    several; None: every buffer is one bucket. is_frozen: the parameters lie beside adapters, in one buffer without
+    several; None: every buffer is one bucket. is_frozen: the parameters lie next to adapters, in one buffer without
     padding (`roles.flat_parameters.FrozenBuffer`), and not in DDP's. still: of the last stage, those that lie so while
     the others are trained.
     """

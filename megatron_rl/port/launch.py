@@ -94,10 +94,10 @@ def _beside(ran: ShellRun, taken: TrainerCall, others: list[TrainerCall]) -> Ite
     exports = {word.partition("=")[0] for word in taken.around if re.fullmatch(r"[A-Za-z_]\w*=.*", word, re.DOTALL)}
     exports |= set(taken.launch.exports) if taken.launch is not None else set()
     if exports:
-        yield f"exported variables: {', '.join(sorted(exports))}; export what a run still needs where you start it"
+        yield f"exported variables: {', '.join(sorted(exports))}; export those that a run needs where you start it"
     around = _around(taken)
     if around:
-        yield f"around the trainer: {around}; docs/start/coming_from_verl.md says how a run is started"
+        yield f"around the trainer: {around}; to start a run see docs/start/coming_from_verl.md"
     for other in others:
         yield f"another call of a trainer: {other.program}, which is left out; port its arguments by themselves"
     trained = [taken.launch, *(other.launch for other in others)]

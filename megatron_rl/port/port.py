@@ -50,7 +50,7 @@ class Ported(Noted):
             lines += [f"{kind.value}: {len(notes) or 'nothing'}", *(f"  {note}" for note in notes)]
         for heading, further in (
             ("models that cannot be read here, so that nothing was checked against them", self.unread),
-            ("of the script, and not in this file", self.beside),
+            ("set by the script, and not in this file", self.beside),
             ("refused to the script while it was run", self.refused),
         ):
             if further:
@@ -109,8 +109,8 @@ def ported(source: str, call: TrainerCall, base: list[Setting], folder: Path = P
             base = [*base, *_file_settings(places[0])]
         else:
             setting = Setting("config-name", str(file), source, prefix="--")
-            reason = "this file is not there: give its settings as arguments, or port it"
-            notes.append(Note(Kind.UNSUPPORTED, setting, reason, feature="a configuration file that is not there"))
+            reason = "this file does not exist: give its settings as arguments, or port it"
+            notes.append(Note(Kind.UNSUPPORTED, setting, reason, feature="a configuration file that does not exist"))
     named = [setting for setting in base if setting.key == DEFAULTS]
     base = [setting for setting in base if setting.key != DEFAULTS]
     implied = call.entry
@@ -150,7 +150,7 @@ def _unread_files(named: list[Setting]) -> list[str]:
 def _unknown(setting: Setting) -> Note:
     like = suggested_key(setting.key)
     reason = f"is {like} meant?" if like else "leave it out where it only changes speed"
-    return Note(Kind.UNSUPPORTED, setting, reason, feature=f"the key {setting.key}, which no table knows")
+    return Note(Kind.UNSUPPORTED, setting, reason, feature=f"the key {setting.key}, which is in no table")
 
 
 def _file_settings(file: Path) -> list[Setting]:

@@ -118,7 +118,7 @@ def _one_layout(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
     """Leave out layouts of other models than the actor: models of one pool share its layout, with the same results."""
     given = {setting.key: setting.value for setting in settings}
     own_pool = bool(given.get("reward_model.enable_resource_pool"))
-    reason = "models that share ranks share the actor's layout; what they compute does not depend on it"
+    reason = "models that share ranks share the actor's layout; their results do not depend on it"
     kept, notes = [], []
     for setting in settings:
         role, _, name = setting.key.partition(".megatron.")
@@ -147,7 +147,7 @@ def _models(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
                 Note(Kind.DIFFERS, setting, "its language model alone is trained: rows with images are refused")
             )
         elif setting is not None and names and (family is None or inside is not None):
-            reason = "docs/scale/models.md has the models that are here"
+            reason = "docs/scale/models.md lists the supported models"
             feature = f"{feature_of(names[0])} ({names[0]})"
             notes.append(Note(Kind.UNSUPPORTED, setting, reason, feature=feature))
     if actor is not None and all(note.kind is Kind.DIFFERS for note in notes):
@@ -230,7 +230,7 @@ def _corrected(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
     weighs = any(name in given and given[name].value for name in (key, f"{CORRECTION}.bypass_mode"))
     if asked is None or asked.value != FP8 or weighs:
         return settings, []
-    reason = "rounded weights draw the tokens, and importance weights correct for that"
+    reason = "tokens are sampled with rounded weights, and importance weights correct for that"
     note = Note(Kind.RENAMED, asked, reason, {asked.key: FP8, key: "token"})
     kept = [setting for setting in settings if setting.key != key]
     return [*kept, Setting(key, "token", asked.origin)], [note]

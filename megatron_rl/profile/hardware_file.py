@@ -61,17 +61,21 @@ def tables(measured: Measured) -> list[Table]:
     """Return the tables of the machine, of overheads, and of the short run."""
     hardware = measured.hardware
     rows = [
-        ("matrix products, float32", f"{hardware.float32_flops / 1e9:.0f} GFLOP/s", "of one rank, many rows"),
+        ("matrix products, float32", f"{hardware.float32_flops / 1e9:.0f} GFLOP/s", "on one rank, many rows"),
         ("matrix products, bfloat16", f"{hardware.bfloat16_flops / 1e9:.0f} GFLOP/s", ""),
         ("rows at half of that", f"{hardware.half_rows:.0f}", ""),
-        ("attention", f"{hardware.attention_share:.0%}", "of the rate of matrix products, at the longest sequence"),
-        ("memory", f"{hardware.memory_bandwidth / 1e9:.1f} GB/s", "as a data sheet would say it"),
+        (
+            "attention",
+            f"{hardware.attention_share:.0%}",
+            "share share share of the rate of matrix products, at the longest sequence",
+        ),
+        ("memory", f"{hardware.memory_bandwidth / 1e9:.1f} GB/s", "as in a data sheet"),
         ("between ranks", f"{hardware.link_bandwidth / 1e9:.2f} GB/s", ""),
         ("host and device", f"{hardware.host_bandwidth / 1e9:.1f} GB/s", ""),
     ]
     if hardware.parallel_ranks:
         left = f"more of them take turns, which leaves {hardware.turns_share:.0%}"
-        rows.append(("ranks at once", f"{hardware.parallel_ranks:.2f}", left))
+        rows.append(("ranks at a time", f"{hardware.parallel_ranks:.2f}", left))
     rows += [
         (
             f"collective of {size}",
@@ -107,5 +111,5 @@ def sentences(measured: Measured) -> list[str]:
         f"in the median and {quantile(missed, 0.9):.0%} for nine of ten",
     ]
     if measured.start_up_s is not None:
-        lines.append(f"a run takes {measured.start_up_s:.0f} s beside its steps")
+        lines.append(f"a run takes {measured.start_up_s:.0f} s in addition to its steps")
     return [*lines, f"profiled in {measured.seconds:.0f} s"]

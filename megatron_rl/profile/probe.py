@@ -78,7 +78,7 @@ def save_data(folder: Path) -> None:
 
 
 def settings(folder: Path, model: Path, device: str, num_ranks: int, longest: int) -> dict[str, Any]:
-    """Return the configuration of a PPO run with critic and reference. longest: most tokens of an answer."""
+    """Return the configuration of a PPO run with critic and reference. longest: most tokens of a response."""
     data = str(folder / "prompts.parquet")
     return {
         "data": {

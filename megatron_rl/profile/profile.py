@@ -188,7 +188,7 @@ def memory_of_rank(request: ProfileRequest) -> float:
 
 
 def _with_run(measured: Measured, request: ProfileRequest, folder: Path) -> Measured:
-    """Add what only a run shows: time of controller calls, of the transition, and of start-up."""
+    """Add what only a run shows: time of controller calls, of the resharding, and of start-up."""
     content = probes.settings(
         folder,
         folder / f"model_{probes.DEEP}",
@@ -215,7 +215,7 @@ def _with_run(measured: Measured, request: ProfileRequest, folder: Path) -> Meas
 
 
 def with_run(hardware: Hardware, steps: Sequence[Mapping[str, float]], config: Path) -> tuple[Hardware, RunPlan, float]:
-    """Fit transition and controller calls to the steps of a run; return hardware, plan of the run, and median step.
+    """Fit resharding and controller calls to the steps of a run; return hardware, plan of the run, and median step.
 
     Time of a step outside of all phases is attributed to controller calls.
     """

@@ -1,8 +1,8 @@
-"""Rehearse ranks of a run on GPUs that are not there: `megatron-rl rehearse`.
+"""Rehearse ranks of a run on GPUs that do not exist: `megatron-rl rehearse`.
 
 A rank's own code runs with device cuda on tensors without memory (torch's fake tensors), in a process of its own in
 which a CPU build of torch pretends to have GPUs (`third_party_patches/torch`). What is learnt: peak memory of every
-phase beside the plan, every collective, and every wait of the host. Collectives, sends and receives of the rehearsed
+phase next to the plan, every collective, and every wait of the host. Collectives, sends and receives of the rehearsed
 ranks are matched with each other.
 
 rehearsal.py          the command's side: starts the process, reads what ranks wrote

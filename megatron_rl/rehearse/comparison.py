@@ -1,4 +1,4 @@
-"""Peaks of rehearsed phases beside the memory plan. No torch."""
+"""Peaks of rehearsed phases next to the memory plan. No torch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def peaks_of(config: RunConfig, reports: Sequence[Mapping[str, Any]]) -> list[Pe
 def rehearsed_part(stage: StageMemory, phase: str) -> int:
     """Return the bytes of a planned phase that a rehearsal has: all but vLLM's."""
     if phase == INIT:  # which may be largest with an engine
-        # With a rollout in another pool each end of the bridge is built, and its memory for messages with it.
+        # With a rollout in another pool each end of the weight transfer is built, and its memory for messages with it.
         ends = stage.exchanged or stage.phases.get(RESHARD, {})
         return max(sum(stage.built.values()), sum(without_moments(ends).values()))
     if phase == RESHARD and stage.exchanged:  # which may be largest when the cache has come

@@ -253,7 +253,7 @@ class RehearsalMode(TorchDispatchMode):
     def _known(self, func: Any, tensor: Tensor) -> Tensor:
         values: Tensor | None = self.values.of(tensor)
         if values is None:
-            raise UnknownValueError(f"{func} at {current_line()} has a shape that depends on values nobody knows")
+            raise UnknownValueError(f"{func} at {current_line()} has a shape that depends on unknown values")
         return values
 
     def _placed(self, real: Tensor) -> Tensor:

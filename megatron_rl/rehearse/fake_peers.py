@@ -25,7 +25,7 @@ from megatron_rl.roles.training import TrainableModel
 
 def replace_peers(mode: RehearsalMode, members: Sequence[Sequence[Member]], joint: JointRanks | None) -> None:
     """Apply all of them. members: of this rank's exchange group, as they hold weights, and again as they hold adapters;
-    none where weights are not shared. joint: the ranks of the bridge between pools; None: there is none.
+    none where weights are not shared. joint: the ranks of the weight transfer between pools; None: there is none.
     """
     _load_no_weights()
     _post_together(mode)
@@ -43,14 +43,14 @@ def _load_no_weights() -> None:
 
 
 def _know_members(members: Sequence[Sequence[Member]], joint: JointRanks | None) -> None:
-    """Ranks tell each other where their shards lie; nobody is there, so it is where the plan lays them.
+    """Ranks tell each other where their shards are; nobody is there, so it is where the plan lays them.
 
-    Raises RuntimeError where this rank's own lie elsewhere.
+    Raises RuntimeError where this rank's own are elsewhere.
     """
 
     def all_gather_object(transport: Transport, value: Any) -> list[Any]:
         if isinstance(value, Offer):
-            assert joint is not None  # an offer is for a bridge
+            assert joint is not None  # an offer is for a weight transfer
             _check_place(value.member, joint.members[transport.number])
             return joint.offers(value)
         group = max(members, key=lambda each: _num_common(each, value))
@@ -68,13 +68,11 @@ def _num_common(group: Sequence[Member], laid: Member) -> int:
 
 def _check_place(laid: Member, planned: Member | None) -> None:
     if planned is None or not same_place(laid, planned):
-        raise RuntimeError(
-            f"{laid.name} lays its shards otherwise than planned: {names_of(laid)}, not {names_of(planned)}"
-        )
+        raise RuntimeError(f"{laid.name} has other shards than planned: {names_of(laid)}, not {names_of(planned)}")
 
 
 def _meet_nobody(mode: RehearsalMode, joint: JointRanks | None) -> None:
-    """A bridge opens without the ranks of the other side."""
+    """A weight transfer opens without the ranks of the other side."""
     if joint is None:
         return
 

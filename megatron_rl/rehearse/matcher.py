@@ -108,9 +108,9 @@ def ranks_text(ranks: Sequence[int], most: int = 6) -> str:
 
 
 def match_calls(calls: Mapping[int, Sequence[GroupCall]]) -> Match:
-    """Return how the calls of these ranks of one world go on together. calls: rank -> its calls, in their order.
+    """Return how the calls of these ranks of one world continue together. calls: rank -> its calls, in their order.
 
-    A rank that is not there is taken to agree with everything.
+    A rank that does not exist is taken to agree with everything.
     """
     simulation = _Simulation(calls)
     simulation.run()
@@ -152,7 +152,7 @@ class _Simulation:
                 pass
 
     def _step(self, rank: int, progress: _Progress) -> bool:
-        """Come to the present step, or look whether it is done; returns whether the rank goes on by itself."""
+        """Come to the present step, or look whether it is done; returns whether the rank continues by itself."""
         step = progress.steps[0]
         if not step[0].is_message:
             return self._arrive(rank, step[0])

@@ -83,7 +83,7 @@ def read_reports(out: Path, ranks: Sequence[RankOfPool], log: Path) -> list[dict
     for rank in sorted(ranks, key=lambda one: one.number):
         file = rank_file(out, rank.number)
         if not file.exists():
-            raise RehearsalError(f"rank {rank.number} wrote no report; the process said, in {log}:\n{_end_of(log)}")
+            raise RehearsalError(f"rank {rank.number} wrote no report; end of its log {log}:\n{_end_of(log)}")
         report: dict[str, Any] = json.loads(file.read_text())
         if "failure" in report:
             raise RehearsalError(f"rank {rank.number} could not be rehearsed:\n{report['failure']}")

@@ -1,4 +1,5 @@
-"""Weights on their way to another pool in a rehearsal: both ends of a bridge, each without the other's ranks."""
+"""Weights on their way to another pool in a rehearsal: both ends of a weight transfer, each without the other's
+ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ from megatron_rl.roles.rollout import all_offloadable
 
 @dataclass(frozen=True)
 class JointRanks:
-    """All ranks of a bridge, the senders first. numbers: counted over all pools. members: where their shards lie."""
+    """All ranks of a weight transfer, the senders first. numbers: counted over all pools. members: where their shards
+    are."""
 
     numbers: tuple[int, ...]
     members: tuple[Member, ...]
@@ -38,7 +40,7 @@ class JointRanks:
 
     @classmethod
     def of(cls, config: RunConfig) -> JointRanks | None:
-        """Return the bridge's ranks; None if nothing generates, or actor and rollout share a pool."""
+        """Return the weight transfer's ranks; None if nothing generates, or actor and rollout share a pool."""
         models = RunModels(config)
         placement = models.placement
         if not placement.generates or placement.is_colocated:
@@ -92,7 +94,7 @@ class RehearsedReceiver:
     """A rollout whose weights come from another pool: all of it but vLLM. On GPUs it has no second buffer."""
 
     def __init__(self, spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], address: BridgeAddress) -> None:
-        """Make the memory for the weights, and this end of the bridge, in the order of `Rollout`."""
+        """Make the memory for the weights, and this end of the weight transfer, in the order of `Rollout`."""
         source, grid = rank.source(spec), RolloutGrid(rank.groups.grid, spec.settings.tensor_model_parallel_size)
         offloadable = all_offloadable(neighbours)
         with offloaded(offloadable):

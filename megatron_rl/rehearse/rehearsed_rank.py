@@ -104,7 +104,7 @@ class RehearsedRank:
         mode: RehearsalMode,
         joint: JointRanks | None = None,
     ) -> None:
-        """joint: the ranks of the bridge to a rollout in another pool; None: there is none."""
+        """joint: the ranks of the weight transfer to a rollout in another pool; None: there is none."""
         self.config, self.mode, self.joint = config, mode, joint
         self.seconds: dict[str, float] = {}
         self.host: RehearsedHost = self._phase(

@@ -44,7 +44,7 @@ class PeakFromHere:
 def rehearsed_engine(spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], memory: MemoryTracker) -> HybridEngine:
     """Make the hybrid engine of a rollout in the actor's pool, in the order of `Rollout`; in train mode.
 
-    memory: of the device, whose peak begins anew when all that leaves for generation has left.
+    memory: of the device, whose peak begins again when all that leaves for generation has left.
     """
     offloadable = all_offloadable(neighbours)
     source, grid = rank.source(spec), RolloutGrid(rank.groups.grid, spec.settings.tensor_model_parallel_size)

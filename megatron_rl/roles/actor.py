@@ -83,13 +83,14 @@ class Actor(TrainedRole):
         if source.mtp == MTPUse.TRAINED:
             self.mtp = MTPTraining(self.trainable, self.scorer, self.config.mtp_loss_scaling_factor)
         self._load: Tensor | None = None  # of experts, in the last pass
-        # On rank 0, if the rollout has pools of its own: the bridge's store, and older ones that ranks may still use.
+        # On rank 0, if the rollout has pools of its own: the weight transfer's store, and older ones that ranks may
+        # still use.
         self.bridge_stores: list[BridgeStore] = []
         self.sender: BridgeSender | None = None
-        self.merged: MergedShards | None = None  # what a bridge sends where adapters are merged
+        self.merged: MergedShards | None = None  # what a weight transfer sends where adapters are merged
 
     def memory(self) -> dict[str, int]:
-        """Bytes of what is trained, of teachers' heads beside the policy's, and of the weights that were sent last."""
+        """Bytes of what is trained, of teachers' heads next to the policy's, and of the weights that were sent last."""
         from megatron_rl.roles.teacher_heads import bytes_of_heads
 
         heads = [] if self.distillation is None else self.distillation.heads
@@ -188,7 +189,8 @@ class Actor(TrainedRole):
 
     @remote_method(Dispatch.ONE_TO_ALL)
     def join_bridge(self, address: BridgeAddress) -> str:
-        """Build this pool's end of the bridge in place of an older one; returns "", or the reason if a rank was lost.
+        """Build this pool's end of the weight transfer in place of an older one; returns "", or the reason if a rank
+        was lost.
 
         Collective over both sides, with the rollout's `join_bridge`. All training ranks return the same.
         """
@@ -236,7 +238,7 @@ class Actor(TrainedRole):
     def try_send_weights(self, version: int, holding: dict[int, int] | None = None) -> SendAttempt:
         """Send the current weights; a lost rollout rank is reported, not raised, and equally on all training ranks.
 
-        After a loss all ranks must join a new bridge before the next transfer.
+        After a loss all ranks must join a new weight transfer before the next transfer.
         holding: replica -> the version that its generation must hold before; calls the ranks that listen, those with a
         second buffer, and returns when the weights have arrived on all of them. None: `try_receive_weights` calls them.
         """
@@ -256,7 +258,8 @@ class Actor(TrainedRole):
         return SendAttempt(version, "", report, concluded if dist.get_rank() == 0 else ())
 
     def _agreed(self, broken: str) -> str:
-        """Join the reasons of all training ranks; with any, all leave the bridge, because others may wait for them."""
+        """Join the reasons of all training ranks; with any, all leave the weight transfer, because others may wait for
+        them."""
         gathered = [""] * dist.get_world_size()
         dist.all_gather_object(gathered, broken)
         reasons = [f"training rank {number}: {reason}" for number, reason in enumerate(gathered) if reason]
@@ -266,7 +269,7 @@ class Actor(TrainedRole):
 
     def _send(self, version: int) -> SendReport:
         if self.sender is None:
-            raise RuntimeError("there is no bridge: join_bridge() comes first")
+            raise RuntimeError("the weight transfer is not connected: call join_bridge() first")
         if self.checkpoint.bias is not None and self.checkpoint.bias.has_moved:
             raise ConfigError(
                 "the checkpoint has other expert biases than the model folder, and rollout pools receive only weights: "

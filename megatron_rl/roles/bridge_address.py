@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 NO_MORE_CALLS = "null"
 MEET_S = 30.0
-"""Seconds to wait for ranks at a bridge. They have nothing else to do, so a later rank is lost."""
+"""Seconds to wait for ranks at a weight transfer. They have nothing else to do, so a later rank is lost."""
 LOOK_S = 0.02
 """Seconds between two checks which ranks have arrived."""
 FOR_GOOD = timedelta(days=365)
-"""A rank listens until it is called, until there is another bridge, or until its process or the server ends."""
+"""A rank listens until it is called, until there is another weight transfer, or until its process or the server
+ends."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ class AcrossBridge:
 
 
 class BridgeStore:
-    """The first side of a `BridgeAddress`, which makes the store; keep it for as long as the bridge is used."""
+    """The first side of a `BridgeAddress`, which makes the store; keep it for as long as the weight transfer is
+    used."""
 
     def __init__(self, rank: Rank, num_receivers: int) -> None:
         host, sizes = rank.environment.node_address, (rank.groups.grid.world_size, num_receivers)
@@ -154,15 +156,17 @@ def join_bridge(address: BridgeAddress, number: int, device: Device, timeout: ti
         while not store.check(keys):
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-                raise BrokenBridgeError(f"ranks {missing} of {address.size} did not come to a bridge in {MEET_S} s")
+                raise BrokenBridgeError(
+                    f"ranks {missing} of {address.size} did not connect to the weight transfer in {MEET_S} s"
+                )
             made_progress()
             time.sleep(LOOK_S)
         # A message may wait as long as any other; opening connections must not, as all ranks are here.
         group = within(MEET_S, lambda: opened(store, number, address.size, device, timeout))
     except TimeoutError as error:
-        raise BrokenBridgeError(f"a rank that came to a bridge was lost before it stood: {error}") from error
+        raise BrokenBridgeError(f"a rank was lost before the weight transfer was connected: {error}") from error
     except RuntimeError as error:  # of the store, or of gloo, whose own is no DistError
-        raise BrokenBridgeError(f"a bridge was not built: {type(error).__name__}: {error}") from error
+        raise BrokenBridgeError(f"a weight transfer was not connected: {type(error).__name__}: {error}") from error
     return Transport(group, is_own=True, timeout=timeout)
 
 
@@ -185,7 +189,7 @@ def within(seconds: float, call: Callable[[], Result]) -> Result:
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run, name="opens a bridge", daemon=True)
+    thread = threading.Thread(target=run, name="opens a weight transfer", daemon=True)
     thread.start()
     deadline = time.monotonic() + seconds
     while thread.is_alive() and time.monotonic() < deadline:
@@ -194,5 +198,5 @@ def within(seconds: float, call: Callable[[], Result]) -> Result:
     if errors:
         raise errors[0]
     if not results:
-        raise TimeoutError(f"no answer after {seconds:g} s")
+        raise TimeoutError(f"no reply after {seconds:g} s")
     return results[0]

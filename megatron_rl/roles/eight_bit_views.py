@@ -1,4 +1,4 @@
-"""A rollout's weights in 8 bits on the actor's memory: three views, of codes, of scales, and of what stays."""
+"""A rollout's FP8 weights on the actor's memory: three views, of codes, of scales, and of what stays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron_rl.roles.actor import Actor
     from megatron_rl.roles.model_source import ModelSource
 
-CODES_POOL, SCALES_POOL = "megatron_rl foreign codes", "megatron_rl foreign scales"
+CODES_POOL, SCALES_POOL = "megatron_rl received FP8 weights", "megatron_rl received FP8 scales"
 """Tags of foreign codes and scales in vLLM's CUDA allocator."""
 
 

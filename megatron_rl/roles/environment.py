@@ -128,7 +128,8 @@ def interface_of(address: str, interfaces: Mapping[str, Sequence[str]]) -> str:
             return name
     listing = ", ".join(f"{name} ({', '.join(addresses)})" for name, addresses in interfaces.items())
     raise ConfigError(
-        f"no network interface here has the node's address {address}, as Ray knows it; there are: {listing}; try: "
+        f"no network interface here has the node's address {address}, that Ray reports; its addresses are: {listing}; "
+        "try: "
         f"start this node with `ray start --node-ip-address=` one of these, or set {GLOO_INTERFACE}"
     )
 
@@ -175,7 +176,7 @@ def worker_environment(
     of logging, NCCL's registration of graphs and its record of calls are kept.
 
     sees_node: the worker shares memory with the GPUs of its node (`RolloutConfig.disable_custom_all_reduce`).
-    updates_on_host: Adam runs on the CPU beside a GPU (`optimizer_cpu_offload`). Raises ConfigError as
+    updates_on_host: Adam runs on the CPU next to a GPU (`optimizer_cpu_offload`). Raises ConfigError as
     `allocator_settings`.
     """
     threads = max(1, (os.cpu_count() or 1) // ranks_per_node)

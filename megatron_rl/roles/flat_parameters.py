@@ -69,8 +69,8 @@ def flat_parameters(
 ) -> FlatParameters:
     """The buffers of a view, with each parameter's slot under its logical name.
 
-    held, wanted: where this rank's shards lie in training and in generation; None: it does not generate. node: the
-    number of its node. Raises RuntimeError when the buffers have different dtypes, or a parameter does not lie where
+    held, wanted: where this rank's shards are in training and in generation; None: it does not generate. node: the
+    number of its node. Raises RuntimeError when the buffers have different dtypes, or a parameter is not where
     buffer and layout say.
     """
     buffers = view.buffers
@@ -85,7 +85,7 @@ def flat_parameters(
         shard = shard_of(tensor, held)
         lies_there = place_of(parameter) == place_of(buffers[number].param_data[start:stop])
         if not lies_there or parameter.shape != shard.shape:
-            raise RuntimeError(f"{name} {tuple(parameter.shape)} does not lie in its buffer as {shard.shape}")
+            raise RuntimeError(f"{name} {tuple(parameter.shape)} is not in its buffer as {shard.shape}")
         slots.append(Slot(tensor.name, number, start, shard))
     return FlatParameters(
         tuple(buffer.param_data for buffer in buffers),

@@ -216,7 +216,7 @@ class RankHost:
     def load_copy(self, place: CopyPlace, step: int, states: dict[str, RoleState]) -> bool:
         """Load all trained roles from copies of any layout. states: the result of `copy_state`.
 
-        Returns whether there was a random state for this layout. Raises CopyLost where the copies lack anything.
+        Returns whether there was a random state for this layout. Raises CopyLost if anything is missing in the copies.
         """
         from megatron_rl.roles.saving import restore_generators
 

@@ -225,7 +225,7 @@ class CopySource:
             damage = (
                 f"; damaged: {', '.join(file.name(copies.node) for file in self._damaged)}" if self._damaged else ""
             )
-            raise CopyLost(f"the copies in memory lack {lost[0].key} of the {role}{damage}")
+            raise CopyLost(f"the copies in memory do not contain {lost[0].key} of the {role}{damage}")
         used = sorted({read.file for read in reads})
         copies.fetch(self, [files[number] for number in used])
         for number in used:
@@ -304,7 +304,7 @@ def crc32_of(content: torch.Tensor) -> int:
 
 
 def write_checksum(path: Path, number: int) -> None:
-    """Write a file's checksum beside it."""
+    """Write a file's checksum next to it."""
     Path(f"{path}{CHECKSUM}").write_text(str(number))
 
 

@@ -1,4 +1,4 @@
-"""Weights with adapters merged in, as generation or a bridge reads them: each rank merges its own shards.
+"""Weights with adapters merged in, as generation or a weight transfer reads them: each rank merges its own shards.
 
 The trainer's tensors are read and never written. Every merge begins with the base, so nothing adds up over steps.
 """
@@ -95,12 +95,12 @@ class MergedWeights(ComposedWeights):
         self.own = own
 
     def gather(self) -> Bytes:
-        """Merge this rank's shards, and bring what it lacks; returns what was received."""
+        """Merge this rank's shards, and bring what it does not have; returns what was received."""
         self.own.renew()
         return super().gather()
 
     def memory(self) -> dict[str, int]:
-        """Bytes beside training's buffers, by the names of the memory plan."""
+        """Bytes next to training's buffers, by the names of the memory plan."""
         return super().memory() | {"own merged": self.own.num_bytes}
 
     def release(self) -> None:

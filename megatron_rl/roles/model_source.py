@@ -147,7 +147,7 @@ class ModelSource:
         drawn: frozenset[str] = frozenset(),
         heads: frozenset[str] = frozenset(),
     ) -> UnloadedModel:
-        """heads: parameters that are trained beside adapters."""
+        """heads: parameters that are trained next to adapters."""
         parameters = named_parameters(chunks)
         if unknown := sorted(parameters.keys() - specs.keys()):
             computed_by = self.megatron.override_transformer_config.transformer_impl

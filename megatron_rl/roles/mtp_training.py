@@ -1,4 +1,4 @@
-"""Train the multi-token prediction (MTP) layer beside the policy, on the answers that the policy has drawn."""
+"""Train the multi-token prediction (MTP) layer next to the policy, on the answers that the policy has drawn."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Pipeline:
         over twice as many chunks as there are ranks. Where data-parallel ranks hold different experts they need each
         other's answers in every block, so all get as many as the one that has most; dynamic blocks are cut to the same
         number everywhere, so that no rank waits for another's. Packed rows share prompts where attention can. sizes: of
-        neighbouring rows that must lie in one block.
+        neighbouring rows that must be in one block.
 
         Where passes choose how many ranks share them, these are the blocks of this rank, of the same batch as all
         others', and rows lie anywhere.
@@ -326,7 +326,7 @@ class Pipeline:
         made_progress()
         block = one.block
         input_ids = block.input_ids if block.share is None else block.input_ids[:, block.share.columns]
-        # Layers keep what they derive from them; another chunk's pass begins anew.
+        # Layers keep what they derive from them; another chunk's pass begins again.
         self.segments = segments = None if one.segments is None else one.segments.with_tensors(one.segments.tensors())
         # Megatron wants positions and does not use them: rotary embeddings go by segments.
         positions = torch.arange(input_ids.shape[1], device=self.device).expand_as(input_ids)

@@ -1,4 +1,4 @@
-"""The rollout's weights if they come over a bridge from the actor's pool."""
+"""The rollout's weights if they come by a weight transfer from the actor's pool."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Arrivals:
     def receive(self) -> TransitionReport:
         """Receive what training sends, without a call. Raises RuntimeError if a thread listens."""
         if self._thread is not None:
-            raise RuntimeError("weights arrive beside generation here: training calls for them")
+            raise RuntimeError("weights arrive during generation here: training asks for them")
         return self._receive()
 
     def try_receive(self) -> Arrival:
@@ -79,7 +79,7 @@ class Arrivals:
         """Raise RuntimeError when the thread failed, with its error."""
         if self._failure is not None:
             kind = type(self._failure).__name__
-            raise RuntimeError(f"weights that arrived beside generation: {kind}: {self._failure}") from self._failure
+            raise RuntimeError(f"weights that arrived during generation: {kind}: {self._failure}") from self._failure
 
     def leave(self) -> None:
         """Leave the group of both sides, once no transfer runs and training has ended the calls."""
@@ -165,7 +165,8 @@ class Arrivals:
 
 
 class ReceivedWeights:
-    """A rollout shard that comes over a bridge, as `HybridEngine` expects it; entering rollout mode moves nothing.
+    """A rollout shard that comes by a weight transfer, as `HybridEngine` expects it; entering rollout mode moves
+    nothing.
 
     Entering raises RuntimeError before the first weights have arrived.
     """
@@ -180,7 +181,7 @@ class ReceivedWeights:
         replica: int,
         base: dict[str, torch.Tensor] | None = None,
     ) -> None:
-        """replica: the number of this rank's in the run. base: the weights beside which adapters arrive; None: whole
+        """replica: the number of this rank's in the run. base: the weights next to which adapters arrive; None: whole
         weights arrive.
         """
         self.receiver = receiver
@@ -191,7 +192,7 @@ class ReceivedWeights:
             tensor.zero_()  # vLLM runs once while it is built, before the first weights come
 
     def join(self, address: BridgeAddress) -> None:
-        """Connect to training, in place of an older bridge; collective over both sides. No memory moves.
+        """Connect to training, in place of an older weight transfer; collective over both sides. No memory moves.
 
         With a second buffer weights may arrive from now on. Raises BrokenBridgeError if a rank is lost meanwhile.
         """
@@ -225,7 +226,7 @@ class ReceivedWeights:
         if self.receiver.version is None:
             self.arrivals.take()
         if self.receiver.version is None:
-            raise RuntimeError("no weights have come over the bridge yet: training sends them first")
+            raise RuntimeError("no weights were transferred yet: training sends them first")
         return Bytes(0, 0)
 
     def verify(self) -> None:
@@ -244,8 +245,8 @@ class ReceivedWeights:
 def received_weights(
     bridge: AcrossBridge, spec: RoleSpec, rank: Rank, source: ModelSource, grid: RolloutGrid
 ) -> ReceivedWeights:
-    """Memory for the rollout shard that will come over a bridge. Adapters that are not merged come alone; the base is
-    read from its folder then.
+    """Memory for the rollout shard that will come by a weight transfer. Adapters that are not merged come alone; the
+    base is read from its folder then.
     """
     place, dtype = grid.place(rank.groups.rank, VOCAB_PADDING), torch_dtype(spec.megatron.dtype)
     receiver = BridgeReceiver(

@@ -41,7 +41,7 @@ class Role:
         from megatron_rl.model.eight_bits import eight_bit_bytes
 
         size = eight_bit_bytes(chunks) if self.spec.megatron.fp8_emulate else 0
-        return {f"{self.spec.name} weights in 8 bits": size} if size else {}
+        return {f"{self.spec.name} FP8 weights": size} if size else {}
 
 
 class FrozenRole(Role):
@@ -57,7 +57,7 @@ class FrozenRole(Role):
         self.cut = rank.micro_batching(spec.score)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of the parameters, and of those that emulated products in 8 bits keep."""
+        """Bytes of the parameters, and of those that emulated products in FP8 keep."""
         parameters = {f"{self.spec.name} parameters": storage_bytes(self.pipeline.parameters())}
         return parameters | self._in_eight_bits(self.pipeline.chunks)
 
@@ -113,7 +113,7 @@ class TrainedRole(Role):
         return family.reward_architecture if self.spec.has_value_head else family.architecture
 
     def memory(self) -> dict[str, int]:
-        """Bytes of parameters, gradients, moments and masters, and of weights that emulated products in 8 bits keep."""
+        """Bytes of parameters, gradients, moments and masters, and of weights that emulated products in FP8 keep."""
         held = {f"{self.spec.name} {name}": size for name, size in self.trainable.memory().items()}
         return held | self._in_eight_bits(self.trainable.models)
 
@@ -125,9 +125,9 @@ class TrainedRole(Role):
     def export_hf(self, target: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         """Write the model as a Hugging Face folder, in files of at most `max_shard_bytes`.
 
-        Adapters are merged in, and carried tensors copied from the folder that the role started from. A critic becomes
-        a classifier with one label, which a critic can start from and which carries nothing. Raises ConfigError if that
-        folder cannot be read, StorageError if a file of this rank cannot be written.
+        Adapters are merged in, and pass-through tensors copied from the folder that the role started from. A critic
+        becomes a classifier with one label, which a critic can start from and which carries nothing. Raises ConfigError
+        if that folder cannot be read, StorageError if a file of this rank cannot be written.
         """
         import torch
 
@@ -160,7 +160,7 @@ class TrainedRole(Role):
 
     @remote_method(Dispatch.ONE_TO_ALL, phase="export")
     def export_adapter(self, target: Path) -> None:
-        """Write the adapters, and a value head beside them, as PEFT's folder. Raises StorageError as `export_hf`."""
+        """Write the adapters, and a value head next to them, as PEFT's folder. Raises StorageError as `export_hf`."""
         from megatron_rl.checkpoint.adapter_files import head_modules, head_spec
         from megatron_rl.checkpoint.hf_export import ScatteredTensors
         from megatron_rl.checkpoint.identity import folder_digest

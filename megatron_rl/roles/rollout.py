@@ -1,4 +1,4 @@
-"""The rollout: vLLM, on the actor's memory where they share a pool, or on weights that come over a bridge."""
+"""The rollout: vLLM, on the actor's memory where they share a pool, or on weights that come by a weight transfer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from megatron_rl.roles.model_source import ModelSource
     from megatron_rl.rollout.engine import EngineAdapters, MTPModel
 
-ADAPTER_POOL = "megatron_rl foreign adapters"
+ADAPTER_POOL = "megatron_rl received adapters"
 """The tag of foreign adapters in vLLM's CUDA allocator."""
 
 
@@ -54,8 +54,8 @@ class Rollout(Role):
     def __init__(
         self, spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], bridge: AcrossBridge | None = None
     ) -> None:
-        """neighbours: the other roles of this rank. bridge: for an actor in another pool, which this one must join
-        then; None: the actor is one of the neighbours.
+        """neighbours: the other roles of this rank. bridge: for an actor in another pool, which this one must
+        join then; None: the actor is one of the neighbours.
         """
         from megatron_rl.checkpoint.constants import read_constants
         from megatron_rl.checkpoint.end_tokens import EndTokens
@@ -74,7 +74,7 @@ class Rollout(Role):
         offloadable = all_offloadable(neighbours)
         # vLLM reseeds the process's generators while it starts.
         train_rng = swap(None)
-        # vLLM compiles and measures with as much memory as generation will have, not beside all of training's.
+        # vLLM compiles and measures with as much memory as generation will have, not next to all of training's.
         with offloaded(offloadable):
             release_cached(rank.device.torch_device)
             if bridge is None:
@@ -193,7 +193,7 @@ class Rollout(Role):
     @property
     def _across(self) -> ReceivedWeights:
         if not isinstance(self.weights, ReceivedWeights):
-            raise RuntimeError("this rollout reads the actor's own memory: there is no bridge")
+            raise RuntimeError("this rollout reads the actor's memory: there is no weight transfer")
         return self.weights
 
     @property
@@ -276,7 +276,7 @@ def overridden_settings(config: RunConfig) -> dict[str, Any]:
 def shared_weights(
     actor: Actor, spec: RoleSpec, rank: Rank, source: ModelSource, grid: RolloutGrid
 ) -> AllGatherPPModel | ComposedWeights:
-    """The rollout shard on the actor's own memory, or its codes of 8 bits; collective over each exchange group."""
+    """The rollout shard on the actor's own memory, or its FP8 weights; collective over each exchange group."""
     from megatron_rl.hybrid_engine.transport import Transport
     from megatron_rl.roles.eight_bit_views import quantized_weights
     from megatron_rl.roles.flat_parameters import WeightView, flat_parameters

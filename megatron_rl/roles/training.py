@@ -152,7 +152,7 @@ class TrainableModel:
         device: torch.device,
         frozen: Sequence[Any] = (),
     ) -> None:
-        """`load_weights` fills the parameters of `models`; it is called once, when they lie in DDP's buffers.
+        """`load_weights` fills the parameters of `models`; it is called once, when they are in DDP's buffers.
 
         `num_run_steps`: optimizer steps of the whole run, which a decay without a length of its own lasts. frozen:
         buffers of parameters without gradients, in their `param_data`.

@@ -33,7 +33,8 @@ def must_stay(noted: dict[str, int], now: dict[str, int]) -> None:
     if moved:
         more = f", and {len(moved) - 3} more" if len(moved) > 3 else ""
         raise MovedTensorError(
-            f"generation reads weights and KV cache where they lay when vLLM started, as its captured graphs do; moved "
+            "generation reads weights and KV cache at the addresses that they had when vLLM started, as its captured "
+            "graphs do; moved "
             f"since: {'; '.join(moved[:3])}{more}. Whoever changes weights must write into the same tensors"
         )
 

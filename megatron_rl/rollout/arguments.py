@@ -17,7 +17,7 @@ LOAD_FORMAT = "megatron_rl_shared"
 """The name under which vLLM knows the loader of `shared_weights.py`."""
 
 PROPOSER = "megatron_rl.rollout.earlier_proposer.EarlierProposer"
-"""What guesses from earlier answers; vLLM builds it."""
+"""What guesses from earlier responses; vLLM builds it."""
 
 LEAST_UTILIZATION = 1e-6
 """Share of a GPU that vLLM requires to be free. It accepts no zero."""
@@ -67,7 +67,7 @@ def engine_arguments(
     arguments |= beside_drafts(config, device_kind in attention.whole_prompts, max_model_len, hf_overrides)
     arguments |= {"language_model_only": True} if text_only else {}
     if device_kind == "cpu":
-        # vLLM's default is 128. A block holds tokens of one answer only, and samples of a group share whole blocks of
+        # vLLM's default is 128. A block holds tokens of one response only, and samples of a group share whole blocks of
         # their prompt.
         arguments["block_size"] = attention.block_sizes["cpu"]
         arguments |= attention.cpu_engine_arguments

@@ -14,7 +14,7 @@ class StableWorker(Worker):
     """vLLM's worker, which allocates only the KV cache in a memory pool.
 
     vLLM's sleep mode would also put weights and workspaces into pools, and it requires an unused allocator. Here the
-    foreign stages of the trainer have used it before.
+    received shards of the trainer have used it before.
     """
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:

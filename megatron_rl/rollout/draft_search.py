@@ -1,4 +1,5 @@
-"""Guess a request's next tokens: what followed where its last tokens stood before, in earlier answers and in itself."""
+"""Guess a request's next tokens: what followed where its last tokens stood before, in earlier responses and in
+itself."""
 
 from __future__ import annotations
 
@@ -12,24 +13,24 @@ from numpy.typing import NDArray
 Tokens = NDArray[np.int32]
 
 BETWEEN = -1
-"""Stands between two answers; no token is."""
+"""Stands between two responses; no token is."""
 
 MOST = 64
 """Places that are counted, at most: their number squared is what a guess costs."""
 
 
 def joined(answers: Sequence[bytes]) -> Tokens:
-    """Return answers, each int32 as bytes, as one array with `BETWEEN` behind each."""
+    """Return responses, each int32 as bytes, as one array with `BETWEEN` behind each."""
     parts = [np.append(np.frombuffer(answer, dtype=np.int32), np.int32(BETWEEN)) for answer in answers]
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
 
 
 def guess(own: Tokens, earlier: Tokens, least: int, most: int, num_tokens: int) -> list[int]:
-    """Return `num_tokens` tokens that may follow `own`, fewer at the end of earlier answers; none without a match.
+    """Return `num_tokens` tokens that may follow `own`, fewer at the end of earlier responses; none without a match.
 
-    own: the tokens of the request. earlier: of `joined`, the oldest answer first. least, most: how many of the last
+    own: the tokens of the request. earlier: of `joined`, the oldest response first. least, most: how many of the last
     tokens must stand at a place, and how many are compared. Of the places with the longest match (the last `MOST`),
-    those stay that go on as most of them do, token after token; of equally many, those with the last place.
+    those stay that continue as most of them do, token after token; of equally many, those with the last place.
     """
     text = np.concatenate((earlier, own, np.empty(num_tokens, dtype=np.int32)))
     guessed: list[int] = compiled(text, len(earlier), len(own), least, most, num_tokens).tolist()
@@ -37,7 +38,7 @@ def guess(own: Tokens, earlier: Tokens, least: int, most: int, num_tokens: int) 
 
 
 def _search(text: Any, start: int, length: int, least: int, most: int, num_tokens: int) -> Any:  # pragma: no cover
-    """text: earlier answers, the request from `start` on, and room for the guesses, which are written there."""
+    """text: earlier responses, the request from `start` on, and room for the guesses, which are written there."""
     end = start + length
     if length < least:
         return text[end:end]
@@ -56,7 +57,7 @@ def _search(text: Any, start: int, length: int, least: int, most: int, num_token
             places[num_places] = place
             num_places += 1
     for number in range(num_tokens):
-        # A place near the end goes on with what has been guessed, so what repeats is guessed on and on.
+        # A place near the end continues with what was drafted, so what repeats is guessed on and on.
         best, most_often = BETWEEN, 0
         for mine in range(num_places):
             token, often = text[places[mine] + number], 0

@@ -1,4 +1,4 @@
-"""Drafts from earlier answers to the same prompt: what vLLM asks for guesses after every engine step."""
+"""Drafts from earlier responses to the same prompt: what vLLM asks for guesses after every engine step."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class EarlierProposer:
         return guesses
 
     def _earlier_of(self, name: str) -> Tokens:
-        """The answers of `Start.earlier`, which the request has among its further arguments."""
+        """The responses of `Start.earlier`, which the request has among its further arguments."""
         if name not in self._earlier:
             arguments = self._runner.requests[name].sampling_params.extra_args or {}
             self._earlier[name] = joined(arguments.get(EARLIER, ()))

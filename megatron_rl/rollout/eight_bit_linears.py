@@ -28,7 +28,7 @@ class BlockScaledLinear(LinearMethodBase):
 
     def create_weights(self, layer: torch.nn.Module, *sizes: Any, **attributes: Any) -> None:
         """Raise NotImplementedError: the layer has its weight before it gets this method."""
-        raise NotImplementedError("codes take the place of a weight that is there")
+        raise NotImplementedError("FP8 weights replace a weight that exists")
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Derive nothing: codes and scales are read where they are."""
@@ -64,7 +64,7 @@ def expect_codes(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) ->
                 continue
             method: type = LinearMethodBase if kind == WEIGHT else UnquantizedFusedMoEMethod
             if not isinstance(getattr(module, "quant_method", None), method):
-                raise ValueError(f"{name} of the rollout engine cannot read its {kind} as codes of 8 bits")
+                raise ValueError(f"{name} of the rollout engine cannot read its {kind} as FP8")
             setattr(module, kind, on_meta(tuple(getattr(module, kind).shape), E4M3))
             module.register_parameter(kind + SCALES, on_meta(tuple(scales.shape), SCALE))
             if kind == WEIGHT:

@@ -77,7 +77,7 @@ class CachePeak:
     share: float = 0.0
 
     def take(self) -> float:
-        """Return it, and begin anew."""
+        """Return it, and begin again."""
         share, self.share = self.share, 0.0
         return share
 
@@ -107,7 +107,7 @@ class RolloutEngine:
     capture graphs over them, and must never move again.
     hf_overrides: settings that replace those of the folder's config.json.
     routed_layers: the layers that have experts, if the engine must be able to return the experts of every token; else
-    None. attention: of the model; its blocks of the cache and its arguments are the engine's. adapters: read beside
+    None. attention: of the model; its blocks of the cache and its arguments are the engine's. adapters: read next to
     `tensors`; they must not move either. None: there are none. text_only: the folder's model is larger than `tensors`,
     which are its language model's. mtp: what guesses with speculative=mtp; its tensors must not move either.
     num_tokens: of the first ids, which may be sampled; None: all.
@@ -185,7 +185,9 @@ class RolloutEngine:
         drawn, num_steps = self.requests.advance(order)
         results = of_ranks(f"{num_steps} steps, {digest(drawn)}")
         if len(set(results)) > 1:
-            raise RuntimeError(f"the ranks of one replica drew different tokens or log-probs in one slice: {results}")
+            raise RuntimeError(
+                f"the ranks of one replica sampled different tokens or log-probs in one slice: {results}"
+            )
         return drawn, num_steps
 
 

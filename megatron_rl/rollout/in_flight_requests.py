@@ -47,13 +47,13 @@ def sampling_params(
 
 
 def token_log_probs(answer: CompletionOutput) -> list[float]:
-    """The log-prob of each token of an answer, which was drawn with `sampling_params`.
+    """The log-prob of each token of a response, which was drawn with `sampling_params`.
 
     Raises RuntimeError if vLLM's log-probs belong to other tokens.
     """
     flat = answer.logprobs or FlatLogprobs()
     if not isinstance(flat, FlatLogprobs) or list(flat.token_ids) != list(answer.token_ids):
-        raise RuntimeError(f"vLLM's log-probs are not those of the tokens that it drew: {answer}")
+        raise RuntimeError(f"vLLM's log-probs are not those of the tokens that it sampled: {answer}")
     log_probs: list[float] = flat.logprobs
     return log_probs
 
@@ -176,20 +176,20 @@ def apart(starts: Sequence[Start]) -> tuple[tuple[Start, ...], tuple[Start, ...]
 
 
 def experts_of_tokens(answer: CompletionOutput, layers: Sequence[int]) -> torch.Tensor:
-    """The experts of an answer's tokens: uint8 or int16 [T, layers, K].
+    """The experts of a response's tokens: uint8 or int16 [T, layers, K].
 
     T counts prompt and response without the last token, which the engine has not read. layers: the layers of the model
-    that have experts. Raises RuntimeError if the answer comes without experts.
+    that have experts. Raises RuntimeError if the response comes without experts.
     """
     rows = answer.routed_experts
     if rows is None:
-        raise RuntimeError("vLLM has returned an answer without the experts of its tokens")
+        raise RuntimeError("vLLM has returned a response without the experts of its tokens")
     # vLLM returns more than 256 experts as uint16, which torch hardly supports.
     return torch.from_numpy(rows if rows.itemsize == 1 else rows.astype("int16"))[:, layers]
 
 
 def finish_of(request: int, answer: CompletionOutput) -> str:
-    """Why an answer ended. Raises RuntimeError for a reason other than stop and length."""
+    """Why a response ended. Raises RuntimeError for a reason other than stop and length."""
     if answer.finish_reason not in (FINISHED_BY_STOP, FINISHED_BY_LENGTH):
         raise RuntimeError(f"vLLM ended request {request} for another reason: {answer.finish_reason}")
     return str(answer.finish_reason)

@@ -6,10 +6,10 @@ import hashlib
 
 
 def request_seed(run_seed: int, salt: int, prompt_index: int, sample: int, attempt: int = 0, num_drawn: int = 0) -> int:
-    """Seed of one request, in [0, 2^63). It depends on the request and not on the rank that answers.
+    """Seed of one request, in [0, 2^63). It depends on the request and not on the rank that generates.
 
-    attempt: number of restarts of the answer with other seeds. num_drawn: number of tokens that it had when an engine
-    last began it; a continued answer has a seed of its own.
+    attempt: number of restarts of the response with other seeds. num_drawn: number of tokens that it had when an engine
+    last began it; a continued response has a seed of its own.
     """
     asked = f"{run_seed},{salt},{prompt_index},{sample}"
     if attempt or num_drawn:

@@ -123,7 +123,7 @@ def with_own_head(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> d
 def of_mtp_model(own: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of vLLM's model of a multi-token prediction layer: its own, and the other's embedding and head.
 
-    vLLM builds both again beside the layer, before it takes the other model's.
+    vLLM builds both again next to the layer, before it takes the other model's.
     """
     layers = {".".join(name.split(".")[:3]) for name in own}
     return {**own, EMBEDDING: tensors[EMBEDDING]} | {

@@ -17,15 +17,15 @@ import torch
 from megatron_rl.records import Sampling, Stored, ragged_from_lengths
 
 FINISHED_BY_STOP, FINISHED_BY_LENGTH = "stop", "length"
-"""Why an answer ended: with an end token, or at its maximum length. "" before its end."""
+"""Why a response ended: with an end token, or at its maximum length. "" before its end."""
 
 
 @dataclass(frozen=True)
 class Start:
     """A request that a replica begins.
 
-    request: its number, unique in the run. token_ids: the prompt and the answer's tokens so far. seed: of new tokens.
-    max_tokens: how many it may draw. earlier: answers of former epochs to the same prompt, for drafts, the oldest
+    request: its number, unique in the run. token_ids: the prompt and the response's tokens so far. seed: of new tokens.
+    max_tokens: how many it may draw. earlier: responses of former epochs to the same prompt, for drafts, the oldest
     first; each is the prompt's last tokens and all that came after, int32 as bytes.
     """
 
@@ -70,10 +70,10 @@ class DraftCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class Drawn:
-    """Additions of one slice to a request: tokens, the engine's log-prob of each, and why the answer ended, or "".
+    """Additions of one slice to a request: tokens, the engine's log-prob of each, and why the response ended, or "".
 
-    experts: uint8 or int16 [T, layers, K], of all tokens but the last, of an answer that has ended, or that as the one
-    row of a held column; None unless `Sampling.with_experts`. drafts: None of an engine without.
+    experts: uint8 or int16 [T, layers, K], of all tokens but the last, of a response that has ended, or that as the one
+    row of a remote column; None unless `Sampling.with_experts`. drafts: None of an engine without.
     """
 
     token_ids: tuple[int, ...]
@@ -105,7 +105,7 @@ class SliceReport:
     cache_usage: float = 0.0
 
     def with_held(self, hold: Callable[[torch.Tensor], Stored]) -> SliceReport:
-        """Return the report with the experts of all answers held together (`held_columns.HasColumns`)."""
+        """Return the report with the experts of all responses held together (`held_columns.HasColumns`)."""
         experts = {request: new.experts for request, new in self.drawn.items() if isinstance(new.experts, torch.Tensor)}
         if not experts:
             return self

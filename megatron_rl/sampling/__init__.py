@@ -1,1 +1,1 @@
-"""From prompts to answers: the sampler, the scheduler of slices, its journal, replay and simulation."""
+"""From prompts to responses: the sampler, the scheduler of slices, its journal, replay and simulation."""

@@ -31,7 +31,7 @@ class AsyncMetrics:
         self._counts = dict(counts)
 
     def waited(self, start: float, stop: float) -> None:
-        """The trainer has waited for answers."""
+        """The trainer has waited for responses."""
         self._waited_s += stop - start
         self._note(DRIVER, "gen", start, stop, stop - start)
 
@@ -70,15 +70,15 @@ def what_to_change(trainer_idle: Sequence[float], rollout_idle: Sequence[float],
     if trainer <= TRAINER_LIMIT and rollout <= ROLLOUT_LIMIT:
         return None
     measured = (
-        f"in the last {len(trainer_idle)} steps training waited for answers {trainer:.0%} of the time, and rollout "
+        f"in the last {len(trainer_idle)} steps training waited for responses {trainer:.0%} of the time, and rollout "
         f"replicas idled {rollout:.0%}: "
     )
     if trainer > TRAINER_LIMIT and rollout > TRAINER_LIMIT:
-        advice = f"both wait for the longest answers; raise trainer.rollout_ahead={ahead}, or use fewer ranks of each"
+        advice = f"both wait for the longest responses; raise trainer.rollout_ahead={ahead}, or use fewer ranks of each"
     elif trainer > TRAINER_LIMIT:
         advice = (
-            "give the rollout more of the ranks, or let it draw more at once (rollout.max_num_seqs); where it "
-            f"waited for single long answers, raise trainer.rollout_ahead={ahead}"
+            "give the rollout more of the ranks, or let it generate more together (rollout.max_num_seqs); where it "
+            f"waited for single long responses, raise trainer.rollout_ahead={ahead}"
         )
     else:
         advice = "give training more of the ranks, and the rollout fewer"

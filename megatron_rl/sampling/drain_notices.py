@@ -23,7 +23,7 @@ READ_S = 5.0
 MOST_BYTES = 1 << 16
 """Of a list; a longer one is not read in part, because that may leave out or cut off a name."""
 LISTS = (200, 204)
-"""Statuses of an answer that is a list; 204: one without names."""
+"""Statuses of a response that is a list; 204: one without names."""
 MOST_NAMED, LONGEST_REASON = 3, 300
 NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 
@@ -87,10 +87,10 @@ class DrainNotices:
             try:
                 names = named_in(asyncio.run(answer_of(self._url)))
                 if names and not any(map(is_name, names)):  # a page that says what is wrong, or asks for a password
-                    raise ValueError(f"its answer is no list of replicas and nodes; its lines are {some_of(names)}")
+                    raise ValueError(f"its reply is no list of replicas and nodes; its lines are {some_of(names)}")
             except Exception as error:  # whatever a server answers must not end this thread
                 key = f"{URL_KEY}={self._shown_url}"
-                self._say_once("url", f"{key} does not answer, and is asked on: {reason_of(error)}")
+                self._say_once("url", f"{key} does not respond, and is asked again: {reason_of(error)}")
             else:
                 self._said.discard("url")
                 self._from_url = names
@@ -100,8 +100,8 @@ class DrainNotices:
         """Say which lines of a notice can be nobody's name, until there are none."""
         strange = {name for name in names if not is_name(name)}
         if strange:
-            rule = "a line is a replica's number, such as 0, or the address of a node, such as 10.0.0.7"
-            self._say_once(place, f"{place} names {some_of(strange)}, which nobody is called: {rule}")
+            rule = "a line is the index of a replica, such as 0, or the address of a node, such as 10.0.0.7"
+            self._say_once(place, f"{place} names {some_of(strange)}, which no replica or node is called: {rule}")
         else:
             self._said.discard(place)
 
@@ -113,7 +113,7 @@ class DrainNotices:
 
 
 async def answer_of(url: str) -> str:
-    """Return the text that a URL answers, whole, within READ_S.
+    """Return the text of a URL, whole, within READ_S.
 
     Raises what aiohttp raises, TimeoutError, and ValueError for a longer text than MOST_BYTES.
     """
@@ -131,14 +131,14 @@ async def answer_of(url: str) -> str:
         async for piece in answer.content.iter_any():
             content += piece
             if len(content) > MOST_BYTES:
-                raise ValueError(f"its answer has more than {MOST_BYTES} bytes")
+                raise ValueError(f"its reply has more than {MOST_BYTES} bytes")
         return content.decode(errors="replace")
 
 
 def reason_of(error: Exception) -> str:
     """Return why a URL did not answer, in one line without the URL."""
     if isinstance(error, TimeoutError):
-        return f"no whole answer in {READ_S:g} s"
+        return f"no complete reply in {READ_S:g} s"
     status, message = getattr(error, "status", None), getattr(error, "message", None)
     said = f"{status} {message}" if status else type(error).__name__
     if status is None:

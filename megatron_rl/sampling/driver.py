@@ -1,7 +1,7 @@
 """The thread that runs slices on the rollout replicas while the main thread trains.
 
-Only this thread calls replicas and waits for their answers. The main thread asks it to, and reads what it has
-collected. One lock guards what both threads use: the scheduler and the answers.
+Only this thread calls replicas and waits for their replies. The main thread asks it to, and reads what it has
+collected. One lock guards what both threads use: the scheduler and the responses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_rl.sampling.replica_states import ReplicaSlot, ReplicaSlots, State
 from megatron_rl.sampling.request_queue import RequestQueue
 
 TICK_S = 0.005
-"""Longest wait for an answer before the thread looks at the main thread's jobs, which block it at every transfer."""
+"""Longest wait for a reply before the thread looks at the main thread's jobs, which block it at every transfer."""
 
 IDLE_S = 0.2
 """Longest wait when no call is running."""
@@ -146,7 +146,7 @@ class Driver:
     def call(
         self, slot: ReplicaSlot, call: Callable[[ReplicaSlot], Future[Any]], on_answer: Callable[[Any], None]
     ) -> None:
-        """Call a replica and pass its answer to `on_answer`. A replica whose call fails is lost."""
+        """Call a replica and pass its reply to `on_answer`. A replica whose call fails is lost."""
         try:
             self._calls[call(slot)] = (slot, on_answer)
         except MegatronRLError as error:
@@ -158,7 +158,7 @@ class Driver:
         return bool(self._calls)
 
     def collect(self, timeout: float) -> None:
-        """Wait at most `timeout` seconds for answers, and handle them."""
+        """Wait at most `timeout` seconds for replies, and handle them."""
         if not self._calls:
             with self._changed:
                 if not self._jobs and not self._ends:

@@ -89,7 +89,7 @@ class Engine:
         if swaps and order.version != self.received:
             raise ValueError(f"{order} asks for other weights than {self.version} and those received, {self.received}")
         if not self.requests.issuperset(order.drops):
-            raise ValueError(f"{order} drops what is not among {sorted(self.requests)}")
+            raise ValueError(f"{order} drops requests that are not among {sorted(self.requests)}")
         self.requests.difference_update(order.drops)
         if not self.requests.isdisjoint(order.starts) or len(set(order.starts)) < len(order.starts):
             raise ValueError(f"{order} starts what runs already: {sorted(self.requests)}")

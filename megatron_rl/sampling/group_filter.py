@@ -20,7 +20,8 @@ SALT_STRIDE = 1_000_003
 
 
 class GroupFilter(PoolSampler):
-    """Sample as `algorithm.filter_groups` says. Every batch is answered beside the schedule, and scored at once."""
+    """Sample as `algorithm.filter_groups` says. Every batch is generated outside of the schedule, and scored at
+    once."""
 
     def __init__(self, schedule: Schedule, sources: Sources, rollout: Rollout, sender: Actor | None = None) -> None:
         super().__init__(schedule, sources, rollout, sender)
@@ -69,6 +70,6 @@ def compared(scored: ScoredAnswers, metric: str) -> torch.Tensor:
         return scored.scores
     values = scored.variables().get(metric)
     if values is None:
-        rule = "needs a rule: without one an answer has a score and no accuracy; try: score"
+        rule = "needs a reward function: without one a response has a score and no accuracy; try: score"
         raise ConfigError(f"algorithm.filter_groups.metric={metric} {rule}")
     return torch.tensor([0.0 if value is None else value for value in values])

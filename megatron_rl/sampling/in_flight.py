@@ -17,7 +17,7 @@ from megatron_rl.sampling.schedule_types import GroupSwap
 SeedOf = Callable[[int, int, int, int, int], int]
 """(salt, prompt index, sample, attempt, number of tokens after the prompt) -> seed."""
 EarlierOf = Callable[[int, int], tuple[bytes, ...]]
-"""(prompt index, batch) -> earlier answers to this prompt, which requests of this batch name: see `Start.earlier`."""
+"""(prompt index, batch) -> earlier responses to this prompt, which requests of this batch name: see `Start.earlier`."""
 
 
 PromptsOf = Callable[[Sequence[int]], Prompts]
@@ -26,7 +26,7 @@ PromptsOf = Callable[[Sequence[int]], Prompts]
 
 @dataclass
 class InFlightBatch:
-    """Prompts of a step and their episodes. greedy: the prompts of greedy answers, which come last in `episodes`."""
+    """Prompts of a step and their episodes. greedy: the prompts of greedy responses, which come last in `episodes`."""
 
     prompts: Prompts
     greedy: Prompts | None
@@ -36,7 +36,7 @@ class InFlightBatch:
 class InFlightBatches:
     """The batches that are begun and not trained, by step. All batches have the same number of rows.
 
-    The number of a request is (step - 1) * batch_rows + row; greedy answers are the last rows.
+    The number of a request is (step - 1) * batch_rows + row; greedy responses are the last rows.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class InFlightBatches:
 
     @property
     def has_turns(self) -> bool:
-        """Whether a turn that ends has an answer."""
+        """Whether a turn that ends gets a reply."""
         return self._limits is not None
 
     def add(self, step: int, prompts: Prompts, sampling: Sampling, greedy: Prompts | None, greedily: Sampling) -> None:
@@ -78,7 +78,7 @@ class InFlightBatches:
 
     def extend(self, drawn: dict[int, Drawn], version: int) -> list[int]:
         """Add the tokens that a slice drew with the weights of `version`; returns requests whose turn waits for its
-        answer.
+        reply.
         """
         for request, new in drawn.items():
             self.episode(request).extend(new, version, self.has_turns)
@@ -88,7 +88,7 @@ class InFlightBatches:
         return [request for request in drawn if self.episode(request).waits]
 
     def take(self, request: int, reply: Reply) -> bool:
-        """Add the answer to a turn; returns whether the request is finished."""
+        """Add the reply to a turn; returns whether the request is finished."""
         episode = self.episode(request)
         assert self._limits is not None
         episode.take(reply, self._limits)
@@ -96,11 +96,11 @@ class InFlightBatches:
 
     @property
     def away(self) -> list[int]:
-        """Requests whose turn waits for its answer."""
+        """Requests whose turn waits for its reply."""
         return [request for request, episode in self._kept(0).items() if episode.waits]
 
     def batch(self, step: int) -> tuple[Prompts, Batch, Batch | None]:
-        """Prompts of a step, their rows, and greedy answers or None. Raises ValueError if an answer is not
+        """Prompts of a step, their rows, and greedy responses or None. Raises ValueError if a response is not
         finished.
         """
         batch = self._batches[step]
@@ -123,12 +123,12 @@ class InFlightBatches:
         }
 
     def sampled_episodes(self, step: int) -> list[Episode]:
-        """The episodes of a step's rows, without greedy answers; none of a batch that is not begun."""
+        """The episodes of a step's rows, without greedy responses; none of a batch that is not begun."""
         batch = self._batches.get(step)
         return [] if batch is None else batch.episodes[: len(batch.prompts)]
 
     def drafts(self, step: int) -> DraftCounts:
-        """What drafts did for the answers of a batch, in this process; zeros without drafts."""
+        """What drafts did for the responses of a batch, in this process; zeros without drafts."""
         return self._drafts.get(step, DraftCounts())
 
     def swap_groups(self, swap: GroupSwap) -> None:
@@ -222,7 +222,7 @@ class InFlightBatches:
 
     def _load_moved(self, moved: torch.Tensor, prompts_of: PromptsOf | None) -> None:
         if prompts_of is None:
-            raise ValueError("prompts have changed places, and nothing says which they are")
+            raise ValueError("prompts changed their order, and nothing identifies them")
         numbers, indices, samples, salts = moved.T
         prompts = prompts_of(indices.tolist())
         prompts.sample = samples

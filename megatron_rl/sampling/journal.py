@@ -52,7 +52,7 @@ class SliceDone:
 
 @dataclass(frozen=True)
 class TurnAnswered:
-    """A turn of a request got its answer, and token_ids are read next, anew if a conversation begins with them.
+    """A turn of a request got its reply, and token_ids are read next, again if a conversation begins with them.
     Requests of a validation are below 0.
     """
 
@@ -65,7 +65,7 @@ class TurnAnswered:
 
     @property
     def reply(self) -> Reply:
-        """The answer. Raises ValueError for a line that no run writes."""
+        """The response. Raises ValueError for a line that no run writes."""
         return Reply(turn_from_json(self.turn), answer_from_json(self.answer), self.token_ids, self.anew)
 
 
@@ -85,7 +85,7 @@ class EpisodeBegan:
 
 
 def reply_event(request: int, reply: Reply) -> TurnAnswered | EpisodeBegan:
-    """The event of an answer to a turn, or of the beginning of an episode."""
+    """The event of a reply to a turn, or of the beginning of an episode."""
     answer = asdict(reply.answer)
     if reply.turn is None:
         return EpisodeBegan(request, answer, reply.token_ids)

@@ -1,4 +1,4 @@
-"""How long the last answers to each prompt were, so that requests that will take long begin first."""
+"""How long the last responses to each prompt were, so that requests that will take long begin first."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ LENGTHS_FILE = "former_lengths.safetensors"
 
 
 class Longest(NamedTuple):
-    """The longest answer of a step to a prompt, in tokens."""
+    """The longest response of a step to a prompt, in tokens."""
 
     step: int
     num_tokens: int
 
 
 class LengthHistory:
-    """Lengths of the answers in trained batches, by the number of their prompt in the dataset (`Prompts.index`).
+    """Lengths of the responses in trained batches, by the number of their prompt in the dataset (`Prompts.index`).
 
     What is known of a prompt depends on the batch alone, as for `ResponseHistory`. prompt_of: request -> its prompt;
-    who has the answers of the run sets it.
+    who has the responses of the run sets it.
     """
 
     def __init__(self, rules: ScheduleConfig) -> None:
@@ -38,16 +38,16 @@ class LengthHistory:
         self._lengths: dict[int, list[Longest]] = defaultdict(list)
 
     def expected(self, request: int) -> int | None:
-        """Tokens of a request's longest answer, as far as that is known of its prompt."""
+        """Tokens of a request's longest response, as far as that is known of its prompt."""
         return self.of(self.prompt_of(request), self._rules.batch_of(request))
 
     def of(self, prompt: int, batch: int) -> int | None:
-        """Tokens of the longest answer in the last step that a request of a batch may know; None without one."""
+        """Tokens of the longest response in the last step that a request of a batch may know; None without one."""
         known = [one.num_tokens for one in self._lengths.get(prompt, ()) if one.step < batch - self._ahead]
         return known[-1] if known else None
 
     def add(self, step: int, prompts: torch.Tensor, rows: Batch) -> None:
-        """Add the answers of a step that is trained. prompts: int64 [B], of rows."""
+        """Add the responses of a step that is trained. prompts: int64 [B], of rows."""
         longest: dict[int, int] = defaultdict(int)
         for prompt, length in zip(prompts.tolist(), rows.num_sampled.tolist(), strict=True):
             longest[prompt] = max(longest[prompt], length)
@@ -78,7 +78,7 @@ class LengthHistory:
 def longest_first(requests: Sequence[int], expected: Sequence[int | None], drawn: Sequence[int]) -> list[int]:
     """The requests in the order in which an engine is to begin them.
 
-    Those that have drawn something go on first: an earlier step left them. Then the longest expected; a request
+    Those that have drawn something continue first: an earlier step left them. Then the longest expected; a request
     of which nothing is expected counts as the mean of the others. Of equal ones the lower number is first.
     """
     known = [length for length in expected if length is not None]

@@ -22,10 +22,10 @@ KEY = "trainer.rollouts_from"
 
 
 class RecordedSampler(PoolSampler):
-    """The batches of a recorded run. Rewards are computed anew, by the functions and models of this run.
+    """The batches of a recorded run. Rewards are computed again, by the functions and models of this run.
 
-    Raises ConfigError where the record lacks a step or has only some of its samples, or where a batch does not fit the
-    configuration or the prompt files.
+    Raises ConfigError where the record does not have a step or has only some of its samples, or where a batch does not
+    fit the configuration or the prompt files.
     """
 
     def __init__(self, schedule: Schedule, sources: Sources, rollout: Rollout, sender: Actor | None = None) -> None:
@@ -89,7 +89,7 @@ class RecordedSampler(PoolSampler):
                 "try: data.max_prompt_length and data.max_response_length of the recorded run"
             )
         if self.needs_greedy and f"{GREEDY}input_ids" not in recorded.columns:
-            rule = f"has no greedy answers in step {recorded.step}, which algorithm.adv_estimator needs"
+            rule = f"has no greedy responses in step {recorded.step}, which algorithm.adv_estimator needs"
             raise ConfigError(f"{KEY}={self._run} {rule}; try: algorithm.adv_estimator=rloo")
 
 
@@ -114,7 +114,7 @@ def check_record(run: Path, first: int, last: int, num_samples: int) -> None:
 
 
 def rows_of_record(recorded: RecordedStep, prefix: str = "") -> Batch:
-    """Return the columns that generation makes; scorers, the estimator and corrections make the others anew."""
+    """Return the columns that generation makes; scorers, the estimator and corrections make the others again."""
     made: dict[str, Any] = {}
     for name, values in recorded.columns.items():
         own = name.removeprefix(prefix)

@@ -65,12 +65,12 @@ class _JournalReader:
                     self._lose(replica)
             case RequestDecision():
                 slices = self.slices[self._owner[event.request]] if event.request in self._owner else []
-                if event.request in self._away_since:  # before the answer to its turn could come
+                if event.request in self._away_since:  # before the reply to its turn could come
                     slices = slices[: self._away_since[event.request]]
                 (slices[-1].decisions if slices else self.decisions).append(event)
 
     def _rename(self, new_place: Mapping[int, int]) -> None:
-        """Requests go on under other numbers; the engines are empty."""
+        """Requests continue under other numbers; the engines are empty."""
         self._inside.clear()
         for known in (self._owner, self._left_after, self._away_since):
             renamed = {new_place.get(request, request): value for request, value in known.items()}
@@ -216,7 +216,7 @@ class Replay:
         self._num_finished.update(self.rules.batch_of(request) for request in ended)
 
     def returned(self, request: int, is_finished: bool) -> None:
-        """A request that was away has the answer to its turn."""
+        """A request that was away has the reply to its turn."""
         self.away.remove(request)
         self._num_finished[self.rules.batch_of(request)] += is_finished
 
@@ -299,7 +299,9 @@ class Replay:
     def state_dict(self) -> dict[str, Any]:
         """Raises ReplayError before everything is drawn: restarted engines would not give the same bits."""
         if not self._is_drawn:
-            raise ReplayError("a run that repeats a recorded schedule cannot be saved before its last batch is drawn")
+            raise ReplayError(
+                "a run that repeats a recorded schedule cannot be saved before its last batch is generated"
+            )
         last, rows = self.rules.num_steps_total, self.rules.batch_rows
         state: dict[str, Any] = {"batch_rows": rows, "taken": last, "next_new": last * rows, "open": []}
         versions = [[held, self._ready] for held in self._held]

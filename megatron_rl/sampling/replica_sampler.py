@@ -77,7 +77,7 @@ class ReplicaSampler(Sampler):
         self.logger.note_transition(self.weights.send(version, self.queue))
 
     def answer(self, prompts: Prompts, sampling: Sampling) -> tuple[Prompts, Batch]:
-        """Answers to all prompt rows; open requests continue afterwards."""
+        """Responses to all prompt rows; open requests continue afterwards."""
         version = self.weights.version
         asked = UnscheduledRequests(prompts, sampling, self.seed_of, self.episodes, self.rules.awaits_turns)
         with self.awaited.waiting(asked.episodes), self.driver.holding(version, drained=not self.rules.partial):

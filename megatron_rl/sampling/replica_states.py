@@ -122,7 +122,7 @@ class ReplicaSlots:
         slot.last_version = None
         name, num_restarts = slot.replica.name, slot.num_failures - 1
         if num_restarts < self._max_restarts:
-            self._say(f"the rollout replica {name} failed and starts again, others go on: {error}")
+            self._say(f"the rollout replica {name} failed and starts again, others continue: {error}")
             if self.elastic is None:
                 slot.state = State.STARTING
                 return slot.replica.restart()
@@ -159,7 +159,7 @@ class ReplicaSlots:
         slot.is_busy, slot.last_version = False, None
         if slot.replica.got_sigterm:
             slot.away_until = time.monotonic() + self.elastic.drain_s
-        self._say(f"the rollout replica {slot.replica.name} leaves, others go on: {slot.leaves}")
+        self._say(f"the rollout replica {slot.replica.name} leaves, others continue: {slot.leaves}")
         self._send_away(slot, slot.leaves)
 
     def come(self, slot: ReplicaSlot) -> PoolFuture[None] | None:

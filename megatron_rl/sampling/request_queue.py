@@ -1,4 +1,4 @@
-"""The requests that are not trained yet, their answers, and the scheduler that hands them out."""
+"""The requests that are not trained yet, their responses, and the scheduler that hands them out."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RequestQueue:
         announced.
         """
         if report.broken:
-            raise RuntimeError(f"replica {report.replica} lacks announced weights: {report.broken}")
+            raise RuntimeError(f"replica {report.replica} did not receive announced weights: {report.broken}")
         ended = [request for request, drawn in report.drawn.items() if drawn.finish]
         self.engines[report.replica] -= set(ended)
         away = self.answers.extend(report.drawn, report.version)
@@ -78,12 +78,12 @@ class RequestQueue:
 
     @property
     def has_turns_open(self) -> bool:
-        """Whether a turn waits for its answer."""
+        """Whether a turn waits for its reply."""
         return self.episodes is not None and self.episodes.is_open
 
     def take_replies(self, waits: bool = False) -> bool:
-        """Take the answers to turns that are there; returns whether there was one. waits: until there is one, if a turn
-        waits for its answer.
+        """Take the replies to turns that exist; returns whether there was one. waits: until there is one, if a turn
+        waits for its reply.
         """
         replies = [] if self.episodes is None else self.episodes.take(waits and self.episodes.is_open)
         for request, reply in replies:
@@ -105,7 +105,7 @@ class RequestQueue:
         self.apply_decisions()
 
     def batch(self, step: int) -> tuple[Prompts, Batch, Batch | None]:
-        """Hand a complete batch to the trainer: prompts, answers, and greedy answers or None."""
+        """Hand a complete batch to the trainer: prompts, responses, and greedy responses or None."""
         swap = self.scheduler.step_taken(step)
         self.num_late = 0 if swap is None else len(swap.late)
         if swap is not None:
@@ -144,7 +144,7 @@ class RequestQueue:
 
     def _submit(self, request: int) -> None:
         if self.episodes is None:
-            raise RuntimeError("a turn waits for its answer, and nothing answers turns")
+            raise RuntimeError("a turn waits for a reply, and nothing answers turns")
         self.episodes.submit(request, self.answers.episode(request))
 
     def _slice(self, order: SliceOrder) -> Slice:

@@ -73,7 +73,7 @@ class Requests:
         heappush(self._given_back, request)
 
     def finish(self, request: int) -> None:
-        """An open request has its answer."""
+        """An open request has its reply."""
         del self.open[request]
         self._num_finished[self.rules.batch_of(request)] += 1
         self._advance()
@@ -122,7 +122,7 @@ class Requests:
         rules = self.rules
         if state["batch_rows"] != rules.batch_rows or state["taken"] < rules.first_step - 1:
             raise ValueError(
-                f"a schedule of batch_rows={state['batch_rows']} after step {state['taken']} cannot go on with "
+                f"a schedule of batch_rows={state['batch_rows']} after step {state['taken']} cannot continue with "
                 f"batch_rows={rules.batch_rows} from step {rules.first_step}"
             )
         self.taken, self._next_new = state["taken"], state["next_new"]

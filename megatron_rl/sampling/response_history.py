@@ -1,4 +1,4 @@
-"""The last answers to each prompt, which a request names so that its rollout can guess from them."""
+"""The last responses to each prompt, which a request names so that its rollout can guess from them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ EARLIER_FILE = "earlier_answers.safetensors"
 
 
 class Kept(NamedTuple):
-    """An answer of a step: int32 as bytes, the prompt's last tokens and all that came after."""
+    """A response of a step: int32 as bytes, the prompt's last tokens and all that came after."""
 
     step: int
     token_ids: bytes
 
 
 class ResponseHistory:
-    """Answers of trained batches, by the number of their prompt in the dataset (`Prompts.index`).
+    """Responses of trained batches, by the number of their prompt in the dataset (`Prompts.index`).
 
-    What a request names depends on its batch alone, not on when it begins: answers of the steps that are trained before
-    any weights that may draw it are there. So a run that is resumed, repeated, or loses replicas names the same.
+    What a request names depends on its batch alone, not on when it begins: responses of the steps that are trained
+    before any weights that may draw it are there. So a run that is resumed, repeated, or loses replicas names the same.
     """
 
     def __init__(self, num_kept: int, num_context: int, ahead: int) -> None:
-        """num_kept: answers that a request names, at most. num_context: tokens of the prompt before each, at most.
+        """num_kept: responses that a request names, at most. num_context: tokens of the prompt before each, at most.
         ahead: see `ScheduleConfig`.
         """
         self._num_kept, self._num_context, self._ahead = num_kept, num_context, ahead
@@ -40,11 +40,11 @@ class ResponseHistory:
         self._prompts_of: dict[int, set[int]] = {}  # step -> prompts of which more may be kept than are ever named
 
     def of(self, prompt: int, batch: int) -> tuple[bytes, ...]:
-        """What a request of a batch names: the last answers, all different, the oldest first."""
+        """What a request of a batch names: the last responses, all different, the oldest first."""
         return tuple(kept.token_ids for kept in self._named(self._answers.get(prompt, ()), batch))
 
     def add(self, step: int, prompts: torch.Tensor, rows: Batch) -> None:
-        """Add the answers of a step that is trained; once for each step. prompts: int64 [B], of rows."""
+        """Add the responses of a step that is trained; once for each step. prompts: int64 [B], of rows."""
         if step in self._prompts_of:
             return
         lengths, starts = row_lengths(rows["input_ids"]).tolist(), first_true(rows["sampled"]).tolist()
@@ -60,9 +60,9 @@ class ResponseHistory:
                 self._drop(prompt, step)
 
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
-        """The answers up to those of a step, for a checkpoint.
+        """The responses up to those of a step, for a checkpoint.
 
-        answers int64 [N, 3]: prompt, step, tokens. token_ids int32 [T]: those of all answers, end to end.
+        responses int64 [N, 3]: prompt, step, tokens. token_ids int32 [T]: those of all responses, end to end.
         """
         kept = [(prompt, a) for prompt, answers in self._answers.items() for a in answers if a.step <= step]
         rows = [[prompt, answer.step, len(answer.token_ids) // 4] for prompt, answer in kept]
@@ -79,7 +79,7 @@ class ResponseHistory:
             self._prompts_of.setdefault(step, set()).add(prompt)
 
     def write(self, folder: Path, step: int) -> None:
-        """Write the answers up to those of a step to a checkpoint. Raises OSError."""
+        """Write the responses up to those of a step to a checkpoint. Raises OSError."""
         (folder / EARLIER_FILE).write_bytes(save(self.tensors(step)))
 
     def read(self, folder: Path) -> None:
@@ -89,7 +89,7 @@ class ResponseHistory:
                 self.load_tensors({name: content.get_tensor(name) for name in content.keys()})  # noqa: SIM118
 
     def _last_named(self, batch: int) -> int:
-        """The last step whose answers requests of a batch name: no older weights may draw it."""
+        """The last step whose responses requests of a batch name: no older weights may draw it."""
         return batch - 1 - self._ahead
 
     def _named(self, answers: Sequence[Kept], batch: int) -> list[Kept]:

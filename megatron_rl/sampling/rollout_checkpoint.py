@@ -1,4 +1,4 @@
-"""Contents of a checkpoint for batches that are not trained yet: their answers and the schedule."""
+"""Contents of a checkpoint for batches that are not trained yet: their responses and the schedule."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megatron_rl.checkpoint.run_file import reading
 from megatron_rl.sampling.in_flight import InFlightBatches, PromptsOf
 
 ROLLOUTS_FILE = "rollouts.safetensors"
-"""The file's tensors are answers of batches that are not trained yet; its metadata has the schedule."""
+"""The file's tensors are responses of batches that are not trained yet; its metadata has the schedule."""
 
 SCHEDULE = "schedule"
 
 
 def write_rollouts(folder: Path, answers: InFlightBatches, schedule: dict[str, Any], step: int) -> None:
-    """Write the answers of the steps after `step`. Raises OSError."""
+    """Write the responses of the steps after `step`. Raises OSError."""
     # If the step is given up, the batch that was taken for it must be there again.
     content = json.dumps(schedule | {"taken": min(schedule["taken"], step)})
     (folder / ROLLOUTS_FILE).write_bytes(save(answers.tensors(step), {SCHEDULE: content}))
@@ -38,7 +38,7 @@ def read_schedule(folder: Path) -> dict[str, Any] | None:
 
 
 def read_answers(folder: Path, answers: InFlightBatches, prompts_of: PromptsOf | None = None) -> None:
-    """Load the answers of a checkpoint into batches whose prompts were drawn again. prompts_of: of those that have
+    """Load the responses of a checkpoint into batches whose prompts were drawn again. prompts_of: of those that have
     changed places. Raises ConfigError for a damaged file.
     """
     with opened(folder / ROLLOUTS_FILE) as content:
@@ -48,7 +48,7 @@ def read_answers(folder: Path, answers: InFlightBatches, prompts_of: PromptsOf |
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
-    """The safetensors file. Raises ConfigError if it is damaged or lacks what the body reads."""
+    """The safetensors file. Raises ConfigError if it is damaged or does not have what the body reads."""
     with reading(file):
         try:
             with safe_open(file, "pt") as content:

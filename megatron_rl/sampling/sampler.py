@@ -1,4 +1,4 @@
-"""Sample batches: prompts in their order, answers from the rollout, and weights sent to the rollout.
+"""Sample batches: prompts in their order, responses from the rollout, and weights sent to the rollout.
 
 The scheduler decides which replica generates which requests with which weights. A sampler turns its decisions into
 batches for the training loop. The prompt cursor of the run stays at the last trained batch, so that a checkpoint is the
@@ -65,8 +65,8 @@ class SamplingLogger(Protocol):
 
 @dataclass(frozen=True)
 class Sources:
-    """Sources of batches. scorer: of answers, which may begin before their batch is complete. episodes: answers turns;
-    None: the first turn of an answer is its last.
+    """Sources of batches. scorer: of responses, which may begin before their batch is complete. episodes: answers
+    turns; None: the first turn of a response is its last.
     """
 
     config: RunConfig
@@ -79,12 +79,12 @@ class Sources:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The scheduler of a run and its state. checkpoint: the folder to resume from if it has answers, else None.
+    """The scheduler of a run and its state. checkpoint: the folder to resume from if it has responses, else None.
 
-    last_batch: the last batch that the checkpoint has begun. journal: None if no answer outlives its step: then nothing
-    is recorded or saved. replies: the answers to turns of a schedule that is repeated, by request, in their order.
-    earlier: answers from which rollouts guess, with those of the checkpoint; None: they do not. lengths: of former
-    answers, by which requests are ordered; None: they are not.
+    last_batch: the last batch that the checkpoint has begun. journal: None if no response outlives its step: then
+    nothing is recorded or saved. replies: the replies to turns of a schedule that is repeated, by request, in their
+    order. earlier: responses from which rollouts guess, with those of the checkpoint; None: they do not. lengths: of
+    former responses, by which requests are ordered; None: they are not.
     """
 
     rules: ScheduleConfig
@@ -99,7 +99,7 @@ class Schedule:
 
 
 class Sampler:
-    """Base of samplers: draws prompts as far ahead of training as the rules allow. Raises as `read_answers`.
+    """Base of samplers: samples prompts as far ahead of training as the settings allow. Raises as `read_answers`.
 
     Subclasses define `next`, `load_weights`, `answer` and `saving`. version: of the newest weights that the rollout
     has, in training steps.
@@ -128,13 +128,13 @@ class Sampler:
             schedule.lengths.prompt_of = lambda request: int(self.answers.episode(request).row["index"])
         # Where slices are recorded, a repeated one must find the same cache, whatever was lost meanwhile.
         self.queue.keeps_prefixes = self.journal is None
-        # Otherwise all answers of a batch come together, or an answer may still change its number.
+        # Otherwise all responses of a batch come together, or a response may still change its number.
         if self.rules.slice_steps is not None and not self.rules.extra_groups:
             self.queue.on_end = sources.scorer.begin
         self._begin_episodes()
 
     def _episodes(self, live: Episodes | None, schedule: Schedule) -> Episodes | None:
-        """What answers turns: as recorded where a schedule is repeated. Every answer goes to the journal."""
+        """What answers turns: as recorded where a schedule is repeated. Every response goes to the journal."""
         if live is None:
             return None
         episodes = live if schedule.replies is None else RecordedEpisodes(live.limits, schedule.replies)
@@ -152,13 +152,13 @@ class Sampler:
         raise NotImplementedError
 
     def answer(self, prompts: Prompts, sampling: Sampling) -> tuple[Prompts, Batch]:
-        """The prompts as their episodes have begun, and answers to all of them, at once and beside the schedule, with
-        the newest weights that the rollout has.
+        """The prompts as their episodes have begun, and responses to all of them, now and outside of the schedule,
+        with the newest weights that the rollout has.
         """
         raise NotImplementedError
 
     def saving(self, step: int) -> AbstractContextManager[None]:
-        """Wrap a checkpoint after `step`: answers of later steps do not change inside."""
+        """Wrap a checkpoint after `step`: responses of later steps do not change inside."""
         raise NotImplementedError
 
     def describe(self) -> dict[str, float]:
@@ -187,7 +187,7 @@ class Sampler:
             self.answers.add(self._last_begun, prompts, self.sampling(self._last_begun), greedy, self.greedy())
 
     def write(self, folder: Path, step: int) -> list[str]:
-        """Write the answers of steps after `step` to a checkpoint; returns file names. Call inside `saving`."""
+        """Write the responses of steps after `step` to a checkpoint; returns file names. Call inside `saving`."""
         files = []
         if self._earlier is not None:
             self._earlier.write(folder, step)
@@ -202,11 +202,11 @@ class Sampler:
         return files
 
     def earlier_of(self, index: int, batch: int) -> tuple[bytes, ...]:
-        """Earlier answers that requests of a prompt and a batch name: see `Start`."""
+        """Earlier responses that requests of a prompt and a batch name: see `Start`."""
         return () if self._earlier is None else self._earlier.of(index, batch)
 
     def keep(self, step: int, prompts: Prompts, rows: Batch) -> None:
-        """Keep a step's answers for guesses of later steps, if rollouts guess from them, and their lengths."""
+        """Keep a step's responses for draft tokens of later steps, if rollouts guess from them, and their lengths."""
         if self._lengths is not None:
             self._lengths.add(step, prompts.index, rows)
         if self._earlier is not None:
@@ -216,7 +216,7 @@ class Sampler:
         """Prompts by their rows over all files. Raises ValueError for one that is none of the usable prompts."""
         places = self.train_data.places(numbers)
         if None in places:
-            raise ValueError(f"of rows {list(numbers)} some are none of the prompts of this run")
+            raise ValueError(f"rows {list(numbers)} are not all prompts of this run")
         return self.train_data.batch([place for place in places if place is not None])
 
     def next_prompts(self, cursor: PromptCursor) -> Prompts:
@@ -230,7 +230,7 @@ class Sampler:
         return Sampling(rollout.temperature, rollout.top_p, rollout.top_k, longest, salt, experts)
 
     def greedy(self) -> Sampling:
-        """Sampling parameters of greedy baseline answers, where the seed has no effect."""
+        """Sampling parameters of greedy baseline responses, where the seed has no effect."""
         return Sampling(0.0, 1.0, -1, self.config.data.max_response_length, FIXED_SALT)
 
     def val_sampling(self) -> Sampling:

@@ -32,11 +32,11 @@ class ScheduleConfig:
     one ends within a slice.
     partial: unfinished requests continue under new weights; otherwise a replica takes weights only when it has none.
     recompute_kv: with `partial`, requests are dropped and started again under new weights. deterministic: orders depend
-    on rules and answer lengths alone. colocated: engines are offloaded while training runs and lose their requests.
+    on rules and response lengths alone. colocated: engines are offloaded while training runs and lose their requests.
     straggler_slices: the policy acts on the last missing request of the batch that is trained next after it has been
     the last one for so many slices. straggler_attempts: how often "resample" draws a request again.
     has_turns: a request may have several turns, and is away between two of them. awaits_turns: a round begins only
-    when no request is away, so that orders do not depend on how long answers take.
+    when no request is away, so that orders do not depend on how long replies take.
     extra_groups: groups of `group_size` requests of the next batch that may begin while a batch is drawn, where late
     groups change places with them (`swaps.py`); 0: all that `ahead` allows, and none changes places.
     """
@@ -146,7 +146,7 @@ class SliceOrder:
 class RequestDecision:
     """What to do with the response of a request. It is also a line of the journal.
 
-    truncate: its tokens so far are the answer, which ends by length. resample: forget its tokens; attempt number
+    truncate: its tokens so far are the response, which ends by length. resample: forget its tokens; attempt number
     `attempt` draws new ones with other seeds. forget: forget its tokens; the same attempt draws them again.
     """
 
@@ -169,7 +169,7 @@ class GroupSwap:
 
     @property
     def new_place(self) -> dict[int, int]:
-        """Request -> the number under which it goes on."""
+        """Request -> the number under which it continues."""
         return dict(zip((*self.late, *self.ready), (*self.ready, *self.late), strict=True))
 
 
@@ -191,11 +191,11 @@ class RequestScheduler(Protocol):
 
     def slice_done(self, replica: int, num_steps: int, drawn: Counts, finished: Numbers, away: Numbers = ()) -> None:
         """The outstanding order was carried out. drawn: request -> number of new tokens. away: requests whose turn has
-        ended, and which wait for its answer outside the engine.
+        ended, and which wait for the reply outside the engine.
         """
 
     def returned(self, request: int, is_finished: bool) -> None:
-        """A request that was away has the answer to its turn. is_finished: it needs no further turn."""
+        """A request that was away has the reply to its turn. is_finished: it needs no further turn."""
 
     def sending(self, version: int) -> None:
         """`version` begins to overwrite weights that replicas have received but not taken. Ask `may_send` before."""

@@ -164,7 +164,7 @@ class Scheduler:
         strangers = (set(drawn) | set(finished) | set(away)) - known.owned
         if strangers or min(drawn.values(), default=0) < 0:
             raise ValueError(
-                f"replica {replica} does not run requests {sorted(strangers)}, or has drawn less than none"
+                f"replica {replica} does not run requests {sorted(strangers)}, or reports a negative number of tokens"
             )
         known.order = None
         for request, num in drawn.items():
@@ -180,7 +180,7 @@ class Scheduler:
             self._act_on_straggler(known, straggler)
 
     def returned(self, request: int, is_finished: bool) -> None:
-        """A request that was away has the answer to its turn. is_finished: it needs no further turn."""
+        """A request that was away has the reply to its turn. is_finished: it needs no further turn."""
         if request not in self.away:
             raise ValueError(f"request {request} is not away: these are {sorted(self.away)}")
         self.away.remove(request)
@@ -309,7 +309,7 @@ class Scheduler:
     # Rounds
 
     def _is_round_open(self) -> bool:
-        """Whether a slice is outstanding, or an answer to a turn that rounds await."""
+        """Whether a slice is outstanding, or a reply to a turn that rounds await."""
         is_awaited = bool(self.away) and self.rules.awaits_turns
         return is_awaited or bool(self._planned) or any(replica.order is not None for replica in self._replicas)
 

@@ -1,6 +1,6 @@
 """Simulate a run on a simulated clock with the scheduler of real runs.
 
-Lengths of answers and seconds (`Costs`) give seconds per step, idle shares, staleness and a timeline. The simulation
+Lengths of responses and seconds (`Costs`) give seconds per step, idle shares, staleness and a timeline. The simulation
 has no tokens and no model, so it says nothing about rewards or memory.
 """
 
@@ -17,11 +17,11 @@ from megatron_rl.sampling.engine_model import Costs, Engine, draw
 from megatron_rl.sampling.schedule_types import RequestScheduler, ScheduleConfig, SliceOrder
 
 Lengths = Callable[[int, int], int]
-"""(request, attempt) -> tokens of its answer, at least 1."""
+"""(request, attempt) -> tokens of its response, at least 1."""
 
 
 Turns = Callable[[int], tuple[int, float]]
-"""request -> tokens of each of its turns, and seconds from a turn's end to its answer."""
+"""request -> tokens of each of its turns, and seconds from a turn's end to its reply."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class SimulatedRun:
     """The result of a simulation. Times are seconds since its beginning.
 
     steps: end of each training step. staleness: steps -> number of trained tokens. answers: request -> (version, number
-    of tokens) of each part of its trained answer. orders: replica -> its finished orders with their engine steps.
+    of tokens) of each part of its trained response. orders: replica -> its finished orders with their engine steps.
     """
 
     total: float = 0.0
@@ -83,7 +83,7 @@ class Simulation:
         saves: Collection[int],
         turns: Turns | None = None,
     ) -> None:
-        """saves: steps after which a checkpoint is written. turns: of every answer; None: each is a single turn."""
+        """saves: steps after which a checkpoint is written. turns: of every response; None: each is a single turn."""
         self.scheduler, self.rules, self.lengths, self.costs = scheduler, rules, lengths, costs
         self.saves, self.turns = saves, turns
         self.engines: list[Engine | None] = [Engine(rules.first_step - 1) for _ in range(num_replicas)]
@@ -192,7 +192,7 @@ class Simulation:
         return min(remaining, each - self._drawn(request) % each)
 
     def leave(self, request: int) -> None:
-        """A turn of a request has ended; its answer comes later."""
+        """A turn of a request has ended; its reply comes later."""
         assert self.turns is not None  # else no turn ends
         self._away[request] = self._num_events
         self._after(self.turns(request)[1], partial(self._come_back, request, self._num_events))
@@ -212,7 +212,7 @@ class Simulation:
         self.outcome.answers[request] = self.tokens.pop(request)
 
     def act_on_decisions(self) -> None:
-        """Truncate answers and drop tokens as decided since the last call."""
+        """Truncate responses and drop tokens as decided since the last call."""
         for decision in self.scheduler.take_decisions():
             if decision.kind == "truncate":
                 self._answer(decision.request)
@@ -299,10 +299,10 @@ def simulate(
     saves: Collection[int] = (),
     turns: Turns | None = None,
 ) -> SimulatedRun:
-    """Simulate a whole run. scheduler: for example Scheduler(rules, num_replicas). lengths: of answers, at least 1
+    """Simulate a whole run. scheduler: for example Scheduler(rules, num_replicas). lengths: of responses, at least 1
     token.
 
     saves: steps after which a checkpoint is written; it takes no time here but restarts unfinished requests. turns: of
-    every answer. Raises StuckError if the run cannot continue, for example because all replicas are dead.
+    every response. Raises StuckError if the run cannot continue, for example because all replicas are dead.
     """
     return Simulation(scheduler, rules, num_replicas, lengths, costs, saves, turns).run(failures)

@@ -1,7 +1,7 @@
 """Over-sampling: late groups of a batch change places with finished ones of the next batch.
 
-A batch has all its groups then, and none waits for the longest answer. A late group keeps its tokens and goes on in the
-next step, so no answer is dropped for its length.
+A batch has all its groups then, and none waits for the longest response. A late group keeps its tokens and continues in
+the next step, so no response is dropped for its length.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Answer prompts at once, beside the schedule: for a validation, a filter of groups, a greedy baseline."""
+"""Generate responses to prompts now, outside of the schedule: for a validation, a filter of groups, a greedy
+baseline."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from megatron_rl.sampling.in_flight import SeedOf, begun_prompts, new_episodes, 
 class UnscheduledRequests:
     """One request per row of prompts, numbered -1, -2, ...; the schedule's requests are numbered from 0 on.
 
-    A slice draws turns until none is left to draw; an episode whose turn has its answer goes on with the next slice.
+    A slice draws turns until none is left to draw; an episode whose turn has its reply continues with the next slice.
     """
 
     def __init__(
@@ -29,8 +30,8 @@ class UnscheduledRequests:
         awaits_turns: bool = False,
         earlier: Sequence[tuple[bytes, ...]] = (),
     ) -> None:
-        """episodes: answers turns; None: the first turn is the last. awaits_turns: the next ones are drawn when all
-        have their answers. earlier: of each row, see `Start`; empty: of none.
+        """episodes: answers turns; None: the first turn is the last. awaits_turns: the next ones are generated when all
+        have their replies. earlier: of each row, see `Start`; empty: of none.
         """
         self._rows = {-1 - row: episode for row, episode in enumerate(new_episodes(prompts, sampling))}
         self._prompts, self._seed_of = prompts, seed_of
@@ -77,7 +78,7 @@ class UnscheduledRequests:
                     self._episodes.submit(request, episode)
 
     def take_replies(self, waits: bool) -> None:
-        """Take the answers to turns that are there. waits: until there is one, if a turn waits for its answer."""
+        """Take the replies to turns that exist. waits: until there is one, if a turn waits for its reply."""
         is_open = bool(self._away)
         while is_open:
             assert self._episodes is not None
@@ -87,7 +88,7 @@ class UnscheduledRequests:
             is_open = self._awaits_turns and bool(self._away)
 
     def rows(self) -> tuple[Prompts, Batch]:
-        """Prompts as their episodes have begun, and their answers."""
+        """Prompts as their episodes have begun, and their responses."""
         episodes = self.episodes
         return begun_prompts(self._prompts, episodes), rows_of(
             episodes, with_versions=False, has_turns=self._episodes is not None

@@ -31,7 +31,7 @@ class ReplicaCalls:
         self._called = driver.ask(lambda: self._begin(slots, call)) if slots else []
 
     def get(self) -> dict[int, Any]:
-        """Wait for all: replica -> answer, without the replicas that were lost."""
+        """Wait for all: replica -> reply, without the replicas that were lost."""
         self._driver.wait_until(self._is_over)
         return self._answers
 

@@ -1,1 +1,1 @@
-"""Score answers: reward functions and their processes, reward models, shaping."""
+"""Score responses: reward functions and their processes, reward models, shaping."""

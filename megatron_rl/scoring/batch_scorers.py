@@ -62,7 +62,7 @@ class RewardScorer:
         self._greedy: Pending = []
 
     def begin(self, answer: int, row: Mapping[str, Any], token_ids: Sequence[int]) -> None:
-        """Score an answer whose batch is not complete, as far as that needs no rank; `take` has its outcome. Arguments
+        """Score a response whose batch is not complete, as far as that needs no rank; `take` has its outcome. Arguments
         are those of `Rewards.begin`.
         """
         self.rewards.begin(answer, row, token_ids)
@@ -90,7 +90,7 @@ class RewardScorer:
 
 
 class HeldOutScorer:
-    """`scores` of answers to held-out prompts, not shaped and without penalties. Also fills `SampledBatch.scored`."""
+    """`scores` of responses to held-out prompts, not shaped and without penalties. Also fills `SampledBatch.scored`."""
 
     def __init__(self, rewards: Rewards) -> None:
         self.rewards = rewards

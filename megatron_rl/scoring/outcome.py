@@ -28,7 +28,7 @@ APART = "rule/"
 
 
 class Sample(NamedTuple):
-    """One answer and the columns of its prompt's row. It is sent to another process, so it must pickle."""
+    """One response and the columns of its prompt's row. It is sent to another process, so it must pickle."""
 
     data_source: str
     solution: str
@@ -111,7 +111,7 @@ def name_apart(name: str) -> str:
 def describe(sample: Sample, prompt: int | None = None) -> str:
     """Name a sample in a message. prompt: its row number in the data, where that is known."""
     which = "a prompt" if prompt is None else f"prompt {prompt}"
-    return f"{which} of data source {sample.data_source!r}, answer {quote(sample.solution)}"
+    return f"{which} of data source {sample.data_source!r}, response {quote(sample.solution)}"
 
 
 def _extras(result: dict[str, Any]) -> dict[str, float | str]:

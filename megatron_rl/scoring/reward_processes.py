@@ -31,7 +31,7 @@ class RewardProcesses(WorkProcesses):
         self._jobs = itertools.count()
 
     def begin(self, answer: int, sample: Sample) -> None:
-        """Score an answer whose batch is not complete; `score` takes its outcome. Any thread may call this."""
+        """Score a response whose batch is not complete; `score` takes its outcome. Any thread may call this."""
         job = next(self._jobs)
         self._begun[answer] = job, sample.solution
         self.submit([job_of(job, sample)])
@@ -39,7 +39,7 @@ class RewardProcesses(WorkProcesses):
     def score(self, samples: Sequence[Sample], first_answer: int | None = None) -> list[Outcome]:
         """Return one outcome per sample, in order; takes as long as the slowest sample. Raises RewardError as `take`.
 
-        first_answer: the samples are the answers of this number and those after it, which may have begun.
+        first_answer: the samples are the responses of this number and those after it, which may have begun.
         """
         jobs, outcomes = self._open_jobs(samples, first_answer), self._outcomes
         while missing := [job for job in jobs if job not in outcomes]:

@@ -1,4 +1,4 @@
-"""Score answers with the rule and with reward models; the models run at the same time as other calls."""
+"""Score responses with the reward function and with reward models; the models run at the same time as other calls."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Pending = list[Callable[[], ModelScores]]
 
 
 class Rewards:
-    """Scores answers. models: every reward model and its handle. warn: shows a warning.
+    """Scores responses. models: every reward model and its handle. warn: shows a warning.
 
     readers: name -> reader of a reward model with a tokenizer of its own; the others read the actor's tokens.
     shaping: changes the models' scores for training; None: it does not.
@@ -68,7 +68,7 @@ class Rewards:
         self._warned_of_cuts: set[str] = set()
 
     def start(self, prompts: Prompts, answers: Batch) -> Pending:
-        """Start every reward model on the answers of its sources; do not wait.
+        """Start every reward model on the responses of its sources; do not wait.
 
         Raises RewardError where a reward model with a chat template of its own cannot read a conversation.
         """
@@ -98,7 +98,8 @@ class Rewards:
             )
 
     def task_scores(self, prompts: Prompts, answers: Batch, pending: Pending) -> ScoredAnswers:
-        """Score answers with the rule, then wait for the reward models; warn of samples that the rule could not score.
+        """Score responses with the reward function, then wait for the reward models; warn of samples that the rule
+        could not score.
 
         For held-out prompts, and for training prompts where the rule scores those too. The models' scores are not
         shaped, so that they can be compared over a run. Raises RewardError when the rule could score no sample, or when
@@ -107,7 +108,7 @@ class Rewards:
         return self._combined(self.rules, prompts, answers, pending, lambda model: None)
 
     def begin(self, answer: int, row: Mapping[str, Any], token_ids: Sequence[int]) -> None:
-        """Have the rule score an answer to a training prompt as `RuleReward.begin`."""
+        """Have the rule score a response to a training prompt as `RuleReward.begin`."""
         self._training_rules.begin(answer, row, token_ids)
 
     def _combined(
@@ -137,11 +138,11 @@ class Rewards:
         counts: bool = True,
         first_answer: int | None = None,
     ) -> ScoredAnswers:
-        """Score answers for training: as `task_scores`, with the models' scores normalised and clipped as configured,
-        minus the penalty of overlong answers if configured.
+        """Score responses for training: as `task_scores`, with the models' scores normalised and clipped as configured,
+        minus the penalty of overlong responses if configured.
 
         counts: add the models' scores to their running means, but for episodes that failed. first_answer: the number of
-        the first answer, if `begin` may have been called for them.
+        the first response, if `begin` may have been called for them.
         """
 
         failed = answers.get("failed")
@@ -159,7 +160,7 @@ class Rewards:
         return dataclasses.replace(scored, scores=scored.scores + penalty)
 
     def components(self, scored: ScoredAnswers) -> torch.Tensor | None:
-        """float32 [B, K]: the numbers of each answer that `algorithm.gdpo_reward_keys` names; None if the estimator
+        """float32 [B, K]: the numbers of each response that `algorithm.gdpo_reward_keys` names; None if the estimator
         does not read them. Raises RewardError.
         """
         if "components" not in estimator_traits(self.config).reads:
@@ -170,7 +171,7 @@ class Rewards:
     def greedy_scores(
         self, prompts: Prompts, answers: Batch, pending: Pending, first_answer: int | None = None
     ) -> torch.Tensor:
-        """float32 [B]: for each row of `prompts` the score of its group's greedy answer; `answers` has one
+        """float32 [B]: for each row of `prompts` the score of its group's greedy response; `answers` has one
         per group, in the order of `one_per_group`. first_answer: as in `training_scores`.
         """
         _, group = prompts.uid.unique(return_inverse=True)
@@ -208,7 +209,7 @@ def reward_shaping(config: RunConfig) -> RewardShaping:
 
 
 def scored_rows(spec: RoleSpec, prompts: Prompts) -> torch.Tensor | None:
-    """int64: the rows whose answers a reward model scores; None if it scores all sources."""
+    """int64: the rows whose responses a reward model scores; None if it scores all sources."""
     if spec.settings.data_sources is None:
         return None
     mine = set(spec.settings.data_sources)
@@ -234,7 +235,7 @@ def text_readers(
         largest, size = max(own.get_vocab().values()), settings.vocab_size
         if largest >= size:
             raise ConfigError(
-                f"{role.model_key}={role.model_path}: its tokenizer has a token of number {largest}, and the "
+                f"{role.model_key}={role.model_path}: its tokenizer has a token with id {largest}, and the "
                 f"vocab_size of its config.json is {size}: its files do not go together"
             )
         ends = EndTokens.of(role.model_path, own).ids if getattr(settings, SCORE_AT_END, False) else ()

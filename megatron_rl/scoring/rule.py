@@ -1,4 +1,4 @@
-"""Rule rewards: send decoded answers to the reward processes and collect their scores in row order; or no rule."""
+"""Rule rewards: send decoded responses to the reward processes and collect their scores in row order; or no rule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_rl.scoring.scored_answers import ScoredAnswers
 
 
 class RuleReward:
-    """Scores decoded answers. A context manager: inside it the reward processes run."""
+    """Scores decoded responses. A context manager: inside it the reward processes run."""
 
     def __init__(
         self,
@@ -46,14 +46,14 @@ class RuleReward:
         return [f"{self.processes.num_open} responses left"]
 
     def begin(self, answer: int, row: Mapping[str, Any], token_ids: Sequence[int]) -> None:
-        """Score an answer while others are generated. answer: its number. row: its task. token_ids: all that follows
+        """Score a response while others are generated. answer: its number. row: its task. token_ids: all that follows
         the prompt. Raises RewardError where the reward processes have died.
         """
         text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         self.processes.begin(answer, Sample(row["data_source"], text, row["ground_truth"], row["extra_info"]))
 
     def __call__(self, prompts: Prompts, answers: Batch, first_answer: int | None = None) -> ScoredAnswers:
-        """Score B answers. Their text has no special tokens (EOS, padding); an empty answer is the text "".
+        """Score B responses. Their text has no special tokens (EOS, padding); an empty response is the text "".
 
         first_answer: the number of the first one, if they may have begun. Raises RewardError, naming the first sample,
         if all of them fail, unless that is allowed.
@@ -75,7 +75,7 @@ class NoRule(contextlib.nullcontext[Any]):
     """Replaces a rule where only reward models score: every score is 0, and no outcome has one."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        """tokenizer: decodes answers for sample tables."""
+        """tokenizer: decodes responses for sample tables."""
         super().__init__(self)
         self.tokenizer = tokenizer
 
@@ -87,13 +87,13 @@ class NoRule(contextlib.nullcontext[Any]):
         """Do nothing."""
 
     def __call__(self, prompts: Prompts, answers: Batch, first_answer: int | None = None) -> ScoredAnswers:
-        """Return B answers without a score."""
+        """Return B responses without a score."""
         samples = read_samples(prompts, answers, self.tokenizer)
         return ScoredAnswers(torch.zeros(len(samples)), samples, [Outcome(None) for _ in samples], None)
 
 
 def read_samples(prompts: Prompts, answers: Batch, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-    """Return the arguments of a reward function for B answers: all after the prompt, without special tokens."""
+    """Return the arguments of a reward function for B responses: all after the prompt, without special tokens."""
     starts = first_true(answers["sampled"]).tolist()
     response_ids = [row[start:].tolist() for row, start in zip(answers["input_ids"].unbind(), starts, strict=True)]
     solutions = tokenizer.batch_decode(response_ids, skip_special_tokens=True)

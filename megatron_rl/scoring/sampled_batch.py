@@ -1,4 +1,4 @@
-"""One step's prompts and answers, with their rows, to which every scorer adds columns."""
+"""One step's prompts and responses, with their rows, to which every scorer adds columns."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron_rl.scoring.scored_answers import ScoredAnswers
 
 @dataclass
 class SampledBatch:
-    """Prompts and answers of `step`, B rows.
+    """Prompts and responses of `step`, B rows.
 
-    rows: prompts with their answers, to which scorers add columns. greedy: one answer per group, in the order of
-    `one_per_group`, if the estimator needs it. scored: the answers' scores, once they are there. metrics: of sampling
-    and scoring. first_request: the number of the first answer; the others follow it, and then greedy ones. None: the
+    rows: prompts with their responses, to which scorers add columns. greedy: one response per group, in the order of
+    `one_per_group`, if the estimator needs it. scored: the responses' scores, once they are there. metrics: of sampling
+    and scoring. first_request: the number of the first response; the others follow it, and then greedy ones. None: the
     schedule does not have them.
     """
 

@@ -1,4 +1,4 @@
-"""Scores of a batch of answers: the rule's and those of reward models, separate and combined."""
+"""Scores of a batch of responses: the reward function's and those of reward models, separate and combined."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FIRST_MODEL, FIRST_NAME = "reward_model", "rm_score"
 
 @dataclass(frozen=True)
 class ScoredAnswers:
-    """The scores of B answers, float32 [B]; a sample that the rule could not score has the configured score.
+    """The scores of B responses, float32 [B]; a sample that the rule could not score has the configured score.
 
-    outcomes: the rule's. An outcome has neither a score nor a failure where there is no rule.
+    outcomes: the rule's. An outcome has neither a score nor a failure where there is no reward function.
     """
 
     scores: torch.Tensor
@@ -30,7 +30,7 @@ class ScoredAnswers:
     first_failure: str | None
 
     def __getitem__(self, rows: torch.Tensor) -> ScoredAnswers:
-        """Select the answers with these row numbers, int64 [b]."""
+        """Select the responses with these row numbers, int64 [b]."""
         numbers = rows.tolist()
         samples, outcomes = ([column[row] for row in numbers] for column in (self.samples, self.outcomes))
         return ScoredAnswers(self.scores[rows], samples, outcomes, self.first_failure)
@@ -50,7 +50,7 @@ class ScoredAnswers:
     def variables(self) -> dict[str, list[float | None]]:
         """Return the columns of validation, one value per row: "reward", "acc" and each extra number.
 
-        An answer whose result has no "acc" takes the rule's score for it; without a rule there is no column "acc". A
+        A response whose result has no "acc" takes the rule's score for it; without a rule there is no column "acc". A
         failed sample has acc 0 and None in the extra columns.
         """
         extras = self._extras(float)
@@ -61,9 +61,9 @@ class ScoredAnswers:
         return {**known, "reward": self.scores.tolist(), **extras}
 
     def numbers(self, key: str, failed: float) -> list[float]:
-        """Return each answer's number under `key`, from the rule or a reward model; `failed` where the rule failed.
+        """Return each response's number under `key`, from the rule or a reward model; `failed` where the rule failed.
 
-        Raises RewardError, naming the first answer that lacks the number.
+        Raises RewardError, naming the first response that does not have the number.
         """
         column = []
         for outcome, sample in zip(self.outcomes, self.samples, strict=True):
@@ -81,7 +81,7 @@ class ScoredAnswers:
         return column
 
     def predictions(self) -> list[str | None]:
-        """Return each answer as the reward function understood it, its "pred"; None if the result has none."""
+        """Return each response as the reward function understood it, its "pred"; None if the result has none."""
         return self._extras(str).get("pred", [None] * len(self.outcomes))
 
     def table(self, questions: list[str], step: int) -> list[dict[str, Any]]:
@@ -95,14 +95,14 @@ class ScoredAnswers:
         ]
 
     def _extras(self, kind: type) -> dict[str, list[Any]]:
-        """Name -> value per row, of the extras of one type; None if a row lacks it."""
+        """Name -> value per row, of the extras of one type; None if a row does not have it."""
         names = {name for outcome in self.outcomes for name, value in outcome.extras.items() if type(value) is kind}
         columns = {name: [outcome.extras.get(name) for outcome in self.outcomes] for name in sorted(names)}
         return {name: [v if type(v) is kind else None for v in column] for name, column in columns.items()}
 
 
 def join(parts: Sequence[ScoredAnswers]) -> ScoredAnswers:
-    """Concatenate batches of scored answers."""
+    """Concatenate batches of scored responses."""
     return ScoredAnswers(
         torch.cat([part.scores for part in parts]),
         [sample for part in parts for sample in part.samples],
@@ -113,11 +113,11 @@ def join(parts: Sequence[ScoredAnswers]) -> ScoredAnswers:
 
 @dataclass(frozen=True)
 class ModelScores:
-    """The scores that one reward model gives B answers, float32 [B], and their weight in the sum.
+    """The scores that one reward model gives B responses, float32 [B], and their weight in the sum.
 
     is_cut: bool [B], True where the model does not read the end of a conversation; None if it reads the actor's
     tokens. shaped: rewards that training takes instead of the scores; None: training takes the scores. rows: int64 [B],
-    the numbers of these answers in the batch; None if the model scores the whole batch.
+    the numbers of these responses in the batch; None if the model scores the whole batch.
     """
 
     name: str
@@ -129,7 +129,7 @@ class ModelScores:
 
     @property
     def all_rows(self) -> torch.Tensor:
-        """int64 [B]: the answers' numbers in the batch."""
+        """int64 [B]: the responses' numbers in the batch."""
         return torch.arange(len(self.scores)) if self.rows is None else self.rows
 
     @property
@@ -139,7 +139,7 @@ class ModelScores:
 
     @property
     def columns(self) -> dict[str, list[float]]:
-        """Name -> the value logged for each answer."""
+        """Name -> the value logged for each response."""
         label = FIRST_NAME if self.name == FIRST_MODEL else f"{self.name}_score"
         short = label.removesuffix("_score")
         columns = {label: self.scores.tolist()}
@@ -153,9 +153,9 @@ class ModelScores:
 
 
 def combine(ruled: ScoredAnswers, models: Sequence[ModelScores], rule_weight: float) -> ScoredAnswers:
-    """score = rule_weight * rule + sum of weight * reward over the models that score an answer.
+    """score = rule_weight * rule + sum of weight * reward over the models that score a response.
 
-    With a model, each answer's extras also hold all parts of its score: "rule_score" (where there is a rule),
+    With a model, each response's extras also hold all parts of its score: "rule_score" (where there is a rule),
     "rm_score" and so on. They are logged, validated and written into sample tables. "rm_truncated" is 1 where a reward
     model with a tokenizer of its own does not read the end of a conversation, else 0. Where scores are shaped,
     "rm_reward" is the shaped reward and "rm_clipped" says whether it was clipped. The rule's "acc" does not change.
@@ -186,7 +186,7 @@ def combine(ruled: ScoredAnswers, models: Sequence[ModelScores], rule_weight: fl
 
 
 def with_environment(scored: ScoredAnswers, rewards: torch.Tensor | None) -> ScoredAnswers:
-    """score + the environment's reward, float32 [B], which each answer's extras then hold; None: there is none."""
+    """score + the environment's reward, float32 [B], which each response's extras then hold; None: there is none."""
     if rewards is None:
         return scored
     outcomes = [

@@ -1,8 +1,8 @@
-"""Change scores for training: normalise and clip the scores of reward models, penalise answers that are too long.
+"""Change scores for training: normalise and clip the scores of reward models, penalise responses that are too long.
 
     score --(s - mean) / std--> normalised --clip--> reward
 
-Each reward model is normalised by itself. mean and std are fixed, from held-out answers, or run over all training
+Each reward model is normalised by itself. mean and std are fixed, from held-out responses, or run over all training
 scores so far.
 """
 
@@ -124,7 +124,7 @@ class RewardShaping:
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: float) -> Tensor:
-    """float32 [B], <= 0, to add to the scores of answers of `lengths` int64 [B] tokens, at most `max_length`.
+    """float32 [B], <= 0, to add to the scores of responses of `lengths` int64 [B] tokens, at most `max_length`.
 
     0 up to max_length - buffer, then falling linearly to -factor at max_length (DAPO: Yu et al., arXiv:2503.14476,
     eq. 13). buffer >= 1.

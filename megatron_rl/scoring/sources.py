@@ -1,4 +1,4 @@
-"""Check which reward model scores which answers, where models select prompts by their `data_source`."""
+"""Check which reward model scores which responses, where models select prompts by their `data_source`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megatron_rl.errors import Violation
 def check_sources(config: RunConfig, sources: Collection[str]) -> list[str]:
     """Return a note for each source that no reward model scores. sources: of all training and held-out prompts.
 
-    Raises ConfigError for a source whose answers nothing scores, and for a source that a reward model names and that no
-    prompt has.
+    Raises ConfigError for a source whose responses nothing scores, and for a source that a reward model names and that
+    no prompt has.
     """
     models = [role for role in roles_of(config) if role.kind == REWARD_MODEL]
     named = [role for role in models if role.settings.data_sources is not None]
@@ -25,7 +25,7 @@ def check_sources(config: RunConfig, sources: Collection[str]) -> list[str]:
     alone = sorted(set(sources) - scored_sources(models, sources))
     problems = [*_unknown(named, config, sources), *(() if has_rule else _unscored(named, config, alone))]
     raise_problems("this run cannot start", problems)
-    return [f"answers to prompts of data source {source} are scored by the rule alone" for source in alone]
+    return [f"responses to prompts of data source {source} are scored only by the reward function" for source in alone]
 
 
 def scored_sources(models: Iterable[RoleSpec], sources: Collection[str]) -> set[str]:
@@ -50,9 +50,9 @@ def _unscored(named: list[RoleSpec], config: RunConfig, alone: list[str]) -> Ite
     if not alone:
         return
     settings = {f"{role.key}.data_sources": role.settings.data_sources for role in named}
-    why = "reward_model.rule_weight=0" if trains_on_rule(config) else "there is no rule"
+    why = "reward_model.rule_weight=0" if trains_on_rule(config) else "there is no reward function"
     if uses_rule(config) and not trains_on_rule(config):
         why = "custom_reward_function.validation_only=true"
-    rule = f"leave answers to prompts of {', '.join(alone)} without a score: no reward model scores them, and {why}"
+    rule = f"leave responses to prompts of {', '.join(alone)} without a score: no reward model scores them, and {why}"
     key, own = next(iter(settings.items()))
     yield Violation(settings, rule, {key: [*own, *alone]})

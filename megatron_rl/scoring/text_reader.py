@@ -1,7 +1,7 @@
 """Prepare conversations for a reward model with a tokenizer of its own: render them as text and tokenise that text.
 
-The rule is verl's. The answer is decoded without the special tokens at its end and appended to the prompt's messages as
-the assistant's message. The reward model's chat template renders the messages, and its tokenizer tokenises the text.
+The rule is verl's. The response is decoded without the special tokens at its end and appended to the prompt's messages
+as the assistant's message. The reward model's chat template renders the messages, and its tokenizer tokenises the text.
 Conversations longer than the reward model may read lose their end.
 """
 
@@ -31,9 +31,9 @@ class ReadText:
 
 @dataclass(frozen=True)
 class TextReader:
-    """Turns B prompts and answers into the token rows that one reward model reads.
+    """Turns B prompts and responses into the token rows that one reward model reads.
 
-    name: of the reward model, for messages. policy: the tokenizer of prompts and answers. own: the reward model's
+    name: of the reward model, for messages. policy: the tokenizer of prompts and responses. own: the reward model's
     tokenizer; its template is rendered in a process that ends with this object. max_length: the most tokens that the
     model reads. length_key: the configuration key of max_length. ends: tokens that end a response, of a model that was
     trained at such a token; (): the model is asked at the last token of the text.
@@ -53,7 +53,7 @@ class TextReader:
     def read(self, prompts: Prompts, answers: Batch) -> ReadText:
         """Read prompts that carry `raw_prompt`. Raises RewardError where the chat template refuses a conversation."""
         if prompts.raw_prompt is None:
-            raise ValueError("these prompts do not carry their conversations")
+            raise ValueError("these prompts have no conversations")
         prompt_ids, response_ids = (
             [row.tolist() for row in column.unbind()] for column in (prompts.prompt_ids, answers.sampled_ids)
         )
@@ -69,10 +69,11 @@ class TextReader:
         prompt_ids: Sequence[list[int]],
         response_ids: Sequence[list[int]],
     ) -> list[list[int]]:
-        """Return the reward model's tokens of each conversation with its answer, uncut; at least one token.
+        """Return the reward model's tokens of each conversation with its response, uncut; at least one token.
 
         Messages go through its chat template, which has all special tokens in it. Where the prompt is text, or the
-        tokenizer has no chat template, prompt and answer are one text, to which the tokenizer adds its special tokens.
+        tokenizer has no chat template, prompt and response are one text, to which the tokenizer adds its special
+        tokens.
 
         Raises RewardError where the chat template refuses a conversation, or where a conversation has no tokens.
         """
@@ -95,9 +96,9 @@ class TextReader:
         return tokens
 
     def check(self, conversations: Sequence[Conversation], prompt_ids: Sequence[list[int]]) -> list[str]:
-        """Read all prompts with empty answers, before any process is started; return notes for the user.
+        """Read all prompts with empty responses, before any process is started; return notes for the user.
 
-        Raises ConfigError where a prompt is refused, or where no prompt leaves room for an answer.
+        Raises ConfigError where a prompt is refused, or where no prompt leaves room for a response.
         """
         lengths = []
         for first in range(0, len(conversations), ROWS_AT_ONCE):
@@ -114,11 +115,11 @@ class TextReader:
         full = sum(length >= self.max_length for length in lengths)
         if lengths and full == len(lengths):
             raise ConfigError(
-                f"{limit} is too small: {self.name} would read nothing of any answer, as the shortest of "
+                f"{limit} is too small: {self.name} would read nothing of any response, as the shortest of "
                 f"{len(lengths)} prompts has {min(lengths)} of its tokens; try: {nearest}"
             )
         if full:
-            yield f"note: {full} of {len(lengths)} prompts leave no room for an answer in {limit} of {self.name}"
+            yield f"note: {full} of {len(lengths)} prompts leave no room for a response in {limit} of {self.name}"
         if self.own.chat_template is None and any(not isinstance(chat, str) for chat in conversations):
             yield f"note: the tokenizer of {self.name} has no chat_template, so it reads messages as plain text"
 

@@ -1,1 +1,1 @@
-"""A project to begin with: files written from three answers, and a tiny model."""
+"""A project to begin with: files written from three responses, and a tiny model."""

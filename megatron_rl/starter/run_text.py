@@ -55,8 +55,8 @@ trainer:
   nnodes: {nnodes}
   n_gpus_per_node: {per_node}
   total_training_steps: {steps}
-  test_freq: {test_freq} # validate every so many steps
-  save_freq: {save_freq} # write a checkpoint every so many steps; -1: never
+  test_freq: {test_freq} # validate every N steps
+  save_freq: {save_freq} # write a checkpoint every N steps; -1: never
   max_ckpt_to_keep: 2 # the newest ones
   default_local_dir: {output}
 """

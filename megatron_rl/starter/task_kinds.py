@@ -11,7 +11,7 @@ EXACT = '''"""The reward of a response: called once for each, in a process of it
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """1.0 for exactly the expected text, else 0.0. A dict with "score" may hold further numbers to log."""
+    """1.0 for exactly the expected text, else 0.0. A dict with "score" may have further values to log."""
     return float(solution_str.strip() == str(ground_truth).strip())
 '''
 MATH = '''"""The reward of a response: called once for each, in a process of its own."""
@@ -44,7 +44,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 @dataclass(frozen=True)
 class TaskKind:
-    """What a project begins with. about: one line. reward: the text of reward.py. question: draws one with its answer.
+    """What a project begins with. about: one line. reward: the text of reward.py. question: draws one with its
+    response.
 
     prompt_tokens, answer_tokens: limits, by bytes, which are at least as many as the tokens of any tokenizer.
     """
@@ -71,9 +72,9 @@ def _free(draw: random.Random) -> tuple[str, str]:
 
 
 TASK_KINDS = {
-    "exact": TaskKind("an answer must be exactly the expected text", EXACT, _word, 128, 16),
-    "math": TaskKind("an answer's last number must be the expected one", MATH, _sum, 128, 256),
-    "score": TaskKind("a function of yours gives any answer a number", SCORE, _free, 32, 16),
+    "exact": TaskKind("a response must be exactly the expected text", EXACT, _word, 128, 16),
+    "math": TaskKind("the last number of a response must be the expected one", MATH, _sum, 128, 256),
+    "score": TaskKind("a function of yours gives each response a score", SCORE, _free, 32, 16),
 }
 
 

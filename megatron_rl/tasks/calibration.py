@@ -37,7 +37,7 @@ class Bin:
 def calibration_bins(scores: torch.Tensor, sizes: torch.Tensor, num_bins: int = NUM_BINS) -> list[Bin]:
     """Sort pairs into bins of equal width from 1/2 to 1; empty bins are left out.
 
-    scores float32 [N], the best of each prompt first; sizes int64 [n], answers of each prompt.
+    scores float32 [N], the best of each prompt first; sizes int64 [n], responses of each prompt.
     """
     better, worse, _ = pairs_of(sizes)
     ahead = (scores[better] - scores[worse]).double()

@@ -1,6 +1,6 @@
 """Preferences without a reward model: one straight loop on the controller.
 
-preferred and other answers -> log-probs of the reference -> losses of `dpo.loss` -> update
+preferred and other responses -> log-probs of the reference -> losses of `dpo.loss` -> update
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from megatron_rl.tasks.validation_loss import LOSS
 
 MISMATCHED = "_mismatched"
 CHUNK = 16
-"""Batches that are scored in one call when all answers are scored before the first step."""
+"""Batches that are scored in one call when all responses are scored before the first step."""
 
 
 def digest_of(records: Sequence[Ranking] | Sequence[Labelled]) -> str:
@@ -38,7 +38,7 @@ def digest_of(records: Sequence[Ranking] | Sequence[Labelled]) -> str:
 
 
 class Preferences:
-    """Batches of one run with everything their loss needs besides the policy."""
+    """Batches of one run with everything their loss needs in addition to the policy."""
 
     def __init__(self, run: TaskRun) -> None:
         self.run, self.config = run, run.config.dpo
@@ -48,10 +48,10 @@ class Preferences:
         self.is_stored = run.config.needs_reference and not run.config.holds_reference
 
     def store_reference(self) -> None:
-        """Score all answers with the policy as it starts, if its scores are stored and a new run begins.
+        """Score all responses with the policy as it starts, if its scores are stored and a new run begins.
 
-        Raises StoppedBeforeStep between chunks if a signal asked to stop, ConfigError if a resumed checkpoint lacks
-        these scores or has those of other answers.
+        Raises StoppedBeforeStep between chunks if a signal asked to stop, ConfigError if a resumed checkpoint does not
+        have these scores or has those of other responses.
         """
         stored, path = self.run.stored, self.run.logger.folder.start.path
         for name, records in self.sets.items() if self.is_stored else ():
@@ -85,7 +85,7 @@ class Preferences:
         return batch
 
     def baseline(self, name: str, numbers: Sequence[int]) -> float:
-        """kto's baseline: the drift of the policy on answers to other prompts; 0 for other losses."""
+        """kto's baseline: the drift of the policy on responses to other prompts; 0 for other losses."""
         if "kto" not in self.config.loss:
             return 0.0
         batch = self.batch(f"{name}{MISMATCHED}", numbers)

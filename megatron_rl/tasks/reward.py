@@ -1,6 +1,6 @@
 """Reward models: one straight loop on the controller.
 
-ranked or scored answers -> a score at the last token of each -> update
+ranked or scored responses -> a score at the last token of each -> update
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def reward_once(repairs: Repairs, local: bool) -> dict[str, Any]:
 
 
 def measured(run: TaskRun) -> dict[str, float]:
-    """Loss of all held-out answers, and metrics of scores and pairs."""
+    """Loss of all held-out responses, and metrics of scores and pairs."""
     batch = reward_batch(run.data.val)
     return loss_metrics(run.config, batch, run.role(TrainableRewardModel).scores(batch).get())
 

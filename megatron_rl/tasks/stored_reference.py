@@ -1,4 +1,4 @@
-"""The reference's log-probs of every answer, computed once before the first step and kept in every checkpoint."""
+"""The reference's log-probs of every response, computed once before the first step and kept in every checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILE = "reference_log_probs.safetensors"
 
 
 class StoredReference:
-    """Log-probs of answers by the set they belong to, one row for each prompt; empty for tasks that store none.
+    """Log-probs of responses by the set they belong to, one row for each prompt; empty for tasks that store none.
 
     The constructor reads those of the checkpoint that the run resumes. Raises ConfigError if they are damaged.
     """
@@ -38,11 +38,11 @@ class StoredReference:
             self._rows[name] = list(tensors[f"{name}.values"].split(tensors[f"{name}.sizes"].tolist()))
 
     def holds(self, name: str, answers: str) -> bool:
-        """Whether a set of these answers is stored. answers: their digest."""
+        """Whether a set of these responses is stored. answers: their digest."""
         return name in self._rows and self._answers.get(name) == answers
 
     def put(self, name: str, scores: Sequence[torch.Tensor], answers: str) -> None:
-        """Store the log-probs [n] of each prompt's answers under the name of their set. answers: their digest."""
+        """Store the log-probs [n] of each prompt's responses under the name of their set. answers: their digest."""
         self._rows[name], self._answers[name] = [row.float() for row in scores], answers
 
     def ragged(self, name: str, numbers: Sequence[int]) -> torch.Tensor:

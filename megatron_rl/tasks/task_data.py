@@ -67,7 +67,7 @@ def read_files(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
 
 class TaskData:
-    """train, val: the records. mismatched: for kto both sets with answers to other prompts, else {}. notes:
+    """train, val: the records. mismatched: for kto both sets with responses to other prompts, else {}. notes:
     lines to print about them. Raises ConfigError.
     """
 
@@ -94,12 +94,12 @@ class TaskData:
         return {"cursor": self.cursor.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken. Raises ConfigError when examples or their order differ."""
+        """Continue where `state_dict` was taken. Raises ConfigError when examples or their order differ."""
         self.cursor.load_state_dict(state["cursor"])
 
 
 def check_lengths(config: TaskConfig, records: Sequence[Example | Ranking | Labelled | ScoredExample]) -> None:
-    """Raise ConfigError if answers that share a micro-batch have more tokens than a micro-batch may have."""
+    """Raise ConfigError if responses that share a micro-batch have more tokens than a micro-batch may have."""
     role = Placement.of(config).leader
     if role.update is None or role.update.max_tokens is None:
         return
@@ -110,7 +110,7 @@ def check_lengths(config: TaskConfig, records: Sequence[Example | Ranking | Labe
         if tokens > limit:
             needed = -(-tokens // role.megatron.context_parallel_size)
             raise ConfigError(
-                f"{record.where}: {len(answers)} answer(s) of {tokens} tokens share a micro-batch, and "
+                f"{record.where}: {len(answers)} response(s) of {tokens} tokens share a micro-batch, and "
                 f"{role.update.key}={role.update.max_tokens} is less; try: {role.update.key}={needed}"
             )
 

@@ -61,7 +61,7 @@ def export_scorer(run: TaskRun, scorer: TrainableRewardModel, batch: Batch, stat
 
 @torch.no_grad()
 def hf_scores(folder: Path, batch: Batch) -> torch.Tensor:
-    """Float32 scores [N] of the answers by a Hugging Face classifier with one label, without the token after each."""
+    """Float32 scores [N] of the responses by a Hugging Face classifier with one label, without the token after each."""
     from transformers import AutoModelForSequenceClassification  # as late as possible: it imports every kind of layer
 
     model = with_engine_norms(AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval())

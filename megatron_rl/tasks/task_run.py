@@ -58,7 +58,7 @@ def open_task(repairs: Repairs, local: bool = False) -> Iterator[TaskRun]:
     """Open a task's run, ready for its first step.
 
     Errors of data and checkpoints are raised before any process is started. local: one rank, in this process. repairs:
-    what the run keeps when its ranks are started anew, and the configuration.
+    what the run keeps when its ranks are started again, and the configuration.
     """
     config = repairs.config
     assert isinstance(config, TaskConfig)

@@ -16,17 +16,17 @@ ONE_MORE = torch.zeros(1, dtype=torch.int64)
 
 
 ScoredTokens = tuple[Tensor, Tensor]
-"""An answer after its prompt: (tokens int64 [L], bool [L]: True where they are scored)."""
+"""A response after its prompt: (tokens int64 [L], bool [L]: True where they are scored)."""
 
 
 def scored_answer(example: Example) -> ScoredTokens:
-    """An answer for a reward model, with one token appended: the value before it, the last of all, is the score."""
+    """A response for a reward model, with one token appended: the value before it, the last of all, is the score."""
     tokens = torch.cat([example.tokens, ONE_MORE])
     return tokens, torch.arange(len(tokens)) >= max(example.prompt_length, 1)
 
 
 def preferred_answer(example: Example) -> ScoredTokens:
-    """An answer for a policy: the tokens that count are scored."""
+    """A response for a policy: the tokens that count are scored."""
     return example.tokens, example.loss_mask
 
 
@@ -35,7 +35,7 @@ def answer_batch(
     given: Sequence[Sequence[float]] | None = None,
     labels: Sequence[Sequence[float]] | None = None,
 ) -> Batch:
-    """Put the answers to several prompts into one record.
+    """Put the responses to several prompts into one record.
 
     given, labels: as in `losses.objectives.Answers`; None: 0.
     """
@@ -51,7 +51,7 @@ def answer_batch(
 
 
 def reward_batch(records: Sequence[Ranking] | Sequence[ScoredExample]) -> Batch:
-    """A batch for a reward model: rankings with their margins, or answers with their scores."""
+    """A batch for a reward model: rankings with their margins, or responses with their scores."""
     prompts, given = [], []
     for record in records:
         if isinstance(record, Ranking):
@@ -64,7 +64,7 @@ def reward_batch(records: Sequence[Ranking] | Sequence[ScoredExample]) -> Batch:
 
 
 def answers_of(record: Ranking | Labelled) -> tuple[Example, ...]:
-    """The answers to one prompt, the best first."""
+    """The responses to one prompt, the best first."""
     return record.answers if isinstance(record, Ranking) else (record.example,)
 
 
@@ -76,10 +76,12 @@ def preference_batch(records: Sequence[Ranking] | Sequence[Labelled]) -> Batch:
 
 
 def mismatched(records: Sequence[Labelled], max_length: int) -> list[Labelled]:
-    """Pair each prompt with an answer to another prompt, cut to `max_length`; kto measures the policy's drift on these.
+    """Pair each prompt with a response to another prompt, cut to `max_length`; kto measures the policy's drift on
+    these.
 
-    Depends on the records and their order alone. Where no two prompts are equal, the answer is the next record's; where
-    no prompt has more than half of the records, each answer is taken once. Raises ConfigError if all prompts are equal.
+    Depends on the records and their order alone. Where no two prompts are equal, the response is the next record's;
+    where no prompt has more than half of the records, each response is taken once. Raises ConfigError if all prompts
+    are equal.
     """
     prompts: dict[bytes, list[int]] = {}
     for number, record in enumerate(records):
@@ -107,7 +109,7 @@ def prompt_of(example: Example) -> torch.Tensor:
 
 
 def _with_answer(record: Labelled, answer: Example, max_length: int) -> Labelled:
-    """The record's prompt with another answer."""
+    """The record's prompt with another response."""
     prompt, start = prompt_of(record.example), max(answer.prompt_length, 1)
     tokens = torch.cat([prompt, answer.tokens[start:]])[:max_length]
     mask = torch.cat([torch.zeros(len(prompt), dtype=torch.bool), answer.loss_mask[start:]])[:max_length]

@@ -57,7 +57,7 @@ class ValidationLoss(Validation):
         return {"held_out": {"losses": list(self.losses), "best": best, **last}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Continue where `state_dict` was taken."""
         held_out = state["held_out"]
         self.losses, self.last = list(held_out["losses"]), dict(held_out["last"])
         self.last_step = held_out.get("last_step")

@@ -106,7 +106,7 @@ class Ablation:
             seconds = round(time.monotonic() - started, 1)
             write_record(trial.folder, Record(point.name, point.key, TrialOutcome.INTERRUPTED, seconds=seconds))
             self.write_report()
-            self.say(f"  interrupted; the report is in {self.folder}, and the same command goes on from here")
+            self.say(f"  interrupted; the report is in {self.folder}, and the same command continues from here")
             raise
         record = record_of(point, trial, attempt)
         write_record(trial.folder, record)

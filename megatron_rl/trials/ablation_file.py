@@ -24,7 +24,7 @@ NAME = "name"
 """The key of an explicit point that is no key of the run's configuration."""
 
 OWN_KEYS = ("trainer.default_local_dir", "trainer.resume_mode", "trainer.resume_from_path")
-"""Keys that the ablation sets, as every point has a folder of its own and starts anew."""
+"""Keys that the ablation sets, as every point has a folder of its own and starts again."""
 
 LARGEST, MOST_REPEATS = 1e12, 1000
 A_NUMBER = f"must be a number above 0 and at most {LARGEST:g}"

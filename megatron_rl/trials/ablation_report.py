@@ -29,13 +29,13 @@ LEGEND = """\
 - step s: median, smallest to largest of the steps that count; the five columns after it are medians, too, so they need
   not add up to it exactly. log-probs: of policy and reference, and values; update: critic and actor; reshard: to
   rollout mode and back.
-- tokens/s: of prompts and answers, all ranks together, and of one rank.
-- received: by the rank that receives most in one transition to rollout mode, and the least that is possible.
+- tokens/s: of prompts and responses, all ranks together, and of one rank.
+- received: by the rank that receives most in one resharding to rollout mode, and the least that is possible.
   exchange: the part of reshard in which these bytes travel.
 - memory: of the worst rank in its worst phase; planned: for the same tensors. On CPU ranks these are the tensors that
   are kept, as no allocator counts the rest; on GPUs the allocator's peak.
-- planned step s: the planner's estimate, and how many times as long the measured step took. Small models are ruled by
-  overheads that only a hardware file of `megatron-rl profile` knows: without one it means little on CPU ranks.
+- planned step s: the planner's estimate, and how many times as long the measured step took. Small models are dominated
+  by overheads that only a hardware file of `megatron-rl profile` contains: without one it means little on CPU ranks.
 - reward: mean of all steps, the first ones too. Samples do not depend on the layout, so where points differ in layout
   alone, rewards differ by rounding alone.
 - x: over the baseline's."""

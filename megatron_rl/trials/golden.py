@@ -49,7 +49,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One number beside its golden value. step: None for a median. found: None if the run recorded nothing."""
+    """One number next to its golden value. step: None for a median. found: None if the run recorded nothing."""
 
     metric: str
     step: int | None
@@ -108,7 +108,7 @@ class Golden:
 
 
 def read_golden(path: Path) -> Golden:
-    """The content of a file. Raises ConfigError if it is missing, no JSON, or lacks something."""
+    """The content of a file. Raises ConfigError if it is missing, no JSON, or does not have something."""
     if not path.is_file():
         raise ConfigError(f"no golden file at {path}; the one of this repository is configs/nightly_golden.json")
     try:

@@ -47,7 +47,7 @@ class GroupSizes:
 class Expected:
     """The planner's numbers of one run, each of the worst rank.
 
-    step_s: seconds of one step. peak_bytes: at the worst moment. received_bytes: in one transition to rollout mode.
+    step_s: seconds of one step. peak_bytes: at the worst moment. received_bytes: in one resharding to rollout mode.
     """
 
     step_s: float
@@ -141,6 +141,6 @@ def _recording_problems(config: RunConfig, ablation: AblationConfig) -> Sequence
         key = "trainer.total_training_steps"
         violations.append(Violation({key: steps}, rule, {key: ablation.warmup_steps + 1}))
     if "jsonl" not in logger:
-        rule = "must have jsonl, from which the ablation reads what it reports"
+        rule = "must have jsonl, which the ablation reads"
         violations.append(Violation({"trainer.logger": logger}, rule, {"trainer.logger": [*logger, "jsonl"]}))
     return violations

@@ -27,7 +27,7 @@ class Record:
     """One attempt at a point.
 
     key: the point's. steps: step -> metric -> value. received_bytes, bound_bytes: bytes that each rank received in the
-    last transition to rollout mode, and the least that is possible. tail: the last lines of its output. further: the
+    last resharding to rollout mode, and the least that is possible. tail: the last lines of its output. further: the
     metrics of steps of the point's other rounds, empty in a file.
     """
 

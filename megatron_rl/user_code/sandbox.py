@@ -133,7 +133,9 @@ class Refused(Exception):
 def way_of(kernel: Kernel) -> FileProtection:
     """Choose the protection of files. Raises Refused where this kernel offers too little."""
     if kernel.machine not in MACHINES:
-        raise Refused(f"the system calls of {kernel.machine} are not known here, only those of {', '.join(MACHINES)}")
+        raise Refused(
+            f"the system calls of {kernel.machine} are unknown here; known are those of {', '.join(MACHINES)}"
+        )
     if not kernel.filters:
         raise Refused("this kernel permits no filter of system calls (seccomp)")
     if kernel.landlock >= 1:
@@ -346,7 +348,7 @@ def passed_limit(folder: str, group: int, most: Totals) -> str | None:
     """Return the limit that a process group has passed, as the end of a sentence; None for none."""
     members = [int(name) for name in os.listdir("/proc") if name.isdigit() and _is_in(int(name), group)]
     if len(members) > most.processes:
-        return f"has more than {most.processes} processes at once"
+        return f"has more than {most.processes} processes at a time"
     if sum(map(_resident, members)) > most.memory and sum(map(_proportional, members)) > most.memory:
         return f"has more than {most.memory / 2**30:g} GiB of memory in all processes"
     descriptors, size = _held_open(members)

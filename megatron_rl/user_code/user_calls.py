@@ -17,7 +17,7 @@ from megatron_rl.errors import GracePeriodExpired
 from megatron_rl.plain_values import describe_error
 
 MOST_LOST = 8
-"""Lost threads with which a process goes on."""
+"""Lost threads with which a process continues."""
 LOST_AFTER_S = 5.0
 """Seconds after which the thread of a call that was given up counts as lost."""
 
@@ -27,7 +27,7 @@ USERS = (KeyboardInterrupt, SystemExit, BdbQuit, GracePeriodExpired)
 no failures of that code.
 """
 GRACE_S = 1.0
-"""Longest wait for a coroutine that was told to end. It may catch that, as any bare `except` does, and go on."""
+"""Longest wait for a coroutine that was told to end. It may catch that, as any bare `except` does, and continue."""
 
 
 class CallFailedError(Exception):

@@ -147,7 +147,7 @@ class WorkProcesses:
         self._num_lost += 1
         what = f"the process that keeps the workers of {noun} {how}"
         if self._num_lost >= MOST_LOST:
-            self._failure = f"{what}; {self._num_lost} of them were lost one after the other without an answer between"
+            self._failure = f"{what}; {self._num_lost} of them were lost one after the other without a reply in between"
             self._open.clear()
         else:
             warn(f"{what}; another one does its {len(self._open)} open jobs")

@@ -65,7 +65,7 @@ def work(supervisor: Channel, of: Work) -> None:
 
 
 class _Jobs:
-    """The jobs of one worker. What waits (`async`) does so in a thread of its own, beside the main thread."""
+    """The jobs of one worker. What waits (`async`) does so in a thread of its own, next to the main thread."""
 
     def __init__(self, supervisor: Channel, of: Work, function: Callable[[Any], Any]) -> None:
         self._supervisor, self._work, self._function = supervisor, of, function
@@ -99,8 +99,8 @@ class _Jobs:
             return
         message = message_of((number, self._work.written(answer)))
         if len(message) > LONGEST_ANSWER:
-            reason = f"{self._work.noun} returned numbers and texts of {len(message)} bytes; "
-            reason += f"an answer may take {LONGEST_ANSWER} bytes"
+            reason = f"{self._work.noun} returned values of {len(message)} bytes; "
+            reason += f"a reply may take {LONGEST_ANSWER} bytes"
             message = message_of((number, self._work.written(self._work.too_long(reason))))
         if is_worn_out():  # said before the answer, behind which the supervisor may deal the next job
             self._supervisor.send_whole(message_of(WORN_OUT))

@@ -233,7 +233,7 @@ class WorkerSupervisor:
             except GarbledError as error:
                 # Another writer has used the channel, such as a forked copy of the worker.
                 self._end(place)
-                reason = f"the process of {noun} sent what is no answer: {error}"
+                reason = f"the process of {noun} sent an invalid reply: {error}"
                 self._blame(worker, CRASHED, reason, reason)
                 continue
             deadline = worker.deadline(self.settings.timeout_s)
@@ -266,7 +266,7 @@ class WorkerSupervisor:
             else:
                 number, content = message
                 if number not in worker.begun:
-                    raise GarbledError(f"an answer for {number}, which it was not at")
+                    raise GarbledError(f"a reply for {number}, which it was not working on")
                 try:
                     answer = self.settings.work.read(content)
                 except ValueError as error:

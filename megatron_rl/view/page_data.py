@@ -102,7 +102,7 @@ def plan_rows(metrics: Metrics, plan: Mapping[str, Any] | None) -> list[dict[str
 
 
 def plan_row(unit: str, phase: str, planned: float | None, measured: float | None) -> dict[str, Any]:
-    """Return one row of the plan beside the measured."""
+    """Return one row of the plan next to the measured."""
     return {"unit": unit, "phase": phase, "planned": planned, "measured": measured}
 
 
@@ -174,7 +174,7 @@ def level(counts: Sequence[int], most: int) -> int:
 
 
 def table_sample(kind: str, step: int, row: int, line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of a table of answers in the form of a recorded sample, without tokens."""
+    """Return a row of a table of responses in the form of a recorded sample, without tokens."""
     failure = str(line.get("failure") or "")
     return {
         "kind": kind,
@@ -185,7 +185,7 @@ def table_sample(kind: str, step: int, row: int, line: Mapping[str, Any]) -> dic
         "prompt": text_of(line.get("input", "")),
         "answer": text_of(line.get("output", "")),
         "ground_truth": line.get("gts"),
-        "outcome": f"rule {failure}".replace("_", " ") if failure else "ended",
+        "outcome": f"reward function {failure}".replace("_", " ") if failure else "ended",
         "score": finite(line.get("score")),
         "rewards": {name: value for name, value in line.items() if name not in TABLE_NAMES},
     }

@@ -1,4 +1,4 @@
-"""Read what a run has left in its folder, while it goes on or after it. The files may be anybody's."""
+"""Read what a run has left in its folder, while it continues or after it. The files may be anybody's."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ OWN_TABLES = "val_generations"
 STEP = re.compile(r"[0-9]{1,15}")
 LARGEST_STEP = 10**15
 LONGEST_LINE = 64 << 20
-"""Bytes of a line of a table: an answer with its prompt; longer ones are left out."""
+"""Bytes of a line of a table: a response with its prompt; longer ones are left out."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
     """The files of a run. metrics: one dict for each line of metrics.jsonl, with "step" and numbers or None. summary,
     plan: None before they are written. calls: intervals of the last steps. samples: step -> file of recorded samples.
-    tables: (kind, step) -> file of a table of answers. left_out: a sentence for each thing that is not shown.
+    tables: (kind, step) -> file of a table of responses. left_out: a sentence for each thing that is not shown.
     """
 
     folder: Path
@@ -53,13 +53,13 @@ class RunFiles:
     left_out: list[str] = field(default_factory=list)
 
     def may_read(self, file: Path) -> bool:
-        """Whether a file or folder lies in the run's folder, or may lie outside; says so if not."""
+        """Whether a file or folder is in the run's folder, or may be outside; says so if not."""
         try:
             is_own = self.outside or file.resolve().is_relative_to(self.folder.resolve())
         except (OSError, ValueError, RuntimeError):  # a loop of links, a name with a null byte or too long
             is_own = False
         if not is_own:
-            self.left_out.append(f"{file} is left out: it lies outside of the run's folder; --outside reads it, too")
+            self.left_out.append(f"{file} is left out: it is outside of the run's folder; --outside reads it, too")
         return is_own
 
     def content(self, name: str, kind: type) -> Any:
@@ -73,7 +73,7 @@ class RunFiles:
             self.left_out.append(f"{file} is left out: {error}")
             return None
         if not isinstance(content, kind):
-            self.left_out.append(f"{file} is left out: it does not hold what a run writes")
+            self.left_out.append(f"{file} is left out: it does not have the form that a run writes")
             return None
         return content
 
@@ -133,7 +133,7 @@ def metrics_of(file: Path, left_out: list[str]) -> list[dict[str, Any]]:
         strange += len(values) < len(line)
         metrics.append({name: None if value is None else finite(value) for name, value in values.items()})
     if strange:
-        left_out.append(f"{file}: {strange} line(s) have no step, or values that are no numbers; these are left out")
+        left_out.append(f"{file}: {strange} line(s) have no step, or values that are not numbers; these are left out")
     return metrics
 
 

@@ -80,12 +80,12 @@ def outcome_of(recorded: RecordedStep, row: int) -> str:
     if bool(recorded.of("failed", row)):
         return "failed episode"
     if failure := recorded.rows[row].get("failure"):
-        return f"rule {failure}".replace("_", " ")
+        return f"reward function {failure}".replace("_", " ")
     return "cut off" if bool(recorded.of("truncated", row)) else "ended"
 
 
 def check_rows(recorded: RecordedStep) -> None:
-    """Raise ConfigError for a step that lacks what a sample's life is made of."""
+    """Raise ConfigError for a step that does not have what a sample's life is made of."""
     lacks = [name for name in NEEDED_COLUMNS if name not in recorded.columns]
     lacks += [name for name in NEEDED_TOTALS if name not in recorded.totals]
     lacks += [name for name in NEEDED_DETAILS if not all(name in row for row in recorded.rows)]
@@ -101,13 +101,14 @@ def check_rows(recorded: RecordedStep) -> None:
     lacks += [f"one value of {name} for each sample" for name in single if name in recorded.lengths]
     for name in (*single, *ragged):
         values, kinds = recorded.columns[name], KINDS.get(name, "biuf")
-        lacks += [f"numbers in {name}"] if values.dtype.kind not in kinds or values.ndim != 1 else []
+        lacks += [f"numeric values in {name}"] if values.dtype.kind not in kinds or values.ndim != 1 else []
     if lacks:
-        raise ConfigError(f"the recorded samples of step {recorded.step} lack {', '.join(lacks[:4])}")
+        raise ConfigError(f"the recorded samples of step {recorded.step} are missing {', '.join(lacks[:4])}")
 
 
 def sample_life(recorded: RecordedStep, row: int) -> dict[str, Any]:
-    """Return everything that the record knows of a sample, JSON-ready. Raises ConfigError for a row that is not there.
+    """Return everything that the record knows of a sample, JSON-ready. Raises ConfigError for a row that does not
+    exist.
 
     loss: what the sample adds to the policy loss of the step, where the ratio is 1; share: the magnitudes of its
     tokens' terms over those of all samples of the step, recorded or not.
@@ -151,9 +152,9 @@ def life_lines(life: dict[str, Any]) -> list[str]:
     scores = life["group_scores"]
     lines = [
         f"step {life['step']}, sample {life['sample']} of {life['samples']}: prompt {bare(life['prompt_index'])} of "
-        f"{bare(life['data_source'])}, answer {bare(life['number_in_group'])} to it",
+        f"{bare(life['data_source'])}, response {bare(life['number_in_group'])} to it",
         f"prompt  {quoted(life['prompt'])}",
-        f"answer  {quoted(life['answer'])}  ({bare(life['outcome'])})",
+        f"response {quoted(life['answer'])}  ({bare(life['outcome'])})",
         f"truth   {quoted(life['ground_truth'])}",
         f"score   {short(life['score'])}; its group: {' '.join(map(short, scores))}, "
         f"mean {short(None if None in scores else sum(scores) / len(scores), '.4g')}",

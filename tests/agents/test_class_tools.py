@@ -152,7 +152,7 @@ def test_names_of_arguments_need_not_be_pythons(tmp_path, module):
         ("\n  - {class_name: MODULE.Guesses}", "cannot be imported: AttributeError"),
         ("\n  - {class_name: no_such_module.Guess}", "cannot be imported: ModuleNotFoundError"),
         ("\n  - {class_name: Guess}", "must be MODULE.CLASS"),
-        ("\n  - {class_name: MODULE.Half}", r"it lacks \['execute', 'release'\]"),
+        ("\n  - {class_name: MODULE.Half}", r"it has no \['execute', 'release'\]"),
         ("\n  - {class_name: MODULE.Plain, tool_schema: {function: {}}}", "must have function.name"),
         ("\n  - [", "must be a YAML file"),
     ],

@@ -259,7 +259,7 @@ def test_recorded_answers_come_in_their_order_and_no_others():
     assert recorded.take() == [(7, replies[1])]
     recorded.submit(4, waiting)
     assert recorded.take() == [(4, replies[2])]
-    with pytest.raises(ReplayError, match="request 4 ended that has no answer"):
+    with pytest.raises(ReplayError, match="request 4 ended that has no reply"):
         recorded.submit(4, waiting)
 
 

@@ -37,12 +37,16 @@ def save(root: Path, models: dict[str, dict]) -> Path:
 @pytest.mark.parametrize(
     ("saved", "configured", "expected"),
     [
-        (RANK8, LoraConfig(rank=16), f"is 8, and configured is 16: {KEY}.rank=8 would go on"),
-        (RANK8, LoraConfig(rank=8, alpha=16.0), f"is 32, and configured is 16: {KEY}.alpha=32 would go on"),
-        (QKV, RANK8, f"{KEY}.target_modules=[k_proj,q_proj,v_proj] would go on"),
-        (RANK8, NONE, f"adapters of rank 8 alone, and configured is to train the whole actor: {KEY}.rank=8"),
-        (NONE, RANK8, f"the whole actor, and configured are adapters of rank 8: {KEY}.rank=0 would go on"),
-        (None, RANK8, f"the whole actor, and configured are adapters of rank 8: {KEY}.rank=0 would go on"),
+        (RANK8, LoraConfig(rank=16), f"is 8, and configured is 16: to resume, set {KEY}.rank=8"),
+        (RANK8, LoraConfig(rank=8, alpha=16.0), f"is 32, and configured is 16: to resume, set {KEY}.alpha=32"),
+        (QKV, RANK8, f"to resume, set {KEY}.target_modules=[k_proj,q_proj,v_proj]"),
+        (
+            RANK8,
+            NONE,
+            f"only adapters of rank 8, and configured is to train the whole actor: to resume, set {KEY}.rank=8",
+        ),
+        (NONE, RANK8, f"the whole actor, and configured are adapters of rank 8: to resume, set {KEY}.rank=0"),
+        (None, RANK8, f"the whole actor, and configured are adapters of rank 8: to resume, set {KEY}.rank=0"),
     ],
     ids=["rank", "alpha", "targets", "whole from adapters", "adapters from whole", "from before there were adapters"],
 )
@@ -102,7 +106,9 @@ def test_a_reference_keeps_its_adapter(tmp_path: Path) -> None:
         save(root, models(saved))
         with pytest.raises(ConfigError) as caught:
             select(TrainerConfig(default_local_dir=str(root)), models(configured))
-        assert f"its reference has {said}: {KEY}.adapter_path as the run began" in " ".join(str(caught.value).split())
+        assert f"its reference has {said}: to resume, set {KEY}.adapter_path as it was" in " ".join(
+            str(caught.value).split()
+        )
         assert select(TrainerConfig(default_local_dir=str(root)), models_of(configured)).step == 10
         assert select(TrainerConfig(default_local_dir=str(root)), models(saved)).step == 10
     save(tmp_path / "before", models_of(loras[0]))

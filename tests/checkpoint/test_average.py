@@ -146,7 +146,7 @@ def test_other_tokens_are_refused(tmp_path: Path):
         ("1,-1", None, "must be finite, >= 0"),
         ("1,nan", None, "must be finite, >= 0"),
         (None, 1.0, "--ema 1 must be > 0 and < 1; try: --ema 0.9"),
-        ("1,1", 0.5, "--weights and --ema both say what each checkpoint counts"),
+        ("1,1", 0.5, "--weights and --ema both set the weights of the checkpoints"),
     ],
 )
 def test_bad_shares_are_refused(tmp_path: Path, weights, ema, said):

@@ -143,6 +143,6 @@ def test_a_changed_file_of_the_list_is_refused(tmp_path):
     (folder / "tokenizer.json").unlink()
     assert unlike_the_list(folder) == [
         "SHA256SUMS does not list more.safetensors",
-        "tokenizer.json of SHA256SUMS is not there",
+        "tokenizer.json of SHA256SUMS is missing",
         rule,
     ]

@@ -64,7 +64,7 @@ def test_no_command_writes_into_a_checkpoint(tmp_path, monkeypatch, command):
     result = CliRunner().invoke(app, [*command, f"{folder}/new.yaml"])
     assert isinstance(result.exception, ConfigError), result.output
     assert str(result.exception) == (
-        f"{command[-1]} {folder}/new.yaml must not lie in a checkpoint, {folder}; "
+        f"{command[-1]} {folder}/new.yaml must not be inside of a checkpoint, {folder}; "
         f"try: {command[-1]} {tmp_path}/run/global_step_4-new.yaml"
     )
     assert sorted(folder.rglob("*")) == before and usable_checkpoint(folder) == folder

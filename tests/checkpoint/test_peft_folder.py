@@ -94,8 +94,8 @@ NO_WEIGHTS |= {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 QKV = "decoder.layers.{}.self_attention.linear_qkv.adapter"
 FIRST = "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
 FAULTS = {
-    "half: no weights": (drop(WEIGHTS), f"must have {CONFIG} and {WEIGHTS}, and lacks {WEIGHTS}"),
-    "half: no settings": (drop(CONFIG), f"lacks {CONFIG}"),
+    "half: no weights": (drop(WEIGHTS), f"must have {CONFIG} and {WEIGHTS}, and {WEIGHTS} is missing"),
+    "half: no settings": (drop(CONFIG), f"{CONFIG} is missing"),
     "torn settings": (tear(CONFIG), f"cannot be read: {CONFIG} is not valid JSON"),
     "torn weights": (tear(WEIGHTS), f"cannot be read: {WEIGHTS} has 20 bytes, which hold no header"),
     "empty weights": (lambda folder: os.truncate(folder / WEIGHTS, 0), f"{WEIGHTS} has 0 bytes"),
@@ -115,8 +115,8 @@ FAULTS = {
     "embeddings": (settings(modules_to_save=["embed_tokens"]), "modules_to_save=['embed_tokens'] must be among []"),
     "other rank": (settings(r=4), "lora.rank=3 must be that of lora.adapter_path="),
     "other alpha": (settings(lora_alpha=3), "which is 3; try: lora.alpha=3"),
-    "one less": (tensors(lambda all: {name: all[name] for name in all if name != FIRST}), f"it lacks ['{FIRST}']"),
-    "one more": (tensors(lambda all: all | {"x": torch.ones(1)}), "and has ['x'] besides"),
+    "one less": (tensors(lambda all: {name: all[name] for name in all if name != FIRST}), f"it is missing ['{FIRST}']"),
+    "one more": (tensors(lambda all: all | {"x": torch.ones(1)}), "and has ['x'] in addition"),
     "misshapen": (tensors(lambda all: all | {FIRST: torch.ones(3, 47)}), "is [3, 47], the model implies [3, 48]"),
     "not finite": (tensors(lambda all: all | {FIRST: torch.full((3, 48), torch.nan)}), "is NaN or infinite"),
     "too large": (
@@ -197,7 +197,7 @@ def test_fused_adapters_are_cut(tmp_path: Path) -> None:
 def test_other_targets_are_named(tmp_path: Path) -> None:
     """Would not catch targets that name the same matrices otherwise, which are no fault."""
     other = LoraConfig(rank=3, alpha=6.0, target_modules=["k_proj"])
-    with pytest.raises(ConfigError, match="other adapters than target_modules asks for: it lacks .*k_proj"):
+    with pytest.raises(ConfigError, match="other adapters than target_modules asks for: it is missing .*k_proj"):
         load(write(tmp_path), other)
     load(tmp_path, LoraConfig(rank=3, alpha=6.0, target_modules=["*.q_proj", "linear_fc2"]))
 

@@ -104,7 +104,7 @@ def test_damaged_ones_are_skipped_and_named(trainer, tmp_path, how, reason):
     (skipped,) = point.skipped
     assert skipped.startswith(f"{tmp_path}/global_step_") and reason in skipped
     damage(tmp_path, 10, "missing")
-    with pytest.raises(ConfigError, match="must go on from a complete checkpoint.*; try: disable; which sets them"):
+    with pytest.raises(ConfigError, match="must resume from a complete checkpoint.*; try: disable; which sets them"):
         select(trainer, MODELS)
     broken = step_folder(tmp_path, 120 if how == "renamed" else 20)
     with pytest.raises(ConfigError, match="cannot be resumed: ") as raised:
@@ -176,7 +176,7 @@ def test_a_link_to_a_folder_is_refused(trainer, tmp_path):
     folder = save(tmp_path, 10)
     (folder / "actor").rename(tmp_path / "elsewhere")
     (folder / "actor").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="behind links to folders is not looked into: actor"):
+    with pytest.raises(ConfigError, match="links to folders are not followed: actor"):
         select(trainer, MODELS)
 
 
@@ -197,7 +197,7 @@ def test_a_wrong_path_is_an_error_with_the_nearest(tmp_path):
     nearest = f"try: {step_folder(tmp_path, 10)}"
     leftover, _ = write_files(tmp_path, 30)
     for path, reason in (
-        (step_folder(tmp_path, 11), "must be a checkpoint folder, and there is none"),
+        (step_folder(tmp_path, 11), "must be a checkpoint folder, and it does not exist"),
         (tmp_path, "it is the folder of a run"),
         (step_folder(tmp_path, 20), f"{FILES[1]} has 3 bytes"),
         (leftover, "by its name it is a leftover of a killed run"),
@@ -257,13 +257,13 @@ def test_folders_that_have_changed_places(trainer, tmp_path):
     folder = save(tmp_path, 20)
     for old, new in (("actor", "x"), ("critic", "actor"), ("x", "critic")):
         (folder / old).rename(folder / new)
-    with pytest.raises(ConfigError, match="actor holds what was saved as {'role': 'critic', 'step': 20}, not as"):
+    with pytest.raises(ConfigError, match="actor was saved as {'role': 'critic', 'step': 20}, not as"):
         select(at(listed_anew(folder)), MODELS)
     assert select(trainer, MODELS).step == 10
     other = save(tmp_path, 20)
     shutil.rmtree(other / "critic")
     shutil.copytree(step_folder(tmp_path, 10) / "critic", other / "critic")
-    with pytest.raises(ConfigError, match="critic holds what was saved as {'role': 'critic', 'step': 10}, not as"):
+    with pytest.raises(ConfigError, match="critic was saved as {'role': 'critic', 'step': 10}, not as"):
         usable_checkpoint(listed_anew(other))
 
 

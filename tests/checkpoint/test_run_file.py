@@ -37,7 +37,9 @@ def test_damaged_files_are_explained(tmp_path, content, said):
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigError) as error:
         read_run_file(file)
-    assert str(error.value).startswith(f"{file} is not what a run writes: ") and said in str(error.value)
+    assert str(error.value).startswith(f"{file} does not have the form that a run writes: ") and said in str(
+        error.value
+    )
     assert "trainer.resume_mode=disable" in str(error.value)
 
 

@@ -145,7 +145,7 @@ def test_without_ray_the_run_ends_with_one_message(doomed: tuple, victim: str) -
     killed.kill()
     assert driver.wait(timeout=PATIENCE_S) == WorkerFailure.exit_code
     text = driver.stderr.read()
-    assert text.startswith(f"Ray's {victim} (process {killed.pid}) was killed by SIGKILL, and the run cannot go on")
+    assert text.startswith(f"Ray's {victim} (process {killed.pid}) was killed by SIGKILL, and the run cannot continue")
     assert len(text.splitlines()) == 1
     psutil.wait_procs(tree, timeout=PATIENCE_S)
     assert [process for process in tree if process.is_running()] == []

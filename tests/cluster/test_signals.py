@@ -72,7 +72,7 @@ def test_the_first_signal_is_a_request(number, name):
     assert code == 20 and 50 < int(seconds[1]) <= 100
     assert errors.splitlines() == [
         "",
-        f"{name}: the run saves and stops within 100 s (trainer.stop_grace_s); a second signal ends it at once",
+        f"{name}: the run saves and stops within 100 s (trainer.stop_grace_s); a second signal ends it now",
     ]
 
 
@@ -148,7 +148,7 @@ def test_a_run_that_saves_nothing_leaves_at_once(signals, expected):
     """With one line; a second SIGTERM does not disturb. Would not catch what the step leaves half done."""
     code, output, errors = drive("none", LONG, 0.3, *zip(("step", "cleaning up"), signals, strict=False))
     assert (code, output) == (expected, "step\ncleaning up\ncleaned up\n")
-    why = "the run ends at once, as it saves no checkpoints (trainer.save_freq)"
+    why = "the run ends now, as it saves no checkpoints (trainer.save_freq)"
     assert errors == f"\n{signal.Signals(signals[0]).name}: {why}\n"
 
 

@@ -165,7 +165,7 @@ def test_a_feature_is_named_and_hides_nothing():
     """Quantization-aware training is that, and no misspelt key. Would not catch a feature without a row."""
     reading = read_settings(settings_of(BASE | {f"{MEGATRON}.qat.enable": True}))
     (violation,) = reading.violations
-    assert "asks for quantization-aware training, which is not here" in str(violation) and violation.nearest == {}
+    assert "asks for quantization-aware training, which is not supported" in str(violation) and violation.nearest == {}
     assert read_settings(settings_of(BASE | {f"{MEGATRON}.qat.enable": False})).violations == []
     assert reading.config is not None
     assert reading.config.actor_rollout_ref.actor.megatron.context_parallel_size == 1
@@ -274,12 +274,12 @@ def test_tools_and_turns_of_verl_have_keys_here():
     ("override", "feature"),
     [
         ("reward_model.model.lora_rank=8", "LoRA"),
-        ("actor_rollout_ref.model.lora.lora_B_init_method=xavier", "another start of B"),
+        ("actor_rollout_ref.model.lora.lora_B_init_method=xavier", "another initialisation of B"),
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=4", "Ulysses sequence parallelism"),
-        ("actor_rollout_ref.rollout.multi_turn.interaction_config_path=asks.yaml", "interactions of verl's files"),
+        ("actor_rollout_ref.rollout.multi_turn.interaction_config_path=asks.yaml", "verl's interactions"),
         (f"+{MEGATRON}.override_transformer_config.fp4=e2m1", "FP4 training"),
-        ("reward_model.reward_manager=batch", "reward managers of other kinds"),
-        ("actor_rollout_ref.ref.router_replay.mode=R2", "router replay of other roles than the actor"),
+        ("reward_model.reward_manager=batch", "reward managers of this kind"),
+        ("actor_rollout_ref.ref.router_replay.mode=R2", "router replay of roles that are not the actor"),
         (f"+{MEGATRON}.override_transformer_config.new_thing=3", "Megatron's option new_thing"),
     ],
 )
@@ -314,11 +314,11 @@ ROLLOUT = "actor_rollout_ref.rollout"
             [("renamed", {f"{ROLLOUT}.speculative_disable_by_batch_size": 16}, "")],
         ),
         (f"{DRAFTS}.prompt_lookup_min=3", [("renamed", {f"{ROLLOUT}.prompt_lookup_min": 3}, "")]),
-        (f"{DRAFTS}.method=eagle3", [("not supported", {}, "drafts of this kind")]),
+        (f"{DRAFTS}.method=eagle3", [("not supported", {}, "speculative decoding of this kind")]),
         (f"{DRAFTS}.quantization=fp8", [("not supported", {}, "the engine's option speculative_config.quantization")]),
         (f"{DRAFTS}.method=deepseek_mtp", [("renamed", {f"{ROLLOUT}.speculative": "mtp"}, "")]),
         (f"{DRAFTS}=null", [("ignored", {}, "")]),
-        (f"{DRAFTS}='method: ngram'", [("not supported", {}, "the engine's option speculative_config in one text")]),
+        (f"{DRAFTS}='method: ngram'", [("not supported", {}, "the engine's option speculative_config as one text")]),
     ],
 )
 def test_drafts_of_verl(override, expected):

@@ -46,6 +46,6 @@ def test_values_within_the_bounds_are_read(tmp_path: Path) -> None:
 def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
     """A pipe would wait for a writer for ever."""
     os.mkfifo(tmp_path / "pipe.json")
-    for name, kind in (("pipe.json", "it is a pipe"), ("none.json", "there is none"), (".", "it is a folder")):
+    for name, kind in (("pipe.json", "it is a pipe"), ("none.json", "it does not exist"), (".", "it is a folder")):
         with pytest.raises(UnreadableFileError, match=kind):
             read_json(tmp_path / name)

@@ -176,7 +176,7 @@ def test_no_number_may_be_infinite_or_nan(defaults, key, value):
         ("data.train_file_weights=[0]", "data.train_file_weights=[0.0] must be > 0 and finite; try: [1.0]"),
         (
             "actor_rollout_ref.rollout.val_kwargs.n=4",
-            "val_kwargs.do_sample=false ask for one greedy answer several times; try: actor",
+            "val_kwargs.do_sample=false ask for one greedy response several times; try: actor",
         ),
         (
             "reward_model.enable=true",

@@ -44,8 +44,8 @@ def test_a_folder_with_other_settings_is_refused_by_their_names(tmp_path: Path) 
         ("7", "is not an object in braces"),
         ("null", "is not an object in braces"),
         ('"text"', "is not an object in braces"),
-        ('{"seed": 1}', "does not say by content what its answers depend on"),
-        ('{"content": []}', "does not say by content"),
+        ('{"seed": 1}', "does not identify by content what its responses depend on"),
+        ('{"content": []}', "does not identify by content"),
     ],
 )
 def test_damaged_settings_are_one_sentence(tmp_path: Path, content: str, said: str) -> None:
@@ -67,7 +67,7 @@ def test_the_folder_of_a_run_is_refused(tmp_path: Path) -> None:
 def test_answers_without_settings_are_refused(tmp_path: Path) -> None:
     """Nothing says which model gave them. Would not catch settings that were copied from another evaluation."""
     (tmp_path / "answers.jsonl").write_text(row(0, 0))
-    with pytest.raises(ConfigError, match=rf"no evaluation.json says .*; try: --out {tmp_path}_2"):
+    with pytest.raises(ConfigError, match=rf"no evaluation.json identifies .*; try: --out {tmp_path}_2"):
         refuse_other_settings(tmp_path, same())
 
 

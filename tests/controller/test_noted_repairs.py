@@ -39,4 +39,4 @@ def test_a_repair_is_a_line_and_metrics(repaired: Repairs, tmp_path: Path) -> No
 def test_a_repair_goes_on_without_its_line(repaired: Repairs, tmp_path: Path, capsys) -> None:
     """Where the file cannot be written a sentence says so. Would not catch a disk that fails later."""
     assert repaired.begun(3, "copy", tmp_path / "absent")["repair/number"] == 1
-    assert "lacks repair 1: No such file or directory" in capsys.readouterr().out.replace("\n", "")
+    assert "is missing repair 1: No such file or directory" in capsys.readouterr().out.replace("\n", "")

@@ -117,7 +117,7 @@ def test_other_examples_are_no_continuation(tmp_path: Path, tokenizer) -> None:
         (("ptx.coef=1", "ptx.files=nowhere.jsonl"), "ptx.files=nowhere.jsonl must be a .parquet or .jsonl file"),
         (
             ("ptx.coef=1", "ptx.files=FILE", "actor_rollout_ref.actor.router_replay.mode=R2"),
-            "router_replay.mode=R2 must be disabled with ptx.coef=1: of further examples nobody has said to which exp",
+            "router_replay.mode=R2 must be disabled with ptx.coef=1: router replay has no recorded exp",
         ),
         (
             (

@@ -161,4 +161,4 @@ def test_what_is_saved_while_a_run_starts_is_gone_on_from(tmp_path, monkeypatch)
         life.restore()
         assert next(life.steps()) == 4
     said = logger.console.file.getvalue()
-    assert f"going on after step 3, from {path}/global_step_3" in said and "project_name was [/y], is " in said
+    assert f"resuming after step 3, from {path}/global_step_3" in said and "project_name was [/y], is " in said

@@ -86,7 +86,7 @@ def test_columns_of_a_class_in_a_file(tmp_path: Path) -> None:
     [
         ("class Longer: pass", "must define the class Shorter; it defines Longer"),
         ("x = 1", "must define the class Shorter; it defines no class"),
-        ("class Shorter:\n  def start(self, batch): ...", "must have the methods start, take; it lacks take"),
+        ("class Shorter:\n  def start(self, batch): ...", "must have the methods start, take; it has no take"),
         ("class Shorter:\n  def start(self): ...\n  def take(self): ...", "raised TypeError"),
     ],
 )

@@ -226,7 +226,7 @@ def test_only_bad_rows_end_the_run_even_where_they_are_skipped(tmp_path):
     row among thousands."""
     path, listed = tmp_path / "data.jsonl", tmp_path / "bad"
     path.write_text('{"prompt": "what", "response": ""}\n')
-    with pytest.raises(ConfigError, match=r"1 of 1 rows cannot be used \(1 empty_answer\): mend them\n"):
+    with pytest.raises(ConfigError, match=r"1 of 1 rows cannot be used \(1 empty_answer\): correct them\n"):
         read_examples([str(path)], byte_level(), ReadingOptions(bad_rows="skip", bad_rows_file=str(listed)))
     assert json.loads(listed.read_text())["kind"] == "empty_answer"
 

@@ -213,7 +213,7 @@ def test_marks_of_a_template_that_closes_every_text():
     unmarked = MARKED.replace("{{ m.content + '<|im_end|>' }}", "{{ '<|im_end|>' }}").replace(
         "{% generation %}", "{{ m.content }}{% generation %}"
     )
-    with pytest.raises(RowProblem, match="mark around this answer"):
+    with pytest.raises(RowProblem, match="mark around this turn"):
         encoded(byte_level(unmarked), TWO_TURNS)
 
 

@@ -99,7 +99,7 @@ def test_what_is_wrong_is_said(tmp_path) -> None:
         MixtureCursor(Prompts.files, None, 2, True, 1).load_state_dict(state)
     with pytest.raises(ConfigError, match="data.sampler.path and data.train_files must be as they were"):
         sampler(tmp_path).load_state_dict(MixtureCursor(Prompts.files, None, 2, True, 1).state_dict())
-    with pytest.raises(ConfigError, match="it lacks update"):
+    with pytest.raises(ConfigError, match="it has no update"):
         sampler(tmp_path, changed("def update", "def updates"))
     with pytest.raises(ConfigError, match="PromptSampler raised TypeError"):
         sampler(tmp_path, typo=1)

@@ -300,7 +300,7 @@ def test_weights_that_a_slice_will_name_are_not_overwritten(ranks) -> None:
 def test_what_cannot_be_is_refused(ranks) -> None:
     """With a reason. Would not catch a refusal that leaves a thread behind."""
     _, _, _, rollout = ranks
-    assert rollout["no method"] == "weights arrive beside generation here: training calls for them"
+    assert rollout["no method"] == "weights arrive during generation here: training asks for them"
     assert rollout["never sent"] == "a slice asks for version 99 of the weights; here is 1, and None has arrived"
 
 
@@ -309,7 +309,7 @@ def test_an_error_in_the_thread_is_that_of_the_next_methods(ranks) -> None:
     ends, which the group's time-out does.
     """
     _, _, training, rollout = ranks
-    said = "weights that arrived beside generation: WeightMismatchError: rollout rank 0: a tensor differs"
+    said = "weights that arrived during generation: WeightMismatchError: rollout rank 0: a tensor differs"
     assert rollout["next methods"] == [said, said]
     assert training["attempts"][-1][1].startswith("training rank 0: a transfer of weights broke: ")
 

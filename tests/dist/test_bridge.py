@@ -208,8 +208,8 @@ def test_ends_that_do_not_fit_are_refused_on_all_ranks() -> None:
     for message in run_ranks(pools.world_size, mixed_versions_rank, pools):
         assert message == "the training ranks send weights of different versions: [0, 1]"
     for first, second in run_ranks(pools.world_size, misfit_rank, pools):
-        assert first == "a bridge moves weights of one dtype, its ends have ['torch.float16', 'torch.float32']"
-        assert second.startswith("the ends of a bridge describe different models")
+        assert first == "a weight transfer has one dtype, and its ends have ['torch.float16', 'torch.float32']"
+        assert second.startswith("the ends of a weight transfer have different models")
 
 
 TIMEOUT_S = 4

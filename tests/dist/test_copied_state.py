@@ -107,5 +107,5 @@ def test_old_copies_go_and_damaged_ones_are_refused(tmp_path: Path) -> None:
     content[-5] ^= 1
     damaged.write_bytes(content)
     for nodes, lost in (("aa", r"optimizer\.state\..*damaged: copy-"), ("bb", r"model\.embed_tokens")):
-        with pytest.raises(Exception, match=rf"CopyLost: the copies in memory lack {lost}"):
+        with pytest.raises(Exception, match=rf"CopyLost: the copies in memory do not contain {lost}"):
             run_ranks(2, train, config, prefix, nodes, 4, 4, True)

@@ -262,7 +262,7 @@ def test_linears_are_codes_and_training_keeps_its_weights(run) -> None:
 def test_codes_of_older_weights_are_refused(run) -> None:
     """On every rank, as one whose own codes are right must not generate. Would not catch it where nothing verifies."""
     _, _, _, ranks, _ = run
-    assert all("codes of 8 bits are not those of the trained weights: model.layers" in rank["said"] for rank in ranks)
+    assert all("FP8 weights differ from the trained weights: model.layers" in rank["said"] for rank in ranks)
 
 
 def test_the_plan_has_the_bytes_that_ranks_hold_and_receive(run) -> None:
@@ -272,7 +272,7 @@ def test_the_plan_has_the_bytes_that_ranks_hold_and_receive(run) -> None:
     models = RunModels(config)
     plans = plan_stages(models)
     for stage, plan in enumerate(plans):
-        for name in ("foreign stages", "own codes"):
+        for name in ("received shards", "own codes"):
             held = max(rank["memory"][name] for rank in ranks if rank["stage"] == stage)
             assert plan.phases["gen"][name] == plan.phases["reshard"][name] == held, (stage, name)
         here = [rank for rank in ranks if rank["stage"] == stage]

@@ -19,7 +19,7 @@ from megatron_rl.planning.run_models import RunModels
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 NUM_ROWS = 11
-HELD = "actor weights in 8 bits"
+HELD = "actor FP8 weights"
 MEGATRON, ACTOR = "actor_rollout_ref__actor__megatron", "actor_rollout_ref__actor"
 PACKED = {"actor_rollout_ref__model__use_remove_padding": True}
 BY_TOKENS = PACKED | {f"{ACTOR}__use_dynamic_bsz": True, "actor_rollout_ref__rollout__log_prob_use_dynamic_bsz": True}

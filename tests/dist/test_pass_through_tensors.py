@@ -130,7 +130,7 @@ def test_carried_layers_come_out_of_every_export(save_model, layout, other, keys
     assert raw(tmp_path / "again") == trained
 
     moved = path.rename(tmp_path / "moved")
-    with pytest.raises(ConfigError, match=r"again from the folder that the run started from, and that is not there"):
+    with pytest.raises(ConfigError, match=r"again from the folder that the run started from, and that is missing"):
         export_saved(saved, "actor", tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
     export_saved(saved, "actor", tmp_path / "from base", base=moved)

@@ -42,7 +42,7 @@ def test_killed_tiny_70b_goes_on(command_line, tmp_path) -> None:
 
     resumed = command_line(*keys, f"trainer.total_training_steps={saved + 1}", folder=killed.folder, **script)
     assert resumed.wait(270) == 0, resumed.text()
-    assert f"going on after step {saved}" in resumed.text()
+    assert f"resuming after step {saved}" in resumed.text()
     assert reached(resumed, saved + 1)()
     assert steps_saved(resumed)[0] == saved + 1
     last = json.loads(resumed.metrics().splitlines()[-1])

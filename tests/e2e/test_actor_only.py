@@ -48,7 +48,7 @@ def test_saves_and_goes_on(command_line) -> None:
     assert "actor" in saved and "critic" not in saved
     second = command_line(*keys, "trainer.total_training_steps=4", folder=first.folder)
     assert second.wait() == 0, second.text()
-    assert "going on after step 2" in second.text()
+    assert "resuming after step 2" in second.text()
     logged = metrics(second)
     assert list(logged) == [1, 2, 3, 4]
     assert not [name for name in logged[4] if "values" in name or "vf_" in name or "kl_penalty" in name]

@@ -105,7 +105,7 @@ def test_two_and_two_steps_are_four(command_line, four_steps) -> None:
     assert first.wait() == 0, first.text()
     second = command_line(*FOUR, *LOCAL, folder=first.folder)
     assert second.wait() == 0, second.text()
-    assert "going on after step 2" in second.text() and steps_saved(second) == [4, 2]
+    assert "resuming after step 2" in second.text() and steps_saved(second) == [4, 2]
     ours, theirs = metrics(second), metrics(four_steps)
     assert list(ours) == list(theirs)
     for step, expected in theirs.items():  # the first life ended with a validation of its own
@@ -117,7 +117,7 @@ def test_two_and_two_steps_are_four(command_line, four_steps) -> None:
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ((f"{LORA}.rank=8",), f"{LORA}.rank=6 would go on"),
+        ((f"{LORA}.rank=8",), f"to resume, set {LORA}.rank=6"),
         pytest.param(
             (f"{LORA}.target_modules=[linear_qkv]",),
             "target_modules of the actor's adapters is [down_proj,",

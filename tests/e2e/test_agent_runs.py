@@ -177,7 +177,7 @@ def test_a_killed_run_of_agents_goes_on(command_line, name) -> None:
     life.kill_all()
     last = command_line(*settings, folder=life.folder, config=ASYNC)
     assert last.wait() == 0, last.text()
-    assert "going on after step" in last.text()
+    assert "resuming after step" in last.text()
     steps = [line for line in metrics(last).values() if "episode/not_repeatable" in line]
     if name == "Changes":
         assert any(line["episode/not_repeatable"] > 0 for line in steps)

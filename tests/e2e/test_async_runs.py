@@ -105,7 +105,7 @@ def test_a_run_that_lost_a_replica_goes_on_and_is_repeated(command_line, tmp_pat
     run.wait_for(lambda: lost.extend(filter(None, [stopped_in(known, "rollout.advance")])) or lost, interval=0.001)
     lost[0].kill()
     assert run.wait() == 0, run.text()
-    assert "starts again, others go on" in run.text()
+    assert "starts again, others continue" in run.text()
     assert len(events(run, "lost")) == 1 and run.left_over() == []
     steps = [line for line in numbers(run) if "staleness/max" in line]
     assert len(steps) == FEW_STEPS and max(line["staleness/max"] for line in steps) <= 3
@@ -173,7 +173,7 @@ def test_a_replica_that_is_lost_again_while_it_starts(command_line, tmp_path: Pa
     run.wait_for(lambda: caught("host.build", signal.SIGKILL), interval=0.001)
     run.wait_for(lambda: caught("rollout.join_bridge", signal.SIGSTOP), interval=0.001)
     assert run.wait(600) == 0, run.text()
-    assert run.text().count("starts again, others go on") >= 3 and run.left_over() == []
+    assert run.text().count("starts again, others continue") >= 3 and run.left_over() == []
     assert sum(trained(tmp_path / "samples").values()) == 80 * ROWS
     assert not any(line.get("staleness/mixed_answers") for line in numbers(run))
 
@@ -225,7 +225,7 @@ def test_interrupted_runs_go_on_bit_for_bit(command_line) -> None:
     assert saved in (2, 4)  # a look at all processes may take as long as a step
     last = command_line(*settings, folder=folder, config=ASYNC)
     assert last.wait() == 0, last.text()
-    assert f"going on after step {saved}" in last.text()
+    assert f"resuming after step {saved}" in last.text()
     assert weights_equal(last, whole)
     assert numbers(last)[-3:] == numbers(whole)[-3:]
 
@@ -263,7 +263,7 @@ def test_a_run_that_lost_replicas_goes_on_and_is_repeated(command_line, tmp_path
         victim = rng.choice(replicas(run))
         victim.send_signal(rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]))
     assert run.wait(900) == 0, run.text()
-    assert "starts again, others go on" in run.text()
+    assert "starts again, others continue" in run.text()
     assert len(events(run, "lost")) == NUM_LOSSES and run.left_over() == []
     assert [one["step"] for one in events(run, "taken")] == list(range(1, MANY_STEPS + 1))
     assert sum(trained(tmp_path / "samples").values()) == MANY_STEPS * ROWS

@@ -55,7 +55,7 @@ def test_replicas_leave_on_notices_and_come_back(command_line) -> None:
     (run.run / "drain").unlink()
     run.wait_for(lambda: "rollout_pool/1 joins" in run.text())
     replica(run, 0).terminate()
-    run.wait_for(lambda: "rollout_pool/0 leaves, others go on: its process was given SIGTERM" in run.text())
+    run.wait_for(lambda: "rollout_pool/0 leaves, others continue: its process was given SIGTERM" in run.text())
     run.wait_for(lambda: "rollout_pool/0 joins" in run.text() and replica(run, 2) is not None)
     replica(run, 2).kill()
     run.wait_for(lambda: "rollout_pool/2 failed and starts again" in run.text())
@@ -91,11 +91,11 @@ def test_random_joins_and_leaves(command_line, num_changes: int) -> None:
             (run.run / "drain").write_text("".join(f"{number}\n" for number in sorted(named)))
         time.sleep(draw.uniform(0.5, 2.5))
         text = run.text()
-        num_seen = text.count(" leaves, others go on") + text.count(" joins")
+        num_seen = text.count(" leaves, others continue") + text.count(" joins")
     (run.run / "drain").write_text("")
     assert run.wait(timeout=3000) == 0, run.text()
     text = run.text()
-    print(text.count(" leaves, others go on"), "left,", text.count(" joins"), "joined")
+    print(text.count(" leaves, others continue"), "left,", text.count(" joins"), "joined")
     assert num_seen >= num_changes, "the run ended before; more steps are needed"
     assert sum(line["rollout/forgotten_tokens"] for line in metrics(run).values()) == 0
     assert last(run)["rollout/replicas_lost"] == 0

@@ -48,7 +48,7 @@ def test_a_stopped_evaluation_goes_on(evaluation, tmp_path) -> None:
     (tmp_path / "cut/run/answers.jsonl").write_bytes(content[: ends[65] + 9])  # 66 answers: 16 prompts and a half
     resumed = evaluation(tmp_path / "cut", *LOCAL, PARTS, "--samples", "4")
     assert resumed.wait() == 0, resumed.text()
-    assert "going on with 24 of 40 prompts" in resumed.text()
+    assert "resuming with 24 of 40 prompts" in resumed.text()
     assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
     tables = [json.loads((tmp_path / name / "run/evaluation_table.json").read_text()) for name in ("cut", "whole")]
     assert tables[0] == tables[1]

@@ -55,7 +55,7 @@ def test_a_kept_checkpoint_goes_on(command_line, tmp_path: Path, recipe: str) ->
     stage = recipe if recipe in ("sft", "dpo", "reward") else "train"
     run = command_line("--local", folder=folder, config=str(KEPT / f"{recipe}.yaml"), stage=stage)
     assert run.wait() == 0, run.text()
-    assert "going on after step 2" in run.text()
+    assert "resuming after step 2" in run.text()
     assert_goes_on_as_recorded(run.run, kept, after=2)
 
 

@@ -36,7 +36,7 @@ def test_ends_without_ray(command_line) -> None:
     rank.kill()
     assert doomed.wait() == 3, doomed.text()
     text = " ".join(doomed.text().split())
-    assert f"going on after step {saved}" in text
+    assert f"resuming after step {saved}" in text
     assert text.count("WorkerFailure") == 1 and "rank 1 (" in text, text
     assert "the process died during" in text or "the process died between two calls" in text, text
     assert "Traceback" not in text and doomed.left_over() == []

@@ -39,7 +39,7 @@ def test_a_folder_vanishes_and_then_the_disk_is_full(command_line, layout, rank:
     shutil.rmtree(run.run)
     assert run.wait() == 7, run.text()
     said = run.text().splitlines()
-    assert f"{run.run} was deleted or emptied while the run went on; it is there again, without the" in run.text()
+    assert f"{run.run} was deleted or emptied during the run; it was made again, without the" in run.text()
     (error,) = (line for line in said if line.startswith("StorageError"))
     assert error.startswith(f"StorageError: global_step_4 could not be written to {run.run}: rank ")
     reasons = (f": rank {rank}: File too large", f": rank {rank}: a file could not", "Errno 27")

@@ -79,10 +79,10 @@ def test_a_lost_node_ends_the_run_and_the_next_start_goes_on(command_line, layou
             assert int(rank) in lost and method.endswith(during) and address == cluster.address(doomed), text
             assert "Traceback" not in text, text
             assert run.left_over() == [] and cluster.left_over() == {}
-            assert not saved or f"going on after step {saved}" in text
+            assert not saved or f"resuming after step {saved}" in text
             saved = steps_saved(run)[0]
             if method != moments[-1]:
                 cluster.add_node(per_node)
     last = command_line(*KEYS, *LOCAL, f"trainer.total_training_steps={saved + 1}", folder=folder)
     assert last.wait() == 0, last.text()
-    assert f"going on after step {saved}" in last.text() and steps_saved(last)[0] == saved + 1
+    assert f"resuming after step {saved}" in last.text() and steps_saved(last)[0] == saved + 1

@@ -68,7 +68,7 @@ def test_late_groups_are_trained_later(command_line, tmp_path: Path) -> None:
     assert len(load_file(find(life.run)[0].path / "rollouts.safetensors")["moved"])
     last = command_line(*SETTINGS, RATE, folder=life.folder)
     assert last.wait() == 0, last.text()
-    assert f"going on after step {saved}" in last.text()
+    assert f"resuming after step {saved}" in last.text()
     assert numbers(last)[-(NUM_STEPS - saved) :] == numbers(late)[-(NUM_STEPS - saved) :]
     assert weights_equal(last, late)
 

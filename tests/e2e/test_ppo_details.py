@@ -83,7 +83,7 @@ def test_killed_run_goes_on_exactly(command_line, whole, keys, tables: Path) -> 
     saved = steps_saved(killed)[0]
     resumed = command_line(*keys, *LOCAL, folder=killed.folder)
     assert resumed.wait() == 0, resumed.text()
-    assert saved == 4 or f"going on after step {saved}" in resumed.text()
+    assert saved == 4 or f"resuming after step {saved}" in resumed.text()
     expected = metrics(whole)
     assert metrics(resumed) == expected
     seen: list[float] = []
@@ -124,4 +124,4 @@ def test_a_source_without_a_model_is_refused(command_line, keys) -> None:
     """Before anything is started, with the nearest choice. Would not catch a source that comes with a later file."""
     run = command_line(*keys, *ONE, "reward_models.strict.data_sources=[small]")
     assert run.wait() == 2
-    assert "leave answers to prompts of large without a score" in run.text() and "try: [" in run.text()
+    assert "leave responses to prompts of large without a score" in run.text() and "try: [" in run.text()

@@ -80,7 +80,7 @@ def test_a_killed_run_draws_what_it_would_have(command_line, tmp_path, ahead) ->
     life.kill_all()
     last = command_line(*settings, *keys(tmp_path, "log"), folder=life.folder, config=ASYNC)
     assert last.wait() == 0, last.text()
-    assert "going on after step" in last.text() and (not ahead or events(last, "saved"))
+    assert "resuming after step" in last.text() and (not ahead or events(last, "saved"))
     whole = command_line(*settings, *keys(tmp_path, "other"), config=ASYNC)
     assert whole.wait() == 0, whole.text()
     assert weights_equal(last, whole)

@@ -97,7 +97,7 @@ def live_and_die(
         run = command_line(*keys, *layout, "trainer.total_training_steps=1000", folder=folder)
         kill(run)
         if saved:
-            assert f"going on after step {saved[0]}," in run.text().replace("\n", " ")
+            assert f"resuming after step {saved[0]}," in run.text().replace("\n", " ")
         assert run.wait() in (-9, 3), run.text()
         assert run.left_over() == []
         before, saved = saved, steps_saved(run)

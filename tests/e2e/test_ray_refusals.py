@@ -81,7 +81,7 @@ def test_something_else_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_session, "ANSWER_LIMIT_S", 2.0)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = f"127.0.0.1:{mute.getsockname()[1]}"
-        with pytest.raises(ConfigError, match="does not answer as a Ray server .*port 6379 by default"):
+        with pytest.raises(ConfigError, match="is not a Ray server .*port 6379 by default"):
             ray_session.join(address)
 
 

@@ -177,11 +177,11 @@ def test_fewer_nodes_until_one_returns(command_line) -> None:
         hurt = command_line(*KEYS, *layout, "trainer.repair_wait_s=2", variables=cluster.variables)
         hurt.wait_for(reached(hurt, 2), interval=0.01)
         cluster.kill(1)
-        hurt.wait_for(lambda: "going on with trainer.nnodes=1" in hurt.text())
+        hurt.wait_for(lambda: "continuing with trainer.nnodes=1" in hurt.text())
         cluster.add_node(1)
         assert hurt.wait() == 0, hurt.text()
         print(hurt.text())
-        assert "nodes are back: going on with trainer.nnodes=2" in hurt.text()
+        assert "nodes are back: continuing with trainer.nnodes=2" in hurt.text()
         (repair,) = repairs(hurt)
         assert repair["source"] == "copy" and repair["steps_lost"] <= 1, repair
         for step, line in unclocked(metrics(well)).items():

@@ -61,7 +61,7 @@ def test_killed_run_of_two_ranks_goes_on_exactly_and_elsewhere(command_line, tmp
     by_path = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={whole.run / 'global_step_2'}")
     other = command_line(*SHORT, *LOCAL, *by_path)
     assert other.wait() == 0, other.text()
-    assert "random generators start anew" in other.text()
+    assert "random generators start from their seed" in other.text()
     assert f"{MEGATRON}.tensor_model_parallel_size was 2, is 1" in other.text()
     ours, theirs = metrics(other), metrics(whole)
     assert list(ours) == [3, 4, 5]
@@ -84,7 +84,7 @@ def killed_and_resumed(command_line, *keys: str, then: tuple[str, ...] = ()) -> 
     assert saved in (2, 4)
     resumed = command_line(*keys, *then, folder=killed.folder)
     assert resumed.wait() == 0, resumed.text()
-    assert f"going on after step {saved}" in resumed.text() and resumed.left_over() == []
+    assert f"resuming after step {saved}" in resumed.text() and resumed.left_over() == []
     return resumed
 
 
@@ -206,7 +206,7 @@ def test_damaged_checkpoint_is_noticed(command_line, five_steps, tmp_path: Path)
     resumed = command_line(*keys, folder=folder)
     assert resumed.wait() == 0, resumed.text()
     text = resumed.text().replace("\n", " ")
-    assert "global_step_5" in text and "other content than was written" in text and "going on after step 4" in text
+    assert "global_step_5" in text and "other content than was written" in text and "resuming after step 4" in text
     assert steps_saved(resumed) == [5, 4, 2]
     assert (resumed.run / "global_step_5.set_aside").is_dir()
     assert_same(resumed, five_steps)

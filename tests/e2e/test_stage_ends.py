@@ -50,7 +50,7 @@ def test_a_signal_saves_and_the_stage_goes_on_exactly(
     resumed = command_line(*keys, folder=stopped.folder, stage=stage)
     whole = recorded(f"thirty steps of {stage}", *keys, stage=stage)
     assert resumed.wait() == 0, resumed.text()
-    assert f"going on after step {saved}" in resumed.text()
+    assert f"resuming after step {saved}" in resumed.text()
     assert metrics(resumed) == metrics(whole)
     exported = [(run.run / "hf_model/model.safetensors").read_bytes() for run in (resumed, whole)]
     assert exported[0] == exported[1]
@@ -82,7 +82,7 @@ def test_a_scheduler_stops_a_stage_which_ends_in_one_process(command_line, files
     whole = command_line(*keys, *LOCAL, stage="sft")
     assert resumed.wait() == 0, resumed.text()
     assert whole.wait() == 0, whole.text()
-    assert f"going on after step {saved}" in resumed.text()
+    assert f"resuming after step {saved}" in resumed.text()
     assert_alike(resumed, whole, "actor")
 
 
@@ -108,7 +108,7 @@ def test_a_rank_of_another_node_dies(command_line, files: Path) -> None:
         assert 2 <= saved < 30
     resumed = command_line(*keys, *LOCAL, folder=killed.folder, stage="dpo")
     assert resumed.wait() == 0, resumed.text()
-    assert f"going on after step {saved}" in resumed.text()
+    assert f"resuming after step {saved}" in resumed.text()
     assert_alike(resumed, whole, "actor")
 
 
@@ -128,7 +128,7 @@ def test_a_full_disk_ends_a_stage_and_costs_the_steps_since_its_checkpoint(comma
     resumed = command_line(*keys, folder=full.folder, stage="dpo")
     whole = recorded("thirty steps of dpo", *keys_of(files, "dpo"), *THIRTY, stage="dpo")
     assert resumed.wait() == 0, resumed.text()
-    assert f"going on after step {saved}" in resumed.text()
+    assert f"resuming after step {saved}" in resumed.text()
     assert metrics(resumed) == metrics(whole)
 
 

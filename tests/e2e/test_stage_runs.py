@@ -48,7 +48,7 @@ def test_killed_stage_goes_on_exactly(command_line, five_steps, files: Path, sta
     assert resumed.wait() == 0, resumed.text()
     assert steps_saved(whole) == [5, 4, 2]
     if saved < 5:
-        assert f"going on after step {saved}" in resumed.text()
+        assert f"resuming after step {saved}" in resumed.text()
     assert metrics(resumed) == metrics(whole)
     exported = [(run.run / "hf_model/model.safetensors").read_bytes() for run in (resumed, whole)]
     assert exported[0] == exported[1]

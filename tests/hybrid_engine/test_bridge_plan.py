@@ -259,9 +259,9 @@ def test_ends_that_do_not_fit_are_refused() -> None:
     specs = param_map(FAMILIES["LlamaForCausalLM"], ModelShape(2, 8, 4, 4, 2, 8, 64, tied=False))
     senders, receivers = bridge_ends(TrainGrid(2, 1, 2), specs, StagePlan(2, 2), 1, 2)
     tensors = tensors_of(specs)
-    with pytest.raises(ValueError, match="training rank 0 of a bridge wants a rollout shard"):
+    with pytest.raises(ValueError, match="training rank 0 of a weight transfer asks for a rollout shard"):
         make_bridge_plan(tensors, [replace(senders[0], wanted=receivers[0].wanted), senders[1]], receivers)
-    with pytest.raises(ValueError, match="rollout rank 1 of a bridge must want a shard and hold none"):
+    with pytest.raises(ValueError, match="rollout rank 1 of a weight transfer must ask for a shard and have none"):
         make_bridge_plan(tensors, senders, [receivers[0], replace(receivers[1], held=senders[0].held)])
     other = replace(receivers[1], wanted=receivers[1].wanted._replace(tp_size=2))
     with pytest.raises(ValueError, match="share one layout"):

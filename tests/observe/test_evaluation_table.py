@@ -38,7 +38,7 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k(answers: list[bool], data: s
 
 def test_pass_at_k_by_hand() -> None:
     assert pass_at_k(8, 2, 4) == pytest.approx(1 - 15 / 70)  # C(6, 4) = 15 of C(8, 4) = 70
-    with pytest.raises(ValueError, match="pass@9 needs 9 answers, and the prompt has 8"):
+    with pytest.raises(ValueError, match="pass@9 needs 9 responses, and the prompt has 8"):
         pass_at_k(8, 2, 9)
 
 
@@ -94,5 +94,5 @@ def test_k_stops_at_the_fewest_answers_of_a_prompt() -> None:
 
 def test_rows_of_the_printed_table() -> None:
     lines = table_lines(evaluation_table(rows_of("a", 0, [1.0, 1.0])))
-    assert lines[0] == ("a: 1 prompts, 2 answers", "reward", "2.0000", "unknown")
+    assert lines[0] == ("a: 1 prompts, 2 responses", "reward", "2.0000", "unknown")
     assert [line[1] for line in lines] == ["reward", "acc", "pass@1", "pass@2"]

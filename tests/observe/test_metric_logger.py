@@ -130,7 +130,7 @@ def test_a_full_disk_costs_no_line(tmp_path):
     assert lines == [{"step": step, "a": 1.0} for step in (1, 2, 3, 4, 5)]
     said = [line for line in output.getvalue().splitlines() if not line.startswith("step")]
     assert said == [
-        "metrics.jsonl cannot be written: [Errno 27] File too large; training goes on, and lines wait until it can",
+        "metrics.jsonl cannot be written: [Errno 27] File too large; training continues, and lines wait until it can",
         "metrics.jsonl is written again, with all lines from step 2 on",
     ]
 
@@ -143,7 +143,7 @@ def test_lines_that_are_lost_at_the_end_are_named(tmp_path):
         logger.log({"a": 1.0}, 7)
         logger.log({"a": 1.0}, 8)
         logger.close()
-    assert output.getvalue().endswith("metrics.jsonl lacks the lines from step 7 on: [Errno 27] File too large\n")
+    assert output.getvalue().endswith("metrics.jsonl is missing the lines from step 7 on: [Errno 27] File too large\n")
 
 
 def test_tensorboard_is_dropped_when_it_cannot_be_written(tmp_path, capfd):

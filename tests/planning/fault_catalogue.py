@@ -170,7 +170,7 @@ values("single samples", "batch", {"algorithm.filter_groups.enable": True}, (f"{
 FILTERED = {"algorithm.filter_groups.enable": True, f"{ROLLOUT}.n": 2, "data.gen_batch_size": 6}
 values("too few batches", "batch", FILTERED, ("algorithm.filter_groups.max_num_gen_batches", "must give at least"))
 values("no samples", "batch", {f"{ROLLOUT}.n": 0}, (f"{ROLLOUT}.n", "must be >= 1"))
-values("greedy answers", "val", {f"{ROLLOUT}.val_kwargs.n": 4}, (f"{ROLLOUT}.val_kwargs.n", "one greedy answer"))
+values("greedy answers", "val", {f"{ROLLOUT}.val_kwargs.n": 4}, (f"{ROLLOUT}.val_kwargs.n", "one greedy response"))
 
 # Algorithms
 values(
@@ -264,7 +264,7 @@ values(
     "no file of losses",
     "loss",
     {f"{LOSS}.custom.path": "/none/loss.py"},
-    (f"{LOSS}.custom.path", "there is none"),
+    (f"{LOSS}.custom.path", "it does not exist"),
     offer=False,
 )
 values(
@@ -324,14 +324,14 @@ values(
 @fault("train", experts=None)
 def no_train_file(case: Case, rng: Random) -> list[Said]:
     case.set({"data.train_files": str(case.folder / "trane.parquet")})
-    return [("data.train_files", "there is none")]
+    return [("data.train_files", "it does not exist")]
 
 
 @fault("train weights", experts=None)
 def one_of_three_files(case: Case, rng: Random) -> list[Said]:
     good = [str(case.folder / "train.parquet"), write_prompts(case.folder / "more.jsonl")]
     case.set({"data.train_files": [*good, str(case.folder / "mor.jsonl")]})
-    return [("data.train_files", "there is none")]
+    return [("data.train_files", "it does not exist")]
 
 
 @fault("train", offer=False, experts=None)
@@ -382,7 +382,7 @@ values(
 @fault("reward", experts=None)
 def no_reward_file(case: Case, rng: Random) -> list[Said]:
     case.set({"custom_reward_function.path": str(case.folder / "rewards.py")})
-    return [("custom_reward_function.path", "there is none")]
+    return [("custom_reward_function.path", "it does not exist")]
 
 
 def reward_fault(name: str, text: str, key: str, rule: str, offer: bool = False) -> None:

@@ -117,7 +117,7 @@ def broken_json(case: Case, rng: Random) -> list[Said]:
 @fault(f"{UNREADABLE} critic")
 def no_model(case: Case, rng: Random) -> list[Said]:
     case.set({MODEL: str(case.folder / "modle")})
-    return [(MODEL, "there is none")]
+    return [(MODEL, "it does not exist")]
 
 
 @fault(f"{UNREADABLE} critic")
@@ -129,4 +129,4 @@ def other_tokens(case: Case, rng: Random) -> list[Said]:
 @fault(f"{UNREADABLE} critic", experts=None)
 def no_critic_folder(case: Case, rng: Random) -> list[Said]:
     case.set({"critic.model.path": str(case.folder / "modell")})
-    return [("critic.model.path", "there is none")]
+    return [("critic.model.path", "it does not exist")]

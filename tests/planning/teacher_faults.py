@@ -53,7 +53,7 @@ def teacher_without_folder(case: Case, rng: Random) -> list[Said]:
 @fault(TAUGHT, offer=False)
 def itself_without_a_hint(case: Case, rng: Random) -> list[Said]:
     put_teachers(case, "t.model_path=self")
-    return [(f"{TEACHERS}.t.prompt_key", "of the same prompt it says what it knows")]
+    return [(f"{TEACHERS}.t.prompt_key", "with the same prompt it is its own teacher")]
 
 
 @fault(TAUGHT)
@@ -90,7 +90,7 @@ def teachers_with_one_key(case: Case, rng: Random) -> list[Said]:
 @fault(TAUGHT)
 def teacher_of_no_folder(case: Case, rng: Random) -> list[Said]:
     put_teachers(case, "t.model_path=TEACHERS")
-    return [(f"{TEACHERS}.t.model_path", "must be a Hugging Face model folder, and there is none")]
+    return [(f"{TEACHERS}.t.model_path", "must be a Hugging Face model folder, and it does not exist")]
 
 
 @fault(f"{TAUGHT} turns")
@@ -155,7 +155,7 @@ def divergence_as_an_advantage(case: Case, rng: Random) -> list[Said]:
 def gradient_that_knows_no_teacher(case: Case, rng: Random) -> list[Said]:
     mode = rng.choice(["kl", "k1"])
     put_one(case, f"{MODE}={mode}", f"{GRADIENT}=false")
-    return [(MODE, "has no gradient that knows the teacher")]
+    return [(MODE, "has no gradient that depends on the teacher")]
 
 
 @fault(TAUGHT)

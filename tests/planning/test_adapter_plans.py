@@ -115,7 +115,7 @@ def test_what_moves_and_stays(base):
     else:
         assert plan.received[0] == adapters + weights and plan.once is None
     stage = plan_stages(models)[0]
-    foreign = {phase: held.get("foreign stages", 0) for phase, held in stage.phases.items()}
+    foreign = {phase: held.get("received shards", 0) for phase, held in stage.phases.items()}
     shard = 2 * (28 * (matrices + whole) + 2 * vocab * hidden + hidden)
     # What TP halves is whole in foreign memory; what it leaves whole, norms and one of A and B, is not there twice.
     shared = 2 * 14 * whole
@@ -186,7 +186,7 @@ def test_the_search_knows_adapters():
         "candidates"
     ]
     models = RunModels(load_config(SMALL, overrides(cut["settings"])))
-    assert plan_stages(models)[0].phases["update_actor"]["foreign stages"] > 7e9
+    assert plan_stages(models)[0].phases["update_actor"]["received shards"] > 7e9
 
 
 def overrides(settings: dict) -> list[str]:

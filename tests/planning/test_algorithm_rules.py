@@ -40,7 +40,7 @@ def test_tokens_cannot_be_chosen_by_entropy_without_a_pass_or_a_loss_of_tokens(c
     config.algorithm.rollout_correction.bypass_mode = True
     tokens, passes = algorithm_problems(config)
     key = "actor_rollout_ref.actor.policy_loss.top_entropy_quantile"
-    assert str(tokens).startswith(f"{key}=0.2 must be 1.0 with loss_mode=geo_mean, whose term of any token trains all")
+    assert str(tokens).startswith(f"{key}=0.2 must be 1.0 with loss_mode=geo_mean, where the loss term of a token tra")
     assert str(passes).startswith(f"{key}=0.2 must be 1.0 with algorithm.rollout_correction.bypass_mode=true, where no")
     assert tokens.nearest == passes.nearest == {key: 1.0}
     config.algorithm.rollout_correction.bypass_mode, loss.loss_mode = False, "gspo"
@@ -79,7 +79,8 @@ def test_functions_of_the_users(config, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [(None, "there is none; did you mean: "), ("def (", "must be a Python file: invalid syntax")]
+    ("text", "expected"),
+    [(None, "it does not exist; did you mean: "), ("def (", "must be a Python file: invalid syntax")],
 )
 def test_files_that_cannot_be_read(config, tmp_path, text, expected):
     """Absent, and no Python; the absent one has a neighbour. Would not catch a file that only fails when it runs."""

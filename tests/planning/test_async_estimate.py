@@ -97,8 +97,8 @@ def test_long_answers_hold_both_sides_up():
     found = AsyncEstimate.of(rules, 1, lambda request, attempt: 2 if request % 4 else 40, costs, EVEN)
     assert (found.ahead_s, found.trainer_idle, found.rollout_s) == (40.0, 0.8, 5.75)
     assert found.advice == (
-        "the longest answers hold both sides up, which other shares of the ranks hardly change: raise "
-        "trainer.rollout_ahead above 1 or set async_training.partial_rollout=true, as far as staleness allows"
+        "the longest responses delay both sides, which another split of the ranks hardly changes: raise "
+        "trainer.rollout_ahead above 1 or set async_training.partial_rollout=true, if that staleness is acceptable"
     )
 
 
@@ -157,7 +157,7 @@ def test_the_plan_of_a_large_run(config):
     assert max(ahead.trainer_s, ahead.rollout_s) <= ahead.ahead_s * 1.02 and ahead.ahead_s < found.step_seconds
     assert 0 < ahead.mean_staleness <= ahead.most_staleness == 2
     assert found.as_json()["ahead"]["advice"] in found.notes()
-    assert "Running ahead, simulated" in [table.title for table in found.tables()]
+    assert "Asynchronous training, simulated" in [table.title for table in found.tables()]
 
 
 @pytest.mark.parametrize(
@@ -173,4 +173,4 @@ def test_nothing_new_where_nothing_runs_ahead(config, rollout, overrides):
     """Would not catch a note that says the same in other words."""
     found = RunPlan.of(config(96, rollout, *overrides), load_hardware("h100"))
     assert found.ahead is None and "ahead" not in found.as_json()
-    assert "Running ahead, simulated" not in [table.title for table in found.tables()]
+    assert "Asynchronous training, simulated" not in [table.title for table in found.tables()]

@@ -133,10 +133,10 @@ def test_micro_batches_by_tokens(max_tokens, expected):
 @pytest.mark.parametrize(
     ("sizes", "weights", "expected"),
     [
-        ([3], None, ["data.train_files has 3 prompts, and a batch takes 16 of it: each is drawn 5.33 times"]),
+        ([3], None, ["data.train_files has 3 prompts, and a batch takes 16 of it: each occurs 5.33 times"]),
         ([3, 12], None, ["data.train_files has 15 prompts"]),
         ([3, 13], None, []),
-        ([3, 1000], [1.0, 3.0], ["a.parquet has 3 prompts, and a batch takes 4 of it: each is drawn 1.33 times"]),
+        ([3, 1000], [1.0, 3.0], ["a.parquet has 3 prompts, and a batch takes 4 of it: each occurs 1.33 times"]),
         ([4, 1000], [1.0, 3.0], []),
         ([3, 11], [1.0, 3.0], ["a.parquet has 3", "b.parquet has 11 prompts, and a batch takes 12"]),
     ],

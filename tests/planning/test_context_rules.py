@@ -178,7 +178,7 @@ def test_passes_that_choose(config):
     assert sorted(problems(config)) == [
         f"{ACTOR}.use_dynamic_bsz=false and critic.use_dynamic_bsz=false must be true with "
         "dynamic_context_parallel=true: "
-        f"the tokens of a pass say over how many ranks it goes; try: {ACTOR}.use_dynamic_bsz=true "
+        f"the tokens of a pass determine over how many ranks it is split; try: {ACTOR}.use_dynamic_bsz=true "
         "critic.use_dynamic_bsz=true",
         "actor_rollout_ref.model.use_remove_padding=false must be true with dynamic_context_parallel=true: rows that "
         "are filled up to the longest are all as long as it is; try: true",
@@ -202,7 +202,7 @@ def test_a_power_of_two_of_ranks_may_share(config):
     given = " and ".join(f"{role}.megatron.context_parallel_size=3" for role in roles)
     nearest = " ".join(f"{role}.megatron.context_parallel_size=2" for role in roles)
     assert problem == (
-        f"{given} must be a power of two with dynamic_context_parallel=true: passes take 1, 2, 4 ... of so many ranks; "
+        f"{given} must be a power of two with dynamic_context_parallel=true: a pass uses 1, 2, 4 ... of these ranks; "
         f"try: {nearest}"
     )
 

@@ -85,6 +85,5 @@ def test_no_experts_are_returned(drafted):
     drafted.actor_rollout_ref.rollout.enable_rollout_routing_replay = True
     (problem,) = [text for text in problems(drafted) if KEY in text]
     assert problem.endswith(
-        "must be null where the engine returns the experts of every token, which vLLM does without drafts alone; "
-        "try: null"
+        "must be null where the engine returns experts, which vLLM does only without speculative decoding; try: null"
     )

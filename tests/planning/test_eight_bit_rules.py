@@ -43,8 +43,8 @@ def test_a_fitting_block_with_importance_weights_passes(eight_bits):
     [
         (
             lambda c: setattr(c.algorithm.rollout_correction, "rollout_is", None),
-            f"{CORRECTION}.rollout_is=null must be token or sequence with {QUANTIZATION}=fp8: tokens are drawn by "
-            "rounded weights, and without importance weights nothing corrects for that; try: token",
+            f"{CORRECTION}.rollout_is=null must be token or sequence with {QUANTIZATION}=fp8: tokens are sampled "
+            "with rounded weights, and without importance weights nothing corrects for that; try: token",
         ),
         (
             lambda c: setattr(c.actor_rollout_ref.rollout, "quantization_block_size", 128),
@@ -70,7 +70,7 @@ def test_a_fitting_block_with_importance_weights_passes(eight_bits):
         ),
         (
             lambda c: setattr(c.actor_rollout_ref.model.lora, "rank", 8),
-            f"{QUANTIZATION}=fp8 and actor_rollout_ref.model.lora.rank=8 is not there with adapters",
+            f"{QUANTIZATION}=fp8 and actor_rollout_ref.model.lora.rank=8 is not supported with adapters",
         ),
         (
             lambda c: setattr(c.trainer, "device", "cuda"),
@@ -118,7 +118,7 @@ def test_experts_are_made_of_whole_blocks(moe_config, tmp_path):
 def test_attention_with_layers_of_its_own_is_refused(eight_bits, tmp_path):
     """DeepSeek's. Would not catch a family whose layers nobody declares."""
     write_model(tmp_path / "model", **LATENT)
-    assert any(problem.startswith(f"{QUANTIZATION}=fp8 is not there for") for problem in problems(eight_bits))
+    assert any(problem.startswith(f"{QUANTIZATION}=fp8 is not supported for") for problem in problems(eight_bits))
 
 
 def test_another_pool_is_refused(tmp_path):

@@ -40,7 +40,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "origina
         (
             INDEX,
             b'{"weight_map": {"a": "b.safetensors", "w": "c"}}',
-            "names files that are not there: b.safetensors, c",
+            "names files that are missing: b.safetensors, c",
         ),
         (INDEX, b'{"weight_map": {"v": "model.safetensors"}}', "names tensors that are not in their files: v"),
         (INDEX, b"{}", "has no weight_map"),
@@ -95,7 +95,7 @@ def test_headers_are_those_that_the_library_writes(tmp_path):
         ({"layer_types": [5]}, "must be a list of names"),
         ({"eos_token_id": "</s>"}, "must be the number of a token, or a list of some"),
         ({"model_type": 5}, "model_type=5 of"),
-        ({"model_type": None}, 'must be there, as transformers reads config.json by it; try: "qwen2"'),
+        ({"model_type": None}, 'must exist, as transformers reads config.json by it; try: "qwen2"'),
         ({"model_type": "llama"}, 'model_type="llama" of'),
         ({"tie_word_embeddings": [1.5]}, "must be true or false"),
         ({"use_sliding_window": "false"}, "must be true or false"),
@@ -177,7 +177,7 @@ def test_who_ends_an_answer(config, tmp_path):
         assert problems(config) == []
     (folder / "generation_config.json").write_text('{"temperature": 0.6}')
     (problem,) = problems(config)
-    assert "must say which tokens end an answer" in problem and "generation_config.json it is not there" in problem
+    assert "must name the tokens that end a response" in problem and "generation_config.json it is missing" in problem
     (folder / "generation_config.json").unlink()
     write_model(folder, eos_token_id=None)
     (problem,) = problems(config)
@@ -256,5 +256,5 @@ def test_folders_that_cannot_be_made(tmp_path, key):
     assert (tmp_path / "runs/one").is_dir() and list((tmp_path / "runs/one").iterdir()) == []
     for path in ("/proc/no_such_run", "/proc/1"):
         setattr(trainer, key, path)
-        with pytest.raises(ConfigError, match=f"trainer.{key}={path} must be a folder that can be made and written"):
+        with pytest.raises(ConfigError, match=f"trainer.{key}={path} must be a folder that can be created and written"):
             make_folders(trainer)

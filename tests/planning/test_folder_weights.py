@@ -74,7 +74,7 @@ def test_layers_that_predict_several_tokens_are_carried(tmp_path):
     write_tensors(folder / WEIGHTS, dict.fromkeys(names, "BF16"))
     sizes, _ = read_model_folder("key", str(folder))
     assert sizes.unread == (
-        f"of {folder} these tensors are not read: {', '.join(names[:3])} and 1 more, of 64 bytes, which exports of the "
+        f"these tensors of {folder} are not read: {', '.join(names[:3])} and 1 more, of 64 bytes, which exports of the "
         "language model write again"
     )
 
@@ -127,7 +127,7 @@ def test_the_files_are_those_that_transformers_reads(config, tmp_path):
     write_tensors(folder / "model-00001-of-00001.safetensors", {NORM: "F32"})
     (folder / INDEX).write_text(json.dumps({"weight_map": {NORM: "model-00001-of-00001.safetensors"}}))
     (problem,) = problems(config)
-    assert "model.safetensors is there, and model.safetensors.index.json names others (model-00001-of-" in problem
+    assert "model.safetensors exists, and model.safetensors.index.json names other files (model-00001-of-" in problem
     (folder / WEIGHTS).unlink()
     assert problems(config) == []
     (folder / INDEX).unlink()

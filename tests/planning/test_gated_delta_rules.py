@@ -50,7 +50,7 @@ def test_such_a_model_is_allowed(case):
     [
         (
             {f"{LORA}.rank": 16},
-            f"{LORA}.rank=16 is not there for {OWN}: its layers are this project's own; try: 0",
+            f"{LORA}.rank=16 is not supported for {OWN}: its layers are this project's own; try: 0",
         ),
         (
             {f"{MEGATRON}.context_parallel_size": 2, "trainer.nnodes": 2},
@@ -58,19 +58,19 @@ def test_such_a_model_is_allowed(case):
         ),
         (
             {f"{ROLLOUT}.speculative": "ngram"},
-            f"{ROLLOUT}.speculative=ngram is not there for {OWN}; try: null",
+            f"{ROLLOUT}.speculative=ngram is not supported for {OWN}; try: null",
         ),
         (
             {f"{ROLLOUT}.prefix_match_unit": 4},
-            f"{ROLLOUT}.prefix_match_unit=4 is not there for layers with states, which FOLDER/model has; try: null",
+            f"{ROLLOUT}.prefix_match_unit=4 is not supported for layers with states, which FOLDER/model has; try: null",
         ),
         (
             {f"{ROLLOUT}.quantization": "fp8", "algorithm.rollout_correction.rollout_is": "token"},
-            f"{ROLLOUT}.quantization=fp8 is not there for {OWN}; try: null",
+            f"{ROLLOUT}.quantization=fp8 is not supported for {OWN}; try: null",
         ),
         (
             {f"{MEGATRON}.override_transformer_config.transformer_impl": "te_linear", "trainer.device": "cuda"},
-            f"is not there for {OWN}: its layers are this project's own; try: "
+            f"is not supported for {OWN}: its layers are this project's own; try: "
             f"{MEGATRON}.override_transformer_config.transformer_impl=local",
         ),
         (

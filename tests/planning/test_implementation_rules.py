@@ -50,7 +50,7 @@ def found_with(config, device: str = "cpu", emulates: bool = False, **options) -
             False,
             {"fp8": "e4m3"},
             [
-                f"{FP8}=e4m3 needs trainer.device=cuda: CPUs have no products in 8 bits; try: null; "
+                f"{FP8}=e4m3 needs trainer.device=cuda: CPUs have no FP8 products; try: null; "
                 f"{EMULATE}=true rounds as FP8 does, and is slow"
             ],
         ),
@@ -64,7 +64,7 @@ def found_with(config, device: str = "cpu", emulates: bool = False, **options) -
             "cuda",
             True,
             {"fp8": "e4m3", "transformer_impl": "te_linear"},
-            [f"{EMULATE}=true is for trainer.device=cpu alone: GPUs compute in 8 bits; try: false"],
+            [f"{EMULATE}=true is only for trainer.device=cpu: GPUs compute in FP8; try: false"],
         ),
         ("cpu", True, {}, [f"{EMULATE}=true needs {FP8}; try: false"]),
         (
@@ -73,7 +73,7 @@ def found_with(config, device: str = "cpu", emulates: bool = False, **options) -
             {"fp8": "e4m3", "recompute_granularity": "selective"},
             [
                 f"{GROUP}.recompute_granularity=selective is not emulated with {FP8}=e4m3: Megatron recomputes "
-                "products in 8 bits by transformer-engine; try: null"
+                "FP8 products with transformer-engine; try: null"
             ],
         ),
         (
@@ -95,7 +95,7 @@ def test_models_whose_layers_are_the_projects_own(config, tmp_path: Path):
     (problem,) = found_with(config, "cuda", transformer_impl="te_linear")
     assert (
         problem
-        == f"{IMPL}=te_linear is not there for latent attention, which {latent} has: its layers are this "
+        == f"{IMPL}=te_linear is not supported for latent attention, which {latent} has: its layers are this "
         + ("project's own; try: local")
     )
     dense = read_model_folder("model", latent)[0]

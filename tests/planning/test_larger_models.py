@@ -69,7 +69,7 @@ def test_the_language_model_is_read_and_the_rest_is_carried(tmp_path, settings, 
     path = write_folder(tmp_path / "model", settings, tensors)
     sizes, found = read_model_folder("key", path)
     assert found == [] and sizes.unread == (
-        f"of {path} these tensors are not read: {list(tensors)[-1]}, of 16 bytes, which exports of the language model "
+        f"these tensors of {path} are not read: {list(tensors)[-1]}, of 16 bytes, which exports of the language model "
         "write again"
     )
     assert (sizes.num_hidden_layers, sizes.vocab_size, sizes.num_attention_heads) == (6, 100, 12)
@@ -80,7 +80,7 @@ def test_the_language_model_is_read_and_the_rest_is_carried(tmp_path, settings, 
     ("settings", "rule"),
     [
         (QWEN3 | {"text_config": 3}, "text_config must be an object in braces, and is 3"),
-        (changed(rope_parameters=SECTIONS | {"mrope_section": [6, 5, 4]}), "that add up to 16, half of what turns of"),
+        (changed(rope_parameters=SECTIONS | {"mrope_section": [6, 5, 4]}), "that add up to 16, half of a head's"),
         (changed(rope_parameters=SECTIONS | {"mrope_section": "a"}), "must be whole numbers >= 1 that add up to 16"),
         (changed(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "rope_type='yarn' is not supported"),
         (changed(hidden_act="gelu"), 'hidden_act="gelu"'),
@@ -109,7 +109,7 @@ def test_adapters_are_refused(config, tmp_path):
     assert problems(config) == []
     config.actor_rollout_ref.model.lora.rank = 8
     (problem,) = [text for text in problems(config) if "larger" in text]
-    assert "lora.rank=8 is not there for a language model inside of a larger one" in problem
+    assert "lora.rank=8 is not supported for a language model inside of a larger one" in problem
     assert problem.endswith("try: 0")
 
 

@@ -119,7 +119,7 @@ def test_all_faults_at_once(case):
         f"{LORA}.target_modules",
     ]
     assert found[2].endswith(
-        f"is not there with {LORA}.rank=16: frozen weights and adapters are not rounded to 8 bits; try: null"
+        f"is not supported with {LORA}.rank=16: frozen weights and adapters are not rounded to FP8; try: null"
     )
 
 
@@ -155,14 +155,16 @@ def test_other_implementations_are_refused(case):
     """On GPUs, where transformer-engine is allowed otherwise. Would not catch an implementation that is new."""
     name = f"{MEGATRON}.override_transformer_config.transformer_impl"
     case.set({name: "te_linear", "trainer.device": "cuda"})
-    expected = f"{name}=te_linear is not there with {LORA}.rank=16: adapters are on Megatron's own linears"
+    expected = f"{name}=te_linear is not supported with {LORA}.rank=16: adapters are on Megatron's own linears"
     assert f"{expected}; try: local" in in_words(case)
 
 
 def test_latent_attention_is_refused(case):
     """By its name. Would not catch a family whose linears are hidden elsewhere."""
     case.model(**LATENT)
-    expected = "is not there for latent attention, which FOLDER/model has: its layers are this project's own; try: 0"
+    expected = (
+        "is not supported for latent attention, which FOLDER/model has: its layers are this project's own; try: 0"
+    )
     assert f"{LORA}.rank=16 {expected}" in in_words(case)
 
 
@@ -221,7 +223,7 @@ def test_folders_that_are_none(case, settings, expected):
     (folder / "adapter_config.json").unlink()
     assert in_words(case) == [
         f"{LORA}.adapter_path=FOLDER/adapter must be a PEFT folder with adapter_config.json and "
-        "adapter_model.safetensors; it lacks adapter_config.json and adapter_model.safetensors; try: null"
+        "adapter_model.safetensors; it is missing adapter_config.json and adapter_model.safetensors; try: null"
     ]
 
 
@@ -243,7 +245,8 @@ O_PROJ = "base_model.model.model.layers.0.self_attn.o_proj.lora_{}.weight"
         ),
         (
             lambda all: save({name: tensor for name, tensor in all.items() if name != O_PROJ.format("B")}),
-            f"other adapters than target_modules asks for: it lacks ['{O_PROJ.format('B')}'], and has none besides",
+            f"other adapters than target_modules asks for: it is missing ['{O_PROJ.format('B')}'], and has none in "
+            "addition",
         ),
     ],
     ids=["empty", "torn", "integers", "shape", "half"],
@@ -261,9 +264,9 @@ def test_numbers_that_hardly_learn_are_named(case):
     """One sentence for each. Would not catch a rate that is too high."""
     case.set({f"{LORA}.rank": 4, "actor_rollout_ref.actor.optim.lr": 1e-6})
     assert lora_notes(case.config) == [
-        f"actor_rollout_ref.actor.optim.lr=1e-06 is low for adapters ({LORA}.rank=4): about ten times full training's "
-        "is known to work, 1e-05 or more",
-        f"{LORA}.rank=4 is small: 8 and more are known to learn as full training does",
+        f"actor_rollout_ref.actor.optim.lr=1e-06 is low for adapters ({LORA}.rank=4): about ten times that of full "
+        "training works, 1e-05 or more",
+        f"{LORA}.rank=4 is small: 8 and more learn as well as full training",
     ]
     case.set({f"{LORA}.rank": 0})
     assert lora_notes(case.config) == []

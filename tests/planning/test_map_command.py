@@ -138,7 +138,7 @@ def test_kept_values_stay(tmp_path, kept):
             ),
             "needs a pool of its own",
         ),
-        ((f"{ACTOR}.megatron.context_parallel_size=3",), r"no layout that passes every rule .* --gpus 24"),
+        ((f"{ACTOR}.megatron.context_parallel_size=3",), r"no layout that passes every check .* --gpus 24"),
         (("data.train_batch_size=0",), "data.train_batch_size=0 and .* must be >= 1"),
     ],
 )

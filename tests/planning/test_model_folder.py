@@ -210,7 +210,7 @@ def test_a_reward_model_is_a_classifier_with_one_label(config, tmp_path):
     assert "must be 1, because reward_model.model.path is to give one value" in problem
     with_reward_model(config, str(tmp_path / "rewart"))
     (problem,) = problems(config)
-    assert "there is none; did you mean: " in problem
+    assert "it does not exist; did you mean: " in problem
     config.reward_model.enable = False
     assert problems(config) == []
 
@@ -244,7 +244,7 @@ def test_every_reward_model_is_checked(config, tmp_path):
     (tmp_path / "reward" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
     (problem,) = problems(config)
     assert problem.startswith(f"reward_models.helpful.model.path={paths[1]} must have the actor's tokens, or read text")
-    assert "1 of 1 have other numbers" in problem
+    assert "1 of 1 have other ids" in problem
     assert problem.endswith(f"try: reward_models.helpful.model.input_tokenizer={tmp_path / 'model'}")
     (tmp_path / "helpful" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
     write_model(tmp_path / "helpful", **REWARD | {"num_hidden_layers": 4})
@@ -254,7 +254,7 @@ def test_every_reward_model_is_checked(config, tmp_path):
     further.model.path = str(tmp_path / "absent")
     config.critic.model.path = config.actor_rollout_ref.model.path
     (problem,) = problems(config)
-    assert problem.startswith("reward_models.helpful.model.path=") and "there is none" in problem
+    assert problem.startswith("reward_models.helpful.model.path=") and "it does not exist" in problem
 
 
 @pytest.mark.parametrize(
@@ -266,9 +266,9 @@ def test_every_reward_model_is_checked(config, tmp_path):
         (
             {"a": 1, "b": 0},
             [],
-            "2 of 2 have other numbers or are missing in its tokenizer.json, the first is 'a' (0 in",
+            "2 of 2 have other ids or are missing in its tokenizer.json, the first is 'a' (0 in",
         ),
-        ({"a": 0}, [], "1 of 2 have other numbers or are missing in its tokenizer.json, the first is 'b' (1 in"),
+        ({"a": 0}, [], "1 of 2 have other ids or are missing in its tokenizer.json, the first is 'b' (1 in"),
     ],
 )
 def test_a_reward_model_has_the_actors_tokens(config, tmp_path, vocabulary, added, problem):

@@ -69,29 +69,28 @@ def test_a_model_with_a_layer_passes(guessing):
             "actor_rollout_ref.model.lora",
             "rank",
             8,
-            f"{KEY}=mtp and actor_rollout_ref.model.lora.rank=8 do not go together: adapters are not of the layer that "
-            "guesses; try: earlier",
+            f"{KEY}=mtp and actor_rollout_ref.model.lora.rank=8 do not go together: adapters do not include the "
+            "layer that makes draft tokens; try: earlier",
         ),
         (
             "async_training",
             "partial_rollout",
             True,
-            f"{KEY}=mtp and async_training.partial_rollout=true do not go together: engine steps are counted, and how "
-            "many a guess saves depends on rounding; try: earlier",
+            f"{KEY}=mtp and async_training.partial_rollout=true do not go together: engine steps are counted, and the "
+            "steps that draft tokens save depend on rounding; try: earlier",
         ),
         (
             ROLLOUT,
             "over_sample_rate",
             0.2,
-            f"{KEY}=mtp and {ROLLOUT}.over_sample_rate=0.2 do not go together: engine steps are counted, and how many "
-            "a guess saves depends on rounding; try: earlier",
+            f"{KEY}=mtp and {ROLLOUT}.over_sample_rate=0.2 do not go together: engine steps are counted, and the "
+            "steps that draft tokens save depend on rounding; try: earlier",
         ),
         (
             ROLLOUT,
             "quantization",
             "fp8",
-            f"{KEY}=mtp and {ROLLOUT}.quantization=fp8 do not go together: the layer has no weights in 8 bits; "
-            "try: earlier",
+            f"{KEY}=mtp and {ROLLOUT}.quantization=fp8 do not go together: the layer has no FP8 weights; try: earlier",
         ),
     ],
 )
@@ -109,8 +108,8 @@ def test_training_needs_rows_that_lie_apart(guessing):
     shared = guessing.actor_rollout_ref
     shared.actor.mtp_loss_scaling_factor, shared.model.enable_tree_training = 0.1, True
     assert about_mtp(guessing) == [
-        f"{FACTOR}=0.1 and actor_rollout_ref.model.enable_tree_training=true do not go together: of a trie's token "
-        "several may be the next; try: 0"
+        f"{FACTOR}=0.1 and actor_rollout_ref.model.enable_tree_training=true do not go together: in a prefix tree a "
+        "token may have several next tokens; try: 0"
     ]
 
 
@@ -132,7 +131,7 @@ def test_models_without_a_layer(guessing):
     assert problem == (f"{begin}num_nextn_predict_layers of its config.json is 2, and one layer is read; try: earlier")
     write_model(folder, **LATENT)
     write_layer(folder, lacking="hnorm.weight")
-    assert about_mtp(guessing) == [f"{begin}its folder lacks model.layers.6.hnorm.weight; try: earlier"]
+    assert about_mtp(guessing) == [f"{begin}its folder is missing model.layers.6.hnorm.weight; try: earlier"]
 
 
 def test_a_plan_counts_the_layer_once(guessing):

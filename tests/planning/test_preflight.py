@@ -48,7 +48,7 @@ def test_nothing_is_written_into_a_checkpoint(config, tmp_path, key):
     (folder / "manifest.json").write_text(Manifest(FORMAT, 2, {}, {}).to_json())
     put(config, key, f"{folder}/actor/new")
     (problem,) = problems(config)
-    assert problem == f"{key}={folder}/actor/new must not lie in a checkpoint, {folder}; try: {folder}-new"
+    assert problem == f"{key}={folder}/actor/new must not be inside of a checkpoint, {folder}; try: {folder}-new"
 
 
 def test_a_good_run_has_no_violations(config):
@@ -399,7 +399,7 @@ def test_every_prompt_file_of_a_list_is_sampled_stages(config, tmp_path):
     wrong, missing = problems(config)
     kind = "must be a .parquet or .jsonl file"
     assert wrong == f"data.train_files={table} {kind}, by its name; rename it to table.parquet"
-    assert missing == f"data.val_files={typo} {kind}, and there is none; did you mean: {tmp_path / 'test.parquet'}"
+    assert missing == f"data.val_files={typo} {kind}, and it does not exist; did you mean: {tmp_path / 'test.parquet'}"
 
 
 def test_folders_of_sample_tables_must_not_be_files(config, tmp_path):

@@ -241,7 +241,9 @@ def test_experts_beside_an_mlp_are_refused_with_their_reason(tmp_path):
     """Gemma-4 26B-A4B. Would not catch a number of experts that transformers ignores."""
     path = write(tmp_path / "model", GEMMA_4 | {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8})
     _, problems = read_model_folder(KEY, path, config_only=True)
-    assert len(problems) == 2 and all("experts beside a dense MLP, as in 26B-A4B" in str(each) for each in problems)
+    assert len(problems) == 2 and all(
+        "experts in parallel with a dense MLP, as in 26B-A4B" in str(each) for each in problems
+    )
 
 
 def test_embeddings_of_every_layer_are_transformers_default(tmp_path):

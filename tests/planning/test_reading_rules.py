@@ -42,7 +42,7 @@ def test_another_vocabulary_is_read_as_text(reading, tmp_path):
     assert problems(reading) == []
     reading.reward_model.model.input_tokenizer = None
     tokens, size = problems(reading)
-    assert "must have the actor's tokens, or read text: 2 of 2 have other numbers" in tokens
+    assert "must have the actor's tokens, or read text: 2 of 2 have other ids" in tokens
     assert "so their vocab_size must be equal: 100 of" in size
     assert all(problem.endswith(f"try: {TEXT}={actor}") for problem in (tokens, size))
 
@@ -65,7 +65,9 @@ def test_the_folder_of_the_actors_tokenizer(reading, tmp_path):
     actor = str(tmp_path / "model")
     reading.reward_model.model.input_tokenizer = str(tmp_path / "modle")
     (problem,) = problems(reading)
-    assert problem.startswith(f"{TEXT}={tmp_path}/modle must be the folder of the actor's tokenizer, and there is none")
+    assert problem.startswith(
+        f"{TEXT}={tmp_path}/modle must be the folder of the actor's tokenizer, and it does not exist"
+    )
     assert problem.endswith(f"try: {actor}")
     reading.reward_model.model.input_tokenizer = str(tmp_path / "rewart")
     (problem,) = problems(reading)
@@ -81,7 +83,7 @@ def test_the_folder_of_the_actors_tokenizer(reading, tmp_path):
     assert "must hold the actor's tokenizer (tokenizer.json, tokenizer.model, vocab.json); it holds nothing" in problem
     reading.reward_model.model.input_tokenizer = reading.reward_model.model.path
     (problem,) = problems(reading)
-    assert "must hold the actor's tokenizer: 2 of 2 have other numbers" in problem and problem.endswith(actor)
+    assert "must hold the actor's tokenizer: 2 of 2 have other ids" in problem and problem.endswith(actor)
 
 
 def test_the_reward_models_folder_must_have_a_tokenizer(reading, tmp_path):

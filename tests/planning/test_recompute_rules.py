@@ -53,7 +53,7 @@ def test_what_the_trainer_can_do_is_accepted(config, role, values):
         (("full", "uniform", 0, None), ["recompute_num_layers=0 must be >= 1"]),
         (("full", "uniform", 3, None), ["must, as recompute_method=uniform, divide the layers of a stage's chunks(2)"]),
         (("full", "block", 5, None), ["must, as recompute_method=block, be <= the layers of a stage's chunks(2)"]),
-        (("selective", "uniform", 2, None), ["must be null: whole layers are what they count"]),
+        (("selective", "uniform", 2, None), ["must be null: they count whole layers"]),
         (("selective", None, None, ["mlp", "layernorm"]), ["may name only core_attn, mlp, moe"]),
         (("selective", None, None, ["moe_act"]), ["may name only core_attn, mlp, moe"]),
         ((None, None, None, ["core_attn"]), ["must be null, or recompute_granularity selective"]),

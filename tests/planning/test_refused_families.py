@@ -19,7 +19,10 @@ SENTENCES = {
     "Llama4ForCausalLM": ("attention in chunks", "LlamaForCausalLM"),
     "Llama4ForConditionalGeneration": ("vision-language models", "LlamaForCausalLM"),
     "KimiLinearForCausalLM": ("gated delta rule", "DeepseekV3ForCausalLM"),
-    "KimiK25ForConditionalGeneration": ("K2's language model is here", "DeepseekV3ForCausalLM"),
+    "KimiK25ForConditionalGeneration": (
+        "K2's language model in a folder of its own is supported",
+        "DeepseekV3ForCausalLM",
+    ),
     "DeepseekV32ForCausalLM": ("sparse attention", "DeepseekV3ForCausalLM"),
     "GlmMoeDsaForCausalLM": ("sparse attention", "Glm4MoeForCausalLM"),
 }

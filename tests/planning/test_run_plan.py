@@ -100,7 +100,7 @@ def test_what_a_rank_of_70b_keeps(config):
     assert middle["actor moments"] == pytest.approx(8 * params / 2, rel=1e-6)
     assert middle["actor masters"] == pytest.approx(4 * params / 2, rel=1e-6)
     assert "actor gradients" not in stages[1].phases["gen"]
-    assert stages[1].phases["gen"]["foreign stages"] == pytest.approx(13.36e9, rel=1e-3)
+    assert stages[1].phases["gen"]["received shards"] == pytest.approx(13.36e9, rel=1e-3)
     assert "logits chunk" in stages[3].phases["old_log_prob"] and "logits chunk" not in middle
 
 

@@ -221,7 +221,9 @@ def ppo_70b(equal, gpus: int):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("limit_s", [pytest.param(10, marks=pytest.mark.quiet), 20], ids=["alone", "beside others"])
+@pytest.mark.parametrize(
+    "limit_s", [pytest.param(10, marks=pytest.mark.quiet), 20], ids=["alone", "in parallel with others"]
+)
 def test_128_gpus_take_seconds(equal, limit_s):
     """CPU seconds of search and finalists; beside other tests, which use the same cores, they are up to twice as long.
     Would not catch a slow import.

@@ -86,7 +86,7 @@ def test_sinks_are_not_copied(sinks_config) -> None:
     """float16 by name. Would not catch another copy that vLLM makes."""
     for role in (sinks_config.actor_rollout_ref.actor, sinks_config.actor_rollout_ref.ref, sinks_config.critic):
         role.megatron.dtype = "float16"
-    assert any("dtype=float16 is not there for" in problem for problem in problems(sinks_config))
+    assert any("dtype=float16 is not supported for" in problem for problem in problems(sinks_config))
 
 
 def test_transformer_engine_has_no_bias_of_the_output(sinks_config) -> None:
@@ -109,8 +109,8 @@ def test_codes_are_unpacked_and_that_is_said(tmp_path) -> None:
     sizes, faults = read_model_folder("model", str(folder))
     assert faults == [] and sizes.unread is None
     assert sizes.unpacked == (
-        f"of {folder} 1 tensors are in 4 bits (MXFP4): they are unpacked as they are read, and exports hold them in "
-        "the type of training, without quantization_config"
+        f"of {folder} 1 tensors are in 4 bits (MXFP4): they are unpacked when they are read, and exports have them "
+        "in the training dtype, without quantization_config"
     )
 
 

@@ -215,7 +215,7 @@ def test_hardware_files(tmp_path):
         load_hardware("h10")
     file = tmp_path / "mine.yaml"
     file.write_text("memory_bytes: 1.0e+9\nflops: 3\n")
-    with pytest.raises(ConfigError, match="it lacks bfloat16_flops.* and flops in it cannot be used"):
+    with pytest.raises(ConfigError, match="it is missing bfloat16_flops.* and flops in it cannot be used"):
         load_hardware(str(file))
 
 

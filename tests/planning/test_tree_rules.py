@@ -42,7 +42,7 @@ def test_what_is_refused(overrides: tuple[str, ...], said: str) -> None:
 def test_latent_attention_on_gpus_is_refused(tmp_path: Path) -> None:
     """On CPUs it is not: slots hold all of a prefix there."""
     path = f"actor_rollout_ref.model.path={write_model(tmp_path / 'latent', **LATENT)}"
-    said = "is not there on GPUs for latent attention"
+    said = "is not supported on GPUs for latent attention"
     assert said in "\n".join(map(str, preflight(load_config(DEMO, (f"{KEY}=true", path, *CUDA)))))
     assert said not in "\n".join(map(str, preflight(load_config(DEMO, (f"{KEY}=true", path)))))
 

@@ -149,10 +149,10 @@ def test_what_no_configuration_holds_is_said(tmp_path):
     """
     found = port(written(tmp_path, JOB), [], {"SAME": "old", "SECRET": "secret3"})
     assert found.beside == [
-        "exported variables: CUDA_DEVICE_MAX_CONNECTIONS, NCCL_DEBUG, VLLM_USE_V1, WANDB_API_KEY; export what a run "
-        "still needs where you start it",
-        "around the trainer: ray job submit with --address, --runtime-env-json; docs/start/coming_from_verl.md says "
-        "how a run is started",
+        "exported variables: CUDA_DEVICE_MAX_CONNECTIONS, NCCL_DEBUG, VLLM_USE_V1, WANDB_API_KEY; export those that a "
+        "run needs where you start it",
+        "around the trainer: ray job submit with --address, --runtime-env-json; to start a run see "
+        "docs/start/coming_from_verl.md",
         "another call of a trainer: verl.trainer.main_ppo, which is left out; port its arguments by themselves",
         "other programs that it calls: pip install, python3 prepare.py",
         "2 words of the trainer's command that are no settings: --multirun, stray",
@@ -230,7 +230,7 @@ def test_what_is_not_supported_stays_in_the_file(tmp_path):
         "  rollout: {prompt_length: '${oc.select:data.max_prompt_length,512}'}\ndata: {max_prompt_length: 99}\n"
     )
     found = port(file, ["trainer.nnodes=3", "trainer.magic=1"], {})
-    assert found.features == ["quantization-aware training", "the key trainer.magic, which no table knows"]
+    assert found.features == ["quantization-aware training", "the key trainer.magic, which is in no table"]
     assert found.beside == [f"files that {file} is made of: x; port their settings, too"]
     assert port(None, ["--multirun", "trainer.nnodes=3"], {}).beside[0].endswith("are no settings: --multirun")
     tree = yaml.safe_load(found.yaml())
@@ -249,7 +249,7 @@ QUANTIZATION = "actor_rollout_ref.rollout.quantization"
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([f"{CORRECTION}.rollout_rs=token_k1"], "divided by the tokens, or answers, that are kept"),
+        ([f"{CORRECTION}.rollout_rs=token_k1"], "divided by the number of kept tokens or responses"),
         ([f"{CORRECTION}.rollout_rs=null"], None),
         ([f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.bypass_mode=True"], None),
         ([f"{GROUPS}.enable=True", f"{GROUPS}.max_num_gen_batches=10"], "filled up with other groups"),
@@ -263,7 +263,7 @@ QUANTIZATION = "actor_rollout_ref.rollout.quantization"
         ([f"{LOSS}.policy_loss.loss_mode=dppo_tv"], None),
         (["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive"], "in verl their KL is 0"),
         (["algorithm.kl_ctrl.type=adaptive"], None),
-        ([f"{QUANTIZATION}=fp8"], "what goes into the products is rounded, too"),
+        ([f"{QUANTIZATION}=fp8"], "the activations are rounded, too"),
         ([f"{QUANTIZATION}=null"], None),
     ],
 )
@@ -290,7 +290,7 @@ def test_rollouts_in_8_bits_get_importance_weights(arguments, weights, is_said):
     """Where a script has none, with a note. Would not catch a script whose weights correct for too little."""
     result = port(None, arguments, {})
     values = {setting.key: setting.value for setting in result.settings}
-    said = [note for note in result.of(Kind.RENAMED) if "rounded weights draw the tokens" in note.reason]
+    said = [note for note in result.of(Kind.RENAMED) if "tokens are sampled with rounded weights" in note.reason]
     assert result.features == [] and len(said) == is_said
     assert values.get(f"{CORRECTION}.rollout_is") == weights
     assert values.get(QUANTIZATION) == (None if arguments == [f"{QUANTIZATION}=null"] else "fp8")
@@ -312,7 +312,7 @@ def test_a_teacher_behind_a_server_is_one_of_the_run():
     assert values[f"{LOSS_OF_TEACHERS}.use_policy_gradient"] is values[f"{LOSS_OF_TEACHERS}.use_task_rewards"] is False
     assert values["actor_rollout_ref.hybrid_engine"] is False
     (said,) = (str(note) for note in result.of(Kind.RENAMED) if note.setting.key == "teacher.server_ip")
-    assert said.endswith(f"name its folder, with which the server is started, in {TEACHER}.model_path")
+    assert said.endswith(f"name the folder with which its server is started in {TEACHER}.model_path")
     result = port(None, [*arguments, f"{TEACHER}.model_path=big", "algorithm.adv_estimator=gae"], {})
     values = {setting.key: setting.value for setting in result.settings}
     assert (values[f"{TEACHER}.model_path"], values["algorithm.adv_estimator"]) == ("big", "gae")

@@ -52,13 +52,13 @@ def test_batches_in_generation_and_the_bound_on_their_age_are_steps_ahead(argume
 @pytest.mark.parametrize(
     ("arguments", "kind", "text"),
     [
-        ([SEPARATE, f"{SAMPLER}.max_off_policy_strategy=wait"], Kind.RENAMED, "waits for the answers to its own"),
+        ([SEPARATE, f"{SAMPLER}.max_off_policy_strategy=wait"], Kind.RENAMED, "waits for the responses to its own"),
         ([SEPARATE, f"{SAMPLER}.max_off_policy_strategy=drop"], Kind.DIFFERS, "groups that finish first"),
         ([f"{SAMPLER}.max_off_policy_strategy=drop"], Kind.IGNORED, "one version of the weights"),
         ([f"{SAMPLER}.max_off_policy_threshold=8"], Kind.IGNORED, "one version of the weights"),
         ([f"{V1}.colocate_async.num_warmup_batches=2"], Kind.IGNORED, "trainer_mode=colocate_async alone"),
         ([COLOCATE, f"{V1}.separate_async.parameter_sync_step=7"], Kind.IGNORED, "trainer_mode=separate_async alone"),
-        ([SEPARATE, f"{V1}.separate_async.hybrid_rollout.enable_switch=true"], Kind.IGNORED, "speed alone"),
+        ([SEPARATE, f"{V1}.separate_async.hybrid_rollout.enable_switch=true"], Kind.IGNORED, "only speed"),
         ([f"{SAMPLER}.sync_refill_failed_groups=true"], Kind.IGNORED, "no group fails here"),
         ([SEPARATE, "trainer.use_v1=false"], Kind.IGNORED, "older trainer"),
     ],
@@ -75,16 +75,16 @@ def test_each_key_is_translated_or_says_why_not(arguments, kind, text):
 @pytest.mark.parametrize(
     ("arguments", "feature"),
     [
-        ([f"{V1}.trainer_mode=remote"], "other modes"),
-        ([SEPARATE, f"{V1}.separate_async.num_warmup_batches=-1"], "this number of batches ahead"),
-        ([SEPARATE, f"{SAMPLER}.max_off_policy_threshold=0"], "this bound on the age"),
-        ([SEPARATE, f"{SAMPLER}.max_off_policy_strategy=keep"], "this way with samples"),
-        ([SEPARATE, f"{V1}.separate_async.parameter_sync_step=3"], "transfers of weights that are not one"),
-        ([SEPARATE, f"{SAMPLER}.custom_sampler.path=mine.py"], "samplers of one's own"),
-        ([f"{SAMPLER}.poll=3"], f"the key {SAMPLER}.poll, which no table knows"),
-        (["skip.rollout_tq.enable=true", "skip.rollout_tq.steps=[1]"], "training on stored answers"),
-        (["actor_rollout_ref.rollout.single_turn_response_length=9"], "turns that are shorter than an answer"),
-        (["data.custom_cls.path=mine.py", "data.custom_cls.name=Mine"], "dataset classes of one's own"),
+        ([f"{V1}.trainer_mode=remote"], "modes of verl's V1"),
+        ([SEPARATE, f"{V1}.separate_async.num_warmup_batches=-1"], "this number of batches in generation"),
+        ([SEPARATE, f"{SAMPLER}.max_off_policy_threshold=0"], "this bound on the staleness"),
+        ([SEPARATE, f"{SAMPLER}.max_off_policy_strategy=keep"], "this strategy for samples"),
+        ([SEPARATE, f"{V1}.separate_async.parameter_sync_step=3"], "weight transfers that are not one"),
+        ([SEPARATE, f"{SAMPLER}.custom_sampler.path=mine.py"], "custom samplers"),
+        ([f"{SAMPLER}.poll=3"], f"the key {SAMPLER}.poll, which is in no table"),
+        (["skip.rollout_tq.enable=true", "skip.rollout_tq.steps=[1]"], "training on stored responses"),
+        (["actor_rollout_ref.rollout.single_turn_response_length=9"], "a length limit per turn"),
+        (["data.custom_cls.path=mine.py", "data.custom_cls.name=Mine"], "custom dataset classes"),
     ],
 )
 def test_what_would_train_something_else_is_refused(arguments, feature):
@@ -155,5 +155,5 @@ def test_the_files_of_verls_asynchronous_programs_are_its_defaults(tmp_path, nam
     script = tmp_path / "run.sh"
     script.write_text(f"python -m verl.experimental.{program} --config-path=config --config-name='{name}' a.b=null\n")
     result = port(script, ["trainer.nnodes=2"], {})
-    assert result.features == ["the key a.b, which no table knows"]
+    assert result.features == ["the key a.b, which is in no table"]
     assert values(result).get(PARTIAL) is (False if "one_step" in name else None)

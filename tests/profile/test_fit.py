@@ -182,7 +182,7 @@ def test_the_file_reads_back(tmp_path):
     found = read_hardware(yaml.safe_load(text), tmp_path / "cpu.yaml")
     assert found == TRUE
     said = " ".join(sentences(measured))
-    assert "10% in the median" in said and "20 s beside its steps" in said and "profiled in 100 s" in said
+    assert "10% in the median" in said and "20 s in addition to its steps" in said and "profiled in 100 s" in said
     assert [table.title for table in tables(measured)] == ["The machine", "On top of FLOPs and bytes", "A short run"]
 
 

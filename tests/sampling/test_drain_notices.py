@@ -68,7 +68,7 @@ def test_lines_that_name_nobody_are_said_once(tmp_path: Path) -> None:
     with DrainNotices(file, None, lines.append) as notices:
         file.write_text("01\n1.0\n3\nfe80::1\n")
         assert notices.read().of(1, set()) == "" and notices.read().of(3, set()) == f"{file} names 3"
-    assert len(lines) == 1 and f"{file} names '01', '1.0', which nobody is called" in lines[0]
+    assert len(lines) == 1 and f"{file} names '01', '1.0', which no replica or node is called" in lines[0]
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -163,7 +163,7 @@ def test_any_answer_of_a_server_costs_one_look(
             assert eventually(lambda least=asked + many: server.asked >= least), name
             assert notices.read().of(number % 10, set()) != "" and len(lines) == number, (name, lines)
     assert not any("secret" in line for line in lines)
-    assert all("drain_url=http://***@127.0.0.1" in line and "is asked on: " in line for line in lines)
+    assert all("drain_url=http://***@127.0.0.1" in line and "is asked again: " in line for line in lines)
 
 
 def eventually(holds) -> bool:

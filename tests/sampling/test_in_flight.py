@@ -131,7 +131,7 @@ def test_a_damaged_file_is_a_sentence(tmp_path: Path) -> None:
     """Would not catch damage that leaves a readable file; the manifest's checksums do."""
     assert read_schedule(tmp_path) is None
     (tmp_path / "rollouts.safetensors").write_bytes(b"nothing")
-    with pytest.raises(ConfigError, match=r"rollouts.safetensors is not what a run writes"):
+    with pytest.raises(ConfigError, match=r"rollouts.safetensors does not have the form that a run writes"):
         read_schedule(tmp_path)
 
 

@@ -16,5 +16,5 @@ def test_a_slice_that_was_not_begun_is_not_taken_for_one_that_was() -> None:
     queue = RequestQueue(
         Scheduler(ScheduleConfig(batch_rows=1, num_steps_total=1), 1), InFlightBatches(1, lambda *_: 0), 1
     )
-    with pytest.raises(RuntimeError, match="replica 0 lacks announced weights: the sender left"):
+    with pytest.raises(RuntimeError, match="replica 0 did not receive announced weights: the sender left"):
         queue.done(SliceReport(0, 0, 0, broken="the sender left"))

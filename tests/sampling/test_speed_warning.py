@@ -14,10 +14,10 @@ from megatron_rl.sampling.async_metrics import WINDOW, SpeedWarning, what_to_cha
         (
             0.31,
             0.10,
-            "training waited for answers 31% of the time, and rollout replicas idled 10%: give the rollout more",
+            "training waited for responses 31% of the time, and rollout replicas idled 10%: give the rollout more",
         ),
         (0.05, 0.51, "rollout replicas idled 51%: give training more of the ranks"),
-        (0.40, 0.40, "both wait for the longest answers; raise trainer.rollout_ahead=2"),
+        (0.40, 0.40, "both wait for the longest responses; raise trainer.rollout_ahead=2"),
     ],
 )
 def test_which_side_waits(trainer, rollout, expected):
@@ -36,4 +36,4 @@ def test_it_warns_once_about_the_last_steps():
     first = next(step for step, text in enumerate(warnings) if text)
     assert sum(text is not None for text in warnings) == 1
     assert first == 20 + 8  # 9 of the last 10 steps waited 0.35: 0.315
-    assert f"in the last {WINDOW} steps training waited for answers 32% of the time" in warnings[first]
+    assert f"in the last {WINDOW} steps training waited for responses 32% of the time" in warnings[first]

@@ -81,5 +81,5 @@ def test_the_reward_model_alone():
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_reward_model_without_a_number(bad):
     """Its own failure, not an estimator's. Would not catch a finite but absurd score."""
-    with pytest.raises(RewardError, match="the reward model gives (nan|inf) to a prompt of .*answer 'two'"):
+    with pytest.raises(RewardError, match="the reward model gives (nan|inf) to a prompt of .*response 'two'"):
         combine(ruled(), model(torch.tensor([0.0, bad, 0.0]), 1.0), 1.0)

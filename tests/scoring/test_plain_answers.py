@@ -59,7 +59,7 @@ FAILURES = {
     "Hidden()": ("no_score", "returned an object of type Hidden, which cannot be shown"),
     "list_()": ("no_score", "returned an object of type list, which cannot be shown"),
     "10**5000": ("no_score", "returned an object of type int, which cannot be shown"),
-    "{'score': 1} | {str(n): 'x' * 90_000 for n in range(200)}": ("no_score", "an answer may take"),
+    "{'score': 1} | {str(n): 'x' * 90_000 for n in range(200)}": ("no_score", "a reply may take"),
 }
 
 

@@ -38,7 +38,9 @@ def config(*overrides: str) -> RunConfig:
 def test_every_answer_has_a_score(overrides, notes):
     """A source may be the rule's alone, which is said. Would not catch a rule that gives every such answer 0."""
     said = check_sources(config(*overrides), SOURCES)
-    assert said == [f"answers to prompts of data source {name} are scored by the rule alone" for name in notes]
+    assert said == [
+        f"responses to prompts of data source {name} are scored only by the reward function" for name in notes
+    ]
 
 
 @pytest.mark.parametrize(
@@ -46,13 +48,13 @@ def test_every_answer_has_a_score(overrides, notes):
     [
         (
             (*NO_RULE, "reward_model.data_sources=[chat]", "reward_models.strict.data_sources=[math]"),
-            "reward_model.data_sources=['chat'] and reward_models.strict.data_sources=['math'] leave answers to "
-            "prompts of code without a score: no reward model scores them, and there is no rule; "
+            "reward_model.data_sources=['chat'] and reward_models.strict.data_sources=['math'] leave responses to "
+            "prompts of code without a score: no reward model scores them, and there is no reward function; "
             "try: ['chat', 'code']",
         ),
         (
             ("reward_model.rule_weight=0", "reward_model.data_sources=[chat,code]", "reward_models.strict.weight=0"),
-            "reward_model.data_sources=['chat', 'code'] leave answers to prompts of math without a score: no reward "
+            "reward_model.data_sources=['chat', 'code'] leave responses to prompts of math without a score: no reward "
             "model scores them, and reward_model.rule_weight=0; "
             "try: ['chat', 'code', 'math']",
         ),
@@ -82,5 +84,5 @@ def test_scores_of_some_rows():
     assert found.variables()["rm_score"] == [8.0, None, 4.0] and found.variables()["strict_score"] == [None, -1.0, None]
     assert found.metrics()["reward/rm_score/mean"] == 6.0
     bad = ModelScores("strict", torch.tensor([float("nan")]), 2.0, rows=torch.tensor([1]))
-    with pytest.raises(RewardError, match="the reward model strict gives nan to a prompt of .*answer 'two'"):
+    with pytest.raises(RewardError, match="the reward model strict gives nan to a prompt of .*response 'two'"):
         combine(ruled, [first, bad], rule_weight=1.0)

@@ -97,7 +97,7 @@ def test_what_is_not_a_score_gets_the_configured_one(tokenizer, result):
     metrics = scored.metrics()
     assert (metrics["reward/failed_ratio"], metrics["reward/no_score"], metrics["reward/raised"]) == (0.5, 1.0, 0.0)
     assert f"returned {result!r};" in scored.first_failure
-    assert "prompt 11 of data source 'unit', answer 'ab'" in scored.first_failure
+    assert "prompt 11 of data source 'unit', response 'ab'" in scored.first_failure
 
 
 def test_all_samples_failing_stops_the_run_unless_allowed(tokenizer):

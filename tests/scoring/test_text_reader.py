@@ -153,10 +153,10 @@ def test_limits_that_leave_no_room():
     conversations, ids = [user("a"), user("a b")], [[3], [3, 6, 4]]
     assert reader(max_length=8).check(conversations, ids) == []
     assert reader(max_length=7).check(conversations, ids) == [
-        "note: 1 of 2 prompts leave no room for an answer in reward_model.max_length=7 of reward_model"
+        "note: 1 of 2 prompts leave no room for a response in reward_model.max_length=7 of reward_model"
     ]
     with pytest.raises(
-        ConfigError, match="max_length=6 is too small: reward_model would read nothing of any answer, "
+        ConfigError, match="max_length=6 is too small: reward_model would read nothing of any response, "
     ) as said:
         reader(max_length=6).check(conversations, ids)
     assert "the shortest of 2 prompts has 6 of its tokens; try: reward_model.max_length=14" in str(said.value)
@@ -178,7 +178,7 @@ def test_prompts_without_their_text():
     """Would not catch a run that forgets to keep it; its first step does."""
     prompts, answers = batch([user("a")], [[3]], [[3]])
     prompts.raw_prompt = None
-    with pytest.raises(ValueError, match="do not carry their conversations"):
+    with pytest.raises(ValueError, match="have no conversations"):
         reader().read(prompts, answers)
 
 

@@ -72,7 +72,7 @@ def test_dry_run_of_products_in_eight_bits(dry_run):
     assert (answer.returncode, answer.stderr) == (0, "")
     linears = 2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672
     for name, size in (("actor", 2), ("reference", 1)):
-        assert re.search(rf"{name} weights in 8 bits +│ +{size * linears * 20 / 8 / 1e9:.2f} GB", answer.stdout)
+        assert re.search(rf"{name} FP8 weights +│ +{size * linears * 20 / 8 / 1e9:.2f} GB", answer.stdout)
     fused = launcher(f"{group}.transformer_impl=transformer_engine", DRY_RUN="1")
     memory = [
         one.stdout[one.stdout.index("Memory per GPU") : one.stdout.index("Commands, in")] for one in (fused, dry_run)
@@ -169,7 +169,7 @@ def test_faults_of_a_launch_exit_with_2():
     unset = launcher("data.val_files=[a.parquet]")
     assert unset.returncode == 2 and "not set: MODEL_PATH TRAIN_FILES." in unset.stderr and "DRY_RUN=1" in unset.stderr
     no_files = launcher(MODEL_PATH="configs/models/llama-3-70b", TRAIN_FILES="a.parquet", VAL_FILES="b.parquet")
-    assert no_files.returncode == 2 and "there is none" in no_files.stderr and "*.safetensors" in no_files.stderr
+    assert no_files.returncode == 2 and "it does not exist" in no_files.stderr and "*.safetensors" in no_files.stderr
 
 
 @pytest.mark.exhaustive

@@ -110,7 +110,7 @@ def test_samples_of_a_page(tmp_path):
         *(("training", 6, row) for row in range(4)),
         ("validation", 3, 0),
     ]
-    assert samples[0]["numbers"]["advantages"] == [1.0, 0.5] and samples[4]["outcome"] == "rule timed out"
+    assert samples[0]["numbers"]["advantages"] == [1.0, 0.5] and samples[4]["outcome"] == "reward function timed out"
     assert len(page_samples(records, 4)[0]) == 2 * 4 and page_samples(records, 4)[1] == 10
 
 

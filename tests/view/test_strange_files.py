@@ -154,7 +154,7 @@ def test_nothing_outside_of_the_folder_enters_a_page(tmp_path: Path) -> None:
     (folder / "val_generations").mkdir()
     (folder / "val_generations/2.jsonl").symlink_to(others / "1.jsonl")
     result = run("view", folder)
-    assert result.output.count("lies outside of the run's folder; --outside reads it") == 3
+    assert result.output.count("it is outside of the run's folder; --outside reads it") == 3
     assert SECRET not in (folder / "view.html").read_text()
     assert "left out" not in run("view", folder, "--outside").output
     assert (folder / "view.html").read_text().count(SECRET) == 3

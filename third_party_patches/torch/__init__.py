@@ -1,1 +1,1 @@
-"""Changes to torch, for processes that rehearse a rank on a GPU that is not there."""
+"""Changes to torch, for processes that rehearse a rank on a GPU that does not exist."""

@@ -1,4 +1,4 @@
-"""Let a CPU build of torch take fake tensors on "cuda", and let `torch.cuda` answer for a GPU that is not there.
+"""Let a CPU build of torch take fake tensors on "cuda", and let `torch.cuda` answer for a GPU that does not exist.
 
 Reason: a rehearsal runs a rank's own code with device cuda where there is none. torch's fake tensors allow that only in
 a build with CUDA: elsewhere autograd ends the process, and `torch.cuda` raises.

@@ -3,7 +3,7 @@
 Reason: vLLM's CPU form of LoRA serves a mixture of adapters. It copies A and B once for every token, which takes more
 memory and time than the layer itself. Here all tokens of a batch have the same adapter.
 What it does: a batch with one adapter computes B (A x) with two matrix products, in the dtype of the weights; one
-without any adds nothing; a mixture goes on as before.
+without any adds nothing; a mixture continues as before.
 """
 
 from __future__ import annotations

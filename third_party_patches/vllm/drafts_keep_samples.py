@@ -2,7 +2,7 @@
 
 Reason: vLLM's rejection sampler accepts drafts by random numbers of its own, and takes as many from a request's
 generator as tokens were drafted. The distribution is the right one, but what a seed draws then depends on the drafts,
-on how many of them a full step has cut, and so on the requests beside it.
+on how many of them a full step has cut, and so on the requests next to it.
 What it does: the plain sampler draws the next token of every request, then the one after it of those whose draft was
 that token, and so on. A draft that is certain is accepted by the same chance either way, each token takes what it
 takes of its generator without drafts, and nothing is computed for tokens behind a wrong draft.

@@ -1,7 +1,7 @@
 """Let vLLM choose the kernels of experts as without LoRA where no adapter is for experts.
 
 Reason: with LoRA on, vLLM takes the kernels of experts that can add adapters, whichever linears have some. Those are
-Triton's, which CPUs lack.
+Triton's, which CPUs do not have.
 What it does: experts count as having adapters only if `lora_target_modules` names them, or nothing.
 """
 

@@ -1,7 +1,7 @@
 """Let vLLM build groups of ranks that are not consecutive.
 
 Reason: vLLM builds every group from `arange(world_size)`, so a tensor-parallel group always has consecutive ranks.
-Generation with a smaller TP size than training needs strided groups, in which each rank's training shard lies inside
+Generation with a smaller TP size than training needs strided groups, in which each rank's training shard is inside
 its rollout shard.
 What it does: while `using_rank_order(order)` is active, place i in vLLM's arithmetic is rank `order[i]`.
 """

@@ -1,8 +1,8 @@
 """Let requests share the part of a prompt that fills no whole block of the KV cache, where all layers are alike.
 
-Reason: vLLM finds a cached prefix inside a block, and copies the block for the request that goes on with it, only for
-models that keep states beside keys and values. With one kind of cache it refuses `prefix_match_unit`, so samples of a
-prompt read again what lies behind its last whole block, and a prompt shorter than a block once each.
+Reason: vLLM finds a cached prefix inside a block, and copies the block for the request that continues with it, only for
+models that keep states next to keys and values. With one kind of cache it refuses `prefix_match_unit`, so samples of a
+prompt read again what is behind its last whole block, and a prompt shorter than a block once each.
 What it does: `prefix_match_unit` holds with one kind of cache, too. A prompt's last part can be found from the step
 after the one that reads it, because vLLM copies blocks at the beginning of a step.
 """

@@ -3,8 +3,8 @@
 Reason: vLLM's CPU backend pads and prepacks the stacked expert weights into its own tensors. Weights shared with the
 trainer would be copied once, and later updates would be lost.
 What it does: no weight is packed, and each expert multiplies its tokens with the plain `[E, 2F, H]` and `[E, H, F]`
-weights, of which the former are [gate; up] or, of gpt-oss, gate and up in turns. Experts of any width are accepted,
-because vLLM's multiples of 32 are those of its packed kernels.
+weights, of which the former are [gate; up] or, of gpt-oss, gate and up synchronously. Experts of any width are
+accepted, because vLLM's multiples of 32 are those of its packed kernels.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def silu_gate(mixed: torch.Tensor) -> torch.Tensor:
 
 
 def bounded_gate(mixed: torch.Tensor) -> torch.Tensor:
-    """mixed [T, 2F], gate g and up u in turns, -> (u + 1) g sigmoid(1.702 g), with g <= 7 and |u| <= 7, [T, F]."""
+    """mixed [T, 2F], gate g and up u synchronously, -> (u + 1) g sigmoid(1.702 g), with g <= 7 and |u| <= 7, [T, F]."""
     gate, up = mixed[..., ::2].clamp(max=7.0), mixed[..., 1::2].clamp(-7.0, 7.0)
     return (up + 1.0) * gate * torch.sigmoid(1.702 * gate)
 
@@ -111,9 +111,9 @@ def apply_plain(
     expert_tokens_meta: object,
     apply_router_weight_on_input: bool,
 ) -> None:
-    """Replace `CPUUnquantizedExperts.apply`. Raises NotImplementedError for an activation that `GATES` lacks.
+    """Replace `CPUUnquantizedExperts.apply`. Raises NotImplementedError for an activation that `GATES` does not have.
 
-    experts.stacks: read in place of the weights, if it is there.
+    experts.stacks: read in place of the weights, if it exists.
     """
     if activation.value not in GATES:
         raise NotImplementedError(f"unpacked experts are gated by {', '.join(GATES)}, not by {activation.value}")

@@ -1,7 +1,7 @@
 """Let vLLM import models that read images where torchvision is not installed.
 
 Reason: vLLM takes names, such as `smart_resize`, from transformers' processors of images and videos. These modules
-import torchvision first. So vLLM cannot import a vision-language model, nor a text model that it defines beside one,
+import torchvision first. So vLLM cannot import a vision-language model, nor a text model that it defines next to one,
 and the engine raises "No module named 'torchvision'". Text needs nothing of it.
 What it does: while such a module of transformers is imported, torchvision's modules exist and are empty. Afterwards
 they are gone, so that every question whether torchvision is installed is answered by no. A call that needs it raises
@@ -61,7 +61,7 @@ def empty_torchvision() -> Iterator[None]:
 
 
 class ProcessorLoader(SourceFileLoader):
-    """Imports a module of transformers beside empty modules of torchvision."""
+    """Imports a module of transformers next to empty modules of torchvision."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Run the module's code."""

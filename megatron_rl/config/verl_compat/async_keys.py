@@ -1,8 +1,8 @@
 """Settings of verl's asynchronous trainers, translated to `trainer.rollout_ahead` and `async_training`.
 
 The fully asynchronous trainer counts in samples and transfers where this program counts in steps: a training step takes
-`require_batches` mini-batches, `rollout.*` says how many ranks generate and how many prompts are answered in all, and
-`staleness_threshold` is the share of samples that may be older than the last transfer.
+`require_batches` mini-batches, `rollout.*` says how many ranks generate and how many prompts are generated for in all,
+and `staleness_threshold` is the share of samples that may be older than the last transfer.
 
 The V1 trainer (`trainer.v1`, verl 0.9) keeps `num_warmup_batches` batches in generation beyond the one that is trained,
 trains groups as they finish, and drops or awaits those that are older than `sampler.max_off_policy_threshold` versions.
@@ -21,8 +21,8 @@ CORRECTION = "algorithm.rollout_correction"
 AHEAD, PARTIAL = "trainer.rollout_ahead", f"{GROUP}.partial_rollout"
 TRAIN_BATCH, MINI_BATCH = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
 SYNC, COLOCATE, SEPARATE = "sync", "colocate_async", "separate_async"
-ONE_VERSION = "a synchronous step's answers are all drawn by one version of the weights"
-BY_STALENESS = "async_training.staleness_threshold says how far generation runs ahead"
+ONE_VERSION = "all responses of a synchronous step are sampled with one version of the weights"
+BY_STALENESS = "async_training.staleness_threshold bounds the staleness"
 
 
 def trainer_mode(given: Mapping[str, Any]) -> str:
@@ -80,7 +80,7 @@ def behaviour_as_old(key: str, target: str, value: Any, given: Mapping[str, Any]
 def asynchronous(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
     """The V1 trainer's mode. separate_async: the rollout has ranks of its own. colocate_async: it has the actor's.
 
-    In both, unfinished answers go on under new weights. None for a mode that is not verl's.
+    In both, unfinished responses continue under new weights. None for a mode that is not verl's.
     """
     mode = trainer_mode(given)
     if mode == SYNC:
@@ -125,8 +125,9 @@ def stale_groups(key: str, target: str, value: Any, given: Mapping[str, Any]) ->
     if value != "drop":
         return None
     return Differs(
-        f"a step waits for the answers to its own prompts, at most {AHEAD} steps old, and drops none; verl trains the "
-        "groups that finish first and draws others for those that are too old"
+        f"a step waits for the responses to its own prompts, at most {AHEAD} steps old, and drops none; verl trains "
+        "the "
+        "groups that finish first and generates others for those that are too old"
     )
 
 
@@ -149,7 +150,7 @@ def repeatable(key: str, target: str, value: Any, given: Mapping[str, Any]) -> O
     """A rollout that draws the same in every run: in an asynchronous run it takes a schedule that is computed."""
     if is_asynchronous(given):
         return {f"{GROUP}.deterministic": value}
-    return "every answer has a seed of its own, and which replica draws it does not depend on time"
+    return "every response has a seed of its own, and the replica that generates it does not depend on time"
 
 
 def _of_another_mode(key: str, given: Mapping[str, Any]) -> str | None:
@@ -161,7 +162,7 @@ def _of_another_mode(key: str, given: Mapping[str, Any]) -> str | None:
 
 
 def _batches_ahead(given: Mapping[str, Any]) -> int:
-    """Steps that the V1 trainer's prompts are handed out ahead of training: its batches in generation, within the bound
+    """Steps that the V1 trainer's prompts are handed out in advance: its batches in generation, within the bound
     on versions. verl's defaults are 1 and 8.
     """
     batches = given.get(f"{V1}.{trainer_mode(given)}.num_warmup_batches", 1)

@@ -77,7 +77,7 @@ def rule_by_source(key: str, target: str, value: Any, given: Mapping[str, Any]) 
         return {key: None}
     if any(other.startswith("reward_models.") for other in given):
         return {key: None}
-    return "without a reward model the rule of the data source judges"
+    return "without a reward model the reward function of the data source scores"
 
 
 def graphs_of_gpus(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
@@ -93,9 +93,9 @@ def names_megatron(key: str, value: Any) -> bool:
 
 
 def whole_answer(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
-    """The longest turn. An answer is one turn here, so its limit must be the answer's."""
+    """The longest turn. A response is one turn here, so its limit must be the response's."""
     longest = given.get("actor_rollout_ref.rollout.response_length", given.get("data.max_response_length", 512))
-    return "an answer is one turn, and data.max_response_length limits it" if value in (None, longest) else None
+    return "a response is one turn, and data.max_response_length limits it" if value in (None, longest) else None
 
 
 def turns_with_tools(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:

@@ -1,4 +1,4 @@
-"""The table of foreign keys: rows in the YAML files of this folder, and the rows that match a setting.
+"""The table of verl keys: rows in the YAML files of this folder, and the rows that match a setting.
 
 A row has
     keys         patterns: `{a,b}` is a or b, `*` a part of a name, `**` the rest of a key, <ROLE>, <TRAINED>, <MODEL>
@@ -8,7 +8,7 @@ A row has
     values       value there: the value here, or equal settings here; {}: none is needed
     nothing_at   values that ask for nothing here, or `any`
     to           the key here; $1, $2 are what the braces took, $last the key's last part, $rest what `**` took
-    convert      how the value becomes one here, a name of `conversions.py`; where it has no answer the row goes on
+    convert      how the value becomes one here, a name of `conversions.py`; where it has no answer the row continues
     feature      what all other values ask for and is not here
     instead      what to do instead
     why          the reason, one line
@@ -43,7 +43,7 @@ class Differs(str):
 
 
 Outcome = dict[str, Any] | str | None
-"""The result of a conversion: settings here; why nothing needs to be set, or what differs; None: the row goes on."""
+"""The result of a conversion: settings here; why nothing needs to be set, or what differs; None: the row continues."""
 
 
 @dataclass(frozen=True)

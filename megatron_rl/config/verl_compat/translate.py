@@ -48,7 +48,7 @@ class Note:
     def violation(self) -> Violation:
         """The violation of a setting that is not supported."""
         setting = self.setting
-        rule = f"({setting.origin}) asks for {self.feature}, which is not here"
+        rule = f"({setting.origin}) asks for {self.feature}, which is not supported"
         subject = f"{setting.written}={shown(setting.value)}"
         return Violation({setting.key: setting.value}, rule, hint=self.reason, subject=subject)
 

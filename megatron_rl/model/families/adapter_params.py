@@ -1,7 +1,7 @@
 """Adapters of a model as parameters: which linears have one, and the shape, cut and names of each A and B. No torch.
 
 An adapter is cut as vLLM cuts it: of a linear cut by outputs A is whole and B is cut by outputs; of one cut by inputs
-A is cut by inputs and B is whole. Those of experts are stacked as their matrices are, and cut by experts besides.
+A is cut by inputs and B is whole. Those of experts are stacked as their matrices are, and cut by experts in addition.
 """
 
 from __future__ import annotations

@@ -62,12 +62,12 @@ class AttentionKeys:
     shares_hidden: ClassVar[bool] = True
     """Without `head_dim` the heads share the hidden size."""
     other_kinds: ClassVar[frozenset[str]] = frozenset()
-    """config.json's names of layers that are not of full attention, besides those with windows."""
+    """config.json's names of layers that are not of full attention, in addition to those with windows."""
     rope_types: ClassVar[Mapping[str, tuple[str, ...]]] = ROPE_TYPES
     absent_ropes: ClassVar[Mapping[str, Any]] = {}
     """Rotary settings where config.json has none."""
     differing_yarn: ClassVar[tuple[str, ...]] = ("attention_factor", "truncate")
-    """Settings of yarn that vLLM reads otherwise than transformers."""
+    """Settings of yarn that vLLM reads differently from transformers."""
     has_fixed_kinds: ClassVar[bool] = False
     """vLLM reads no `layer_types`: layers must have windows by `period`."""
     sinks: ClassVar[bool] = False
@@ -179,7 +179,8 @@ def kinds_by_period(keys: AttentionKeys, settings: Mapping[str, Any], between: s
 
 
 def rotary_share(keys: AttentionKeys, settings: Mapping[str, Any]) -> float:
-    """The share of a head that is rotated. transformers 5 has it in the rotary settings, older versions beside them."""
+    """The share of a head that is rotated. transformers 5 has it in the rotary settings, older versions next to
+    them."""
     if keys.partial_rotary is None:
         return 1.0
     rope = settings.get("rope_parameters") or {}

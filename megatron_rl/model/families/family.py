@@ -111,10 +111,10 @@ class Carried:
 
 @dataclass(frozen=True)
 class Inside:
-    """Where a language model lies in the folder of a larger model, such as one that also reads images.
+    """Where a language model is in the folder of a larger model, such as one that also reads images.
 
     text: the language model by itself; a critic is exported as its classifier. key: the object of config.json with its
-    settings, which may also lie outside of it. folder_prefix: stands in the names of a folder's tensors for the text
+    settings, which may also be outside of it. folder_prefix: stands in the names of a folder's tensors for the text
     model's "model.". engine_prefix: stands before the text model's names in the rollout engine. is_only_form: the
     language model is published in no other folder, so that runs on text name it, too.
     """
@@ -149,10 +149,10 @@ class Family:
     rollout: settings that vLLM reads from config.json and that transformers does not need.
     engine_names: module of a folder's tensors -> vLLM's name of it, where they differ.
     unpacked: quantised weights, by `quant_method` of config.json's quantization_config, that import unpacks.
-    carried: tensors of the folder beside those of the language model. own_type: the model_type of config.json, if it is
-    not the architecture's name in lower case. other_types: model types that published folders of this arithmetic have
-    and transformers does not know. inside: where the language model lies in a larger one, of which the rest is carried;
-    None: it is the whole model.
+    carried: tensors of the folder next to those of the language model. own_type: the model_type of config.json, if it
+    is not the architecture's name in lower case. other_types: model types that published folders of this arithmetic
+    have and transformers does not know. inside: where the language model is in a larger one, of which the rest is
+    carried; None: it is the whole model.
     """
 
     architecture: str

@@ -24,7 +24,7 @@ class MixedShape(AttentionShape):
 
 @dataclass(frozen=True)
 class GatedDeltaKeys(AttentionKeys):
-    """Keys of models in which only some layers attend to all positions, with a gate on what they answer.
+    """Keys of models in which only some layers attend to all positions, with a gate on what they response.
 
     interleaved: how a folder has the projections of linear layers, see `GatedDelta`. Without `layer_types` every
     `period`-th layer is one of full attention, by `period_key`.

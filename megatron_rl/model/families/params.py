@@ -19,7 +19,7 @@ HEAD = "output_layer.weight"
 """Megatron's name of the weight of a vocabulary head and of a value head."""
 
 EIGHT_BIT_LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""Megatron's names of the linears of attention and dense MLPs, whose products can be in 8 bits."""
+"""Megatron's names of the linears of attention and dense MLPs, whose products can be in FP8."""
 
 
 def is_in_eight_bits(name: str) -> bool:
@@ -29,7 +29,7 @@ def is_in_eight_bits(name: str) -> bool:
 
 
 def eight_bit_names(specs: Mapping[str, ParamSpec]) -> set[str]:
-    """The rollout engine's names of the weights that it can read as codes of 8 bits: linears of attention, MLPs and
+    """The rollout engine's names of the weights that it can read as FP8 weights: linears of attention, MLPs and
     shared experts, and stacked experts.
     """
     return {spec.tensor.name for name, spec in specs.items() if _is_stack(spec) or _is_linear(name)}

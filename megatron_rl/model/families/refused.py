@@ -38,13 +38,13 @@ REFUSED = (
     Refusal("Llama4*", LLAMA_4, "LlamaForCausalLM"),
     Refusal("Gemma3nForConditionalGeneration", f"{GEMMA_3N}; its folders see and hear", "Gemma3ForCausalLM"),
     Refusal("Gemma3n*", GEMMA_3N, "Gemma3ForCausalLM"),
-    Refusal("Gemma4*", f"{VISION}: a dense text model is here, in a folder of its own", "Gemma4ForCausalLM"),
+    Refusal("Gemma4*", f"{VISION}: a dense text model in a folder of its own is supported", "Gemma4ForCausalLM"),
     Refusal("NemotronH*", NEMOTRON_H, "Qwen3MoeForCausalLM"),
     Refusal(
         "KimiLinear*", "linear attention by the gated delta rule with a gate of each element", "DeepseekV3ForCausalLM"
     ),
-    Refusal("KimiK25*", f"{VISION}: K2's language model is here, in a folder of its own", "DeepseekV3ForCausalLM"),
-    Refusal("Kimi*", "Kimi models other than those of DeepSeek-V3's architecture", "DeepseekV3ForCausalLM"),
+    Refusal("KimiK25*", f"{VISION}: K2's language model in a folder of its own is supported", "DeepseekV3ForCausalLM"),
+    Refusal("Kimi*", "Kimi models that do not have DeepSeek-V3's architecture", "DeepseekV3ForCausalLM"),
     Refusal("DeepseekV*", "sparse attention", "DeepseekV3ForCausalLM"),
     Refusal("GlmMoeDsa*", "sparse attention", "Glm4MoeForCausalLM"),
     Refusal("*VL*", VISION),
@@ -53,7 +53,7 @@ REFUSED = (
     Refusal("*Omni*", VISION),
     Refusal("Intern*Chat*", VISION),
     Refusal("Glm*", "dense GLM models", "Glm4MoeForCausalLM"),
-    Refusal("GemmaFor*", "the first Gemma, of which only 2 and 3 are here", "Gemma2ForCausalLM"),
+    Refusal("GemmaFor*", "the first Gemma; only 2 and 3 are supported", "Gemma2ForCausalLM"),
     Refusal("*Mamba*", "state-space layers"),
     Refusal("*", "models of this architecture"),
 )

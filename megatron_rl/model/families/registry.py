@@ -52,12 +52,12 @@ def is_reward_model(architectures: Iterable[str] | None) -> bool:
 
 
 def inside_of(architectures: Iterable[str] | None) -> Inside | None:
-    """Where the language model of a HF config's `architectures` lies in a larger one; None if it is the whole."""
+    """Where the language model of a HF config's `architectures` is in a larger one; None if it is the whole."""
     return next((FAMILIES[name].inside for name in architectures or [] if name in FAMILIES), None)
 
 
 def text_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a config.json's language model, which may lie inside a larger model; else all settings.
+    """The settings of a config.json's language model, which may be inside a larger model; else all settings.
 
     Raises ConfigError if there is no object where they should be.
     """

@@ -19,7 +19,7 @@ DEFAULT_NUM_LABELS = 2
 class Routing:
     """How tokens are routed to experts. `ffn_size`: columns of one expert; `normalised`: a token's weights sum to 1.
 
-    shared_size: columns of the MLP that every token passes beside them, 0 without one; shared_gate: its output is
+    shared_size: columns of the MLP that every token passes next to them, 0 without one; shared_gate: its output is
     scaled per token. dense_layers: numbers of the layers that have a dense MLP instead. scoring: how experts are
     chosen, from at most `groups_per_token` of `num_groups` groups; None: by a softmax over all. scale: of the weights.
     """
@@ -204,7 +204,7 @@ def full_attention(family: Family, settings: Mapping[str, Any]) -> dict[str, Any
 
 
 def rollout_settings(family: Family, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that vLLM needs beside config.json to compute what transformers computes.
+    """Settings that vLLM needs next to config.json to compute what transformers computes.
 
     settings: of the language model, and so are those that are returned (see `placed_settings`).
     """

@@ -13,7 +13,7 @@ from megatron_rl.parallel.sharding import LogicalTensor, Segment
 
 @dataclass(frozen=True)
 class SharedExperts:
-    """An MLP beside the experts that every token passes.
+    """An MLP next to the experts that every token passes.
 
     block: its name in the experts' block. gate: the name there of a matrix of one row; its sigmoid scales a token's
     output; None: the output is not scaled. size_key: the config.json key of its columns. count_key: the key of the
@@ -68,9 +68,9 @@ class Experts:
     size_key: the config.json key of one expert's columns.
     norm_topk_prob: whether the weights of a token's experts add up to 1; None: config.json says it, by default false.
     dense_keys: the config.json keys that say which layers have a dense MLP instead -> their defaults (`dense_layers`).
-    shared: an MLP that every token passes beside its experts; None: the family has none.
+    shared: an MLP that every token passes next to its experts; None: the family has none.
     scoring: how experts are chosen; None: the largest values of a softmax over all experts.
-    stacks: all experts lie in stacks, with biases and bounded gates (`model/biased_experts.py`); None: one by one.
+    stacks: all experts are in stacks, with biases and bounded gates (`model/biased_experts.py`); None: one by one.
     """
 
     block: str = "mlp"
@@ -191,7 +191,7 @@ class ExpertsMLP(LayerPart):
     def widest_elements(self, block: LayerBlock, cut: Cut, *, backward: bool) -> float:
         rows, ffn = block.tokens * self._routed(cut), self.ffn // cut.expert_tp_size
         shared = self.shared // cut.tp_size * block.tokens
-        # Until the experts have answered, what was sent, received and sorted stays, beside the answers, twice.
+        # Until the experts have answered, what was sent, received and sorted stays, next to the responses, twice.
         answered = 0.0 if backward else rows * (5 * self.hidden + ffn)
         return max(rows * ffn * (4 + backward), answered, shared * (3 + backward))
 

@@ -14,7 +14,7 @@ LARGEST_TILE = 1 << 24
 BLOCK_SIZES = {"cpu": 32, "cuda": 16}
 """Tokens of one block of vLLM's cache, by device. The kernel on CPU accepts multiples of 32."""
 CPU_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Elements of a head for which vLLM has kernels on CPU. vLLM's own list lacks 48, which it computes."""
+"""Elements of a head for which vLLM has kernels on CPU. vLLM's own list does not have 48, which it computes."""
 KV_MATRICES = {False: 2, True: 1}
 """Whether values are keys -> matrices from the hidden state to heads of keys and values."""
 CUDA_HEAD_MULTIPLE, CUDA_LARGEST_HEAD = 8, 256
@@ -42,7 +42,7 @@ class AttentionShape:
     layer has a window. turned: number of elements of a head that are rotated, from the first on. two_ropes: layers with
     a window have a rotary embedding of their own. wide: heads of layers without a window, which are turned whole; None:
     all layers have the same heads. value_norm: values are normalised per head, without a weight. sinks: every head has
-    a learned logit that joins its softmax. gated: what heads answer is scaled by a gate.
+    a learned logit that joins its softmax. gated: what heads response is scaled by a gate.
     """
 
     scale: float = 1.0
@@ -74,8 +74,8 @@ class GroupedAttention(AttentionPart):
     to, its own included; None: all before it. is_whole: no layer of the model has a bound, a window or a sink.
     value_norm: values are normalised per head, without a weight. values_are_keys: there is no projection to values;
     they are the keys before norm and rotation. kv_heads_key: the config.json key of num_kv_heads. has_kernel: GPUs have
-    one if there is no bound. gated: the projection of queries has beside each head
-    a gate of its size, whose sigmoid scales what the head answers.
+    one if there is no bound. gated: the projection of queries has next to each head
+    a gate of its size, whose sigmoid scales what the head responses.
     """
 
     block_sizes = BLOCK_SIZES

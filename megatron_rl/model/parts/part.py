@@ -77,7 +77,7 @@ class LayerPart(ABC):
 
     @abstractmethod
     def kept_bytes(self, block: LayerBlock, cut: Cut) -> float:
-        """Bytes kept between forward and backward, besides the layer's residuals."""
+        """Bytes kept between forward and backward, in addition to the layer's residuals."""
 
     def again_bytes(self, block: LayerBlock, cut: Cut, module: str) -> float:
         """How many of `kept_bytes` are not kept where `module` is recomputed."""
@@ -147,7 +147,7 @@ class AttentionPart(LayerPart):
 
     @property
     def te_lacks(self) -> str:
-        """What transformer-engine's linear layers lack for it, as "latent attention"; "" if nothing."""
+        """What transformer-engine's linear layers do not have for it, as "latent attention"; "" if nothing."""
         return self.own_linears
 
     @property

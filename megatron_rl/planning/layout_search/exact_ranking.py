@@ -1,6 +1,6 @@
 """Placements that `map` offers, checked and counted like a run: preflight, memory plan, step time.
 
-The search counts roles and their passes exactly, but the transition by closed forms and no message in flight. Here the
+The search counts roles and their passes exactly, but the resharding by closed forms and no message in flight. Here the
 configuration is built, every rule is checked, the whole memory of the sampled stages is counted, and the step is timed
 with the bytes of the exchange plan.
 """
@@ -28,7 +28,7 @@ from megatron_rl.planning.transition import TransitionPlan
 
 
 class BoundedModels(RunModels):
-    """A run whose transition messages are assumed to have the largest size, so that no schedule is computed."""
+    """A run whose resharding messages are assumed to have the largest size, so that no schedule is computed."""
 
     def scratch_bytes(self, pp_rank: int, *, first: bool = False) -> int:
         """Return the bytes of the most messages in flight."""
@@ -56,7 +56,7 @@ class Candidate:
 
 
 class Finalists:
-    """Counts placements exactly. Equal pools and transitions are counted once.
+    """Counts placements exactly. Equal pools and reshardings are counted once.
 
     refused, too_large: placements that preflight refuses, or that do not fit.
     """
@@ -105,7 +105,7 @@ class Finalists:
         return Candidate(placed, config, settings, time, seconds, memory, placed.seconds)
 
     def _key(self, placed: Placed) -> tuple[Any, ...]:
-        """Return what decides a transition."""
+        """Return what decides a resharding."""
         drawer = next(choice for choice in placed.choices if choice.generation is not None)
         trainer = placed.choices[0]
         assert drawer.generation is not None  # it was looked for

@@ -14,7 +14,7 @@ from megatron_rl.planning.model_folder import ModelSizes
 from megatron_rl.planning.stage_rules import spreads
 
 CHUNKS = (2, 3, 4, 5, 8)
-"""Numbers of model chunks of a stage that are tried, besides 1."""
+"""Numbers of model chunks of a stage that are tried, in addition to 1."""
 MOST_EXPERT_RANKS = 64
 MOST_CONTEXT_RANKS = 16
 

@@ -53,7 +53,7 @@ def time_table(mapped: SearchResult) -> Table:
             for phase in phases
         ]
         rows.append((str(number), *marks, limit_of(mapped.request.work, candidate)))
-    return plain_table("Seconds of each phase; * beside others", ("", *phases, "what limits it"), rows)
+    return plain_table("Seconds of each phase; * in parallel with others", ("", *phases, "what limits it"), rows)
 
 
 def roles_of_pool(choice: PoolChoice) -> str:
@@ -84,7 +84,7 @@ def limit_of(work: SearchProblem, candidate: Candidate) -> str:
     worst = max(path, key=lambda phase: seconds[phase])
     share = f"{worst} {seconds[worst] / candidate.time.total:.0%}"
     if candidate.is_ahead:
-        share = f"runs ahead; {share}"
+        share = f"asynchronous; {share}"
     return f"{share}: {', '.join(reasons(work, candidate, worst)) or 'FLOPs'}"
 
 
@@ -124,7 +124,7 @@ def _of_generation(work: SearchProblem, choice: PoolChoice) -> Iterator[str]:
     elif mine * replicas > (1 + IDLE) * work.load.num_samples:
         yield f"{replicas} replicas for {work.load.num_samples} samples"
     else:
-        yield "reads weights for the longest answers"
+        yield "reads weights for the longest responses"
 
 
 def _of_pass(work: SearchProblem, choice: PoolChoice, name: str, kind: str) -> Iterator[str]:
@@ -154,7 +154,7 @@ def sentences(mapped: SearchResult) -> list[str]:
         f"{mapped.search_seconds:.1f} s; {mapped.num_skipped} allocations cannot be faster by their FLOPs and bytes",
         f"exact over its space; FLOPs and the best generation alone take {mapped.lower_bound:.2f} s of any placement: "
         f"the best is {mapped.gap:.0%} above what no layout can beat",
-        *([f"trainer.rollout_ahead={best.placed.ahead}: answers are up to a step old"] if best.is_ahead else []),
+        *([f"trainer.rollout_ahead={best.placed.ahead}: responses are up to a step old"] if best.is_ahead else []),
     ]
 
 

@@ -1,7 +1,7 @@
 """The best layouts of one pool: for each set of roles and number of ranks the Pareto front of layouts.
 
-The objectives are seconds of scores, of updates, of generation and of the transition. A step takes the longest scores
-and the longest updates of all pools, plus generation and transition.
+The objectives are seconds of scores, of updates, of generation and of the resharding. A step takes the longest scores
+and the longest updates of all pools, plus generation and resharding.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DROP = "actor_rollout_ref.rollout.drop_train_weights"
 
 @dataclass(frozen=True)
 class Generation:
-    """How a pool generates. seconds: of a batch, without the transition. steady: of a batch when running ahead.
+    """How a pool generates. seconds: of a batch, without the resharding. steady: of a batch when running ahead.
 
     offloaded: the entry of `LEVELS`. offload: seconds of moving that to the host and back.
     """
@@ -52,7 +52,7 @@ class Generation:
 class PoolChoice:
     """One layout of a pool. options: role -> kind of pass -> how it is cut into micro-batches.
 
-    score, update, gen, reshard: seconds. Between two pools reshard is this pool's side of the transition.
+    score, update, gen, reshard: seconds. Between two pools reshard is this pool's side of the resharding.
     """
 
     block: tuple[str, ...]
@@ -131,7 +131,7 @@ class Pools:
         return kept
 
     def _ways(self, block: tuple[str, ...], units: int, grid: Grid, uncut: list[PoolChoice]) -> list[PoolChoice]:
-        """Return how `grid`, and every layout that adds CP to it, can generate and make its transition.
+        """Return how `grid`, and every layout that adds CP to it, can generate and make its resharding.
 
         uncut: the choices of `grid`. Without any, or where a rollout's weights take room from passes, some passes may
         have been too large, so that every way to generate counts.

@@ -93,7 +93,7 @@ def write_points(request: MapRequest, best: Candidate, others: Sequence[Candidat
     }
     with writing():
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("# For megatron-rl ablate: what map offers, and placements drawn at random.\n")
+        file.write_text("# For megatron-rl ablate: the candidates of map, and placements chosen at random.\n")
         with file.open("a") as opened:
             yaml.safe_dump(content, opened, sort_keys=False, width=120)
 

@@ -45,7 +45,7 @@ class MapRequest:
 
     path: of the configuration. overrides: the kept values as text. settings: those of the file and the overrides, under
     the schema's keys. config: as read. lengths: mean tokens of prompt and
-    answer. per_node: --gpus-per-node.
+    response. per_node: --gpus-per-node.
     """
 
     path: Path

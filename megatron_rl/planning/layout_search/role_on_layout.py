@@ -149,7 +149,7 @@ class RoleOnLayout:
         return seconds / filling * share / math.ceil(share - 1e-9) + calls * self.call_seconds
 
     def bytes_of(self, option: Option) -> list[int]:
-        """Return the bytes that a pass needs besides permanent bytes, on each sampled stage."""
+        """Return the bytes that a pass needs in addition to permanent bytes, on each sampled stage."""
         if id(option) not in self._bytes:
             ledger, passes = self.ledger, option.passes
             again = None if option.recompute is None else self._of(option.recompute)

@@ -159,7 +159,7 @@ class SearchProblem:
     def __init__(
         self, config: RunConfig, hardware: Hardware, cluster: ClusterSize, lengths: tuple[float, float], keeps: Keeps
     ) -> None:
-        """config: breaks no rule that is independent of placement. lengths: mean tokens of prompt and answer."""
+        """config: breaks no rule that is independent of placement. lengths: mean tokens of prompt and response."""
         self.config, self.hardware, self.cluster, self.lengths, self.keeps = config, hardware, cluster, lengths, keeps
         self.usable = usable_bytes(hardware)
         self.device = config.trainer.device
@@ -215,7 +215,7 @@ class SearchProblem:
 
     @cached_property
     def may_run_ahead(self) -> bool:
-        """Whether generation may run ahead of training on ranks of its own: only if stale tokens are corrected."""
+        """Whether generation may run asynchronously on ranks of its own: only if stale tokens are corrected."""
         config, correction = self.config, self.config.algorithm.rollout_correction
         corrects = correction.rollout_is or correction.rollout_rs or correction.bypass_mode
         is_often = config.async_training.trigger_parameter_sync_step <= 2
@@ -223,7 +223,7 @@ class SearchProblem:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt and answer together."""
+        """Tokens of the longest prompt and response together."""
         return self.config.longest_sequence
 
     def pass_load(self, role: RoleWork, pass_spec: PassSpec, recompute: float | None, cp: int = 1) -> Load:

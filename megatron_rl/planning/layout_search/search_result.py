@@ -79,7 +79,7 @@ def nothing_fits(request: MapRequest) -> str:
         return "; ".join([*lines, "no placement of the roles has these pools: leave one of the kept values out"])
     needs = [least_bytes(search, block, request.cluster.num_units) for block in partition]
     if math.inf in needs:
-        lines.append("no layout that passes every rule cuts the models over these ranks")
+        lines.append("no layout that passes every check splits the models over these ranks")
     else:
         most = max(needs)
         missing = max(0.0, most - work.usable)

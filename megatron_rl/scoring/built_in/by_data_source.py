@@ -1,4 +1,4 @@
-"""Each answer is judged by the rule that declares its data source."""
+"""Each response is judged by the rule that declares its data source."""
 
 from __future__ import annotations
 

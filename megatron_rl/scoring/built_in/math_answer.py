@@ -1,4 +1,4 @@
-"""The answer must be mathematically equal to the ground truth, as math-verify judges."""
+"""The response must be mathematically equal to the ground truth, as math-verify judges."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def math_answer(data_source: str, solution_str: str, ground_truth: Any, extra_in
     r"""Right if the final answer is mathematically the ground truth: the last \boxed{}, LaTeX, or else the last number.
 
     The ground truth may be a whole solution that ends as GSM8K's do, `#### 42`, or as MATH's, in a \boxed{}. Raises
-    ValueError for a ground truth that math-verify does not understand, with which no answer could be right.
+    ValueError for a ground truth that math-verify does not understand, with which no response could be right.
     """
     library = _math_verify()
     # The workers stop what takes too long; the library's own alarms would only add a second limit.
@@ -53,7 +53,7 @@ def math_answer(data_source: str, solution_str: str, ground_truth: Any, extra_in
 
 
 def final_answer(truth: str) -> str:
-    r"""Return the answer of a ground truth in a \boxed{}: its last one, what follows GSM8K's mark, or all of it."""
+    r"""Return the response of a ground truth in a \boxed{}: its last one, what follows GSM8K's mark, or all of it."""
     if "\\boxed" in truth:
         return truth[truth.rfind("\\boxed") :]
     return f"\\boxed{{{truth.rpartition('####')[2].strip()}}}"

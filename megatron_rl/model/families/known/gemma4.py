@@ -7,13 +7,13 @@ from megatron_rl.model.families.wide_heads import WideHeadKeys
 
 EMBEDDINGS = "embeddings of every layer, as in E2B and E4B, would have to reach every pipeline stage"
 HANDED_ON = "layers that use the keys and values of others, as in E2B and E4B, would have to be in their pipeline stage"
-BESIDE = "experts beside a dense MLP, as in 26B-A4B, with a router that has norms and scales of its own"
+BESIDE = "experts in parallel with a dense MLP, as in 26B-A4B, with a router that has norms and scales of its own"
 
 FAMILIES = (
     # Gemma-4: wide heads in layers without a window, normalised values, a scale of each layer.
     Family(
         "Gemma4ForCausalLM",
-        "Gemma4TextForSequenceClassification",  # which transformers lacks: only critics here start from one
+        "Gemma4TextForSequenceClassification",  # which transformers does not have: only critics here start from one
         own_type="gemma4_text",
         qk_norm=True,
         attention=WideHeadKeys(local=True, period=6, thetas=(1_000_000.0, 10_000.0), ends_global=True),

@@ -11,7 +11,7 @@ FAMILIES = (
     # GLM-4.5, 4.6, 4.7: half of every head turns; experts are chosen by sigmoid scores and a bias as in DeepSeek-V3.
     Family(
         "Glm4MoeForCausalLM",
-        "Glm4MoeForSequenceClassification",  # which transformers lacks: only critics here start from one
+        "Glm4MoeForSequenceClassification",  # which transformers does not have: only critics here start from one
         qkv_bias_key="attention_bias",
         qk_norm_key="use_qk_norm",
         attention=AttentionKeys(partial_rotary=0.5),
@@ -37,7 +37,7 @@ FAMILIES = (
     # GLM-4.7-Flash: latent attention, and experts chosen as in GLM-4.5.
     Family(
         "Glm4MoeLiteForCausalLM",
-        "Glm4MoeLiteForSequenceClassification",  # which transformers lacks, too
+        "Glm4MoeLiteForSequenceClassification",  # which transformers does not have, too
         attention=LatentKeys(),
         experts=Experts(
             count_keys=("n_routed_experts", "num_local_experts"),

@@ -10,7 +10,7 @@ FAMILIES = (
     # MiniMax-M2: norms over all heads, a part of every head turns, experts by sigmoid scores and a bias in one group.
     Family(
         "MiniMaxM2ForCausalLM",
-        "MiniMaxM2ForSequenceClassification",  # which transformers lacks: only critics here start from one
+        "MiniMaxM2ForSequenceClassification",  # which transformers does not have: only critics here start from one
         own_type="minimax_m2",
         qk_norm=True,
         attention=AttentionKeys(partial_rotary=1.0, turned_key="rotary_dim", joint_norms=True),

@@ -11,7 +11,7 @@ NO_END = {"eos_token_id": None}
 FAMILIES = (
     # Qwen2 and Qwen2.5.
     Family("Qwen2ForCausalLM", "Qwen2ForSequenceClassification", qkv_bias=True, window=WINDOW, defaults=NO_END),
-    # Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention, and a gated MLP for every token beside the experts.
+    # Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention, and a gated MLP for every token next to the experts.
     Family(
         "Qwen2MoeForCausalLM",
         "Qwen2MoeForSequenceClassification",

@@ -54,7 +54,7 @@ TEXT = (
     # The same with experts in all layers.
     Family(
         "Qwen3_5MoeForCausalLM",
-        "Qwen3_5MoeTextForSequenceClassification",  # which transformers lacks: only critics here start from one
+        "Qwen3_5MoeTextForSequenceClassification",  # which transformers does not have: only critics here start from one
         own_type="qwen3_5_moe_text",
         qk_norm=True,
         attention=GatedDeltaKeys(partial_rotary=0.25, period=4, period_key=PERIOD_KEY),

@@ -8,7 +8,7 @@ from megatron_rl.model.families.family import Carried
 from megatron_rl.model.families.known import qwen2, qwen3
 
 FAMILIES = (
-    # Qwen2.5-VL: Qwen2 under its own names, the vision tower beside it. Older folders have no text_config.
+    # Qwen2.5-VL: Qwen2 under its own names, the vision tower next to it. Older folders have no text_config.
     qwen2.FAMILIES[0].within(
         "Qwen2_5_VLForConditionalGeneration",
         "qwen2_5_vl",
