@@ -1,7 +1,6 @@
-"""Columns that stay where ranks made them: what goes through the driver is where their rows are.
+"""Large columns stay in shared memory on the node that produced them; only references go through the driver.
 
-    a rank's response --files.put--> RemoteSegment ... RemoteColumn: rows, joined --> a rank that reads them maps the
-    file
+    a rank's reply --files.put--> RemoteSegment ... RemoteColumn: rows, joined --> a rank that reads them maps the file
 
 A segment is a file in shared memory on the node of the rank that made it. Files are written once and never changed.
 """

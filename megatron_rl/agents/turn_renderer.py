@@ -1,4 +1,4 @@
-"""Openings and observations as tokens, exactly as the tokenizer's chat template joins them.
+"""Conversations and observations as tokens, exactly as the tokenizer's chat template joins them.
 
 The tokens that were drawn are kept; nothing is rendered a second time. What follows a turn is rendered behind a
 synthetic conversation whose last message is the policy's, with the calls that the messages answer, and only what the
@@ -44,7 +44,7 @@ Rendering = tuple[list[Message], dict[str, Any]]
 
 
 class NotAppended(TemplateRefusal):
-    """A template writes what was said otherwise once other messages follow."""
+    """The chat template renders earlier turns differently once more messages follow, so turns cannot be appended."""
 
 
 class TurnRenderer:

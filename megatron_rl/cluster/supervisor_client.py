@@ -1,4 +1,4 @@
-"""A client's end of the supervisor of a run on this machine, and of the ranks that it starts there."""
+"""Client of a node's supervisor process: starts it, asks it to start ranks, and talks to those ranks over pipes."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Cut a mini-batch into micro-batches, one pass through the model each: which rows together, and how they lie.
+"""Cut a mini-batch into micro-batches, one pass through the model each: which rows together, and in which layout.
 
     lengths --MicroBatching.plan--> rows of each block --micro_batches--> blocks, packed or padded
 
-Rows are joined by number (`ppo_micro_batch_size_per_gpu`) or by tokens (`use_dynamic_bsz`), and lie end to end
-(`use_remove_padding`) or under each other, filled up to the longest. Where they lie end to end, a prompt that several
-rows of a block have may lie there once.
+Rows are grouped by number (`ppo_micro_batch_size_per_gpu`) or by tokens (`use_dynamic_bsz`), and are packed end to end
+(`use_remove_padding`) or padded to the longest. In a packed micro-batch, rows with the same prompt may share one copy.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ NO_FIELDS = ("input_ids", "sampled", "conversation_starts", "routed_experts")
 class MicroBatching:
     """How rows are joined into the micro-batches of one role.
 
-    num_rows: rows of a block, in the order of the record. max_tokens: join rows by their tokens instead, in as few
-    blocks as possible and of equal `work`; None: by number. remove_padding: lay the rows of a block end to end.
-    as_tree: lay them as a trie (`prefix_tree.py`), and join them by the nodes that they have together.
+    num_rows: rows of a micro-batch, in the order of the batch. max_tokens: group rows by their tokens instead, in as
+    few micro-batches as possible and of equal `work`; None: by number. remove_padding: pack rows end to end. as_tree:
+    use the prefix-tree layout (`prefix_tree.py`), and group rows by the nodes that they share.
     """
 
     num_rows: int
@@ -98,40 +97,42 @@ class MicroBatching:
 
 @dataclass
 class MicroBatch:
-    """Rows for one pass through the model. Legend: n rows, N their sampled tokens, b x S the block they are in.
+    """Rows for one pass through the model.
 
-    A row lies there as its conversations, one after the other, each a sequence of its own.
-    input_ids: int64 [b, S]. Padded: a sequence each, aligned left, filled up with 0. Packed: b = 1, end to end, then
-    filler.
-    predicts_sampled: bool [b, S - 1], true where the *next* token is a sampled one, of the same row; on the CPU.
-    places: int64 [N], where it is true, among the b x S of the block; of a tree [M], its own; None: the block has not
-    been moved.
-    num_sampled: int64 [n]. rows: int64 [n], their numbers in the record, in the order they lie here.
-    fields: the batch's other columns of sampled tokens, of these rows, flattened row by row to [N, ...].
-    segments: lengths of what lies end to end, filler included, adding up to S; None when padded.
-    prefixes: of the first segments, (first column, columns) of what comes before them and lies elsewhere in the block:
-    their prompt but for its last token; 0 columns where a segment is whole.
-    share: the part that this rank reads, where context-parallel ranks read one each.
-    num_sharing: context-parallel ranks that share the block; None: all of them.
-    is_reported: whether this rank reports the results of the block. Of the ranks that share a block one does.
-    tokens: what is known of the rows' tokens, where experts are replayed or recorded; else None.
-    tree: how the rows lie as a trie; then `segments` are its own, and predicts_sampled says nothing. `targets` and
-    `scored` then have M pairs instead of N tokens; `whole` and `part` go from the ones to the others.
+    Legend: n rows with N sampled tokens, in a micro-batch of b x S positions. The conversations of a row follow one
+    another, each as a sequence of its own. In the prefix-tree layout (`tree`) M pairs take the place of the N tokens.
     """
 
     input_ids: Tensor
+    """int64 [b, S]. Padded: one sequence per line, aligned left, filled up with 0. Packed: b = 1, sequences end to end,
+    then filler."""
     predicts_sampled: Tensor
+    """bool [b, S - 1] on the CPU: whether the *next* token is a sampled one, of the same row. Unused with `tree`."""
     num_sampled: Tensor
+    """int64 [n]: sampled tokens of each row."""
     rows: Tensor
+    """int64 [n]: index of each row in the batch, in the order of this micro-batch."""
     fields: dict[str, Tensor]
+    """The batch's other columns of sampled tokens, of these rows, flattened row by row to [N, ...]."""
     segments: tuple[int, ...] | None = None
+    """Lengths of the packed sequences, filler included; they add up to S. None when padded."""
     prefixes: tuple[tuple[int, int], ...] = ()
+    """Per packed sequence that shares its prompt: (first position, length) of that prompt without its last token,
+    elsewhere in the micro-batch; length 0 where a sequence has its whole prompt."""
     share: ContextShare | None = None
+    """Part that this rank reads under context parallelism."""
     tokens: RoutedTokens | None = None
+    """Router choices of the rows' tokens, where experts are replayed or recorded."""
     num_sharing: int | None = None
+    """Context-parallel ranks that share the micro-batch; None: all of them."""
     is_reported: bool = True
-    places: Tensor | None = None
+    """Whether this rank reports the results: one of the ranks that share the micro-batch does."""
+    predict_index: Tensor | None = None
+    """int64 [N]: flat position (0 to b * S - 1) whose hidden state predicts each sampled token; [M], of its own
+    positions, with `tree`. None until the micro-batch is on the device."""
     tree: PrefixTree | None = None
+    """Prefix-tree layout of the rows, with its own `segments`. `targets` and `scored` then have M pairs instead of N
+    tokens; `whole` and `part` convert between them."""
 
     @property
     def targets(self) -> Tensor:
@@ -146,9 +147,11 @@ class MicroBatch:
         """
         return output.flatten(0, 1).index_select(0, self.predicting() if self.share is None else self.share.places)
 
-    def column_before(self) -> Tensor:
-        """int64 [b x S], on the CPU: of each column the one before it in its sequence, which may lie elsewhere; -1 at
-        the first of a sequence. Of the whole block, whoever shares it; not of a tree.
+    def prev_index(self) -> Tensor:
+        """Return int64 [b * S], on the CPU: position of the previous token of the same sequence; -1 for its first
+        token.
+
+        For the whole micro-batch, not for this rank's share. Not for the prefix-tree layout.
         """
         before = torch.arange(-1, self.input_ids.numel() - 1)
         if self.segments is None:
@@ -162,9 +165,9 @@ class MicroBatch:
         return before
 
     def predicting(self) -> Tensor:
-        """int64 [N]: among the b x S of the block, where the sampled tokens are predicted; of a tree [M], its own."""
-        if self.places is not None:
-            return self.places
+        """Return `predict_index`, computed if the micro-batch has not been moved to a device."""
+        if self.predict_index is not None:
+            return self.predict_index
         if self.tree is not None:
             return self.tree.places
         return torch.nn.functional.pad(self.predicts_sampled, (0, 1)).flatten().nonzero()[:, 0]
@@ -200,11 +203,11 @@ class MicroBatch:
         of_share = {} if self.share is None else {f"share.{name}": x for name, x in self.share.tensors().items()}
         of_tree = {} if self.tree is None else {f"tree.{name}": x for name, x in self.tree.tensors().items()}
         fields = {f"fields.{name}": field for name, field in self.fields.items() if field.dim() == 1}
-        return named | {"places": self.predicting()} | of_share | of_tree | fields
+        return named | {"predict_index": self.predicting()} | of_share | of_tree | fields
 
     def with_tensors(self, moved: Mapping[str, Tensor]) -> MicroBatch:
         """Return the block with other tensors in place of those that `tensors` has, on the device of a pass."""
-        changed: dict[str, Any] = {name: moved[name] for name in ("input_ids", "num_sampled", "rows", "places")}
+        changed: dict[str, Any] = {name: moved[name] for name in ("input_ids", "num_sampled", "rows", "predict_index")}
         if self.share is not None:
             of_share: dict[str, Any] = {name: moved[f"share.{name}"] for name in self.share.tensors()}
             changed["share"] = replace(self.share, **of_share)

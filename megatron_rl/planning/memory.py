@@ -117,7 +117,7 @@ class MemoryOfStage:
             held["rollout weights"] = self.models.rollout_weights_bytes
             if self.config.samples_ahead and self.config.async_training.second_buffer:
                 held["arriving weights"] = arriving_bytes(self.models)
-        elif self.generates and (stays := self.models.receive_buffer_bytes(self.pp_rank, stays=True)):
+        elif self.generates and (stays := self.models.receive_buffer_bytes(self.pp_rank, resident_only=True)):
             held["received shards"] = stays
         elif self.generates and self.config.trainer.device == "cpu" and self.models.actor_role.lora.base_on_host:
             held[ON_HOST] = host_copy_bytes(self.models, self.pp_rank)  # the host is the device

@@ -1,4 +1,7 @@
-"""Bytes of an exchange: planned for one layer of each kind and stage in place of all, and of its messages."""
+"""Resharding traffic, estimated fast: plan one layer of each kind and pipeline stage, multiply by the number of them.
+
+Messages are estimated from the same plan.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ class RepresentativeLayers:
         return sum(piece.numel * self.counts[piece.name] for piece in self.plan.plans[number].received)
 
     def foreign_numel(self, number: int) -> int:
-        """Return the elements of a member's foreign buffer, alignment included; nothing follows the last slot."""
+        """Return the elements of a member's receive buffer, alignment included; nothing follows the last slot."""
         slots = self.plan.plans[number].foreign
         if not slots:
             return 0

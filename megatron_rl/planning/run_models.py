@@ -163,12 +163,13 @@ class RunModels:
             "own codes": max(map(self.in_eight_bits.own_bytes, members)),
         }
 
-    def receive_buffer_bytes(self, pp_rank: int, *, stays: bool = False) -> int:
-        """Return the bytes of the largest foreign memory among a stage's ranks, of the base and of adapters.
+    def receive_buffer_bytes(self, pp_rank: int, *, resident_only: bool = False) -> int:
+        """Return the bytes of the largest receive buffer on any rank of this pipeline stage, base weights and adapters.
 
-        stays: of that part alone that exists between generations.
+        resident_only: count only what stays allocated between rollouts.
         """
-        parts = ([self.representative_layers] if self.actor_role.lora.base_stays else []) if stays else self.alike_parts
+        resident = [self.representative_layers] if self.actor_role.lora.base_stays else []
+        parts = resident if resident_only else self.alike_parts
         numbers = self.members_of_stage(pp_rank)
         return max(sum(part.foreign_numel(number) for part in parts) for number in numbers) * self.element
 

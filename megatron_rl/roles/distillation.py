@@ -1,4 +1,4 @@
-"""What teachers add to the actor's loss, or to its advantages."""
+"""Distillation: what teachers add to the actor's loss, or to its advantages."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ from megatron_rl.roles.token_scorer import TokenScorer
 
 @dataclass(frozen=True)
 class DistillationTerms:
-    """What a micro-batch's loss is made of with teachers, or without.
-
-    advantages: [N], of the policy loss, whose factor is `policy_weight`. losses: of each token [N], which are reported,
-    and join the loss with the factor `weight`; None: there is no teacher. metrics: further numbers by name [N].
-    """
+    """Terms of the actor's loss in one micro-batch: policy_weight * policy_loss(advantages) + weight * losses."""
 
     advantages: Tensor
+    """[N], float32: advantages of the policy loss."""
     losses: Tensor | None = None
+    """[N]: distillation loss of each token, also reported as a metric. None without a teacher."""
     weight: float = 0.0
     policy_weight: float = 1.0
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further metrics by name, a value per token [N]."""
 
 
 class Distillation:
@@ -52,7 +51,7 @@ class Distillation:
         self.heads = []
         if "teacher_hidden" in self._reads and rank.groups.is_last_stage:
             self.heads = teacher_heads(rank, scorer)
-            # Over the tokens that both have, which may be other ones for each teacher.
+            # The student's softmax over the vocabulary that it shares with this teacher.
             self._own = [
                 VocabHead(own.model, replace(other.softmax, soft_cap=own.softmax.soft_cap)) for other in self.heads
             ]

@@ -49,7 +49,7 @@ class MTPTraining:
         embedding: this TP rank's rows [v, H]. A token that is the second of its sequence has no guess. C:
         context-parallel ranks, all of which must call, and get the same.
         """
-        before = block.column_before()
+        before = block.prev_index()
         out = self._guesses(hidden.detach(), block, before, embedding)
         guesses = before[block.predicting().cpu()]
         if block.share is not None:

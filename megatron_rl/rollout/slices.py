@@ -70,10 +70,11 @@ class DraftCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class Drawn:
-    """Additions of one slice to a request: tokens, the engine's log-prob of each, and why the response ended, or "".
+    """Additions of one slice to a request.
 
-    experts: uint8 or int16 [T, layers, K], of all tokens but the last, of a response that has ended, or that as the one
-    row of a remote column; None unless `Sampling.with_experts`. drafts: None of an engine without.
+    token_ids, log_probs: the new tokens, and the engine's log-prob of each. finish: why the response ended; "" if it
+    has not. experts: router choices of every token but the last, uint8 or int16 [T, layers, K], of finished responses
+    only, or a remote column of one row; None unless `Sampling.with_experts`. drafts: None without speculative decoding.
     """
 
     token_ids: tuple[int, ...]
@@ -105,7 +106,7 @@ class SliceReport:
     cache_usage: float = 0.0
 
     def with_held(self, hold: Callable[[torch.Tensor], Stored]) -> SliceReport:
-        """Return the report with the experts of all responses held together (`held_columns.HasColumns`)."""
+        """Return the report with the experts of all responses held together (`remote_columns.HasColumns`)."""
         experts = {request: new.experts for request, new in self.drawn.items() if isinstance(new.experts, torch.Tensor)}
         if not experts:
             return self

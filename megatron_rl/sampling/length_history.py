@@ -1,4 +1,4 @@
-"""How long the last responses to each prompt were, so that requests that will take long begin first."""
+"""Response lengths per prompt, so that requests that will take long can start first."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Longest(NamedTuple):
 
 
 class LengthHistory:
-    """Lengths of the responses in trained batches, by the number of their prompt in the dataset (`Prompts.index`).
+    """Lengths of the responses in trained batches, by their prompt's index in the dataset (`Prompts.index`).
 
-    What is known of a prompt depends on the batch alone, as for `ResponseHistory`. prompt_of: request -> its prompt;
-    who has the responses of the run sets it.
+    What is known of a prompt depends on the batch alone, as for `ResponseHistory`. prompt_of: request -> its prompt's
+    index; the owner of the run's responses sets it.
     """
 
     def __init__(self, rules: ScheduleConfig) -> None:
@@ -38,16 +38,18 @@ class LengthHistory:
         self._lengths: dict[int, list[Longest]] = defaultdict(list)
 
     def expected(self, request: int) -> int | None:
-        """Tokens of a request's longest response, as far as that is known of its prompt."""
+        """Return the tokens of the longest known response to a request's prompt; None if none is known."""
         return self.of(self.prompt_of(request), self._rules.batch_of(request))
 
     def of(self, prompt: int, batch: int) -> int | None:
-        """Tokens of the longest response in the last step that a request of a batch may know; None without one."""
+        """Return the tokens of the longest response to a prompt in the last step that a request of `batch` may use;
+        or None.
+        """
         known = [one.num_tokens for one in self._lengths.get(prompt, ()) if one.step < batch - self._ahead]
         return known[-1] if known else None
 
     def add(self, step: int, prompts: torch.Tensor, rows: Batch) -> None:
-        """Add the responses of a step that is trained. prompts: int64 [B], of rows."""
+        """Record the responses of a trained step. prompts: int64 [B], the index of each row's prompt."""
         longest: dict[int, int] = defaultdict(int)
         for prompt, length in zip(prompts.tolist(), rows.num_sampled.tolist(), strict=True):
             longest[prompt] = max(longest[prompt], length)
@@ -68,7 +70,7 @@ class LengthHistory:
         (folder / LENGTHS_FILE).write_bytes(save(self.tensors(step)))
 
     def read(self, folder: Path) -> None:
-        """Read those of a checkpoint; one of a run that kept none has none. Raises ConfigError for a damaged file."""
+        """Load from a checkpoint; empty if its run did not record any. Raises ConfigError for a damaged file."""
         if (folder / LENGTHS_FILE).exists():
             with opened(folder / LENGTHS_FILE) as content:
                 for prompt, step, num_tokens in content.get_tensor("lengths").tolist():

@@ -1,4 +1,4 @@
-"""The last responses to each prompt, which a request names so that its rollout can guess from them."""
+"""Last responses per prompt, from which speculative decoding proposes draft tokens."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Kept(NamedTuple):
 
 
 class ResponseHistory:
-    """Responses of trained batches, by the number of their prompt in the dataset (`Prompts.index`).
+    """Responses of trained batches, by their prompt's index in the dataset (`Prompts.index`).
 
-    What a request names depends on its batch alone, not on when it begins: responses of the steps that are trained
-    before any weights that may draw it are there. So a run that is resumed, repeated, or loses replicas names the same.
+    A request of batch s uses only responses from steps up to s - 1 - ahead, whenever it starts. So a run that is
+    resumed or replayed, or that loses replicas, makes the same proposals.
     """
 
     def __init__(self, num_kept: int, num_context: int, ahead: int) -> None:
-        """num_kept: responses that a request names, at most. num_context: tokens of the prompt before each, at most.
+        """num_kept: responses that a request uses, at most. num_context: tokens of the prompt before each, at most.
         ahead: see `ScheduleConfig`.
         """
         self._num_kept, self._num_context, self._ahead = num_kept, num_context, ahead
@@ -40,11 +40,11 @@ class ResponseHistory:
         self._prompts_of: dict[int, set[int]] = {}  # step -> prompts of which more may be kept than are ever named
 
     def of(self, prompt: int, batch: int) -> tuple[bytes, ...]:
-        """What a request of a batch names: the last responses, all different, the oldest first."""
+        """Return the last responses to a prompt that a request of `batch` may use: all different, the oldest first."""
         return tuple(kept.token_ids for kept in self._named(self._answers.get(prompt, ()), batch))
 
     def add(self, step: int, prompts: torch.Tensor, rows: Batch) -> None:
-        """Add the responses of a step that is trained; once for each step. prompts: int64 [B], of rows."""
+        """Record the responses of a trained step, once. prompts: int64 [B], the index of each row's prompt."""
         if step in self._prompts_of:
             return
         lengths, starts = row_lengths(rows["input_ids"]).tolist(), first_true(rows["sampled"]).tolist()
@@ -83,7 +83,7 @@ class ResponseHistory:
         (folder / EARLIER_FILE).write_bytes(save(self.tensors(step)))
 
     def read(self, folder: Path) -> None:
-        """Read those of a checkpoint; one of a run that kept none has none. Raises ConfigError for a damaged file."""
+        """Load from a checkpoint; empty if its run did not record any. Raises ConfigError for a damaged file."""
         if (folder / EARLIER_FILE).exists():
             with opened(folder / EARLIER_FILE) as content:
                 self.load_tensors({name: content.get_tensor(name) for name in content.keys()})  # noqa: SIM118

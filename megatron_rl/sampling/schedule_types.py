@@ -32,13 +32,13 @@ class ScheduleConfig:
     one ends within a slice.
     partial: unfinished requests continue under new weights; otherwise a replica takes weights only when it has none.
     recompute_kv: with `partial`, requests are dropped and started again under new weights. deterministic: orders depend
-    on rules and response lengths alone. colocated: engines are offloaded while training runs and lose their requests.
-    straggler_slices: the policy acts on the last missing request of the batch that is trained next after it has been
-    the last one for so many slices. straggler_attempts: how often "resample" draws a request again.
-    has_turns: a request may have several turns, and is away between two of them. awaits_turns: a round begins only
-    when no request is away, so that orders do not depend on how long replies take.
-    extra_groups: groups of `group_size` requests of the next batch that may begin while a batch is drawn, where late
-    groups change places with them (`swaps.py`); 0: all that `ahead` allows, and none changes places.
+    on these settings and response lengths alone. colocated: engines are offloaded while training runs and lose their
+    requests. straggler_slices: the policy acts on the last missing request of the batch that is trained next after it
+    has been the last one for so many slices. straggler_attempts: how often "resample" draws a request again. has_turns:
+    a request may have several turns, and is away between two of them. awaits_turns: a round begins only when no request
+    is away, so that orders do not depend on how long replies take. extra_groups: groups of `group_size` requests of the
+    next batch that may begin while a batch is drawn, where late groups change places with them (`straggler_swap.py`);
+    0: all that `ahead` allows, and none changes places.
     """
 
     batch_rows: int

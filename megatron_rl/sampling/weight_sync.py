@@ -58,10 +58,10 @@ def restarts_of(slots: Sequence[ReplicaSlot]) -> dict[int, int]:
 
 
 class ReplicaWeights:
-    """version: the newest version that all generating replicas have received.
+    """Sends the actor's weights to the rollout replicas, and reconnects after a replica joins or dies.
 
-    second_buffer: replicas have a second buffer, so that slices run while weights arrive. They then receive without
-    being called.
+    version: last version that every generating replica has received. second_buffer: replicas have a second buffer, so
+    that slices run while weights arrive. They then receive without being called.
     """
 
     def __init__(self, actor: Actor, driver: Driver, second_buffer: bool, version: int) -> None:

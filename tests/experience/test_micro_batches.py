@@ -102,17 +102,17 @@ def test_two_rows_with_one_prompt():
     assert block.neutral().prefixes == block.prefixes and in_one_shape([block])[0].prefixes == block.prefixes
 
 
-def test_the_column_before_lies_elsewhere_behind_a_shared_prompt():
+def test_the_previous_token_lies_elsewhere_behind_a_shared_prompt():
     """By hand: two answers to the prompt 5 6 7, of which the second is stored from its last token on, and a prompt of
     one token; padded, every row begins anew. Would not catch rows that context-parallel ranks share.
     """
     batch = actor_batch([([5, 6, 7], [8, 9]), ([5, 6, 7], [10]), ([3], [4, 2])])
     (block,) = micro_batches(batch, [[0, 1, 2]], remove_padding=True, prompts=[0, 0, 1])
     assert block.input_ids.tolist() == [[5, 6, 7, 8, 9, 7, 10, 3, 4, 2]]
-    assert block.column_before().tolist() == [-1, 0, 1, 2, 3, 1, 5, -1, 7, 8]
+    assert block.prev_index().tolist() == [-1, 0, 1, 2, 3, 1, 5, -1, 7, 8]
     assert block.predicting().tolist() == [2, 3, 5, 7, 8]
     (padded_block,) = micro_batches(batch, [[1, 2]], remove_padding=False)
-    assert padded_block.column_before().tolist() == [-1, 0, 1, 2, -1, 4, 5, 6]
+    assert padded_block.prev_index().tolist() == [-1, 0, 1, 2, -1, 4, 5, 6]
 
 
 def test_rows_with_one_prompt_go_together():
