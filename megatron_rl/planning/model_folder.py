@@ -70,38 +70,42 @@ STARTING_POINTS = FAMILIES | REWARD_FAMILIES
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The numbers of config.json that a layout must fit. path: the folder.
-
-    num_experts, moe_intermediate_size (columns of one expert): 0 when dense; expert_size_key: name of the latter in
-    config.json. padded_vocab_size: as generation pads it. sliding_window: positions that a token attends to; None: all
-    before it. even_heads: `head_dim` is given, or the hidden size divides into heads. has_dense_layers: some layers of
-    a model with experts have none. shared_experts: name and columns of the MLP of shared experts, which TP shards like
-    a dense one; None: there is none. has_expert_bias: experts are chosen by score plus bias. model: as its parts;
-    None: only these numbers are known. unread: one line that names weights which are not read but may have been meant;
-    unpacked: one about weights that are stored in fewer bits; None: there are none, or weights were not checked.
-    no_mtp: why its multi-token prediction layer cannot be read; None: it can, or the folder was not checked.
-    """
+    """Numbers of config.json that a layout must fit."""
 
     path: str
+    """The model's folder."""
     num_attention_heads: int
     num_key_value_heads: int
     intermediate_size: int
     padded_vocab_size: int
+    """Vocabulary, padded as generation pads it."""
     num_hidden_layers: int
     max_position_embeddings: int
     vocab_size: int
     num_experts: int = 0
+    """0 for a dense model."""
     moe_intermediate_size: int = 0
+    """Columns of one expert; 0 for a dense model."""
     expert_size_key: str = "moe_intermediate_size"
+    """Name of moe_intermediate_size in config.json."""
     sliding_window: int | None = None
+    """Positions that a token attends to; None: all before it."""
     even_heads: bool = True
+    """Whether `head_dim` is given, or the hidden size divides into heads."""
     has_dense_layers: bool = False
+    """Whether some layers of a model with experts are dense."""
     shared_experts: tuple[str, int] | None = None
+    """Name and columns of the MLP of shared experts, which TP shards like a dense one; None without any."""
     has_expert_bias: bool = False
+    """Whether experts are chosen by score plus bias."""
     unread: str | None = None
+    """One line that names weights which are not read but may have been meant. None: no such weights, or not checked."""
     unpacked: str | None = None
+    """One line about weights that are stored in fewer bits. None: no such weights, or not checked."""
     no_mtp: str | None = None
+    """Why the multi-token prediction layer cannot be read. None: it can, or the folder was not checked."""
     model: Model | None = None
+    """The model as its parts; None where only the numbers above are known."""
 
     @property
     def parts(self) -> Model:

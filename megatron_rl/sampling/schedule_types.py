@@ -22,44 +22,47 @@ Numbers = Collection[int]
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The settings of a schedule, which do not change during a run.
-
-    batch_rows: requests per batch. ahead: bound of staleness in steps. sync_every: steps between the versions that
-    rollouts get. num_steps_total: the last step; requests of later batches are never started.
-    first_step: the first step of this process; replicas begin with version first_step - 1.
-    slice_steps: engine steps per slice, at most; None: a slice ends with its requests. max_running: requests that one
-    engine runs at once; max_queued: requests that it gets beyond these, so that a request can start as soon as another
-    one ends within a slice.
-    partial: unfinished requests continue under new weights; otherwise a replica takes weights only when it has none.
-    recompute_kv: with `partial`, requests are dropped and started again under new weights. deterministic: orders depend
-    on these settings and response lengths alone. colocated: engines are offloaded while training runs and lose their
-    requests. straggler_slices: the policy acts on the last missing request of the batch that is trained next after it
-    has been the last one for so many slices. straggler_attempts: how often "resample" draws a request again. has_turns:
-    a request may have several turns, and is away between two of them. awaits_turns: a round begins only when no request
-    is away, so that orders do not depend on how long replies take. extra_groups: groups of `group_size` requests of the
-    next batch that may begin while a batch is drawn, where late groups change places with them (`straggler_swap.py`);
-    0: all that `ahead` allows, and none changes places.
-    """
+    """Settings of a schedule, which do not change during a run."""
 
     batch_rows: int
+    """Requests per batch."""
     num_steps_total: int
+    """The last step; requests of later batches never start."""
     ahead: int = 1
+    """Bound of staleness, in steps."""
     sync_every: int = 1
+    """Steps between the versions of the weights that the rollout gets."""
     first_step: int = 1
+    """The first step of this process; replicas start with version first_step - 1."""
     slice_steps: int | None = 64
+    """Engine steps per slice, at most; None: a slice ends with its requests."""
     max_running: int = 256
+    """Requests that one engine runs at the same time."""
     max_queued: int = 0
+    """Requests that an engine gets beyond these, so that one can start as soon as another ends within a slice."""
     partial: bool = True
+    """Unfinished requests continue under new weights; if not, a replica takes weights only when it has no requests."""
     recompute_kv: bool = False
+    """With `partial`: drop requests under new weights, and start them again with the tokens that they have."""
     deterministic: bool = False
+    """Orders depend on these settings and on response lengths alone."""
     colocated: bool = False
+    """Engines are offloaded while training runs, and lose their requests."""
     straggler_policy: str = "wait"
+    """What happens to the last missing request of the batch that is trained next: one of POLICIES."""
     straggler_slices: int = 4
+    """The policy acts after that request has been the last one for this number of slices."""
     straggler_attempts: int = 1
+    """Number of times that "resample" starts a request again."""
     has_turns: bool = False
+    """A request may have several turns, and is away from the engine between two of them."""
     awaits_turns: bool = False
+    """A round starts only when no request is away, so that orders do not depend on how long replies to turns take."""
     extra_groups: int = 0
+    """Groups of the next batch that may start while a batch is generated; late groups are swapped with them
+    (`straggler_swap.py`). 0: all that `ahead` allows, without swaps."""
     group_size: int = 1
+    """Requests per group."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for values that cannot work, above all an `ahead` under which the run would block."""

@@ -136,45 +136,48 @@ class Inside:
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture, under its names in config.json.
-
-    architecture: the language model. reward_architecture: the same trunk with a classification head, `score.weight`.
-    qkv_bias: q, k and v projections have biases. qk_norm: queries and keys are normalised per head. qkv_bias_key,
-    qk_norm_key: the config.json key that says so, in families where it is a choice.
-    attention: what config.json says of attention, and the part that it makes. style: how a layer joins its parts.
-    experts: MLPs are routers over experts, in all layers or in those that config.json names; None: all are dense.
-    window: sliding-window attention that config.json may ask for; None: the architecture has none.
-    fixed: further config.json settings that may have one value only (or be absent). reasons: of some of them, why.
-    defaults: values of absent config.json settings, if they differ from the usual defaults.
-    rollout: settings that vLLM reads from config.json and that transformers does not need.
-    engine_names: module of a folder's tensors -> vLLM's name of it, where they differ.
-    unpacked: quantised weights, by `quant_method` of config.json's quantization_config, that import unpacks.
-    carried: tensors of the folder next to those of the language model. own_type: the model_type of config.json, if it
-    is not the architecture's name in lower case. other_types: model types that published folders of this arithmetic
-    have and transformers does not know. inside: where the language model is in a larger one, of which the rest is
-    carried; None: it is the whole model.
-    """
+    """One architecture, under its names in config.json."""
 
     architecture: str
+    """Name of the language model."""
     reward_architecture: str
+    """Name of the same trunk with a classification head, `score.weight`."""
     qkv_bias: bool = False
+    """Query, key and value projections have biases."""
     qk_norm: bool = False
+    """Queries and keys are normalised per head."""
     qkv_bias_key: str | None = None
+    """Key of config.json that decides about these biases; None where the architecture has no choice."""
     qk_norm_key: str | None = None
+    """Key of config.json that decides about this norm; None where the architecture has no choice."""
     attention: AttentionKeys = AttentionKeys()
+    """Keys of config.json about attention, and the part that they make."""
     style: Style = Style()
+    """How a layer joins its parts."""
     experts: Experts | None = None
+    """Routers and experts, in all layers or in those that config.json names; None: all layers are dense."""
     window: Window | None = None
+    """Sliding-window attention that config.json may ask for; None: the architecture has none."""
     fixed: Mapping[str, object] = field(default_factory=dict, hash=False)
+    """Further config.json settings that may have one value only, or be absent."""
     reasons: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Setting of `fixed` -> why it may have that value only; not for all of them."""
     rollout: Mapping[str, object] = field(default_factory=dict, hash=False)
+    """Settings that vLLM reads from config.json and that transformers does not need."""
     defaults: Mapping[str, object] = field(default_factory=dict, hash=False)
+    """Values of absent config.json settings, where they differ from the usual defaults."""
     carried: Carried = Carried()
+    """Tensors of the folder besides those of the language model."""
     engine_names: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Module of a folder's tensors -> vLLM's name of it, where they differ."""
     unpacked: tuple[str, ...] = ()
+    """Quantised weights that import unpacks: values of `quant_method` in config.json's quantization_config."""
     own_type: str | None = None
+    """model_type of config.json, where it is not the architecture's name in lower case."""
     other_types: tuple[str, ...] = ()
+    """Model types that published folders of the same arithmetic have, and transformers does not know."""
     inside: Inside | None = None
+    """Place of the language model in a larger one, of which the rest is passed through; None: it is whole."""
 
     @property
     def model_type(self) -> str:
