@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -104,18 +105,28 @@ def plan_command(
         title = f"Plan of {config}, on {plan.memory.hardware.name}"
         for table in plan.tables() if whole else [layout_table(screen_rows(plan), title)]:
             console.print(table)
-        for note in (*run.lines(whole), *plan.notes()):
-            say(note, console)
-        if plan.fitting is not None and isinstance(plan, RunPlan):
-            search = search_command(plan, config, overrides or (), hardware)
-            further = "" if plan.fitting.is_enough else ", which names the smallest cluster that would do"
-            say(f"  search all layouts: {search}{further}", console)
-        if not whole:
-            say("all tables: the same command with --all", console)
+        for line in plan_lines(plan, run, config, overrides or (), hardware, whole):
+            say(line, console)
     elif run_config is not None:
         console.print(layout_table(batch_table(run_config) if run_config.generates else task_table(run_config)))
     refuse_to_lose_output()
     raise_problems("this run cannot start", violations)
+
+
+def plan_lines(
+    plan: RunPlan | TaskPlan,
+    run: CheckedConfig,
+    config: Path,
+    overrides: Sequence[str],
+    hardware: str | None,
+    whole: bool,
+) -> list[str]:
+    """Return the lines below the tables: notes, changes of a plan that does not fit, and the command that leads on."""
+    lines = [*run.lines(whole), *plan.notes()]
+    if plan.fitting is not None and isinstance(plan, RunPlan):
+        further = "" if plan.fitting.is_enough else ", which names the smallest cluster that would do"
+        lines.append(f"  search all layouts: {search_command(plan, config, overrides, hardware)}{further}")
+    return lines if whole else [*lines, "all tables: the same command with --all"]
 
 
 def map_command(

@@ -67,14 +67,31 @@ class RunNeeds:
 
 
 @dataclass(frozen=True)
+class ToolFacts:
+    """What commands and a configuration need besides packages.
+
+    compiler: path of g++, "" for none. ray_port: "" or why `RAY_PORT` cannot be opened. cache: folder of Hugging Face
+    models; cached: how many; cache_fault: "" or why no model can be stored there. absent: trackers that the run names
+    and that are not installed. run_folder, run_disk: where the run's files go, and free bytes there; "" and 0 without
+    a configuration.
+    """
+
+    compiler: str = ""
+    ray_port: str = ""
+    cache: str = ""
+    cached: int = 0
+    cache_fault: str = ""
+    absent: tuple[str, ...] = ()
+    run_folder: str = ""
+    run_disk: int = 0
+
+
+@dataclass(frozen=True)
 class MachineFacts:
     """requirements: of the project itself. installed: package -> version, of those that are installed. cuda: what torch
     was built for, "" for none. gpus: names. Bytes of memory, shared memory and disk are free ones. temporary: where
     sockets go. unwritable: folders that a run writes to, and cannot. loopback: "" or why no port can be opened.
-    load: programs that compute, as the mean of a minute. compiler: path of g++, "" for none. ray_port: "" or why
-    `RAY_PORT` cannot be opened. cache: folder of Hugging Face models; cached: how many; cache_fault: "" or why no model
-    can be stored there. absent: trackers that the run names and that are not installed. run_folder, run_disk: where
-    the run's files go, and free bytes there; "" and 0 without a configuration.
+    load: programs that compute, as the mean of a minute.
     """
 
     requirements: tuple[str, ...]
@@ -93,14 +110,7 @@ class MachineFacts:
     ray_address: str
     gpu_fault: str = ""
     load: float = 0.0
-    compiler: str = ""
-    ray_port: str = ""
-    cache: str = ""
-    cached: int = 0
-    cache_fault: str = ""
-    absent: tuple[str, ...] = ()
-    run_folder: str = ""
-    run_disk: int = 0
+    tools: ToolFacts = ToolFacts()
 
 
 def machine_facts(ray_address: str, needs: RunNeeds = RunNeeds()) -> MachineFacts:
@@ -113,7 +123,6 @@ def machine_facts(ray_address: str, needs: RunNeeds = RunNeeds()) -> MachineFact
     node = node_facts(on_gpus=True)
     folders = {"TMPDIR": place_of(tempfile.gettempdir), "HOME": place_of(Path.home), HERE: place_of(os.getcwd)}
     temporary, here = folders["TMPDIR"] or "", folders[HERE] or "/"
-    cache = hub_cache()
     return MachineFacts(
         requirements=requirements,
         installed=installed,
@@ -135,6 +144,14 @@ def machine_facts(ray_address: str, needs: RunNeeds = RunNeeds()) -> MachineFact
         ray_address=shown_url(ray_address),
         gpu_fault=node.gpu_fault,
         load=os.getloadavg()[0],
+        tools=tool_facts(needs),
+    )
+
+
+def tool_facts(needs: RunNeeds) -> ToolFacts:
+    """Ask this machine for a compiler, Ray's port, the cache of models, and what a configuration needs."""
+    cache = hub_cache()
+    return ToolFacts(
         compiler=shutil.which("g++") or "",
         ray_port=why_no_port(RAY_PORT),
         cache=str(cache),
@@ -231,18 +248,18 @@ def _package(facts: MachineFacts, needed: Requirement) -> Iterator[Symptom]:
 
 def _tools(facts: MachineFacts) -> Iterator[Symptom]:
     """Lines for the compiler, the trackers of a configuration, and the cache of models."""
-    if facts.compiler:
-        yield Symptom("g++", facts.compiler)
+    if facts.tools.compiler:
+        yield Symptom("g++", facts.tools.compiler)
     else:
         remedy = "apt install g++: megatron-rl rehearse builds a small library with it; nothing else needs it"
         yield Symptom("g++", "not installed", Condition.DOUBTFUL, remedy)
-    for name in facts.absent:
+    for name in facts.tools.absent:
         remedy = f"pip install {PACKAGES.get(name, name)}, or take {name} out of trainer.logger"
         yield Symptom(f"tracker {name}", "not installed, and trainer.logger names it", Condition.BROKEN, remedy)
-    number = f"{facts.cached} model{'s' * (facts.cached != 1)} in {facts.cache}"
-    if facts.cache_fault:
+    number = f"{facts.tools.cached} model{'s' * (facts.tools.cached != 1)} in {facts.tools.cache}"
+    if facts.tools.cache_fault:
         remedy = "set HF_HOME to a folder that can be written, before hf download"
-        yield Symptom("Hugging Face cache", f"{number}; {facts.cache_fault}", Condition.DOUBTFUL, remedy)
+        yield Symptom("Hugging Face cache", f"{number}; {facts.tools.cache_fault}", Condition.DOUBTFUL, remedy)
     else:
         yield Symptom("Hugging Face cache", number)
 
@@ -279,9 +296,9 @@ def _room(facts: MachineFacts) -> Iterator[Symptom]:
         ("/dev/shm", facts.shared, LEAST_SHARED, "give a container more: docker run --shm-size=16g"),
         ("disk, here", facts.disk, LEAST_DISK, "set trainer.default_local_dir to a folder with room for checkpoints"),
     ]
-    if facts.run_folder:
-        what, remedy = f"disk, {facts.run_folder}", "set trainer.default_local_dir to a folder with more room"
-        rooms.append((what, facts.run_disk, LEAST_DISK, remedy))
+    if facts.tools.run_folder:
+        what, remedy = f"disk, {facts.tools.run_folder}", "set trainer.default_local_dir to a folder with more room"
+        rooms.append((what, facts.tools.run_disk, LEAST_DISK, remedy))
     for what, free, least, remedy in rooms:
         state = Condition.FINE if free >= least else Condition.DOUBTFUL
         yield Symptom(what, f"{free / GB:.1f} GB free", state, "" if state is Condition.FINE else remedy)
@@ -306,10 +323,10 @@ def _places(facts: MachineFacts) -> Iterator[Symptom]:
         yield Symptom("ports of 127.0.0.1", facts.loopback, Condition.BROKEN, remedy)
     else:
         yield Symptom("ports of 127.0.0.1", "can be opened")
-    if facts.ray_port and not facts.loopback:
+    if facts.tools.ray_port and not facts.loopback:
         remedy = "set RAY_PORT to a free one for scripts/run_70b_ppo.sh, which would join what listens there"
-        yield Symptom(f"port {RAY_PORT}, of Ray", facts.ray_port, Condition.DOUBTFUL, remedy)
+        yield Symptom(f"port {RAY_PORT}, of Ray", facts.tools.ray_port, Condition.DOUBTFUL, remedy)
     else:
-        yield Symptom(f"port {RAY_PORT}, of Ray", facts.ray_port or "free")
+        yield Symptom(f"port {RAY_PORT}, of Ray", facts.tools.ray_port or "free")
     joins = "joins that cluster" if facts.ray_address else "not set: runs start a Ray of their own on this machine"
     yield Symptom("RAY_ADDRESS", f"{facts.ray_address}: {joins}" if facts.ray_address else joins)

@@ -16,6 +16,7 @@ from megatron_rl.node_check.doctor import (
     Condition,
     MachineFacts,
     RunNeeds,
+    ToolFacts,
     machine_facts,
     symptoms,
     torch_cuda,
@@ -38,8 +39,7 @@ WELL = MachineFacts(
     unwritable=(),
     loopback="",
     ray_address="",
-    compiler="/usr/bin/g++",
-    cache="/home/me/.cache/huggingface/hub",
+    tools=ToolFacts(compiler="/usr/bin/g++", cache="/home/me/.cache/huggingface/hub"),
 )
 
 
@@ -76,12 +76,32 @@ def test_a_good_machine() -> None:
         ({"num_files": 256}, "open files", Condition.DOUBTFUL, "ulimit -n"),
         ({"unwritable": ("/root",)}, "/root", Condition.BROKEN, "HOME"),
         ({"temporary": "/" + 60 * "a"}, "TMPDIR", Condition.DOUBTFUL, "a shorter path, by "),
-        ({"compiler": ""}, "g++", Condition.DOUBTFUL, "apt install g++"),
-        ({"absent": ("opentelemetry",)}, "tracker opentelemetry", Condition.BROKEN, "opentelemetry-exporter-otlp"),
-        ({"cache_fault": "/home cannot be written"}, "Hugging Face cache", Condition.DOUBTFUL, "HF_HOME"),
-        ({"ray_port": "Address already in use"}, "port 6379, of Ray", Condition.DOUBTFUL, "RAY_PORT"),
+        ({"tools": ToolFacts()}, "g++", Condition.DOUBTFUL, "apt install g++"),
+        (
+            {"tools": replace(WELL.tools, absent=("opentelemetry",))},
+            "tracker opentelemetry",
+            Condition.BROKEN,
+            "opentelemetry-exporter-otlp",
+        ),
+        (
+            {"tools": replace(WELL.tools, cache_fault="/home cannot be written")},
+            "Hugging Face cache",
+            Condition.DOUBTFUL,
+            "HF_HOME",
+        ),
+        (
+            {"tools": replace(WELL.tools, ray_port="Address already in use")},
+            "port 6379, of Ray",
+            Condition.DOUBTFUL,
+            "RAY_PORT",
+        ),
         ({"load": 25.0}, "CPU cores", Condition.DOUBTFUL, "OMP_NUM_THREADS=1"),
-        ({"run_folder": "out", "run_disk": GB}, "disk, out", Condition.DOUBTFUL, "trainer.default_local_dir"),
+        (
+            {"tools": replace(WELL.tools, run_folder="out", run_disk=GB)},
+            "disk, out",
+            Condition.DOUBTFUL,
+            "trainer.default_local_dir",
+        ),
         ({"loopback": "Operation not permitted"}, "ports of 127.0.0.1", Condition.BROKEN, "listen on 127.0.0.1"),
     ],
 )
@@ -123,7 +143,7 @@ def test_a_port_in_use_a_cache_and_a_tracker_are_seen(tmp_path: Path, monkeypatc
         taken.bind(("127.0.0.1", 0))
         taken.listen(1)
         assert "in use" in why_no_port(taken.getsockname()[1])
-    facts = machine_facts("", RunNeeds(("console", "swanlab"), str(tmp_path / "not/yet")))
+    facts = machine_facts("", RunNeeds(("console", "swanlab"), str(tmp_path / "not/yet"))).tools
     assert (facts.cached, facts.cache_fault, facts.absent) == (1, "", ("swanlab",))
     assert facts.run_disk > 0 and facts.run_folder == str(tmp_path / "not/yet")
 
