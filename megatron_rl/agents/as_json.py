@@ -72,8 +72,8 @@ class EpisodeRecord:
     """What a checkpoint keeps of an episode next to its tokens. turns: with their responses. failure: why it failed.
 
     opening: how it began, with `prompt_ids` in place of the dataset's; None where it began with the dataset's prompt.
-    starts: the tokens after the prompt with which conversations begin again. num_retries: how often it was drawn again
-    because it had failed.
+    starts: the tokens after the prompt with which conversations begin again. num_retries: how often it was generated
+    again because it had failed.
     """
 
     turns: Sequence[Played] = ()

@@ -1,6 +1,6 @@
 """An endpoint on this machine, through which agents speak with their policy by OpenAI's or Anthropic's protocol.
 
-Every episode has a session with a key of its own. A request waits until the policy has drawn its turn, which the run
+Every episode has a session with a key of its own. A request waits until the policy has sampled its turn, which the run
 does as for any environment. Nothing but this machine can connect. No torch.
 """
 

@@ -1,7 +1,7 @@
 """One request from its prompt to its end: turns of the policy, with observations between them.
 
-A single turn is an episode without an environment. The tokens of an episode are only ever appended to: what a turn drew
-is what the next turn is given and what is trained.
+A single turn is an episode without an environment. The tokens of an episode are only ever appended to: what a turn
+sampled is what the next turn is given and what is trained.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """max_turns: of the policy in an episode. max_retries: how often an episode that fails is drawn again."""
+    """max_turns: of the policy in an episode. max_retries: how often an episode that fails is generated again."""
 
     max_turns: int
     max_retries: int = 0
@@ -57,11 +57,12 @@ class EpisodeLimits:
 class Episode:
     """One request. row: its task.
 
-    token_ids: all tokens after the prompt; is_sampled: of each, whether the policy drew it. starts: places in token_ids
-    where a conversation begins again, and what comes before is not read. log_probs, versions: of the sampled ones.
-    played: the turns that have a response. waits: a turn has ended and has no response yet. finish: why it ended, or
-    "". attempt: number of restarts with another seed; num_retries: those after a failure. experts: those of a finished
-    episode, if they were asked for. opening: how its environment began it; None: it begins with the dataset's prompt.
+    token_ids: all tokens after the prompt; is_sampled: of each, whether the policy sampled it. starts: places in
+    token_ids where a conversation begins again, and what comes before is not read. log_probs, versions: of the sampled
+    ones. played: the turns that have a response. waits: a turn has ended and has no response yet. finish: why it ended,
+    or "". attempt: number of restarts with another seed; num_retries: those after a failure. experts: those of a
+    finished episode, if they were asked for. opening: how its environment began it; None: it begins with the dataset's
+    prompt.
     """
 
     prompt_ids: tuple[int, ...]
@@ -93,7 +94,8 @@ class Episode:
 
     @property
     def room(self) -> int:
-        """Tokens that may still follow. The schedule counts requests, so one that could not begin draws a token too."""
+        """Tokens that may still follow. The schedule counts requests, so one that could not begin samples a token
+        too."""
         return 1 if isinstance(self.opening, EpisodeFailure) else self.sampling.max_tokens - len(self.token_ids)
 
     @property
@@ -152,7 +154,7 @@ class Episode:
             self.prompt_ids = reply.token_ids
 
     def extend(self, new: Drawn, version: int, has_turns: bool) -> None:
-        """Add the tokens that a slice drew with the weights of `version`. has_turns: a turn that ends has a
+        """Add the tokens that a slice sampled with the weights of `version`. has_turns: a turn that ends has a
         response."""
         if isinstance(self.opening, EpisodeFailure):
             self.failure, self.finish = self.opening, FAILED
@@ -197,7 +199,7 @@ class Episode:
         self.finish = FINISHED_BY_LENGTH
 
     def resample(self) -> None:
-        """Drop all but the prompt and the opening; what follows is drawn again with another seed."""
+        """Drop all but the prompt and the opening; what follows is generated again with another seed."""
         self.forget()
         self.attempt += 1
 

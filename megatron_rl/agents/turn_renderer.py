@@ -1,6 +1,6 @@
 """Conversations and observations as tokens, exactly as the tokenizer's chat template joins them.
 
-The tokens that were drawn are kept; nothing is rendered a second time. What follows a turn is rendered behind a
+The tokens that were sampled are kept; nothing is rendered a second time. What follows a turn is rendered behind a
 synthetic conversation whose last message is the policy's, with the calls that the messages answer, and only what the
 template writes after that message is tokenised. Where a template does not append (`append_problem` says why), every
 turn is a conversation of its own.
@@ -179,7 +179,7 @@ class TurnRenderer:
         return alone[len(commonprefix([start, alone])) : end]
 
     def _thought_problem(self, answer: Message, message: Message) -> str | None:
-        """Why a turn with a thought is not kept as it was drawn; None if it is, or if the template knows none."""
+        """Why a turn with a thought is not kept as it was sampled; None if it is, or if the template knows none."""
         assert self._template is not None  # callers ask
         thinking = answer | {"reasoning_content": THOUGHT}
         try:

@@ -128,7 +128,8 @@ class Algorithm:
         return rows, role.ppo_epochs, seed if role.shuffle else None
 
     def check_rollout_parity(self, experience: Batch, step: int) -> dict[str, float]:
-        """Compare the engine's log-probs of its samples with the trainer's, on responses that the newest weights drew.
+        """Compare the engine's log-probs of its samples with the trainer's, on responses that the newest weights
+        sampled.
 
         Where top_p or top_k cut the engine's distribution, the two may differ by the mass that is left, and no more.
         Raises ParityError for a `parity_problem`, but in the first steps, which warn of it; not on recorded samples.

@@ -1,8 +1,8 @@
 """The lifecycle of a run: which steps it takes, where it resumes, when it saves, and how a signal ends it.
 
 global_step_N/  manifest.json          every file's size and checksum; written last
-                rollouts.safetensors   responses drawn for later steps, if they outlive a step
-                earlier_answers.safetensors   the last responses to each prompt, if rollouts guess from them
+                rollouts.safetensors   responses generated for later steps, if they outlive a step
+                earlier_answers.safetensors   the last responses to each prompt, if rollouts draft from them
                 run.json               step, prompt cursor, KL controller, logger, configuration
                 actor/ critic/         megatron-core's sharded files, role.json, `huggingface/` with config and
                                        tokenizer; one folder for each trained role
@@ -293,7 +293,7 @@ class Lifecycle:
         self.logger.next_metrics["repair/copy_seconds"] = time.monotonic() - started
 
     def _write_own_part(self, folder: Path, state: dict[str, Any], roles: Mapping[str, RoleState]) -> list[str]:
-        """Write the controller's state and what was drawn ahead; returns the names of the latter's files."""
+        """Write the controller's state and what was generated ahead; returns the names of the latter's files."""
         content = {
             "run": state,
             "roles": {role: dataclasses.asdict(numbers) for role, numbers in roles.items()},

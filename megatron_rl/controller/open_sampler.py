@@ -119,7 +119,7 @@ def settings_of(rules: ScheduleConfig, config: RunConfig) -> dict[str, Any]:
 
 
 def drafts_of(config: RunConfig) -> dict[str, Any] | None:
-    """The keys of drafts, which decide how many tokens an engine step brings; None without drafts."""
+    """The keys of speculative decoding, which decide how many tokens an engine step brings; None without it."""
     keys = config.actor_rollout_ref.rollout
     return {key.name: getattr(keys, key.name) for key in fields(Drafts)} if keys.speculative else None
 
@@ -203,7 +203,8 @@ def open_schedule(
 
 
 def open_earlier(config: RunConfig, rules: ScheduleConfig, checkpoint: Path | None) -> ResponseHistory | None:
-    """Return the store of responses from which rollouts guess, filled from a checkpoint; None: it guesses otherwise.
+    """Return the store of responses from which rollouts draft, filled from a checkpoint; None: it draft tokens
+    otherwise.
 
     Raises ConfigError for a damaged file.
     """

@@ -14,14 +14,14 @@ from megatron_rl.records import Batch, row_lengths
 
 
 def staleness(experience: Batch, step: int) -> Tensor:
-    """int64 [T]: steps between the weights that drew a token and those that `step` begins with."""
+    """int64 [T]: steps between the weights that sampled a token and those that `step` begins with."""
     if "versions" not in experience:
         return torch.zeros_like(experience.flat("rollout_log_probs"), dtype=torch.int64)
     return (step - 1) - experience.flat("versions")
 
 
 def is_fresh(experience: Batch, step: int) -> Tensor:
-    """bool [T]: tokens of responses all of whose tokens the newest weights drew."""
+    """bool [T]: tokens of responses all of whose tokens the newest weights sampled."""
     lengths = row_lengths(experience["rollout_log_probs"])
     return spread(max_rows(staleness(experience, step), lengths) <= 0, lengths)
 

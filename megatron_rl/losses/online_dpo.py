@@ -20,7 +20,7 @@ def estimate_online_dpo(samples: Samples, config: AlgorithmConfig) -> tuple[Tens
     of their log-ratios to the reference.
 
     That is the gradient of -log sigma(m), the loss of DPO (Rafailov et al., arXiv:2305.18290) on pairs that the policy
-    draws and scores judge (Guo et al., "Direct Language Model Alignment from Online AI Feedback", arXiv:2402.04792).
+    samples and scores judge (Guo et al., "Direct Language Model Alignment from Online AI Feedback", arXiv:2402.04792).
     b is `online_dpo_beta`, n the responses of the group: with loss_agg_mode=seq-mean-token-sum a policy loss has the
     gradient of the mean over prompts. It is exact in a step's first update; later ones have the m of its beginning. A
     group whose responses score alike, or have no token, teaches nothing.

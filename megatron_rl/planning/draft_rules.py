@@ -1,4 +1,4 @@
-"""Rules of `rollout.speculative`: where drafts are there, and what they need."""
+"""Rules of `rollout.speculative`: where speculative decoding is supported, and what it needs."""
 
 from __future__ import annotations
 

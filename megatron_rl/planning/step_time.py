@@ -182,7 +182,7 @@ def optimizer_bytes(element: int) -> int:
 
 def generation_seconds(estimator: Estimator, load: Load, config: RunConfig) -> float:
     """Return the seconds of generation: where samples wait for replies to their turns, at least those of one sample
-    alone and its waits, as others are drawn meanwhile.
+    alone and its waits, as others are sampled meanwhile.
     """
     busy, turns = estimator.generate(load), config.actor_rollout_ref.rollout.multi_turn
     if not (config.has_turns and turns.planned_wait_s):

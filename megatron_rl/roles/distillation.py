@@ -73,7 +73,7 @@ class Distillation:
         """(loss of each token [N], further metrics by name [N])."""
         fields = block.fields
         if "teacher_log_probs" in self._reads:
-            weights = fields.get("rollout_weights", 1.0)  # what corrects for the tokens' having been drawn by others
+            weights = fields.get("rollout_weights", 1.0)  # what corrects for the tokens' having been sampled by others
             return weights * self._bounded(self._loss(log_probs, fields["teacher_log_probs"])), {}
         if "teacher_hidden" in self._reads:
             return self._divergence(hidden, block), {}

@@ -213,7 +213,7 @@ def worker_environment(
             GRAPH_REGISTER: os.environ.get(GRAPH_REGISTER, "0"),
             # A collective that hangs leaves a record of the last ones of every rank.
             **{name: os.environ.get(name, value) for name, value in FLIGHT_RECORDER.items()},
-            # vLLM's choice depends on the model, and the two draw other samples from one seed.
+            # vLLM's choice depends on the model, and the two sample other samples from one seed.
             "VLLM_USE_V2_MODEL_RUNNER": "1",
             # These reach for the other ranks' GPUs, too, and have not been tried in a process with a trainer.
             "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",

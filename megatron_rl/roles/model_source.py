@@ -129,7 +129,7 @@ class ModelSource:
     def value_model(self, head_seed: int) -> UnloadedModel:
         """This rank's stage of the trunk; the last stage ends in a value head.
 
-        The head is the classification head of a reward model's folder; after a language model's trunk it is drawn.
+        The head is the classification head of a reward model's folder; for a language model it starts randomly.
         """
         chunks = build_value_model(self.hf_config, self._config(), self.groups, self.vocab_multiple, head_seed)
         drawn = frozenset() if is_reward_model(self.hf_config.architectures) else frozenset({HEAD})
@@ -193,7 +193,7 @@ def named_buffers(chunks: list[GPTModel]) -> dict[str, torch.Tensor]:
 def mark_tensor_parallel(parameters: dict[str, torch.nn.Parameter], specs: dict[str, ParamSpec], place: Place) -> None:
     """Tell Megatron which parameters are split over TP ranks, and which of experts other ranks count.
 
-    Megatron sets these marks only where it draws the initial weights. Without them the gradient norm counts what the
+    Megatron sets these marks only where it makes the initial weights. Without them the gradient norm counts what the
     first TP rank has, and experts are cut by other ranks than those of TP.
     """
     parameter: Any  # Megatron's marks are no attributes of torch's

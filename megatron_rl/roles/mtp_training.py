@@ -1,4 +1,4 @@
-"""Train the multi-token prediction (MTP) layer next to the policy, on the answers that the policy has drawn."""
+"""Train the multi-token prediction (MTP) layer next to the policy, on the responses that the policy has sampled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_rl.roles.training import TrainableModel
 
 
 class MTPTraining:
-    """The cross-entropy of the layer's guesses of the sampled tokens, at the sampling temperature, times `factor`.
+    """The cross-entropy of the layer's draft tokens of the sampled tokens, at the sampling temperature, times `factor`.
 
     All ranks of the pool must build it. Only the layer gets gradients: see `model/mtp.py`.
     """
@@ -46,7 +46,7 @@ class MTPTraining:
     def _cross_entropy(self, hidden: Tensor, block: MicroBatch, embedding: Tensor) -> Tensor:
         """hidden [b, S / C, H] -> -(sum of the log-probs of the sampled tokens that count), float32.
 
-        embedding: this TP rank's rows [v, H]. A token that is the second of its sequence has no guess. C:
+        embedding: this TP rank's rows [v, H]. A token that is the second of its sequence has no draft. C:
         context-parallel ranks, all of which must call, and get the same.
         """
         before = block.prev_index()
@@ -54,7 +54,7 @@ class MTPTraining:
         guesses = before[block.predicting().cpu()]
         if block.share is not None:
             guesses = block.share.here(guesses, block.input_ids.shape[1])
-        numbers = (guesses >= 0).nonzero()[:, 0].to(hidden.device)  # of the tokens that are guessed here
+        numbers = (guesses >= 0).nonzero()[:, 0].to(hidden.device)  # of the tokens that are drafted here
         of_tokens = out.flatten(0, 1).index_select(0, guesses[guesses >= 0].to(hidden.device))
         head, targets = self.scorer.head, block.input_ids.flatten()[block.predicting()[numbers] + 1]
         log_probs = head_log_probs_alone(head.copied(of_tokens), head.weight.detach(), targets, head.softmax)
@@ -62,7 +62,7 @@ class MTPTraining:
         return total if block.share is None else block.share.total(total)
 
     def _guesses(self, hidden: Tensor, block: MicroBatch, before: Tensor, embedding: Tensor) -> Tensor:
-        """hidden [b, S / C, H] -> same: of each column what the head reads to guess the token after the next."""
+        """hidden [b, S / C, H] -> same: of each column what the head reads to draft the token after the next."""
         chunk: Any = self.trainable.models[-1]
         segments = self.trainable.pipeline.segments
         next_ids, is_first = block.input_ids.roll(-1, 1), (before < 0).view(block.input_ids.shape).to(hidden.device)

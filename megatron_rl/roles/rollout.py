@@ -168,7 +168,7 @@ class Rollout(Role):
         """One slice of each replica that has an entry under its number in the run; rollout mode only.
 
         A replica without one does nothing. Raises RuntimeError when the weights that a slice names are not here, and
-        when the ranks of a replica drew different tokens; ValueError for starts and drops that do not fit.
+        when the ranks of a replica sampled different tokens; ValueError for starts and drops that do not fit.
         """
         start = time.time()
         if self.replica not in slices:

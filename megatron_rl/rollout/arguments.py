@@ -17,7 +17,7 @@ LOAD_FORMAT = "megatron_rl_shared"
 """The name under which vLLM knows the loader of `shared_weights.py`."""
 
 PROPOSER = "megatron_rl.rollout.earlier_proposer.EarlierProposer"
-"""What guesses from earlier responses; vLLM builds it."""
+"""What makes draft tokens from earlier responses; vLLM builds it."""
 
 LEAST_UTILIZATION = 1e-6
 """Share of a GPU that vLLM requires to be free. It accepts no zero."""
@@ -120,10 +120,10 @@ def compilation(config: RolloutConfig) -> dict[str, Any]:
 
 
 def draft_arguments(config: RolloutConfig) -> dict[str, Any]:
-    """vLLM's configuration of drafts; none without them.
+    """vLLM's configuration of speculative decoding; none without it.
 
-    The schedule by batch size is given in any case: without it vLLM fills up requests that begin with guesses that no
-    token can be.
+    The schedule by batch size is given in any case: without it vLLM fills up requests that begin with draft tokens that
+    no token can be.
     """
     if config.speculative is None:
         return {}

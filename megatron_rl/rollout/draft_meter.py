@@ -1,4 +1,5 @@
-"""Count, for each request, the engine steps that drew some of its tokens, and the tokens that were guessed for it."""
+"""Count, for each request, the engine steps that generated some of its tokens, and the tokens that were drafted for
+it."""
 
 from __future__ import annotations
 

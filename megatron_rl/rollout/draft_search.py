@@ -16,7 +16,7 @@ BETWEEN = -1
 """Stands between two responses; no token is."""
 
 MOST = 64
-"""Places that are counted, at most: their number squared is what a guess costs."""
+"""Places that are counted, at most: their number squared is what a draft token costs."""
 
 
 def joined(answers: Sequence[bytes]) -> Tokens:
@@ -38,7 +38,7 @@ def guess(own: Tokens, earlier: Tokens, least: int, most: int, num_tokens: int) 
 
 
 def _search(text: Any, start: int, length: int, least: int, most: int, num_tokens: int) -> Any:  # pragma: no cover
-    """text: earlier responses, the request from `start` on, and room for the guesses, which are written there."""
+    """text: earlier responses, the request from `start` on, and room for the draft tokens, which are written there."""
     end = start + length
     if length < least:
         return text[end:end]
@@ -57,7 +57,7 @@ def _search(text: Any, start: int, length: int, least: int, most: int, num_token
             places[num_places] = place
             num_places += 1
     for number in range(num_tokens):
-        # A place near the end continues with what was drafted, so what repeats is guessed on and on.
+        # A place near the end continues with what was drafted, so what repeats is drafted on and on.
         best, most_often = BETWEEN, 0
         for mine in range(num_places):
             token, often = text[places[mine] + number], 0

@@ -1,4 +1,4 @@
-"""Drafts from earlier responses to the same prompt: what vLLM asks for guesses after every engine step."""
+"""Drafts from earlier responses to the same prompt: what vLLM asks for draft tokens after every engine step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megatron_rl.rollout.draft_search import Tokens, guess, joined
 class EarlierProposer:
     """vLLM builds it by its name in `speculative_config` and calls `propose`, which needs `attach` before.
 
-    What it guesses for a request depends on the request and on the number of requests in the step alone, so all ranks
-    of a rollout TP group guess the same.
+    What it drafts for a request depends on the request and on the number of requests in the step alone, so all
+    ranks of a rollout TP group draft the same.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -28,7 +28,7 @@ class EarlierProposer:
         guess(np.zeros(2, dtype=np.int32), joined(()), 1, 1, 1)
 
     def load_model(self, model: object) -> None:
-        """Called by vLLM on CPUs. There is no model that guesses."""
+        """Called by vLLM on CPUs. There is no draft model."""
 
     def attach(self, runner: Any, config: RolloutConfig) -> None:
         """Say whose requests they are. runner: vLLM's own of this rank, which has their names and arguments."""
@@ -44,7 +44,8 @@ class EarlierProposer:
         token_ids_cpu: np.ndarray,
         slot_mappings: object = None,
     ) -> list[list[int]]:
-        """Return the guesses for each row of the step. sampled_token_ids: of each row; empty where none was drawn yet.
+        """Return the draft tokens for each row of the step. sampled_token_ids: of each row; empty where none was
+        generated yet.
 
         num_tokens_no_spec: int32 [rows], tokens of each request; token_ids_cpu: int32 [rows, max_model_len].
         """

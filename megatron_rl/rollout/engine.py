@@ -109,7 +109,7 @@ class RolloutEngine:
     routed_layers: the layers that have experts, if the engine must be able to return the experts of every token; else
     None. attention: of the model; its blocks of the cache and its arguments are the engine's. adapters: read next to
     `tensors`; they must not move either. None: there are none. text_only: the folder's model is larger than `tensors`,
-    which are its language model's. mtp: what guesses with speculative=mtp; its tensors must not move either.
+    which are its language model's. mtp: what drafts with speculative=mtp; its tensors must not move either.
     num_tokens: of the first ids, which may be sampled; None: all.
     """
 

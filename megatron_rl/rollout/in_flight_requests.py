@@ -1,8 +1,8 @@
 """Unfinished requests of an engine: vLLM runs a counted number of steps, and requests start and stop only between.
 
-One engine step draws one token for each running request, and with drafts those that were guessed right. Nothing runs
-between two slices, so weights may be changed there in place. An unfinished request continues with the keys and values
-that it has.
+One engine step generates one token for each running request, and with drafts those that were drafted right. Nothing
+runs between two slices, so weights may be changed there in place. An unfinished request continues with the keys and
+values that it has.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def sampling_params(
 
 
 def token_log_probs(answer: CompletionOutput) -> list[float]:
-    """The log-prob of each token of a response, which was drawn with `sampling_params`.
+    """The log-prob of each token of a response, which was generated with `sampling_params`.
 
     Raises RuntimeError if vLLM's log-probs belong to other tokens.
     """

@@ -25,8 +25,8 @@ class Start:
     """A request that a replica begins.
 
     request: its number, unique in the run. token_ids: the prompt and the response's tokens so far. seed: of new tokens.
-    max_tokens: how many it may draw. earlier: responses of former epochs to the same prompt, for drafts, the oldest
-    first; each is the prompt's last tokens and all that came after, int32 as bytes.
+    max_tokens: how many it may generate. earlier: responses of former epochs to the same prompt, for draft tokens, the
+    oldest first; each is the prompt's last tokens and all that came after, int32 as bytes.
     """
 
     request: int
@@ -54,9 +54,11 @@ class Slice:
 
 
 class DraftCounts(NamedTuple):
-    """Counts of requests drawn with drafts: their tokens, the engine steps that drew some, and the tokens guessed.
+    """Counts of requests generated with draft tokens: their tokens, the engine steps that generated some, and the
+    tokens drafted.
 
-    A request with t tokens in s steps had t - s guesses right: every step draws one token more than it accepts.
+    A request with t tokens in s steps had t - s draft tokens right: every step generates one token more than it
+    accepts.
     """
 
     num_tokens: int = 0
@@ -91,7 +93,7 @@ class SliceReport:
     version: of the replica's weights; -1 before the first. start, stop: seconds since the epoch. swap_seconds: the part
     of them for taking the slice's weights, including the wait for them.
     broken: the reason, if the transfer of the slice's weights broke. The slice did not begin then: nothing was dropped,
-    started or drawn, and the replica keeps its version.
+    started or generated, and the replica keeps its version.
     cache_usage: the largest share of the KV cache that the slice's requests took.
     """
 

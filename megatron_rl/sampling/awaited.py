@@ -9,7 +9,7 @@ from megatron_rl.agents.episode import Episode
 
 
 class Awaited:
-    """The episodes that are waited for, if any. in_rounds: they are drawn in several rounds of the engines, between
+    """The episodes that are waited for, if any. in_rounds: they are generated in several rounds of the engines, between
     which the driver learns of them; else only the engines know.
     """
 

@@ -1,4 +1,4 @@
-"""Dynamic sampling: draw batches until enough groups have scores that differ."""
+"""Dynamic sampling: generate batches until enough groups have scores that differ."""
 
 from __future__ import annotations
 

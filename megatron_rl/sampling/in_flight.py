@@ -77,8 +77,8 @@ class InFlightBatches:
         return start_of(request, episode, self._seed_of, earlier)
 
     def extend(self, drawn: dict[int, Drawn], version: int) -> list[int]:
-        """Add the tokens that a slice drew with the weights of `version`; returns requests whose turn waits for its
-        reply.
+        """Add the tokens that a slice generated with the weights of `version`; returns requests whose turn waits for
+        its reply.
         """
         for request, new in drawn.items():
             self.episode(request).extend(new, version, self.has_turns)
@@ -128,7 +128,7 @@ class InFlightBatches:
         return [] if batch is None else batch.episodes[: len(batch.prompts)]
 
     def drafts(self, step: int) -> DraftCounts:
-        """What drafts did for the responses of a batch, in this process; zeros without drafts."""
+        """What drafts did for the responses of a batch, in this process; zeros without draft tokens."""
         return self._drafts.get(step, DraftCounts())
 
     def swap_groups(self, swap: GroupSwap) -> None:

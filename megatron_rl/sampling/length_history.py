@@ -55,7 +55,7 @@ class LengthHistory:
             longest[prompt] = max(longest[prompt], length)
         for prompt, num_tokens in longest.items():
             lengths = [one for one in self._lengths[prompt] if one.step < step]  # a step may be repeated
-            # If this step is given up, its batch is drawn again, and must find what it found.
+            # If this step is given up, its batch is generated again, and must find what it found.
             old = [one for one in lengths if one.step < step - self._ahead][-1:]
             new = [one for one in lengths if one.step >= step - self._ahead]
             self._lengths[prompt] = [*old, *new, Longest(step, num_tokens)]
@@ -80,7 +80,7 @@ class LengthHistory:
 def longest_first(requests: Sequence[int], expected: Sequence[int | None], drawn: Sequence[int]) -> list[int]:
     """The requests in the order in which an engine is to begin them.
 
-    Those that have drawn something continue first: an earlier step left them. Then the longest expected; a request
+    Those that have generated something continue first: an earlier step left them. Then the longest expected; a request
     of which nothing is expected counts as the mean of the others. Of equal ones the lower number is first.
     """
     known = [length for length in expected if length is not None]

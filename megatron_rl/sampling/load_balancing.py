@@ -38,8 +38,9 @@ def by_expected_length(
     """The requests that each replica gets, so that replicas end as evenly as expected lengths say.
 
     groups: requests that share a prompt, and stay together where a replica has room for all. expected: tokens of each
-    request of a group. loads: tokens that each replica has left to draw; rooms: requests that it takes, together enough
-    for all. The longest groups are given first, each to the replica with the least to do, the first of equal ones.
+    request of a group. loads: tokens that each replica has left to generate; rooms: requests that it takes, together
+    enough for all. The longest groups are given first, each to the replica with the least to do, the first of equal
+    ones.
     """
     given: list[list[int]] = [[] for _ in rooms]
     ends = list(loads)

@@ -1,6 +1,6 @@
 """Sample on one pool, in rounds of slices until a batch is complete: the actor's own ranks, or ranks that it sends to.
 
-Without responses that outlive a step a batch is one round, in which each replica draws its share to the end.
+Without responses that outlive a step a batch is one round, in which each replica generates its share to the end.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PoolSampler(Sampler):
             sending.get()
 
     def answer(self, prompts: Prompts, sampling: Sampling, step: int | None = None) -> tuple[Prompts, Batch]:
-        """step: of training, whose responses are drawn with guesses from earlier ones."""
+        """step: of training, whose responses are generated with draft tokens from earlier ones."""
         earlier = [] if step is None else [self.earlier_of(index, step) for index in prompts.index.tolist()]
         asked = UnscheduledRequests(prompts, sampling, self.seed_of, self.episodes, self.rules.awaits_turns, earlier)
         asked.begin()

@@ -48,7 +48,7 @@ class RecordedSampler(PoolSampler):
         return SampledBatch(step, self._prompts(recorded, rows), rows, greedy)
 
     def draw_prompts(self, last: int) -> None:
-        """Nothing is drawn for training."""
+        """Nothing is generated for training."""
 
     def _prompts(self, recorded: RecordedStep, rows: Batch) -> Prompts:
         """The prompts of the recorded rows, with what the prompt files have for the reward function."""

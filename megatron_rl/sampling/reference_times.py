@@ -8,7 +8,7 @@ from megatron_rl.sampling.simulate import Lengths
 
 
 def synchronous(rules: ScheduleConfig, num_replicas: int, lengths: Lengths, costs: Costs) -> float:
-    """Mean seconds of a step that draws its batch, trains it and sends weights, one after the other on all ranks.
+    """Mean seconds of a step that generates its batch, trains it and sends weights, one after the other on all ranks.
 
     num_replicas and costs.train_seconds are those of all ranks together: more replicas and fewer seconds than in a run
     with two pools on the same ranks. Each batch is split into equal chunks, as a synchronous run does.
@@ -34,8 +34,8 @@ def _draw_seconds(rules: ScheduleConfig, num_replicas: int, lengths: Lengths, co
 def optimum(rules: ScheduleConfig, num_replicas: int, lengths: Lengths, costs: Costs) -> float:
     """A lower bound of an asynchronous run's mean seconds per step: what the busier side needs if it never waits.
 
-    The rollout side draws all tokens at the best rate that an engine reaches with as many running requests as `ahead`
-    and `max_running` allow. Failures, swaps and prefills are left out; they only add to it.
+    The rollout side generates all tokens at the best rate that an engine reaches with as many running requests as
+    `ahead` and `max_running` allow. Failures, swaps and prefills are left out; they only add to it.
     """
     steps = range(rules.first_step, rules.num_steps_total + 1)
     num_tokens = sum(lengths(request, 0) for step in steps for request in rules.requests_of(step)) / len(steps)

@@ -124,7 +124,7 @@ class ReplicaSampler(Sampler):
     def _announce(self) -> None:
         """Let replicas take the newest weights that were sent, and begin the batches that these allow.
 
-        Environments begin the episodes of these batches while replicas draw those of earlier ones.
+        Environments begin the episodes of these batches while replicas generate those of earlier ones.
         """
         version = self.weights.version
         with self.driver.locked() as queue:

@@ -54,7 +54,7 @@ class ResponseHistory:
                 token_ids = tokens[max(0, start - self._num_context) :].numpy().tobytes()
                 self._answers[prompt].append(Kept(step, token_ids))
         self._prompts_of[step] = set(prompts.tolist())
-        # If this step is given up, its batch is drawn again, and must find what it found.
+        # If this step is given up, its batch is generated again, and must find what it found.
         for old in [number for number in self._prompts_of if number <= self._last_named(step)]:
             for prompt in self._prompts_of.pop(old):
                 self._drop(prompt, step)
@@ -89,7 +89,7 @@ class ResponseHistory:
                 self.load_tensors({name: content.get_tensor(name) for name in content.keys()})  # noqa: SIM118
 
     def _last_named(self, batch: int) -> int:
-        """The last step whose responses requests of a batch name: no older weights may draw it."""
+        """The last step whose responses requests of a batch name: no older weights may generate it."""
         return batch - 1 - self._ahead
 
     def _named(self, answers: Sequence[Kept], batch: int) -> list[Kept]:

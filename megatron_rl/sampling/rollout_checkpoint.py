@@ -38,8 +38,8 @@ def read_schedule(folder: Path) -> dict[str, Any] | None:
 
 
 def read_answers(folder: Path, answers: InFlightBatches, prompts_of: PromptsOf | None = None) -> None:
-    """Load the responses of a checkpoint into batches whose prompts were drawn again. prompts_of: of those that have
-    changed places. Raises ConfigError for a damaged file.
+    """Load the responses of a checkpoint into batches whose prompts were chosen again. prompts_of: of those that
+    have changed places. Raises ConfigError for a damaged file.
     """
     with opened(folder / ROLLOUTS_FILE) as content:
         tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118

@@ -45,7 +45,8 @@ FIXED_SALT = -1
 
 
 def draft_metrics(counts: DraftCounts) -> dict[str, float]:
-    """Tokens that a request got in an engine step, and the share of guesses that were right; none without drafts."""
+    """Tokens that a request got in an engine step, and the share of draft tokens that were right; none without draft
+    tokens."""
     if not counts.num_steps:
         return {}
     accepted = counts.num_tokens - counts.num_steps
@@ -83,7 +84,7 @@ class Schedule:
 
     last_batch: the last batch that the checkpoint has begun. journal: None if no response outlives its step: then
     nothing is recorded or saved. replies: the replies to turns of a schedule that is repeated, by request, in their
-    order. earlier: responses from which rollouts guess, with those of the checkpoint; None: they do not. lengths: of
+    order. earlier: responses from which rollouts draft, with those of the checkpoint; None: they do not. lengths: of
     former responses, by which requests are ordered; None: they are not.
     """
 
@@ -166,7 +167,7 @@ class Sampler:
         return {}
 
     def begin_batches(self, last: int) -> None:
-        """Draw the prompts of all batches up to that of step `last`, and wait until environments have begun their
+        """Generate the prompts of all batches up to that of step `last`, and wait until environments have begun their
         episodes.
         """
         self.draw_prompts(last)
@@ -179,7 +180,7 @@ class Sampler:
                 self.queue.take_replies(waits=True)
 
     def draw_prompts(self, last: int) -> None:
-        """Draw the prompts of all batches up to that of step `last`."""
+        """Generate the prompts of all batches up to that of step `last`."""
         while self._last_begun < last:
             self._last_begun += 1
             prompts = self.next_prompts(self._cursor_ahead)
@@ -206,7 +207,7 @@ class Sampler:
         return () if self._earlier is None else self._earlier.of(index, batch)
 
     def keep(self, step: int, prompts: Prompts, rows: Batch) -> None:
-        """Keep a step's responses for draft tokens of later steps, if rollouts guess from them, and their lengths."""
+        """Keep a step's responses for draft tokens of later steps, if rollouts draft from them, and their lengths."""
         if self._lengths is not None:
             self._lengths.add(step, prompts.index, rows)
         if self._earlier is not None:

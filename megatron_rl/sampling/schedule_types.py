@@ -1,7 +1,7 @@
 """Rules, orders and decisions of the schedule of rollouts, as plain data.
 
 Training step s trains batch s; its requests are numbered (s-1)*batch_rows + row. Version v is the weights after step v.
-A token of batch s that version w draws has staleness (s-1) - w, which is never above `ahead`.
+A token of batch s that version w generates has staleness (s-1) - w, which is never above `ahead`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class ScheduleConfig:
     @property
     def versions_late(self) -> int:
         """In rounds, replicas take version v once batch v + versions_late is complete: 1 if `ahead` allows it, so that
-        replicas draw while step v is trained; else 0.
+        replicas generate while step v is trained; else 0.
         """
         return 0 if self.colocated else min(1, self.ahead + 1 - self.sync_every)
 
@@ -150,7 +150,7 @@ class RequestDecision:
     """What to do with the response of a request. It is also a line of the journal.
 
     truncate: its tokens so far are the response, which ends by length. resample: forget its tokens; attempt number
-    `attempt` draws new ones with other seeds. forget: forget its tokens; the same attempt draws them again.
+    `attempt` generates new ones with other seeds. forget: forget its tokens; the same attempt generates them again.
     """
 
     event: ClassVar[str] = "decided"
@@ -163,7 +163,7 @@ class RequestDecision:
 class GroupSwap:
     """The requests of late groups, and those whose places they take, one for one. It is also a line of the journal.
 
-    A request is a place in a batch: what is drawn for it changes, and its number does not.
+    A request is a place in a batch: what is generated for it changes, and its number does not.
     """
 
     event: ClassVar[str] = "traded"

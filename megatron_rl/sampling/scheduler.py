@@ -1,4 +1,5 @@
-"""Decide which replica draws which requests with which weights. The scheduler only counts: no tokens, clock, processes.
+"""Decide which replica generates which requests with which weights. The scheduler only counts: no tokens, clock,
+processes.
 
 Facts come in (a slice is done, weights have arrived, a batch was taken, a replica died), orders go out. A request is
 open from its first hand-out until it is finished. It belongs to one replica. If that replica dies the request waits,
@@ -128,7 +129,7 @@ class Scheduler:
         return not self._planned and (due >= version or not self._swappers(due))
 
     def may_save(self, step: int) -> bool:
-        """Whether a run that resumes from a checkpoint after `step`, written now, draws the same as this one.
+        """Whether a run that resumes from a checkpoint after `step`, written now, generates the same as this one.
 
         In rounds this holds once all replicas wait for the version of `step` or a later one, so `version_ready(step)`
         must not be called before `saved(step)`. Without rounds it always holds.

@@ -261,7 +261,7 @@ class Simulation:
         self.phase = "send" if self.rules.sends(self.step) else "wait"
 
     def _send(self) -> None:
-        """Send weights: the trainer is blocked for the exposed part; replicas draw until their next swap."""
+        """Send weights: the trainer is blocked for the exposed part; replicas generate until their next swap."""
         self._sending = True
         self.phase = "exposed"
         self.scheduler.sending(self.step)

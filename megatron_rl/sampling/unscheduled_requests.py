@@ -18,7 +18,8 @@ from megatron_rl.sampling.in_flight import SeedOf, begun_prompts, new_episodes, 
 class UnscheduledRequests:
     """One request per row of prompts, numbered -1, -2, ...; the schedule's requests are numbered from 0 on.
 
-    A slice draws turns until none is left to draw; an episode whose turn has its reply continues with the next slice.
+    A slice generates turns until none is left to generate; an episode whose turn has its reply continues with the next
+    slice.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class UnscheduledRequests:
         return list(self._rows.values())
 
     def shares(self, num_replicas: int) -> list[tuple[Start, ...]]:
-        """The requests that can be drawn now, one share for each replica: of contiguous rows, the first ones of one
+        """The requests that can be generated now, one share for each replica: of contiguous rows, the first ones of one
         more. A row stays with its replica, which may have keys and values of its earlier turns.
         """
         rows, shares, first = list(self._rows.items()), [], 0

@@ -84,7 +84,7 @@ function plan() {
       const numbers = [row.planned, row.measured, isNumber(row.planned) && row.planned > 0 && isNumber(row.measured) ? row.measured / row.planned : undefined];
       table.append(make("tr", {}, make("td", {}, swatch, row.phase), make("td", { textContent: row.unit }), ...numbers.map((value) => { const cell = make("td", { className: "number", textContent: short(value) }); if (isNumber(value)) cell.title = String(value); return cell; })));
     }
-    main.append(make("h2", { textContent: `${runName(run)}the plan beside the measured` }), make("p", { className: "faint", textContent: "GB: of the fullest rank, in the fullest step. Seconds: of the median step." }), make("div", { className: "scroll" }, table));
+    main.append(make("h2", { textContent: `${runName(run)}planned and measured` }), make("p", { className: "faint", textContent: "GB: of the fullest rank, in the fullest step. Seconds: of the median step." }), make("div", { className: "scroll" }, table));
     main.append(make("h2", { textContent: `${runName(run)}summary` }), make("div", { className: "scroll" }, numberTable(Object.entries(run.summary))));
   }
   if (data.differences.length) {

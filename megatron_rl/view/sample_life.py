@@ -153,14 +153,16 @@ def life_lines(life: dict[str, Any]) -> list[str]:
     lines = [
         f"step {life['step']}, sample {life['sample']} of {life['samples']}: prompt {bare(life['prompt_index'])} of "
         f"{bare(life['data_source'])}, response {bare(life['number_in_group'])} to it",
-        f"prompt  {quoted(life['prompt'])}",
+        f"prompt   {quoted(life['prompt'])}",
         f"response {quoted(life['answer'])}  ({bare(life['outcome'])})",
-        f"truth   {quoted(life['ground_truth'])}",
-        f"score   {short(life['score'])}; its group: {' '.join(map(short, scores))}, "
+        f"truth    {quoted(life['ground_truth'])}",
+        f"score    {short(life['score'])}; its group: {' '.join(map(short, scores))}, "
         f"mean {short(None if None in scores else sum(scores) / len(scores), '.4g')}",
     ]
     if life["rewards"]:
-        lines.append("rewards " + ", ".join(f"{bare(name)} {quoted(value)}" for name, value in life["rewards"].items()))
+        lines.append(
+            "rewards  " + ", ".join(f"{bare(name)} {quoted(value)}" for name, value in life["rewards"].items())
+        )
     lines.append(
         f"loss    {life['loss']:+.4g} of the step's {life['loss_of_step']:+.4g} where the ratio is 1; "
         f"{life['share']:.2%} of what all its tokens weigh"

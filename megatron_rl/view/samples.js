@@ -58,11 +58,11 @@ class Samples {
     return make("div", { className: "filters" }, this.search, this.least, this.most, ...Object.values(this.choices), colours);
   }
 
-  /** Names of numbers that some sample has, with labels; first whether a token was drawn. */
+  /** Names of numbers that some sample has, with labels; first whether a token was sampled. */
   colours() {
     const known = new Set(this.all.flatMap((one) => Object.keys(one.numbers || {})));
     const numbers = Object.entries(this.data.token_numbers).filter(([name]) => known.has(name));
-    return known.size ? [...numbers, ["sampled", "drawn or read"]] : [];
+    return known.size ? [...numbers, ["sampled", "sampled or read"]] : [];
   }
 
   filter() {
@@ -122,7 +122,7 @@ class Samples {
     if (one.numbers) facts.push(["loss", one.loss], ["share of the loss", one.share], ["scores of its group", one.group_scores.map(short).join(" ")]);
     card.append(numberTable(facts));
     if (!one.tokens) {
-      card.append(make("h2", { textContent: "prompt" }), make("div", { className: "text read", textContent: one.prompt }), make("h2", { textContent: "answer" }), make("div", { className: "text turn", textContent: one.answer }));
+      card.append(make("h2", { textContent: "prompt" }), make("div", { className: "text read", textContent: one.prompt }), make("h2", { textContent: "response" }), make("div", { className: "text turn", textContent: one.answer }));
       return card;
     }
     const about = make("div", { className: "token-numbers" });
@@ -130,7 +130,7 @@ class Samples {
     return card;
   }
 
-  /** Runs of drawn tokens are turns; between them is what the policy has read. */
+  /** Runs of sampled tokens are turns; between them is what the policy has read. */
   turns(one, about) {
     const host = make("div", { className: "tokens" });
     const values = this.values(one), [low, high] = spread(values);
@@ -163,7 +163,7 @@ class Samples {
     token.classList.add("chosen");
     this.token = at;
     const number = token.dataset.number;
-    const numbers = number === undefined ? [["drawn", "no: the policy has read it"]] : Object.entries(one.numbers).map(([name, values]) => [this.data.token_numbers[name], values[number]]);
+    const numbers = number === undefined ? [["sampled", "no: the policy has read it"]] : Object.entries(one.numbers).map(([name, values]) => [this.data.token_numbers[name], values[number]]);
     about.replaceChildren(make("h2", { textContent: `token ${at}: ${JSON.stringify(one.tokens[at])}` }), numberTable(numbers));
   }
 
@@ -185,7 +185,7 @@ class Samples {
     const values = this.values(one).filter(isNumber), [low, high] = spread(values);
     const bar = make("span", { className: "scale" });
     if (values.length) bar.style.background = `linear-gradient(to right, ${[0, 0.25, 0.5, 0.75, 1].map((share) => paint(this.colour, low + share * (high - low), low, high)).join(",")})`;
-    const label = this.data.token_numbers[this.colour] || "drawn";
+    const label = this.data.token_numbers[this.colour] || "sampled";
     return make("div", { className: "faint" }, values.length ? `${label}: ${short(low)} ` : `${label}: not recorded `, bar, values.length ? ` ${short(high)}` : "");
   }
 

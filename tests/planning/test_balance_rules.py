@@ -28,8 +28,8 @@ def said(config, **options) -> list[str]:
         (
             {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01},
             [
-                f"{ROUTER}_load_balancing_type=aux_loss is not here: its gradient depends on how a mini-batch is cut "
-                "into micro-batches; try: seq_aux_loss"
+                f"{ROUTER}_load_balancing_type=aux_loss is not supported: its gradient depends on how a mini-batch is "
+                "split into micro-batches; try: seq_aux_loss"
             ],
         ),
         (

@@ -73,23 +73,23 @@ def test_late_groups_pass(late):
         ),
         (
             {"async_training.straggler_policy": "resample"},
-            "async_training.straggler_policy=resample must be wait with over_sample_rate: the last answers of a batch "
-            "go on in the next step; try: wait",
+            "async_training.straggler_policy=resample must be wait with over_sample_rate: the last responses of a "
+            "batch continue in the next step; try: wait",
         ),
         (
             {"algorithm.adv_estimator": "remax"},
             f"{ROLLOUT}.over_sample_rate=0.2 and algorithm.adv_estimator=remax must be 0 where an estimator compares "
-            f"with greedy answers, which are drawn with their batch; try: 0",
+            f"with greedy responses, which are generated with their batch; try: 0",
         ),
         (
             {f"{ROLLOUT}.multi_turn.enable": True},
-            f"{ROLLOUT}.over_sample_rate=0.2 and {ROLLOUT}.multi_turn.enable=true must be 0 with answers of several "
-            f"turns: an environment knows an episode by its place in the batch; try: 0",
+            f"{ROLLOUT}.over_sample_rate=0.2 and {ROLLOUT}.multi_turn.enable=true must be 0 with multi-turn "
+            f"episodes: an environment identifies an episode by its position in the batch; try: 0",
         ),
         (
             {"actor_rollout_ref.hybrid_engine": False, f"{ROLLOUT}.nnodes": 1, f"{ROLLOUT}.n_gpus_per_node": 2},
-            f"{ROLLOUT}.over_sample_rate=0.2 must be 0 where the rollout has a pool of its own: replicas go on with "
-            "later batches without waiting; try: 0",
+            f"{ROLLOUT}.over_sample_rate=0.2 must be 0 where the rollout has a pool of its own: replicas continue "
+            "with later batches without waiting; try: 0",
         ),
     ],
 )
@@ -106,6 +106,6 @@ def test_batches_beside_the_schedule_have_no_order(config):
     assert problems(config) == []
     config.algorithm.filter_groups.enable = True
     assert (
-        f"{ROLLOUT}.longest_first=true must be false with algorithm.filter_groups.enable=true, whose batches are drawn "
-        "beside the schedule; try: false"
+        f"{ROLLOUT}.longest_first=true must be false with algorithm.filter_groups.enable=true, whose batches are "
+        "not part of the schedule; try: false"
     ) in problems(config)

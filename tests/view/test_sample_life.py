@@ -43,7 +43,7 @@ def test_lines_and_tokens_of_a_life():
     life = sample_life(recorded(), 1)
     lines = life_lines(life)
     assert lines[0] == "step 6, sample 1 of 6: prompt 40 of sums, response 1 to it"
-    assert lines[4] == "score   0; its group: 1 0, mean 0.5"
+    assert lines[4] == "score    0; its group: 1 0, mean 0.5"
     assert lines[-1] == "loss    +0.25 of the step's -0.625 where the ratio is 1; 10.00% of what all its tokens weigh"
     headings, rows = token_table(life)
     assert headings == ["", "token", "version", "engine", "trainer", "difference", "ratio", "advantage", "loss"]

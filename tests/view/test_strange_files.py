@@ -138,7 +138,7 @@ def test_explain_prints_what_steers_a_terminal_as_escapes(tmp_path: Path) -> Non
     write_step(tmp_path / "samples", made)
     output = run("explain", tmp_path, "--step", 6, "--sample", 0).output
     assert not {"\x1b", "\x9b", "\u202e", "\ud83d"} & set(output) and output.count("\\x9b") >= 6
-    assert "score   not finite; its group: not finite 0" in output and len(output.splitlines()) < 24
+    assert "score    not finite; its group: not finite 0" in output and len(output.splitlines()) < 24
     assert '"score": null' in run("explain", tmp_path, "--step", 6, "--sample", 0, "--json").output
 
 

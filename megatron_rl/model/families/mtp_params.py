@@ -1,6 +1,6 @@
 """The multi-token prediction (MTP) layer behind a model's layers: its parameters in Megatron, folder and engine.
 
-It makes a guess of the token after the next from a token's last hidden state and the next token's embedding
+It drafts the token after the next from a token's last hidden state and the next token's embedding
 (DeepSeek-V3, arXiv:2412.19437, section 2.2): both are normalised and projected together, and one more layer, a norm and
 the model's own head follow.
 """
