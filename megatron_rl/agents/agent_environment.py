@@ -43,7 +43,7 @@ class AgentEnvironment:
         if asked is None:
             raise EpisodeError("no_answer", "the agent has ended without a request")
         self._asked = asked
-        return InitialConversation(asked.messages, asked.tools)
+        return asked.opening
 
     async def step(self, turn: Turn) -> Observation:
         """Give the agent its answer and return the messages of its next request; it is done when the agent is."""
@@ -59,9 +59,7 @@ class AgentEnvironment:
             return Observation((), reward, True, counts)
         self._asked = asked
         new = asked.after(before, turn)
-        return Observation(
-            new, reward, False, counts, None if new else InitialConversation(asked.messages, asked.tools)
-        )
+        return Observation(new, reward, False, counts, None if new else asked.opening)
 
     async def close(self) -> None:
         """End the agent and its session."""

@@ -13,6 +13,7 @@ from megatron_rl.agents.chat_request import (
     MODEL,
     ChatRequest,
     Content,
+    asked_tokens,
     known_tools,
     named_results,
     object_with_messages,
@@ -45,7 +46,8 @@ class AnthropicMessages:
             messages += own
             calls += [_call_names(message), *({} for _ in own[1:])]
         known = known_tools([*map(_schema, tools)])
-        return ChatRequest(named_results(messages, calls), known, body.get("stream") is True)
+        limit = asked_tokens(body.get("max_tokens"))
+        return ChatRequest(named_results(messages, calls), known, body.get("stream") is True, max_tokens=limit)
 
     def answer(self, turn: Turn, number: int) -> Content:
         """Return the policy's turn as a message."""

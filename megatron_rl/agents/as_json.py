@@ -35,7 +35,7 @@ def answer_from_json(content: Any) -> Answer:
     try:
         if content.keys() == {"cause", "reason"} and content["cause"] in FAILURES:
             return EpisodeFailure(content["cause"], str(content["reason"]))
-        if content.keys() == {"messages", "tools"}:
+        if content.keys() - {"max_tokens"} == {"messages", "tools"}:
             return _opening(content)
         messages, reward, is_done, counts = (content[name] for name in ("messages", "reward", "is_done", "counts"))
         is_valid = isinstance(is_done, bool) and type(reward) is float and all(map(is_message, messages))
@@ -64,7 +64,8 @@ def plain_answer(answer: Answer) -> Answer:
 
 
 def _opening(content: dict[str, Any]) -> InitialConversation:
-    return opening_of(InitialConversation(tuple(content["messages"]), tuple(content["tools"])))
+    messages, tools = tuple(content["messages"]), tuple(content["tools"])
+    return opening_of(InitialConversation(messages, tools, content.get("max_tokens")))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron_rl.agents.observation import FOLLOWING, Message, Turn
+from megatron_rl.agents.observation import FOLLOWING, InitialConversation, Message, Turn
 
 Content = dict[str, Any]
 
@@ -16,12 +16,20 @@ MODEL = "policy"
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A whole conversation and the agent's tools, in the form of chat templates. with_usage: a stream ends with it."""
+    """A whole conversation and the agent's tools, in the form of chat templates. with_usage: a stream ends with it.
+    max_tokens: of the response, as the agent asks; None: it does not.
+    """
 
     messages: tuple[Message, ...]
     tools: tuple[Content, ...] = ()
     streams: bool = False
     with_usage: bool = False
+    max_tokens: int | None = None
+
+    @property
+    def opening(self) -> InitialConversation:
+        """The conversation as the beginning of an episode, or of a part of it."""
+        return InitialConversation(self.messages, self.tools, self.max_tokens)
 
     def after(self, before: ChatRequest, turn: Turn) -> tuple[Message, ...]:
         """Return the messages that follow `before` and the policy's turn; none where this is another conversation."""
@@ -61,6 +69,11 @@ def object_with_messages(body: Any, only: Mapping[str, tuple[Any, ...]]) -> Cont
                 f"{name}={body[name]!r:.80} is not supported: one response is sampled, with the run's own settings"
             )
     return body
+
+
+def asked_tokens(*sent: Any) -> int | None:
+    """Return the first of these limits that is a number of tokens; None without one."""
+    return next((limit for limit in sent if type(limit) is int and limit > 0), None)
 
 
 def known_tools(sent: Any) -> tuple[Content, ...]:

@@ -174,6 +174,7 @@ class LiveEpisodes(Episodes):
         self._environments, self._renderer, self._reader = environments, renderer, reader
         self._longest_prompt, self._appending = longest_prompt, frozenset(appending)
         self._shown: set[tuple[str, ...]] = set()
+        self._saw_limit = False
         self._open: dict[int, _OpenTurn] = {}
         self._failed: list[tuple[int, Reply]] = []
         self._jobs = itertools.count()
@@ -197,7 +198,7 @@ class LiveEpisodes(Episodes):
 
     def _begins(self, number: int, episode: Episode) -> bool:
         if self._environments.opens:
-            self._submit(episode, _OpenTurn(number))
+            self._submit(episode, _OpenTurn(number, room=episode.room))
         return self._environments.opens
 
     def _submit(self, episode: Episode, new: _OpenTurn) -> None:
@@ -223,6 +224,7 @@ class LiveEpisodes(Episodes):
             begins = answer if isinstance(answer, InitialConversation) else answer.anew
             if begins is not None:
                 self._look_for(begins.tools)
+                self._look_at_limit(begins.max_tokens, known.room)
             if isinstance(answer, InitialConversation):
                 return self._begun(answer, self._renderer.beginning(answer, self._longest_prompt))
             anew = answer.anew or self._rewritten(known, answer)
@@ -247,6 +249,13 @@ class LiveEpisodes(Episodes):
         if names and is_new and self._renderer.unwritten_tools(tools):
             what = f"the policy cannot see the {len(names)} tools of an agent ({', '.join(names)[:80]})"
             self.late_notes.append(f"the chat template writes no tools: {what}")
+
+    def _look_at_limit(self, max_tokens: int | None, room: int) -> None:
+        """Note, once, that responses may be longer than an agent asks for. room: tokens that they may have."""
+        if max_tokens is not None and max_tokens < room and not self._saw_limit:
+            self._saw_limit = True
+            what = f"an agent asks for at most {max_tokens} tokens (max_tokens), and a turn may have {room}"
+            self.late_notes.append(f"{what}: a run keeps its own limit, data.max_response_length of the whole episode")
 
     def _rewritten(self, known: _OpenTurn, answer: Observation) -> InitialConversation | None:
         """The whole conversation, where the template does not append."""

@@ -68,10 +68,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class InitialConversation:
-    """A conversation up to the policy's next turn. tools: schemas of tools that the chat template is given."""
+    """A conversation up to the policy's next turn. tools: schemas of tools that the chat template is given.
+
+    max_tokens: that an agent asked for in a turn, which a run does not keep, but says once. None: it did not ask.
+    """
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
+    max_tokens: int | None = None
 
 
 Opening = InitialConversation

@@ -13,6 +13,7 @@ from megatron_rl.agents.chat_request import (
     MODEL,
     ChatRequest,
     Content,
+    asked_tokens,
     known_tools,
     named_results,
     object_with_messages,
@@ -43,9 +44,9 @@ class OpenAIChat:
         messages = [_message(place, message) for place, message in enumerate(body["messages"])]
         options = body.get("stream_options") or {}
         with_usage = isinstance(options, dict) and options.get("include_usage") is True
-        return ChatRequest(
-            named_results(messages, map(_calls, body["messages"])), tools, body.get("stream") is True, with_usage
-        )
+        limit = asked_tokens(body.get("max_completion_tokens"), body.get("max_tokens"))
+        named = named_results(messages, map(_calls, body["messages"]))
+        return ChatRequest(named, tools, body.get("stream") is True, with_usage, limit)
 
     def answer(self, turn: Turn, number: int) -> Content:
         """Return the policy's turn as a `chat.completion`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import family_templates as templates
 import pytest
@@ -11,6 +11,7 @@ from family_templates import family_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.agents.anthropic_messages import AnthropicMessages
+from megatron_rl.agents.as_json import answer_from_json
 from megatron_rl.agents.chat_request import ChatRequest
 from megatron_rl.agents.episode import Episode, EpisodeLimits
 from megatron_rl.agents.episodes import LiveEpisodes
@@ -333,15 +334,33 @@ def test_tools_that_a_template_leaves_out():
 
 
 def test_an_agents_tools_that_the_template_leaves_out_are_told_once():
-    """Two episodes with the same tools. Would not catch tools that come with a later request."""
+    """Two episodes with the same tools, and fewer tokens a turn than a run gives. Would not catch what comes later."""
     _, tokenizer, _, renderer = opened("gemma")
-    asked = InitialConversation(({"role": "user", "content": "What is it?"},), (ADD,))
+    asked = InitialConversation(({"role": "user", "content": "What is it?"},), (ADD,), 16)
     live = LiveEpisodes(Opens(asked), renderer, TurnReader(tokenizer), EpisodeLimits(2))
     episodes = {n: Episode((), {"prompt": ""}, Sampling(1.0, 1.0, -1, 99, 1)) for n in range(2)}
     live.begin(episodes)
     assert [episode.opening for episode in episodes.values()] == [asked, asked]
-    (note,) = live.late_notes
+    note, limit = live.late_notes
     assert "writes no tools: the policy cannot see the 1 tools of an agent (add)" in note
+    assert "an agent asks for at most 16 tokens (max_tokens), and a turn may have 99" in limit
+    assert answer_from_json(json.loads(json.dumps(asdict(asked)))) == asked
+    old = {"messages": list(asked.messages), "tools": [ADD]}  # as earlier schedules have it
+    assert answer_from_json(old) == replace(asked, max_tokens=None)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "sent", "limit"),
+    [
+        (OpenAIChat(), {"max_tokens": 16}, 16),
+        (OpenAIChat(), {"max_tokens": 16, "max_completion_tokens": 9}, 9),
+        (OpenAIChat(), {"max_tokens": None}, None),
+        (AnthropicMessages(), {"max_tokens": 16}, 16),
+    ],
+)
+def test_the_tokens_that_an_agent_asks_for_are_read(protocol, sent, limit):
+    """By hand. Would not catch a limit under another name."""
+    assert protocol.read({"messages": [{"role": "user", "content": "a"}], **sent}).opening.max_tokens == limit
 
 
 @pytest.mark.parametrize("protocol", [OpenAIChat(), AnthropicMessages()], ids=["openai", "anthropic"])
