@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +18,7 @@ from megatron_rl.columns import COLUMNS
 from megatron_rl.config.declarations import readers_of
 from megatron_rl.config.problems import raise_problems, violations_of
 from megatron_rl.config.task_config import TaskConfig
+from megatron_rl.data.long_prompts import long_prompt_problems
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.console import quiet_libraries
 from megatron_rl.observe.program import NAME, next_command
@@ -78,7 +79,7 @@ def plan_command(
     Exit code 2 where a rule is broken; a plan that exceeds the GPU's memory is reported, and is no error.
     """
     try:
-        run = checked(config, overrides, without_files, change=lambda read: planned_task(read, stage), task=stage)
+        run = checked_with_prompts(config, overrides, without_files, stage)
         gpu = None if run.config is None else planned_hardware(run.config, hardware)
         if run.config is not None and not run.violations:
             check_lengths(run.config, prompt_length, response_length)
@@ -127,6 +128,16 @@ def plan_lines(
         further = "" if plan.fitting.is_enough else ", which names the smallest cluster that would do"
         lines.append(f"  search all layouts: {search_command(plan, config, overrides, hardware)}{further}")
     return lines if whole else [*lines, "all tables: the same command with --all"]
+
+
+def checked_with_prompts(
+    path: Path, overrides: Sequence[str] | None, without_files: bool, stage: str | None
+) -> CheckedConfig:
+    """Read and check a configuration for `plan`, and where nothing else is wrong the lengths of its prompts."""
+    run = checked(path, overrides, without_files, change=lambda read: planned_task(read, stage), task=stage)
+    if run.config is None or run.violations or without_files:
+        return run
+    return replace(run, violations=long_prompt_problems(run.config))
 
 
 def map_command(

@@ -9,7 +9,8 @@ from typing import Any
 
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.config.synonyms import PROMPTS, SOURCES, TRUTHS
-from megatron_rl.data.prompt_dataset import Located, PromptRow, read_prompts, tokenise
+from megatron_rl.data.long_prompts import has_tokenizer, num_bytes
+from megatron_rl.data.prompt_dataset import Located, read_prompts, tokenise
 from megatron_rl.data.row_files import column_forms, first_row
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.errors import ConfigError
@@ -30,7 +31,6 @@ Ask = Callable[[str, str, Sequence[str]], str]
 
 MOST_TOKENISED = 2000
 """Prompts that are tokenised, the longest ones by their bytes, to find how many tokens the longest has."""
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 @dataclass(frozen=True)
@@ -156,12 +156,12 @@ class PromptLengths:
 
 def prompt_lengths(own: OwnData, model: Path) -> PromptLengths:
     """Render and tokenise the longest prompts. Raises ConfigError for a tokenizer or a prompt that cannot be used."""
-    by_size = sorted(own.rows[1:], key=lambda located: _num_bytes(located[1]), reverse=True)
+    by_size = sorted(own.rows[1:], key=lambda located: num_bytes(located[1].prompt), reverse=True)
     some = [own.rows[0], *by_size[: MOST_TOKENISED - 1]]
-    if not any((model / name).is_file() for name in TOKENIZERS):
+    if not has_tokenizer(model):
         first = own.rows[0][1].prompt
         text = first if isinstance(first, str) else "\n".join(f"{each['role']}: {each['content']}" for each in first)
-        return PromptLengths(max(_num_bytes(row) for _, row in some), text, None)
+        return PromptLengths(max(num_bytes(row.prompt) for _, row in some), text, None)
     tokenizer = load_tokenizer(str(model))
     ids = tokenise(str(own.train), some, tokenizer, own.keys)
     shown = tokenizer.decode(ids[0], clean_up_tokenization_spaces=False)
@@ -171,13 +171,7 @@ def prompt_lengths(own: OwnData, model: Path) -> PromptLengths:
 def longest_truth(own: OwnData, model: Path) -> int:
     """Return the tokens of the longest expected answer; without a tokenizer its bytes."""
     texts = sorted({str(truth) for truth in own.truths}, key=len, reverse=True)[:MOST_TOKENISED]
-    if not any((model / name).is_file() for name in TOKENIZERS):
+    if not has_tokenizer(model):
         return max(len(text.encode()) for text in texts)
     tokenizer = load_tokenizer(str(model))
     return max(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"]))
-
-
-def _num_bytes(row: PromptRow) -> int:
-    if isinstance(row.prompt, str):
-        return len(row.prompt.encode())
-    return sum(len(str(message["content"]).encode()) for message in row.prompt)

@@ -6,9 +6,11 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from model_folders import problems
 
 from megatron_rl.config.eval_config import for_evaluation, unjudged
+from megatron_rl.data.long_prompts import long_prompt_problems
 from megatron_rl.planning.file_rules import train_rows
 
 
@@ -29,3 +31,30 @@ def test_columns_of_a_flat_file_are_suggested_by_their_meaning(config, tmp_path)
     assert problems(unjudged(for_evaluation(config))) == []
     data.train_max_samples = 3
     assert train_rows(data) == [1] and train_rows(replace(data, train_files=[data.train_files] * 9)) == [3]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {},
+            "must be at least the 9 tokens of the longest prompt of {} (row 1); try: 9; or data.filter_overlong",
+        ),
+        ({"max_prompt_length": 9}, None),
+        ({"truncation": "left"}, None),
+        ({"filter_overlong_prompts": True}, None),
+        ({"ground_truth_key": "no"}, "{} has no column 'no' (data.ground_truth_key)"),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_found_before_the_run(config, tmp_path, keys, message):
+    """By the demo's tokenizer, a token for each digit. Would not catch what a template adds to a short prompt."""
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps({"question": "1" * size, "answer": "4"}) + "\n" for size in (3, 9)))
+    files = {"train_files": str(file), "val_files": str(file), "max_prompt_length": 8, "default_data_source": "x"}
+    given = files | {"prompt_key": "question", "ground_truth_key": "answer"} | keys
+    config.data = replace(config.data, **given)
+    config.actor_rollout_ref.model.path = str(Path(__file__).parents[2] / "assets/demo/model")
+    found = [str(violation) for violation in long_prompt_problems(config)]
+    assert found == [] if message is None else message.format(file) in found[0] and len(found) == 1
+    config.actor_rollout_ref.model.path = str(tmp_path)
+    assert long_prompt_problems(config) == []
