@@ -24,7 +24,7 @@ from megatron_rl.observe.batch_metrics import parity_metrics
 from megatron_rl.plain_values import describe_error, quote
 from megatron_rl.records import Batch
 from megatron_rl.roles.actor import Actor
-from megatron_rl.roles.registry import KINDS
+from megatron_rl.roles.role_classes import KINDS
 from megatron_rl.scoring.batch_scorers import RoleScorer, Scorer
 from megatron_rl.scoring.sampled_batch import SampledBatch
 from megatron_rl.scoring.teachers import OtherPrompts, TeacherCall, TeacherScorer

@@ -31,7 +31,7 @@ from megatron_rl.roles.host import RankHost
 from megatron_rl.roles.preloaded import preloaded
 from megatron_rl.roles.rank import sequence_work
 from megatron_rl.roles.reference import Reference
-from megatron_rl.roles.registry import KINDS
+from megatron_rl.roles.role_classes import KINDS
 
 Kind = TypeVar("Kind")
 

@@ -34,7 +34,7 @@ from megatron_rl.roles.teacher import num_compared
 
 if TYPE_CHECKING:
     from megatron_rl.hybrid_engine.bridge import BridgeSender, SendAttempt, SendReport
-    from megatron_rl.roles.distillation import Distillation
+    from megatron_rl.roles.distillation_terms import Distillation
     from megatron_rl.roles.expert_routing import ExpertRouting
     from megatron_rl.roles.merged_shards import MergedShards
     from megatron_rl.roles.mtp_training import MTPTraining
@@ -46,7 +46,7 @@ class Actor(TrainedRole):
     def __init__(self, spec: RoleSpec, rank: Rank) -> None:
         from megatron_rl.checkpoint.known_tokens import num_sampled_tokens
         from megatron_rl.model.families import CORRECTION
-        from megatron_rl.roles.distillation import Distillation
+        from megatron_rl.roles.distillation_terms import Distillation
         from megatron_rl.roles.expert_bias import ExpertBias
         from megatron_rl.roles.expert_routing import ExpertRouting
         from megatron_rl.roles.model_source import named_buffers
@@ -335,7 +335,7 @@ class Actor(TrainedRole):
         self, hidden: Tensor, block: MicroBatch, totals: BatchTotals, own: list[Tensor]
     ) -> tuple[Tensor, MetricParts]:
         """(loss of a block, its parts of metrics); log-probs are appended to `own` if the block has no old ones."""
-        from megatron_rl.roles.distillation import DistillationTerms
+        from megatron_rl.roles.distillation_terms import DistillationTerms
 
         config, fields, lengths = self.config, block.fields, block.num_sampled
         log_probs, entropy = self.scorer.log_probs_and_entropy(hidden, block)

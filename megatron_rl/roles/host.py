@@ -25,9 +25,9 @@ from megatron_rl.records import RoleState
 from megatron_rl.roles.bridge_address import AcrossBridge
 from megatron_rl.roles.environment import RankEnvironment, choose_logging_level
 from megatron_rl.roles.rank import Rank
-from megatron_rl.roles.registry import build_role
 from megatron_rl.roles.rendezvous import open_store
 from megatron_rl.roles.role import Role, TrainedRole
+from megatron_rl.roles.role_classes import build_role
 from third_party_patches import apply_patches
 
 if TYPE_CHECKING:

@@ -99,7 +99,7 @@ def adapted_rank(config) -> dict:
     from megatron_rl.planning.run_models import RunModels
     from megatron_rl.roles.host import RankHost
     from megatron_rl.roles.model_source import named_parameters
-    from megatron_rl.roles.registry import build_role
+    from megatron_rl.roles.role_classes import build_role
 
     worker = RankHost(config)
     for role in ("actor", "reference", "rollout"):

@@ -45,7 +45,7 @@ def columns_of_a_step(config: RunConfig, teacher: str) -> Batch:
     from megatron_rl.controller.run_scorers import role_scorers
     from megatron_rl.controller.run_setup import RunPools
     from megatron_rl.roles.host import RankHost
-    from megatron_rl.roles.registry import KINDS
+    from megatron_rl.roles.role_classes import KINDS
     from megatron_rl.scoring.batch_scorers import score
     from megatron_rl.scoring.sampled_batch import SampledBatch
 
