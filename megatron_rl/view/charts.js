@@ -40,9 +40,10 @@ class Chart {
     this.canvas.setAttribute("aria-label", spec.title);
     this.tip = make("div", { className: "tip", hidden: true });
     const legend = make("div", { className: "legend faint" });
+    this.swatches = [];
     for (const { label, color, dash } of spec.legend || spec.series) {
       const swatch = make("span", { className: dash ? "swatch dashed" : "swatch" });
-      swatch.style.background = color;
+      this.swatches.push([swatch, color]);
       legend.append(make("span", {}, swatch, label));
     }
     host.append(make("h3", { textContent: spec.title }), this.canvas, legend, this.tip);
@@ -145,6 +146,8 @@ class Chart {
     this.canvas.style.height = `${height}px`;
     this.canvas.width = width * ratio;
     this.canvas.height = height * ratio;
+    this.paper = style("--card");
+    for (const [swatch, color] of this.swatches) swatch.style.background = seenOn(color, this.paper);
     const pen = this.canvas.getContext("2d");
     pen.scale(ratio, ratio);
     pen.font = "11px system-ui, sans-serif";
@@ -212,7 +215,7 @@ class Chart {
 
   lines(pen) {
     for (const { xs, ys, color, dash } of this.spec.series) {
-      pen.strokeStyle = pen.fillStyle = color;
+      pen.strokeStyle = pen.fillStyle = seenOn(color, this.paper);
       pen.lineWidth = 1.6;
       pen.setLineDash(dash ? [5, 4] : []);
       pen.beginPath();
@@ -234,7 +237,7 @@ class Chart {
   stack(pen) {
     const floor = new Map();
     for (const { xs, ys, color } of this.spec.series) {
-      pen.fillStyle = color;
+      pen.fillStyle = seenOn(color, this.paper);
       xs.forEach((x, at) => {
         if (!isNumber(ys[at])) return;
         const low = floor.get(x) || 0, high = low + ys[at];
@@ -249,9 +252,10 @@ class Chart {
     for (const { lane, label, color, start, stop } of this.spec.bars) {
       const left = this.x(start), width = Math.max(1, this.x(stop) - left), top = TOP + LANE * lane + 3;
       if (left > this.canvas.clientWidth || left + width < this.left) continue;
-      pen.fillStyle = color;
+      const fill = seenOn(color, this.paper);
+      pen.fillStyle = fill;
       pen.fillRect(left, top, width, LANE - 6);
-      pen.fillStyle = "#ffffff";
+      pen.fillStyle = textOn(fill);
       if (width > pen.measureText(label).width + 6) pen.fillText(label, left + width / 2, top + LANE / 2 - 3);
     }
   }

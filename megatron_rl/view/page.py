@@ -9,7 +9,13 @@ from typing import Any
 
 from megatron_rl.observe.summary import finite_or_null
 
-PARTS = {"STYLE": "page.css", "CHARTS": "charts.js", "SAMPLES": "samples.js", "PROGRAM": "page.js"}
+PARTS = {
+    "STYLE": "page.css",
+    "CONTRAST": "contrast.js",
+    "CHARTS": "charts.js",
+    "SAMPLES": "samples.js",
+    "PROGRAM": "page.js",
+}
 """Mark in page.html -> file that takes its place."""
 MARK = re.compile(r"@@(\w+)@@")
 

@@ -122,7 +122,7 @@ def test_nothing_of_a_run_is_html(tmp_path):
     made = page({"texts": texts}, [], "<b>run</b>")
     found = re.search('<script type="application/json" id="data">(.*?)</script>', made)[1]
     assert json.loads(found) == {"texts": texts} and "<" not in found
-    assert "<title>&lt;b&gt;run&lt;/b&gt;</title>" in made and made.count("<script>") == 3
+    assert "<title>&lt;b&gt;run&lt;/b&gt;</title>" in made and made.count("<script>") == 4
     assert as_script(float("nan")) == "null" and escaped("a & <b>") == "a &amp; &lt;b&gt;"
     made.encode()
 
