@@ -404,7 +404,7 @@ def test_a_request_goes_on_with_what_was_said():
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content must be text"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "tool_calls cannot be read"),
         ({"messages": [{"role": "user", "content": "x"}], "tools": [1]}, r"tools\[0\] must be"),
-        ({"messages": [{"role": "user", "content": "x"}], "logprobs": True}, "logprobs=True is not possible"),
+        ({"messages": [{"role": "user", "content": "x"}], "logprobs": True}, "logprobs=True is not supported"),
     ],
 )
 def test_unreadable_requests_have_a_rule(body, rule):

@@ -37,10 +37,10 @@ class Drawn:
 
 @dataclass
 class OnePool:
-    """Does with a decider what `PoolSampler` does. content: place in a batch -> what is drawn for it."""
+    """Does with a scheduler what `PoolSampler` does. content: place in a batch -> what is drawn for it."""
 
     rules: ScheduleConfig
-    decider: RequestScheduler
+    scheduler: RequestScheduler
     num_replicas: int
     content: dict[int, tuple[int, Drawn]]
     num_steps: dict[int, int] = field(default_factory=dict)
