@@ -1,4 +1,4 @@
-"""An agent of the user's as an environment: its requests are what the policy reads, the policy's turns its answers.
+"""An agent of the user's as an environment: its requests are what the policy reads, the policy's turns its replies.
 
 So its episodes are exact to the token, recorded and repeated as all others are. No torch.
 """
@@ -46,7 +46,7 @@ class AgentEnvironment:
         return asked.opening
 
     async def step(self, turn: Turn) -> Observation:
-        """Give the agent its answer and return the messages of its next request; it is done when the agent is."""
+        """Give the agent its reply and return the messages of its next request; it is done when the agent is."""
         assert self._session is not None and self._asked is not None
         self._session.answer(turn)
         asked, before = await self._next_request(), self._asked

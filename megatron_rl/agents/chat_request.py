@@ -11,7 +11,7 @@ from megatron_rl.agents.observation import FOLLOWING, InitialConversation, Messa
 Content = dict[str, Any]
 
 MODEL = "policy"
-"""The name under which the policy answers; an agent may ask for any."""
+"""The name under which the policy replies; an agent may ask for any."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ChatProtocol(Protocol):
         """Read a request. Raises ValueError, with the rule, for one that cannot be answered."""
 
     def answer(self, turn: Turn, number: int) -> Content:
-        """Return the policy's turn as the body of an answer. number: of the answer in its session."""
+        """Return the policy's turn as the body of a reply. number: of the reply in its session."""
 
     def stream(self, turn: Turn, number: int, request: ChatRequest) -> list[str]:
         """Return the policy's turn as server-sent events."""

@@ -32,7 +32,7 @@ FIXED_BYTES, BYTES_PER_TOKEN = 1 << 20, 1 << 10
 six bytes each as an escape of JSON.
 """
 BROKEN = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
-"""What a client causes: it sends no HTTP, or hangs up. It has its answer, if it exists."""
+"""What a client causes: it sends no HTTP, or hangs up. It has its reply, if it exists."""
 
 
 def _log() -> logging.Logger:
@@ -86,13 +86,13 @@ class Session:
             self._last.turn.set_result(turn)
 
     def close(self) -> None:
-        """Leave the agent's requests without an answer."""
+        """Leave the agent's requests without a reply."""
         for known in self._known:
             known.turn.cancel()
 
     async def ask(self, request: ChatRequest, is_retry: bool) -> tuple[int, Turn]:
         """(number, the policy's turn); requests wait for each other. is_retry: the client has sent the same before and
-        had no answer.
+        had no reply.
         """
         known = next((known for known in self._known if is_retry and known.request == request), None)
         if known is not None:

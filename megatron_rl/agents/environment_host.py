@@ -1,6 +1,6 @@
 """Play turns in environments that this process keeps, one for each open episode. No torch.
 
-A job has all earlier turns of its episode with their answers. Where the environment of the episode is not here, because
+A job has all earlier turns of its episode with their replies. Where the environment of the episode is not here, because
 its process has died or the run has resumed, a fresh one plays them first, and must answer as it did before.
 """
 
@@ -29,7 +29,7 @@ from megatron_rl.plain_values import describe_error
 from megatron_rl.user_code.user_calls import is_ending
 
 NOT_HERE = EpisodeFailure("not_here", "")
-"""The answer to a short job where the environment is not that of the episode, or has not come so far."""
+"""The reply to a short job where the environment is not that of the episode, or has not come so far."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TurnJob:
     """Play `turn` in the environment of an episode; None: begin the episode. row: its task.
 
     before: its earlier turns. opening: how it began, if its environment has begun it. num_left_out: the first of the
-    earlier turns that are not in `before`; an environment that has not played so many answers NOT_HERE.
+    earlier turns that are not in `before`; an environment that has not played that many answers NOT_HERE.
     """
 
     episode: int
@@ -89,7 +89,7 @@ class EnvironmentHost:
         self.passing: tuple[type[BaseException], ...] = ()
 
     def do(self, message: TurnJob | Forget) -> Any:
-        """Return the environment's answer to a job, or an awaitable one if the environment is async."""
+        """Return the environment's reply to a job, or an awaitable one if the environment is async."""
         waiting = self._forget(message.episode) if isinstance(message, Forget) else self._answer(message)
         return waiting if self._is_async else _result(waiting)
 

@@ -41,19 +41,19 @@ class EnvironmentSource:
         raise NotImplementedError
 
     def written(self, answer: Answer) -> Any:
-        """Return an answer as JSON values."""
+        """Return a reply as JSON values."""
         return asdict(answer)
 
     def read(self, content: Any) -> Answer:
-        """Return the answer of `written`. Raises ValueError for anything else."""
+        """Return the reply of `written`. Raises ValueError for anything else."""
         return NOT_HERE if content == asdict(NOT_HERE) else answer_from_json(content)
 
     def failed(self, kind: str, reason: str) -> EpisodeFailure:
-        """Return the answer of an episode whose process has failed."""
+        """Return the reply of an episode whose process has failed."""
         return EpisodeFailure(kind, reason)
 
     def too_long(self, reason: str) -> EpisodeFailure:
-        """Return the answer in place of one that is too long."""
+        """Return the reply in place of one that is too long."""
         return EpisodeFailure("no_answer", reason)
 
 
@@ -106,7 +106,7 @@ class EnvironmentsHere:
         self._answers.append((number, self._done(self._host.do(job))))
 
     def take(self, waits: bool) -> list[tuple[int, Answer]]:
-        """Return the answers that exist, by the numbers of `play`."""
+        """Return the replies that exist, by the numbers of `play`."""
         answers, self._answers = self._answers, []
         return answers
 
@@ -128,7 +128,7 @@ class EnvironmentProcesses(WorkProcesses):
         self._turns: dict[int, TurnJob] = {}
 
     def play(self, number: int, job: TurnJob) -> None:
-        """Have a turn played; the answer comes with `take`. A later turn goes without its row and the turns before it,
+        """Have a turn played; the reply comes with `take`. A later turn goes without its row and the turns before it,
         and is sent whole where its environment has been lost.
         """
         self._turns[number] = job

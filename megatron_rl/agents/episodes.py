@@ -27,10 +27,10 @@ class Environments(Protocol):
     def opens(self) -> bool: ...
 
     def play(self, number: int, job: TurnJob) -> None:
-        """Have a turn played; the answer comes with `take`."""
+        """Have a turn played; the reply comes with `take`."""
 
     def take(self, waits: bool) -> list[tuple[int, Answer]]:
-        """Return the answers that exist, by the numbers of `play`. waits: until there is one, if a job is open."""
+        """Return the replies that exist, by the numbers of `play`. waits: until there is one, if a job is open."""
 
     def forget(self, episode: int) -> None:
         """Drop the environment of an episode, if there is one."""
@@ -39,7 +39,7 @@ class Environments(Protocol):
 class Episodes:
     """Answers turns. The number of an episode is that of its request.
 
-    record: is called with every answer. notes: for the user. late_notes: those of the run itself, to be said and
+    record: is called with every reply. notes: for the user. late_notes: those of the run itself, to be said and
     taken out.
     """
 
@@ -52,7 +52,7 @@ class Episodes:
 
     @property
     def is_open(self) -> bool:
-        """Whether a turn waits for its answer."""
+        """Whether a turn waits for its reply."""
         raise NotImplementedError
 
     def submit(self, number: int, episode: Episode) -> None:
@@ -63,12 +63,12 @@ class Episodes:
         """Drop what belongs to an episode that has ended or begins again."""
 
     def take(self, waits: bool = False) -> list[tuple[int, Reply]]:
-        """Return the answers that exist. waits: until there is one, if a turn waits for its answer."""
+        """Return the replies that exist. waits: until there is one, if a turn waits for its reply."""
         arrived, self._arrived = self._arrived, []
         return arrived or self._take(waits)
 
     def take_of(self, numbers: Collection[int], waits: bool) -> list[tuple[int, Reply]]:
-        """Return the answers to these episodes that exist; those to others are kept for `take`. waits: until there
+        """Return the replies to these episodes that exist; those to others are kept for `take`. waits: until there
         is one, which must have been submitted.
         """
         while True:
@@ -113,7 +113,7 @@ class RecordedEpisodes(Episodes):
     """
 
     def __init__(self, limits: EpisodeLimits, recorded: Iterable[tuple[int, Reply]]) -> None:
-        """recorded: (number, answer) in the order in which a run had them."""
+        """recorded: (number, reply) in the order in which a run had them."""
         super().__init__(limits)
         self._recorded: dict[int, deque[Reply]] = defaultdict(deque)
         for number, reply in recorded:
@@ -143,7 +143,7 @@ class RecordedEpisodes(Episodes):
 
 @dataclass(frozen=True)
 class _OpenTurn:
-    """A turn that waits for its answer. turn: None while the episode itself begins. last_token: of the turn.
+    """A turn that waits for its reply. turn: None while the episode itself begins. last_token: of the turn.
 
     before: the conversation before the turn. room: tokens that may still follow.
     """

@@ -85,8 +85,8 @@ PLAIN = ThoughtMarks(*MARKS[0], is_known=False)
 
 
 def thoughts_of(template: str | None, prompt: str) -> Thoughts:
-    """Return how a model with this chat template thinks. prompt: as the template writes it, to the beginning of an
-    answer.
+    """Return how a model with this chat template thinks. prompt: as the template writes it, to the beginning of a
+    response.
     """
     if template is None:
         return PLAIN

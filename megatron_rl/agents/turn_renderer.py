@@ -100,7 +100,7 @@ class TurnRenderer:
         most: int = NO_LIMIT,
     ) -> list[int]:
         """Return the tokens between a turn and the next one: the rest of its end, the messages, and the beginning of
-        an answer.
+        a response.
 
         last_token: of the turn. Where it is the end mark that the template writes, the mark is not written again.
         turn: whose calls the messages answer. num_calls: calls of the conversation before the turn.
@@ -116,9 +116,9 @@ class TurnRenderer:
     def after_answer(
         self, before: Sequence[Message], messages: Sequence[Message], names: Sequence[str] = (), num_calls: int = 0
     ) -> str:
-        """Return what the template writes after an answer that follows `before`, where `messages` follow the answer.
+        """Return what the template writes after a response that follows `before`, where `messages` follow the response.
 
-        names: of the tools that the answer calls. num_calls: calls of the conversation before the answer. Raises
+        names: of the tools that the answer calls. num_calls: calls of the conversation before the response. Raises
         TemplateRefusal.
         """
         answer, messages = self._answer_before(messages, names, num_calls)
@@ -239,7 +239,7 @@ class TurnRenderer:
         return self._rendered((list(messages), options))[0]
 
     def _rendered(self, *renderings: Rendering) -> list[str]:
-        """The texts of conversations, for one answer of the process. Raises TemplateRefusal."""
+        """The texts of conversations, for one reply of the process. Raises TemplateRefusal."""
         assert self._template is not None  # callers ask
         with self._rendering:
             texts = self._process.map(renderings)
@@ -272,6 +272,6 @@ def _texts(template: str, variables: dict[str, Any], items: Sequence[Rendering])
 
 
 def _said(text: str) -> int:
-    """Where the last answer or argument of the policy ends in a text; -1 if it does not exist."""
+    """Where the last response or argument of the policy ends in a text; -1 if it does not exist."""
     places = [text.rfind(said) + len(said) for said in (ANSWER, VALUE) if said in text]
     return max(places, default=-1)

@@ -27,7 +27,7 @@ def check_number(option: str, value: float | None, least: float, most: float, of
 
 
 def check_lengths(config: RunConfig, prompt: float | None, response: float | None) -> None:
-    """Raise ConfigError for mean lengths of prompts and answers that a configuration does not allow."""
+    """Raise ConfigError for mean lengths of prompts and responses that a configuration does not allow."""
     data = config.data
     bounds = ((config.longest_sequence, "data.max_length"),) * 2
     if config.generates:

@@ -1,4 +1,4 @@
-"""Send calls to a pool's ranks, wait for their answers, and report the ranks that failed or hang."""
+"""Send calls to a pool's ranks, wait for their replies, and report the ranks that failed or hang."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ seconds between two looks.
 """
 
 STACKS_TIMEOUT_S = 5.0
-"""A rank that answers at all does so within INTERVAL_S; reading the stacks of many ranks takes a moment."""
+"""A rank that replies at all does so within INTERVAL_S; reading the stacks of many ranks takes a moment."""
 
 
 class Call(NamedTuple):
@@ -78,7 +78,7 @@ class RankCalls:
     def wait(
         self, what: str, answers: Sequence[Future[Any]], timeout: float | None, look: Callable[[], None]
     ) -> list[Any]:
-        """Return the ranks' answers, in their order. Raises CallsFailed, also for another call that is still open.
+        """Return the ranks' replies, in their order. Raises CallsFailed, also for another call that is still open.
 
         look: called every LOOK_S; raises for failures elsewhere. Raises TimeoutError after `timeout` seconds; the call
         continues.
@@ -159,7 +159,7 @@ def failures_of(
     """Return one failure for each rank that hangs; the rank to look at first has the earliest date.
 
     Asks all ranks for their stacks, then judges again: a rank that was heard meanwhile does not hang, and none may be
-    left. Writes the stacks to `limits.stacks_file`. running: calls without an answer, in the order they were made.
+    left. Writes the stacks to `limits.stacks_file`. running: calls without a reply, in the order they were made.
     """
     stacks = monitor.stacks(STACKS_TIMEOUT_S)
     verdict = monitor.verdict()

@@ -4,7 +4,7 @@
 
 Two processes that write to each other with blocking writes stand still for ever once both sockets are full. So `send`
 hands over what the other end takes now and queues the rest, which goes out as soon as there is room: in `ready` for a
-process that serves many channels in a loop, in `receive` for one that waits for an answer, and in the thread of a
+process that serves many channels in a loop, in `receive` for one that waits for a reply, and in the thread of a
 `ServedChannel` for one that does other things meanwhile. `send_whole` alone waits: it is for a process whose reader
 never does. The end of the other process is seen at once, however it has ended.
 """

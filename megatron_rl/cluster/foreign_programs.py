@@ -23,7 +23,7 @@ PIECE = 1 << 16
 
 @dataclass(frozen=True)
 class ProgramAnswer:
-    """What a program printed, to stdout and stderr, and why that is not a whole answer; "" for exit code 0."""
+    """What a program printed, to stdout and stderr, and why that is not a whole reply; "" for exit code 0."""
 
     text: str
     fault: str = ""

@@ -1,6 +1,6 @@
-"""The driver's side of the heartbeat: find ranks that no longer answer and ranks whose method makes no progress.
+"""The driver's side of the heartbeat: find ranks that no longer reply and ranks whose method makes no progress.
 
-A rank that waits for another rank still answers. So a silent rank is reported first. Where all ranks answer and some
+A rank that waits for another rank still replies. So a silent rank is reported first. Where all ranks reply and some
 make no progress, the rank to look at first is one that does not wait for its peers.
 """
 
@@ -201,7 +201,7 @@ class HeartbeatMonitor:
         return dict(self._signs)
 
     def stacks(self, timeout_s: float) -> dict[int, str]:
-        """Ask every connected rank for the stacks of its threads; return the answers after `timeout_s` at most."""
+        """Ask every connected rank for the stacks of its threads; return the replies after `timeout_s` at most."""
         deadline = time.monotonic() + timeout_s
         self._stacks = {}
         asked = list(self._connections.values())

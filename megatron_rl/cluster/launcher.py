@@ -50,7 +50,7 @@ class RankProcess(Protocol):
     ended: Future[str]
 
     def send(self, message: Any) -> Future[Any]:
-        """Send a result of `Ranks.share`; the future has the rank's answer, or raises RankFailed or ProcessDied."""
+        """Send a result of `Ranks.share`; the future has the rank's reply, or raises RankFailed or ProcessDied."""
 
     def kill(self) -> None:
         """Kill it and all processes of its group. Does nothing where it has ended."""

@@ -8,8 +8,8 @@
         ...
         log_probs.get()                         # waits; raises what went wrong on any rank
 
-A call splits its records into chunks and pickles each once, sends every rank one message, waits for one answer of each
-rank and joins the answers of the collectors (the others are empty). A failure on one rank ends the pool, because the
+A call splits its records into chunks and pickles each once, sends every rank one message, waits for one reply of each
+rank and joins the replies of the collectors (the others are empty). A failure on one rank ends the pool, because the
 other ranks would wait for that rank in their next collective. A rank that stops answering or makes no progress
 (`HeartbeatMonitor`) also ends the pool. A pool that ends takes the pools of its `FailureDomain` with it.
 

@@ -28,7 +28,7 @@ class Processes:
             self.started.append(self._ranks.start(rank, self._variables(rank)))
 
     def coming_up(self) -> list[Future[ProcessInfo]]:
-        """Return answers that are ready once the processes are up, or have failed to."""
+        """Return replies that are ready once the processes are up, or have failed to."""
         return [process.info for process in self.started]
 
     def describe(self) -> list[ProcessInfo]:

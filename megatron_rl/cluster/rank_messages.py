@@ -1,7 +1,7 @@
 """Messages between a client and a rank's process: bytes over a pipe, whatever started the process.
 
     to the rank     (method of `RankWorker`, its arguments)
-    to the client   (None, answer) or (RankFailure, None)
+    to the client   (None, reply) or (RankFailure, None)
 
 A rank answers messages in their order, one answer for each.
 """
@@ -97,7 +97,7 @@ def loads(message: bytes, files: Files) -> Any:
 
 
 def answer_of(reply: bytes, files: Files) -> Any:
-    """Return the answer in a reply. `files` frees its remote columns with the last reference. Raises RankFailed."""
+    """Return the content of a reply. `files` frees its remote columns with the last reference. Raises RankFailed."""
     failure, answer = _Unpickler(reply, files, owns=True).load()
     if failure is not None:
         raise RankFailed(failure)

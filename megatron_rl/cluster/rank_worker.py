@@ -34,7 +34,7 @@ PORTS = range(20_000, 32_768)
 
 
 class Answered(NamedTuple):
-    """A method's answer, and when the method ran on the rank, in seconds since the epoch."""
+    """A method's reply, and when the method ran on the rank, in seconds since the epoch."""
 
     value: Any
     start: float
@@ -123,7 +123,7 @@ class RankWorker:
         return self._place
 
     def run(self, role: str, method: str, dispatch: Dispatch, payload: Payload) -> Answered | None:
-        """Run a method; return its answer, or None if this rank is no collector."""
+        """Run a method; return its reply, or None if this rank is no collector."""
         args, kwargs = payload
         start = time.time()
         if role == HOST:

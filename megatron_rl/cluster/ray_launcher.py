@@ -27,7 +27,7 @@ class RayLauncher(RaySession):
         super().__init__(num_ranks, modules, variables)
         self._device_kind = device_kind
         self._holders: dict[str, ActorHandle] = {}
-        self._asked: dict[str, ObjectRef] = {}  # answers that are late
+        self._asked: dict[str, ObjectRef] = {}  # replies that are late
 
     def reserve(self, size: PoolSize, others: Sequence[PoolSize] = ()) -> RayRanks:
         """Return the places, to be entered."""
@@ -59,7 +59,7 @@ class RayLauncher(RaySession):
             self.held.note(node, self._holders[node])
 
     def segments(self) -> dict[str, list[str]]:
-        """Return node -> names of the run's segments; of nodes that `hold_nodes` named and that answer."""
+        """Return node -> names of the run's segments; of nodes that `hold_nodes` named and that reply."""
         asked = {node: self._asked.pop(node, None) or agent.segments.remote() for node, agent in self._holders.items()}
         if asked:
             ray.wait([*asked.values()], num_returns=len(asked), timeout=ANSWER_LIMIT_S)

@@ -54,7 +54,7 @@ _SETTINGS = {
     "RAY_enable_worker_prestart": "0",  # ranks have environments of their own, for which no worker waits
     "RAY_prestart_worker_first_driver": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # silences a warning about this setting
-    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # answers of a failed call that are never read
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # replies of a failed call that are never read
 }
 
 
@@ -267,7 +267,7 @@ def _require_usable(address: str) -> None:
 
 
 def _ask(address: str) -> GcsClient:
-    """Return a client of the cluster's server, after its first answer. Raises ConfigError where none comes."""
+    """Return a client of the cluster's server, after its first reply. Raises ConfigError where none comes."""
     answers: Queue[GcsClient | Exception] = Queue()
 
     def ask() -> None:

@@ -1,10 +1,10 @@
 """Split the rows of a call for the ranks and join the ranks' answers: pure functions, no processes.
 
-    (args, kwargs) --split_call--> one payload per chunk ... one answer per chunk --join_answers--> the result
+    (args, kwargs) --split_call--> one payload per chunk ... one reply per chunk --join_answers--> the result
 
 A chunk is what one data-parallel rank or one rollout replica works on; every rank of it gets the same payload.
 Sizes of chunks differ by at most one row; which rows go together may be chosen by their work. A chunk without rows
-still has to run, since its ranks take part in collectives: it is padded with a copy of row 0, and its answer is
+still has to run, since its ranks take part in collectives: it is padded with a copy of row 0, and its reply is
 dropped.
 """
 
@@ -25,7 +25,7 @@ from megatron_rl.records import Batch, first_true, prompt_numbers, row_lengths
 
 @dataclass(frozen=True)
 class Route:
-    """The ranks that run a call, the chunk of each, and the ranks whose answers count.
+    """The ranks that run a call, the chunk of each, and the ranks whose replies count.
 
     chunk_of_rank: called rank -> index of its chunk. collectors: for DP and REPLICAS the answering rank of each
     chunk, in chunk order; else all called ranks.
@@ -178,11 +178,11 @@ def _chunk(value: Any, start: int, stop: int, number: int = 0) -> Any:
 
 
 def join_answers(answers: Sequence[Any], split: Split) -> Any:
-    """Join one answer per chunk into one result; answers of chunks without real rows are dropped.
+    """Join one reply per chunk into one result; replies of chunks without real rows are dropped.
 
     Records are concatenated, with their rows in the order of the call. Of dicts, which the ranks have reduced
-    themselves, the first is returned. Tuples are joined part by part. If all answers are None, so is the result. Other
-    answers become a list with one entry per chunk.
+    themselves, the first is returned. Tuples are joined part by part. If all replies are None, so is the result. Other
+    replies become a list with one entry per chunk.
     """
     if all(type(answer) is tuple for answer in answers):
         return tuple(join_answers(part, split) for part in zip(*answers, strict=True))

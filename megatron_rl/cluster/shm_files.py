@@ -41,7 +41,7 @@ class MappedFiles:
 
 
 class RankFiles:
-    """The files of a rank. node: its node. least_bytes: smaller columns travel in answers.
+    """The files of a rank. node: its node. least_bytes: smaller columns travel in replies.
 
     may_be_lost: the run continues without this rank's node, and uses what it has answered: nothing is held there.
     """
@@ -59,7 +59,7 @@ class RankFiles:
         """Do nothing: the driver frees."""
 
     def hold(self, answer: Any) -> Any:
-        """Return an answer whose large columns that ranks alone read are held; of a tuple, each part."""
+        """Return a reply whose large columns that ranks alone read are held; of a tuple, each part."""
         if self._may_be_lost:
             return answer
         if type(answer) is tuple:

@@ -79,7 +79,7 @@ class Client:
         return cls(connection, os.pidfd_open(pid))
 
     def say(self, answer: dict[str, int]) -> None:
-        """Send an answer; a client that has ended gets none."""
+        """Send a reply; a client that has ended gets none."""
         with suppress(OSError):
             self.connection.sendall(json.dumps(answer).encode())
 

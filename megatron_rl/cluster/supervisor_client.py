@@ -38,7 +38,7 @@ END_LIMIT_S = 40.0
 """Seconds that a supervisor has to end a run's processes on its machine."""
 
 READ_HERE = partial(answer_of, files=MappedFiles())
-"""Makes an answer from a reply of a rank on this machine."""
+"""Makes a result from a reply of a rank on this machine."""
 
 NO_FAULT_OF_PROCESSES = (ConfigError, RewardError, StoppedAfterStep, StoppedBeforeStep)
 """Errors whose reason is not in the logs of processes."""
@@ -50,7 +50,7 @@ class SupervisorClient:
     modules: a supervisor that is started here imports them and forks ranks; without any, each rank imports for itself.
     variables: environment variables that the modules read on import. A supervisor that exists already keeps its own.
     name: of the supervisor among those of the run on this machine. owns_run: this is the driver. Raises WorkerFailure
-    if no supervisor answers; the driver's folder is removed then.
+    if no supervisor replies; the driver's folder is removed then.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class SupervisorClient:
     ) -> LocalRankProcess:
         """Start a rank with these variables, which sees this GPU alone; do not wait for it.
 
-        node_id, host: this node, for `ProcessInfo`. gpu: "" on CPUs. read: makes an answer of a reply; else READ_HERE.
+        node_id, host: this node, for `ProcessInfo`. gpu: "" on CPUs. read: makes a result of a reply; else READ_HERE.
         Raises WorkerFailure if the supervisor is gone.
         """
         ours, theirs = socket.socketpair()
@@ -152,7 +152,7 @@ class SupervisorClient:
             self._control.sendall(json.dumps(request).encode())
 
     def _read(self) -> None:
-        """Pass the supervisor's answers on until it, or this end, is closed; then every rank is killed."""
+        """Pass the supervisor's replies on until it, or this end, is closed; then every rank is killed."""
         while True:
             content = b""
             with suppress(OSError):

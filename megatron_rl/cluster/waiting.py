@@ -1,6 +1,6 @@
 """Wait for futures of several pools: for the first that is ready or has failed.
 
-One thread can so drive many pools that fail separately. An answer that arrives wakes it; between answers it looks at
+One thread can so drive many pools that fail separately. A reply that arrives wakes it; between replies it looks at
 the heartbeat of each pool once every LOOK_S.
 """
 
@@ -41,7 +41,7 @@ class PoolFuture(Future[Answer]):
 
     @abstractmethod
     def missing(self) -> list[RankAnswer[Any]]:
-        """Look at the pool; return the answers that are still missing. Once it is empty, `get` does not wait."""
+        """Look at the pool; return the replies that are still missing. Once it is empty, `get` does not wait."""
 
     @abstractmethod
     def arrived(self, answer: RankAnswer[Any]) -> None:
@@ -67,7 +67,7 @@ class CallFuture(PoolFuture[Answer]):
 
     def arrived(self, answer: RankAnswer[Any]) -> None:
         self._missing = [other for other in self._missing if other != answer]
-        if self._missing and answer.exception() is not None:  # the other answers may never arrive
+        if self._missing and answer.exception() is not None:  # the other replies may never arrive
             try:
                 self.pool.raise_if_failed()
             except MegatronRLError:
@@ -84,7 +84,7 @@ class WaitStep:
 
 
 class StartFuture(PoolFuture[None]):
-    """The future of a pool that starts step by step; `missing` takes the next step once a step's answers are ready.
+    """The future of a pool that starts step by step; `missing` takes the next step once a step's replies are ready.
 
     steps: runs the start and may raise its failure. After a failure, and after `timeout_s`, the pool is shut down.
     """
@@ -142,7 +142,7 @@ class StartFuture(PoolFuture[None]):
 def wait_any(futures: Sequence[Future[Any]], timeout: float | None = None) -> list[Future[Any]]:
     """Wait until one of `futures` is ready; return all whose `get` does not wait, [] after `timeout` seconds.
 
-    futures: at least one start or answer of a `ProcessPool` or `Replica`. Raises TypeError for others. A pool whose
+    futures: at least one start or reply of a `ProcessPool` or `Replica`. Raises TypeError for others. A pool whose
     ranks fail or hang meanwhile is ended, and its futures are among those returned.
     """
     ours = [future for future in futures if isinstance(future, PoolFuture)]

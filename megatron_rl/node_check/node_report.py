@@ -36,7 +36,7 @@ class NodeFacts:
 
     versions: of packages, Python and the driver; "none" where there is none. gpus: all that the driver lists. links:
     pair of GPUs, "GPU0-GPU1" -> how they are connected, in nvidia-smi's words ("NV18", "SYS"). ports: InfiniBand or
-    RoCE. has_verbs: whether the library is found that NCCL needs to use them. gpu_fault: why nvidia-smi gave no answer.
+    RoCE. has_verbs: whether the library is found that NCCL needs to use them. gpu_fault: why nvidia-smi gave no reply.
     """
 
     versions: Mapping[str, str]

@@ -154,7 +154,7 @@ def _active(node: NodeReport) -> str:
 
 
 def _clocks(nodes: Sequence[NodeReport], rules: NodeRules) -> Iterator[Finding]:
-    """Offsets are those to one clock; what the way of question and answer may explain does not count."""
+    """Offsets are those to one clock; what the way of question and reply may explain does not count."""
     for node in nodes:
         if abs(node.clock_s) - node.clock_error_s > rules.most_clock_skew_s:
             yield Finding(

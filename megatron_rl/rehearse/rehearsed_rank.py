@@ -51,7 +51,7 @@ from third_party_patches import apply_patches
 class Methods(NamedTuple):
     """Methods of a role's passes, and what their batches have.
 
-    reader: of the columns of the update; None: the update reads tokens alone. compares: a row has several answers.
+    reader: of the columns of the update; None: the update reads tokens alone. compares: a row has several responses.
     """
 
     score: str

@@ -18,7 +18,7 @@ from megatron_rl.rehearse.fewer_layers import read_settings
 UNEVEN = (1.0, 0.4, 0.7, 0.25)
 """Lengths of rows as shares of the longest one, in turn."""
 ANSWERS = 2
-"""Answers to a prompt, where a loss compares them."""
+"""Responses to a prompt, where a loss compares them."""
 MORE_ROUNDS = 1
 """Micro-batches of a rehearsed pass beyond those that fill a pipeline."""
 
@@ -45,7 +45,7 @@ def num_rows(config: RunConfig, pool: PoolSpec, pass_spec: PassSpec, num_samples
 def lengths_of(
     config: RunConfig, pass_spec: PassSpec, num: int, shares: Sequence[float] = (1.0,)
 ) -> list[tuple[int, int]]:
-    """Return (prompt, answer) tokens of `num` rows: the longest ones, times the shares in turn."""
+    """Return (prompt, response) tokens of `num` rows: the longest ones, times the shares in turn."""
     answer = config.longest_response if pass_spec.scored is None else pass_spec.scored
     prompt = (config.longest_sequence if pass_spec.longest is None else pass_spec.longest) - answer
     sizes = [shares[number % len(shares)] for number in range(num)]
@@ -77,7 +77,7 @@ def synthetic_batch(
     columns: Sequence[str],
     others: Mapping[str, torch.Tensor] | None = None,
 ) -> Batch:
-    """Return rows of (prompt, answer) tokens with these columns of sampled tokens, which are zeros.
+    """Return rows of (prompt, response) tokens with these columns of sampled tokens, which are zeros.
 
     others: further columns, name -> the value of every token.
     """
@@ -103,14 +103,15 @@ def vocabulary_of(role: RoleSpec) -> int:
 
 
 def half_as_long(config: RunConfig, pass_spec: PassSpec) -> PassSpec:
-    """Return the pass for pairs: the answers to a prompt share a micro-batch."""
+    """Return the pass for pairs: the responses to a prompt share a micro-batch."""
     longest = config.longest_sequence if pass_spec.longest is None else pass_spec.longest
     scored = config.longest_response if pass_spec.scored is None else pass_spec.scored
     return replace(pass_spec, longest=longest // ANSWERS, scored=scored // ANSWERS)
 
 
 def synthetic_pairs(lengths: Sequence[tuple[int, int]], vocab_size: int) -> Batch:
-    """Return a batch of answers that a loss compares: of each (prompt, answer) tokens two, as answers to one prompt."""
+    """Return a batch of responses that a loss compares: of each (prompt, response) tokens two, as responses to one
+    prompt."""
     answers = synthetic_batch([one for one in lengths for _ in range(ANSWERS)], vocab_size, ())
     sizes = torch.tensor([prompt + answer for prompt, answer in lengths])
     two = torch.full((len(lengths),), ANSWERS)

@@ -184,7 +184,7 @@ class ExpertRouting:
         return counts.cpu()
 
     def gathered(self, own: Tensor) -> Tensor | None:
-        """`finish`'s answer of all stages: [N, L, K] on the last stage's rank that speaks for it; None elsewhere."""
+        """`finish`'s result of all stages: [N, L, K] on the last stage's rank that speaks for it; None elsewhere."""
         if self.groups.tp_rank != 0 or self.groups.cp_rank != 0:
             return None
         ranks, width = dist.get_process_group_ranks(self.groups.pp_group), own.element_size()

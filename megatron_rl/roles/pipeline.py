@@ -87,9 +87,9 @@ class Pipeline:
 
         Under sequence parallelism the columns spread evenly over TP ranks, and under context parallelism every segment
         over twice as many chunks as there are ranks. Where data-parallel ranks hold different experts they need each
-        other's answers in every block, so all get as many as the one that has most; dynamic blocks are cut to the same
-        number everywhere, so that no rank waits for another's. Packed rows share prompts where attention can. sizes: of
-        neighbouring rows that must be in one block.
+        other's results in every block, so all get as many as the one that has most; dynamic blocks are cut to the
+        same number everywhere, so that no rank waits for another's. Packed rows share prompts where attention can.
+        sizes: of neighbouring rows that must be in one block.
 
         Where passes choose how many ranks share them, these are the blocks of this rank, of the same batch as all
         others', and rows lie anywhere.
@@ -185,7 +185,7 @@ class Pipeline:
 
     @property
     def _shares_prompts(self) -> bool:
-        """Not under context parallelism: a chunk attends to its own segment alone, and an answer that is cut without
+        """Not under context parallelism: a chunk attends to its own segment alone, and a response that is cut without
         its prompt would be uneven work.
         """
         return shares_prompts(self.device) and self.groups.grid.cp_size == 1

@@ -18,15 +18,15 @@ from megatron_rl.roles.training import TrainableModel
 
 
 def with_prompts(block: MicroBatch, prompt_of_row: Tensor) -> MicroBatch:
-    """Return the block with the numbers of its prompts, and of each the number of its answers; all on the CPU."""
+    """Return the block with the numbers of its prompts, and of each the number of its responses; all on the CPU."""
     prompts, sizes = prompt_of_row[block.rows].unique_consecutive(return_counts=True)
     return replace(block, fields=block.fields | {"prompts": prompts, "num_answers": sizes})
 
 
 class PreferenceTrainer:
-    """Gradients and scores of answers under one model; all ranks must call.
+    """Gradients and scores of responses under one model; all ranks must call.
 
-    per_token: one number per scored token. of_rows: an answer's number [B] from those of its tokens [T] and their
+    per_token: one number per scored token. of_rows: a response's number [B] from those of its tokens [T] and their
     counts [B].
     """
 
@@ -40,7 +40,7 @@ class PreferenceTrainer:
         self.trainable, self.per_token, self.objective, self.of_rows = trainable, per_token, objective, of_rows
 
     def scores(self, batch: Batch, cut: MicroBatching) -> Batch | None:
-        """`answer_scores`: the number of each answer; on the last stage, None before."""
+        """`answer_scores`: the number of each response; on the last stage, None before."""
         rows = answer_rows(batch)
         pipeline = self.trainable.pipeline
         flat = pipeline.forward(rows, cut, self.per_token)
@@ -52,7 +52,7 @@ class PreferenceTrainer:
     def compute_gradients(
         self, batch: Batch, cut: MicroBatching, num_prompts: int, baseline: float, role: str
     ) -> dict[str, float]:
-        """Gradients of the mean loss over the `num_prompts` of all ranks; answers to one prompt share a micro-batch.
+        """Gradients of the mean loss over the `num_prompts` of all ranks; responses to one prompt share a micro-batch.
 
         baseline: kto's. Returns metrics, whose names begin with `role`, on the last stage; {} before.
         """

@@ -35,5 +35,5 @@ class TrainableRewardModel(TrainedRole):
 
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def scores(self, batch: Batch) -> Batch | None:
-        """`answer_scores`: the score of each answer; on the last stage, None before."""
+        """`answer_scores`: the score of each response; on the last stage, None before."""
         return self.learner.scores(batch, self.score_cut)

@@ -1,4 +1,4 @@
-"""The policy of tasks without generation: it learns from given answers, by cross-entropy or from preferences."""
+"""The policy of tasks without generation: it learns from given responses, by cross-entropy or from preferences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_rl.roles.role import TrainedRole
 
 
 class SupervisedPolicy(TrainedRole):
-    """A language model that learns from given answers; saved and exported as the actor."""
+    """A language model that learns from given responses; saved and exported as the actor."""
 
     def __init__(self, spec: RoleSpec, rank: Rank) -> None:
         from megatron_rl.roles.preference_training import PreferenceTrainer
@@ -64,7 +64,7 @@ class SupervisedPolicy(TrainedRole):
 
     @remote_method(Dispatch.DP, phase="score", balanced=True, stop=Stop.BEFORE)
     def answer_log_probs(self, batch: Batch) -> Batch | None:
-        """`answer_scores`: the sum of the tokens' log-probs of each answer; None before the last stage."""
+        """`answer_scores`: the sum of the tokens' log-probs of each response; None before the last stage."""
         return self.learner.scores(batch, self.score_cut)
 
     @remote_method(Dispatch.DP, phase="export")

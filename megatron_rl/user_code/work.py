@@ -16,7 +16,7 @@ TIMED_OUT, CRASHED = "timed_out", "crashed"
 
 
 class Work(Protocol):
-    """The work of a supervisor's workers. It is pickled; its answers travel as JSON."""
+    """The work of a supervisor's workers. It is pickled; its replies travel as JSON."""
 
     @property
     def noun(self) -> str:
@@ -27,19 +27,19 @@ class Work(Protocol):
         """The configuration key of the time limit."""
 
     def load(self) -> Callable[[Any], Any]:
-        """Return the function that turns a job's content into an answer, or into an awaitable one.
+        """Return the function that turns a job's content into a reply, or into an awaitable one.
 
         Raises ConfigError when the user's code cannot be loaded.
         """
 
     def written(self, answer: Any) -> Any:
-        """Return an answer as JSON values."""
+        """Return a reply as JSON values."""
 
     def read(self, content: Any) -> Any:
-        """Return the answer that JSON values are. Raises ValueError for others."""
+        """Return the reply that JSON values are. Raises ValueError for others."""
 
     def failed(self, kind: str, reason: str) -> Any:
-        """Return the answer to a job that has failed. kind: `TIMED_OUT`, `CRASHED`."""
+        """Return the reply to a job that has failed. kind: `TIMED_OUT`, `CRASHED`."""
 
     def too_long(self, reason: str) -> Any:
-        """Return the answer in place of one that is too long to be sent."""
+        """Return the reply in place of one that is too long to be sent."""

@@ -1,4 +1,4 @@
-"""The driver's side of a supervisor: start it, send jobs, take answers, replace it if it is lost."""
+"""The driver's side of a supervisor: start it, send jobs, take replies, replace it if it is lost."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ keep(Channel.of_descriptor(int(sys.argv[1])))
 EXIT_TIMEOUT_S = 10.0
 
 MOST_LOST = 3
-"""Keepers in a row that may be lost without an answer between; then it is no accident."""
+"""Keepers in a row that may be lost without a reply between; then it is no accident."""
 
 
 class WorkProcesses:
     """A context manager: inside it a supervisor and its workers wait for jobs. The constructor starts nothing.
 
     A supervisor that has died, as by the kernel where memory is short, is replaced, and what its workers have started
-    is killed. The jobs that have no answer are done again.
+    is killed. The jobs that have no reply are done again.
     """
 
     def __init__(self, settings: WorkerSettings):
         self.settings = settings
-        self._open: dict[int, Job] = {}  # jobs without an answer, by their numbers
+        self._open: dict[int, Job] = {}  # jobs without a reply, by their numbers
         self._changing = threading.Lock()
         self._num_lost, self._failure = 0, ""
 
@@ -61,28 +61,28 @@ class WorkProcesses:
 
     @property
     def num_open(self) -> int:
-        """The number of jobs without an answer; any thread may ask."""
+        """The number of jobs without a reply; any thread may ask."""
         return len(self._open)
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Have jobs done; the answers come with `take`. Any thread may call this, and it never waits."""
+        """Have jobs done; the replies come with `take`. Any thread may call this, and it never waits."""
         with self._changing:
             self._open |= {job.number: job for job in jobs}
             self._send(list(jobs))
 
     def notify(self, notice: Notice) -> None:
-        """Send something to the worker of a key, without an answer."""
+        """Send something to the worker of a key, without a reply."""
         with self._changing:
             self._send(notice)
 
     def cancel(self) -> None:
-        """Give up all jobs so far; no answer to them comes."""
+        """Give up all jobs so far; no reply to them comes."""
         with self._changing:
             self._open.clear()
             self._send(Cancel())
 
     def take(self, waits: bool) -> list[tuple[int, Any]]:
-        """Return (number, answer) of the jobs that are done. waits: until one is, if any is open.
+        """Return (number, reply) of the jobs that are done. waits: until one is, if any is open.
 
         Raises RewardError when no worker can load the user's code, and when supervisors are lost again and again.
         """
@@ -99,7 +99,7 @@ class WorkProcesses:
         return answers
 
     def _hear(self, message: bytes | None) -> list[tuple[int, Any]]:
-        """Process a message of the supervisor's, or its end; returns the answers in it to open jobs."""
+        """Process a message of the supervisor's, or its end; returns the replies in it to open jobs."""
         with self._changing:
             if message is None:
                 self._replace()

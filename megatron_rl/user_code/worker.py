@@ -1,6 +1,6 @@
 """The process that runs the user's code job by job, and the JSON that it sends to the supervisor.
 
-The supervisor may kill this process at any moment, and it rebuilds no object of the user's: an answer is numbers and
+The supervisor may kill this process at any moment, and it rebuilds no object of the user's: a reply is numbers and
 texts. The user's code may also write to any descriptor, so the supervisor checks every message. Jobs whose function is
 `async` run side by side; others run one after the other, in the main thread. This process alone may wait until it is
 read: the supervisor reads whenever there is something.
@@ -26,17 +26,17 @@ from megatron_rl.user_code.user_calls import is_worn_out
 from megatron_rl.user_code.work import READY, WORN_OUT, Work
 
 LONGEST_ANSWER = 1 << 24
-"""Bytes of one answer."""
+"""Bytes of one reply."""
 NUMBER = struct.Struct("!q")
 WITHOUT_ANSWER = -1
 """The number of a job that nobody waits for."""
 
 Message = str | int | tuple[int, Any]
-"""READY, WORN_OUT or why the user's code cannot be loaded; the number of a job that begins; (number, answer)."""
+"""READY, WORN_OUT or why the user's code cannot be loaded; the number of a job that begins; (number, reply)."""
 
 
 def packed_job(number: int | None, content: bytes) -> bytes:
-    """Return a job as the message for a worker. content: pickled. number: None if nobody waits for the answer."""
+    """Return a job as the message for a worker. content: pickled. number: None if nobody waits for the reply."""
     return NUMBER.pack(WITHOUT_ANSWER if number is None else number) + content
 
 
@@ -72,7 +72,7 @@ class _Jobs:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def do(self, number: int | None, content: Any) -> None:
-        """Do a job, or begin it if it is one that waits. number: None if nobody waits for the answer."""
+        """Do a job, or begin it if it is one that waits. number: None if nobody waits for the reply."""
         if number is not None:
             self._supervisor.send_whole(message_of(number))
         answer = self._function(content)
@@ -102,7 +102,7 @@ class _Jobs:
             reason = f"{self._work.noun} returned values of {len(message)} bytes; "
             reason += f"a reply may take {LONGEST_ANSWER} bytes"
             message = message_of((number, self._work.written(self._work.too_long(reason))))
-        if is_worn_out():  # said before the answer, behind which the supervisor may deal the next job
+        if is_worn_out():  # said before the reply, behind which the supervisor may deal the next job
             self._supervisor.send_whole(message_of(WORN_OUT))
         self._supervisor.send_whole(message)
 

@@ -5,7 +5,7 @@ user's, so it can fork a worker within milliseconds. It ends when the driver's e
 kernel does however the driver dies; then it kills the workers and everything that they have started.
 
     driver --[Job], Notice, Cancel--> supervisor --(number, content)--> worker
-    driver <--DoneJobs, FailedStart--- supervisor <--(number, answer)--- worker
+    driver <--DoneJobs, FailedStart--- supervisor <--(number, reply)--- worker
 
 It never waits for one of them alone, neither to read nor to be read (`cluster.channel`). A worker sends JSON
 (`worker`): no object of the user's is rebuilt here or in the driver.
@@ -57,7 +57,7 @@ class WorkerSettings:
 
 @dataclass(frozen=True)
 class Job:
-    """number: of the answer. content: pickled. key: jobs with the same key go to the same worker; None: any worker may
+    """number: of the reply. content: pickled. key: jobs with the same key go to the same worker; None: any worker may
     do it.
     """
 
@@ -68,19 +68,19 @@ class Job:
 
 @dataclass(frozen=True)
 class Notice:
-    """Something, pickled, for the worker of a key, without an answer. It is lost with the worker."""
+    """Something, pickled, for the worker of a key, without a reply. It is lost with the worker."""
 
     content: bytes
     key: int
 
 
 class Cancel:
-    """The driver wants no further answer to the jobs so far."""
+    """The driver wants no further reply to the jobs so far."""
 
 
 @dataclass(frozen=True)
 class DoneJobs:
-    """(number, answer) of jobs that are done."""
+    """(number, reply) of jobs that are done."""
 
     content: list[tuple[int, Any]]
 
