@@ -24,7 +24,7 @@ from megatron_rl.checkpoint.manifest import (
     read_manifest,
 )
 from megatron_rl.checkpoint.pickles import forbidden_globals, pickles_in
-from megatron_rl.config.problems import nearest_name, refused
+from megatron_rl.config.problems import nearest_name, nearest_number, refused
 from megatron_rl.config.trainer import TrainerConfig
 from megatron_rl.errors import ConfigError, Violation
 from megatron_rl.observe.loggers import METRICS_FILE
@@ -98,6 +98,9 @@ def _why_no_checkpoint(folder: Path) -> str | None:
     """Return the sentence on a path that nobody wrote as a checkpoint; None for what may be one, whole or not."""
     if not folder.exists():
         others = [str(other) for other in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        steps, asked = {one.step: one.path for one in find(folder.parent)}, NAME.fullmatch(folder.name)
+        if asked and steps:
+            return f"there is no folder {folder}; try: {steps[nearest_number(int(asked[1]), steps)]}"
         near = f"; did you mean: {nearest_name(str(folder), others)}" if others else ""
         return f"there is no folder {folder}{near}"
     if (folder / "config.json").is_file():

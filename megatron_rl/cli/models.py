@@ -53,14 +53,21 @@ def export_command(
         export_saved(folder, role.value, target, base)
     Terminal().print(f"{role.value} of {folder} written to {target}", soft_wrap=True, markup=False)
     if role is RoleName.ACTOR:
-        key = "actor_rollout_ref.model.lora.adapter_path" if adapter else "actor_rollout_ref.model.path"
-        Terminal().print(f"Next: {key}={target} in a configuration trains on from it", soft_wrap=True, markup=False)
-    if role is RoleName.ACTOR and not adapter:
-        evaluation = next_command("eval", "--config", "RUN.yaml", "--model", target, "--out", f"{target}_eval")
-        Terminal().print(f"  {evaluation}  # RUN.yaml: the run's", soft_wrap=True, markup=False)
+        Terminal().print("\n".join(["Next:", *next_lines(target, adapter)]), soft_wrap=True, markup=False)
     if not adapter and was_quantised(folder / role.value / HF_FOLDER):
         note = "its weights were read in fewer bits; they are written as they were trained, without quantization_config"
         Terminal().print(note, soft_wrap=True, markup=False)
+
+
+def next_lines(target: Path, adapter: bool) -> list[str]:
+    """Return what can be done with an exported actor, or with its adapters."""
+    if adapter:
+        return [f"  actor_rollout_ref.model.lora.adapter_path={target}  # starts another run from these adapters"]
+    evaluation = next_command("eval", "--config", "RUN.yaml", "--model", target, "--out", f"{target}_eval")
+    return [
+        f"  {evaluation}  # scores its responses; RUN.yaml: the configuration of its run",
+        f"  actor_rollout_ref.model.path={target}  # starts another run from it",
+    ]
 
 
 def average_command(

@@ -342,6 +342,8 @@ def test_a_run_without_checkpoints_names_its_model(tmp_path, asked):
     assert model_folder(tmp_path, tmp_path / "out") == tmp_path / "hf_model"
     saved = save(tmp_path, 20)
     assert usable_checkpoint(tmp_path) == saved
+    with pytest.raises(ConfigError, match="there is no folder .*/global_step_3; try: .*/global_step_20$"):
+        usable_checkpoint(tmp_path / "global_step_3")
 
 
 def test_what_cannot_be_read_is_told(trainer, tmp_path):
