@@ -136,7 +136,7 @@ class Sampling:
     """Sampling parameters: temperature 0 is greedy; `max_tokens` counts the end token.
 
     salt: a part of every request's seed that differs between batches. with_experts: return the experts of each token
-    too, from an engine that can, of responses that are drawn in one slice.
+    too, from an engine that can, of responses that are sampled in one slice.
     """
 
     temperature: float
@@ -150,7 +150,7 @@ class Sampling:
 class Batch:
     """B rows with columns by name, which `columns.COLUMNS` declares: their shapes and dtypes, who makes and reads them.
 
-    A row is a trajectory: its tokens, and where the policy drew them. Columns of sampled tokens have an element for
+    A row is a trajectory: its tokens, and where the policy sampled them. Columns of sampled tokens have an element for
     each True of `sampled`, in the row's order. Column arguments that are None are left out.
     """
 

@@ -115,7 +115,7 @@ class ScatteredTensors:
         rank, whole = dist.get_rank(), dict[str, Tensor]()
         for name in file.tensors:
             if name not in self.tensors:
-                continue  # a constant or a carried tensor, which rank 0 has
+                continue  # a constant or a pass-through tensor, which rank 0 has
             made_progress()
             tensor = self.tensors[name]
             parts = pieces(tensor, file.holders[name], self.places)

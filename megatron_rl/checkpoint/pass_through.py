@@ -43,7 +43,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class PassThroughTensors:
-    """The carried tensors of one folder, by name; none of them is in memory."""
+    """The pass-through tensors of one folder, by name; none of them is in memory."""
 
     stored: Mapping[str, StoredTensor] = field(default_factory=dict)
 
@@ -72,7 +72,7 @@ class PassThroughTensors:
         return cls(carried)
 
     def without(self, names: Container[str]) -> PassThroughTensors:
-        """Return the carried tensors without those of `names`, which an export writes as they were trained."""
+        """Return the pass-through tensors without those of `names`, which an export writes as they were trained."""
         return PassThroughTensors({name: tensor for name, tensor in self.stored.items() if name not in names})
 
     @property
@@ -125,7 +125,7 @@ def keep_carried(source: Path, target: Path) -> str | None:
 
 
 def kept_carried(kept: Path, base: Path | None = None) -> PassThroughTensors:
-    """Find the carried tensors that `keep_carried` has named in `kept`; none if there is no such file.
+    """Find the pass-through tensors that `keep_carried` has named in `kept`; none if there is no such file.
 
     base: the folder to read them from; None: the one that the run started from. Raises ConfigError if they are not
     there as they were.

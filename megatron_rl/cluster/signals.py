@@ -48,7 +48,7 @@ class LastResort:
         threading.Thread(target=self._run, name="last resort", daemon=True).start()
 
     def arm(self, seconds: float, exit_code: int) -> None:
-        """End the process with this code after so many seconds; the latest call counts."""
+        """End the process with this code after that many seconds; the latest call counts."""
         self._deadline, self._exit_code = time.monotonic() + seconds, exit_code
 
     def stand_down(self) -> None:

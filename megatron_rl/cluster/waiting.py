@@ -76,7 +76,7 @@ class CallFuture(PoolFuture[Answer]):
 
 @dataclass(frozen=True)
 class WaitStep:
-    """One step of a start, with the words of its message: so many `things` of the pool were `done`."""
+    """One step of a start, with the words of its message: that many `things` of the pool were `done`."""
 
     things: str
     done: str

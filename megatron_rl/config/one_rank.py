@@ -37,7 +37,7 @@ def collapsed(config: Config) -> Config:
     shared.rollout.kv_cache_memory_bytes *= shared.rollout.tensor_model_parallel_size
     shared.rollout.tensor_model_parallel_size = 1
     if alone.trainer.rollout_ahead:
-        # Nothing is drawn while this rank trains: only unfinished responses outlive a step.
+        # Nothing is generated while this rank trains: only unfinished responses outlive a step.
         alone.async_training.partial_rollout = True
         alone.async_training.trigger_parameter_sync_step = 1
     return alone

@@ -18,9 +18,9 @@ METHODS = ("next_indices", "update", "state_dict", "load_state_dict")
 
 
 class PromptSampler:
-    """A cursor (see `MixtureCursor`) over prompts that a class of the user's draws.
+    """A cursor (see `MixtureCursor`) over prompts that a class of the user's chooses.
 
-    Batches that are drawn and not trained are remembered, so that a checkpoint has them. What the class raises becomes
+    Batches that are chosen and not trained are remembered, so that a checkpoint has them. What the class raises becomes
     a RewardError.
     """
 
@@ -43,7 +43,7 @@ class PromptSampler:
         return self._begun.pop(0) if self._begun else self._draw()
 
     def ahead(self) -> PromptCursor:
-        """A cursor for batches that are begun before they are trained; it draws what this one gives later."""
+        """A cursor for batches that are begun before they are trained; it chooses what this one gives later."""
         return PrefetchedBatches(self._begun, self._draw)
 
     def update(self, index: Sequence[int], scores: Sequence[float]) -> None:
@@ -52,7 +52,7 @@ class PromptSampler:
             self._sampler.update([self._positions[number] for number in index], list(scores))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the user's class, which must be JSON, and batches that are drawn and not trained. Raises
+        """The state of the user's class, which must be JSON, and batches that are chosen and not trained. Raises
         RewardError.
         """
         with reward_errors(f"state_dict of {self._name}"):
@@ -60,7 +60,7 @@ class PromptSampler:
         return {"files": self._files, "begun": self._begun, "sampler": own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. Raises ConfigError for other files or another way to draw."""
+        """Continue where `state` was taken. Raises ConfigError for other files or another way to choose."""
         if state.get("files") != self._files or "sampler" not in state:
             raise ConfigError(
                 f"cannot resume the prompt order: {KEY} and data.train_files must be as they were when it was saved; "
@@ -80,7 +80,7 @@ class PromptSampler:
 
 
 class PrefetchedBatches:
-    """Draws batches that are trained later, after those that a checkpoint had drawn."""
+    """Draws batches that are trained later, after those that a checkpoint had chosen."""
 
     def __init__(self, begun: list[list[int]], draw: Callable[[], list[int]]) -> None:
         self._waiting, self._begun, self._draw = [list(batch) for batch in begun], begun, draw

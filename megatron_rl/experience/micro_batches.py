@@ -232,7 +232,7 @@ class MicroBatch:
         )
 
     def idle(self, num_columns: int) -> MicroBatch:
-        """Return a neutral block of one packed segment of so many columns, which this rank does not share."""
+        """Return a neutral block of one packed segment of that many columns, which this rank does not share."""
         nothing = self.neutral()
         return replace(
             nothing,
@@ -326,7 +326,7 @@ def padded(tokens: Tensor, sampled: Tensor, lengths: Tensor, column_multiple: in
 def laid_out(
     tokens: Tensor, sampled: Tensor, lengths: Tensor, starts: Tensor, num_columns: int
 ) -> tuple[Tensor, Tensor]:
-    """Return tokens and their mask in so many columns, each row from its start on; filler is 0 and not sampled."""
+    """Return tokens and their mask in that many columns, each row from its start on; filler is 0 and not sampled."""
     position = torch.arange(len(tokens)) + (starts - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
     input_ids, is_sampled = tokens.new_zeros(num_columns), torch.zeros(num_columns, dtype=torch.bool)
     input_ids[position], is_sampled[position] = tokens, sampled
@@ -393,7 +393,7 @@ def in_one_shape(blocks: Sequence[MicroBatch]) -> list[MicroBatch]:
 
 
 def widened(block: MicroBatch, num_columns: int, num_rows: int | None = None) -> MicroBatch:
-    """The block, filled up on the right to so many columns, and below to so many rows; None: its own number.
+    """The block, filled up on the right to that many columns, and below to that many rows; None: its own number.
 
     In a packed block the filler is a segment of its own.
     """

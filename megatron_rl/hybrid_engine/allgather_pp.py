@@ -22,7 +22,7 @@ from megatron_rl.hybrid_engine.verify import WeightVerifier
 from megatron_rl.parallel.sharding import LogicalTensor
 
 FOREIGN_POOL = "megatron_rl received weights"
-"""The tag of the foreign buffer in vLLM's CUDA allocator. No two buffers may have one tag."""
+"""The tag of the receive buffer in vLLM's CUDA allocator. No two buffers may have one tag."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Bytes(NamedTuple):
 
 
 class AllGatherPPModel:
-    """This rank's rollout shard of the whole model, as named views of training's buffers and of the foreign buffer.
+    """This rank's rollout shard of the whole model, as named views of training's buffers and of the receive buffer.
 
     The constructor is collective over `transport`, that of the exchange group, and exchanges the layouts once. The
-    foreign buffer starts released. All ranks of the group must call `gather` and `verify` together.
+    receive buffer starts released. All ranks of the group must call `gather` and `verify` together.
 
     tensors: every logical tensor of the model. bucket_bytes: scratch memory of a gather. drop_train_weights: let
     `drop_training` release training's buffers on the ranks that would otherwise hold their shards twice. memory_pool:
-    of the foreign buffer in vLLM's CUDA allocator.
+    of the receive buffer in vLLM's CUDA allocator.
 
     Raises ValueError if training's shards do not make up the model, or if they are to be dropped and the rollout shards
     do not contain them.
@@ -103,12 +103,12 @@ class AllGatherPPModel:
 
     @property
     def scratch(self) -> MemoryBuffer:
-        """Memory that a gather takes next to the foreign buffer while it runs."""
+        """Memory that a gather takes next to the receive buffer while it runs."""
         return self._exchange.scratch
 
     @torch.no_grad()
     def gather(self) -> Bytes:
-        """Fill the foreign buffer with the current weights; returns what was received."""
+        """Fill the receive buffer with the current weights; returns what was received."""
         self.foreign.allocate()
         before = self.transport.received_from.copy()
         # No rank holds the rows that only pad a vocabulary; memory that was never written may hold NaN.
@@ -124,14 +124,14 @@ class AllGatherPPModel:
         self._verifier.verify()
 
     def drop_training(self) -> None:
-        """Release training's buffers, if that was asked for and the foreign buffer contains them."""
+        """Release training's buffers, if that was asked for and the receive buffer contains them."""
         if self.is_dropping:
             for buffer in self.own.buffers:
                 buffer.untyped_storage().resize_(0)
 
     @torch.no_grad()
     def restore_training(self) -> None:
-        """Undo `drop_training`: copy every shard back from the foreign buffer, bit for bit."""
+        """Undo `drop_training`: copy every shard back from the receive buffer, bit for bit."""
         if not self.is_dropping:
             return
         for buffer in self.own.buffers:
@@ -148,17 +148,17 @@ class AllGatherPPModel:
         return {"received shards": self.foreign.num_bytes if self.foreign.is_allocated else 0}
 
     def copy_on_host(self) -> torch.Tensor:
-        """Copy the foreign buffer to host memory, pinned where the buffer is on a GPU."""
+        """Copy the receive buffer to host memory, pinned where the buffer is on a GPU."""
         data = self.foreign.data
         return torch.empty_like(data, device="cpu", pin_memory=data.is_cuda).copy_(data)
 
     def take_from(self, copy: torch.Tensor) -> None:
-        """Fill the foreign buffer from its copy on the host."""
+        """Fill the receive buffer from its copy on the host."""
         self.foreign.allocate()
         self.foreign.data.copy_(copy, non_blocking=True)
 
     def release(self) -> None:
-        """Release the foreign buffer's memory, and not training's."""
+        """Release the receive buffer's memory, and not training's."""
         self.foreign.release()
 
     def _restore_copies(self, buffers: Mapping[int, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -284,7 +284,7 @@ class BridgeSender:
 
     own: this rank's flat buffers, which stay where they are, and its slots in them. tensors: every logical tensor of
     the model. bucket_bytes: scratch memory of a transfer; the smallest value of all ranks is used. verify_every:
-    compare checksums at the first transfer and at every so many later ones, 0: at the first only. A transfer is
+    compare checksums at the first transfer and at every Nth later one, 0: at the first only. A transfer is
     verified if either side asks for it. deltas: send only what changed, if the other ranks' are true, too.
 
     Raises ValueError, on all ranks of both pools alike, if the sides do not fit each other or training's shards do not

@@ -74,7 +74,7 @@ class HybridEngine:
     """Switches one rank between train and rollout mode. Every rank must enter and exit together.
 
     device: phases are timed with their work on the device. offloadable: memory that is offloaded during generation.
-    verify_every: compare checksums at the first entry and at every so many later ones; 0: at the first only. After an
+    verify_every: compare checksums at the first entry and at every Nth later one; 0: at the first only. After an
     exception in `enter` or `exit` the rank is in train mode with its weights intact.
     rollout_rng: the random state at the end of the last generation; None before the first.
     """

@@ -23,7 +23,7 @@ from megatron_rl.hybrid_engine.layout import FOREIGN, Slot
 from megatron_rl.parallel.sharding import Box, LogicalTensor, Place, box_numel, intersect, shard_of
 
 ALIGNMENT = 64
-"""Elements; foreign slots start at a multiple of it, as parameters do in Megatron's buffers."""
+"""Elements; received slots start at a multiple of it, as parameters do in Megatron's buffers."""
 ON_HOST = "base on the host"
 """The memory plan's name of copies of frozen received weights, where the host is the device."""
 
@@ -86,7 +86,7 @@ class MemberPlan:
     """The shards of one member during generation.
 
     slots: its rollout shards by name, in training's buffers where the shard is the same (shared memory), else in the
-    foreign buffer of `foreign_numel` elements. local: pieces it copies from its own training shards. received: those
+    receive buffer of `foreign_numel` elements. local: pieces it copies from its own training shards. received: those
     that others send it.
     """
 
@@ -102,7 +102,7 @@ class MemberPlan:
 
     @property
     def foreign(self) -> list[Slot]:
-        """The slots of the foreign buffer."""
+        """The slots of the receive buffer."""
         return [slot for slot in self.slots.values() if slot.buffer == FOREIGN]
 
     @property
@@ -230,7 +230,7 @@ def aligned(numel: int) -> int:
 
 
 def place_slot(plan: MemberPlan, tensor: LogicalTensor, wanted: Place, own: Slot | None = None) -> Slot:
-    """A rollout slot of one tensor: `own` where training keeps the same shard, or the next of the foreign buffer."""
+    """A rollout slot of one tensor: `own` where training keeps the same shard, or the next of the receive buffer."""
     shard = shard_of(tensor, wanted)
     if own is not None and own.shard == shard:
         return own
@@ -246,7 +246,7 @@ Cut = tuple[int, Box, tuple[int, ...]]
 def cuts(takers: Iterable[tuple[Slot, Sequence[int]]], segments: Sequence[Holders]) -> dict[Cut, list[int]]:
     """The pieces of the slots of one tensor along training's cuts, with the members whose slots contain them.
 
-    takers: foreign slots, each with the members that have it.
+    takers: received slots, each with the members that have it.
     """
     found: dict[Cut, list[int]] = defaultdict(list)
     for slot, numbers in takers:
@@ -327,7 +327,7 @@ def nearest(members: Sequence[Member], holders: Sequence[int], receiver: int) ->
 
 
 def covers_training(plan: MemberPlan, held: Mapping[str, Slot]) -> bool:
-    """Whether a member's foreign buffer holds every element of its training shards, so that these may be dropped."""
+    """Whether a member's receive buffer holds every element of its training shards, so that these may be dropped."""
     return all(
         plan.slots[name].buffer == FOREIGN
         and any(

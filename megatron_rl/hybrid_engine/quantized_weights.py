@@ -1,7 +1,7 @@
 """The rollout's FP8 weights: every owner quantizes what it trains, and FP8 values and scales are sent.
 
 Training's weights are read and never written. Codes and scales of this rank's training shards are in two buffers of
-their own. What it does not have of its rollout shard is in foreign buffers, as for weights that are served as they are
+their own. What it does not have of its rollout shard is in receive buffers, as for weights that are served as they are
 trained. All of them exist during generation alone, each time at the same addresses.
 """
 

@@ -73,7 +73,7 @@ def make_schedule(plan: ExchangePlan, member: int, message_numel: int) -> list[S
 
 
 def local_copies(plan: ExchangePlan, member: int) -> list[tuple[Region, Region]]:
-    """(source, destination) of the copies from a member's own training shards into its foreign buffer."""
+    """(source, destination) of the copies from a member's own training shards into its receive buffer."""
     return [
         (
             plan.source_slot(piece).region(piece.segment, piece.box),

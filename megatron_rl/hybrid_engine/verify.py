@@ -170,7 +170,7 @@ class _Run:
 
 
 def runs_of_rows(counts: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Cut tensors with so many rows into runs: (first, stop, rows), of at most MOST_ROWS rows or a single tensor."""
+    """Cut tensors with that many rows into runs: (first, stop, rows), of at most MOST_ROWS rows or a single tensor."""
     runs: list[tuple[int, int, int]] = []
     for number, count in enumerate(counts):
         if runs and runs[-1][2] + count <= MOST_ROWS:

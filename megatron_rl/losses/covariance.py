@@ -41,9 +41,9 @@ def num_chosen(tokens: PolicyTokens, share: float) -> int:
 
 @policy_loss("clip_cov", keys=tuple(f"policy_loss.clip_cov_{key}" for key in ("ratio", "lb", "ub")))
 def clip_cov_loss(tokens: PolicyTokens, config: ActorConfig) -> PolicyTerms:
-    """PPO's; 0 on `clip_cov_ratio` of the tokens, drawn where the covariance is in (`clip_cov_lb`, `clip_cov_ub`).
+    """PPO's; 0 on `clip_cov_ratio` of the tokens, chosen where the covariance is in (`clip_cov_lb`, `clip_cov_ub`).
 
-    A fixed permutation draws them, never a token that the clip decided. `clipped` marks those drawn. Cui et al.,
+    A fixed permutation chooses them, never a token that the clip decided. `clipped` marks those chosen. Cui et al.,
     arXiv:2505.22617.
     """
     import torch

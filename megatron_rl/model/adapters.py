@@ -188,7 +188,7 @@ def plain_linears(stack: Tensor) -> list[Callable[[Tensor], Tensor]]:
 class AdapterSet:
     """The adapters of a rank's model. base: global name -> spec of the model's parameters; specs: of the adapters'.
 
-    seed: of the values that are drawn.
+    seed: of the initial values.
     """
 
     lora: LoraConfig
@@ -200,7 +200,7 @@ class AdapterSet:
     def attach(self, chunks: Sequence[GPTModel]) -> None:
         """Give the chunks' linears their adapters, and freeze all other parameters.
 
-        Values do not depend on the layout: A is drawn whole from the seed and its name, B is 0.
+        Values do not depend on the layout: A is initialised whole from the seed and its name, B is 0.
         """
         by_module: dict[str, list[str]] = defaultdict(list)
         pairs = merged_rows(self.base, self.specs)
@@ -246,8 +246,8 @@ def _carry_gradients(chunk: Any) -> None:
 
 
 def drawn_a(spec: ParamSpec, lora: LoraConfig, seed: int, place: Place) -> Tensor:
-    """This rank's part of A [held rank, in] or [E, held rank, in], float32: drawn whole from the seed and its name, one
-    for each expert, with zeros below the rank that was asked for.
+    """This rank's part of A [held rank, in] or [E, held rank, in], float32: initialised whole from the seed and its
+    name, one for each expert, with zeros below the rank that was asked for.
     """
     (part,) = shard_of(spec.tensor, place).parts
     rows, columns = spec.tensor.segments[0].shape[-2:]

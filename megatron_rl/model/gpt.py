@@ -72,8 +72,8 @@ def transformer_config(
         recompute_method=override.recompute_method,
         recompute_num_layers=override.recompute_num_layers,
         recompute_modules=None if override.recompute_modules is None else list(override.recompute_modules),
-        # Weights always come from a checkpoint, so none are drawn; the caller moves the model to its device. Layers of
-        # transformer-engine are made there: on the host it makes a float32 copy of each.
+        # Weights always come from a checkpoint, so none are initialised; the caller moves the model to its device.
+        # Layers of transformer-engine are made there: on the host it makes a float32 copy of each.
         perform_initialization=False,
         use_cpu_initialization=is_local or device.kind == "cpu",
         transformer_impl=override.transformer_impl,

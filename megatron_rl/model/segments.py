@@ -24,7 +24,7 @@ from megatron_rl.model.cascade_plan import SharedPiece, SlotPlan, cut_prefixes
 SHORTEST_SHARE = 0.75
 """A segment joins a bucket if its length is at least this share of the longest one,"""
 FEW_TOKENS = 16
-"""or at most so many tokens shorter."""
+"""or at most that many tokens shorter."""
 
 
 def buckets(lengths: Sequence[int]) -> list[list[int]]:

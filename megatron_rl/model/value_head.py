@@ -13,7 +13,7 @@ from torch import Tensor
 class ValueHead(torch.nn.Module):
     """Linear map from hidden size to one value, in place of Megatron's output layer; replicated over TP ranks.
 
-    The weight is drawn from its own seeded generator, so that every layout starts from the same critic.
+    The weight is initialised from its own seeded generator, so that every layout starts from the same critic.
     """
 
     def __init__(self, config: Any, seed: int, tp_group: dist.ProcessGroup) -> None:

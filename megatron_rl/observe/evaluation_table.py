@@ -34,7 +34,7 @@ class Estimate(NamedTuple):
 def share_estimate(values: Sequence[float]) -> Estimate:
     """The mean of numbers in [0, 1], one per prompt, with Wilson's score interval (JASA 22, 1927).
 
-    Where the numbers are not all 0 or 1 they vary less than those of a yes or no, and count as so many more of these:
+    Where the numbers are not all 0 or 1 they vary less than those of a yes or no, and count as that many more of these:
     n p (1 - p) / variance, the effective sample size (Korn and Graubard, Survey Methodology 24, 1998).
     """
     mean, variance = float(np.mean(values)), float(np.var(values))

@@ -30,7 +30,7 @@ def sent_last(models: RunModels, pp_rank: int) -> Held:
 
 
 def indices(models: RunModels, num_bytes: int, scratch: int) -> Held:
-    """Return what a rank needs to find or pass on changes of so many bytes of weights, at most: a bit for each element,
-    and next to a message its mask and its values. scratch: bytes of all messages.
+    """Return what a rank needs to find or pass on changes of that many bytes of weights, at most: a bit for each
+    element, and next to a message its mask and its values. scratch: bytes of all messages.
     """
     return {INDICES: mask_bytes(num_bytes // models.element) + scratch} if sends_deltas(models) else {}

@@ -68,7 +68,7 @@ class EightBitTransition:
         return sum(size * layers.over_network(number) for size, layers in zip(self.sizes, self.alike, strict=True))
 
     def receive_buffer_bytes(self, number: int) -> int:
-        """Return the bytes of a member's three foreign buffers."""
+        """Return the bytes of a member's three receive buffers."""
         return sum(size * layers.foreign_numel(number) for size, layers in zip(self.sizes, self.alike, strict=True))
 
     def own_bytes(self, number: int) -> int:

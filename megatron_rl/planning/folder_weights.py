@@ -1,7 +1,7 @@
 """Which tensors of a model folder are read, from the headers of its files and its config.json.
 
-A tensor that nothing reads is a sign that config.json belongs to another model, unless it is of a known kind: carried
-tensors, which exports write again; the head of another role; buffers that are recomputed.
+A tensor that nothing reads is a sign that config.json belongs to another model, unless it is of a known kind:
+pass-through tensors, which exports write again; the head of another role; buffers that are recomputed.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ CARRIED, HEAD, BUFFER, COPY = "carried", "of another head", "buffers", "a tied h
 
 
 def _kind(name: str, reads: ReadTensors) -> str | None:
-    """Return the kind of a tensor that is rightly not read and is not carried; None for other tensors."""
+    """Return the kind of a tensor that is rightly not read and is not passed through; None for other tensors."""
     if name.endswith(".rotary_emb.inv_freq"):
         return BUFFER
     if name == reads.own_head:

@@ -122,7 +122,7 @@ def candidates(config: RunConfig, pools: set[str]) -> Iterator[dict[str, Any]]:
 
 
 def _brought_again(config: RunConfig, pool: PoolSpec) -> Iterator[dict[str, Any]]:
-    """Yield the setting that keeps no foreign part of a base on the device between generations, where adapters are
+    """Yield the setting that keeps no received part of a base on the device between generations, where adapters are
     trained. On a CPU the host is the device.
     """
     lora = config.actor_rollout_ref.model.lora

@@ -249,7 +249,7 @@ class RunModels:
 
 
 def host_copy_bytes(models: RunModels, pp_rank: int) -> int:
-    """Return the bytes of the largest copy of foreign base weights in host memory among a stage's ranks."""
+    """Return the bytes of the largest copy of received base weights in host memory among a stage's ranks."""
     if not models.actor_role.lora.base_on_host or not models.placement.is_colocated:
         return 0
     return max(map(models.representative_layers.foreign_numel, models.members_of_stage(pp_rank))) * models.element

@@ -43,7 +43,7 @@ class Load:
     rows_of_prompt: int = 1
 
     def computed_length(self, samples: float) -> float:
-        """Return the mean tokens of a sample that pass the model, where a rank has so many samples."""
+        """Return the mean tokens of a sample that pass the model, where a rank has that many samples."""
         return self.prompt / self._sharing(samples) + self.response
 
     def attended_length(self, samples: float) -> float:

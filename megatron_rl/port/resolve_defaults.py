@@ -222,7 +222,7 @@ def _parts_of_rewards(settings: list[Setting]) -> tuple[list[Setting], list[Note
 
 
 def _corrected(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
-    """Weigh the tokens that rounded weights draw where a script does not: a run without importance weights is refused
+    """Weigh the tokens that rounded weights sample where a script does not: a run without importance weights is refused
     here.
     """
     given = {setting.key: setting for setting in settings}

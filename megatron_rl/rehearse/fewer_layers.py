@@ -16,7 +16,7 @@ UNEVEN_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipel
 
 
 def with_fewer_layers(config: RunConfig, layers_per_stage: int, folder: Path) -> list[str]:
-    """Write folders with the config.json of every model, cut to so many layers a stage; returns overrides with them.
+    """Write folders with the config.json of every model, cut to that many layers a stage; returns overrides with them.
 
     layers_per_stage: layers of each chunk of a stage. Settings with an entry for each layer are cut, too. Raises
     ConfigError where a model has fewer layers than that.

@@ -102,7 +102,7 @@ def _first(found: Sequence[object], most: int) -> list[str]:
 
 
 def ranks_text(ranks: Sequence[int], most: int = 6) -> str:
-    """Return "rank 3", or "ranks 3, 4", at most so many of them."""
+    """Return "rank 3", or "ranks 3, 4", at most that many of them."""
     shown = ", ".join(map(str, ranks[:most])) + (f" and {len(ranks) - most} more" if len(ranks) > most else "")
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron_rl.roles.model_source import ModelSource
 
 CODES_POOL, SCALES_POOL = "megatron_rl received FP8 weights", "megatron_rl received FP8 scales"
-"""Tags of foreign codes and scales in vLLM's CUDA allocator."""
+"""Tags of received FP8 weights and scales in vLLM's CUDA allocator."""
 
 
 def quantized_weights(

@@ -26,7 +26,7 @@ HANDED_ON = (
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 FLIGHT_RECORDER = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
-"""torch's record of NCCL's calls: written at a time-out, with so many calls."""
+"""torch's record of NCCL's calls: written at a time-out, with that many calls."""
 
 
 @dataclass(frozen=True)

@@ -286,7 +286,7 @@ def header_of(path: Path) -> Header:
 
 
 def mapped(path: Path, size: int | None = None) -> torch.Tensor:
-    """A file's bytes as a tensor; size: make a new file of so many bytes."""
+    """A file's bytes as a tensor; size: make a new file of that many bytes."""
     if size is None:
         return torch.from_numpy(np.memmap(path, np.uint8, mode="r+"))
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))  # this user's alone, as safetensors makes its files

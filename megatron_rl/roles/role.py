@@ -149,7 +149,7 @@ class TrainedRole(Role):
         with writing(target):
             model = source.model
             specs = classifier_map(model.family, model.shape) if self.spec.has_value_head else self.specs
-            if source.mtp == MTPUse.FROZEN:  # it is carried, byte for byte
+            if source.mtp == MTPUse.FROZEN:  # it is passed through, byte for byte
                 ahead = mtp_specs(model)
                 specs = {name: spec for name, spec in specs.items() if name not in ahead}
             weights = ScatteredTensors.of(parameters, specs, source.groups.grid, source.vocab_multiple, merged)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from megatron_rl.rollout.engine import EngineAdapters, MTPModel
 
 ADAPTER_POOL = "megatron_rl received adapters"
-"""The tag of foreign adapters in vLLM's CUDA allocator."""
+"""The tag of received adapters in vLLM's CUDA allocator."""
 
 
 class Rollout(Role):

@@ -66,7 +66,7 @@ class TokenScorer:
         """Log-prob of every sampled token as a column of this name; on the last stage, None before.
 
         others: further columns, "entropy" and "sum_pi_squared" or one of them. num_top: also make `student_top_ids` of
-        so many likeliest tokens; 0: do not. All ranks must call.
+        that many likeliest tokens; 0: do not. All ranks must call.
         """
         if not (others or num_top):
             return self.pipeline.score(column, batch, cut, self.log_probs)

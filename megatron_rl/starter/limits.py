@@ -11,7 +11,7 @@ from megatron_rl.starter.expected_answers import BUILT_IN_MATH, EXACT, MATH
 from megatron_rl.starter.own_data import OwnData, PromptLengths, longest_truth
 
 STEP = 16
-"""Limits are multiples of so many tokens."""
+"""Limits are multiples of that many tokens."""
 MOST_PROMPT_TOKENS = 2048
 """A few longer prompts are left out, because each rank has room for the longest one that is allowed."""
 RESPONSE_TOKENS = {MATH: (16, 128, 1024), BUILT_IN_MATH: (16, 128, 1024), "score": (16, 64, 512)}

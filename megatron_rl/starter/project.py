@@ -69,7 +69,7 @@ def write_project(
 
     On GPUs the first layout is taken whose plan fits one of 80 GB: the smallest TP, then the fewest stages. On a CPU
     the batch shrinks until a step takes a minute. Raises ConfigError where the model cannot be trained at all, or in no
-    layout of so many GPUs.
+    layout of that many GPUs.
     """
     suffix = ".jsonl" if own is None else own.train.suffix
     targets = {each: folder / each for each in (CONFIG, REWARD, f"train{suffix}", f"val{suffix}")}
@@ -190,7 +190,7 @@ def check_name(option: str, path: str | Path) -> None:
 
 
 def layouts(num_gpus: int) -> Iterator[tuple[int, int]]:
-    """TP and PP to try on so many GPUs; (1, 1) on a CPU."""
+    """TP and PP to try on that many GPUs; (1, 1) on a CPU."""
     most = max(1, num_gpus)
     for pp in (size for size in (1, 2, 4, 8, 16) if most % size == 0):
         yield from ((tp, pp) for tp in (1, 2, 4, 8) if tp <= min(most, GPUS_PER_NODE) and most % (tp * pp) == 0)

@@ -9,7 +9,7 @@ READY = "ready"
 """A worker has loaded the user's code."""
 
 WORN_OUT = "worn out"
-"""A worker has lost so many threads to calls that do not return that it asks to be replaced."""
+"""A worker has lost that many threads to calls that do not return that it asks to be replaced."""
 
 TIMED_OUT, CRASHED = "timed_out", "crashed"
 """How a job can fail in the process around it."""

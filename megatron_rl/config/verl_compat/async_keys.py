@@ -117,7 +117,7 @@ def oldest_version(key: str, target: str, value: Any, given: Mapping[str, Any]) 
 
 
 def stale_groups(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
-    """The choice for groups that are too old: wait for them, or drop them and draw others."""
+    """The choice for groups that are too old: wait for them, or drop them and generate others."""
     if trainer_mode(given) == SYNC:
         return ONE_VERSION
     if value == "wait":
@@ -147,7 +147,7 @@ def mini_batches_per_transfer(key: str, target: str, value: Any, given: Mapping[
 
 
 def repeatable(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
-    """A rollout that draws the same in every run: in an asynchronous run it takes a schedule that is computed."""
+    """A rollout that generates the same in every run: in an asynchronous run it takes a schedule that is computed."""
     if is_asynchronous(given):
         return {f"{GROUP}.deterministic": value}
     return "every response has a seed of its own, and the replica that generates it does not depend on time"

@@ -14,7 +14,7 @@ WITH_TRANSFORMER_ENGINE = ("layernorm", "moe_act")
 """Parts of a layer that Megatron recomputes only in transformer-engine's layers, or after it was imported."""
 
 Conversion = Callable[[str, str, Any, Mapping[str, Any]], Outcome]
-"""(the foreign key, the key here or "", value, all settings) -> what becomes of it."""
+"""(the verl key, the key here or "", value, all settings) -> what becomes of it."""
 
 
 def per_rank(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:

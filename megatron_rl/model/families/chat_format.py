@@ -14,7 +14,7 @@ APPEND, OWN = "append", "own"
 class ChatFormat:
     """What a family's chat template does.
 
-    turns: `APPEND`: a turn stays as it was drawn when others follow. `OWN`: a later question makes the template drop
+    turns: `APPEND`: a turn stays as it was sampled when others follow. `OWN`: a later question makes the template drop
     what was thought before, so every turn is a conversation of its own; results of tools are appended all the same, but
     for DeepSeek. thoughts: the mark with which one begins; "" where the models do not think. tools: the names of vLLM's
     parsers that read their calls; () where the template writes no calls.

@@ -85,8 +85,8 @@ class Carried:
     """Which tensors of a folder are carried: neither read nor trained, and written again by exports untouched.
 
     prefixes: beginnings of their names. ahead_key: the config.json key of the number of multi-token prediction (MTP)
-    layers after the others, which are carried, too; None: there are none. mtp_architecture: the rollout engine's model
-    of such a layer; None: it has none. A run with `speculative=mtp` reads the layer, and may train it.
+    layers after the others, which are passed through, too; None: there are none. mtp_architecture: the rollout engine's
+    model of such a layer; None: it has none. A run with `speculative=mtp` reads the layer, and may train it.
     """
 
     prefixes: tuple[str, ...] = ()

@@ -200,7 +200,7 @@ class SearchProblem:
 
     @cached_property
     def keeps_base(self) -> bool:
-        """Whether the foreign part of the actor's base moves once, if there is one."""
+        """Whether the received part of the actor's base moves once, if there is one."""
         return self.actor.spec.lora.keeps_base
 
     @property

@@ -65,7 +65,7 @@ TEXT = (
         defaults=DEFAULTS | EXPERT_SIZES | {"num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8},
     ),
 )
-# Published folders of Qwen3.5 also read images; their vision tower is carried.
+# Published folders of Qwen3.5 also read images; their vision tower is passed through.
 WITH_IMAGES = Carried(("model.visual.", AHEAD))
 FAMILIES = (
     *TEXT,

@@ -1,4 +1,4 @@
-"""Qwen's models that also read images, of which the language model is trained; the vision tower is carried."""
+"""Qwen's models that also read images, of which the language model is trained; the vision tower is passed through."""
 
 from __future__ import annotations
 
