@@ -71,7 +71,7 @@ def generate_command(
 
 
 def chosen(out: Path, data: Path | None, samples: int | None, model: Path | None) -> list[str]:
-    """The overrides that options stand for. A checkpoint is exported, into the folder of the evaluation.
+    """Return the overrides that options stand for. A checkpoint is exported, into the folder of the evaluation.
 
     Raises ConfigError for a number out of its range, and for a model that is none.
     """

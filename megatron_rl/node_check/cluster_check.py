@@ -108,7 +108,7 @@ class Seen:
                     self.clocks[node] = answers[rank] - middle, error
 
     def reports(self) -> list[NodeReport]:
-        """The reports of all nodes, the driver's first: of two that differ, it counts."""
+        """Return the reports of all nodes, the driver's first: of two that differ, it counts."""
         return [
             NodeReport(self.names[node], self.facts[node], tuple(self.ranks[node]), *self.clocks[node])
             for node in sorted(self.names, key=lambda node: node not in self.here)

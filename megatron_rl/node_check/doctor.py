@@ -191,7 +191,7 @@ def place_of(find: Callable[[], str | Path]) -> str | None:
 
 
 def torch_cuda() -> str:
-    """The CUDA version that torch was built for, as its version file says; "" for none, or without torch."""
+    """Return the CUDA version that torch was built for, from its version file; "" for none, or without torch."""
     torch_spec = importlib.util.find_spec("torch")
     if torch_spec is None or torch_spec.origin is None:
         return ""
@@ -235,7 +235,7 @@ def _packages(facts: MachineFacts) -> Iterator[Symptom]:
 
 
 def _package(facts: MachineFacts, needed: Requirement) -> Iterator[Symptom]:
-    """A line for a package that is missing or of another version, and for those that decide what can run."""
+    """Yield a line if the package is missing or of another version, or if it decides what can run."""
     here = facts.installed.get(needed.name)
     if here is None:
         yield Symptom(needed.name, "not installed", Condition.BROKEN, f'pip install "{needed.name}{needed.specifier}"')

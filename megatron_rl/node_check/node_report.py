@@ -73,7 +73,7 @@ class NodeReport:
     clock_error_s: float = 0.0
 
     def gpus_of(self, rank: RankFacts) -> list[GpuFacts]:
-        """The listed GPUs that a rank may see."""
+        """Return the listed GPUs that a rank may see."""
         named = rank.gpus.split(",")
         return [gpu for gpu in self.facts.gpus if gpu.index in named or gpu.uuid in named]
 

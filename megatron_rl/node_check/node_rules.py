@@ -167,7 +167,7 @@ def _clocks(nodes: Sequence[NodeReport], rules: NodeRules) -> Iterator[Finding]:
 
 
 def _reduces(reduces: Sequence[ReduceReport], rules: NodeRules) -> Iterator[Finding]:
-    """What fails first is reported alone, because later groups wait for ranks that have failed."""
+    """Report only what fails first, because later groups wait for ranks that have failed."""
     failed = [report for report in reduces if report.gb_per_s is None]
     first = min((KINDS.index(report.kind) for report in failed), default=None)
     for report in failed:

@@ -116,7 +116,7 @@ def unread_words(call: TrainerCall) -> list[str]:
 
 
 def _around(call: TrainerCall) -> str:
-    """The program that starts a trainer's Python, with the names of its options; "" for Python itself."""
+    """Return the program that starts a trainer's Python, with the names of its options; "" for Python itself."""
     launch = call.launch
     words = [] if launch is None else [launch.name, *call.around]
     while words and re.fullmatch(r"(?:.*/)?python[\d.]*|-[a-zA-Z]|--", words[-1]):
@@ -132,7 +132,7 @@ QUIET_STARTERS = ("nohup", "setsid", "exec", "env", "sudo")
 
 
 def _program(launch: Launch) -> str:
-    """A program's name, with the first word of those that are many programs in one."""
+    """Return a program's name, with the first word of those that are many programs in one."""
     first = launch.arguments[0] if launch.arguments else ""
     return f"{launch.name} {first}" if re.fullmatch(r"[a-z][\w-]*(\.py)?|[\w./-]+\.(py|sh)", first) else launch.name
 

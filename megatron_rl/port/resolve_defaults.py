@@ -35,7 +35,7 @@ LAYOUT_DEFAULTS = {
 
 
 def resolve_defaults(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
-    """The settings of a ported file, and notes of those that are changed or left out."""
+    """Return the settings of a ported file, and notes of those that are changed or left out."""
     notes: list[Note] = []
     for step in (_one_layout, _rewards_of_a_model, _models, _reading, _parts_of_rewards, _corrected, _dense_adapters):
         settings, added = step(settings)

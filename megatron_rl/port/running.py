@@ -29,7 +29,7 @@ MOST_READ_BYTES = 1 << 20
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """An empty folder, removed at the end, and on SIGTERM and SIGHUP, with all that is in it.
+    """Make an empty folder, removed at the end, and on SIGTERM and SIGHUP, with all that is in it.
 
     It may be of any depth; links are not followed.
     """

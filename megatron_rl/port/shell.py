@@ -215,7 +215,7 @@ def _loop_names(text: str) -> list[str]:
 
 
 def _code(line: str) -> str:
-    """The line, or "" for a comment."""
+    """Return the line, or "" for a comment."""
     return "" if line.lstrip().startswith("#") else line
 
 

@@ -118,7 +118,7 @@ class RehearsalMode(TorchDispatchMode):
 
     @contextmanager
     def one_batch(self) -> Iterator[None]:
-        """Sends and receives of the body are posted at once."""
+        """Post sends and receives of the body at once."""
         self._num_batches += 1
         self._batch = self._num_batches
         try:

@@ -72,7 +72,7 @@ def _check_place(laid: Member, planned: Member | None) -> None:
 
 
 def _meet_nobody(mode: RehearsalMode, joint: JointRanks | None) -> None:
-    """A weight transfer opens without the ranks of the other side."""
+    """Open a weight transfer without the ranks of the other side."""
     if joint is None:
         return
 
@@ -112,7 +112,7 @@ def _count_blocks(mode: RehearsalMode) -> None:
 
 
 def _count_for_all() -> None:
-    """The tokens of a mini-batch are added up over ranks, of which one reports each shared micro-batch: here each rank
+    """Add up the tokens of a mini-batch over ranks, of which one reports each shared micro-batch: here each rank
     reports all that it has, and one that has none knows that others do. Without tokens no rank would step.
     """
     counted = TrainableModel.totals
@@ -125,7 +125,7 @@ def _count_for_all() -> None:
 
 
 def _post_together(mode: RehearsalMode) -> None:
-    """Sends and receives that are posted at once are recorded as one batch."""
+    """Record sends and receives that are posted at once as one batch."""
     post = dist.batch_isend_irecv
 
     def batch_isend_irecv(operations: list[Any]) -> Any:

@@ -32,14 +32,14 @@ class MemoryTracker:
         self.at_peak = self.held()
 
     def note(self, storage: Any, made_by: Callable[[], str]) -> None:
-        """A tensor on the device has this storage, which may be known. made_by: asked for a new one."""
+        """Count the storage of a tensor on the device, which may be known. made_by: asked for a new one."""
         key = storage._cdata
         if key not in self._live:
             self._account(key, storage.nbytes(), made_by())
             weakref.finalize(storage, self._freed, key)
 
     def resized(self, storage: Any) -> None:
-        """The storage has another size; nothing happens if it is not on the device."""
+        """Count a new size of the storage; do nothing if it is not on the device."""
         if storage._cdata in self._live:
             self._account(storage._cdata, storage.nbytes(), self._live[storage._cdata][1])
 

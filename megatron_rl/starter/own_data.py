@@ -111,7 +111,7 @@ def _prompt_key(path: str, forms: dict[str, str], given: str | None, ask: Ask) -
 def _truth_key(
     path: str, forms: dict[str, str], prompt: str, given: str | None, ask: Ask, needs_truth: bool
 ) -> tuple[str | None, tuple[str, ...]]:
-    """The column of expected answers, None for none, and those that might be meant, too."""
+    """Return the column of expected answers, or None, and other columns that might be meant."""
     if given is not None:
         if given == NO_TRUTH:
             return None, ()

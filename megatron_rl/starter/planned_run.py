@@ -25,7 +25,7 @@ class PlannedRun:
     hardware: str
 
     def __str__(self) -> str:
-        """The line that `init` ends with."""
+        """Return the line that `init` ends with."""
         return (
             f"planned on {self.hardware}: {self.step_seconds:.3g} s a step, {duration(self.seconds)} for "
             f"{self.num_steps} steps with validation; {self.memory_bytes / 1e9:.2g} GB for each rank"

@@ -197,7 +197,7 @@ def layouts(num_gpus: int) -> Iterator[tuple[int, int]]:
 
 
 def memory_of(config: RunConfig) -> tuple[int, int]:
-    """The bytes that a rank is planned to need, and those that a GPU has for it."""
+    """Return the bytes that a rank is planned to need, and those that a GPU has for it."""
     hardware = planned_hardware(config)
     memory = memory_report(with_kv_cache(config, hardware), RunModels(config), hardware)
     return memory.peak, memory.usable

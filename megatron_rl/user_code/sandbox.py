@@ -170,7 +170,7 @@ def _argument(index: int) -> Instruction:
 
 
 def program_of(machine: str) -> list[Instruction]:
-    """The filter as BPF instructions: code, jump if true, jump if false, operand."""
+    """Return the filter as BPF instructions: code, jump if true, jump if false, operand."""
     allow, refuse = (RETURN, 0, 0, ALLOW), _fails(errno.EPERM)
     lines: list[Instruction] = [
         (LOAD, 0, 0, 4),
@@ -395,7 +395,7 @@ def _proportional(process: int) -> int:
 
 
 def _held_open(processes: Sequence[int]) -> tuple[int, int]:
-    """The number of descriptors of processes, and the bytes of deleted files among them."""
+    """Return the number of descriptors of processes, and the bytes of deleted files among them."""
     number, deleted = 0, {}
     for process in processes:
         with suppress(OSError):

@@ -21,7 +21,7 @@ from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.task_config import for_task
 from megatron_rl.config.tasks import SFT
 from megatron_rl.controller.repairs import repairs_of
-from megatron_rl.observe.console import quiet_engines, quiet_libraries
+from megatron_rl.observe.console import quiet_libraries
 from megatron_rl.roles.environment import worker_environment
 
 
@@ -63,7 +63,6 @@ def main() -> None:
     if cluster == "local":
         threads = {name: value for name, value in os.environ.items() if name == "OMP_NUM_THREADS"}
         os.environ |= worker_environment("cpu", ranks_per_node=1) | threads
-        quiet_engines()
     quiet_libraries()
 
     def say(**told: object) -> None:
