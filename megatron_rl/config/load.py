@@ -35,7 +35,7 @@ from megatron_rl.config.keys import (
     type_of,
 )
 from megatron_rl.config.megatron import FP8_FORMATS, TE_LINEAR
-from megatron_rl.config.problems import like_name, nearest_name, raise_problems, refused, violations_of
+from megatron_rl.config.problems import like_name, raise_problems, refused, violations_of
 from megatron_rl.config.schema import MISSING, RunConfig
 from megatron_rl.config.setting import OVERRIDE, TAKEN_AWAY, Setting
 from megatron_rl.config.synonyms import key_note, suggested_key
@@ -217,8 +217,9 @@ def read_file(path: Path) -> Iterator[Setting]:
     """One setting for each leaf of a configuration file, unchecked. Raises ConfigError if it cannot be read."""
     lacks = instead_of_file(path)
     if lacks is not None:
-        neighbours = [str(file) for file in path.parent.glob("*.y*ml") if file.is_file()]
-        hint = f"did you mean: {nearest_name(str(path), neighbours)}" if neighbours else "no other is in its folder"
+        neighbours = [str(file) for file in path.parent.glob("[!.]*.y*ml") if file.is_file()]
+        like = like_name(str(path), neighbours)
+        hint = "no file of its folder has a name like it" if like is None else f"did you mean: {like}"
         raise ConfigError(f"no configuration file at {path}: {lacks}; {hint}")
     for name, value in read_tree(path, f"groups of keys: {_top_groups()}").items():
         yield from _flatten(name, value, str(path))

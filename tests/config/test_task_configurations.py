@@ -94,7 +94,11 @@ def test_keys_of_ppo_do_not_matter(config, task: str) -> None:
     updates = ("ppo_mini_batch_size=0", "ppo_epochs=0", "shuffle=true")
     overrides = [f"{group}.{setting}" for group in (ACTOR, "critic") for setting in updates]
     overrides += ["data.gen_batch_size=0", f"{ACTOR}.megatron.param_offload=true", f"{ACTOR}.router_replay.mode=R9"]
-    overrides += [f"{ACTOR}.mtp_loss_scaling_factor=-1"]
+    overrides += [
+        f"{ACTOR}.mtp_loss_scaling_factor=-1",
+        "data.ground_truth_key=answer",
+        "data.default_data_source=nowhere",
+    ]
     overrides += [f"{ROLLOUT}.n=0", f"{ROLLOUT}.temperature=0", f"{ROLLOUT}.disable_custom_all_reduce=false"]
     overrides += ["actor_rollout_ref.hybrid_engine=false", "algorithm.filter_groups.enable=true"]
     overrides += ["reward_model.enable=true", "reward_model.enable_resource_pool=true", "reward_models.a.weight=0"]
