@@ -156,7 +156,7 @@ TYPES: dict[str, tuple[Callable[[object], bool], str]] = {
     "routed_scaling_factor": (_is_above_0, "a finite number > 0"),
     "mlp_only_layers": (_are_numbers, "a list of whole numbers >= 0"),
     **dict.fromkeys(("rms_norm_eps", "rope_theta"), (_is_above_0, "a finite number > 0")),
-    "eos_token_id": (_is_token_numbers, "the number of a token, or a list of some"),
+    "eos_token_id": (_is_token_numbers, "a token id, or a list of token ids"),
     "model_type": (_is_name, "a name"),
     **dict.fromkeys(("tie_word_embeddings", "norm_topk_prob", "use_sliding_window"), (_is_flag, "true or false")),
     **dict.fromkeys(("attention_bias", "use_qk_norm", "attention_k_eq_v"), (_is_flag, "true or false")),

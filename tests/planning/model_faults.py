@@ -99,9 +99,9 @@ model_file(
     b"",
     "SHA256SUMS does not list config.json, model.safetensors, tokenizer.json",
 )
-model_file("lost files", INDEX, b'{"weight_map": {"a": "b.safetensors"}}', "not there: b.safetensors")
+model_file("lost files", INDEX, b'{"weight_map": {"a": "b.safetensors"}}', "missing: b.safetensors")
 model_file("cut tokenizer", "tokenizer.json", b'{"model": {"vo', "tokenizer.json is not valid JSON")
-model_file("no end of an answer", "generation_config.json", b"{}", "eos_token_id must be the number of a token")
+model_file("no end of an answer", "generation_config.json", b"{}", "eos_token_id must be a token id")
 model_file("a list of settings", "config.json", b"[1]", "is not an object in braces", CONFIG)
 model_fault("hidden", {"hidden_size": 10**30}, ("hidden_size", "<= 16777216"), areas=CONFIG, offer=False)
 model_fault("heads", {"num_attention_heads": 10**9}, ("num_attention_heads", "<= 10000"), areas=CONFIG, offer=False)

@@ -93,7 +93,7 @@ def test_headers_are_those_that_the_library_writes(tmp_path):
         ({"rope_parameters": []}, "must be an object in braces"),
         ({"rms_norm_eps": "1e-6"}, "must be a finite number > 0"),
         ({"layer_types": [5]}, "must be a list of names"),
-        ({"eos_token_id": "</s>"}, "must be the number of a token, or a list of some"),
+        ({"eos_token_id": "</s>"}, "must be a token id, or a list of token ids"),
         ({"model_type": 5}, "model_type=5 of"),
         ({"model_type": None}, 'must exist, as transformers reads config.json by it; try: "qwen2"'),
         ({"model_type": "llama"}, 'model_type="llama" of'),
