@@ -28,7 +28,7 @@ class Worlds:
         self._launcher = LocalLauncher(device, preloaded(device, generates=True), self._variables)
 
     def __enter__(self) -> Worlds:
-        """Find a place for files. Raises ConfigError if there is none."""
+        """Find a place for files. Raises ConfigError without one."""
         self._launcher.__enter__()
         return self
 
