@@ -148,7 +148,16 @@ def not_supported_page() -> str:
         "critic and reward model, `<TRAINED>` for actor and critic, `<MODEL>` for a role's model. Models: "
         "[Supported models](support.md).",
         table_of(("key of verl", "feature", "what to do"), map(refused_cells, rows)),
+        ON_GPUS,
     )
+
+
+ON_GPUS = """## Refused on GPUs
+
+These run on CPUs and are refused with `trainer.device=cuda`, because no GPU has run them:
+[speculative decoding](../scale/speculative_decoding.md), [FP8 rollouts](../scale/fp8_rollouts.md), adapters of experts
+([LoRA](../train/lora.md)), `rollout.prefix_match_unit`, and
+[prefix-tree training](../scale/batching.md#prefix-tree-training) of some kinds of attention."""
 
 
 def refused_cells(row: KeyRow) -> tuple[str, str, str]:

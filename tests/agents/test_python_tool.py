@@ -95,7 +95,7 @@ FORKS = "import os, time\nfor _ in range(600): os.fork() or (time.sleep(20), os.
 @pytest.mark.parametrize(
     ("program", "rule"),
     [
-        (FORKS, "has more than 500 processes at once"),
+        (FORKS, "has more than 500 processes at a time"),
         (SHARED, "has more than 0.25 GiB of memory in all processes"),
         ("import time\nfor n in range(10_200): open(str(n), 'w')\ntime.sleep(20)", "writes more than 10000 files"),
         (DELETED, "writes more than 10000 files or 256 MiB"),
