@@ -313,6 +313,9 @@ def _parsed(line: bytes) -> Row:
         raise RowProblem("not_utf8", "", found) from None
     except RecursionError:
         raise RowProblem("not_json", "", "nested more deeply than can be read") from None
+    except json.JSONDecodeError as error:  # its own lines and columns would be taken for those of the file
+        place = min(error.pos, len(line.decode().rstrip())) + 1
+        raise RowProblem("not_json", "", f"{error.msg} at character {place} of the line") from None
     except ValueError as error:
         raise RowProblem("not_json", "", str(error)) from None
     if not isinstance(content, dict):

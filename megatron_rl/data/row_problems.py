@@ -83,7 +83,7 @@ class RowPlace(NamedTuple):
 
     def __str__(self) -> str:
         """The beginning of an error message."""
-        return f"{self.file}: row {self.row}" + (f" (line {self.line})" if self.line is not None else "")
+        return f"{self.file}: " + (f"row {self.row}" if self.line is None else f"line {self.line}")
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def test_each_kind_is_named_and_can_be_skipped(kind, reader, around, bad, field,
     with pytest.raises(ConfigError) as refused:
         read([path], tokenizer, ReadingOptions(**options))
     message = str(refused.value)
-    named = f"{path}: row 2 (line 4)" + (f", field {field!r}: " if field else ": ")
+    named = f"{path}: line 4" + (f", field {field!r}: " if field else ": ")
     rule, remedy = KINDS[kind]
     assert named in message and f"{rule}: {remedy} [{kind}]" in message
     assert message.startswith(f"1 of 4 rows cannot be used (1 {kind})") and "data.bad_rows=skip" in message
@@ -154,7 +154,7 @@ def test_tokens_that_the_model_lacks_are_named(tmp_path):
     """ "that" is made of bytes below 117; a model of 100 tokens has no "t". Would not catch a hole among its tokens."""
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps(GOOD["answer"]) + "\n")
-    with pytest.raises(ConfigError, match=r"row 0 .*and the model has 60; every token.*\[unknown_token\]"):
+    with pytest.raises(ConfigError, match=r"line 1: .*and the model has 60; every token.*\[unknown_token\]"):
         read_examples([str(path)], byte_level(), ReadingOptions(vocab_size=60))
     assert len(read_examples([str(path)], byte_level(), ReadingOptions(vocab_size=1000))[0]) == 1
 
@@ -169,9 +169,7 @@ def test_nothing_left_that_counts(tmp_path):
     """A prompt that fills all of `max_length` when the end is cut off. Would not catch an answer cut in half."""
     bad = {"prompt": "zq" * 100, "response": "that"}
     path = written(tmp_path / "data.jsonl", GOOD["answer"], bad)
-    with pytest.raises(
-        ConfigError, match=r"row 2 \(line 4\): none of 200 tokens.*data.truncation=left.*nothing_counted"
-    ):
+    with pytest.raises(ConfigError, match=r"line 4: none of 200 tokens.*data.truncation=left.*nothing_counted"):
         read_examples([path], byte_level(), ReadingOptions(max_length=200, truncation="right"))
 
 
@@ -214,7 +212,7 @@ def test_many_bad_rows_are_counted_and_the_first_listed(tmp_path):
     assert message.startswith("30 of 32 rows cannot be used (20 empty_prompt, 10 missing)")
     assert message.count("\n") == 11 and message.endswith("and 20 more")
     assert [line.count("[empty_prompt]") for line in message.splitlines()[1:]] == [1] * 9 + [0, 0]
-    assert "a.jsonl: row 11 (line 12), field 'response'" in message.splitlines()[10]
+    assert "a.jsonl: line 12, field 'response'" in message.splitlines()[10]
     listed = tmp_path / "bad.jsonl"
     _, report = read_examples(paths, byte_level(), ReadingOptions(bad_rows="skip", bad_rows_file=str(listed)))
     assert len(listed.read_text().splitlines()) == 30 == len(report.bad_rows)

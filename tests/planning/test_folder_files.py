@@ -217,7 +217,7 @@ def test_lines_that_are_no_prompts(config, tmp_path, line, said):
     (tmp_path / "train.jsonl").write_bytes(line + b"\n")
     config.data.train_files = str(tmp_path / "train.jsonl")
     (problem,) = problems(config)
-    assert said in problem and "row 0 (line 1)" in problem
+    assert said in problem and "line 1" in problem
 
 
 def test_lines_after_a_byte_order_mark_and_of_paired_surrogates(config, tmp_path):
