@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from megatron_rl.checkpoint.folders import HF_MODEL
 from megatron_rl.checkpoint.storage import writing
 from megatron_rl.cli.options import check_number
 from megatron_rl.cli.output import check_output_folder, say
@@ -27,7 +30,7 @@ from megatron_rl.starter.planned_run import planned_run
 from megatron_rl.starter.project import CONFIG, WRITTEN, check_name, write_project
 from megatron_rl.starter.task_kinds import TASK_KINDS
 
-TINY, SCORE = "tiny", "score"
+TINY, SCORE, MODEL = "tiny", "score", "model"
 
 
 class KindName(StrEnum):
@@ -61,10 +64,11 @@ def init_command(
         str | None, typer.Option(TRUTH_OPTION, help=f"Column of expected answers; {NO_TRUTH}: there are none.")
     ] = None,
 ) -> None:
-    """Write a configuration, a reward function and data files of a run of your own, from three answers.
+    """Write a configuration, a reward function and data files of a run of your own.
 
-    With --data the project trains on a file of yours, whose columns are found by their names. Asks for what no option
-    gives and what is unclear, where there is someone to ask.
+    With --data the run trains on a file of yours; the names of its columns say what they hold.
+
+    In a terminal the command asks for the model, the kind of task and the GPUs, where no option gives them.
     """
     is_unanswered = model is None or gpus is None or (kind is None and data is None)
     if is_unanswered and not sys.stdin.isatty():
@@ -84,7 +88,7 @@ def init_command(
     check_number("--gpus", num_gpus, 0, MOST_RANKS)
     check_output_folder("FOLDER", folder)
     check_name("FOLDER", os.path.realpath(folder))
-    with writing():
+    with writing(), removing_if_refused(folder):
         written = made_model(folder, model)
         if data is None:
             assert name is not None
@@ -109,8 +113,7 @@ def check_kind(name: str) -> None:
 def ask(option: str, question: str, choices: Sequence[str]) -> str:
     """Return the user's choice. Raises ConfigError, with the choices, where there is nobody to ask."""
     if not sys.stdin.isatty():
-        rule = f"{question}: more than one would do, or none has a usual name; give {option} with one of"
-        raise ConfigError(f"{rule} {', '.join(choices)}; try: {option} {choices[0]}")
+        raise ConfigError(f"{question}; give {option} with one of {', '.join(choices)}; try: {option} {choices[0]}")
     while (answer := typer.prompt(f"{question} ({', '.join(choices)})", default=choices[0])) not in choices:
         say(f"must be one of {', '.join(choices)}")
     return str(answer)
@@ -130,13 +133,30 @@ def say_next(folder: Path, config: RunConfig, num_gpus: int) -> None:
     say(f"  {next_command('view', folder / 'output')}")
 
 
+@contextmanager
+def removing_if_refused(folder: Path) -> Iterator[None]:
+    """Where the block raises, remove the tiny model and the folders that it has made."""
+    new = [each for each in (folder, *folder.parents) if not each.exists()]
+    model = folder / MODEL
+    has_model = os.path.lexists(model)
+    try:
+        yield
+    except BaseException:
+        if not has_model:
+            shutil.rmtree(model, ignore_errors=True)
+        for each in new:
+            with suppress(OSError):  # it is not there, or has something in it
+                each.rmdir()
+        raise
+
+
 def made_model(folder: Path, model: str) -> str:
     """Return the model for run.yaml: a folder, or a name of the Hub that the local cache has; make the tiny one.
 
     Raises ConfigError where there is no such model.
     """
     if model == TINY:
-        target = folder / "model"
+        target = folder / MODEL
         if kind_of(target) == NOTHING:
             quiet_libraries()
             from megatron_rl.starter.tiny_model import write_tiny_model
@@ -149,6 +169,8 @@ def made_model(folder: Path, model: str) -> str:
         return model
     path = Path(os.path.expanduser(model))  # leaves the name of a user whom the system does not know
     if kind_of(path / "config.json") != FILE:
-        raise ConfigError(f"--model {model} is no folder with a config.json; try: --model tiny, which makes one")
+        is_run = kind_of(path / HF_MODEL / "config.json") == FILE
+        advice = f"{path / HF_MODEL}, the model that this run has trained" if is_run else "tiny, which makes one"
+        raise ConfigError(f"--model {model} is no folder with a config.json; try: --model {advice}")
     check_name("--model", os.path.realpath(path))
     return str(path.resolve())

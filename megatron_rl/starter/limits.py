@@ -23,13 +23,17 @@ def limits_of(
 ) -> tuple[OwnData, tuple[int, int], str]:
     """Return the data, tokens of the longest prompt and response, and a sentence about prompts that are left out.
 
-    A response has at most half of the model's longest sequence. Raises ConfigError for a model that cannot be read.
+    A response has room for the longest expected answer and a token that ends it, but at most half of the model's
+    longest sequence. Raises ConfigError for a model that cannot be read.
     """
     positions = _positions(model)
     if name == EXACT:
         response = _rounded(longest_truth(own, model) + 1)
     else:
         response = RESPONSE_TOKENS[name][0 if is_tiny else 2 if num_gpus else 1]
+        if own.keys.ground_truth_key is not None:
+            needed = _rounded(longest_truth(own, model) + 1)
+            response = max(response, min(needed, RESPONSE_TOKENS[name][2]))
     response = max(1, min(response, positions // 2))
     most = min(MOST_PROMPT_TOKENS, positions - response)
     prompt = min(_rounded(lengths.longest), most)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +31,8 @@ from megatron_rl.starter.project import OwnFiles
 Ask = Callable[[str, str, Sequence[str]], str]
 """(option, question, choices) -> the user's choice. Raises ConfigError where nobody can be asked."""
 
+SPLIT_FILE = "prompts.jsonl"
+"""The file that `split_command` writes."""
 MOST_TOKENISED = 2000
 """Prompts that are tokenised, the longest ones by their bytes, to find how many tokens the longest has."""
 
@@ -102,8 +106,9 @@ def _prompt_key(path: str, forms: dict[str, str], given: str | None, ask: Ask) -
     if not choice.candidates and answered:
         raise ConfigError(
             f"{path} has conversations that end with the assistant's answer ({', '.join(sorted(answered))}), which "
-            "`megatron-rl sft` learns from; here the policy answers, so a prompt must end before its answer: write a "
-            f"column with the messages before it; the file has {listed(forms)}"
+            "`megatron-rl sft` learns from; here the policy answers, so a prompt must end before its answer. Take the "
+            f"last message as the expected answer:\n  {split_command(path, min(answered))}\n"
+            f"and give --data {SPLIT_FILE}"
         )
     return _asked(ask, PROMPT_OPTION, f"Column of prompts in {path}, which has {listed(forms)}", choice, path, forms)
 
@@ -123,18 +128,34 @@ def _truth_key(
     if not needs_truth:
         return None, ()
     choices = replace(choice, candidates=(*choice.candidates, NO_TRUTH))
-    question = f"Column of expected answers in {path}, which has {listed(forms)}; {NO_TRUTH}: there are none"
+    question = f"Column of expected answers in {path}, which has {listed(forms)} ({NO_TRUTH}: there are none)"
     column = _asked(ask, TRUTH_OPTION, question, choices, path, forms)
     return (None if column == NO_TRUTH else column), ()
 
 
 def _asked(ask: Ask, option: str, question: str, choice: ColumnChoice, path: str, forms: dict[str, str]) -> str:
     if not choice.candidates:
-        raise ConfigError(f"{path} has no column that could be it ({option}): it has {listed(forms)}")
-    column = ask(option, question, choice.candidates)
+        rule = f"{path} has no column of text or messages for prompts ({option})"
+        raise ConfigError(f"{rule}: it has {listed(forms)}; try: add a column question with texts")
+    usual = PROMPTS if option == PROMPT_OPTION else TRUTHS
+    is_named = any(name.lower() in usual for name in choice.candidates)
+    cause = "more than one would do" if is_named else "none has a usual name"
+    column = ask(option, f"{question}: {cause}", choice.candidates)
     if column != NO_TRUTH:
-        check_column(option, column, forms, path, PROMPTS if option == PROMPT_OPTION else TRUTHS)
+        check_column(option, column, forms, path, usual)
     return column
+
+
+def split_command(path: str, column: str) -> str:
+    """Return a shell command that writes conversations as prompts and their last messages as expected answers."""
+    file = json.dumps(path)
+    if path.endswith(".parquet"):
+        read = f"import json, pyarrow.parquet; rows = pyarrow.parquet.read_table({file}).to_pylist()"
+    else:
+        read = f'import json; rows = map(json.loads, filter(str.strip, open({file}, encoding="utf-8")))'
+    written = '{"prompt": m[:-1], "answer": m[-1]["content"]}'
+    code = f"{read}; [print(json.dumps({written})) for m in (row[{json.dumps(column)}] for row in rows)]"
+    return f"python -c {shlex.quote(code)} > {SPLIT_FILE}"
 
 
 def _ends_answered(messages: Any) -> bool:

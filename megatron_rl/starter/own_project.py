@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import RunConfig
+from megatron_rl.data.row_files import count_rows
 from megatron_rl.errors import ConfigError
 from megatron_rl.planning.hub_cache import model_folder
 from megatron_rl.starter.column_choice import TRUTH_OPTION
 from megatron_rl.starter.expected_answers import BUILT_IN_MATH, EXACT, MATH, is_gsm8k, last_number, suited_kind
+from megatron_rl.starter.held_out_split import held_out_rows
 from megatron_rl.starter.limits import limits_of
 from megatron_rl.starter.own_data import Ask, OwnData, PromptLengths, prompt_lengths, read_own_data
-from megatron_rl.starter.project import check_name, has_template, write_project
+from megatron_rl.starter.project import MOST_HELD_OUT, check_name, has_template, write_project
 from megatron_rl.starter.task_kinds import TASK_KINDS
 
 SCORE, KIND_OPTION = "score", "--kind"
@@ -102,13 +104,20 @@ def reward_text(name: str, truths: list[Any]) -> str:
 
 
 def held_out(own: OwnData, config: RunConfig) -> list[str]:
-    """Return a line on rows that were held out for validation, if some were."""
-    if own.val is not None:
-        return []
-    return [
-        f"no --val-data: some rows are held out for validation, so the rows were copied into {config.data.train_files} "
-        f"and {Path(config.data.val_files).name} beside it"
-    ]
+    """Return lines on rows that were held out for validation, and on too few rows for a batch, if there are some."""
+    data, lines = config.data, list[str]()
+    batch = data.train_batch_size
+    if own.val is None:
+        num_held = len(held_out_rows(len(own.rows), MOST_HELD_OUT))
+        lines.append(
+            f"no --val-data: {num_held} of {len(own.rows)} rows held out for validation, so the rows were copied into "
+            f"{data.train_files} and {Path(data.val_files).name} beside it"
+        )
+    num_train = count_rows(str(data.train_files), batch)
+    if num_train < batch:
+        rule = f"data.train_batch_size={batch} is more than the {num_train} rows to train on, so a step repeats them"
+        lines.append(f"{rule}: add rows; few rows teach little, and say little in validation")
+    return lines
 
 
 def shown(value: Any, most: int = LONGEST_SHOWN) -> str:

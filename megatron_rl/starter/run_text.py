@@ -11,8 +11,9 @@ from typing import Any
 PLAIN = re.compile(r"[A-Za-z0-9_./+@=~-]+")
 """Paths that YAML reads as text without quotes; they begin with a slash."""
 GPUS_PER_NODE = 8
-TINY_LR, SMALL_LR, LR = "3e-3", "3e-4", "1e-6"
-"""Learning rates: of the tiny model, whose weights are random, of a small model, and of others."""
+SMALL_LR, LR = "3e-4", "1e-6"
+TINY_LR = f"3e-3 # for random weights; {SMALL_LR} where the model was fine-tuned first"
+"""Learning rates: of a small model, of others, and of the tiny model."""
 SMALL_BYTES = 64 << 20
 """Bytes of the weights of a small model, at most."""
 

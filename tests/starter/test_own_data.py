@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow
@@ -17,6 +19,7 @@ from megatron_rl.config.prompt_rows import GROUND_TRUTH
 from megatron_rl.errors import ConfigError
 from megatron_rl.starter.expected_answers import suited_kind
 from megatron_rl.starter.held_out_split import held_out_rows, split
+from megatron_rl.starter.own_data import SPLIT_FILE, split_command
 
 DEMO = Path(__file__).parents[2] / "assets/demo/model"
 USER = [{"role": "user", "content": "1+1="}]
@@ -68,7 +71,7 @@ def test_columns_and_kind_are_found(tmp_path, row, prompt, truth, kind):
         (
             {"prompt": "1", "question": "2", "answer": "3"},
             (),
-            "has prompt .text., question .text., .*give --prompt-key with one of prompt, question; try: --prompt-key",
+            "question .text., .*: more than one would do; give --prompt-key with one of prompt, question; try: --",
         ),
         ({"instruction": "1", "input": "2", "output": "3"}, (), "--prompt-key with one of instruction, input"),
         (
@@ -81,23 +84,43 @@ def test_columns_and_kind_are_found(tmp_path, row, prompt, truth, kind):
             (),
             "such as 'word word .*give --kind with one of score, exact, math",
         ),
-        ({"question": "1", "hint": "3"}, (), "--ground-truth-key with one of hint, none; try: --ground-truth-key hint"),
+        (
+            {"question": "1", "hint": "3"},
+            (),
+            "none has a usual name; give --ground-truth-key with one of hint, none; try",
+        ),
         (
             {"question": "1", "answer": "3"},
             ("--prompt-key", "qestion"),
             "rows.jsonl; .*did you mean: --prompt-key question",
         ),
         ({"question": "1"}, ("--ground-truth-key", "none", "--kind", "math"), "--kind math needs a column of expected"),
-        ({"answer": "1"}, (), "no column that could be it .--prompt-key.: it has answer .text."),
+        ({"answer": "1"}, (), "no column of text or messages for prompts .--prompt-key.: it has answer"),
     ],
 )
 def test_what_is_unclear_is_asked_with_the_choices(tmp_path, row, options, message):
     """Without a terminal an error lists columns and options, and nothing is written. Would not catch a question that a
     terminal is asked wrongly.
     """
-    with pytest.raises(ConfigError, match=message):
-        init(tmp_path, [row], *options)
-    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+    for model in (DEMO, "tiny"):  # the second would be made
+        with pytest.raises(ConfigError, match=message):
+            init(tmp_path, [row], *options, model=model)
+        assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_the_command_that_splits_conversations_does_so(tmp_path, suffix):
+    """Of a file whose name a shell would take apart. Would not catch a conversation that ends otherwise."""
+    file = tmp_path / f'it\'s "mine"{suffix}'
+    rows = [{"messages": ANSWERED}, {"messages": [*ANSWERED, *ANSWERED]}]
+    if suffix == ".jsonl":
+        file.write_text("\n\n".join(map(json.dumps, rows)))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    command = split_command(str(file), "messages").replace("python", sys.executable, 1)
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    made = [json.loads(line) for line in (tmp_path / SPLIT_FILE).read_text().splitlines()]
+    assert made == [{"prompt": USER, "answer": "2"}, {"prompt": [*ANSWERED, *USER], "answer": "2"}]
 
 
 def test_a_prompt_alone_has_a_score(tmp_path):
@@ -118,7 +141,9 @@ def test_without_a_file_to_validate_rows_are_held_out(tmp_path):
         for file in (config.data.train_files, config.data.val_files)
     )
     assert (len(train), len(val)) == (23, 2) and sorted((*train, *val), key=lambda row: row["answer"]) == rows
-    assert "no --val-data: some rows are held out" in said and train[0] == rows[0]
+    assert "no --val-data: 2 of 25 rows held out for validation" in said and train[0] == rows[0]
+    said, _ = init(tmp_path / "few" if (tmp_path / "few").mkdir() is None else tmp_path, rows[:3], val=False)
+    assert "data.train_batch_size=16 is more than the 2 rows to train on" in said
     with pytest.raises(ConfigError, match="has 1 row, and one must be held out; try: --val-data FILE"):
         init(tmp_path / "x" if (tmp_path / "x").mkdir() is None else tmp_path, rows[:1], val=False)
 
@@ -164,6 +189,16 @@ def test_prompts_that_are_too_long_are_left_out(tmp_path):
     data = config.data
     assert data.filter_overlong_prompts and data.max_prompt_length + data.max_response_length <= 64
     assert f"prompts of more than {data.max_prompt_length} tokens are left out" in said and "the longest has 40" in said
+
+
+def test_a_response_has_room_for_the_longest_expected_answer(tmp_path):
+    """And for the token that ends it: the tiny model's tokens are bytes. Would not catch a model that is wordier."""
+    answers = ["6 + 6 = 12\n#### 12", "9 + 9 = 18; 18 + 1 = 19; 19 + 1 = 20\n#### 20"]
+    assert [len(answer) for answer in answers] == [18, 44]
+    for folder, some, limit in (("a", answers[:1], 32), ("b", answers, 48), ("c", ["#### 20"], 16)):
+        (tmp_path / folder).mkdir()
+        _, config = init(tmp_path / folder, [{"question": "1", "answer": each} for each in some], model="tiny")
+        assert config.data.max_response_length == limit and config.actor_rollout_ref.actor.optim.lr == 3e-3
 
 
 def test_a_name_of_the_hub_is_looked_for_where_a_run_looks(tmp_path, monkeypatch):

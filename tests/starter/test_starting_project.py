@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_rl.cli import app
-from megatron_rl.cli.starting import KindName
+from megatron_rl.cli.starting import KindName, made_model
 from megatron_rl.errors import ConfigError
 from megatron_rl.starter.project import layouts, write_project
 from megatron_rl.starter.task_kinds import TASK_KINDS, rows
@@ -119,6 +119,10 @@ def test_a_link_in_the_folder_is_a_file_that_is_there(tmp_path: Path) -> None:
         app, ["init", str(tmp_path / "x"), "--model", "~nouser/x", "--kind", "math", "--gpus", "0"]
     )
     assert isinstance(result.exception, ConfigError) and "~nouser/x is no folder" in str(result.exception)
+    (tmp_path / "run/hf_model").mkdir(parents=True)
+    (tmp_path / "run/hf_model/config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=f"try: --model {tmp_path}/run/hf_model, the model that this run has trained"):
+        made_model(tmp_path / "x", str(tmp_path / "run"))
 
 
 def test_a_model_that_fits_nowhere_leaves_nothing(tmp_path: Path) -> None:
