@@ -40,6 +40,9 @@ EXPORT_LOGIT_BOUND, EXPORT_LOGIT_SHARE = 1e-4, 1e-5
 this number and this share of the largest output, which rounding grows with.
 """
 
+SHARP_FALL = 0.2
+"""A fall of a held-out number, as a share of it, that chance does not explain."""
+
 
 def finish_run(run: Run) -> dict[str, Any]:
     """Write everything a user takes home from a PPO run; returns the summary. Raises ParityError, StorageError.
@@ -63,7 +66,19 @@ def finish_run(run: Run) -> dict[str, Any]:
     labels = {"val_accuracy": "held-out accuracy"}
     if run.roles.reward_models:
         labels["val_reward"] = "held-out reward"
-    return finish(run, results, {"val_accuracy": logger.accuracies, "val_reward": logger.val_rewards}, labels)
+    validations = {"val_accuracy": logger.accuracies, "val_reward": logger.val_rewards}
+    rate = run.config.actor_rollout_ref.actor.optim.lr
+    return finish(run, results, validations, labels, fallen(validations, labels, rate))
+
+
+def fallen(validations: Mapping[str, Sequence[float]], labels: Mapping[str, str], rate: float) -> list[str]:
+    """Return a line for each number of the validations that is lower at the end than at first by a fifth or more."""
+    return [
+        f"{label} fell from {values[0]:.3f} to {values[-1]:.3f}: a lower learning rate is the first thing to try, such "
+        f"as actor_rollout_ref.actor.optim.lr={rate / 10:g}"
+        for name, label in labels.items()
+        if (values := validations[name]) and values[0] - values[-1] >= SHARP_FALL * abs(values[0]) > 0
+    ]
 
 
 def finish(

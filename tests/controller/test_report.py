@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-from megatron_rl.controller.report import export_bound, with_engine_norms
+from megatron_rl.controller.report import export_bound, fallen, with_engine_norms
 
 
 @pytest.mark.parametrize(
@@ -15,6 +15,16 @@ from megatron_rl.controller.report import export_bound, with_engine_norms
 def test_the_bound_grows_with_the_logits(logits: list[float], bound: float) -> None:
     """A hundred-thousandth of the largest, at least 1e-4. Would not catch a model whose layers lose more digits."""
     assert export_bound(torch.tensor(logits)) == pytest.approx(bound, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "says"), [([0.4, 0.7, 0.025], True), ([0.4, 0.35], False), ([0.4, 0.5], False), ([0.0, 0.0], False)]
+)
+def test_a_sharp_fall_names_the_learning_rate(accuracies: list[float], says: bool) -> None:
+    """A fifth of the first number at least. Would not catch a fall that another validation had made up for."""
+    lines = fallen({"val_accuracy": accuracies, "val_reward": []}, {"val_accuracy": "held-out accuracy"}, 3e-3)
+    text = "held-out accuracy fell from 0.400 to 0.025: a lower learning rate is the first thing to try, such as "
+    assert lines == ([f"{text}actor_rollout_ref.actor.optim.lr=0.0003"] if says else [])
 
 
 def test_all_norms_of_a_latent_model_have_the_epsilon_of_its_config() -> None:
