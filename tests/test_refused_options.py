@@ -159,3 +159,14 @@ def test_every_command_reads_settings_alike(command, tmp_path, monkeypatch):
     assert "unknown key trainer.seeed" in text and "did you mean: trainer.seed=1" in text
     keys = [part.strip("+~").partition("=")[0] for part in SETTINGS]
     assert text.count("unknown key") == 1 and not any(re.search(rf"{re.escape(key)}\b", text) for key in keys[:3])
+
+
+@pytest.mark.parametrize("command", ["eval", "generate"])
+def test_prompts_are_read_before_a_checkpoint_is_exported(command, tmp_path):
+    """The refusal ends with an override to paste, and nothing is written. Would not catch a row further on."""
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "1", "data_source": "unit"}\n')
+    kept = "tests/fixtures/kept_runs/ppo"
+    given = ("--config", f"{kept}.yaml", "--model", kept, "--data", tmp_path / "mine.jsonl", "--out", tmp_path / "out")
+    text = refusal(command, *map(str, given), "data.prompt_key=question")
+    assert "data.prompt_key=question must be a column" in text and "; try: data.prompt_key=prompt" in text
+    assert not (tmp_path / "out").exists()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,13 +16,18 @@ from megatron_rl.checkpoint.resume import trained_model, usable_checkpoint
 from megatron_rl.cli.options import ConfigPath, Overrides, check_number
 from megatron_rl.cli.output import check_output_folder, say
 from megatron_rl.cli.tasks import Collapse, Local, made_ready, start_evaluation, startable
+from megatron_rl.config.algorithms import uses_rule
 from megatron_rl.config.eval_config import unjudged, without_adapters
+from megatron_rl.config.load import read_run
+from megatron_rl.config.problems import raise_problems
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.tasks import PPO
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.console import quiet_libraries
+from megatron_rl.planning.file_rules import prompt_problems
 
 MOST_ANSWERS = 100_000
+MODEL = "actor_rollout_ref.model.path"
 
 Model = Annotated[
     Path | None,
@@ -49,7 +54,9 @@ def eval_command(
     collapse: Collapse = False,
 ) -> None:
     """Generate responses to a file of prompts and score them: pass@k, maj@k with intervals. Trains nothing."""
-    given = [*(overrides or ()), *chosen(out, data, samples, model)]
+    given = [*(overrides or ()), *chosen(out, data, samples)]
+    if model is not None:
+        given.append(f"{MODEL}={model_folder(model, out, lambda: check_prompts(config, given, uses_rule))}")
     run_config = startable(config, given, PPO, collapse, of_model(model))
     start_evaluation(made_ready(run_config, local), local)
 
@@ -65,16 +72,28 @@ def generate_command(
     collapse: Collapse = False,
 ) -> None:
     """Generate responses to a file of prompts, and write them. Nothing scores them: no ground truth is needed."""
-    given = [*(overrides or ()), *chosen(out, data, samples, model)]
+    given = [*(overrides or ()), *chosen(out, data, samples)]
+    if model is not None:
+        given.append(f"{MODEL}={model_folder(model, out, lambda: check_prompts(config, given, None))}")
     run_config = startable(config, given, PPO, collapse, lambda read: unjudged(of_model(model)(read)))
     start_evaluation(made_ready(run_config, local), local)
 
 
-def chosen(out: Path, data: Path | None, samples: int | None, model: Path | None) -> list[str]:
-    """Return the overrides that options stand for. A checkpoint is exported, into the folder of the evaluation.
+def check_prompts(path: Path, given: Sequence[str], is_judged: Callable[[RunConfig], bool] | None) -> None:
+    """Raise ConfigError for a configuration or prompts that cannot be read.
 
-    Raises ConfigError for a number out of its range, and for a model that is none.
+    is_judged: whether a run's rows need an expected answer; None: they do not.
     """
+    reading = read_run(path, given, PPO)
+    raise_problems("this run cannot start", reading.violations)
+    config = reading.config
+    if isinstance(config, RunConfig):
+        judged = ["data.val_files"] if is_judged is not None and is_judged(config) else []
+        raise_problems("this run cannot start", [*prompt_problems(config, judged)])
+
+
+def chosen(out: Path, data: Path | None, samples: int | None) -> list[str]:
+    """Return the overrides that options stand for. Raises ConfigError for a number out of its range."""
     check_number("--samples", samples, 1, MOST_ANSWERS)
     check_output_folder("--out", out)
     kwargs = "actor_rollout_ref.rollout.val_kwargs"
@@ -83,8 +102,6 @@ def chosen(out: Path, data: Path | None, samples: int | None, model: Path | None
         given.append(f"data.val_files={data}")
     if samples is not None:
         given += [f"{kwargs}.n={samples}", *([f"{kwargs}.do_sample=true"] if samples > 1 else [])]
-    if model is not None:
-        given.append(f"actor_rollout_ref.model.path={model_folder(model, out)}")
     return given
 
 
@@ -96,9 +113,10 @@ def of_model(model: Path | None) -> Callable[[RunConfig], RunConfig]:
     return without_adapters if model is not None else lambda config: config
 
 
-def model_folder(model: Path, out: Path) -> Path:
+def model_folder(model: Path, out: Path, check: Callable[[], None]) -> Path:
     """Return `model` if it is a Hugging Face folder; if it is a checkpoint, export it and return that folder.
 
+    check: called before an export; what it raises is raised, and nothing is written.
     Of a run's folder the newest checkpoint counts; of one without checkpoints the model that it has written at its end.
     Raises ConfigError where it is none of these.
     """
@@ -115,6 +133,7 @@ def model_folder(model: Path, out: Path) -> Path:
     target = out / export_name(checkpoint)
     if target.is_dir():
         return target  # of the evaluation that was stopped
+    check()
     quiet_libraries()
     from megatron_rl.checkpoint.export_saved import export_saved
 

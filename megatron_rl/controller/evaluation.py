@@ -100,10 +100,21 @@ def answer_rows(run: Run, batch: SampledBatch) -> list[dict[str, Any]]:
     return lines
 
 
+def cut_off(rows: Sequence[dict[str, Any]], limit: int) -> list[str]:
+    """Return a line where responses were cut off at the limit, in tokens."""
+    number = sum(row["is_cut_off"] for row in rows)
+    where = f"cut off at data.max_response_length={limit}"
+    return (
+        [f"{number} of {len(rows)} responses were {where}; try: data.max_response_length={2 * limit}"] if number else []
+    )
+
+
 def write_table(
     logger: RunLogger, folder: Path, rows: Sequence[dict[str, Any]], is_scored: bool
 ) -> dict[str, dict[str, Any]]:
     """Write and print the numbers, and draw those that depend on k."""
+    for line in cut_off(rows, logger.config.data.max_response_length):
+        logger.say(line)
     model = Path(logger.config.actor_rollout_ref.model.path)
     exported = f"; {model.name}, the exported model, stays there" if model.parent.resolve() == folder.resolve() else ""
     if not is_scored:

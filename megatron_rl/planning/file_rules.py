@@ -55,7 +55,7 @@ def file_problems(config: RunConfig) -> Iterable[Violation]:
             yield from _missing_files(key, paths)
     else:
         judged = {"data.train_files": trains_on_rule(config), "data.val_files": uses_rule(config)}
-        yield from _prompt_problems(config, [key for key, is_judged in judged.items() if is_judged])
+        yield from prompt_problems(config, [key for key, is_judged in judged.items() if is_judged])
         yield from _reward_problems(config.custom_reward_function)
         yield from _sampler_problems(config.data)
         if config.has_turns:
@@ -166,8 +166,8 @@ def columns_not_text(path: str) -> list[str]:
         return []
 
 
-def _prompt_problems(config: RunConfig, judged: Sequence[str]) -> Iterable[Violation]:
-    """judged: keys of the files whose rows need a ground truth."""
+def prompt_problems(config: RunConfig, judged: Sequence[str]) -> Iterable[Violation]:
+    """Return every violation of the files of prompts. judged: keys of the files whose rows need a ground truth."""
     data = config.data
     tables: dict[str, dict[str, str]] = {}
     for key, paths in prompt_files(config):
@@ -224,7 +224,8 @@ def _column_problems(
         like = suggested_column(column, wanted.usual, names)
         nearest, lacks = ({}, wanted.hint) if like is None else ({key: like}, "")
         rule = f"must be a column of {wanted.meaning}; {lacking[0]} has {has}"
-        yield Violation({key: column}, rule, nearest, lacks, wrong_name=True)
+        # With a subject of its own the message ends with a whole override, which can be pasted.
+        yield Violation({key: column}, rule, nearest, lacks, subject=f"{key}={column}")
 
 
 def _within_list(wrong: Violation, key: str, path: str, paths: list[str]) -> Violation:

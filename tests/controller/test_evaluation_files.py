@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from megatron_rl.config.load import read_override, read_settings
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.setting import Setting
+from megatron_rl.controller.evaluation import cut_off
 from megatron_rl.controller.evaluation_files import SETTINGS_FILE, AnswersFile, refuse_other_settings, settings_of
 from megatron_rl.errors import ConfigError
 
@@ -77,6 +78,13 @@ def row(index: int | None, sample: int, **changes: Any) -> str:
 
 def answers(file: Path) -> AnswersFile:
     return AnswersFile(file, 2, frozenset(range(3)), is_scored=True)
+
+
+def test_responses_that_were_cut_off_are_counted() -> None:
+    """With the key of the limit. Would not catch a limit that the model's positions set."""
+    rows = [{"is_cut_off": cut} for cut in (True, False, True)]
+    line = "2 of 3 responses were cut off at data.max_response_length=16; try: data.max_response_length=32"
+    assert cut_off(rows, 16) == [line] and cut_off(rows[1:2], 16) == []
 
 
 @pytest.mark.parametrize("cut", [0, 1, 9])
