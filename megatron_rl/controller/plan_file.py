@@ -16,7 +16,12 @@ from megatron_rl.planning.task_plan import TaskPlan
 
 
 def write_plan(logger: RunLogger) -> None:
-    """Write it, of the numbers that `megatron-rl plan --json` prints; warns where that fails."""
+    """Write it, of the numbers that `megatron-rl plan --json` prints; warns where that fails.
+
+    A start that trains nothing keeps the plan of the steps that were taken.
+    """
+    if logger.folder.keeps(PLAN_FILE):
+        return
     config, hardware = logger.config, planned_hardware(logger.config)
     plan: RunPlan | TaskPlan
     if isinstance(config, TaskConfig):

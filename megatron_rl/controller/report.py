@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -17,6 +18,7 @@ from megatron_rl.checkpoint.hf_folder import removing_unfinished
 from megatron_rl.checkpoint.storage import storing
 from megatron_rl.config.roles import ROLLOUT
 from megatron_rl.config.steps import validates
+from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.controller.run_logger import RunLogger
 from megatron_rl.controller.run_setup import RunBase
 from megatron_rl.errors import ParityError
@@ -31,6 +33,8 @@ from megatron_rl.roles.supervised_policy import SupervisedPolicy
 if TYPE_CHECKING:
     from megatron_rl.controller.run import Run
 
+SUMMARY_FILE = "summary.json"
+"""The numbers of a whole run, in its folder."""
 ADAPTER_FOLDER = "adapter"
 """The exported model in a run's folder, and its adapters."""
 LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
@@ -90,6 +94,7 @@ def finish(
 ) -> dict[str, Any]:
     """Write summary and pictures, and print the table of before and after, `lines` and the files; returns the summary.
 
+    A start that trains nothing keeps the summary and the timeline of the steps that were taken.
     results: the numbers of the summary that not every run has. validations: name in the summary -> a number of every
     validation; labels: name -> its label in the table. Raises StorageError where the summary cannot be written.
     """
@@ -99,8 +104,10 @@ def finish(
     summary = common_numbers(run) | results
     for name in validations:
         summary |= {f"{name}_before": before[name], f"{name}_after": after[name]}
-    with storing("summary.json", folder):
-        write_summary(folder / "summary.json", summary)
+    kept = kept_summary(run.logger.folder)
+    if kept is None:
+        with storing(SUMMARY_FILE, folder):
+            write_summary(folder / SUMMARY_FILE, summary)
     if "jsonl" in run.config.trainer.logger:
         draw(logger)
     draw_steps(logger)
@@ -116,8 +123,20 @@ def finish(
     for line in lines:
         logger.say(line)
     files = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-    logger.say(f"written to {folder}: {', '.join(files)}")
-    return summary
+    what = "nothing was trained; files in" if logger.folder.is_finished else "written to"
+    logger.say(f"{what} {folder}: {', '.join(files)}")
+    return summary if kept is None else kept
+
+
+def kept_summary(folder: RunFolder) -> dict[str, Any] | None:
+    """Return the summary that stays, as it is of all the steps of a finished run; None where one is to be written."""
+    if not folder.keeps(SUMMARY_FILE):
+        return None
+    try:
+        summary = json.loads((folder.path / SUMMARY_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    return summary if isinstance(summary, dict) and summary.get("steps") == folder.start.step else None
 
 
 def draw(logger: RunLogger) -> None:
@@ -131,7 +150,12 @@ def draw(logger: RunLogger) -> None:
 
 
 def draw_steps(logger: RunLogger) -> None:
-    """Write the timeline of the last steps, one row for each pool, as a picture and as numbers. Warns like `draw`."""
+    """Write the timeline of the last steps, one row for each pool, as a picture and as numbers. Warns like `draw`.
+
+    Without a step in this start, the timeline of the last start that had some stays.
+    """
+    if logger.folder.keeps(TIMELINE_FILE):
+        return
     from megatron_rl.observe.timeline import plot_timeline
 
     calls, folder = logger.clock.recent, logger.folder.path

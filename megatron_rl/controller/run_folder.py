@@ -73,13 +73,31 @@ class RunFolder:
 
     def _begins_anew(self) -> bool:
         """Whether this is a new run: it resumes nothing, and is no repair of one, and no evaluation."""
-        is_repair = self._repairs is not None and self._repairs.attempt > 0
-        return self.start.path is None and not is_repair and not self._trainer.val_only
+        return self.start.path is None and not self.is_repair and not self._trainer.val_only
+
+    @property
+    def is_repair(self) -> bool:
+        """Whether an earlier attempt of this process was in the folder."""
+        return self._repairs is not None and self._repairs.attempt > 0
 
     @property
     def resumed_step(self) -> int | None:
         """The step after which the run resumes; None for a new run."""
         return None if self.start.path is None else self.start.step
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run resumes after its last step, so that it trains nothing. Raises ValueError before the prompts
+        are counted.
+        """
+        return self.start.path is not None and not self._trainer.val_only and self.start.step >= self._trainer.num_steps
+
+    def keeps(self, name: str) -> bool:
+        """Whether the record `name` stays as it is: it tells of the steps of a run that is finished in this folder."""
+        if not self.is_finished or self.start.path is None:
+            return False
+        is_own = self.copy is not None or self.start.path.resolve().parent == self.path.resolve()
+        return is_own and (self.path / name).is_file()
 
     def give_back(self, load_state: LoadState) -> None:
         """Pass the saved state of the run to `load_state`; a new run has none."""

@@ -16,7 +16,7 @@ from megatron_rl.cluster.process_cluster import ProcessCluster, reserve_all
 from megatron_rl.cluster.shm_files import HELD_BYTES
 from megatron_rl.config.roles import REFERENCE, ROLLOUT, Placement, elastic_pools, needed_pools
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.trainer import LOCAL
+from megatron_rl.config.trainer import LOCAL, TrainerConfig
 from megatron_rl.controller.checked_nodes import checks_nodes, rules_of
 from megatron_rl.controller.lifecycle import Lifecycle, Stateful, StopPolicy
 from megatron_rl.controller.repairs import Repairs
@@ -59,10 +59,21 @@ def take_folder(
     logger.console.print(layout_table(table))
     for line in lines:
         logger.say(line)
+    if logger.folder.is_finished and not logger.folder.is_repair:
+        logger.say(nothing_to_train(logger.config.trainer, logger.folder.start.step))
     for warning in (*warnings, *(f"skipped {reason}" for reason in logger.folder.start.skipped)):
         logger.warn(warning)
     if handed := handed_on():
         logger.say(f"every rank gets {', '.join(f'{name}={value}' for name, value in handed.items())}")
+
+
+def nothing_to_train(trainer: TrainerConfig, step: int) -> str:
+    """Return what a run says whose last step, `step`, was taken before, with the keys that go further."""
+    further = f"trainer.total_training_steps={2 * step}"
+    if trainer.total_epochs is not None:  # the smaller limit counts
+        further = f"trainer.total_epochs={2 * max(1, trainer.total_epochs)} {further}"
+    done = f"{step} of {trainer.num_steps} steps were done before: nothing is trained, and their records stay"
+    return f"{done}; to go further: {further}, or another trainer.default_local_dir"
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,12 @@ from megatron_rl.cluster.signals import LastResort, StopRequest
 from megatron_rl.config.load import load_config
 from megatron_rl.config.task_config import for_task
 from megatron_rl.controller.lifecycle import Lifecycle, StopPolicy
+from megatron_rl.controller.plan_file import write_plan
 from megatron_rl.controller.repairs import Repairs
+from megatron_rl.controller.report import kept_summary
 from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.controller.run_logger import RunLogger
+from megatron_rl.controller.run_setup import nothing_to_train
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.errors import ConfigError
 
@@ -162,3 +165,37 @@ def test_what_is_saved_while_a_run_starts_is_gone_on_from(tmp_path, monkeypatch)
         assert next(life.steps()) == 4
     said = logger.console.file.getvalue()
     assert f"resuming after step 3, from {path}/global_step_3" in said and "project_name was [/y], is " in said
+
+
+@pytest.mark.parametrize(
+    ("steps", "written", "has_plan", "is_kept"),
+    [(2, 2, True, True), (2, 1, True, False), (1, 2, True, True), (3, 2, True, False), (2, 2, False, False)],
+)
+def test_a_start_that_trains_nothing_keeps_the_records(tmp_path, monkeypatch, steps, written, has_plan, is_kept):
+    """By hand: after step 2, of a summary of `written` steps. A plan that is missing, and a summary of fewer steps, are
+    written. Would not catch a record that another function writes: tests/e2e/test_resumed_runs.py.
+    """
+    keys = (f"trainer.total_training_steps={steps}", "actor_rollout_ref.actor.optim.lr=1e-9")
+    before, logger = new_run(tmp_path, monkeypatch)
+    with before:
+        save(before, logger, 2)
+    (tmp_path / "summary.json").write_text(json.dumps({"steps": written}))
+    for name in ("timeline.json", *(["plan.json"] if has_plan else [])):
+        (tmp_path / name).write_text("[]\n")
+    run_folder, logger = new_run(tmp_path, monkeypatch, *keys)
+    with run_folder:
+        write_plan(logger)
+    is_finished = steps <= 2
+    assert run_folder.is_finished == is_finished and run_folder.keeps("timeline.json") == is_finished
+    assert (kept_summary(run_folder) is not None and has_plan) == is_kept
+    assert ((tmp_path / "plan.json").read_text() == "[]\n") == (is_finished and has_plan)
+
+
+def test_a_finished_run_says_what_goes_further():
+    """By hand. Would not catch a limit of the data."""
+    trainer = load_config(REPOSITORY / "configs/demo_cpu.yaml", ["trainer.total_training_steps=20"]).trainer
+    further = "trainer.total_training_steps=40, or another trainer.default_local_dir"
+    assert nothing_to_train(trainer, 20).startswith("20 of 20 steps were done before: nothing is trained, and ")
+    assert nothing_to_train(trainer, 20).endswith(f"; to go further: {further}")
+    trainer.total_epochs = 3
+    assert nothing_to_train(trainer, 20).endswith(f"; to go further: trainer.total_epochs=6 {further}")
