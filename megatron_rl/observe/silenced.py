@@ -31,6 +31,11 @@ WARNINGS = (
         "Megatron and vLLM call it; requirements/ pins the torch that still has it",
     ),
     Silenced(
+        "`load_state_dict` is deprecated and will be removed",
+        FutureWarning,
+        "Megatron calls it of torch.distributed.checkpoint at every resume; requirements/ pins the torch that has it",
+    ),
+    Silenced(
         "torch.distributed is disabled, unavailable or uninitialized",
         UserWarning,
         "`export` and `average` read a checkpoint in one process on purpose",

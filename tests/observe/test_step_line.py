@@ -79,6 +79,8 @@ def test_only_listed_warnings_are_silenced():
         silence_libraries()
         warnings.warn("Apex is not installed. Falling back to Torch Norm", UserWarning, stacklevel=1)
         warnings.warn("`torch.distributed.all_gather_into_tensor` is deprecated.", FutureWarning, stacklevel=1)
+        again = "`load_state_dict` is deprecated and will be removed in future versions. Please use `load` instead."
+        warnings.warn(again, FutureWarning, stacklevel=1)
         warnings.warn("this layer is broken", UserWarning, stacklevel=1)
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
