@@ -131,7 +131,7 @@ def test_a_place_that_cannot_serve_is_passed_over_or_refused(tmp_path: Path, mon
     assert held.folder.is_relative_to("/tmp") and len(str(held.folder)) < 40
     held.remove()
     monkeypatch.setattr(scratch, "LONGEST_BASE", 3)
-    with pytest.raises(ConfigError, match=r"no place for this run's sockets \(.*longer than the 3 bytes.*TMPDIR=/tmp"):
+    with pytest.raises(ConfigError, match=r"no folder can hold .* sockets \(.*longer than the 3 bytes.*TMPDIR=/tmp"):
         Scratch.begin()
     monkeypatch.setattr(scratch, "LONGEST_BASE", 1000)
     base = tmp_path / f"megatron_rl-{os.getuid()}"

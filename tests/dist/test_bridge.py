@@ -316,4 +316,4 @@ def test_a_rank_that_stops_when_all_have_come_keeps_nobody_for_long() -> None:
     """Whoever has come is expected at once, however long a message may take. Would not catch one that stops later."""
     *others, _ = run_ranks(3, met_by_two_of_three, timedelta(seconds=60))
     for told, seconds in others:
-        assert "was lost before it stood" in told and seconds < 10
+        assert "was lost before the weight transfer was connected" in told and seconds < 10

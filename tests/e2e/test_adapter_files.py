@@ -125,7 +125,7 @@ def test_two_and_two_steps_are_four(command_line, four_steps) -> None:
         ),
         pytest.param(
             (f"{LORA}.rank=0",),
-            "it holds adapters of rank 6 alone, and configured is to train the whole actor",
+            "it has only adapters of rank 6, and configured is to train the whole actor",
             marks=pytest.mark.exhaustive,
         ),
     ],

@@ -39,5 +39,8 @@ def test_columns_go_from_node_to_node() -> None:
         assert report["nodes"] == 2 and report["exact"] and report["read"] and report["files"] == [4, 4]
         assert report["growth"] < 16 << 20
         lost = json.loads(next(one for one in out.splitlines() if one.startswith('{"lost"')))["lost"]
-        assert len([text for text in lost if "held is gone" in text]) == 1 and "" in lost, (lost, err)
+        assert len([text for text in lost if "remote column" in text and " is gone" in text]) == 1 and "" in lost, (
+            lost,
+            err,
+        )
         assert nodes.left_over() == {}

@@ -44,7 +44,10 @@ def test_a_folder_vanishes_and_then_the_disk_is_full(command_line, layout, rank:
     assert error.startswith(f"StorageError: global_step_4 could not be written to {run.run}: rank ")
     reasons = (f": rank {rank}: File too large", f": rank {rank}: a file could not", "Errno 27")
     assert any(reason in error for reason in reasons)
-    assert " bytes are free there; the last complete checkpoint is global_step_2, from which" in error
+    assert (
+        " bytes are free there; the last complete checkpoint is global_step_2; the same command resumes from it"
+        in error
+    )
     assert "Traceback" not in run.text()
     assert [json.loads(line)["step"] for line in run.metrics().splitlines()] == [1, 2, 3, 4]
     assert steps_saved(run) == [2] and not list(run.run.glob("*.unfinished"))

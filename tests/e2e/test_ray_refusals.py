@@ -56,7 +56,7 @@ def test_what_a_cluster_lacks_for_several_pools() -> None:
     assert shortage([GPU_NODE] * 2, [PoolSize(1, 5, *keys)], GPU_RANK) == ""
     text = shortage([GPU_NODE] * 2, [train, critic, PoolSize(1, 5, *keys)], GPU_RANK)
     assert "cannot give pools.critic.nnodes=1 node(s) with pools.critic.n_gpus_per_node=4 x [CPU 1, GPU 1]" in text
-    assert f"beside {asked(train)}, {asked(PoolSize(1, 5, *keys))}" in text
+    assert f"in addition to {asked(train)}, {asked(PoolSize(1, 5, *keys))}" in text
     assert "a smaller pools.critic.n_gpus_per_node" in text
 
 

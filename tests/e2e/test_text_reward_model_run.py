@@ -123,7 +123,7 @@ def test_a_reward_model_of_another_vocabulary(command_line, options, tmp_path: P
         ("reward_model.max_length=5", "max_length=5 is too small: reward_model would read nothing of any response"),
         pytest.param(
             "reward_model.model.input_tokenizer=/no/such/folder",
-            "must be the folder of the actor's tokenizer, and there is",
+            "must be the folder of the actor's tokenizer, and it does not exist",
             marks=pytest.mark.exhaustive,
         ),
     ],

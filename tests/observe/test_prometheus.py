@@ -52,7 +52,7 @@ def test_the_last_step_is_scraped():
 
 def test_a_port_that_is_taken_is_refused():
     first = PrometheusExporter(0)
-    with pytest.raises(ConfigError, match=rf"trainer\.prometheus\.port={first.port} must be a port that is free on"):
+    with pytest.raises(ConfigError, match=rf"trainer\.prometheus\.port={first.port} must be a free port on"):
         PrometheusExporter(first.port)
     first.close()
 
