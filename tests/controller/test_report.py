@@ -18,10 +18,10 @@ def test_the_bound_grows_with_the_logits(logits: list[float], bound: float) -> N
 
 
 @pytest.mark.parametrize(
-    ("accuracies", "says"), [([0.4, 0.7, 0.025], True), ([0.4, 0.35], False), ([0.4, 0.5], False), ([0.0, 0.0], False)]
+    ("accuracies", "says"), [([0.4, 0.7, 0.025], True), ([0.4, 0.28], False), ([0.4, 0.5], False), ([0.0, 0.0], False)]
 )
 def test_a_sharp_fall_names_the_learning_rate(accuracies: list[float], says: bool) -> None:
-    """A fifth of the first number at least. Would not catch a fall that another validation had made up for."""
+    """A third of the first number at least. Would not catch a fall that another validation had made up for."""
     lines = fallen({"val_accuracy": accuracies, "val_reward": []}, {"val_accuracy": "held-out accuracy"}, 3e-3)
     text = "held-out accuracy fell from 0.400 to 0.025: a lower learning rate is the first thing to try, such as "
     assert lines == ([f"{text}actor_rollout_ref.actor.optim.lr=0.0003"] if says else [])
