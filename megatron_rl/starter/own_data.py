@@ -76,7 +76,7 @@ def read_own_data(
 
     options: columns of prompts and expected answers, where they are given. has_template: whether the model has a chat
     template, which prompts of text then go through. needs_truth: whether the reward function compares with an expected
-    answer. Raises ConfigError for files that cannot be read so, and where nobody answers what is unclear.
+    answer. Raises ConfigError for files that cannot be read so, and where nobody can be asked about a column.
     """
     path = str(train)
     forms = column_forms(path)
@@ -105,9 +105,9 @@ def _prompt_key(path: str, forms: dict[str, str], given: str | None, ask: Ask) -
         return choice.column
     if not choice.candidates and answered:
         raise ConfigError(
-            f"{path} has conversations that end with the assistant's answer ({', '.join(sorted(answered))}), which "
-            "`megatron-rl sft` learns from; here the policy answers, so a prompt must end before its answer. Take the "
-            f"last message as the expected answer:\n  {split_command(path, min(answered))}\n"
+            f"{path} has conversations that end with the assistant's response ({', '.join(sorted(answered))}), which "
+            "`megatron-rl sft` learns from; here the policy writes the response, so a prompt must end before it. Take "
+            f"the last message as the expected answer:\n  {split_command(path, min(answered))}\n"
             f"and give --data {SPLIT_FILE}"
         )
     return _asked(ask, PROMPT_OPTION, f"Column of prompts in {path}, which has {listed(forms)}", choice, path, forms)
@@ -147,14 +147,18 @@ def _asked(ask: Ask, option: str, question: str, choice: ColumnChoice, path: str
 
 
 def split_command(path: str, column: str) -> str:
-    """Return a shell command that writes conversations as prompts and their last messages as expected answers."""
+    """Return a shell command that writes conversations as prompts and their last messages as expected answers.
+
+    Where each has two messages, a prompt is the text of the first, which a model without a chat template can read.
+    """
     file = json.dumps(path)
     if path.endswith(".parquet"):
         read = f"import json, pyarrow.parquet; rows = pyarrow.parquet.read_table({file}).to_pylist()"
     else:
         read = f'import json; rows = map(json.loads, filter(str.strip, open({file}, encoding="utf-8")))'
-    written = '{"prompt": m[:-1], "answer": m[-1]["content"]}'
-    code = f"{read}; [print(json.dumps({written})) for m in (row[{json.dumps(column)}] for row in rows)]"
+    listing = f"every = [row[{json.dumps(column)}] for row in rows]; is_text = all(len(m) == 2 for m in every)"
+    written = '{"prompt": m[0]["content"] if is_text else m[:-1], "answer": m[-1]["content"]}'
+    code = f"{read}; {listing}; [print(json.dumps({written})) for m in every]"
     return f"python -c {shlex.quote(code)} > {SPLIT_FILE}"
 
 

@@ -77,7 +77,7 @@ def test_columns_and_kind_are_found(tmp_path, row, prompt, truth, kind):
         (
             {"messages": ANSWERED, "answer": "2"},
             (),
-            "end with the assistant's answer .messages., which `megatron-rl sft`",
+            "end with the assistant's response .messages., which `megatron-rl sft`",
         ),
         (
             {"question": "1", "answer": "word " * 40},
@@ -108,11 +108,11 @@ def test_what_is_unclear_is_asked_with_the_choices(tmp_path, row, options, messa
         assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_the_command_that_splits_conversations_does_so(tmp_path, suffix):
+@pytest.mark.parametrize(("suffix", "num_rows"), [(".jsonl", 1), (".jsonl", 2), (".parquet", 2)])
+def test_the_command_that_splits_conversations_does_so(tmp_path, suffix, num_rows):
     """Of a file whose name a shell would take apart. Would not catch a conversation that ends otherwise."""
     file = tmp_path / f'it\'s "mine"{suffix}'
-    rows = [{"messages": ANSWERED}, {"messages": [*ANSWERED, *ANSWERED]}]
+    rows = [{"messages": ANSWERED}, {"messages": [*ANSWERED, *ANSWERED]}][:num_rows]
     if suffix == ".jsonl":
         file.write_text("\n\n".join(map(json.dumps, rows)))
     else:
@@ -120,7 +120,8 @@ def test_the_command_that_splits_conversations_does_so(tmp_path, suffix):
     command = split_command(str(file), "messages").replace("python", sys.executable, 1)
     subprocess.run(command, shell=True, check=True, cwd=tmp_path)
     made = [json.loads(line) for line in (tmp_path / SPLIT_FILE).read_text().splitlines()]
-    assert made == [{"prompt": USER, "answer": "2"}, {"prompt": [*ANSWERED, *USER], "answer": "2"}]
+    first = "1+1=" if len(rows) == 1 else USER
+    assert made == [{"prompt": first, "answer": "2"}, {"prompt": [*ANSWERED, *USER], "answer": "2"}][: len(rows)]
 
 
 def test_a_prompt_alone_has_a_score(tmp_path):
