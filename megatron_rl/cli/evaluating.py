@@ -1,4 +1,4 @@
-"""megatron-rl eval | generate: answer a file of prompts with a model, by a run's engines and in its layout."""
+"""megatron-rl eval | generate: generate responses to a file of prompts, by a run's engines and in its layout."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def generate_command(
 def check_prompts(path: Path, given: Sequence[str], is_judged: Callable[[RunConfig], bool] | None) -> None:
     """Raise ConfigError for a configuration or prompts that cannot be read.
 
-    is_judged: whether a run's rows need an expected answer; None: they do not.
+    is_judged: whether a run's rows need a ground truth; None: they do not.
     """
     reading = read_run(path, given, PPO)
     raise_problems("this run cannot start", reading.violations)
@@ -116,7 +116,7 @@ def of_model(model: Path | None) -> Callable[[RunConfig], RunConfig]:
 def model_folder(model: Path, out: Path, check: Callable[[], None]) -> Path:
     """Return `model` if it is a Hugging Face folder; if it is a checkpoint, export it and return that folder.
 
-    check: called before an export; what it raises is raised, and nothing is written.
+    check: called before an export; where it raises, nothing is written.
     Of a run's folder the newest checkpoint counts; of one without checkpoints the model that it has written at its end.
     Raises ConfigError where it is none of these.
     """

@@ -66,7 +66,7 @@ def init_command(
 ) -> None:
     """Write a configuration, a reward function and data files of a run of your own.
 
-    With --data the run trains on a file of yours; the names of its columns say what they hold.
+    With --data the run trains on a file of yours; its columns are found by their names.
 
     In a terminal the command asks for the model, the kind of task and the GPUs, where no option gives them.
     """
@@ -145,7 +145,7 @@ def removing_if_refused(folder: Path) -> Iterator[None]:
         if not has_model:
             shutil.rmtree(model, ignore_errors=True)
         for each in new:
-            with suppress(OSError):  # it is not there, or has something in it
+            with suppress(OSError):  # absent, or not empty
                 each.rmdir()
         raise
 

@@ -116,7 +116,7 @@ def held_out(own: OwnData, config: RunConfig) -> list[str]:
     num_train = count_rows(str(data.train_files), batch)
     if num_train < batch:
         rule = f"data.train_batch_size={batch} is more than the {num_train} rows to train on, so a step repeats them"
-        lines.append(f"{rule}: add rows; few rows teach little, and say little in validation")
+        lines.append(f"{rule}: add rows, because few teach little")
     return lines
 
 
