@@ -348,8 +348,7 @@ def _head_problems(file: Path, settings: dict[str, Any], family: Family) -> Iter
     if key is not None and turned is not None and turned != int(size * share):
         rule = (
             f"must be head_dim({size}) * partial_rotary_factor({share}) = {int(size * share)}: vLLM rotates the number "
-            "of "
-            f"elements of a head that {key} gives, and transformers reads partial_rotary_factor of rope_parameters "
+            f"of elements of a head that {key} gives, and transformers reads partial_rotary_factor of rope_parameters "
             "alone"
         )
         yield _in_file(file, {key: turned}, rule, {"rope_parameters.partial_rotary_factor": turned / size})

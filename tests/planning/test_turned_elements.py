@@ -46,8 +46,8 @@ def test_elements_that_turn(moe_config, tmp_path, changes, turned) -> None:
     [
         (
             {"rotary_dim": 16},
-            "must be head_dim(32) * partial_rotary_factor(1.0) = 32: vLLM turns as many elements of a head as "
-            "rotary_dim says, and transformers reads partial_rotary_factor of rope_parameters alone; try: "
+            "must be head_dim(32) * partial_rotary_factor(1.0) = 32: vLLM rotates the number of elements of a "
+            "head that rotary_dim gives, and transformers reads partial_rotary_factor of rope_parameters alone; try: "
             "rope_parameters.partial_rotary_factor=0.5",
         ),
         ({"rotary_dim": 32, "rope_parameters": HALF}, "rotary_dim=32 of "),
