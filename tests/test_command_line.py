@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from megatron_rl import __version__, cli
 from megatron_rl.cli.commands import COMMANDS
-from megatron_rl.cli.next_commands import next_lines
+from megatron_rl.cli.next_commands import evaluated, next_lines
 from megatron_rl.config.load import load_config
 from megatron_rl.config.verl_compat.default_differences import PORTED
 from megatron_rl.errors import ConfigError, ParityError, RewardError, WorkerFailure
@@ -267,6 +267,10 @@ def test_a_run_leads_on(tmp_path, monkeypatch):
     words = f"eval --config 'my run.yaml' --model {tmp_path} --out {tmp_path}_eval --local"
     quoted = shlex.quote("a.b='x y'")
     assert commands(["--local"])[1:] == [f"megatron-rl {words} {quoted}"]
+    kept = ["data.max_response_length=9", "trainer.n_gpus_per_node=1", "actor_rollout_ref.actor.megatron.dtype=float32"]
+    trained = ["actor_rollout_ref.actor.optim.lr=1e-5", "data.train_batch_size=8", "trainer.total_training_steps=3"]
+    assert evaluated(REPOSITORY / DEMO, [*kept, *trained], collapse=True) == kept
+    assert evaluated(Path("no_file.yaml"), trained, collapse=False) == trained
     config.trainer.stage = "reward"
     assert commands()[1:] == [f"reward_model.model.path={tmp_path}/hf_model"]
 

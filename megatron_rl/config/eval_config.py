@@ -13,6 +13,22 @@ from megatron_rl.config.trainer import GLOBAL_POOL
 EVALUATION = "evaluation"
 """The folder, in that of a run, of the evaluation of a run's own configuration."""
 
+TRAINING_ALONE = (
+    *("algorithm.", "critic.", "distillation.", "ptx.", "custom_scorers.", "actor_rollout_ref.actor."),
+    *("data.train_", "data.gen_batch_size", "data.shuffle", "trainer.total_", "trainer.save_", "trainer.resume_"),
+    *("trainer.test_freq", "trainer.val_before_train", "trainer.critic_warmup", "trainer.max_", "trainer.copy_freq"),
+    *("trainer.rollout_ahead", "trainer.rollouts_from", "trainer.recorded_prompts", "trainer.export_hf"),
+    *("trainer.balance_batch", "trainer.rollout_data_dir", "trainer.log_val_generations"),
+)
+"""Beginnings of keys that an evaluation does not read."""
+OF_RANKS = ("actor_rollout_ref.actor.pool", "actor_rollout_ref.actor.megatron.")
+"""Those among them that it reads all the same, as the layout of its ranks follows from them."""
+
+
+def is_read(key: str) -> bool:
+    """Whether an evaluation may read this key."""
+    return not key.startswith(TRAINING_ALONE) or key.startswith(OF_RANKS)
+
 
 def for_evaluation(config: RunConfig) -> RunConfig:
     """Return a deep copy that generates for the prompts of `data.val_files`, which are its training prompts, too, as
