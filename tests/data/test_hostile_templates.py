@@ -107,10 +107,10 @@ def test_every_reader_names_the_row(tmp_path, monkeypatch):
     for name, content in (("prompts", rows), ("examples", examples)):
         paths[name] = str(tmp_path / f"{name}.jsonl")
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in content))
-    with pytest.raises(ConfigError, match=r"prompts.jsonl: row 1 .*it does not end within 0.2 s"):
+    with pytest.raises(ConfigError, match=r"prompts.jsonl: line 2.*it does not end within 0.2 s"):
         PromptDataset([paths["prompts"]], hostile, DataConfig())
     for policy in ("error", "skip"):
-        with pytest.raises(ConfigError, match=r"examples.jsonl: row 1 .*does not end within 0.2 s.*template_refuses"):
+        with pytest.raises(ConfigError, match=r"examples.jsonl: line 2.*does not end within 0.2 s.*template_refuses"):
             read_examples(
                 [paths["examples"]], hostile, ReadingOptions(bad_rows=policy, bad_rows_file=str(tmp_path / "bad"))
             )

@@ -22,7 +22,7 @@ def test_columns_of_a_flat_file_are_suggested_by_their_meaning(config, tmp_path)
     data.train_files = data.val_files = str(tmp_path / "train.jsonl")
     Path(data.train_files).write_text(json.dumps({"answer": "4", "question": "2+2"}) + "\n")
     prompt, source, truth = problems(config)
-    assert prompt.endswith("train.jsonl has answer (text), question (text); did you mean: question")
+    assert prompt.endswith("train.jsonl has answer (text), question (text); try: data.prompt_key=question")
     assert "data.default_data_source=openai/gsm8k" in source and "did you mean" not in source
     assert truth.endswith("train.jsonl has answer, question; did you mean: answer")
     data.prompt_key, data.ground_truth_key, data.default_data_source = "question", "answer", "openai/gsm8k"

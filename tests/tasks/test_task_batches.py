@@ -96,7 +96,9 @@ def test_a_mismatched_answer_is_never_to_the_same_prompt(prompts: list[int], ans
 def test_answers_to_one_prompt_have_none_to_compare_with() -> None:
     """Would not catch it after ranks have started; `TaskData` asks before."""
     records = [Labelled(example([1, 2, 3 + i], [2], 2), True, HERE) for i in range(2)]
-    with pytest.raises(ConfigError, match=r"file\.jsonl: row 0: .* all 2 labelled responses; try: files with two"):
+    with pytest.raises(
+        ConfigError, match=r"file\.jsonl: row 0: .* all 2 labelled responses have the same prompt; try: files with two"
+    ):
         mismatched(records, max_length=3)
 
 
