@@ -21,12 +21,13 @@ from megatron_rl.observe.phase_clock import TIMELINE_FILE
 from megatron_rl.observe.sample_files import SAMPLES_FOLDER
 from megatron_rl.observe.summary import PLAN_FILE
 from megatron_rl.sampling.journal import SCHEDULE_FILE
+from megatron_rl.user_code.first_prints import PRINTS_FILE
 
 RESULTS = (METRICS_FILE, "summary.json", SAMPLES_FOLDER, "val_generations", HF_MODEL, "adapter")
 """What an earlier run has left if it has come to something."""
 OTHERS = (
     *("tensorboard", "curves.png", TIMELINE_FILE, "timeline.png", "calibration.json", "calibration.png", "view.html"),
-    *(PLAN_FILE, REPAIRS_FILE, SCHEDULE_FILE, STACKS_FILE),
+    *(PLAN_FILE, REPAIRS_FILE, SCHEDULE_FILE, STACKS_FILE, PRINTS_FILE),
 )
 """What belongs to its results. Files of other names are the user's, and stay."""
 WRITTEN = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")

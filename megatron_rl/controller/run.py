@@ -57,6 +57,7 @@ from megatron_rl.scoring.rule import NoRule, RuleReward
 from megatron_rl.scoring.sampled_batch import SampledBatch
 from megatron_rl.scoring.sources import check_sources
 from megatron_rl.scoring.teachers import check_teachers, other_prompts
+from megatron_rl.user_code.first_prints import PRINTS_FILE
 
 NEXT_BATCH = RemoteMethod(Dispatch.ONE_TO_ALL, "gen", stop=Stop.BEFORE)
 """A wait for responses, as a remote method that a run may stop before."""
@@ -265,7 +266,8 @@ def rule_reward(
     custom, reward = config.custom_reward_function, config.reward_model
     if custom.name is None:
         return NoRule(tokenizer)
-    source = RewardSource(custom.path, custom.name, custom.reward_kwargs)
+    prints_file = Path(config.trainer.default_local_dir).resolve() / PRINTS_FILE
+    source = RewardSource(custom.path, custom.name, custom.reward_kwargs, str(prints_file))
     source.check(data_sources)
     stops = reward.stop_if_all_failed
     processes = RewardHere(source) if local else RewardProcesses(source, reward.num_workers, reward.timeout_s, stops)

@@ -24,17 +24,22 @@ from megatron_rl.scoring.outcome import (
     score_sample,
     score_sample_later,
 )
+from megatron_rl.user_code.first_prints import show_first_prints
 
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None)"
 
 
 @dataclass(frozen=True)
 class RewardSource:
-    """Where the function comes from: `name` in the file `path`, or the built-in `name`; `kwargs` go to every call."""
+    """Where the function comes from: `name` in the file `path`, or the built-in `name`; `kwargs` go to every call.
+
+    prints_file: for what the function prints after its first lines; None: all is shown.
+    """
 
     path: str | None
     name: str
     kwargs: dict[str, Any] = field(default_factory=dict)
+    prints_file: str | None = None
 
     @property
     def noun(self) -> str:
@@ -98,11 +103,10 @@ def load_reward_function(source: RewardSource) -> RewardFunction:
     where = source.path or "built-in rewards"
     functions: dict[str, Any] = {name: rule.function for name, rule in REWARDS.items()}
     if source.path is not None:
-        functions = {
-            key: value
-            for key, value in vars(run_file(source.path, "custom_reward_function.path")).items()
-            if callable(value)
-        }
+        module = run_file(source.path, "custom_reward_function.path")
+        functions = {key: value for key, value in vars(module).items() if callable(value)}
+        if source.prints_file is not None:
+            show_first_prints(module, source.noun, source.prints_file)
     if source.name not in functions:
         nearest = nearest_name(source.name, functions) if functions else None
         hint = f"did you mean: {nearest}" if nearest else "it defines no function"

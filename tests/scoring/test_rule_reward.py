@@ -200,6 +200,25 @@ def test_loads_a_function_from_a_file(write):
         load_reward_function(RewardSource(path, "compute_score", {"scales": 2}))
 
 
+def test_the_first_prints_are_shown_and_the_rest_is_in_a_file(write, tmp_path, capsys):
+    """Of 7 prints 5, and where the file cannot be written all; what goes to stderr stays there. Would not catch what a
+    library prints.
+    """
+    path = write(
+        "import sys\ndef compute_score(solution_str, **_):\n    print('saw', solution_str)\n"
+        "    print('!', file=sys.stderr)\n    return 1.0\n"
+    )
+    rest = tmp_path / "rest.txt"
+    for file, shown in ((rest, 5), (tmp_path / "missing/rest.txt", 7)):
+        function = load_reward_function(RewardSource(path, "compute_score", prints_file=str(file)))
+        assert [function(solution_str=str(number)) for number in range(7)] == [1.0] * 7
+        printed = capsys.readouterr()
+        said = [f"the reward function prints more than 5 times; the rest goes to {rest}"] if shown == 5 else []
+        assert printed.out.splitlines() == [*(f"saw {number}" for number in range(shown)), *said]
+        assert printed.err == "!\n" * 7
+    assert rest.read_text() == "saw 5\nsaw 6\n"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
