@@ -68,7 +68,7 @@ def take_folder(
 
 
 def nothing_to_train(trainer: TrainerConfig, step: int) -> str:
-    """Return what a run says whose last step, `step`, was taken before, with the keys that go further."""
+    """Return the line of a run whose last step, `step`, was taken before, with the keys that go further."""
     further = f"trainer.total_training_steps={2 * step}"
     if trainer.total_epochs is not None:  # the smaller limit counts
         further = f"trainer.total_epochs={2 * max(1, trainer.total_epochs)} {further}"
