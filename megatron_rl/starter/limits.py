@@ -49,7 +49,7 @@ def _rounded(tokens: int) -> int:
 
 
 def _positions(model: Path) -> int:
-    """Tokens of the longest sequence of a model; of one whose config.json does not say it, any number."""
+    """Tokens of the longest sequence of a model; of one whose config.json does not have it, any number."""
     try:
         settings = read_json_object(model / "config.json")
     except UnreadableFileError as error:
