@@ -33,7 +33,7 @@ SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None)"
 class RewardSource:
     """Where the function comes from: `name` in the file `path`, or the built-in `name`; `kwargs` go to every call.
 
-    prints_file: for what the function prints after its first lines; None: all is shown.
+    prints_file: for prints of the function after its first ones; None: all is shown.
     """
 
     path: str | None

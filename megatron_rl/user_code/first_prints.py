@@ -1,4 +1,4 @@
-"""What the user's code prints: the first lines to the screen, all further ones to a file. Errors are no prints."""
+"""Prints of the user's code: the first to the screen, all further ones to a file. Errors are no prints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 PRINTS_FILE = "reward_prints.txt"
-"""What the reward function printed, in the folder of a run."""
+"""Prints of the reward function, in the folder of a run."""
 MOST_SHOWN = 5
 """Prints of one process that are shown."""
 
