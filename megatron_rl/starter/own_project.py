@@ -73,7 +73,7 @@ def own_kind(own: OwnData, ask: Ask) -> str:
 
 
 def found(own: OwnData, name: str, lengths: PromptLengths) -> list[str]:
-    """Return what the columns are, the first prompt as the policy gets it, and its expected answer."""
+    """Return the columns, the first prompt as the policy gets it, and its expected answer."""
     keys = own.keys
     how = "a user's message of the model's chat template" if keys.prompt_as_chat else "as it is"
     lines = [f"{own.train}: {len(own.rows)} rows{'' if own.val is None else f', with those of {own.val}'}"]
@@ -95,7 +95,7 @@ def found(own: OwnData, name: str, lengths: PromptLengths) -> list[str]:
 
 
 def reward_text(name: str, truths: list[Any]) -> str:
-    """Return what a kind's reward function does, in words."""
+    """Return how a kind's reward function scores, in words."""
     if name == BUILT_IN_MATH:
         return "the built-in math, which compares formulas by math-verify (custom_reward_function.name)"
     about = TASK_KINDS[name].about
