@@ -15,7 +15,7 @@ from megatron_rl.cluster.loading import without_collections
 from megatron_rl.cluster.signals import exit_on_signals, quit_on_signals, restore_signals
 from megatron_rl.config.problems import raise_problems
 from megatron_rl.errors import ConfigError
-from megatron_rl.node_check.doctor import Condition, RunNeeds, machine_facts, symptoms
+from megatron_rl.node_check.doctor import Condition, RunNeeds, machine_facts, symptoms, verdict
 from megatron_rl.observe.console import quiet_libraries
 from megatron_rl.observe.summary import plain_table
 from megatron_rl.observe.terminal import Terminal
@@ -92,6 +92,7 @@ def doctor_command(
     else:
         rows = [(line.what, line.value, line.state.value, line.remedy) for line in lines]
         Terminal().print(plain_table("This machine", ("what", "value", "state", "what to do"), rows), markup=False)
+        say(verdict(lines))
     refuse_to_lose_output()
     if is_broken:
         raise typer.Exit(ConfigError.exit_code)

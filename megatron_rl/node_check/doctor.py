@@ -12,7 +12,7 @@ import resource
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -56,6 +56,16 @@ class Symptom:
     value: str
     state: Condition = Condition.FINE
     remedy: str = ""
+
+
+def verdict(lines: Sequence[Symptom]) -> str:
+    """Return one sentence: whether this machine is ready for a run, and which lines say why not."""
+    broken, doubtful = (
+        [line.what for line in lines if line.state is state] for state in (Condition.BROKEN, Condition.DOUBTFUL)
+    )
+    if broken:
+        return f"not ready: first repair {', '.join(broken)}"
+    return f"ready, but some runs will not work: see {', '.join(doubtful)}" if doubtful else "ready: runs can start"
 
 
 @dataclass(frozen=True)

