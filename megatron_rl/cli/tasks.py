@@ -29,7 +29,7 @@ from megatron_rl.planning.checked_config import checked, commanded
 from megatron_rl.roles.environment import worker_environment
 
 LOCAL = (
-    "Train on this machine in this one process, without Ray: the quickest start, and what a debugger needs. "
+    "Run in this one process on this machine, without Ray: the quickest start, and what a debugger needs. "
     "Where the configuration has several ranks, add --collapse."
 )
 Local = Annotated[bool, typer.Option("--local", help=LOCAL)]
