@@ -296,6 +296,29 @@ def test_missing_option_is_a_usage_error():
     assert finished.returncode == 2 and "--config" in finished.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("train --config x.yaml --resume", "it resumes by itself"),
+        ("sft --resume-from=x", "it resumes by itself"),
+        ("train mine/run.yaml trainer.seed=2", "did you mean: --config mine/run.yaml"),
+        ("search-layout --json mine/run.yml", "did you mean: --config mine/run.yml"),
+        ("plan --hardware h.yaml", ""),
+        ("plan --config a.yaml b.yaml", ""),
+        ("train data.train_files=a.yaml", ""),
+        ("port verl.yaml", ""),
+        ("", ""),
+    ],
+)
+def test_slips_of_options_say_what_to_write(arguments, said):
+    """An option to resume, and a file without its option. Would not catch a file of another ending."""
+    if said:
+        with pytest.raises(ConfigError, match=said):
+            cli.refuse_slips(arguments.split())
+    else:
+        cli.refuse_slips(arguments.split())
+
+
 @pytest.mark.parametrize(("error", "code"), [(ConfigError, 2), (WorkerFailure, 3), (RewardError, 4), (ParityError, 5)])
 def test_our_errors_become_one_message_and_their_exit_code(monkeypatch, capsys, error, code):
     """Brackets in a message stay as they are. Would not catch an error raised after the loop has ended."""

@@ -5,8 +5,10 @@ Configuration mistakes are reported before torch, Ray or vLLM is imported; exit 
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +27,10 @@ from megatron_rl.observe.terminal import Terminal
 INDEX = Path(__file__).parents[2] / "docs" / "README.md"
 DOCS = f"Docs: {INDEX if INDEX.is_file() else 'docs/README.md in the repository'}"
 """Where the pages are: next to an editable installation, else in the repository alone."""
+
+RESUME = ("--resume", "--resume-from", "--resume-from-checkpoint", "--resume_from_checkpoint")
+FLAGS = ("--local", "--collapse", "--json", "--all", "--without-files", "--dry-run")
+"""Options without a value, which may be before a file's name."""
 
 app = typer.Typer(
     help="Train language models with RL (PPO, GRPO), SFT, DPO and reward models: Megatron trains, vLLM generates.",
@@ -69,6 +75,24 @@ def refuse_hydra_options(arguments: Sequence[str]) -> None:
             raise ConfigError(f"{name} {rule}; try: --config FILE.yaml, made by megatron-rl port SCRIPT.sh")
 
 
+def refuse_slips(arguments: Sequence[str]) -> None:
+    """Raise ConfigError for an option to resume, and for a configuration file without `--config`. It says the fix."""
+    command, *given = arguments or ("",)
+    if command in RUNS and any(text.partition("=")[0] in RESUME for text in given):
+        resumed = "it resumes by itself from the newest checkpoint in trainer.default_local_dir"
+        further = "trainer.resume_mode=resume_path trainer.resume_from_path=FOLDER takes another checkpoint"
+        raise ConfigError(f"a run needs no option to resume: {resumed}; {further}")
+    function = next((one.function for one in COMMANDS if command in (one.name, *one.other_names)), None)
+    if function is None or "config" not in inspect.signature(function).parameters:
+        return
+    if any(text.partition("=")[0] == "--config" for text in given):
+        return
+    for before, text in pairwise(["", *given]):
+        is_value = before.startswith("-") and before not in FLAGS
+        if text.endswith((".yaml", ".yml")) and "=" not in text and not text.startswith("-") and not is_value:
+            raise ConfigError(f"{text} has no option before it; did you mean: --config {text}")
+
+
 def print_error(error: MegatronRLError) -> None:
     """Print an error that is meant for the user, without a traceback."""
     message = Text.assemble((type(error).__name__, "bold red"), f": {error}")
@@ -90,6 +114,7 @@ def main() -> None:
         restore_signals()
     try:
         refuse_hydra_options(sys.argv[1:])
+        refuse_slips(sys.argv[1:])
         with leaving_none_empty():
             app(prog_name="megatron-rl")
     except MegatronRLError as error:
