@@ -60,7 +60,7 @@ def layout_problems(pools: Sequence[PoolSpec], models: list[ModelSizes]) -> Iter
     """TP, PP, pipeline stages and experts of every pool, by the keys of its first role."""
     total = sum(pool.world_size for pool in pools)
     generates = any(pool.role(ROLLOUT_ROLE) is not None for pool in pools)
-    search = f"or see what fits: megatron-rl map --gpus {total}" if generates and total > 1 else ""
+    search = f"or see what fits: megatron-rl map --config FILE --gpus {total}" if generates and total > 1 else ""
     for pool in pools:
         if pool.megatron_roles:
             leader, own = pool.megatron_roles[0], models_of(pool.megatron_roles, models)

@@ -147,7 +147,7 @@ def test_half_an_adapter(command_line, four_steps, tmp_path: Path) -> None:
     (half / ADAPTER).unlink()
     run = command_line(*FOUR, *LOCAL, f"{LORA}.adapter_path={half}")
     assert run.wait() == 2, run.text()
-    assert f"lacks {ADAPTER}" in " ".join(run.text().split()) and "Traceback" not in run.text()
+    assert f"is missing {ADAPTER}" in " ".join(run.text().split()) and "Traceback" not in run.text()
 
 
 @pytest.mark.exhaustive

@@ -137,4 +137,5 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(command_line, files:
     keys = (*keys_of(files, "reward"), *LOCAL, "trainer.default_local_dir=/proc/no_folder/run")
     run = command_line(*keys, stage="reward", names_folder=False)
     assert run.wait() == 2, run.text()
-    assert "trainer.default_local_dir=/proc/no_folder/run must be a folder that can be made and written" in run.text()
+    rule = "must be a folder that can be created and written"
+    assert f"trainer.default_local_dir=/proc/no_folder/run {rule}" in run.text()

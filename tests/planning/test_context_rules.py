@@ -40,7 +40,7 @@ def test_ranks(config):
     (problem,) = problems(config)
     assert problem == (
         "tp(2) * cp(2) * pp(3) must divide the 6 ranks (trainer.nnodes=1 * trainer.n_gpus_per_node=6); "
-        f"try: {MEGATRON}.tensor_model_parallel_size=1; or see what fits: megatron-rl map --gpus 6"
+        f"try: {MEGATRON}.tensor_model_parallel_size=1; or see what fits: megatron-rl map --config FILE --gpus 6"
     )
     config.trainer.n_gpus_per_node = 12
     assert problems(config) == []

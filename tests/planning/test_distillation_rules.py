@@ -75,7 +75,7 @@ def test_a_pool_of_its_own_has_its_own_layout(case):
     case.set({f"{group}.tensor_model_parallel_size": 2})
     assert in_words(case) == [
         f"tp(2) * pp(2) of {group} must divide the 2 ranks (pools.teachers.nnodes=1 * pools.teachers.n_gpus_per_node=2)"
-        f"; try: {group}.tensor_model_parallel_size=1; or see what fits: megatron-rl map --gpus 8"
+        f"; try: {group}.tensor_model_parallel_size=1; or see what fits: megatron-rl map --config FILE --gpus 8"
     ]
 
 

@@ -32,7 +32,7 @@ def test_a_critic_inherits_a_layout_that_its_pool_cannot_have(config):
     config.critic.pool, config.pools["own"] = "own", PoolConfig(2, 2)
     assert problems(config) == [
         "tp(2) * pp(3) of critic.megatron must divide the 4 ranks (pools.own.nnodes=2 * pools.own.n_gpus_per_node=2); "
-        f"try: critic.megatron.{PP}=2; or see what fits: megatron-rl map --gpus 10"
+        f"try: critic.megatron.{PP}=2; or see what fits: megatron-rl map --config FILE --gpus 10"
     ]
     config.critic.megatron.pipeline_model_parallel_size = 2
     assert problems(config) == []

@@ -78,7 +78,7 @@ def test_tp_times_pp_must_divide_the_ranks(config):
     (problem,) = problems(config)
     assert problem == (
         "tp(2) * pp(2) must divide the 6 ranks (trainer.nnodes=1 * trainer.n_gpus_per_node=6); try: "
-        f"{MEGATRON}.pipeline_model_parallel_size=3; or see what fits: megatron-rl map --gpus 6"
+        f"{MEGATRON}.pipeline_model_parallel_size=3; or see what fits: megatron-rl map --config FILE --gpus 6"
     )
 
 
