@@ -339,7 +339,7 @@ def test_a_run_without_checkpoints_names_its_model(tmp_path, asked):
         usable_checkpoint(tmp_path / asked)
     with pytest.raises(ConfigError, match="hf_model is a Hugging Face folder, and no checkpoint"):
         usable_checkpoint(tmp_path / "hf_model")
-    assert model_folder(tmp_path, tmp_path / "out") == tmp_path / "hf_model"
+    assert model_folder(tmp_path, tmp_path / "out", pytest.fail) == tmp_path / "hf_model"
     saved = save(tmp_path, 20)
     assert usable_checkpoint(tmp_path) == saved
     with pytest.raises(ConfigError, match="there is no folder .*/global_step_3; try: .*/global_step_20$"):
