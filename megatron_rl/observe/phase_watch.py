@@ -1,8 +1,8 @@
 """Say who is at work, how far, and what is left, where a phase of a run takes longer than a minute.
 
-The driver waits meanwhile, so a thread of its own looks. What it says are facts that the driver has: the phase and its
+The driver waits meanwhile, so a thread of its own looks. Its sentences are facts that the driver has: the phase and its
 seconds, what ranks report with their signs of life, responses and episodes that are complete, the same phase's seconds
-the last time, and what is planned. What is not known is not said.
+the last time, and what is planned. Unknown facts are left out.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ WORDS: dict[str, tuple[str, str, tuple[int, int, int]]] = {
         "a noun: name: field name, used in the error",
         (9, 264, 10),
     ),
-    "say": (r"\b(?:says?|said|knows?|knew|tells?|told)\b", "contains, specifies, returns or reports", (8, 234, 55)),
+    "say": (r"\b(?:says?|said|knows?|knew|tells?|told)\b", "contains, specifies, returns or reports", (8, 233, 55)),
     "lie": (r"\b(?:lie|lies|lay|laid)\b", "is stored at, is packed, is in", (1, 35, 8)),
     "what it": (r"\bwhat (?:it|its|a|an|the|they)\b", "the noun: missing shards, settings, result", (4, 239, 53)),
     "otherwise than": (r"\b(?:otherwise than|other than)\b", "differently from, different from", (1, 15, 6)),
