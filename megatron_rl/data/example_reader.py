@@ -68,9 +68,7 @@ class FileReader:
         as_chat = self._as_chat(columns)
         reader = RowReader(columns, self._kind, as_chat)
         rows, bad_rows = read_rows(path, tuple(columns.names.values()), reader.read)
-        if file_rows.chosen is not None:
-            rows = [(place, row) for place, row in rows if file_rows.has(place.row)]
-            bad_rows = [bad for bad in bad_rows if file_rows.has(bad.place.row)]
+        rows, bad_rows = file_rows.used(rows, bad_rows)
         num_rows = len(rows) + len(bad_rows)
         encoded: list[ReadRow] = []
         for start in range(0, len(rows), ROWS_AT_ONCE):

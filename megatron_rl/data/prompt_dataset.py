@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.config.schema import DataConfig
 from megatron_rl.config.synonyms import PROMPTS, SOURCES, TRUTHS, suggested_column
-from megatron_rl.data.chosen_rows import FileRows, chosen_rows
+from megatron_rl.data.chosen_rows import ALL_ROWS, FileRows, chosen_rows
 from megatron_rl.data.messages import Message
 from megatron_rl.data.prompt_mixture import PromptFile
 from megatron_rl.data.row_files import Row, column_forms, needed_value, read_rows, value_of
@@ -94,7 +94,7 @@ class PromptDataset:
             ]
             self.files.append(PromptFile(path, len(prompts), _digests(prompts)))
             self._prompts += prompts
-            offset += file_rows.num_rows
+            offset += len(rows) if file_rows.chosen is None else file_rows.num_rows
 
     def __len__(self) -> int:
         """The number of usable prompts."""
@@ -186,13 +186,11 @@ class PromptDataset:
         )
 
 
-def read_prompts(
-    path: str, data: DataConfig, is_judged: bool = True, file_rows: FileRows | None = None
-) -> list[Located]:
+def read_prompts(path: str, data: DataConfig, is_judged: bool = True, file_rows: FileRows = ALL_ROWS) -> list[Located]:
     """The rows of a parquet or jsonl file, with their places.
 
     is_judged: whether every row must have a data source and a ground truth; else the file's name stands for the one,
-    and the other may be None. file_rows: the rows to use; None: all.
+    and the other may be None. file_rows: the rows to use.
 
     Raises ConfigError for a missing, unreadable, damaged or empty file, for a missing column, and for bad rows, which
     it names.
@@ -213,9 +211,7 @@ def read_prompts(
         return PromptRow(as_sent(prompt, data), str(source), ground_truth, extra_info)
 
     rows, bad_rows = read_rows(path, columns, read)
-    if file_rows is not None and file_rows.chosen is not None:
-        rows = [(place, row) for place, row in rows if file_rows.has(place.row)]
-        bad_rows = [bad for bad in bad_rows if file_rows.has(bad.place.row)]
+    rows, bad_rows = file_rows.used(rows, bad_rows)
     refuse(bad_rows, len(rows) + len(bad_rows), can_be_skipped=False)
     return rows
 
