@@ -79,16 +79,13 @@ class PhaseWatch:
         waited for, goes on.
         """
         now = self._clock()
-        if names and names[0] != self._outer:
+        is_next_of_its_kind = not self._open and now - self._ended >= SHORT_S
+        if not names:
+            self._ended = now
+        elif names[0] != self._outer or is_next_of_its_kind:
             if self._outer and self._ended - self._began >= SHORT_S:
                 self._last[self._outer] = self._ended - self._began
             self._outer, self._began, self._due = names[0], now, now + FIRST_S
-        elif names and not self._open and now - self._ended >= SHORT_S:  # the next one of its kind
-            if self._ended - self._began >= SHORT_S:
-                self._last[self._outer] = self._ended - self._began
-            self._began, self._due = now, now + FIRST_S
-        if not names:
-            self._ended = now
         self._open = tuple(names)
 
     def look(self) -> str | None:

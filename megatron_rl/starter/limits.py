@@ -27,13 +27,10 @@ def limits_of(
     longest sequence. Raises ConfigError for a model that cannot be read.
     """
     positions = _positions(model)
-    if name == EXACT:
-        response = _rounded(longest_truth(own, model) + 1)
-    else:
-        response = RESPONSE_TOKENS[name][0 if is_tiny else 2 if num_gpus else 1]
-        if own.keys.ground_truth_key is not None:
-            needed = _rounded(longest_truth(own, model) + 1)
-            response = max(response, min(needed, RESPONSE_TOKENS[name][2]))
+    response = 0 if own.keys.ground_truth_key is None else _rounded(longest_truth(own, model) + 1)
+    if name != EXACT:
+        usual, most_response = RESPONSE_TOKENS[name][0 if is_tiny else 2 if num_gpus else 1], RESPONSE_TOKENS[name][2]
+        response = max(usual, min(response, most_response))
     response = max(1, min(response, positions // 2))
     most = min(MOST_PROMPT_TOKENS, positions - response)
     prompt = min(_rounded(lengths.longest), most)

@@ -126,8 +126,7 @@ def stale_groups(key: str, target: str, value: Any, given: Mapping[str, Any]) ->
         return None
     return Differs(
         f"a step waits for the responses to its own prompts, at most {AHEAD} steps old, and drops none; verl trains "
-        "the "
-        "groups that finish first and generates others for those that are too old"
+        "the groups that finish first and generates others for those that are too old"
     )
 
 
