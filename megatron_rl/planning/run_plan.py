@@ -215,7 +215,7 @@ class RunPlan:
         return [
             ("KV cache", amount(memory.kv_bytes), "rollout.kv_cache_memory_bytes, on each rank"),
             ("KV tokens", f"{memory.kv_tokens}", f"{memory.kv_cache.bytes_per_token} bytes a token and rank"),
-            ("sequences together", f"{memory.kv_sequences}", f"with {memory.longest} tokens each, the longest"),
+            ("sequences at once", f"{memory.kv_sequences}", f"with {memory.longest} tokens each, the longest"),
             (
                 "largest KV cache",
                 amount(memory.room_kv_bytes),
