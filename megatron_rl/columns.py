@@ -45,9 +45,10 @@ class Column:
 
 
 class ColumnTable(Mapping[str, Column]):
-    """Declared columns by name."""
+    """Declared columns by name. built_in: those of the package, without what a user's scorers declare."""
 
     def __init__(self, *columns: Column) -> None:
+        self.built_in = columns
         self._by_name: dict[str, Column] = {}
         for column in columns:
             self.declare(column)

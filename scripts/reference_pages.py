@@ -87,7 +87,7 @@ def columns_page() -> str:
     """Return the columns of a batch."""
     rows = (
         (code(column.name), f"{column.dtype}, per {column.shape}", column.text, column.maker, ", ".join(column.readers))
-        for column in COLUMNS.values()
+        for column in COLUMNS.built_in
     )
     return page(
         "Columns of a batch",
