@@ -89,6 +89,12 @@ def test_plan_of_an_evaluation(planned) -> None:
     assert "data.val_files=assets/none.parquet" in done.stderr
 
 
+def test_a_misspelt_key_leaves_no_table_of_the_default(planned) -> None:
+    """Else the table shows n=8 to somebody who asked for 4. Would not catch the table of a misspelt value."""
+    done = planned("--config", DEMO, "actor_rollout_ref.rollout.nn=4")
+    assert done.returncode == 2 and done.stdout == "" and "rollout.nn" in done.stderr
+
+
 def test_plan_prints_the_table_of_a_valid_run(small_run):
     """Would not catch a wrong number in the table; its own tests do."""
     finished = megatron_rl("plan", "--config", DEMO, *small_run)

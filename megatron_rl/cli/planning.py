@@ -108,7 +108,7 @@ def plan_command(
             console.print(table)
         for line in plan_lines(plan, run, config, overrides or (), hardware, whole):
             say(line, console)
-    elif run_config is not None:
+    elif run_config is not None and not any(each.subject.startswith("unknown key") for each in violations):
         console.print(layout_table(batch_table(run_config) if run_config.generates else task_table(run_config)))
     refuse_to_lose_output()
     raise_problems("this run cannot start", violations)
