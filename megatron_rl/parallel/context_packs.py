@@ -14,9 +14,10 @@ exchange between experts, need all ranks. Pure and torch-free; equal inputs give
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 from megatron_rl.parallel.balance import pack
 
@@ -85,24 +86,41 @@ def most_tokens(limit: int, size: int) -> int:
     return limit if size == 1 else limit + limit % 2
 
 
-def needed_size(length: int, limit: int, largest: int) -> int:
-    """The fewest ranks over which a sequence fits; raises ValueError if `largest` ranks are not enough."""
+def tokens_together(lengths: Iterable[int], size: int) -> int:
+    """Tokens on each of `size` ranks of sequences that share a pack."""
+    return sum(tokens_of_rank(length, size) for length in lengths)
+
+
+def needed_size(lengths: Sequence[int], limit: int, largest: int) -> int:
+    """The fewest ranks over which sequences of one pack fit; raises ValueError if `largest` ranks are not enough."""
     for size in pack_sizes(largest):
-        if tokens_of_rank(length, size) <= most_tokens(limit, size):
+        if tokens_together(lengths, size) <= most_tokens(limit, size):
             return size
-    raise ValueError(f"a sequence of {length} tokens does not fit into {limit} tokens on each of {largest} ranks")
+    tokens = " + ".join(map(str, lengths))
+    raise ValueError(f"a sequence of {tokens} tokens does not fit into {limit} tokens on each of {largest} ranks")
 
 
-def plan_packs(lengths: Sequence[int], work: Sequence[float], limit: int, num_ranks: int, largest: int) -> ContextPlan:
+def plan_packs(
+    lengths: Sequence[int],
+    work: Sequence[float],
+    limit: int,
+    num_ranks: int,
+    largest: int,
+    unit_sizes: Sequence[int] | None = None,
+) -> ContextPlan:
     """Put every sequence into a pack with at most `limit` tokens on a rank, and balance the work of all ranks.
 
-    largest: the most ranks that share a pack, a power of two that divides num_ranks. Sequences are split no further
-    than needed, unless work is uneven: then the heaviest, or all, are split over more ranks. Raises ValueError for a
-    sequence that does not fit, and for sizes that do not divide.
+    largest: the most ranks that share a pack, a power of two that divides num_ranks. unit_sizes: of units of
+    neighbouring sequences, which stay in one pack; None: each sequence is one. Units are split no further than needed,
+    unless work is uneven: then the heaviest, or all, are split over more ranks. Raises ValueError for a unit that does
+    not fit, and for sizes that do not divide.
     """
     if num_ranks % largest:
         raise ValueError(f"packs of up to {largest} ranks do not divide {num_ranks} ranks")
-    needed = [needed_size(length, limit, largest) for length in lengths]
+    ends = accumulate([1] * len(lengths) if unit_sizes is None else unit_sizes, initial=0)
+    units = [range(start, stop) for start, stop in pairwise(ends)]
+    needed = [needed_size([lengths[row] for row in unit], limit, largest) for unit in units]
+    work = [sum(work[row] for row in unit) for unit in units]
     mean = sum(work) / num_ranks
     best, least = None, float("inf")
     for sizes in wider_sizes(needed, work, num_ranks, largest):
@@ -113,11 +131,11 @@ def plan_packs(lengths: Sequence[int], work: Sequence[float], limit: int, num_ra
         if least <= (1 + ENOUGH) * mean:
             break
     assert best is not None  # the first choice is always tried
-    return ContextPlan(tuple(packed(best, lengths, work, limit)), num_ranks)
+    return ContextPlan(tuple(packed(best, units, lengths, work, limit)), num_ranks)
 
 
 def wider_sizes(needed: Sequence[int], work: Sequence[float], num_ranks: int, largest: int) -> Iterator[list[int]]:
-    """Candidate sizes of all sequences: as needed, then more ranks for some of the heaviest, then more for all."""
+    """Candidate sizes of all units: as needed, then more ranks for some of the heaviest, then more for all."""
     yield list(needed)
     heaviest = sorted(range(len(needed)), key=lambda row: (-work[row] / needed[row], row))
     wider = [size for size in pack_sizes(largest) if size > 1]
@@ -132,14 +150,14 @@ def wider_sizes(needed: Sequence[int], work: Sequence[float], num_ranks: int, la
 
 
 Groups = dict[tuple[int, int], list[int]]
-"""(first rank, size) -> the sequences that these ranks share."""
+"""(first rank, size) -> the units of sequences that these ranks share."""
 
 
 def spread(sizes: Sequence[int], work: Sequence[float], num_ranks: int, largest: int) -> Groups:
-    """Assign sequences of these sizes to groups of ranks: the most shared first, then the heaviest, each to the group
+    """Assign units of these sizes to groups of ranks: the most shared first, then the heaviest, each to the group
     with the least work.
 
-    No rank is above the mean by more than one sequence's share, because the chosen group is not above the mean before.
+    No rank is above the mean by more than one unit's share, because the chosen group is not above the mean before.
     """
     groups: Groups = {}
     done = [0.0] * (num_ranks // largest)
@@ -167,12 +185,15 @@ def busiest(groups: Groups, work: Sequence[float], num_ranks: int) -> float:
     return max(done)
 
 
-def packed(groups: Groups, lengths: Sequence[int], work: Sequence[float], limit: int) -> Iterator[ContextPack]:
-    """Pack the sequences of each group into few passes, the most shared first, heavy passes before light ones."""
-    for (first, size), rows in sorted(groups.items(), key=lambda item: (-item[0][1], item[0][0])):
-        tokens = [tokens_of_rank(lengths[row], size) for row in rows]
-        works = [work[row] for row in rows]
+def packed(
+    groups: Groups, units: Sequence[range], lengths: Sequence[int], work: Sequence[float], limit: int
+) -> Iterator[ContextPack]:
+    """Pack the units of each group into few passes, the most shared first, heavy passes before light ones."""
+    for (first, size), chosen in sorted(groups.items(), key=lambda item: (-item[0][1], item[0][0])):
+        tokens = [tokens_together((lengths[row] for row in units[number]), size) for number in chosen]
+        works = [work[number] for number in chosen]
         parts = pack(tokens, works, most_tokens(limit, size))
         parts.sort(key=lambda part: (-sum(works[item] for item in part), part))
         for part in parts:
-            yield ContextPack(tuple(sorted(rows[item] for item in part)), first, size)
+            numbers = sorted(chosen[item] for item in part)
+            yield ContextPack(tuple(row for number in numbers for row in units[number]), first, size)

@@ -61,15 +61,11 @@ def _asked_balance(role: RoleSpec) -> dict[str, bool | float]:
 
 
 def _task_problems(role: RoleSpec, task: str) -> Iterable[Violation]:
-    """Options that only PPO has: balance of experts, and passes that choose how many ranks share a sequence."""
+    """Options that only PPO has: balance of experts."""
     for name, value in _asked_balance(role).items():
         key = f"{role.key}.{GROUP}.{name}"
         rule = f"is not supported for {task}: experts are balanced only in ppo"
         yield Violation({key: value}, rule, {key: False if name == BIAS else 0.0})
-    if role.megatron.dynamic_context_parallel and role.megatron.context_parallel_size > 1:
-        key = f"{role.key}.megatron.{DYNAMIC}"
-        rule = f"is not supported for {task}: all ranks of context_parallel_size share every sequence"
-        yield Violation({key: True}, rule, {key: False})
 
 
 def _balance_problems(config: RunConfig, role: RoleSpec, model: ModelSizes | None) -> Iterable[Violation]:

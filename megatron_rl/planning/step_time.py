@@ -205,7 +205,7 @@ def sharing(pool: PoolModels, pass_spec: PassSpec, load: Load) -> int:
     if grid.most_sharing is None or pass_spec.max_tokens is None:
         return grid.cp_size
     longest = pass_spec.max_tokens * grid.most_sharing
-    return needed_size(min(math.ceil(load.length), longest), pass_spec.max_tokens, grid.most_sharing)
+    return needed_size([min(math.ceil(load.length), longest)], pass_spec.max_tokens, grid.most_sharing)
 
 
 def estimator_of(pool: PoolModels, role: RoleSpec, hardware: Hardware, cp_size: int) -> Estimator:

@@ -96,7 +96,7 @@ class Pipeline:
         """
         grid = self.groups.grid
         if grid.most_sharing is not None:
-            return self._own_packs(batch, cut)
+            return self._own_packs(batch, cut, sizes)
         per_segment = segment_multiple(grid.cp_size)
         lengths = lengths_in_blocks(batch, per_segment)
         as_tree = cut.as_tree and self._lays_trees(batch)
@@ -134,12 +134,12 @@ class Pipeline:
         tokens = self._token_multiple // math.gcd(self._token_multiple, *num_rows)
         return math.lcm(segment_multiple(num_sharing), num_sharing * self._num_parts * tokens)
 
-    def _own_packs(self, batch: Batch, cut: MicroBatching) -> list[MicroBatch]:
+    def _own_packs(self, batch: Batch, cut: MicroBatching, sizes: Sequence[int] | None) -> list[MicroBatch]:
         """This rank's part of the plan that all ranks of its context-parallel group make."""
         grid = self.groups.grid
         lengths = lengths_in_blocks(batch, segment_multiple(grid.cp_size) if "conversation_starts" in batch else 1)
         assert cut.max_tokens is not None and grid.most_sharing is not None  # preflight asks for both
-        plan = plan_packs(lengths, cut.work(lengths), cut.max_tokens, grid.cp_size, grid.most_sharing)
+        plan = plan_packs(lengths, cut.work(lengths), cut.max_tokens, grid.cp_size, grid.most_sharing, sizes)
         alone = math.lcm(2, self._columns_multiple(1, [1]))
         with_tokens, mine, blocks = self.routing is not None, plan.of_rank(self.groups.cp_rank), []
         for size, packs in groupby(mine, key=lambda one: one.size):

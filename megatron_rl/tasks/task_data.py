@@ -19,6 +19,8 @@ from megatron_rl.data.reading import read_examples, read_labelled, read_rankings
 from megatron_rl.data.reading_options import ReadingOptions
 from megatron_rl.data.reading_report import ReadingReport
 from megatron_rl.errors import ConfigError
+from megatron_rl.experience.micro_batches import round_up
+from megatron_rl.parallel.zigzag import segment_multiple
 from megatron_rl.planning.config_json import model_facts
 from megatron_rl.tasks.training_records import mismatched
 
@@ -99,16 +101,21 @@ class TaskData:
 
 
 def check_lengths(config: TaskConfig, records: Sequence[Example | Ranking | Labelled | ScoredExample]) -> None:
-    """Raise ConfigError if responses that share a micro-batch have more tokens than a micro-batch may have."""
+    """Raise ConfigError if responses that share a micro-batch have more tokens than a micro-batch may have.
+
+    Under context parallelism each is filled up to equal chunks.
+    """
     role = Placement.of(config).leader
     if role.update is None or role.update.max_tokens is None:
         return
-    limit, extra = role.update.max_tokens * role.megatron.context_parallel_size, config.trainer.stage == REWARD
+    ranks, extra = role.megatron.context_parallel_size, config.trainer.stage == REWARD
+    multiple = segment_multiple(ranks)
+    limit = round_up(role.update.max_tokens * ranks, multiple)
     for record in records:
         answers = [record] if isinstance(record, Example) else _answers(record)
-        tokens = sum(len(answer.tokens) + extra for answer in answers)
+        tokens = sum(round_up(len(answer.tokens) + extra, multiple) for answer in answers)
         if tokens > limit:
-            needed = -(-tokens // role.megatron.context_parallel_size)
+            needed = -(-tokens // ranks)
             raise ConfigError(
                 f"{record.where}: {len(answers)} response(s) of {tokens} tokens share a micro-batch, and "
                 f"{role.update.key}={role.update.max_tokens} is less; try: {role.update.key}={needed}"

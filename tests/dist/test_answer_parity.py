@@ -5,8 +5,7 @@ are in one pass of one data-parallel rank. The loss is a sum over prompts, divid
 batch, so it does not matter in which pass or on which rank a prompt is. The numbers themselves are log-probs or scores
 of single rows, for which `test_layout_parity.py` derives it.
 
-Not exercised: regression in layouts: it differs from what is here after the numbers are there. Context parallelism,
-which `test_sft_parity.py` has for a loss of tokens.
+Not exercised: regression in layouts: it differs from what is here after the numbers are there.
 """
 
 from __future__ import annotations
@@ -227,6 +226,34 @@ def test_blocks_by_tokens_and_ranks_without_rows(policy_path: str) -> None:
     for sizes in (PAIRS, (2,)):
         alone = run_layout(policy_path, DPO, "dpo", sizes, (1, 1, 1))
         assert_same(run_layout(policy_path, DPO, "dpo", sizes, DP2, **overrides), alone, "actor", policy_path)
+
+
+def split_over(cp_size: int, tokens: int | None = None, vpp_size: int | None = None) -> dict:
+    """Keys of both roles. tokens: passes choose how many ranks share them, of at most so many tokens on a rank."""
+    of_role: dict = {"megatron__context_parallel_size": cp_size}
+    if tokens is not None:
+        of_role |= {"megatron__dynamic_context_parallel": True, "use_dynamic_bsz": True}
+        of_role |= {"ppo_max_token_len_per_gpu": tokens, "megatron__virtual_pipeline_model_parallel_size": vpp_size}
+    return {f"{role}__{name}": value for role in ROLES for name, value in of_role.items()}
+
+
+SPLIT = {
+    "CP2": ((2, 1, 1), split_over(2)),
+    "up to CP4": ((4, 1, 1), split_over(4, 16)),
+    "up to CP2 of 4 ranks": ((4, 1, 1), split_over(2, 40)),
+    "PP2, VPP2, up to CP2": ((4, 1, 2), split_over(2, 40, 2)),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", SPLIT)
+@pytest.mark.parametrize("task", [REWARD, DPO])
+def test_split_sequences(task: str, layout: str, policy_path: str, reward_path: str) -> None:
+    """Responses to one prompt in one pass over ranks that are its own. Would not catch passes that are all cut alike,
+    which tests/parallel/test_context_packs.py does."""
+    path, loss, sizes = (reward_path if task == REWARD else policy_path), *OF_TASK[task]
+    found = run_layout(path, task, loss, sizes, *SPLIT[layout][:1], **SPLIT[layout][1])
+    assert_same(found, one_process(path, task), NAMES[task], path)
 
 
 @pytest.mark.exhaustive

@@ -56,9 +56,25 @@ def test_layouts_equal_one_process(layout: str, rows: str, passes: str, model_pa
 
 
 MEGATRON = "actor_rollout_ref__actor__megatron__"
+VPP2 = {f"{MEGATRON}virtual_pipeline_model_parallel_size": 2}
+
+
+def up_to(cp_size: int, tokens: int) -> dict:
+    """Each pass over as few ranks as its tokens need, at most so many on a rank."""
+    return {
+        f"{MEGATRON}context_parallel_size": cp_size,
+        f"{MEGATRON}dynamic_context_parallel": True,
+        "actor_rollout_ref__actor__use_dynamic_bsz": True,
+        "actor_rollout_ref__actor__ppo_max_token_len_per_gpu": tokens,
+    }
+
+
 FURTHER = {
     "TP2xCP2": ((4, 2, 1), {f"{MEGATRON}context_parallel_size": 2}),
-    "PP2, VPP2": ((2, 1, 2), {f"{MEGATRON}virtual_pipeline_model_parallel_size": 2}),
+    "PP2, VPP2": ((2, 1, 2), VPP2),
+    "up to CP4": ((4, 1, 1), up_to(4, 12)),
+    "up to CP2 of 4 ranks": ((4, 1, 1), up_to(2, 16)),
+    "PP2, VPP2, up to CP2": ((4, 1, 2), VPP2 | up_to(2, 16)),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -47,11 +48,11 @@ def work_of_ranks(plan: ContextPlan, work: list[float]) -> list[float]:
 
 def test_sizes_that_a_sequence_needs():
     """10 tokens a rank: 20 are two fives on each of two ranks, 21 are 24 over four. Would not catch a slow plan."""
-    assert [needed_size(length, 10, 4) for length in (10, 11, 20, 21, 40)] == [1, 2, 2, 4, 4]
+    assert [needed_size([length], 10, 4) for length in (10, 11, 20, 21, 40)] == [1, 2, 2, 4, 4]
     assert (tokens_of_rank(21, 1), tokens_of_rank(21, 2), tokens_of_rank(21, 4)) == (21, 12, 6)
     assert (most_tokens(5, 1), most_tokens(5, 2), most_tokens(6, 2)) == (5, 6, 6)
     with pytest.raises(ValueError, match="41 tokens does not fit into 10 tokens on each of 4 ranks"):
-        needed_size(41, 10, 4)
+        needed_size([41], 10, 4)
     with pytest.raises(ValueError, match="power of two of ranks, not by up to 3"):
         plan_packs([1], [1.0], 10, 3, 3)
     with pytest.raises(ValueError, match="packs of up to 4 ranks do not divide 6 ranks"):
@@ -92,6 +93,25 @@ def test_every_sequence_once(batch):
         assert one.rows and one.size & (one.size - 1) == 0 and one.size <= largest
         assert one.first % one.size == 0 and one.first + one.size <= num_ranks
     assert planned(batch)[0] == plan
+
+
+@modest
+@given(batches(), st.integers(1, 4))
+def test_sequences_of_a_unit_stay_in_one_pack(batch, most):
+    """In their order, within the limit. Would not catch a unit that is cut further than it needs."""
+    lengths, limit, num_ranks, largest = batch
+    short = [max(1, length // (2 * most)) for length in lengths]
+    sizes, limit = [], limit + 2 * most
+    while sum(sizes) < len(short):
+        sizes.append(min(1 + len(sizes) % most, len(short) - sum(sizes)))
+    plan = plan_packs(short, WORK(short), limit, num_ranks, largest, sizes)
+    assert sorted(row for one in plan.packs for row in one.rows) == list(range(len(short)))
+    for one in plan.packs:
+        assert list(one.rows) == sorted(one.rows)
+        assert sum(tokens_of_rank(short[row], one.size) for row in one.rows) <= limit + limit % 2
+    pack_of_row = {row: number for number, one in enumerate(plan.packs) for row in one.rows}
+    ends = [sum(sizes[:number]) for number in range(len(sizes) + 1)]
+    assert all(len({pack_of_row[row] for row in range(*unit)}) == 1 for unit in pairwise(ends))
 
 
 @modest

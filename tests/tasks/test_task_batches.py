@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_rl.config.schema import RunConfig
+from megatron_rl.config.task_config import TaskConfig, for_task
+from megatron_rl.config.tasks import DPO
 from megatron_rl.data.examples import Example, Labelled, Ranking, ScoredExample, token_batch
 from megatron_rl.data.row_problems import RowPlace
 from megatron_rl.errors import ConfigError
 from megatron_rl.records import answer_rows
+from megatron_rl.tasks.task_data import check_lengths
 from megatron_rl.tasks.training_records import mismatched, preference_batch, reward_batch
 
 HERE = RowPlace("file.jsonl", 0)
@@ -106,3 +110,19 @@ def test_a_row_that_fills_up_has_no_weight() -> None:
     """Would not catch a role that reads it all the same, which the layouts' parity does."""
     batch = reward_batch([ScoredExample(example([1, 2], [1], 1), 1.0, HERE)])
     assert batch.neutral()["weights"].tolist() == [0.0] and batch["weights"].tolist() == [1.0]
+
+
+@pytest.mark.parametrize(("ranks", "tokens", "refused"), [(1, 20, None), (1, 19, "20"), (2, 12, None), (2, 10, "12")])
+def test_responses_that_share_a_micro_batch_fit(ranks: int, tokens: int, refused: str | None) -> None:
+    """Of 9 and 11 tokens: cut over two ranks each is filled up to 12. Would not catch a reward model's further one."""
+    config = for_task(RunConfig(), DPO)
+    assert isinstance(config, TaskConfig)
+    actor = config.actor_rollout_ref.actor
+    actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu = True, tokens
+    actor.megatron.context_parallel_size = ranks
+    pair = Ranking((example([1] * 9, [8], 2), example([1] * 11, [10], 2)), (0.0,), HERE)
+    if refused is None:
+        check_lengths(config, [pair])
+        return
+    with pytest.raises(ConfigError, match=f"try: .*ppo_max_token_len_per_gpu={refused}$"):
+        check_lengths(config, [pair])
