@@ -38,14 +38,10 @@ def pretraining_problems(
 
 def _mixing_problems(config: RunConfig) -> Iterable[Violation]:
     shared = config.actor_rollout_ref
-    megatron, mode = shared.actor.megatron, f"{ACTOR}.router_replay.mode"
+    mode = f"{ACTOR}.router_replay.mode"
     why = f"with {COEF}={config.ptx.coef:g}: router replay has no recorded experts for the ptx examples"
     if shared.actor.router_replay.mode != "disabled":
         yield Violation({mode: shared.actor.router_replay.mode}, f"must be disabled {why}", {mode: "disabled"})
     if shared.rollout.enable_rollout_routing_replay:
         key = f"{ROLLOUT}.enable_rollout_routing_replay"
         yield Violation({key: True}, f"must be false {why}", {key: False})
-    vpp, key = megatron.virtual_pipeline_model_parallel_size, f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size"
-    if megatron.dynamic_context_parallel and (vpp or 1) > 1:
-        rule = f"must be null with {ACTOR}.megatron.dynamic_context_parallel=true and {COEF}={config.ptx.coef:g}"
-        yield Violation({key: vpp}, f"{rule}: its passes must all have one shape", {key: None})

@@ -267,8 +267,12 @@ class Pipeline:
         return add_parts(parts) if self.groups.is_last_stage else None
 
     def _scheduled(self, blocks: list[MicroBatch]) -> list[MicroBatch]:
-        if len(self.chunks) == 1 or self.groups.grid.most_sharing is not None:
+        if len(self.chunks) == 1:
             return blocks
+        if self.groups.grid.most_sharing is not None:
+            # The blocks of one batch have one width on all ranks, and those of further examples another.
+            width = max(block.input_ids.shape[1] // (block.num_sharing or 1) for block in blocks)
+            return [widened(block, width * (block.num_sharing or 1)) for block in blocks]
         # Two stages of the interleaved schedule tell each other shapes forwards and backwards at once, in an order in
         # which the two cannot be distinguished.
         blocks = in_one_shape(blocks)

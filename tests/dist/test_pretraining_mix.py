@@ -4,7 +4,7 @@ Why the layout cannot matter: the gradient is that of the samples' loss plus a c
 cross-entropy. Each of both is a sum divided by a number of the whole mini-batch, so each is cut and spread as in
 `test_layout_parity.py` and `test_sft_parity.py`, and their gradients are added in one buffer.
 
-Not exercised: losses of routers on examples; context parallelism.
+Not exercised: losses of routers on examples.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from ranks import run_ranks
 from task_cases import PlainLoop, token_batch
 from test_layout_parity import LAYOUTS, NUM_ROWS, OPTIMIZER, often, relative, whole_weights
+from test_sft_parity import MEGATRON, up_to
 from tiny_models import random_batch, run_config, save_qwen2, save_qwen3_moe
 
 from megatron_rl.columns import ACTOR_UPDATE
@@ -105,7 +106,10 @@ CASES = {
             "actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 40,
         },
     ),
-    "interleaved": ("TP2xPP2", {"actor_rollout_ref__actor__megatron__virtual_pipeline_model_parallel_size": 2}),
+    "interleaved": ("TP2xPP2", {f"{MEGATRON}virtual_pipeline_model_parallel_size": 2}),
+    "CP2": ("DP2", {f"{MEGATRON}context_parallel_size": 2}),
+    "up to CP4": ("DP4", up_to(4, 12)),
+    "interleaved, up to CP2": ("PP2xDP2", {f"{MEGATRON}virtual_pipeline_model_parallel_size": 2} | up_to(2, 16)),
 }
 
 
@@ -129,7 +133,7 @@ def test_layouts_equal_one_process(case: str, model_path: str, alone: list[dict]
     are weekly. Would not catch what all layouts share.
     """
     layout, overrides = CASES[case]
-    sizes = {**LAYOUTS, "DP2": DP2}[layout]
+    sizes = {**LAYOUTS, "DP2": DP2, "DP4": (4, 1, 1), "PP2xDP2": (4, 1, 2)}[layout]
     assert_same(run_mix(model_path, sizes, samples(1.0), token_batch(), **overrides), alone, model_path)
 
 
