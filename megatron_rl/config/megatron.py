@@ -113,14 +113,14 @@ class OverrideTransformerConfig:
     """Communication of context parallelism. p2p: ring attention | all_gather: gather all keys and values | a2a:
     exchange tokens for heads and back (as DeepSpeed-Ulysses); CP must divide the query heads of a TP rank."""
     moe_router_load_balancing_type: str = "none"
-    """Load balancing of the actor's experts: none | seq_aux_loss: an auxiliary loss of every layer's router over the
-    tokens of each sequence, whose gradient does not depend on micro-batches."""
+    """Load balancing of a trained model's experts: none | seq_aux_loss: an auxiliary loss of every layer's router over
+    the tokens of each sequence, whose gradient does not depend on micro-batches."""
     moe_aux_loss_coeff: NotNegative = 0.0
     """Weight of the auxiliary load balancing loss (moe_router_load_balancing_type=seq_aux_loss)."""
     moe_z_loss_coeff: NotNegative | None = None
     """Weight of the router z-loss, the mean square of log(sum(exp(router logits))); null: no z-loss."""
     moe_router_enable_expert_bias: bool = False
-    """Bias-based load balancing: after every update of the actor change the router biases of overloaded and underloaded
+    """Bias-based load balancing: after every update change the router biases of overloaded and underloaded
     experts. Only for models that have such biases."""
     moe_router_bias_update_rate: Positive = 0.001
     """moe_router_enable_expert_bias: change of a router bias per update."""

@@ -113,8 +113,8 @@ def quantile(values: torch.Tensor, share: float) -> float:
     return values.kthvalue(max(1, math.ceil(share * len(values)))).values.item()
 
 
-def expert_load_metrics(counts: torch.Tensor, layers: Sequence[int]) -> dict[str, float]:
-    """Load of experts, from counts int64 [layers, experts] of the tokens sent to each. layers: their numbers.
+def expert_load_metrics(counts: torch.Tensor, layers: Sequence[int], role: str = "actor") -> dict[str, float]:
+    """Load of a role's experts, from counts int64 [layers, experts] of the tokens sent to each. layers: their numbers.
 
     The load of a layer is the count of its busiest expert over the mean count of its experts: 1 is even, and the worst
     is the number of experts / experts per token. `max` and `mean` are over layers; `idle` is the share of experts
@@ -123,25 +123,26 @@ def expert_load_metrics(counts: torch.Tensor, layers: Sequence[int]) -> dict[str
     if not counts.any():
         return {}
     load = counts.amax(1) / counts.double().mean(1)
-    by_layer = {f"actor/expert_load/layer_{layer}": value for layer, value in zip(layers, load.tolist(), strict=True)}
+    by_layer = {f"{role}/expert_load/layer_{layer}": value for layer, value in zip(layers, load.tolist(), strict=True)}
     return {
-        "actor/expert_load/max": float(load.max()),
-        "actor/expert_load/mean": float(load.mean()),
-        "actor/expert_load/idle": float((counts == 0).double().mean()),
+        f"{role}/expert_load/max": float(load.max()),
+        f"{role}/expert_load/mean": float(load.mean()),
+        f"{role}/expert_load/idle": float((counts == 0).double().mean()),
         **by_layer,
     }
 
 
-def balance_metrics(losses: torch.Tensor, layers: Sequence[int]) -> dict[str, float]:
-    """Routers' losses, from float [layers, 2]: aux loss and z loss before coefficients. layers: their numbers.
+def balance_metrics(losses: torch.Tensor, layers: Sequence[int], role: str = "actor") -> dict[str, float]:
+    """Losses of a role's routers, from float [layers, 2]: aux loss and z loss before coefficients.
 
-    An aux loss of 1 is an even load, or a router without a preference; the worst is experts / experts per token.
+    layers: their numbers. An aux loss of 1 is an even load, or a router without a preference; the worst is experts /
+    experts per token.
     """
     metrics: dict[str, float] = {}
     for column, name in enumerate(("aux", "z")):
         values = losses[:, column].tolist()
-        metrics |= {f"actor/moe_{name}_loss/layer_{layer}": value for layer, value in zip(layers, values, strict=True)}
-        metrics[f"actor/moe_{name}_loss/mean"] = sum(values) / len(values)
+        metrics |= {f"{role}/moe_{name}_loss/layer_{layer}": value for layer, value in zip(layers, values, strict=True)}
+        metrics[f"{role}/moe_{name}_loss/mean"] = sum(values) / len(values)
     return metrics
 
 

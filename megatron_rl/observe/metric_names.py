@@ -82,11 +82,11 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("critic/vpred_mean", SCORE, "Mean value that the critic predicts during its update."),
     ),
     "Experts": (
-        Metric("actor/expert_load/{max|mean}", "factor", "Load of the busiest expert over the mean load: 1 is even."),
-        Metric("actor/expert_load/idle", SHARE, "Experts without a token."),
-        Metric("actor/expert_load/layer_{layer}", "factor", "Load of one layer."),
-        Metric("actor/moe_{aux|z}_loss/mean", LOSS, "Router losses before their coefficients; aux: 1 is even."),
-        Metric("actor/moe_{aux|z}_loss/layer_{layer}", LOSS, "Those of one layer."),
+        Metric("{actor|critic}/expert_load/{max|mean}", "factor", "Load of the busiest expert; 1: even."),
+        Metric("{actor|critic}/expert_load/idle", SHARE, "Experts without a token."),
+        Metric("{actor|critic}/expert_load/layer_{layer}", "factor", "Load of one layer."),
+        Metric("{actor|critic}/moe_{aux|z}_loss/mean", LOSS, "Router losses before coefficients; aux: 1 is even."),
+        Metric("{actor|critic}/moe_{aux|z}_loss/layer_{layer}", LOSS, "Those of one layer."),
     ),
     "Rollout against trainer": (
         Metric("training/rollout_logprob_diff_{max|p99|mean}", LOG, "Difference of log-probs, vLLM against trainer."),

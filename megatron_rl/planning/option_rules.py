@@ -44,10 +44,7 @@ def option_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable
         yield from _context_problems(role, model)
         yield from implementation_problems(role, model, config.trainer.device)
         yield from eight_bit_problems(role, model, config.trainer.device)
-        if config.generates:
-            yield from _balance_problems(config, role, model)
-        else:
-            yield from _task_problems(role, config.trainer.stage)
+        yield from _balance_problems(config, role, model)
         if role.is_trained:
             yield from _ddp_problems(f"{role.key}.megatron.override_ddp_config", role.megatron.override_ddp_config)
     yield from _dynamic_problems(config)
@@ -60,19 +57,11 @@ def _asked_balance(role: RoleSpec) -> dict[str, bool | float]:
     return {name: getattr(options, name) for name in (AUX, Z, BIAS) if (getattr(options, name) or 0) > 0}
 
 
-def _task_problems(role: RoleSpec, task: str) -> Iterable[Violation]:
-    """Options that only PPO has: balance of experts."""
-    for name, value in _asked_balance(role).items():
-        key = f"{role.key}.{GROUP}.{name}"
-        rule = f"is not supported for {task}: experts are balanced only in ppo"
-        yield Violation({key: value}, rule, {key: False if name == BIAS else 0.0})
-
-
 def _balance_problems(config: RunConfig, role: RoleSpec, model: ModelSizes | None) -> Iterable[Violation]:
     """Losses of routers, and biases that move against the load of experts."""
     asked, rule = _asked_balance(role), ""
-    if asked and role.kind != ACTOR:
-        rule = "must be off: only the actor's experts are balanced"
+    if asked and not role.is_trained:
+        rule = "must be off: only the experts of a role that is trained are balanced"
     elif asked and model is not None and not model.num_experts:
         rule = f"needs a model with experts, and {model.path} has none"
     if rule:
@@ -103,7 +92,7 @@ def _bias_problems(config: RunConfig, role: RoleSpec, model: ModelSizes | None) 
     if model is not None and not model.has_expert_bias:
         rule = f"needs a model whose experts are chosen by scores and a bias, and {model.path} has none"
         yield Violation({key: True}, rule, {key: False})
-    if role.pool != rollout_pool(config):
+    if role.kind == ACTOR and role.pool != rollout_pool(config):
         rule = "must be false where generation is in another pool: only weights are sent there"
         yield Violation({key: True}, rule, {key: False})
 

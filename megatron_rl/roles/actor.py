@@ -25,7 +25,6 @@ from megatron_rl.losses.metrics import MetricParts
 from megatron_rl.losses.policy import PolicyTerms, PolicyTokens, load_policy_loss
 from megatron_rl.losses.rollout_correction import current_correction
 from megatron_rl.losses.sequence_mask import sequence_mask
-from megatron_rl.observe.batch_metrics import balance_metrics, expert_load_metrics
 from megatron_rl.records import Batch, ragged_from_lengths, row_lengths
 from megatron_rl.roles.bridge_address import BridgeAddress, BridgeStore, join_bridge
 from megatron_rl.roles.rank import Rank
@@ -35,7 +34,6 @@ from megatron_rl.roles.teacher import num_compared
 if TYPE_CHECKING:
     from megatron_rl.hybrid_engine.bridge import BridgeSender, SendAttempt, SendReport
     from megatron_rl.roles.distillation_terms import Distillation
-    from megatron_rl.roles.expert_routing import ExpertRouting
     from megatron_rl.roles.merged_shards import MergedShards
     from megatron_rl.roles.mtp_training import MTPTraining
 
@@ -43,13 +41,11 @@ if TYPE_CHECKING:
 class Actor(TrainedRole):
     """The policy that is trained."""
 
+    watches_experts = True
+
     def __init__(self, spec: RoleSpec, rank: Rank) -> None:
         from megatron_rl.checkpoint.known_tokens import num_sampled_tokens
-        from megatron_rl.model.families import CORRECTION
         from megatron_rl.roles.distillation_terms import Distillation
-        from megatron_rl.roles.expert_bias import ExpertBias
-        from megatron_rl.roles.expert_routing import ExpertRouting
-        from megatron_rl.roles.model_source import named_buffers
         from megatron_rl.roles.mtp_training import MTPTraining
         from megatron_rl.roles.token_scorer import TokenScorer
 
@@ -67,22 +63,13 @@ class Actor(TrainedRole):
         # For given examples, which were not sampled.
         self.reader = TokenScorer(self.trainable.pipeline, self.trainable.models, settings, temperature=1.0)
         self.rank = rank
-        self.routing: ExpertRouting | None = None
-        if source.model.shape.num_experts:
-            options = spec.megatron.override_transformer_config
-            self.routing = ExpertRouting(self.trainable.models, rank.groups, rank.device.torch_device, options)
-            self.trainable.pipeline.routing = self.routing
-        biases = {name: own for name, own in source.model.constants.items() if name.endswith(CORRECTION)}
-        if biases:
-            buffers = named_buffers(self.trainable.models)
-            self.checkpoint.bias = ExpertBias(buffers, biases, rank.groups, rank.device.torch_device)
+        self.routing = self.trainable.pipeline.routing
         self.distillation: Distillation | None = None
         if rank.config.distillation.enabled:
             self.distillation = Distillation(rank, self.scorer)
         self.mtp: MTPTraining | None = None
         if source.mtp == MTPUse.TRAINED:
             self.mtp = MTPTraining(self.trainable, self.scorer, self.config.mtp_loss_scaling_factor)
-        self._load: Tensor | None = None  # of experts, in the last pass
         # On rank 0, if the rollout has pools of its own: the weight transfer's store, and older ones that ranks may
         # still use.
         self.bridge_stores: list[BridgeStore] = []
@@ -146,7 +133,7 @@ class Actor(TrainedRole):
 
         pretraining: examples whose cross-entropy, times `ptx.coef`, joins the loss.
         """
-        return self.compute_gradients(batch, pretraining) | self._step()
+        return self.compute_gradients(batch, pretraining) | self.trainable.step().metrics("actor")
 
     @remote_method(Dispatch.DP, phase="update", balanced=True, stop=Stop.NEVER_AFTER)
     def update_on_policy(
@@ -157,15 +144,7 @@ class Actor(TrainedRole):
         scores = None if own is None else Batch(old_log_probs=batch.per_sampled_token(own))
         if self.routing is not None:
             scores = self._with_choices(scores, batch, keeps=False)
-        return metrics | self._step(), scores
-
-    def _step(self) -> dict[str, float]:
-        """Take an optimizer step, and move the experts' biases if they follow the load; returns metrics."""
-        update, options = self.trainable.step(), self.spec.megatron.override_transformer_config
-        bias, moves = self.checkpoint.bias, not (update.skipped or update.empty)
-        if options.moe_router_enable_expert_bias and bias is not None and self._load is not None and moves:
-            bias.move(self._load, options.moe_router_bias_update_rate)
-        return update.metrics("actor")
+        return metrics | self.trainable.step().metrics("actor"), scores
 
     @remote_method(Dispatch.DP, phase="export")
     def sampled_logits(self, batch: Batch) -> Tensor | None:
@@ -301,8 +280,6 @@ class Actor(TrainedRole):
         totals = self.trainable.totals(blocks)
         mixed = [] if pretraining is None else self.trainable.pipeline.micro_batches(pretraining.record, self.cut)
         mixed_totals = self.trainable.totals(mixed) if mixed else BatchTotals(0, 0)
-        if self.routing is not None and self.routing.is_balanced:
-            self.routing.count_rows([*blocks, *mixed])
 
         def own_loss(hidden: Tensor, block: MicroBatch) -> tuple[Tensor, MetricParts]:
             if "advantages" not in block.fields:
@@ -312,18 +289,11 @@ class Actor(TrainedRole):
         counted = replace(totals, tokens=totals.tokens + mixed_totals.tokens)
         loss = own_loss if self.mtp is None else self.mtp.beside(own_loss, counted)
         metrics = self.trainable.compute_gradients([*blocks, *mixed], counted, loss)
-        load = {} if self.routing is None else self._expert_metrics(self.routing)
         if metrics is None:
             return {}, None
         log_probs = self.trainable.pipeline.in_row_order(own, blocks, batch) if is_own else None
         weight = {"actor/kl_coef": self.config.kl_loss_coef} if self.config.use_kl_loss else {}
-        return metrics | load | weight, log_probs
-
-    def _expert_metrics(self, routing: ExpertRouting) -> dict[str, float]:
-        """Expert metrics of the last pass over all ranks; all must call."""
-        losses = balance_metrics(routing.losses(), routing.routed) if routing.is_balanced else {}
-        self._load = routing.load()
-        return expert_load_metrics(self._load, routing.routed) | losses
+        return metrics | weight, log_probs
 
     def _pretraining_loss(self, hidden: Tensor, block: MicroBatch, totals: BatchTotals) -> tuple[Tensor, MetricParts]:
         """(ptx.coef * cross-entropy of a block's examples, the cross-entropy as a metric)."""

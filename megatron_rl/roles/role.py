@@ -70,7 +70,10 @@ class TrainedRole(Role):
     """A model with Megatron's DDP, optimizer and schedule, which is saved and exported.
 
     Specs and architecture are those of the exported model: of a language model, or of a classifier with one label.
+    watches_experts: whether routers are watched where nothing balances them.
     """
+
+    watches_experts = False
 
     def __init__(self, spec: RoleSpec, rank: Rank, source: ModelSource, model: UnloadedModel) -> None:
         from megatron_rl.roles.flat_parameters import FrozenBuffer, WeightView
@@ -100,6 +103,27 @@ class TrainedRole(Role):
         if model.trained:
             self.trained = WeightView.of(models, model.trained, buffers)
         self.checkpoint = RoleCheckpoint(self.trainable, dict(self.trained.specs), source.place)
+        self._watch_experts(rank)
+
+    def _watch_experts(self, rank: Rank) -> None:
+        """Put taps into the routers where the options ask for balance, and find the biases of experts."""
+        from megatron_rl.model.families import CORRECTION
+        from megatron_rl.roles.expert_balance import ExpertBalance
+        from megatron_rl.roles.expert_bias import ExpertBias
+        from megatron_rl.roles.expert_routing import ExpertRouting
+        from megatron_rl.roles.model_source import named_buffers
+
+        models, device, model = self.trainable.models, rank.device.torch_device, self.source.model
+        biases = {name: own for name, own in model.constants.items() if name.endswith(CORRECTION)}
+        if biases:
+            self.checkpoint.bias = ExpertBias(named_buffers(models), biases, rank.groups, device)
+        options = self.spec.megatron.override_transformer_config
+        rate = options.moe_router_bias_update_rate if options.moe_router_enable_expert_bias else 0.0
+        is_balanced = options.moe_aux_loss_coeff or options.moe_z_loss_coeff or rate
+        if model.shape.num_experts and (is_balanced or self.watches_experts):
+            self.trainable.pipeline.routing = ExpertRouting(models, rank.groups, device, options)
+            balance = (self.spec.name, self.trainable.pipeline.routing, self.checkpoint.bias, rate)
+            self.trainable.balance = ExpertBalance(*balance)
 
     @property
     def specs(self) -> dict[str, ParamSpec]:

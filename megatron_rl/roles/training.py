@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from megatron_rl.observe.memory_ledger import storage_bytes
 from megatron_rl.parallel.mpu import TrainGroups
 from megatron_rl.roles.adam import AdamState, optimizer_config, use_fused_kernels
 from megatron_rl.roles.pipeline import Loss, Pipeline
+
+if TYPE_CHECKING:
+    from megatron_rl.roles.expert_balance import ExpertBalance
 
 OWN_LOSS = "loss of this rank"
 """Name under which the loss itself is added up over a rank's micro-batches."""
@@ -179,6 +182,7 @@ class TrainableModel:
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.pipeline = Pipeline(self.chunks, groups, device)
+        self.balance: ExpertBalance | None = None
         # Of the gradients in the buffers: this rank's share of the loss, and the tokens of all ranks that count in it.
         self._loss, self._num_tokens = torch.zeros((), device=device), 0
 
@@ -249,6 +253,8 @@ class TrainableModel:
         Returns the metrics of all ranks' blocks on the last stage, None before.
         """
         self.clear_gradients()
+        if self.balance is not None:
+            self.balance.begin(blocks)
 
         def with_own_loss(output: torch.Tensor, block: MicroBatch) -> tuple[torch.Tensor, MetricParts]:
             value, parts = loss(output, block)
@@ -256,11 +262,12 @@ class TrainableModel:
 
         parts = self.pipeline.forward_backward(blocks, with_own_loss)
         self._num_tokens = totals.tokens
+        of_experts = {} if self.balance is None else self.balance.metrics()
         if parts is None:
             self._loss = torch.zeros((), device=self.device)
             return None
         self._loss = parts.pop(OWN_LOSS)
-        return numbers_over_ranks(parts, self.groups.row_group)
+        return numbers_over_ranks(parts, self.groups.row_group) | of_experts
 
     def clear_gradients(self) -> None:
         """Zero all gradients."""
@@ -287,6 +294,8 @@ class TrainableModel:
         # Takes the scale out of the gradients, and counts towards a larger one.
         _, grad_norm, _ = self.optimizer.step()
         self.scheduler.step(increment=1)
+        if self.balance is not None:
+            self.balance.stepped()
         return Update(float(grad_norm), lr, loss_scale=scale)
 
     def _sizes_over_all_ranks(self) -> tuple[float, float]:

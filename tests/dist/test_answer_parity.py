@@ -26,6 +26,7 @@ from task_cases import (
     one_update,
     task_config,
 )
+from test_balanced_routers import LOSSES
 from test_layout_parity import often
 from tiny_models import save_qwen2, save_qwen3_moe, save_reward_model
 from torch.nn.functional import logsigmoid
@@ -257,11 +258,15 @@ def test_split_sequences(task: str, layout: str, policy_path: str, reward_path: 
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("balance", ["none", "losses"])
 @pytest.mark.parametrize("task", [REWARD, DPO])
-def test_expert_parallel_equals_one_process(task: str, tmp_path) -> None:
-    """EP2 over DP2; the reward model starts from a language model. Would not catch an auxiliary loss, which there is
-    none of."""
-    path = save_qwen3_moe(tmp_path)
+def test_expert_parallel_equals_one_process(task: str, balance: str, tmp_path) -> None:
+    """EP2 over DP2, with losses of routers or none; the reward model starts from a language model. Would not catch a
+    loss that one process shares, which `test_balanced_routers.py` has by its formula."""
+    path, name = save_qwen3_moe(tmp_path), NAMES[task]
+    losses = {f"{role}__megatron__{key}": value for role in ROLES for key, value in LOSSES.items()}
+    losses = losses if balance == "losses" else {}
     expert = dict.fromkeys((f"{key}__megatron__expert_model_parallel_size" for key in ROLES), 2)
-    found = run_layout(path, task, *OF_TASK[task], DP2, **expert)
-    assert_same(found, one_process(path, task), NAMES[task], path)
+    alone = run_layout(path, task, *OF_TASK[task], (1, 1, 1), **losses)
+    assert_same(run_layout(path, task, *OF_TASK[task], DP2, **expert, **losses), alone, name, path)
+    assert (f"{name}/moe_aux_loss/mean" in alone[0][name]) == bool(losses)

@@ -63,6 +63,16 @@ def test_layouts_equal_one_process(layout, path, reference) -> None:
     assert_same(run_layout(path, *ranks, **LOSSES, **sizes), reference, path)
 
 
+@pytest.mark.exhaustive
+def test_critics_are_balanced_too(path) -> None:
+    """In another layout as in one process. Would not catch a loss that both share, which has the actor's code."""
+    keys = {f"critic__megatron__{key}": value for key, value in LOSSES.items()}
+    alone = run_layout(path, 1, 1, 1, keys=keys)
+    assert alone[0]["critic"]["critic/moe_aux_loss/mean"] > 0 and "actor/moe_aux_loss/mean" not in alone[0]["actor"]
+    ranks, sizes = LAYOUTS["TP2, DP2, EP2, ETP1"]
+    assert_same(run_layout(path, *ranks, keys=keys, **sizes), alone, path)
+
+
 @pytest.mark.parametrize("cut", often(CUTS, ("blocks of 2",)))
 def test_how_a_mini_batch_is_cut_does_not_matter(cut, path, reference) -> None:
     """Nor does the number of blocks. Would not catch a loss that is too small by the same factor in all."""

@@ -11,6 +11,7 @@ from ranks import run_ranks
 from rollout_checks import GREEDY, hugging_face_greedy, round_trip, tokens
 from safetensors.torch import load_file
 from sweeps import WEEKLY
+from task_cases import NAMES, answer_batch, task_config, token_batch
 from test_layout_parity import NUM_ROWS
 from test_moe_parity import EP2, ETP1, SP
 from tiny_minimax import save_minimax
@@ -18,6 +19,7 @@ from tiny_models import random_batch, run_config, save_glm4_moe
 
 from megatron_rl.checkpoint.export_saved import export_saved
 from megatron_rl.columns import ACTOR_UPDATE
+from megatron_rl.config.tasks import DPO, REWARD, SFT
 from megatron_rl.controller.lifecycle import copy_model_files
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300), pytest.mark.exhaustive]
@@ -62,6 +64,45 @@ def updated(config, folder: Path, saved: Path | None = None) -> dict:
 
         (folder / "saved" / "states.json").write_text(json.dumps(dataclasses.asdict(states["actor"])))
     return {"greedy": tokens(greedy), "metrics": metrics}
+
+
+def moved_by(config, batch, *arguments) -> dict:
+    """One update of a task's role: its biases before and after, and its metrics; what it exports has them."""
+    from megatron_rl.roles.host import RankHost
+
+    worker = RankHost(config)
+    name = NAMES[config.trainer.stage]
+    worker.build(name)
+    role = worker.roles[name]
+    rows = torch.arange(len(batch)).tensor_split(worker.groups.grid.dp_size)[worker.groups.dp_rank]
+    before = role.checkpoint.bias.whole()
+    update = role.update_preferences if config.trainer.stage == DPO else role.update
+    metrics = update(batch[rows], *arguments)
+    return {"before": before, "after": role.checkpoint.bias.whole(), "metrics": metrics}
+
+
+@pytest.mark.parametrize("task", NAMES)
+def test_biases_follow_in_tasks(task: str, tmp_path) -> None:
+    """In one process, over EP2 and over two stages alike, by the rate or not at all, and by the sign of the load: a
+    layer's busiest expert goes down. Would not catch a load that all layouts count wrongly."""
+    path = save_glm4_moe(tmp_path / "model")
+    roles = ("actor_rollout_ref__actor", "critic")
+    keys = {f"{role}__megatron__{key}": value for role in roles for key, value in BIASED.items()}
+    keys |= {"critic__model__path": path, "reward_training__loss": "all_pairs"}
+    batch = token_batch() if task == SFT else answer_batch((2,) * 6, score_token=task == REWARD)
+    arguments = () if task == SFT else (len(batch),)
+    found = {}
+    for layout, (ranks, pp_size, ep_size) in {"one": (1, 1, 1), "EP2": (2, 1, 2), "PP2": (2, 2, 1)}.items():
+        sizes = {f"{role}__megatron__expert_model_parallel_size": ep_size for role in roles}
+        config = task_config(path, task, 1, pp_size, **keys, **sizes)
+        found[layout] = run_ranks(ranks, moved_by, config, batch, *arguments)[-1]
+    name, one = NAMES[task], found["one"]
+    assert one["metrics"][f"{name}/expert_load/max"] > 1
+    for bias, before in one["before"].items():
+        step = one["after"][bias] - before
+        assert set(step.mul(10).round().tolist()) <= {-3.0, 0.0, 3.0} and step.min() < 0 < step.max()
+        for layout in ("EP2", "PP2"):
+            assert torch.equal(found[layout]["after"][bias], one["after"][bias]), (layout, bias)
 
 
 def biases(folder: Path) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import pytest
 from ranks import run_ranks
 from task_cases import PlainLoop, assert_equals_plain, assert_same, in_pairs, one_update, task_config, token_batch
+from test_balanced_routers import LOSSES
 from tiny_models import save_qwen2, save_qwen3_moe
 
 from megatron_rl.config.tasks import SFT
@@ -97,10 +98,21 @@ def test_blocks_by_tokens(model_path: str, alone: list[dict]) -> None:
     assert_same(run_layout(model_path, 2, 1, 1, **overrides), alone, "actor", model_path)
 
 
+EXPERTS = {"EP2": (2, {}), "up to CP2, EP2": (2, up_to(2, 16))}
+
+
 @pytest.mark.exhaustive
-def test_expert_parallel_equals_one_process(tmp_path) -> None:
-    """EP2 over DP2. Would not catch an auxiliary loss, which there is none of."""
-    path = save_qwen3_moe(tmp_path)
-    alone = run_layout(path, 1, 1, 1)
-    expert = {"actor_rollout_ref__actor__megatron__expert_model_parallel_size": 2}
-    assert_same(run_layout(path, 2, 1, 1, **expert), alone, "actor", path)
+@pytest.mark.parametrize("layout", EXPERTS)
+@pytest.mark.parametrize("balance", ["none", "losses"])
+def test_expert_parallel_equals_one_process(layout: str, balance: str, tmp_path) -> None:
+    """With losses of routers, which change the norm, or none. Would not catch a loss that is wrong in one process,
+    which `test_balanced_routers.py` has by its formula for the same code."""
+    path, (ranks, changes) = save_qwen3_moe(tmp_path), EXPERTS[layout]
+    losses = {f"{MEGATRON}{key}": value for key, value in LOSSES.items()} if balance == "losses" else {}
+    alone = run_layout(path, 1, 1, 1, **losses)
+    expert = {f"{MEGATRON}expert_model_parallel_size": 2}
+    assert_same(run_layout(path, ranks, 1, 1, **expert, **changes, **losses), alone, "actor", path)
+    told = alone[0]["actor"]
+    assert ("actor/moe_aux_loss/mean" in told) == ("actor/expert_load/max" in told) == bool(losses)
+    plain = run_layout(path, 1, 1, 1)[0]["actor"]
+    assert (told["actor/grad_norm"] == plain["actor/grad_norm"]) == (not losses)

@@ -58,13 +58,12 @@ def test_what_a_dense_model_has_not(config):
 
 
 def test_biases(moe_config, tmp_path):
-    """Of a family without one, at no rate, and of a critic. Would not catch a rate that is far too large."""
+    """Of a family without one, at no rate, and of a reference. Would not catch a rate that is far too large."""
     found = said(moe_config, moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.0)
     assert any("needs a model whose experts are chosen by scores and a bias" in problem for problem in found)
     assert any(f"{ROUTER}_bias_update_rate=0 must be > 0" in problem for problem in found)
-    critic = moe_config.critic.megatron.override_transformer_config
-    critic.moe_router_enable_expert_bias = True
-    assert any("only the actor's experts are balanced" in problem for problem in problems(moe_config))
+    moe_config.actor_rollout_ref.ref.megatron.override_transformer_config.moe_z_loss_coeff = 0.1
+    assert any("only the experts of a role that is trained" in problem for problem in problems(moe_config))
 
 
 def test_a_family_with_a_bias(moe_config, tmp_path):
