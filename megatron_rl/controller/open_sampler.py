@@ -53,8 +53,7 @@ def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Schedu
     sizes, num_steps = config.batch_sizes, config.trainer.num_steps
     greedy = sizes.num_generated_prompts if "greedy_scores" in estimator_traits(config).reads else 0
     batch_rows = sizes.num_generated_samples + greedy
-    keeps_groups = rollout.over_sample_rate > 0 or (rollout.longest_first and not greedy)
-    group_size = sizes.samples_per_prompt if keeps_groups else 1
+    group_size = 1 if greedy else sizes.samples_per_prompt  # greedy responses follow all samples of a batch
     if not config.samples_ahead:
         has_turns = config.has_turns
         return ScheduleConfig(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -12,7 +12,7 @@ from megatron_rl.agents.episode import STATES, Episode, EpisodeLimits, Reply, ro
 from megatron_rl.agents.observation import Opening
 from megatron_rl.records import Batch, Conversation, Prompts, Sampling, ragged
 from megatron_rl.rollout.slices import DraftCounts, Drawn, Start
-from megatron_rl.sampling.schedule_types import GroupSwap
+from megatron_rl.sampling.group_map import GroupMap
 
 SeedOf = Callable[[int, int, int, int, int], int]
 """(salt, prompt index, sample, attempt, number of tokens after the prompt) -> seed."""
@@ -24,19 +24,10 @@ PromptsOf = Callable[[Sequence[int]], Prompts]
 """Rows over all files -> their prompts."""
 
 
-@dataclass
-class InFlightBatch:
-    """Prompts of a step and their episodes. greedy: the prompts of greedy responses, which come last in `episodes`."""
-
-    prompts: Prompts
-    greedy: Prompts | None
-    episodes: list[Episode]
-
-
 class InFlightBatches:
-    """The batches that are begun and not trained, by step. All batches have the same number of rows.
+    """The prompts and episodes of requests that are not trained, by request; `groups` has the batch of each.
 
-    The number of a request is (step - 1) * batch_rows + row; greedy responses are the last rows.
+    All batches begin with the same number of rows; greedy responses are the last ones.
     """
 
     def __init__(
@@ -46,17 +37,19 @@ class InFlightBatches:
         with_versions: bool = True,
         limits: EpisodeLimits | None = None,
         earlier_of: EarlierOf = lambda index, batch: (),
+        groups: GroupMap | None = None,
     ) -> None:
         """with_versions: of tokens; False where all of a batch are of the newest weights.
 
-        limits: of episodes; None: nothing answers a turn, and the first one is the last.
+        limits: of episodes; None: nothing answers a turn, and the first one is the last. groups: None: each request is
+        a group, which stays in its batch.
         """
         self.batch_rows, self._seed_of, self._with_versions = batch_rows, seed_of, with_versions
-        self._earlier_of = earlier_of
-        self._limits = limits
-        self._batches: dict[int, InFlightBatch] = {}
+        self._earlier_of, self._limits = earlier_of, limits
+        self.groups = GroupMap(batch_rows) if groups is None else groups
+        self._episodes: dict[int, Episode] = {}
+        self._rows: dict[int, tuple[Prompts, int]] = {}
         self._drafts: dict[int, DraftCounts] = {}
-        self._moved: set[int] = set()
 
     @property
     def has_turns(self) -> bool:
@@ -68,12 +61,14 @@ class InFlightBatches:
         episodes = [new for rows, how in ((prompts, sampling), (greedy, greedily)) for new in new_episodes(rows, how)]
         if len(episodes) != self.batch_rows:
             raise ValueError(f"a batch has {self.batch_rows} requests, this one of step {step} {len(episodes)}")
-        self._batches[step] = InFlightBatch(prompts, greedy, episodes)
+        first = (step - 1) * self.batch_rows
+        self._episodes |= enumerate(episodes, first)
+        self._rows |= {first + row: (prompts, row) for row in range(len(prompts))}
 
     def start(self, request: int) -> Start:
         """The message with which a replica begins a request or continues it."""
         episode = self.episode(request)
-        earlier = self._earlier_of(episode.row["index"], request // self.batch_rows + 1)
+        earlier = self._earlier_of(episode.row["index"], self.groups.batch_of(request))
         return start_of(request, episode, self._seed_of, earlier)
 
     def extend(self, drawn: dict[int, Drawn], version: int) -> list[int]:
@@ -83,7 +78,7 @@ class InFlightBatches:
         for request, new in drawn.items():
             self.episode(request).extend(new, version, self.has_turns)
             if new.drafts is not None:
-                step = request // self.batch_rows + 1
+                step = self.groups.batch_of(request)
                 self._drafts[step] = self.drafts(step).plus(new.drafts)
         return [request for request in drawn if self.episode(request).waits]
 
@@ -99,79 +94,81 @@ class InFlightBatches:
         """Requests whose turn waits for its reply."""
         return [request for request, episode in self._kept(0).items() if episode.waits]
 
+    def requests_of(self, step: int) -> tuple[list[int], list[int]]:
+        """The requests of a step's rows, and those of its greedy responses; none of a batch that is not begun."""
+        begun = [request for request in self.groups.requests_of(step) if request in self._episodes]
+        return [request for request in begun if request in self._rows], [
+            request for request in begun if request not in self._rows
+        ]
+
     def batch(self, step: int) -> tuple[Prompts, Batch, Batch | None]:
         """Prompts of a step, their rows, and greedy responses or None. Raises ValueError if a response is not
         finished.
         """
-        batch = self._batches[step]
-        unfinished = [row for row, episode in enumerate(batch.episodes) if not episode.finish]
+        requests, greedy = self.requests_of(step)
+        numbered = enumerate([*requests, *greedy])
+        unfinished = [row for row, request in numbered if not self._episodes[request].finish]
         if unfinished:
             raise ValueError(f"rows {unfinished[:8]} of batch {step} are not finished")
-        num_rows = len(batch.prompts)
-        greedy = None if batch.greedy is None else self._rows(batch.episodes[num_rows:])
-        sampled = self.sampled_episodes(step)
-        return begun_prompts(batch.prompts, sampled), self._rows(sampled), greedy
+        sampled, compared = ([self._episodes[request] for request in part] for part in (requests, greedy))
+        prompts = begun_prompts(self._prompts(requests), sampled)
+        return prompts, self._rows_of(sampled), self._rows_of(compared) if greedy else None
+
+    def _prompts(self, requests: Sequence[int]) -> Prompts:
+        """The prompts of sampled requests."""
+        places = [self._rows[request] for request in requests]
+        sources = list({id(prompts): prompts for prompts, _ in places}.values())
+        if len(sources) == 1 and [row for _, row in places] == list(range(len(sources[0]))):
+            return sources[0]
+        first, firsts = 0, {}
+        for prompts in sources:
+            firsts[id(prompts)] = first
+            first += len(prompts)
+        prompts = Prompts.joined(sources)[torch.tensor([firsts[id(prompts)] + row for prompts, row in places])]
+        groups = torch.tensor([request // self.groups.group_size for request in requests])
+        return replace(prompts, uid=groups.unique(return_inverse=True)[1])
 
     @property
     def unbegun(self) -> dict[int, Episode]:
         """Episodes that have the dataset's prompt, and no token yet."""
         return {
-            (step - 1) * self.batch_rows + row: episode
-            for step, batch in sorted(self._batches.items())
-            for row, episode in enumerate(batch.episodes)
+            request: episode
+            for request, episode in sorted(self._episodes.items())
             if episode.opening is None and not (episode.token_ids or episode.finish)
         }
 
     def sampled_episodes(self, step: int) -> list[Episode]:
         """The episodes of a step's rows, without greedy responses; none of a batch that is not begun."""
-        batch = self._batches.get(step)
-        return [] if batch is None else batch.episodes[: len(batch.prompts)]
+        return [self._episodes[request] for request in self.requests_of(step)[0]]
 
     def drafts(self, step: int) -> DraftCounts:
         """What drafts did for the responses of a batch, in this process; zeros without draft tokens."""
         return self._drafts.get(step, DraftCounts())
 
-    def swap_groups(self, swap: GroupSwap) -> None:
-        """Late prompts and their episodes change places with finished ones of the next batch."""
-        step = swap.late[0] // self.batch_rows + 1
-        here, after = self._batches[step], self._batches[step + 1]
-        both = Prompts.joined([here.prompts, after.prompts])
-        rows, first = torch.arange(len(both)), (step - 1) * self.batch_rows
-        rows[[request - first for request in swap.new_place.values()]] = torch.tensor(
-            [request - first for request in swap.new_place]
-        )
-        episodes = [(here.episodes + after.episodes)[row] for row in rows.tolist()]
-        moved, num_rows = both[rows], len(here.prompts)
-        for batch, part in ((here, slice(0, num_rows)), (after, slice(num_rows, None))):
-            batch.prompts = replace(moved[part], uid=batch.prompts.uid)
-            batch.episodes = episodes[part]
-        self._moved |= swap.new_place.keys()
-
     def trained(self, step: int) -> None:
         """Drop the batches up to that of `step`."""
-        self._batches = {begun: batch for begun, batch in self._batches.items() if begun > step}
+        batch_of = self.groups.batch_of
+        self._episodes = {request: one for request, one in self._episodes.items() if batch_of(request) > step}
+        self._rows = {request: place for request, place in self._rows.items() if request in self._episodes}
         self._drafts = {begun: counts for begun, counts in self._drafts.items() if begun > step}
-        self._moved = {request for request in self._moved if request >= step * self.batch_rows}
 
     def episode(self, request: int) -> Episode:
         """The episode of a request."""
-        step, row = divmod(request, self.batch_rows)
-        return self._batches[step + 1].episodes[row]
+        return self._episodes[request]
 
     def tensors(self, after_step: int) -> dict[str, torch.Tensor]:
         """The episodes of batches after a step, for a checkpoint; prompts are not among them and are read again.
 
         requests int64 [N, 4]: number, attempt, length, state (see `STATES`). Of all requests end to end: token_ids
         int64 and is_sampled bool [T]; of the sampled ones versions int64 and log_probs float32. played uint8: what
-        `records_as_json` returns. moved int64 [M, 4], of requests whose prompts have changed places: number, the
-        prompt's row over all files, sample, and the step in which it began.
+        `records_as_json` returns. moved int64 [M, 4], of requests that began in an earlier batch: number, the prompt's
+        row over all files, sample, and the salt of its seeds.
         """
         kept = self._kept(after_step)
         moved = [
             [number, e.row["index"], e.row["sample"], e.sampling.salt]
-            for number in sorted(self._moved)
-            if number >= after_step * self.batch_rows
-            for e in [self.episode(number)]
+            for number, e in sorted(self._episodes.items())
+            if number < after_step * self.batch_rows and self.groups.batch_of(number) > after_step
         ]
         rows = [[number, e.attempt, len(e.token_ids), STATES.index(e.state)] for number, e in kept.items()]
         episodes = kept.values()
@@ -193,8 +190,8 @@ class InFlightBatches:
         }
 
     def load_tensors(self, tensors: dict[str, torch.Tensor], prompts_of: PromptsOf | None = None) -> None:
-        """Load what `tensors` returned; the batches must be added before. prompts_of: needed where prompts have changed
-        places. Raises KeyError, TypeError, ValueError for other content.
+        """Load what `tensors` returned; the batches must be added before. prompts_of: needed for requests that began in
+        an earlier batch. Raises KeyError, TypeError, ValueError for other content.
         """
         if "moved" in tensors and len(tensors["moved"]):
             self._load_moved(tensors["moved"], prompts_of)
@@ -222,33 +219,24 @@ class InFlightBatches:
 
     def _load_moved(self, moved: torch.Tensor, prompts_of: PromptsOf | None) -> None:
         if prompts_of is None:
-            raise ValueError("prompts changed their order, and nothing identifies them")
+            raise ValueError("requests began in an earlier batch, and nothing identifies their prompts")
         numbers, indices, samples, salts = moved.T
         prompts = prompts_of(indices.tolist())
         prompts.sample = samples
-        for step in sorted({number // self.batch_rows + 1 for number in numbers.tolist()}):
-            batch, here = self._batches[step], numbers // self.batch_rows + 1 == step
-            places = numbers[here] - (step - 1) * self.batch_rows
-            rows = torch.arange(len(batch.prompts))
-            rows[places] = len(rows) + torch.arange(len(places))
-            uid, salt = batch.prompts.uid, salts[here].tolist()
-            own = prompts[here.nonzero()[:, 0]]
-            batch.prompts = replace(Prompts.joined([batch.prompts, own])[rows], uid=uid)
-            sampling = batch.episodes[0].sampling
-            for at, (place, episode) in enumerate(zip(places.tolist(), new_episodes(own, sampling), strict=True)):
-                batch.episodes[place] = replace(episode, sampling=replace(sampling, salt=salt[at]))
-        self._moved |= set(numbers.tolist())
+        sampling = next(self._episodes[request].sampling for request in self._rows)
+        for row, (number, salt) in enumerate(zip(numbers.tolist(), salts.tolist(), strict=True)):
+            self._rows[number] = prompts, row
+            self._episodes[number] = new_episodes(prompts[row : row + 1], replace(sampling, salt=salt))[0]
 
     def _kept(self, after_step: int) -> dict[int, Episode]:
         return {
-            (step - 1) * self.batch_rows + row: episode
-            for step, batch in sorted(self._batches.items())
-            if step > after_step
-            for row, episode in enumerate(batch.episodes)
-            if episode.token_ids or episode.attempt or episode.finish or episode.opening
+            request: episode
+            for request, episode in sorted(self._episodes.items())
+            if self.groups.batch_of(request) > after_step
+            and (episode.token_ids or episode.attempt or episode.finish or episode.opening)
         }
 
-    def _rows(self, episodes: list[Episode]) -> Batch:
+    def _rows_of(self, episodes: list[Episode]) -> Batch:
         return rows_of(episodes, self._with_versions, self.has_turns)
 
 

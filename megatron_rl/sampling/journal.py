@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
@@ -159,6 +159,17 @@ class Resumed:
     step: int
 
 
+@dataclass(frozen=True)
+class Traded:
+    """A `GroupSwap` of a journal in which a request's number was its place in a batch: late groups and finished ones
+    took each other's numbers. `read_events` translates it.
+    """
+
+    event: ClassVar[str] = "traded"
+    late: tuple[int, ...]
+    ready: tuple[int, ...]
+
+
 Event = (
     Began
     | SliceDone
@@ -174,6 +185,7 @@ Event = (
     | Resumed
     | RequestDecision
     | GroupSwap
+    | Traded
 )
 KINDS: dict[str, type[Event]] = {kind.event: kind for kind in get_args(Event)}
 NUMBERS = tuple[int, ...]
@@ -214,7 +226,27 @@ def _is_of(wanted: Any, value: object) -> bool:
 
 def read_events(file: Path) -> list[Event]:
     """All events of a file. A last line without its end is left out: a kill has cut it off. Raises ValueError."""
-    return [from_json(line) for line in _whole_lines(file)]
+    return with_lasting_numbers([from_json(line) for line in _whole_lines(file)])
+
+
+def with_lasting_numbers(events: Sequence[Event]) -> list[Event]:
+    """The events with each request's first number throughout, where `Traded` lines gave it others."""
+    first: dict[int, int] = {}
+    found: list[Event] = []
+    for event in events:
+        if isinstance(event, Traded):
+            late, ready = (tuple(first.get(number, number) for number in part) for part in (event.late, event.ready))
+            first |= dict(zip((*event.late, *event.ready), (*ready, *late), strict=True))
+            event = GroupSwap(late, ready)
+        elif first and isinstance(event, SliceDone):
+            lists = (event.starts, event.drops, event.finished, event.away)
+            starts, drops, *ended = (tuple(first.get(number, number) for number in part) for part in lists)
+            finished, away = map(tuple, map(sorted, ended))
+            event = replace(event, starts=starts, drops=drops, finished=finished, away=away)
+        elif first and isinstance(event, TurnAnswered | EpisodeBegan | RequestDecision):
+            event = replace(event, request=first.get(event.request, event.request))
+        found.append(event)
+    return found
 
 
 def _whole_lines(file: Path) -> list[str]:
@@ -249,7 +281,7 @@ class Questions:
 
     def __init__(self, scheduler: RequestScheduler) -> None:
         self._decider = scheduler
-        self.counts = scheduler.counts
+        self.counts, self.groups = scheduler.counts, scheduler.groups
 
     @property
     def admits(self) -> bool:

@@ -29,17 +29,18 @@ class LengthHistory:
     """Lengths of the responses in trained batches, by their prompt's index in the dataset (`Prompts.index`).
 
     What is known of a prompt depends on the batch alone, as for `ResponseHistory`. prompt_of: request -> its prompt's
-    index; the owner of the run's responses sets it.
+    index, and batch_of: -> its batch; the owner of the run's responses sets both.
     """
 
     def __init__(self, rules: ScheduleConfig) -> None:
-        self._rules, self._ahead = rules, rules.ahead
+        self._ahead = rules.ahead
         self.prompt_of: Callable[[int], int] = lambda request: request
+        self.batch_of: Callable[[int], int] = rules.batch_of
         self._lengths: dict[int, list[Longest]] = defaultdict(list)
 
     def expected(self, request: int) -> int | None:
         """Return the tokens of the longest known response to a request's prompt; None if none is known."""
-        return self.of(self.prompt_of(request), self._rules.batch_of(request))
+        return self.of(self.prompt_of(request), self.batch_of(request))
 
     def of(self, prompt: int, batch: int) -> int | None:
         """Return the tokens of the longest response to a prompt in the last step that a request of `batch` may use;

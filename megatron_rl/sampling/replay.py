@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.errors import ReplayError
+from megatron_rl.sampling.group_map import GroupMap
 from megatron_rl.sampling.journal import Counted, Event, Interrupted, ReplicaLost, Resumed, SliceDone
 from megatron_rl.sampling.schedule_types import Counts, GroupSwap, Numbers, RequestDecision, ScheduleConfig, SliceOrder
+from megatron_rl.sampling.straggler_swap import move_groups
 
 
 @dataclass
@@ -32,15 +34,16 @@ class _Slice:
 
 
 class _JournalReader:
-    """Turns events into the slices of each replica."""
+    """Turns events into the slices of each replica. groups: the batch that trains each group, after all events."""
 
     def __init__(self, rules: ScheduleConfig) -> None:
         self.rules = rules
+        self.groups = GroupMap(rules.num_groups, rules.group_size)
         self.slices: dict[int, list[_Slice]] = defaultdict(list)
-        self.num_finished: Counter[int] = Counter()
+        self.finished: list[int] = []
         self.decisions: list[RequestDecision] = []
         self.interruptions: list[dict[int, int]] = []
-        self.swaps: dict[int, tuple[GroupSwap, dict[int, int]]] = {}
+        self.swaps: dict[int, GroupSwap] = {}
         self._inside: dict[int, set[int]] = defaultdict(set)
         self._abandoned: dict[int, set[int]] = defaultdict(set)
         self._owner: dict[int, int] = {}
@@ -55,9 +58,9 @@ class _JournalReader:
             case Interrupted():
                 self.interruptions.append({replica: len(slices) for replica, slices in self.slices.items()})
             case GroupSwap():
-                num_slices = {replica: len(slices) for replica, slices in self.slices.items()}
-                self.swaps[self.rules.batch_of(event.late[0])] = event, num_slices
-                self._rename(event.new_place)
+                self.swaps[self.groups.batch_of(event.late[0])] = event
+                move_groups(self.groups, event)
+                self._inside.clear()  # the engines are empty
             case ReplicaLost():
                 self._lose(event.replica)
             case Resumed():
@@ -69,20 +72,11 @@ class _JournalReader:
                     slices = slices[: self._away_since[event.request]]
                 (slices[-1].decisions if slices else self.decisions).append(event)
 
-    def _rename(self, new_place: Mapping[int, int]) -> None:
-        """Requests continue under other numbers; the engines are empty."""
-        self._inside.clear()
-        for known in (self._owner, self._left_after, self._away_since):
-            renamed = {new_place.get(request, request): value for request, value in known.items()}
-            known.clear()
-            known.update(renamed)
-
     def forget_slices(self) -> None:
-        """Take all slices read so far as done, with their tokens: only the numbers of finished requests are kept."""
+        """Take all slices read so far as done, with their tokens: only the finished requests are kept."""
         done = [(known.finished, known.decisions) for slices in self.slices.values() for known in slices]
         for finished, decisions in done:
-            ended = [*finished, *(decision.request for decision in decisions if decision.kind == "truncate")]
-            self.num_finished.update(self.rules.batch_of(request) for request in ended)
+            self.finished += [*finished, *(one.request for one in decisions if one.kind == "truncate")]
         for known in (
             *(self.slices, self._inside, self._abandoned),
             *(self._owner, self._left_after, self._away_since),
@@ -162,8 +156,10 @@ class Replay:
             raise ReplayError(f"the schedule has {max(reader.slices) + 1} replicas, this run has {num_replicas}")
         self._slices = [reader.slices[replica] for replica in range(num_replicas)]
         self._versions = [sorted({known.order.version for known in slices}) for slices in self._slices]
-        self._num_finished = reader.num_finished
-        self._trades = reader.swaps
+        self.groups = GroupMap(rules.num_groups, rules.group_size)
+        self._trained_in = reader.groups.batch_of
+        self._num_finished = Counter(self._trained_in(request) for request in reader.finished)
+        self._swaps = reader.swaps
         self._decisions = reader.decisions
         self._interruptions = deque(
             [before.get(replica, 0) for replica in range(num_replicas)] for before in reader.interruptions
@@ -213,21 +209,17 @@ class Replay:
             self.counts["resampled"] += self._counts_itself and decision.kind == "resample"
             ended += [decision.request] if decision.kind == "truncate" else []
             self.away.discard(decision.request)
-        self._num_finished.update(self.rules.batch_of(request) for request in ended)
+        self._num_finished.update(self._trained_in(request) for request in ended)
 
     def returned(self, request: int, is_finished: bool) -> None:
         """A request that was away has the reply to its turn."""
         self.away.remove(request)
-        self._num_finished[self.rules.batch_of(request)] += is_finished
+        self._num_finished[self._trained_in(request)] += is_finished
 
     def is_complete(self, step: int) -> bool:
         """Whether batch `step` is finished. Raises ReplayError if the recorded run ended before that."""
         if self._num_finished[step] == self.rules.batch_rows:
             return True
-        if step in self._trades:
-            _, num_slices = self._trades[step]
-            if all(self._num_done[replica] == num for replica, num in num_slices.items()):
-                return True
         ended = all(num == len(slices) for num, slices in zip(self._num_done, self._slices, strict=True))
         if ended and not self.away:
             raise ReplayError(f"the recorded schedule ends before batch {step} is complete")
@@ -256,11 +248,9 @@ class Replay:
         """
         if self._counted:
             self.counts.update(self._counted.popleft())
-        swap, _ = self._trades.pop(step, (None, {}))
+        swap = self._swaps.pop(step, None)
         if swap is not None:
-            num_late = self.rules.batch_rows - self._num_finished[step]
-            self._num_finished[step] += num_late
-            self._num_finished[step + 1] -= num_late
+            move_groups(self.groups, swap)
         return swap
 
     def saved(self, step: int, interrupted: bool = False) -> None:

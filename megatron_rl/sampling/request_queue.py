@@ -21,7 +21,7 @@ class RequestQueue:
     tokens after its prompt.
     engines: replica -> requests in its engine. reports: those of finished slices, without tokens, for metrics.
     episodes: answers turns; None: the first turn of a request is its last. num_late: requests of the batch taken last
-    that were late, and changed places. lengths: with them engines begin the longest requests first.
+    that were late, and left it. lengths: with them engines begin the longest requests first.
     """
 
     def __init__(
@@ -108,8 +108,6 @@ class RequestQueue:
         """Hand a complete batch to the trainer: prompts, responses, and greedy responses or None."""
         swap = self.scheduler.step_taken(step)
         self.num_late = 0 if swap is None else len(swap.late)
-        if swap is not None:
-            self.answers.swap_groups(swap)
         self.apply_decisions()
         self.answers.trained(step - 1)  # the batch itself is kept, in case its step is given up
         return self.answers.batch(step)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
+from megatron_rl.sampling.group_map import GroupMap
 from megatron_rl.sampling.schedule_types import GroupSwap, ScheduleConfig
-from megatron_rl.sampling.straggler_swap import plan_swap
+from megatron_rl.sampling.straggler_swap import move_groups, plan_swap
 
 
 @dataclass
@@ -28,12 +29,14 @@ class Requests:
     """Hands out requests in the order of their numbers. A request is open from its first hand-out until it is finished.
 
     open: the open requests by number. A request of a dead replica is given back and is handed out again first.
-    frontier: the first batch that is not complete. taken: the last batch that the trainer took.
+    frontier: the first batch that is not complete. taken: the last batch that the trainer took. groups: the batch of
+    every group.
     """
 
     def __init__(self, rules: ScheduleConfig) -> None:
         """No request is handed out; batches before `first_step` are taken."""
         self.rules = rules
+        self.groups = GroupMap(rules.num_groups, rules.group_size)
         self.open: dict[int, Request] = {}
         self.taken = rules.first_step - 1
         self.frontier = rules.first_step
@@ -48,16 +51,21 @@ class Requests:
             return self._given_back[0]
         return self._next_new if self._next_new < self.rules.num_steps_total * self.rules.batch_rows else None
 
+    def may_start(self, request: int, version: int) -> bool:
+        """Whether a waiting request may be handed out under `version`."""
+        if request < self._next_new:  # it has begun before
+            return self.groups.batch_of(request) <= self.rules.last_batch(version)
+        return request < self.rules.end_of_starts(version)
+
     def num_waiting(self, version: int) -> int:
         """Requests that may be handed out under `version`."""
-        end = self.rules.end_of_starts(version)
-        return sum(request < end for request in self._given_back) + max(0, end - self._next_new)
+        new = max(0, self.rules.end_of_starts(version) - self._next_new)
+        return sum(self.may_start(request, version) for request in self._given_back) + new
 
     def hand_out(self, num: int, version: int) -> list[int]:
         """The next `num` requests, or fewer if fewer may start under `version`."""
         handed_out: list[int] = []
-        end = self.rules.end_of_starts(version)
-        while len(handed_out) < num and (head := self.head()) is not None and head < end:
+        while len(handed_out) < num and (head := self.head()) is not None and self.may_start(head, version):
             if self._given_back:
                 heappop(self._given_back)
             else:
@@ -75,7 +83,7 @@ class Requests:
     def finish(self, request: int) -> None:
         """An open request has its reply."""
         del self.open[request]
-        self._num_finished[self.rules.batch_of(request)] += 1
+        self._num_finished[self.groups.batch_of(request)] += 1
         self._advance()
 
     def num_missing(self, batch: int) -> int:
@@ -90,31 +98,31 @@ class Requests:
 
     def planned_swap(self, batch: int) -> GroupSwap | None:
         """The swap that completes a batch; None if none can."""
-        return plan_swap(self.rules, batch, self.open, self._next_new, self._begun_under)
+        return plan_swap(self.groups, batch, self.open, self._next_new, self._begun_under, self.rules.ahead)
 
     def swap_groups(self, swap: GroupSwap) -> None:
-        """Late groups take the places of finished ones."""
-        size, new_place = self.rules.group_size, swap.new_place
-        for request in swap.late:
-            if request in self.open:
-                self._num_finished[self.rules.batch_of(request)] += 1
-                self._num_finished[self.rules.batch_of(new_place[request])] -= 1
-        self.open = {new_place.get(request, request): known for request, known in self.open.items()}
-        self._begun_under |= {new_place[r] // size: self._begun_under[r // size] for r in new_place}
+        """Late groups go to the next batch, and finished ones of it join this one."""
+        finished = [request for request in (*swap.late, *swap.ready) if request not in self.open]
+        self._num_finished.subtract(map(self.groups.batch_of, finished))
+        move_groups(self.groups, swap)
+        self._num_finished.update(map(self.groups.batch_of, finished))
         self._advance()
 
     def take(self, batch: int) -> None:
         """The trainer took a complete batch."""
         self.taken = batch
         del self._num_finished[batch]
-        end = self.rules.requests_of(batch).stop // self.rules.group_size
-        self._begun_under = {group: version for group, version in self._begun_under.items() if group >= end}
+        size, batch_of = self.rules.group_size, self.groups.batch_of
+        self._begun_under = {group: v for group, v in self._begun_under.items() if batch_of(group * size) > batch}
+        self.groups.forget(batch)
 
     def state_dict(self) -> dict[str, Any]:
         """State as JSON values, without the open requests."""
         state: dict[str, Any] = {"batch_rows": self.rules.batch_rows, "taken": self.taken, "next_new": self._next_new}
         if self.rules.extra_groups:
             state["begun_under"] = sorted(self._begun_under.items())
+        if moved := self.groups.moved:
+            state["moved"] = moved
         return state
 
     def load(self, state: Mapping[str, Any], still_open: Mapping[int, Request]) -> None:
@@ -128,9 +136,10 @@ class Requests:
         self.taken, self._next_new = state["taken"], state["next_new"]
         self.open = dict(still_open)
         self._begun_under = dict(state.get("begun_under", ()))
-        num_open = Counter(rules.batch_of(request) for request in still_open)
+        self.groups.load(state.get("moved", ()))
+        num_open = Counter(self.groups.batch_of(request) for request in still_open)
         for batch in range(self.taken + 1, rules.batch_of(self._next_new) + 1):
-            num_started = min(rules.batch_rows, self._next_new - rules.requests_of(batch).start)
+            num_started = sum(request < self._next_new for request in self.groups.requests_of(batch))
             self._num_finished[batch] = num_started - num_open[batch]
         self.frontier = self.taken + 1
         self._advance()

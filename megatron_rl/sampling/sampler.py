@@ -117,20 +117,26 @@ class Sampler:
         self.awaited = Awaited(self.episodes is not None or self.rules.slice_steps is not None)
         self._earlier = schedule.earlier
         self.answers = InFlightBatches(
-            self.rules.batch_rows, self.seed_of, self.journal is not None, limits, self.earlier_of
+            self.rules.batch_rows,
+            self.seed_of,
+            self.journal is not None,
+            limits,
+            self.earlier_of,
+            schedule.scheduler.groups,
         )
         self._cursor_ahead, self._last_begun = self.cursor.ahead(), self.rules.first_step - 1
         self.draw_prompts(schedule.last_batch)
         if schedule.checkpoint is not None:
             read_answers(schedule.checkpoint, self.answers, self._prompts_numbered)
+        self.answers.trained(self.rules.first_step - 1)  # groups that joined an earlier batch
         self.queue = RequestQueue(schedule.scheduler, self.answers, schedule.num_replicas, self.episodes)
         self.queue.lengths = self._lengths = schedule.lengths
         if schedule.lengths is not None:
             schedule.lengths.prompt_of = lambda request: int(self.answers.episode(request).row["index"])
+            schedule.lengths.batch_of = schedule.scheduler.groups.batch_of
         # Where slices are recorded, a repeated one must find the same cache, whatever was lost meanwhile.
         self.queue.keeps_prefixes = self.journal is None
-        # Otherwise all responses of a batch come together, or a response may still change its number.
-        if self.rules.slice_steps is not None and not self.rules.extra_groups:
+        if self.rules.slice_steps is not None:  # otherwise all responses of a batch come together
             self.queue.on_end = sources.scorer.begin
         self._begin_episodes()
 
@@ -247,7 +253,8 @@ class Sampler:
         prompts, rows, greedy = self.queue.batch(step)
         self.cursor.next_indices()  # these are the prompts of the batch: the cursor moves behind them
         self.keep(step, prompts, rows)
-        batch = SampledBatch(step, prompts, rows, greedy, first_request=self.rules.requests_of(step).start)
+        requests, compared = self.answers.requests_of(step)
+        batch = SampledBatch(step, prompts, rows, greedy, requests=requests, greedy_requests=compared)
         batch.metrics |= draft_metrics(self.answers.drafts(step))
         if self.episodes is not None:
             batch.metrics |= self._describe_episodes(step)

@@ -1,7 +1,8 @@
 """Rules, orders and decisions of the schedule of rollouts, as plain data.
 
-Training step s trains batch s; its requests are numbered (s-1)*batch_rows + row. Version v is the weights after step v.
-A token of batch s that version w generates has staleness (s-1) - w, which is never above `ahead`.
+Training step s trains batch s. It begins with the requests (s-1)*batch_rows + row; `GroupMap` has those that belong to
+it later. Version v is the weights after step v. A token of batch s that version w generates has staleness (s-1) - w,
+which is never above `ahead`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
+
+from megatron_rl.sampling.group_map import GroupMap
 
 POLICIES = ("wait", "truncate", "resample")
 
@@ -59,7 +62,7 @@ class ScheduleConfig:
     awaits_turns: bool = False
     """A round starts only when no request is away, so that orders do not depend on how long replies to turns take."""
     extra_groups: int = 0
-    """Groups of the next batch that may start while a batch is generated; late groups are swapped with them
+    """Groups of the next batch that may start while a batch is generated; they join it in place of late groups
     (`straggler_swap.py`). 0: all that `ahead` allows, without swaps."""
     group_size: int = 1
     """Requests per group."""
@@ -100,12 +103,17 @@ class ScheduleConfig:
         """
         return 0 if self.colocated else min(1, self.ahead + 1 - self.sync_every)
 
+    @property
+    def num_groups(self) -> int:
+        """The groups with which a batch begins."""
+        return self.batch_rows // self.group_size
+
     def batch_of(self, request: int) -> int:
-        """The batch that a request belongs to."""
+        """The batch in whose order a request begins."""
         return request // self.batch_rows + 1
 
     def requests_of(self, batch: int) -> range:
-        """The numbers of a batch's requests."""
+        """The requests with which a batch begins."""
         return range((batch - 1) * self.batch_rows, batch * self.batch_rows)
 
     def last_batch(self, version: int) -> int:
@@ -113,7 +121,7 @@ class ScheduleConfig:
         return min(version + 1 + self.ahead, self.num_steps_total)
 
     def end_of_starts(self, version: int) -> int:
-        """The first request that may not start under `version`."""
+        """The first request that may not begin under `version`."""
         if not self.extra_groups:
             return self.last_batch(version) * self.batch_rows
         end = (version + 1) * self.batch_rows + self.extra_groups * self.group_size
@@ -161,19 +169,13 @@ class RequestDecision:
 
 @dataclass(frozen=True)
 class GroupSwap:
-    """The requests of late groups, and those whose places they take, one for one. It is also a line of the journal.
-
-    A request is a place in a batch: what is generated for it changes, and its number does not.
+    """The requests of late groups, which leave their batch for the next one, and of as many finished groups, which join
+    it from there. It is also a line of the journal.
     """
 
-    event: ClassVar[str] = "traded"
+    event: ClassVar[str] = "swapped"
     late: tuple[int, ...]
     ready: tuple[int, ...]
-
-    @property
-    def new_place(self) -> dict[int, int]:
-        """Request -> the number under which it continues."""
-        return dict(zip((*self.late, *self.ready), (*self.ready, *self.late), strict=True))
 
 
 class RequestScheduler(Protocol):
@@ -186,6 +188,9 @@ class RequestScheduler(Protocol):
 
     counts: dict[str, int]
     """For metrics: renewed, moved, truncated, resampled, forgotten_tokens since the run began."""
+
+    groups: GroupMap
+    """Which batch each group belongs to now."""
 
     def next_order(self, replica: int) -> SliceOrder | None:
         """The replica's next slice, which is outstanding from now on. None: there is none until another fact
@@ -207,8 +212,8 @@ class RequestScheduler(Protocol):
         """All living replicas have received the weights of `version`; they take them with a later order."""
 
     def step_taken(self, step: int) -> GroupSwap | None:
-        """The trainer takes batch `step`, which is complete. Returns the swap that made it so, if late groups changed
-        places (`ScheduleConfig.extra_groups`): all engines are empty then.
+        """The trainer takes batch `step`, which is complete. Returns the swap that made it so, if late groups left it
+        (`ScheduleConfig.extra_groups`): all engines are empty then.
         """
 
     def saved(self, step: int, interrupted: bool = False) -> None:

@@ -67,6 +67,7 @@ class Scheduler:
         first = rules.first_step - 1
         self._replicas = [_Replica(first, first) for _ in range(num_replicas)]
         self._requests = Requests(rules)
+        self.groups = self._requests.groups
         self._announced, self._expect = first, expect
         self._planned: dict[int, SliceOrder] = {}
         self._decisions: list[RequestDecision] = []
@@ -116,7 +117,7 @@ class Scheduler:
         head = self._requests.head()
         if known.owned or head is None:
             return None
-        batch = self.rules.batch_of(head)
+        batch = self.groups.batch_of(head)
         return None if batch <= self.rules.last_batch(known.ready) else self.rules.needed_version(batch)
 
     def may_send(self, version: int) -> bool:
@@ -215,7 +216,6 @@ class Scheduler:
         if swap is not None:
             self._requests.swap_groups(swap)
             for replica in self._replicas:
-                replica.owned = {swap.new_place.get(request, request) for request in replica.owned}
                 replica.inside.clear()
         self._requests.take(step)
         return swap
@@ -271,7 +271,7 @@ class Scheduler:
         head = self._requests.head()
         if head is None:
             return []
-        return [replica for replica, version in versions.items() if head < self.rules.end_of_starts(version)]
+        return [replica for replica, version in versions.items() if self._requests.may_start(head, version)]
 
     def _shares(self, takers: Sequence[int], num_waiting: int) -> list[int]:
         replicas = [self._replicas[taker] for taker in takers]
@@ -389,7 +389,7 @@ class Scheduler:
         if self.rules.straggler_policy == "wait" or not is_late:
             return None
         present = replica.owned - self.away
-        return next((request for request in present if self.rules.batch_of(request) == next_batch), None)
+        return next((request for request in present if self.groups.batch_of(request) == next_batch), None)
 
     def _act_on_straggler(self, replica: _Replica, request: int) -> None:
         """Count one more slice that has not finished the request, and apply the policy at the limit."""
@@ -434,7 +434,7 @@ class Scheduler:
     def _load_owner(self, request: int, owner: int | None) -> None:
         """Leave the request with its replica if that may continue it, else give it back."""
         replica = self._replicas[owner] if owner is not None and owner < len(self._replicas) else None
-        if replica is None or self.rules.batch_of(request) > self.rules.last_batch(replica.held):
+        if replica is None or self.groups.batch_of(request) > self.rules.last_batch(replica.held):
             if not (self.rules.partial and request in self.away):
                 self.away.discard(request)
                 self._give_back(request)

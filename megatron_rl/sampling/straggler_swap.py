@@ -1,4 +1,4 @@
-"""Over-sampling: late groups of a batch change places with finished ones of the next batch.
+"""Over-sampling: late groups of a batch are trained in the next one, and finished groups of that in this one.
 
 A batch has all its groups then, and none waits for the longest response. A late group keeps its tokens and continues in
 the next step, so no response is dropped for its length.
@@ -8,11 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from megatron_rl.sampling.schedule_types import GroupSwap, ScheduleConfig
+from megatron_rl.sampling.group_map import GroupMap, requests_of_groups
+from megatron_rl.sampling.schedule_types import GroupSwap
 
 
 def plan_swap(
-    rules: ScheduleConfig, step: int, still_open: Collection[int], num_begun: int, begun_under: Mapping[int, int]
+    groups: GroupMap,
+    step: int,
+    still_open: Collection[int],
+    num_begun: int,
+    begun_under: Mapping[int, int],
+    ahead: int,
 ) -> GroupSwap | None:
     """The swap that completes batch `step`; None if there is none yet.
 
@@ -20,18 +26,21 @@ def plan_swap(
     the version under which its first request began. A group may become late only while its tokens, trained one step
     later, are not older than `ahead`; the batch waits for the others.
     """
-    size, next_batch = rules.group_size, rules.requests_of(step + 1)
-    late = sorted({request // size for request in still_open if request < next_batch.start})
-    if num_begun < next_batch.start or any(step - begun_under[group] > rules.ahead for group in late):
-        return None
-    end = min(next_batch.stop, num_begun) // size
+    size, own = groups.group_size, groups.of(step)
     held_up = {request // size for request in still_open}
-    ready = [group for group in range(next_batch.start // size, end) if group not in held_up][: len(late)]
+    late = [group for group in own if group in held_up]
+    if num_begun < (own[-1] + 1) * size or any(step - begun_under[group] > ahead for group in late):
+        return None
+    after = [group for group in groups.of(step + 1) if (group + 1) * size <= num_begun]
+    ready = [group for group in after if group not in held_up][: len(late)]
     if len(ready) < len(late):
         return None
-    return GroupSwap(requests_of_groups(late, size), requests_of_groups(ready, size))
+    return GroupSwap(*(tuple(requests_of_groups(chosen, size)) for chosen in (late, ready)))
 
 
-def requests_of_groups(groups: Collection[int], size: int) -> tuple[int, ...]:
-    """The requests of groups of `size` samples, in the order of the groups."""
-    return tuple(group * size + sample for group in groups for sample in range(size))
+def move_groups(groups: GroupMap, swap: GroupSwap) -> None:
+    """Late groups go to the next batch, and finished ones of it join this one."""
+    step = groups.batch_of(swap.late[0])
+    for requests, batch in ((swap.late, step + 1), (swap.ready, step)):
+        for group in {request // groups.group_size for request in requests}:
+            groups.move(group, batch)

@@ -77,13 +77,12 @@ class RewardScorer:
 
     def take(self) -> Batch:
         """Raises RewardError as `Rewards.training_scores`."""
-        batch, rewards, first = self._batch, self.rewards, self._batch.first_request
+        batch, rewards = self._batch, self.rewards
         if batch.scored is None:
-            batch.scored = rewards.training_scores(batch.prompts, batch.rows, self._pending, first_answer=first)
+            batch.scored = rewards.training_scores(batch.prompts, batch.rows, self._pending, numbers=batch.requests)
         greedy = None
         if batch.greedy is not None:
-            after = None if first is None else first + len(batch.rows)
-            greedy = rewards.greedy_scores(batch.prompts, batch.greedy, self._greedy, after)
+            greedy = rewards.greedy_scores(batch.prompts, batch.greedy, self._greedy, batch.greedy_requests)
         batch.metrics |= rewards.shaping.metrics()
         components = rewards.components(batch.scored)
         return Batch(scores=batch.scored.scores, components=components, greedy_scores=greedy)

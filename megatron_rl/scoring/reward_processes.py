@@ -36,12 +36,12 @@ class RewardProcesses(WorkProcesses):
         self._begun[answer] = job, sample.solution
         self.submit([job_of(job, sample)])
 
-    def score(self, samples: Sequence[Sample], first_answer: int | None = None) -> list[Outcome]:
+    def score(self, samples: Sequence[Sample], numbers: Sequence[int] = ()) -> list[Outcome]:
         """Return one outcome per sample, in order; takes as long as the slowest sample. Raises RewardError as `take`.
 
-        first_answer: the samples are the responses of this number and those after it, which may have begun.
+        numbers: request numbers, if they may have begun.
         """
-        jobs, outcomes = self._open_jobs(samples, first_answer), self._outcomes
+        jobs, outcomes = self._open_jobs(samples, numbers), self._outcomes
         while missing := [job for job in jobs if job not in outcomes]:
             outcomes.update(self.take(waits=True))
             own = [outcomes[job] for job in jobs if job in outcomes]
@@ -52,11 +52,11 @@ class RewardProcesses(WorkProcesses):
                 outcomes.update({job: failed(TIMED_OUT, reason) for job in missing if job not in outcomes})
         return [outcomes.pop(job) for job in jobs]
 
-    def _open_jobs(self, samples: Sequence[Sample], first_answer: int | None) -> list[int]:
+    def _open_jobs(self, samples: Sequence[Sample], numbers: Sequence[int]) -> list[int]:
         """The jobs of samples, of which those that have not begun are submitted."""
         jobs, new = [], []
         for row, sample in enumerate(samples):
-            job, solution = (None, "") if first_answer is None else self._begun.pop(first_answer + row, (None, ""))
+            job, solution = self._begun.pop(numbers[row], (None, "")) if numbers else (None, "")
             if job is None or solution != sample.solution:
                 job = next(self._jobs)
                 new.append(job_of(job, sample))
@@ -84,7 +84,7 @@ class RewardHere(contextlib.nullcontext[Any]):
     def begin(self, answer: int, sample: Sample) -> None:
         """Do nothing: a call would hold the run up now as well as later."""
 
-    def score(self, samples: Sequence[Sample], first_answer: int | None = None) -> list[Outcome]:
+    def score(self, samples: Sequence[Sample], numbers: Sequence[int] = ()) -> list[Outcome]:
         """Return one outcome per sample, in order."""
         if is_async(self._function):
             return asyncio.run(self._score_side_by_side(samples))

@@ -118,10 +118,10 @@ class Rewards:
         answers: Batch,
         pending: Pending,
         shape: Callable[[ModelScores], Shaped | None],
-        first_answer: int | None = None,
+        numbers: Sequence[int] = (),
     ) -> ScoredAnswers:
         with self._clock.phase("reward"):
-            scored = rules(prompts, answers, first_answer)
+            scored = rules(prompts, answers, numbers)
             if scored.first_failure is not None:
                 failed = sum(outcome.failure != "" for outcome in scored.outcomes)
                 first = scored.first_failure
@@ -136,13 +136,13 @@ class Rewards:
         answers: Batch,
         pending: Pending,
         counts: bool = True,
-        first_answer: int | None = None,
+        numbers: Sequence[int] = (),
     ) -> ScoredAnswers:
         """Score responses for training: as `task_scores`, with the models' scores normalised and clipped as configured,
         minus the penalty of overlong responses if configured.
 
-        counts: add the models' scores to their running means, but for episodes that failed. first_answer: the number of
-        the first response, if `begin` may have been called for them.
+        counts: add the models' scores to their running means, but for episodes that failed. numbers: request numbers,
+        if `begin` may have been called for them.
         """
 
         failed = answers.get("failed")
@@ -151,7 +151,7 @@ class Rewards:
         def shape(model: ModelScores) -> Shaped | None:
             return self.shaping(model.name, model.scores, model.scores[counted[model.all_rows]])
 
-        scored = self._combined(self._training_rules, prompts, answers, pending, shape, first_answer)
+        scored = self._combined(self._training_rules, prompts, answers, pending, shape, numbers)
         overlong = self.config.reward_model.overlong_buffer
         if not overlong.enable:
             return scored
@@ -169,13 +169,13 @@ class Rewards:
         return torch.tensor([scored.numbers(key, failed) for key in keys], dtype=torch.float32).T.contiguous()
 
     def greedy_scores(
-        self, prompts: Prompts, answers: Batch, pending: Pending, first_answer: int | None = None
+        self, prompts: Prompts, answers: Batch, pending: Pending, numbers: Sequence[int] = ()
     ) -> torch.Tensor:
         """float32 [B]: for each row of `prompts` the score of its group's greedy response; `answers` has one
-        per group, in the order of `one_per_group`. first_answer: as in `training_scores`.
+        per group, in the order of `one_per_group`. numbers: as in `training_scores`.
         """
         _, group = prompts.uid.unique(return_inverse=True)
-        scored = self.training_scores(prompts.one_per_group(), answers, pending, False, first_answer)
+        scored = self.training_scores(prompts.one_per_group(), answers, pending, False, numbers)
         return scored.scores[group]
 
 

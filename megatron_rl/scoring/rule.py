@@ -52,14 +52,14 @@ class RuleReward:
         text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         self.processes.begin(answer, Sample(row["data_source"], text, row["ground_truth"], row["extra_info"]))
 
-    def __call__(self, prompts: Prompts, answers: Batch, first_answer: int | None = None) -> ScoredAnswers:
+    def __call__(self, prompts: Prompts, answers: Batch, numbers: Sequence[int] = ()) -> ScoredAnswers:
         """Score B responses. Their text has no special tokens (EOS, padding); an empty response is the text "".
 
-        first_answer: the number of the first one, if they may have begun. Raises RewardError, naming the first sample,
+        numbers: request numbers, if they may have begun. Raises RewardError, naming the first sample,
         if all of them fail, unless that is allowed.
         """
         samples = read_samples(prompts, answers, self.tokenizer)
-        outcomes = self.processes.score(samples, first_answer)
+        outcomes = self.processes.score(samples, numbers)
         failures = [row for row, outcome in enumerate(outcomes) if outcome.failure]
         first_failure = None
         if failures:
@@ -86,7 +86,7 @@ class NoRule(contextlib.nullcontext[Any]):
     def begin(self, answer: int, row: Mapping[str, Any], token_ids: Sequence[int]) -> None:
         """Do nothing."""
 
-    def __call__(self, prompts: Prompts, answers: Batch, first_answer: int | None = None) -> ScoredAnswers:
+    def __call__(self, prompts: Prompts, answers: Batch, numbers: Sequence[int] = ()) -> ScoredAnswers:
         """Return B responses without a score."""
         samples = read_samples(prompts, answers, self.tokenizer)
         return ScoredAnswers(torch.zeros(len(samples)), samples, [Outcome(None) for _ in samples], None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,8 +17,7 @@ class SampledBatch:
 
     rows: prompts with their responses, to which scorers add columns. greedy: one response per group, in the order of
     `one_per_group`, if the estimator needs it. scored: the responses' scores, once they are there. metrics: of sampling
-    and scoring. first_request: the number of the first response; the others follow it, and then greedy ones. None: the
-    schedule does not have them.
+    and scoring. requests, greedy_requests: the numbers of the responses in the schedule; empty: it does not have them.
     """
 
     step: int
@@ -26,7 +26,8 @@ class SampledBatch:
     greedy: Batch | None = None
     scored: ScoredAnswers | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    first_request: int | None = None
+    requests: Sequence[int] = ()
+    greedy_requests: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         groups, failed = self.prompts.uid, self.rows.get("failed")

@@ -94,12 +94,13 @@ def draw_steps(replicas: Sequence[Replica], arm: str, num_steps: int) -> tuple[f
     rules = rules_of(arm, num_steps)
     get_all([replica.host(SleepingHost).build(ROLLOUT) for replica in replicas])
     rollouts = [replica.handle(ROLLOUT, SleepingRollout) for replica in replicas]
-    answers = InFlightBatches(rules.batch_rows, lambda *place: 0)
     lengths, last, ends = LengthHistory(rules), 0, [time.monotonic()]
-    lengths.prompt_of = lambda request: answers.episode(request).row["index"]
     engine_steps: list[int] = []
     is_ordered = arm in ("longest first", "both")
     scheduler = Scheduler(rules, REPLICAS, None, lengths.expected if is_ordered else None)
+    answers = InFlightBatches(rules.batch_rows, lambda *place: 0, groups=scheduler.groups)
+    lengths.prompt_of = lambda request: answers.episode(request).row["index"]
+    lengths.batch_of = scheduler.groups.batch_of
     queue = RequestQueue(scheduler, answers, REPLICAS)
     queue.lengths = lengths if is_ordered else None
     for step in range(1, num_steps + 1):

@@ -26,6 +26,7 @@ SCHEDULE = {
         "engine_model",
         "reference_times",
         "journal",
+        "group_map",
         "in_flight",
         "replay",
         "requests",

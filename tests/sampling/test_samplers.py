@@ -115,7 +115,7 @@ def streaming(config: RunConfig, rule, models=(), earlier=None) -> tuple[PoolSam
 def mixed_rule(mixed: set[int]):
     """Only prompts whose number is in `mixed` get scores that differ."""
 
-    def rule(prompts: Prompts, answers: Batch, first_answer=None) -> ScoredAnswers:
+    def rule(prompts: Prompts, answers: Batch, numbers=()) -> ScoredAnswers:
         rows = zip(prompts.index.tolist(), prompts.sample.tolist(), strict=True)
         return scored([float(index in mixed and sample == 1) for index, sample in rows])
 
@@ -171,7 +171,7 @@ def test_scores_of_greedy_answers_reach_their_groups():
     """One answer per group, for all its samples; overlong ones are penalised. Would not catch a sampled baseline."""
     config = run_config()
     config.reward_model.overlong_buffer.enable, config.reward_model.overlong_buffer.len = True, 1
-    rollouts, rollout = streaming(config, lambda p, g, first=None: scored(g.sampled_ids.values().float().tolist()))
+    rollouts, rollout = streaming(config, lambda p, g, numbers=(): scored(g.sampled_ids.values().float().tolist()))
     prompts = Prompts.joined([rollouts.next_prompts(rollouts.cursor) for _ in range(2)])
     prompts.uid = torch.tensor([8, 8, 3, 3, 5, 5, 9, 9])
     one = prompts.one_per_group()
@@ -204,7 +204,7 @@ def test_groups_are_compared_by_the_rule_and_two_reward_models_together():
     config.reward_model.enable, config.reward_model.rule_weight, config.reward_model.weight = True, 2.0, 0.5
     specs = Placement.of(config).reward_models
     models = zip(specs, [Judge(1), Judge(2)], strict=True)
-    rollouts, rollout = streaming(config, lambda p, g, first=None: scored([1.0] * len(p)), models)
+    rollouts, rollout = streaming(config, lambda p, g, numbers=(): scored([1.0] * len(p)), models)
     batch = rollouts.next(step=1)
     assert batch.metrics == {"train/num_gen_batches": 1, "train/differing_groups": 1.0}
     assert batch.prompts.index.tolist() == [0, 0, 1, 1] and batch.scored.scores.tolist() == [2.0, 2.5, 0.0, -1.0]
@@ -233,7 +233,7 @@ def test_a_rule_of_validation_is_not_asked_in_training():
     class Rule:
         tokenizer = load_tokenizer(str(REPOSITORY / "assets/demo/model"))
 
-        def __call__(self, prompts: Prompts, answers: Batch, first_answer=None) -> ScoredAnswers:
+        def __call__(self, prompts: Prompts, answers: Batch, numbers=()) -> ScoredAnswers:
             asked.append(len(prompts))
             return scored([1.0, 0.0])
 
@@ -281,7 +281,7 @@ def test_each_reward_model_reads_in_its_own_way():
     reader = TextReader("reward_model", tokenizer, tokenizer, 3, "reward_model.max_length")
     text, tokens = Reading(), Reading()
     models = list(zip(Placement.of(config).reward_models, (text, tokens), strict=True))
-    rule, clock = (lambda p, g, first=None: scored([0.0] * len(p))), PhaseClock(lambda name: None)
+    rule, clock = (lambda p, g, numbers=(): scored([0.0] * len(p))), PhaseClock(lambda name: None)
     rewards = Rewards(config, rule, models, warnings.append, clock, {"reward_model": reader})
     prompts = Pairs().batch(torch.tensor([0, 1]))
     prompts.prompt_ids = ragged([torch.tensor([1]), torch.tensor([2])])

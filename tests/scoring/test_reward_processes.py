@@ -250,9 +250,9 @@ def test_answers_may_begin_before_their_batch(start, tmp_path):
     with start(COUNTED, timeout_s=10.0) as processes:
         for answer, text in ((8, "8"), (7, "7"), (11, "11"), (9, "drawn again")):
             processes.begin(answer, samples(text)[0])
-        assert [outcome.score for outcome in processes.score(samples("7", "8", "9"), first_answer=7)] == [7, 8, 9]
+        assert [outcome.score for outcome in processes.score(samples("7", "8", "9"), numbers=range(7, 10))] == [7, 8, 9]
         assert [outcome.score for outcome in processes.score(samples("1", "2"))] == [1, 2]
-        assert [outcome.score for outcome in processes.score(samples("10", "11"), first_answer=10)] == [10, 11]
+        assert [outcome.score for outcome in processes.score(samples("10", "11"), numbers=(10, 11))] == [10, 11]
     assert sorted(calls.read_text().split("\n")) == sorted(["7", "8", "11", "drawn again", "9", "1", "2", "10", ""])
 
 
@@ -262,5 +262,5 @@ def test_a_batch_that_is_given_up_takes_later_answers_along(start):
         for answer in range(40):
             processes.begin(answer, samples("time.sleep(1000)")[0])
         processes.begin(40, samples("4")[0])
-        assert {o.failure for o in processes.score(samples(*["time.sleep(1000)"] * 40), 0)} == {"timed_out"}
-        assert processes.score(samples("4"), 40)[0].score == 4.0
+        assert {o.failure for o in processes.score(samples(*["time.sleep(1000)"] * 40), range(40))} == {"timed_out"}
+        assert processes.score(samples("4"), (40,))[0].score == 4.0
