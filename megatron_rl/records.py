@@ -15,7 +15,7 @@ from typing import Any, overload
 import torch
 
 from megatron_rl.columns import COLUMNS
-from megatron_rl.remote_columns import RemoteColumn
+from megatron_rl.remote_columns import ColumnPiece, RemoteColumn
 
 Stored = torch.Tensor | RemoteColumn
 """A column: dense, ragged, or ragged and held where ranks made it."""
@@ -44,15 +44,11 @@ def row_lengths(batch: Stored) -> torch.Tensor:
     return lengths
 
 
-def ragged_or_held(rows: Sequence[Stored]) -> Stored:
-    """Pack B tensors [n, ...], of which some may be remote columns of one row, into one ragged column, held if one
-    is."""
-    tensors = [row for row in rows if isinstance(row, torch.Tensor)]
-    if len(tensors) == len(rows):
-        return ragged_from_lengths(torch.cat(tensors), torch.tensor([len(row) for row in tensors]))
-    return RemoteColumn.joined(
-        [RemoteColumn.of(row, torch.tensor([len(row)])) if isinstance(row, torch.Tensor) else row for row in rows]
-    )
+def ragged_of_pieces(rows: Sequence[Sequence[ColumnPiece]]) -> Stored:
+    """Pack B rows of pieces, of which there is at least one, into one ragged column, held if one piece is."""
+    column = RemoteColumn.of_pieces(rows)
+    is_here = all(isinstance(part, torch.Tensor) for part in column.parts)
+    return ragged_from_lengths(column.values(), column.lengths) if is_here else column
 
 
 Conversation = str | list[dict[str, Any]]
@@ -136,7 +132,7 @@ class Sampling:
     """Sampling parameters: temperature 0 is greedy; `max_tokens` counts the end token.
 
     salt: a part of every request's seed that differs between batches. with_experts: return the experts of each token
-    too, from an engine that can, of responses that are sampled in one slice.
+    too, from an engine that can.
     """
 
     temperature: float
@@ -274,10 +270,14 @@ class Batch:
     def joined(batches: Sequence[Batch]) -> Batch:
         """Return the rows of several batches of the same columns, one after the other.
 
-        Where some have `conversation_starts`, the rows of the others are one conversation each.
+        Where some have `conversation_starts`, the rows of the others are one conversation each; where some have
+        `routed_experts`, those of the others are not known.
         """
         if any("conversation_starts" in batch for batch in batches):
             batches = [batch._with_starts() for batch in batches]
+        routed = next((batch._columns["routed_experts"] for batch in batches if "routed_experts" in batch), None)
+        if routed is not None:
+            batches = [batch._with_experts_like(none_of(routed)) for batch in batches]
         columns = {name: [batch.stored(name) for batch in batches] for name in batches[0].names}
         return Batch._like({name: joined_stored(parts) for name, parts in columns.items()})
 
@@ -285,6 +285,10 @@ class Batch:
         mask = self["sampled"]
         none = ragged_from_lengths(torch.zeros_like(mask.values()), row_lengths(mask))
         return self._like({"conversation_starts": none, **self._columns})
+
+    def _with_experts_like(self, nothing: torch.Tensor) -> Batch:
+        unknown = ragged_from_lengths(nothing, torch.zeros(len(self), dtype=torch.int64))
+        return self._like({"routed_experts": unknown, **self._columns})
 
     @staticmethod
     def _like(columns: dict[str, Stored]) -> Batch:

@@ -11,7 +11,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import torch
 
@@ -69,31 +69,75 @@ class RemoteSegment:
 Part = RemoteSegment | torch.Tensor
 
 
+class ColumnPiece(NamedTuple):
+    """Neighbouring elements of a row: `length` of a part, from its element `first` on."""
+
+    part: Part
+    first: int
+    length: int
+
+    @classmethod
+    def whole(cls, values: torch.Tensor) -> ColumnPiece:
+        """All elements of a tensor of this process."""
+        return cls(values, 0, len(values))
+
+
 class RemoteColumn:
     """A ragged column [B, (N), *element], of which this process has not the values but where they lie.
 
-    parts: where; a small share of a column may be a tensor. part, first, lengths: int64 [B], of each row the number of
-    its part, its first element there and its elements. Where parts have elements of several shapes, the smaller are
-    filled up with 0 on the right. Has the methods of a ragged tensor that do not compute.
+    A row is one or more pieces, which were stored where and when they were made. parts: the segments of all pieces; a
+    small share of a column may be a tensor. part, first, sizes: int64 [P], of each piece, row after row, the number of
+    its part, its first element in that and its elements. num_pieces: int64 [B], those of each row. Where parts have
+    elements of several shapes, the smaller are filled up with 0 on the right. Has the methods of a ragged tensor that
+    do not compute.
     """
 
     is_nested = True
 
-    def __init__(self, parts: Sequence[Part], part: torch.Tensor, first: torch.Tensor, lengths: torch.Tensor) -> None:
-        self.parts, self.part, self.first, self.lengths = tuple(parts), part, first, lengths
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        part: torch.Tensor,
+        first: torch.Tensor,
+        sizes: torch.Tensor,
+        num_pieces: torch.Tensor,
+    ) -> None:
+        self.parts, self.part, self.first, self.sizes = tuple(parts), part, first, sizes
+        self.num_pieces = num_pieces
         self._values: torch.Tensor | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RemoteColumn, (self.parts, self.part, self.first, self.lengths)
+        return RemoteColumn, (self.parts, self.part, self.first, self.sizes, self.num_pieces)
 
     @classmethod
     def of(cls, part: Part, lengths: torch.Tensor) -> RemoteColumn:
         """All elements of one part, as rows of `lengths` (int64 [B]) end to end."""
-        return cls([part], torch.zeros_like(lengths), lengths.cumsum(0) - lengths, lengths)
+        return cls([part], torch.zeros_like(lengths), lengths.cumsum(0) - lengths, lengths, torch.ones_like(lengths))
+
+    @classmethod
+    def of_pieces(cls, rows: Sequence[Sequence[ColumnPiece]]) -> RemoteColumn:
+        """Rows of pieces, of which there is at least one."""
+        pieces = [piece for row in rows for piece in row]
+        parts = {id(piece.part): piece.part for piece in pieces}
+        numbers = {known: number for number, known in enumerate(parts)}
+        table = [(numbers[id(piece.part)], piece.first, piece.length) for piece in pieces]
+        part, first, sizes = torch.tensor(table, dtype=torch.int64).view(-1, 3).T.contiguous()
+        return cls(list(parts.values()), part, first, sizes, torch.tensor([len(row) for row in rows]))
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """int64 [B]: elements of each row."""
+        row = torch.arange(len(self.num_pieces)).repeat_interleave(self.num_pieces)
+        return torch.zeros_like(self.num_pieces).index_add_(0, row, self.sizes)
+
+    def pieces(self) -> list[ColumnPiece]:
+        """Return the pieces of all rows, one after the other."""
+        table = zip(self.part.tolist(), self.first.tolist(), self.sizes.tolist(), strict=True)
+        return [ColumnPiece(self.parts[part], first, size) for part, first, size in table]
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        return len(self.lengths)
+        return len(self.num_pieces)
 
     @property
     def element(self) -> tuple[int, ...]:
@@ -111,7 +155,7 @@ class RemoteColumn:
 
     def numel(self) -> int:
         """Return the count of its numbers."""
-        return int(self.lengths.sum()) * torch.Size(self.element).numel()
+        return int(self.sizes.sum()) * torch.Size(self.element).numel()
 
     def offsets(self) -> torch.Tensor:
         """int64 [B + 1]: where each row begins in `values`, and their end."""
@@ -119,9 +163,11 @@ class RemoteColumn:
 
     def rows(self, rows: torch.Tensor) -> RemoteColumn:
         """Return the rows with these numbers (int64), and of the parts those that they lie in."""
-        used, part = self.part[rows].unique(return_inverse=True)
+        of_rows = torch.arange(len(self.part)).split(self.num_pieces.tolist())
+        pieces = torch.cat([rows[:0], *(of_rows[row] for row in rows.tolist())])
+        used, part = self.part[pieces].unique(return_inverse=True)
         parts = [self.parts[number] for number in used.tolist()] or self.parts[:1]
-        return RemoteColumn(parts, part, self.first[rows], self.lengths[rows])
+        return RemoteColumn(parts, part, self.first[pieces], self.sizes[pieces], self.num_pieces[rows])
 
     @staticmethod
     def joined(columns: Sequence[RemoteColumn]) -> RemoteColumn:
@@ -130,13 +176,15 @@ class RemoteColumn:
         for column in columns:
             part.append(column.part + len(parts))
             parts += column.parts
-        first, lengths = (torch.cat([getattr(column, name) for column in columns]) for name in ("first", "lengths"))
-        return RemoteColumn(parts, torch.cat(part), first, lengths)
+        first, sizes, num_pieces = (
+            torch.cat([getattr(column, name) for column in columns]) for name in ("first", "sizes", "num_pieces")
+        )
+        return RemoteColumn(parts, torch.cat(part), first, sizes, num_pieces)
 
     def runs(self) -> list[tuple[int, Range]]:
         """Return (part, elements) of what lies together, in the order of `values`."""
         runs: list[tuple[int, Range]] = []
-        for part, first, length in zip(self.part.tolist(), self.first.tolist(), self.lengths.tolist(), strict=True):
+        for part, first, length in zip(self.part.tolist(), self.first.tolist(), self.sizes.tolist(), strict=True):
             if runs and runs[-1][0] == part and runs[-1][1][1] == first:
                 runs[-1] = (part, (runs[-1][1][0], first + length))
             elif length:
@@ -171,7 +219,7 @@ class RemoteColumn:
         element, dtype = self.element, self.dtype
         if pieces and all(tuple(piece.shape[1:]) == element and piece.dtype == dtype for piece in pieces):
             return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
-        values, start = torch.zeros(int(self.lengths.sum()), *element, dtype=dtype), 0
+        values, start = torch.zeros(int(self.sizes.sum()), *element, dtype=dtype), 0
         for piece in pieces:
             stop = start + len(piece)
             values[(slice(start, stop), *(slice(size) for size in piece.shape[1:]))] = piece.to(dtype)

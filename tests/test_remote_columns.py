@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from megatron_rl.cluster.rank_messages import answer_of, dumps, loads, packed
 from megatron_rl.columns import COLUMNS
-from megatron_rl.records import Batch, ragged_from_lengths, ragged_or_held, row_lengths
-from megatron_rl.remote_columns import Range, RemoteColumn, RemoteSegment
+from megatron_rl.records import Batch, ragged_from_lengths, ragged_of_pieces, row_lengths
+from megatron_rl.remote_columns import ColumnPiece, Range, RemoteColumn, RemoteSegment
 from megatron_rl.rollout.slices import Drawn, SliceReport
 
 WIDTHS = st.integers(1, 3)
@@ -148,26 +148,52 @@ def test_what_ranks_alone_read_is_held() -> None:
     }
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5), st.integers(0, 3))), min_size=1, max_size=6),
+    data=st.data(),
+)
+def test_a_row_of_pieces_is_its_pieces_end_to_end(rows, data) -> None:
+    """Of two segments and a tensor, in any order, some of no element and some rows of no piece: joined, chosen with
+    repetition and read, they are what lists in Python say. Would not catch a segment that is opened twice.
+    """
+    shelf, numbers = Shelf(), torch.arange(27).view(3, 9, 1)
+    parts = [shelf.put(numbers[0]), shelf.put(numbers[1]), numbers[2]]
+    pieces = [[ColumnPiece(parts[part], first, length) for part, first, length in row] for row in [[(0, 0, 1)], *rows]]
+    expected = [
+        [9 * part + first + at for part, first, length in row for at in range(length)] for row in [[(0, 0, 1)], *rows]
+    ]
+    column = RemoteColumn.of_pieces(pieces)
+    assert len(column.parts) <= 3 and column.pieces() == [piece for row in pieces for piece in row]
+    chosen = data.draw(st.lists(st.integers(0, len(rows)), min_size=1, max_size=9))
+    taken = column.rows(torch.tensor(chosen))
+    both = RemoteColumn.joined([taken, column])
+    for each, order in ((column, range(len(pieces))), (taken, chosen), (both, [*chosen, *range(len(pieces))])):
+        assert row_lengths(each).tolist() == [len(expected[row]) for row in order] and len(each) == len(order)
+        assert each.values().flatten().tolist() == [value for row in order for value in expected[row]]
+        assert each.numel() == len(each.values())
+
+
 @pytest.mark.parametrize("is_large", [True, False])
 def test_experts_of_a_slice_are_held_together(is_large: bool) -> None:
-    """Experts of two answers of three are one column; they become the rows of a batch, also beside experts that are
-    here. Would not catch experts of an answer that another slice has begun.
+    """Experts of two responses of three are one column; with those of a slice before they become the rows of a batch.
+    Would not catch experts of another slice's tokens.
     """
     shelf = Shelf()
 
     def hold(column: torch.Tensor) -> torch.Tensor | RemoteColumn:
         return RemoteColumn.of(shelf.put(column.values()), row_lengths(column)) if is_large else column
 
+    before = ColumnPiece.whole(torch.arange(200, 208).view(2, 2, 2))
     experts = [torch.arange(12).view(3, 2, 2), torch.arange(100, 104).view(1, 2, 2)]
     drawn = {
-        4: Drawn((1, 2), (0.0, 0.0), "stop", experts[0]),
+        4: Drawn((1, 2), (0.0, 0.0), "stop", ColumnPiece.whole(experts[0])),
         7: Drawn((3,), (0.0,)),
-        9: Drawn((5,), (0.0,), "stop", experts[1]),
+        9: Drawn((5,), (0.0,), "", ColumnPiece.whole(experts[1])),
     }
     report = SliceReport(0, 0, 1, drawn).with_held(hold)
     assert report.drawn[7] == drawn[7] and len(shelf.values) == is_large
-    rows = [report.drawn[9].experts, experts[0], report.drawn[4].experts]
-    column = ragged_or_held(rows)
-    assert isinstance(column, RemoteColumn) == is_large and row_lengths(column).tolist() == [1, 3, 3]
-    assert torch.equal(column.values(), torch.cat([experts[1], experts[0], experts[0]]))
+    column = ragged_of_pieces([[before, report.drawn[9].experts], [], [report.drawn[4].experts]])
+    assert isinstance(column, RemoteColumn) == is_large and row_lengths(column).tolist() == [3, 0, 3]
+    assert torch.equal(column.values(), torch.cat([before.part, experts[1], experts[0]]))
     assert SliceReport(0, 0, 1, {7: drawn[7]}).with_held(hold) == SliceReport(0, 0, 1, {7: drawn[7]})

@@ -22,7 +22,8 @@ from megatron_rl.agents.observation import (
     Turn,
     messages_of_prompt,
 )
-from megatron_rl.records import Batch, Sampling, Stored, ragged, ragged_or_held
+from megatron_rl.records import Batch, Sampling, ragged, ragged_of_pieces
+from megatron_rl.remote_columns import ColumnPiece
 from megatron_rl.rollout.slices import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Drawn
 
 FAILED = "failed"
@@ -60,9 +61,10 @@ class Episode:
     token_ids: all tokens after the prompt; is_sampled: of each, whether the policy sampled it. starts: places in
     token_ids where a conversation begins again, and what comes before is not read. log_probs, versions: of the sampled
     ones. played: the turns that have a response. waits: a turn has ended and has no response yet. finish: why it ended,
-    or "". attempt: number of restarts with another seed; num_retries: those after a failure. experts: those of a
-    finished episode, if they were asked for. opening: how its environment began it; None: it begins with the dataset's
-    prompt.
+    or "". attempt: number of restarts with another seed; num_retries: those after a failure. experts: those of tokens
+    that the engine has read, from the first one on, if they were asked for. A token keeps those that it had when the
+    engine read it first and sampled what follows: to read it again, elsewhere or under newer weights, changes nothing.
+    opening: how its environment began it; None: it begins with the dataset's prompt.
     """
 
     prompt_ids: tuple[int, ...]
@@ -78,7 +80,7 @@ class Episode:
     finish: str = ""
     attempt: int = 0
     num_retries: int = 0
-    experts: Stored | None = None
+    experts: list[ColumnPiece] = field(default_factory=list)
     failure: EpisodeFailure | None = None
     opening: InitialConversation | EpisodeFailure | None = None
 
@@ -102,6 +104,17 @@ class Episode:
     def context_ids(self) -> tuple[int, ...]:
         """The tokens of the present conversation: what the policy reads."""
         return tuple(self.token_ids[self.starts[-1] :]) if self.starts else (*self.prompt_ids, *self.token_ids)
+
+    @property
+    def experts_from(self) -> int | None:
+        """The number of first tokens of `context_ids` whose experts are recorded; None if none are asked for.
+
+        The engine has read all tokens of an earlier conversation but the last. An episode without their experts, which
+        an older checkpoint began, gets none.
+        """
+        read = (len(self.prompt_ids) + self.starts[-1] - len(self.starts)) if self.starts else 0
+        known = sum(piece.length for piece in self.experts) - read
+        return known if self.sampling.with_experts and known >= 0 else None
 
     @property
     def conversation(self) -> InitialConversation:
@@ -164,7 +177,8 @@ class Episode:
         self.log_probs += new.log_probs
         self.versions += [version] * len(new.token_ids)
         self.waits = has_turns and new.finish == FINISHED_BY_STOP
-        self.finish, self.experts = "" if self.waits else new.finish, new.experts
+        self.finish = "" if self.waits else new.finish
+        self.experts += [] if new.experts is None else [new.experts]
 
     def take(self, reply: Reply, limits: EpisodeLimits) -> None:
         """Add the answer to the turn that has ended. Without room for another turn the episode is cut off.
@@ -206,19 +220,19 @@ class Episode:
     def forget(self) -> None:
         """Drop all but the prompt and the opening."""
         self.token_ids, self.is_sampled, self.log_probs, self.versions, self.played = [], [], [], [], []
-        self.starts = []
+        self.starts, self.experts = [], []
         self.waits, self.finish, self.failure = False, "", None
 
 
 def rows_of(episodes: Sequence[Episode], with_versions: bool, has_turns: bool) -> Batch:
-    """Return one row per episode, its prompt first. Experts are there if all episodes have them, starts of
-    conversations if any episode has several.
+    """Return one row per episode, its prompt first. It has experts if any episode has some, starts of conversations if
+    any has several.
 
     has_turns: with the columns `environment_rewards`, `turn_rewards` and `failed`. Of an episode that failed only the
     prompt is left, so that nothing of it is trained.
     """
     kept = [Episode(e.prompt_ids, e.row, e.sampling, finish=e.finish) if e.failure else e for e in episodes]
-    experts = [episode.experts for episode in kept if episode.experts is not None]
+    experts = [episode.experts for episode in kept]
     int64, versions = torch.int64, [episode.versions for episode in kept] if with_versions else []
     masks = [torch.tensor([False] * len(e.prompt_ids) + e.is_sampled) for e in kept]
     starts = [torch.zeros(len(mask), dtype=torch.bool) for mask in masks] if any(e.starts for e in kept) else []
@@ -231,7 +245,7 @@ def rows_of(episodes: Sequence[Episode], with_versions: bool, has_turns: bool) -
         rollout_log_probs=ragged([torch.tensor(e.log_probs, dtype=torch.float32) for e in kept]),
         truncated=torch.tensor([e.finish == FINISHED_BY_LENGTH for e in kept]),
         versions=ragged([torch.tensor(row, dtype=int64) for row in versions]) if versions else None,
-        routed_experts=ragged_or_held(experts) if len(experts) == len(kept) else None,
+        routed_experts=ragged_of_pieces(experts) if any(experts) else None,
     )
     if has_turns:
         batch.add(

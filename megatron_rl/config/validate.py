@@ -109,9 +109,6 @@ def turn_problems(config: RunConfig) -> Iterable[Violation]:
         yield Violation(chosen, "cannot both be set", dict.fromkeys(others))
     if keys.agent.command == []:
         yield Violation({f"{key}.agent.command": []}, "must name a program", {f"{key}.agent.command": None})
-    if config.returns_experts:
-        rule = "must be false: the engine returns experts of a turn, and not of an episode"
-        yield Violation({f"{key}.enable": True}, rule, {f"{key}.enable": False})
 
 
 def _reward_model_problems(config: RunConfig) -> Iterable[Violation]:

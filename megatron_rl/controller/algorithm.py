@@ -108,7 +108,7 @@ class Algorithm:
         """
         metrics = {}
         if "num_other_experts" in scores:
-            share = float(scores["num_other_experts"].sum()) / experience.stored("routed_experts").numel()
+            share = float(scores["num_other_experts"].sum()) / max(experience.stored("routed_experts").numel(), 1)
             metrics["training/rollout_experts_diff"] = share
         if "entropy" in scores:
             loss = self.config.actor_rollout_ref.actor.policy_loss

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl.records import Batch, row_lengths
+from megatron_rl.records import Batch, conversations, elements_of, row_lengths, rows_of
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class RoutedTokens:
 
     lengths: int64 [n], tokens of each. sequences: int64, of each of their conversations. answered: bool [n], rows with
     a sampled token; others fill up a split.
-    experts: uint8 or int16 [sum(num_known), L, K] of the first tokens of each row, row after row; None: of none.
-    num_known: int64 [n].
+    experts: uint8 or int16 [sum(num_known), L, K] of the tokens at `routed`, row after row; None: of none. num_known:
+    int64 [n].
     """
 
     lengths: Tensor
@@ -30,9 +30,19 @@ class RoutedTokens:
     experts: Tensor | None = None
     num_known: Tensor | None = None
 
+    @property
+    def routed(self) -> Tensor:
+        """int64 [sum(num_known)]: the tokens whose experts are known, among the N; none where there are no experts."""
+        if self.num_known is None:
+            return self.lengths[:0]
+        return routed_places(self.num_known, self.lengths, self.sequences)
+
     def none(self) -> RoutedTokens:
         """Return the tokens of no row."""
-        return RoutedTokens(self.lengths[:0], self.sequences[:0], self.answered[:0])
+        if self.experts is None or self.num_known is None:
+            return RoutedTokens(self.lengths[:0], self.sequences[:0], self.answered[:0])
+        no_experts = (self.experts[:0], self.num_known[:0])
+        return RoutedTokens(self.lengths[:0], self.sequences[:0], self.answered[:0], *no_experts)
 
 
 def routed_tokens(batch: Batch, plan: Sequence[Sequence[int]], sequences: Sequence[Tensor]) -> list[RoutedTokens]:
@@ -59,28 +69,42 @@ def expert_bytes(batch: Batch, rows: Sequence[int]) -> Tensor:
     """uint8 [tokens of these rows, n]: of every token, row after row, the bytes of its experts; 0 where they are not
     known.
     """
-    lengths, known = row_lengths(batch["input_ids"]).tolist(), batch["routed_experts"].unbind()
-    parts = [known[row].flatten(1).contiguous().view(torch.uint8) for row in rows]
-    return torch.cat(
-        [
-            torch.nn.functional.pad(part, (0, 0, 0, lengths[row] - len(part)))
-            for row, part in zip(rows, parts, strict=True)
-        ]
-    )
+    order, (num_parts, parts) = torch.tensor(list(rows)), conversations(batch)
+    lengths, experts = row_lengths(batch["input_ids"])[order], rows_of(batch["routed_experts"], order)
+    known = experts.values().flatten(1).contiguous().view(torch.uint8)
+    of_tokens = known.new_zeros(int(lengths.sum()), known.shape[1])
+    of_tokens[routed_places(row_lengths(experts), lengths, parts[elements_of(order, num_parts)])] = known
+    return of_tokens
 
 
-def first_of_rows(counts: Tensor, lengths: Tensor) -> Tensor:
-    """int64: of rows of `lengths` elements end to end, the first `counts` of each."""
-    starts = lengths.cumsum(0) - lengths - (counts.cumsum(0) - counts)
-    return torch.arange(int(counts.sum())) + starts.repeat_interleave(counts)
+def routed_places(num_known: Tensor, lengths: Tensor, sequences: Tensor) -> Tensor:
+    """int64 [sum(num_known)]: the tokens whose experts are known, of rows of `lengths` tokens end to end.
+
+    They are all tokens of a row, as a router of the trainer has seen them, or the first of those that an engine reads:
+    it does not read the last token of a conversation, which nothing follows. sequences: int64, the tokens of each
+    conversation, row after row. Raises ValueError for rows that are too short for their experts.
+    """
+    rows = torch.arange(len(lengths)).repeat_interleave(lengths)
+    is_read = torch.ones(len(rows), dtype=torch.bool)
+    is_read[sequences.cumsum(0) - 1] = False
+    is_read |= (num_known == lengths)[rows]
+    so_far = torch.nn.functional.pad(is_read.cumsum(0), (1, 0))
+    before = so_far[lengths.cumsum(0) - lengths]
+    places = (is_read & (so_far[1:] - before[rows] <= num_known[rows])).nonzero().flatten()
+    if len(places) != int(num_known.sum()):
+        raise ValueError(
+            f"rows of {lengths.tolist()} tokens, in conversations of {sequences.tolist()}, cannot have experts of "
+            f"{num_known.tolist()}"
+        )
+    return places
 
 
-def num_others(theirs: Tensor, num_known: Tensor, own: Tensor, lengths: Tensor) -> Tensor:
+def num_others(theirs: Tensor, num_known: Tensor, own: Tensor, lengths: Tensor, sequences: Tensor) -> Tensor:
     """int64 [n]: of each row's known experts, over some layers, how many are not among those that are `own`.
 
-    theirs [sum(num_known), L, K] of the first tokens of each row; own [sum(lengths), L, K] of all.
+    theirs [sum(num_known), L, K], own [sum(lengths), L, K] of all; the others as `routed_places` takes them.
     """
-    mine = own[first_of_rows(num_known, lengths)]
+    mine = own[routed_places(num_known, lengths, sequences)]
     others = torch.zeros(len(theirs), dtype=torch.int64)
     for layer in range(theirs.shape[1]):
         is_own = (theirs[:, layer, :, None] == mine[:, layer, None, :]).any(-1)

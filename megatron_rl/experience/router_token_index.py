@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.experience.micro_batches import MicroBatch
-from megatron_rl.experience.recorded_experts import RoutedTokens, first_of_rows
+from megatron_rl.experience.recorded_experts import RoutedTokens
 from megatron_rl.records import places_in_rows
 
 
@@ -61,9 +61,9 @@ def places_of_rows(block: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
 def recorded_experts(block: MicroBatch, layers: Sequence[int]) -> tuple[Tensor, Tensor] | None:
     """(experts of some layers [S * b, layers, K], bool [S * b]: whether they are known), or None if none are."""
     tokens = known_tokens(block)
-    if tokens.experts is None or tokens.num_known is None:
+    if tokens.experts is None:
         return None
-    there = places(block)[first_of_rows(tokens.num_known, tokens.lengths)]
+    there = places(block)[tokens.routed]
     experts = tokens.experts.new_zeros(block.input_ids.numel(), len(layers), tokens.experts.shape[-1])
     experts[there] = tokens.experts[:, list(layers)]
     known = torch.zeros(len(experts), dtype=torch.bool)

@@ -23,7 +23,9 @@ def shared_prompt_problems(config: RunConfig, models: Sequence[ModelSizes]) -> I
         yield Violation({UNIT: given}, f"needs trainer.device=cpu, and it is {device}: no GPU has run it", {UNIT: None})
         return
     if config.returns_experts:
-        rule = "must be null where the engine returns the experts of every token: it has none of tokens that are shared"
+        rule = (
+            "must be null where the engine returns the experts of every token: vLLM keeps those of whole blocks alone"
+        )
         yield Violation({UNIT: given}, rule, {UNIT: None})
     model = next((model for model in models if model.path == shared.model.path), None)
     if model is None or model.model is None or device not in model.attention.block_sizes:

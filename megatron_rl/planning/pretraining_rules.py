@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron_rl.config.keys import ACTOR, ROLLOUT
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.validate import is_path_or_paths
 from megatron_rl.errors import Violation
@@ -33,15 +32,3 @@ def pretraining_problems(
     elif not config_only:
         yield from pretraining_file_problems(config)
     yield from pretraining_length_problems(config, models)
-    yield from _mixing_problems(config)
-
-
-def _mixing_problems(config: RunConfig) -> Iterable[Violation]:
-    shared = config.actor_rollout_ref
-    mode = f"{ACTOR}.router_replay.mode"
-    why = f"with {COEF}={config.ptx.coef:g}: router replay has no recorded experts for the ptx examples"
-    if shared.actor.router_replay.mode != "disabled":
-        yield Violation({mode: shared.actor.router_replay.mode}, f"must be disabled {why}", {mode: "disabled"})
-    if shared.rollout.enable_rollout_routing_replay:
-        key = f"{ROLLOUT}.enable_rollout_routing_replay"
-        yield Violation({key: True}, f"must be false {why}", {key: False})

@@ -10,7 +10,6 @@ from megatron_rl.config.keys import ACTOR, CORRECTION, ROLLOUT
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
 from megatron_rl.model.families import ModelShape
-from megatron_rl.planning.async_rules import asked_ahead
 from megatron_rl.planning.model_folder import ModelSizes
 
 MODE, FREQ = f"{ACTOR}.router_replay.mode", f"{ACTOR}.router_replay.compare_freq"
@@ -42,16 +41,7 @@ def replay_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable
             yield Violation({RETURNS: True}, f"must be false: {why}", {RETURNS: False})
     if replay.mode == RECORDED and bypasses(config):
         rule = f"must be {OFF} or {ENGINES} with {CORRECTION}.bypass_mode=true: no pass makes old log-probs"
-        nearest = OFF if config.samples_ahead else ENGINES
-        yield Violation({MODE: RECORDED}, rule, {MODE: nearest})
-    if config.samples_ahead:
-        ahead = asked_ahead(config)
-        why = f"generation that continues over several steps ({ahead}) does not return the experts of its tokens"
-        if replay.mode == ENGINES:
-            rule = f"must be {OFF} or {RECORDED}: {why}"
-            yield Violation({MODE: ENGINES}, rule, _without(config, OFF if bypasses(config) else RECORDED))
-        if returns:
-            yield Violation({RETURNS: True}, f"must be false: {why}", {RETURNS: False})
+        yield Violation({MODE: RECORDED}, rule, {MODE: ENGINES})
 
 
 def replay_notes(config: RunConfig, shape: ModelShape) -> list[str]:

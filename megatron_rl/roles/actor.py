@@ -120,7 +120,7 @@ class Actor(TrainedRole):
         own = self.routing.finish(row_lengths(input_ids))
         if own is None:
             return scores
-        others = None if named is None else self.routing.others(own, named, input_ids)
+        others = None if named is None else self.routing.others(own, batch)
         whole = self.routing.gathered(own) if keeps else None
         if scores is not None:
             experts = None if whole is None else ragged_from_lengths(whole, row_lengths(input_ids))
@@ -275,7 +275,7 @@ class Actor(TrainedRole):
             mode, named = self.config.router_replay.mode, "routed_experts" in batch
             # With R2 an update that computes the old log-probs itself does not replay.
             replays = named and (mode == "R3" or (mode == "R2" and not is_own))
-            self.routing.begin(replays=replays, records=named and is_own)
+            self.routing.begin(replays=replays, records=named and is_own, of_routed=True)
         blocks = self.trainable.pipeline.micro_batches(batch, self.cut)
         totals = self.trainable.totals(blocks)
         mixed = [] if pretraining is None else self.trainable.pipeline.micro_batches(pretraining.record, self.cut)

@@ -21,12 +21,18 @@ from megatron_rl.config.megatron import OverrideTransformerConfig
 from megatron_rl.device import in_one_copy
 from megatron_rl.experience.micro_batches import MicroBatch, in_row_order
 from megatron_rl.experience.recorded_experts import num_others
-from megatron_rl.experience.router_token_index import num_rows_at, places, places_of_rows, recorded_experts
+from megatron_rl.experience.router_token_index import (
+    known_tokens,
+    num_rows_at,
+    places,
+    places_of_rows,
+    recorded_experts,
+)
 from megatron_rl.model.experts import has_experts
 from megatron_rl.model.router_balance import Balance
 from megatron_rl.model.router_replay import ChunkRouters, RoutingPlan
 from megatron_rl.parallel.mpu import TrainGroups
-from megatron_rl.records import row_lengths
+from megatron_rl.records import Batch, conversations, row_lengths
 
 
 class ExpertRouting:
@@ -47,7 +53,7 @@ class ExpertRouting:
         self.routed = [layer for layer in range(config.num_layers) if has_experts(config, layer)]
         self.chunks = [ChunkRouters(model, self.num_experts, self.routed) for model in models]
         self.groups, self.device = groups, device
-        self.replays = self.records = False
+        self.replays = self.records = self._of_routed = False
         self._is_cut = config.sequence_parallel
         self._coefficients = (options.moe_aux_loss_coeff, options.moe_z_loss_coeff or 0.0)
         self._totals = (1, 1)  # rows and tokens of the mini-batch, on all ranks
@@ -61,9 +67,10 @@ class ExpertRouting:
         """Places of this rank's layers among all that have experts, chunk after chunk."""
         return [layer for chunk in self.chunks for layer in chunk.layers]
 
-    def begin(self, *, replays: bool, records: bool) -> None:
-        """Set the mode of the next pass and reset its counts."""
-        self.replays, self.records = replays, records
+    def begin(self, *, replays: bool, records: bool, of_routed: bool = False) -> None:
+        """Set the mode of the next pass and reset its counts. of_routed: record only blocks with experts, not those of
+        other batches that train in the same pass."""
+        self.replays, self.records, self._of_routed = replays, records, of_routed
         for chunk in self.chunks:
             chunk.begin()
         for kept in self._kept:
@@ -105,17 +112,18 @@ class ExpertRouting:
         routers = self.chunks[chunk]
         recorded = recorded_experts(block, routers.layers) if self.replays else None
         experts, known = (None, None) if recorded is None else (self._here(part, block) for part in recorded)
+        records = self.records and not (self._of_routed and known_tokens(block).experts is None)
         plan = RoutingPlan(
             self._here(num_rows_at(block), block),
             torch.is_grad_enabled(),
-            self.records,
+            records,
             experts,
             known,
             self._balance(block),
         )
         with routers.using(plan):
             yield
-        if self.records:
+        if records:
             self._kept[chunk].append((block, routers.take_choices()))
 
     def _here(self, places_of_block: Tensor, block: MicroBatch) -> Tensor:
@@ -173,13 +181,14 @@ class ExpertRouting:
         dist.all_gather(parts, mine, group=group)
         return [part.cpu().view(own.dtype) for part in parts]
 
-    def others(self, own: Tensor, experts: Tensor, input_ids: Tensor) -> Tensor:
-        """int64 [B]: how many of the experts of each row, over all layers, the routers would not have chosen.
+    def others(self, own: Tensor, batch: Batch) -> Tensor:
+        """int64 [B]: how many of the `routed_experts` of each row, over all layers, the routers would not have chosen.
 
-        own: what `finish` gave; experts: ragged [B, (T), L, K]; input_ids: ragged [B, (L)].
+        own: what `finish` gave.
         """
-        mine = experts.values()[:, self.layers]
-        counts = num_others(mine, row_lengths(experts), own, row_lengths(input_ids)).to(self.device)
+        experts, (_, sequences) = batch["routed_experts"], conversations(batch)
+        theirs, num_known = experts.values()[:, self.layers], row_lengths(experts)
+        counts = num_others(theirs, num_known, own, row_lengths(batch["input_ids"]), sequences).to(self.device)
         dist.all_reduce(counts, group=self.groups.pp_group)
         return counts.cpu()
 

@@ -99,10 +99,9 @@ class Pipeline:
             return self._own_packs(batch, cut, sizes)
         per_segment = segment_multiple(grid.cp_size)
         lengths = lengths_in_blocks(batch, per_segment)
-        as_tree = cut.as_tree and self._lays_trees(batch)
-        prompts = self._prompts(batch) if cut.remove_padding and self._shares_prompts and not as_tree else None
+        prompts = self._prompts(batch) if cut.remove_padding and self._shares_prompts and not cut.as_tree else None
         with_tokens = self.routing is not None
-        nodes = self._nodes(batch) if as_tree and cut.is_dynamic and sizes is None else None
+        nodes = self._nodes(batch) if cut.as_tree and cut.is_dynamic and sizes is None else None
 
         def planned(num_blocks: int) -> list[list[int]]:
             if sizes is not None:
@@ -113,7 +112,8 @@ class Pipeline:
 
         def blocks_of(plan: list[list[int]]) -> list[MicroBatch]:
             columns = self._columns_multiple(grid.cp_size, [1] if cut.remove_padding else map(len, plan))
-            return micro_batches(batch, plan, cut.remove_padding, columns, prompts, per_segment, with_tokens, as_tree)
+            options = (columns, prompts, per_segment, with_tokens, cut.as_tree)
+            return micro_batches(batch, plan, cut.remove_padding, *options)
 
         plan = planned(1)
         if not (cut.is_dynamic or grid.experts_join_dp_ranks):
@@ -167,10 +167,6 @@ class Pipeline:
             return None
         replays = self.routing is not None and self.routing.replays
         return prompt_numbers(batch, batch.get("routed_experts") if replays else None)
-
-    def _lays_trees(self, batch: Batch) -> bool:
-        """Experts are known row by row, and so not of rows of several conversations."""
-        return not ("conversation_starts" in batch and "routed_experts" in batch)
 
     @staticmethod
     def _nodes(batch: Batch) -> tuple[list[Numbers], list[int]]:

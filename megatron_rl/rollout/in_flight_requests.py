@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy
 import torch
 import torch.distributed as dist
 from vllm import SamplingParams
@@ -22,6 +23,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from megatron_rl.config.drafts import EARLIER
 from megatron_rl.observe.liveness import counting, finished_one
 from megatron_rl.records import Sampling
+from megatron_rl.remote_columns import ColumnPiece
 from megatron_rl.rollout.draft_meter import DraftMeter
 from megatron_rl.rollout.slices import FINISHED_BY_LENGTH, FINISHED_BY_STOP, Drawn, Slice, Start
 
@@ -82,6 +84,7 @@ class InFlightRequests:
         cache = engine.vllm_config.cache_config
         self._shares_parts = cache.prefix_match_unit not in (None, cache.block_size)
         self._names: dict[int, str] = {}  # request -> vLLM's own name for it
+        self._routed: set[int] = set()  # unfinished requests whose experts are returned
 
     @property
     def unfinished(self) -> tuple[int, ...]:
@@ -100,6 +103,7 @@ class InFlightRequests:
         for request in order.drops:
             # One by one: vLLM frees several requests in the order of a set of strings, which differs between ranks.
             self._engine.abort_request([self._names.pop(request)], internal=True)
+            self._routed.discard(request)
         if not (self._names or order.keeps_prefixes):
             forget_prefixes(self._engine)
         # A slice that ends with its last request reports each once, at its end: reports of single steps cost time.
@@ -111,8 +115,7 @@ class InFlightRequests:
         tokens: dict[int, list[int]] = {}
         log_probs: dict[int, list[float]] = {}
         finish: dict[int, str] = {}
-        experts: dict[int, torch.Tensor] = {}
-        with_experts = {start.request for start in order.starts if start.sampling.with_experts}
+        experts: dict[int, ColumnPiece] = {}
         num_steps = 0
         with counting("responses", len(self._names) + len(later)):
             while (self._names or later) and num_steps != order.num_steps:
@@ -125,18 +128,30 @@ class InFlightRequests:
                         finish[request] = finish_of(request, answer)
                         del self._names[request]
                         finished_one()
-                        if request in with_experts:
-                            experts[request] = experts_of_tokens(answer, self._routed_layers)
+                        if request in self._routed:
+                            self._routed.remove(request)
+                            experts[request] = experts_of_tokens(answer.routed_experts, self._routed_layers)
                 num_steps += 1
                 names |= self._start_all(later, order.version, kind)
                 later = ()
         self._start_all(later, order.version, kind)  # of a slice without a step
+        for request in self._routed.intersection(tokens):
+            experts[request] = experts_of_tokens(self._experts_so_far(request), self._routed_layers)
         drawn: dict[int, Drawn] = {}
         for request, new in tokens.items():
             drafts = None if self._meter is None else self._meter.take(names[request], len(new))
             ended = finish.get(request, "")
             drawn[request] = Drawn(tuple(new), tuple(log_probs[request]), ended, experts.get(request), drafts)
         return drawn, num_steps
+
+    def _experts_so_far(self, request: int) -> numpy.ndarray | None:
+        """Take the experts of an unfinished request's tokens since the last call: vLLM collects them, step by step, for
+        its end.
+        """
+        collected = self._engine.output_processor.request_states[self._names[request]].routed_experts_chunks
+        rows = numpy.concatenate(collected) if collected else None
+        collected.clear()
+        return rows
 
     def _check(self, order: Slice) -> None:
         here = set(self._names)
@@ -158,6 +173,9 @@ class InFlightRequests:
         params = sampling_params(start.sampling, start.seed, self._eos_token_ids, start.max_tokens, kind)
         if start.earlier:
             params.extra_args = {EARLIER: start.earlier}
+        if start.experts_from is not None:
+            params.routed_experts_prompt_start = start.experts_from
+            self._routed.add(start.request)
         # A cached prefix of other weights must not match.
         prompt = {"prompt_token_ids": list(start.token_ids), "cache_salt": f"version {version}"}
         self._names[start.request] = self._engine.add_request(
@@ -175,17 +193,15 @@ def apart(starts: Sequence[Start]) -> tuple[tuple[Start, ...], tuple[Start, ...]
     return now, tuple(start for start in starts if start.request not in leaders)
 
 
-def experts_of_tokens(answer: CompletionOutput, layers: Sequence[int]) -> torch.Tensor:
-    """The experts of a response's tokens: uint8 or int16 [T, layers, K].
+def experts_of_tokens(rows: numpy.ndarray | None, layers: Sequence[int]) -> ColumnPiece:
+    """The experts that vLLM has returned [T, all layers, K] as uint8 or int16 [T, layers, K].
 
-    T counts prompt and response without the last token, which the engine has not read. layers: the layers of the model
-    that have experts. Raises RuntimeError if the response comes without experts.
+    layers: the layers of the model that have experts. Raises RuntimeError if vLLM has returned none.
     """
-    rows = answer.routed_experts
     if rows is None:
-        raise RuntimeError("vLLM has returned a response without the experts of its tokens")
+        raise RuntimeError("vLLM has returned new tokens without the experts of those that it has read")
     # vLLM returns more than 256 experts as uint16, which torch hardly supports.
-    return torch.from_numpy(rows if rows.itemsize == 1 else rows.astype("int16"))[:, layers]
+    return ColumnPiece.whole(torch.from_numpy(rows if rows.itemsize == 1 else rows.astype("int16"))[:, layers])
 
 
 def finish_of(request: int, answer: CompletionOutput) -> str:

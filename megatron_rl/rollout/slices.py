@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_rl.records import Sampling, Stored, ragged_from_lengths
+from megatron_rl.remote_columns import ColumnPiece
 
 FINISHED_BY_STOP, FINISHED_BY_LENGTH = "stop", "length"
 """Why a response ended: with an end token, or at its maximum length. "" before its end."""
@@ -26,7 +27,8 @@ class Start:
 
     request: its number, unique in the run. token_ids: the prompt and the response's tokens so far. seed: of new tokens.
     max_tokens: how many it may generate. earlier: responses of former epochs to the same prompt, for draft tokens, the
-    oldest first; each is the prompt's last tokens and all that came after, int32 as bytes.
+    oldest first; each is the prompt's last tokens and all that came after, int32 as bytes. experts_from: the number of
+    its first tokens whose experts the controller has, so that only those of later ones are returned; None: of none.
     """
 
     request: int
@@ -35,6 +37,7 @@ class Start:
     max_tokens: int
     sampling: Sampling
     earlier: tuple[bytes, ...] = ()
+    experts_from: int | None = None
 
 
 @dataclass(frozen=True)
@@ -75,14 +78,15 @@ class Drawn:
     """Additions of one slice to a request.
 
     token_ids, log_probs: the new tokens, and the engine's log-prob of each. finish: why the response ended; "" if it
-    has not. experts: router choices of every token but the last, uint8 or int16 [T, layers, K], of finished responses
-    only, or a remote column of one row; None unless `Sampling.with_experts`. drafts: None without speculative decoding.
+    has not. experts: router choices uint8 or int16 [T, layers, K] of the tokens that the engine has read since the
+    slice before, or since `Start.experts_from`: up to the last token but one, which the new last one follows. drafts:
+    None without speculative decoding.
     """
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     finish: str = ""
-    experts: Stored | None = None
+    experts: ColumnPiece | None = None
     drafts: DraftCounts | None = None
 
 
@@ -109,15 +113,16 @@ class SliceReport:
 
     def with_held(self, hold: Callable[[torch.Tensor], Stored]) -> SliceReport:
         """Return the report with the experts of all responses held together (`remote_columns.HasColumns`)."""
-        experts = {request: new.experts for request, new in self.drawn.items() if isinstance(new.experts, torch.Tensor)}
+        here = {request: new.experts.part for request, new in self.drawn.items() if new.experts is not None}
+        experts = {request: part for request, part in here.items() if isinstance(part, torch.Tensor)}
         if not experts:
             return self
         lengths = torch.tensor([len(rows) for rows in experts.values()])
         column = hold(ragged_from_lengths(torch.cat([*experts.values()]), lengths))
         if isinstance(column, torch.Tensor):
             return self
-        rows = zip(experts, torch.arange(len(experts)).split(1), strict=True)
-        held = {request: replace(self.drawn[request], experts=column.rows(row)) for request, row in rows}
+        pieces = zip(experts, column.pieces(), strict=True)
+        held = {request: replace(self.drawn[request], experts=piece) for request, piece in pieces}
         return replace(self, drawn=self.drawn | held)
 
 

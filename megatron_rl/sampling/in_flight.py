@@ -10,7 +10,8 @@ import torch
 from megatron_rl.agents.as_json import EpisodeRecord, records_as_json, records_from_json
 from megatron_rl.agents.episode import STATES, Episode, EpisodeLimits, Reply, rows_of
 from megatron_rl.agents.observation import Opening
-from megatron_rl.records import Batch, Conversation, Prompts, Sampling, ragged
+from megatron_rl.records import Batch, Conversation, Prompts, Sampling, ragged, ragged_of_pieces, row_lengths
+from megatron_rl.remote_columns import ColumnPiece
 from megatron_rl.rollout.slices import DraftCounts, Drawn, Start
 from megatron_rl.sampling.group_map import GroupMap
 
@@ -160,9 +161,10 @@ class InFlightBatches:
         """The episodes of batches after a step, for a checkpoint; prompts are not among them and are read again.
 
         requests int64 [N, 4]: number, attempt, length, state (see `STATES`). Of all requests end to end: token_ids
-        int64 and is_sampled bool [T]; of the sampled ones versions int64 and log_probs float32. played uint8: what
-        `records_as_json` returns. moved int64 [M, 4], of requests that began in an earlier batch: number, the prompt's
-        row over all files, sample, and the salt of its seeds.
+        int64 and is_sampled bool [T]; of the sampled ones versions int64 and log_probs float32; where there are some,
+        num_experts int64 [N] and experts, read from their nodes (see `Episode`). played uint8: what `records_as_json`
+        returns. moved int64 [M, 4], of requests that began in an earlier batch: number, the prompt's row over all
+        files, sample, and the salt of its seeds.
         """
         kept = self._kept(after_step)
         moved = [
@@ -179,7 +181,10 @@ class InFlightBatches:
             for number, e in kept.items()
             if e.played or e.failure or e.opening or e.num_retries
         }
-        return {
+        pieces = [e.experts for e in episodes]
+        routed = ragged_of_pieces(pieces) if any(pieces) else None
+        experts = {} if routed is None else {"num_experts": row_lengths(routed), "experts": routed.values()}
+        return experts | {
             "played": torch.tensor(list(records_as_json(records).encode()), dtype=torch.uint8),
             "moved": torch.tensor(moved, dtype=torch.int64).reshape(-1, 4),
             "requests": torch.tensor(rows, dtype=torch.int64).reshape(-1, 4),
@@ -210,6 +215,10 @@ class InFlightBatches:
             episode.attempt, episode.state = attempt, STATES[state]
             episode.token_ids, episode.is_sampled = token_ids.tolist(), mask.tolist()
             episode.versions, episode.log_probs = versions.tolist(), log_probs.tolist()
+        counts = tensors.get("num_experts", torch.zeros(len(lengths), dtype=torch.int64)).tolist()
+        routed = tensors["experts"].split(counts) if any(counts) else [None] * len(counts)
+        for request, experts in zip(tensors["requests"][:, 0].tolist(), routed, strict=True):
+            self.episode(request).experts = [] if experts is None else [ColumnPiece.whole(experts)]
         played = bytes(tensors["played"].tolist()) if "played" in tensors else b"{}"
         for request, record in records_from_json(played).items():
             episode = self.episode(request)
@@ -275,4 +284,4 @@ def start_of(request: int, episode: Episode, seed_of: SeedOf, earlier: tuple[byt
     """The message with which a replica begins an episode or continues it."""
     row, sampling = episode.row, episode.sampling
     seed = seed_of(sampling.salt, row["index"], row["sample"], episode.attempt, len(episode.token_ids))
-    return Start(request, episode.context_ids, seed, episode.room, sampling, earlier)
+    return Start(request, episode.context_ids, seed, episode.room, sampling, earlier, episode.experts_from)

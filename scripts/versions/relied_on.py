@@ -88,7 +88,11 @@ WRITTEN_DOWN = (
         ),
     ),
     # Experts that vLLM returns, and that Megatron's routers are told
-    Need("vllm.outputs.CompletionOutput.routed_experts", "megatron_rl/rollout/engine.py"),
+    Need("vllm.outputs.CompletionOutput.routed_experts", SLICES),
+    Need("vllm.sampling_params.SamplingParams.routed_experts_prompt_start", SLICES),
+    Need("vllm.v1.engine.llm_engine.LLMEngine.output_processor", SLICES),
+    Need("vllm.v1.engine.output_processor.OutputProcessor.request_states", SLICES),
+    Need("vllm.v1.engine.output_processor.RequestState.routed_experts_chunks", SLICES),
     *(
         Need(f"{AUX_OUTPUT}.{name}", "third_party_patches/vllm/cpu_routed_experts.py")
         for name in ("AuxOutputWorkerConnector.begin_step", "AuxOutputWorkerConnector.prepare_output")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from megatron_rl.agents.observation import EpisodeFailure, InitialConversation, 
 from megatron_rl.agents.turn_reader import TurnReader
 from megatron_rl.agents.turn_renderer import TurnRenderer
 from megatron_rl.errors import ReplayError
-from megatron_rl.records import Sampling
+from megatron_rl.records import Sampling, row_lengths
+from megatron_rl.remote_columns import ColumnPiece
 from megatron_rl.rollout.slices import Drawn
 from megatron_rl.sampling.journal import EpisodeBegan, TurnAnswered, from_json, reply_event, to_json
 
@@ -81,6 +83,37 @@ def test_of_a_failed_episode_nothing_is_trained():
     assert metrics["environment/tool_reward/mean"] == -0.5
     assert metrics["episode/failed_ratio"] == 0.5 and metrics["episode/timed_out"] == 1.0
     assert metrics["num_turns/mean"] == 1 and metrics["environment/tries/mean"] == 1.0
+
+
+def test_experts_of_an_episode_are_those_of_what_was_read_first():
+    """By hand: slices of 3 and 1 read tokens, an observation, a conversation that begins again, and what follows is
+    asked from there; of an episode that an older checkpoint began, whose first conversation has none, none are asked.
+    Would not catch an engine that returns others.
+    """
+
+    def part(count: int) -> ColumnPiece:
+        return ColumnPiece.whole(torch.full((count, 1, 1), count))
+
+    path = Episode((1, 2), {}, dataclasses.replace(SAMPLING, max_tokens=20, with_experts=True))
+    assert path.experts_from == 0
+    path.extend(Drawn((5, 6), (-0.5, -0.5), "", part(3)), 3, has_turns=True)
+    path.extend(Drawn((7,), (-0.5,), "stop", part(1)), 3, has_turns=True)
+    assert path.experts_from == 4 == len(path.context_ids) - 1
+    path.take(Reply(Turn("a"), HIGHER_THAN, (8, 9)), EpisodeLimits(9))
+    path.extend(Drawn((4,), (-0.5,), "stop", part(3)), 3, has_turns=True)
+    path.take(Reply(Turn("b"), HIGHER_THAN, (6, 6, 6), is_anew=True), EpisodeLimits(9))
+    assert (path.context_ids, path.experts_from) == ((6, 6, 6), 0)
+    path.extend(Drawn((4,), (-0.5,), "stop", part(3)), 3, has_turns=True)
+    assert path.experts_from == 3
+    failed = episode(((5, 6), Reply(Turn("a"), EpisodeFailure("timed_out", "why"))))
+    failed.experts = [part(3)]
+    rows = rows_of([failed, path], False, True)
+    assert row_lengths(rows["routed_experts"]).tolist() == [0, 10]
+    assert rows["routed_experts"].values().flatten().tolist() == [3] * 3 + [1] + [3] * 6
+    path.experts = []
+    assert path.experts_from is None and "routed_experts" not in rows_of([failed, path], False, True)
+    path.forget()
+    assert path.experts_from == 0
 
 
 def test_a_failed_episode_is_drawn_again_as_often_as_may_be():

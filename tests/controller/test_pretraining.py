@@ -116,10 +116,6 @@ def test_other_examples_are_no_continuation(tmp_path: Path, tokenizer) -> None:
         (("ptx.coef=1", "ptx.files=[]"), "ptx.files=[] must be a path or a list of at least one path"),
         (("ptx.coef=1", "ptx.files=nowhere.jsonl"), "ptx.files=nowhere.jsonl must be a .parquet or .jsonl file"),
         (
-            ("ptx.coef=1", "ptx.files=FILE", "actor_rollout_ref.actor.router_replay.mode=R2"),
-            "router_replay.mode=R2 must be disabled with ptx.coef=1: router replay has no recorded exp",
-        ),
-        (
             (
                 *("ptx.coef=1", "ptx.files=FILE", "ptx.max_length=512", "actor_rollout_ref.actor.use_dynamic_bsz=true"),
                 "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=100",

@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from short_runs import MEGATRON, WITHOUT_RAY, metrics
+from short_runs import LOCAL, MEGATRON, ONE, WITHOUT_RAY, metrics
+from test_agent_runs import DETERMINISTIC, environment
+from test_async_runs import numbers
+from test_layout_parity import often
 from test_several_nodes import tiny_moe
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
@@ -68,6 +71,52 @@ def test_modes(mode, is_on_policy, options, command_line, tmp_path: Path) -> Non
     for step in metrics(run).values():
         assert step[DIFFERENCE] < 5e-5 and step[OTHERS] < 0.01
     assert json.loads((run.run / "summary.json").read_text())["steps"] == 2
+
+
+STALE = ("algorithm.rollout_correction.rollout_is=token", "async_training.partial_rollout=true")
+ONE_POOL = (*LOCAL, *STALE, "trainer.rollout_ahead=2", "async_training.slice_steps=1", f"{ROLLOUT}.max_num_seqs=8")
+OWN_POOL = (
+    *(*STALE, "actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=2"),
+    *("trainer.rollout_ahead=1", "async_training.slice_steps=2", DETERMINISTIC, *ONE, WITHOUT_RAY),
+)
+PTX = ("ptx.coef=0.1", "ptx.mini_batch_size=4", "ptx.files=FILE")
+TURNS = environment("Retry")
+PAIRS = {
+    "turns": (*LOCAL, *TURNS),
+    "partial": ONE_POOL,
+    "ptx": (*LOCAL, *PTX),
+    "ahead": OWN_POOL,
+    "all in one pool": (*ONE_POOL, *TURNS, *PTX, "trainer.save_freq=1"),
+}
+OFTEN = ("ptx", "all in one pool")
+READ_ONCE = ("ptx", "ahead")
+"""Where the engine reads no token again, so that routers may tie: elsewhere ties may fall otherwise the second time."""
+
+
+@pytest.mark.parametrize("pair", often(PAIRS, OFTEN))
+def test_what_goes_with_the_engines_experts(command_line, tmp_path: Path, pair: str) -> None:
+    """Two steps, in each of which log-probs agree within the dense bound, of tied routers too; a replay of the schedule
+    has the same metrics, all of them. Would not catch what longer runs show: `tests/dist/test_replay_in_slices.py`
+    follows each token.
+    """
+    from tiny_models import tie_routers
+
+    folder, examples = str(tiny_moe(tmp_path / "model")), tmp_path / "examples.jsonl"
+    model = tie_routers(folder) if pair in READ_ONCE else folder
+    examples.write_text("".join(json.dumps({"text": f"{n}+{n}={2 * n}"}) + "\n" for n in range(40)))
+    asked = (*SHORT, *PAIRS[pair], f"{ACTOR}.router_replay.mode=R3", SMALL_STEPS)
+    keys = [key.replace("FILE", str(examples)) for key in (*asked, f"actor_rollout_ref.model.path={model}")]
+    run = command_line(*keys, config=GRPO)
+    assert run.wait() == 0, run.text()
+    steps = metrics(run)
+    assert len(steps) == 2
+    for step in steps.values():
+        assert step.get(DIFFERENCE, 0.0) < 5e-5
+        assert step[OTHERS] > 0.01 if pair in READ_ONCE else step[OTHERS] < 0.01
+    if (run.run / "schedule.jsonl").exists():
+        again = command_line(*keys, "trainer.save_freq=0", f"--replay={run.run}", config=GRPO)
+        assert again.wait() == 0, again.text()
+        assert numbers(again) == numbers(run)
 
 
 def test_a_dense_model_is_refused(command_line) -> None:

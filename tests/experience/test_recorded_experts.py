@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.experience.micro_batches import in_one_shape, in_row_order, micro_batches
-from megatron_rl.experience.recorded_experts import first_of_rows, num_others
+from megatron_rl.experience.recorded_experts import expert_bytes, num_others, routed_places
 from megatron_rl.experience.router_token_index import num_rows_at, places, recorded_experts
 from megatron_rl.records import Batch, prompt_numbers, ragged, ragged_from_lengths, row_lengths, single_turn
 
@@ -69,13 +70,10 @@ def test_what_is_told_is_taken_down_again(rows, remove_padding, data) -> None:
     found = []
     for block in blocks:
         told = recorded_experts(block, layers)
-        if told is None:
-            assert not len(block.rows)
-            continue
+        assert told is not None
         experts, known = told
         assert len(experts) == block.input_ids.numel() and int(known.sum()) <= len(places(block).unique())
-        known_rows = block.tokens.num_known
-        there = places(block)[first_of_rows(known_rows, block.tokens.lengths)]
+        there = places(block)[block.tokens.routed]
         assert known[there].all()
         found.append((block, experts[there]))
     values = in_row_order(found, row_lengths(sequences["routed_experts"]), found[0][1])
@@ -100,7 +98,38 @@ def test_others_by_hand() -> None:
     """Two rows of 2 and 1 tokens of which 1 and 1 are known; order does not count. Would not catch layers of others."""
     theirs = torch.tensor([[[0, 1], [2, 3]], [[4, 5], [0, 1]]], dtype=torch.uint8)
     own = torch.tensor([[[1, 0], [3, 4]], [[9, 9], [9, 9]], [[0, 1], [2, 3]]], dtype=torch.uint8)
-    assert num_others(theirs, torch.tensor([1, 1]), own, torch.tensor([2, 1])).tolist() == [1, 4]
+    lengths = torch.tensor([2, 1])
+    assert num_others(theirs, torch.tensor([1, 1]), own, lengths, lengths).tolist() == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("num_known", "expected"),
+    [
+        ([7, 3], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]),  # the routers of the trainer
+        ([5, 2], [0, 1, 3, 4, 5, 7, 8]),
+        ([3, 0], [0, 1, 3]),
+        ([0, 1], [7]),
+    ],
+)
+def test_an_engine_reads_no_conversations_last_token(num_known: list[int], expected: list[int]) -> None:
+    """By hand: a row of conversations of 3 and 4 tokens, and one of 3, whole, cut off and unknown. Would not catch a
+    conversation that begins with tokens of the one before.
+    """
+    known, lengths, sequences = torch.tensor(num_known), torch.tensor([7, 3]), torch.tensor([3, 4, 3])
+    assert routed_places(known, lengths, sequences).tolist() == expected
+    with pytest.raises(ValueError, match=r"rows of \[7, 3\] tokens, in conversations of \[3, 4, 3\], .* \[6, 3\]"):
+        routed_places(torch.tensor([6, 3]), lengths, sequences)
+    starts = [torch.tensor([False, False, False, True, False, False, False]), torch.zeros(3, dtype=torch.bool)]
+    experts = torch.arange(1, 1 + sum(num_known), dtype=torch.uint8).view(-1, 1, 1)
+    rows = Batch(
+        input_ids=ragged([torch.arange(7), torch.arange(3)]),
+        conversation_starts=ragged(starts),
+        sampled=ragged([torch.zeros(7, dtype=torch.bool), torch.zeros(3, dtype=torch.bool)]),
+        routed_experts=ragged_from_lengths(experts, known),
+    )
+    found = expert_bytes(rows, [1, 0]).flatten().tolist()
+    assert [place for place, value in enumerate([*found[3:], *found[:3]]) if value] == expected
+    assert sorted(value for value in found if value) == experts.flatten().tolist()
 
 
 def test_blocks_without_known_experts_tell_nothing() -> None:

@@ -32,6 +32,3 @@ values("the engine's of a dense model", REPLAYS, {MODE: "R3", RETURNS: True, FRE
 values("a pass that there is", REPLAYS, {MODE: "R2", FREQ: 3}, (FREQ, "must be 0"), experts=True)
 NO_PASS = {f"{CORRECTION}.bypass_mode": True, MODE: "R2"}
 values("replay of no pass", f"{REPLAYS} correction", NO_PASS, (MODE, "bypass_mode"), experts=True)
-GOES_ON = {AHEAD: 1, PARTIAL: True, IS: "token"}
-SLICED = ((MODE, "does not return the experts"), (RETURNS, "does not return the experts"))
-values("no experts ahead", f"{REPLAYS} {RUNS_AHEAD}", GOES_ON | {MODE: "R3", RETURNS: True}, *SLICED, experts=True)

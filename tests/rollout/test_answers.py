@@ -52,7 +52,7 @@ def test_log_probs_of_other_tokens_are_refused():
 
 
 def test_experts_of_tokens():
-    """Some layers of one answer, in a type that torch has; an answer without is refused.
+    """Some layers of some tokens, in a type that torch has; an engine that has returned none is refused.
 
     Would not catch another order of layers in the engine: `test_router_replay.py` does.
     """
@@ -61,12 +61,9 @@ def test_experts_of_tokens():
     from megatron_rl.rollout.in_flight_requests import experts_of_tokens
 
     rows = numpy.arange(12, dtype="uint16").reshape(2, 3, 2)
-    given = answer([3], "stop", None)
-    given.routed_experts = rows
-    found = experts_of_tokens(given, [0, 2])
-    assert found.dtype == torch.int16 and found.tolist() == [[[0, 1], [4, 5]], [[6, 7], [10, 11]]]
-    given.routed_experts = rows.astype("uint8")
-    assert experts_of_tokens(given, [1]).dtype == torch.uint8
-    given.routed_experts = None
+    found = experts_of_tokens(rows, [0, 2])
+    assert (found.first, found.length) == (0, 2)
+    assert found.part.dtype == torch.int16 and found.part.tolist() == [[[0, 1], [4, 5]], [[6, 7], [10, 11]]]
+    assert experts_of_tokens(rows.astype("uint8"), [1]).part.dtype == torch.uint8
     with pytest.raises(RuntimeError, match="without the experts"):
-        experts_of_tokens(given, [1])
+        experts_of_tokens(None, [1])

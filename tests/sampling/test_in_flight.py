@@ -4,15 +4,18 @@ checkpoint keeps.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
+from test_remote_columns import Shelf
 
 from megatron_rl.agents.episode import EpisodeLimits, Reply
 from megatron_rl.agents.observation import EpisodeFailure, Observation, Opening, Turn
 from megatron_rl.errors import ConfigError
 from megatron_rl.records import Prompts, Sampling, ragged
+from megatron_rl.remote_columns import ColumnPiece
 from megatron_rl.rollout.slices import DraftCounts, Drawn
 from megatron_rl.sampling.in_flight import InFlightBatches
 from megatron_rl.sampling.rollout_checkpoint import read_answers, read_schedule, write_rollouts
@@ -95,6 +98,33 @@ def test_a_checkpoint_keeps_what_is_drawn_after_its_step(tmp_path: Path) -> None
     _, found, _ = read.batch(2)
     assert found["rollout_log_probs"].unbind()[0].tolist() == torch.tensor([-0.1, -0.2]).tolist()
     assert [row.tolist() for row in found["versions"].unbind()] == [[4, 4], [9]]
+
+
+def test_a_checkpoint_keeps_experts(tmp_path: Path) -> None:
+    """Of an unfinished response in two pieces, one of which a rank holds, and of a finished one; a run goes on from
+    there, and from a checkpoint without any, where the engine reads all tokens again. Would not catch a node that is
+    lost.
+    """
+    experts = dataclasses.replace(SAMPLING, with_experts=True)
+    runs = [InFlightBatches(batch_rows=3, seed_of=seed_of) for _ in range(3)]
+    for each in runs:
+        each.add(1, prompts([1, 2], [3], [4]), experts, None, GREEDILY)
+    answers, again, without = runs
+    numbers, shelf = torch.arange(24, dtype=torch.uint8).view(6, 2, 2), Shelf()
+    first = ColumnPiece(shelf.put(numbers[:3]), 1, 2)
+    answers.extend(
+        {0: Drawn((5,), (-0.5,), "", first), 2: Drawn((6,), (-0.5,), "stop", ColumnPiece.whole(numbers[3:4]))}, 4
+    )
+    answers.extend({0: Drawn((7,), (-0.5,), "", ColumnPiece.whole(numbers[4:5]))}, 5)
+    write_rollouts(tmp_path, answers, {"taken": 0, "next_new": 3}, step=0)
+    read_answers(tmp_path, again)
+    assert [again.start(request) for request in (0, 1)] == [answers.start(request) for request in (0, 1)]
+    assert [again.start(request).experts_from for request in (0, 1)] == [3, 0]
+    kept = [torch.cat([piece.part for piece in again.episode(request).experts]) for request in (0, 2)]
+    assert torch.equal(kept[0], numbers[[1, 2, 4]]) and torch.equal(kept[1], numbers[3:4])
+    tensors = answers.tensors(0)
+    without.load_tensors({name: tensors[name] for name in tensors if "experts" not in name})
+    assert without.start(0).experts_from == 0 and without.start(0).token_ids == answers.start(0).token_ids
 
 
 def test_a_checkpoint_keeps_open_episodes(tmp_path: Path) -> None:
