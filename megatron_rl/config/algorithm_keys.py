@@ -52,7 +52,8 @@ class AlgorithmConfig:
     """grpo: the standard deviation of norm_adv_by_std_in_grpo is that of a group | batch: of all responses of the step
     (LitePPO)."""
     gdpo_reward_keys: list[str] | None = None
-    """gdpo: entries of the reward function's dict that are normalised separately."""
+    """gdpo: entries of the reward function's dict that are normalised separately; score: its own, rm_score: the
+    reward model's, overlong_reward: the overlong penalty."""
     gdpo_reward_weights: list[float] | None = None
     """gdpo: weight of each entry of gdpo_reward_keys; null: 1 each."""
     gigpo_step_advantage_w: Annotated[float, Ge(0), OURS] = 1.0

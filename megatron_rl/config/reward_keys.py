@@ -31,6 +31,10 @@ class CustomRewardFunctionConfig:
     training prompts need no ground truth."""
 
 
+OVERLONG = "overlong_reward"
+"""Name of the overlong penalty as a component of the score, verl's."""
+
+
 @dataclass
 class OverlongBufferConfig:
     enable: bool = False

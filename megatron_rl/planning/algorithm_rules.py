@@ -10,6 +10,7 @@ from megatron_rl.config.algorithms import estimator_traits, uses_critic
 from megatron_rl.config.declarations import ESTIMATORS, POLICY_LOSSES, EstimatorTraits
 from megatron_rl.config.keys import ACTOR, ROLLOUT
 from megatron_rl.config.problems import nearest_name, violations_of
+from megatron_rl.config.reward_keys import OVERLONG
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.user_functions import functions_in
 from megatron_rl.errors import ConfigError, Violation, shown
@@ -46,7 +47,7 @@ def _needed(config: RunConfig, nearest: Mapping[str, Any]) -> dict[str, Any]:
     traits = ESTIMATORS.traits(nearest.get("algorithm.adv_estimator", ""), EstimatorTraits())
     needed: dict[str, Any] = {SAMPLES: 2} if traits.second and config.actor_rollout_ref.rollout.n == 1 else {}
     if "components" in traits.reads:
-        needed |= {"algorithm.gdpo_reward_keys": config.algorithm.gdpo_reward_keys or ["score"]}
+        needed |= {"algorithm.gdpo_reward_keys": _components(config)}
         needed |= {"algorithm.use_kl_in_reward": False} if config.algorithm.use_kl_in_reward else {}
     return needed | ({"critic.enable": None} if "old_values" in traits.reads and config.critic.enable is False else {})
 
@@ -110,17 +111,26 @@ def _component_problems(config: RunConfig) -> Iterable[Violation]:
     name = f"algorithm.adv_estimator={algorithm.adv_estimator}"
     if not keys:
         rule = f"must name at least one number that the reward function returns beside its score, because of {name}"
-        yield Violation({keys_key: keys}, rule, {keys_key: ["score"]})
+        yield Violation({keys_key: keys}, rule, {keys_key: _components(config)})
     elif weights is not None and len(weights) != len(keys):
         rule = f"must be one number for each of {keys_key}, of which there are {len(keys)}"
         yield Violation({weights_key: weights}, rule, {weights_key: None})
     if algorithm.use_kl_in_reward:
         key = "algorithm.use_kl_in_reward"
-        rule = f"must be false: {name} reads the components of the score, in which no KL enters"
+        rule = f"must be false: {name} divides each component by its spread, so a KL's coefficient would cancel out"
         yield Violation({key: True}, rule, {key: False}, f"{ACTOR}.use_kl_loss=true makes it a term of the loss")
-    if config.reward_model.overlong_buffer.enable:
+    if keys and _components(config) != keys:
         key = "reward_model.overlong_buffer.enable"
-        yield Violation({key: True}, f"must be false: {name} reads components, not the score", {key: False})
+        rule = f"needs {OVERLONG} among {keys_key}: {name} reads components, not the score"
+        nearest: dict[str, Any] = {keys_key: _components(config)}
+        nearest |= {} if weights is None else {weights_key: None}
+        yield Violation({key: True, keys_key: keys}, rule, nearest, f"or set {key}=false")
+
+
+def _components(config: RunConfig) -> list[str]:
+    """The configured components of the score, or the score alone, with the overlong penalty where there is one."""
+    keys = config.algorithm.gdpo_reward_keys or ["score"]
+    return keys if OVERLONG in keys or not config.reward_model.overlong_buffer.enable else [*keys, OVERLONG]
 
 
 def _overlong_problems(config: RunConfig) -> Iterable[Violation]:

@@ -16,7 +16,7 @@ from megatron_rl.checkpoint.hf_config import read_hf_config
 from megatron_rl.checkpoint.score_statistics import StatisticsError, read_statistics
 from megatron_rl.columns import SCORING
 from megatron_rl.config.algorithms import estimator_traits
-from megatron_rl.config.reward_keys import HELD_OUT, RUNNING
+from megatron_rl.config.reward_keys import HELD_OUT, OVERLONG, RUNNING
 from megatron_rl.config.roles import REWARD_MODEL, RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompt_dataset import PromptDataset
@@ -26,7 +26,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.observe.phase_clock import PhaseClock
 from megatron_rl.records import Batch, Prompts
 from megatron_rl.scoring.rule import NoRule, RuleReward
-from megatron_rl.scoring.scored_answers import ModelScores, ScoredAnswers, combine, with_environment
+from megatron_rl.scoring.scored_answers import ModelScores, ScoredAnswers, combine, with_part
 from megatron_rl.scoring.shaping import ModelShaping, RewardShaping, Shaped, overlong_penalty
 from megatron_rl.scoring.text_reader import TextReader
 
@@ -128,7 +128,9 @@ class Rewards:
                 self._warn(f"{failed} of {len(scored.outcomes)} samples could not be scored; the first: {first}")
             models = [wait() for wait in pending]
             models = [dataclasses.replace(model, shaped=shape(model)) for model in models]
-            return with_environment(combine(scored, models, self._rule_weight), answers.get("environment_rewards"))
+            return with_part(
+                combine(scored, models, self._rule_weight), "environment_reward", answers.get("environment_rewards")
+            )
 
     def training_scores(
         self,
@@ -157,6 +159,8 @@ class Rewards:
             return scored
         lengths, longest = answers.num_sampled, self.config.data.max_response_length
         penalty = overlong_penalty(lengths, longest, overlong.len, overlong.penalty_factor)
+        if OVERLONG in (self.config.algorithm.gdpo_reward_keys or ()):
+            return with_part(scored, OVERLONG, penalty)
         return dataclasses.replace(scored, scores=scored.scores + penalty)
 
     def components(self, scored: ScoredAnswers) -> torch.Tensor | None:

@@ -185,12 +185,12 @@ def combine(ruled: ScoredAnswers, models: Sequence[ModelScores], rule_weight: fl
     return replace(ruled, scores=scores, outcomes=outcomes)
 
 
-def with_environment(scored: ScoredAnswers, rewards: torch.Tensor | None) -> ScoredAnswers:
-    """score + the environment's reward, float32 [B], which each response's extras then hold; None: there is none."""
+def with_part(scored: ScoredAnswers, name: str, rewards: torch.Tensor | None) -> ScoredAnswers:
+    """score + a further reward, float32 [B], which each response's extras then hold as `name`; None: there is none."""
     if rewards is None:
         return scored
     outcomes = [
-        replace(outcome, extras=outcome.extras | {"environment_reward": reward})
+        replace(outcome, extras=outcome.extras | {name: reward})
         for outcome, reward in zip(scored.outcomes, rewards.tolist(), strict=True)
     ]
     return replace(scored, scores=scored.scores + rewards, outcomes=outcomes)

@@ -47,6 +47,19 @@ def test_tokens_cannot_be_chosen_by_entropy_without_a_pass_or_a_loss_of_tokens(c
     assert list(algorithm_problems(config)) == []
 
 
+def test_an_overlong_penalty_is_a_component(config):
+    """Of gdpo, and with weights of as many numbers as before. Would not catch a component that nothing fills."""
+    algorithm, overlong = config.algorithm, config.reward_model.overlong_buffer
+    algorithm.adv_estimator, algorithm.use_kl_in_reward, config.actor_rollout_ref.rollout.n = "gdpo", False, 2
+    algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights = ["score", "form"], [1.0, 0.5]
+    overlong.enable, overlong.len = True, 4
+    (problem,) = algorithm_problems(config)
+    found = ["score", "form", "overlong_reward"]
+    assert problem.nearest == {"algorithm.gdpo_reward_keys": found, "algorithm.gdpo_reward_weights": None}
+    algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights = found, None
+    assert list(algorithm_problems(config)) == []
+
+
 def test_refused_names_list_the_known_ones(config, tmp_path):
     """Without a file, and with one that has other functions. Would not catch a function made at run time."""
     config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode = "groo", "gsp"

@@ -219,6 +219,12 @@ def test_groups_are_compared_by_the_rule_and_two_reward_models_together():
     pending = rewards.start(questions, greedy)
     assert rewards.greedy_scores(batch.prompts, greedy, pending).tolist() == [1.0, 1.0, 0.0, 0.0]
 
+    config.algorithm.adv_estimator, config.algorithm.gdpo_reward_keys = "gdpo", ["score", "overlong_reward"]
+    penalised = rewards.training_scores(questions, greedy, rewards.start(questions, greedy))
+    assert penalised.scores.tolist() == [1.0, 0.0]
+    components = rewards.components(penalised)
+    assert components is not None and components.tolist() == [[1.0, -1.0], [1.0, -1.0]]
+
 
 def test_a_rule_of_validation_is_not_asked_in_training():
     """There the score is the models' alone; held-out answers have the rule's accuracy beside the same reward.
