@@ -9,56 +9,78 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_rl.config.algorithms import teaching, uses_critic, uses_reference
+from megatron_rl.columns import ACTOR_SCORES, ACTOR_UPDATE, CRITIC_UPDATE, LOG_PROBS_AT, SCORING
+from megatron_rl.config.algorithms import (
+    STUDENTS_TOP,
+    distillation_reads,
+    scores_old_log_probs,
+    teaching,
+    uses_critic,
+    uses_reference,
+)
 from megatron_rl.config.distillation_keys import SELF, TeacherConfig
 from megatron_rl.config.drafts import MTPUse
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.config.megatron import MegatronConfig
+from megatron_rl.config.role_kinds import ACTOR as ACTOR
+from megatron_rl.config.role_kinds import CRITIC as CRITIC
+from megatron_rl.config.role_kinds import KINDS, Head, RoleKind
+from megatron_rl.config.role_kinds import REFERENCE as REFERENCE
+from megatron_rl.config.role_kinds import REWARD_MODEL as REWARD_MODEL
+from megatron_rl.config.role_kinds import ROLLOUT as ROLLOUT
+from megatron_rl.config.role_kinds import SCORER as SCORER
+from megatron_rl.config.role_kinds import TEACHER as TEACHER
+from megatron_rl.config.role_kinds import TUNED as TUNED
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.task_config import TaskConfig
-from megatron_rl.config.tasks import REWARD
+from megatron_rl.config.tasks import DPO, REWARD, SFT
 from megatron_rl.config.trainer import GLOBAL_POOL
-
-ACTOR, REFERENCE, CRITIC, REWARD_MODEL, ROLLOUT = "actor", "reference", "critic", "reward_model", "rollout"
-TEACHER = "teacher"
-"""Kinds of roles. A kind is also the name of its only role; only reward models and teachers may be several."""
-TUNED, SCORER = "tuned", "scorer"
-"""Kinds of the role that a task without generation trains. A policy has the name of the actor. A reward model has the
-name of the critic, because it is saved and exported like one."""
 
 ROLLOUT_POOL, REWARD_POOL = "rollout_pool", "reward_pool"
 """Pools that verl's own keys make: hybrid_engine=false, and reward_model.enable_resource_pool=true."""
 
 
 @dataclass(frozen=True)
+class PassCall:
+    """The method of a role's class that makes a pass, and the columns of its batch.
+
+    reads: readers of `columns` whose columns the batch has; (): tokens alone. makes: the column of a score. is_added:
+    the score is a call for every batch of PPO and adds that column, with nothing else around it. compares: a row of the
+    batch has several responses.
+    """
+
+    method: str
+    reads: tuple[str, ...] = ()
+    makes: str | None = None
+    is_added: bool = False
+    compares: bool = False
+
+
+@dataclass(frozen=True)
 class PassSpec:
     """One pass of a role over a batch, and how the batch is cut into micro-batches.
 
-    phase: its name in timings, in memory and in plans. num_rows: samples of a micro-batch, if max_tokens is None.
-    max_tokens: tokens of a micro-batch, if samples are joined by their tokens. key: the key of the one that counts.
-    extra_tokens: tokens that the role reads beyond prompt and response. longest: tokens of the longest sequence without
-    these, if it is not prompt and response (conversations that are tokenised again, responses that stay together).
-    scored: tokens of that sequence whose log-probs are needed; None: those of the longest response. as_tree: rows of a
-    micro-batch are laid as a trie.
+    phase: its name in timings, in memory and in plans, which no other pass of a run has. num_rows: samples of a
+    micro-batch, if max_tokens is None. max_tokens: tokens of a micro-batch, if samples are joined by their tokens. key:
+    the key of the one that counts. extra_tokens: tokens that the role reads beyond prompt and response. longest: tokens
+    of the longest sequence without these, if it is not prompt and response (conversations that are tokenised again,
+    responses that stay together). length_key: the settings that make it so long. scored: tokens of that sequence whose
+    log-probs are needed; None: those of the longest response. as_tree: rows of a micro-batch are laid as a trie.
+    is_run: a step runs the pass, for which there is memory in any case.
     """
 
     phase: str
+    call: PassCall
     num_rows: int
     max_tokens: int | None
     remove_padding: bool
     key: str
     extra_tokens: int = 0
     longest: int | None = None
+    length_key: str = ""
     scored: int | None = None
     as_tree: bool = False
-
-
-@dataclass(frozen=True)
-class Makes:
-    """The column that a role makes of every batch of PPO, by a method that takes the batch."""
-
-    column: str
-    method: str
+    is_run: bool = True
 
 
 @dataclass(frozen=True)
@@ -75,14 +97,13 @@ class RoleSpec:
 
     megatron: its training layout; for the rollout the actor's, which names the dtype. score, update: its passes; a role
     with `update` is trained and saved. settings: the group itself. mixed: further examples that its update reads.
-    makes: the column that it adds to every batch; None: none, or not in every run. lora: the adapters that are trained
-    in place of the weights, read by the rollout, or those that a reference holds; rank 0: none. model_of: the role on
-    the same ranks whose model is this role's, a reference's with other adapters or none; None: it has a model of its
-    own. mtp: what becomes of the model's multi-token prediction layer.
+    lora: the adapters that are trained in place of the weights, read by the rollout, or those that a reference holds;
+    rank 0: none. model_of: the role on the same ranks whose model is this role's, a reference's with other adapters or
+    none; None: it has a model of its own. mtp: what becomes of the model's multi-token prediction layer.
     """
 
     name: str
-    kind: str
+    kind: RoleKind
     key: str
     pool: str
     model_path: str
@@ -92,10 +113,15 @@ class RoleSpec:
     score: PassSpec | None = None
     update: PassSpec | None = None
     mixed: Mixed | None = None
-    makes: Makes | None = None
     lora: LoraConfig = field(default_factory=LoraConfig)
     model_of: str | None = None
     mtp: MTPUse = MTPUse.NONE
+
+    def __post_init__(self) -> None:
+        places = {"score": self.kind.scored, "update": self.kind.updated}
+        for label in self.phases:
+            if places[label] is None:
+                raise ValueError(f"role {self.name} has a pass {label}; kind {self.kind.name} has no place for it")
 
     @property
     def is_trained(self) -> bool:
@@ -104,12 +130,17 @@ class RoleSpec:
     @property
     def has_value_head(self) -> bool:
         """Whether the model ends in a head of one value instead of one logit for each token of the vocabulary."""
-        return self.kind in (CRITIC, REWARD_MODEL, SCORER)
+        return self.kind.head is Head.VALUE
 
     @property
     def reads_text(self) -> bool:
         """Whether this is a reward model that tokenises conversations with its own tokenizer."""
-        return self.kind == REWARD_MODEL and self.settings.model.input_tokenizer is not None
+        return self.kind.may_read_text and self.settings.model.input_tokenizer is not None
+
+    @property
+    def reads_own_prompts(self) -> bool:
+        """Whether this is a teacher that reads other prompts than the policy."""
+        return self.kind.teaches and self.settings.prompt_key is not None
 
     @property
     def passes(self) -> list[PassSpec]:
@@ -155,16 +186,16 @@ class PoolSpec:
     @property
     def megatron_roles(self) -> tuple[RoleSpec, ...]:
         """Roles on Megatron's grid, which share one layout."""
-        return tuple(role for role in self.roles if role.kind != ROLLOUT)
+        return tuple(role for role in self.roles if not role.kind.generates)
 
     @property
     def layout(self) -> MegatronConfig:
         """The layout of the grid; TP 1 and PP 1 in a pool that only generates."""
         return self.megatron_roles[0].megatron if self.megatron_roles else MegatronConfig()
 
-    def role(self, kind: str) -> RoleSpec | None:
-        """The only role of a kind, or None."""
-        return next((role for role in self.roles if role.kind == kind), None)
+    def role(self, name: str) -> RoleSpec | None:
+        """The role of this name, or None."""
+        return next((role for role in self.roles if role.name == name), None)
 
 
 @dataclass(frozen=True)
@@ -176,8 +207,13 @@ class Placement:
 
     @classmethod
     def of(cls, config: RunConfig) -> Placement:
-        """Place the roles of a configuration that has passed preflight. Raises KeyError for an undefined pool."""
+        """Place the roles of a configuration that has passed preflight. Raises KeyError for an undefined pool, and
+        ValueError where two passes are one phase, of which plans would show one alone.
+        """
         roles = {role.name: role for role in roles_of(config)}
+        phases = [phase for role in roles.values() for phase in role.phases.values()]
+        if twice := sorted({phase for phase in phases if phases.count(phase) > 1}):
+            raise ValueError(f"{', '.join(twice)}: the phase of two passes; each needs a name of its own")
         sizes = pool_sizes(config)
         names = dict.fromkeys(role.pool for role in roles.values())
         hosted = {name: tuple(role for role in roles.values() if role.pool == name) for name in names}
@@ -201,7 +237,7 @@ class Placement:
     @property
     def megatron_roles(self) -> list[RoleSpec]:
         """Every role but the rollout."""
-        return [role for role in self.roles.values() if role.kind != ROLLOUT]
+        return [role for role in self.roles.values() if not role.kind.generates]
 
     @property
     def trained(self) -> list[RoleSpec]:
@@ -211,12 +247,12 @@ class Placement:
     @property
     def reward_models(self) -> list[RoleSpec]:
         """Every reward model, `reward_model` first."""
-        return [role for role in self.roles.values() if role.kind == REWARD_MODEL]
+        return [role for role in self.roles.values() if role.kind.gives_reward]
 
     @property
     def teachers(self) -> list[RoleSpec]:
         """Every teacher."""
-        return [role for role in self.roles.values() if role.kind == TEACHER]
+        return [role for role in self.roles.values() if role.kind.teaches]
 
     @property
     def world_size(self) -> int:
@@ -236,38 +272,6 @@ def pool_sizes(config: RunConfig) -> dict[str, PoolSize]:
     if config.generates and config.reward_model.enable_resource_pool:
         sizes[REWARD_POOL] = _size("reward_model", config.reward_model)
     return sizes | {name: _size(f"pools.{name}", pool) for name, pool in config.pools.items()}
-
-
-@dataclass(frozen=True)
-class ElasticPool:
-    """The replicas of a pool that join and leave: ranks of each, the fewest that are needed, the most."""
-
-    replica: PoolSize
-    min_replicas: int
-    max_replicas: int
-
-    @property
-    def smallest(self) -> PoolSize:
-        """The size with which the run can continue."""
-        return replace(self.replica, num_nodes=self.replica.num_nodes * self.min_replicas)
-
-
-def elastic_pools(config: RunConfig) -> dict[str, ElasticPool]:
-    """Pool whose replicas join and leave -> their numbers; {} where all stay."""
-    rollout = config.actor_rollout_ref.rollout
-    if not (config.generates and rollout.is_elastic):
-        return {}
-    name, tp_size = rollout_pool(config), rollout.tensor_model_parallel_size
-    size = pool_sizes(config)[name]
-    ranks_per_node = min(tp_size, size.num_ranks_per_node)
-    replica = replace(size, num_nodes=-(-tp_size // ranks_per_node), num_ranks_per_node=ranks_per_node)
-    return {name: ElasticPool(replica, rollout.min_replicas, rollout.max_replicas or size.world_size // tp_size)}
-
-
-def needed_pools(config: RunConfig) -> list[PoolSpec]:
-    """Every pool with the size that the run cannot do without: of replicas that come and go the fewest."""
-    elastic, pools = elastic_pools(config), Placement.of(config).pools
-    return [replace(pool, size=elastic[name].smallest) if name in elastic else pool for name, pool in pools.items()]
 
 
 def _size(group: str, settings: Any) -> PoolSize:
@@ -297,7 +301,7 @@ def roles_of(config: RunConfig) -> Iterator[RoleSpec]:
     roles = _task_roles(config) if isinstance(config, TaskConfig) else (role for rows in ROWS for role in rows(config))
     as_tree = config.actor_rollout_ref.model.enable_tree_training
     for role in roles:
-        yield _laid_as_trees(role) if as_tree and role.kind != REWARD_MODEL else role
+        yield _laid_as_trees(role) if as_tree and role.kind.takes_trees else role
 
 
 def _laid_as_trees(role: RoleSpec) -> RoleSpec:
@@ -305,20 +309,30 @@ def _laid_as_trees(role: RoleSpec) -> RoleSpec:
     return replace(role, score=score, update=update)
 
 
+TASK_CALLS = {
+    SFT: (PassCall("log_likelihoods"), PassCall("update")),
+    DPO: (PassCall("answer_log_probs", compares=True), PassCall("update_preferences", compares=True)),
+    REWARD: (PassCall("scores", compares=True), PassCall("update", compares=True)),
+}
+"""Task without generation -> score and update of the role that it trains."""
+
+
 def _task_roles(config: TaskConfig) -> Iterator[RoleSpec]:
     """The role that a task without generation trains, and the reference where it scores on the same ranks."""
     trains_scores, together = config.trainer.stage == REWARD, config.answers_together
-    policy = replace(_actor(config), kind=TUNED, mixed=None, mtp=MTPUse.NONE)
-    role = replace(_critic(config), kind=SCORER) if trains_scores else policy
+    policy = replace(_actor(config), kind=KINDS[TUNED], mixed=None, mtp=MTPUse.NONE)
+    role = replace(_critic(config), kind=KINDS[SCORER]) if trains_scores else policy
     longest = config.longest_sequence + trains_scores
     if role.update is not None and together > 1:
         update = replace(role.update, longest=together * longest, scored=together * config.longest_response)
         role = replace(role, update=update)
-    if trains_scores and role.score is not None:
-        role = replace(role, score=replace(role.score, phase="scores", longest=longest))
-        role = replace(role, score=_with_room(role, longest))
-    elif role.score is not None:
-        role = replace(role, score=replace(role.score, phase="log_probs"))
+    score_call, update_call = TASK_CALLS[config.trainer.stage]
+    if role.update is not None:
+        role = replace(role, update=replace(role.update, call=update_call))
+    if role.score is not None:
+        phase, own = ("scores", longest) if trains_scores else ("log_probs", role.score.longest)
+        role = replace(role, score=replace(role.score, phase=phase, call=score_call, longest=own, is_run=True))
+        role = replace(role, score=_with_room(role, longest)) if trains_scores else role
     yield role
     if config.holds_reference:
         yield _reference(config)
@@ -331,12 +345,13 @@ UPDATE_KEYS = ("use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", "ppo_max_token
 """For each pass: the key that joins samples by their tokens, the key of samples, and the key of tokens."""
 
 
-def _pass(phase: str, packed: bool, group: str, settings: Any, keys: tuple[str, str, str]) -> PassSpec:
+def _pass(phase: str, call: PassCall, packed: bool, group: str, settings: Any, keys: tuple[str, str, str]) -> PassSpec:
     """settings: the group that has the three keys."""
     dynamic, rows, tokens = keys
     is_dynamic = getattr(settings, dynamic)
     max_tokens = getattr(settings, tokens) if is_dynamic else None
-    return PassSpec(phase, getattr(settings, rows), max_tokens, packed, f"{group}.{tokens if is_dynamic else rows}")
+    key = f"{group}.{tokens if is_dynamic else rows}"
+    return PassSpec(phase, call, getattr(settings, rows), max_tokens, packed, key)
 
 
 def _with_room(role: RoleSpec, longest: int) -> PassSpec | None:
@@ -347,25 +362,22 @@ def _with_room(role: RoleSpec, longest: int) -> PassSpec | None:
     return replace(role.score, max_tokens=max(role.score.max_tokens, one_row))
 
 
-def _policy(config: RunConfig, kind: str, key: str, pool: str, settings: Any) -> RoleSpec:
+def _policy(config: RunConfig, kind: str, key: str, pool: str, megatron: MegatronConfig, settings: Any) -> RoleSpec:
     """A role that starts from the actor's model."""
     shared = config.actor_rollout_ref
-    megatron = shared.actor.megatron if kind == ROLLOUT else settings.megatron
-    # A reference is the policy before training, of which new adapters are no part: their B is 0.
-    is_bare = kind == REFERENCE and shared.model.lora.adapter_path is None
-    lora = LoraConfig() if is_bare else shared.model.lora
     model = (shared.model.path, "actor_rollout_ref.model.path", megatron, settings)
-    mtp = MTPUse.NONE if kind == REFERENCE else shared.mtp_use
-    return RoleSpec(kind, kind, key, pool, *model, lora=lora, mtp=mtp)
+    return RoleSpec(kind, KINDS[kind], key, pool, *model, lora=shared.model.lora, mtp=shared.mtp_use)
 
 
 def _actor(config: RunConfig) -> RoleSpec:
     shared, key = config.actor_rollout_ref, "actor_rollout_ref.actor"
     packed = shared.model.use_remove_padding
+    call = PassCall("log_probs", (ACTOR_SCORES,), "old_log_probs")
+    score = _pass("old_log_prob", call, packed, "actor_rollout_ref.rollout", shared.rollout, LOG_PROB_KEYS)
     return replace(
-        _policy(config, ACTOR, key, shared.actor.pool, shared.actor),
-        score=_pass("old_log_prob", packed, "actor_rollout_ref.rollout", shared.rollout, LOG_PROB_KEYS),
-        update=_pass("update_actor", packed, key, shared.actor, UPDATE_KEYS),
+        _policy(config, ACTOR, key, shared.actor.pool, shared.actor.megatron, shared.actor),
+        score=replace(score, is_run=scores_old_log_probs(config)),
+        update=_pass("update_actor", PassCall("update", (ACTOR_UPDATE,)), packed, key, shared.actor, UPDATE_KEYS),
         mixed=Mixed(config.ptx.mini_batch_size, pretraining_length(config)) if config.ptx.coef else None,
     )
 
@@ -377,20 +389,23 @@ def pretraining_length(config: RunConfig) -> int:
 
 def _reference(config: RunConfig) -> RoleSpec:
     shared, key = config.actor_rollout_ref, "actor_rollout_ref.ref"
-    role = _policy(config, REFERENCE, key, shared.ref.pool, shared.ref)
-    score = _pass("ref", shared.model.use_remove_padding, key, shared.ref, LOG_PROB_KEYS)
+    role = _policy(config, REFERENCE, key, shared.ref.pool, shared.ref.megatron, shared.ref)
+    call = PassCall("log_probs", (SCORING,), "ref_log_probs", is_added=True)
+    score = _pass("ref", call, shared.model.use_remove_padding, key, shared.ref, LOG_PROB_KEYS)
     is_base = shared.model.lora.rank > 0 and shared.ref.pool == shared.actor.pool
-    return replace(role, score=score, makes=Makes("ref_log_probs", "log_probs"), model_of=ACTOR if is_base else None)
+    # It is the policy before training, of which new adapters are no part: their B is 0.
+    lora = LoraConfig() if shared.model.lora.adapter_path is None else shared.model.lora
+    return replace(role, score=score, model_of=ACTOR if is_base else None, lora=lora, mtp=MTPUse.NONE)
 
 
 def _critic(config: RunConfig) -> RoleSpec:
     critic = config.critic
     packed = critic.model.use_remove_padding
+    call = PassCall("values", (SCORING,), "old_values", is_added=True)
     return RoleSpec(
-        *(CRITIC, CRITIC, CRITIC, critic.pool, critic.model.path, "critic.model.path", critic.megatron, critic),
-        score=_pass("values", packed, CRITIC, critic, VALUE_KEYS),
-        update=_pass("update_critic", packed, CRITIC, critic, UPDATE_KEYS),
-        makes=Makes("old_values", "values"),
+        *(CRITIC, KINDS[CRITIC], CRITIC, critic.pool, critic.model.path, "critic.model.path", critic.megatron, critic),
+        score=_pass("values", call, packed, CRITIC, critic, VALUE_KEYS),
+        update=_pass("update_critic", PassCall("update", (CRITIC_UPDATE,)), packed, CRITIC, critic, UPDATE_KEYS),
         lora=critic.model.lora,
     )
 
@@ -405,32 +420,33 @@ def _reward_models(config: RunConfig) -> Iterator[RoleSpec]:
 
 def _teachers(config: RunConfig) -> Iterator[RoleSpec]:
     if (way := teaching(config)) is not None:
+        asked = (LOG_PROBS_AT,) if STUDENTS_TOP in distillation_reads(config) else ()
         for name, teacher in config.distillation.teacher_models.items():
-            yield _teacher(config, name, teacher, Makes(way.column, way.method))
+            yield _teacher(config, name, teacher, PassCall(way.method, (SCORING, *asked), way.column))
 
 
-def _teacher(config: RunConfig, name: str, teacher: TeacherConfig, makes: Makes) -> RoleSpec:
+def _teacher(config: RunConfig, name: str, teacher: TeacherConfig, call: PassCall) -> RoleSpec:
     """A frozen model that says more of the tokens than a reference; `self`: the actor."""
     shared, key = config.actor_rollout_ref, f"distillation.teacher_models.{name}"
     is_self = teacher.model_path == SELF
-    score = _pass(f"teacher_{name}", teacher.use_remove_padding, key, teacher, LOG_PROB_KEYS)
+    score = _pass(f"teacher_{name}", call, teacher.use_remove_padding, key, teacher, LOG_PROB_KEYS)
     prompt = config.data.max_prompt_length if teacher.prompt_key is None else teacher.max_prompt_length
     longest = prompt + config.data.max_response_length
     role = RoleSpec(
-        *(name, TEACHER, key, shared.actor.pool if is_self else teacher.pool),
+        *(name, KINDS[TEACHER], key, shared.actor.pool if is_self else teacher.pool),
         model_path=shared.model.path if is_self else teacher.model_path,  # type: ignore[arg-type]
         model_key=f"{key}.model_path",
         megatron=shared.actor.megatron if is_self else teacher.megatron,
         settings=teacher,
-        score=replace(score, longest=longest),
-        makes=makes,
+        score=replace(score, longest=longest, length_key=f"{key}.max_prompt_length + data.max_response_length"),
         model_of=ACTOR if is_self else None,
     )
     return replace(role, score=_with_room(role, longest))
 
 
 def _rollout(config: RunConfig) -> RoleSpec:
-    return _policy(config, ROLLOUT, "actor_rollout_ref.rollout", rollout_pool(config), config.actor_rollout_ref.rollout)
+    shared, key = config.actor_rollout_ref, "actor_rollout_ref.rollout"
+    return _policy(config, ROLLOUT, key, rollout_pool(config), shared.actor.megatron, shared.rollout)
 
 
 def _reward_model(name: str, key: str, settings: Any, pool: str, phase: str, longest: int) -> RoleSpec:
@@ -441,10 +457,11 @@ def _reward_model(name: str, key: str, settings: Any, pool: str, phase: str, lon
     own = None
     if settings.model.input_tokenizer is not None:
         own = longest if settings.max_length is None else settings.max_length
-    score = _pass(phase, settings.model.use_remove_padding, key, settings, SCORE_KEYS)
+    call = PassCall("scores", (SCORING,), "scores")
+    score = _pass(phase, call, settings.model.use_remove_padding, key, settings, SCORE_KEYS)
     role = RoleSpec(
-        *(name, REWARD_MODEL, key, pool, settings.model.path, f"{key}.model.path", settings.megatron, settings),
-        score=replace(score, extra_tokens=1, longest=own),
+        *(name, KINDS[REWARD_MODEL], key, pool, settings.model.path, f"{key}.model.path", settings.megatron, settings),
+        score=replace(score, extra_tokens=1, longest=own, length_key=f"{key}.max_length"),
     )
     return replace(role, score=_with_room(role, (own or longest) + 1))
 
@@ -457,5 +474,5 @@ ROWS: list[Callable[[RunConfig], Iterable[RoleSpec]]] = [
     _teachers,
     lambda config: [_rollout(config)],
 ]
-"""The roles of PPO: each row gives those that a configuration asks for. A role that only scores is one row: it has
-`makes`."""
+"""The roles of PPO: each row gives those that a configuration asks for. A role that only scores is one row, and its
+call `is_added`."""

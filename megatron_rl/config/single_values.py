@@ -14,7 +14,6 @@ from typing import Any
 from megatron_rl.config.constraints import Constraints
 from megatron_rl.config.keys import LEAVES, REF, ROLLOUT, default_of, leaves_of, value_of
 from megatron_rl.config.megatron import LAYOUT_KEYS
-from megatron_rl.config.roles import ROLLOUT as ROLLOUT_ROLE
 from megatron_rl.config.roles import roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
@@ -41,7 +40,7 @@ def _shared_layouts(config: RunConfig) -> set[str]:
     groups = {REF, "reward_model", *(f"reward_models.{name}" for name in config.reward_models)}
     groups |= {f"distillation.teacher_models.{name}" for name in config.distillation.teacher_models}
     for role in roles_of(config):
-        if role.kind != ROLLOUT_ROLE and role.pool not in led:
+        if not role.kind.generates and role.pool not in led:
             led.add(role.pool)
             groups.discard(role.key)
     return {f"{group}.megatron.{name}" for group in groups for name in LAYOUT_KEYS}

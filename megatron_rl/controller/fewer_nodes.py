@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 
-from megatron_rl.config.roles import PoolSize, needed_pools
+from megatron_rl.config.elastic_pools import needed_pools
+from megatron_rl.config.roles import PoolSize
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.planning.preflight import preflight
 

@@ -14,8 +14,9 @@ from megatron_rl.checkpoint.storage import storing
 from megatron_rl.cluster.replicas import ReplicatedPool
 from megatron_rl.config.algorithms import estimator_traits
 from megatron_rl.config.drafts import EARLIER, Drafts
+from megatron_rl.config.elastic_pools import elastic_pools
 from megatron_rl.config.last_tokens import extra_groups
-from megatron_rl.config.roles import ROLLOUT, Placement, elastic_pools
+from megatron_rl.config.roles import ROLLOUT, Placement
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.controller.run_folder import RunFolder
 from megatron_rl.errors import ConfigError

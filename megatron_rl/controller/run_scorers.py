@@ -11,7 +11,7 @@ from megatron_rl.config.algorithms import (
     distillation_reads,
     scores_old_log_probs,
 )
-from megatron_rl.config.roles import ACTOR, TEACHER, RoleSpec
+from megatron_rl.config.roles import ACTOR, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.user_functions import load_class, reward_errors
 from megatron_rl.controller.algorithm import Algorithm
@@ -24,7 +24,7 @@ from megatron_rl.observe.batch_metrics import parity_metrics
 from megatron_rl.plain_values import describe_error, quote
 from megatron_rl.records import Batch
 from megatron_rl.roles.actor import Actor
-from megatron_rl.roles.role_classes import KINDS
+from megatron_rl.roles.role_classes import CLASSES
 from megatron_rl.scoring.batch_scorers import RoleScorer, Scorer
 from megatron_rl.scoring.sampled_batch import SampledBatch
 from megatron_rl.scoring.teachers import OtherPrompts, TeacherCall, TeacherScorer
@@ -49,9 +49,9 @@ def user_scorers(config: RunConfig) -> list[UserScorer]:
 
 
 def role_scorers(pools: RunPools) -> Iterator[Scorer]:
-    """A scorer for each role whose row in `config.roles` says which column it makes."""
+    """A scorer for each role whose row in `config.roles` says that its call is added."""
     for spec in pools.placement.roles.values():
-        if spec.makes is not None and spec.kind != TEACHER:
+        if spec.score is not None and spec.score.call.is_added:
             yield RoleScorer(_method(pools, spec))
 
 
@@ -63,9 +63,10 @@ def teacher_scorers(config: RunConfig, pools: RunPools, prompts: OtherPrompts) -
 
 
 def _method(pools: RunPools, spec: RoleSpec) -> Callable[[Batch], Future[Batch]]:
-    """The method that makes the column which the role's row names."""
-    assert spec.makes is not None
-    method: Callable[[Batch], Future[Batch]] = getattr(pools.handle(spec.name, KINDS[spec.kind]), spec.makes.method)
+    """The method that the role's row names for its score."""
+    assert spec.score is not None
+    handle = pools.handle(spec.name, CLASSES[spec.kind.name])
+    method: Callable[[Batch], Future[Batch]] = getattr(handle, spec.score.call.method)
     return method
 
 

@@ -14,7 +14,8 @@ from megatron_rl.cluster.launcher import Launcher
 from megatron_rl.cluster.pool_options import Hosting, PoolOptions
 from megatron_rl.cluster.process_cluster import ProcessCluster, reserve_all
 from megatron_rl.cluster.shm_files import HELD_BYTES
-from megatron_rl.config.roles import REFERENCE, ROLLOUT, Placement, elastic_pools, needed_pools
+from megatron_rl.config.elastic_pools import elastic_pools, needed_pools
+from megatron_rl.config.roles import REFERENCE, ROLLOUT, Placement
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.trainer import LOCAL, TrainerConfig
 from megatron_rl.controller.checked_nodes import checks_nodes, rules_of
@@ -31,7 +32,7 @@ from megatron_rl.roles.host import RankHost
 from megatron_rl.roles.preloaded import preloaded
 from megatron_rl.roles.rank import sequence_work
 from megatron_rl.roles.reference import Reference
-from megatron_rl.roles.role_classes import KINDS
+from megatron_rl.roles.role_classes import CLASSES
 
 Kind = TypeVar("Kind")
 
@@ -108,9 +109,9 @@ class RunPools:
         hosts = {name: pool.host(RankHost) for name, pool in cluster.pools.items()}
         building = []
         for role in placement.roles.values():
-            if role.kind == ROLLOUT and role.pool in cluster.replicated:
+            if role.kind.generates and role.pool in cluster.replicated:
                 continue
-            bridge = AcrossBridge() if role.kind == ROLLOUT and not placement.is_colocated else None
+            bridge = AcrossBridge() if role.kind.generates and not placement.is_colocated else None
             building.append((role.name, hosts[role.pool].build(role.name, bridge)))
         for name, future in building:
             with logger.clock.waiting(f"build {name}"):
@@ -224,7 +225,7 @@ def hosting_of(config: RunConfig, placement: Placement, observer: CallObserver) 
     return Hosting(
         RankHost,
         (config, limits.collective_timeout),
-        {name: KINDS[role.kind] for name, role in placement.roles.items()},
+        {name: CLASSES[role.kind.name] for name, role in placement.roles.items()},
         trainer.device,
         env=options.env,
         work=work if trainer.balance_batch else None,

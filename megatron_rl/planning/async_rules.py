@@ -56,7 +56,7 @@ def _sync_problems(config: RunConfig) -> Iterable[Violation]:
 
 def _stale_problems(config: RunConfig) -> Iterable[Violation]:
     ahead, correction = config.trainer.rollout_ahead, config.algorithm.rollout_correction
-    pools = {role.kind: role.pool for role in roles_of(config)}
+    pools = {role.name: role.pool for role in roles_of(config)}
     is_colocated = pools[ROLLOUT] == pools[ACTOR]
     if ahead and is_colocated and not config.async_training.partial_rollout:
         rule = (
@@ -82,7 +82,7 @@ def _over_sample_problems(config: RunConfig) -> Iterable[Violation]:
     rate, key = config.actor_rollout_ref.rollout.over_sample_rate, f"{ROLLOUT_KEY}.over_sample_rate"
     if not 0 < rate <= 0.5:
         return
-    pools = {role.kind: role.pool for role in roles_of(config)}
+    pools = {role.name: role.pool for role in roles_of(config)}
     if pools[ROLLOUT] != pools[ACTOR]:
         rule = "must be 0 where the rollout has a pool of its own: replicas continue with later batches without waiting"
         yield Violation({key: rate}, rule, {key: 0.0})
@@ -119,7 +119,7 @@ def _elastic_problems(config: RunConfig) -> Iterable[Violation]:
         if rollout.max_replicas:
             yield Violation(most, f"needs {low} >= 1: without it all replicas stay", {low: 1})
         return
-    pools, sizes = {role.kind: role.pool for role in roles_of(config)}, pool_sizes(config)
+    pools, sizes = {role.name: role.pool for role in roles_of(config)}, pool_sizes(config)
     if not config.samples_ahead or pools[ROLLOUT] == pools[ACTOR]:
         rule = f"needs a rollout pool of its own (actor_rollout_ref.hybrid_engine=false) and {AHEAD} >= 1"
         yield Violation({low: rollout.min_replicas}, f"{rule}: only there are replicas", {low: 0})

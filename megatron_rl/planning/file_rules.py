@@ -21,7 +21,7 @@ from megatron_rl.config.multi_turn import AgentConfig, EnvironmentConfig
 from megatron_rl.config.problems import missing_file, nearest_name, refused
 from megatron_rl.config.prompt_sampler_keys import PromptSamplerConfig
 from megatron_rl.config.reward_keys import HELD_OUT, RUNNING, CustomRewardFunctionConfig
-from megatron_rl.config.roles import REWARD_MODEL, roles_of
+from megatron_rl.config.roles import roles_of
 from megatron_rl.config.schema import DataConfig, RunConfig, as_list
 from megatron_rl.config.synonyms import PROMPTS, SOURCES, TRUTHS, suggested_column
 from megatron_rl.config.trainer import TrainerConfig
@@ -105,7 +105,7 @@ def _logger_problems(trainer: TrainerConfig) -> Iterable[Violation]:
 def statistics_problems(config: RunConfig) -> Iterable[Violation]:
     """Reward models whose folder does not have the statistics that normalize_reward=held_out needs."""
     for role in roles_of(config):
-        if role.kind != REWARD_MODEL or role.model_path is None or role.settings.normalize_reward != HELD_OUT:
+        if not role.kind.gives_reward or role.model_path is None or role.settings.normalize_reward != HELD_OUT:
             continue
         folder = Path(role.model_path).expanduser()
         if not folder.is_dir():

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from megatron_rl.config.keys import ACTOR, REF, ROLLOUT
 from megatron_rl.config.megatron import LAYOUT_KEYS, MegatronConfig
 from megatron_rl.config.problems import divisors, nearest_number
-from megatron_rl.config.roles import ACTOR as ACTOR_ROLE
 from megatron_rl.config.roles import ROLLOUT as ROLLOUT_ROLE
 from megatron_rl.config.roles import PoolSpec, RoleSpec, rollout_pool
 from megatron_rl.config.schema import RunConfig
@@ -97,7 +96,7 @@ def _size_problems(pool: PoolSpec, leader: RoleSpec, models: list[ModelSizes], s
 def _sizes(leader: RoleSpec, tp_size: int, pp_size: int, cp_size: int) -> str:
     """The sizes in a message. Other roles than the actor are named by their keys, which may follow the actor's."""
     sizes = f"tp({tp_size}) * " + (f"cp({cp_size}) * " if cp_size > 1 else "") + f"pp({pp_size})"
-    return sizes if leader.kind == ACTOR_ROLE else f"{sizes} of {leader.key}.megatron"
+    return sizes if leader.kind.is_main else f"{sizes} of {leader.key}.megatron"
 
 
 def sharing_problems(config: RunConfig, pools: Iterable[PoolSpec]) -> Iterable[Violation]:
@@ -118,9 +117,9 @@ def _grid_problems(config: RunConfig, pool: PoolSpec) -> Iterable[Violation]:
     leader, *others = pool.megatron_roles
     followers = [(role.key, role.megatron) for role in others]
     ref = config.actor_rollout_ref.ref
-    if leader.kind == ACTOR_ROLE and ref.pool == pool.name and REF not in dict(followers):
+    if leader.kind.is_main and ref.pool == pool.name and REF not in dict(followers):
         followers.append((REF, ref.megatron))
-    where = "all roles" if leader.kind == ACTOR_ROLE else f"all roles of {pool.name}"
+    where = "all roles" if leader.kind.is_main else f"all roles of {pool.name}"
     for group, megatron in followers:
         for name in LAYOUT_KEYS:
             ours, theirs = getattr(megatron, name), getattr(leader.megatron, name)
@@ -235,7 +234,7 @@ def expert_problems(leader: RoleSpec, world_size: int, models: list[ModelSizes])
         ep, etp = layouts.nearest(ep_size, etp_size)
         rule = f"must divide the {layouts.stage_size} ranks of a stage ({world_size} ranks / pp({pp_size}))"
         nearest = {ep_key: ep} | ({} if etp == etp_size else {etp_key: etp})
-        subject = f"etp({etp_size}) * ep({ep_size})" + ("" if leader.kind == ACTOR_ROLE else f" of {group}")
+        subject = f"etp({etp_size}) * ep({ep_size})" + ("" if leader.kind.is_main else f" of {group}")
         given = {ep_key: megatron.expert_model_parallel_size, etp_key: megatron.expert_tensor_parallel_size}
         yield Violation(given, rule, nearest, subject=subject)
     for model in with_experts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from megatron_rl.config.keys import value_of
-from megatron_rl.config.roles import CRITIC, TEACHER, pretraining_length, roles_of
+from megatron_rl.config.roles import pretraining_length, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
 from megatron_rl.planning.model_folder import ModelSizes
@@ -90,14 +90,11 @@ def _pack_problems(config: RunConfig) -> Iterable[Violation]:
     lengths = (config.data.max_prompt_length, config.data.max_response_length)
     passes = [(spec, role) for role in roles_of(config) for spec in role.passes if spec.max_tokens is not None]
     sizes = {spec.key: role.megatron.context_parallel_size for spec, role in passes}
-    teachers = {spec.key for spec, role in passes if role.kind == TEACHER}
-    for key, own in dict.fromkeys((spec.key, spec.longest) for spec, _ in passes):
+    for key, own, length_key in dict.fromkeys((spec.key, spec.longest, spec.length_key) for spec, _ in passes):
         # The configured limit: a pass makes room for what its role reads beyond the longest sequence.
         longest, what = sum(lengths), "data.max_prompt_length + data.max_response_length"
         if own not in (None, longest):
-            longest, what = own, f"{key.rpartition('.')[0]}.max_length"
-            if key in teachers:
-                what = what.replace(".max_length", ".max_prompt_length + data.max_response_length")
+            longest, what = own, length_key
         if min(lengths) >= 1:
             named = f"({what}) / cp({sizes[key]}) = {longest}" if sizes[key] > 1 else f"{what} = {longest}"
             yield from _too_few_tokens(key, value_of(config, key), sizes[key], longest, named)
@@ -108,7 +105,7 @@ def _text_length_problems(config: RunConfig, models: list[ModelSizes]) -> Iterab
     by_path = {model.path: model for model in models}
     for role in roles_of(config):
         model, longest = by_path.get(role.model_path), role.score.longest if role.score is not None else None
-        if model is None or longest is None or role.kind == TEACHER:
+        if model is None or longest is None or not role.reads_text:
             continue
         key = f"{role.key}.max_length"
         for name, limit in model.longest.items():
@@ -124,10 +121,10 @@ def _teacher_problems(config: RunConfig, models: list[ModelSizes]) -> Iterable[V
     by_path, response = {model.path: model for model in models}, config.data.max_response_length
     for role in roles_of(config):
         model = by_path.get(role.model_path)
-        if role.kind != TEACHER or model is None or response < 1:
+        if not role.reads_own_prompts or model is None or response < 1:
             continue
         prompt, key = role.settings.max_prompt_length, f"{role.key}.max_prompt_length"
-        if role.settings.prompt_key is None or prompt <= max(config.data.max_prompt_length, 0):
+        if prompt <= max(config.data.max_prompt_length, 0):
             continue
         for name, limit in _limits(config, model):
             if prompt + response > limit > response:
@@ -145,5 +142,5 @@ def _vocabulary_problems(config: RunConfig, models: list[ModelSizes]) -> Iterabl
         reads_tokens = role.has_value_head and not role.reads_text and {actor_path, path} <= vocabularies.keys()
         if reads_tokens and vocabularies[path] != vocabularies[actor_path]:
             # A language model gives no rewards, but a reward model can read text.
-            nearest = {key if role.kind == CRITIC else f"{role.key}.model.input_tokenizer": actor_path}
+            nearest = {f"{role.key}.model.input_tokenizer" if role.kind.may_read_text else key: actor_path}
             yield Violation({key: path}, rule, nearest)

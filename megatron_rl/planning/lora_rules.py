@@ -10,7 +10,7 @@ from megatron_rl.checkpoint.adapter_files import CONFIG, WEIGHTS, AdapterFiles, 
 from megatron_rl.config.lora import LINEARS, LoraConfig
 from megatron_rl.config.megatron import LOCAL
 from megatron_rl.config.problems import nearest_name
-from megatron_rl.config.roles import ACTOR, RoleSpec, roles_of
+from megatron_rl.config.roles import RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError, Violation, shown
 from megatron_rl.model.families import HEAD
@@ -63,7 +63,7 @@ def _value_problems(role: RoleSpec, key: str, drops: bool) -> Iterable[Violation
     if lora.alpha == 0:
         rule = f"must be > 0 with {key}.rank={lora.rank}: adapters would add nothing, and have no gradients"
         yield Violation({f"{key}.alpha": lora.alpha}, rule, {f"{key}.alpha": DEFAULT.alpha})
-    if lora.merge and role.kind != ACTOR:
+    if lora.merge and not role.kind.is_sampled:
         yield Violation({f"{key}.merge": True}, f"is for generation, and {role.key} has none", {f"{key}.merge": False})
     elif lora.merge and drops:
         rule = "does not go with drop_train_weights=true: the base cannot be made again of merged weights"
@@ -133,7 +133,7 @@ def _expert_problems(
     if config.trainer.device != "cpu":
         rule = f"{reach}, and adapters of experts have run on CPUs alone"
         yield Violation(given | {"trainer.device": config.trainer.device}, rule, without)
-    elif config.generates and role.kind == ACTOR and not lora.merge:
+    elif role.kind.is_sampled and not lora.merge:
         rule = f"{reach}, whose adapters generation reads merged alone"
         drops = config.actor_rollout_ref.rollout.drop_train_weights
         hint = f"or {key}.exclude_modules={shown(without[f'{key}.exclude_modules'])}, which gives them none"

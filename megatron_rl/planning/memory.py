@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config.megatron import MegatronConfig
-from megatron_rl.config.roles import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, SCORER, TEACHER, TUNED, RoleSpec
+from megatron_rl.config.roles import RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.hybrid_engine.delta_sizes import SENT_LAST
 from megatron_rl.hybrid_engine.plan import ON_HOST, covers_training
@@ -25,9 +25,6 @@ from megatron_rl.planning.run_models import RunModels, bucket_bytes, host_copy_b
 
 GEN, RESHARD, INIT, SAVE = "gen", "reshard", "init", "save"
 """Phases outside of the roles' passes; `PassSpec.phase` names the others."""
-SCORING = (REWARD_MODEL, TEACHER, ACTOR, TUNED, REFERENCE, CRITIC, SCORER)
-UPDATING = (CRITIC, ACTOR, SCORER, TUNED)
-"""Kinds of roles whose scores and updates a pool runs, in this order."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +81,9 @@ def planned_memory(config: RunConfig) -> dict[str, dict[str, Held]]:
 
 def phase_order(roles: Sequence[RoleSpec]) -> list[str]:
     """Return the phases that these roles can have, in the order of a step."""
-    scores = [role.score.phase for kind in SCORING for role in roles if role.kind == kind and role.score]
-    updates = [role.update.phase for kind in UPDATING for role in roles if role.kind == kind and role.update]
-    return [INIT, RESHARD, GEN, *scores, *updates, SAVE]
+    scores = sorted((role.kind.scored, place, role.score.phase) for place, role in enumerate(roles) if role.score)
+    updates = sorted((role.kind.updated, place, role.update.phase) for place, role in enumerate(roles) if role.update)
+    return [INIT, RESHARD, GEN, *(phase for *_, phase in (*scores, *updates)), SAVE]
 
 
 def without_moments(held: Held) -> Held:

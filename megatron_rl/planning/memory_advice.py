@@ -11,7 +11,7 @@ from megatron_rl.config.keys import ROLLOUT as ROLLOUT_KEY
 from megatron_rl.config.keys import followed_keys, put, value_of
 from megatron_rl.config.lora import HOST, REFETCH
 from megatron_rl.config.megatron import MegatronConfig
-from megatron_rl.config.roles import ACTOR, ROLLOUT, SCORER, TUNED, Placement, PoolSpec, RoleSpec
+from megatron_rl.config.roles import ACTOR, ROLLOUT, Placement, PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import shown
 from megatron_rl.planning.hardware import Hardware
@@ -126,16 +126,13 @@ def _brought_again(config: RunConfig, pool: PoolSpec) -> Iterator[dict[str, Any]
     trained. On a CPU the host is the device.
     """
     lora = config.actor_rollout_ref.model.lora
-    if lora.base_stays and {ACTOR, ROLLOUT} <= {role.kind for role in pool.roles}:
+    if lora.base_stays and pool.role(ACTOR) and pool.role(ROLLOUT):
         yield {"actor_rollout_ref.model.lora.base": REFETCH if config.trainer.device == "cpu" else HOST}
 
 
 def _offloads(role: RoleSpec) -> tuple[str, ...]:
-    """Return the offload keys of a role. Generation reads the actor's parameters, so these stay."""
-    if role.kind in (TUNED, SCORER) or role.model_of is not None:
-        return ()
-    trained = ("grad_offload", "optimizer_offload") if role.is_trained else ()
-    return trained if role.kind == ACTOR else (*trained, "param_offload")
+    """Return the offload keys of a role, whose model may be another's."""
+    return role.kind.offloads if role.model_of is None else ()
 
 
 def of_pool(config: RunConfig, pool: PoolSpec, name: str, value: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_rl.config.megatron import MegatronConfig, OverrideDDPConfig, OverrideTransformerConfig
 from megatron_rl.config.problems import divisors, nearest_name, nearest_number
-from megatron_rl.config.roles import ACTOR, ROLLOUT, PassSpec, RoleSpec, roles_of, rollout_pool
+from megatron_rl.config.roles import PassSpec, RoleSpec, roles_of, rollout_pool
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
 from megatron_rl.parallel.stages import StagePlan
@@ -38,7 +38,7 @@ OVERLAP, GATHER, BUCKET = "overlap_grad_reduce", "overlap_param_gather", "bucket
 def option_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[Violation]:
     """Every violation, for all roles on Megatron's grid. Constraints of single values are checked elsewhere."""
     by_path = {model.path: model for model in models}
-    for role in (role for role in roles_of(config) if role.kind != ROLLOUT):
+    for role in (role for role in roles_of(config) if not role.kind.generates):
         model = by_path.get(role.model_path)
         yield from _recompute_problems(role, model)
         yield from _context_problems(role, model)
@@ -92,7 +92,7 @@ def _bias_problems(config: RunConfig, role: RoleSpec, model: ModelSizes | None) 
     if model is not None and not model.has_expert_bias:
         rule = f"needs a model whose experts are chosen by scores and a bias, and {model.path} has none"
         yield Violation({key: True}, rule, {key: False})
-    if role.kind == ACTOR and role.pool != rollout_pool(config):
+    if role.kind.is_sampled and role.pool != rollout_pool(config):
         rule = "must be false where generation is in another pool: only weights are sent there"
         yield Violation({key: True}, rule, {key: False})
 
@@ -157,7 +157,7 @@ def _tree_problems(config: RunConfig, by_path: Mapping[str, ModelSizes]) -> Iter
 def _dynamic_problems(config: RunConfig) -> Iterable[Violation]:
     """Requirements of passes that choose the number of ranks for each sequence."""
     packed, by_tokens = dict[str, bool](), dict[str, bool]()
-    for role in (role for role in roles_of(config) if role.kind != ROLLOUT):
+    for role in (role for role in roles_of(config) if not role.kind.generates):
         megatron, cp_size = role.megatron, role.megatron.context_parallel_size
         if not megatron.dynamic_context_parallel or cp_size < 1:
             continue

@@ -7,13 +7,10 @@ from collections.abc import Iterable
 from megatron_rl.config.keys import ACTOR
 from megatron_rl.config.keys import ROLLOUT as ROLLOUT_KEY
 from megatron_rl.config.problems import nearest_name
-from megatron_rl.config.roles import ACTOR as ACTOR_ROLE
+from megatron_rl.config.role_kinds import KINDS
 from megatron_rl.config.roles import (
-    CRITIC,
-    REFERENCE,
     REWARD_MODEL,
     REWARD_POOL,
-    ROLLOUT,
     ROLLOUT_POOL,
     PoolSize,
     PoolSpec,
@@ -32,7 +29,7 @@ OWN_POOLS = {
     REWARD_POOL: "reward_model.enable_resource_pool=true",
 }
 """Pools that `pools` cannot define -> the keys that define them."""
-OWN_ROLES = (ACTOR_ROLE, REFERENCE, CRITIC, REWARD_MODEL, ROLLOUT)
+OWN_ROLES = tuple(kind.name for kind in KINDS.values() if kind.names_a_role)
 HYBRID = "actor_rollout_ref.hybrid_engine"
 
 

@@ -5,17 +5,18 @@ This runs before any process starts and loads neither torch nor Ray, so that a m
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from megatron_rl.config.drafts import MTPUse
 from megatron_rl.config.keys import ROLLOUT, followed_keys
 from megatron_rl.config.problems import without_echoes
-from megatron_rl.config.roles import ACTOR, CRITIC, REWARD_MODEL, SCORER, PoolSpec, roles_of
+from megatron_rl.config.role_kinds import StartsFrom
+from megatron_rl.config.roles import PoolSpec, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.single_values import magnitude_problems
 from megatron_rl.config.validate import value_problems
 from megatron_rl.errors import Violation
-from megatron_rl.model.families import FAMILIES, REWARD_FAMILIES
+from megatron_rl.model.families import FAMILIES, REWARD_FAMILIES, Family
 from megatron_rl.planning.algorithm_rules import algorithm_problems
 from megatron_rl.planning.async_rules import async_problems
 from megatron_rl.planning.cache_rules import cache_problems
@@ -41,8 +42,12 @@ from megatron_rl.planning.replay_rules import replay_problems
 from megatron_rl.planning.resume_rules import resume_problems
 from megatron_rl.planning.tokenizer_rules import reading_problems
 
-STARTING_FROM = {CRITIC: STARTING_POINTS, SCORER: STARTING_POINTS, REWARD_MODEL: REWARD_FAMILIES}
-"""Kind of role -> architectures that it can start from. All other kinds start from language models."""
+ARCHITECTURES: dict[StartsFrom, Mapping[str, Family]] = {
+    StartsFrom.LANGUAGE_MODEL: FAMILIES,
+    StartsFrom.CLASSIFIER: REWARD_FAMILIES,
+    StartsFrom.EITHER: STARTING_POINTS,
+}
+"""The supported architectures of each kind of model."""
 
 
 def preflight(config: RunConfig, *, config_only: bool = False) -> list[Violation]:
@@ -143,17 +148,17 @@ def read_models(config: RunConfig, *, config_only: bool = False) -> tuple[list[M
     actor_path, sizes_read = config.actor_rollout_ref.model.path, {}
     problems: list[Violation] = []
     for role in roles_of(config):
-        if role.kind == REWARD_MODEL and role.model_path is not None:
+        if role.kind.may_read_text and role.model_path is not None:
             problems += reading_problems(actor_path, role, config_only=config_only)
-        read = (role.model_path, role.kind == REWARD_MODEL)
-        if role.model_path is None or read in sizes_read or (role.kind == CRITIC and role.model_path == actor_path):
+        read = (role.model_path, role.kind.starts_from is StartsFrom.CLASSIFIER)
+        if role.model_path is None or read in sizes_read:
             continue
         sizes_read[read], faults = read_model_folder(
-            role.model_key, role.model_path, STARTING_FROM.get(role.kind, FAMILIES), config_only=config_only
+            role.model_key, role.model_path, ARCHITECTURES[role.kind.starts_from], config_only=config_only
         )
         problems += faults
         sizes = sizes_read[read]
-        if role.kind == ACTOR and sizes is not None and not config_only:
+        if role.kind.is_sampled and sizes is not None and not config_only:
             problems += end_token_problems(role.model_key, actor_path, sizes.vocab_size)
     return list({model.path: model for model in sizes_read.values() if model is not None}.values()), problems
 

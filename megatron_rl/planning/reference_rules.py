@@ -16,16 +16,18 @@ SYNC = f"{REF}.sync_ref_model"
 BIAS = "moe_router_enable_expert_bias"
 
 
-def follows_policy(config: RunConfig) -> bool:
-    """Whether a run has a reference that moves to its policy."""
-    return config.actor_rollout_ref.ref.sync_ref_model and any(role.kind == REFERENCE for role in roles_of(config))
+def followed_policies(config: RunConfig) -> set[str]:
+    """Names of the roles to which a reference of the run moves."""
+    if not config.actor_rollout_ref.ref.sync_ref_model:
+        return set()
+    return {role.kind.initial_of for role in roles_of(config) if role.kind.initial_of is not None}
 
 
 def refresh_problems(config: RunConfig) -> Iterable[Violation]:
     """Every violation of `sync_ref_model`; none for a task that compares with no reference at all."""
     if not config.actor_rollout_ref.ref.sync_ref_model or config.trainer.stage not in (PPO, DPO):
         return
-    roles = {role.kind: role for role in roles_of(config)}
+    roles = {role.name: role for role in roles_of(config)}
     broken = _broken_rule(config, roles.get(REFERENCE), config.actor_rollout_ref.actor.pool)
     if broken is not None:
         rule, nearest, hint = broken

@@ -11,7 +11,7 @@ from megatron_rl.checkpoint.identity import folder_identity
 from megatron_rl.checkpoint.manifest import model_identity
 from megatron_rl.checkpoint.resume import select
 from megatron_rl.config.problems import violations_of
-from megatron_rl.config.roles import ACTOR, REFERENCE, roles_of
+from megatron_rl.config.roles import roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.trainer import RESUME_MODES
 from megatron_rl.errors import ConfigError, Violation
@@ -24,7 +24,7 @@ def configured_models(config: RunConfig) -> dict[str, dict[str, Any]]:
 
     The identity contains the dtype of training: a float32 checkpoint has no masters from which bfloat16 could continue.
     """
-    models, has_reference = {}, any(role.kind == REFERENCE for role in roles_of(config))
+    models, compared = {}, {role.kind.initial_of for role in roles_of(config)}
     for role in roles_of(config):
         if not role.is_trained:
             continue
@@ -34,7 +34,7 @@ def configured_models(config: RunConfig) -> dict[str, dict[str, Any]]:
         settings, dtype = read_config_json(folder / "config.json"), {"dtype": role.megatron.dtype}
         try:
             dtype |= adapter_identity(settings, role.lora)
-            dtype |= reference_identity(role.lora) if has_reference and role.name == ACTOR else {}
+            dtype |= reference_identity(role.lora) if role.name in compared else {}
         except (ConfigError, OSError):
             continue  # so do the adapters' rules
         models[role.name] = model_identity(settings) | folder_identity(folder, settings) | dtype

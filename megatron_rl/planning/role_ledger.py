@@ -13,7 +13,7 @@ from functools import cached_property
 
 from megatron_rl.config.drafts import MTPUse
 from megatron_rl.config.megatron import FP8_RECIPES
-from megatron_rl.config.roles import ACTOR, PassSpec, RoleSpec
+from megatron_rl.config.roles import PassSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.model.chunks import chunk_tokens
 from megatron_rl.model.families import HEAD, Model, is_in_eight_bits, mtp_specs
@@ -24,7 +24,7 @@ from megatron_rl.parallel.sharding import padded_vocab_size, vocab_multiple
 from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planning.activations import CHUNKS_BACKWARD, CHUNKS_FORWARD, MeanLayer, Recompute, in_flight
 from megatron_rl.planning.adapter_costs import AdapterCosts
-from megatron_rl.planning.reference_rules import follows_policy
+from megatron_rl.planning.reference_rules import followed_policies
 from megatron_rl.planning.teaching_costs import COLUMNS, COPIES_AT_END, NO_TEACHING, TeachingCosts
 from megatron_rl.planning.weights import ELEMENT_BYTES, ModelParams, TrainedWeights, bucket_numel
 
@@ -220,8 +220,7 @@ class RoleLedger:
             return 0
         copied, is_async, specs = 0, self.role.settings.checkpoint.async_save, self.weights.params.specs
         masters = FP32 if is_async and self.element != FP32 else 0
-        follows = self.role.name == ACTOR and follows_policy(self.config)
-        reference = self.element if follows else 0
+        reference = self.element if self.role.name in followed_policies(self.config) else 0
         for buffer in self.weights.moving_buffers(pp_rank):
             copies = [
                 numel for name, numel in buffer.numels.items() if is_async or len(specs[name].tensor.segments) > 1

@@ -11,9 +11,8 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from megatron_rl.config.algorithms import scores_old_log_probs
 from megatron_rl.config.megatron import MegatronConfig
-from megatron_rl.config.roles import ACTOR, PassSpec, RoleSpec
+from megatron_rl.config.roles import PassSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.parallel.context_packs import needed_size
 from megatron_rl.parallel.stages import StagePlan
@@ -107,7 +106,7 @@ def step_time(models: RunModels, hardware: Hardware, load: Load, transition: Tra
     wants: dict[str, float] = {}
     for role in placement.megatron_roles:
         pool = models.pools[role.pool]
-        if role.score is not None and (role.kind != ACTOR or scores_old_log_probs(models.config)):
+        if role.score is not None and role.score.is_run:
             cp_size = sharing(pool, role.score, load)
             estimator = estimator_of(pool, role, hardware, cp_size)
             busy = estimator.scored(scored_load(load, role.score, models.config, cp_size))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megatron_rl.config.algorithms import STUDENTS_TOP, distillation_reads, teaching
 from megatron_rl.config.megatron import MegatronConfig
-from megatron_rl.config.roles import ACTOR, TEACHER, RoleSpec, roles_of
+from megatron_rl.config.roles import RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.model.families import Model
 from megatron_rl.model.parts import FP32
@@ -66,11 +66,11 @@ class TeachingCosts:
     @classmethod
     def of(cls, config: RunConfig, role: RoleSpec, models: Mapping[str, Model]) -> TeachingCosts:
         """Count for a teacher or the actor; nothing for other roles, and without teachers. models: by folder."""
-        way = teaching(config) if role.kind in (ACTOR, TEACHER) else None
+        way = teaching(config) if role.kind.is_taught or role.kind.teaches else None
         if way is None:
             return NO_TEACHING
         top = min(config.distillation.distillation_loss.topk, models[role.model_path].shape.vocab_size)
-        if role.kind == TEACHER:
+        if role.kind.teaches:
             made = {"log_probs": 0, "top_k": 2 * FP32 * top, "log_probs_at": FP32 * top}
             if way.method in made:
                 return cls(made=made[way.method], top=top if way.method == "top_k" else 0)
@@ -81,7 +81,7 @@ class TeachingCosts:
             finds = STUDENTS_TOP in distillation_reads(config)
             read = top * (SMALL_ID + FP32)
             return cls(made=FP32 * top * finds, top=top * finds, read=read, compared=top, products=OWN_PRODUCTS)
-        teachers = [each for each in roles_of(config) if each.kind == TEACHER]
+        teachers = [each for each in roles_of(config) if each.kind.teaches]
         hidden, elements = zip(*(_sizes(each, models) for each in teachers), strict=True)
         heads = [
             TeacherHead(each.name, *_sizes(each, models), each.megatron) for each in teachers if each.model_of is None

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.roles import TEACHER, Placement, RoleSpec
+from megatron_rl.config.roles import Placement, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import inside_of, text_settings
@@ -23,8 +23,8 @@ def with_fewer_layers(config: RunConfig, layers_per_stage: int, folder: Path) ->
     """
     overrides: dict[str, str] = {}
     for role in Placement.of(config).roles.values():
-        if role.kind == TEACHER and role.model_of is not None:
-            continue  # it is the actor, and has no folder
+        if role.model_of is not None:
+            continue  # its model is another role's, whose folder counts
         wanted = layers_per_stage * num_chunks(config, role)
         target = folder / role.name
         settings = read_settings(role.model_path)

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rl.columns import ACTOR_UPDATE, COLUMNS, CRITIC_UPDATE
-from megatron_rl.config.algorithms import STUDENTS_TOP, distillation_reads, teaching
-from megatron_rl.config.roles import (
-    ACTOR,
-    CRITIC,
-    REFERENCE,
-    REWARD_MODEL,
-    ROLLOUT,
-    SCORER,
-    TEACHER,
-    TUNED,
-    PassSpec,
-    RoleSpec,
-)
+from megatron_rl.columns import COLUMNS
+from megatron_rl.config.roles import ACTOR, ROLLOUT, PassSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.tasks import DPO, SFT
 from megatron_rl.hybrid_engine.hybrid_engine import HybridEngine
 from megatron_rl.observe.memory_ledger import PhaseMemory
 from megatron_rl.records import Batch
@@ -47,34 +34,8 @@ from megatron_rl.roles.environment import RankEnvironment
 from megatron_rl.roles.host import RankHost
 from third_party_patches import apply_patches
 
-
-class Methods(NamedTuple):
-    """Methods of a role's passes, and what their batches have.
-
-    reader: of the columns of the update; None: the update reads tokens alone. compares: a row has several responses.
-    """
-
-    score: str
-    update: str = ""
-    reader: str | None = None
-    compares: bool = False
-
-
-METHODS = {
-    ACTOR: Methods("log_probs", "update", ACTOR_UPDATE),
-    REFERENCE: Methods("log_probs"),
-    CRITIC: Methods("values", "update", CRITIC_UPDATE),
-    REWARD_MODEL: Methods("scores"),
-    SCORER: Methods("scores", "update", compares=True),
-}
-"""By kind of role; `RehearsedRank` knows the others."""
-TUNED_METHODS = {
-    SFT: Methods("log_likelihoods", "update"),
-    DPO: Methods("answer_log_probs", "update_preferences", compares=True),
-}
-"""Of the policy that a task trains, by task."""
 MADE_UP = ("old_log_probs", "ref_log_probs", "advantages", "old_values", "returns")
-"""Columns that updates are given, where they read them."""
+"""Columns that passes are given, where they read them, in addition to those of teachers."""
 RESHARD, LEAVE, SAVE = "reshard", "leave", "save"
 """Phases of entering and leaving rollout mode, and of a save."""
 WARM_UP = "first "
@@ -124,9 +85,9 @@ class RehearsedRank:
             self._update(role, WARM_UP, UNEVEN)
         self.taken = {"init": self._take_memory()["init"]}
         for role in roles:
-            if role.score is not None and (methods := self._methods(role)):
-                batch = self._batch(role, methods, role.score, self.config.batch_sizes.num_samples, self._asked(role))
-                self._call(role, role.score.phase, methods.score, batch)
+            if role.score is not None:
+                batch = self._batch(role, role.score, self.config.batch_sizes.num_samples)
+                self._call(role, role.score.phase, role.score.call.method, batch)
         for role in self.trained:
             self._update(role)
         for name, body in transitions.items():
@@ -163,50 +124,29 @@ class RehearsedRank:
     @property
     def trained(self) -> list[RoleSpec]:
         """Roles with an update that is rehearsed."""
-        return [role for role in self.host.spec.megatron_roles if role.update is not None and self._methods(role)]
-
-    def _methods(self, role: RoleSpec) -> Methods | None:
-        if role.kind == TEACHER and (way := teaching(self.config)) is not None:
-            return Methods(way.method)
-        return TUNED_METHODS.get(self.config.trainer.stage) if role.kind == TUNED else METHODS.get(role.kind)
+        return [role for role in self.host.spec.megatron_roles if role.is_trained]
 
     def _take_memory(self) -> dict[str, PhaseMemory]:
         return self.host.ledger.take()
 
     def _update(self, role: RoleSpec, prefix: str = "", shares: tuple[float, ...] = (1.0,)) -> None:
-        spec, methods = role.update, self._methods(role)
-        assert spec is not None and methods is not None
-        read = () if methods.reader is None else COLUMNS.read_by(methods.reader)
-        num_samples = self.config.batch_sizes.mini_batch_samples(role.settings)
-        taught = [name for name in of_teachers(self.config) if role.kind == ACTOR]
-        batch = self._batch(
-            role, methods, spec, num_samples, [*taught, *(name for name in read if name in MADE_UP)], shares
-        )
-        options = {"num_prompts": len(batch)} if methods.compares else {}
-        self._call(role, prefix + spec.phase, methods.update, batch, **options)
+        spec = role.update
+        assert spec is not None
+        batch = self._batch(role, spec, self.config.batch_sizes.mini_batch_samples(role.settings), shares)
+        options = {"num_prompts": len(batch)} if spec.call.compares else {}
+        self._call(role, prefix + spec.phase, spec.call.method, batch, **options)
 
-    def _asked(self, role: RoleSpec) -> Sequence[str]:
-        """Columns that a score reads beyond the tokens."""
-        is_asked = role.kind == TEACHER and STUDENTS_TOP in distillation_reads(self.config)
-        return [STUDENTS_TOP] if is_asked else []
-
-    def _batch(
-        self,
-        role: RoleSpec,
-        methods: Methods,
-        spec: PassSpec,
-        num_samples: int,
-        columns: Any,
-        shares: tuple[float, ...] = (1.0,),
-    ) -> Batch:
+    def _batch(self, role: RoleSpec, spec: PassSpec, num_samples: int, shares: tuple[float, ...] = (1.0,)) -> Batch:
+        """Make up the columns that a pass reads."""
         vocab_size = vocabulary_of(role)
         num = num_rows(self.config, self.host.spec, spec, num_samples)
-        if methods.compares:
+        if spec.call.compares:
             sizes = lengths_of(self.config, half_as_long(self.config, spec), max(1, num // ANSWERS), shares)
             return synthetic_pairs(sizes, vocab_size)
-        taught = {name: value for name, value in of_teachers(self.config).items() if name in columns}
+        read = [name for reader in spec.call.reads for name in COLUMNS.read_by(reader)]
+        taught = {name: value for name, value in of_teachers(self.config).items() if name in read}
         lengths = lengths_of(self.config, spec, num, shares)
-        return synthetic_batch(lengths, vocab_size, [name for name in columns if name not in taught], taught)
+        return synthetic_batch(lengths, vocab_size, [name for name in read if name in MADE_UP], taught)
 
     def _call(self, role: RoleSpec, phase: str, method: str, batch: Batch, **options: Any) -> None:
         self._phase(phase, lambda: self.host.run(role.name, method, (batch,), options))

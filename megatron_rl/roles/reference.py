@@ -16,9 +16,9 @@ from megatron_rl.roles.role import FrozenRole, Role, TrainedRole
 
 def made_column(spec: RoleSpec) -> str:
     """The column of a reference's log-probs. Raises ValueError if the role's row names none."""
-    if spec.makes is None:
+    if spec.score is None or spec.score.call.makes is None:
         raise ValueError(f"the row of role {spec.name} does not name the column that it fills")
-    return spec.makes.column
+    return spec.score.call.makes
 
 
 class Reference(FrozenRole):

@@ -27,7 +27,7 @@ from megatron_rl.roles.rollout import Rollout
 from megatron_rl.roles.supervised_policy import SupervisedPolicy
 from megatron_rl.roles.teacher import SelfTeacher, Teacher
 
-MODEL_KINDS: dict[str, type[Actor | Critic | RewardModel | Teacher | SupervisedPolicy | TrainableRewardModel]] = {
+ALONE: dict[str, type[Actor | Critic | RewardModel | Teacher | SupervisedPolicy | TrainableRewardModel]] = {
     ACTOR: Actor,
     CRITIC: Critic,
     REWARD_MODEL: RewardModel,
@@ -35,16 +35,23 @@ MODEL_KINDS: dict[str, type[Actor | Critic | RewardModel | Teacher | SupervisedP
     TUNED: SupervisedPolicy,
     SCORER: TrainableRewardModel,
 }
-KINDS: dict[str, type[Role]] = {**MODEL_KINDS, REFERENCE: Reference, ROLLOUT: Rollout}
+"""Kind -> class of roles that need no other one."""
+CLASSES: dict[str, type[Role]] = {**ALONE, REFERENCE: Reference, ROLLOUT: Rollout}
 """Kind -> class."""
+WITH_MODEL_OF_ANOTHER: dict[str, type[InitialReference | SelfTeacher]] = {
+    REFERENCE: InitialReference,
+    TEACHER: SelfTeacher,
+}
+"""Kind -> class of roles with `RoleSpec.model_of`."""
 
 
 def build_role(spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role], bridge: AcrossBridge | None = None) -> Role:
     """Make a role on this rank. neighbours: the roles that the rank has already. bridge: as for `Rollout`."""
-    if spec.kind == ROLLOUT:
+    kind = spec.kind.name
+    if kind == ROLLOUT:
         return Rollout(spec, rank, neighbours, bridge)
     if spec.model_of is not None:
-        return (SelfTeacher if spec.kind == TEACHER else InitialReference)(spec, rank, neighbours)
-    if spec.kind == REFERENCE:
+        return WITH_MODEL_OF_ANOTHER[kind](spec, rank, neighbours)
+    if kind == REFERENCE:
         return Reference(spec, rank, neighbours)
-    return MODEL_KINDS[spec.kind](spec, rank)
+    return ALONE[kind](spec, rank)

@@ -17,7 +17,7 @@ from megatron_rl.checkpoint.score_statistics import StatisticsError, read_statis
 from megatron_rl.columns import SCORING
 from megatron_rl.config.algorithms import estimator_traits
 from megatron_rl.config.reward_keys import HELD_OUT, OVERLONG, RUNNING
-from megatron_rl.config.roles import REWARD_MODEL, RoleSpec, roles_of
+from megatron_rl.config.roles import RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.data.tokenizer import load_tokenizer
@@ -197,7 +197,7 @@ def reward_shaping(config: RunConfig) -> RewardShaping:
     """
     shapes = {}
     for role in roles_of(config):
-        if role.kind != REWARD_MODEL:
+        if not role.kind.gives_reward:
             continue
         keys, fixed = role.settings, None
         if keys.normalize_reward == HELD_OUT:

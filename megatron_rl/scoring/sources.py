@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 
 from megatron_rl.config.algorithms import trains_on_rule, uses_rule
 from megatron_rl.config.problems import nearest_name, raise_problems
-from megatron_rl.config.roles import REWARD_MODEL, RoleSpec, roles_of
+from megatron_rl.config.roles import RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
 
@@ -17,7 +17,7 @@ def check_sources(config: RunConfig, sources: Collection[str]) -> list[str]:
     Raises ConfigError for a source whose responses nothing scores, and for a source that a reward model names and that
     no prompt has.
     """
-    models = [role for role in roles_of(config) if role.kind == REWARD_MODEL]
+    models = [role for role in roles_of(config) if role.kind.gives_reward]
     named = [role for role in models if role.settings.data_sources is not None]
     if not named:
         return []

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_rl.columns import COLUMNS, SCORING
 from megatron_rl.config.problems import nearest_name, raise_problems
-from megatron_rl.config.roles import TEACHER, RoleSpec, roles_of
+from megatron_rl.config.roles import RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.prompt_dataset import PromptDataset
 from megatron_rl.dispatch import Future
@@ -29,7 +29,7 @@ def check_teachers(config: RunConfig, sources: Collection[str]) -> None:
 
     sources: of all training prompts.
     """
-    teachers = [role for role in roles_of(config) if role.kind == TEACHER]
+    teachers = [role for role in roles_of(config) if role.kind.teaches]
     keyed = {role.settings.key: role for role in teachers if role.settings.key is not None}
     if not keyed:
         return
@@ -56,7 +56,7 @@ def other_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, prompts
     read = {}
     for role in roles_of(config):
         keys = role.settings
-        if role.kind == TEACHER and keys.prompt_key is not None:
+        if role.reads_own_prompts:
             key = (f"{role.key}.prompt_key", keys.prompt_key)
             most = (f"{role.key}.max_prompt_length", keys.max_prompt_length)
             sources = None if keys.key is None else {keys.key}

@@ -11,7 +11,7 @@ from tiny_models import random_batch, run_config, save_llama, save_qwen2
 
 from megatron_rl.columns import COLUMNS, Column
 from megatron_rl.config import roles
-from megatron_rl.config.roles import REFERENCE, Makes, Placement
+from megatron_rl.config.roles import REFERENCE, PassCall, Placement
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.records import Batch, Prompts, ragged, row_lengths
 
@@ -45,18 +45,20 @@ def columns_of_a_step(config: RunConfig, teacher: str) -> Batch:
     from megatron_rl.controller.run_scorers import role_scorers
     from megatron_rl.controller.run_setup import RunPools
     from megatron_rl.roles.host import RankHost
-    from megatron_rl.roles.role_classes import KINDS
+    from megatron_rl.roles.role_classes import CLASSES
     from megatron_rl.scoring.batch_scorers import score
     from megatron_rl.scoring.sampled_batch import SampledBatch
 
     COLUMNS.declare(Column(TEACHER, "sampled token", "float32", "coach", (), "log-prob under another model"))
 
     reference = Placement.of(config).roles[REFERENCE]
-    row = replace(reference, name="coach", model_path=teacher, makes=Makes(TEACHER, "log_probs"))
+    assert reference.score is not None
+    passes = replace(reference.score, phase="coach", call=PassCall("log_probs", makes=TEACHER, is_added=True))
+    row = replace(reference, name="coach", model_path=teacher, score=passes)
     roles.ROWS.insert(1, lambda config: [row])  # this process ends with the test
 
     placement = Placement.of(config)
-    kinds = {name: KINDS[role.kind] for name, role in placement.roles.items()}
+    kinds = {name: CLASSES[role.kind.name] for name, role in placement.roles.items()}
     with InProcessCluster(placement.pools, Hosting(RankHost, (config, default_pg_timeout), kinds, "cpu")) as cluster:
         hosts = {name: pool.host(RankHost) for name, pool in cluster.pools.items()}
         for role in ("coach", REFERENCE, "critic"):

@@ -50,6 +50,6 @@ def test_latent_attention_on_gpus_is_refused(tmp_path: Path) -> None:
 def test_every_pass_but_those_of_reward_models() -> None:
     """Actor, reference and critic of the demo; without the key none."""
     assert preflight(load_config(DEMO, (f"{KEY}=true",))) == []
-    laid = {role.kind: {spec.as_tree for spec in role.passes} for role in roles_of(load_config(DEMO, (f"{KEY}=true",)))}
+    laid = {role.name: {spec.as_tree for spec in role.passes} for role in roles_of(load_config(DEMO, (f"{KEY}=true",)))}
     assert laid == {"actor": {True}, "reference": {True}, "critic": {True}, "rollout": set()}
     assert not any(spec.as_tree for role in roles_of(load_config(DEMO)) for spec in role.passes)

@@ -9,6 +9,7 @@ import torch
 
 from megatron_rl.config.distillation_keys import TeacherConfig
 from megatron_rl.config.megatron import MegatronConfig
+from megatron_rl.config.role_kinds import KINDS
 from megatron_rl.config.roles import TEACHER, RoleSpec
 from megatron_rl.dispatch import Future
 from megatron_rl.records import Batch, Prompts, ragged, single_turn
@@ -30,7 +31,7 @@ def sampled(sources: list[str]) -> SampledBatch:
 def teacher(key: str | None, factor: float, asked: list[list[list[int]]]) -> TeacherCall:
     """Says `factor` times each sampled token, and notes the rows that it is asked about."""
     spec = RoleSpec(
-        key or "all", TEACHER, "t", "global_pool", "m", "t.model_path", MegatronConfig(), TeacherConfig(key)
+        key or "all", KINDS[TEACHER], "t", "global_pool", "m", "t.model_path", MegatronConfig(), TeacherConfig(key)
     )
 
     def answer(batch: Batch) -> Future[Batch]:

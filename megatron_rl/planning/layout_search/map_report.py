@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.table import Table
 
-from megatron_rl.config.roles import ROLLOUT
 from megatron_rl.observe.summary import plain_table
 from megatron_rl.planning.layout_search.exact_ranking import Candidate
 from megatron_rl.planning.layout_search.pools import PoolChoice
@@ -101,7 +100,7 @@ def reasons(work: SearchProblem, candidate: Candidate, phase: str) -> Iterator[s
         return
     for choice in choices:
         for name in choice.block:
-            if name == ROLLOUT:
+            if name not in work.roles:
                 continue
             spec = work.roles[name].spec
             for kind, pass_spec in (("score", spec.score), ("update", spec.update)):

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from megatron_rl.config.role_kinds import PARAM_OFFLOAD, RoleKind
 from megatron_rl.config.roles import ACTOR, ROLLOUT
 from megatron_rl.planning.layout_search.grids import Grid, GridShape, Room, grids
 from megatron_rl.planning.layout_search.role_on_layout import Option, RoleOnLayout
@@ -102,7 +103,7 @@ class Pools:
 
     def _made(self, block: tuple[str, ...], units: int) -> list[PoolChoice]:
         """Compute the front: layouts without CP first, then those with CP that a lower bound does not rule out."""
-        shape, names = self.work.cluster.shape(units), tuple(name for name in block if name != ROLLOUT)
+        shape, names = self.work.cluster.shape(units), tuple(name for name in block if name in self.work.roles)
         if not names:
             return undominated(self.choices(block, units), [])
         kept: list[PoolChoice] = []
@@ -174,7 +175,7 @@ class Pools:
     def choices(self, block: tuple[str, ...], units: int) -> Iterator[PoolChoice]:
         """Yield every choice of every layout."""
         shape = self.work.cluster.shape(units)
-        names = tuple(name for name in block if name != ROLLOUT)
+        names = tuple(name for name in block if name in self.work.roles)
         if not names:
             yield from self._generating(block, units, None, [], {}, (0.0, 0.0), rollout_sizes(self.work, shape))
         for grid in self.grids(names, shape) if names else ():
@@ -205,7 +206,7 @@ class Pools:
 
     def _roles(self, block: tuple[str, ...], grid: Grid, shape: GridShape) -> list[RoleOnLayout]:
         """Return the roles of a pool on one layout, without the rollout."""
-        return [self.on_grid(name, grid, shape, block) for name in block if name != ROLLOUT]
+        return [self.on_grid(name, grid, shape, block) for name in block if name in self.work.roles]
 
     def _free(self, roles: Sequence[RoleOnLayout], taken: Sequence[int] = ()) -> list[int]:
         """Return the bytes of each sampled stage beside what the roles hold and `taken`; below 0: too large.
@@ -378,7 +379,9 @@ class Pools:
         for number in range(len(roles[0].held) if roles else 1):
             on_stage = [role.held[number] for role in roles]
             start = sum(held.total - held.moments - held.in_eight_bits for held in on_stage)
-            staying = sum(stays(role.role.name, held, offloaded) for role, held in zip(roles, on_stage, strict=True))
+            staying = sum(
+                stays(role.role.spec.kind, held, offloaded) for role, held in zip(roles, on_stage, strict=True)
+            )
             foreign = self._foreign(tp, grid, roles, number) if in_place and grid is not None else 0
             if staying + own + foreign + self._bucket > work.usable:
                 return -1
@@ -419,7 +422,7 @@ class Pools:
 
     def _layers(self, roles: Sequence[RoleOnLayout], number: int) -> int:
         """Return the layers of a sampled stage of the actor."""
-        actor = next(role for role in roles if role.role.name == ACTOR)
+        actor = next(role for role in roles if role.role.name == self.work.actor.name)
         return sum(actor.ledger.stages.chunk_sizes[actor.stages[number]])
 
     def _cache_bytes(self, tp: int, shape: GridShape, room: int) -> int | None:
@@ -450,21 +453,21 @@ class Pools:
         moved = 0
         for role in roles:
             moved += max(
-                (held.parameters if "param_offload" in offloaded and role.role.name != ACTOR else 0)
+                (held.parameters if PARAM_OFFLOAD in {*offloaded} & {*role.role.spec.kind.offloads} else 0)
                 + (held.moments + held.masters if "optimizer_offload" in offloaded else 0)
                 for held in role.held
             )
         return 2 * moved / self.work.hardware.host_bandwidth
 
 
-def stays(name: str, held: StageHeld, offloaded: tuple[str, ...]) -> int:
+def stays(kind: RoleKind, held: StageHeld, offloaded: tuple[str, ...]) -> int:
     """Return the bytes of a role that stay on the device while its pool generates."""
     size = held.total
     if "grad_offload" in offloaded:
         size -= held.gradients
     if "optimizer_offload" in offloaded:
         size -= held.moments + held.masters
-    if "param_offload" in offloaded and name != ACTOR:
+    if PARAM_OFFLOAD in {*offloaded} & {*kind.offloads}:
         size -= held.parameters
     return size
 

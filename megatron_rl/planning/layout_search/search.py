@@ -129,7 +129,7 @@ class Search:
     def _allocations(self, partition: Sequence[Block]) -> Iterator[PoolUnits]:
         """Yield all sizes of the pools with actor and rollout, large first."""
         pools = sorted(
-            (block for block in partition if {ACTOR, ROLLOUT} & {*block}), key=lambda block: ACTOR not in block
+            (block for block in partition if ACTOR in block or ROLLOUT in block), key=lambda block: ACTOR not in block
         )
         rest = tuple(block for block in partition if block not in pools)
         for sizes in itertools.product(*(reversed(self.names.sizes(block)) for block in pools)):
@@ -201,7 +201,7 @@ class Search:
 
     def _least_of(self, block: Block, units: int) -> tuple[float, float]:
         ranks = units * self.work.cluster.unit
-        work = [self.work.least_work[name] for name in block if name != ROLLOUT]
+        work = [self.work.least_work[name] for name in block if name in self.work.roles]
         return sum(score for score, _ in work) / ranks, sum(update for _, update in work) / ranks
 
     def _least(self, allocation: PoolUnits, ahead: int) -> float:

@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from megatron_rl.config.algorithms import scores_old_log_probs
 from megatron_rl.config.keys import value_of
 from megatron_rl.config.problems import divisors
-from megatron_rl.config.roles import ACTOR, REFERENCE, ROLLOUT, PassSpec, RoleSpec, roles_of
+from megatron_rl.config.roles import ACTOR, ROLLOUT, PassSpec, RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.model.families import Model
 from megatron_rl.parallel.stages import StagePlan
@@ -110,12 +109,9 @@ class RoleWork:
 
     @cached_property
     def offloads(self) -> dict[tuple[str, ...], dict[str, bool]]:
-        """Level of `LEVELS` -> settings of this role. Only trained roles have gradients and moments, and generation
-        reads the actor's parameters.
-        """
+        """Level of `LEVELS` -> settings of this role."""
         is_held = self.spec.model_of is None or self.spec.lora.rank > 0
-        allowed = {"param_offload"} if self.name != ACTOR and is_held else set()
-        allowed |= {"grad_offload", "optimizer_offload"} if self.spec.is_trained else set()
+        allowed = self.spec.kind.offloads if is_held else ()
         return {
             level: {f"{self.group}.{key}": key in level and key in allowed for key in LEVELS[-1]} for level in LEVELS
         }
@@ -168,35 +164,36 @@ class SearchProblem:
         models = {path: model.parts for path, model in sizes.items()}
         self.roles = {
             spec.name: RoleWork(
-                replace(spec, model_of=None) if spec.kind == REFERENCE else spec,  # `_base` is the other form
+                replace(spec, model_of=None) if spec.kind.initial_of else spec,  # `role_in` gives the other form
                 sizes[spec.model_path],
                 ModelCost.of(models[spec.model_path], spec.lora),
                 ELEMENT_BYTES[spec.megatron.dtype],
                 TeachingCosts.of(config, spec, models),
             )
             for spec in specs
-            if spec.kind != ROLLOUT
+            if not spec.kind.generates
         }
         self._caches: dict[int, KVCacheSize] = {}
         self._least_generation: dict[int, float] = {}
         self._generation: dict[tuple[GridShape, int, int], float] = {}
         self._loads: dict[tuple[str, PassSpec, float | None, int], Load] = {}
         self.actor = self.roles[ACTOR]
-        self.rollout = next(spec for spec in specs if spec.kind == ROLLOUT)
+        self.rollout = next(spec for spec in specs if spec.kind.generates)
 
     @cached_property
-    def _base(self) -> RoleWork | None:
-        """The reference on the ranks of an actor that trains adapters: the actor as it starts. None: there is none."""
-        reference = self.roles.get(REFERENCE)
-        if reference is None or not self.actor.spec.lora.rank:
-            return None
-        return replace(reference, spec=replace(reference.spec, model_of=ACTOR))
+    def _bases(self) -> dict[str, RoleWork]:
+        """Roles on the ranks of the one that trains adapters and as which they started, with its model."""
+        owners = {name: role.spec.kind.initial_of for name, role in self.roles.items()}
+        return {
+            name: replace(self.roles[name], spec=replace(self.roles[name].spec, model_of=owner))
+            for name, owner in owners.items()
+            if owner is not None and self.roles[owner].spec.lora.rank
+        }
 
     def role_in(self, name: str, block: Sequence[str]) -> RoleWork:
         """Return a role in a pool of these roles, whose models one of them may hold for another."""
-        if name == REFERENCE and ACTOR in block and self._base is not None:
-            return self._base
-        return self.roles[name]
+        base = self._bases.get(name)
+        return base if base is not None and base.spec.model_of in block else self.roles[name]
 
     @cached_property
     def keeps_base(self) -> bool:
@@ -243,8 +240,9 @@ class SearchProblem:
         return self._loads[key]
 
     def times(self, role: RoleWork, kind: str) -> bool:
-        """Return whether a step runs a pass. The actor's score may be skipped, but memory is planned for it."""
-        return kind == "update" or role.name != ACTOR or scores_old_log_probs(self.config)
+        """Return whether a step runs a pass of a role."""
+        is_run: bool = getattr(role.spec, kind).is_run
+        return is_run
 
     def estimator(self, role: RoleWork, grid: Grid, shape: GridShape) -> Estimator:
         """Return the time estimator of one role on one layout."""

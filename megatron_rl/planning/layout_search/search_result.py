@@ -98,7 +98,7 @@ def nothing_fits(request: MapRequest) -> str:
 def least_bytes(search: Search, block: tuple[str, ...], units: int) -> float:
     """Return the bytes of the worst rank of the smallest layout; infinity where no layout passes the rules."""
     shape, least = search.work.cluster.shape(units), math.inf
-    names = tuple(name for name in block if name != ROLLOUT)
+    names = tuple(name for name in block if name in search.work.roles)
     for grid in search.pools.grids(names, shape) if names else []:
         roles = [search.pools.on_grid(name, grid, shape, block) for name in names]
         total = [sum(held.total for held in stage) for stage in zip(*(role.held for role in roles), strict=True)]

@@ -61,7 +61,7 @@ def _of_pool(work: SearchProblem, names: PoolNames, choice: PoolChoice) -> dict[
     settings: dict[str, Any] = {f"{names.keys[name]}.pool": names.name(choice.block) for name in choice.block}
     level = choice.generation.offloaded if choice.generation is not None else ()
     for name in choice.block:
-        if name == ROLLOUT:
+        if name not in work.roles:
             continue
         assert choice.grid is not None  # a pool of roles on Megatron's grid
         role = work.roles[name]
