@@ -184,6 +184,11 @@ def check_replay(config: RunConfig, replay: Path) -> None:
     Raises ConfigError for a configuration without a schedule, and for the folder that is to be repeated.
     """
     trainer = config.trainer
+    if trainer.rollouts_from is not None:
+        raise ConfigError(
+            f"--replay repeats how responses were generated, and trainer.rollouts_from={trainer.rollouts_from} makes "
+            "none; try: trainer.rollouts_from=null"
+        )
     if not config.samples_ahead:
         raise ConfigError(
             "--replay needs the configuration of the run that it repeats: this one has trainer.rollout_ahead=0"

@@ -103,7 +103,7 @@ def is_on_policy(config: RunConfig) -> bool:
         updates_once
         and estimates_without
         and config.trainer.critic_warmup <= 1
-        and not (corrects or bypasses(config) or algorithm.use_kl_in_reward or config.samples_ahead)
+        and not (corrects or bypasses(config) or algorithm.use_kl_in_reward or config.may_be_stale)
     )
 
 

@@ -439,9 +439,17 @@ class RunConfig:
         return self.actor_rollout_ref.rollout.temperature
 
     @property
-    def samples_ahead(self) -> bool:
-        """Whether generation continues from step to step: asynchronously, or with responses that outlast a step."""
+    def may_be_stale(self) -> bool:
+        """Whether a step may train tokens of earlier weights: of this run's, or of the run that recorded them."""
         return self.trainer.rollout_ahead > 0 or self.async_training.partial_rollout
+
+    @property
+    def samples_ahead(self) -> bool:
+        """Whether generation continues from step to step: asynchronously, or with responses that outlast a step.
+
+        False with recorded samples: only validation generates.
+        """
+        return self.may_be_stale and self.trainer.rollouts_from is None
 
     @property
     def has_turns(self) -> bool:

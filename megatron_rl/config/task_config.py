@@ -80,7 +80,7 @@ class TaskConfig(RunConfig):
         return 1.0
 
     @property
-    def samples_ahead(self) -> bool:
+    def may_be_stale(self) -> bool:
         """False."""
         return False
 

@@ -30,10 +30,10 @@ def async_problems(config: RunConfig) -> Iterable[Violation]:
         key = f"{ROLLOUT_KEY}.longest_first"
         rule = "must be false with algorithm.filter_groups.enable=true, whose batches are not part of the schedule"
         yield Violation({key: True}, rule, {key: False})
-    if not config.samples_ahead:
+    if not config.may_be_stale:
         return
     yield from _stale_problems(config)
-    if config.algorithm.filter_groups.enable:
+    if config.samples_ahead and config.algorithm.filter_groups.enable:
         key = "algorithm.filter_groups.enable"
         rule = f"must be false where generation continues over several steps ({asked_ahead(config)}): batches that are "
         yield Violation({key: True}, f"{rule}generated as replacements are not in its schedule", {key: False})
@@ -58,13 +58,13 @@ def _stale_problems(config: RunConfig) -> Iterable[Violation]:
     ahead, correction = config.trainer.rollout_ahead, config.algorithm.rollout_correction
     pools = {role.name: role.pool for role in roles_of(config)}
     is_colocated = pools[ROLLOUT] == pools[ACTOR]
-    if ahead and is_colocated and not config.async_training.partial_rollout:
+    if ahead and is_colocated and config.samples_ahead and not config.async_training.partial_rollout:
         rule = (
             f"needs a pool of its own for the rollout (actor_rollout_ref.hybrid_engine=false), or {PARTIAL}=true: on "
             "the actor's ranks nothing is generated while it trains, and only unfinished responses outlast a step"
         )
         yield Violation({AHEAD: ahead, PARTIAL: False}, rule, {PARTIAL: True})
-    if is_colocated and config.async_training.trigger_parameter_sync_step > 1:
+    if is_colocated and config.samples_ahead and config.async_training.trigger_parameter_sync_step > 1:
         every: Any = config.async_training.trigger_parameter_sync_step
         yield Violation({SYNC: every}, "must be 1 where the rollout reads the actor's own memory", {SYNC: 1})
     corrects = correction.rollout_is or correction.rollout_rs or correction.bypass_mode
@@ -120,7 +120,7 @@ def _elastic_problems(config: RunConfig) -> Iterable[Violation]:
             yield Violation(most, f"needs {low} >= 1: without it all replicas stay", {low: 1})
         return
     pools, sizes = {role.name: role.pool for role in roles_of(config)}, pool_sizes(config)
-    if not config.samples_ahead or pools[ROLLOUT] == pools[ACTOR]:
+    if not config.may_be_stale or pools[ROLLOUT] == pools[ACTOR]:
         rule = f"needs a rollout pool of its own (actor_rollout_ref.hybrid_engine=false) and {AHEAD} >= 1"
         yield Violation({low: rollout.min_replicas}, f"{rule}: only there are replicas", {low: 0})
         return

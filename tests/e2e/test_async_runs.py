@@ -243,6 +243,20 @@ def test_no_step_ahead_on_replicas_is_the_split_synchronous_run(command_line) ->
 
 
 @pytest.mark.exhaustive
+def test_what_replicas_sampled_is_trained_again_from_the_record(command_line) -> None:
+    """The keys stay, and the pool of its own, which validates. Would not catch a validation of other weights that score
+    alike.
+    """
+    small = (*SMALL, WITHOUT_RAY, "trainer.total_training_steps=4", "trainer.recorded_prompts=-1")
+    run = command_line(*small, config=ASYNC)
+    assert run.wait() == 0, run.text()
+    again = command_line(*small, "--rollouts-from", str(run.run), config=ASYNC)
+    assert again.wait() == 0, again.text()
+    assert max(line.get("staleness/max", 0) for line in numbers(run)) > 0
+    assert_same_bits(again, run)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.weekly
 @pytest.mark.timeout(1800)
 def test_a_run_that_lost_replicas_goes_on_and_is_repeated(command_line, tmp_path: Path) -> None:

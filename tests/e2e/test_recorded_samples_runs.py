@@ -12,6 +12,12 @@ from megatron_rl.observe.sample_files import read_step, recorded_files
 pytestmark = pytest.mark.slow
 
 STEPS = ("trainer.total_training_steps=2", "trainer.recorded_prompts=-1", *LOCAL)
+STALE = (
+    *("trainer.rollout_ahead=1", "async_training.partial_rollout=true", "async_training.slice_steps=1"),
+    *("actor_rollout_ref.rollout.over_sample_rate=0.3", "algorithm.rollout_correction.rollout_is=token"),
+)
+LATE = "rollout/late_groups"
+"""The only metric here that is of generation and not of a clock."""
 
 
 def digests(run):
@@ -20,13 +26,18 @@ def digests(run):
     return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
 
-def test_recorded_samples_train_the_same_model_bit_for_bit(command_line, recorded):
-    """Weights, metrics and every number of every token. Would not catch a difference on several ranks."""
-    first = recorded("all samples", *SHORT, *STEPS)
-    again = command_line(*SHORT, *STEPS, "--rollouts-from", str(first.run))
+@pytest.mark.parametrize("keys", [(), STALE], ids=["synchronous", "stale"])
+def test_recorded_samples_train_the_same_model_bit_for_bit(command_line, recorded, keys):
+    """Weights, metrics and every number of every token, also of tokens that earlier weights sampled. Would not catch a
+    difference on several ranks.
+    """
+    first = recorded("all samples", *SHORT, *STEPS, *keys)
+    again = command_line(*SHORT, *STEPS, *keys, "--rollouts-from", str(first.run))
     assert again.wait() == 0, again.text()
-    assert metrics(again) == metrics(first) and digests(again) == digests(first)
+    trained = {step: {name: line[name] for name in line if name != LATE} for step, line in metrics(first).items()}
+    assert metrics(again) == trained and digests(again) == digests(first)
     assert all(read_step(file).is_whole for file in recorded_files(first.run).values())
+    assert max(line.get("staleness/max", 0) for line in trained.values()) == (1 if keys else 0)
 
 
 def test_recorded_samples_can_be_argued_with(command_line, recorded):
