@@ -64,7 +64,8 @@ class Episode:
     or "". attempt: number of restarts with another seed; num_retries: those after a failure. experts: those of tokens
     that the engine has read, from the first one on, if they were asked for. A token keeps those that it had when the
     engine read it first and sampled what follows: to read it again, elsewhere or under newer weights, changes nothing.
-    opening: how its environment began it; None: it begins with the dataset's prompt.
+    opening: how its environment began it; None: it begins with the dataset's prompt. group: requests whose responses
+    are compared with this one, itself among them; (): unknown.
     """
 
     prompt_ids: tuple[int, ...]
@@ -83,6 +84,7 @@ class Episode:
     experts: list[ColumnPiece] = field(default_factory=list)
     failure: EpisodeFailure | None = None
     opening: InitialConversation | EpisodeFailure | None = None
+    group: tuple[int, ...] = ()
 
     @property
     def state(self) -> str:

@@ -24,6 +24,9 @@ class CustomRewardFunctionConfig:
     float, or a dict with the float under "score" and further values to log. Built-in ones: exact_match | math |
     compute_score, which chooses by data source. null: no reward function, for runs with a reward model or an
     environment; prompts then need no ground truth."""
+    per_group: Annotated[bool, OURS] = False
+    """The reward function scores all responses to a prompt in one call, as compute_group_scores(rows) -> list of
+    scores, for rewards that compare responses; it needs a path."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further keyword arguments of every call of the reward function."""
     validation_only: Annotated[bool, OURS] = False
@@ -101,7 +104,7 @@ class RewardModelConfig(ScoringModelConfig):
     num_workers: Annotated[int, Ge(1), AtMost(4096)] = 4
     """Worker processes that call the reward function, in addition to the ranks."""
     timeout_s: Annotated[Positive, OURS] = 10.0
-    """Seconds that the reward function may take for one sample; then its worker process is killed and replaced."""
+    """Seconds that a call of the reward function may take; then its worker process is killed and replaced."""
     launch_reward_fn_async: bool = False
     """Score finished responses while others are still generated: generation runs in slices of
     async_training.slice_steps. Asynchronous and multi-turn runs always do this."""

@@ -80,7 +80,11 @@ def reward_problems(config: RunConfig) -> Iterable[Violation]:
         key = "custom_reward_function.name"
         rule = f"must, without a path, be one of {', '.join(REWARDS)}"
         yield Violation({key: custom.name}, rule, {key: nearest_name(custom.name, REWARDS)}, wrong_name=True)
-    for name in sorted(REWARD_ARGUMENTS & custom.reward_kwargs.keys()):
+    if custom.per_group and custom.path is None:
+        key = "custom_reward_function.per_group"
+        rule = "needs custom_reward_function.path: the built-in reward functions score one response"
+        yield Violation({key: True}, rule, {key: False})
+    for name in sorted(REWARD_ARGUMENTS & custom.reward_kwargs.keys() if not custom.per_group else ()):
         key = f"custom_reward_function.reward_kwargs.{name}"
         yield Violation({key: custom.reward_kwargs[name]}, "is given by each row", hint="leave it out, or rename it")
 

@@ -51,7 +51,8 @@ def evaluated_content(config: RunConfig) -> dict[str, Any]:
         | {key: value for key, usual in NEWER_PROMPT_KEYS.items() if (value := getattr(data, key)) != usual}
         | ({key: getattr(data, key) for key in ROW_KEYS} if data.val_max_samples > 0 else {}),
         "eight_bits": {key.name: getattr(rollout, key.name) for key in fields(EightBitRollouts)},
-        "rule": {"path": rule.path, "name": rule.name, "reward_kwargs": rule.reward_kwargs},
+        "rule": {"path": rule.path, "name": rule.name, "reward_kwargs": rule.reward_kwargs}
+        | ({"per_group": True} if rule.per_group else {}),  # evaluations of older versions do not have it
         "scores": {key: value for key, value in asdict(scored).items() if key in SCORE_KEYS},
         "turns": None,
     }

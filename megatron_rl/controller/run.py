@@ -50,7 +50,8 @@ from megatron_rl.roles.reward_model import RewardModel
 from megatron_rl.roles.rollout import Rollout
 from megatron_rl.sampling.sampler import Sampler, Sources
 from megatron_rl.scoring.batch_scorers import HeldOutScorer, RewardScorer, Scorer
-from megatron_rl.scoring.function import RewardSource
+from megatron_rl.scoring.group_function import source_of
+from megatron_rl.scoring.group_reward import reward_of
 from megatron_rl.scoring.reward_processes import RewardHere, RewardProcesses
 from megatron_rl.scoring.rewards import Rewards, reward_shaping, text_readers
 from megatron_rl.scoring.rule import NoRule, RuleReward
@@ -267,8 +268,8 @@ def rule_reward(
     if custom.name is None:
         return NoRule(tokenizer)
     prints_file = Path(config.trainer.default_local_dir).resolve() / PRINTS_FILE
-    source = RewardSource(custom.path, custom.name, custom.reward_kwargs, str(prints_file))
+    source = source_of(custom, str(prints_file))
     source.check(data_sources)
     stops = reward.stop_if_all_failed
     processes = RewardHere(source) if local else RewardProcesses(source, reward.num_workers, reward.timeout_s, stops)
-    return RuleReward(processes, tokenizer, reward.failed_score, stops)
+    return reward_of(source)(processes, tokenizer, reward.failed_score, stops)

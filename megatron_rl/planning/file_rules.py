@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.checkpoint.output_paths import checkpoint_round, path_outside
 from megatron_rl.checkpoint.score_statistics import StatisticsError, read_statistics
@@ -40,6 +41,8 @@ NAMED = (
 TOLD = "or null, if the reward function needs none"
 PROMPT_SUFFIXES = (".parquet", ".jsonl")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+GROUP_FUNCTION = "compute_group_scores"
+"""The usual name of a reward function with custom_reward_function.per_group."""
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 FOLDERS = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
 OUTPUTS = (*FOLDERS, "data.bad_rows_file", "ptx.bad_rows_file")
@@ -56,7 +59,7 @@ def file_problems(config: RunConfig) -> Iterable[Violation]:
     else:
         judged = {"data.train_files": trains_on_rule(config), "data.val_files": uses_rule(config)}
         yield from prompt_problems(config, [key for key, is_judged in judged.items() if is_judged])
-        yield from _reward_problems(config.custom_reward_function)
+        yield from reward_function_problems(config.custom_reward_function)
         yield from _sampler_problems(config.data)
         if config.has_turns:
             turns = config.actor_rollout_ref.rollout.multi_turn
@@ -248,7 +251,7 @@ def _wrong_file(key: str, path: str, suffixes: tuple[str, ...]) -> Violation | N
     return None
 
 
-def _reward_problems(custom: CustomRewardFunctionConfig) -> Iterable[Violation]:
+def reward_function_problems(custom: CustomRewardFunctionConfig) -> Iterable[Violation]:
     """The file, the imports at its top, and the function in it."""
     key = "custom_reward_function.path"
     if custom.path is None or custom.name is None:
@@ -271,7 +274,11 @@ def _reward_problems(custom: CustomRewardFunctionConfig) -> Iterable[Violation]:
     if custom.name not in names:
         rule = f"must be a function of {custom.path}"
         functions = [name for name, node in names.items() if isinstance(node, FUNCTIONS)]
-        nearest = {"custom_reward_function.name": nearest_name(custom.name, functions)} if functions else {}
+        nearest: dict[str, Any] = {}
+        if functions:
+            nearest["custom_reward_function.name"] = nearest_name(custom.name, functions)
+        if nearest == {"custom_reward_function.name": GROUP_FUNCTION} and not custom.per_group:
+            nearest["custom_reward_function.per_group"] = True
         hint = "" if functions else "it defines none"
         yield Violation({"custom_reward_function.name": custom.name}, rule, nearest, hint, wrong_name=True)
         return
@@ -340,8 +347,11 @@ def _defined(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
 def _signature_problems(
     custom: CustomRewardFunctionConfig, function: ast.FunctionDef | ast.AsyncFunctionDef
 ) -> Iterable[Violation]:
-    given = REWARD_ARGUMENTS | set(custom.reward_kwargs)
     arguments = function.args
+    if custom.per_group:
+        yield from _group_signature_problems(custom, function)
+        return
+    given = REWARD_ARGUMENTS | set(custom.reward_kwargs)
     named = [argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)]
     required = [argument.arg for argument in arguments.args[: len(arguments.args) - len(arguments.defaults)]]
     required += [
@@ -356,7 +366,31 @@ def _signature_problems(
         takes = f"{function.name}({ast.unparse(arguments)})"
         wanted = ", ".join(sorted(given))
         rule = f"must take the keywords {wanted}; {takes} in {custom.path} does not"
-        yield Violation({"custom_reward_function.name": custom.name}, rule)
+        of_groups = {"custom_reward_function.per_group": True} if named[:1] == ["rows"] else {}
+        yield Violation({"custom_reward_function.name": custom.name}, rule, of_groups)
+
+
+def _group_signature_problems(
+    custom: CustomRewardFunctionConfig, function: ast.FunctionDef | ast.AsyncFunctionDef
+) -> Iterable[Violation]:
+    """A function of groups takes the rows by position, and reward_kwargs by name."""
+    arguments = function.args
+    by_place = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    required = set(by_place[1 : len(by_place) - len(arguments.defaults)])
+    defaults = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    required |= {argument.arg for argument, default in defaults if default is None}
+    named = {argument.arg for argument in (*arguments.args[0 if arguments.posonlyargs else 1 :], *arguments.kwonlyargs)}
+    given = set(custom.reward_kwargs)
+    has_rows = bool(by_place) or arguments.vararg is not None
+    if not has_rows or required - given or (given - named and not arguments.kwarg):
+        takes = f"{function.name}({ast.unparse(arguments)})"
+        wanted = ", ".join(("rows", *sorted(given)))
+        rule = (
+            f"must, with custom_reward_function.per_group=true, be callable as {custom.name}({wanted}); {takes} is not"
+        )
+        is_of_responses = set(by_place) >= REWARD_ARGUMENTS - {"extra_info"}
+        nearest = {"custom_reward_function.per_group": False} if is_of_responses else {}
+        yield Violation({"custom_reward_function.name": custom.name}, rule, nearest)
 
 
 def path_problems(config: RunConfig) -> Iterator[Violation]:

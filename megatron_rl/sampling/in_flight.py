@@ -65,6 +65,7 @@ class InFlightBatches:
         first = (step - 1) * self.batch_rows
         self._episodes |= enumerate(episodes, first)
         self._rows |= {first + row: (prompts, row) for row in range(len(prompts))}
+        note_groups(episodes, prompts, first)
 
     def start(self, request: int) -> Start:
         """The message with which a replica begins a request or continues it."""
@@ -261,6 +262,19 @@ def new_episodes(prompts: Prompts | None, sampling: Sampling) -> list[Episode]:
         Episode(tuple(ids.tolist()), dict(zip(names, (index, sample, *task), strict=True)), sampling)
         for index, sample, ids, *task in zip(*columns, *tasks, strict=True)
     ]
+
+
+def note_groups(episodes: Sequence[Episode], prompts: Prompts, first: int) -> None:
+    """Let each episode have the requests of its group. first: the first request. Greedy episodes, which follow those of
+    `prompts`, are alone.
+    """
+    numbers: dict[int, list[int]] = {}
+    for request, uid in enumerate(prompts.uid.tolist(), first):
+        numbers.setdefault(uid, []).append(request)
+    for request, episode in enumerate(episodes, first):
+        episode.group = (request,)
+    for uid, episode in zip(prompts.uid.tolist(), episodes, strict=False):
+        episode.group = tuple(numbers[uid])
 
 
 def begun_prompts(prompts: Prompts, episodes: Sequence[Episode]) -> Prompts:

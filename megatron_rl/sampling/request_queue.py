@@ -6,19 +6,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_rl.agents.episodes import Episodes
-from megatron_rl.agents.observation import TaskRow
 from megatron_rl.records import Batch, Prompts
-from megatron_rl.rollout.slices import Slice, SliceReport
+from megatron_rl.rollout.slices import FINISHED_BY_LENGTH, Slice, SliceReport
 from megatron_rl.sampling.in_flight import InFlightBatches
 from megatron_rl.sampling.length_history import LengthHistory, longest_first
 from megatron_rl.sampling.schedule_types import RequestScheduler, SliceOrder
+from megatron_rl.scoring.rule import Ended
 
 
 class RequestQueue:
     """Turns orders into slices and reports into facts. Threads that share it need a lock of their own.
 
-    keeps_prefixes: of slices, see `Slice`. on_end: is called with every request that ends by itself, its task, and all
-    tokens after its prompt.
+    keeps_prefixes: of slices, see `Slice`. on_end: is called with every response that ends by itself.
     engines: replica -> requests in its engine. reports: those of finished slices, without tokens, for metrics.
     episodes: answers turns; None: the first turn of a request is its last. num_late: requests of the batch taken last
     that were late, and left it. lengths: with them engines begin the longest requests first.
@@ -31,7 +30,7 @@ class RequestQueue:
         self.engines: list[set[int]] = [set() for _ in range(num_replicas)]
         self.reports: list[SliceReport] = []
         self.keeps_prefixes = False
-        self.on_end: Callable[[int, TaskRow, list[int]], None] | None = None
+        self.on_end: Callable[[Ended], None] | None = None
         self.num_late = 0
         self.lengths: LengthHistory | None = None
         self._beginning: set[int] = set()
@@ -132,7 +131,13 @@ class RequestQueue:
                 episode = self.answers.episode(request)
                 # A schedule that is repeated may have dropped its tokens.
                 if episode.finish and episode.failure is None:
-                    self.on_end(request, episode.row, episode.token_ids)
+                    self.on_end(self._ended(request))
+
+    def _ended(self, request: int) -> Ended:
+        episode = self.answers.episode(request)
+        reward = None if self.episodes is None else episode.reward
+        ended = (len(episode.log_probs), episode.finish == FINISHED_BY_LENGTH, reward)
+        return Ended(request, episode.row, episode.token_ids, episode.group, *ended)
 
     def _forget(self, requests: Iterable[int]) -> None:
         """Drop the environments of requests that have ended or begin again."""

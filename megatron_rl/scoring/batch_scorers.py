@@ -6,13 +6,14 @@ and validation ask their scorers in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from megatron_rl.columns import SCORING
 from megatron_rl.dispatch import Future
 from megatron_rl.records import Batch
 from megatron_rl.scoring.rewards import Pending, Rewards
+from megatron_rl.scoring.rule import Ended
 from megatron_rl.scoring.sampled_batch import SampledBatch
 
 
@@ -61,11 +62,11 @@ class RewardScorer:
         self._pending: Pending = []
         self._greedy: Pending = []
 
-    def begin(self, answer: int, row: Mapping[str, Any], token_ids: Sequence[int]) -> None:
-        """Score a response whose batch is not complete, as far as that needs no rank; `take` has its outcome. Arguments
-        are those of `Rewards.begin`.
+    def begin(self, answer: Ended) -> None:
+        """Score a response whose batch is not complete, as far as that needs no rank; `take` has its outcome. A
+        function of groups is called as the last response of a group ends.
         """
-        self.rewards.begin(answer, row, token_ids)
+        self.rewards.begin(answer)
 
     def start(self, batch: SampledBatch) -> None:
         """Raises RewardError as `Rewards.start`."""

@@ -27,6 +27,7 @@ from megatron_rl.scoring.outcome import (
 from megatron_rl.user_code.first_prints import show_first_prints
 
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None)"
+GROUP_SIGNATURE = "(rows)"
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,12 @@ class RewardSource:
         """The key of the time limit."""
         return "reward_model.timeout_s"
 
-    def load(self) -> Callable[[Sample], Outcome | Awaitable[Outcome]]:
-        """Return what scores a sample, later where the function is `async`. Raises ConfigError as
-        `load_reward_function`.
+    def load(self, passing: tuple[type[BaseException], ...] = ()) -> Callable[[Sample], Outcome | Awaitable[Outcome]]:
+        """Return what scores a sample, later where the function is `async`. passing: as in `score_sample`. Raises
+        ConfigError as `load_reward_function`.
         """
         function = load_reward_function(self)
-        return functools.partial(score_sample_later if is_async(function) else score_sample, function)
+        return functools.partial(score_sample_later if is_async(function) else score_sample, function, passing=passing)
 
     def written(self, answer: Outcome) -> list[Any]:
         """Return an outcome as JSON values."""
@@ -94,11 +95,12 @@ def _is_finite(value: object) -> bool:
     return isinstance(value, float) and math.isfinite(value)
 
 
-def load_reward_function(source: RewardSource) -> RewardFunction:
-    """The function, with its `kwargs` filled in.
+def load_reward_function(source: RewardSource, per_group: bool = False) -> RewardFunction:
+    """Return the function, with its `kwargs` filled in.
 
+    per_group: it gets the rows of a group; else the keywords data_source, solution_str, ground_truth, extra_info.
     Raises ConfigError if the file is missing or fails to run, has no such function, or if the function cannot be
-    called with the keywords data_source, solution_str, ground_truth, extra_info and those of `kwargs`.
+    called with these arguments and the keywords of `kwargs`.
     """
     where = source.path or "built-in rewards"
     functions: dict[str, Any] = {name: rule.function for name, rule in REWARDS.items()}
@@ -115,11 +117,12 @@ def load_reward_function(source: RewardSource) -> RewardFunction:
     signature: inspect.Signature | str = ""
     try:
         signature = inspect.signature(function)
-        arguments = {"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": {}} | source.kwargs
-        signature.bind(**arguments)
+        arguments = {"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": {}}
+        signature.bind(*([[]] if per_group else []), **({} if per_group else arguments), **source.kwargs)
     except (TypeError, ValueError) as error:
+        wanted = f"as {source.name}{GROUP_SIGNATURE}" if per_group else f"with the keywords of {source.name}{SIGNATURE}"
         raise ConfigError(
-            f"{where}: {source.name}{signature} cannot be called with the keywords of {source.name}{SIGNATURE} and "
+            f"{where}: {source.name}{signature} cannot be called {wanted} and "
             f"custom_reward_function.reward_kwargs={source.kwargs}: {error}"
         ) from error
     return functools.partial(function, **source.kwargs)

@@ -62,11 +62,11 @@ def score_sample(function: RewardFunction, sample: Sample, passing: tuple[type[B
     passing: exceptions to let through, because they are not the function's.
     """
     try:
-        return _outcome(_called(function, sample))
+        return outcome_of(_called(function, sample))
     except passing:
         raise
     except BaseException as error:
-        return failed("raised", f"the reward function raised {describe_error(error)}{line_of_user(error)}")
+        return raised(error)
 
 
 async def score_sample_later(
@@ -74,11 +74,11 @@ async def score_sample_later(
 ) -> Outcome:
     """Call an `async` function and wait for it. Arguments and outcome are those of `score_sample`."""
     try:
-        return _outcome(await _called(function, sample))
+        return outcome_of(await _called(function, sample))
     except passing:
         raise
     except BaseException as error:
-        return failed("raised", f"the reward function raised {describe_error(error)}{line_of_user(error)}")
+        return raised(error)
 
 
 def _called(function: RewardFunction, sample: Sample) -> Any:
@@ -90,8 +90,13 @@ def _called(function: RewardFunction, sample: Sample) -> Any:
     )
 
 
-def _outcome(result: Any) -> Outcome:
-    """What a function has returned as an outcome; a dict of the user's may raise anything."""
+def raised(error: BaseException) -> Outcome:
+    """Return the outcome of a call that has raised."""
+    return failed("raised", f"the reward function raised {describe_error(error)}{line_of_user(error)}")
+
+
+def outcome_of(result: Any) -> Outcome:
+    """Return what a function has returned for a response as an outcome; a dict of the user's may raise anything."""
     score = finite_number(result.get("score") if isinstance(result, dict) else result)
     extras = _extras(result) if isinstance(result, dict) else {}
     if score is None or abs(score) > LARGEST_SCORE:

@@ -1,17 +1,22 @@
-"""Call the reward function in processes of its own (`RewardProcesses`) or in this process (`RewardHere`)."""
+"""Call the reward function in processes of its own (`RewardProcesses`) or in this process (`RewardHere`).
+
+A call scores a response, or with `GroupRewardSource` a group.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from megatron_rl.scoring.function import RewardSource, is_async, load_reward_function
-from megatron_rl.scoring.outcome import Outcome, Sample, failed, score_sample, score_sample_later
+from megatron_rl.scoring.function import RewardSource
+from megatron_rl.scoring.group_function import Group, GroupRewardSource
+from megatron_rl.scoring.outcome import Outcome, Sample, failed
 from megatron_rl.user_code.user_calls import USERS
-from megatron_rl.user_code.work import TIMED_OUT
+from megatron_rl.user_code.work import CRASHED, TIMED_OUT
 from megatron_rl.user_code.work_processes import WorkProcesses, job_of
 from megatron_rl.user_code.worker_supervisor import WorkerSettings
 
@@ -22,53 +27,75 @@ MOST_FRUITLESS_TIMEOUTS = 16
 class RewardProcesses(WorkProcesses):
     """A context manager: inside it processes wait for samples. The constructor starts nothing."""
 
-    def __init__(self, source: RewardSource, num_workers: int, timeout_s: float, give_up: bool):
-        """timeout_s: seconds a sample may take. give_up: end a batch whose samples all time out."""
+    def __init__(self, source: RewardSource | GroupRewardSource, num_workers: int, timeout_s: float, give_up: bool):
+        """timeout_s: seconds a call may take. give_up: end a batch whose calls all time out."""
         super().__init__(WorkerSettings(source, num_workers, timeout_s))
         self._give_up = give_up
-        self._begun: dict[int, tuple[int, str]] = {}
-        self._outcomes: dict[int, Outcome] = {}
+        self._begun: dict[int, tuple[int, str | tuple[str, ...]]] = {}
+        self._replies: dict[int, Any] = {}
         self._jobs = itertools.count()
 
-    def begin(self, answer: int, sample: Sample) -> None:
-        """Score a response whose batch is not complete; `score` takes its outcome. Any thread may call this."""
+    def begin(self, number: int, asked: Sample | Group) -> None:
+        """Score a response, or a group, whose batch is not complete; `score` and `score_groups` take the outcome. Any
+        thread may call this. number: the request of the response, or of the first of the group.
+        """
         job = next(self._jobs)
-        self._begun[answer] = job, sample.solution
-        self.submit([job_of(job, sample)])
+        self._begun[number] = job, asked.solution
+        self.submit([job_of(job, asked)])
 
     def score(self, samples: Sequence[Sample], numbers: Sequence[int] = ()) -> list[Outcome]:
         """Return one outcome per sample, in order; takes as long as the slowest sample. Raises RewardError as `take`.
 
         numbers: request numbers, if they may have begun.
         """
-        jobs, outcomes = self._open_jobs(samples, numbers), self._outcomes
-        while missing := [job for job in jobs if job not in outcomes]:
-            outcomes.update(self.take(waits=True))
-            own = [outcomes[job] for job in jobs if job in outcomes]
+        return self._scored(samples, numbers)
+
+    def score_groups(self, groups: Sequence[Group], numbers: Sequence[int] = ()) -> list[list[Outcome]]:
+        """Return the outcomes of each group's rows, in order. numbers: with which `begin` may have been called. Raises
+        RewardError as `take`.
+        """
+        return [for_rows(reply, group) for reply, group in zip(self._scored(groups, numbers), groups, strict=True)]
+
+    def _scored(self, asked: Sequence[Sample | Group], numbers: Sequence[int]) -> list[Any]:
+        """The replies to samples or groups, in order."""
+        jobs, replies = self._open_jobs(asked, numbers), self._replies
+        while missing := [job for job in jobs if job not in replies]:
+            replies.update(self.take(waits=True))
+            own = [replies[job] for job in jobs if job in replies]
             if self._give_up and len(own) < len(jobs) and _is_fruitless(own):
                 self.cancel()
                 self._begun.clear()
                 reason = f"not tried, as {MOST_FRUITLESS_TIMEOUTS} samples timed out and none was scored"
-                outcomes.update({job: failed(TIMED_OUT, reason) for job in missing if job not in outcomes})
-        return [outcomes.pop(job) for job in jobs]
+                given_up = self.settings.work.failed(TIMED_OUT, reason)
+                replies.update({job: given_up for job in missing if job not in replies})
+        return [replies.pop(job) for job in jobs]
 
-    def _open_jobs(self, samples: Sequence[Sample], numbers: Sequence[int]) -> list[int]:
-        """The jobs of samples, of which those that have not begun are submitted."""
+    def _open_jobs(self, asked: Sequence[Sample | Group], numbers: Sequence[int]) -> list[int]:
+        """The jobs of samples or groups, of which those that have not begun are submitted."""
         jobs, new = [], []
-        for row, sample in enumerate(samples):
+        for row, one in enumerate(asked):
             job, solution = self._begun.pop(numbers[row], (None, "")) if numbers else (None, "")
-            if job is None or solution != sample.solution:
+            if job is None or solution != one.solution:
                 job = next(self._jobs)
-                new.append(job_of(job, sample))
+                new.append(job_of(job, one))
             jobs.append(job)
         if new:
             self.submit(new)
         return jobs
 
 
-def _is_fruitless(outcomes: Any) -> bool:
-    timeouts = sum(outcome.failure == TIMED_OUT for outcome in outcomes)
-    return timeouts >= MOST_FRUITLESS_TIMEOUTS and all(outcome.failure for outcome in outcomes)
+def _is_fruitless(replies: Sequence[Any]) -> bool:
+    calls: list[list[Outcome]] = [reply if isinstance(reply, list) else [reply] for reply in replies]
+    timeouts = sum(call[0].failure == TIMED_OUT for call in calls)
+    return timeouts >= MOST_FRUITLESS_TIMEOUTS and all(outcome.failure for call in calls for outcome in call)
+
+
+def for_rows(reply: list[Outcome], group: Group) -> list[Outcome]:
+    """Return an outcome for each row of a group. A reply of one failure is that of all rows."""
+    if len(reply) == len(group.rows):
+        return reply
+    only = reply[0] if len(reply) == 1 and reply[0].failure else failed(CRASHED, f"a reply of {len(reply)} scores")
+    return [only] * len(group.rows)
 
 
 class RewardHere(contextlib.nullcontext[Any]):
@@ -77,18 +104,25 @@ class RewardHere(contextlib.nullcontext[Any]):
     Raises ConfigError when the function cannot be loaded.
     """
 
-    def __init__(self, source: RewardSource) -> None:
+    def __init__(self, source: RewardSource | GroupRewardSource) -> None:
         super().__init__(self)
-        self._function = load_reward_function(source)
+        self._call: Callable[[Any], Any] = source.load(passing=USERS)
 
-    def begin(self, answer: int, sample: Sample) -> None:
+    def begin(self, number: int, asked: Sample | Group) -> None:
         """Do nothing: a call would hold the run up now as well as later."""
 
     def score(self, samples: Sequence[Sample], numbers: Sequence[int] = ()) -> list[Outcome]:
         """Return one outcome per sample, in order."""
-        if is_async(self._function):
-            return asyncio.run(self._score_side_by_side(samples))
-        return [score_sample(self._function, sample, passing=USERS) for sample in samples]
+        return self._scored(samples)
 
-    async def _score_side_by_side(self, samples: Sequence[Sample]) -> list[Outcome]:
-        return await asyncio.gather(*(score_sample_later(self._function, sample, passing=USERS) for sample in samples))
+    def score_groups(self, groups: Sequence[Group], numbers: Sequence[int] = ()) -> list[list[Outcome]]:
+        """Return the outcomes of each group's rows, in order."""
+        return [for_rows(reply, group) for reply, group in zip(self._scored(groups), groups, strict=True)]
+
+    def _scored(self, asked: Sequence[Sample | Group]) -> list[Any]:
+        replies = [self._call(one) for one in asked]
+        return asyncio.run(_all_of(replies)) if replies and inspect.isawaitable(replies[0]) else replies
+
+
+async def _all_of(calls: Sequence[Awaitable[Any]]) -> list[Any]:
+    return await asyncio.gather(*calls)

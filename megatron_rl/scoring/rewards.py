@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -25,7 +25,7 @@ from megatron_rl.dispatch import Future
 from megatron_rl.errors import ConfigError
 from megatron_rl.observe.phase_clock import PhaseClock
 from megatron_rl.records import Batch, Prompts
-from megatron_rl.scoring.rule import NoRule, RuleReward
+from megatron_rl.scoring.rule import Ended, NoRule, RuleReward
 from megatron_rl.scoring.scored_answers import ModelScores, ScoredAnswers, combine, with_part
 from megatron_rl.scoring.shaping import ModelShaping, RewardShaping, Shaped, overlong_penalty
 from megatron_rl.scoring.text_reader import TextReader
@@ -107,9 +107,9 @@ class Rewards:
         """
         return self._combined(self.rules, prompts, answers, pending, lambda model: None)
 
-    def begin(self, answer: int, row: Mapping[str, Any], token_ids: Sequence[int]) -> None:
+    def begin(self, answer: Ended) -> None:
         """Have the rule score a response to a training prompt as `RuleReward.begin`."""
-        self._training_rules.begin(answer, row, token_ids)
+        self._training_rules.begin(answer)
 
     def _combined(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -14,6 +15,22 @@ from megatron_rl.records import Batch, Prompts, first_true
 from megatron_rl.scoring.outcome import Outcome, Sample, describe
 from megatron_rl.scoring.reward_processes import RewardHere, RewardProcesses
 from megatron_rl.scoring.scored_answers import ScoredAnswers
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A response that has ended before its batch is complete. number: its request. row: its task. token_ids: all
+    that follows the prompt. group: the numbers of the responses to its prompt that are compared with each other, in
+    order.
+    """
+
+    number: int
+    row: Mapping[str, Any]
+    token_ids: Sequence[int]
+    group: Sequence[int]
+    num_sampled: int
+    truncated: bool
+    environment_reward: float | None = None
 
 
 class RuleReward:
@@ -29,6 +46,7 @@ class RuleReward:
         """failed_score: of a sample for which the function has no score."""
         self.processes, self.tokenizer = processes, tokenizer
         self.failed_score, self.stop_if_all_failed = failed_score, stop_if_all_failed
+        self.unasked = Outcome(failed_score, {"acc": 0.0})
 
     def __enter__(self) -> Self:
         """Start the processes."""
@@ -45,12 +63,14 @@ class RuleReward:
             return []
         return [f"{self.processes.num_open} responses left"]
 
-    def begin(self, answer: int, row: Mapping[str, Any], token_ids: Sequence[int]) -> None:
-        """Score a response while others are generated. answer: its number. row: its task. token_ids: all that follows
-        the prompt. Raises RewardError where the reward processes have died.
-        """
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
-        self.processes.begin(answer, Sample(row["data_source"], text, row["ground_truth"], row["extra_info"]))
+    def begin(self, answer: Ended) -> None:
+        """Score a response while others are generated. Raises RewardError where the reward processes have died."""
+        self.processes.begin(answer.number, self.sample_of(answer))
+
+    def sample_of(self, answer: Ended) -> Sample:
+        """Return the arguments of a reward function for a response that has ended."""
+        text, row = self.tokenizer.decode(answer.token_ids, skip_special_tokens=True), answer.row
+        return Sample(row["data_source"], text, row["ground_truth"], row["extra_info"])
 
     def __call__(self, prompts: Prompts, answers: Batch, numbers: Sequence[int] = ()) -> ScoredAnswers:
         """Score B responses. Their text has no special tokens (EOS, padding); an empty response is the text "".
@@ -59,16 +79,23 @@ class RuleReward:
         if all of them fail, unless that is allowed.
         """
         samples = read_samples(prompts, answers, self.tokenizer)
-        outcomes = self.processes.score(samples, numbers)
+        outcomes = self.outcomes(samples, prompts, answers, numbers)
+        asked = sum(outcome is not self.unasked for outcome in outcomes)
         failures = [row for row, outcome in enumerate(outcomes) if outcome.failure]
         first_failure = None
         if failures:
             row = failures[0]
             first_failure = f"{outcomes[row].reason} ({describe(samples[row], int(prompts.index[row]))})"
-        if len(failures) == len(samples) and self.stop_if_all_failed:
-            raise RewardError(f"none of {len(samples)} samples could be scored; the first: {first_failure}")
+        if 0 < asked == len(failures) and self.stop_if_all_failed:
+            raise RewardError(f"none of {asked} samples could be scored; the first: {first_failure}")
         scores = [self.failed_score if outcome.failure else outcome.score for outcome in outcomes]
         return ScoredAnswers(torch.tensor(scores, dtype=torch.float32), samples, outcomes, first_failure)
+
+    def outcomes(
+        self, samples: Sequence[Sample], prompts: Prompts, answers: Batch, numbers: Sequence[int]
+    ) -> list[Outcome]:
+        """Return an outcome for each response; `self.unasked` for one that the function did not get."""
+        return self.processes.score(samples, numbers)
 
 
 class NoRule(contextlib.nullcontext[Any]):
@@ -83,7 +110,7 @@ class NoRule(contextlib.nullcontext[Any]):
         """Return nothing: nothing is waited for."""
         return []
 
-    def begin(self, answer: int, row: Mapping[str, Any], token_ids: Sequence[int]) -> None:
+    def begin(self, answer: Ended) -> None:
         """Do nothing."""
 
     def __call__(self, prompts: Prompts, answers: Batch, numbers: Sequence[int] = ()) -> ScoredAnswers:

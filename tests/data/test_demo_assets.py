@@ -168,3 +168,14 @@ def test_demo_reward_is_an_exact_match():
     compute_score = load("demo_reward").compute_score
     assert compute_score("demo/addition", "042", "042") == 1.0
     assert compute_score("demo/addition", "42", "042", extra_info={}) == 0.0
+
+
+def test_demo_group_reward_is_a_rank():
+    """By hand, of the right one, two with one wrong character and one that is too long; alone. Would not catch a
+    comparison with another question's responses.
+    """
+    score = load("demo_group_reward").compute_group_scores
+    rows = [{"solution_str": text, "ground_truth": "042"} for text in ("042", "142", "043", "04244")]
+    assert [row["score"] for row in score(rows)] == [1.0, 0.5, 0.5, 0.0]
+    assert [row["acc"] for row in score(rows)] == [1.0, 0.0, 0.0, 0.0]
+    assert score(rows[:1]) == [{"score": 0.5, "acc": 1.0}]

@@ -18,6 +18,7 @@ from megatron_rl.data.prompt_sampler import METHODS
 from megatron_rl.losses.estimators import Samples
 from megatron_rl.losses.policy import PolicyTerms, PolicyTokens
 from megatron_rl.scoring.function import RewardSource
+from megatron_rl.scoring.group_function import Group, GroupFacts, GroupRewardSource, row_of
 from megatron_rl.scoring.outcome import Sample
 from megatron_rl.scoring.sampled_batch import SampledBatch
 
@@ -53,14 +54,25 @@ def test_tables_have_every_field(title):
 
 def test_keys_exist():
     """Those of the first table. Would not catch a key of another contract."""
-    keys = re.findall(r"^\| \[.*?\| `([\w.]+)` \|", PAGE.read_text(), re.M)
-    assert len(keys) == 8 and all(is_key(key) for key in keys)
+    keys = re.findall(r"^\| \[.*?\| `([\w.]+)`(?:, with `\w+=\w+`)? \|", PAGE.read_text(), re.M)
+    assert len(keys) == 9 and all(is_key(key) for key in keys)
 
 
 @pytest.mark.parametrize("file", ["Reward function"], indirect=True)
 def test_reward_function(file):
     outcome = RewardSource(file, "compute_score").load()(Sample("math", " 42", "42", {}))
     assert (outcome.score, outcome.extras) == (1.0, {"pred": "42"})
+
+
+@pytest.mark.parametrize("file", ["Group reward function"], indirect=True)
+def test_group_reward_function(file):
+    """Its table has every entry of a row, and its code scores such rows."""
+    facts = GroupFacts(7, 0, 2, False, 0.5)
+    rows = [row_of(Sample("math", text, "42", {}), facts) for text in ("42", "42", "41")]
+    outcomes = GroupRewardSource(RewardSource(file, "compute_group_scores")).load()(Group(rows))
+    assert [(outcome.score, outcome.extras["acc"]) for outcome in outcomes] == [(0.5, 1.0), (0.5, 1.0), (0.0, 0.0)]
+    table = re.findall(r"^\| (`.*?) \|", section("Group reward function"), re.M)
+    assert set(re.findall(r"`(\w+)`", " ".join(table))) == rows[0].keys()
 
 
 @pytest.mark.parametrize("file", ["Environment"], indirect=True)

@@ -66,6 +66,9 @@ EXECUTED = {
     r"megatron-rl train --config configs/distill_cpu\.yaml": (
         "tests/e2e/test_distillation_runs.py::test_the_demo_learns_without_rewards"
     ),
+    rf"megatron-rl train --config configs/grpo_cpu\.yaml{KEYS} \S+per_group=true": (
+        "tests/e2e/test_group_rewards.py::test_the_demo_learns_from_ranks"
+    ),
     rf"megatron-rl train --config configs/grpo_cpu\.yaml{KEYS}": (
         "tests/e2e/test_families_learn.py::test_the_demo_inside_a_larger_model_learns"
     ),

@@ -348,6 +348,10 @@ def test_bad_keys_are_refused_by_plan(command_line, changes, sentence) -> None:
 NUM_HELD_OUT = 40
 """Held-out prompts, which are asked at the end."""
 COUNTING_RULE = """
+def compute_group_scores(rows):
+    compute_score("", "", "")
+    lengths = [len(row["solution_str"]) for row in rows]
+    return [sorted(lengths).index(length) / 4 for length in lengths]
 import os, time
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     with open(__file__ + ".calls", "a") as calls:
@@ -357,10 +361,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", ["turns", "slices"])
+@pytest.mark.parametrize("kind", ["turns", "slices", "groups"])
 def test_a_rule_scores_while_others_are_drawn(command_line, tmp_path, kind) -> None:
     """Each answer once, some of them before the last one was drawn, and the same bits as a rule that comes last: with
-    turns, and where launch_reward_fn_async asks for slices.
+    turns, also by a function of groups, and where launch_reward_fn_async asks for slices.
 
     Would not catch a rule that begins a little late; scripts/bench/sleeping_tools.py measures that.
     """
@@ -379,12 +383,14 @@ def test_a_rule_scores_while_others_are_drawn(command_line, tmp_path, kind) -> N
             "reward_model.launch_reward_fn_async=true",
             "async_training.slice_steps=1",
         ),
-    }[kind]
+    }
+    names = ("custom_reward_function.per_group=true", "custom_reward_function.name=compute_group_scores")
+    own = (*own["turns"], *names) if kind == "groups" else own[kind]
     one = ("trainer.n_gpus_per_node=1", f"{MEGATRON}.tensor_model_parallel_size=1", WITHOUT_RAY)
     run = command_line(*SHORT, *one, *own, "trainer.test_freq=5040", config=GRPO)
     assert run.wait() == 0, run.text()
     calls = [float(line) for line in (tmp_path / "counting.py.calls").read_text().split()]
-    assert len(calls) == 2 * 16 * 4 + NUM_HELD_OUT
+    assert len(calls) == 2 * 16 * (1 if kind == "groups" else 4) + NUM_HELD_OUT
     here = command_line(*SHORT, *LOCAL, *own, "trainer.test_freq=5040", config=GRPO)
     assert here.wait() == 0, here.text()
     assert metrics(run) == metrics(here)

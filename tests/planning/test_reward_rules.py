@@ -1,4 +1,4 @@
-"""What preflight says of reward models whose scores are normalised. No model is read."""
+"""What preflight says of normalised scores and of functions of groups. No model is read, and no code is run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 
 from megatron_rl.checkpoint.score_statistics import ScoreStatistics, write_statistics
 from megatron_rl.config.load import read_config
-from megatron_rl.planning.file_rules import statistics_problems
+from megatron_rl.config.validate import reward_problems
+from megatron_rl.planning.file_rules import reward_function_problems, statistics_problems
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo_cpu.yaml"
 
@@ -29,3 +30,45 @@ def test_statistics_must_be_there(tmp_path: Path, group: str):
     assert list(statistics_problems(config)) == []
     config, _ = read_config(DEMO, [*reversed(keys), f"{group}.normalize_reward=running"])
     assert list(statistics_problems(config)) == []
+
+
+OF_GROUPS, NAME = "custom_reward_function.per_group", "custom_reward_function.name"
+RESPONSES = "def compute_score(data_source, solution_str, ground_truth, extra_info=None): ..."
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "per_group", "problem", "nearest"),
+    [
+        ("def compute_group_scores(rows): ...", "compute_score", False, "must be a function of", {OF_GROUPS: True}),
+        ("def compute_score(rows): ...", "compute_score", False, "must take the keywords", {OF_GROUPS: True}),
+        (
+            RESPONSES,
+            "compute_score",
+            True,
+            "be callable as compute_score(rows); compute_score(data",
+            {OF_GROUPS: False},
+        ),
+        ("def rank(rows, judge): ...", "rank", True, "callable as rank(rows); rank(rows, judge) is not", {}),
+        ("def rank(): ...", "rank", True, "callable as rank(rows); rank() is not", {}),
+        ("async def rank(group, *, judge=1): ...", "rank", True, None, {}),
+        ("def rank(*groups): ...", "rank", True, None, {}),
+    ],
+)
+def test_functions_of_groups(tmp_path: Path, text: str, name: str, per_group: bool, problem: str | None, nearest: dict):
+    """By their parameters. Would not catch a function that is made when the file is run."""
+    (tmp_path / "mine.py").write_text(text + "\n")
+    config, _ = read_config(DEMO, [])
+    custom = config.custom_reward_function
+    custom.path, custom.name, custom.per_group = str(tmp_path / "mine.py"), name, per_group
+    found = list(reward_function_problems(custom))
+    assert [problem in one.rule for one in found] == ([] if problem is None else [True])
+    assert all(one.nearest.items() >= nearest.items() and bool(one.nearest) == bool(nearest) for one in found)
+
+
+def test_built_in_functions_score_responses():
+    """Would not catch a built-in one that compares."""
+    config, _ = read_config(DEMO, ["custom_reward_function.path=null", f"{OF_GROUPS}=true"])
+    (problem,) = reward_problems(config)
+    assert str(problem).startswith(f"{OF_GROUPS}=true needs custom_reward_function.path") and "try: false" in str(
+        problem
+    )

@@ -64,6 +64,17 @@ def test_a_request_goes_on_with_the_tokens_that_it_has() -> None:
     assert answers.start(5).sampling == GREEDILY
 
 
+def test_requests_that_are_compared() -> None:
+    """By hand: of 3 rows the third is greedy, and the third batch begins at 6. Would not catch samples of a prompt that
+    are not one group.
+    """
+    answers, two = two_batches(), prompts([1, 2], [3])
+    assert [answers.episode(request).group for request in range(6)] == [(request,) for request in range(6)]
+    two.uid[:] = 4
+    answers.add(3, two, SAMPLING, two[:1], GREEDILY)
+    assert [answers.episode(request).group for request in range(6, 9)] == [(6, 7), (6, 7), (8,)]
+
+
 def test_a_complete_batch_says_which_weights_drew_each_token() -> None:
     """One of two versions, one that was cut off, one greedy. Would not catch rows in another order than asked."""
     answers = two_batches()
