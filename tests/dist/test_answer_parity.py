@@ -238,11 +238,16 @@ def split_over(cp_size: int, tokens: int | None = None, vpp_size: int | None = N
     return {f"{role}__{name}": value for role in ROLES for name, value in of_role.items()}
 
 
+AS_TRIES = {"actor_rollout_ref__model__enable_tree_training": True}
+BY_TOKENS = dict.fromkeys((f"{role}__use_dynamic_bsz" for role in ROLES), True)
+BY_TOKENS |= dict.fromkeys((f"{role}__ppo_max_token_len_per_gpu" for role in ROLES), 60)
 SPLIT = {
     "CP2": ((2, 1, 1), split_over(2)),
     "up to CP4": ((4, 1, 1), split_over(4, 16)),
     "up to CP2 of 4 ranks": ((4, 1, 1), split_over(2, 40)),
     "PP2, VPP2, up to CP2": ((4, 1, 2), split_over(2, 40, 2)),
+    "DP2, as tries": (DP2, AS_TRIES),
+    "CP2, as tries, by tokens": ((2, 1, 1), split_over(2) | AS_TRIES | BY_TOKENS),
 }
 
 

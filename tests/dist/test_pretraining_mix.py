@@ -16,7 +16,7 @@ import torch
 from ranks import run_ranks
 from task_cases import PlainLoop, token_batch
 from test_layout_parity import LAYOUTS, NUM_ROWS, OPTIMIZER, often, relative, whole_weights
-from test_sft_parity import MEGATRON, up_to
+from test_sft_parity import AS_TRIES, MEGATRON, up_to
 from tiny_models import random_batch, run_config, save_qwen2, save_qwen3_moe
 
 from megatron_rl.columns import ACTOR_UPDATE
@@ -107,6 +107,7 @@ CASES = {
         },
     ),
     "interleaved": ("TP2xPP2", {f"{MEGATRON}virtual_pipeline_model_parallel_size": 2}),
+    "as tries": ("DP2", AS_TRIES),
     "CP2": ("DP2", {f"{MEGATRON}context_parallel_size": 2}),
     "up to CP4": ("DP4", up_to(4, 12)),
     "interleaved, up to CP2": ("PP2xDP2", {f"{MEGATRON}virtual_pipeline_model_parallel_size": 2} | up_to(2, 16)),

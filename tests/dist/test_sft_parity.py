@@ -70,12 +70,14 @@ def up_to(cp_size: int, tokens: int) -> dict:
     }
 
 
+AS_TRIES = {"actor_rollout_ref__model__enable_tree_training": True}
 FURTHER = {
     "TP2xCP2": ((4, 2, 1), {f"{MEGATRON}context_parallel_size": 2}),
     "PP2, VPP2": ((2, 1, 2), VPP2),
     "up to CP4": ((4, 1, 1), up_to(4, 12)),
     "up to CP2 of 4 ranks": ((4, 1, 1), up_to(2, 16)),
     "PP2, VPP2, up to CP2": ((4, 1, 2), VPP2 | up_to(2, 16)),
+    "DP2, as tries": ((2, 1, 1), AS_TRIES),
 }
 
 
