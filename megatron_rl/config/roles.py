@@ -393,8 +393,9 @@ def _reference(config: RunConfig) -> RoleSpec:
     call = PassCall("log_probs", (SCORING,), "ref_log_probs", is_added=True)
     score = _pass("ref", call, shared.model.use_remove_padding, key, shared.ref, LOG_PROB_KEYS)
     is_base = shared.model.lora.rank > 0 and shared.ref.pool == shared.actor.pool
-    # It is the policy before training, of which new adapters are no part: their B is 0.
-    lora = LoraConfig() if shared.model.lora.adapter_path is None else shared.model.lora
+    # It is the policy before training, of which new adapters are no part: their B is 0. One that follows holds them.
+    is_bare = shared.model.lora.adapter_path is None and not shared.ref.sync_ref_model
+    lora = LoraConfig() if is_bare else shared.model.lora
     return replace(role, score=score, model_of=ACTOR if is_base else None, lora=lora, mtp=MTPUse.NONE)
 
 

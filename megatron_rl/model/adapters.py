@@ -273,14 +273,16 @@ def _initial(own: Tensor, lora: LoraConfig, generator: torch.Generator) -> Tenso
             return own.normal_(std=1 / lora.rank, generator=generator)
 
 
-def keep_initial(chunks: Sequence[torch.nn.Module]) -> list[Tensor]:
-    """Copy the chunks' adapters as they are now, for `initial_adapters`; return the copies."""
-    held = adapters_of(chunks)
-    for module in held:
+def keep_initial(chunks: Sequence[torch.nn.Module]) -> list[tuple[torch.nn.Parameter, Tensor]]:
+    """Copy the chunks' adapters as they are now, for `initial_adapters`; return each A and B with its copy."""
+    kept: list[tuple[torch.nn.Parameter, Tensor]] = []
+    for module in adapters_of(chunks):
         for name in module:
             adapter = cast(Adapter, module[name])
-            module.initial[name] = Pair(adapter.lora_A.detach().clone(), adapter.lora_B.detach().clone())
-    return [tensor for module in held for pair in module.initial.values() for tensor in pair]
+            own = (adapter.lora_A, adapter.lora_B)
+            module.initial[name] = Pair(*(each.detach().clone() for each in own))
+            kept += zip(own, module.initial[name], strict=True)
+    return kept
 
 
 @contextmanager

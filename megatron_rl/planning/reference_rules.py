@@ -12,7 +12,7 @@ from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.config.tasks import DPO, PPO
 from megatron_rl.errors import Violation
 
-SYNC = f"{REF}.sync_ref_model"
+SYNC, ALPHA = f"{REF}.sync_ref_model", f"{REF}.ref_model_mixup_alpha"
 BIAS = "moe_router_enable_expert_bias"
 
 
@@ -39,9 +39,6 @@ def _broken_rule(
 ) -> tuple[str, dict[str, Any], str] | None:
     """(the rule, the nearest choice, a hint) of the first that is broken."""
     off = {SYNC: False}
-    if config.actor_rollout_ref.model.lora.rank > 0:
-        rule = "must be false with adapters: the reference is the actor before training, which never changes"
-        return rule, off, "actor_rollout_ref.model.lora.rank=0 trains the weights themselves"
     if reference is None and isinstance(config, TaskConfig) and config.needs_reference:
         rule = (
             f"needs the reference's weights, and dpo.reference={config.dpo.reference} keeps its first log-probs alone"
@@ -52,6 +49,9 @@ def _broken_rule(
     if reference.pool != actor_pool:
         rule = f"needs {REF}.pool={actor_pool}: the reference takes the actor's weights where they are"
         return rule, {f"{REF}.pool": actor_pool}, ""
+    if config.actor_rollout_ref.model.lora.rank > 0 and config.actor_rollout_ref.ref.ref_model_mixup_alpha != 1:
+        rule = f"needs {ALPHA}=1 with adapters: a mixture of two adapters is not one of the same rank"
+        return rule, {ALPHA: 1.0}, ""
     if getattr(config.actor_rollout_ref.actor.megatron.override_transformer_config, BIAS):
         rule = f"must be false with {BIAS}=true: the biases of the actor's experts move, and the reference's do not"
         return rule, off, ""

@@ -60,7 +60,8 @@ class Reference(FrozenRole):
 class InitialReference(Role):
     """The reference of a policy that trains adapters: the policy with the adapters of `adapter_path`, or without any.
 
-    It computes in the policy's own memory, and holds A and B of `adapter_path` as the policy read them.
+    It computes in the policy's own memory, and holds A and B as the policy read or made them, or, where it follows the
+    policy, as they were at the last refresh.
     """
 
     def __init__(self, spec: RoleSpec, rank: Rank, neighbours: Mapping[str, Role]) -> None:
@@ -68,6 +69,7 @@ class InitialReference(Role):
         from megatron_rl.checkpoint.known_tokens import num_sampled_tokens
         from megatron_rl.model.adapters import keep_initial
         from megatron_rl.roles.pipeline import Pipeline
+        from megatron_rl.roles.reference_refresh import ReferenceRefresh
         from megatron_rl.roles.token_scorer import TokenScorer
 
         super().__init__(spec)
@@ -77,7 +79,14 @@ class InitialReference(Role):
         trainable, source = self.policy.trainable, self.policy.source
         settings = source.hf_config.to_dict()
         settings["vocab_size"] = num_sampled_tokens(rank.config, source.path, settings["vocab_size"])
-        self.held = keep_initial(trainable.models) if spec.lora.rank else []
+        kept = keep_initial(trainable.models) if spec.lora.rank else []
+        self.held = [copy for _, copy in kept]
+        if spec.settings.sync_ref_model:
+            names = {parameter: name for name, parameter in self.policy.trained.parameters.items()}
+            held = {names[parameter]: copy for parameter, copy in kept}
+            alpha = spec.settings.ref_model_mixup_alpha
+            self.following = ReferenceRefresh(held, self.policy.trained.parameters, alpha)
+            self.policy.checkpoint.reference = self.following
         # Without routing: the policy's choices of experts are not this model's.
         pipeline = Pipeline(list(trainable.chunks), rank.groups, rank.device.torch_device)
         self.scorer = TokenScorer(pipeline, trainable.models, settings, rank.config.temperature)
@@ -97,3 +106,8 @@ class InitialReference(Role):
 
         with initial_adapters(self.policy.trainable.models):
             return self.scorer.score(self.column, batch, self.cut)
+
+    @remote_method(Dispatch.ONE_TO_ALL, stop=Stop.NEVER_AFTER)
+    def refresh(self) -> None:
+        """Take the policy's adapters; only with `sync_ref_model`."""
+        self.following.refresh()

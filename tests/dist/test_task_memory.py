@@ -82,10 +82,14 @@ def measured(config, folder: Path) -> tuple[int, dict[str, int], dict[str, dict[
 PADDED = {"actor_rollout_ref__model__use_remove_padding": False}
 FLY = {"dpo__reference": "on_the_fly"}
 BY_TOKENS = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 700, "forward_max_token_len_per_gpu": 700}
+ACTOR = "actor_rollout_ref__actor"
+UP_TO_CP2 = {f"{ACTOR}__use_dynamic_bsz": True, f"{ACTOR}__ppo_max_token_len_per_gpu": 350}
+UP_TO_CP2 |= {f"{ACTOR}__megatron__context_parallel_size": 2, f"{ACTOR}__megatron__dynamic_context_parallel": True}
 CASES = {
     "sft, TP2 x PP2": (SFT, 4, 2, 2, {}),
     "reward, TP2 x PP2": (REWARD, 4, 2, 2, {}),
     "reward, DP2, by tokens": (REWARD, 2, 1, 1, {f"critic__{key}": value for key, value in BY_TOKENS.items()}),
+    "dpo, up to CP2, by tokens": (DPO, 2, 1, 1, UP_TO_CP2),
     "dpo, PP2, padded": (DPO, 2, 1, 2, PADDED),
     "dpo on the fly, DP2": (DPO, 2, 1, 1, FLY),
     "dpo that follows, DP2": (DPO, 2, 1, 1, FLY | {"actor_rollout_ref__ref__sync_ref_model": True}),
