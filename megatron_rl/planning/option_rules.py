@@ -13,6 +13,7 @@ from megatron_rl.errors import Violation
 from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planning.activations import SELECTIVE
 from megatron_rl.planning.implementation_rules import GROUP, eight_bit_problems, implementation_problems
+from megatron_rl.planning.lora_rules import lora_key
 from megatron_rl.planning.model_folder import ModelSizes
 
 GRANULARITY, METHOD, NUMBER, MODULES = (
@@ -92,6 +93,10 @@ def _bias_problems(config: RunConfig, role: RoleSpec, model: ModelSizes | None) 
     if model is not None and not model.has_expert_bias:
         rule = f"needs a model whose experts are chosen by scores and a bias, and {model.path} has none"
         yield Violation({key: True}, rule, {key: False})
+    elif role.lora.rank > 0:
+        rank = f"{lora_key(role)}.rank"
+        rule = "do not go together: biases are part of the model that adapters leave as it is"
+        yield Violation({key: True, rank: role.lora.rank}, rule, {key: False})
     if role.kind.is_sampled and role.pool != rollout_pool(config):
         rule = "must be false where generation is in another pool: only weights are sent there"
         yield Violation({key: True}, rule, {key: False})

@@ -67,7 +67,7 @@ def test_biases(moe_config, tmp_path):
 
 
 def test_a_family_with_a_bias(moe_config, tmp_path):
-    """GLM-4.5 has one. Would not catch a bias that the engine does not read."""
+    """GLM-4.5 has one; adapters leave it as it is. Would not catch a bias that the engine does not read."""
     settings = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 32}
     path = write_model(tmp_path / "model", **EXPERTS | settings | {"architectures": ["Glm4MoeForCausalLM"]})
     sizes, found = read_model_folder("model", path)
@@ -78,3 +78,7 @@ def test_a_family_with_a_bias(moe_config, tmp_path):
     options = moe_config.actor_rollout_ref.actor.megatron.override_transformer_config
     options.moe_router_enable_expert_bias = True
     assert list(option_problems(moe_config, [sizes])) == []
+    moe_config.actor_rollout_ref.model.lora.rank = 8
+    (problem,) = option_problems(moe_config, [sizes])
+    key = f"{ROUTER}_enable_expert_bias"
+    assert set(problem.settings) == {key, "actor_rollout_ref.model.lora.rank"} and problem.nearest == {key: False}
