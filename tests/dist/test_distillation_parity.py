@@ -19,12 +19,13 @@ from ranks import run_ranks
 from sweeps import marks_of
 from test_global_normalisation import hugging_face_model, reduced_gradients, token_loss
 from test_layout_parity import whole_weights
-from test_sampled_holes import CUTS, LAYOUTS, NUM_ROWS, assert_close, rows_with_holes
+from test_sampled_holes import CP2, CUTS, LAYOUTS, MEGATRON, NUM_ROWS, assert_close, rows_with_holes
 from tiny_models import run_config, save_llama, save_qwen2
 
 from megatron_rl.columns import ACTOR_UPDATE, SCORING
 from megatron_rl.config.algorithms import teaching
 from megatron_rl.config.distillation_keys import DistillationLossConfig
+from megatron_rl.experience.micro_batches import MicroBatching
 from megatron_rl.records import Batch
 from megatron_rl.scoring.teachers import joined_rows
 
@@ -156,6 +157,11 @@ def plain(mode: str, paths: tuple[str, ...], teacher_of_row=lambda row: 0) -> tu
     return losses, gradients, own
 
 
+OWN_SIZES = {"up to CP2 of 4 ranks": ((4, 1, 1), CP2 | {f"{MEGATRON}__dynamic_context_parallel": True})}
+"""Layouts whose passes choose how many ranks share them."""
+BY_TOKENS = {"by tokens": MicroBatching(1, max_tokens=12)}
+
+
 def taught(own: torch.Tensor, config) -> dict[str, dict]:
     """What a rank has of its data-parallel rank's rows for each cut: metrics and gradients of the actor."""
     from megatron_rl.roles.host import RankHost
@@ -167,7 +173,7 @@ def taught(own: torch.Tensor, config) -> dict[str, dict]:
     mine = batch_with_advantages(own)[torch.arange(NUM_ROWS).tensor_split(where.dp_size)[where.dp_rank]]
     group = worker.groups.dp_group if worker.groups.grid.cp_size == 1 else None
     found = {}
-    for name, cut in CUTS.items():
+    for name, cut in (BY_TOKENS if worker.groups.grid.most_sharing else CUTS).items():
         actor.cut = actor.score_cut = teacher.cut = cut
         batch = mine.without()
         asked = batch.read_by(SCORING)
@@ -201,7 +207,7 @@ def paths(tmp_path_factory) -> tuple[str, str]:
 
 def cases() -> list:
     """Every mode in every layout; in one process some of them in `make test`."""
-    every = [(mode, layout) for mode in MODES for layout in LAYOUTS]
+    every = [(mode, layout) for mode in MODES for layout in (*LAYOUTS, *OWN_SIZES)]
     often = {(mode, "one") for mode in OFTEN}
     weekly = {(mode, layout) for mode, layout in every if mode not in OFTEN and layout != "one"}
     return [pytest.param(*case, marks=marks_of(case, often, weekly)) for case in every]
@@ -213,10 +219,10 @@ def test_as_a_plain_loop(mode: str, layout: str, paths: tuple[str, str]) -> None
     that reads other rows than the student.
     """
     losses, gradients, own = plain(mode, paths)
-    (world_size, tp_size, pp_size), keys = LAYOUTS[layout]
+    (world_size, tp_size, pp_size), keys = {**LAYOUTS, **OWN_SIZES}[layout]
     config = config_of(mode, paths, tp_size, pp_size, **keys)
     ranks = run_ranks(world_size, taught, own, config)
-    for cut in CUTS:
+    for cut in BY_TOKENS if layout in OWN_SIZES else CUTS:
         ours = [rank[cut] for rank in ranks]
         collector = next(rank for rank in ours if rank["where"].dp_collector)
         found = {name: collector["metrics"][name] for name in losses}

@@ -138,12 +138,15 @@ def test_gradients_equal_a_plain_loop_and_leave_the_policy_alone(tmp_path, famil
 
 
 PADDED = {"actor_rollout_ref__model__use_remove_padding": False}
+ACTOR = "actor_rollout_ref__actor"
+BY_TOKENS = {f"{ACTOR}__use_dynamic_bsz": True, f"{ACTOR}__ppo_max_token_len_per_gpu": 14}
 LAYOUTS = {
     "TP2, PP2, EP2, ETP1": ((4, 2, 2), SP | EP2 | ETP1, {}),
     "PP2, VPP2": ((2, 1, 2), {"virtual_pipeline_model_parallel_size": 2}, {}),
     "DP2, EP2, padded": ((2, 1, 1), EP2, PADDED),
     "TP2, SP": ((2, 2, 1), SP, {}),
     "CP2, padded": ((2, 1, 1), CP2, PADDED),
+    "up to CP2, PP2": ((4, 1, 2), CP2 | {"dynamic_context_parallel": True}, BY_TOKENS),
     "CP2, PP2, gathered": ((4, 1, 2), CP2 | {"override_transformer_config__cp_comm_type": "all_gather"}, {}),
 }
 
