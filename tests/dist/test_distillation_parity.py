@@ -160,6 +160,7 @@ def plain(mode: str, paths: tuple[str, ...], teacher_of_row=lambda row: 0) -> tu
 OWN_SIZES = {"up to CP2 of 4 ranks": ((4, 1, 1), CP2 | {f"{MEGATRON}__dynamic_context_parallel": True})}
 """Layouts whose passes choose how many ranks share them."""
 BY_TOKENS = {"by tokens": MicroBatching(1, max_tokens=12)}
+EVERY_CUT = CUTS | {"tries": MicroBatching(12, as_tree=True)}
 
 
 def taught(own: torch.Tensor, config) -> dict[str, dict]:
@@ -173,7 +174,7 @@ def taught(own: torch.Tensor, config) -> dict[str, dict]:
     mine = batch_with_advantages(own)[torch.arange(NUM_ROWS).tensor_split(where.dp_size)[where.dp_rank]]
     group = worker.groups.dp_group if worker.groups.grid.cp_size == 1 else None
     found = {}
-    for name, cut in (BY_TOKENS if worker.groups.grid.most_sharing else CUTS).items():
+    for name, cut in (BY_TOKENS if worker.groups.grid.most_sharing else EVERY_CUT).items():
         actor.cut = actor.score_cut = teacher.cut = cut
         batch = mine.without()
         asked = batch.read_by(SCORING)
@@ -222,7 +223,7 @@ def test_as_a_plain_loop(mode: str, layout: str, paths: tuple[str, str]) -> None
     (world_size, tp_size, pp_size), keys = {**LAYOUTS, **OWN_SIZES}[layout]
     config = config_of(mode, paths, tp_size, pp_size, **keys)
     ranks = run_ranks(world_size, taught, own, config)
-    for cut in BY_TOKENS if layout in OWN_SIZES else CUTS:
+    for cut in BY_TOKENS if layout in OWN_SIZES else EVERY_CUT:
         ours = [rank[cut] for rank in ranks]
         collector = next(rank for rank in ours if rank["where"].dp_collector)
         found = {name: collector["metrics"][name] for name in losses}
