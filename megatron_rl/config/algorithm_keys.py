@@ -7,7 +7,17 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt
 
-from megatron_rl.config.constraints import OURS, Count, Nearest, NotNegative, OneOf, Positive, Size, UnitInterval
+from megatron_rl.config.constraints import (
+    OURS,
+    Count,
+    FilePath,
+    Nearest,
+    NotNegative,
+    OneOf,
+    Positive,
+    Size,
+    UnitInterval,
+)
 from megatron_rl.config.correction import RolloutCorrectionConfig
 from megatron_rl.config.declarations import KL_ESTIMATES
 from megatron_rl.config.user_files import UserFileConfig
@@ -36,6 +46,10 @@ class FilterGroupsConfig:
     if it returns none)."""
     max_num_gen_batches: Count = 10
     """Largest number of generated batches per step; then prompts with equal scores fill the batch. 0: no limit."""
+    path: Annotated[FilePath | None, OURS] = None
+    """Python file with a verdict of your own: (rows of a group, with scores) -> True: keep it. null: metric decides."""
+    name: Annotated[str, OURS] = "keep_group"
+    """The function in algorithm.filter_groups.path."""
 
 
 @dataclass

@@ -156,7 +156,8 @@ OTHER_WORDS = (
     _row("algorithm.gamma", "gamma", "gamma", "", "gamma"),
     _row("algorithm.scale_rewards", "scale_rewards"),
     _row("algorithm.mask_truncated_completions", "mask_truncated_completions"),
-    _row("algorithm.filter_groups.enable", "", "dynamic_filtering", "", "dynamic_sampling_filter_path"),
+    _row("algorithm.filter_groups.enable", "", "dynamic_filtering"),
+    _row("algorithm.filter_groups.path", "", "", "", "dynamic_sampling_filter_path"),
     # Sampling
     _row(f"{ROLLOUT}.temperature", "temperature", "temperature", "temperature", "rollout_temperature"),
     _row(f"{ROLLOUT}.top_p", "top_p", "top_p", "top_p", "rollout_top_p"),
@@ -240,6 +241,7 @@ OTHER_WORDS = (
         note="a file with compute_score",
     ),
     _row("custom_reward_function.reward_kwargs", "reward_kwargs"),
+    _row("custom_reward_function.per_group", "", "", "", "group_rm"),
     # DPO and SFT
     _row("dpo.loss", "dpo_loss_type"),
     _row("dpo.label_smoothing", "label_smoothing", "label_smoothing"),

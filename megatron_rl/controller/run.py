@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -58,6 +58,7 @@ from megatron_rl.scoring.rule import NoRule, RuleReward
 from megatron_rl.scoring.sampled_batch import SampledBatch
 from megatron_rl.scoring.sources import check_sources
 from megatron_rl.scoring.teachers import check_teachers, other_prompts
+from megatron_rl.scoring.user_verdict import verdicts_of
 from megatron_rl.user_code.first_prints import PRINTS_FILE
 
 NEXT_BATCH = RemoteMethod(Dispatch.ONE_TO_ALL, "gen", stop=Stop.BEFORE)
@@ -148,6 +149,7 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
         episodes = open_episodes(config, tokenizer, chats, local, opened)
         folder = RunFolder(config, repairs)
         logger = RunLogger(config, folder, tokenizer, planned_memory(config))
+        verdicts = verdicts_of(config, logger.warn, local)
         algorithm = Algorithm(config, logger.clock, logger.warn)
         parts = (data, algorithm, shaping, pretraining, logger)
         ends = end_token_notes(path, tokenizer, config.data.apply_chat_template_kwargs, True in chats)
@@ -158,6 +160,7 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
         write_plan(logger)
         schedule = open_schedule(config, placement, folder, opened, replay)
         opened.enter_context(rules)
+        opened.enter_context(verdicts or nullcontext())
         stop_policy = StopPolicy(repairs.stop)
         pools = RunPools.open(opened, placement, logger, stop_policy, local, repairs)
         roles = Roles.of(pools, logger)
@@ -168,7 +171,7 @@ def open_run(repairs: Repairs, local: bool = False, replay: Path | None = None) 
             *scorers_of(config, pools, algorithm, own_scorers, prompts_of_teachers),
             rewarding,
         ]
-        sources = Sources(config, data.train, data.cursor, rewarding, logger, episodes)
+        sources = Sources(config, data.train, data.cursor, rewarding, logger, episodes, verdicts)
         checks = (partial(raise_failures, pools.cluster), partial(stop_policy.before, NEXT_BATCH))
         sampler = open_sampler(schedule, sources, roles.actor, roles.rollout, checks, opened)
         for facts in (sampler.awaited.progress, rules.under_way):

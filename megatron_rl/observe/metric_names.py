@@ -51,7 +51,9 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("reward/failed_ratio", SHARE, "Responses that the reward function could not score."),
         Metric("reward/{raised|timed_out|crashed|no_score}", COUNT, "Those responses, by what went wrong."),
         Metric("train/num_gen_batches", "batches", "Dynamic sampling: batches generated for this step."),
-        Metric("train/differing_groups", SHARE, "Dynamic sampling: groups of the step with different scores."),
+        Metric("train/differing_groups", SHARE, "Dynamic sampling: groups of the step with different scores, or kept."),
+        Metric("filter_groups/kept_ratio", SHARE, "Generated groups that `algorithm.filter_groups.path` keeps."),
+        Metric("filter_groups/{raised|timed_out|crashed|no_verdict}", COUNT, "Its verdicts that failed."),
     ),
     "Policy": (
         Metric("actor/loss", LOSS, "Total loss: policy loss, KL loss, entropy bonus, router and other losses."),

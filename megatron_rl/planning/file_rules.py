@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_rl.checkpoint.output_paths import checkpoint_round, path_outside
 from megatron_rl.checkpoint.score_statistics import StatisticsError, read_statistics
+from megatron_rl.config.algorithm_keys import FilterGroupsConfig
 from megatron_rl.config.algorithms import trains_on_rule, uses_rule
 from megatron_rl.config.keys import default_of, leaves_of, type_of, value_of
 from megatron_rl.config.multi_turn import AgentConfig, EnvironmentConfig
@@ -41,6 +42,7 @@ NAMED = (
 TOLD = "or null, if the reward function needs none"
 PROMPT_SUFFIXES = (".parquet", ".jsonl")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+UserDefinition = EnvironmentConfig | AgentConfig | PromptSamplerConfig | FilterGroupsConfig
 GROUP_FUNCTION = "compute_group_scores"
 """The usual name of a reward function with custom_reward_function.per_group."""
 TURNS = "actor_rollout_ref.rollout.multi_turn"
@@ -61,6 +63,7 @@ def file_problems(config: RunConfig) -> Iterable[Violation]:
         yield from prompt_problems(config, [key for key, is_judged in judged.items() if is_judged])
         yield from reward_function_problems(config.custom_reward_function)
         yield from _sampler_problems(config.data)
+        yield from filter_problems(config.algorithm.filter_groups)
         if config.has_turns:
             turns = config.actor_rollout_ref.rollout.multi_turn
             yield from _definition_problems(f"{TURNS}.environment", turns.environment, "class", ast.ClassDef)
@@ -302,9 +305,16 @@ def _sampler_problems(data: DataConfig) -> Iterable[Violation]:
         yield Violation(shares, rule, {"data.train_file_weights": None})
 
 
-def _definition_problems(
-    group: str, keys: EnvironmentConfig | AgentConfig | PromptSamplerConfig, what: str, *kinds: type[ast.stmt]
-) -> Iterable[Violation]:
+def filter_problems(keys: FilterGroupsConfig) -> Iterable[Violation]:
+    """The user's verdict on groups."""
+    key = "algorithm.filter_groups"
+    yield from _definition_problems(key, keys, "function", ast.FunctionDef)
+    if keys.path is not None and not keys.enable:
+        settings = {f"{key}.path": keys.path, f"{key}.enable": False}
+        yield Violation(settings, "do not go together: nothing is filtered", {f"{key}.enable": True})
+
+
+def _definition_problems(group: str, keys: UserDefinition, what: str, *kinds: type[ast.stmt]) -> Iterable[Violation]:
     """The file `path`, and the class or function `name` in it."""
     key, name_key, path, name = f"{group}.path", f"{group}.name", keys.path, keys.name
     if path is None:

@@ -37,6 +37,7 @@ from megatron_rl.sampling.rollout_checkpoint import ROLLOUTS_FILE, read_answers,
 from megatron_rl.sampling.schedule_types import RequestScheduler, ScheduleConfig
 from megatron_rl.scoring.batch_scorers import RewardScorer
 from megatron_rl.scoring.sampled_batch import SampledBatch
+from megatron_rl.scoring.user_verdict import UserVerdicts
 
 TURNS = "turns"
 """The phase in which nothing but environments, tools and agents is waited for."""
@@ -67,7 +68,7 @@ class SamplingLogger(Protocol):
 @dataclass(frozen=True)
 class Sources:
     """Sources of batches. scorer: of responses, which may begin before their batch is complete. episodes: answers
-    turns; None: the first turn of a response is its last.
+    turns; None: the first turn of a response is its last. verdicts: the user's, on groups; None: their scores decide.
     """
 
     config: RunConfig
@@ -76,6 +77,7 @@ class Sources:
     scorer: RewardScorer
     logger: SamplingLogger
     episodes: Episodes | None = None
+    verdicts: UserVerdicts | None = None
 
 
 @dataclass(frozen=True)

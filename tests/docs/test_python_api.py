@@ -21,6 +21,7 @@ from megatron_rl.scoring.function import RewardSource
 from megatron_rl.scoring.group_function import Group, GroupFacts, GroupRewardSource, row_of
 from megatron_rl.scoring.outcome import Sample
 from megatron_rl.scoring.sampled_batch import SampledBatch
+from megatron_rl.scoring.user_verdict import VerdictSource
 
 PAGE = Path(__file__).parents[2] / "docs/reference/python_api.md"
 FIELDS = {
@@ -55,7 +56,7 @@ def test_tables_have_every_field(title):
 def test_keys_exist():
     """Those of the first table. Would not catch a key of another contract."""
     keys = re.findall(r"^\| \[.*?\| `([\w.]+)`(?:, with `\w+=\w+`)? \|", PAGE.read_text(), re.M)
-    assert len(keys) == 9 and all(is_key(key) for key in keys)
+    assert len(keys) == 10 and all(is_key(key) for key in keys)
 
 
 @pytest.mark.parametrize("file", ["Reward function"], indirect=True)
@@ -73,6 +74,12 @@ def test_group_reward_function(file):
     assert [(outcome.score, outcome.extras["acc"]) for outcome in outcomes] == [(0.5, 1.0), (0.5, 1.0), (0.0, 0.0)]
     table = re.findall(r"^\| (`.*?) \|", section("Group reward function"), re.M)
     assert set(re.findall(r"`(\w+)`", " ".join(table))) == rows[0].keys()
+
+
+@pytest.mark.parametrize("file", ["Verdict on a group"], indirect=True)
+def test_verdict(file):
+    judge = VerdictSource(file, "keep_group", "prints.txt").load()
+    assert [judge([{"acc": acc} for acc in accs]).is_kept for accs in ((0, 1), (1, 1), (0, 0))] == [True, False, False]
 
 
 @pytest.mark.parametrize("file", ["Environment"], indirect=True)

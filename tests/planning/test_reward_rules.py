@@ -9,7 +9,7 @@ import pytest
 from megatron_rl.checkpoint.score_statistics import ScoreStatistics, write_statistics
 from megatron_rl.config.load import read_config
 from megatron_rl.config.validate import reward_problems
-from megatron_rl.planning.file_rules import reward_function_problems, statistics_problems
+from megatron_rl.planning.file_rules import filter_problems, reward_function_problems, statistics_problems
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo_cpu.yaml"
 
@@ -72,3 +72,14 @@ def test_built_in_functions_score_responses():
     assert str(problem).startswith(f"{OF_GROUPS}=true needs custom_reward_function.path") and "try: false" in str(
         problem
     )
+
+
+def test_the_verdict_on_groups(tmp_path: Path):
+    """A name that the file does not have, and a filter that is off. Would not catch what the function returns."""
+    (tmp_path / "mine.py").write_text("def keeps_group(rows): ...\n")
+    key = "algorithm.filter_groups"
+    keys = read_config(DEMO, [f"{key}.path={tmp_path / 'mine.py'}"])[0].algorithm.filter_groups
+    name, off = filter_problems(keys)
+    assert name.nearest == {f"{key}.name": "keeps_group"} and off.nearest == {f"{key}.enable": True}
+    keys.enable, keys.name = True, "keeps_group"
+    assert list(filter_problems(keys)) == []

@@ -14,6 +14,7 @@ from megatron_rl.config.roles import Placement
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.dispatch import Future
+from megatron_rl.errors import RewardError
 from megatron_rl.observe.phase_clock import PhaseClock
 from megatron_rl.records import Batch, Prompts, Sampling, ragged, single_turn
 from megatron_rl.rollout.slices import Drawn, Slice, SliceReport
@@ -29,6 +30,7 @@ from megatron_rl.scoring.rewards import Rewards
 from megatron_rl.scoring.scored_answers import ScoredAnswers
 from megatron_rl.scoring.shaping import ModelShaping, RewardShaping
 from megatron_rl.scoring.text_reader import TextReader
+from megatron_rl.scoring.user_verdict import verdicts_of
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -64,7 +66,10 @@ class OneToken:
 
 
 class Pairs:
-    """Training data of which every batch is two prompts."""
+    """Training data of which every batch is two prompts; there are six."""
+
+    def __len__(self) -> int:
+        return 6
 
     def batch(self, index: torch.Tensor) -> Prompts:
         return Prompts(
@@ -102,14 +107,17 @@ def run_config(most: int = 10) -> RunConfig:
     return config
 
 
-def streaming(config: RunConfig, rule, models=(), earlier=None) -> tuple[PoolSampler, OneToken]:
+def streaming(config: RunConfig, rule, models=(), earlier=None, said=None) -> tuple[PoolSampler, OneToken]:
     """A stream of batches whose answers `rule` scores; models: (role, handle)."""
-    rollout, logger = OneToken(), SimpleNamespace(note_transition=lambda reports: None)
+    told: list[str] = [] if said is None else said
+    rollout, logger = OneToken(), SimpleNamespace(note_transition=lambda reports: None, warn=told.append)
+    verdicts = verdicts_of(config, told.append, is_local=True)
     rewards = Rewards(config, rule, list(models), warn=print, clock=PhaseClock(lambda name: None))
     rules = ScheduleConfig(batch_rows=4, num_steps_total=9, ahead=0, first_step=1, slice_steps=None)
     schedule = Schedule(rules, Scheduler(rules, 1), None, 1, rules.first_step - 1, None, None, earlier)
     kind = GroupFilter if config.algorithm.filter_groups.enable else PoolSampler
-    return kind(schedule, Sources(config, Pairs(), Counting(), RewardScorer(rewards), logger), rollout), rollout
+    sources = Sources(config, Pairs(), Counting(), RewardScorer(rewards), logger, verdicts=verdicts)
+    return kind(schedule, sources, rollout), rollout
 
 
 def mixed_rule(mixed: set[int]):
@@ -144,6 +152,37 @@ def test_batches_until_enough_prompts_differ(mixed, most, chosen, noted):
     assert len(batch.prompts.uid.unique()) == 2
     assert batch.metrics == {"train/num_gen_batches": noted[0], "train/differing_groups": noted[1]}
     assert len(set(rollout.salts)) == noted[0] and rollout.salts[0] == 1
+
+
+def test_the_users_verdict_decides(tmp_path):
+    """Kept are groups whose sum is 1 and whose prompt is odd, from rows with scores; each is judged once, and one
+    verdict of four raises. Would not catch a group that is judged before its score is complete.
+    """
+    (tmp_path / "mine.py").write_text("""
+def keep(rows):
+    assert [row["num_tokens"] for row in rows] == [1, 1] and rows[0]["index"] != 2 and rows[0]["failure"] == ""
+    return sum(row["score"] for row in rows) == 1 and rows[0]["index"] % 2 == 1
+""")
+    config, said = run_config(2), []
+    config.algorithm.filter_groups.path, config.algorithm.filter_groups.name = str(tmp_path / "mine.py"), "keep"
+    batch = streaming(config, mixed_rule({0, 1, 3}), said=said)[0].next(step=1)
+    assert batch.prompts.index.tolist() == [1, 1, 3, 3] and batch.metrics["train/differing_groups"] == 1
+    assert (batch.metrics["filter_groups/kept_ratio"], batch.metrics["filter_groups/raised"]) == (0.5, 1)
+    assert len(said) == 1 and said[0].startswith("1 of 2 verdicts on groups failed; the first: the group filter raised")
+
+
+def test_a_filter_that_keeps_nothing_is_said(tmp_path):
+    """At the first step where batches are bounded, and an error where they are not and every prompt was generated.
+
+    Would not catch a filter that keeps one group in a thousand steps.
+    """
+    said: list[str] = []
+    rollouts, _ = streaming(run_config(2), mixed_rule({1}), said=said)
+    assert [rollouts.next(step).metrics["train/num_gen_batches"] for step in (1, 2)] == [2, 2]
+    share = "dynamic sampling keeps 1 of 4 groups (25.0%) in 2 batches"
+    assert said == [f"{share}: groups that are not kept fill up the 2 of the step"]
+    with pytest.raises(RewardError, match=r"keeps 0 of 6 groups \(0.0%\) in 3 batches.*max_num_gen_batches=3, or"):
+        streaming(run_config(0), mixed_rule(set()))[0].next(step=1)
 
 
 def test_answers_that_are_filtered_out_are_earlier_ones_too():
