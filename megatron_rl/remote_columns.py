@@ -60,6 +60,11 @@ class RemoteSegment:
         """Bytes of an element."""
         return torch.Size(self.shape[1:]).numel() * self.dtype.itemsize
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the file."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
     def freed_with(self) -> RemoteSegment:
         """Have the file removed when this object goes; returns it."""
         weakref.finalize(self, self.files.free, self.path, self.node).atexit = False

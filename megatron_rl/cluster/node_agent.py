@@ -82,6 +82,16 @@ class NodeAgent:
         """Return bytes of a segment of this node end to end, as a uint8 array."""
         return await asyncio.to_thread(read_ranges, path, ranges)
 
+    async def take_held(self, files: Sequence[tuple[str, str, int]]) -> list[Any]:
+        """Remove segments of this node and return their bytes, each as a uint8 array: (path, node, size)."""
+        contents = [await self.read_held(path, [(0, size)]) for path, _, size in files]
+        self._copies.free([(path, node) for path, node, _ in files])
+        return contents
+
+    async def take_over(self, wants: Sequence[Want]) -> bool:
+        """Move whole segments of other nodes to this one; returns whether it has room, else they stay."""
+        return await self._copies.take_over(wants)
+
     async def free_held(self, paths: Sequence[tuple[str, str]]) -> None:
         """Remove segments, and copies of segments: (path, its owner's node)."""
         self._copies.free(paths)

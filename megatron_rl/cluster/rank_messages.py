@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,7 +18,7 @@ import cloudpickle
 import torch
 
 from megatron_rl.cluster.failures import RankFailure
-from megatron_rl.remote_columns import Files, RemoteColumn, RemoteSegment
+from megatron_rl.remote_columns import Files, Part, RemoteColumn, RemoteSegment
 
 Payload = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a method."""
@@ -80,12 +81,12 @@ def packed(content: object) -> Packed:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Gives segments the files of this process; owns: they are freed when this process drops them."""
+    """Gives segments the files of this process; kept: returns what stands for a segment here."""
 
-    def __init__(self, content: bytes, files: Files, owns: bool) -> None:
+    def __init__(self, content: bytes, files: Files, kept: Callable[[RemoteSegment], Part]) -> None:
         super().__init__(io.BytesIO(content))
         # No method of this object, which then would live, with all that it has read, until Python looks for cycles.
-        self._segment = partial(_segment_of, files, owns)
+        self._segment = partial(_segment_of, files, kept)
 
     def find_class(self, module: str, name: str) -> Any:
         return self._segment if (module, name) == (__name__, _segment.__name__) else super().find_class(module, name)
@@ -93,12 +94,15 @@ class _Unpickler(pickle.Unpickler):
 
 def loads(message: bytes, files: Files) -> Any:
     """Return a message's content; its remote columns are read with `files`."""
-    return _Unpickler(message, files, owns=False).load()
+    return _Unpickler(message, files, lambda segment: segment).load()
 
 
-def answer_of(reply: bytes, files: Files) -> Any:
-    """Return the content of a reply. `files` frees its remote columns with the last reference. Raises RankFailed."""
-    failure, answer = _Unpickler(reply, files, owns=True).load()
+def answer_of(reply: bytes, files: Files, kept: Callable[[RemoteSegment], Part] = RemoteSegment.freed_with) -> Any:
+    """Return the content of a reply. `files` frees its remote columns with the last reference. Raises RankFailed.
+
+    kept: returns what stands for each segment of the reply.
+    """
+    failure, answer = _Unpickler(reply, files, kept).load()
     if failure is not None:
         raise RankFailed(failure)
     return answer
@@ -114,9 +118,15 @@ def _segment(path: str, node: str, dtype: torch.dtype, shape: tuple[int, ...]) -
     raise TypeError(f"{path} is read with the files of its reader")
 
 
-def _segment_of(files: Files, owns: bool, path: str, node: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
-    segment = RemoteSegment(path, node, dtype, shape, files)
-    return segment.freed_with() if owns else segment
+def _segment_of(
+    files: Files,
+    kept: Callable[[RemoteSegment], Part],
+    path: str,
+    node: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+) -> Part:
+    return kept(RemoteSegment(path, node, dtype, shape, files))
 
 
 def _tensor(values: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -25,7 +25,7 @@ from megatron_rl.cluster.loading import without_collections
 from megatron_rl.cluster.rank_messages import Payload, RankFailed, dumps, loads
 from megatron_rl.cluster.ranks import LOOPBACK
 from megatron_rl.cluster.shm_files import HELD_BYTES, RankFiles
-from megatron_rl.cluster.stale_processes import DRAINS, REPLICA, RUN_ID
+from megatron_rl.cluster.stale_processes import DRAINS, RUN_ID
 from megatron_rl.config.trainer import LEAST_HELD_BYTES
 from megatron_rl.dispatch import Coordinates, Dispatch, is_collector
 
@@ -110,8 +110,7 @@ class RankWorker:
 
         os.environ.update(env)
         least_bytes = float(os.environ.get(HELD_BYTES, LEAST_HELD_BYTES))
-        place = os.environ.get(RUN_ID, ""), os.environ.get("NODE_ID", "")
-        self._files = RankFiles(*place, least_bytes, may_be_lost=REPLICA in os.environ)
+        self._files = RankFiles(os.environ.get(RUN_ID, ""), os.environ.get("NODE_ID", ""), least_bytes)
         self._heartbeat = heartbeat = Heartbeat(self._rank, monitor)
         if DRAINS in os.environ:
 

@@ -24,7 +24,8 @@ from megatron_rl.cluster.node_agent import NodeAgent
 from megatron_rl.cluster.rank_messages import ProcessDied, answer_of
 from megatron_rl.cluster.ray_remote_columns import Wanted, wanted_of
 from megatron_rl.cluster.ray_session import JOIN_LIMIT_S, RaySession
-from megatron_rl.cluster.stale_processes import RUN_ID
+from megatron_rl.cluster.reply_to_keep import ReplyToKeep
+from megatron_rl.cluster.stale_processes import REPLICA, RUN_ID
 from megatron_rl.config.roles import PoolSize
 from megatron_rl.errors import ConfigError
 from megatron_rl.remote_columns import RemoteColumn
@@ -195,6 +196,7 @@ class RayRankProcess:
         lost: Callable[[], None],
     ) -> None:
         self._agent, self._key, self._session = agent, key, session
+        self._may_be_lost = REPLICA in variables
         self._numbers = itertools.count()
         self.info: Future[ProcessInfo] = future_of(agent.start.remote(key, local_rank, variables), self._describe)
         self.ended: Future[str] = Future()
@@ -205,10 +207,13 @@ class RayRankProcess:
         held, number = self._session.held, next(self._numbers)
         content, wanted = message if isinstance(message, Shared) else (message, [])
         wants = held.wants(wanted, self.info.result().node_id) if wanted else []
-        return future_of(self._agent.send.remote(self._key, number, content, wants), partial(answer_of, files=held))
+        reply = self._agent.send.remote(self._key, number, content, wants)
+        if self._may_be_lost:
+            return ReplyToKeep(future_of(reply), held, future_of).kept
+        return future_of(reply, partial(answer_of, files=held))
 
     def _describe(self, process: ProcessInfo) -> ProcessInfo:
-        self._session.held.note(process.node_id, self._agent)
+        self._session.held.note(process.node_id, self._agent, lasts=not self._may_be_lost)
         return self._session.describe(process)
 
     def kill(self) -> None:

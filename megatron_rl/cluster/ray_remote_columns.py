@@ -7,6 +7,7 @@ needs, before it passes the message on: Ray's object store moves them from node 
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -20,7 +21,8 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from megatron_rl.cluster.rank_messages import ProcessDied
-from megatron_rl.cluster.shm_files import place_on, write
+from megatron_rl.cluster.scratch import SEGMENTS
+from megatron_rl.cluster.shm_files import LEFT_FREE, place_on, write
 from megatron_rl.errors import WorkerFailure
 from megatron_rl.remote_columns import Range, RemoteColumn, RemoteSegment
 
@@ -44,26 +46,30 @@ class RayRemoteColumns:
 
     def __init__(self) -> None:
         self._agents: defaultdict[str, list[ActorHandle]] = defaultdict(list)
+        self._lasting: list[tuple[str, ActorHandle]] = []
         self._freed: deque[tuple[str, str]] = deque()
         self._copies: defaultdict[str, set[str]] = defaultdict(set)
         self._changing = threading.Lock()
 
-    def note(self, node: str, agent: ActorHandle) -> None:
-        """Note an agent of a node."""
+    def note(self, node: str, agent: ActorHandle, lasts: bool = True) -> None:
+        """Note an agent of a node. lasts: the run does not continue without the agent's ranks."""
         with self._changing:
             if not any(agent is other for other in self._agents[node]):
                 self._agents[node].append(agent)
+            if lasts and not any(agent is other for _, other in self._lasting):
+                self._lasting.append((node, agent))
 
     def forget(self, agent: ActorHandle) -> None:
         """Note that an agent has ended."""
         with self._changing:
             for node, agents in self._agents.items():
                 self._agents[node] = [other for other in agents if other is not agent]
+            self._lasting = [(node, other) for node, other in self._lasting if other is not agent]
 
     def read(self, segment: RemoteSegment, ranges: Sequence[Range]) -> list[torch.Tensor]:
         """Return the elements of each range [n, *element]. Raises WorkerFailure where the node or the file is gone."""
         try:
-            content = ray.get(self._agent_on(segment).read_held.remote(segment.path, in_bytes(segment, ranges)))
+            content = ray.get(self.agent_on(segment).read_held.remote(segment.path, in_bytes(segment, ranges)))
         except RayError as error:
             raise WorkerFailure(f"a remote column of node {segment.node} is gone: {error}", is_loss=True) from None
         values = torch.from_numpy(content.copy()).view(segment.dtype).view(-1, *segment.shape[1:])
@@ -91,12 +97,19 @@ class RayRemoteColumns:
         for segment, ranges in wanted:
             if segment.node != node:
                 self._copies[segment.path].add(node)
-                size = torch.Size(segment.shape).numel() * segment.dtype.itemsize
-                place = (segment.path, size, segment.node, self._agent_on(segment))
+                place = (segment.path, segment.num_bytes, segment.node, self.agent_on(segment))
                 wants.append(Want(*place, in_bytes(segment, ranges)))
         return wants
 
-    def _agent_on(self, segment: RemoteSegment) -> ActorHandle:
+    def lasting_agent(self, node: str) -> tuple[str, ActorHandle] | None:
+        """Return (node, agent) without which the run does not continue, of this node if it is one; None: all may be
+        lost."""
+        with self._changing:
+            own = [each for each in self._lasting if each[0] == node]
+            return next(iter([*own, *self._lasting]), None)
+
+    def agent_on(self, segment: RemoteSegment) -> ActorHandle:
+        """Return an agent of a segment's node. Raises WorkerFailure where the node is gone."""
         with self._changing:
             agents = self._agents[segment.node]
         if not agents:
@@ -142,6 +155,17 @@ class CopiesHere:
         """Copy what is not here yet, of all segments at once. Raises ProcessDied where a node or a file is gone."""
         async with self._copying:
             await asyncio.gather(*(self._fetch(want) for want in wants))
+
+    async def take_over(self, wants: Sequence[Want]) -> bool:
+        """Move whole segments to this node; returns whether it has room, else they stay. Raises as `fetch`."""
+        room = shutil.disk_usage(SEGMENTS)
+        if room.free - sum(want.size for want in wants) < LEFT_FREE * room.total:
+            return False
+        await self.fetch(wants)
+        for want in wants:
+            self._copied.pop(want.path, None)
+            want.agent.free_held.remote([(want.path, want.owner)])
+        return True
 
     async def _fetch(self, want: Want) -> None:
         missing = [each for each in dict.fromkeys(want.ranges) if each not in self._copied[want.path]]

@@ -41,16 +41,12 @@ class MappedFiles:
 
 
 class RankFiles:
-    """The files of a rank. node: its node. least_bytes: smaller columns travel in replies.
-
-    may_be_lost: the run continues without this rank's node, and uses what it has answered: nothing is held there.
-    """
+    """The files of a rank. node: its node. least_bytes: smaller columns travel in replies."""
 
     keeps_values = True
 
-    def __init__(self, run_id: str, node: str, least_bytes: float, may_be_lost: bool = False) -> None:
+    def __init__(self, run_id: str, node: str, least_bytes: float) -> None:
         self._prefix, self._node, self._least_bytes = f"{SEGMENTS}/{PREFIX}{run_id}-held-", node, least_bytes
-        self._may_be_lost = may_be_lost
 
     def read(self, segment: RemoteSegment, ranges: Sequence[Range]) -> list[torch.Tensor]:
         return mapped(place_on(self._node, segment.path, segment.node), segment, ranges)
@@ -60,8 +56,6 @@ class RankFiles:
 
     def hold(self, answer: Any) -> Any:
         """Return a reply whose large columns that ranks alone read are held; of a tuple, each part."""
-        if self._may_be_lost:
-            return answer
         if type(answer) is tuple:
             return tuple(self.hold(part) for part in answer)
         if isinstance(answer, Batch):

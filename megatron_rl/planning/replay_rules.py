@@ -53,9 +53,11 @@ def replay_notes(config: RunConfig, shape: ModelShape) -> list[str]:
     total = config.batch_sizes.num_samples * config.longest_sequence * per_token
     if total < LARGE:
         return []
+    passed = config.trainer.held_bytes is None
+    where = "the controller's memory" if passed else "its nodes' shared memory (/dev/shm)"
     return [
-        f"note: experts travel with a step's samples through the controller, {per_token} bytes for each token: up to "
-        f"{total / 1e9:.1f} GB of its memory; no rank keeps them on its device"
+        f"note: the experts of a step's samples take up to {total / 1e9:.1f} GB of {where}, {per_token} bytes for each "
+        "token; no rank keeps them on its device"
     ]
 
 

@@ -17,8 +17,8 @@ from resident import peak_growth
 from megatron_rl.cluster.launcher import Launcher, Ranks
 from megatron_rl.cluster.pool import ProcessPool
 from megatron_rl.cluster.pool_options import PoolOptions
+from megatron_rl.cluster.ranks import ReplicaRanks
 from megatron_rl.cluster.scratch import PREFIX, SEGMENTS
-from megatron_rl.cluster.shm_files import MappedFiles, RankFiles
 from megatron_rl.errors import WorkerFailure
 from megatron_rl.records import Batch
 from megatron_rl.remote_columns import RemoteColumn
@@ -120,15 +120,15 @@ def test_a_threshold_of_null_holds_nothing(places) -> None:
     assert torch.equal(made.stored("teacher_hidden").values(), numbers(batch.sampled_ids.values()))
 
 
-def test_a_rank_that_the_run_may_lose_holds_nothing() -> None:
-    """A rank of a replica answers with the values, where another rank holds them. Would not catch a replica whose
-    variables do not say that it is one.
+def test_what_a_lost_replica_has_answered_is_read(pools, places, launcher: Launcher) -> None:
+    """A replica holds as others do where its node is not lost with it, and its rows are read when it is gone. Would not
+    catch a node of its own: `test_held_on_nodes.py` has one.
     """
-    batch = rows(2, 20)
-    answer = Batch(teacher_hidden=batch.per_sampled_token(numbers(batch.sampled_ids.values())))
-    assert RankFiles("run", "node", 1, may_be_lost=True).hold(answer) is answer
-    assert isinstance(answer.stored("teacher_hidden"), torch.Tensor)
-    held_answer = RankFiles("test", "node", 1).hold((answer, 3))[0].stored("teacher_hidden")
-    assert isinstance(held_answer, RemoteColumn)
-    MappedFiles().free(held_answer.parts[0].path, "node")
-    assert not list(SEGMENTS.glob(f"{PREFIX}test-held-*"))
+    readers, batch = pools[1].host(Reader), rows(8, 600)
+    with ProcessPool("replica", ReplicaRanks("replica 0", places[0], 0, 2), Maker) as replica:
+        batch.add(replica.host(Maker).make(batch).get()[1])
+    assert isinstance(batch.stored("teacher_hidden"), RemoteColumn)
+    assert readers.sums(batch).get().flat("advantages").tolist() == expected_sums(batch)
+    del batch
+    gc.collect()
+    assert eventually(lambda: left_after_a_call(readers, launcher) == 0, 10)

@@ -21,7 +21,7 @@ from tiny_models import run_config, save_qwen2, save_qwen3_moe
 
 from megatron_rl.columns import ACTOR_SCORES, ACTOR_UPDATE, CRITIC_UPDATE, SCORING
 from megatron_rl.experience.micro_batches import NO_FIELDS, MicroBatching
-from megatron_rl.records import Batch, first_true, ragged, ragged_from_lengths, row_lengths, single_turn
+from megatron_rl.records import Batch, conversations, first_true, ragged, ragged_from_lengths, row_lengths, single_turn
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
@@ -249,10 +249,10 @@ def replayed(anew: bool, config) -> dict[str, torch.Tensor]:
     worker = RankHost(config)
     worker.build("actor")
     actor, batch = worker.roles["actor"], rows_with_holes(anew)
-    lengths = row_lengths(batch["input_ids"])
-    choices = list(random_choices(lengths - 1, seed=2).unbind())
+    num_read = row_lengths(batch["input_ids"]) - conversations(batch)[0]
+    choices = list(random_choices(num_read, seed=2).unbind())
     choices[2][:5] = choices[1][:5]
-    batch.add(routed_experts=ragged_from_lengths(torch.cat(choices), lengths - 1))
+    batch.add(routed_experts=ragged_from_lengths(torch.cat(choices), num_read))
     scores = actor.log_probs(batch.read_by(ACTOR_SCORES))
     batch = filled(batch, scores.flat("old_log_probs"))
     scores_of_all = actor.log_probs(as_suffix(batch).read_by(ACTOR_SCORES))

@@ -125,7 +125,7 @@ def test_attention_without_slots(model_path: str, plain: tuple) -> None:
     check_layout((1, 1, 1), {}, model_path, plain, CUTS, without_slots)
 
 
-def replayed(config) -> dict[str, torch.Tensor]:
+def replayed(anew: bool, config) -> dict[str, torch.Tensor]:
     """Scores and gradients of rows as a trie, and apart, whose tokens go to given experts; two rows that begin alike
     differ in the experts of their fourth token.
     """
@@ -134,14 +134,14 @@ def replayed(config) -> dict[str, torch.Tensor]:
 
     worker = RankHost(config)
     worker.build("actor")
-    actor, batch = worker.roles["actor"], rows_that_branch()
-    lengths = row_lengths(batch["input_ids"])
-    choices = list(random_choices(lengths - 1, seed=2).unbind())
+    actor, batch = worker.roles["actor"], rows_that_branch(anew)
+    num_read = row_lengths(batch["input_ids"]) - conversations(batch)[0]
+    choices = list(random_choices(num_read, seed=2).unbind())
     for row in (1, 2, 3, 4, 6, 8, 9):
         common = min(6, len(choices[row]))
         choices[row][:common] = choices[0][:common]
     choices[3][3] = choices[3][3].flip(-1)
-    batch.add(routed_experts=ragged_from_lengths(torch.cat(choices), lengths - 1))
+    batch.add(routed_experts=ragged_from_lengths(torch.cat(choices), num_read))
     found = {}
     for name, cut in {"tree": CUTS["all"], "apart": MicroBatching(1)}.items():
         actor.cut = actor.score_cut = cut
@@ -157,12 +157,16 @@ def replayed(config) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_tokens_that_go_to_other_experts_are_not_shared(tmp_path, num_ranks: int) -> None:
-    """With replayed experts, also with half of them on each of two ranks. Would not catch ranks with other rows."""
+@pytest.mark.parametrize(
+    ("num_ranks", "anew"), [(1, False), (1, True), pytest.param(2, True, marks=pytest.mark.exhaustive)]
+)
+def test_tokens_that_go_to_other_experts_are_not_shared(tmp_path, num_ranks: int, anew: bool) -> None:
+    """With replayed experts, also of rows of several conversations, and with half of the experts on each of two ranks.
+    Would not catch ranks with other rows.
+    """
     keys = {"actor_rollout_ref__actor__router_replay__mode": "R3"}
     keys |= {f"{MEGATRON}__expert_model_parallel_size": num_ranks}
-    for found in run_ranks(num_ranks, replayed, run_config(save_qwen3_moe(tmp_path), 1, 1, **keys)):
+    for found in run_ranks(num_ranks, partial(replayed, anew), run_config(save_qwen3_moe(tmp_path), 1, 1, **keys)):
         assert torch.equal(found["others tree"], found["others apart"])
         for name in ("scores", "metrics"):
             torch.testing.assert_close(found[f"{name} tree"], found[f"{name} apart"], atol=1e-5, rtol=1e-5)

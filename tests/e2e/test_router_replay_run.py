@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from short_runs import LOCAL, MEGATRON, ONE, WITHOUT_RAY, metrics
+from short_runs import LOCAL, MEGATRON, ONE, WITHOUT_RAY, metrics, reached, steps_saved
 from test_agent_runs import DETERMINISTIC, environment
 from test_async_runs import numbers
 from test_layout_parity import often
@@ -78,6 +78,7 @@ ONE_POOL = (*LOCAL, *STALE, "trainer.rollout_ahead=2", "async_training.slice_ste
 OWN_POOL = (
     *(*STALE, "actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=2"),
     *("trainer.rollout_ahead=1", "async_training.slice_steps=2", DETERMINISTIC, *ONE, WITHOUT_RAY),
+    "trainer.held_bytes=1",
 )
 PTX = ("ptx.coef=0.1", "ptx.mini_batch_size=4", "ptx.files=FILE")
 TURNS = environment("Retry")
@@ -95,9 +96,9 @@ READ_ONCE = ("ptx", "ahead")
 
 @pytest.mark.parametrize("pair", often(PAIRS, OFTEN))
 def test_what_goes_with_the_engines_experts(command_line, tmp_path: Path, pair: str) -> None:
-    """Two steps, in each of which log-probs agree within the dense bound, of tied routers too; a replay of the schedule
-    has the same metrics, all of them. Would not catch what longer runs show: `tests/dist/test_replay_in_slices.py`
-    follows each token.
+    """Two steps, in each of which log-probs agree within the dense bound, of tied routers too; a replay of the
+    schedule, whose experts pass through the driver, has the same metrics, all of them. Would not catch what longer runs
+    show: `tests/dist/test_replay_in_slices.py` follows each token.
     """
     from tiny_models import tie_routers
 
@@ -114,9 +115,31 @@ def test_what_goes_with_the_engines_experts(command_line, tmp_path: Path, pair: 
         assert step.get(DIFFERENCE, 0.0) < 5e-5
         assert step[OTHERS] > 0.01 if pair in READ_ONCE else step[OTHERS] < 0.01
     if (run.run / "schedule.jsonl").exists():
-        again = command_line(*keys, "trainer.save_freq=0", f"--replay={run.run}", config=GRPO)
+        passed = ("trainer.save_freq=0", "trainer.held_bytes=null")
+        again = command_line(*keys, *passed, f"--replay={run.run}", config=GRPO)
         assert again.wait() == 0, again.text()
         assert numbers(again) == numbers(run)
+
+
+MANY = 20
+
+
+@pytest.mark.exhaustive
+def test_a_killed_run_continues_with_its_experts(command_line, tmp_path: Path) -> None:
+    """Responses that outlive a step, killed behind a checkpoint: the metrics of the run that was left alone. Would not
+    catch a checkpoint without an unfinished response.
+    """
+    keys = (*SHORT, *ONE_POOL, f"{ACTOR}.router_replay.mode=R3", "trainer.save_freq=1", "trainer.held_bytes=1")
+    keys += (f"trainer.total_training_steps={MANY}", f"actor_rollout_ref.model.path={tiny_moe(tmp_path / 'model')}")
+    whole, life = command_line(*keys, config=GRPO), command_line(*keys, config=GRPO)
+    assert whole.wait() == 0, whole.text()
+    life.wait_for(reached(life, 3), interval=0.01)
+    life.kill_all()
+    saved = steps_saved(life)[0]
+    last = command_line(*keys, folder=life.folder, config=GRPO)
+    assert last.wait() == 0, last.text()
+    assert f"resuming after step {saved}" in last.text() and 0 < saved < MANY
+    assert numbers(last)[saved:] == numbers(whole)[saved:]
 
 
 def test_a_dense_model_is_refused(command_line) -> None:
