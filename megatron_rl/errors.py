@@ -18,6 +18,7 @@ class Violation:
     nearest: key -> value that satisfies the rule; empty: there is no such value.
     hint: further advice. subject: the subject of the sentence; empty: key=value, or the file's key=value.
     wrong_name: a key, value or path that does not exist; `nearest` is the one that was probably meant.
+    feature: the row of the table of features that says so; "" for a rule of its own.
     """
 
     settings: dict[str, Any]
@@ -27,6 +28,7 @@ class Violation:
     file: str | None = None
     subject: str = ""
     wrong_name: bool = False
+    feature: str = ""
 
     def __str__(self) -> str:
         write = json.dumps if self.file else shown
@@ -49,7 +51,7 @@ class Violation:
             "nearest": self.nearest,
             "hint": self.hint,
             "text": str(self),
-        }
+        } | ({"feature": self.feature} if self.feature else {})
 
 
 def shown(value: Any) -> str:

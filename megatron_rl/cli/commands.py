@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_rl.cli.checking import check_cluster_command, doctor_command
 from megatron_rl.cli.evaluating import eval_command, generate_command
-from megatron_rl.cli.families import families_command
+from megatron_rl.cli.families import families_command, features_command
 from megatron_rl.cli.models import average_command, export_command
 from megatron_rl.cli.planning import columns_command, map_command, plan_command, profile_command
 from megatron_rl.cli.porting import port_command
@@ -59,4 +59,5 @@ COMMANDS = (
     Command("nightly", nightly_command, SEVERAL, f"{DEMO} --folder outputs/nightly"),
     Command("columns", columns_command, REFERENCE, ""),
     Command("families", families_command, REFERENCE, ""),
+    Command("features", features_command, REFERENCE, ""),
 )

@@ -1,4 +1,4 @@
-"""megatron-rl families: which model families are here, what each can do, and which are refused."""
+"""megatron-rl families | features: what each model family can do, and which features go with which."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from typing import Annotated
 
 import typer
 
+from megatron_rl.cli.options import AsJson
 from megatron_rl.cli.output import print_json, refuse_to_lose_output, say
 from megatron_rl.observe.terminal import Terminal
 from megatron_rl.planning.family_table import CHAT_COLUMNS, COLUMNS, family_rows, refused_rows
+from megatron_rl.planning.feature_rows import FEATURES
+from megatron_rl.planning.feature_table import as_json as rows_as_json
+from megatron_rl.planning.feature_table import feature_lines
 
 
 def families_command(
@@ -38,3 +42,14 @@ def families_command(
     for refusal in refused:
         near = f"; try: {refusal.nearest}" if refusal.nearest else ""
         say(f"    {refusal.pattern} needs {refusal.needs}{near}", console)
+
+
+def features_command(as_json: AsJson = False) -> None:
+    """Print every feature: its keys, its needs, the features that exclude it and why, and where it has run."""
+    refuse_to_lose_output()
+    if as_json:
+        print_json({"features": rows_as_json(FEATURES.values())})
+        return
+    console = Terminal()
+    for line in feature_lines(FEATURES.values()):
+        say(line, console)

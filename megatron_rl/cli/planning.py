@@ -17,6 +17,7 @@ from megatron_rl.cluster.signals import exit_on_signals
 from megatron_rl.columns import COLUMNS
 from megatron_rl.config.declarations import readers_of
 from megatron_rl.config.problems import raise_problems, violations_of
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.config.task_config import TaskConfig
 from megatron_rl.data.long_prompts import long_prompt_problems
 from megatron_rl.errors import ConfigError
@@ -26,6 +27,8 @@ from megatron_rl.observe.summary import layout_table
 from megatron_rl.observe.terminal import Terminal
 from megatron_rl.planning.batch_arithmetic import batch_table, task_table
 from megatron_rl.planning.checked_config import CheckedConfig, checked, planned_task
+from megatron_rl.planning.feature_table import as_json as rows_as_json
+from megatron_rl.planning.feature_table import feature_lines, features_on, unproven_notes
 from megatron_rl.planning.hardware import SUFFIXES, default_hardware, planned_hardware
 from megatron_rl.planning.layout_search.explain import explain, explained
 from megatron_rl.planning.layout_search.explain import lines as explain_lines
@@ -73,6 +76,9 @@ def plan_command(
         bool,
         typer.Option("--all", help="All tables: batches, groups, memory by phase, seconds, weight transfer."),
     ] = False,
+    features: Annotated[
+        bool, typer.Option("--features", help="The features that are on, and what each does not go with; no tables.")
+    ] = False,
 ) -> None:
     """Say whether a run fits into memory and how long a step takes, and every rule it breaks. Starts nothing.
 
@@ -96,13 +102,12 @@ def plan_command(
         run_config = with_kv_cache(run_config, gpu)
         plan = RunPlan.of(run_config, gpu, mean_lengths(run_config.data, prompt_length, response_length))
     if as_json:
-        content = {"valid": not violations, "violations": [violation.as_json() for violation in violations]}
-        content |= run.as_json()
-        print_json(content | ({"plan": plan.as_json()} if plan else {}))
-        refuse_to_lose_output()
+        print_plan(run, plan, features)
         raise typer.Exit(ConfigError.exit_code if violations else 0)
     console = Terminal()
-    if plan is not None:
+    if features and run_config is not None:
+        say_features(run_config, console)
+    elif plan is not None:
         title = f"Plan of {config}, on {plan.memory.hardware.name}"
         for table in plan.tables() if whole else [layout_table(screen_rows(plan), title)]:
             console.print(table)
@@ -114,6 +119,22 @@ def plan_command(
     raise_problems("this run cannot start", violations)
 
 
+def print_plan(run: CheckedConfig, plan: RunPlan | TaskPlan | None, features: bool) -> None:
+    """Print a plan as JSON. features: with the features that are on."""
+    content = {"valid": not run.violations, "violations": [violation.as_json() for violation in run.violations]}
+    content |= run.as_json() | ({"plan": plan.as_json()} if plan else {})
+    if features and run.config is not None:
+        content["features"] = rows_as_json(features_on(run.config))
+    print_json(content)
+    refuse_to_lose_output()
+
+
+def say_features(config: RunConfig, console: Terminal) -> None:
+    """Print the features that are on, and those that no run on such a device has shown."""
+    for line in (*feature_lines(features_on(config)), *unproven_notes(config)):
+        say(line, console)
+
+
 def plan_lines(
     plan: RunPlan | TaskPlan,
     run: CheckedConfig,
@@ -123,7 +144,7 @@ def plan_lines(
     whole: bool,
 ) -> list[str]:
     """Return the lines below the tables: notes, changes of a plan that does not fit, and the command that leads on."""
-    lines = [*run.lines(whole), *plan.notes()]
+    lines = [*run.lines(whole), *plan.notes(), *unproven_notes(plan.config)]
     if plan.fitting is not None and isinstance(plan, RunPlan):
         further = "" if plan.fitting.is_enough else ", which names the smallest cluster that would do"
         lines.append(f"  search all layouts: {search_command(plan, config, overrides, hardware)}{further}")

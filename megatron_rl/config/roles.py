@@ -296,6 +296,13 @@ def trained_roles(config: RunConfig) -> dict[str, str]:
     return {role.name: role.model_path for role in roles_of(config) if role.is_trained}
 
 
+def followed_policies(config: RunConfig) -> set[str]:
+    """Names of the roles to which a reference of the run moves."""
+    if not config.actor_rollout_ref.ref.sync_ref_model:
+        return set()
+    return {role.kind.initial_of for role in roles_of(config) if role.kind.initial_of is not None}
+
+
 def roles_of(config: RunConfig) -> Iterator[RoleSpec]:
     """Every role of a run, in the order of building: the rollout comes after the actor, whose memory it may read."""
     roles = _task_roles(config) if isinstance(config, TaskConfig) else (role for rows in ROWS for role in rows(config))

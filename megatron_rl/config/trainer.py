@@ -50,6 +50,9 @@ class TrainerConfig:
     """Name of this run: part of its folder, and its name in wandb and other trackers."""
     device: Annotated[str, OneOf(("cpu", "cuda"))] = "cuda"
     """cpu | cuda. On cpu one process takes the place of one GPU."""
+    allow_unproven: Annotated[bool, OURS] = False
+    """Allow features that are refused because no run on such a device has shown them; `megatron-rl features` names
+    them."""
     launcher: Annotated[str, OneOf((RAY, LOCAL)), OURS] = RAY
     """How ranks are started. ray: on this machine or on the nodes of a Ray cluster | local: on this machine, without
     Ray, in fewer seconds."""

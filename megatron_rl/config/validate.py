@@ -27,7 +27,7 @@ def value_problems(config: RunConfig) -> Iterable[Violation]:
         weights = value_of(config, key)
         if weights is not None and not all(map(math.isfinite, weights)):
             yield Violation({key: weights}, "must be finite", {key: None})
-    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    trainer = config.trainer
     if (trainer.resume_mode == "resume_path") != (trainer.resume_from_path is not None):
         path = trainer.resume_from_path
         remedy: dict[str, Any] = {"trainer.resume_mode": "auto" if path is None else "resume_path"}
@@ -38,16 +38,6 @@ def value_problems(config: RunConfig) -> Iterable[Violation]:
             "do not go together: the path is for resume_path, which needs it",
             remedy,
         )
-    if trainer.device == "cpu" and not rollout.enforce_eager:
-        key = f"{ROLLOUT}.enforce_eager"
-        rule = "must be true on trainer.device=cpu: there are no graphs to capture on a CPU"
-        yield Violation({key: False}, rule, {key: True})
-    if trainer.device == "cuda" and config.samples_ahead and config.async_training.second_buffer:
-        key = "async_training.second_buffer"
-        rule = (
-            "must be false on trainer.device=cuda: it is not yet shown on GPUs that NCCL can receive during generation"
-        )
-        yield Violation({key: True}, rule, {key: False})
     yield from _optimizer_problems(config)
     yield from reward_problems(config)
     yield from turn_problems(config)
@@ -130,7 +120,7 @@ def _reward_model_problems(config: RunConfig) -> Iterable[Violation]:
     elif not has_rule and config.custom_reward_function.path is not None:
         path = "custom_reward_function.path"
         yield Violation({path: config.custom_reward_function.path}, f"must be null, as {key}=null", {path: None})
-    yield from _validation_only_problems(config, has_model)
+    yield from _validation_only_problems(config)
     has_rule = trains_on_rule(config)
     weights = {"reward_model.weight": reward.weight} if reward.enable else {}
     weights |= {f"reward_models.{name}.weight": further.weight for name, further in config.reward_models.items()}
@@ -140,7 +130,7 @@ def _reward_model_problems(config: RunConfig) -> Iterable[Violation]:
         yield Violation({key: weights[key]}, "must not be 0, because nothing else gives a score", {key: 1.0})
 
 
-def _validation_only_problems(config: RunConfig, has_model: bool) -> Iterable[Violation]:
+def _validation_only_problems(config: RunConfig) -> Iterable[Violation]:
     key = "custom_reward_function.validation_only"
     if not config.custom_reward_function.validation_only:
         return
@@ -148,9 +138,6 @@ def _validation_only_problems(config: RunConfig, has_model: bool) -> Iterable[Vi
         yield Violation(
             {key: True}, "must be false, as custom_reward_function.name=null: there is no reward function", {key: False}
         )
-    elif not has_model:
-        rule = "must be false, as reward_model.enable=false: training would have no reward"
-        yield Violation({key: True}, rule, {key: False})
 
 
 def _folder_problems(group: str, reward: ScoringModelConfig, reason: str) -> Iterable[Violation]:

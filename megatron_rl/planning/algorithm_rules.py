@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.config.algorithms import estimator_traits, uses_critic
+from megatron_rl.config.algorithms import estimator_traits
 from megatron_rl.config.declarations import ESTIMATORS, POLICY_LOSSES, EstimatorTraits
 from megatron_rl.config.keys import ACTOR, ROLLOUT
 from megatron_rl.config.problems import nearest_name, violations_of
@@ -82,9 +82,6 @@ def _estimator_problems(config: RunConfig) -> Iterable[Violation]:
     if traits.second and samples == 1:
         rule = f"must be >= 2: algorithm.adv_estimator={name} compares the best sample of a prompt with the second"
         yield Violation({SAMPLES: samples}, rule, {SAMPLES: 2})
-    if "old_values" in traits.reads and not uses_critic(config):
-        rule = f"must be null or true: algorithm.adv_estimator={name} needs a critic's values"
-        yield Violation({"critic.enable": False}, rule, {"critic.enable": None})
 
 
 def _loss_problems(config: RunConfig) -> Iterable[Violation]:
@@ -92,10 +89,6 @@ def _loss_problems(config: RunConfig) -> Iterable[Violation]:
     if loss.loss_mode == "dro" and loss.dro_beta is None:
         rule = "must be set with loss_mode=dro: the weight of its penalty has no default"
         yield Violation({f"{key}.dro_beta": None}, rule, {f"{key}.dro_beta": 0.1})
-    if loss.loss_mode == "geo_mean" and loss.top_entropy_quantile < 1:
-        rule = "must be 1.0 with loss_mode=geo_mean, where the loss term of a token trains all tokens of its response"
-        share_key = f"{key}.top_entropy_quantile"
-        yield Violation({share_key: loss.top_entropy_quantile}, rule, {share_key: 1.0})
     if loss.loss_mode == "clip_cov" and not loss.clip_cov_lb < loss.clip_cov_ub:
         rule = f"must be below clip_cov_ub={shown(loss.clip_cov_ub)}, or no token could be chosen"
         yield Violation({f"{key}.clip_cov_lb": loss.clip_cov_lb}, rule, {f"{key}.clip_cov_lb": loss.clip_cov_ub - 1})
@@ -115,16 +108,6 @@ def _component_problems(config: RunConfig) -> Iterable[Violation]:
     elif weights is not None and len(weights) != len(keys):
         rule = f"must be one number for each of {keys_key}, of which there are {len(keys)}"
         yield Violation({weights_key: weights}, rule, {weights_key: None})
-    if algorithm.use_kl_in_reward:
-        key = "algorithm.use_kl_in_reward"
-        rule = f"must be false: {name} divides each component by its spread, so a KL's coefficient would cancel out"
-        yield Violation({key: True}, rule, {key: False}, f"{ACTOR}.use_kl_loss=true makes it a term of the loss")
-    if keys and _components(config) != keys:
-        key = "reward_model.overlong_buffer.enable"
-        rule = f"needs {OVERLONG} among {keys_key}: {name} reads components, not the score"
-        nearest: dict[str, Any] = {keys_key: _components(config)}
-        nearest |= {} if weights is None else {weights_key: None}
-        yield Violation({key: True, keys_key: keys}, rule, nearest, f"or set {key}=false")
 
 
 def _components(config: RunConfig) -> list[str]:

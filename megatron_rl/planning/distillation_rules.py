@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from megatron_rl.config.algorithms import bypasses, distillation_reads
+from megatron_rl.config.algorithms import distillation_reads
 from megatron_rl.config.declarations import DISTILLATION_LOSSES
 from megatron_rl.config.distillation_keys import SELF
 from megatron_rl.config.schema import RunConfig
@@ -79,13 +79,6 @@ def _model_problems(config: RunConfig, name: str) -> Iterable[Violation]:
         for problem in different_tokens(student, path):
             rule = f"must have the tokens of the policy, whose distribution over them is compared: {problem}"
             yield Violation({f"{key}.model_path": path}, rule, hint=f"take a model with the tokenizer of {student}")
-    if path == SELF and teacher.pool != config.actor_rollout_ref.actor.pool:
-        rule = f"must be actor_rollout_ref.actor.pool with {key}.model_path={SELF}"
-        yield Violation({f"{key}.pool": teacher.pool}, rule, {f"{key}.pool": config.actor_rollout_ref.actor.pool})
-    if teacher.prompt_key is not None and config.has_turns:
-        multi_turn = "actor_rollout_ref.rollout.multi_turn.enable"
-        rule = f"does not go with {multi_turn}=true: an environment makes the prompts of an episode"
-        yield Violation({f"{key}.prompt_key": teacher.prompt_key}, rule, {f"{key}.prompt_key": None})
 
 
 def _loss_problems(config: RunConfig) -> Iterable[Violation]:
@@ -100,23 +93,3 @@ def _loss_problems(config: RunConfig) -> Iterable[Violation]:
     if keys.temperature is not None and "teacher_hidden" not in reads:
         rule = f"must be null with {MODE}={mode}, which compares log-probs at the temperature of the rollout"
         yield Violation({f"{LOSS}.temperature": keys.temperature}, rule, {f"{LOSS}.temperature": None})
-    if "student_top_ids" in reads and bypasses(config):
-        rule = "needs the trainer's pass for old log-probs, which rollout_correction.bypass_mode=true leaves out"
-        yield Violation({MODE: mode}, rule, {MODE: "forward_kl_topk"})
-    yield from _own_head_problems(config)
-
-
-def _own_head_problems(config: RunConfig) -> Iterable[Violation]:
-    """The actor's head as a teacher's, which must not move before it is used."""
-    actor, mode = config.actor_rollout_ref.actor, config.distillation.distillation_loss.loss_mode
-    teachers = config.distillation.teacher_models.values()
-    if "teacher_hidden" not in distillation_reads(config) or all(each.model_path != SELF for each in teachers):
-        return
-    mini, whole = "actor_rollout_ref.actor.ppo_mini_batch_size", config.data.train_batch_size
-    if actor.ppo_epochs > 1 or config.batch_sizes.mini_batch_prompts(actor) != config.batch_sizes.num_prompts:
-        settings = {mini: actor.ppo_mini_batch_size, "actor_rollout_ref.actor.ppo_epochs": actor.ppo_epochs}
-        rule = (
-            f"must be one optimizer step with {MODE}={mode} and a teacher {SELF}: the head that it is read with moves"
-        )
-        nearest = {mini: whole, "actor_rollout_ref.actor.ppo_epochs": 1}
-        yield Violation(settings, rule, nearest, f"or set {MODE}=forward_kl_topk")

@@ -1,13 +1,12 @@
-"""Rules of `rollout.quantization`: where FP8 weights can be served, and what must correct for them."""
+"""Rules of `rollout.quantization`: blocks of FP8 weights against the cuts of training and generation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from megatron_rl.config.eight_bit_rollouts import FP8, SMALLEST_BLOCK
-from megatron_rl.config.keys import ACTOR, CORRECTION, ROLLOUT
+from megatron_rl.config.keys import ROLLOUT
 from megatron_rl.config.problems import divisors, nearest_number
-from megatron_rl.config.roles import rollout_pool
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
 from megatron_rl.model.families import eight_bit_names, tensors_of
@@ -16,8 +15,6 @@ from megatron_rl.parallel.sharding import Place, box_shape, shard_of
 from megatron_rl.planning.model_folder import ModelSizes
 
 KEY, BLOCK = f"{ROLLOUT}.quantization", f"{ROLLOUT}.quantization_block_size"
-ASKED = f"{KEY}={FP8}"
-DROP = f"{ROLLOUT}.drop_train_weights"
 
 
 def quantization_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[Violation]:
@@ -25,41 +22,11 @@ def quantization_problems(config: RunConfig, models: Sequence[ModelSizes]) -> It
     shared = config.actor_rollout_ref
     if shared.rollout.quantization != FP8:
         return
-    yield from _other_features(config)
-    correction = config.algorithm.rollout_correction
-    if correction.rollout_is is None and not correction.bypass_mode:
-        rule = (
-            f"must be token or sequence with {ASKED}: tokens are sampled with rounded weights, and without importance "
-            "weights nothing corrects for that"
-        )
-        yield Violation({f"{CORRECTION}.rollout_is": None}, rule, {f"{CORRECTION}.rollout_is": "token"})
     model = next((model for model in models if model.path == shared.model.path), None)
     if model is None or model.model is None:
         return
-    if own := model.attention.own_linears:
-        yield Violation({KEY: FP8}, f"is not supported for {own}, which {model.path} has", {KEY: None})
-    else:
+    if not model.attention.own_linears:
         yield from _block_problems(config, model)
-
-
-def _other_features(config: RunConfig) -> Iterable[Violation]:
-    shared = config.actor_rollout_ref
-    if config.trainer.device != "cpu":
-        rule = f"needs trainer.device=cpu, and it is {config.trainer.device}: no GPU has run it"
-        yield Violation({KEY: FP8}, rule, {KEY: None})
-    if shared.model.lora.rank > 0:
-        rank = "actor_rollout_ref.model.lora.rank"
-        rule = "is not supported with adapters: they are applied next to base weights in the training dtype"
-        yield Violation({KEY: FP8, rank: shared.model.lora.rank}, rule, {KEY: None})
-    if shared.actor.pool != rollout_pool(config):
-        rule = (
-            f"needs a rollout in the actor's pool ({ACTOR}.pool={shared.actor.pool}): a weight transfer has one "
-            "dtype, that of training"
-        )
-        yield Violation({KEY: FP8, f"{ROLLOUT}.pool": rollout_pool(config)}, rule, {KEY: None})
-    if shared.rollout.drop_train_weights:
-        rule = f"must be false with {ASKED}: weights cannot be made again of codes"
-        yield Violation({DROP: True}, rule, {DROP: False})
 
 
 def _block_problems(config: RunConfig, model: ModelSizes) -> Iterable[Violation]:

@@ -10,7 +10,6 @@ from megatron_rl.errors import Violation
 from megatron_rl.planning.model_folder import ModelSizes
 
 UNIT = f"{ROLLOUT}.prefix_match_unit"
-RETURNS = f"{ROLLOUT}.enable_rollout_routing_replay"
 
 
 def shared_prompt_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[Violation]:
@@ -19,23 +18,12 @@ def shared_prompt_problems(config: RunConfig, models: Sequence[ModelSizes]) -> I
     given = shared.rollout.prefix_match_unit
     if given is None or given < 1:
         return
-    if device != "cpu":
-        yield Violation({UNIT: given}, f"needs trainer.device=cpu, and it is {device}: no GPU has run it", {UNIT: None})
-        return
-    if config.returns_experts:
-        rule = (
-            "must be null where the engine returns the experts of every token: vLLM keeps those of whole blocks alone"
-        )
-        yield Violation({UNIT: given}, rule, {UNIT: None})
     model = next((model for model in models if model.path == shared.model.path), None)
     if model is None or model.model is None or device not in model.attention.block_sizes:
         return
-    if any(layer.attention.state_bytes(1, 4) for layer in model.parts.kinds):
-        yield Violation({UNIT: given}, f"is not supported for layers with states, which {model.path} has", {UNIT: None})
-        return
-    if why := model.attention.unreplayable.get(device):
-        yield Violation({UNIT: given}, f"is not supported for {model.path}: {why}", {UNIT: None})
-        return
+    has_states = any(layer.attention.state_bytes(1, 4) for layer in model.parts.kinds)
+    if has_states or device in model.attention.unreplayable:
+        return  # the table of features reports it
     size = model.attention.block_sizes[device]
     if size % given:
         nearest = min((unit for unit in range(1, size + 1) if size % unit == 0), key=lambda unit: abs(unit - given))

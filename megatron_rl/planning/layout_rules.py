@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from megatron_rl.config.keys import ACTOR, REF, ROLLOUT
+from megatron_rl.config.keys import REF, ROLLOUT
 from megatron_rl.config.megatron import LAYOUT_KEYS, MegatronConfig
 from megatron_rl.config.problems import divisors, nearest_number
 from megatron_rl.config.roles import ROLLOUT as ROLLOUT_ROLE
-from megatron_rl.config.roles import PoolSpec, RoleSpec, rollout_pool
+from megatron_rl.config.roles import PoolSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation, shown
 from megatron_rl.planning.engine_rules import CPU_TP_SIZES, engine_tp_sizes
@@ -101,11 +101,6 @@ def _sizes(leader: RoleSpec, tp_size: int, pp_size: int, cp_size: int) -> str:
 
 def sharing_problems(config: RunConfig, pools: Iterable[PoolSpec]) -> Iterable[Violation]:
     """Rules between roles of one pool."""
-    actor = config.actor_rollout_ref.actor
-    if config.generates and actor.megatron.param_offload and actor.pool == rollout_pool(config):
-        key = f"{ACTOR}.megatron.param_offload"
-        hint = f"{ROLLOUT}.drop_train_weights=true saves memory where rollout TP is below training TP"
-        yield Violation({key: True}, "must be false: generation reads the actor's parameters", {key: False}, hint)
     for pool in pools:
         yield from _grid_problems(config, pool)
 

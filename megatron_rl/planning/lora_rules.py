@@ -8,7 +8,6 @@ from typing import Any
 
 from megatron_rl.checkpoint.adapter_files import CONFIG, WEIGHTS, AdapterFiles, AdapterSettings, head_spec
 from megatron_rl.config.lora import LINEARS, LoraConfig
-from megatron_rl.config.megatron import LOCAL
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.config.roles import RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig
@@ -16,11 +15,9 @@ from megatron_rl.errors import ConfigError, Violation, shown
 from megatron_rl.model.families import HEAD
 from megatron_rl.model.families.adapter_params import ENGINE_RANKS, Projection, adapter_specs, projections_of
 from megatron_rl.parallel.stages import StagePlan
-from megatron_rl.planning.implementation_rules import GROUP
+from megatron_rl.planning.feature_rows.adapter_rows import lora_key
 from megatron_rl.planning.model_folder import ModelSizes
 
-ROUTED = "*.experts.*"
-"""The element of exclude_modules that names all linears of routed experts."""
 DEFAULT = LoraConfig()
 LEAST_LR, LEAST_RANK = 1e-5, 8
 """Below these adapters hardly learn: the rate that works is about ten times that of full training."""
@@ -36,16 +33,9 @@ def lora_problems(config: RunConfig, models: Sequence[ModelSizes], *, config_onl
             yield from _folder_problems(role, key, model, config_only)
         if not 0 < lora.rank <= max(ENGINE_RANKS):
             continue  # none, or a number that its own rule reports
-        yield from _value_problems(role, key, config.actor_rollout_ref.rollout.drop_train_weights)
-        if model is not None and (own := model.attention.own_linears):
-            rule = f"is not supported for {own}, which {model.path} has: its layers are this project's own"
-            yield Violation({f"{key}.rank": lora.rank}, rule, {f"{key}.rank": 0})
-        elif model is not None and (inside := model.parts.family.inside) is not None:
-            rule = f"is not supported for a language model inside of a larger one, such as {model.path}: adapters of "
-            rule += f"{inside.text.architecture} are"
-            yield Violation({f"{key}.rank": lora.rank}, rule, {f"{key}.rank": 0})
-        elif model is not None:
-            yield from _linear_problems(config, role, key, model)
+        yield from _value_problems(role, key)
+        if model is not None and not model.attention.own_linears and model.parts.family.inside is None:
+            yield from _linear_problems(role, key, model)
 
 
 def adapted_roles(config: RunConfig) -> list[RoleSpec]:
@@ -53,32 +43,16 @@ def adapted_roles(config: RunConfig) -> list[RoleSpec]:
     return [role for role in roles_of(config) if role.is_trained and (role.lora.rank or role.lora.adapter_path)]
 
 
-def lora_key(role: RoleSpec) -> str:
-    """The group of a role's adapters."""
-    return f"{role.model_key.removesuffix('.path')}.lora"
-
-
-def _value_problems(role: RoleSpec, key: str, drops: bool) -> Iterable[Violation]:
-    lora, options = role.lora, role.megatron.override_transformer_config
+def _value_problems(role: RoleSpec, key: str) -> Iterable[Violation]:
+    lora = role.lora
     if lora.alpha == 0:
         rule = f"must be > 0 with {key}.rank={lora.rank}: adapters would add nothing, and have no gradients"
         yield Violation({f"{key}.alpha": lora.alpha}, rule, {f"{key}.alpha": DEFAULT.alpha})
     if lora.merge and not role.kind.is_sampled:
         yield Violation({f"{key}.merge": True}, f"is for generation, and {role.key} has none", {f"{key}.merge": False})
-    elif lora.merge and drops:
-        rule = "does not go with drop_train_weights=true: the base cannot be made again of merged weights"
-        yield Violation({f"{key}.merge": True}, rule, {f"{key}.merge": False})
-    if options.transformer_impl != LOCAL:
-        name = f"{role.key}.{GROUP}.transformer_impl"
-        rule = f"is not supported with {key}.rank={lora.rank}: adapters are on Megatron's own linears"
-        yield Violation({name: options.transformer_impl}, rule, {name: LOCAL})
-    if options.fp8 is not None:
-        name = f"{role.key}.{GROUP}.fp8"
-        rule = f"is not supported with {key}.rank={lora.rank}: frozen weights and adapters are not rounded to FP8"
-        yield Violation({name: options.fp8}, rule, {name: None})
 
 
-def _linear_problems(config: RunConfig, role: RoleSpec, key: str, model: ModelSizes) -> Iterable[Violation]:
+def _linear_problems(role: RoleSpec, key: str, model: ModelSizes) -> Iterable[Violation]:
     """Names that match nothing, linears that are left without adapters, and matrices smaller than the rank."""
     lora, candidates = role.lora, projections_of(model.parts.specs)
     names = sorted({alias for each in candidates for alias in each.aliases})
@@ -109,7 +83,7 @@ def _linear_problems(config: RunConfig, role: RoleSpec, key: str, model: ModelSi
             settings[f"{role.key}.megatron.pipeline_model_parallel_size"] = role.megatron.pipeline_model_parallel_size
             rule = f"leave pipeline stage {', '.join(map(str, bare))} without an adapter: each must train something"
         yield Violation(settings, rule, nearest)
-    yield from _expert_problems(config, role, key, model.path, left)
+    yield from _half_problems(key, lora, left)
     widest = min((min(each.shape) for each in left), default=lora.rank)
     if lora.rank > widest:
         small = next(each for each in left if min(each.shape) == widest)
@@ -118,27 +92,10 @@ def _linear_problems(config: RunConfig, role: RoleSpec, key: str, model: ModelSi
         yield Violation({f"{key}.rank": lora.rank}, rule, {f"{key}.rank": widest})
 
 
-def _expert_problems(
-    config: RunConfig, role: RoleSpec, key: str, path: str, left: Sequence[Projection]
-) -> Iterable[Violation]:
-    """Adapters of routed experts where nothing computes them, and of one half of what PEFT has in one parameter."""
-    lora, routed = role.lora, [each for each in left if each.is_expert]
-    if not routed:
-        return
-    without: dict[str, Any] = {f"{key}.exclude_modules": list(dict.fromkeys([*lora.exclude_modules, ROUTED]))}
-    if len(routed) == len(left):
-        without[f"{key}.target_modules"] = list(LINEARS)
-    reach = f"reach the routed experts of {path}, such as {routed[0].name}"
+def _half_problems(key: str, lora: LoraConfig, left: Sequence[Projection]) -> Iterable[Violation]:
+    """Adapters of one half of what PEFT has in one parameter."""
+    routed = [each for each in left if each.is_expert]
     given = {f"{key}.target_modules": lora.target_modules}
-    if config.trainer.device != "cpu":
-        rule = f"{reach}, and adapters of experts have run on CPUs alone"
-        yield Violation(given | {"trainer.device": config.trainer.device}, rule, without)
-    elif role.kind.is_sampled and not lora.merge:
-        rule = f"{reach}, whose adapters generation reads merged alone"
-        drops = config.actor_rollout_ref.rollout.drop_train_weights
-        hint = f"or {key}.exclude_modules={shown(without[f'{key}.exclude_modules'])}, which gives them none"
-        nearest = without if drops else {f"{key}.merge": True}
-        yield Violation(given | {f"{key}.merge": False}, rule, nearest, "" if drops else hint)
     numbers: dict[str, list[Projection]] = {}
     for each in routed:
         numbers.setdefault(each.weight, []).append(each)

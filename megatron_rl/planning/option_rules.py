@@ -1,19 +1,18 @@
-"""Rules of Megatron's options: recomputation, context-parallel attention, balance of experts, data-parallel traffic."""
+"""Rules of Megatron's options: recomputation, context-parallel attention, balance of experts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-from megatron_rl.config.megatron import MegatronConfig, OverrideDDPConfig, OverrideTransformerConfig
+from megatron_rl.config.megatron import MegatronConfig, OverrideTransformerConfig
 from megatron_rl.config.problems import divisors, nearest_name, nearest_number
-from megatron_rl.config.roles import PassSpec, RoleSpec, roles_of, rollout_pool
+from megatron_rl.config.roles import RoleSpec, roles_of
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
 from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planning.activations import SELECTIVE
-from megatron_rl.planning.implementation_rules import GROUP, eight_bit_problems, implementation_problems
-from megatron_rl.planning.lora_rules import lora_key
+from megatron_rl.planning.feature_rows.option_rows import GROUP
 from megatron_rl.planning.model_folder import ModelSizes
 
 GRANULARITY, METHOD, NUMBER, MODULES = (
@@ -33,8 +32,6 @@ BY_BLOCK = ("aux_loss", "global_aux_loss")
 TYPE, AUX, Z = "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"
 BIAS = "moe_router_enable_expert_bias"
 
-OVERLAP, GATHER, BUCKET = "overlap_grad_reduce", "overlap_param_gather", "bucket_size"
-
 
 def option_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable[Violation]:
     """Every violation, for all roles on Megatron's grid. Constraints of single values are checked elsewhere."""
@@ -43,13 +40,8 @@ def option_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable
         model = by_path.get(role.model_path)
         yield from _recompute_problems(role, model)
         yield from _context_problems(role, model)
-        yield from implementation_problems(role, model, config.trainer.device)
-        yield from eight_bit_problems(role, model, config.trainer.device)
-        yield from _balance_problems(config, role, model)
-        if role.is_trained:
-            yield from _ddp_problems(f"{role.key}.megatron.override_ddp_config", role.megatron.override_ddp_config)
-    yield from _dynamic_problems(config)
-    yield from _tree_problems(config, by_path)
+        yield from _balance_problems(role, model)
+        yield from _shared_by_problems(role)
 
 
 def _asked_balance(role: RoleSpec) -> dict[str, bool | float]:
@@ -58,19 +50,15 @@ def _asked_balance(role: RoleSpec) -> dict[str, bool | float]:
     return {name: getattr(options, name) for name in (AUX, Z, BIAS) if (getattr(options, name) or 0) > 0}
 
 
-def _balance_problems(config: RunConfig, role: RoleSpec, model: ModelSizes | None) -> Iterable[Violation]:
+def _balance_problems(role: RoleSpec, model: ModelSizes | None) -> Iterable[Violation]:
     """Losses of routers, and biases that move against the load of experts."""
-    asked, rule = _asked_balance(role), ""
+    asked = _asked_balance(role)
     if asked and not role.is_trained:
-        rule = "must be off: only the experts of a role that is trained are balanced"
-    elif asked and model is not None and not model.num_experts:
-        rule = f"needs a model with experts, and {model.path} has none"
-    if rule:
         given = {f"{role.key}.{GROUP}.{name}": value for name, value in asked.items()}
+        rule = "must be off: only the experts of a role that is trained are balanced"
         yield Violation(given, rule, {key: False if key.endswith(BIAS) else 0.0 for key in given})
-        return
-    yield from _balance_loss_problems(role.megatron.override_transformer_config, f"{role.key}.{GROUP}")
-    yield from _bias_problems(config, role, model)
+    elif not asked or model is None or model.num_experts:
+        yield from _balance_loss_problems(role.megatron.override_transformer_config, f"{role.key}.{GROUP}")
 
 
 def _balance_loss_problems(options: OverrideTransformerConfig, group: str) -> Iterable[Violation]:
@@ -86,22 +74,6 @@ def _balance_loss_problems(options: OverrideTransformerConfig, group: str) -> It
         yield Violation(given, f"is of no loss without {TYPE}={BY_ROW}", {key: BY_ROW})
 
 
-def _bias_problems(config: RunConfig, role: RoleSpec, model: ModelSizes | None) -> Iterable[Violation]:
-    if not role.megatron.override_transformer_config.moe_router_enable_expert_bias:
-        return
-    key = f"{role.key}.{GROUP}.{BIAS}"
-    if model is not None and not model.has_expert_bias:
-        rule = f"needs a model whose experts are chosen by scores and a bias, and {model.path} has none"
-        yield Violation({key: True}, rule, {key: False})
-    elif role.lora.rank > 0:
-        rank = f"{lora_key(role)}.rank"
-        rule = "do not go together: biases are part of the model that adapters leave as it is"
-        yield Violation({key: True, rank: role.lora.rank}, rule, {key: False})
-    if role.kind.is_sampled and role.pool != rollout_pool(config):
-        rule = "must be false where generation is in another pool: only weights are sent there"
-        yield Violation({key: True}, rule, {key: False})
-
-
 def _context_problems(role: RoleSpec, model: ModelSizes | None) -> Iterable[Violation]:
     """How attention reaches the keys of other context-parallel ranks, against the model."""
     megatron = role.megatron
@@ -111,13 +83,13 @@ def _context_problems(role: RoleSpec, model: ModelSizes | None) -> Iterable[Viol
             {key: how}, f"must be one of {', '.join(WAYS)}", {key: nearest_name(str(how), WAYS)}, wrong_name=True
         )
     cp_size, tp_size = megatron.context_parallel_size, megatron.tensor_model_parallel_size
-    whole = "" if model is None else model.attention.not_cut
-    if model is not None and whole and cp_size > 1:
-        size_key = f"{role.key}.megatron.context_parallel_size"
-        rule = f"must be 1: {whole}, as of {model.path}, is not cut over context-parallel ranks"
-        yield Violation({size_key: cp_size}, rule, {size_key: 1})
-        return
-    if how != "a2a" or model is None or min(cp_size, tp_size) < 1 or model.num_attention_heads % tp_size:
+    if (
+        how != "a2a"
+        or model is None
+        or model.attention.not_cut
+        or min(cp_size, tp_size) < 1
+        or model.num_attention_heads % tp_size
+    ):
         return
     heads = model.num_attention_heads // tp_size
     if heads % cp_size:
@@ -131,67 +103,14 @@ def _context_problems(role: RoleSpec, model: ModelSizes | None) -> Iterable[Viol
         yield Violation({key: how}, rule, {key: "p2p"}, hint, subject=subject)
 
 
-def _tree_problems(config: RunConfig, by_path: Mapping[str, ModelSizes]) -> Iterable[Violation]:
-    """Requirements of rows that are laid as a trie."""
-    key = "actor_rollout_ref.model.enable_tree_training"
-    if not config.actor_rollout_ref.model.enable_tree_training:
-        return
-    on_gpus = config.trainer.device != "cpu"
-    for role in roles_of(config):
-        passes = [spec for spec in role.passes if spec.as_tree]
-        if not passes:
-            continue
-        megatron, model = role.megatron, by_path.get(role.model_path)
-        if megatron.dynamic_context_parallel and megatron.context_parallel_size > 1:
-            own = f"{role.key}.megatron.{DYNAMIC}"
-            rule = f"must be false with {key}=true: the columns of a trie are cut over all ranks alike"
-            yield Violation({own: True}, rule, {own: False})
-        how_key, how = f"{role.key}.{GROUP}.cp_comm_type", megatron.override_transformer_config.cp_comm_type
-        if on_gpus and megatron.context_parallel_size > 1 and how == "a2a":
-            rule = f"must be another with {key}=true on GPUs: their kernels take the keys of whole rows end to end"
-            yield Violation({how_key: how}, rule, {how_key: "p2p"})
-        if on_gpus and model is not None and model.attention.not_cut:
-            rule = f"is not supported on GPUs for {model.attention.not_cut}, as in {model.path}"
-            yield Violation({key: True, "trainer.device": config.trainer.device}, rule, {key: False})
-        if any(not spec.remove_padding for spec in passes):
-            padding = f"{role.model_key.rpartition('.')[0]}.use_remove_padding"
-            rule = f"must be true with {key}=true: rows that are filled up share nothing"
-            yield Violation({padding: False}, rule, {padding: True})
-
-
-def _dynamic_problems(config: RunConfig) -> Iterable[Violation]:
-    """Requirements of passes that choose the number of ranks for each sequence."""
-    packed, by_tokens = dict[str, bool](), dict[str, bool]()
-    for role in (role for role in roles_of(config) if not role.kind.generates):
-        megatron, cp_size = role.megatron, role.megatron.context_parallel_size
-        if not megatron.dynamic_context_parallel or cp_size < 1:
-            continue
-        if cp_size == 1:
-            own, key = f"{role.key}.megatron.{DYNAMIC}", f"{role.key}.megatron.context_parallel_size"
-            hint = f"{key} is the most ranks that share a sequence: in verl, all DP x CP ranks"
-            yield Violation({own: True}, f"needs {key} above 1", {own: False}, hint)
-            continue
-        if cp_size & (cp_size - 1):
-            key = f"{role.key}.megatron.context_parallel_size"
-            powers = [1 << power for power in range(1, cp_size.bit_length() + 1)]
-            rule = f"must be a power of two with {DYNAMIC}=true: a pass uses 1, 2, 4 ... of these ranks"
-            yield Violation({key: cp_size}, rule, {key: nearest_number(cp_size, powers)})
-        packed |= {
-            f"{role.model_key.rpartition('.')[0]}.use_remove_padding": spec.remove_padding for spec in role.passes
-        }
-        by_tokens |= {_switch_of(spec): spec.max_tokens is not None for spec in role.passes}
-    for keys, why in (
-        (packed, "rows that are filled up to the longest are all as long as it is"),
-        (by_tokens, "the tokens of a pass determine over how many ranks it is split"),
-    ):
-        for key in (key for key, is_set in keys.items() if not is_set):
-            yield Violation({key: False}, f"must be true with {DYNAMIC}=true: {why}", {key: True})
-
-
-def _switch_of(spec: PassSpec) -> str:
-    """The key that joins samples of a pass by their tokens."""
-    group, _, name = spec.key.rpartition(".")
-    return f"{group}.log_prob_use_dynamic_bsz" if name.startswith("log_prob") else f"{group}.use_dynamic_bsz"
+def _shared_by_problems(role: RoleSpec) -> Iterable[Violation]:
+    """The most ranks that share a sequence of a pass which chooses their number."""
+    size = role.megatron.context_parallel_size
+    if role.megatron.dynamic_context_parallel and size > 1 and size & (size - 1):
+        key = f"{role.key}.megatron.context_parallel_size"
+        powers = [1 << power for power in range(1, size.bit_length() + 1)]
+        rule = f"must be a power of two with {DYNAMIC}=true: a pass uses 1, 2, 4 ... of these ranks"
+        yield Violation({key: size}, rule, {key: nearest_number(size, powers)})
 
 
 def _recompute_problems(role: RoleSpec, model: ModelSizes | None) -> Iterable[Violation]:
@@ -264,14 +183,3 @@ def nearest_number_of_layers(method: str, number: int, sizes: Sequence[int]) -> 
         return nearest_number(number, range(1, max(sizes) + 1))
     common = math.gcd(*sizes)
     return nearest_number(number, divisors(common))
-
-
-def _ddp_problems(group: str, ddp: OverrideDDPConfig) -> Iterable[Violation]:
-    key = f"{group}.{BUCKET}"
-    if ddp.bucket_size is not None and ddp.bucket_size >= 1 and not ddp.overlap_grad_reduce:
-        rule = f"does not fit: a bucket size needs {OVERLAP}=true, as without it all gradients are one bucket"
-        yield Violation({key: ddp.bucket_size, f"{group}.{OVERLAP}": False}, rule, {f"{group}.{OVERLAP}": True})
-    if ddp.overlap_param_gather and not ddp.overlap_grad_reduce:
-        settings = {f"{group}.{GATHER}": True, f"{group}.{OVERLAP}": False}
-        rule = f"{GATHER} needs {OVERLAP}: without it there is one bucket to wait for"
-        yield Violation(settings, rule, {f"{group}.{OVERLAP}": True})

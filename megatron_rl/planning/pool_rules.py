@@ -20,7 +20,7 @@ from megatron_rl.config.roles import (
     rollout_pool,
 )
 from megatron_rl.config.schema import RunConfig
-from megatron_rl.config.trainer import GLOBAL_POOL, LOCAL, MOST_RANKS, RANKS, RAY
+from megatron_rl.config.trainer import GLOBAL_POOL, MOST_RANKS, RANKS
 from megatron_rl.errors import Violation, shown
 
 OWN_POOLS = {
@@ -53,7 +53,6 @@ def pool_problems(config: RunConfig) -> Iterable[Violation]:
     yield from _name_problems(config)
     sizes, roles = pool_sizes(config), list(roles_of(config))
     yield from _product_problems(sizes)
-    yield from _launcher_problems(config, [sizes[pool] for pool in {role.pool: 0 for role in roles} if pool in sizes])
     offered = set()
     for role in roles:
         if role.pool not in sizes:
@@ -100,15 +99,6 @@ def _product_problems(sizes: dict[str, PoolSize]) -> Iterable[Violation]:
             yield Violation({size.nodes_key: nodes, size.ranks_key: ranks}, rule, nearest)
 
 
-def _launcher_problems(config: RunConfig, sizes: list[PoolSize]) -> Iterable[Violation]:
-    """Pools of several machines with a launcher of one."""
-    for size in sizes if config.trainer.launcher == LOCAL else ():
-        if size.num_nodes > 1:
-            settings = {size.nodes_key: size.num_nodes, "trainer.launcher": LOCAL}
-            rule = "do not go together: local starts ranks on this machine alone"
-            yield Violation(settings, rule, {"trainer.launcher": RAY}, f"or set {size.nodes_key}=1")
-
-
 def _without_role(name: str, size: PoolSize) -> Violation:
     settings = {size.nodes_key: size.num_nodes, size.ranks_key: size.num_ranks_per_node}
     hint = f"leave pools.{name} out, or let a role live there, such as with critic.pool={name}"
@@ -133,14 +123,6 @@ def _rollout_problems(config: RunConfig, roles: list[RoleSpec]) -> Iterable[Viol
     if hybrid is False:
         reason = f"as {HYBRID}=false gives the rollout a pool of its own"
         yield from _made_pool_problems(config, roles, ROLLOUT_POOL, reason)
-    if where != actor_pool and rollout.drop_train_weights:
-        key = f"{ROLLOUT_KEY}.drop_train_weights"
-        rule = f"must be false, as the rollout is in {where} and the actor in {actor_pool}: there is nothing to drop"
-        yield Violation({key: True}, rule, {key: False})
-    if where == actor_pool and rollout.weight_deltas:
-        key = f"{ROLLOUT_KEY}.weight_deltas"
-        rule = f"must be false, as actor and rollout are in {where}: weights that stay on their ranks are not sent"
-        yield Violation({key: True}, rule, {key: False}, f"or give the rollout ranks of its own with {HYBRID}=false")
 
 
 def _reward_pool_problems(config: RunConfig, roles: list[RoleSpec]) -> Iterable[Violation]:

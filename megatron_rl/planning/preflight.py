@@ -24,6 +24,7 @@ from megatron_rl.planning.distillation_rules import distillation_problems
 from megatron_rl.planning.draft_rules import draft_problems
 from megatron_rl.planning.eight_bit_rules import quantization_problems
 from megatron_rl.planning.engine_rules import engine_problems
+from megatron_rl.planning.feature_checks import feature_problems
 from megatron_rl.planning.file_rules import file_problems, hardware_problems, path_problems
 from megatron_rl.planning.folder_files import end_token_problems
 from megatron_rl.planning.last_token_rules import shared_prompt_problems
@@ -31,13 +32,11 @@ from megatron_rl.planning.layout_rules import layout_problems, rollout_problems,
 from megatron_rl.planning.length_rules import length_problems, task_length_problems
 from megatron_rl.planning.lora_rules import lora_problems
 from megatron_rl.planning.model_folder import STARTING_POINTS, ModelSizes, read_model_folder
-from megatron_rl.planning.mtp_rules import mtp_problems
 from megatron_rl.planning.option_rules import option_problems
 from megatron_rl.planning.pool_rules import countable_pools, pool_problems
 from megatron_rl.planning.preference_rules import preference_problems
 from megatron_rl.planning.pretraining_rules import pretraining_problems
 from megatron_rl.planning.recorded_rules import recorded_problems
-from megatron_rl.planning.reference_rules import refresh_problems
 from megatron_rl.planning.replay_rules import replay_problems
 from megatron_rl.planning.resume_rules import resume_problems
 from megatron_rl.planning.tokenizer_rules import reading_problems
@@ -100,22 +99,21 @@ def _violations(
             *pool_problems(config),
             *layout_problems(pools, models),
             *hardware_problems(config.trainer.hardware_file),
+            *feature_problems(config, models),
             *option_problems(config, models),
             *lora_problems(config, models, config_only=config_only),
             *sharing_problems(config, pools),
             *rollout_problems(config, pools, models),
             *engine_problems(config, models),
             *quantization_problems(config, models),
-            *draft_problems(config, models, config_only=config_only),
-            *mtp_problems(config, models),
+            *draft_problems(config, config_only=config_only),
             *shared_prompt_problems(config, models),
             *distillation_problems(config),
-            *replay_problems(config, models),
+            *replay_problems(config),
             *_batch_problems(config),
             *length_problems(config, models),
             *cache_problems(config, models),
             *pretraining_problems(config, models, config_only=config_only),
-            *refresh_problems(config),
             *resume_problems(config),
         ],
         followed_keys(config),
@@ -131,12 +129,12 @@ def _task_problems(
     yield from pool_problems(config)
     yield from layout_problems(pools, models)
     yield from hardware_problems(config.trainer.hardware_file)
+    yield from feature_problems(config, models)
     yield from option_problems(config, models)
     yield from lora_problems(config, models, config_only=config_only)
     yield from sharing_problems(config, pools)
     yield from task_length_problems(config, models)
     yield from preference_problems(config)
-    yield from refresh_problems(config)
     yield from resume_problems(config)
 
 

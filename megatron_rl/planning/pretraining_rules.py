@@ -1,4 +1,4 @@
-"""Rules of the keys under `ptx`: files, lengths, and options that do not work with further examples."""
+"""Rules of the keys under `ptx`: files and lengths."""
 
 from __future__ import annotations
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron_rl.config.keys import ROLLOUT
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import Violation
 from megatron_rl.observe.sample_files import SAMPLES_FOLDER, recorded_files
 
 FROM = "trainer.rollouts_from"
-LOW, HIGH = f"{ROLLOUT}.min_replicas", f"{ROLLOUT}.max_replicas"
 
 
 def recorded_problems(config: RunConfig, config_only: bool) -> Iterable[Violation]:
@@ -20,9 +18,6 @@ def recorded_problems(config: RunConfig, config_only: bool) -> Iterable[Violatio
     if trainer.rollouts_from is None:
         return
     run = Path(trainer.rollouts_from)
-    if config.actor_rollout_ref.rollout.is_elastic:
-        rule = "must be null with replicas that join and leave: nothing is generated but for validation"
-        yield Violation({FROM: str(run)}, rule, {LOW: 0, HIGH: 0})
     if run.resolve() == Path(trainer.default_local_dir).resolve():
         rule = "must be another folder than trainer.default_local_dir, where this run records its own samples"
         yield Violation({FROM: str(run)}, rule, {"trainer.default_local_dir": f"{run}_again"})

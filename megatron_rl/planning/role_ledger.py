@@ -13,7 +13,7 @@ from functools import cached_property
 
 from megatron_rl.config.drafts import MTPUse
 from megatron_rl.config.megatron import FP8_RECIPES
-from megatron_rl.config.roles import PassSpec, RoleSpec
+from megatron_rl.config.roles import PassSpec, RoleSpec, followed_policies
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.model.chunks import chunk_tokens
 from megatron_rl.model.families import HEAD, Model, is_in_eight_bits, mtp_specs
@@ -24,7 +24,6 @@ from megatron_rl.parallel.sharding import padded_vocab_size, vocab_multiple
 from megatron_rl.parallel.stages import StagePlan
 from megatron_rl.planning.activations import CHUNKS_BACKWARD, CHUNKS_FORWARD, MeanLayer, Recompute, in_flight
 from megatron_rl.planning.adapter_costs import AdapterCosts
-from megatron_rl.planning.reference_rules import followed_policies
 from megatron_rl.planning.teaching_costs import COLUMNS, COPIES_AT_END, NO_TEACHING, TeachingCosts
 from megatron_rl.planning.weights import ELEMENT_BYTES, ModelParams, TrainedWeights, bucket_numel
 

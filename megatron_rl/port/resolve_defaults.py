@@ -13,10 +13,10 @@ from megatron_rl.config.verl_compat.default_differences import verl_defaults
 from megatron_rl.config.verl_compat.key_rows import alike
 from megatron_rl.config.verl_compat.translate import Kind, Note
 from megatron_rl.planning.config_json import ConfigJsonError, feature_of, is_size, model_facts, read_config_json
+from megatron_rl.planning.feature_rows.adapter_rows import ROUTED
 from megatron_rl.planning.file_rules import columns_not_text
 from megatron_rl.planning.hub_cache import model_folder
 from megatron_rl.planning.length_rules import OVERRIDE
-from megatron_rl.planning.lora_rules import ROUTED
 from megatron_rl.planning.model_folder import STARTING_POINTS
 from megatron_rl.planning.tokenizer_rules import different_tokens
 

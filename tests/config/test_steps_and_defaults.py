@@ -9,7 +9,6 @@ from megatron_rl.config.load import read_run
 from megatron_rl.config.schema import DataConfig, RunConfig
 from megatron_rl.config.steps import is_validation_step, num_steps, with_steps
 from megatron_rl.config.trainer import TrainerConfig
-from megatron_rl.config.validate import value_problems
 from megatron_rl.config.verl_compat.default_differences import differences, verl_defaults
 
 REQUIRED = ["data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=m"]
@@ -98,9 +97,3 @@ def test_bounds_of_log_probs_follow_the_type(read):
             assert (rollout.logprob_diff_bound, rollout.logprob_diff_mean_bound) == bounds
     rollout = read("actor_rollout_ref.rollout.logprob_diff_mean_bound=0.7").config.actor_rollout_ref.rollout
     assert (rollout.logprob_diff_bound, rollout.logprob_diff_mean_bound) == (0.5, 0.7)
-
-
-def test_a_second_buffer_is_refused_on_gpus(read):
-    """With the nearest. Would not catch a transfer that overlaps generation all the same."""
-    found = list(value_problems(read("async_training.second_buffer=true", "trainer.rollout_ahead=1").config))
-    assert any("async_training.second_buffer" in wrong.settings and "cuda" in wrong.rule for wrong in found)

@@ -321,7 +321,6 @@ WITH_MODEL = ("reward_model.enable=true", "reward_model.model.path=rm")
         ((FURTHER, "reward_models.helpful.model.input_tokenizer=m", "reward_models.helpful.max_length=9"), []),
         ((*WITH_MODEL, VALIDATES), []),
         ((FURTHER, VALIDATES, "reward_model.rule_weight=0"), []),
-        ((VALIDATES,), ["custom_reward_function.validation_only=true must be false, as reward_model.enable=false"]),
         (
             (*WITH_MODEL, *MODEL_ALONE, VALIDATES),
             ["custom_reward_function.validation_only=true must be false, as custom_reward_function.name=null"],

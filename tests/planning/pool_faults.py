@@ -51,12 +51,6 @@ def taken_name(case: Case, rng: Random) -> list[Said]:
     return [(f"pools.{name}.nnodes", "is the size of a pool that")]
 
 
-@fault("placement layout trainer.launcher", experts=None)
-def several_nodes_of_one_machine(case: Case, rng: Random) -> list[Said]:
-    case.set({"trainer.launcher": "local", "trainer.nnodes": 2, GPUS: 3})
-    return [("trainer.nnodes", "do not go together: local starts ranks on this machine alone")]
-
-
 @fault(PLACED)
 def pool_without_ranks(case: Case, rng: Random) -> list[Said]:
     put_pool(case, "own", nodes=rng.choice([0, -3]))
@@ -102,13 +96,6 @@ def two_pools_for_the_rollout(case: Case, rng: Random) -> list[Said]:
 def nodes_for_nothing(case: Case, rng: Random) -> list[Said]:
     case.set({f"{ROLLOUT}.nnodes": 2, HYBRID: rng.choice([None, True])})
     return [(f"{ROLLOUT}.nnodes", "must be 0, as actor_rollout_ref.hybrid_engine=")]
-
-
-@fault(PLACED)
-def nothing_to_drop(case: Case, rng: Random) -> list[Said]:
-    put_pool(case, "gen")
-    case.set({f"{ROLLOUT}.pool": "gen", f"{ROLLOUT}.drop_train_weights": True})
-    return [(f"{ROLLOUT}.drop_train_weights", "there is nothing to drop")]
 
 
 @fault(REWARDED)
@@ -165,9 +152,7 @@ def further_model_of_another_dtype(case: Case, rng: Random) -> list[Said]:
 
 # Megatron's options
 DDP = f"{MEGATRON}.override_ddp_config"
-OVERLAPS, LATE, BUCKET = (f"{DDP}.{name}" for name in ("overlap_grad_reduce", "overlap_param_gather", "bucket_size"))
-values("late parameters", "ddp", {LATE: True}, (LATE, "needs overlap_grad_reduce"))
-values("one bucket", "ddp", {BUCKET: 1000}, (BUCKET, "a bucket size needs overlap_grad_reduce"))
+OVERLAPS, BUCKET = (f"{DDP}.{name}" for name in ("overlap_grad_reduce", "bucket_size"))
 values("no bucket", "ddp", {BUCKET: 0, OVERLAPS: True}, (BUCKET, "or >= 1"))
 values("parts of nothing", "layout", {MODULES: ["mlp"]}, (MODULES, "must be null, or"))
 

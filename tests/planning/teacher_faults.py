@@ -93,12 +93,6 @@ def teacher_of_no_folder(case: Case, rng: Random) -> list[Said]:
     return [(f"{TEACHERS}.t.model_path", "must be a Hugging Face model folder, and it does not exist")]
 
 
-@fault(f"{TAUGHT} turns")
-def itself_elsewhere(case: Case, rng: Random) -> list[Said]:
-    put_teachers(case, *SELF, "t.pool=rollout_pool")
-    return [(f"{TEACHERS}.t.pool", "must be actor_rollout_ref.actor.pool with")]
-
-
 @fault(TAUGHT)
 def teacher_in_no_pool(case: Case, rng: Random) -> list[Said]:
     put_one(case, "t.pool=globl_pool")
@@ -136,14 +130,6 @@ def teacher_with_short_passes(case: Case, rng: Random) -> list[Said]:
     return [(f"{TEACHERS}.t.log_prob_max_token_len_per_gpu", "must be >= data.max_prompt_length + ")]
 
 
-@fault(f"{TAUGHT} turns")
-def other_prompts_of_episodes(case: Case, rng: Random) -> list[Said]:
-    put_one(case, "t.prompt_key=demonstration")
-    case.set({"actor_rollout_ref.rollout.multi_turn.enable": True})
-    turns = "actor_rollout_ref.rollout.multi_turn"
-    return [(f"{TEACHERS}.t.prompt_key", f"does not go with {turns}.enable=true"), (f"{turns}.environment.path", "")]
-
-
 @fault(TAUGHT)
 def divergence_as_an_advantage(case: Case, rng: Random) -> list[Said]:
     mode = rng.choice(["forward_kl", "jsd", "forward_kl_topk"])
@@ -162,16 +148,3 @@ def gradient_that_knows_no_teacher(case: Case, rng: Random) -> list[Said]:
 def another_temperature(case: Case, rng: Random) -> list[Said]:
     put_one(case, f"{LOSS}.temperature=2.0")
     return [(f"{LOSS}.temperature", f"must be null with {MODE}=k3")]
-
-
-@fault(f"{TAUGHT} correction algorithm")
-def likeliest_tokens_that_nobody_finds(case: Case, rng: Random) -> list[Said]:
-    put_one(case, f"{MODE}=reverse_kl_topk", f"{GRADIENT}=false")
-    case.set({"algorithm.rollout_correction.bypass_mode": True})
-    return [(MODE, "needs the trainer's pass for old log-probs")]
-
-
-@fault(f"{TAUGHT} batch turns")
-def head_that_moves(case: Case, rng: Random) -> list[Said]:
-    put_teachers(case, *SELF, *WHOLE)
-    return [("actor_rollout_ref.actor.ppo_mini_batch_size", "the head that it is read with moves")]

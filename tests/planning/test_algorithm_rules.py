@@ -10,6 +10,7 @@ from megatron_rl.config.declarations import ESTIMATORS, POLICY_LOSSES
 from megatron_rl.config.roles import trained_roles
 from megatron_rl.planning.algorithm_rules import algorithm_problems
 from megatron_rl.planning.batch_arithmetic import group_notes
+from megatron_rl.planning.feature_checks import feature_problems
 from megatron_rl.planning.resume_rules import configured_models
 
 OWN = "def mine(samples, config):\n    return samples.rewards, samples.rewards\n\nclass NotAFunction:\n    pass\n"
@@ -33,31 +34,17 @@ def test_built_in_names(config):
         assert list(algorithm_problems(config)) == []
 
 
-def test_tokens_cannot_be_chosen_by_entropy_without_a_pass_or_a_loss_of_tokens(config):
-    """With bypass_mode and geo_mean, both at once. Would not catch a user's loss with one term per answer."""
-    loss = config.actor_rollout_ref.actor.policy_loss
-    loss.top_entropy_quantile, loss.loss_mode = 0.2, "geo_mean"
-    config.algorithm.rollout_correction.bypass_mode = True
-    tokens, passes = algorithm_problems(config)
-    key = "actor_rollout_ref.actor.policy_loss.top_entropy_quantile"
-    assert str(tokens).startswith(f"{key}=0.2 must be 1.0 with loss_mode=geo_mean, where the loss term of a token tra")
-    assert str(passes).startswith(f"{key}=0.2 must be 1.0 with algorithm.rollout_correction.bypass_mode=true, where no")
-    assert tokens.nearest == passes.nearest == {key: 1.0}
-    config.algorithm.rollout_correction.bypass_mode, loss.loss_mode = False, "gspo"
-    assert list(algorithm_problems(config)) == []
-
-
 def test_an_overlong_penalty_is_a_component(config):
     """Of gdpo, and with weights of as many numbers as before. Would not catch a component that nothing fills."""
     algorithm, overlong = config.algorithm, config.reward_model.overlong_buffer
     algorithm.adv_estimator, algorithm.use_kl_in_reward, config.actor_rollout_ref.rollout.n = "gdpo", False, 2
     algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights = ["score", "form"], [1.0, 0.5]
     overlong.enable, overlong.len = True, 4
-    (problem,) = algorithm_problems(config)
+    (problem,) = feature_problems(config)
     found = ["score", "form", "overlong_reward"]
     assert problem.nearest == {"algorithm.gdpo_reward_keys": found, "algorithm.gdpo_reward_weights": None}
     algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights = found, None
-    assert list(algorithm_problems(config)) == []
+    assert list(algorithm_problems(config)) == [] and feature_problems(config) == []
 
 
 def test_refused_names_list_the_known_ones(config, tmp_path):
@@ -131,12 +118,6 @@ def test_rules_between_keys(config):
     actor.policy_loss.loss_mode = "dro"
     assert ["try: 0.1" in problem for problem in problems(config)] == [True]
     actor.policy_loss.loss_mode = "vanilla"
-
-    config.critic.enable = False
-    assert problems(config) == [
-        "critic.enable=false must be null or true: algorithm.adv_estimator=gae needs a critic's values; try: null"
-    ]
-    config.critic.enable = None
 
     correction.rollout_rs, correction.rollout_is_threshold = "token", 0.5
     (problem,) = problems(config)

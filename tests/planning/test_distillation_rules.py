@@ -46,9 +46,9 @@ def test_the_actors_own_head_may_be_used_once_a_step(case):
     (found,) = in_words(case)
     actor = "actor_rollout_ref.actor"
     assert found == (
-        f"{actor}.ppo_mini_batch_size=32 and {actor}.ppo_epochs=1 must be one optimizer step with {MODE}=forward_kl "
-        f"and a teacher self: the head that it is read with moves; try: {actor}.ppo_mini_batch_size=64 "
-        f"{actor}.ppo_epochs=1; or set {MODE}=forward_kl_topk"
+        f"{MODE}=forward_kl and {actor}.ppo_mini_batch_size=32 and {actor}.ppo_epochs=1 do not go together: with a "
+        "teacher self the head that it is read with moves after one optimizer step; try: "
+        f"{actor}.ppo_mini_batch_size=64 {actor}.ppo_epochs=1; or set {MODE}=forward_kl_topk"
     )
     case.set({f"{actor}.ppo_mini_batch_size": 64})
     assert in_words(case) == []

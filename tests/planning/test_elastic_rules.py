@@ -30,11 +30,6 @@ def loaded(*overrides: str, config: Path = ASYNC) -> RunConfig:
             f"must be <= {ROLLOUT}.max_replicas=4",
             f"{ROLLOUT}.min_replicas=4",
         ),
-        (
-            (f"{ROLLOUT}.min_replicas=1", "async_training.deterministic=true"),
-            "deterministic=true",
-            "async_training.deterministic=false",
-        ),
         *(
             ((f"{ROLLOUT}.min_replicas=1", f"{ROLLOUT}.drain_url='{url}'"), why, f"{ROLLOUT}.drain_url=null")
             for url, why in {
@@ -51,12 +46,6 @@ def test_what_is_refused(overrides: tuple[str, ...], named: str, nearest: str) -
     key, _, value = nearest.partition("=")
     assert named in problems and problems.endswith((f"try: {value}", f"try: {nearest}")), problems
     assert preflight(loaded(*overrides, f"{key}={value}")) == []
-
-
-def test_only_a_pool_of_its_own_that_runs_ahead_has_replicas() -> None:
-    config = loaded(f"{ROLLOUT}.min_replicas=1", config=Path("configs/demo_cpu.yaml"))
-    problems = "\n".join(map(str, preflight(config)))
-    assert "hybrid_engine=false" in problems and problems.endswith("try: 0")
 
 
 def test_the_plan_says_with_how_many_it_counts() -> None:

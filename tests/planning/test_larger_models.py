@@ -109,7 +109,7 @@ def test_adapters_are_refused(config, tmp_path):
     assert problems(config) == []
     config.actor_rollout_ref.model.lora.rank = 8
     (problem,) = [text for text in problems(config) if "larger" in text]
-    assert "lora.rank=8 is not supported for a language model inside of a larger one" in problem
+    assert "do not go together: the language model is inside of a larger one" in problem
     assert problem.endswith("try: 0")
 
 

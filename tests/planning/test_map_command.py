@@ -129,14 +129,14 @@ def test_kept_values_stay(tmp_path, kept):
         ((f"{TP}=3",), r"tp\(3\) must divide num_attention_heads\(16\)"),
         (("actor_rollout_ref.hybrid_engine=true", f"{ROLLOUT}.pool=gen"), "do not go together: true means"),
         ((f"{TP}=8", f"{ACTOR}.megatron.pipeline_model_parallel_size=4"), r"tp\(8\) \* pp\(4\) must divide the 16"),
-        (("trainer.rollout_ahead=1",), "must be token or sequence, or"),
+        (("trainer.rollout_ahead=1",), "nothing would correct for that"),
         (
             (
                 "trainer.rollout_ahead=1",
                 "actor_rollout_ref.hybrid_engine=true",
                 "algorithm.rollout_correction.rollout_is=token",
             ),
-            "needs a pool of its own",
+            "only unfinished responses outlast a step",
         ),
         ((f"{ACTOR}.megatron.context_parallel_size=3",), r"no layout that passes every check .* --gpus 24"),
         (("data.train_batch_size=0",), "data.train_batch_size=0 and .* must be >= 1"),

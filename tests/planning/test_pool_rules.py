@@ -81,15 +81,6 @@ def test_what_a_split_rollout_allows(config):
     shared.hybrid_engine, shared.rollout.nnodes, shared.rollout.n_gpus_per_node = False, 1, 2
     shared.actor.megatron.param_offload = True
     assert problems(config) == []
-    shared.rollout.drop_train_weights = True
-    assert problems(config) == [
-        f"{ROLLOUT}.drop_train_weights=true must be false, as the rollout is in rollout_pool and the actor in "
-        "global_pool: there is nothing to drop; try: false"
-    ]
-    shared.hybrid_engine, shared.rollout.nnodes = None, 0
-    shared.rollout.drop_train_weights = False
-    (problem,) = problems(config)
-    assert problem.startswith(f"{ACTOR}.megatron.param_offload=true must be false: generation reads")
 
 
 @pytest.mark.parametrize(

@@ -360,7 +360,7 @@ def test_what_cannot_leave_while_generating(config):
     shared.rollout.drop_train_weights = True
     shared.rollout.tensor_model_parallel_size = 6
     found = "\n".join(problems(config))
-    assert "param_offload=true must be false: generation reads the actor's parameters" in found
+    assert "generation reads the actor's parameters" in found
     assert (
         "must divide training tp(2), as drop_train_weights=true needs training shards inside of its own; try: 2"
         in found

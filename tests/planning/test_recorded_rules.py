@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.keys import ROLLOUT
 from megatron_rl.config.load import load_config
 from megatron_rl.planning.recorded_rules import recorded_problems
 
@@ -32,7 +31,6 @@ def test_a_run_without_a_record_and_one_with_it_have_no_problem(tmp_path):
         ([], "has none; record a run with trainer.recorded_prompts=-1"),
         (["trainer.default_local_dir={run}"], "must be another folder than trainer.default_local_dir"),
         (["trainer.default_local_dir={run}"], "try: trainer.default_local_dir={run}_again"),
-        ([f"{ROLLOUT}.min_replicas=1"], f"try: {ROLLOUT}.min_replicas=0 {ROLLOUT}.max_replicas=0"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_can(tmp_path, overrides, said):

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from model_folders import problems, set_experts, write_model, write_tensors
+from model_folders import problems, write_model, write_tensors
 
 from megatron_rl.planning.model_folder import read_model_folder
 
@@ -73,13 +73,6 @@ def test_what_vllm_reads_otherwise_is_refused(sinks_config, tmp_path, changes, e
     write_model(tmp_path / "model", **SINKS | changes)
     (problem,) = problems(sinks_config)
     assert expected in problem
-
-
-def test_sequences_are_not_cut(sinks_config, tmp_path) -> None:
-    """Context parallelism by name. Would not catch a cut that another key asks for."""
-    set_experts(sinks_config, context_parallel_size=2, pipeline_model_parallel_size=3)
-    found = "\n".join(problems(sinks_config))
-    assert "context_parallel_size=2 must be 1: attention with sinks, as of" in found
 
 
 def test_sinks_are_not_copied(sinks_config) -> None:

@@ -1,0 +1,118 @@
+"""Rows of LoRA adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_rl.config.lora import LINEARS
+from megatron_rl.config.roles import RoleSpec
+from megatron_rl.errors import shown
+from megatron_rl.model.families.adapter_params import ENGINE_RANKS, Projection, projections_of
+from megatron_rl.planning.features import Feature, Requirement, RunFacts, Settings, Use
+
+ROUTED = "*.experts.*"
+"""The element of exclude_modules that names all linears of routed experts."""
+LORA = "actor_rollout_ref.model.lora"
+
+
+def lora_key(role: RoleSpec) -> str:
+    """The group of a role's adapters."""
+    return f"{role.model_key.removesuffix('.path')}.lora"
+
+
+def adapted(run: RunFacts) -> list[RoleSpec]:
+    """Return the trained roles with adapters; a rank that its own check refuses is none."""
+    return [role for role in run.trained_roles if 0 < role.lora.rank <= max(ENGINE_RANKS)]
+
+
+def _lora(run: RunFacts) -> Iterator[Use]:
+    for role in adapted(run):
+        key = lora_key(role)
+        off: Settings = {f"{key}.rank": 0} | ({f"{key}.adapter_path": None} if role.lora.adapter_path else {})
+        yield Use({f"{key}.rank": role.lora.rank}, off, role)
+
+
+def _merged(run: RunFacts) -> Iterator[Use]:
+    for role in adapted(run):
+        if role.kind.is_sampled and role.lora.merge:
+            key = f"{lora_key(role)}.merge"
+            yield Use({key: True}, {key: False}, role)
+
+
+def _whose_linears(run: RunFacts, use: Use) -> str:
+    model = None if use.role is None else run.model_of(use.role)
+    if model is not None and (own := model.attention.own_linears):
+        return f"the linear layers of {own} are this project's own, and adapters are on Megatron's"
+    inside = None if model is None else model.parts.family.inside
+    if inside is not None:
+        return f"the language model is inside of a larger one; adapters of {inside.text.architecture} are supported"
+    return ""
+
+
+def routed_targets(run: RunFacts, role: RoleSpec) -> tuple[list[Projection], list[Projection]]:
+    """Return the linears that get an adapter, and those of routed experts among them."""
+    model, lora = run.model_of(role), role.lora
+    if model is None or not model.num_experts or _whose_linears(run, Use({}, {}, role)):
+        return [], []
+    candidates = projections_of(model.parts.specs)
+    targets = [each for each in candidates if any(each.matches(pattern) for pattern in lora.target_modules)]
+    left = [each for each in targets if not any(each.matches(pattern) for pattern in lora.exclude_modules)]
+    return left, [each for each in left if each.is_expert]
+
+
+def _of_experts(run: RunFacts) -> Iterator[Use]:
+    for role in adapted(run):
+        left, routed = routed_targets(run, role)
+        if not routed:
+            continue
+        key, lora = lora_key(role), role.lora
+        off: Settings = {f"{key}.exclude_modules": list(dict.fromkeys([*lora.exclude_modules, ROUTED]))}
+        if len(routed) == len(left):
+            off[f"{key}.target_modules"] = list(LINEARS)
+        yield Use({f"{key}.target_modules": lora.target_modules}, off, role)
+
+
+def _unmerged(run: RunFacts, use: Use) -> str:
+    role = use.role
+    if role is None or not role.kind.is_sampled or role.lora.merge or not run.on_cpu:
+        return ""
+    _, routed = routed_targets(run, role)
+    return (
+        f"they reach routed experts, such as {routed[0].name}, and generation reads adapters of experts merged alone; "
+        f"{lora_key(role)}.exclude_modules={shown([*role.lora.exclude_modules, ROUTED])} gives them none"
+    )
+
+
+def _merge(run: RunFacts, use: Use) -> Settings:
+    assert use.role is not None  # every use of adapters has a role
+    drops = run.config.actor_rollout_ref.rollout.drop_train_weights
+    return use.off if drops else {f"{lora_key(use.role)}.merge": True}
+
+
+ROWS = (
+    Feature(
+        "lora",
+        "LoRA adapters",
+        {f"{LORA}.rank": 8},
+        _lora,
+        of_model=(Requirement("Megatron's own linear layers, and no larger model around it", _whose_linears),),
+        in_tasks=True,
+    ),
+    Feature("merged_adapters", "generation with merged adapters", {f"{LORA}.merge": True}, _merged),
+    Feature(
+        "expert_adapters",
+        "LoRA adapters of routed experts",
+        {f"{LORA}.target_modules": ["gate_proj", "up_proj", "down_proj"]},
+        _of_experts,
+        of_layout=(
+            Requirement(
+                f"{LORA}.merge=true, or no generation",
+                _unmerged,
+                _merge,
+                keys=lambda run, use: {} if use.role is None else {f"{lora_key(use.role)}.merge": False},
+            ),
+        ),
+        refused_unproven=True,
+        in_tasks=True,
+    ),
+)

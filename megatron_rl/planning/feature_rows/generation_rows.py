@@ -1,0 +1,138 @@
+"""Rows of generation: its weights, draft tokens, shared prefixes, graphs."""
+
+from __future__ import annotations
+
+import math
+
+from megatron_rl.config.drafts import EARLIER, MTP
+from megatron_rl.config.eight_bit_rollouts import FP8
+from megatron_rl.config.keys import ACTOR, ROLLOUT
+from megatron_rl.planning.features import Feature, Relation, Requirement, RunFacts, Use, equals, where
+
+QUANTIZATION, DROP = f"{ROLLOUT}.quantization", f"{ROLLOUT}.drop_train_weights"
+DELTAS, EAGER, UNIT = f"{ROLLOUT}.weight_deltas", f"{ROLLOUT}.enforce_eager", f"{ROLLOUT}.prefix_match_unit"
+SPECULATIVE, FACTOR = f"{ROLLOUT}.speculative", f"{ACTOR}.mtp_loss_scaling_factor"
+COUNTED = "engine steps are counted, and the steps that draft tokens save depend on rounding"
+
+
+def _own_linears(run: RunFacts, use: Use) -> str:
+    model = run.model_of(run.policy)
+    own = "" if model is None or model.model is None else model.attention.own_linears
+    return f"the linear layers of {own} are this project's own, which vLLM does not read in FP8" if own else ""
+
+
+def _undrafted(run: RunFacts, use: Use) -> str:
+    model = run.model_of(run.policy)
+    name = "" if model is None or model.model is None else model.attention.undrafted
+    return f"vLLM cannot take back what {name} has read of a wrong draft" if name else ""
+
+
+def _no_mtp(run: RunFacts, use: Use) -> str:
+    model = run.model_of(run.policy)
+    return "" if model is None or model.no_mtp is None else f"no multi-token prediction layer: {model.no_mtp}"
+
+
+def _whole_prompts(run: RunFacts, use: Use) -> str:
+    model = run.model_of(run.policy)
+    if model is None or model.model is None or not run.on_cpu or run.device not in model.attention.block_sizes:
+        return ""
+    if any(layer.attention.state_bytes(1, 4) for layer in model.parts.kinds):
+        return "a layer with states keeps them at the ends of blocks alone"
+    return model.attention.unreplayable.get(run.device, "")
+
+
+ROWS = (
+    Feature(
+        "cuda_graphs",
+        "CUDA graphs",
+        {EAGER: False},
+        where(EAGER, True, lambda eager: not eager),
+        excludes=(Relation("cpu", "there are no graphs to capture on a CPU"),),
+        proven=(),
+        in_tasks=True,
+    ),
+    Feature(
+        "dropped_weights",
+        "training shards dropped during generation",
+        {DROP: True},
+        where(DROP),
+        excludes=(
+            Relation("own_pool", "actor and rollout have other ranks, and there is nothing to drop", {DROP: False}),
+            Relation(
+                "merged_adapters",
+                "the base cannot be made again of merged weights",
+                {"actor_rollout_ref.model.lora.merge": False},
+            ),
+        ),
+    ),
+    Feature(
+        "weight_deltas",
+        "transfers of changed weights alone",
+        {DELTAS: True},
+        where(DELTAS),
+        needs=(
+            Relation(
+                "own_pool",
+                "weights that stay on their ranks are not sent",
+                hint="or give the rollout ranks of its own with actor_rollout_ref.hybrid_engine=false",
+                gives_up=True,
+            ),
+        ),
+    ),
+    Feature(
+        "fp8_rollouts",
+        "FP8 rollouts",
+        {QUANTIZATION: FP8},
+        where(QUANTIZATION, None, equals(FP8)),
+        needs=(
+            Relation(
+                "importance_weights",
+                "tokens are sampled with rounded weights, and without importance weights nothing corrects for that",
+            ),
+        ),
+        excludes=(
+            Relation("lora", "adapters are applied next to base weights in the training dtype"),
+            Relation("own_pool", "a weight transfer has one dtype, that of training"),
+            Relation("dropped_weights", "training weights cannot be made again of FP8 weights", {DROP: False}),
+        ),
+        of_model=(Requirement("Megatron's own linear layers", _own_linears),),
+        refused_unproven=True,
+    ),
+    Feature(
+        "speculative_decoding",
+        "speculative decoding",
+        {SPECULATIVE: EARLIER},
+        where(SPECULATIVE, None),
+        of_model=(Requirement("attention without a state", _undrafted),),
+        refused_unproven=True,
+    ),
+    Feature(
+        "mtp_drafts",
+        "draft tokens of an MTP layer",
+        {SPECULATIVE: MTP},
+        where(SPECULATIVE, EARLIER, equals(MTP)),
+        excludes=(
+            Relation("lora", "adapters do not include the layer that makes draft tokens"),
+            Relation("fp8_rollouts", "the layer has no FP8 weights"),
+            Relation("partial_rollout", COUNTED),
+            Relation("over_sampling", COUNTED),
+        ),
+        of_model=(Requirement("a multi-token prediction layer", _no_mtp),),
+    ),
+    Feature(
+        "mtp_training",
+        "training of an MTP layer",
+        {FACTOR: 0.1},
+        where(FACTOR, 0.0, lambda factor: 0 < factor < math.inf),
+        needs=(Relation("mtp_drafts", "nothing else reads the layer", gives_up=True),),
+        excludes=(Relation("prefix_tree", "in a prefix tree a token may have several next tokens"),),
+    ),
+    Feature(
+        "shared_prompts",
+        "prompts that share a prefix inside a block",
+        {UNIT: 4},
+        where(UNIT, None, lambda unit: unit is not None and unit >= 1),
+        of_model=(Requirement("attention whose prefixes vLLM keeps, without a state", _whole_prompts),),
+        refused_unproven=True,
+    ),
+)

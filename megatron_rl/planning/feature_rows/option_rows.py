@@ -1,0 +1,305 @@
+"""Rows of Megatron's options: kernels, FP8, recomputation, context parallelism, tries, gradients in buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_rl.config.keys import ACTOR
+from megatron_rl.config.megatron import FP8_FORMATS, LOCAL, TE_LINEAR, TRANSFORMER_ENGINE
+from megatron_rl.config.roles import PassSpec
+from megatron_rl.planning.features import (
+    ROLE,
+    Feature,
+    Relation,
+    Requirement,
+    RunFacts,
+    Use,
+    equals,
+    of_roles,
+    where,
+)
+
+GROUP = "megatron.override_transformer_config"
+DDP = "megatron.override_ddp_config"
+IMPLEMENTATION, FP8, EMULATE = f"{GROUP}.transformer_impl", f"{GROUP}.fp8", "megatron.fp8_emulate"
+RECOMPUTE, FUSION = f"{GROUP}.recompute_granularity", f"{GROUP}.gradient_accumulation_fusion"
+CP, DYNAMIC, WAY = "megatron.context_parallel_size", "megatron.dynamic_context_parallel", f"{GROUP}.cp_comm_type"
+OVERLAP, GATHER, BUCKET = (f"{DDP}.{name}" for name in ("overlap_grad_reduce", "overlap_param_gather", "bucket_size"))
+TREE = "actor_rollout_ref.model.enable_tree_training"
+OFFLOAD = f"{ACTOR}.megatron.param_offload"
+
+
+def _key(use: Use, name: str) -> str:
+    assert use.role is not None  # features of roles have one
+    return f"{use.role.key}.{name}"
+
+
+def _lacks_te(run: RunFacts, use: Use) -> str:
+    model = None if use.role is None or run.on_cpu else run.model_of(use.role)
+    own = "" if model is None else model.attention.te_lacks
+    return f"transformer-engine has no linear layers for {own}: they are this project's own" if own else ""
+
+
+def _norms(run: RunFacts, use: Use) -> str:
+    model = None if use.role is None or run.on_cpu else run.model_of(use.role)
+    is_fused = TRANSFORMER_ENGINE in use.settings.values()
+    if model is None or not is_fused or model.attention.te_lacks or not model.parts.family.style.zero_centred_norms:
+        return ""
+    return "transformer-engine's fused norms have no weight w that stands for 1 + w"
+
+
+def _fp8(run: RunFacts) -> Iterator[Use]:
+    for role in run.megatron_roles:
+        options = role.megatron.override_transformer_config
+        if options.fp8 in FP8_FORMATS:
+            emulates = {f"{role.key}.{EMULATE}": False} if role.megatron.fp8_emulate else {}
+            yield Use({f"{role.key}.{FP8}": options.fp8}, {f"{role.key}.{FP8}": None} | emulates, role)
+
+
+def _not_emulated(run: RunFacts, use: Use) -> str:
+    model = None if use.role is None or not run.on_cpu else run.model_of(use.role)
+    if model is None or use.role is None or use.role.megatron.override_transformer_config.fp8 is None:
+        return ""
+    if model.num_experts:
+        return "FP8 is not emulated for experts"
+    own = model.attention.own_linears
+    return f"FP8 is not emulated for the linear layers of {own}, which are this project's own" if own else ""
+
+
+def _not_cut(run: RunFacts, use: Use) -> str:
+    model = None if use.role is None else run.model_of(use.role)
+    whole = "" if model is None else model.attention.not_cut
+    return f"{whole} is not cut over context-parallel ranks" if whole else ""
+
+
+def _trees(run: RunFacts) -> Iterator[Use]:
+    for role in run.roles:
+        if any(spec.as_tree for spec in role.passes):
+            yield Use({TREE: True}, {TREE: False}, role)
+
+
+def _not_cut_on_gpus(run: RunFacts, use: Use) -> str:
+    model = None if use.role is None or run.on_cpu else run.model_of(use.role)
+    whole = "" if model is None else model.attention.not_cut
+    return f"GPUs have no kernel for {whole} of rows in a trie" if whole else ""
+
+
+def _padded(use: Use) -> list[str]:
+    role = use.role
+    is_padded = role is not None and any(not spec.remove_padding for spec in role.passes)
+    return [f"{role.model_key.rpartition('.')[0]}.use_remove_padding"] if role is not None and is_padded else []
+
+
+def _switch_of(spec: PassSpec) -> str:
+    """The key that joins samples of a pass by their tokens."""
+    group, _, name = spec.key.rpartition(".")
+    return f"{group}.log_prob_use_dynamic_bsz" if name.startswith("log_prob") else f"{group}.use_dynamic_bsz"
+
+
+def _by_rows(use: Use) -> list[str]:
+    """The keys that fill passes of a role by tokens, where they are false."""
+    passes = [] if use.role is None else use.role.passes
+    return list(dict.fromkeys(_switch_of(spec) for spec in passes if spec.max_tokens is None))
+
+
+def _is_shared(use: Use) -> bool:
+    """Whether ranks share the sequences of a role."""
+    return use.role is not None and use.role.megatron.context_parallel_size > 1
+
+
+ROWS = (
+    Feature(
+        "transformer_engine",
+        "transformer-engine's linear layers",
+        {f"{ROLE}.{IMPLEMENTATION}": TE_LINEAR},
+        of_roles(IMPLEMENTATION, LOCAL, equals(TE_LINEAR, TRANSFORMER_ENGINE)),
+        excludes=(
+            Relation("cpu", "transformer-engine computes on GPUs alone"),
+            Relation("lora", "adapters are on Megatron's own linear layers"),
+        ),
+        of_model=(
+            Requirement("Megatron's own linear layers", _lacks_te),
+            Requirement(
+                "te_linear where norms store w - 1", _norms, lambda run, use: {_key(use, IMPLEMENTATION): TE_LINEAR}
+            ),
+        ),
+        proven=(),
+        in_tasks=True,
+    ),
+    Feature(
+        "fp8_emulation",
+        "emulated FP8 training",
+        {f"{ROLE}.{EMULATE}": True},
+        of_roles(EMULATE),
+        needs=(Relation("fp8_training", "there are no FP8 products to emulate", gives_up=True),),
+        excludes=(Relation("gpu", "GPUs compute in FP8"),),
+        of_model=(
+            Requirement(
+                "no experts, and Megatron's own linear layers",
+                _not_emulated,
+                lambda run, use: {_key(use, FP8): None, _key(use, EMULATE): False},
+            ),
+        ),
+        in_tasks=True,
+    ),
+    Feature(
+        "fp8_training",
+        "FP8 training",
+        {f"{ROLE}.{FP8}": "hybrid"},
+        _fp8,
+        needs=(
+            Relation(
+                "fp8_emulation",
+                "CPUs have no FP8 products",
+                hint="megatron.fp8_emulate=true rounds as FP8 does, and is slow",
+                gives_up=True,
+                when=lambda run: run.on_cpu,
+            ),
+            Relation("transformer_engine", "FP8 products are transformer-engine's", when=lambda run: not run.on_cpu),
+        ),
+        excludes=(Relation("lora", "frozen weights and adapters are not rounded to FP8"),),
+        in_tasks=True,
+    ),
+    Feature(
+        "recomputation",
+        "recomputed activations",
+        {f"{ROLE}.{RECOMPUTE}": "selective"},
+        of_roles(RECOMPUTE, None),
+        excludes=(
+            Relation(
+                "fp8_training",
+                "on CPUs FP8 is emulated, and Megatron recomputes FP8 products with transformer-engine",
+                when=lambda run: run.on_cpu,
+            ),
+        ),
+        in_tasks=True,
+    ),
+    Feature(
+        "fused_accumulation",
+        "fused weight gradients",
+        {f"{ROLE}.{FUSION}": True},
+        of_roles(FUSION),
+        excludes=(
+            Relation(
+                "fp8_training",
+                "on CPUs FP8 is emulated, and fused weight gradients are not",
+                when=lambda run: run.on_cpu,
+            ),
+        ),
+        in_tasks=True,
+    ),
+    Feature(
+        "context_parallel",
+        "context parallelism",
+        {f"{ROLE}.{CP}": 2},
+        of_roles(CP, 1, lambda size: size > 1),
+        of_model=(Requirement("attention that is cut over ranks", _not_cut),),
+        in_tasks=True,
+    ),
+    Feature(
+        "prefix_tree",
+        "rows that share prefixes in training",
+        {TREE: True},
+        _trees,
+        of_model=(Requirement("on GPUs: attention that is cut over ranks", _not_cut_on_gpus),),
+        of_layout=(
+            Requirement(
+                "use_remove_padding=true",
+                lambda run, use: "rows that are filled up share nothing" if _padded(use) else "",
+                lambda run, use: dict.fromkeys(_padded(use), True),
+                keys=lambda run, use: dict.fromkeys(_padded(use), False),
+            ),
+        ),
+        in_tasks=True,
+    ),
+    Feature(
+        "all_to_all",
+        "context parallelism by all-to-all",
+        {f"{ROLE}.{WAY}": "a2a"},
+        of_roles(WAY, "p2p", equals("a2a")),
+        excludes=(
+            Relation(
+                "prefix_tree",
+                "the kernels of GPUs take the keys of whole rows end to end",
+                when=lambda run: (
+                    not run.on_cpu and any(role.megatron.context_parallel_size > 1 for role in run.megatron_roles)
+                ),
+            ),
+        ),
+        in_tasks=True,
+    ),
+    Feature(
+        "dynamic_context_parallel",
+        "dynamic context parallelism",
+        {f"{ROLE}.{DYNAMIC}": True},
+        of_roles(DYNAMIC),
+        needs=(
+            Relation(
+                "context_parallel",
+                "context_parallel_size is the most ranks that share a sequence: in verl, all DP x CP ranks",
+                gives_up=True,
+            ),
+        ),
+        excludes=(Relation("prefix_tree", "the columns of a trie are cut over all ranks alike"),),
+        of_layout=(
+            Requirement(
+                "use_remove_padding=true",
+                lambda run, use: (
+                    "rows that are filled up to the longest are all as long as it is"
+                    if _is_shared(use) and _padded(use)
+                    else ""
+                ),
+                lambda run, use: dict.fromkeys(_padded(use), True),
+                keys=lambda run, use: dict.fromkeys(_padded(use), False),
+            ),
+            Requirement(
+                "use_dynamic_bsz=true",
+                lambda run, use: (
+                    "the tokens of a pass determine over how many ranks it is split"
+                    if _is_shared(use) and _by_rows(use)
+                    else ""
+                ),
+                lambda run, use: dict.fromkeys(_by_rows(use), True),
+                keys=lambda run, use: dict.fromkeys(_by_rows(use), False),
+            ),
+        ),
+        in_tasks=True,
+    ),
+    Feature(
+        "overlapped_gradients",
+        "gradient reduction during the backward pass",
+        {f"{ROLE}.{OVERLAP}": True},
+        of_roles(OVERLAP, trained=True),
+        in_tasks=True,
+    ),
+    Feature(
+        "overlapped_parameters",
+        "parameters gathered during the forward pass",
+        {f"{ROLE}.{GATHER}": True},
+        of_roles(GATHER, trained=True),
+        needs=(Relation("overlapped_gradients", "without it there is one bucket to wait for"),),
+        in_tasks=True,
+    ),
+    Feature(
+        "gradient_buckets",
+        "gradient buckets of a given size",
+        {f"{ROLE}.{BUCKET}": 1_000_000},
+        of_roles(BUCKET, None, lambda size: size is not None and size >= 1, trained=True),
+        needs=(Relation("overlapped_gradients", "without it all gradients are one bucket"),),
+        in_tasks=True,
+    ),
+    Feature(
+        "parameter_offload",
+        "the actor's parameters in host memory",
+        {OFFLOAD: True},
+        where(OFFLOAD),
+        needs=(
+            Relation(
+                "own_pool",
+                "generation reads the actor's parameters",
+                hint="actor_rollout_ref.rollout.drop_train_weights=true saves memory: rollout TP below training TP",
+                gives_up=True,
+            ),
+        ),
+    ),
+)
