@@ -74,9 +74,9 @@ class ColumnTable(Mapping[str, Column]):
     def __len__(self) -> int:
         return len(self._by_name)
 
-    def read_by(self, reader: str) -> tuple[str, ...]:
-        """Names of the columns that a reader declares."""
-        return tuple(column.name for column in self.values() if reader in column.readers)
+    def read_by(self, *readers: str) -> tuple[str, ...]:
+        """Names of the columns that these readers declare."""
+        return tuple(column.name for column in self.values() if {*readers} & {*column.readers})
 
 
 TOKEN: Shape = "token"

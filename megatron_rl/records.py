@@ -246,9 +246,9 @@ class Batch:
         """Return a batch of all other columns."""
         return self._like({name: column for name, column in self._columns.items() if name not in names})
 
-    def read_by(self, reader: str) -> Batch:
-        """Return a batch of the columns that a reader declares, such as `columns.ACTOR_UPDATE`."""
-        return self.select(*COLUMNS.read_by(reader))
+    def read_by(self, *readers: str) -> Batch:
+        """Return a batch of the columns that these readers declare, such as `columns.ACTOR_UPDATE`."""
+        return self.select(*COLUMNS.read_by(*readers))
 
     def neutral(self) -> Batch:
         """Return a copy that fills up a split and adds nothing to a loss: no token is sampled, or `weights` are 0.

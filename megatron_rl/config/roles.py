@@ -44,9 +44,10 @@ ROLLOUT_POOL, REWARD_POOL = "rollout_pool", "reward_pool"
 class PassCall:
     """The method of a role's class that makes a pass, and the columns of its batch.
 
-    reads: readers of `columns` whose columns the batch has; (): tokens alone. makes: the column of a score. is_added:
-    the score is a call for every batch of PPO and adds that column, with nothing else around it. compares: a row of the
-    batch has several responses.
+    reads: readers of `columns` whose columns the batch has; (): a batch that its task makes. made_up: columns without
+    which the method cannot be, that a rehearsal makes up. makes: the column of a score. is_added: the score is a call
+    for every batch of PPO and adds that column, with nothing else around it. compares: a row of the batch has several
+    responses.
     """
 
     method: str
@@ -54,6 +55,7 @@ class PassCall:
     makes: str | None = None
     is_added: bool = False
     compares: bool = False
+    made_up: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -380,11 +382,12 @@ def _actor(config: RunConfig) -> RoleSpec:
     shared, key = config.actor_rollout_ref, "actor_rollout_ref.actor"
     packed = shared.model.use_remove_padding
     call = PassCall("log_probs", (ACTOR_SCORES,), "old_log_probs")
+    trained = PassCall("update", (ACTOR_UPDATE,), made_up=("old_log_probs", "ref_log_probs", "advantages"))
     score = _pass("old_log_prob", call, packed, "actor_rollout_ref.rollout", shared.rollout, LOG_PROB_KEYS)
     return replace(
         _policy(config, ACTOR, key, shared.actor.pool, shared.actor.megatron, shared.actor),
         score=replace(score, is_run=scores_old_log_probs(config)),
-        update=_pass("update_actor", PassCall("update", (ACTOR_UPDATE,)), packed, key, shared.actor, UPDATE_KEYS),
+        update=_pass("update_actor", trained, packed, key, shared.actor, UPDATE_KEYS),
         mixed=Mixed(config.ptx.mini_batch_size, pretraining_length(config)) if config.ptx.coef else None,
     )
 
@@ -410,10 +413,11 @@ def _critic(config: RunConfig) -> RoleSpec:
     critic = config.critic
     packed = critic.model.use_remove_padding
     call = PassCall("values", (SCORING,), "old_values", is_added=True)
+    trained = PassCall("update", (CRITIC_UPDATE,), made_up=("old_values", "returns"))
     return RoleSpec(
         *(CRITIC, KINDS[CRITIC], CRITIC, critic.pool, critic.model.path, "critic.model.path", critic.megatron, critic),
         score=_pass("values", call, packed, CRITIC, critic, VALUE_KEYS),
-        update=_pass("update_critic", PassCall("update", (CRITIC_UPDATE,)), packed, CRITIC, critic, UPDATE_KEYS),
+        update=_pass("update_critic", trained, packed, CRITIC, critic, UPDATE_KEYS),
         lora=critic.model.lora,
     )
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from megatron_rl.columns import ACTOR_SCORES, SCORING
+from megatron_rl.columns import ACTOR_SCORES, COLUMNS, SCORING
 from megatron_rl.config.algorithms import (
-    STUDENTS_TOP,
     bypasses,
-    distillation_reads,
     scores_old_log_probs,
 )
 from megatron_rl.config.roles import ACTOR, RoleSpec
@@ -39,7 +37,7 @@ def scorers_of(
     columns are there when the user's scorers give theirs.
     """
     actor = pools.handle(ACTOR, Actor)
-    taught = teacher_scorers(config, pools, prompts)
+    taught = teacher_scorers(pools, prompts)
     return [*taught, *_actor_scorers(config, actor, algorithm), *role_scorers(pools), *own]
 
 
@@ -52,13 +50,14 @@ def role_scorers(pools: RunPools) -> Iterator[Scorer]:
     """A scorer for each role whose row in `config.roles` says that its call is added."""
     for spec in pools.placement.roles.values():
         if spec.score is not None and spec.score.call.is_added:
-            yield RoleScorer(_method(pools, spec))
+            yield RoleScorer(_method(pools, spec), spec.score.call.reads)
 
 
-def teacher_scorers(config: RunConfig, pools: RunPools, prompts: OtherPrompts) -> list[Scorer]:
+def teacher_scorers(pools: RunPools, prompts: OtherPrompts) -> list[Scorer]:
     """One scorer for all teachers, if there are any."""
     calls = [TeacherCall(spec, _method(pools, spec)) for spec in pools.placement.teachers]
-    asks = [STUDENTS_TOP] if STUDENTS_TOP in distillation_reads(config) else []
+    readers = [reader for call in calls if call.spec.score is not None for reader in call.spec.score.call.reads]
+    asks = [name for name in COLUMNS.read_by(*readers) if name not in COLUMNS.read_by(SCORING)]
     return [TeacherScorer(calls, asks, prompts)] if calls else []
 
 

@@ -34,8 +34,6 @@ from megatron_rl.roles.environment import RankEnvironment
 from megatron_rl.roles.host import RankHost
 from third_party_patches import apply_patches
 
-MADE_UP = ("old_log_probs", "ref_log_probs", "advantages", "old_values", "returns")
-"""Columns that passes are given, where they read them, in addition to those of teachers."""
 RESHARD, LEAVE, SAVE = "reshard", "leave", "save"
 """Phases of entering and leaving rollout mode, and of a save."""
 WARM_UP = "first "
@@ -143,10 +141,10 @@ class RehearsedRank:
         if spec.call.compares:
             sizes = lengths_of(self.config, half_as_long(self.config, spec), max(1, num // ANSWERS), shares)
             return synthetic_pairs(sizes, vocab_size)
-        read = [name for reader in spec.call.reads for name in COLUMNS.read_by(reader)]
+        read = COLUMNS.read_by(*spec.call.reads)
         taught = {name: value for name, value in of_teachers(self.config).items() if name in read}
         lengths = lengths_of(self.config, spec, num, shares)
-        return synthetic_batch(lengths, vocab_size, [name for name in read if name in MADE_UP], taught)
+        return synthetic_batch(lengths, vocab_size, spec.call.made_up, taught)
 
     def _call(self, role: RoleSpec, phase: str, method: str, batch: Batch, **options: Any) -> None:
         self._phase(phase, lambda: self.host.run(role.name, method, (batch,), options))

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from megatron_rl.columns import SCORING
 from megatron_rl.dispatch import Future
 from megatron_rl.records import Batch
 from megatron_rl.scoring.rewards import Pending, Rewards
@@ -39,13 +38,13 @@ def score(scorers: Sequence[Scorer], batch: SampledBatch) -> None:
 
 
 class RoleScorer:
-    """The columns that a role makes of a batch, in every step. call: the role's method."""
+    """The columns that a role makes of a batch, in every step. call: the role's method. reads: as in `PassCall`."""
 
-    def __init__(self, call: Callable[[Batch], Future[Batch]]) -> None:
-        self._call = call
+    def __init__(self, call: Callable[[Batch], Future[Batch]], reads: Sequence[str]) -> None:
+        self._call, self._reads = call, reads
 
     def start(self, batch: SampledBatch) -> None:
-        self._columns = self._call(batch.rows.read_by(SCORING))
+        self._columns = self._call(batch.rows.read_by(*self._reads))
 
     def take(self) -> Batch:
         return self._columns.get()

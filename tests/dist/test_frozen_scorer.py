@@ -9,7 +9,7 @@ import torch
 from ranks import run_ranks
 from tiny_models import random_batch, run_config, save_llama, save_qwen2
 
-from megatron_rl.columns import COLUMNS, Column
+from megatron_rl.columns import COLUMNS, SCORING, Column
 from megatron_rl.config import roles
 from megatron_rl.config.roles import REFERENCE, PassCall, Placement
 from megatron_rl.config.schema import RunConfig
@@ -53,7 +53,7 @@ def columns_of_a_step(config: RunConfig, teacher: str) -> Batch:
 
     reference = Placement.of(config).roles[REFERENCE]
     assert reference.score is not None
-    passes = replace(reference.score, phase="coach", call=PassCall("log_probs", makes=TEACHER, is_added=True))
+    passes = replace(reference.score, phase="coach", call=PassCall("log_probs", (SCORING,), TEACHER, is_added=True))
     row = replace(reference, name="coach", model_path=teacher, score=passes)
     roles.ROWS.insert(1, lambda config: [row])  # this process ends with the test
 
