@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron_rl.config.algorithms import estimator_traits
+from megatron_rl.config.algorithms import estimator_traits, trains_on_rule
 from megatron_rl.config.megatron import MegatronConfig
 from megatron_rl.config.roles import PoolSize, pool_sizes, roles_of, rollout_pool
 from megatron_rl.config.schema import DataConfig, RunConfig, as_list
@@ -137,16 +137,23 @@ def repeat_notes(data: DataConfig, sizes: Sequence[int]) -> list[str]:
 
 
 def group_notes(config: RunConfig) -> list[str]:
-    """Return a sentence where an estimator compares the samples of a prompt and there is only one of each."""
+    """Return a sentence for each that compares the samples of a prompt where there is only one: estimator, reward
+    function.
+    """
     algorithm, samples = config.algorithm, config.actor_rollout_ref.rollout.n
+    notes = []
+    if samples == 1 and config.custom_reward_function.per_group and trains_on_rule(config):
+        key = "custom_reward_function.per_group"
+        notes = [f"note: {key}=true compares the samples of a prompt, and actor_rollout_ref.rollout.n=1: it gets one"]
     teaching = config.distillation
     has_no_rewards = teaching.enabled and not teaching.distillation_loss.use_task_rewards
     if samples > 1 or has_no_rewards or "groups" not in estimator_traits(config).reads:
-        return []
+        return notes
     return [
+        *notes,
         f"note: algorithm.adv_estimator={algorithm.adv_estimator} compares the samples of a prompt, and "
         f"actor_rollout_ref.rollout.n={samples}: a group of one has no baseline, so a response's advantage comes from "
-        "its score alone; take actor_rollout_ref.rollout.n=2 or more if that is not meant"
+        "its score alone; take actor_rollout_ref.rollout.n=2 or more if that is not meant",
     ]
 
 

@@ -106,6 +106,9 @@ def test_groups_of_one(config):
         assert group_notes(config) == []
     config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n = "reinforce_plus_plus", 1
     assert group_notes(config) == []
+    config.custom_reward_function.per_group = True
+    assert "per_group=true compares the samples of a prompt" in "".join(group_notes(config))
+    config.custom_reward_function.per_group = False
     config.algorithm.adv_estimator = "grpo_passk"
     (problem,) = problems(config)
     assert problem.startswith("actor_rollout_ref.rollout.n=1 must be >= 2: algorithm.adv_estimator=grpo_passk compares")
