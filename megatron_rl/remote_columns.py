@@ -168,8 +168,9 @@ class RemoteColumn:
 
     def rows(self, rows: torch.Tensor) -> RemoteColumn:
         """Return the rows with these numbers (int64), and of the parts those that they lie in."""
-        of_rows = torch.arange(len(self.part)).split(self.num_pieces.tolist())
-        pieces = torch.cat([rows[:0], *(of_rows[row] for row in rows.tolist())])
+        counts = self.num_pieces[rows]
+        before = (self.num_pieces.cumsum(0) - self.num_pieces)[rows] - (counts.cumsum(0) - counts)
+        pieces = torch.arange(int(counts.sum())) + before.repeat_interleave(counts)
         used, part = self.part[pieces].unique(return_inverse=True)
         parts = [self.parts[number] for number in used.tolist()] or self.parts[:1]
         return RemoteColumn(parts, part, self.first[pieces], self.sizes[pieces], self.num_pieces[rows])

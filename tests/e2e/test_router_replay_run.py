@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from command_line import stopped_in
 from short_runs import LOCAL, MEGATRON, ONE, WITHOUT_RAY, metrics, reached, steps_saved
 from test_agent_runs import DETERMINISTIC, environment
-from test_async_runs import numbers
+from test_async_runs import events, numbers, replicas
 from test_layout_parity import often
 from test_several_nodes import tiny_moe
 
@@ -141,6 +142,25 @@ def test_a_killed_run_continues_with_its_experts(command_line, tmp_path: Path) -
     assert last.wait() == 0, last.text()
     assert f"resuming after step {saved}" in last.text() and 0 < saved < MANY
     assert numbers(last)[saved:] == numbers(whole)[saved:]
+
+
+@pytest.mark.exhaustive
+def test_experts_of_a_replica_outlive_it(command_line, tmp_path: Path) -> None:
+    """A replica is killed in a slice: its requests continue elsewhere, with the experts that it has reported and holds.
+    A replay, in which it is not lost, has the same metrics. Would not catch a node that is lost.
+    """
+    keys = (*SHORT, *OWN_POOL, f"{ACTOR}.router_replay.mode=R3", f"trainer.total_training_steps={MANY}")
+    keys += (f"actor_rollout_ref.model.path={tiny_moe(tmp_path / 'model')}",)
+    run, lost = command_line(*keys, config=GRPO), []
+    run.wait_for(lambda: len(events(run, "taken")) >= 2, interval=0.01)
+    known = replicas(run)
+    run.wait_for(lambda: lost.extend(filter(None, [stopped_in(known, "rollout.advance")])) or lost, interval=0.001)
+    lost[0].kill()
+    assert run.wait() == 0, run.text()
+    assert len(events(run, "lost")) == 1 and run.left_over() == []
+    again = command_line(*keys, f"--replay={run.run}", config=GRPO)
+    assert again.wait() == 0, again.text()
+    assert numbers(again) == numbers(run)
 
 
 def test_a_dense_model_is_refused(command_line) -> None:
