@@ -66,7 +66,7 @@ def updated(config, folder: Path, saved: Path | None = None) -> dict:
     return {"greedy": tokens(greedy), "metrics": metrics}
 
 
-def moved_by(config, batch, *arguments) -> dict:
+def moved_by(config, folder: Path, batch, *arguments) -> dict:
     """One update of a task's role: its biases before and after, and its metrics; what it exports has them."""
     from megatron_rl.roles.host import RankHost
 
@@ -78,6 +78,7 @@ def moved_by(config, batch, *arguments) -> dict:
     before = role.checkpoint.bias.whole()
     update = role.update_preferences if config.trainer.stage == DPO else role.update
     metrics = update(batch[rows], *arguments)
+    role.export_hf(folder)
     return {"before": before, "after": role.checkpoint.bias.whole(), "metrics": metrics}
 
 
@@ -95,7 +96,7 @@ def test_biases_follow_in_tasks(task: str, tmp_path) -> None:
     for layout, (ranks, pp_size, ep_size) in {"one": (1, 1, 1), "EP2": (2, 1, 2), "PP2": (2, 2, 1)}.items():
         sizes = {f"{role}__megatron__expert_model_parallel_size": ep_size for role in roles}
         config = task_config(path, task, 1, pp_size, **keys, **sizes)
-        found[layout] = run_ranks(ranks, moved_by, config, batch, *arguments)[-1]
+        found[layout] = run_ranks(ranks, moved_by, config, tmp_path / layout, batch, *arguments)[-1]
     name, one = NAMES[task], found["one"]
     assert one["metrics"][f"{name}/expert_load/max"] > 1
     for bias, before in one["before"].items():
@@ -103,6 +104,7 @@ def test_biases_follow_in_tasks(task: str, tmp_path) -> None:
         assert set(step.mul(10).round().tolist()) <= {-3.0, 0.0, 3.0} and step.min() < 0 < step.max()
         for layout in ("EP2", "PP2"):
             assert torch.equal(found[layout]["after"][bias], one["after"][bias]), (layout, bias)
+            assert torch.equal(biases(tmp_path / layout)[bias], one["after"][bias]), (layout, bias)
 
 
 def biases(folder: Path) -> dict[str, torch.Tensor]:
