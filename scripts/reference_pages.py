@@ -21,9 +21,12 @@ from megatron_rl.cli import app
 from megatron_rl.columns import COLUMNS
 from megatron_rl.config.key_table import DocumentedKey, key_table
 from megatron_rl.config.verl_compat.key_rows import KeyRow, table
+from megatron_rl.errors import shown
 from megatron_rl.observe.metric_names import GROUPS
 from megatron_rl.planning.family_table import CHAT_COLUMNS, family_rows, refused_rows
 from megatron_rl.planning.family_table import COLUMNS as ABILITIES
+from megatron_rl.planning.feature_rows import FEATURES
+from megatron_rl.planning.feature_table import conditions, partners, proof
 
 README = Path(__file__).parents[1] / "README.md"
 FOLDER = README.parent / "docs/reference"
@@ -148,16 +151,32 @@ def not_supported_page() -> str:
         "critic and reward model, `<TRAINED>` for actor and critic, `<MODEL>` for a role's model. Models: "
         "[Supported models](support.md).",
         table_of(("key of verl", "feature", "what to do"), map(refused_cells, rows)),
-        ON_GPUS,
+        "What is refused on GPUs, because no GPU has run it: [Features](features.md).",
     )
 
 
-ON_GPUS = """## Refused on GPUs
-
-These run on CPUs and are refused with `trainer.device=cuda`, because no GPU has run them:
-[speculative decoding](../scale/speculative_decoding.md), [FP8 rollouts](../scale/fp8_rollouts.md), adapters of experts
-([LoRA](../train/lora.md)), `rollout.prefix_match_unit`, and
-[prefix-tree training](../scale/batching.md#prefix-tree-training) of some kinds of attention."""
+def features_page() -> str:
+    """Return the features of a run, and which go together."""
+    rows = (
+        (
+            row.text,
+            ", ".join(code(f"{key}={shown(value)}") for key, value in row.turned_on.items()),
+            "; ".join(conditions(row)) or "-",
+            "; ".join(f"{FEATURES[name].text}: {why}" for name, why in partners(row).items()) or "-",
+            proof(row),
+        )
+        for row in FEATURES.values()
+    )
+    return page(
+        "Features",
+        "The features of a run by the keys that turn them on, their needs, and the features that exclude them, with "
+        "the reason. `megatron-rl features` prints the same, `megatron-rl plan --features` the rows of a run. A run "
+        "with two features that do not go together ends before it starts, with both keys and a way out. "
+        "`trainer.allow_unproven=true` allows a feature where no run has shown it; "
+        "[prefix-tree training](../scale/batching.md#prefix-tree-training) of some kinds of attention is refused on "
+        "GPUs in any case. `<ROLE>` stands for the keys of a role, such as `actor_rollout_ref.actor`.",
+        table_of(("feature", "turned on by", "needs", "does not go with", "proof"), rows),
+    )
 
 
 def refused_cells(row: KeyRow) -> tuple[str, str, str]:
@@ -225,6 +244,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "metrics.md": metrics_page,
     "columns.md": columns_page,
     "support.md": support_page,
+    "features.md": features_page,
     "not_supported.md": not_supported_page,
 }
 """File in docs/reference -> what makes its text."""

@@ -28,7 +28,7 @@ def _sync_problems(config: RunConfig) -> Iterable[Violation]:
     ahead, every = config.trainer.rollout_ahead, config.async_training.trigger_parameter_sync_step
     if ahead < every - 1:
         rule = f"must be >= {SYNC} - 1 = {every - 1}: between two transfers the weights of the rollout get that old"
-        yield Violation({AHEAD: ahead, SYNC: every}, rule, {SYNC: ahead + 1})
+        yield Violation({AHEAD: ahead, SYNC: every}, rule, {SYNC: ahead + 1}, feature="rare_transfers")
         return
     for key, number in (
         ("trainer.test_freq", config.trainer.test_freq),

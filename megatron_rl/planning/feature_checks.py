@@ -57,7 +57,7 @@ def _problems(run: RunFacts, row: Feature, on: dict[str, list[Use]]) -> Iterator
             yield from _together(run, row, pair, uses, on[pair.other])
     for condition in (*row.of_model, *row.of_layout):
         yield from _broken(run, row, condition, uses)
-    if row.refused_unproven and run.device not in row.proven and not run.config.trainer.allow_unproven:
+    if row.is_refused_on(run.device) and not run.config.trainer.allow_unproven:
         settings = joined(use.settings for use in uses) | {"trainer.device": run.device}
         nearest = joined(use.off for use in uses)
         yield _refusal(row, settings, DEVICES.get(run.device, "it is not proven"), nearest, f"or set {ALLOW}=true")

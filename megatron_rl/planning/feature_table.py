@@ -36,6 +36,8 @@ def conditions(row: Feature) -> list[str]:
 
 def proof(row: Feature) -> str:
     """Return where runs have shown a feature, and where it is refused."""
+    if "trainer.device" in row.turned_on:
+        return "-"
     text = f"run on {' and '.join(RUN_ON[device] for device in row.proven)}" if row.proven else "not run yet"
     return f"{text}; elsewhere refused without {ALLOW}=true" if row.refused_unproven else text
 
@@ -44,7 +46,8 @@ def feature_lines(rows: Iterable[Feature], only: Iterable[str] | None = None) ->
     """Yield lines of at most WIDTH columns. only: names of the features whose pairs count; None: all."""
     wanted = None if only is None else set(only)
     for row in rows:
-        yield from _wrapped(f"{row.text}: {keys_of(row)} ({proof(row)})", "")
+        shown_on = proof(row)
+        yield from _wrapped(f"{row.text}: {keys_of(row)}" + (f" ({shown_on})" if shown_on != "-" else ""), "")
         for needed in conditions(row):
             yield from _wrapped(f"needs {needed}", "    ")
         for name, why in partners(row).items():

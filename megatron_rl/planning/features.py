@@ -147,6 +147,10 @@ class Feature:
         group = POLICY if role is None else role.key
         return {key.replace(ROLE, group): value for key, value in self.turned_on.items()}
 
+    def is_refused_on(self, device: str) -> bool:
+        """Whether the feature waits on this device for `trainer.allow_unproven`."""
+        return self.refused_unproven and device not in self.proven
+
 
 On = Callable[[RunFacts], Iterator[Use]]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_rl.config.eight_bit_rollouts import FP8
-from megatron_rl.config.keys import CORRECTION, ROLLOUT
+from megatron_rl.config.keys import CORRECTION
 from megatron_rl.config.megatron import LAYOUT_KEYS
 from megatron_rl.config.schema import as_list
 from megatron_rl.config.setting import Setting
@@ -13,7 +12,9 @@ from megatron_rl.config.verl_compat.default_differences import verl_defaults
 from megatron_rl.config.verl_compat.key_rows import alike
 from megatron_rl.config.verl_compat.translate import Kind, Note
 from megatron_rl.planning.config_json import ConfigJsonError, feature_of, is_size, model_facts, read_config_json
+from megatron_rl.planning.feature_rows import FEATURES
 from megatron_rl.planning.feature_rows.adapter_rows import ROUTED
+from megatron_rl.planning.features import CUDA
 from megatron_rl.planning.file_rules import columns_not_text
 from megatron_rl.planning.hub_cache import model_folder
 from megatron_rl.planning.length_rules import OVERRIDE
@@ -222,32 +223,34 @@ def _parts_of_rewards(settings: list[Setting]) -> tuple[list[Setting], list[Note
 
 
 def _corrected(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
-    """Weigh the tokens that rounded weights sample where a script does not: a run without importance weights is refused
-    here.
-    """
+    """Turn on importance weights where a script asks for a feature that needs them."""
     given = {setting.key: setting for setting in settings}
-    asked, key = given.get(f"{ROLLOUT}.quantization"), f"{CORRECTION}.rollout_is"
-    weighs = any(name in given and given[name].value for name in (key, f"{CORRECTION}.bypass_mode"))
-    if asked is None or asked.value != FP8 or weighs:
-        return settings, []
-    reason = "tokens are sampled with rounded weights, and importance weights correct for that"
-    note = Note(Kind.RENAMED, asked, reason, {asked.key: FP8, key: "token"})
-    kept = [setting for setting in settings if setting.key != key]
-    return [*kept, Setting(key, "token", asked.origin)], [note]
+    other = FEATURES["importance_weights"]
+    for row in FEATURES.values():
+        why = next((pair.why for pair in row.needs if pair.other == other.name), None)
+        asked = [given[key] for key, value in row.turned_on.items() if key in given and given[key].value == value]
+        weighs = any(given[key].value for key in (*other.turned_on, f"{CORRECTION}.bypass_mode") if key in given)
+        if why is not None and asked and not weighs:
+            note = Note(Kind.RENAMED, asked[0], why, {one.key: one.value for one in asked} | other.turned_on)
+            kept = [setting for setting in settings if setting.key not in other.turned_on]
+            return [*kept, *(Setting(key, value, asked[0].origin) for key, value in other.turned_on.items())], [note]
+    return settings, []
 
 
 def _dense_adapters(settings: list[Setting]) -> tuple[list[Setting], list[Note]]:
-    """Give no adapters to routed experts of models on GPUs: such adapters are refused here."""
+    """Give no adapters to routed experts of models on a device on which they are refused."""
     given = {setting.key: setting for setting in settings}
-    device, notes = given.get("trainer.device"), []
+    notes: list[Note] = []
+    device = given["trainer.device"].value if "trainer.device" in given else CUDA
+    if not FEATURES["expert_adapters"].is_refused_on(str(device)):
+        return settings, notes
     for group in ("actor_rollout_ref", "critic"):
         rank, path = given.get(f"{group}.model.lora.rank"), given.get(f"{group}.model.path")
         key = f"{group}.model.lora.exclude_modules"
         asked = given[key].value if key in given else []
         facts = {} if path is None else model_facts(str(path.value))
         has_experts = any(facts.get(name) for name in EXPERT_COUNTS)
-        on_cpu = device is not None and device.value == "cpu"
-        if rank is None or not rank.value or not has_experts or on_cpu or not isinstance(asked, list):
+        if rank is None or not rank.value or not has_experts or not isinstance(asked, list):
             continue
         settings = [setting for setting in settings if setting.key != key]
         settings.append(Setting(key, [*asked, ROUTED], rank.origin))

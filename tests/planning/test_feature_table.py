@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from megatron_rl.errors import Violation, shown
 from megatron_rl.planning.feature_checks import feature_problems
 from megatron_rl.planning.feature_rows import FEATURES
 from megatron_rl.planning.feature_table import partners
-from megatron_rl.planning.features import Feature, Relation
+from megatron_rl.planning.features import ROLE, Feature, Relation
 from megatron_rl.planning.preflight import preflight, read_models
 
 GOLDEN = Path(__file__).with_name("feature_messages.txt")
@@ -248,6 +250,40 @@ def test_no_other_check_is_about_two_features(base, tmp_path):
                 named = [on_keys(key) for key in one.settings]
                 if any(not left & right for left in named for right in named if left and right):
                     assert one.feature in FEATURES, one
+
+
+RULES = sorted(path for path in Path("megatron_rl").rglob("*.py") if path.stem.endswith("_rules"))
+
+
+def text_of(node: ast.expr, names: dict[str, object]) -> str:
+    """A key as far as it can be read: f-strings with the module's constants put in, and "" for the rest."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(part, names) for part in node.values)
+    if isinstance(node, ast.FormattedValue):
+        return text_of(node.value, names)
+    found = node.value if isinstance(node, ast.Constant) else names.get(node.id) if isinstance(node, ast.Name) else ""
+    return found if isinstance(found, str) else text_of(found, names) if isinstance(found, ast.expr) else ""
+
+
+@pytest.mark.parametrize("path", [*RULES, Path("megatron_rl/config/validate.py")], ids=lambda path: path.stem)
+def test_no_rule_file_refuses_a_pair_by_hand(path):
+    """By the keys of its violations. Would not catch keys that are made while it runs, which the test above sees."""
+    module = importlib.import_module(".".join(path.with_suffix("").parts))
+    tails = {key.replace(ROLE, ""): row.name for row in FEATURES.values() for key in row.turned_on}
+    for function in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)):
+        names = dict(vars(module))
+        for node in (node for node in ast.walk(function) if isinstance(node, ast.Assign)):
+            for target in node.targets:
+                pairs = [(target, node.value)]
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    pairs = list(zip(target.elts, node.value.elts, strict=True))
+                names |= {name.id: value for name, value in pairs if isinstance(name, ast.Name)}
+        for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+            is_one = isinstance(call.func, ast.Name) and call.func.id == "Violation" and call.args
+            if is_one and isinstance(call.args[0], ast.Dict) and not any(k.arg == "feature" for k in call.keywords):
+                keys = [text_of(key, names) for key in call.args[0].keys if key is not None]
+                rows = {name for key in keys for tail, name in tails.items() if key and key.endswith(tail)}
+                assert len(keys) < 2 or len(rows) < 2, f"{path}:{call.lineno} {keys}"
 
 
 def test_problems_are_in_one_order(base, tmp_path):

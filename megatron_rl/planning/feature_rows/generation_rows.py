@@ -57,7 +57,7 @@ ROWS = (
         {DROP: True},
         where(DROP),
         excludes=(
-            Relation("own_pool", "actor and rollout have other ranks, and there is nothing to drop", {DROP: False}),
+            Relation("own_pool", "actor and rollout are on different ranks: nothing to drop", {DROP: False}),
             Relation(
                 "merged_adapters",
                 "the base cannot be made again of merged weights",
