@@ -17,7 +17,8 @@ class LastTokens:
     over_sample_rate: Annotated[float, Ge(0), Le(0.5)] = 0.0
     """Over-sampling: train_batch_size / (1 - rate) groups are generated at a time, and a step takes the first
     train_batch_size groups that finish; the others continue in the next step and keep their tokens (verl drops them).
-    Needs trainer.rollout_ahead >= 1: the number of steps that a group may be late."""
+    Needs trainer.rollout_ahead >= 1, the number of steps that a group may be late; on a rollout pool of its own one
+    more. async_training.straggler_policy acts on groups that may not be late any more."""
     longest_first: Annotated[bool, OURS] = False
     """Start requests whose prompt had the longest response in the last epoch first, so that no long response starts
     late. Useful where an engine has more requests than max_num_seqs, from the second epoch on. Samples do not depend on

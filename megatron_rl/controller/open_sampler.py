@@ -54,7 +54,9 @@ def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Schedu
     sizes, num_steps = config.batch_sizes, config.trainer.num_steps
     greedy = sizes.num_generated_prompts if "greedy_scores" in estimator_traits(config).reads else 0
     batch_rows = sizes.num_generated_samples + greedy
-    group_size = 1 if greedy else sizes.samples_per_prompt  # greedy responses follow all samples of a batch
+    group_size = sizes.samples_per_prompt
+    if greedy:  # a late group takes its greedy response along; else these follow all samples of a batch
+        group_size = group_size + 1 if rollout.over_sample_rate and config.samples_ahead else 1
     if not config.samples_ahead:
         has_turns = config.has_turns
         return ScheduleConfig(

@@ -21,6 +21,7 @@ def async_problems(config: RunConfig) -> Iterable[Violation]:
     if config.trainer.rollout_ahead < 0 or config.async_training.trigger_parameter_sync_step < 1:
         return
     yield from _sync_problems(config)
+    yield from _late_problems(config)
     yield from _elastic_problems(config)
 
 
@@ -37,6 +38,16 @@ def _sync_problems(config: RunConfig) -> Iterable[Violation]:
         if every > 1 and number > 0 and number % every:
             rule = f"must be a multiple of {SYNC}={every}: between two transfers the rollout has no new weights"
             yield Violation({key: number}, rule, {key: every * max(1, round(number / every))})
+
+
+def _late_problems(config: RunConfig) -> Iterable[Violation]:
+    """The staleness of groups that a batch leaves to the next one, on a rollout pool of its own."""
+    rate, key = config.actor_rollout_ref.rollout.over_sample_rate, f"{ROLLOUT_KEY}.over_sample_rate"
+    ahead, every = config.trainer.rollout_ahead, config.async_training.trigger_parameter_sync_step
+    pools = {role.name: role.pool for role in roles_of(config)}
+    if 0 < rate <= 0.5 and 0 < ahead <= every and pools[ROLLOUT] != pools[ACTOR]:
+        rule = f"on a pool of its own needs {AHEAD} > {SYNC}={every}: a group that begins during training is that old"
+        yield Violation({key: rate, AHEAD: ahead}, f"{rule}, and one step older if it is late", {AHEAD: every + 1})
 
 
 def _elastic_problems(config: RunConfig) -> Iterable[Violation]:

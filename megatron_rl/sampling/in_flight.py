@@ -13,7 +13,7 @@ from megatron_rl.agents.observation import Opening
 from megatron_rl.records import Batch, Conversation, Prompts, Sampling, ragged, ragged_of_pieces, row_lengths
 from megatron_rl.remote_columns import ColumnPiece
 from megatron_rl.rollout.slices import DraftCounts, Drawn, Start
-from megatron_rl.sampling.group_map import GroupMap
+from megatron_rl.sampling.group_map import GroupMap, requests_of_groups
 
 SeedOf = Callable[[int, int, int, int, int], int]
 """(salt, prompt index, sample, attempt, number of tokens after the prompt) -> seed."""
@@ -28,7 +28,8 @@ PromptsOf = Callable[[Sequence[int]], Prompts]
 class InFlightBatches:
     """The prompts and episodes of requests that are not trained, by request; `groups` has the batch of each.
 
-    All batches begin with the same number of rows; greedy responses are the last ones.
+    All batches begin with the same number of rows; greedy responses are the last ones of their groups, or of the batch
+    where each request is a group.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class InFlightBatches:
         self._episodes: dict[int, Episode] = {}
         self._rows: dict[int, tuple[Prompts, int]] = {}
         self._drafts: dict[int, DraftCounts] = {}
+        self._greedily: Sampling | None = None
 
     @property
     def has_turns(self) -> bool:
@@ -62,10 +64,18 @@ class InFlightBatches:
         episodes = [new for rows, how in ((prompts, sampling), (greedy, greedily)) for new in new_episodes(rows, how)]
         if len(episodes) != self.batch_rows:
             raise ValueError(f"a batch has {self.batch_rows} requests, this one of step {step} {len(episodes)}")
-        first = (step - 1) * self.batch_rows
-        self._episodes |= enumerate(episodes, first)
-        self._rows |= {first + row: (prompts, row) for row in range(len(prompts))}
-        note_groups(episodes, prompts, first)
+        numbers = list(range((step - 1) * self.batch_rows, step * self.batch_rows))
+        if greedy is not None:
+            self._greedily = greedily
+            numbers.sort(key=self._is_greedy)
+        self._episodes |= zip(numbers, episodes, strict=True)
+        self._rows |= {numbers[row]: (prompts, row) for row in range(len(prompts))}
+        note_groups(episodes, prompts, numbers)
+
+    def _is_greedy(self, request: int) -> bool:
+        """Whether the request is a group's greedy response, which is the last of its group if groups have several."""
+        size = self.groups.group_size
+        return self._greedily is not None and size > 1 and request % size == size - 1
 
     def start(self, request: int) -> Start:
         """The message with which a replica begins a request or continues it."""
@@ -235,8 +245,17 @@ class InFlightBatches:
         prompts.sample = samples
         sampling = next(self._episodes[request].sampling for request in self._rows)
         for row, (number, salt) in enumerate(zip(numbers.tolist(), salts.tolist(), strict=True)):
-            self._rows[number] = prompts, row
-            self._episodes[number] = new_episodes(prompts[row : row + 1], replace(sampling, salt=salt))[0]
+            how = replace(sampling, salt=salt)
+            if self._greedily is not None and self._is_greedy(number):
+                how = self._greedily
+            else:
+                self._rows[number] = prompts, row
+            self._episodes[number] = new_episodes(prompts[row : row + 1], how)[0]
+            group = requests_of_groups([number // self.groups.group_size], self.groups.group_size)
+            alone = how is self._greedily
+            self._episodes[number].group = (
+                (number,) if alone else tuple(one for one in group if not self._is_greedy(one))
+            )
 
     def _kept(self, after_step: int) -> dict[int, Episode]:
         return {
@@ -264,17 +283,17 @@ def new_episodes(prompts: Prompts | None, sampling: Sampling) -> list[Episode]:
     ]
 
 
-def note_groups(episodes: Sequence[Episode], prompts: Prompts, first: int) -> None:
-    """Let each episode have the requests of its group. first: the first request. Greedy episodes, which follow those of
-    `prompts`, are alone.
+def note_groups(episodes: Sequence[Episode], prompts: Prompts, numbers: Sequence[int]) -> None:
+    """Let each episode have the sampled requests of its group. numbers: its own request. Greedy episodes, which follow
+    those of `prompts`, are alone.
     """
-    numbers: dict[int, list[int]] = {}
-    for request, uid in enumerate(prompts.uid.tolist(), first):
-        numbers.setdefault(uid, []).append(request)
-    for request, episode in enumerate(episodes, first):
+    groups: dict[int, list[int]] = {}
+    for request, uid in zip(numbers, prompts.uid.tolist(), strict=False):
+        groups.setdefault(uid, []).append(request)
+    for request, episode in zip(numbers, episodes, strict=True):
         episode.group = (request,)
     for uid, episode in zip(prompts.uid.tolist(), episodes, strict=False):
-        episode.group = tuple(numbers[uid])
+        episode.group = tuple(groups[uid])
 
 
 def begun_prompts(prompts: Prompts, episodes: Sequence[Episode]) -> Prompts:

@@ -35,10 +35,7 @@ class PoolSampler(Sampler):
         if not self.queue.scheduler.is_complete(step):
             with self.awaited.waiting(self.answers.sampled_episodes(step)), self._rollout_mode():
                 self._run_slices(step)
-        batch = self.take(step)
-        if self.rules.extra_groups:
-            batch.metrics["rollout/late_groups"] = float(self.queue.num_late // self.rules.group_size)
-        return batch
+        return self.take(step)
 
     def load_weights(self, step: int) -> None:
         """Send the weights after `step` to the rollout, unless it is in the actor's pool and reads them there."""

@@ -60,7 +60,8 @@ class _JournalReader:
             case GroupSwap():
                 self.swaps[self.groups.batch_of(event.late[0])] = event
                 move_groups(self.groups, event)
-                self._inside.clear()  # the engines are empty
+                if self.rules.colocated:  # the engines are empty
+                    self._inside.clear()
             case ReplicaLost():
                 self._lose(event.replica)
             case Resumed():
@@ -219,11 +220,19 @@ class Replay:
     def is_complete(self, step: int) -> bool:
         """Whether batch `step` is finished. Raises ReplayError if the recorded run ended before that."""
         if self._num_finished[step] == self.rules.batch_rows:
-            return True
+            return not self.rules.colocated or self._has_done(step - 1)
         ended = all(num == len(slices) for num, slices in zip(self._num_done, self._slices, strict=True))
         if ended and not self.away:
             raise ReplayError(f"the recorded schedule ends before batch {step} is complete")
         return False
+
+    def _has_done(self, version: int) -> bool:
+        """Whether no recorded slice of a version is left: a turn that is answered earlier must not skip some."""
+        return not any(
+            known.order.version <= version
+            for num, slices in zip(self._num_done, self._slices, strict=True)
+            for known in slices[num : num + 1]
+        )
 
     @property
     def _is_drawn(self) -> bool:

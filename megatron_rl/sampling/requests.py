@@ -53,8 +53,9 @@ class Requests:
 
     def may_start(self, request: int, version: int) -> bool:
         """Whether a waiting request may be handed out under `version`."""
-        if request < self._next_new:  # it has begun before
-            return self.groups.batch_of(request) <= self.rules.last_batch(version)
+        if request < self._next_new:  # it has begun before, and may be late as if under that version
+            begun = self._begun_under.get(request // self.rules.group_size, version)
+            return begun <= version and self.groups.batch_of(request) <= self.rules.last_batch(version)
         return request < self.rules.end_of_starts(version)
 
     def num_waiting(self, version: int) -> int:
@@ -94,11 +95,15 @@ class Requests:
         """Whether all its requests are finished."""
         if batch < self.frontier or self.num_missing(batch) == 0:
             return True
-        return self.rules.extra_groups > 0 and self.planned_swap(batch) is not None
+        return batch == self.taken + 1 and self.planned_swap(batch) is not None
 
     def planned_swap(self, batch: int) -> GroupSwap | None:
         """The swap that completes a batch; None if none can."""
-        return plan_swap(self.groups, batch, self.open, self._next_new, self._begun_under, self.rules.ahead)
+        rules = self.rules
+        if not rules.extra_groups:
+            return None
+        begun = self._next_new, self._begun_under
+        return plan_swap(self.groups, batch, self.open, *begun, rules.ahead, rules.extra_groups)
 
     def swap_groups(self, swap: GroupSwap) -> None:
         """Late groups go to the next batch, and finished ones of it join this one."""
@@ -119,6 +124,7 @@ class Requests:
     def state_dict(self) -> dict[str, Any]:
         """State as JSON values, without the open requests."""
         state: dict[str, Any] = {"batch_rows": self.rules.batch_rows, "taken": self.taken, "next_new": self._next_new}
+        state["group_size"] = self.rules.group_size
         if self.rules.extra_groups:
             state["begun_under"] = sorted(self._begun_under.items())
         if moved := self.groups.moved:
@@ -133,6 +139,8 @@ class Requests:
                 f"a schedule of batch_rows={state['batch_rows']} after step {state['taken']} cannot continue with "
                 f"batch_rows={rules.batch_rows} from step {rules.first_step}"
             )
+        if (size := state.get("group_size", rules.group_size)) != rules.group_size:
+            raise ValueError(f"a schedule of groups of {size} cannot continue with groups of {rules.group_size}")
         self.taken, self._next_new = state["taken"], state["next_new"]
         self.open = dict(still_open)
         self._begun_under = dict(state.get("begun_under", ()))

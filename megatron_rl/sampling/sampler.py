@@ -258,6 +258,8 @@ class Sampler:
         requests, compared = self.answers.requests_of(step)
         batch = SampledBatch(step, prompts, rows, greedy, requests=requests, greedy_requests=compared)
         batch.metrics |= draft_metrics(self.answers.drafts(step))
+        if self.rules.extra_groups:
+            batch.metrics["rollout/late_groups"] = float(self.queue.num_late // self.rules.group_size)
         if self.episodes is not None:
             batch.metrics |= self._describe_episodes(step)
         return batch

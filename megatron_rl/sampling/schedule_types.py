@@ -62,8 +62,8 @@ class ScheduleConfig:
     awaits_turns: bool = False
     """A round starts only when no request is away, so that orders do not depend on how long replies to turns take."""
     extra_groups: int = 0
-    """Groups of the next batch that may start while a batch is generated; they join it in place of late groups
-    (`straggler_swap.py`). 0: all that `ahead` allows, without swaps."""
+    """Over-sampling (`straggler_swap.py`): late groups that a batch may leave to the next one, in place of finished
+    ones of that; and groups that may start in addition to `early_batches`. 0: none."""
     group_size: int = 1
     """Requests per group."""
 
@@ -82,8 +82,10 @@ class ScheduleConfig:
             )
         if self.straggler_policy not in POLICIES:
             raise ValueError(f"straggler_policy={self.straggler_policy!r} must be one of {', '.join(POLICIES)}")
-        if self.extra_groups and not (self.colocated and self.ahead):
-            raise ValueError(f"extra_groups={self.extra_groups} needs colocated=True and ahead >= 1, is {self.ahead}")
+        if self.extra_groups and self.ahead < (least_ahead := 1 if self.colocated else self.sync_every + 1):
+            raise ValueError(f"extra_groups={self.extra_groups} needs ahead >= {least_ahead}, is {self.ahead}")
+        if self.extra_groups and self.deterministic and not self.colocated:
+            raise ValueError(f"extra_groups={self.extra_groups} needs colocated=True with deterministic=True")
         if self.batch_rows % self.group_size or self.extra_groups * self.group_size > self.batch_rows:
             raise ValueError(
                 f"batch_rows={self.batch_rows} must be groups of {self.group_size}, at least {self.extra_groups}"
@@ -104,6 +106,15 @@ class ScheduleConfig:
         return 0 if self.colocated else min(1, self.ahead + 1 - self.sync_every)
 
     @property
+    def early_batches(self) -> int:
+        """Batches beyond the next one that may start: with `extra_groups` one fewer than `ahead`, so that a group may
+        be late; none where nothing is generated during training.
+        """
+        if not self.extra_groups:
+            return self.ahead
+        return 0 if self.colocated else self.ahead - 1
+
+    @property
     def num_groups(self) -> int:
         """The groups with which a batch begins."""
         return self.batch_rows // self.group_size
@@ -122,14 +133,12 @@ class ScheduleConfig:
 
     def end_of_starts(self, version: int) -> int:
         """The first request that may not begin under `version`."""
-        if not self.extra_groups:
-            return self.last_batch(version) * self.batch_rows
-        end = (version + 1) * self.batch_rows + self.extra_groups * self.group_size
+        end = (version + 1 + self.early_batches) * self.batch_rows + self.extra_groups * self.group_size
         return min(end, self.num_steps_total * self.batch_rows)
 
     def needed_version(self, batch: int) -> int:
         """The lowest version that rollouts get under which `batch` may start."""
-        lowest = max(batch - 1 - self.ahead, 0)
+        lowest = max(batch - 1 - self.early_batches, 0)
         return -(-lowest // self.sync_every) * self.sync_every
 
     def sends(self, step: int) -> bool:
@@ -213,7 +222,7 @@ class RequestScheduler(Protocol):
 
     def step_taken(self, step: int) -> GroupSwap | None:
         """The trainer takes batch `step`, which is complete. Returns the swap that made it so, if late groups left it
-        (`ScheduleConfig.extra_groups`): all engines are empty then.
+        (`ScheduleConfig.extra_groups`): the engines of a colocated rollout are empty then.
         """
 
     def saved(self, step: int, interrupted: bool = False) -> None:

@@ -117,8 +117,9 @@ class Scheduler:
         head = self._requests.head()
         if known.owned or head is None:
             return None
-        batch = self.groups.batch_of(head)
-        return None if batch <= self.rules.last_batch(known.ready) else self.rules.needed_version(batch)
+        if self._requests.may_start(head, known.ready):
+            return None
+        return self.rules.needed_version(self.groups.batch_of(head))
 
     def may_send(self, version: int) -> bool:
         """Whether weights may be sent now. In rounds it is too early while an earlier version, which all replicas take
@@ -215,8 +216,9 @@ class Scheduler:
         swap = self._requests.planned_swap(step) if self._requests.num_missing(step) else None
         if swap is not None:
             self._requests.swap_groups(swap)
-            for replica in self._replicas:
-                replica.inside.clear()
+            if self.rules.colocated:
+                for replica in self._replicas:
+                    replica.inside.clear()
         self._requests.take(step)
         return swap
 
@@ -384,9 +386,9 @@ class Scheduler:
             replica.renewed.discard(request)
 
     def _straggler(self, replica: _Replica, next_batch: int) -> int | None:
-        """The last unfinished request of `next_batch` if `replica` has it, else None."""
-        is_late = next_batch == self._requests.frontier and self._requests.num_missing(next_batch) == 1
-        if self.rules.straggler_policy == "wait" or not is_late:
+        """The last unfinished request of `next_batch` if `replica` has it and its group may not be late, else None."""
+        is_last = next_batch == self._requests.frontier and self._requests.num_missing(next_batch) == 1
+        if self.rules.straggler_policy == "wait" or not is_last or self.is_complete(next_batch):
             return None
         present = replica.owned - self.away
         return next((request for request in present if self.groups.batch_of(request) == next_batch), None)

@@ -47,14 +47,16 @@ class SimulatedInterval:
 class SimulatedRun:
     """The result of a simulation. Times are seconds since its beginning.
 
-    steps: end of each training step. staleness: steps -> number of trained tokens. answers: request -> (version, number
-    of tokens) of each part of its trained response. orders: replica -> its finished orders with their engine steps.
+    steps: end of each training step. staleness: steps -> number of trained tokens. batches: step -> its requests.
+    answers: request -> (version, number of tokens) of each part of its trained response. orders: replica -> its
+    finished orders with their engine steps.
     """
 
     total: float = 0.0
     steps: list[float] = field(default_factory=list)
     intervals: list[SimulatedInterval] = field(default_factory=list)
     staleness: Counter[int] = field(default_factory=Counter)
+    batches: dict[int, list[int]] = field(default_factory=dict)
     answers: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     orders: dict[int, list[tuple[SliceOrder, int]]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
@@ -243,7 +245,8 @@ class Simulation:
     def _train(self) -> None:
         self.step += 1
         self.scheduler.step_taken(self.step)
-        for request in self.rules.requests_of(self.step):
+        self.outcome.batches[self.step] = self.scheduler.groups.requests_of(self.step)
+        for request in self.outcome.batches[self.step]:
             for version, num in self.outcome.answers[request]:
                 self.outcome.staleness[self.step - 1 - version] += num
         self.phase = "train"

@@ -19,21 +19,22 @@ def plan_swap(
     num_begun: int,
     begun_under: Mapping[int, int],
     ahead: int,
+    most: int,
 ) -> GroupSwap | None:
     """The swap that completes batch `step`; None if there is none yet.
 
     still_open: requests that are begun and not finished; all below `num_begun` are begun. begun_under: group ->
     the version under which its first request began. A group may become late only while its tokens, trained one step
-    later, are not older than `ahead`; the batch waits for the others.
+    later, are not older than `ahead`, and at most `most` may; the batch waits for the others.
     """
     size, own = groups.group_size, groups.of(step)
     held_up = {request // size for request in still_open}
     late = [group for group in own if group in held_up]
-    if num_begun < (own[-1] + 1) * size or any(step - begun_under[group] > ahead for group in late):
+    if num_begun < (own[-1] + 1) * size or any(step - begun_under.get(group, -ahead) > ahead for group in late):
         return None
     after = [group for group in groups.of(step + 1) if (group + 1) * size <= num_begun]
     ready = [group for group in after if group not in held_up][: len(late)]
-    if len(ready) < len(late):
+    if len(ready) < len(late) or len(late) > most:
         return None
     return GroupSwap(*(tuple(requests_of_groups(chosen, size)) for chosen in (late, ready)))
 

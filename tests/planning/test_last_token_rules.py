@@ -9,6 +9,7 @@ from megatron_rl.config.keys import put
 
 ROLLOUT = "actor_rollout_ref.rollout"
 UNIT = f"{ROLLOUT}.prefix_match_unit"
+OWN_POOL = {"actor_rollout_ref.hybrid_engine": False, f"{ROLLOUT}.nnodes": 1, f"{ROLLOUT}.n_gpus_per_node": 2}
 
 
 @pytest.mark.parametrize(
@@ -36,9 +37,21 @@ def late(config):
     return config
 
 
-def test_late_groups_pass(late):
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"async_training.straggler_policy": "resample"},
+        {"algorithm.adv_estimator": "remax"},
+        {f"{ROLLOUT}.multi_turn.enable": True},
+        OWN_POOL,
+    ],
+)
+def test_late_groups_pass(late, change):
     """Would not catch a rule that is missing."""
-    assert problems(late) == []
+    for key, value in change.items():
+        put(late, key, value)
+    assert [text for text in problems(late) if "over_sample_rate" in text or "rollout_ahead" in text] == []
 
 
 @pytest.mark.parametrize(
@@ -47,6 +60,12 @@ def test_late_groups_pass(late):
         (
             {f"{ROLLOUT}.over_sample_rate": 0.6},
             f"{ROLLOUT}.over_sample_rate=0.6 must be >= 0 and <= 0.5; try: 0.5",
+        ),
+        (
+            OWN_POOL | {"trainer.rollout_ahead": 1},
+            f"{ROLLOUT}.over_sample_rate=0.2 and trainer.rollout_ahead=1 on a pool of its own needs "
+            "trainer.rollout_ahead > async_training.trigger_parameter_sync_step=1: a group that begins during training "
+            "is that old, and one step older if it is late; try: trainer.rollout_ahead=2",
         ),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_rl.sampling.engine_model import Costs
 from megatron_rl.sampling.schedule_types import ScheduleConfig
@@ -84,8 +84,16 @@ def random_scene(seed: int, **fixed: object) -> Scene:
     }
     if rng.random() < 0.15:
         chosen |= {"colocated": True, "partial": True, "deterministic": True, "sync_every": 1}
-    rules = ScheduleConfig(**(chosen | fixed))
+    rules = with_late_groups(ScheduleConfig(**(chosen | fixed)), random.Random(f"{seed} groups"))
     return Scene(rules, rng.randint(1, 4), seed, rng.randint(1, 12))
+
+
+def with_late_groups(rules: ScheduleConfig, rng: random.Random) -> ScheduleConfig:
+    """Every second schedule that may over-sample does, in groups of one to three."""
+    if rules.deterministic or rules.ahead <= rules.sync_every or rng.random() < 0.5:
+        return rules
+    size = rng.choice([size for size in (1, 2, 3) if rules.batch_rows % size == 0])
+    return replace(rules, group_size=size, extra_groups=rng.randint(1, rules.batch_rows // size))
 
 
 def check(scene: Scene, outcome: SimulatedRun) -> None:
@@ -96,8 +104,8 @@ def check(scene: Scene, outcome: SimulatedRun) -> None:
     assert max(outcome.staleness) <= rules.ahead and min(outcome.staleness) >= 0
     trained = sum(num for runs in outcome.answers.values() for _, num in runs)
     assert sum(outcome.staleness.values()) == trained
+    check_batches(rules, outcome)
     for request, runs in outcome.answers.items():
-        assert all(rules.batch_of(request) - 1 - version <= rules.ahead for version, _ in runs)
         if not rules.partial:
             assert len({version for version, _ in runs}) == 1
         num_tokens = sum(num for _, num in runs)
@@ -106,3 +114,19 @@ def check(scene: Scene, outcome: SimulatedRun) -> None:
         else:
             most = max(scene.lengths(request, attempt) for attempt in range(rules.straggler_attempts + 1))
             assert 1 <= num_tokens <= most
+
+
+def check_batches(rules: ScheduleConfig, outcome: SimulatedRun) -> None:
+    """Every step of this process trains as many requests, of whole groups and none too old; a group is late by steps at
+    which the schedule allows it.
+    """
+    trained = [request for requests in outcome.batches.values() for request in requests]
+    assert len(set(trained)) == len(trained)
+    for step, requests in outcome.batches.items():
+        assert len(requests) == rules.batch_rows
+        groups = {request // rules.group_size for request in requests}
+        assert len(groups) == rules.num_groups
+        late = [group for group in groups if group < (step - 1) * rules.num_groups]
+        assert len(late) <= rules.extra_groups
+        versions = [version for request in requests for version, _ in outcome.answers[request]]
+        assert all(0 <= step - 1 - version <= rules.ahead for version in versions)

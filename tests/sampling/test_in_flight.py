@@ -17,6 +17,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.records import Prompts, Sampling, ragged
 from megatron_rl.remote_columns import ColumnPiece
 from megatron_rl.rollout.slices import DraftCounts, Drawn
+from megatron_rl.sampling.group_map import GroupMap
 from megatron_rl.sampling.in_flight import InFlightBatches
 from megatron_rl.sampling.rollout_checkpoint import read_answers, read_schedule, write_rollouts
 from megatron_rl.sampling.sampler import draft_metrics
@@ -89,6 +90,34 @@ def test_a_complete_batch_says_which_weights_drew_each_token() -> None:
     assert [row.tolist() for row in found["rollout_log_probs"].unbind()] == [[-1.0, -2.0, -0.5], [-3.0]]
     assert found["truncated"].tolist() == [False, True]
     assert greedy is not None and [row.tolist() for row in greedy.sampled_ids.unbind()] == [[2]]
+
+
+def test_a_greedy_response_is_trained_with_its_group(tmp_path: Path) -> None:
+    """By hand: groups of one sample and one greedy response, of which group 0 is late. Its greedy response keeps its
+    number and its weights, and a run that continues has both. Would not catch a group of which only a part is moved.
+    """
+    runs = [InFlightBatches(4, seed_of, groups=GroupMap(2, 2)) for _ in range(2)]
+    for each in runs:
+        for step in (1, 2):
+            each.add(step, prompts([1], [2]), SAMPLING, prompts([1], [2]), GREEDILY)
+        each.groups.move(0, 2)
+        each.groups.move(2, 1)
+    answers, again = runs
+    assert [answers.start(request).sampling for request in range(4)] == [SAMPLING, GREEDILY] * 2
+    assert answers.requests_of(1) == ([2, 4], [3, 5]) and answers.requests_of(2) == ([0, 6], [1, 7])
+    answers.extend({n: Drawn((n,), (-0.5,), "stop") for n in (1, 2, 3, 4, 5)}, version=0)
+    batch, rows, greedy = answers.batch(1)
+    assert greedy is not None and [row.tolist() for row in greedy.sampled_ids.unbind()] == [[3], [5]]
+    assert [row.tolist() for row in rows.sampled_ids.unbind()] == [[2], [4]] and batch.uid.tolist() == [0, 1]
+    write_rollouts(tmp_path, answers, {"taken": 1, "next_new": 8}, step=1)
+    again.trained(1)
+    rows = prompts([1], [1])
+    read_answers(tmp_path, again, lambda indices: dataclasses.replace(rows, index=torch.tensor(indices)))
+    assert again.start(0) == answers.start(0) and again.start(1) == answers.start(1)
+    again.extend({n: Drawn((n,), (-0.5,), "stop") for n in (0, 6, 7)}, version=1)
+    greedy = again.batch(2)[2]
+    assert greedy is not None and [row.tolist() for row in greedy.sampled_ids.unbind()] == [[1], [7]]
+    assert [row.tolist() for row in greedy["versions"].unbind()] == [[0], [1]]
 
 
 def test_a_checkpoint_keeps_what_is_drawn_after_its_step(tmp_path: Path) -> None:

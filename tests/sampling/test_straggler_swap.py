@@ -21,7 +21,7 @@ from megatron_rl.sampling.engine_model import Engine, draw
 from megatron_rl.sampling.group_map import GroupMap
 from megatron_rl.sampling.journal import Journal, Recorder, from_json, read_events, to_json, with_lasting_numbers
 from megatron_rl.sampling.replay import Replay
-from megatron_rl.sampling.schedule_types import GroupSwap, RequestScheduler, ScheduleConfig
+from megatron_rl.sampling.schedule_types import GroupSwap, RequestDecision, RequestScheduler, ScheduleConfig
 from megatron_rl.sampling.scheduler import Scheduler
 from megatron_rl.sampling.straggler_swap import plan_swap
 
@@ -40,13 +40,18 @@ class Drawn:
 
 @dataclass
 class OnePool:
-    """Does with a scheduler what `PoolSampler` does. content: request -> what is drawn for it."""
+    """Does with a scheduler what `PoolSampler` does. content: request -> what is drawn for it. turn: tokens of each
+    of its turns; 0: there is one. pace: of replies. away: request -> rounds until its reply.
+    """
 
     rules: ScheduleConfig
     scheduler: RequestScheduler
     num_replicas: int
     content: dict[int, tuple[int, Drawn]]
+    turn: int = 0
+    pace: int = 1
     num_steps: dict[int, int] = field(default_factory=dict)
+    away: dict[int, int] = field(default_factory=dict)
     swaps: list[GroupSwap] = field(default_factory=list)
 
     def step(self, step: int) -> list[tuple[int, Drawn]]:
@@ -56,9 +61,12 @@ class OnePool:
         self.num_steps[step] = 0
         while not self.scheduler.is_complete(step):
             orders = [self.scheduler.next_order(replica) for replica in range(self.num_replicas)]
-            assert any(orders)
+            assert any(orders) or self.away
             taken = [self._run(engine, order) for engine, order in zip(engines, orders, strict=True) if order]
-            self.num_steps[step] += max(taken)
+            self.num_steps[step] += max(taken, default=0)
+            for decision in self.scheduler.take_decisions():
+                self._decide(decision)
+            self._reply()
         swap = self.scheduler.step_taken(step)
         if swap is not None:
             self.swaps.append(swap)
@@ -67,15 +75,38 @@ class OnePool:
     def _run(self, engine: Engine, order) -> int:
         engine.follow(order, releases=True)
         drawing = draw(
-            {request: self.content[request][1].left for request in sorted(engine.requests)},
+            {request: self._left_in_turn(request) for request in sorted(engine.requests)},
             order.num_steps,
             self.rules.max_running,
         )
         engine.requests.difference_update(drawing.finished)
         for request, num in drawing.drawn.items():
             self.content[request][1].parts.append((order.version, num))
-        self.scheduler.slice_done(order.replica, drawing.num_steps, drawing.drawn, drawing.finished)
+        ended = [] if self.turn else drawing.finished
+        away = drawing.finished if self.turn else []
+        self.away |= {request: request * self.pace % 4 for request in away}
+        self.scheduler.slice_done(order.replica, drawing.num_steps, drawing.drawn, ended, away)
         return drawing.num_steps
+
+    def _left_in_turn(self, request: int) -> int:
+        drawn = self.content[request][1]
+        done = sum(num for _, num in drawn.parts)
+        return min(drawn.left, self.turn - done % self.turn) if self.turn else drawn.left
+
+    def _reply(self) -> None:
+        for request, rounds in list(self.away.items()):
+            self.away[request] = rounds - 1
+            if rounds == 0:
+                del self.away[request]
+                self.scheduler.returned(request, self.content[request][1].left == 0)
+
+    def _decide(self, decision: RequestDecision) -> None:
+        drawn = self.content[decision.request][1]
+        if decision.kind == "truncate":
+            drawn.length = sum(num for _, num in drawn.parts)
+        else:
+            drawn.parts.clear()
+            self.away.pop(decision.request, None)
 
 
 @dataclass(frozen=True)
@@ -83,6 +114,10 @@ class Case:
     rules: ScheduleConfig
     num_replicas: int
     seed: int
+    turn: int = 0
+
+    def pool(self, rules: ScheduleConfig, scheduler: RequestScheduler, content) -> OnePool:
+        return OnePool(rules, scheduler, self.num_replicas, content, self.turn)
 
     def content(self) -> dict[int, tuple[int, Drawn]]:
         rng = Random(self.seed)
@@ -92,15 +127,16 @@ class Case:
         ]
         return {request: (request, Drawn(length)) for request, length in enumerate(lengths)}
 
-    def run(self, wrap: Callable[[Scheduler], RequestScheduler] = lambda scheduler: scheduler):
+    def run(self, wrap: Callable[[Scheduler], RequestScheduler] = lambda scheduler: scheduler, pace: int = 1):
         """The whole run: the pool, and the rows of every step."""
-        pool = OnePool(self.rules, wrap(Scheduler(self.rules, self.num_replicas)), self.num_replicas, self.content())
+        pool = self.pool(self.rules, wrap(Scheduler(self.rules, self.num_replicas)), self.content())
+        pool.pace = pace
         return pool, [pool.step(step) for step in range(1, self.rules.num_steps_total + 1)]
 
 
 @st.composite
 def cases(draw_of) -> Case:
-    size, num_groups = draw_of(st.integers(1, 3)), draw_of(st.integers(1, 6))
+    size, num_groups, has_turns = draw_of(st.integers(1, 3)), draw_of(st.integers(1, 6)), draw_of(st.booleans())
     rules = ScheduleConfig(
         batch_rows=size * num_groups,
         num_steps_total=draw_of(st.integers(1, 6)),
@@ -111,8 +147,12 @@ def cases(draw_of) -> Case:
         colocated=True,
         extra_groups=draw_of(st.integers(1, num_groups)),
         group_size=size,
+        straggler_policy=draw_of(st.sampled_from(["wait", "truncate", "resample"])),
+        straggler_slices=draw_of(st.integers(1, 3)),
+        has_turns=has_turns,
     )
-    return Case(rules, draw_of(st.integers(1, 3)), draw_of(st.integers(0, 10**6)))
+    turn = draw_of(st.integers(1, 4)) if has_turns else 0
+    return Case(rules, draw_of(st.integers(1, 3)), draw_of(st.integers(0, 10**6)), turn)
 
 
 def numbered(steps) -> list[list[tuple[int, list[tuple[int, int]]]]]:
@@ -122,8 +162,8 @@ def numbered(steps) -> list[list[tuple[int, list[tuple[int, int]]]]]:
 @settings(deadline=None, max_examples=150)
 @given(cases())
 def test_every_group_is_trained_once_and_whole(case):
-    """In full, in the order of its samples, and with no token older than `ahead`. Would not catch other tokens: the
-    model of an engine only counts them.
+    """In full, in the order of its samples, and with no token older than `ahead`, over turns and with stragglers. Would
+    not catch other tokens: the model of an engine only counts them.
     """
     rules, (_, steps) = case.rules, case.run()
     trained = [number for rows in steps for number, _ in rows]
@@ -151,13 +191,15 @@ def test_a_resumed_run_and_a_replayed_one_train_the_same(case, data):
         journal.close()
         events = read_events(Path(folder) / "schedule.jsonl")
     whole = numbered(steps)
-    assert numbered(case.run(lambda _: Replay(case.rules, case.num_replicas, events))[1]) == whole
+    for pace in (1, 3):  # the replies to turns come in their order, or in another
+        assert numbered(case.run(lambda _: Replay(case.rules, case.num_replicas, events), pace)[1]) == whole
     last = data.draw(st.integers(1, case.rules.num_steps_total))
-    begun = OnePool(case.rules, Scheduler(case.rules, case.num_replicas), case.num_replicas, case.content())
+    begun = case.pool(case.rules, Scheduler(case.rules, case.num_replicas), case.content())
     first = [begun.step(step) for step in range(1, last + 1)]
     state = json.loads(json.dumps(begun.scheduler.state_dict()))
     rules = ScheduleConfig(**{**vars(case.rules), "first_step": last + 1})
-    resumed = OnePool(rules, Scheduler(rules, case.num_replicas, state), case.num_replicas, begun.content)
+    resumed = case.pool(rules, Scheduler(rules, case.num_replicas, state), begun.content)
+    resumed.away = begun.away
     rest = [resumed.step(step) for step in range(last + 1, rules.num_steps_total + 1)]
     assert numbered(first + rest) == whole
 
@@ -181,11 +223,13 @@ def test_a_batch_by_hand():
 def test_what_is_too_old_is_waited_for():
     """A group that began under version 0 may be trained in steps 1 and 2 with ahead=1. Would not catch a run: above."""
     groups = GroupMap(2)
-    assert plan_swap(groups, 1, {1}, 3, {0: 0, 1: 0, 2: 0}, ahead=1) == GroupSwap((1,), (2,))
-    assert plan_swap(groups, 2, {3}, 5, {2: 0, 3: 0, 4: 1}, ahead=1) is None
-    assert plan_swap(groups, 2, {3}, 5, {2: 0, 3: 1, 4: 1}, ahead=1) == GroupSwap((3,), (4,))
-    assert plan_swap(groups, 2, {3, 4}, 5, {2: 0, 3: 1, 4: 1}, ahead=1) is None
-    with pytest.raises(ValueError, match="colocated=True"):
+    assert plan_swap(groups, 1, {1}, 3, {0: 0, 1: 0, 2: 0}, ahead=1, most=2) == GroupSwap((1,), (2,))
+    assert plan_swap(groups, 2, {3}, 5, {2: 0, 3: 0, 4: 1}, ahead=1, most=2) is None
+    assert plan_swap(groups, 2, {3}, 5, {2: 0, 3: 1, 4: 1}, ahead=1, most=2) == GroupSwap((3,), (4,))
+    assert plan_swap(groups, 2, {3, 4}, 5, {2: 0, 3: 1, 4: 1}, ahead=1, most=2) is None
+    assert plan_swap(groups, 1, {0, 1}, 4, {0: 0, 1: 0}, ahead=1, most=2) == GroupSwap((0, 1), (2, 3))
+    assert plan_swap(groups, 1, {0, 1}, 4, {0: 0, 1: 0}, ahead=1, most=1) is None
+    with pytest.raises(ValueError, match="needs ahead >= 2, is 0"):
         ScheduleConfig(2, 9, 0, extra_groups=1)
     with pytest.raises(ValueError, match="groups of 3"):
         ScheduleConfig(4, 9, 1, deterministic=True, colocated=True, extra_groups=1, group_size=3)

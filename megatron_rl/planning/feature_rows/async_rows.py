@@ -98,14 +98,15 @@ ROWS = (
                 "rollout_ahead",
                 "a group may be late by that many steps, and its tokens are trained that many steps later",
                 gives_up=True,
-                when=_is_colocated,
             ),
         ),
         excludes=(
-            Relation("own_pool", "replicas continue with later batches without waiting"),
-            Relation("multi_turn", "an environment identifies an episode by its position in the batch"),
-            Relation("greedy_baseline", "greedy responses are generated with their batch"),
-            Relation("stragglers", "the last responses of a batch continue in the next step", {STRAGGLERS: "wait"}),
+            Relation(
+                "deterministic",
+                "on a pool of its own the moment at which the trainer asks decides which groups are late",
+                {DETERMINISTIC: False},
+                when=lambda run: run.config.samples_ahead and not _is_colocated(run),
+            ),
         ),
     ),
     Feature(
