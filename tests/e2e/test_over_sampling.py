@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command_line import CommandLine
 from safetensors.torch import load_file
-from short_runs import LOCAL, SHORT, reached, steps_saved
+from short_runs import LOCAL, SHORT, WITHOUT_RAY, reached, steps_saved
 
 from megatron_rl.checkpoint.folders import find
 
@@ -17,6 +17,11 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 
 NUM_STEPS, NUM_PROMPTS, NUM_SAMPLES = 6, 8, 4
 RATE = "actor_rollout_ref.rollout.over_sample_rate=0.3"
+LATE = (
+    *("trainer.rollout_ahead=2", "async_training.partial_rollout=true", "async_training.slice_steps=1"),
+    *("algorithm.rollout_correction.rollout_is=token", "actor_rollout_ref.rollout.temperature=1.5"),
+    "data.max_response_length=16",
+)
 SETTINGS = (
     *(*SHORT, *LOCAL, f"actor_rollout_ref.rollout.n={NUM_SAMPLES}", f"trainer.total_training_steps={NUM_STEPS}"),
     *("trainer.rollout_ahead=2", "async_training.partial_rollout=true", "async_training.slice_steps=1"),
@@ -75,3 +80,44 @@ def test_late_groups_are_trained_later(command_line, tmp_path: Path) -> None:
     again = command_line(*SETTINGS, RATE, "trainer.save_freq=0", f"--replay={late.run}")
     assert again.wait() == 0, again.text()
     assert numbers(again) == numbers(late) and weights_equal(again, late)
+
+
+TURNS = "actor_rollout_ref.rollout.multi_turn"
+TWO_POOLS = (
+    *("actor_rollout_ref.rollout.max_num_seqs=24", "trainer.n_gpus_per_node=1", WITHOUT_RAY),
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
+)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("recipe", "keys"),
+    [
+        ("remax", LOCAL),
+        ("grpo", (*LOCAL, "async_training.straggler_policy=resample", "async_training.straggler_slices=1")),
+        (
+            "grpo",
+            (
+                *(*LOCAL, f"{TURNS}.enable=true", f"{TURNS}.environment.path=tests/e2e/agents_for_tests.py"),
+                *(f"{TURNS}.environment.name=Retry", "custom_reward_function.path=null", f"{TURNS}.num_workers=2"),
+                "custom_reward_function.name=null",
+            ),
+        ),
+        ("async", TWO_POOLS),
+    ],
+    ids=["ReMax", "stragglers", "turns", "replicas"],
+)
+def test_late_groups_beside(command_line, recipe, keys) -> None:
+    """Groups are late, none is too old, and the recorded schedule is repeated with the same numbers and weights.
+
+    Would not catch a rare order of events: `tests/sampling` has thousands.
+    """
+    steps = (*SHORT, f"actor_rollout_ref.rollout.n={NUM_SAMPLES}", "trainer.total_training_steps=3", *LATE, RATE)
+    config = f"configs/{recipe}_cpu.yaml"
+    run = command_line(*steps, *keys, config=config)
+    assert run.wait() == 0, run.text()
+    assert sum(line.get("rollout/late_groups", 0) for line in numbers(run)) > 0
+    assert 0 < max(line.get("staleness/max", 0) for line in numbers(run)) <= 2
+    again = command_line(*steps, *keys, f"--replay={run.run}", config=config)
+    assert again.wait() == 0, again.text()
+    assert weights_equal(again, run)
