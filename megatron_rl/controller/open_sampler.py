@@ -23,7 +23,7 @@ from megatron_rl.errors import ConfigError
 from megatron_rl.roles.actor import Actor
 from megatron_rl.roles.rollout import Rollout
 from megatron_rl.sampling.drain_notices import DRAIN_FILE, DrainNotices
-from megatron_rl.sampling.group_filter import GroupFilter
+from megatron_rl.sampling.filtered_replay import FilteredReplay
 from megatron_rl.sampling.journal import (
     SCHEDULE_FILE,
     Began,
@@ -40,10 +40,11 @@ from megatron_rl.sampling.pool_sampler import PoolSampler
 from megatron_rl.sampling.recorded_sampler import RecordedSampler, check_record
 from megatron_rl.sampling.replay import Replay
 from megatron_rl.sampling.replica_sampler import ReplicaSampler
+from megatron_rl.sampling.request_scheduler import RequestScheduler
 from megatron_rl.sampling.response_history import ResponseHistory
 from megatron_rl.sampling.rollout_checkpoint import read_schedule
 from megatron_rl.sampling.sampler import Sampler, Schedule, Sources
-from megatron_rl.sampling.schedule_types import RequestScheduler, ScheduleConfig
+from megatron_rl.sampling.schedule_types import KeptGroups, ScheduleConfig
 from megatron_rl.sampling.scheduler import Scheduler
 
 
@@ -52,22 +53,28 @@ def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Schedu
     step."""
     ahead, rollout = config.async_training, config.actor_rollout_ref.rollout
     sizes, num_steps = config.batch_sizes, config.trainer.num_steps
-    greedy = sizes.num_generated_prompts if "greedy_scores" in estimator_traits(config).reads else 0
+    filters = config.algorithm.filter_groups
+    reads_greedy = "greedy_scores" in estimator_traits(config).reads
+    # Of a filtered batch greedy responses are generated when it is known which groups are trained.
+    greedy = sizes.num_generated_prompts if reads_greedy and not filters.enable else 0
+    most = filters.max_num_gen_batches * sizes.num_generated_prompts
+    filtered = KeptGroups(sizes.num_prompts, most) if filters.enable else None
     batch_rows = sizes.num_generated_samples + greedy
     group_size = sizes.samples_per_prompt
     if greedy:  # a late group takes its greedy response along; else these follow all samples of a batch
         group_size = group_size + 1 if rollout.over_sample_rate and config.samples_ahead else 1
     if not config.samples_ahead:
-        has_turns = config.has_turns
+        has_turns, scores_early = config.has_turns, config.reward_model.launch_reward_fn_async
         return ScheduleConfig(
             batch_rows=batch_rows,
             num_steps_total=num_steps,
             ahead=0,
             first_step=first_step,
-            slice_steps=ahead.slice_steps if has_turns or config.reward_model.launch_reward_fn_async else None,
+            slice_steps=ahead.slice_steps if not filtered and (has_turns or scores_early) else None,
             has_turns=has_turns,
             awaits_turns=ahead.deterministic,
             group_size=group_size,
+            filtered=filtered,
         )
     return ScheduleConfig(
         batch_rows=batch_rows,
@@ -89,6 +96,7 @@ def rules_of(config: RunConfig, placement: Placement, first_step: int) -> Schedu
         awaits_turns=ahead.deterministic,
         extra_groups=extra_groups(sizes.num_prompts, rollout.over_sample_rate),
         group_size=group_size,
+        filtered=filtered,
     )
 
 
@@ -115,6 +123,7 @@ def settings_of(rules: ScheduleConfig, config: RunConfig) -> dict[str, Any]:
     # What awaits_turns says follows from others, which older schedules have.
     left_out = {"first_step", "awaits_turns", *(() if rules.has_turns else ("has_turns",))}
     left_out |= {"group_size", *(() if rules.extra_groups else ("extra_groups",))}  # older schedules have neither
+    left_out |= set() if rules.filtered else {"filtered"}
     settings = {name: value for name, value in asdict(rules).items() if name not in left_out}
     order = config.actor_rollout_ref.rollout.longest_first or None
     return settings | {"seed": config.trainer.seed, "drafts": drafts_of(config), "longest_first": order}
@@ -138,6 +147,17 @@ def refuse_other_settings(run: Path, events: Sequence[Event], settings: Mapping[
     ]
     if different:
         raise ConfigError(f"the schedule of {run} is of a run with other settings: {', '.join(different)}")
+
+
+def refuse_other_verdicts(saved: Mapping[str, Any] | None, rules: ScheduleConfig, checkpoint: Path | None) -> None:
+    """Raise ConfigError where only one of a checkpoint's run and this one filters groups: begun batches differ."""
+    if saved is None or ("groups" in saved) == bool(rules.kept_groups):
+        return
+    key, was = "algorithm.filter_groups.enable", "groups" in saved
+    raise ConfigError(
+        f"{key}={bool(rules.kept_groups)} cannot continue the responses of {checkpoint}, which began with {key}={was}; "
+        f"try: {key}={was}, or trainer.rollout_ahead=0 and async_training.partial_rollout=false, which drops them"
+    )
 
 
 def open_journal(folder: RunFolder, schedule: Mapping[str, Any] | None, settings: dict[str, Any]) -> Journal:
@@ -185,6 +205,7 @@ def open_schedule(
         )
     settings, last_batch = settings_of(rules, config), rules.last_batch(start.step)
     saved = None if start.path is None else read_schedule(start.path)
+    refuse_other_verdicts(saved, rules, start.path)
     scheduler: RequestScheduler
     replies: list[tuple[int, Reply]] | None = None
     if replay is None:
@@ -192,15 +213,23 @@ def open_schedule(
     else:
         events = read_schedule_file(replay)
         refuse_other_settings(replay, events, settings)
-        scheduler = Replay(rules, num_replicas, events)
+        scheduler = (FilteredReplay if rules.kept_groups else Replay)(rules, num_replicas, events)
         replies = [(event.request, event.reply) for event in events if isinstance(event, TurnAnswered | EpisodeBegan)]
     if saved is not None:
-        last_batch = max(last_batch, rules.batch_of(saved["next_new"] - 1))
+        last_batch = max(last_batch, rules.batch_of(saved.get("next_new", 0) - 1))
     journal = open_journal(folder, saved, settings)
     opened.callback(journal.close)
-    checkpoint = None if saved is None else start.path
+    checkpoint, first_group = (None, 0) if saved is None else (start.path, saved.get("first_group", 0))
     return Schedule(
-        rules, Recorder(scheduler, journal), journal, num_replicas, last_batch, checkpoint, replies, *former
+        rules,
+        Recorder(scheduler, journal),
+        journal,
+        num_replicas,
+        last_batch,
+        checkpoint,
+        replies,
+        *former,
+        first_group,
     )
 
 
@@ -245,7 +274,7 @@ def open_sampler(
     checks: called while the asynchronous sampler waits; one raises failures of pools, one raises if the run is to stop.
     """
     if not isinstance(rollout, ReplicatedPool):
-        kind = GroupFilter if sources.config.algorithm.filter_groups.enable else PoolSampler
+        kind = PoolSampler
         if sources.config.trainer.rollouts_from is not None:
             kind = RecordedSampler
         return kind(schedule, sources, rollout, None if Placement.of(sources.config).is_colocated else actor)

@@ -52,6 +52,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         Metric("reward/{raised|timed_out|crashed|no_score}", COUNT, "Those responses, by what went wrong."),
         Metric("train/num_gen_batches", "batches", "Dynamic sampling: batches generated for this step."),
         Metric("train/differing_groups", SHARE, "Dynamic sampling: groups of the step with different scores, or kept."),
+        Metric("train/dropped_tokens", SHARE, "Dynamic sampling: sampled tokens of groups that were not trained."),
         Metric("filter_groups/kept_ratio", SHARE, "Generated groups that `algorithm.filter_groups.path` keeps."),
         Metric("filter_groups/{raised|timed_out|crashed|no_verdict}", COUNT, "Its verdicts that failed."),
     ),

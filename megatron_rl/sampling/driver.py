@@ -162,7 +162,8 @@ class Driver:
         if not self._calls:
             with self._changed:
                 if not self._jobs and not self._ends:
-                    waits = timeout if self.queue.has_turns_open else max(timeout, IDLE_S)
+                    is_open = self.queue.has_turns_open or bool(self.queue.scheduler.verdicts.unjudged)
+                    waits = timeout if is_open else max(timeout, IDLE_S)
                     self._changed.wait(waits)  # whatever changes wakes it
             return
         for future in wait_any(list(self._calls), timeout):
@@ -237,7 +238,7 @@ class Driver:
 
     def _take_replies(self) -> None:
         with self._changed:
-            if self.queue.take_replies():
+            if self.queue.take_replies() | self.queue.judge():
                 self._changed.notify_all()
 
     def _do_jobs(self) -> None:

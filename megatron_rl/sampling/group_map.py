@@ -44,6 +44,10 @@ class GroupMap:
         """Drop what is known of groups that began and were trained in batches before this one."""
         self._moved = {g: at for g, at in self._moved.items() if max(at, self.first_batch(g)) >= batch}
 
+    def dropped(self, batch: int) -> list[int]:
+        """Return the groups of a taken batch that it does not train: none."""
+        return []
+
     @property
     def moved(self) -> list[tuple[int, int]]:
         """(group, batch) of every group that is not where it began, for a checkpoint."""

@@ -29,7 +29,7 @@ class InFlightBatches:
     """The prompts and episodes of requests that are not trained, by request; `groups` has the batch of each.
 
     All batches begin with the same number of rows; greedy responses are the last ones of their groups, or of the batch
-    where each request is a group.
+    where each request is a group. has_turns: whether a turn that ends gets a reply.
     """
 
     def __init__(
@@ -48,16 +48,12 @@ class InFlightBatches:
         """
         self.batch_rows, self._seed_of, self._with_versions = batch_rows, seed_of, with_versions
         self._earlier_of, self._limits = earlier_of, limits
+        self.has_turns = limits is not None
         self.groups = GroupMap(batch_rows) if groups is None else groups
         self._episodes: dict[int, Episode] = {}
         self._rows: dict[int, tuple[Prompts, int]] = {}
         self._drafts: dict[int, DraftCounts] = {}
         self._greedily: Sampling | None = None
-
-    @property
-    def has_turns(self) -> bool:
-        """Whether a turn that ends gets a reply."""
-        return self._limits is not None
 
     def add(self, step: int, prompts: Prompts, sampling: Sampling, greedy: Prompts | None, greedily: Sampling) -> None:
         """Begin a batch. Raises ValueError if its number of rows is not batch_rows."""
@@ -76,6 +72,16 @@ class InFlightBatches:
         """Whether the request is a group's greedy response, which is the last of its group if groups have several."""
         size = self.groups.group_size
         return self._greedily is not None and size > 1 and request % size == size - 1
+
+    def add_group(self, first: int, prompts: Prompts, rows: range, sampling: Sampling) -> None:
+        """Begin a group with requests from number `first` on. rows: of `prompts`. One that has begun stays as it is."""
+        if first in self._episodes:
+            return
+        own = prompts[rows.start : rows.stop]
+        episodes = new_episodes(own, sampling)
+        self._episodes |= enumerate(episodes, first)
+        self._rows |= {first + place: (prompts, row) for place, row in enumerate(rows)}
+        note_groups(episodes, own, range(first, first + len(episodes)))
 
     def start(self, request: int) -> Start:
         """The message with which a replica begins a request or continues it."""
@@ -122,9 +128,13 @@ class InFlightBatches:
         unfinished = [row for row, request in numbered if not self._episodes[request].finish]
         if unfinished:
             raise ValueError(f"rows {unfinished[:8]} of batch {step} are not finished")
-        sampled, compared = ([self._episodes[request] for request in part] for part in (requests, greedy))
-        prompts = begun_prompts(self._prompts(requests), sampled)
-        return prompts, self._rows_of(sampled), self._rows_of(compared) if greedy else None
+        compared = [self._episodes[request] for request in greedy]
+        return *self.rows(requests), self._rows_of(compared) if greedy else None
+
+    def rows(self, requests: Sequence[int]) -> tuple[Prompts, Batch]:
+        """Prompts and rows of sampled requests that are finished, in their order."""
+        sampled = [self._episodes[request] for request in requests]
+        return begun_prompts(self._prompts(requests), sampled), self._rows_of(sampled)
 
     def _prompts(self, requests: Sequence[int]) -> Prompts:
         """The prompts of sampled requests."""
@@ -148,10 +158,6 @@ class InFlightBatches:
             for request, episode in sorted(self._episodes.items())
             if episode.opening is None and not (episode.token_ids or episode.finish)
         }
-
-    def sampled_episodes(self, step: int) -> list[Episode]:
-        """The episodes of a step's rows, without greedy responses; none of a batch that is not begun."""
-        return [self._episodes[request] for request in self.requests_of(step)[0]]
 
     def drafts(self, step: int) -> DraftCounts:
         """What drafts did for the responses of a batch, in this process; zeros without draft tokens."""

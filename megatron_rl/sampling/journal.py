@@ -6,7 +6,7 @@ A slice is written once its replica has answered. A slice that a dying replica n
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -14,14 +14,18 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 from megatron_rl.agents.as_json import answer_from_json, turn_from_json
 from megatron_rl.agents.episode import Reply
 from megatron_rl.observe.appended_file import AppendedFile, replace_file
+from megatron_rl.sampling.request_scheduler import RequestScheduler
 from megatron_rl.sampling.schedule_types import (
     Counts,
+    GroupsJoined,
     GroupSwap,
+    Judged,
     Numbers,
     RequestDecision,
-    RequestScheduler,
     SliceOrder,
+    Verdict,
 )
+from megatron_rl.sampling.verdicts import GroupVerdicts
 
 SCHEDULE_FILE = "schedule.jsonl"
 
@@ -119,10 +123,11 @@ class VersionReady:
 
 @dataclass(frozen=True)
 class StepTaken:
-    """The trainer took batch `step`."""
+    """The trainer took batch `step`. dropped: groups of the batch that are not trained."""
 
     event: ClassVar[str] = "taken"
     step: int
+    dropped: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -186,6 +191,8 @@ Event = (
     | RequestDecision
     | GroupSwap
     | Traded
+    | GroupsJoined
+    | Judged
 )
 KINDS: dict[str, type[Event]] = {kind.event: kind for kind in get_args(Event)}
 NUMBERS = tuple[int, ...]
@@ -282,6 +289,7 @@ class Questions:
     def __init__(self, scheduler: RequestScheduler) -> None:
         self._decider = scheduler
         self.counts, self.groups = scheduler.counts, scheduler.groups
+        self.verdicts: GroupVerdicts = scheduler.verdicts
 
     @property
     def admits(self) -> bool:
@@ -307,12 +315,45 @@ class Questions:
         return self._decider.state_dict()
 
 
+class RecordedVerdicts:
+    """Passes verdicts on, and writes them and what follows from them to a journal."""
+
+    def __init__(self, verdicts: GroupVerdicts, journal: Journal) -> None:
+        self._verdicts, self._journal = verdicts, journal
+        self._joined: list[GroupsJoined] = []
+
+    @property
+    def unjudged(self) -> Collection[int]:
+        return self._verdicts.unjudged
+
+    def open_groups(self) -> None:
+        self._verdicts.open_groups()
+        self.write_joined()
+
+    def take_joined(self) -> Sequence[GroupsJoined]:
+        self.write_joined()
+        joined, self._joined = self._joined, []
+        return joined
+
+    def judged(self, group: int, verdict: Verdict) -> None:
+        self._verdicts.judged(group, verdict)
+        self._journal.append(Judged(group, verdict))
+        self.write_joined()
+
+    def write_joined(self) -> None:
+        """Write what has happened to groups; before a batch is taken, so that it is known what was in it."""
+        for event in self._verdicts.take_joined():
+            self._journal.append(event)
+            self._joined.append(event)
+
+
 class Recorder(Questions):
     """A scheduler that passes everything on to another one and writes what happens to a journal."""
 
     def __init__(self, scheduler: RequestScheduler, journal: Journal) -> None:
         """The caller closes the journal."""
         super().__init__(scheduler)
+        self.verdicts = self._verdicts = RecordedVerdicts(scheduler.verdicts, journal)
         self._journal = journal
         self._orders: dict[int, SliceOrder] = {}
 
@@ -339,10 +380,11 @@ class Recorder(Questions):
         self._journal.append(VersionReady(version))
 
     def step_taken(self, step: int) -> GroupSwap | None:
+        self._verdicts.write_joined()
         swap = self._decider.step_taken(step)
         if swap is not None:
             self._journal.append(swap)
-        self._journal.append(StepTaken(step))
+        self._journal.append(StepTaken(step, tuple(self.groups.dropped(step))))
         return swap
 
     def saved(self, step: int, interrupted: bool = False) -> None:

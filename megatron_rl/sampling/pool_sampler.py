@@ -32,10 +32,15 @@ class PoolSampler(Sampler):
     def next(self, step: int) -> SampledBatch:
         """The batch of a step, which is generated now as far as it is not yet complete."""
         self.begin_batches(self.rules.last_batch(step - 1))
-        if not self.queue.scheduler.is_complete(step):
-            with self.awaited.waiting(self.answers.sampled_episodes(step)), self._rollout_mode():
+        while not self.queue.scheduler.is_complete(step):
+            with self.awaited.waiting(self._sampled_episodes(step)), self._rollout_mode():
                 self._run_slices(step)
-        return self.take(step)
+            if self._groups is not None:
+                self._groups.judge_finished()
+        batch = self.take(step)
+        if self._groups is not None and self.needs_greedy:
+            batch.greedy = self.answer(batch.prompts.one_per_group(), self.greedy())[1]
+        return batch
 
     def load_weights(self, step: int) -> None:
         """Send the weights after `step` to the rollout, unless it is in the actor's pool and reads them there."""
@@ -81,10 +86,17 @@ class PoolSampler(Sampler):
             self.logger.note_transition(reports)
 
     def _run_slices(self, step: int) -> None:
-        """Generate until the batch of `step` is complete, then empty the engines, whose caches are released."""
+        """Generate until the batch of `step` is complete, or until groups must be scored that need ranks for it or that
+        end a batch of generation; then empty the engines, whose caches are released.
+        """
         queue = self.queue
         queue.scheduler.version_ready(self._version)
         while not queue.scheduler.is_complete(step):
+            if self._groups is not None and queue.scheduler.verdicts.unjudged:
+                if not self.rules.ahead or self._groups.judge.needs_ranks:
+                    break
+                self._groups.judge_finished()
+                continue
             orders = {replica: queue.next_slice(replica) for replica in range(len(queue.engines))}
             slices = {replica: order for replica, order in orders.items() if order is not None}
             if not slices and queue.has_turns_open:

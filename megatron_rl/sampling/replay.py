@@ -14,10 +14,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.errors import ReplayError
+from megatron_rl.sampling.filtered_requests import FilteredGroups
 from megatron_rl.sampling.group_map import GroupMap
-from megatron_rl.sampling.journal import Counted, Event, Interrupted, ReplicaLost, Resumed, SliceDone
-from megatron_rl.sampling.schedule_types import Counts, GroupSwap, Numbers, RequestDecision, ScheduleConfig, SliceOrder
+from megatron_rl.sampling.journal import Counted, Event, Interrupted, ReplicaLost, Resumed, SliceDone, StepTaken
+from megatron_rl.sampling.schedule_types import (
+    Counts,
+    GroupsJoined,
+    GroupSwap,
+    Numbers,
+    RequestDecision,
+    ScheduleConfig,
+    SliceOrder,
+)
 from megatron_rl.sampling.straggler_swap import move_groups
+from megatron_rl.sampling.verdicts import GroupVerdicts, NoVerdicts
 
 
 @dataclass
@@ -38,7 +48,7 @@ class _JournalReader:
 
     def __init__(self, rules: ScheduleConfig) -> None:
         self.rules = rules
-        self.groups = GroupMap(rules.num_groups, rules.group_size)
+        self.groups = groups_of(rules)
         self.slices: dict[int, list[_Slice]] = defaultdict(list)
         self.finished: list[int] = []
         self.decisions: list[RequestDecision] = []
@@ -62,6 +72,11 @@ class _JournalReader:
                 move_groups(self.groups, event)
                 if self.rules.colocated:  # the engines are empty
                     self._inside.clear()
+            case GroupsJoined() if isinstance(self.groups, FilteredGroups):
+                self.groups.join(event)
+            case StepTaken() if isinstance(self.groups, FilteredGroups):
+                for group in event.dropped:
+                    self.groups.drop(group)
             case ReplicaLost():
                 self._lose(event.replica)
             case Resumed():
@@ -157,7 +172,8 @@ class Replay:
             raise ReplayError(f"the schedule has {max(reader.slices) + 1} replicas, this run has {num_replicas}")
         self._slices = [reader.slices[replica] for replica in range(num_replicas)]
         self._versions = [sorted({known.order.version for known in slices}) for slices in self._slices]
-        self.groups = GroupMap(rules.num_groups, rules.group_size)
+        self.groups = groups_of(rules)
+        self.verdicts: GroupVerdicts = NoVerdicts()
         self._trained_in = reader.groups.batch_of
         self._num_finished = Counter(self._trained_in(request) for request in reader.finished)
         self._swaps = reader.swaps
@@ -210,19 +226,22 @@ class Replay:
             self.counts["resampled"] += self._counts_itself and decision.kind == "resample"
             ended += [decision.request] if decision.kind == "truncate" else []
             self.away.discard(decision.request)
-        self._num_finished.update(self._trained_in(request) for request in ended)
+        self._finish(ended)
 
     def returned(self, request: int, is_finished: bool) -> None:
         """A request that was away has the reply to its turn."""
         self.away.remove(request)
-        self._num_finished[self._trained_in(request)] += is_finished
+        if is_finished:
+            self._finish([request])
+
+    def _finish(self, requests: Sequence[int]) -> None:
+        self._num_finished.update(self._trained_in(request) for request in requests)
 
     def is_complete(self, step: int) -> bool:
         """Whether batch `step` is finished. Raises ReplayError if the recorded run ended before that."""
         if self._num_finished[step] == self.rules.batch_rows:
             return not self.rules.colocated or self._has_done(step - 1)
-        ended = all(num == len(slices) for num, slices in zip(self._num_done, self._slices, strict=True))
-        if ended and not self.away:
+        if self._has_ended and not self.away:
             raise ReplayError(f"the recorded schedule ends before batch {step} is complete")
         return False
 
@@ -233,6 +252,11 @@ class Replay:
             for num, slices in zip(self._num_done, self._slices, strict=True)
             for known in slices[num : num + 1]
         )
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether all recorded slices are done."""
+        return all(num == len(slices) for num, slices in zip(self._num_done, self._slices, strict=True))
 
     @property
     def _is_drawn(self) -> bool:
@@ -305,6 +329,11 @@ class Replay:
         state: dict[str, Any] = {"batch_rows": rows, "taken": last, "next_new": last * rows, "open": []}
         versions = [[held, self._ready] for held in self._held]
         return state | {"versions": versions, "announced": self._ready, "counts": dict(self.counts)}
+
+
+def groups_of(rules: ScheduleConfig) -> GroupMap:
+    """The groups of a schedule at its beginning."""
+    return FilteredGroups(rules.group_size) if rules.kept_groups else GroupMap(rules.num_groups, rules.group_size)
 
 
 def _in_words(facts: tuple[int | None, tuple[int, ...], tuple[int, ...]]) -> str:

@@ -55,12 +55,25 @@ class ReplicaSampler(Sampler):
         with self.logger.clock.waiting("gen"):
             self._wait_for(step)
             while not self.queue.scheduler.is_complete(step):
-                self.send_weights(step - 1)
-                self._announce()
+                if self._judges_here():
+                    self._judge()
+                else:
+                    self.send_weights(step - 1)
+                    self._announce()
                 self._wait_for(step)
         self.metrics.waited(start, time.time())
         with self.driver.locked():
             return self.take(step)
+
+    def _judges_here(self) -> bool:
+        """Whether groups wait for scores of reward models, which this thread asks for."""
+        needs_ranks = self._groups is not None and self._groups.judge.needs_ranks
+        return needs_ranks and bool(self.queue.scheduler.verdicts.unjudged)
+
+    def _judge(self) -> None:
+        with self.driver.locked():
+            if self._groups is not None:
+                self._groups.judge_finished()
 
     def load_weights(self, step: int) -> None:
         """Send the weights after `step` while slices run, if the schedule sends them."""
@@ -118,8 +131,10 @@ class ReplicaSampler(Sampler):
         def can_join() -> bool:
             return weights.is_wanted and (weights.version == step - 1 or not slots.generating)
 
-        with self.awaited.waiting(self.answers.sampled_episodes(step)):
-            self.driver.wait_until(lambda: scheduler.is_complete(step) or can_join(), self._check_stop)
+        with self.awaited.waiting(self._sampled_episodes(step)):
+            self.driver.wait_until(
+                lambda: scheduler.is_complete(step) or can_join() or self._judges_here(), self._check_stop
+            )
 
     def _announce(self) -> None:
         """Let replicas take the newest weights that were sent, and begin the batches that these allow.

@@ -10,7 +10,8 @@ from megatron_rl.records import Batch, Prompts
 from megatron_rl.rollout.slices import FINISHED_BY_LENGTH, Slice, SliceReport
 from megatron_rl.sampling.in_flight import InFlightBatches
 from megatron_rl.sampling.length_history import LengthHistory, longest_first
-from megatron_rl.sampling.schedule_types import RequestScheduler, SliceOrder
+from megatron_rl.sampling.request_scheduler import RequestScheduler
+from megatron_rl.sampling.schedule_types import GroupsJoined, SliceOrder
 from megatron_rl.scoring.rule import Ended
 
 
@@ -20,7 +21,9 @@ class RequestQueue:
     keeps_prefixes: of slices, see `Slice`. on_end: is called with every response that ends by itself.
     engines: replica -> requests in its engine. reports: those of finished slices, without tokens, for metrics.
     episodes: answers turns; None: the first turn of a request is its last. num_late: requests of the batch taken last
-    that were late, and left it. lengths: with them engines begin the longest requests first.
+    that were late, and left it. lengths: with them engines begin the longest requests first. begin_groups: adds groups
+    that join batches to the responses; None: all exist when their batch begins. judge: gives verdicts that need no
+    wait; returns whether there was one.
     """
 
     def __init__(
@@ -33,6 +36,8 @@ class RequestQueue:
         self.on_end: Callable[[Ended], None] | None = None
         self.num_late = 0
         self.lengths: LengthHistory | None = None
+        self.begin_groups: Callable[[Sequence[GroupsJoined]], None] | None = None
+        self.judge: Callable[[], bool] = lambda: False
         self._beginning: set[int] = set()
         self.apply_decisions()  # a checkpoint may have left some
         for request in answers.away:
@@ -40,6 +45,13 @@ class RequestQueue:
 
     def next_slice(self, replica: int) -> Slice | None:
         """The next slice of a replica, which must be sent to it; None: there is none yet."""
+        if self.begin_groups is not None:
+            self.scheduler.verdicts.open_groups()
+            if joined := self.scheduler.verdicts.take_joined():
+                self.begin_groups(joined)
+                self.begin_episodes()
+            if not self.is_begun:
+                return None
         order = self.scheduler.next_order(replica)
         return None if order is None else self._slice(order)
 

@@ -51,6 +51,11 @@ class Requests:
             return self._given_back[0]
         return self._next_new if self._next_new < self.rules.num_steps_total * self.rules.batch_rows else None
 
+    def next_batch(self) -> int | None:
+        """The batch of the request that is handed out next."""
+        head = self.head()
+        return None if head is None else self.groups.batch_of(head)
+
     def may_start(self, request: int, version: int) -> bool:
         """Whether a waiting request may be handed out under `version`."""
         if request < self._next_new:  # it has begun before, and may be late as if under that version
@@ -70,12 +75,15 @@ class Requests:
             if self._given_back:
                 heappop(self._given_back)
             else:
-                self.open[head] = Request()
-                self._next_new += 1
-                if self.rules.extra_groups:
-                    self._begun_under.setdefault(head // self.rules.group_size, version)
+                self._begin_request(head, version)
             handed_out.append(head)
         return handed_out
+
+    def _begin_request(self, request: int, version: int) -> None:
+        self.open[request] = Request()
+        self._next_new += 1
+        if self.rules.extra_groups:
+            self._begun_under.setdefault(request // self.rules.group_size, version)
 
     def give_back(self, request: int) -> None:
         """An open request waits again."""
@@ -133,14 +141,8 @@ class Requests:
 
     def load(self, state: Mapping[str, Any], still_open: Mapping[int, Request]) -> None:
         """Continue from `state_dict` with these open requests. Raises ValueError if the rules do not fit."""
+        self._check(state)
         rules = self.rules
-        if state["batch_rows"] != rules.batch_rows or state["taken"] < rules.first_step - 1:
-            raise ValueError(
-                f"a schedule of batch_rows={state['batch_rows']} after step {state['taken']} cannot continue with "
-                f"batch_rows={rules.batch_rows} from step {rules.first_step}"
-            )
-        if (size := state.get("group_size", rules.group_size)) != rules.group_size:
-            raise ValueError(f"a schedule of groups of {size} cannot continue with groups of {rules.group_size}")
         self.taken, self._next_new = state["taken"], state["next_new"]
         self.open = dict(still_open)
         self._begun_under = dict(state.get("begun_under", ()))
@@ -151,6 +153,16 @@ class Requests:
             self._num_finished[batch] = num_started - num_open[batch]
         self.frontier = self.taken + 1
         self._advance()
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        rules = self.rules
+        if state["batch_rows"] != rules.batch_rows or state["taken"] < rules.first_step - 1:
+            raise ValueError(
+                f"a schedule of batch_rows={state['batch_rows']} after step {state['taken']} cannot continue with "
+                f"batch_rows={rules.batch_rows} from step {rules.first_step}"
+            )
+        if (size := state.get("group_size", rules.group_size)) != rules.group_size:
+            raise ValueError(f"a schedule of groups of {size} cannot continue with groups of {rules.group_size}")
 
     def _advance(self) -> None:
         """Move the frontier to the first batch that is not complete."""

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from megatron_rl.agents.episode import Reply, episode_metrics
+from megatron_rl.agents.episode import Episode, Reply, episode_metrics
 from megatron_rl.agents.episodes import Episodes, RecordedEpisodes
 from megatron_rl.config.algorithms import estimator_traits
 from megatron_rl.config.schema import RunConfig
@@ -28,13 +28,17 @@ from megatron_rl.records import Batch, Prompts, Sampling
 from megatron_rl.rollout.seeds import request_seed
 from megatron_rl.rollout.slices import DraftCounts
 from megatron_rl.sampling.awaited import Awaited
+from megatron_rl.sampling.filtered_batches import FilteredBatches
+from megatron_rl.sampling.group_judge import GroupJudge, keeps_of
+from megatron_rl.sampling.group_prompts import GroupPrompts
 from megatron_rl.sampling.in_flight import InFlightBatches
 from megatron_rl.sampling.journal import Journal, reply_event
 from megatron_rl.sampling.length_history import LENGTHS_FILE, LengthHistory
 from megatron_rl.sampling.request_queue import RequestQueue
+from megatron_rl.sampling.request_scheduler import RequestScheduler
 from megatron_rl.sampling.response_history import EARLIER_FILE, ResponseHistory
 from megatron_rl.sampling.rollout_checkpoint import ROLLOUTS_FILE, read_answers, write_rollouts
-from megatron_rl.sampling.schedule_types import RequestScheduler, ScheduleConfig
+from megatron_rl.sampling.schedule_types import ScheduleConfig
 from megatron_rl.scoring.batch_scorers import RewardScorer
 from megatron_rl.scoring.sampled_batch import SampledBatch
 from megatron_rl.scoring.user_verdict import UserVerdicts
@@ -87,7 +91,8 @@ class Schedule:
     last_batch: the last batch that the checkpoint has begun. journal: None if no response outlives its step: then
     nothing is recorded or saved. replies: the replies to turns of a schedule that is repeated, by request, in their
     order. earlier: responses from which rollouts draft, with those of the checkpoint; None: they do not. lengths: of
-    former responses, by which requests are ordered; None: they are not.
+    former responses, by which requests are ordered; None: they are not. first_group: with
+    verdicts, the group whose prompt the cursor gives next.
     """
 
     rules: ScheduleConfig
@@ -99,6 +104,7 @@ class Schedule:
     replies: Sequence[tuple[int, Reply]] | None = None
     earlier: ResponseHistory | None = None
     lengths: LengthHistory | None = None
+    first_group: int = 0
 
 
 class Sampler:
@@ -127,6 +133,11 @@ class Sampler:
             schedule.scheduler.groups,
         )
         self._cursor_ahead, self._last_begun = self.cursor.ahead(), self.rules.first_step - 1
+        self._verdicts = sources.verdicts
+        self._groups: FilteredBatches | None = None
+        if self.rules.kept_groups:
+            self._groups = self._filtered_batches(schedule, sources)
+            self._groups.begin(schedule.scheduler.verdicts.take_joined())
         self.draw_prompts(schedule.last_batch)
         if schedule.checkpoint is not None:
             read_answers(schedule.checkpoint, self.answers, self._prompts_numbered)
@@ -140,7 +151,22 @@ class Sampler:
         self.queue.keeps_prefixes = self.journal is None
         if self.rules.slice_steps is not None:  # otherwise all responses of a batch come together
             self.queue.on_end = sources.scorer.begin
+        if self._groups is not None:
+            self._groups.serve(self.queue)
         self._begin_episodes()
+
+    def _filtered_batches(self, schedule: Schedule, sources: Sources) -> FilteredBatches:
+        """What verdicts on groups need; without responses that outlive a step, batches are scored as a whole."""
+        rewards, rules, user = sources.scorer.rewards, self.rules, sources.verdicts
+        own = RewardScorer(rewards.for_groups()) if rules.ahead else sources.scorer
+        if user is not None and rules.ahead:
+            user.judges_single_groups()
+        keeps = keeps_of(self.config.algorithm.filter_groups.metric, user)
+        judge = GroupJudge(keeps, own, schedule.scheduler.verdicts, self.answers, rules.group_size)
+        prompts = GroupPrompts(self.cursor, self.next_prompts, rules.num_groups, schedule.first_group)
+        stops = rewards.stop_if_all_failed
+        rest = (self.sampling, self.logger.warn, stops, len(self.train_data))
+        return FilteredBatches(rules, self.answers, prompts, judge, *rest)
 
     def _episodes(self, live: Episodes | None, schedule: Schedule) -> Episodes | None:
         """What answers turns: as recorded where a schedule is repeated. Every response goes to the journal."""
@@ -188,8 +214,8 @@ class Sampler:
                 self.queue.take_replies(waits=True)
 
     def draw_prompts(self, last: int) -> None:
-        """Generate the prompts of all batches up to that of step `last`."""
-        while self._last_begun < last:
+        """Generate the prompts of all batches up to that of step `last`, unless verdicts decide which they are."""
+        while self._groups is None and self._last_begun < last:
             self._last_begun += 1
             prompts = self.next_prompts(self._cursor_ahead)
             greedy = prompts.one_per_group() if self.needs_greedy else None
@@ -206,6 +232,8 @@ class Sampler:
             files.append(LENGTHS_FILE)
         if self.journal is not None:
             schedule = self.queue.scheduler.state_dict() | {"num_lines": self.journal.num_lines}
+            if self._groups is not None:
+                schedule["first_group"] = self._groups.prompts.first_after(step)
             write_rollouts(folder, self.answers, schedule, step)
             files.append(ROLLOUTS_FILE)
         return files
@@ -252,24 +280,38 @@ class Sampler:
 
     def take(self, step: int) -> SampledBatch:
         """The complete batch of a step, which is trained now."""
+        if self._groups is not None:
+            batch, prompts, rows = self._groups.take(step, self.queue)
+            batch.metrics |= {} if self._verdicts is None else self._verdicts.metrics()
+            self.keep(step, prompts, rows)
+            batch.metrics |= self._describe_responses(step)
+            return batch
         prompts, rows, greedy = self.queue.batch(step)
         self.cursor.next_indices()  # these are the prompts of the batch: the cursor moves behind them
         self.keep(step, prompts, rows)
         requests, compared = self.answers.requests_of(step)
         batch = SampledBatch(step, prompts, rows, greedy, requests=requests, greedy_requests=compared)
-        batch.metrics |= draft_metrics(self.answers.drafts(step))
+        batch.metrics |= self._describe_responses(step)
         if self.rules.extra_groups:
             batch.metrics["rollout/late_groups"] = float(self.queue.num_late // self.rules.group_size)
-        if self.episodes is not None:
-            batch.metrics |= self._describe_episodes(step)
         return batch
 
-    def _describe_episodes(self, step: int) -> dict[str, float]:
-        """Metrics of the episodes. Warns of failed ones; raises RewardError where too many have failed."""
-        episodes = self.answers.sampled_episodes(step)
-        metrics, most = episode_metrics(episodes), self.config.actor_rollout_ref.rollout.multi_turn.max_failed_ratio
+    def _sampled_episodes(self, step: int) -> list[Episode]:
+        """The episodes of a step's rows, without greedy responses; none of a batch that is not begun."""
+        return [self.answers.episode(request) for request in self.answers.requests_of(step)[0]]
+
+    def _describe_responses(self, step: int) -> dict[str, float]:
+        """Metrics of draft tokens and episodes. Warns of failed ones; raises RewardError where too many have failed."""
+        drafts = draft_metrics(self.answers.drafts(step))
+        if self.episodes is None:
+            return drafts
+        episodes = self._sampled_episodes(step)
+        metrics, most = (
+            drafts | episode_metrics(episodes),
+            self.config.actor_rollout_ref.rollout.multi_turn.max_failed_ratio,
+        )
         failures = [episode.failure for episode in episodes if episode.failure is not None]
-        while self.episodes is not None and self.episodes.late_notes:
+        while self.episodes.late_notes:
             self.logger.warn(self.episodes.late_notes.pop(0))
         if failures:
             first = f"{len(failures)} of {len(episodes)} episodes failed; the first: {failures[0].reason}"

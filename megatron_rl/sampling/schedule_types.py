@@ -7,20 +7,32 @@ which is never above `ahead`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
-
-from megatron_rl.sampling.group_map import GroupMap
+from typing import ClassVar, Literal
 
 POLICIES = ("wait", "truncate", "resample")
 
 Kind = Literal["truncate", "resample", "forget"]
 
+Verdict = Literal["kept", "uniform", "failed"]
+"""On a group whose responses are scored: it is trained; its scores are equal; none of its responses has a score."""
+
+SALT_STRIDE = 1_000_003
+"""Difference of the salts of two batches of generation of one step; more than a run has steps."""
+
 Counts = Mapping[int, int]
 """request -> number."""
 Numbers = Collection[int]
 """Requests."""
+
+
+@dataclass(frozen=True)
+class KeptGroups:
+    """How many kept groups complete a batch, and how many groups begin for one at most; 0: no limit."""
+
+    wanted: int
+    most: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,6 +78,8 @@ class ScheduleConfig:
     ones of that; and groups that may start in addition to `early_batches`. 0: none."""
     group_size: int = 1
     """Requests per group."""
+    filtered: KeptGroups | None = None
+    """Only groups with the verdict "kept" complete a batch (`filtered_requests.py`); None: all are trained."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for values that cannot work, above all an `ahead` under which the run would block."""
@@ -90,6 +104,10 @@ class ScheduleConfig:
             raise ValueError(
                 f"batch_rows={self.batch_rows} must be groups of {self.group_size}, at least {self.extra_groups}"
             )
+        if self.kept_groups > self.num_groups or 0 < self.max_groups < self.kept_groups:
+            raise ValueError(f"{self.filtered} does not fit {self.num_groups} groups")
+        if self.filtered and self.extra_groups:
+            raise ValueError(f"{self.filtered} and extra_groups: late groups of a filtered batch are not swapped")
         if self.colocated and not (self.partial and self.deterministic and self.sync_every == 1):
             raise ValueError("colocated=True needs partial=True, deterministic=True and sync_every=1")
 
@@ -113,6 +131,16 @@ class ScheduleConfig:
         if not self.extra_groups:
             return self.ahead
         return 0 if self.colocated else self.ahead - 1
+
+    @property
+    def kept_groups(self) -> int:
+        """Kept groups that complete a batch; 0: all groups are trained."""
+        return 0 if self.filtered is None else self.filtered.wanted
+
+    @property
+    def max_groups(self) -> int:
+        """Groups that begin for one batch, at most; 0: no limit."""
+        return 0 if self.filtered is None else self.filtered.most
 
     @property
     def num_groups(self) -> int:
@@ -187,67 +215,26 @@ class GroupSwap:
     ready: tuple[int, ...]
 
 
-class RequestScheduler(Protocol):
-    """Interface of a `Scheduler`, a `Recorder` around one, and a `Replay`.
-
-    admits: whether waiting requests may start; False drains the engines.
+@dataclass(frozen=True)
+class GroupsJoined:
+    """These groups belong to a batch from now on: new ones begin for it, or it takes one over from another batch. It is
+    also a line of the journal.
     """
 
-    admits: bool
+    event: ClassVar[str] = "joined"
+    batch: int
+    first: int
+    """The number of the first group."""
+    num: int
+    """Groups, with consecutive numbers."""
+    salt: int
+    """A part of their seeds."""
 
-    counts: dict[str, int]
-    """For metrics: renewed, moved, truncated, resampled, forgotten_tokens since the run began."""
 
-    groups: GroupMap
-    """Which batch each group belongs to now."""
+@dataclass(frozen=True)
+class Judged:
+    """A verdict on a group. It is also a line of the journal."""
 
-    def next_order(self, replica: int) -> SliceOrder | None:
-        """The replica's next slice, which is outstanding from now on. None: there is none until another fact
-        arrives.
-        """
-
-    def slice_done(self, replica: int, num_steps: int, drawn: Counts, finished: Numbers, away: Numbers = ()) -> None:
-        """The outstanding order was carried out. drawn: request -> number of new tokens. away: requests whose turn has
-        ended, and which wait for the reply outside the engine.
-        """
-
-    def returned(self, request: int, is_finished: bool) -> None:
-        """A request that was away has the reply to its turn. is_finished: it needs no further turn."""
-
-    def sending(self, version: int) -> None:
-        """`version` begins to overwrite weights that replicas have received but not taken. Ask `may_send` before."""
-
-    def version_ready(self, version: int) -> None:
-        """All living replicas have received the weights of `version`; they take them with a later order."""
-
-    def step_taken(self, step: int) -> GroupSwap | None:
-        """The trainer takes batch `step`, which is complete. Returns the swap that made it so, if late groups left it
-        (`ScheduleConfig.extra_groups`): the engines of a colocated rollout are empty then.
-        """
-
-    def saved(self, step: int, interrupted: bool = False) -> None:
-        """A checkpoint after `step` was written. interrupted: instead, the engines did something else and are empty."""
-
-    def replica_lost(self, replica: int) -> None:
-        """The replica died."""
-
-    def replica_back(self, replica: int, version: int) -> None:
-        """The replica has restarted; its engine is empty and has `version`."""
-
-    def is_complete(self, step: int) -> bool:
-        """Whether all requests of batch `step` are finished."""
-
-    def take_decisions(self) -> Sequence[RequestDecision]:
-        """Decisions since the last call. Call after every fact, and apply them before the next order."""
-
-    def wanted_version(self, replica: int) -> int | None:
-        """The lowest version that an idle replica must receive before it can get an order; None if it needs none."""
-
-    def may_send(self, version: int) -> bool:
-        """Whether weights may be sent now: no replica still has to take an earlier version from the same buffer."""
-
-    def may_save(self, step: int) -> bool:
-        """Whether a run that resumes from a checkpoint written now would continue as this one does."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that future decisions depend on, as JSON values; outstanding orders count as never given."""
+    event: ClassVar[str] = "judged"
+    group: int
+    verdict: Verdict

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from megatron_rl.sampling.filtered_requests import FilteredRequests
 from megatron_rl.sampling.load_balancing import by_expected_length, even_shares
 from megatron_rl.sampling.requests import Request, Requests
 from megatron_rl.sampling.schedule_types import (
@@ -26,6 +27,7 @@ from megatron_rl.sampling.schedule_types import (
     ScheduleConfig,
     SliceOrder,
 )
+from megatron_rl.sampling.verdicts import GroupVerdicts, NoVerdicts, Verdicts
 
 COUNTS = ("renewed", "moved", "truncated", "resampled", "forgotten_tokens")
 
@@ -66,7 +68,11 @@ class Scheduler:
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
         first = rules.first_step - 1
         self._replicas = [_Replica(first, first) for _ in range(num_replicas)]
+        self.verdicts: GroupVerdicts = NoVerdicts()
         self._requests = Requests(rules)
+        if rules.kept_groups:
+            self._requests = requests = FilteredRequests(rules)
+            self.verdicts = Verdicts(requests, self.counts, self._last_open_batch, self._may_apply)
         self.groups = self._requests.groups
         self._announced, self._expect = first, expect
         self._planned: dict[int, SliceOrder] = {}
@@ -114,12 +120,17 @@ class Scheduler:
             return None
         if self.rules.in_rounds and self._waits_for_due():
             return self._due()
+        batch = self._requests.next_batch()
+        if known.owned or batch is None:
+            return None
         head = self._requests.head()
-        if known.owned or head is None:
+        if (
+            self._requests.may_start(head, known.ready)
+            if head is not None
+            else batch <= self.rules.last_batch(known.ready)
+        ):
             return None
-        if self._requests.may_start(head, known.ready):
-            return None
-        return self.rules.needed_version(self.groups.batch_of(head))
+        return self.rules.needed_version(batch)
 
     def may_send(self, version: int) -> bool:
         """Whether weights may be sent now. In rounds it is too early while an earlier version, which all replicas take
@@ -181,6 +192,7 @@ class Scheduler:
         straggler, known.straggler = known.straggler, None
         if straggler is not None and straggler in known.owned - self.away:
             self._act_on_straggler(known, straggler)
+        self._let_verdicts_apply()
 
     def returned(self, request: int, is_finished: bool) -> None:
         """A request that was away has the reply to its turn. is_finished: it needs no further turn."""
@@ -192,6 +204,7 @@ class Scheduler:
             self._finish(owner, request)
         elif owner is None:
             self._give_back(request)
+        self._let_verdicts_apply()
 
     def sending(self, version: int) -> None:
         """`version` begins to overwrite weights that replicas have received but not taken. They keep what they hold."""
@@ -246,6 +259,7 @@ class Scheduler:
                 self._give_back(request)
         self._planned.pop(replica, None)
         self._replicas[replica] = _Replica(known.held, known.ready, is_alive=False)
+        self._let_verdicts_apply()
 
     def replica_back(self, replica: int, version: int) -> None:
         """The replica has restarted; its engine is empty and has `version`, which should be the newest announced."""
@@ -312,7 +326,30 @@ class Scheduler:
     # Rounds
 
     def _is_round_open(self) -> bool:
-        """Whether a slice is outstanding, or a reply to a turn that rounds await."""
+        """Whether a slice is outstanding, or a verdict, or a reply to a turn that rounds await."""
+        return bool(self.verdicts.unjudged) or self._has_slices_or_turns()
+
+    def _let_verdicts_apply(self) -> None:
+        if isinstance(self.verdicts, Verdicts):
+            self.verdicts.apply()
+
+    def _may_apply(self) -> bool:
+        """In rounds all verdicts take effect at the end of a round, so that their times do not matter."""
+        if not (self.rules.in_rounds and isinstance(self._requests, FilteredRequests)):
+            return True
+        return self._requests.has_all_verdicts and not self._has_slices_or_turns()
+
+    def _last_open_batch(self) -> int | None:
+        """The last batch that replicas may start now, as orders depend on it; None between two rounds' ends."""
+        if not self.rules.in_rounds:
+            versions = [self._free_version(replica) for replica in self._replicas if replica.is_alive]
+        elif self._is_round_open() or self._waits_for_due():
+            return None
+        else:
+            versions = list(self._round_versions()[1].values())
+        return self.rules.last_batch(max(versions)) if versions else None
+
+    def _has_slices_or_turns(self) -> bool:
         is_awaited = bool(self.away) and self.rules.awaits_turns
         return is_awaited or bool(self._planned) or any(replica.order is not None for replica in self._replicas)
 
@@ -337,16 +374,7 @@ class Scheduler:
         """Make orders for all living replicas, unless a version must arrive first."""
         if self._waits_for_due():
             return
-        due = self._due()
-        swappers = self._swappers(due)
-        drains = not self.rules.partial and any(replica.owned for replica in swappers)
-        versions, starters = {}, {}
-        for index, replica in enumerate(self._replicas):
-            if replica.is_alive:
-                swaps = replica in swappers and not drains
-                versions[index] = due if swaps else replica.held
-                if swaps or replica not in swappers:
-                    starters[index] = versions[index]
+        versions, starters = self._round_versions()
         takers = self._takers(starters)
         num_waiting = self._requests.num_waiting(max((versions[taker] for taker in takers), default=0)) if takers else 0
         shares = self._shares(takers, num_waiting)
@@ -358,6 +386,20 @@ class Scheduler:
         for index, version in versions.items():
             if self._replicas[index].owned - self.away:
                 self._planned[index] = self._order(index, version, self._requests.frontier)
+
+    def _round_versions(self) -> tuple[dict[int, int], dict[int, int]]:
+        """The versions of the next round's slices by replica, and those of the replicas that may start requests."""
+        due = self._due()
+        swappers = self._swappers(due)
+        drains = not self.rules.partial and any(replica.owned for replica in swappers)
+        versions, starters = {}, {}
+        for index, replica in enumerate(self._replicas):
+            if replica.is_alive:
+                swaps = replica in swappers and not drains
+                versions[index] = due if swaps else replica.held
+                if swaps or replica not in swappers:
+                    starters[index] = versions[index]
+        return versions, starters
 
     def _hand_out_by_length(self, takers: Sequence[int], requests: Sequence[int]) -> None:
         assert self._expect is not None

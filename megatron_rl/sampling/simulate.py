@@ -14,11 +14,15 @@ from functools import partial
 from heapq import heappop, heappush
 
 from megatron_rl.sampling.engine_model import Costs, Engine, draw
-from megatron_rl.sampling.schedule_types import RequestScheduler, ScheduleConfig, SliceOrder
+from megatron_rl.sampling.request_scheduler import RequestScheduler
+from megatron_rl.sampling.schedule_types import ScheduleConfig, SliceOrder, Verdict
 
 Lengths = Callable[[int, int], int]
 """(request, attempt) -> tokens of its response, at least 1."""
 
+
+Judge = Callable[[int], tuple[Verdict, float]]
+"""group -> the verdict on it, and seconds until it is scored."""
 
 Turns = Callable[[int], tuple[int, float]]
 """request -> tokens of each of its turns, and seconds from a turn's end to its reply."""
@@ -48,8 +52,8 @@ class SimulatedRun:
     """The result of a simulation. Times are seconds since its beginning.
 
     steps: end of each training step. staleness: steps -> number of trained tokens. batches: step -> its requests.
-    answers: request -> (version, number of tokens) of each part of its trained response. orders: replica -> its
-    finished orders with their engine steps.
+    trained: step -> its groups. answers: request -> (version, number of tokens) of each part of its trained response.
+    orders: replica -> its finished orders with their engine steps.
     """
 
     total: float = 0.0
@@ -60,6 +64,7 @@ class SimulatedRun:
     answers: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     orders: dict[int, list[tuple[SliceOrder, int]]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
+    trained: dict[int, list[int]] = field(default_factory=dict)
 
     def idle_share(self, lane: str, start: float, stop: float) -> float:
         """The share of an interval in which a lane had nothing to do; a dead replica does not count as idle."""
@@ -84,10 +89,14 @@ class Simulation:
         costs: Costs,
         saves: Collection[int],
         turns: Turns | None = None,
+        judge: Judge | None = None,
     ) -> None:
-        """saves: steps after which a checkpoint is written. turns: of every response; None: each is a single turn."""
+        """saves: steps after which a checkpoint is written. turns: see `Turns`; None: each response is a single turn.
+        judge: its verdicts, with `ScheduleConfig.kept_groups`.
+        """
         self.scheduler, self.rules, self.lengths, self.costs = scheduler, rules, lengths, costs
         self.saves, self.turns = saves, turns
+        self._judging = judge, set[int]()
         self.engines: list[Engine | None] = [Engine(rules.first_step - 1) for _ in range(num_replicas)]
         self.outcome = SimulatedRun(orders={replica: [] for replica in range(num_replicas)})
         self.now = 0.0
@@ -135,10 +144,18 @@ class Simulation:
 
     def _go_on(self) -> None:
         """Begin all that can begin now: replicas first, then the trainer."""
+        judge, begun = self._judging
+        for group in sorted(set(self.scheduler.verdicts.unjudged) - begun):
+            assert judge is not None  # else there are no verdicts
+            verdict, seconds = judge(group)
+            begun.add(group)
+            self._after(seconds, partial(self.scheduler.verdicts.judged, group, verdict))
         for replica, engine in enumerate(self.engines):
+            self.scheduler.verdicts.open_groups()
             order = self.scheduler.next_order(replica) if engine is not None else None
             if engine is not None and order is not None:
                 self._begin_slice(replica, engine, order)
+        self.scheduler.verdicts.take_joined()
         if self.phase == "save" and self.scheduler.may_save(self.step):
             json.dumps(self.scheduler.state_dict())
             self.scheduler.saved(self.step)
@@ -246,6 +263,7 @@ class Simulation:
         self.step += 1
         self.scheduler.step_taken(self.step)
         self.outcome.batches[self.step] = self.scheduler.groups.requests_of(self.step)
+        self.outcome.trained[self.step] = self.scheduler.groups.of(self.step)
         for request in self.outcome.batches[self.step]:
             for version, num in self.outcome.answers[request]:
                 self.outcome.staleness[self.step - 1 - version] += num
@@ -301,11 +319,13 @@ def simulate(
     failures: Sequence[Failure] = (),
     saves: Collection[int] = (),
     turns: Turns | None = None,
+    judge: Judge | None = None,
 ) -> SimulatedRun:
     """Simulate a whole run. scheduler: for example Scheduler(rules, num_replicas). lengths: of responses, at least 1
     token.
 
     saves: steps after which a checkpoint is written; it takes no time here but restarts unfinished requests. turns: of
-    every response. Raises StuckError if the run cannot continue, for example because all replicas are dead.
+    every response. judge: see `Simulation`. Raises StuckError if the run cannot continue, for example
+    because all replicas are dead.
     """
-    return Simulation(scheduler, rules, num_replicas, lengths, costs, saves, turns).run(failures)
+    return Simulation(scheduler, rules, num_replicas, lengths, costs, saves, turns, judge).run(failures)

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import inspect
 import itertools
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ class RewardProcesses(WorkProcesses):
         self._begun: dict[int, tuple[int, str | tuple[str, ...]]] = {}
         self._replies: dict[int, Any] = {}
         self._jobs = itertools.count()
+        self._taking = threading.RLock()
 
     def begin(self, number: int, asked: Sample | Group) -> None:
         """Score a response, or a group, whose batch is not complete; `score` and `score_groups` take the outcome. Any
@@ -58,7 +60,22 @@ class RewardProcesses(WorkProcesses):
 
     def _scored(self, asked: Sequence[Sample | Group], numbers: Sequence[int]) -> list[Any]:
         """The replies to samples or groups, in order."""
-        jobs, replies = self._open_jobs(asked, numbers), self._replies
+        with self._taking:
+            return self._taken(self._open_jobs(asked, numbers))
+
+    def is_scored(self, numbers: Sequence[int]) -> bool:
+        """Whether all of these that have begun have their outcome; does not wait. Any thread may call this."""
+        if not self._taking.acquire(blocking=False):
+            return False
+        try:
+            self._replies.update(self.take(waits=False))
+            jobs = [self._begun[number][0] for number in numbers if number in self._begun]
+            return all(job in self._replies for job in jobs)
+        finally:
+            self._taking.release()
+
+    def _taken(self, jobs: Sequence[int]) -> list[Any]:
+        replies = self._replies
         while missing := [job for job in jobs if job not in replies]:
             replies.update(self.take(waits=True))
             own = [replies[job] for job in jobs if job in replies]
@@ -110,6 +127,10 @@ class RewardHere(contextlib.nullcontext[Any]):
 
     def begin(self, number: int, asked: Sample | Group) -> None:
         """Do nothing: a call would hold the run up now as well as later."""
+
+    def is_scored(self, numbers: Sequence[int]) -> bool:
+        """True: `score` takes no longer later."""
+        return True
 
     def score(self, samples: Sequence[Sample], numbers: Sequence[int] = ()) -> list[Outcome]:
         """Return one outcome per sample, in order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -66,6 +67,22 @@ class Rewards:
         self._readers = dict(readers or {})
         self._warn, self._clock = warn, clock
         self._warned_of_cuts: set[str] = set()
+
+    def for_groups(self) -> Rewards:
+        """Return what scores some groups of a batch at a time, in any thread: its seconds are not the step's."""
+        apart = copy.copy(self)
+        apart._clock = PhaseClock(lambda name: None)
+        apart._training_rules = self._training_rules.for_groups()
+        return apart
+
+    def is_scored(self, numbers: Sequence[int]) -> bool:
+        """Whether the responses with these request numbers that have begun are scored; does not wait."""
+        return self._training_rules.is_scored(numbers)
+
+    @property
+    def stop_if_all_failed(self) -> bool:
+        """Whether a batch without a single score ends the run."""
+        return isinstance(self._training_rules, RuleReward) and self._training_rules.stop_if_all_failed
 
     def start(self, prompts: Prompts, answers: Batch) -> Pending:
         """Start every reward model on the responses of its sources; do not wait.

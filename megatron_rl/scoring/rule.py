@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -67,6 +68,16 @@ class RuleReward:
         """Score a response while others are generated. Raises RewardError where the reward processes have died."""
         self.processes.begin(answer.number, self.sample_of(answer))
 
+    def is_scored(self, numbers: Sequence[int]) -> bool:
+        """Whether responses with these request numbers, as far as they have begun, are scored; does not wait."""
+        return self.processes.is_scored(numbers)
+
+    def for_groups(self) -> Self:
+        """Return what scores some groups of a batch at a time: no group stops the run if none of it can be scored."""
+        rule = copy.copy(self)
+        rule.stop_if_all_failed = False
+        return rule
+
     def sample_of(self, answer: Ended) -> Sample:
         """Return the arguments of a reward function for a response that has ended."""
         text, row = self.tokenizer.decode(answer.token_ids, skip_special_tokens=True), answer.row
@@ -112,6 +123,14 @@ class NoRule(contextlib.nullcontext[Any]):
 
     def begin(self, answer: Ended) -> None:
         """Do nothing."""
+
+    def is_scored(self, numbers: Sequence[int]) -> bool:
+        """Return True: there is nothing to score."""
+        return True
+
+    def for_groups(self) -> Self:
+        """Return this."""
+        return self
 
     def __call__(self, prompts: Prompts, answers: Batch, numbers: Sequence[int] = ()) -> ScoredAnswers:
         """Return B responses without a score."""

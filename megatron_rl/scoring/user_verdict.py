@@ -128,6 +128,11 @@ class UserVerdicts:
     ) -> None:
         self._processes, self._warn, self._stops = processes, warn, stop_if_all_failed
         self._counts: Counter[str] = Counter()
+        self._stops_by_step = False
+
+    def judges_single_groups(self) -> None:
+        """From now on a step whose verdicts all fail ends the run, and not a call, which may judge a single group."""
+        self._stops, self._stops_by_step = False, self._stops
 
     def __enter__(self) -> Self:
         """Start the processes."""
@@ -156,8 +161,13 @@ class UserVerdicts:
         return [bool(rows) and next(by_group).is_kept for rows in groups]
 
     def metrics(self) -> dict[str, float]:
-        """Return the share of kept groups since the last call, and the number of failed verdicts by kind."""
+        """Return the share of kept groups since the last call, and the number of failed verdicts by kind. Raises
+        RewardError where all have failed in `judges_single_groups`.
+        """
         counts, self._counts = self._counts, Counter()
+        num_failed = sum(counts[kind] for kind in FAILURES)
+        if self._stops_by_step and 0 < num_failed == counts.total():
+            raise RewardError(f"all {num_failed} verdicts on groups of a step failed ({KEY})")
         metrics = {f"filter_groups/{kind}": float(counts[kind]) for kind in FAILURES}
         return metrics | {"filter_groups/kept_ratio": counts["kept"] / max(counts.total(), 1)}
 

@@ -22,10 +22,14 @@ SOURCES = sorted((REPOSITORY / PACKAGE).rglob("*.py"))
 SCHEDULE = {
     f"sampling.{name}"
     for name in (
+        "request_scheduler",
+        "verdicts",
         "load_balancing",
         "engine_model",
         "reference_times",
         "journal",
+        "filtered_replay",
+        "filtered_requests",
         "group_map",
         "in_flight",
         "replay",

@@ -89,8 +89,8 @@ def random_scene(seed: int, **fixed: object) -> Scene:
 
 
 def with_late_groups(rules: ScheduleConfig, rng: random.Random) -> ScheduleConfig:
-    """Every second schedule that may over-sample does, in groups of one to three."""
-    if rules.deterministic or rules.ahead <= rules.sync_every or rng.random() < 0.5:
+    """Every second schedule that may over-sample does, in groups of one to three; one that takes verdicts may not."""
+    if rules.filtered or rules.deterministic or rules.ahead <= rules.sync_every or rng.random() < 0.5:
         return rules
     size = rng.choice([size for size in (1, 2, 3) if rules.batch_rows % size == 0])
     return replace(rules, group_size=size, extra_groups=rng.randint(1, rules.batch_rows // size))

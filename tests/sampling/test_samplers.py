@@ -18,11 +18,10 @@ from megatron_rl.errors import RewardError
 from megatron_rl.observe.phase_clock import PhaseClock
 from megatron_rl.records import Batch, Prompts, Sampling, ragged, single_turn
 from megatron_rl.rollout.slices import Drawn, Slice, SliceReport
-from megatron_rl.sampling.group_filter import GroupFilter
 from megatron_rl.sampling.pool_sampler import PoolSampler
 from megatron_rl.sampling.response_history import ResponseHistory
 from megatron_rl.sampling.sampler import Schedule, Sources
-from megatron_rl.sampling.schedule_types import ScheduleConfig
+from megatron_rl.sampling.schedule_types import KeptGroups, ScheduleConfig
 from megatron_rl.sampling.scheduler import Scheduler
 from megatron_rl.scoring.batch_scorers import RewardScorer
 from megatron_rl.scoring.outcome import Outcome, Sample
@@ -113,11 +112,12 @@ def streaming(config: RunConfig, rule, models=(), earlier=None, said=None) -> tu
     rollout, logger = OneToken(), SimpleNamespace(note_transition=lambda reports: None, warn=told.append)
     verdicts = verdicts_of(config, told.append, is_local=True)
     rewards = Rewards(config, rule, list(models), warn=print, clock=PhaseClock(lambda name: None))
-    rules = ScheduleConfig(batch_rows=4, num_steps_total=9, ahead=0, first_step=1, slice_steps=None)
+    filters = config.algorithm.filter_groups
+    filtered = KeptGroups(2, 2 * filters.max_num_gen_batches) if filters.enable else None
+    rules = ScheduleConfig(4, num_steps_total=9, ahead=0, slice_steps=None, group_size=2, filtered=filtered)
     schedule = Schedule(rules, Scheduler(rules, 1), None, 1, rules.first_step - 1, None, None, earlier)
-    kind = GroupFilter if config.algorithm.filter_groups.enable else PoolSampler
     sources = Sources(config, Pairs(), Counting(), RewardScorer(rewards), logger, verdicts=verdicts)
-    return kind(schedule, sources, rollout), rollout
+    return PoolSampler(schedule, sources, rollout), rollout
 
 
 def mixed_rule(mixed: set[int]):
@@ -150,7 +150,9 @@ def test_batches_until_enough_prompts_differ(mixed, most, chosen, noted):
     assert batch.scored.scores.tolist() == expected.scores.tolist()
     assert (batch.scored.samples, batch.scored.outcomes) == (expected.samples, expected.outcomes)
     assert len(batch.prompts.uid.unique()) == 2
-    assert batch.metrics == {"train/num_gen_batches": noted[0], "train/differing_groups": noted[1]}
+    share = 1 - 1 / noted[0]  # each batch of generation has as many tokens
+    names = ("train/num_gen_batches", "train/differing_groups", "train/dropped_tokens")
+    assert batch.metrics == dict(zip(names, (*noted, share), strict=True))
     assert len(set(rollout.salts)) == noted[0] and rollout.salts[0] == 1
 
 
@@ -178,7 +180,9 @@ def test_a_filter_that_keeps_nothing_is_said(tmp_path):
     """
     said: list[str] = []
     rollouts, _ = streaming(run_config(2), mixed_rule({1}), said=said)
-    assert [rollouts.next(step).metrics["train/num_gen_batches"] for step in (1, 2)] == [2, 2]
+    first = rollouts.next(1)
+    rollouts.load_weights(1)
+    assert first.metrics["train/num_gen_batches"] == rollouts.next(2).metrics["train/num_gen_batches"] == 2
     share = "dynamic sampling keeps 1 of 4 groups (25.0%) in 2 batches"
     assert said == [f"{share}: groups that are not kept fill up the 2 of the step"]
     with pytest.raises(RewardError, match=r"keeps 0 of 6 groups \(0.0%\) in 3 batches.*max_num_gen_batches=3, or"):
@@ -192,7 +196,8 @@ def test_answers_that_are_filtered_out_are_earlier_ones_too():
     """
     rollouts, rollout = streaming(run_config(2), mixed_rule({1}), earlier=ResponseHistory(4, 1, 0))
     rollouts.next(step=1)
-    rollouts.cursor.next = 0
+    rollouts.load_weights(1)
+    rollouts._groups.prompts._ahead.next = 0
     rollouts.next(step=2)
     assert rollout.named == [[0] * 4] * 2 + [[1] * 4] * 2
 
@@ -216,7 +221,7 @@ def test_scores_of_greedy_answers_reach_their_groups():
     one = prompts.one_per_group()
     assert one.uid.tolist() == [3, 5, 8, 9] and one.index.tolist() == [1, 2, 0, 3] and one.sample.tolist() == [0] * 4
     _, greedy = rollouts.answer(one, rollouts.greedy())
-    found = rollouts.scorer.rewards.greedy_scores(prompts, greedy, [])
+    found = rollouts._groups.judge.scorer.rewards.greedy_scores(prompts, greedy, [])
     assert found.tolist() == [-1.0, -1.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
 
 
@@ -245,7 +250,7 @@ def test_groups_are_compared_by_the_rule_and_two_reward_models_together():
     models = zip(specs, [Judge(1), Judge(2)], strict=True)
     rollouts, rollout = streaming(config, lambda p, g, numbers=(): scored([1.0] * len(p)), models)
     batch = rollouts.next(step=1)
-    assert batch.metrics == {"train/num_gen_batches": 1, "train/differing_groups": 1.0}
+    assert batch.metrics["train/num_gen_batches"] == 1 and batch.metrics["train/differing_groups"] == 1.0
     assert batch.prompts.index.tolist() == [0, 0, 1, 1] and batch.scored.scores.tolist() == [2.0, 2.5, 0.0, -1.0]
     metrics = batch.scored.metrics()
     assert metrics["reward/rm_score/mean"] == 0.25 and metrics["reward/rule_score/mean"] == 1
@@ -254,7 +259,7 @@ def test_groups_are_compared_by_the_rule_and_two_reward_models_together():
     config.reward_model.overlong_buffer.enable, config.reward_model.overlong_buffer.len = True, 1
     questions = batch.prompts.one_per_group()
     _, greedy = rollouts.answer(questions, rollouts.greedy())
-    rewards = rollouts.scorer.rewards
+    rewards = rollouts._groups.judge.scorer.rewards
     pending = rewards.start(questions, greedy)
     assert rewards.greedy_scores(batch.prompts, greedy, pending).tolist() == [1.0, 1.0, 0.0, 0.0]
 

@@ -21,7 +21,8 @@ from megatron_rl.sampling.engine_model import Engine, draw
 from megatron_rl.sampling.group_map import GroupMap
 from megatron_rl.sampling.journal import Journal, Recorder, from_json, read_events, to_json, with_lasting_numbers
 from megatron_rl.sampling.replay import Replay
-from megatron_rl.sampling.schedule_types import GroupSwap, RequestDecision, RequestScheduler, ScheduleConfig
+from megatron_rl.sampling.request_scheduler import RequestScheduler
+from megatron_rl.sampling.schedule_types import GroupSwap, RequestDecision, ScheduleConfig
 from megatron_rl.sampling.scheduler import Scheduler
 from megatron_rl.sampling.straggler_swap import plan_swap
 

@@ -14,7 +14,6 @@ RATE, LONGEST = f"{ROLLOUT}.over_sample_rate", f"{ROLLOUT}.longest_first"
 LOW, HIGH, FROM = f"{ROLLOUT}.min_replicas", f"{ROLLOUT}.max_replicas", "trainer.rollouts_from"
 HYBRID = "actor_rollout_ref.hybrid_engine"
 FILTER = "algorithm.filter_groups.enable"
-REPLACED = "batches that are generated as replacements are not in the schedule"
 
 
 def _is_colocated(run: RunFacts) -> bool:
@@ -77,8 +76,12 @@ ROWS = (
         {FILTER: True},
         where(FILTER),
         excludes=(
-            Relation("rollout_ahead", REPLACED, when=_goes_on),
-            Relation("partial_rollout", REPLACED, when=_goes_on),
+            Relation("over_sampling", "a filtered group leaves its batch for its scores, and not for being late"),
+            Relation(
+                "greedy_baseline",
+                "greedy responses are generated once it is known which groups are kept, after all others",
+                when=_goes_on,
+            ),
         ),
     ),
     Feature(
@@ -86,7 +89,6 @@ ROWS = (
         "long responses first",
         {LONGEST: True},
         where(LONGEST),
-        excludes=(Relation("dynamic_sampling", REPLACED),),
     ),
     Feature(
         "over_sampling",
