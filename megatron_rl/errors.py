@@ -36,7 +36,7 @@ class Violation:
         subject = self.subject or (f"{named} of {self.file}" if self.file else named)
         text = f"{subject} {self.rule}" if subject else self.rule
         changes = [f"{key}={write(value)}" for key, value in self.nearest.items()]
-        if not self.subject and len(self.nearest) == 1 and [*self.nearest][0] == [*self.settings][0]:
+        if not self.subject and len(self.settings) == 1 and [*self.nearest] == [*self.settings]:
             changes = [write(value) for value in self.nearest.values()]
         lead = "did you mean" if self.wrong_name else "try"
         ends = [f"{lead}: {' '.join(changes)}"] if changes else []

@@ -47,7 +47,8 @@ def _late_problems(config: RunConfig) -> Iterable[Violation]:
     pools = {role.name: role.pool for role in roles_of(config)}
     if 0 < rate <= 0.5 and 0 < ahead <= every and pools[ROLLOUT] != pools[ACTOR]:
         rule = f"on a pool of its own needs {AHEAD} > {SYNC}={every}: a group that begins during training is that old"
-        yield Violation({key: rate, AHEAD: ahead}, f"{rule}, and one step older if it is late", {AHEAD: every + 1})
+        rule += ", and one step older if it is late"
+        yield Violation({key: rate, AHEAD: ahead}, rule, {AHEAD: every + 1}, feature="over_sampling")
 
 
 def _elastic_problems(config: RunConfig) -> Iterable[Violation]:

@@ -17,6 +17,7 @@ from megatron_rl.cluster.failure_domain import FailureDomain
 from megatron_rl.cluster.launcher import Launcher
 from megatron_rl.cluster.pool import ProcessPool
 from megatron_rl.cluster.pool_options import PoolOptions
+from megatron_rl.columns import SCORING
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.dispatch import CallInterval, NullObserver
 from megatron_rl.records import Batch, ragged, single_turn
@@ -91,7 +92,7 @@ def test_a_step_takes_as_long_as_its_slowest_chain(launcher: Launcher) -> None:
         logger = SimpleNamespace(update_metrics=lambda role, updates: {role: [one.get() for one in updates]})
         parts = {"roles": roles, "algorithm": algorithm, "logger": logger}
         passes = (roles.actor.log_probs, roles.reference.log_probs, roles.critic.values)
-        scorers = [*map(RoleScorer, passes), SleepingRule()]
+        scorers = [*(RoleScorer(call, (SCORING,)) for call in passes), SleepingRule()]
         run = SimpleNamespace(config=RunConfig(), pretraining=SimpleNamespace(next=lambda: None), **parts)
         seconds = []
         for step in range(NUM_STEPS):

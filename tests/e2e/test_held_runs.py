@@ -76,7 +76,8 @@ def test_other_columns(command_line, other: Path, case: str, tmp_path: Path) -> 
 
 def test_a_rank_that_is_killed_while_columns_are_held(command_line, other: Path) -> None:  # noqa: F811
     """In the actor's update: exit code 3, and no file is left. Would not catch a rank that dies while it writes."""
-    run = command_line(*FEW, *KINDS["forward_kl"], *teacher(other), *DP2, WITHOUT_RAY, HELD, config=CONFIG)
+    many = "trainer.total_training_steps=1000"
+    run = command_line(*FEW, many, *KINDS["forward_kl"], *teacher(other), *DP2, WITHOUT_RAY, HELD, config=CONFIG)
     killed = []
 
     def is_updating() -> bool:

@@ -167,4 +167,4 @@ def test_a_dense_model_is_refused(command_line) -> None:
     """The key, the rule and the nearest choice, with code 2. Would not catch what is refused later."""
     run = command_line(f"{ACTOR}.router_replay.mode=R3")
     assert run.wait() == 2
-    assert "must be disabled" in run.text() and "has no experts" in run.text()
+    assert "try: actor_rollout_ref.actor.router_replay.mode=disabled" in run.text() and "has no experts" in run.text()

@@ -128,7 +128,7 @@ def test_rules_between_keys(config):
     correction.rollout_rs_threshold_lower = 0.9
     (problem,) = problems(config)
     assert "rollout_is_threshold=0.5 must be >= the lower bound, which is 0.9; try: " in problem
-    assert problem.endswith("try: 0.5_2.0")
+    assert problem.endswith("=0.5_2.0")
     correction.rollout_rs_threshold = 2.0
     assert problems(config) == []
 
@@ -146,7 +146,7 @@ def test_rules_between_keys(config):
         "actor_rollout_ref.rollout.n=1 must be >= 2: algorithm.filter_groups.enable=true compares"
     )
     config.actor_rollout_ref.rollout.n, config.data.gen_batch_size = 2, 6
-    assert problems(config)[0].endswith("or no step could be filled; try: 11")
+    assert problems(config)[0].endswith("algorithm.filter_groups.max_num_gen_batches=11")
     config.algorithm.filter_groups.max_num_gen_batches = 11
     assert problems(config) == []
 

@@ -21,7 +21,7 @@ def test_a_family_with_norms_of_its_own(config, tmp_path):
     config.actor_rollout_ref.model.path = centred = write_model(tmp_path / "centred", **GEMMA)
     config.trainer.device, options.transformer_impl = "cuda", "transformer_engine"
     (problem,) = [text for text in problems(config) if IMPL in text]
-    assert f"path={centred} do not go together" in problem and "; try: te_linear" in problem
+    assert f"path={centred} do not go together" in problem and f"; try: {IMPL}=te_linear" in problem
     options.transformer_impl = "te_linear"
     assert not [text for text in problems(config) if IMPL in text]
 

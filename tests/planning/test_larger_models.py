@@ -110,7 +110,7 @@ def test_adapters_are_refused(config, tmp_path):
     config.actor_rollout_ref.model.lora.rank = 8
     (problem,) = [text for text in problems(config) if "larger" in text]
     assert "do not go together: the language model is inside of a larger one" in problem
-    assert problem.endswith("try: 0")
+    assert problem.endswith("lora.rank=0")
 
 
 def test_vllm_gets_the_settings_of_the_language_model(tmp_path):

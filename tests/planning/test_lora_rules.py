@@ -79,7 +79,7 @@ def test_adapters_are_allowed(case):
             f"{LORA}.target_modules=['*.layers.2.*'] and {LORA}.exclude_modules=[] and "
             f"{MEGATRON}.pipeline_model_parallel_size=3 leave pipeline stage 0, 2 without "
             "an adapter: each must train something; "
-            "try: ['linear_qkv', 'linear_proj', 'linear_fc1', 'linear_fc2']",
+            f"try: {LORA}.target_modules=['linear_qkv', 'linear_proj', 'linear_fc1', 'linear_fc2']",
         ),
     ],
 )

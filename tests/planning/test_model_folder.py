@@ -353,12 +353,15 @@ def test_what_latent_attention_is_not_combined_with(moe_config, tmp_path):
     actor, rollout = moe_config.actor_rollout_ref.actor, moe_config.actor_rollout_ref.rollout
     actor.router_replay.mode, rollout.enable_rollout_routing_replay = "R3", True
     mode, returns = problems(moe_config)
-    assert mode.endswith("without which it hands out no experts; try: R2")
-    assert returns.endswith("try: false")
+    assert mode.endswith("without which it hands out no experts; try: actor_rollout_ref.actor.router_replay.mode=R2")
+    assert returns.endswith("enable_rollout_routing_replay=false")
     actor.router_replay.mode, rollout.enable_rollout_routing_replay = "R2", False
     assert problems(moe_config) == []
     moe_config.trainer.n_gpus_per_node *= 2
     for role in (actor, moe_config.actor_rollout_ref.ref, moe_config.critic):
         role.megatron.context_parallel_size = 2
     (cut,) = problems(moe_config)
-    assert "must be 1: latent attention, as of" in cut and f"try: {MEGATRON}.context_parallel_size=1" in cut
+    assert (
+        "latent attention is not cut over context-parallel ranks" in cut
+        and f"try: {MEGATRON}.context_parallel_size=1" in cut
+    )

@@ -71,13 +71,15 @@ def test_models_without_a_layer(guessing):
     )
     write_model(folder)
     able = "DeepseekV3ForCausalLM, Glm4MoeForCausalLM, Glm4MoeLiteForCausalLM"
-    assert about_mtp(guessing) == [f"{begin}Qwen2ForCausalLM has none that is read; {able} have; try: earlier"]
+    assert about_mtp(guessing) == [f"{begin}Qwen2ForCausalLM has none that is read; {able} have; try: {KEY}=earlier"]
     write_model(folder, **LATENT | {"num_nextn_predict_layers": 2})
     (problem,) = about_mtp(guessing)
-    assert problem == (f"{begin}num_nextn_predict_layers of its config.json is 2, and one layer is read; try: earlier")
+    assert problem == (
+        f"{begin}num_nextn_predict_layers of its config.json is 2, and one layer is read; try: {KEY}=earlier"
+    )
     write_model(folder, **LATENT)
     write_layer(folder, lacking="hnorm.weight")
-    assert about_mtp(guessing) == [f"{begin}its folder is missing model.layers.6.hnorm.weight; try: earlier"]
+    assert about_mtp(guessing) == [f"{begin}its folder is missing model.layers.6.hnorm.weight; try: {KEY}=earlier"]
 
 
 def test_a_plan_counts_the_layer_once(guessing):

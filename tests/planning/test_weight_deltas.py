@@ -26,7 +26,7 @@ def test_it_needs_a_rollout_on_ranks_of_its_own() -> None:
     """Would not catch a task without generation, which has no such key's use."""
     [problem] = map(str, preflight(loaded(f"{KEY}=true", config=DEMO)))
     assert "hybrid_engine=null do not go together: weights that stay on their ranks are not sent" in problem
-    assert "try: false; or give the rollout ranks of its own with actor_rollout_ref.hybrid_engine=false" in problem
+    assert f"try: {KEY}=false; or give the rollout ranks of its own" in problem
     assert preflight(loaded(f"{KEY}=false", config=DEMO)) == preflight(loaded(f"{KEY}=true")) == []
 
 
