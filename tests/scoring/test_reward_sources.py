@@ -50,7 +50,7 @@ def test_every_answer_has_a_score(overrides, notes):
             (*NO_RULE, "reward_model.data_sources=[chat]", "reward_models.strict.data_sources=[math]"),
             "reward_model.data_sources=['chat'] and reward_models.strict.data_sources=['math'] leave responses to "
             "prompts of code without a score: no reward model scores them, and there is no reward function; "
-            "try: ['chat', 'code']",
+            "try: reward_model.data_sources=['chat', 'code']",
         ),
         (
             ("reward_model.rule_weight=0", "reward_model.data_sources=[chat,code]", "reward_models.strict.weight=0"),
