@@ -57,7 +57,7 @@ def test_the_wheel_has_all_that_commands_read(tmp_path: Path) -> None:
         return typed(*command, *arguments, folder=here, PYTHONPATH=str(site))
 
     megatron_rl("init", "mine", "--model", "tiny", "--kind", "exact", "--gpus", "0")
-    assert "Layout" in megatron_rl("plan", "--config", "mine/run.yaml")
+    assert "Plan of mine/run.yaml" in megatron_rl("plan", "--config", "mine/run.yaml")
     assert "Qwen3_5" in megatron_rl("families")
     short = ("trainer.total_training_steps=1", "trainer.val_before_train=false", "--local")
     assert "hf_model" in megatron_rl("train", "--config", "mine/run.yaml", *short)
