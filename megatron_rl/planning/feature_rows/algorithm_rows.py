@@ -103,7 +103,7 @@ ROWS = (
             Relation(
                 "components",
                 "the estimator divides each component by its spread, so that the coefficient of a KL would cancel out",
-                hint=f"{ACTOR}.use_kl_loss=true makes it a term of the loss",
+                hint=f"with {ACTOR}.use_kl_loss=true, too, the KL is a term of the loss",
             ),
         ),
     ),
@@ -155,7 +155,7 @@ ROWS = (
         "the loss of bypass mode",
         {MODE: "bypass_mode"},
         where(MODE, "vanilla", equals("bypass_mode")),
-        needs=(Relation("bypass", "this loss reads the log-probs of the rollout as old ones", gives_up=True),),
+        needs=(Relation("bypass", "this loss reads the log-probs of the rollout as old ones"),),
     ),
     Feature(
         "other_loss",
@@ -168,7 +168,7 @@ ROWS = (
         "REINFORCE with importance weights",
         {LOSS_TYPE: "reinforce"},
         where(LOSS_TYPE, "ppo_clip", equals("reinforce")),
-        needs=(Relation("bypass", f"without bypass mode {MODE} selects the loss", gives_up=True),),
+        needs=(Relation("bypass", f"without bypass mode {MODE} selects the loss"),),
         excludes=(
             Relation(
                 "other_loss",

@@ -98,8 +98,9 @@ ROWS = (
         needs=(
             Relation(
                 "rollout_ahead",
-                "a group may be late by that many steps, and its tokens are trained that many steps later",
+                "a late group is trained in a later step, when its tokens are older than the weights",
                 gives_up=True,
+                hint=f"or set {AHEAD}=1",
             ),
         ),
         excludes=(

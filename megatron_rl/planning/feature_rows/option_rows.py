@@ -151,7 +151,7 @@ ROWS = (
             Relation(
                 "fp8_emulation",
                 "CPUs have no FP8 products",
-                hint="megatron.fp8_emulate=true rounds as FP8 does, and is slow",
+                hint=f"or set {ACTOR}.megatron.fp8_emulate=true, which rounds as FP8 does and is slow",
                 gives_up=True,
                 when=lambda run: run.on_cpu,
             ),
