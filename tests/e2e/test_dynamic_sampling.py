@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 
 import pytest
-from command_line import CommandLine
+from command_line import CommandLine, stopped_in
 from safetensors.torch import load_file
 from short_runs import LOCAL, SHORT, WITHOUT_RAY, reached, steps_saved
+from test_async_runs import events, replicas
 
 from megatron_rl.sampling.journal import Judged, StepTaken, read_events
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(600)]
 
-NUM_STEPS = 4
+NUM_STEPS, MANY = 4, 12
 FILTER = (
     *("algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=3"),
     *("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false", "actor_rollout_ref.rollout.n=4"),
@@ -89,3 +90,24 @@ def test_replicas_repeat_it(command_line) -> None:
     again = command_line(*ON_REPLICAS, f"--replay={first.run}", config="configs/async_cpu.yaml")
     assert again.wait() == 0, again.text()
     assert numbers(again) == numbers(first) and weights_equal(again, first)
+
+
+@pytest.mark.exhaustive
+def test_a_replica_is_lost_in_a_replacement(command_line) -> None:
+    """Killed in a slice after groups were dropped: every step is trained, and no group is dropped twice. A replay,
+    in which it is not lost, has the same metrics. Would not catch a replica that dies between two slices.
+    """
+    keys = (*ON_REPLICAS, f"trainer.total_training_steps={MANY}")
+    run, lost = command_line(*keys, config="configs/async_cpu.yaml"), []
+    run.wait_for(lambda: any(line["verdict"] == "uniform" for line in events(run, "judged")), interval=0.01)
+    known = replicas(run)
+    run.wait_for(lambda: lost.extend(filter(None, [stopped_in(known, "rollout.advance")])) or lost, interval=0.001)
+    lost[0].kill()
+    assert run.wait() == 0, run.text()
+    assert len(events(run, "lost")) == 1 and run.left_over() == []
+    taken = [event for event in read_events(run.run / "schedule.jsonl") if isinstance(event, StepTaken)]
+    dropped = [group for event in taken for group in event.dropped]
+    assert [event.step for event in taken] == list(range(1, MANY + 1)) and len(dropped) == len({*dropped}) > 0
+    again = command_line(*keys, f"--replay={run.run}", config="configs/async_cpu.yaml")
+    assert again.wait() == 0, again.text()
+    assert numbers(again) == numbers(run) and weights_equal(again, run)
