@@ -231,7 +231,8 @@ class FilteredRequests(Requests):
     def _begin_request(self, request: int, version: int) -> None:
         self._fresh.pop()
         self.open[request] = Request()
-        self._begun_under.setdefault(request // self.rules.group_size, version)
+        group = request // self.rules.group_size
+        self._begun_under[group] = min(version, self._begun_under.get(group, version))
 
     # Checkpoints
 

@@ -83,7 +83,8 @@ class Requests:
         self.open[request] = Request()
         self._next_new += 1
         if self.rules.extra_groups:
-            self._begun_under.setdefault(request // self.rules.group_size, version)
+            group = request // self.rules.group_size
+            self._begun_under[group] = min(version, self._begun_under.get(group, version))
 
     def give_back(self, request: int) -> None:
         """An open request waits again."""
