@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from filtered_step import step_seconds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scenes import Scene, random_scene
@@ -211,3 +212,8 @@ def test_whole_batches_without_asynchrony():
     assert take(scheduler, 1) == [1, 2] and scheduler.groups.dropped(1) == [0, 3]
     scheduler.version_ready(1)
     assert draw_all(scheduler) == [8, 9, 10, 11]
+
+
+def test_replacing_groups_ahead_saves_a_quarter_of_a_step():
+    """On a clock, where half of all groups are uniform. Would not catch what real replicas and the driver cost."""
+    assert step_seconds(1, 0.5, 10) <= 0.75 * step_seconds(0, 0.5, 10)
