@@ -8,6 +8,7 @@ from megatron_rl.errors import RewardError
 from megatron_rl.records import Batch, Prompts, Sampling
 from megatron_rl.sampling.filtered_requests import FilteredGroups
 from megatron_rl.sampling.group_judge import GroupJudge
+from megatron_rl.sampling.group_map import requests_of_groups
 from megatron_rl.sampling.group_prompts import GroupPrompts
 from megatron_rl.sampling.in_flight import InFlightBatches
 from megatron_rl.sampling.request_queue import RequestQueue
@@ -89,14 +90,14 @@ class FilteredBatches:
             share = share_text(num_kept, begun, begun / self.rules.num_groups)
             self._warn(f"{share}: groups that are not kept fill up the {self.rules.kept_groups} of the step")
         prompts, rows, _ = queue.batch(step)
-        chosen, size = self.groups.of(step), self.rules.group_size
+        chosen = self.groups.of(step)
         scored = self.judge.scores(chosen)
         if self._stops and all(outcome.failure for outcome in scored.outcomes):
             number = len(scored.outcomes)
             raise RewardError(f"none of {number} samples could be scored; the first: {scored.first_failure}")
         dropped = [group for group in self.groups.dropped(step) if group in self.groups.verdicts]
         ended = sorted([*chosen, *dropped])
-        all_prompts, all_rows = self.answers.rows([group * size + sample for group in ended for sample in range(size)])
+        all_prompts, all_rows = self.answers.rows(requests_of_groups(ended, self.rules.group_size))
         num_trained, num_all = int(rows.num_sampled.sum()), int(all_rows.num_sampled.sum())
         metrics = {
             "train/num_gen_batches": self.groups.num_begun(step) / self.rules.num_groups,
@@ -105,7 +106,7 @@ class FilteredBatches:
         }
         self.judge.forget(ended)
         self.prompts.trained(step, self.groups.first_live(step))
-        requests = [group * size + sample for group in chosen for sample in range(size)]
+        requests = self.groups.requests_of(step)
         batch = SampledBatch(step, prompts, rows, scored=scored, metrics=metrics, requests=requests)
         return batch, all_prompts, all_rows
 

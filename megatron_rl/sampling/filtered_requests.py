@@ -231,8 +231,7 @@ class FilteredRequests(Requests):
     def _begin_request(self, request: int, version: int) -> None:
         self._fresh.pop()
         self.open[request] = Request()
-        group = request // self.rules.group_size
-        self._begun_under[group] = min(version, self._begun_under.get(group, version))
+        self._note_version(request, version)
 
     # Checkpoints
 

@@ -10,6 +10,7 @@ import torch
 from megatron_rl.errors import ConfigError
 from megatron_rl.experience.groups import differing
 from megatron_rl.records import Batch, Prompts
+from megatron_rl.sampling.group_map import requests_of_groups
 from megatron_rl.sampling.in_flight import InFlightBatches
 from megatron_rl.sampling.schedule_types import Verdict
 from megatron_rl.sampling.verdicts import GroupVerdicts
@@ -62,8 +63,8 @@ class GroupJudge:
         """Give the verdicts on finished groups whose scores exist, without waiting for others; return whether there was
         one.
         """
-        ready = self.scorer.rewards.is_scored
-        return self.judge([group for group in self._verdicts.unjudged if ready(self._requests([group]))])
+        ready, size = self.scorer.rewards.is_scored, self._size
+        return self.judge([group for group in self._verdicts.unjudged if ready(requests_of_groups([group], size))])
 
     def scores(self, groups: Sequence[int]) -> ScoredAnswers:
         """Return the scores of groups that have a verdict. A checkpoint does not have them: they are made again."""
@@ -79,11 +80,8 @@ class GroupJudge:
         for group in groups:
             self._scored.pop(group, None)
 
-    def _requests(self, groups: Sequence[int]) -> list[int]:
-        return [group * self._size + sample for group in groups for sample in range(self._size)]
-
     def _score(self, groups: Sequence[int]) -> tuple[Prompts, Batch, ScoredAnswers]:
-        requests = self._requests(groups)
+        requests = requests_of_groups(groups, self._size)
         batch = SampledBatch(0, *self._answers.rows(requests), requests=requests)
         score([self.scorer], batch)
         return batch.prompts, batch.rows, batch.all_scored

@@ -83,8 +83,12 @@ class Requests:
         self.open[request] = Request()
         self._next_new += 1
         if self.rules.extra_groups:
-            group = request // self.rules.group_size
-            self._begun_under[group] = min(version, self._begun_under.get(group, version))
+            self._note_version(request, version)
+
+    def _note_version(self, request: int, version: int) -> None:
+        """Keep the oldest version under which a request of the group begins."""
+        group = request // self.rules.group_size
+        self._begun_under[group] = min(version, self._begun_under.get(group, version))
 
     def give_back(self, request: int) -> None:
         """An open request waits again."""
