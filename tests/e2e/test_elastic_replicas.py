@@ -75,6 +75,11 @@ def last(run: CommandLine) -> dict[str, float]:
     return list(metrics(run).values())[-1]
 
 
+def changes(run: CommandLine) -> int:
+    """How often a replica has left or joined."""
+    return run.text().count(" leaves, others continue") + run.text().count(" joins")
+
+
 @pytest.mark.parametrize("num_changes", [12, pytest.param(200, marks=[pytest.mark.weekly, pytest.mark.timeout(3600)])])
 def test_random_joins_and_leaves(command_line, num_changes: int) -> None:
     """Four replicas leave and join at drawn moments: no token is lost, and a replay in which all are there has the same
@@ -83,20 +88,21 @@ def test_random_joins_and_leaves(command_line, num_changes: int) -> None:
     keys = (*KEYS, WITHOUT_RAY, f"{ROLLOUT}.max_replicas=4", "trainer.export_hf=true")
     steps = f"trainer.total_training_steps={12 + 5 * num_changes // 2}"
     run = command_line(*keys, steps, config=ASYNC)
-    draw, named, num_seen = random.Random(num_changes), set[int](), 0
+    draw, named = random.Random(num_changes), set[int]()
     run.wait_for(reached(run, 1))
-    while run.process.poll() is None and num_seen < num_changes:
+    while run.process.poll() is None and changes(run) < num_changes:
         named ^= {draw.randrange(4)}
         if len(named) < 4:
             (run.run / "drain").write_text("".join(f"{number}\n" for number in sorted(named)))
-        time.sleep(draw.uniform(0.5, 2.5))
-        text = run.text()
-        num_seen = text.count(" leaves, others continue") + text.count(" joins")
+        # Counted in steps, so that there are enough of them on every machine.
+        later = len(metrics(run)) + draw.randrange(2)
+        run.wait_for(lambda later=later: len(metrics(run)) >= later or run.process.poll() is not None, may_end=True)
+        time.sleep(draw.uniform(0, 0.3))
     (run.run / "drain").write_text("")
     assert run.wait(timeout=3000) == 0, run.text()
     text = run.text()
     print(text.count(" leaves, others continue"), "left,", text.count(" joins"), "joined")
-    assert num_seen >= num_changes, "the run ended before; more steps are needed"
+    assert changes(run) >= num_changes, "the run ended before; more steps are needed"
     assert sum(line["rollout/forgotten_tokens"] for line in metrics(run).values()) == 0
     assert last(run)["rollout/replicas_lost"] == 0
     assert "Traceback" not in text and run.left_over() == []

@@ -124,4 +124,5 @@ def test_a_source_without_a_model_is_refused(command_line, keys) -> None:
     """Before anything is started, with the nearest choice. Would not catch a source that comes with a later file."""
     run = command_line(*keys, *ONE, "reward_models.strict.data_sources=[small]")
     assert run.wait() == 2
-    assert "leave responses to prompts of large without a score" in run.text() and "try: [" in run.text()
+    assert "leave responses to prompts of large without a score" in run.text()
+    assert "try: reward_model.data_sources=['small', 'large']" in run.text()
