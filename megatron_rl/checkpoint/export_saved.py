@@ -53,7 +53,7 @@ def saved_model(checkpoint: Path, role: str, base: Path | None = None) -> Stored
     source = checkpoint / role / HF_FOLDER
     saved, model = SavedTensors(checkpoint / role), Model.of(language_config(source).to_dict())
     is_critic = role == "critic"
-    with_mtp = replace(model, has_mtp=model.family.carried.mtp_architecture is not None and not is_critic)
+    with_mtp = replace(model, has_mtp=model.family.carried.mtp is not None and not is_critic)
     if any(checkpoint_key(spec, 0) in saved.names for spec in mtp_specs(with_mtp).values()):
         model = with_mtp
     specs = model.value_specs if is_critic else model.specs

@@ -275,13 +275,14 @@ def export_bound(outputs: torch.Tensor) -> float:
 
 
 def hf_model(folder: Path | str) -> Any:
-    """Load a Hugging Face folder with transformers, in float32, as the class that its config.json names.
+    """Load a Hugging Face folder with transformers, in float32, as the class that its config.json names, or as that of
+    its model_type where transformers has no class of the name.
 
     A model whose attention logits are capped needs transformers' eager attention: the others leave the cap out. Norms
     are the engine's.
     """
     settings = read_hf_config(folder)
-    model_class = getattr(transformers, settings.architectures[0])
+    model_class = getattr(transformers, settings.architectures[0], transformers.AutoModelForCausalLM)
     capped = getattr(settings.get_text_config(), "attn_logit_softcapping", None) is not None
     options = {"attn_implementation": "eager"} if capped else {}
     return with_engine_norms(

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from megatron_rl.model.families import Model
-from megatron_rl.model.families.mtp_params import mtp_layer
+from megatron_rl.model.families.mtp_params import mtp_form, mtp_layer
 from megatron_rl.model.gpt import one_layer
 from megatron_rl.model.layer_specs import norm_of
 from megatron_rl.model.mlp import gate_sparingly
@@ -46,6 +46,8 @@ class MTPLayer(MegatronModule):
         norm, hidden, eps = norm_of(model.family.style), config.hidden_size, config.layernorm_epsilon
         self.enorm = norm(config, hidden, eps)
         self.hnorm = norm(config, hidden, eps)
+        self.reads_unnormed = mtp_form(model.family).reads_unnormed
+        self.unnormed: Tensor | None = None
         self.eh_proj = torch.nn.Linear(2 * hidden, hidden, bias=False, dtype=config.params_dtype)
         # Every TP rank has all of it, as in the rollout engine, and its part of the sequence.
         vars(self.eh_proj.weight)["sequence_parallel"] = config.sequence_parallel
@@ -60,18 +62,28 @@ class MTPLayer(MegatronModule):
     def forward(self, hidden: Tensor, vectors: Tensor, angles: Tensor, segments: Any) -> Tensor:
         """hidden, vectors [S, B, H] -> [S, B, H], which the head reads. All TP ranks must call.
 
-        hidden: the model's last, after its final norm. vectors: the next tokens' embeddings; 0 at the first token of a
+        hidden: the model's last, after its final norm; a layer that reads them unnormed takes those that `keep_input`
+        kept in the same pass. vectors: the next tokens' embeddings; 0 at the first token of a
         sequence, as in the rollout engine. angles, segments: what Megatron passes to every layer.
         """
         if self.config.sequence_parallel:
-            hidden, vectors = map(scatter_to_sequence_parallel_region, (hidden, vectors))
-        joined = self.eh_proj(torch.cat([self.enorm(vectors), self.hnorm(hidden)], -1))
+            vectors = scatter_to_sequence_parallel_region(vectors)
+        if self.unnormed is not None:
+            hidden, self.unnormed = self.unnormed, None
+        elif self.config.sequence_parallel:
+            hidden = scatter_to_sequence_parallel_region(hidden)
+        pair = [self.enorm(vectors), self.hnorm(hidden)]
+        joined = self.eh_proj(torch.cat(pair[::-1] if self.reads_unnormed else pair, -1))
         out, _ = self.transformer_layer(joined, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=segments)
         out = self.final_layernorm(out)
         whole: Tensor = out
         if self.config.sequence_parallel:
             whole = gather_from_sequence_parallel_region(out, tensor_parallel_output_grad=False)
         return whole
+
+    def keep_input(self, norm: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Keep the input of the model's last norm, [S', B, H], for the layer's own pass."""
+        self.unnormed = inputs[0].detach() if torch.is_grad_enabled() else None
 
 
 def add_mtp_layer(chunks: list[GPTModel], model: Model, hf_config: PretrainedConfig) -> None:
@@ -81,6 +93,8 @@ def add_mtp_layer(chunks: list[GPTModel], model: Model, hf_config: PretrainedCon
     """
     last = chunks[-1]
     last.mtp_layer = MTPLayer(last.config, model, hf_config, last.vp_stage)
+    if last.mtp_layer.reads_unnormed:
+        last.decoder.final_layernorm.register_forward_pre_hook(last.mtp_layer.keep_input)
 
 
 @torch.no_grad()

@@ -136,8 +136,8 @@ def no_mtp(model: Model, settings: Mapping[str, Any], names: Collection[str]) ->
     """Return why the multi-token prediction layer of a folder cannot be read; None: it can. names: of its tensors."""
     family, carried = model.family, model.family.carried
     number = 0 if carried.ahead_key is None else settings.get(carried.ahead_key) or 0
-    if carried.mtp_architecture is None:
-        able = ", ".join(sorted(name for name, each in FAMILIES.items() if each.carried.mtp_architecture))
+    if carried.mtp is None:
+        able = ", ".join(sorted(name for name, each in FAMILIES.items() if each.carried.mtp))
         return f"{family.architecture} has none that is read; {able} have"
     if number != 1:
         return f"{carried.ahead_key} of its config.json is {number}, and one layer is read"

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
     from megatron_rl.roles.actor import Actor
     from megatron_rl.roles.model_source import ModelSource
-    from megatron_rl.rollout.engine import EngineAdapters, MTPModel
+    from megatron_rl.rollout.engine import EngineAdapters
+    from megatron_rl.rollout.shared_weights import MTPModel
 
 ADAPTER_POOL = "megatron_rl received adapters"
 """The tag of received adapters in vLLM's CUDA allocator."""
@@ -246,19 +247,19 @@ def adapters_of(
 def parted(tensors: dict[str, Tensor], source: ModelSource, rank: Rank) -> tuple[dict[str, Tensor], MTPModel | None]:
     """(tensors of the model, its multi-token prediction layer); None: generation reads none."""
     from megatron_rl.checkpoint.constants import read_constants
-    from megatron_rl.model.families.mtp_params import engine_name
-    from megatron_rl.rollout.engine import MTPModel
+    from megatron_rl.model.families.mtp_params import engine_name, mtp_form
+    from megatron_rl.rollout.shared_weights import MTPModel
 
-    model, carried = source.model, source.model.family.carried
+    model = source.model
     if not model.has_mtp:
         return tensors, None
-    assert carried.mtp_architecture is not None  # preflight asks for it
+    form = mtp_form(model.family)
     constants = mtp_constants_of(model).values()
     read = read_constants(constants, source.path, rank.device.torch_device)
     names = tensors_of(mtp_specs(model)).keys()
     own = {name: tensors[name] for name in names} | {engine_name(each): read[each.name] for each in constants}
     rest = {name: tensor for name, tensor in tensors.items() if name not in names}
-    return rest, MTPModel(carried.mtp_architecture, own)
+    return rest, MTPModel(form.architecture, own, form.head.format(layer=model.shape.num_layers))
 
 
 def all_offloadable(neighbours: Mapping[str, Role]) -> list[Offloadable]:

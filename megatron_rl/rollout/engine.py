@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from transformers import CONFIG_MAPPING, AutoConfig
 from vllm import LLM, ModelRegistry
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -18,6 +19,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from megatron_rl.config.drafts import EARLIER
 from megatron_rl.config.schema import RolloutConfig
 from megatron_rl.device import Device, keep_current_stream
+from megatron_rl.model.families import KNOWN_TYPES
 from megatron_rl.model.parts import Attention
 from megatron_rl.observe.liveness import made_progress
 from megatron_rl.parallel.rank_grid import RolloutGrid
@@ -26,7 +28,7 @@ from megatron_rl.rollout.addresses import must_stay, places
 from megatron_rl.rollout.arguments import adapter_arguments, engine_arguments
 from megatron_rl.rollout.in_flight_requests import InFlightRequests, forget_prefixes, of_ranks
 from megatron_rl.rollout.kv_cache import KVCache
-from megatron_rl.rollout.shared_weights import register_shared_loader
+from megatron_rl.rollout.shared_weights import MTPModel, register_shared_loader
 from megatron_rl.rollout.slices import Drawn, Slice
 from third_party_patches.vllm.adapter_views import using_adapters
 from third_party_patches.vllm.rank_order import using_rank_order
@@ -35,6 +37,14 @@ from third_party_patches.vllm.rank_order import using_rank_order
 def inspect_in_process(architecture: str) -> None:
     """Register vLLM's own class for `architecture` as loaded, which saves it a subprocess of about 7 s."""
     ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
+
+
+def register_known_types() -> None:
+    """Let transformers, through which vLLM reads config.json, read published types that it does not know."""
+    for kind, known in KNOWN_TYPES.items():
+        if kind not in CONFIG_MAPPING:
+            usual = CONFIG_MAPPING[known]
+            AutoConfig.register(kind, type(usual.__name__, (usual,), {"model_type": kind}))
 
 
 def sample_first(model: Any, num_tokens: int) -> None:
@@ -93,13 +103,6 @@ class EngineAdapters(NamedTuple):
     scale: float
 
 
-class MTPModel(NamedTuple):
-    """The multi-token prediction layer of a model: vLLM's class of it, and vLLM's names -> tensors of its shard."""
-
-    architecture: str
-    tensors: dict[str, torch.Tensor]
-
-
 class RolloutEngine:
     """One rank's vLLM engine. All ranks of a rollout TP group must call every method with the same arguments.
 
@@ -135,7 +138,8 @@ class RolloutEngine:
     ) -> None:
         for each in (architecture, *(() if mtp is None else (mtp.architecture,))):
             inspect_in_process(each)
-        register_shared_loader(tensors, None if mtp is None else mtp.tensors)
+        register_known_types()
+        register_shared_loader(tensors, mtp)
         returns_experts = routed_layers is not None
         given = (model_path, config, max_model_len, dtype, seed, hf_overrides, attention, returns_experts)
         arguments = engine_arguments(device.kind, *given, grid.tp_rank(dist.get_rank()), text_only)

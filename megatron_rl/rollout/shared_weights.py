@@ -7,7 +7,7 @@ the same name. The engine never has weights of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -120,23 +120,30 @@ def with_own_head(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> d
     return tensors | dict.fromkeys(heads, tensors[embedding])
 
 
-def of_mtp_model(own: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of vLLM's model of a multi-token prediction layer: its own, and the other's embedding and head.
-
-    vLLM builds both again next to the layer, before it takes the other model's.
+class MTPModel(NamedTuple):
+    """The multi-token prediction layer of a model: vLLM's class of it, vLLM's names -> tensors of its shard, and
+    vLLM's name of its head.
     """
-    layers = {".".join(name.split(".")[:3]) for name in own}
-    return {**own, EMBEDDING: tensors[EMBEDDING]} | {
-        f"{layer}.shared_head.head.weight": tensors.get(HEAD, tensors[EMBEDDING]) for layer in layers
-    }
+
+    architecture: str
+    tensors: dict[str, torch.Tensor]
+    head: str
+
+    def whole(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Its own tensors, and embedding and head of the other model's `tensors`.
+
+        vLLM builds both again next to the layer, before it takes the other model's.
+        """
+        embedding = tensors[EMBEDDING]
+        return {**self.tensors, EMBEDDING: embedding, self.head: tensors.get(HEAD, embedding)}
 
 
-def register_shared_loader(tensors: dict[str, torch.Tensor], mtp: Mapping[str, torch.Tensor] | None = None) -> None:
+def register_shared_loader(tensors: dict[str, torch.Tensor], mtp: MTPModel | None = None) -> None:
     """Let `load_format=LOAD_FORMAT` build models on `tensors`; call it before building each engine.
 
-    mtp: vLLM's name -> tensor of the multi-token prediction layer, which vLLM builds as a model of its own.
+    mtp: the multi-token prediction layer, which vLLM builds as a model of its own.
     """
-    of_drafts = {} if not mtp else of_mtp_model(mtp, tensors)
+    of_drafts = {} if mtp is None else mtp.whole(tensors)
 
     class SharedWeightLoader(BaseModelLoader):
         def download_model(self, model_config: Any) -> None:

@@ -152,7 +152,7 @@ CASES = {
     "phi3": Case(templates.PHI3, "phi3", APPEND, REFUSE, "<|end|>", unwritten=NO_CALLS),
     "chatml": Case(
         *(templates.CHATML, "qwen", APPEND, APPEND, "<|im_end|>"),
-        ("Qwen2MoeForCausalLM", "Qwen2_5_VLForConditionalGeneration"),
+        ("MiMoForCausalLM", "Qwen2MoeForCausalLM", "Qwen2_5_VLForConditionalGeneration"),
         unwritten=NO_CALLS,
     ),
 }

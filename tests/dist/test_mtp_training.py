@@ -25,7 +25,7 @@ from sweeps import marks_of
 from test_layout_parity import NUM_ROWS, assert_same, relative, run_layout, whole_weights
 from test_moe_parity import EP2, ETP1, SP
 from tiny_models import random_batch, run_config
-from tiny_mtp import WITH_MTP, save_glm4_with_mtp
+from tiny_mtp import IN_MIMO, NAMES, OF_MIMO, WITH_MTP, save_glm4_with_mtp
 
 from megatron_rl.checkpoint.export_saved import export_saved
 from megatron_rl.columns import ACTOR_UPDATE
@@ -58,15 +58,17 @@ def with_the_layer_inside(path: str, target: Path) -> str:
     shutil.copytree(path, target)
     settings = json.loads((target / "config.json").read_text())
     number = settings["num_hidden_layers"]
-    own = ("enorm", "hnorm", "eh_proj", "shared_head")
+    own = NAMES + OF_MIMO
     tensors = load_file(target / "model.safetensors")
     kept = {
-        name: tensor
+        name.replace(IN_MIMO, f"model.layers.{number}."): tensor
         for name, tensor in tensors.items()
-        if not name.startswith(tuple(f"model.layers.{number}.{n}" for n in own))
+        if not name.startswith(tuple(f"{place}{n}" for n in own for place in (f"model.layers.{number}.", IN_MIMO)))
     }
     save_file(kept, target / "model.safetensors", metadata={"format": "pt"})
     longer = {"num_hidden_layers": number + 1}
+    if "layer_types" in settings:
+        longer["layer_types"] = [*settings["layer_types"], settings["layer_types"][-1]]
     if "mlp_layer_types" in settings:
         longer["mlp_layer_types"] = [*settings["mlp_layer_types"], "sparse"]
     (target / "config.json").write_text(json.dumps(settings | longer))
@@ -79,23 +81,29 @@ def plain_gradients(path: str, folder: Path) -> tuple[float, dict[str, torch.Ten
 
     trunk, longer = hf_model(path), hf_model(with_the_layer_inside(path, folder))
     block, model, eps = longer.model.layers[-1], trunk.model, trunk.config.rms_norm_eps
-    prefix = f"model.layers.{len(model.layers)}."
     stored = load_file(Path(path, "model.safetensors"))
-    own = {n: stored[f"{prefix}{n}.weight"].requires_grad_() for n in ("enorm", "hnorm", "eh_proj", "shared_head.norm")}
+    is_mimo = any(name.startswith(IN_MIMO) for name in stored)
+    prefix = IN_MIMO if is_mimo else f"model.layers.{len(model.layers)}."
+    own = {n: stored[f"{prefix}{n}.weight"].requires_grad_() for n in (OF_MIMO if is_mimo else NAMES)}
+    embedding_norm, hidden_norm, projection, last_norm = own.values()
+    unnormed = []
+    model.norm.register_forward_pre_hook(lambda norm, inputs: unnormed.append(inputs[0]))
     batch = random_batch(NUM_ROWS)
     total, count = torch.zeros(()), 0
     for ids, sampled in zip(batch["input_ids"].unbind(), batch["sampled"].unbind(), strict=True):
         with torch.no_grad():
             hidden = model(ids[None]).last_hidden_state[:, :-1]
+            hidden = unnormed.pop()[:, :-1] if is_mimo else hidden
             vectors = model.embed_tokens(ids[None, 1:])
         vectors[:, 0] = 0
-        pair = [F.rms_norm(x, x.shape[-1:], own[name], eps) for x, name in ((vectors, "enorm"), (hidden, "hnorm"))]
-        x = F.linear(torch.cat(pair, -1), own["eh_proj"])
+        both = ((vectors, embedding_norm), (hidden, hidden_norm))
+        pair = [F.rms_norm(x, x.shape[-1:], weight, eps) for x, weight in both]
+        x = F.linear(torch.cat(pair[::-1] if is_mimo else pair, -1), projection)
         places = torch.arange(x.shape[1])[None]
         mask = torch.full((1, 1, x.shape[1], x.shape[1]), float("-inf")).triu(1)
         x = block(x, position_embeddings=model.rotary_emb(x, places), position_ids=places, attention_mask=mask)
         x = x[0] if isinstance(x, tuple) else x
-        x = F.rms_norm(x, x.shape[-1:], own["shared_head.norm"], eps)
+        x = F.rms_norm(x, x.shape[-1:], last_norm, eps)
         log_probs = (x @ trunk.lm_head.weight.detach().t())[0, :-1].log_softmax(-1)
         chosen = log_probs.gather(-1, ids[2:, None])[:, 0]
         total = total - (chosen * sampled[2:]).sum()
@@ -152,10 +160,12 @@ LAYOUTS = {
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_equal_one_process(tmp_path, layout) -> None:
+@pytest.mark.parametrize(
+    ("family", "layout"), [*(("GLM-4.5", each) for each in LAYOUTS), ("MiMo", "TP2, SP"), ("MiMo", "PP2, VPP2")]
+)
+def test_layouts_equal_one_process(tmp_path, family, layout) -> None:
     """Scores, gradient norms and an update, the layer's weights among them. Would not catch an error in one process."""
-    path = save_glm4_with_mtp(tmp_path)
+    path = WITH_MTP[family](tmp_path)
     ranks, sizes, keys = LAYOUTS[layout]
     reference = run_layout(path, 1, 1, 1, keys=TRAINED)
     assert_same(run_layout(path, *ranks, keys=TRAINED | keys, **sizes), reference, path)

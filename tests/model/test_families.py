@@ -187,7 +187,7 @@ def shapes_in_a_folder(model, num_experts, stacks):
 def test_every_tensor_of_transformers_is_claimed_once(architecture, tied):
     """Names and shapes, for both kinds of head. Would not catch the q of a model in the place of its k."""
     family, is_classifier = family_of([architecture]), architecture in REWARD_FAMILIES
-    model_class = getattr(transformers, architecture)
+    model_class = getattr(transformers, architecture, transformers.Qwen2ForCausalLM)  # MiMo's is Qwen2's
     assert model_class.config_class.model_type == family.model_type
     known = {name: size for name, size in SIZES.items() if family.experts or "expert" not in name} | family.fixed
     given = {"tie_word_embeddings": tied, "num_labels": 1, "architectures": [architecture]}

@@ -70,7 +70,7 @@ def test_models_without_a_layer(guessing):
         f"{KEY}=mtp and actor_rollout_ref.model.path={path} do not go together: no multi-token prediction layer: ",
     )
     write_model(folder)
-    able = "DeepseekV3ForCausalLM, Glm4MoeForCausalLM, Glm4MoeLiteForCausalLM"
+    able = "DeepseekV3ForCausalLM, Glm4MoeForCausalLM, Glm4MoeLiteForCausalLM, MiMoForCausalLM"
     assert about_mtp(guessing) == [f"{begin}Qwen2ForCausalLM has none that is read; {able} have; try: {KEY}=earlier"]
     write_model(folder, **LATENT | {"num_nextn_predict_layers": 2})
     (problem,) = about_mtp(guessing)

@@ -43,6 +43,7 @@ CHAT_FORMATS = {
     "Glm4MoeLiteForCausalLM": GLM,
     "GptOssForCausalLM": ChatFormat(OWN, "<|channel|>analysis", ("openai",)),
     "LlamaForCausalLM": ChatFormat(tools=("llama3_json",)),
+    "MiMoForCausalLM": NO_CALLS,
     "MiniMaxM2ForCausalLM": ChatFormat(OWN, THINKS, ("minimax_m2",)),
     "MistralForCausalLM": MISTRAL,
     "MixtralForCausalLM": MISTRAL,

@@ -81,17 +81,36 @@ class Window:
 
 
 @dataclass(frozen=True)
+class MTPForm:
+    """The form of a family's multi-token prediction (MTP) layer. architecture: the rollout engine's model of it.
+
+    place, engine_place: the beginning of its tensors' names in a folder and in the rollout engine, in which `{layer}`
+    is the number of the model's layers. names: those of the
+    norm of the embedding, of the norm of the hidden states, of the projection, and of the last norm. head: the engine's
+    name of its head. reads_unnormed: it reads hidden states as they are before the model's last norm, and projects them
+    in front of the embedding instead of behind it.
+    """
+
+    architecture: str
+    place: str = "model.layers.{layer}."
+    engine_place: str = "model.layers.{layer}."
+    names: tuple[str, str, str, str] = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+    head: str = "model.layers.{layer}.shared_head.head.weight"
+    reads_unnormed: bool = False
+
+
+@dataclass(frozen=True)
 class Carried:
     """Which tensors of a folder are carried: neither read nor trained, and written again by exports untouched.
 
     prefixes: beginnings of their names. ahead_key: the config.json key of the number of multi-token prediction (MTP)
-    layers after the others, which are passed through, too; None: there are none. mtp_architecture: the rollout engine's
-    model of such a layer; None: it has none. A run with `speculative=mtp` reads the layer, and may train it.
+    layers after the others, which are passed through, too; None: there are none. mtp: the form of such a layer; None:
+    the rollout engine has no model of it. A run with `speculative=mtp` reads the layer, and may train it.
     """
 
     prefixes: tuple[str, ...] = ()
     ahead_key: str | None = None
-    mtp_architecture: str | None = None
+    mtp: MTPForm | None = None
 
     @property
     def can_be(self) -> bool:

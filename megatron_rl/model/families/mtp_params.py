@@ -2,14 +2,14 @@
 
 It drafts the token after the next from a token's last hidden state and the next token's embedding
 (DeepSeek-V3, arXiv:2412.19437, section 2.2): both are normalised and projected together, and one more layer, a norm and
-the model's own head follow.
+the model's own head follow. Families differ in names, and in the order of the projection's inputs (`MTPForm`).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_rl.model.families.family import Family
+from megatron_rl.model.families.family import Family, MTPForm
 from megatron_rl.model.families.params import engine_named, layers_of
 from megatron_rl.model.parts import Constant, Layer, ModelShape, ParamSpec
 from megatron_rl.model.parts.param_spec import whole
@@ -25,22 +25,37 @@ def mtp_layer(family: Family, shape: ModelShape) -> Layer:
     return layers_of(family, shape)[-1]
 
 
+def mtp_form(family: Family) -> MTPForm:
+    """The form of the family's layer. Raises ValueError if it has none that is read."""
+    if family.carried.mtp is None:
+        raise ValueError(f"{family.architecture} has no multi-token prediction layer that is read")
+    return family.carried.mtp
+
+
 def mtp_map(family: Family, shape: ModelShape) -> dict[str, ParamSpec]:
     """Megatron name -> spec of the MTP layer's own parameters. Embedding and head are the model's."""
-    hidden, folder = shape.hidden_size, f"model.layers.{shape.num_layers}."
+    form, hidden = mtp_form(family), shape.hidden_size
+    folder, engine = (place.format(layer=shape.num_layers) for place in (form.place, form.engine_place))
     inside = mtp_layer(family, shape).params(f"{MTP}transformer_layer.", folder)
+    in_block = {name: engine_named(spec, family.engine_names) for name, spec in inside.items()}
+    shapes = ((hidden,), (hidden,), (hidden, 2 * hidden), (hidden,))
+    enorm, hnorm, projection, last_norm = (
+        _renamed(whole(f"{folder}{name}.weight", size), folder, engine)
+        for name, size in zip(form.names, shapes, strict=True)
+    )
     return {
-        f"{MTP}enorm.weight": whole(f"{folder}enorm.weight", (hidden,)),
-        f"{MTP}hnorm.weight": whole(f"{folder}hnorm.weight", (hidden,)),
-        f"{MTP}eh_proj.weight": whole(f"{folder}eh_proj.weight", (hidden, 2 * hidden)),
-        **{name: _in_block(engine_named(spec, family.engine_names), folder) for name, spec in inside.items()},
-        f"{MTP}final_layernorm.weight": whole(f"{folder}shared_head.norm.weight", (hidden,)),
+        f"{MTP}enorm.weight": enorm,
+        f"{MTP}hnorm.weight": hnorm,
+        f"{MTP}eh_proj.weight": projection,
+        **{name: _renamed(spec, folder, engine + BLOCK) for name, spec in in_block.items()},
+        f"{MTP}final_layernorm.weight": last_norm,
     }
 
 
 def mtp_constants(family: Family, shape: ModelShape) -> dict[str, Constant]:
     """Megatron name -> tensor of the folder that the layer reads and no update changes."""
-    return mtp_layer(family, shape).constants(f"{MTP}transformer_layer.", f"model.layers.{shape.num_layers}.")
+    folder = mtp_form(family).place.format(layer=shape.num_layers)
+    return mtp_layer(family, shape).constants(f"{MTP}transformer_layer.", folder)
 
 
 def engine_name(constant: Constant) -> str:
@@ -49,6 +64,7 @@ def engine_name(constant: Constant) -> str:
     return f"{model}.{layers}.{number}.{BLOCK}{rest}"
 
 
-def _in_block(spec: ParamSpec, prefix: str) -> ParamSpec:
+def _renamed(spec: ParamSpec, folder: str, engine: str) -> ParamSpec:
+    """The spec with another beginning of the engine's name."""
     tensor = spec.tensor
-    return replace(spec, tensor=replace(tensor, name=f"{prefix}{BLOCK}{tensor.name.removeprefix(prefix)}"))
+    return replace(spec, tensor=replace(tensor, name=engine + tensor.name.removeprefix(folder)))

@@ -19,8 +19,10 @@ ALL: tuple[Family, ...] = tuple(family for maker in import_modules_of(KNOWN) for
 
 FAMILIES: dict[str, Family] = {family.architecture: family for family in ALL}
 """Language models: what an actor, a reference or a critic can start from."""
-REWARD_FAMILIES: dict[str, Family] = {family.reward_architecture: family for family in ALL if family.inside is None}
-"""Models with a classification head, which only a critic can start from."""
+REWARD_FAMILIES: dict[str, Family] = {
+    family.reward_architecture: family for family in reversed(ALL) if family.inside is None
+}
+"""Models with a classification head, which only a critic can start from. Of families that share one, the first."""
 SECTIONS = "mrope"
 """An old name of the plain rotary embedding, whose frequencies are divided between places in text and in an image."""
 OUTER = ("architectures", "model_type", "quantization_config", "tie_word_embeddings")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.model.families.attention_keys import LatentKeys
-from megatron_rl.model.families.family import Carried, Family, first_rule
+from megatron_rl.model.families.family import Carried, Family, MTPForm, first_rule
 from megatron_rl.model.parts import Experts, Scoring, SharedExperts
 
 SHARED = SharedExperts("shared_experts", size_key="moe_intermediate_size", count_key="n_shared_experts")
@@ -45,7 +45,7 @@ FAMILIES = (
         },
         rollout={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         defaults={"n_shared_experts": 1, "n_group": 8, "topk_group": 4, "eos_token_id": 1},
-        carried=Carried(ahead_key="num_nextn_predict_layers", mtp_architecture="DeepSeekMTPModel"),
+        carried=Carried(ahead_key="num_nextn_predict_layers", mtp=MTPForm("DeepSeekMTPModel")),
         other_types=("kimi_k2",),
     ),
 )

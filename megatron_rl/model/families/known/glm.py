@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.model.families.attention_keys import AttentionKeys, LatentKeys
-from megatron_rl.model.families.family import KINDS_RULE, Carried, Family, first_rule
+from megatron_rl.model.families.family import KINDS_RULE, Carried, Family, MTPForm, first_rule
 from megatron_rl.model.families.known.deepseek import BIAS, SHARED
 from megatron_rl.model.parts import Experts, Scoring
 
@@ -32,7 +32,7 @@ FAMILIES = (
             "rms_norm_eps": 1e-5,
             "eos_token_id": None,
         },
-        carried=Carried(ahead_key="num_nextn_predict_layers", mtp_architecture="Glm4MoeMTPModel"),
+        carried=Carried(ahead_key="num_nextn_predict_layers", mtp=MTPForm("Glm4MoeMTPModel")),
     ),
     # GLM-4.7-Flash: latent attention, and experts chosen as in GLM-4.5.
     Family(
@@ -65,6 +65,6 @@ FAMILIES = (
             "rms_norm_eps": 1e-5,
             "eos_token_id": 1,
         },
-        carried=Carried(ahead_key="num_nextn_predict_layers", mtp_architecture="Glm4MoeLiteMTPModel"),
+        carried=Carried(ahead_key="num_nextn_predict_layers", mtp=MTPForm("Glm4MoeLiteMTPModel")),
     ),
 )
