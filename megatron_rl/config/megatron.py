@@ -154,6 +154,10 @@ class LayoutConfig:
     """Layers of the first pipeline stage; null: an equal share."""
     num_layers_in_last_pipeline_stage: Annotated[StageShare, OURS] = None
     """Layers of the last pipeline stage; null: an equal share."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as a layer where layers are split over stages: the first chunk has one layer less."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the loss as a layer where layers are split over stages: the last chunk has one layer less."""
     context_parallel_size: Size = 1
     """CP: number of ranks over which every sequence is split, each with an equal part of its tokens; DP shrinks by this
     factor. Token limits per GPU count the part of a rank."""
@@ -175,6 +179,10 @@ class LayoutConfig:
     trainer.device=cuda: bfloat16."""
 
 
+UNEVEN_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+"""Keys of the layers of these stages."""
+COUNTED_PARTS = tuple(f"account_for_{part}_in_pipeline_split" for part in ("embedding", "loss"))
+"""Keys of the parts that count as a layer where layers are split over stages."""
 LAYOUT_KEYS = tuple(field.name for field in fields(LayoutConfig))
 
 

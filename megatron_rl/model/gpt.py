@@ -56,6 +56,8 @@ def transformer_config(
         virtual_pipeline_model_parallel_size=stages.vpp_size if stages.vpp_size > 1 else None,
         num_layers_in_first_pipeline_stage=stages.first,
         num_layers_in_last_pipeline_stage=stages.last,
+        account_for_embedding_in_pipeline_split=stages.counts_embedding,
+        account_for_loss_in_pipeline_split=stages.counts_loss,
         sequence_parallel=uses_sequence_parallel(megatron),
         params_dtype=dtype,
         pipeline_dtype=dtype,

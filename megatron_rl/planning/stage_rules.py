@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_rl.config.keys import ACTOR
-from megatron_rl.config.megatron import MegatronConfig
+from megatron_rl.config.megatron import COUNTED_PARTS, MegatronConfig
 from megatron_rl.config.problems import divisors, nearest_number
 from megatron_rl.errors import Violation
 from megatron_rl.parallel.stages import StagePlan
@@ -49,8 +49,8 @@ def stage_problems(
         rule = _broken_rule(model, megatron)
         if rule is not None:
             broken.setdefault(rule, model.path)
-    given = {key: getattr(megatron, key) for key in (PP, *SHARES)}
-    settings = {f"{group}.{key}": value for key, value in given.items() if value is not None}
+    given = {key: getattr(megatron, key) for key in (PP, *SHARES, *COUNTED_PARTS)}
+    settings = {f"{group}.{key}": value for key, value in given.items() if value is not None and value is not False}
     for rule, path in broken.items():
         changes = _nearest(models, megatron, world_size)
         nearest = {f"{group}.{key}": value for key, value in changes.items()}
@@ -65,7 +65,7 @@ def _broken_rule(model: ModelSizes, megatron: MegatronConfig) -> str | None:
     return None
 
 
-def _nearest(models: Sequence[ModelSizes], megatron: MegatronConfig, world_size: int) -> dict[str, int | None]:
+def _nearest(models: Sequence[ModelSizes], megatron: MegatronConfig, world_size: int) -> dict[str, Any]:
     """The nearest valid sizes: one changed number if that is enough (a given share, else PP), else even stages."""
     fewest_layers = min(model.num_hidden_layers for model in models)
     for key in SHARES:
@@ -79,4 +79,5 @@ def _nearest(models: Sequence[ModelSizes], megatron: MegatronConfig, world_size:
     nearest = nearest_number(megatron.pipeline_model_parallel_size, pp_sizes(models, megatron, world_size))
     if spreads(models, replace(megatron, pipeline_model_parallel_size=nearest)):
         return {PP: nearest}
-    return {PP: nearest} | {key: None for key in SHARES if getattr(megatron, key) is not None}
+    even = {key: None for key in SHARES if getattr(megatron, key) is not None}
+    return {PP: nearest} | even | {key: False for key in COUNTED_PARTS if getattr(megatron, key)}

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from megatron_rl.config.megatron import MegatronConfig
+from megatron_rl.config.megatron import COUNTED_PARTS, UNEVEN_STAGES, MegatronConfig
 from megatron_rl.config.roles import PassSpec, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.parallel.context_packs import needed_size
@@ -221,7 +221,7 @@ def layout_of(megatron: MegatronConfig, num_layers: int, size: tuple[int, int], 
     size: ranks, and ranks of a node. cp: ranks that share a sequence. cp_comm_type: of the role.
     """
     stage_layers, pp = None, megatron.pipeline_model_parallel_size
-    if (megatron.num_layers_in_first_pipeline_stage, megatron.num_layers_in_last_pipeline_stage) != (None, None):
+    if any(getattr(megatron, key) for key in (*UNEVEN_STAGES, *COUNTED_PARTS)):
         stage_layers = tuple(map(sum, StagePlan.from_config(num_layers, megatron).chunk_sizes))
     return Layout(
         *size,

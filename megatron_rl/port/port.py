@@ -18,7 +18,7 @@ from megatron_rl.config.verl_compat.translate import Kind, Note, Noted, translat
 from megatron_rl.config.yaml_text import read_yaml
 from megatron_rl.errors import ConfigError
 from megatron_rl.port.launch import DEFAULT_CONFIGS, TrainerCall, call_of, trainer_call, unread_words
-from megatron_rl.port.resolve_defaults import ORIGIN, defaults, resolve_defaults, unread_models, whole_layers
+from megatron_rl.port.resolve_defaults import ORIGIN, defaults, resolve_defaults, unread_models
 from megatron_rl.port.shell import launches_of
 
 YAML_SUFFIXES = (".yaml", ".yml")
@@ -122,9 +122,8 @@ def ported(source: str, call: TrainerCall, base: list[Setting], folder: Path = P
     translation = translate(given, is_key)
     known = [setting for setting in translation.settings if is_key(setting.key)]
     unknown = [setting for setting in translation.settings if not is_key(setting.key)]
-    translated, known = whole_layers(translation.notes, known)
     known, added = resolve_defaults(known)
-    notes = [*translated, *added, *meanings(known), *notes, *(_unknown(setting) for setting in unknown)]
+    notes = [*translation.notes, *added, *meanings(known), *notes, *(_unknown(setting) for setting in unknown)]
     refused = [note.setting for note in notes if note.kind is Kind.UNSUPPORTED and note.setting.key not in OPTIONS]
     final, _ = final_settings([*known, *refused])
     beside = [*unread_words(call), *_unread_files(named)]

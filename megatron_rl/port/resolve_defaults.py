@@ -25,7 +25,6 @@ ORIGIN = "verl's default"
 ACTOR = "actor_rollout_ref.actor"
 FOLLOWERS = ("actor_rollout_ref.ref", "critic", "reward_model")
 TEXT_KEY = "reward_model.model.input_tokenizer"
-COUNTING = "counting embedding or loss as a layer of a stage"
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 LAYOUT_DEFAULTS = {
     "tensor_model_parallel_size": 1,
@@ -78,29 +77,6 @@ def _experts_whole(settings: list[Setting]) -> list[Setting]:
     given = {setting.key for setting in settings}
     ep, etp = (f"{ACTOR}.megatron.expert_{name}_parallel_size" for name in ("model", "tensor"))
     return [Setting(etp, 1, ORIGIN)] if ep in given and etp not in given else []
-
-
-def whole_layers(notes: list[Note], settings: list[Setting]) -> tuple[list[Note], list[Setting]]:
-    """Translate pipeline stages that count embedding or loss as a layer: the first or last stage has one layer less.
-
-    This needs a model whose config.json can be read and stages that come out even; otherwise the notes stay.
-    """
-    given = {setting.key: setting.value for setting in settings}
-    stages = given.get(f"{ACTOR}.megatron.pipeline_model_parallel_size", 1)
-    num_layers = model_facts(str(given.get("actor_rollout_ref.model.path"))).get("num_hidden_layers")
-    counting = [note for note in notes if note.feature == COUNTING and note.setting.value is True]
-    counted = {note.setting.key.rpartition("account_for_")[2].partition("_")[0] for note in counting}
-    if not counting or not isinstance(num_layers, int) or not isinstance(stages, int) or stages <= 1:
-        return notes, settings
-    each, rest = divmod(num_layers + len(counted), stages)
-    ends = {"embedding": "first", "loss": "last"}
-    became = {f"{ACTOR}.megatron.num_layers_in_{ends[part]}_pipeline_stage": each - 1 for part in sorted(counted)}
-    if rest or each < 2 or became.keys() & given.keys():
-        return notes, settings
-    kept = [note for note in notes if note not in counting]
-    reason = f"{num_layers} layers and {' and '.join(sorted(counted))} over {stages} stages are {each} each"
-    kept.append(Note(Kind.RENAMED, counting[0].setting, reason, became))
-    return kept, [*settings, *(Setting(key, value, counting[0].setting.origin) for key, value in became.items())]
 
 
 def defaults(settings: list[Setting]) -> list[Setting]:

@@ -6,26 +6,27 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.megatron import COUNTED_PARTS, UNEVEN_STAGES, MegatronConfig
 from megatron_rl.config.roles import Placement, RoleSpec
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import inside_of, text_settings
 
 LAYERS = "num_hidden_layers"
-UNEVEN_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
 
 def with_fewer_layers(config: RunConfig, layers_per_stage: int, folder: Path) -> list[str]:
     """Write folders with the config.json of every model, cut to that many layers a stage; returns overrides with them.
 
-    layers_per_stage: layers of each chunk of a stage. Settings with an entry for each layer are cut, too. Raises
-    ConfigError where a model has fewer layers than that.
+    layers_per_stage: layers of each chunk of a stage; embedding and loss are among them where they count as layers.
+    Settings with an entry for each layer are cut, too. Raises ConfigError where a model has fewer layers than that.
     """
     overrides: dict[str, str] = {}
     for role in Placement.of(config).roles.values():
         if role.model_of is not None:
             continue  # its model is another role's, whose folder counts
-        wanted = layers_per_stage * num_chunks(config, role)
+        counted = sum(getattr(layout_of(config, role), part) for part in COUNTED_PARTS)
+        wanted = layers_per_stage * num_chunks(config, role) - counted
         target = folder / role.name
         settings = read_settings(role.model_path)
         num_layers = text_settings(settings)[LAYERS]
@@ -42,11 +43,16 @@ def with_fewer_layers(config: RunConfig, layers_per_stage: int, folder: Path) ->
     return [f"{key}={value}" for key, value in overrides.items()]
 
 
-def num_chunks(config: RunConfig, role: RoleSpec) -> int:
-    """Return the chunks of a role's model over all stages of its pool."""
+def layout_of(config: RunConfig, role: RoleSpec) -> MegatronConfig:
+    """Return the layout of the pool that trains a role's model."""
     placement = Placement.of(config)
     leader = placement.leader if role.model_key == placement.leader.model_key else role
-    layout = placement.pool_of(leader.name).layout
+    return placement.pool_of(leader.name).layout
+
+
+def num_chunks(config: RunConfig, role: RoleSpec) -> int:
+    """Return the chunks of a role's model over all stages of its pool."""
+    layout = layout_of(config, role)
     return layout.pipeline_model_parallel_size * (layout.virtual_pipeline_model_parallel_size or 1)
 
 

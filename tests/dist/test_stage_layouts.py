@@ -16,6 +16,7 @@ import pytest
 from test_layout_parity import assert_same, often, run_layout
 from tiny_models import save_llama, save_qwen2
 
+from megatron_rl.config.megatron import COUNTED_PARTS
 from megatron_rl.parallel.rank_grid import TrainGrid
 from megatron_rl.parallel.stages import StagePlan
 
@@ -23,12 +24,14 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 VPP2 = {"virtual_pipeline_model_parallel_size": 2}
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+COUNTED = dict.fromkeys(COUNTED_PARTS, True)
 # 11 rows in micro-batches of 4 are 3, which the interleaved schedule fills up to 4. In micro-batches of 16 they are 1,
 # filled up to 2; in those of 2 they are 6, of which the last has a filler row.
 LAYOUTS = {
     "PP2, VPP2, one micro-batch": ((2, 1, 2), VPP2 | {"micro_batch": 16}),
     "stages of 1, 3": ((2, 1, 2), {FIRST: 1}),
     "stages of 2, 1, 1": ((3, 1, 3), {FIRST: 2, LAST: 1}),
+    "stages of 1, 2, 1, embedding and loss counted": ((3, 1, 3), COUNTED),
 }
 """Name -> (ranks, tp, pp) and further keys of run_layout. The models have 4 layers."""
 OFTEN = ("stages of 2, 1, 1",)
@@ -54,13 +57,21 @@ def test_stage_layouts_equal_one_process(layout: str, tied_path: str, tied_refer
     results = run_layout(tied_path, *sizes, **keys)
     assert_same(results, tied_reference, tied_path)
     vpp_size = keys.get("virtual_pipeline_model_parallel_size", 1)
-    stages = StagePlan(4, sizes[2], vpp_size, keys.get(FIRST), keys.get(LAST))
+    counted = [keys.get(part, False) for part in COUNTED_PARTS]
+    stages = StagePlan(4, sizes[2], vpp_size, keys.get(FIRST), keys.get(LAST), *counted)
     for r in results:
         layers = {int(name.split(".")[2]) for name in r["actor_weights"] if name.startswith("decoder.layers.")}
         assert layers == set(chain(*stages.layers(TrainGrid(*sizes).pp_rank(r["where"].rank))))
 
 
-def test_untied_head_in_chunks(tmp_path) -> None:
-    """A Llama with its own head, PP2 and VPP2, in six micro-batches. Would not catch an error common to both runs."""
-    path = save_llama(tmp_path)
-    assert_same(run_layout(path, 2, 1, 2, micro_batch=2, **VPP2), run_layout(path, 1, 1, 1), path)
+@pytest.mark.parametrize(
+    ("num_layers", "counted"),
+    [(4, {}), pytest.param(6, COUNTED, marks=pytest.mark.exhaustive)],
+    ids=["even", "counted"],
+)
+def test_untied_head_in_chunks(tmp_path, num_layers: int, counted: dict[str, bool]) -> None:
+    """A Llama with its own head, PP2 and VPP2, in six micro-batches: chunks of 1, or of 1, 2, 2 and 1 layers. Would not
+    catch an error common to both runs.
+    """
+    path = save_llama(tmp_path, num_hidden_layers=num_layers)
+    assert_same(run_layout(path, 2, 1, 2, micro_batch=2, **VPP2, **counted), run_layout(path, 1, 1, 1), path)

@@ -1,5 +1,6 @@
 """Which layers each stage and chunk holds: by hand, by property, and as megatron-core computes it."""
 
+from dataclasses import astuple
 from itertools import chain
 
 import pytest
@@ -14,16 +15,19 @@ modest = settings(max_examples=200, deadline=None)
 
 @st.composite
 def sizes(draw) -> tuple:
-    """(num_layers, pp, vpp, first, last), most of which cannot be a plan."""
+    """(num_layers, pp, vpp, first, last, counts_embedding, counts_loss), most of which cannot be a plan."""
     num_layers, pp_size, vpp_size = draw(st.integers(1, 24)), draw(st.integers(1, 6)), draw(st.integers(1, 4))
     first, last = (draw(st.none() | st.integers(0, 8)) for _ in range(2))
-    return num_layers, pp_size, vpp_size, first, last
+    return num_layers, pp_size, vpp_size, first, last, draw(st.booleans()), draw(st.booleans())
 
 
 @st.composite
 def plans(draw) -> StagePlan:
-    """Plans that are possible: even ones with and without a virtual pipeline, and uneven ones."""
+    """Plans that are possible: even ones with and without a virtual pipeline, and uneven ones of both kinds."""
     pp_size, share = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    if pp_size > 1 and draw(st.booleans()):
+        vpp_size, counted = draw(st.integers(1, 4)), (draw(st.booleans()), draw(st.booleans()))
+        return StagePlan(pp_size * vpp_size * (share + 1) - sum(counted), pp_size, vpp_size, None, None, *counted)
     if pp_size == 1 or draw(st.booleans()):
         vpp_size = draw(st.integers(1, 4)) if pp_size > 1 else 1
         return StagePlan(pp_size * vpp_size * share, pp_size, vpp_size)
@@ -47,6 +51,10 @@ def plans(draw) -> StagePlan:
         (StagePlan(9, 4, last=3), [["01"], ["23"], ["45"], ["678"]]),
         (StagePlan(7, 4, first=1, last=2), [["0"], ["12"], ["34"], ["56"]]),
         (StagePlan(5, 2, first=2, last=3), [["01"], ["234"]]),
+        (StagePlan(7, 4, counts_embedding=True), [["0"], ["12"], ["34"], ["56"]]),
+        (StagePlan(6, 4, counts_embedding=True, counts_loss=True), [["0"], ["12"], ["34"], ["5"]]),
+        (StagePlan(7, 2, 2, counts_loss=True), [["01", "45"], ["23", "6"]]),
+        (StagePlan(6, 2, 2, counts_embedding=True, counts_loss=True), [["0", "34"], ["12", "5"]]),
     ],
 )
 def test_tables(plan, expected):
@@ -89,6 +97,13 @@ def test_every_layer_is_held_once(plan):
         ({"num_layers": 6, "pp_size": 3, "first": 3, "last": 3}, "to the other 1 stages"),
         ({"num_layers": 6, "pp_size": 2, "first": 2, "last": 2}, r"must add up to num_hidden_layers\(6\)$"),
         ({"num_layers": 4, "pp_size": 2, "first": 0}, r"first\(0\)"),
+        (
+            {"num_layers": 6, "pp_size": 2, "counts_loss": True},
+            r"^loss counted as layers: pp\(2\) must divide num_hidden_layers\(6\) \+ 1, which is at least 2 for each",
+        ),
+        ({"num_layers": 3, "pp_size": 1, "counts_embedding": True}, r"^embedding counted as layers need pp\(1\) > 1$"),
+        ({"num_layers": 2, "pp_size": 2, "vpp_size": 2, "counts_embedding": True, "counts_loss": True}, "at least 2"),
+        ({"num_layers": 7, "pp_size": 2, "first": 3, "counts_loss": True}, r"need first\(3\) and last\(None\)"),
     ],
 )
 def test_impossible_plans(arguments, message):
@@ -105,9 +120,13 @@ def test_from_config():
         pipeline_model_parallel_size=3, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=2
     )
     assert StagePlan.from_config(6, uneven) == StagePlan(6, 3, first=1, last=2)
+    counted = MegatronConfig(pipeline_model_parallel_size=2, account_for_loss_in_pipeline_split=True)
+    assert StagePlan.from_config(5, counted) == StagePlan(5, 2, counts_loss=True)
 
 
-def megatron_config(num_layers: int, pp_size: int, vpp_size: int, first: int | None, last: int | None):
+def megatron_config(
+    num_layers: int, pp_size: int, vpp_size: int, first: int | None, last: int | None, embedding: bool, loss: bool
+):
     import torch
     from megatron.core.transformer import TransformerConfig
 
@@ -120,6 +139,8 @@ def megatron_config(num_layers: int, pp_size: int, vpp_size: int, first: int | N
         virtual_pipeline_model_parallel_size=vpp_size if vpp_size > 1 else None,
         num_layers_in_first_pipeline_stage=first,
         num_layers_in_last_pipeline_stage=last,
+        account_for_embedding_in_pipeline_split=embedding,
+        account_for_loss_in_pipeline_split=loss,
     )
 
 
@@ -141,7 +162,7 @@ def megatron_layers(config) -> list[list[range]]:
 @given(plans())
 def test_megatron_builds_the_same_layers(plan):
     """Its own arithmetic, without processes. Would not catch a model that is not built by that arithmetic."""
-    config = megatron_config(plan.num_layers, plan.pp_size, plan.vpp_size, plan.first, plan.last)
+    config = megatron_config(*astuple(plan))
     assert [plan.layers(stage) for stage in range(plan.pp_size)] == megatron_layers(config)
 
 
@@ -152,8 +173,8 @@ def test_megatron_refuses_the_same_sizes(numbers):
 
     Would not catch sizes that Megatron accepts and builds wrongly.
     """
-    _, pp_size, vpp_size, first, last = numbers
-    is_uneven = first is not None or last is not None
+    _, pp_size, vpp_size, first, last, *counted = numbers
+    is_uneven = first is not None or last is not None or (pp_size == 1 and any(counted))
     assume(not (is_uneven and (vpp_size > 1 or pp_size == 1)) and not (vpp_size > 1 and pp_size == 1))
     try:
         StagePlan(*numbers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_rl.config.megatron import COUNTED_PARTS
 from megatron_rl.config.verl_compat.async_keys import number
 from megatron_rl.config.verl_compat.key_rows import Outcome
 
@@ -15,6 +16,7 @@ OFF = {
     "virtual_pipeline_model_parallel_size": None,
     "num_layers_in_first_pipeline_stage": None,
     "num_layers_in_last_pipeline_stage": None,
+    **dict.fromkeys(COUNTED_PARTS, False),
     "expert_tensor_parallel_size": None,
     "dynamic_context_parallel": False,
 }

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from megatron_rl.config.megatron import MegatronConfig
+from megatron_rl.config.megatron import COUNTED_PARTS, MegatronConfig
 from megatron_rl.config.problems import divisors
 from megatron_rl.planning.model_folder import ModelSizes
 from megatron_rl.planning.stage_rules import spreads
@@ -56,6 +56,7 @@ class Grid:
             "virtual_pipeline_model_parallel_size": self.vpp,
             "num_layers_in_first_pipeline_stage": self.first,
             "num_layers_in_last_pipeline_stage": self.last,
+            **dict.fromkeys(COUNTED_PARTS, False),
             "expert_model_parallel_size": self.ep,
             "expert_tensor_parallel_size": self.etp,
             "sequence_parallel": self.sequence_parallel,
