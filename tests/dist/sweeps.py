@@ -6,7 +6,7 @@ layouts of them, are weekly.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import pytest
 
@@ -19,3 +19,8 @@ def marks_of(case: object, often: Collection = (), weekly: Collection = ()) -> l
     if case in often:
         return []
     return list(WEEKLY) if case in weekly else [pytest.mark.exhaustive]
+
+
+def often(cases: Iterable[str], chosen: Collection[str], weekly: Collection[str] = ()) -> list:
+    """Parameters: the chosen ones as they are, the others exhaustive, and of these some weekly."""
+    return [pytest.param(case, marks=marks_of(case, chosen, weekly)) for case in cases]

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from test_layout_parity import OPTIMIZER, relative, whole_weights
 from tiny_models import run_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from updates import OPTIMIZER, relative, whole_weights
 
 from megatron_rl.config.task_config import for_task
 from megatron_rl.config.tasks import DPO, REWARD, SFT

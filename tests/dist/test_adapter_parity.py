@@ -21,8 +21,8 @@ import torch
 from ranks import run_ranks
 from rollout_checks import GREEDY, RANDOM, greedy_answers, logprob_difference, round_trip, tokens
 from safetensors.torch import load_file, save_file
-from test_layout_parity import NUM_ROWS, OPTIMIZER, collected, relative
 from tiny_models import random_batch, run_config, save_llama, save_qwen2, save_qwen3_moe
+from updates import NUM_ROWS, OPTIMIZER, collected, relative
 
 from megatron_rl.columns import ACTOR_UPDATE, SCORING
 

@@ -3,7 +3,7 @@
 Why the layout cannot matter: a loss reads one or two numbers of each answer to a prompt, and all answers to a prompt
 are in one pass of one data-parallel rank. The loss is a sum over prompts, divided by the number of prompts in the whole
 batch, so it does not matter in which pass or on which rank a prompt is. The numbers themselves are log-probs or scores
-of single rows, for which `test_layout_parity.py` derives it.
+of single rows, for which `tests/parity/updates.py` derives it.
 
 Not exercised: regression in layouts: it differs from what is here after the numbers are there.
 """
@@ -14,8 +14,9 @@ import functools
 
 import pytest
 import torch
+from layout_keys import LOSSES
 from ranks import run_ranks
-from sweeps import marks_of
+from sweeps import marks_of, often
 from task_cases import (
     PlainLoop,
     answer_batch,
@@ -26,8 +27,6 @@ from task_cases import (
     one_update,
     task_config,
 )
-from test_balanced_routers import LOSSES
-from test_layout_parity import often
 from tiny_models import save_qwen2, save_qwen3_moe, save_reward_model
 from torch.nn.functional import logsigmoid
 

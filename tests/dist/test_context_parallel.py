@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import pytest
 from ranks import run_ranks
-from test_layout_parity import OPTIMIZER, assert_same, often, one_update
+from sweeps import often
 from tiny_models import run_config, save_qwen2, save_qwen3_moe
+from updates import OPTIMIZER, assert_same, one_update
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 

@@ -18,9 +18,9 @@ import torch
 from ranks import run_ranks
 from sweeps import marks_of
 from test_global_normalisation import hugging_face_model, reduced_gradients, token_loss
-from test_layout_parity import whole_weights
 from test_sampled_holes import CP2, CUTS, LAYOUTS, MEGATRON, NUM_ROWS, assert_close, rows_with_holes
 from tiny_models import run_config, save_llama, save_qwen2
+from updates import whole_weights
 
 from megatron_rl.columns import ACTOR_UPDATE, SCORING
 from megatron_rl.config.algorithms import teaching

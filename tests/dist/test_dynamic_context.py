@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from layout_keys import LOSSES
 from ranks import run_ranks
-from test_balanced_routers import LOSSES
+from sweeps import often
 from test_context_parallel import A2A, ACTOR, ALL_GATHER, CP, EP2, ETP1, FULL, MEGATRON, P2P, SELECTIVE, SP, VPP2
-from test_layout_parity import OPTIMIZER, assert_same, often, one_update
 from tiny_models import random_batch, run_config, save_qwen2, save_qwen3_moe
+from updates import OPTIMIZER, assert_same, one_update
 
 from megatron_rl.columns import ACTOR_UPDATE, SCORING
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from layout_keys import EP2, ETP1, SP
 from ranks import run_ranks
-from rollout_checks import GREEDY, hugging_face_greedy, round_trip, tokens
+from rollout_checks import hugging_face_greedy
 from safetensors.torch import load_file
+from saved_updates import updated
 from sweeps import WEEKLY
 from task_cases import NAMES, answer_batch, task_config, token_batch
-from test_layout_parity import NUM_ROWS
-from test_moe_parity import EP2, ETP1, SP
 from tiny_minimax import save_minimax
-from tiny_models import random_batch, run_config, save_glm4_moe
+from tiny_models import run_config, save_glm4_moe
 
 from megatron_rl.checkpoint.export_saved import export_saved
-from megatron_rl.columns import ACTOR_UPDATE
 from megatron_rl.config.tasks import DPO, REWARD, SFT
 from megatron_rl.controller.lifecycle import copy_model_files
 
@@ -34,36 +32,6 @@ def config_of(path: str, tp_size: int = 1, pp_size: int = 1, **sizes):
     keys = {f"actor_rollout_ref__actor__megatron__{key}": value for key, value in (BIASED | sizes).items()}
     rates = {"actor_rollout_ref__actor__optim__lr": 0.0, "actor_rollout_ref__actor__optim__weight_decay": 0.0}
     return run_config(path, tp_size, pp_size, **keys, **rates)
-
-
-def updated(config, folder: Path, saved: Path | None = None) -> dict:
-    """One update, or what a checkpoint holds; greedy answers, an export, and a checkpoint of it."""
-    from megatron_rl.roles.host import RankHost
-
-    worker = RankHost(config)
-    worker.build("actor")
-    worker.build("rollout")
-    actor, metrics = worker.roles["actor"], {}
-    if saved is not None:
-        states = json.loads((saved / "states.json").read_text())
-        from megatron_rl.records import RoleState
-
-        worker.load_checkpoint(saved, {"actor": RoleState(**states)})
-    else:
-        rows = torch.arange(NUM_ROWS).tensor_split(worker.groups.grid.dp_size)[worker.groups.dp_rank]
-        mine = random_batch(NUM_ROWS)[rows]
-        mine.add(old_log_probs=mine["advantages"].clone())
-        metrics = actor.update(mine.read_by(ACTOR_UPDATE))
-    greedy, _ = round_trip(worker, GREEDY)
-    actor.export_hf(folder / "exported")
-    if saved is None:
-        (folder / "saved" / "actor").mkdir(parents=True, exist_ok=True)
-        states = worker.begin_save(folder / "saved")
-        worker.finish_save(wait=True)
-        import dataclasses
-
-        (folder / "saved" / "states.json").write_text(json.dumps(dataclasses.asdict(states["actor"])))
-    return {"greedy": tokens(greedy), "metrics": metrics}
 
 
 def moved_by(config, folder: Path, batch, *arguments) -> dict:

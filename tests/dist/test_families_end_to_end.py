@@ -3,7 +3,7 @@
 One start of the processes checks logits, generation through the hybrid engine, and the untouched model's export.
 
 Every layout is compared with transformers, so a layout of several axes proves each of them: the argument is that of
-`test_layout_parity.py` and `test_moe_parity.py`, for which it does not matter what a family's parts are, but for how
+`tests/parity`, for which it does not matter what a family's parts are, but for how
 its tensors are cut, which is the family's own and is what may be wrong here.
 """
 
@@ -90,7 +90,7 @@ OFTEN = (
 )
 """What `make test` goes through: what families are built of (biases, shared experts, latent attention, windows,
 sinks), and every layout, dense and with experts. Qwen2, Qwen3 and Qwen3-MoE are in `test_hybrid_engine.py`,
-`test_moe_parity.py`, `test_transitions.py` and `test_export.py`; the tensors of every family in tests/model.
+`tests/parity`, `test_transitions.py` and `test_export.py`; the tensors of every family in tests/model.
 """
 OF_EACH_PART = (
     save_llama31,

@@ -4,7 +4,7 @@ Why: each way to aggregate is a sum of terms of tokens or answers with weights t
 lengths, masks and the mini-batch's counts are; a pass adds its own terms. Packed rows attend to themselves alone, and
 padding weighs nothing, so a row's terms do not depend on its neighbours.
 
-Not exercised: metrics that are medians or extremes; layouts of several axes, which `test_layout_parity.py` has.
+Not exercised: metrics that are medians or extremes; layouts of several axes, which `tests/parity` has.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import run_ranks
-from test_layout_parity import often, relative, whole_weights
+from sweeps import often
 from tiny_models import random_batch, run_config, save_qwen2
+from updates import relative, whole_weights
 
 from megatron_rl.columns import ACTOR_UPDATE
 from megatron_rl.config.correction import RolloutCorrectionConfig
@@ -26,8 +27,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 LAYOUTS = {"one": (1, 1, 1), "DP2": (2, 1, 1), "TP2": (2, 2, 1), "PP2": (2, 1, 2)}
 OFTEN = ("one",)
-"""What `make test` goes through; ranks that have other rows, or see no loss, are in `test_moe_parity.py`,
-`test_sft_parity.py` and `test_layout_parity.py`.
+"""What `make test` goes through; ranks that have other rows, or see no loss, are in `tests/parity`, and in
+`test_sft_parity.py`.
 """
 NUM_ROWS = 7
 CUTS = {

@@ -12,10 +12,10 @@ from rollout_checks import GREEDY, hugging_face_greedy, round_trip, tokens
 from safetensors.torch import load_file
 from sweeps import WEEKLY
 from test_adapter_parity import LINEARS, Oracle, check, run_adapted
-from test_layout_parity import NUM_ROWS
 from tiny_gpt_oss import save_gpt_oss, save_gpt_oss_in_4_bits, unpack_by_transformers
 from tiny_minimax import save_minimax
 from tiny_models import random_batch, run_config
+from updates import NUM_ROWS
 
 from megatron_rl.checkpoint.hf_folder import was_quantised
 from megatron_rl.columns import SCORING

@@ -46,7 +46,7 @@ LESS_ROUNDED = (FUSED, FUSED_IN_BUCKETS)
 EXACT = ("overlapped reduction", "attention again", "parts again")
 """The others add up the gradient norm in another order, or use another of torch's Adam kernels."""
 TOLERANCE = 1e-5
-# With a large epsilon the step is proportional to the gradient: see test_layout_parity.py.
+# With a large epsilon the step is proportional to the gradient: see tests/parity/updates.py.
 BFLOAT16 = {"actor_rollout_ref__actor__megatron__dtype": "bfloat16"}
 OPTIMIZER = {"lr": 0.05, "eps": 1.0}
 

@@ -1,6 +1,6 @@
 """The multi-token prediction layer in updates: its gradients, in every layout, and none for the policy.
 
-Why no number can depend on the layout: `test_layout_parity.py`. The layer reads hidden states that all TP ranks of the
+Why no number can depend on the layout: see `tests/parity`. The layer reads hidden states that all TP ranks of the
 last stage have whole, and embeddings that the first stage sends; its loss is a sum over the mini-batch's tokens.
 
 Under CP the guess of a token may be made on another rank than the token is predicted on; ranks add up their losses.
@@ -18,14 +18,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from layout_keys import EP2, ETP1, SP
 from ranks import run_ranks
 from rollout_checks import GREEDY, hugging_face_greedy, round_trip, tokens
 from safetensors.torch import load_file, save_file
 from sweeps import marks_of
-from test_layout_parity import NUM_ROWS, assert_same, relative, run_layout, whole_weights
-from test_moe_parity import EP2, ETP1, SP
 from tiny_models import random_batch, run_config
 from tiny_mtp import IN_MIMO, NAMES, OF_MIMO, WITH_MTP, save_glm4_with_mtp
+from updates import NUM_ROWS, assert_same, relative, run_layout, whole_weights
 
 from megatron_rl.checkpoint.export_saved import export_saved
 from megatron_rl.columns import ACTOR_UPDATE

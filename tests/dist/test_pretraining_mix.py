@@ -2,7 +2,7 @@
 
 Why the layout cannot matter: the gradient is that of the samples' loss plus a coefficient times that of the examples'
 cross-entropy. Each of both is a sum divided by a number of the whole mini-batch, so each is cut and spread as in
-`test_layout_parity.py` and `test_sft_parity.py`, and their gradients are added in one buffer.
+`tests/parity` and `test_sft_parity.py`, and their gradients are added in one buffer.
 
 Not exercised: losses of routers on examples.
 """
@@ -13,11 +13,13 @@ import math
 
 import pytest
 import torch
+from layout_keys import LAYOUTS
 from ranks import run_ranks
+from sweeps import often
 from task_cases import PlainLoop, token_batch
-from test_layout_parity import LAYOUTS, NUM_ROWS, OPTIMIZER, often, relative, whole_weights
 from test_sft_parity import AS_TRIES, MEGATRON, up_to
 from tiny_models import random_batch, run_config, save_qwen2, save_qwen3_moe
+from updates import NUM_ROWS, OPTIMIZER, relative, whole_weights
 
 from megatron_rl.columns import ACTOR_UPDATE
 from megatron_rl.dispatch import ExtraBatch

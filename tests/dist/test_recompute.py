@@ -12,7 +12,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import run_ranks
-from test_layout_parity import often
+from sweeps import often
 from tiny_gpt_oss import save_gpt_oss
 from tiny_minimax import save_minimax
 from tiny_models import random_batch, run_config, save_qwen2, save_qwen3_moe

@@ -13,9 +13,9 @@ import pytest
 import torch
 from ranks import run_ranks
 from task_cases import answer_batch, task_config
-from test_layout_parity import whole_weights
 from test_resumed_roles import start_saving
 from tiny_models import save_qwen3_moe
+from updates import whole_weights
 
 from megatron_rl.checkpoint.saved_tensors import SavedTensors
 from megatron_rl.columns import SCORING

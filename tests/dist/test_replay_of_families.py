@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from ranks import run_ranks
-from test_layout_parity import often
+from sweeps import often
 from test_router_replay import BOUND, REPLAY, differences, tied_config
 from tiny_gpt_oss import save_gpt_oss
 from tiny_minimax import save_minimax

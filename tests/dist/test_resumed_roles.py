@@ -2,7 +2,7 @@
 
 Why, bit for bit in the same layout: a step is a function of weights, masters, moments, schedule and batch, and all of
 these are written and read without arithmetic. Why in another layout: a checkpoint has whole tensors, of which each rank
-takes its elements, and from there on the argument is that of `test_layout_parity.py`. Not exercised: dropout and other
+takes its elements, and from there on the argument is that of `tests/parity`. Not exercised: dropout and other
 draws of a role, of which there are none.
 """
 

@@ -1,7 +1,7 @@
 """Experts chosen in one pass and replayed in another: engine to trainer, old log-probs to update, in every layout.
 
 Why layouts agree: a choice belongs to a token and a layer. It goes wherever the token and the layer are, so once it is
-given, a pass is a function of weights and tokens that `test_moe_parity.py` derives to be the same everywhere; choices
+given, a pass is a function of weights and tokens that `expert_rows.py` derives to be the same everywhere; choices
 that no router makes show that they are given.
 
 The models' routers are made to tie: their rows come in threes that differ by less than rounding does, so that which two
@@ -17,8 +17,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from rollout_checks import RANDOM, ask, prompts
-from sweeps import marks_of
-from test_layout_parity import often
+from sweeps import marks_of, often
 from tiny_models import random_batch, run_config, save_qwen3_moe, tie_routers
 
 from megatron_rl.columns import ACTOR_SCORES, ACTOR_UPDATE, SCORING
@@ -206,7 +205,7 @@ def test_layouts_equal_one_process(layout, mode, plain, one_process) -> None:
 
     Would not catch what all layouts share: the tests above and below do.
     """
-    from test_layout_parity import collected, relative, whole_weights
+    from updates import collected, relative, whole_weights
 
     ranks, sizes = LAYOUTS[layout]
     results, reference = run_layout(plain, mode, ranks, **sizes), one_process[mode]
@@ -225,7 +224,7 @@ def test_choices_follow_tokens_in_packed_rows(plain, one_process) -> None:
 
     The choices matter: without them log-probs are others. Would not catch prompts that are never shared.
     """
-    from test_layout_parity import collected, relative
+    from updates import collected, relative
 
     packed, padded = one_process["R3"], run_layout(plain, "R3", (1, 1, 1), packed=False)
     assert relative(collected(padded, "log_probs"), collected(packed, "log_probs")) < 1e-5

@@ -14,10 +14,11 @@ from functools import partial
 import pytest
 import torch
 from ranks import run_ranks
+from sweeps import often
 from test_global_normalisation import hugging_face_model, reduced_gradients, token_loss
-from test_layout_parity import often, whole_weights
 from test_router_replay import random_choices
 from tiny_models import run_config, save_qwen2, save_qwen3_moe
+from updates import whole_weights
 
 from megatron_rl.columns import ACTOR_SCORES, ACTOR_UPDATE, CRITIC_UPDATE, SCORING
 from megatron_rl.experience.micro_batches import NO_FIELDS, MicroBatching

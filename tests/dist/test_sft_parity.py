@@ -2,7 +2,7 @@
 
 Why the layout cannot matter: the loss is the sum of the counted tokens' negative log-probs, divided by their number in
 the whole batch. That number is known before the first pass, so a pass adds its tokens' terms whatever others hold, and
-the rest is as in `test_layout_parity.py`. A padded token and a prompt's token weigh nothing.
+the rest is as in `tests/parity`. A padded token and a prompt's token weigh nothing.
 
 Not exercised: a rank without a counted token in a pass of context parallelism; other families than Qwen2 and Qwen3-MoE.
 """
@@ -10,9 +10,9 @@ Not exercised: a rank without a counted token in a pass of context parallelism; 
 from __future__ import annotations
 
 import pytest
+from layout_keys import LOSSES
 from ranks import run_ranks
 from task_cases import PlainLoop, assert_equals_plain, assert_same, in_pairs, one_update, task_config, token_batch
-from test_balanced_routers import LOSSES
 from tiny_models import save_qwen2, save_qwen3_moe
 
 from megatron_rl.config.tasks import SFT

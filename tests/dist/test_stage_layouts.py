@@ -5,7 +5,7 @@ is added to those of others; the schedule only says when. A filler micro-batch, 
 a filler row weigh nothing in any sum.
 
 Not exercised: overlap of messages with work; more than two chunks; TP, DP and experts beside chunks, which
-`test_moe_parity.py` has.
+`tests/parity` has.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from __future__ import annotations
 from itertools import chain
 
 import pytest
-from test_layout_parity import assert_same, often, run_layout
+from sweeps import often
 from tiny_models import save_llama, save_qwen2
+from updates import assert_same, run_layout
 
 from megatron_rl.config.megatron import COUNTED_PARTS
 from megatron_rl.parallel.rank_grid import TrainGrid
@@ -35,7 +36,7 @@ LAYOUTS = {
 }
 """Name -> (ranks, tp, pp) and further keys of run_layout. The models have 4 layers."""
 OFTEN = ("stages of 2, 1, 1",)
-"""What `make test` goes through: both ends uneven. A filler row is below, a filler micro-batch in `test_moe_parity.py`,
+"""What `make test` goes through: both ends uneven. A filler row is below, a filler micro-batch in `tests/parity`,
 where VPP meets TP, DP and experts.
 """
 

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from ranks import run_ranks
-from test_layout_parity import often
+from sweeps import often
 from test_router_replay import random_choices
 from test_sampled_holes import all_cuts, check_layout, filled, plain_gradients
 from tiny_models import run_config, save_qwen2, save_qwen3_moe

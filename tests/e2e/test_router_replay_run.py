@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from command_line import stopped_in
 from short_runs import LOCAL, MEGATRON, ONE, WITHOUT_RAY, metrics, reached, steps_saved
+from sweeps import often
 from test_agent_runs import DETERMINISTIC, environment
 from test_async_runs import events, numbers, replicas
-from test_layout_parity import often
 from test_several_nodes import tiny_moe
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]

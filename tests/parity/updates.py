@@ -21,32 +21,20 @@ CUDA; errors that one process has, too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 import torch
 from ranks import run_ranks
-from sweeps import marks_of
-from tiny_models import random_batch, run_config, save_qwen2
+from tiny_models import random_batch, run_config
 
 from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE, SCORING
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
-
-LAYOUTS = {"TP2xPP2": (4, 2, 2), "TP2xDP2": (4, 2, 1)}
-"""Every axis, TP with each of the others."""
-OFTEN = ("TP2xPP2",)
-"""What `make test` goes through; of DP it has an update of experts, `test_moe_parity.py`, and one by cross-entropy."""
 NUM_ROWS = 11
 # Adam divides by the root of the squared gradient, which blows rounding noise up wherever the true gradient is zero.
 # With a large epsilon the step is proportional to the gradient, so comparing new weights compares gradients.
 OPTIMIZER = {"lr": 0.05, "eps": 1.0, "weight_decay": 0.0, "clip_grad": 1.0}
-
-
-def often(layouts: Iterable[str], chosen: Collection[str], weekly: Collection[str] = ()) -> list:
-    """Parameters: the chosen ones as they are, the others exhaustive, and of these some weekly."""
-    return [pytest.param(name, marks=marks_of(name, chosen, weekly)) for name in layouts]
 
 
 def one_update(config) -> dict:
@@ -118,11 +106,6 @@ def relative(ours: torch.Tensor, reference: torch.Tensor) -> float:
     return float((ours - reference).abs().max() / reference.abs().max())
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory) -> str:
-    return save_qwen2(tmp_path_factory.mktemp("model"))
-
-
 def run_layout(
     model_path: str,
     world_size: int,
@@ -144,17 +127,6 @@ def run_layout(
     return run_ranks(world_size, one_update, run_config(model_path, tp_size, pp_size, **further))
 
 
-@pytest.fixture(scope="module")
-def reference(model_path) -> list[dict]:
-    return run_layout(model_path, 1, 1, 1)
-
-
-@pytest.mark.parametrize("layout", often(LAYOUTS, OFTEN))
-def test_layout_equals_one_process(layout: str, model_path: str, reference: list[dict]) -> None:
-    """Would not catch an error that every layout shares with one process (`test_families_end_to_end.py` does)."""
-    assert_same(run_layout(model_path, *LAYOUTS[layout]), reference, model_path)
-
-
 def assert_same(results: list[dict], reference: list[dict], model_path: str, norms: float = 1e-6) -> None:
     """Scores, metrics, gradient norms and new weights of a run equal those of one process within 1e-5.
 
@@ -174,32 +146,3 @@ def assert_same(results: list[dict], reference: list[dict], model_path: str, nor
         assert weights.keys() == expected_weights.keys()
         for name, tensor in expected_weights.items():
             assert relative(weights[name], tensor) < 1e-5, name
-
-
-def test_update_changes_what_it_should(model_path: str, reference: list[dict]) -> None:
-    """Guards the test above against comparing nothing; would not catch an update in the wrong direction."""
-    from safetensors.torch import load_file
-
-    before = load_file(f"{model_path}/model.safetensors")
-    after = whole_weights(reference, "actor", model_path)
-    assert set(after) == set(before)
-    unchanged = [name for name, tensor in before.items() if torch.equal(tensor, after[name])]
-    assert unchanged == []
-    assert relative(collected(reference, "log_probs_after"), collected(reference, "log_probs")) > 1e-4
-
-
-def hugging_face_log_probs(path: str, model: torch.nn.Module | None = None) -> torch.Tensor:
-    """Log-prob of every response token of the experience under transformers' own model, one row after the other.
-
-    With a `model` gradients can flow into it; without, one is read from `path`.
-    """
-    from megatron_rl.controller.report import hf_model
-
-    if model is None:
-        model = hf_model(path).requires_grad_(False)
-    experience = random_batch(NUM_ROWS)
-    expected = []
-    for ids, length in zip(experience["input_ids"].unbind(), experience.num_sampled.tolist(), strict=True):
-        log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
-        expected.append(log_probs.gather(-1, ids[1:, None])[-length:, 0])
-    return torch.cat(expected)

@@ -1,0 +1,74 @@
+"""Log-probs and gradients of the policy loss, ours of one process and those of transformers' own model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tiny_models import random_batch
+from updates import NUM_ROWS
+
+from megatron_rl.columns import ACTOR_UPDATE, SCORING
+from megatron_rl.model.families import family_of
+from megatron_rl.model.parts import Experts
+
+
+def hugging_face_log_probs(path: str, model: torch.nn.Module | None = None) -> torch.Tensor:
+    """Log-prob of every response token of the experience under transformers' own model, one row after the other.
+
+    With a `model` gradients can flow into it; without, one is read from `path`.
+    """
+    from megatron_rl.controller.report import hf_model
+
+    if model is None:
+        model = hf_model(path).requires_grad_(False)
+    experience = random_batch(NUM_ROWS)
+    expected = []
+    for ids, length in zip(experience["input_ids"].unbind(), experience.num_sampled.tolist(), strict=True):
+        log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        expected.append(log_probs.gather(-1, ids[1:, None])[-length:, 0])
+    return torch.cat(expected)
+
+
+def policy_gradients(config) -> dict:
+    """One process: log-probs, and gradients of the policy loss where old ones are equal to them."""
+    from megatron_rl.roles.host import RankHost
+    from megatron_rl.roles.model_source import named_parameters
+
+    worker = RankHost(config)
+    worker.build("actor")
+    experience = random_batch(NUM_ROWS)
+    experience.add(old_log_probs=worker.roles["actor"].log_probs(experience.read_by(SCORING))["old_log_probs"])
+    worker.roles["actor"].compute_gradients(experience.read_by(ACTOR_UPDATE))
+    gradients = {
+        name: p.main_grad.clone() for name, p in named_parameters(worker.roles["actor"].trainable.models).items()
+    }
+    place = worker.groups.grid.place(0, vocab_multiple=64)
+    return {"actor_weights": gradients, "place": place, "log_probs": experience["old_log_probs"].values()}
+
+
+def hugging_face_gradients(path: str) -> dict[str, torch.Tensor]:
+    """Gradients of -mean(advantage * log-prob) under transformers' own model, experts as on disk."""
+    from megatron_rl.checkpoint.hf_import import HFFolder
+    from megatron_rl.controller.report import hf_model
+
+    model, on_disk = hf_model(path), HFFolder(Path(path)).files
+    names = family_of(model.config.architectures).experts or Experts()
+    advantages = random_batch(NUM_ROWS)["advantages"].values()
+    (-hugging_face_log_probs(path, model) * advantages).mean().backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        name = name.replace(".mlp.", f".{names.block}.")
+        stack, _, kind = name.rpartition(".")
+        if name in on_disk:
+            gradients[name] = parameter.grad
+        elif kind == "gate_up_proj":
+            for expert, (gate, up) in enumerate(grad.chunk(2) for grad in parameter.grad):
+                single = f"{stack}.{expert}."
+                gradients |= {f"{single}{names.gate}.weight": gate, f"{single}{names.up}.weight": up}
+        elif kind == "down_proj":
+            of_experts = enumerate(parameter.grad)
+            gradients |= {f"{stack}.{expert}.{names.down}.weight": grad for expert, grad in of_experts}
+        else:
+            gradients[name] = parameter.grad
+    return gradients

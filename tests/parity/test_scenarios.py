@@ -1,0 +1,33 @@
+"""The table: each row compares what a model gives in one layout with one process, or with transformers.
+
+A new proof of this kind is a row. `updates.py` says why no number can depend on the layout; observations say what they
+would not catch.
+"""
+
+from __future__ import annotations
+
+import pytest
+from dense_rows import DENSE
+from expert_rows import EXPERTS
+from family_rows import FAMILIES
+from scenarios import Observation, Runs, Scenario
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
+
+TABLE = (*DENSE, *EXPERTS, *FAMILIES)
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize(("scenario", "observation"), [row.parameter for row in TABLE])
+def test_row(scenario: Scenario, observation: Observation, runs: Runs, tmp_path) -> None:
+    observation.check(scenario, runs, tmp_path)
+
+
+def test_rows_have_names_of_their_own() -> None:
+    """Would not catch two rows that run the same under two names."""
+    names = [row.parameter.id for row in TABLE]
+    assert sorted(set(names)) == sorted(names)
