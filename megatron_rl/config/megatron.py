@@ -122,8 +122,13 @@ class OverrideTransformerConfig:
     moe_router_enable_expert_bias: bool = False
     """Bias-based load balancing: after every update change the router biases of overloaded and underloaded
     experts. Only for models that have such biases."""
-    moe_router_bias_update_rate: Positive = 0.001
-    """moe_router_enable_expert_bias: change of a router bias per update."""
+    moe_router_bias_update_rate: NotNegative = 0.001
+    """moe_router_enable_expert_bias: change of a router bias per update; 0: biases stay."""
+
+    @property
+    def bias_update_rate(self) -> float:
+        """The change of a router bias per update; 0 where biases stay."""
+        return self.moe_router_bias_update_rate if self.moe_router_enable_expert_bias else 0.0
 
 
 @dataclass

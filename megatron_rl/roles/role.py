@@ -118,7 +118,7 @@ class TrainedRole(Role):
         if biases:
             self.checkpoint.bias = ExpertBias(named_buffers(models), biases, rank.groups, device)
         options = self.spec.megatron.override_transformer_config
-        rate = options.moe_router_bias_update_rate if options.moe_router_enable_expert_bias else 0.0
+        rate = options.bias_update_rate
         is_balanced = options.moe_aux_loss_coeff or options.moe_z_loss_coeff or rate
         if model.shape.num_experts and (is_balanced or self.watches_experts):
             self.trainable.pipeline.routing = ExpertRouting(models, rank.groups, device, options)

@@ -52,10 +52,14 @@ def test_losses(moe_config, options, expected):
 
 
 def test_biases(moe_config, tmp_path):
-    """Of a family without one, at no rate, and of a reference. Would not catch a rate that is far too large."""
-    found = said(moe_config, moe_router_enable_expert_bias=True, moe_router_bias_update_rate=0.0)
+    """Of a family without one, unless they stay; at a rate below 0, and of a reference. Would not catch a rate that is
+    far too large.
+    """
+    found = said(moe_config, moe_router_enable_expert_bias=True)
     assert any("the model does not choose experts by scores and a bias" in problem for problem in found)
-    assert any(f"{ROUTER}_bias_update_rate=0 must be > 0" in problem for problem in found)
+    assert said(moe_config, moe_router_bias_update_rate=0.0) == []
+    found = said(moe_config, moe_router_bias_update_rate=-0.1)
+    assert any(f"{ROUTER}_bias_update_rate=-0.1 must be >= 0; try: 0" in problem for problem in found)
     moe_config.actor_rollout_ref.ref.megatron.override_transformer_config.moe_z_loss_coeff = 0.1
     assert any("only the experts of a role that is trained" in problem for problem in problems(moe_config))
 

@@ -37,6 +37,13 @@ def _no_bias(run: RunFacts, use: Use) -> str:
     return _no_experts(run, use) or "the model does not choose experts by scores and a bias"
 
 
+def _moved_biases(run: RunFacts) -> Iterator[Use]:
+    for role in run.trained_roles:
+        if role.megatron.override_transformer_config.bias_update_rate > 0:
+            key = f"{role.key}.{BIAS}"
+            yield Use({key: True}, {key: False}, role)
+
+
 def _unreplayable(run: RunFacts, use: Use) -> str:
     model = run.model_of(run.policy)
     return "" if model is None or not model.num_experts else model.attention.unreplayable.get(run.device, "")
@@ -82,7 +89,7 @@ ROWS = (
         "expert_bias",
         "biases that balance experts",
         {f"{ROLE}.{BIAS}": True},
-        of_roles(BIAS, trained=True),
+        _moved_biases,
         excludes=(
             Relation("lora", "biases are part of the model that adapters leave as it is"),
             Relation("own_pool", "only weights are sent to another pool, not the biases of routers"),
