@@ -327,6 +327,7 @@ def test_drafts_of_verl(override, expected):
 
 
 MTP, FACTOR = "+actor_rollout_ref.model.mtp", "actor_rollout_ref.actor.mtp_loss_scaling_factor"
+DRAFTED = {f"{ROLLOUT}.speculative": "mtp"}
 
 
 @pytest.mark.parametrize(
@@ -336,15 +337,19 @@ MTP, FACTOR = "+actor_rollout_ref.model.mtp", "actor_rollout_ref.actor.mtp_loss_
         (f"{MTP}.enable_rollout=true", [("renamed", {f"{ROLLOUT}.speculative": "mtp"}, "")]),
         (
             f"{MTP}={{enable_train: true, mtp_loss_scaling_factor: 0.3, detach_encoder: true}}",
-            [("renamed", {FACTOR: 0.3}, ""), ("ignored", {}, ""), ("ignored", {}, "")],
+            [("renamed", {FACTOR: 0.3} | DRAFTED, ""), ("ignored", {}, ""), ("ignored", {}, "")],
         ),
-        (f"{MTP}.enable_train=true", [("renamed", {FACTOR: 0.1}, "")]),
+        (f"{MTP}.enable_train=true", [("renamed", {FACTOR: 0.1} | DRAFTED, "")]),
+        (
+            f"{MTP}={{enable_rollout: true, enable_train: true}}",
+            [("renamed", DRAFTED, ""), ("renamed", {FACTOR: 0.1}, "")],
+        ),
         (f"{MTP}={{enable_train: false, detach_encoder: false}}", [("ignored", {}, ""), ("ignored", {}, "")]),
         (
             f"{MTP}={{detach_encoder: false, enable_train: true}}",
             [
                 ("not supported", {}, "gradients of the MTP layer's loss for the policy"),
-                ("renamed", {FACTOR: 0.1}, ""),
+                ("renamed", {FACTOR: 0.1} | DRAFTED, ""),
             ],
         ),
         (f"{MTP}.num_speculative_tokens=2", [("renamed", {f"{ROLLOUT}.num_speculative_tokens": 2}, "")]),

@@ -117,11 +117,16 @@ MTP = "actor_rollout_ref.model.mtp"
 
 
 def mtp_factor(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
-    """Whether the MTP layer is trained -> the weight of its loss, verl's own where none is given."""
+    """Whether the MTP layer is trained -> the weight of its loss, verl's own where none is given. A trained layer
+    drafts here, too, which changes no response.
+    """
     if value is not True:
         return "not asked for" if value in (None, False) else None
     factor = given.get(f"{MTP}.mtp_loss_scaling_factor")
-    return {"actor_rollout_ref.actor.mtp_loss_scaling_factor": 0.1 if factor is None else factor}
+    trained = {"actor_rollout_ref.actor.mtp_loss_scaling_factor": 0.1 if factor is None else factor}
+    return trained | (
+        {} if given.get(f"{MTP}.enable_rollout") is True else {"actor_rollout_ref.rollout.speculative": "mtp"}
+    )
 
 
 def mtp_detached(key: str, target: str, value: Any, given: Mapping[str, Any]) -> Outcome:
