@@ -25,7 +25,9 @@ def adapter_identity(settings: Mapping[str, Any], lora: LoraConfig) -> dict[str,
     """The part of the identity; JSON-ready. settings: of the config.json. Raises ConfigError as `adapted`."""
     if not lora.rank:
         return {LORA: None}
-    return {LORA: {"rank": lora.rank, "alpha": lora.alpha, TARGETS: peft_targets(Model.of(settings).specs, lora)}}
+    model = Model.of(settings)
+    targets = peft_targets(model.specs, lora, is_inside=model.family.inside is not None)
+    return {LORA: {"rank": lora.rank, "alpha": lora.alpha, TARGETS: targets}}
 
 
 def adapter_differences(role: str, saved: Mapping[str, Any] | None, configured: Mapping[str, Any] | None) -> list[str]:

@@ -5,14 +5,14 @@ Legend: r rows of A, E experts of a stack.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron_rl.model.families import ParamSpec
 from megatron_rl.model.families.adapter_params import merged_rows
-from megatron_rl.parallel.sharding import Place, shard_of
+from megatron_rl.parallel.sharding import Part, Place, shard_of
 
 Rows = tuple[slice, ...]
 """Where a product goes in a weight."""
@@ -37,6 +37,12 @@ def merged(
     for rows, lora_a, lora_b in products:
         whole[rows].addmm_(lora_b.detach().float(), lora_a.detach().float(), alpha=scale)
     return out.copy_(whole)
+
+
+def _rows(parts: Sequence[Part], numbers: Sequence[int]) -> Rows:
+    """The place of adjacent segments in a rank's weight."""
+    first, last = parts[numbers[0]].index, parts[numbers[-1]].index
+    return *first[:-2], slice(first[-2].start, last[-2].stop), first[-1]
 
 
 class MergedParameters:
@@ -72,7 +78,7 @@ class MergedParameters:
         """Merge one that has adapters into `out`, or into a new tensor."""
         parts = shard_of(self.specs[name].tensor, self.place).parts
         products = [
-            (parts[number].index, self.parameters[name_a], self.parameters[name_b])
-            for number, (name_a, name_b) in self.pairs[name].items()
+            (_rows(parts, numbers), self.parameters[name_a], self.parameters[name_b])
+            for numbers, (name_a, name_b) in self.pairs[name].items()
         ]
         return merged(self.parameters[name].detach(), products, self.scale, out)

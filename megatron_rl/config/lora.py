@@ -9,8 +9,10 @@ from annotated_types import Ge, Le
 
 from megatron_rl.config.constraints import OURS, AtMost, FilePath, NotNegative, OneOf
 
-LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""Megatron's names of the linears that can have adapters, and verl's default targets."""
+INPUTS = "linear_qkv"
+"""The linear of queries, keys and values. In attention with other linears it stands for all that make them."""
+LINEARS = (INPUTS, "linear_proj", "linear_fc1", "linear_fc2")
+"""verl's default targets: Megatron's names of the linears of usual attention and MLPs."""
 RESIDENT, HOST, REFETCH = "resident", "host", "refetch"
 """Where received base weights of other pipeline stages are between rollouts: on the device, in host memory, or nowhere
 (received again each time).
@@ -38,7 +40,8 @@ class LoraConfig:
     """PEFT folder with adapters to start from: adapter_config.json and safetensors; null: new adapters."""
     merge: bool = False
     """false: generation applies the adapters next to the base weights, and only adapters are transferred | true: each
-    rank merges them into a copy of its weights before every rollout, and whole weights are transferred."""
+    rank merges them into a copy of its weights before every rollout, and whole weights are transferred. Left out, it is
+    true where generation has no other way."""
     lora_A_init_method: Annotated[str, OneOf(("xavier", "kaiming", "normal"))] = "xavier"  # noqa: N815  verl's name
     """Initialisation of A; B starts at 0. normal: standard deviation 1 / rank, as PEFT's gaussian."""
     base: Annotated[str, OneOf((RESIDENT, HOST, REFETCH)), OURS] = RESIDENT

@@ -1,4 +1,4 @@
-"""Adapters on Megatron's linears and on stacked experts: out + scale B (A x), in every layout.
+"""Adapters on linears and on stacked experts: out + scale B (A x), in every layout.
 
 Legend: T tokens of this rank, I inputs and O outputs of a linear on this rank, r rows of A, E experts of this rank.
 """
@@ -27,7 +27,8 @@ from torch import Tensor
 
 from megatron_rl.config.lora import LoraConfig
 from megatron_rl.model.families import ParamSpec
-from megatron_rl.model.families.adapter_params import STACKED, merged_rows
+from megatron_rl.model.families.adapter_params import STACKED, MergedRows, merged_rows
+from megatron_rl.model.whole_linear import WholeLinear
 from megatron_rl.parallel.sharding import Place, box_index, shard_of
 
 
@@ -101,14 +102,15 @@ class AdapterDict(torch.nn.ModuleDict):
 class LinearAdapters(AdapterDict):
     """The adapters of one linear; it adds their products to the linear's output.
 
-    A linear cut by outputs may stack several projections, whose first rows are `starts`; its A is whole on every TP
-    rank, and what comes back to it is summed over them. Of one cut by inputs A's product is summed, and B is whole.
+    A linear may stack several projections, whose first rows are `starts`. Of one cut by outputs A is whole on every TP
+    rank, and what comes back to it is summed over them. Of one cut by inputs A's product is summed, and B is whole. One
+    that is not cut has both whole, and nothing is summed but gradients of ranks that see different tokens.
     """
 
     def __init__(self, linear: Any, adapters: Mapping[str, Adapter], starts: Sequence[int], scale: float) -> None:
         super().__init__(adapters, scale)
         self.starts = tuple(starts)
-        self.cuts_inputs = hasattr(linear, "input_is_parallel")
+        self.is_whole, self.cuts_inputs = isinstance(linear, WholeLinear), hasattr(linear, "input_is_parallel")
         self.tp_group, self.sequence_parallel = linear.tp_group, bool(linear.sequence_parallel)
         linear.register_forward_hook(self._add)
 
@@ -120,8 +122,18 @@ class LinearAdapters(AdapterDict):
         ups = [pair.lora_B for pair in pairs]
         return AddedProducts.apply(out, down, self.starts, self.scale, *ups), output[1]
 
+    def shared(self, adapter: Adapter) -> list[torch.nn.Parameter]:
+        """What every TP rank holds whole while it sees tokens of its own: its gradient is summed over them."""
+        if not self.sequence_parallel:
+            return []
+        if self.is_whole:
+            return [adapter.lora_A, adapter.lora_B]
+        return [adapter.lora_B if self.cuts_inputs else adapter.lora_A]
+
     def _summed(self, down: Tensor) -> Tensor:
         """A's products [T, r] where B can take them: see the class. The backward pass has the transposed sum."""
+        if self.is_whole:
+            return down
         if self.cuts_inputs:
             if self.sequence_parallel:
                 scattered: Tensor = reduce_scatter_to_sequence_parallel_region(down, group=self.tp_group)
@@ -215,28 +227,26 @@ class AdapterSet:
                         self._attach(module, {weight: pairs[weight] for weight in by_module[name]})
             _carry_gradients(chunk)
 
-    def _attach(self, module: Any, weights: Mapping[str, Mapping[int, tuple[str, str]]]) -> None:
+    def _attach(self, module: Any, weights: MergedRows) -> None:
         adapters: dict[str, Adapter] = {}
         starts: dict[str, dict[str, int]] = defaultdict(dict)
         for weight, projections in weights.items():
             own = weight.rpartition(".")[2]
             parameter, parts = getattr(module, own), shard_of(self.base[weight].tensor, self.place).parts
-            for number, (name_a, name_b) in projections.items():
+            for numbers, (name_a, name_b) in projections.items():
                 projection = name_a.split(".")[-2]
                 drawn = drawn_a(self.specs[name_a], self.lora, self.seed, self.place)
                 lora_b = torch.zeros(shard_of(self.specs[name_b].tensor, self.place).shape)
                 pair = (part.to(parameter.device, parameter.dtype) for part in (drawn, lora_b))
                 adapters[projection] = Adapter(*pair)
-                starts[own][projection] = parts[number].at[-2]
+                starts[own][projection] = parts[numbers[0]].at[-2]
         if starts.keys() <= STACKED.keys():
             module.adapters = ExpertAdapters(adapters, starts, self.lora.scale, module.tp_group)
             return
         module.adapters = LinearAdapters(module, adapters, tuple(starts["weight"].values()), self.lora.scale)
-        if module.adapters.sequence_parallel:
-            # Each rank sees its own tokens here; Megatron sums what is marked so.
-            for adapter in adapters.values():
-                part: Any = adapter.lora_B if module.adapters.cuts_inputs else adapter.lora_A
-                part.sequence_parallel = True
+        for adapter in adapters.values():
+            for part in module.adapters.shared(adapter):
+                vars(part)["sequence_parallel"] = True  # Megatron sums what is marked so
 
 
 def _carry_gradients(chunk: Any) -> None:

@@ -31,20 +31,7 @@ from megatron_rl.model.attention import CausalAttention, RotaryTurn
 from megatron_rl.model.families import LatentAttention
 from megatron_rl.model.norm import RMSNorm
 from megatron_rl.model.segments import Segments, turns_of
-
-
-class WholeLinear(torch.nn.Module):
-    """A linear layer whose weight every TP rank holds; under sequence parallelism its gradient is summed over them."""
-
-    def __init__(self, config: TransformerConfig, num_in: int, num_out: int) -> None:
-        super().__init__()
-        weight: Any = torch.nn.Parameter(torch.empty(num_out, num_in, dtype=config.params_dtype))
-        weight.sequence_parallel = config.sequence_parallel
-        self.weight = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
-        return F.linear(x, self.weight)
+from megatron_rl.model.whole_linear import WholeLinear
 
 
 class LatentSelfAttention(MegatronModule):
@@ -69,7 +56,7 @@ class LatentSelfAttention(MegatronModule):
         super().__init__(config=config)
         self.latent, self.growth, self.turn_scale, self.tp_group = latent, growth, turn_scale, pg_collection.tp
         hidden, heads, eps = config.hidden_size, config.num_attention_heads, config.layernorm_epsilon
-        self.linear_down = WholeLinear(config, hidden, (latent.q_rank or 0) + latent.cached)
+        self.linear_down = WholeLinear(config, hidden, (latent.q_rank or 0) + latent.cached, self.tp_group)
         if latent.q_rank is None:
             self.linear_q = self._columns(hidden, heads * latent.query)
         else:
@@ -116,9 +103,8 @@ class LatentSelfAttention(MegatronModule):
     def _heads(self, hidden_states: Tensor, turns: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """hidden_states [S', B, H] -> query and key [S, B, N, nope + rope], value [S, B, N, value]."""
         latent = self.latent
-        q_latent, kv_latent, k_turning = self.linear_down(hidden_states).split(
-            [latent.q_rank or 0, latent.kv_rank, latent.rope], dim=-1
-        )
+        down, _ = self.linear_down(hidden_states)
+        q_latent, kv_latent, k_turning = down.split([latent.q_rank or 0, latent.kv_rank, latent.rope], dim=-1)
         if latent.q_rank is None:
             query, _ = self.linear_q(hidden_states)
         else:

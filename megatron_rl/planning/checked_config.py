@@ -19,6 +19,7 @@ from megatron_rl.config.verl_compat.translate import Kind, Note
 from megatron_rl.errors import ConfigError, Violation
 from megatron_rl.planning.file_rules import tracker_notes
 from megatron_rl.planning.hub_cache import with_local_models
+from megatron_rl.planning.merge_choice import with_merge_chosen
 from megatron_rl.planning.preflight import examined
 
 COMMANDS = {PPO: "train"} | {task: task for task in WITHOUT_ROLLOUT}
@@ -30,7 +31,8 @@ class CheckedConfig:
     """A configuration and the violations of its keys, its values and the files it names.
 
     notes: how verl's keys were translated. different: unset keys with another default in verl. unread: ignored parts of
-    model folders that may be there on purpose. idle: lines on keys of roles that the run does not have. is_from_verl:
+    model folders that may be there on purpose. idle: lines on keys that were chosen for the model, and
+    on keys of roles that the run does not have. is_from_verl:
     whether any key is verl's, or `port` wrote the file. trackers: lines on those that are not installed.
     """
 
@@ -81,10 +83,11 @@ def checked(
     if reading.config is None:
         return CheckedConfig(None, reading.violations, notes)
     run_config = with_local_models(reading.config if change is None else change(reading.config))
+    run_config, chosen = with_merge_chosen(run_config, reading.given)
     # The defaults that are compared are those of verl's PPO.
     different = differences(reading.config, reading.given) if run_config.generates else []
     violations, unread = examined(run_config, config_only=without_files)
-    idle = idle_keys(run_config, reading.given)
+    idle = [*chosen, *idle_keys(run_config, reading.given)]
     from_verl = bool(reading.notes) or is_ported(path)
     trackers = tracker_notes(run_config.trainer) if without_files else []  # otherwise among the violations
     return CheckedConfig(

@@ -52,10 +52,6 @@ class FamilyRow:
             lacks["EP"] = "it has no experts"
         if whole := model.attention.not_cut:
             lacks["CP"] = f"{whole}: not cut over context-parallel ranks"
-        if own := model.attention.own_linears:
-            lacks["LoRA"] = f"{own}: its linear layers take no adapters"
-        elif family.inside is not None:
-            lacks["LoRA"] = "a language model inside of a larger one: its names of adapters are not known"
         return cls(family.architecture, lacks, CHAT_FORMATS[family.architecture])
 
     def cells(self) -> list[str]:

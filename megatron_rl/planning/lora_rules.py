@@ -34,7 +34,7 @@ def lora_problems(config: RunConfig, models: Sequence[ModelSizes], *, config_onl
         if not 0 < lora.rank <= max(ENGINE_RANKS):
             continue  # none, or a number that its own rule reports
         yield from _value_problems(role, key)
-        if model is not None and not model.attention.own_linears and model.parts.family.inside is None:
+        if model is not None:
             yield from _linear_problems(role, key, model)
 
 
@@ -153,8 +153,7 @@ def _folder_problems(role: RoleSpec, key: str, model: ModelSizes | None, config_
             peft = "r" if name == "rank" else "lora_alpha"
             rule = f"must be {shown(theirs)}, the {peft} of {key}.adapter_path={lora.adapter_path}"
             yield Violation({f"{key}.{name}": mine}, rule, {f"{key}.{name}": theirs})
-    is_able = model is not None and not model.attention.own_linears and model.parts.family.inside is None
-    if files is not None and model is not None and is_able and lora.rank == rank:
+    if files is not None and model is not None and lora.rank == rank:
         yield from _tensor_problems(role, given, model, files)
 
 

@@ -21,7 +21,11 @@ import torch
 from ranks import run_ranks
 from rollout_checks import GREEDY, RANDOM, greedy_answers, logprob_difference, round_trip, tokens
 from safetensors.torch import load_file, save_file
-from tiny_models import random_batch, run_config, save_llama, save_qwen2, save_qwen3_moe
+from tiny_gemma4 import save_gemma4_with_keys_for_values
+from tiny_glm import save_glm4_moe_lite
+from tiny_models import random_batch, run_config, save_deepseek_v3, save_llama, save_qwen2, save_qwen3_moe
+from tiny_moonshot import save_kimi_k2
+from tiny_qwen3_5 import save_qwen3_5, save_qwen3_5_moe, save_qwen3_next
 from updates import NUM_ROWS, OPTIMIZER, collected, relative
 
 from megatron_rl.columns import ACTOR_UPDATE, SCORING
@@ -32,6 +36,9 @@ SP = {"actor__megatron__sequence_parallel": True}
 RANK, ALPHA = 4, 10.0
 """vLLM holds 8 rows. The scale is 2.5, which vLLM does not have by itself."""
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+OF_LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+OF_QWEN3_5 = ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", *LINEARS]
+OF_QWEN3_NEXT = ["in_proj_qkvz", "in_proj_ba", "out_proj", *LINEARS[:4]]
 
 
 def peft_model(model_path: str, folder: Path | None = None, linears: Sequence[str] = LINEARS) -> Any:
@@ -178,7 +185,7 @@ class Oracle:
         self, model_path: str, folder: Path, linears: Sequence[str] = LINEARS, *, experts: bool = False
     ) -> None:
         """experts: they have adapters as well."""
-        self.model_path, self.folder = model_path, folder
+        self.model_path, self.folder, self.targets = model_path, folder, ["all-linear"]
         self.excluded = [] if experts or linears == LINEARS else ["*.experts.*"]
         if experts:
             write_adapters_of(model_path, folder)
@@ -237,6 +244,7 @@ def adapted_experts(tmp_path_factory) -> Oracle:
 
 def run_adapted(oracle: Oracle, world_size: int, tp_size: int, pp_size: int, **keys) -> list[dict]:
     lora = {"rank": RANK, "alpha": ALPHA, "adapter_path": str(oracle.folder), "exclude_modules": oracle.excluded}
+    lora["target_modules"] = oracle.targets
     overrides: dict[str, Any] = {f"actor_rollout_ref__model__lora__{key}": value for key, value in lora.items()}
     overrides |= {f"actor_rollout_ref__actor__optim__{key}": value for key, value in OPTIMIZER.items()}
     overrides |= {f"actor_rollout_ref__{key}": value for key, value in keys.items()}
@@ -252,7 +260,7 @@ def check(results: list[dict], oracle: Oracle) -> None:
     from megatron_rl.model.families import Model
     from megatron_rl.model.families.adapter_params import adapter_specs
 
-    lora = LoraConfig(rank=RANK, exclude_modules=oracle.excluded)
+    lora = LoraConfig(rank=RANK, target_modules=oracle.targets, exclude_modules=oracle.excluded)
     specs = adapter_specs(Model.read(oracle.model_path).specs, lora)
     assert {tensor.name for tensor in hf_tensors(specs)} == oracle.file.keys()
     for field in ("log_probs", "base_log_probs", "log_probs_after"):
@@ -385,6 +393,39 @@ def test_adapters_of_experts_equal_peft(adapted_experts: Oracle, world_size: int
     check(results, adapted_experts)
     for result in results:
         assert all(report.bytes_received == report.lower_bound_bytes for report in result["reports"])
+
+
+FURTHER = {
+    "DeepSeek-V3": (save_deepseek_v3, OF_LATENT),
+    "Kimi-K2": (save_kimi_k2, OF_LATENT),
+    "GLM-4.7-Flash": (save_glm4_moe_lite, OF_LATENT),
+    "Qwen3-Next": (save_qwen3_next, OF_QWEN3_NEXT),
+    "Qwen3.5": (save_qwen3_5, OF_QWEN3_5),
+    "Qwen3.5-MoE": (save_qwen3_5_moe, OF_QWEN3_5[:-3]),
+    "Gemma-4": (save_gemma4_with_keys_for_values, LINEARS),
+}
+TP2_PP2 = (4, 2, 2, SP)
+EP2 = (2, 1, 1, {f"{A_LAYOUT}expert_model_parallel_size": 2})
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *((name, (1, 1, 1, {})) for name in FURTHER),
+        *((name, TP2_PP2) for name in FURTHER),
+        *((name, EP2) for name in FURTHER if name not in ("Qwen3.5", "Gemma-4")),
+    ],
+)
+def test_adapters_of_other_attention_equal_peft(name: str, layout: tuple[int, int, int, dict], tmp_path: Path) -> None:
+    """Latent attention, the gated delta rule and keys for values; MLPs of models with experts have none: PEFT reads
+    them as the experts'. Would not catch an error of 16 bits.
+    """
+    save_model, linears = FURTHER[name]
+    oracle = Oracle(save_model(tmp_path / "model"), tmp_path / "peft", linears)
+    oracle.targets, oracle.excluded = linears, []
+    world_size, tp_size, pp_size, keys = layout
+    check(run_adapted(oracle, world_size, tp_size, pp_size, model__lora__merge=True, **keys), oracle)
 
 
 def fresh_rank(config) -> dict:

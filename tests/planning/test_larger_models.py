@@ -103,14 +103,16 @@ def test_names_of_another_layout_are_refused(tmp_path, name):
     assert "those of its language model begin with model.language_model." in str(problem)
 
 
-def test_adapters_are_refused(config, tmp_path):
-    """With the key that trains without. Would not catch an adapter's folder of another project."""
+def test_adapters_are_merged(config, tmp_path):
+    """With the key that does so. Would not catch an adapter's folder of another project."""
     write_folder(tmp_path / "model", QWEN3, {NORM: "F32"})
     assert problems(config) == []
     config.actor_rollout_ref.model.lora.rank = 8
-    (problem,) = [text for text in problems(config) if "larger" in text]
+    (problem,) = problems(config)
     assert "do not go together: the language model is inside of a larger one" in problem
-    assert problem.endswith("lora.rank=0")
+    assert problem.endswith("lora.merge=true")
+    config.actor_rollout_ref.model.lora.merge = True
+    assert problems(config) == []
 
 
 def test_vllm_gets_the_settings_of_the_language_model(tmp_path):

@@ -11,9 +11,11 @@ import pytest
 from fault import base_config, good_case
 from model_folders import problems
 from safetensors.numpy import load_file, save, save_file
+from test_model_folder import LATENT
 
 from megatron_rl.config.roles import CRITIC, roles_of
 from megatron_rl.planning.lora_rules import lora_notes
+from megatron_rl.planning.merge_choice import with_merge_chosen
 
 LORA = "actor_rollout_ref.model.lora"
 MEGATRON = "actor_rollout_ref.actor.megatron"
@@ -126,6 +128,24 @@ def test_routed_experts(tmp_path):
     case.set({f"{LORA}.target_modules": ["*.experts.*"], "trainer.device": "cuda"})
     rule = f"do not go together: no GPU has run it; try: {excluded} {targets}; or set trainer.allow_unproven=true"
     assert f"{LORA}.target_modules=['*.experts.*'] and trainer.device=cuda {rule}" in in_words(case)
+
+
+def test_merging_is_chosen_where_it_is_left_open(tmp_path, case):
+    """Of latent attention, with a line that says so; an explicit false is refused with the way out, and a model that
+    needs none is left alone. Would not catch a model that vLLM refuses for another reason.
+    """
+    config, lines = with_merge_chosen(case.config, ())
+    assert not config.actor_rollout_ref.model.lora.merge and lines == []
+    case.model(**LATENT)
+    (found,) = [text for text in in_words(case) if LORA in text]
+    why = (
+        "vLLM has no adapter for model.layers.0.self_attn.q_a_proj, so that generation reads this model's merged alone"
+    )
+    assert found == f"{LORA}.rank=16 and {LORA}.merge=false do not go together: {why}; try: {LORA}.merge=true"
+    assert with_merge_chosen(case.config, [f"{LORA}.merge"])[1] == []
+    config, lines = with_merge_chosen(case.config, [f"{LORA}.rank"])
+    assert config.actor_rollout_ref.model.lora.merge and lines == [f"{LORA}.merge=true is chosen: {why}"]
+    assert [text for text in in_words(case) if LORA in text] == []
 
 
 def test_a_critic_has_the_same_rules(case):

@@ -1,16 +1,17 @@
 """Adapters of a model as parameters: which linears have one, and the shape, cut and names of each A and B. No torch.
 
 An adapter is cut as vLLM cuts it: of a linear cut by outputs A is whole and B is cut by outputs; of one cut by inputs
-A is cut by inputs and B is whole. Those of experts are stacked as their matrices are, and cut by experts in addition.
+A is cut by inputs and B is whole; of one that is not cut both are whole. Those of experts are stacked as their matrices
+are, and cut by experts in addition.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from megatron_rl.config.lora import LINEARS, LoraConfig
+from megatron_rl.config.lora import INPUTS, LINEARS, LoraConfig
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.parts import ParamSpec, is_one_by_one
@@ -27,8 +28,16 @@ CANONICAL = {
     "up_proj": "linear_fc1_up",
     "w1": "linear_fc1_gate",
     "w3": "linear_fc1_up",
+    "q_a_proj": "linear_q_down_proj",
+    "q_b_proj": "linear_q_up_proj",
+    "kv_a_proj_with_mqa": "linear_kv_down_proj",
+    "kv_b_proj": "linear_kv_up_proj",
 }
 """Name of a projection in a folder -> its name in verl's canonical_lora, where it is not Megatron's."""
+OWN_INPUTS = ("linear_down", "linear_q", "linear_q_up", "linear_kv_up", "linear_qkvz")
+"""What `linear_qkv` stands for in attention that has no linear of this name: what makes queries, keys and values."""
+PROJECTING = frozenset((*LINEARS, *OWN_INPUTS, "linear_ba"))
+"""Megatron's names of the linears that can have adapters."""
 STACKED = {"w13": "linear_fc1", "w2": "linear_fc2"}
 """Megatron's name of a linear of routed experts, by the stack of all of a rank."""
 PEFT_PREFIX = "base_model.model."
@@ -48,16 +57,16 @@ class Projection:
 
     weight: Megatron's parameter, `decoder.layers.0.self_attention.linear_qkv.weight` or `decoder.layers.0.mlp.experts.
     w13`. name: in a folder, `model.layers.0.self_attn.q_proj`; those of experts have `{expert}` in it. engine: vLLM's
-    name of it. segment: the matrix [out, in] or [E, out, in], and what cuts it along `tp_dim`. number: of its segment
-    in the parameter.
+    name of it. segments: the matrix [out, in] or [E, out, in], and what cuts it along `tp_dim`; several are sections of
+    it. numbers: of its segments in the parameter, one after the other.
     """
 
     weight: str
     name: str
     engine: str
-    segment: Segment
+    segments: tuple[Segment, ...]
     tp_dim: int
-    number: int
+    numbers: tuple[int, ...]
     is_expert: bool
 
     @property
@@ -74,14 +83,14 @@ class Projection:
     @property
     def shape(self) -> tuple[int, int]:
         """(outputs, inputs) of the matrix."""
-        rows, columns = self.segment.shape[-2:]
-        return rows, columns
+        return sum(segment.shape[-2] for segment in self.segments), self.segments[0].shape[-1]
 
     @property
     def aliases(self) -> set[str]:
         """Names by which a key may ask for it in every layer."""
         own, linear = self.name.rpartition(".")[2], self.linear.rpartition(".")[2]
-        return {own, linear, CANONICAL.get(own, linear), ALL_LINEAR}
+        stands_for = {INPUTS} if linear in OWN_INPUTS else set()
+        return {own, linear, CANONICAL.get(own, linear), ALL_LINEAR} | stands_for
 
     def matches(self, pattern: str) -> bool:
         """Whether a key's element names it."""
@@ -93,17 +102,20 @@ class Projection:
 
     def params(self, rank: int) -> dict[str, ParamSpec]:
         """Megatron name -> spec of A [rank, in] and B [out, rank], or of the stacks of all experts'."""
-        (rows, columns), stack = self.shape, self.segment.shape[:-2]
+        first, stack = self.segments[0], self.segments[0].shape[:-2]
         by_rows = self.tp_dim == len(stack)
-        a = Segment("A", (*stack, rank, columns), 1 if by_rows else self.segment.num_units)
-        b = Segment("B", (*stack, rows, rank), self.segment.num_units if by_rows else 1)
-        cuts = {LORA_A: (a, None if by_rows else self.tp_dim), LORA_B: (b, self.tp_dim if by_rows else None)}
+        a = Segment("A", (*stack, rank, first.shape[-1]), 1 if by_rows else first.num_units)
+        b = tuple(
+            Segment(each.name, (*stack, each.shape[-2], rank), each.num_units if by_rows else 1)
+            for each in self.segments
+        )
+        cuts = {LORA_A: ((a,), None if by_rows else self.tp_dim), LORA_B: (b, self.tp_dim if by_rows else None)}
         return {
             f"{self.module}.adapters.{self.name.rpartition('.')[2]}.{kind}": ParamSpec(
-                LogicalTensor(f"{self.engine}.{kind}", (segment,), tp_dim, self.is_expert),
-                (f"{PEFT_PREFIX}{self.name}.{kind}.weight",),
+                LogicalTensor(f"{self.engine}.{kind}", segments, tp_dim, self.is_expert),
+                (f"{PEFT_PREFIX}{self.name}.{kind}.weight",) * len(segments),
             )
-            for kind, (segment, tp_dim) in cuts.items()
+            for kind, (segments, tp_dim) in cuts.items()
         }
 
 
@@ -115,24 +127,42 @@ def projections_of(specs: Mapping[str, ParamSpec]) -> list[Projection]:
     return _projections({name: spec for name, spec in specs.items() if not _is_stored_stack(spec)})
 
 
+def merged_alone(specs: Mapping[str, ParamSpec]) -> str:
+    """A matrix next to which vLLM has no adapter, so that generation reads this model merged; "" if there is none.
+
+    vLLM multiplies with parts of kv_b_proj by itself, has other names for the projections of the gated delta rule, and
+    wants an adapter of v_proj next to those of q_proj and k_proj.
+    """
+    for each in projections_of(specs):
+        linear = each.linear.rpartition(".")[2]
+        lacks_values = linear == INPUTS and len(set(specs[each.weight].hf_names)) == 2
+        if not each.is_expert and (linear not in LINEARS or lacks_values):
+            return each.name
+    return ""
+
+
 def _is_stored_stack(spec: ParamSpec) -> bool:
     return spec.tensor.is_expert and not is_one_by_one(spec)
 
 
 def _projections(specs: Mapping[str, ParamSpec]) -> list[Projection]:
-    projections = []
+    projections: list[Projection] = []
     for name, spec in specs.items():
         linear, _, kind = name.rpartition(".")
-        is_linear = kind == "weight" and linear.rpartition(".")[2] in LINEARS
+        is_linear = kind == "weight" and linear.rpartition(".")[2] in PROJECTING
         if not is_linear and not spec.tensor.is_expert:
             continue
         tp_dim, is_expert = spec.tensor.tp_dim, spec.tensor.is_expert
         assert tp_dim is not None  # linears are cut
         for number, (segment, hf_name) in enumerate(zip(spec.tensor.segments, spec.hf_names, strict=True)):
             own = hf_name.removesuffix(".weight")
+            if number and spec.hf_names[number - 1] == hf_name:  # one more section
+                last = projections[-1]
+                projections[-1] = replace(last, segments=(*last.segments, segment), numbers=(*last.numbers, number))
+                continue
             parent = spec.tensor.name.rsplit(".", 2)[0]
             engine = own if is_expert else f"{parent}.{own.rpartition('.')[2]}"
-            projections.append(Projection(name, own, engine, segment, tp_dim, number, is_expert))
+            projections.append(Projection(name, own, engine, (segment,), tp_dim, (number,), is_expert))
     return projections
 
 
@@ -174,14 +204,17 @@ def _specs(specs: Mapping[str, ParamSpec], lora: LoraConfig, rank: int) -> dict[
     return result
 
 
-def peft_targets(specs: Mapping[str, ParamSpec], lora: LoraConfig) -> list[str]:
+def peft_targets(specs: Mapping[str, ParamSpec], lora: LoraConfig, *, is_inside: bool = False) -> list[str]:
     """The adapted matrices as PEFT's target_modules: endings of names that no other matrix has, as short as can be.
 
-    specs: of the model. PEFT takes `q_proj` for every matrix whose name is it or ends in `.q_proj`; those of experts
+    specs: of the model. is_inside: it is part of a larger one, whose other matrices may have any ending; names are
+    whole. PEFT takes `q_proj` for every matrix whose name is it or ends in `.q_proj`; those of experts
     are named without a number.
     """
     wanted = {each.name.replace(EACH, "") for each in adapted(specs, lora)}
     names = {name.removesuffix(".weight").replace(EACH, "") for spec in specs.values() for name in spec.hf_names}
+    if is_inside:
+        return sorted(wanted)
     others = names - wanted
     taken = {ending for name in others for ending in _endings(name)}
     return sorted({next(ending for ending in _endings(name) if ending not in taken) for name in wanted})
@@ -193,15 +226,19 @@ def _endings(name: str) -> list[str]:
     return [".".join(parts[-size:]) for size in range(1, len(parts) + 1)]
 
 
-def merged_rows(specs: Mapping[str, ParamSpec], adapters: Iterable[str]) -> dict[str, dict[int, tuple[str, str]]]:
-    """Weight of linears -> number of its segment -> the names of A and B that are merged into it.
+MergedRows = dict[str, dict[tuple[int, ...], tuple[str, str]]]
+"""Weight of linears -> numbers of adjacent segments -> the names of A and B that are merged into them."""
+
+
+def merged_rows(specs: Mapping[str, ParamSpec], adapters: Iterable[str]) -> MergedRows:
+    """Return which A and B are merged into which rows.
 
     specs: of the model. adapters: names of A and B, as in `adapter_specs`.
     """
-    rows: dict[str, dict[int, tuple[str, str]]] = {}
+    rows: MergedRows = {}
     names = set(adapters)
     for projection in projections_of(specs):
         name_a, name_b = projection.params(1)
         if name_a in names:
-            rows.setdefault(projection.weight, {})[projection.number] = (name_a, name_b)
+            rows.setdefault(projection.weight, {})[projection.numbers] = (name_a, name_b)
     return rows

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_rl.config.lora import LINEARS
 from megatron_rl.config.roles import RoleSpec
 from megatron_rl.errors import shown
-from megatron_rl.model.families.adapter_params import ENGINE_RANKS, Projection, projections_of
+from megatron_rl.model.families.adapter_params import ENGINE_RANKS, Projection, merged_alone, projections_of
 from megatron_rl.planning.features import Feature, Requirement, RunFacts, Settings, Use
 
 ROUTED = "*.experts.*"
@@ -39,20 +39,22 @@ def _merged(run: RunFacts) -> Iterator[Use]:
             yield Use({key: True}, {key: False}, role)
 
 
-def _whose_linears(run: RunFacts, use: Use) -> str:
-    model = None if use.role is None else run.model_of(use.role)
-    if model is not None and (own := model.attention.own_linears):
-        return f"the linear layers of {own} are this project's own, and adapters are on Megatron's"
-    inside = None if model is None else model.parts.family.inside
-    if inside is not None:
-        return f"the language model is inside of a larger one; adapters of {inside.text.architecture} are supported"
-    return ""
+def _merged_alone(run: RunFacts, use: Use) -> str:
+    """Why generation reads the role's model merged alone, whatever the targets are."""
+    role = use.role
+    model = None if role is None or not role.kind.is_sampled or role.lora.merge else run.model_of(role)
+    if model is None:
+        return ""
+    if model.parts.family.inside is not None:
+        return "the language model is inside of a larger one, of which generation reads adapters merged alone"
+    name = merged_alone(model.parts.specs)
+    return f"vLLM has no adapter for {name}, so that generation reads this model's merged alone" if name else ""
 
 
 def routed_targets(run: RunFacts, role: RoleSpec) -> tuple[list[Projection], list[Projection]]:
     """Return the linears that get an adapter, and those of routed experts among them."""
     model, lora = run.model_of(role), role.lora
-    if model is None or not model.num_experts or _whose_linears(run, Use({}, {}, role)):
+    if model is None or not model.num_experts:
         return [], []
     candidates = projections_of(model.parts.specs)
     targets = [each for each in candidates if any(each.matches(pattern) for pattern in lora.target_modules)]
@@ -74,7 +76,7 @@ def _of_experts(run: RunFacts) -> Iterator[Use]:
 
 def _unmerged(run: RunFacts, use: Use) -> str:
     role = use.role
-    if role is None or not role.kind.is_sampled or role.lora.merge or not run.on_cpu:
+    if role is None or not role.kind.is_sampled or role.lora.merge or not run.on_cpu or _merged_alone(run, use):
         return ""
     _, routed = routed_targets(run, role)
     return (
@@ -83,10 +85,26 @@ def _unmerged(run: RunFacts, use: Use) -> str:
     )
 
 
+def merge_choices(run: RunFacts) -> Iterator[tuple[RoleSpec, str]]:
+    """Yield each role whose generation needs merged adapters and has others, with the reason, where merging helps."""
+    if run.config.actor_rollout_ref.rollout.drop_train_weights:
+        return
+    for role in adapted(run):
+        use = Use({}, {}, role)
+        if why := _merged_alone(run, use):
+            yield role, why
+        elif routed_targets(run, role)[1] and _unmerged(run, use):
+            yield role, "generation reads adapters of routed experts merged alone"
+
+
 def _merge(run: RunFacts, use: Use) -> Settings:
     assert use.role is not None  # every use of adapters has a role
     drops = run.config.actor_rollout_ref.rollout.drop_train_weights
     return use.off if drops else {f"{lora_key(use.role)}.merge": True}
+
+
+def _unmerged_key(run: RunFacts, use: Use) -> Settings:
+    return {} if use.role is None else {f"{lora_key(use.role)}.merge": False}
 
 
 ROWS = (
@@ -95,7 +113,14 @@ ROWS = (
         "LoRA adapters",
         {f"{LORA}.rank": 8},
         _lora,
-        of_model=(Requirement("Megatron's own linear layers, and no larger model around it", _whose_linears),),
+        of_model=(
+            Requirement(
+                f"{LORA}.merge=true, or linear layers that have adapters in vLLM",
+                _merged_alone,
+                _merge,
+                keys=_unmerged_key,
+            ),
+        ),
         in_tasks=True,
     ),
     Feature("merged_adapters", "generation with merged adapters", {f"{LORA}.merge": True}, _merged),
@@ -109,7 +134,7 @@ ROWS = (
                 f"{LORA}.merge=true, or no generation",
                 _unmerged,
                 _merge,
-                keys=lambda run, use: {} if use.role is None else {f"{lora_key(use.role)}.merge": False},
+                keys=_unmerged_key,
             ),
         ),
         refused_unproven=True,

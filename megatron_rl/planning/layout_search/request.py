@@ -20,6 +20,7 @@ from megatron_rl.planning.checked_config import only_ppo
 from megatron_rl.planning.hardware import Hardware
 from megatron_rl.planning.hub_cache import with_local_models
 from megatron_rl.planning.layout_search.search_problem import ClusterSize, Keeps, SearchProblem
+from megatron_rl.planning.merge_choice import with_merge_chosen
 from megatron_rl.planning.preflight import preflight
 
 REFUSED = "this run cannot be placed"
@@ -73,7 +74,7 @@ def read_base(path: Path, keep: Sequence[str]) -> tuple[Reading, RunConfig, Keep
     reading = read_run(path, keep)
     raise_problems(f"cannot use {path}", reading.violations)
     assert reading.config is not None  # it has no violations
-    config = only_ppo(with_local_models(reading.config), "map")
+    config, _ = with_merge_chosen(only_ppo(with_local_models(reading.config), "map"), reading.given)
     keeps = Keeps.of(config, [*reading.overrides, *keys_taken_away(keep)])
     for pool in set(keeps.pools.values()) - {GLOBAL_POOL, ROLLOUT_POOL, REWARD_POOL, *config.pools}:
         config.pools[pool] = PoolConfig()  # the search sets its size

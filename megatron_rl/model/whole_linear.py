@@ -1,0 +1,30 @@
+"""The linear that tensor parallelism does not cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+
+class WholeLinear(torch.nn.Module):
+    """A linear layer whose weight every TP rank holds; under sequence parallelism its gradient is summed over them.
+
+    It is called as Megatron's linears are, and has their `tp_group` and `sequence_parallel`.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, num_in: int, num_out: int, tp_group: torch.distributed.ProcessGroup
+    ) -> None:
+        super().__init__()
+        self.tp_group, self.sequence_parallel = tp_group, config.sequence_parallel
+        weight: Any = torch.nn.Parameter(torch.empty(num_out, num_in, dtype=config.params_dtype))
+        weight.sequence_parallel = config.sequence_parallel
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """x [..., in] -> ([..., out], None: no bias)."""
+        return F.linear(x, self.weight), None
