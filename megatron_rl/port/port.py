@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from megatron_rl.config.keys import is_key
-from megatron_rl.config.load import read_override, settings_of
+from megatron_rl.config.load import read_override, read_settings, settings_of
 from megatron_rl.config.setting import TAKEN_AWAY, Setting, final_settings, nested
 from megatron_rl.config.synonyms import suggested_key
 from megatron_rl.config.verl_compat.default_differences import PORTED
@@ -17,6 +17,7 @@ from megatron_rl.config.verl_compat.semantic_differences import meanings
 from megatron_rl.config.verl_compat.translate import Kind, Note, Noted, translate
 from megatron_rl.config.yaml_text import read_yaml
 from megatron_rl.errors import ConfigError
+from megatron_rl.planning.feature_checks import feature_problems
 from megatron_rl.port.launch import DEFAULT_CONFIGS, TrainerCall, call_of, trainer_call, unread_words
 from megatron_rl.port.resolve_defaults import ORIGIN, defaults, resolve_defaults, unread_models
 from megatron_rl.port.shell import launches_of
@@ -32,7 +33,8 @@ class Ported(Noted):
 
     settings: of the file; what is not supported keeps its own key, so that a run refuses it. notes: of the keys that
     are not taken as they are. unread: models that were not looked into. beside: what the script does that no
-    configuration can hold. refused: what the kernel refused to the script while it was run.
+    configuration can hold. refused: what the kernel refused to the script while it was run. apart: features that a run
+    refuses together.
     """
 
     source: str
@@ -41,6 +43,7 @@ class Ported(Noted):
     unread: list[str] = field(default_factory=list)
     beside: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    apart: list[str] = field(default_factory=list)
 
     def lists(self) -> list[str]:
         """Return the lists as lines, then those of what was not read, not taken and refused, if there is any."""
@@ -52,6 +55,7 @@ class Ported(Noted):
             ("models that cannot be read here, so that nothing was checked against them", self.unread),
             ("set by the script, and not in this file", self.beside),
             ("refused to the script while it was run", self.refused),
+            ("refused when a run starts", self.apart),
         ):
             if further:
                 lines += [f"{heading}:", *(f"  {what}" for what in further)]
@@ -127,7 +131,10 @@ def ported(source: str, call: TrainerCall, base: list[Setting], folder: Path = P
     refused = [note.setting for note in notes if note.kind is Kind.UNSUPPORTED and note.setting.key not in OPTIONS]
     final, _ = final_settings([*known, *refused])
     beside = [*unread_words(call), *_unread_files(named)]
-    return Ported(source, [*defaults(final), *final], notes, unread_models(known), beside)
+    settings = [*defaults(final), *final]
+    config = read_settings(settings).config
+    apart = [] if config is None else [str(problem) for problem in feature_problems(config)]
+    return Ported(source, settings, notes, unread_models(known), beside, apart=apart)
 
 
 OPTIONS = ("config-name", "program")

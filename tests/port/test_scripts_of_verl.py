@@ -431,6 +431,16 @@ def test_stages_that_count_embedding_and_loss():
     assert found.features == [] and [values[f"{group}.{name}"] for name in names] == [True, True]
 
 
+def test_features_that_a_run_would_refuse_are_listed():
+    """The line is the one that a run prints. Would not catch a pair that depends on the model's folder."""
+    mtp = "actor_rollout_ref.model.mtp.enable_rollout=True"
+    found = port(None, [mtp, "async_training.partial_rollout=True", "trainer.device=cpu"], {})
+    rollout = "actor_rollout_ref.rollout"
+    (line,) = (line for line in found.lists() if "do not go together" in line)
+    assert line.startswith(f"  {rollout}.speculative=mtp and {rollout}.partial_rollout=true do not go together: ")
+    assert port(None, [mtp, "trainer.device=cpu"], {}).apart == []
+
+
 READER = "reward_model.model.input_tokenizer"
 
 
