@@ -100,9 +100,9 @@ class OverrideTransformerConfig:
     trainer.device=cuda, where te_linear is the default of a role with fp8. Weights have the same names in
     checkpoints."""
     fp8: Annotated[str | None, OneOf(FP8_FORMATS)] = None
-    """FP8 training: matrix products of the linear layers of attention and dense MLPs in FP8; weights and gradients keep
-    their dtype. e4m3 | hybrid: e5m2 for gradients | null: no FP8. Needs a transformer_impl other than local; on CPUs
-    megatron.fp8_emulate. The reference follows the actor."""
+    """FP8 training: matrix products of the linear layers of attention and dense MLPs in FP8; weights, gradients and
+    adapters keep their dtype. e4m3 | hybrid: e5m2 for gradients | null: no FP8. Needs a transformer_impl other than
+    local; on CPUs megatron.fp8_emulate. The reference follows the actor."""
     fp8_recipe: Annotated[str, OneOf(tuple(FP8_RECIPES))] = "blockwise"
     """FP8 scaling. blockwise: one scale for 128 elements of a token and for 128 x 128 of a weight | tensorwise: one
     scale for a tensor."""
@@ -202,7 +202,7 @@ class MegatronConfig(LayoutConfig):
     """Keep the optimizer state in host memory during generation. No effect in a pool that does not generate."""
     fp8_emulate: Annotated[bool, OURS] = False
     """Emulate FP8 on CPUs, which have no FP8 products: round the inputs as override_transformer_config.fp8 says and
-    multiply in dtype. Slow; to see what FP8 does to a run."""
+    multiply in dtype. Experts are rounded, too; on GPUs they keep their dtype. Slow; to see what FP8 does to a run."""
     override_transformer_config: OverrideTransformerConfig = field(default_factory=OverrideTransformerConfig)
     override_ddp_config: OverrideDDPConfig = field(default_factory=OverrideDDPConfig)
 

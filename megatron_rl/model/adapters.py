@@ -163,11 +163,14 @@ class ExpertAdapters(AdapterDict):
         for parameter in self.parameters():
             vars(parameter)["allreduce"] = False  # as the experts' own
 
-    def linears(self, name: str, stack: Tensor) -> list[Callable[[Tensor], Tensor]]:
-        """The product with each expert's matrix of the stack `name`, which has adapters or none: [T, I] -> [T, O]."""
+    def linears(self, name: str, plain: Sequence[Callable[[Tensor], Tensor]]) -> Sequence[Callable[[Tensor], Tensor]]:
+        """The product with each expert's matrix of the stack `name`, which has adapters or none: [T, I] -> [T, O].
+
+        plain: the products without adapters.
+        """
         starts = self.starts.get(name, {})
         if not (pairs := self.pairs(starts)):
-            return plain_linears(stack)
+            return plain
         downs, ups = [pair.lora_A for pair in pairs], [pair.lora_B for pair in pairs]
         if name == "w13":
             downs = [copy_to_tensor_model_parallel_region(down, group=self.group) for down in downs]
@@ -175,7 +178,7 @@ class ExpertAdapters(AdapterDict):
             ups = [copy_to_tensor_model_parallel_region(up, group=self.group) for up in ups]
         # Unbound at once: indexing a stack makes a gradient as large as the stack, for each expert.
         of_experts = zip(
-            stack.unbind(),
+            plain,
             zip(*(down.unbind() for down in downs), strict=True),
             zip(*(up.unbind() for up in ups), strict=True),
             strict=True,
@@ -183,10 +186,15 @@ class ExpertAdapters(AdapterDict):
         return [partial(self._product, tuple(starts.values()), *matrices) for matrices in of_experts]
 
     def _product(
-        self, starts: Sequence[int], weight: Tensor, downs: Sequence[Tensor], ups: Sequence[Tensor], x: Tensor
+        self,
+        starts: Sequence[int],
+        plain: Callable[[Tensor], Tensor],
+        downs: Sequence[Tensor],
+        ups: Sequence[Tensor],
+        x: Tensor,
     ) -> Tensor:
         products = torch.cat([F.linear(x, down) for down in downs], -1)
-        out: Tensor = AddedProducts.apply(F.linear(x, weight), products, starts, self.scale, *ups)
+        out: Tensor = AddedProducts.apply(plain(x), products, starts, self.scale, *ups)
         return out
 
 

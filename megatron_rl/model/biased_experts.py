@@ -5,6 +5,7 @@ Legend: T tokens that reached this rank, E experts of this rank, H hidden size, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_rl.device import in_one_copy
-from megatron_rl.model.experts import fits_grouped_mm
+from megatron_rl.model.eight_bits import EightBitStack
+from megatron_rl.model.experts import Linears, fits_grouped_mm, stack_linears
 
 SLOPE, BOUND = 1.702, 7.0
 
@@ -63,6 +65,7 @@ class BiasedExperts(MegatronModule):
     ) -> None:
         """name: the module's, which newer versions of Megatron pass."""
         super().__init__(config=config)
+        self.eight_bits: Mapping[str, EightBitStack] | None = None
         group = pg_collection.expt_tp
         self.bias_share = float(group.rank() == 0)
         hidden, columns = config.hidden_size, config.moe_ffn_hidden_size // group.size()
@@ -81,8 +84,11 @@ class BiasedExperts(MegatronModule):
         """tokens [T, H] sorted by expert, tokens_per_expert int64 [E], weights [T] -> ([T, H], None: no bias left)."""
         # Times 0 on the other ranks, and not left out: DDP waits for the gradient of every parameter.
         biases = (self.w13_bias, self.w2_bias * self.bias_share)
-        mixed = grouped_biased if fits_grouped_mm(tokens, self.w13, self.w2) else biased_one_by_one
-        out = mixed(tokens, tokens_per_expert, self.w13, self.w2, *biases)
+        if self.eight_bits is None and fits_grouped_mm(tokens, self.w13, self.w2):
+            out = grouped_biased(tokens, tokens_per_expert, self.w13, self.w2, *biases)
+        else:
+            ups, downs = (stack_linears(self.eight_bits, name, getattr(self, name)) for name in ("w13", "w2"))
+            out = biased_one_by_one(tokens, tokens_per_expert, ups, downs, *biases)
         return out * weights.unsqueeze(-1).to(tokens.dtype), None
 
 
@@ -100,10 +106,10 @@ def grouped_biased(
 
 
 def biased_one_by_one(
-    tokens: Tensor, tokens_per_expert: Tensor, w13: Tensor, w2: Tensor, w13_bias: Tensor, w2_bias: Tensor
+    tokens: Tensor, tokens_per_expert: Tensor, ups: Linears, downs: Linears, w13_bias: Tensor, w2_bias: Tensor
 ) -> Tensor:
-    """Compute `grouped_biased` one expert after the other."""
+    """Compute `grouped_biased` one expert after the other. ups, downs: the products of each expert."""
     # Unbound at once: indexing a stack makes a gradient as large as the stack, for each expert.
-    stacks = (stack.unbind() for stack in (w13, w2, w13_bias, w2_bias))
-    experts = zip(tokens.split(tokens_per_expert.tolist()), *stacks, strict=True)
-    return torch.cat([F.linear(BoundedGate.apply(F.linear(x, a, c)), b, d) for x, a, b, c, d in experts])
+    biases = (w13_bias.unbind(), w2_bias.unbind())
+    experts = zip(tokens.split(tokens_per_expert.tolist()), ups, downs, *biases, strict=True)
+    return torch.cat([down(BoundedGate.apply(up(x, bias=a)), bias=b) for x, up, down, a, b in experts])

@@ -6,6 +6,8 @@ Legend: T tokens that reached this rank, E experts of this rank, H hidden size, 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +20,13 @@ from torch import Tensor
 
 from megatron_rl.device import has_grouped_mm, in_one_copy
 from megatron_rl.model.adapters import ExpertAdapters, plain_linears
+from megatron_rl.model.eight_bits import EightBitStack
 from megatron_rl.model.families import Model, Routing
 from megatron_rl.model.mlp import SiluGate
 from megatron_rl.parallel.rank_grid import TrainGrid
+
+Linears = Sequence[Callable[..., Tensor]]
+"""The product with the matrix [O, I] of each expert: [T, I] -> [T, O]; takes a `bias` [O] where it has no adapters."""
 
 
 def moe_settings(model: Model, hf_settings: dict[str, Any], grid: TrainGrid) -> dict[str, Any]:
@@ -92,6 +98,7 @@ class StackedExperts(MegatronModule):
         super().__init__(config=config)
         self.tp_group = pg_collection.expt_tp
         self.adapters: ExpertAdapters | None = None
+        self.eight_bits: Mapping[str, EightBitStack] | None = None
         hidden, columns = config.hidden_size, config.moe_ffn_hidden_size // self.tp_group.size()
 
         def weight(*shape: int) -> torch.nn.Parameter:
@@ -105,10 +112,18 @@ class StackedExperts(MegatronModule):
 
     def forward(self, tokens: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
         """tokens [T, H] sorted by expert, tokens_per_expert int64 [E], weights [T] -> ([T, H], None: no bias)."""
-        if self.adapters is not None:
-            return one_by_one(tokens, tokens_per_expert, weights, self.w13, self.w2, self.adapters), None
-        mixed = grouped if fits_grouped_mm(tokens, self.w13, self.w2) else one_by_one
-        return mixed(tokens, tokens_per_expert, weights, self.w13, self.w2), None
+        if self.adapters is None and self.eight_bits is None and fits_grouped_mm(tokens, self.w13, self.w2):
+            return grouped(tokens, tokens_per_expert, weights, self.w13, self.w2), None
+        return one_by_one(tokens, tokens_per_expert, weights, self.w13, self.w2, self._linears), None
+
+    def _linears(self, name: str, stack: Tensor) -> Linears:
+        linears = stack_linears(self.eight_bits, name, stack)
+        return linears if self.adapters is None else self.adapters.linears(name, linears)
+
+
+def stack_linears(eight_bits: Mapping[str, EightBitStack] | None, name: str, stack: Tensor) -> Linears:
+    """Return the product with each matrix of the stack `name`: that of `eight_bits`, or plain."""
+    return plain_linears(stack) if eight_bits is None else eight_bits[name].linears(stack)
 
 
 def fits_grouped_mm(tokens: Tensor, w13: Tensor, w2: Tensor) -> bool:
@@ -131,15 +146,14 @@ def one_by_one(
     weights: Tensor,
     w13: Tensor,
     w2: Tensor,
-    adapters: ExpertAdapters | None = None,
+    linears: Callable[[str, Tensor], Linears] | None = None,
 ) -> Tensor:
-    """Compute `grouped` one expert after the other, with the products of adapters."""
+    """Compute `grouped` one expert after the other. linears: the products with a stack of this name; None:
+    plain.
+    """
+    linears = partial(stack_linears, None) if linears is None else linears
     counts = tokens_per_expert.tolist()
-    ups, downs = (
-        plain_linears(stack) if adapters is None else adapters.linears(name, stack)
-        for name, stack in (("w13", w13), ("w2", w2))
-    )
-    experts = zip(tokens.split(counts), weights.split(counts), ups, downs, strict=True)
+    experts = zip(tokens.split(counts), weights.split(counts), linears("w13", w13), linears("w2", w2), strict=True)
     outputs = [down(gated(up(mine))) * weight.unsqueeze(-1).to(mine.dtype) for mine, weight, up, down in experts]
     return torch.cat(outputs)
 

@@ -79,7 +79,7 @@ def transformer_config(
         perform_initialization=False,
         use_cpu_initialization=is_local or device.kind == "cpu",
         transformer_impl=override.transformer_impl,
-        fp8=override.fp8,
+        fp8=None if megatron.fp8_emulate else override.fp8,
         fp8_recipe=override.fp8_recipe,
         # The fused kernels need CUDA extensions; without them one code path serves every device.
         bias_activation_fusion=False,

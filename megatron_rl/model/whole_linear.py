@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 class WholeLinear(torch.nn.Module):
     """A linear layer whose weight every TP rank holds; under sequence parallelism its gradient is summed over them.
 
-    It is called as Megatron's linears are, and has their `tp_group` and `sequence_parallel`.
+    It is called as Megatron's linears are, and has their `tp_group`, `sequence_parallel` and `_forward_impl`.
     """
 
     def __init__(
@@ -24,7 +25,8 @@ class WholeLinear(torch.nn.Module):
         weight: Any = torch.nn.Parameter(torch.empty(num_out, num_in, dtype=config.params_dtype))
         weight.sequence_parallel = config.sequence_parallel
         self.weight = weight
+        self._forward_impl: Callable[..., Tensor] = F.linear
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """x [..., in] -> ([..., out], None: no bias)."""
-        return F.linear(x, self.weight), None
+        return self._forward_impl(input=x, weight=self.weight), None

@@ -16,7 +16,7 @@ from megatron_rl.config.megatron import FP8_RECIPES
 from megatron_rl.config.roles import PassSpec, RoleSpec, followed_policies
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.model.chunks import chunk_tokens
-from megatron_rl.model.families import HEAD, Model, is_in_eight_bits, mtp_specs
+from megatron_rl.model.families import HEAD, Model, is_emulated, is_in_eight_bits, mtp_specs
 from megatron_rl.model.families.adapter_params import adapter_specs
 from megatron_rl.model.parts import FP32, Cut, LayerBlock
 from megatron_rl.parallel.rank_grid import train_grid
@@ -185,14 +185,15 @@ class RoleLedger:
 
     def _in_eight_bits(self, pp_rank: int) -> int:
         """Return the bytes of the weights of `fp8`. transformer-engine keeps them by rows, and for the backward pass by
-        columns; the emulation on CPUs keeps them rounded, in the model's dtype.
+        columns; the emulation on CPUs keeps them rounded, in the model's dtype. With adapters they are the base's.
         """
         if self.role.megatron.override_transformer_config.fp8 is None or self.role.model_of is not None:
             return 0
-        numels = self.weights.shard_numels(pp_rank)
-        num_elements = sum(numel for name, numel in numels.items() if is_in_eight_bits(name))
+        numels, on_cpu = self.base.shard_numels(pp_rank), self.config.trainer.device == "cpu"
+        is_rounded = is_emulated if on_cpu else is_in_eight_bits
+        num_elements = sum(numel for name, numel in numels.items() if is_rounded(name))
         on_gpu = 2 if self.role.is_trained else 1
-        return num_elements * (self.element if self.config.trainer.device == "cpu" else on_gpu)
+        return num_elements * (self.element if on_cpu else on_gpu)
 
     def while_built(self, pp_rank: int) -> list[Held]:
         """Return moments of the construction of a trained role, which hold more than is left: weights are moved from

@@ -166,8 +166,9 @@ class ModelSource:
         for name in ahead.keys() & parameters.keys():
             parameters[name].requires_grad_(self.mtp == MTPUse.TRAINED)
             vars(parameters[name])["shared"] = True  # the norm by which the policy's gradient is clipped leaves it out
-        if self.megatron.fp8_emulate:
-            emulate_eight_bits(chunks)
+        options = self.megatron.override_transformer_config
+        if self.megatron.fp8_emulate and options.fp8 is not None:
+            emulate_eight_bits(chunks, options.fp8, options.fp8_recipe)
         chunks = [chunk.to(self.device.torch_device) for chunk in chunks]
         return UnloadedModel(chunks, specs, self, drawn, trained)
 

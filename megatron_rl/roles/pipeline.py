@@ -37,6 +37,7 @@ from megatron_rl.experience.prefix_tree import Numbers, keys_of, nodes_of, tree_
 from megatron_rl.experience.recorded_experts import expert_bytes
 from megatron_rl.losses.metrics import MetricParts, add_parts
 from megatron_rl.model.context_attention import ALL_GATHER, ContextSegments
+from megatron_rl.model.eight_bits import round_again, token_multiple
 from megatron_rl.model.segments import Segments, prefix_tokens_of
 from megatron_rl.model.trie_segments import TrieSegments
 from megatron_rl.observe.liveness import counting, finished_one, made_progress
@@ -70,14 +71,14 @@ class Pipeline:
         self.device = device
         self.routing: ExpertRouting | None = None  # for models with experts
         self.segments: Segments | None = None  # of the pass whose output a loss reads
-        asking, whole, self._needs_whole = (
+        asking, whole = (
             any(getattr(module, name, False) for chunk in self.chunks for module in chunk.modules())
-            for name in ("needs_slots", "needs_prefix_slots", "needs_whole")
+            for name in ("needs_slots", "needs_prefix_slots")
         )
         config: Any = self.chunks[0].config
         self._num_parts = groups.grid.tp_size if config.sequence_parallel else 1
         # The tokens of a rank's part are a multiple of it.
-        self._token_multiple = FP8_RECIPES[config.fp8_recipe] if config.fp8 else 1
+        self._token_multiple = FP8_RECIPES[config.fp8_recipe] if config.fp8 else token_multiple(self.chunks)
         example = torch.empty(0, dtype=config.params_dtype, device=device)
         self._needs_slots = asking or not has_varlen_attention(example)
         self._with_pieces = not whole and shares_prompts(device)
@@ -301,16 +302,13 @@ class Pipeline:
 
     def _segments_of(self, block: MicroBatch) -> Segments | None:
         """What Megatron passes to every layer: the segments of the block, on the CPU; None: a padded block, whole."""
-        share, tree = block.share, block.tree
-        how = None if self._needs_whole else self.chunks[0].config.cp_comm_type
+        share, tree, how = block.share, block.tree, self.chunks[0].config.cp_comm_type
         if tree is not None and (share is not None or not self._needs_slots or not shares_prompts(self.device)):
             prefixes = (tree.prefix_sizes, tree.prefix_columns)
-            slots = (self._needs_slots, self._with_pieces)
             if share is None:
-                how = None if self._needs_whole else ALL_GATHER
-                return TrieSegments.share_of(self._segments(block), prefixes, 0, 1, None, how, *slots)
+                return TrieSegments.share_of(self._segments(block), prefixes, how=ALL_GATHER)
             where = (share.group.rank(), share.group.size(), share.group)
-            return TrieSegments.share_of(self._segments(block), prefixes, *where, how, *slots)
+            return TrieSegments.share_of(self._segments(block), prefixes, *where, how, self._needs_slots)
         if share is not None:
             lengths, size = self._segments(block), share.group.size()
             num_rows = len(block.input_ids)
@@ -354,6 +352,7 @@ class Pipeline:
             parts = self.groups.grid.tp_size if config.sequence_parallel else 1
             sent = [(columns // parts, rows, config.hidden_size) for rows, columns in shapes]
             options |= messages_of_known_shapes(self.groups.pp_group, config, sent)
+        round_again(self.chunks)
         with counting("micro-batches", len(blocks)):
             outputs: list[Any] = get_forward_backward_func()(
                 forward_step_func=step,

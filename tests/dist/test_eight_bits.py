@@ -1,7 +1,7 @@
 """Products in 8 bits, emulated: passes have fitting numbers of tokens, one recipe, and never an old weight.
 
 The emulated layers refuse a number of tokens that transformer-engine's would not take, and keep their rounded weights
-until the mark is set by which Megatron tells transformer-engine's to round again.
+for one pass over micro-batches. Layouts of one model with blocks of 128 in every shard are equal.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_models import random_batch, run_config, save_qwen2
+from tiny_gemma4 import save_gemma4
+from tiny_gpt_oss import save_gpt_oss
+from tiny_models import random_batch, run_config, save_deepseek_v2, save_deepseek_v3, save_qwen2
+from tiny_qwen3_5 import save_qwen3_5_moe
 
 from megatron_rl.columns import ACTOR_UPDATE, SCORING
 from megatron_rl.config.trainer import GLOBAL_POOL
@@ -24,26 +27,40 @@ MEGATRON, ACTOR = "actor_rollout_ref__actor__megatron", "actor_rollout_ref__acto
 PACKED = {"actor_rollout_ref__model__use_remove_padding": True}
 BY_TOKENS = PACKED | {f"{ACTOR}__use_dynamic_bsz": True, "actor_rollout_ref__rollout__log_prob_use_dynamic_bsz": True}
 SP = {f"{MEGATRON}__sequence_parallel": True}
+OPTIONS = f"{MEGATRON}__override_transformer_config__"
+AGAIN = {f"{OPTIONS}recompute_granularity": "full", f"{OPTIONS}recompute_method": "uniform"}
+AGAIN |= {f"{OPTIONS}recompute_num_layers": 1}
+LORA = {"actor_rollout_ref__model__lora__rank": 4}
+EP2 = {f"{MEGATRON}__expert_model_parallel_size": 2, f"{MEGATRON}__expert_tensor_parallel_size": 1}
 LAYOUTS = {
-    "padded": (1, 1, 1, "blockwise", {}),
-    "TP2, parts of the sequence": (2, 2, 1, "blockwise", SP | PACKED),
-    "PP2, VPP2": (2, 1, 2, "tensorwise", {f"{MEGATRON}__virtual_pipeline_model_parallel_size": 2}),
-    "CP2": (2, 1, 1, "tensorwise", BY_TOKENS | {f"{MEGATRON}__context_parallel_size": 2}),
+    "padded": (save_qwen2, 1, 1, 1, "blockwise", {}),
+    "TP2, parts of the sequence": (save_qwen2, 2, 2, 1, "blockwise", SP | PACKED),
+    "PP2, VPP2": (save_qwen2, 2, 1, 2, "tensorwise", {f"{MEGATRON}__virtual_pipeline_model_parallel_size": 2}),
+    "CP2": (save_qwen2, 2, 1, 1, "tensorwise", BY_TOKENS | {f"{MEGATRON}__context_parallel_size": 2}),
     "CP2, dynamic": (
+        save_qwen2,
         2,
         1,
         1,
         "blockwise",
         BY_TOKENS | {f"{MEGATRON}__context_parallel_size": 2, f"{MEGATRON}__dynamic_context_parallel": True},
     ),
+    "latent attention, experts": (save_deepseek_v3, 1, 1, 1, "blockwise", PACKED),
+    "latent attention, TP2, EP2": (save_deepseek_v3, 2, 2, 1, "blockwise", SP | PACKED | EP2),
+    "latent attention, PP2, recomputed": (save_deepseek_v2, 2, 1, 2, "tensorwise", PACKED | AGAIN),
+    "gated delta, shared experts": (save_qwen3_5_moe, 1, 1, 1, "tensorwise", {}),
+    "wide heads": (save_gemma4, 1, 1, 1, "blockwise", {}),
+    "experts with biases, EP2": (save_gpt_oss, 2, 1, 1, "blockwise", PACKED | EP2),
+    "adapters": (save_qwen2, 1, 1, 1, "blockwise", LORA | PACKED),
+    "adapters, TP2": (save_qwen2, 2, 2, 1, "tensorwise", LORA | SP | PACKED),
 }
-"""Name -> ranks, TP, PP, recipe, further keys."""
+"""Name -> model, ranks, TP, PP, recipe, further keys."""
 
 
 def eight_bit_config(model: str, layout: str, fp8: str | None = "hybrid"):
-    _, tp_size, pp_size, recipe, keys = LAYOUTS[layout]
+    _, _, tp_size, pp_size, recipe, keys = LAYOUTS[layout]
     options = {"fp8": fp8, "fp8_recipe": recipe}
-    keys = keys | {f"{MEGATRON}__override_transformer_config__{name}": value for name, value in options.items()}
+    keys = keys | {f"{OPTIONS}{name}": value for name, value in options.items()}
     keys |= {f"{ACTOR}__optim__lr": 0.01, f"{MEGATRON}__fp8_emulate": fp8 is not None}
     return run_config(model, tp_size, pp_size, **keys)
 
@@ -51,9 +68,10 @@ def eight_bit_config(model: str, layout: str, fp8: str | None = "hybrid"):
 def score_update_score(config, forgets: bool) -> dict:
     """Log-probs before and after an update, and the latter again from weights that were rounded anew.
 
-    forgets: Megatron's schedules do not set the mark.
+    forgets: no weight is rounded again.
     """
-    from megatron_rl.model.eight_bits import EightBitProduct
+    from megatron_rl.model.eight_bits import kept_weights
+    from megatron_rl.roles import pipeline
     from megatron_rl.roles.host import RankHost
 
     worker = RankHost(config)
@@ -68,15 +86,10 @@ def score_update_score(config, forgets: bool) -> dict:
     before, memory = actor.log_probs(mine.read_by(SCORING)), actor.memory()
     mine.add(old_log_probs=mine["advantages"] if before is None else before["old_log_probs"])
     if forgets:
-        for chunk in actor.trainable.chunks:
-            chunk.set_is_first_microbatch = lambda: None
+        pipeline.round_again = lambda chunks: None
     metrics, after = actor.update(mine.read_by(ACTOR_UPDATE)), scored()
-    products = [
-        getattr(module, "_forward_impl", None) for chunk in actor.trainable.models for module in chunk.modules()
-    ]
-    for product in products:
-        if isinstance(product, EightBitProduct):
-            product.weight = None
+    for product in kept_weights(actor.trainable.models):
+        product.weight = None
     before = None if before is None else before["old_log_probs"].values().tolist()
     return {"before": before, "after": after, "anew": scored(), "metrics": metrics, "memory": memory}
 
@@ -89,15 +102,17 @@ def model(tmp_path_factory) -> str:
 @pytest.mark.parametrize(
     "layout", ["padded", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in [*LAYOUTS][1:])]
 )
-def test_one_recipe_and_no_old_weight(layout: str, model: str) -> None:
+def test_one_recipe_and_no_old_weight(layout: str, tmp_path) -> None:
     """In an update the probabilities are those of the pass for old log-probs, bit for bit; after it they are those of
     the new weights. Without 8 bits they differ by what rounding to three bits does. Would not catch a GPU's products.
     """
-    ranks = run_ranks(LAYOUTS[layout][0], score_update_score, eight_bit_config(model, layout), False)
-    plain = run_ranks(LAYOUTS[layout][0], score_update_score, eight_bit_config(model, layout, None), False)
+    save, num_ranks, _, pp_size, _, _ = LAYOUTS[layout]
+    model = save(tmp_path)
+    ranks = run_ranks(num_ranks, score_update_score, eight_bit_config(model, layout), False)
+    plain = run_ranks(num_ranks, score_update_score, eight_bit_config(model, layout, None), False)
     models = RunModels(eight_bit_config(model, layout))
     for number, (found, exact) in enumerate(zip(ranks, plain, strict=True)):
-        stage = number * LAYOUTS[layout][2] // len(ranks)
+        stage = number * pp_size // len(ranks)
         planned = MemoryOfStage(models, GLOBAL_POOL, stage).planned().phases["update_actor"]
         assert found["memory"][HELD] == planned[HELD] > 0
         if found["before"] is None:

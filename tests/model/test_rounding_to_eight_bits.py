@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-import torch
+import math
 
-from megatron_rl.model.eight_bits import E4M3, E5M2, RoundedFactor, RoundedGradient, rounded
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_rl.model.eight_bits import (
+    E4M3,
+    E5M2,
+    EightBitProduct,
+    EightBitStack,
+    RoundedFactor,
+    RoundedGradient,
+    Rounding,
+    rounded,
+)
+from megatron_rl.model.families import is_emulated
 
 
 def test_one_scale_for_a_tensor() -> None:
@@ -57,3 +71,68 @@ def test_rounding_hands_gradients_on() -> None:
     assert out.tolist() == rounded(x.detach(), E4M3, None).tolist()
     out.backward(torch.tensor([[57344.0, 0.8]]))
     assert x.grad is not None and x.grad.tolist() == [[57344.0, 0.75]]
+
+
+def by_hand(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """x [R, C] as e4m3 holds it, tile by tile."""
+    out = torch.empty_like(x)
+    for row in range(0, x.shape[0], rows):
+        for column in range(0, x.shape[1], columns):
+            tile = x[row : row + rows, column : column + columns]
+            scale = 2.0 ** math.ceil(math.log2(tile.abs().max().item() / 448))
+            out[row : row + rows, column : column + columns] = (tile / scale).to(E4M3).float() * scale
+    return out
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
+def test_each_expert_has_scales_of_its_own(recipe: str) -> None:
+    """Products and gradients of three experts, one without tokens, against a loop: a matrix beside another that is a
+    thousand times as large is rounded as alone. The gradient of x goes through the rounded matrix.
+    """
+    generator = torch.Generator().manual_seed(2)
+    sizes = torch.tensor([1.0, 1000.0, 1.0])[:, None, None]
+    stack = (torch.randn(3, 40, 130, generator=generator) * sizes).requires_grad_()
+    tokens = [torch.randn(count, 130, generator=generator).requires_grad_() for count in (5, 0, 3)]
+    grads = [torch.randn(len(x), 40, generator=generator) for x in tokens]
+    kept = EightBitStack(Rounding(E4M3, recipe))
+    outputs = [product(x) for product, x in zip(kept.linears(stack), tokens, strict=True)]
+    found = torch.autograd.grad(outputs, [stack, *tokens], grads)
+    for number, (x, grad) in enumerate(zip(tokens, grads, strict=True)):
+        if not len(x):
+            assert not found[0][number].any()
+            continue
+        plain, matrix = x.detach(), stack.detach()[number]
+        if recipe == "blockwise":
+            x_8, w_8, grad_8 = by_hand(plain, 1, 128), by_hand(matrix, 128, 128), by_hand(grad, 1, 128)
+        else:
+            x_8, w_8, grad_8 = (rounded(each, E4M3, None) for each in (plain, matrix, grad))
+        torch.testing.assert_close(outputs[number], x_8 @ w_8.T)
+        torch.testing.assert_close(found[0][number], grad_8.T @ x_8)
+        torch.testing.assert_close(found[1 + number], grad_8 @ w_8)
+
+
+def test_a_pass_reads_one_rounded_weight() -> None:
+    """A weight that changes within a pass is not seen until the next: a recomputed product is the first one again."""
+    weight = torch.nn.Parameter(torch.tensor([[448.0, 17.3]]))
+    product = EightBitProduct(F.linear, Rounding(E5M2, "tensorwise"))
+    x = torch.ones(16, 2)
+    first = product(input=x, weight=weight)
+    with torch.no_grad():
+        weight[0, 0] = 224.0
+    assert first[0].item() == 448.0 + 18.0 and torch.equal(product(input=x, weight=weight), first)
+    product.is_stale = True
+    # Half the scale: 34.6 goes by 4 to 36, half of it.
+    assert product(input=x, weight=weight)[0].item() == 224.0 + 18.0
+    frozen = product(input=x, weight=weight.detach())
+    assert not frozen.requires_grad
+
+
+def test_what_is_emulated() -> None:
+    """By hand, of names of every kind of layer."""
+    layer = "decoder.layers.0."
+    rounds = ["self_attention.linear_down.weight", "self_attention.linear_qkvz.weight", "mlp.experts.w2"]
+    rounds += ["mlp.shared_experts.linear_fc1.weight", "self_attention.linear_proj.weight"]
+    others = ["self_attention.linear_ba.weight", "mlp.router.weight", "mlp.experts.w13_bias", "input_layernorm.weight"]
+    others += ["self_attention.linear_proj.bias", "mlp.shared_experts.gate_weight"]
+    assert all(is_emulated(layer + name) for name in rounds) and not any(is_emulated(layer + name) for name in others)
+    assert not is_emulated("output_layer.weight") and not is_emulated("embedding.word_embeddings.weight")

@@ -13,6 +13,7 @@ from megatron_rl.model.families.params import (
     classifier_map,
     constant_map,
     eight_bit_names,
+    is_emulated,
     is_in_eight_bits,
     param_map,
     value_param_map,
@@ -57,6 +58,7 @@ from megatron_rl.model.parts import (
 __all__ = [
     "CORRECTION",
     "eight_bit_names",
+    "is_emulated",
     "is_in_eight_bits",
     "AttentionShape",
     "head_cap",

@@ -20,12 +20,25 @@ HEAD = "output_layer.weight"
 
 EIGHT_BIT_LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Megatron's names of the linears of attention and dense MLPs, whose products can be in FP8."""
+OWN_EIGHT_BIT_LINEARS = ("linear_down", "linear_q", "linear_q_up", "linear_kv_up", "linear_qkvz")
+"""Those of latent attention and the gated delta rule. The latter's linear_ba, of a few columns, stays in the training
+dtype, as in Qwen's own FP8 folders."""
+EIGHT_BIT_STACKS = ("w13", "w2")
 
 
 def is_in_eight_bits(name: str) -> bool:
     """Whether a parameter, by its name in Megatron, is the weight of such a linear; those of experts are not."""
     *parents, linear, kind = name.split(".")
     return kind == "weight" and linear in EIGHT_BIT_LINEARS and not {"experts", "shared_experts"} & set(parents)
+
+
+def is_emulated(name: str) -> bool:
+    """Whether products with a parameter, by its name in Megatron, can be emulated in FP8: linears of any attention, of
+    MLPs and shared experts, and stacks of experts. As DeepSeek-V3 does, embedding, head, router and norms are not.
+    """
+    *_, linear, kind = name.split(".")
+    is_linear = kind == "weight" and linear in (*EIGHT_BIT_LINEARS, *OWN_EIGHT_BIT_LINEARS)
+    return is_linear or (linear == "experts" and kind in EIGHT_BIT_STACKS)
 
 
 def eight_bit_names(specs: Mapping[str, ParamSpec]) -> set[str]:

@@ -56,16 +56,6 @@ def _fp8(run: RunFacts) -> Iterator[Use]:
             yield Use({f"{role.key}.{FP8}": options.fp8}, {f"{role.key}.{FP8}": None} | emulates, role)
 
 
-def _not_emulated(run: RunFacts, use: Use) -> str:
-    model = None if use.role is None or not run.on_cpu else run.model_of(use.role)
-    if model is None or use.role is None or use.role.megatron.override_transformer_config.fp8 is None:
-        return ""
-    if model.num_experts:
-        return "FP8 is not emulated for experts"
-    own = model.attention.own_linears
-    return f"FP8 is not emulated for the linear layers of {own}, which are this project's own" if own else ""
-
-
 def _not_cut(run: RunFacts, use: Use) -> str:
     model = None if use.role is None else run.model_of(use.role)
     whole = "" if model is None else model.attention.not_cut
@@ -133,13 +123,6 @@ ROWS = (
         of_roles(EMULATE),
         needs=(Relation("fp8_training", "there are no FP8 products to emulate", gives_up=True),),
         excludes=(Relation("gpu", "GPUs compute in FP8"),),
-        of_model=(
-            Requirement(
-                "no experts, and Megatron's own linear layers",
-                _not_emulated,
-                lambda run, use: {_key(use, FP8): None, _key(use, EMULATE): False},
-            ),
-        ),
         in_tasks=True,
     ),
     Feature(
@@ -157,7 +140,6 @@ ROWS = (
             ),
             Relation("transformer_engine", "FP8 products are transformer-engine's", when=lambda run: not run.on_cpu),
         ),
-        excludes=(Relation("lora", "frozen weights and adapters are not rounded to FP8"),),
         in_tasks=True,
     ),
     Feature(
@@ -165,13 +147,6 @@ ROWS = (
         "recomputed activations",
         {f"{ROLE}.{RECOMPUTE}": "selective"},
         of_roles(RECOMPUTE, None),
-        excludes=(
-            Relation(
-                "fp8_training",
-                "on CPUs FP8 is emulated, and Megatron recomputes FP8 products with transformer-engine",
-                when=lambda run: run.on_cpu,
-            ),
-        ),
         in_tasks=True,
     ),
     Feature(
@@ -179,13 +154,6 @@ ROWS = (
         "fused weight gradients",
         {f"{ROLE}.{FUSION}": True},
         of_roles(FUSION),
-        excludes=(
-            Relation(
-                "fp8_training",
-                "on CPUs FP8 is emulated, and fused weight gradients are not",
-                when=lambda run: run.on_cpu,
-            ),
-        ),
         in_tasks=True,
     ),
     Feature(
