@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron_rl.device import has_varlen_attention
 from megatron_rl.model.attention import CausalAttention, bucketed, varlen
 from megatron_rl.model.block_attention import Facing, Merged, Pieces, block_backward, block_forward, boundaries_of
-from megatron_rl.model.key_exchange import Alone, ChangeParts, Gathered, KeyExchange, Ring
+from megatron_rl.model.key_exchange import Alone, Gathered, KeyExchange, Ring, to_heads, to_own_tokens
 from megatron_rl.model.segments import Segments
 from megatron_rl.parallel.zigzag import zigzag_columns
 
@@ -254,12 +254,7 @@ def head_wise(query: Tensor, key: Tensor, value: Tensor, segments: ContextSegmen
     copies = math.lcm(key.shape[1], size) // key.shape[1]
     if copies > 1:
         key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
-    # [C, t, heads of each, D]: part i is for rank i.
-    parts = [x.unflatten(1, (size, -1)).transpose(0, 1) for x in (query, key, value)]
-    counts = [part.shape[2] for part in parts]
-    mixed: Tensor = ChangeParts.apply(torch.cat(parts, 2), group)
-    q, k, v = mixed.flatten(0, 1).index_select(0, back).split(counts, 1)
+    heads = to_heads((query, key, value), back, group).unflatten(1, (-1, query.shape[2]))
+    q, k, v = heads.split([x.shape[1] // size for x in (query, key, value)], 1)
     attend_segments = varlen if has_varlen_attention(query) else bucketed
-    out = attend_segments(q, k, v, segments)
-    mine: Tensor = ChangeParts.apply(out.index_select(0, order).unflatten(0, (size, -1)), group)
-    return mine.transpose(0, 1).flatten(1, 2)
+    return to_own_tokens(attend_segments(q, k, v, segments), order, group)

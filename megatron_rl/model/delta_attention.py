@@ -5,15 +5,18 @@ values of this TP rank, K and V sizes of their heads, M = 2 H K + N V channels o
 
 A TP rank has some heads of keys and the heads of values that belong to them, so nothing is exchanged between them. Rows
 are computed one by one from a state of zeros: packed segments go through slots (`segments.py`), which begin with a
-prefix, so state crosses no segment, and a prompt of several responses may be stored once. On CUDA it is the same code:
-the kernels that come with vLLM have no backward.
+prefix, so state crosses no segment, and a prompt of several responses may be stored once. Context-parallel ranks, each
+of which has some of the tokens, exchange them for whole sequences of some of the heads, and back. On CUDA it is the
+same code: the kernels that come with vLLM have no backward.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -22,7 +25,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_rl.model.context_attention import ContextSegments
 from megatron_rl.model.delta_rule import DeltaCore, HeadSizes
+from megatron_rl.model.key_exchange import to_heads, to_own_tokens
 from megatron_rl.model.parts import GatedDelta
 from megatron_rl.model.segments import Segments, to_slots, to_tokens
 
@@ -82,11 +87,22 @@ def of_this_rank(data: Tensor) -> torch.nn.Parameter:
     return parameter
 
 
+class HeadWeights(NamedTuple):
+    """The weights of some heads, and their sizes: channels of the convolution [M, 1, width], per head of values [N]."""
+
+    conv: Tensor
+    log_decay: Tensor
+    dt_bias: Tensor
+    sizes: HeadSizes
+
+
 class GatedDeltaAttention(MegatronModule):
     """Replaces Megatron's self-attention in a layer of linear attention."""
 
     needs_slots = needs_prefix_slots = True
     """No kernel takes packed segments, and a state is made of all that comes before."""
+    needs_whole = True
+    """Context-parallel ranks read whole segments, whatever way attention to keys goes."""
 
     def __init__(
         self,
@@ -142,17 +158,48 @@ class GatedDeltaAttention(MegatronModule):
         ba, _ = self.linear_ba(hidden_states)
         mixed, gate, b, a = self._by_head(qkvz, ba) if self.interleaved else self._by_section(qkvz, ba)
         if packed_seq_params is None:
-            out = self._core(*(x.transpose(0, 1) for x in (mixed, b, a))).transpose(0, 1)
+            mixed, b, a = (x.transpose(0, 1) for x in (mixed, b, a))
+            out = self._core(mixed, b, a, self._weights()).transpose(0, 1)
         else:
             gate = gate.contiguous()  # a view would keep the projections that slots are copies of
-            rows = zip(*(to_slots(x[:, 0], packed_seq_params) for x in (mixed, b, a)), strict=True)
-            out = to_tokens([self._core(*row) for row in rows], packed_seq_params)[:, None]
+            tokens = [x.transpose(0, 1).flatten(0, 1) for x in (mixed, b, a)]
+            if isinstance(packed_seq_params, ContextSegments) and packed_seq_params.group is not None:
+                rows = self._of_shared(tokens, packed_seq_params, packed_seq_params.group)
+            else:
+                rows = self._of_segments(tokens, packed_seq_params, self._weights())
+            out = rows.unflatten(0, (mixed.shape[1], -1)).transpose(0, 1)
         projected, _ = self.linear_proj(self.norm(out, gate).flatten(2))
         return projected, None
 
-    def _core(self, mixed: Tensor, b: Tensor, a: Tensor) -> Tensor:
-        out: Tensor = DeltaCore.apply(mixed, b, a, self.conv.weight, self.A_log, self.dt_bias, self.sizes)
+    def _of_segments(self, tokens: Sequence[Tensor], segments: Segments, weights: HeadWeights) -> Tensor:
+        """tokens: `mixed` [T, M], `b` and `a` [T, N] -> [T, N, V]."""
+        buckets = zip(*(to_slots(x, segments) for x in tokens), strict=True)
+        return to_tokens([self._core(mixed, b, a, weights) for mixed, b, a in buckets], segments)
+
+    def _of_shared(self, tokens: Sequence[Tensor], segments: ContextSegments, group: dist.ProcessGroup) -> Tensor:
+        """`_of_segments`, where T are the tokens of this rank and the segments are those of all of a group."""
+        order, back, size = segments.order, segments.back, group.size()
+        assert order is not None and back is not None  # of a model that `needs_whole`
+        mixed, b, a = tokens
+        heads = to_heads((*mixed.split(self.sizes.sections, -1), b, a), back, group)
+        mine = heads.split([x.shape[1] // size for x in tokens], -1)
+        return to_own_tokens(self._of_segments(mine, segments, self._weights(group.rank(), size)), order, group)
+
+    def _core(self, mixed: Tensor, b: Tensor, a: Tensor, weights: HeadWeights) -> Tensor:
+        out: Tensor = DeltaCore.apply(mixed, b, a, *weights)
         return out
+
+    def _weights(self, share: int = 0, num_shares: int = 1) -> HeadWeights:
+        """Weights of one of equal shares of this TP rank's heads, of which each context-parallel rank has one.
+
+        Backward leaves zeros for the other shares: ranks add up their gradients as data-parallel ones do.
+        """
+        if num_shares == 1:
+            return HeadWeights(self.conv.weight, self.A_log, self.dt_bias, self.sizes)
+        channels = self.conv.weight.split(self.sizes.sections)
+        log_decay, dt_bias = (x.chunk(num_shares)[share] for x in (self.A_log, self.dt_bias))
+        conv = torch.cat([section.chunk(num_shares)[share] for section in channels])
+        return HeadWeights(conv, log_decay, dt_bias, self.sizes.over(num_shares))
 
     def _by_section(self, qkvz: Tensor, ba: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Projections stacked [q; k; v; z] and [b; a] -> mixed [S, B, M], gate [S, B, N, V], b and a [S, B, N]."""

@@ -40,6 +40,10 @@ class HeadSizes(NamedTuple):
         """Channels of queries, of keys and of values."""
         return [self.num_keys * self.key, self.num_keys * self.key, self.num_values * self.value]
 
+    def over(self, num_shares: int) -> HeadSizes:
+        """Return the heads of one of equal shares."""
+        return self._replace(num_keys=self.num_keys // num_shares, num_values=self.num_values // num_shares)
+
 
 def causal_convolution(x: Tensor, weight: Tensor) -> Tensor:
     """Convolve every channel over its own tokens: x [B, S, M], weight [M, 1, width] -> [B, S, M]; zeros come before."""

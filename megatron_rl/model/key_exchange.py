@@ -1,11 +1,11 @@
-"""Exchange keys and values between context-parallel ranks.
+"""Exchange keys and values between context-parallel ranks, or tokens for heads.
 
-Legend: t tokens of this rank, K key/value heads of this TP rank, D head size, C ranks.
+Legend: t tokens of this rank, T of all ranks, K key/value heads of this TP rank, D head size, C ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -114,6 +114,25 @@ class ChangeParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return changed(grad, ctx.group), None
+
+
+def to_heads(parts: Sequence[Tensor], back: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Give each rank all tokens of its share of the heads: parts [t, heads, ...] -> [T, columns of all parts / C].
+
+    C must divide the heads of every part; rank i gets the i-th share of each, end to end. back: int64 [T], where the
+    tokens of the sequences are among those of all ranks, rank after rank. All ranks must call.
+    """
+    shares = [part.unflatten(1, (group.size(), -1)).flatten(2) for part in parts]
+    mixed: Tensor = ChangeParts.apply(torch.cat(shares, -1).transpose(0, 1), group)
+    return mixed.flatten(0, 1).index_select(0, back)
+
+
+def to_own_tokens(out: Tensor, order: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Give each rank all heads of its tokens: out [T, heads / C, ...] -> [t, heads, ...]. order: the inverse of `back`
+    in `to_heads`. All ranks must call.
+    """
+    mine: Tensor = ChangeParts.apply(out.index_select(0, order).unflatten(0, (group.size(), -1)), group)
+    return mine.transpose(0, 1).flatten(1, 2)
 
 
 def changed(x: Tensor, group: dist.ProcessGroup) -> Tensor:

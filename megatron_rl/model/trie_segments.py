@@ -112,12 +112,14 @@ class TrieSegments(ContextSegments):
         group: dist.ProcessGroup | None = None,
         how: str | None = None,
         with_slots: bool = True,
+        with_pieces: bool = True,
     ) -> TrieSegments:
-        """Make those of a rank, on the CPU. prefixes, with_slots: see `Segments.on_host`; every column of a prefix has
-        neighbours for readers, as in a trie. how: one of `cp_comm_type`, which alone can be computed; None: all.
+        """Make those of a rank, on the CPU. how: one of `cp_comm_type`, which alone can be computed; None: all.
+        prefixes, with_slots, with_pieces: see `Segments.on_host`; every column of a prefix has neighbours for readers,
+        as in a trie.
         """
         counts, before = prefixes
-        whole = Segments.on_host(lengths, prefixes, with_slots and how in (None, A2A), with_pieces=True)
+        whole = Segments.on_host(lengths, prefixes, with_slots and how in (None, A2A), with_pieces)
         num_columns = sum(lengths)
         columns = torch.cat([torch.arange(*span) for span in chunk_ranges(num_columns, size, rank)])
         assert whole.positions is not None

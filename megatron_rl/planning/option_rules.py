@@ -40,6 +40,7 @@ def option_problems(config: RunConfig, models: Sequence[ModelSizes]) -> Iterable
         model = by_path.get(role.model_path)
         yield from _recompute_problems(role, model)
         yield from _context_problems(role, model)
+        yield from _shared_heads_problems(role, model)
         yield from _balance_problems(role, model)
         yield from _shared_by_problems(role)
 
@@ -101,6 +102,22 @@ def _context_problems(role: RoleSpec, model: ModelSizes | None) -> Iterable[Viol
         fitting = ", ".join(map(str, divisors(heads)))
         hint = f"a2a goes with context_parallel_size of {fitting}"
         yield Violation({key: how}, rule, {key: "p2p"}, hint, subject=subject)
+
+
+def _shared_heads_problems(role: RoleSpec, model: ModelSizes | None) -> Iterable[Violation]:
+    """Heads of which each context-parallel rank computes some, whatever way attention to keys goes."""
+    tp_size, cp_size = role.megatron.tensor_model_parallel_size, role.megatron.context_parallel_size
+    if model is None or tp_size < 1 or cp_size <= 1:
+        return
+    for name, number in model.attention.cp_divides.items():
+        if number % tp_size or number // tp_size % cp_size == 0:
+            continue
+        key = f"{role.key}.megatron.context_parallel_size"
+        rule = (
+            f"must divide {name}({number}) / tp({tp_size}) = {number // tp_size}, of {model.path}: "
+            "context-parallel ranks exchange tokens for heads"
+        )
+        yield Violation({key: cp_size}, rule, {key: nearest_number(cp_size, divisors(number // tp_size))})
 
 
 def _shared_by_problems(role: RoleSpec) -> Iterable[Violation]:

@@ -71,9 +71,9 @@ class Pipeline:
         self.device = device
         self.routing: ExpertRouting | None = None  # for models with experts
         self.segments: Segments | None = None  # of the pass whose output a loss reads
-        asking, whole = (
+        asking, whole, self._needs_whole = (
             any(getattr(module, name, False) for chunk in self.chunks for module in chunk.modules())
-            for name in ("needs_slots", "needs_prefix_slots")
+            for name in ("needs_slots", "needs_prefix_slots", "needs_whole")
         )
         config: Any = self.chunks[0].config
         self._num_parts = groups.grid.tp_size if config.sequence_parallel else 1
@@ -302,13 +302,16 @@ class Pipeline:
 
     def _segments_of(self, block: MicroBatch) -> Segments | None:
         """What Megatron passes to every layer: the segments of the block, on the CPU; None: a padded block, whole."""
-        share, tree, how = block.share, block.tree, self.chunks[0].config.cp_comm_type
+        share, tree = block.share, block.tree
+        how = None if self._needs_whole else self.chunks[0].config.cp_comm_type
         if tree is not None and (share is not None or not self._needs_slots or not shares_prompts(self.device)):
             prefixes = (tree.prefix_sizes, tree.prefix_columns)
+            slots = (self._needs_slots, self._with_pieces)
             if share is None:
-                return TrieSegments.share_of(self._segments(block), prefixes, how=ALL_GATHER)
+                how = None if self._needs_whole else ALL_GATHER
+                return TrieSegments.share_of(self._segments(block), prefixes, 0, 1, None, how, *slots)
             where = (share.group.rank(), share.group.size(), share.group)
-            return TrieSegments.share_of(self._segments(block), prefixes, *where, how, self._needs_slots)
+            return TrieSegments.share_of(self._segments(block), prefixes, *where, how, *slots)
         if share is not None:
             lengths, size = self._segments(block), share.group.size()
             num_rows = len(block.input_ids)

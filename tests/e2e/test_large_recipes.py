@@ -76,7 +76,7 @@ def test_distillation_from_a_pool_of_its_own(command_line, tmp_path: Path) -> No
 def test_128k_grpo(command_line, tmp_path: Path) -> None:
     """Up to CP2 with EP2: 12 tokens on a rank are half of the longest sequence; a leash to the reference.
 
-    Would not catch what long sequences alone show; the planner and tests/dist/test_dynamic_context.py know of these.
+    Would not catch what long sequences alone show; the planner and tests/parity know of these.
     """
     keys = (
         *TINY,

@@ -51,7 +51,7 @@ def test_one_process_by_overrides(command_line) -> None:
 def test_context_parallelism_by_overrides(command_line) -> None:
     """PP2 x CP2 against one process, which also goes on from its first step: the same samples, losses and norms.
 
-    Would not catch a difference below 1e-3 of a metric; tests/dist/test_context_parallel.py does.
+    Would not catch a difference below 1e-3 of a metric; tests/parity does.
     """
     layout = (f"{MEGATRON}.tensor_model_parallel_size=1", f"{MEGATRON}.pipeline_model_parallel_size=2")
     keys = (*SHORT, *layout, "actor_rollout_ref.rollout.tensor_model_parallel_size=1", "trainer.save_freq=1")

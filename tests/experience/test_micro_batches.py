@@ -69,7 +69,7 @@ def test_three_packed_rows_in_another_order():
 def test_packed_rows_of_a_multiple_and_what_each_rank_scores():
     """Rows filled up to fours, the block to eights, and the parts of two ranks: by hand.
 
-    Would not catch what travels between ranks; tests/dist/test_context_parallel.py does.
+    Would not catch what travels between ranks; tests/parity does.
     """
     (block,) = micro_batches(
         actor_batch(THREE), [[0, 1, 2]], remove_padding=True, column_multiple=8, segment_multiple=4

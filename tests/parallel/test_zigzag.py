@@ -77,7 +77,7 @@ def test_work_is_even_on_answers_of_two_kinds(cp_size):
 def test_scored_tokens_are_put_together_in_order(cut, num_rows, seed):
     """Each response token is predicted on one rank, and its number is its place in the whole block.
 
-    Padded rows and packed ones. Would not catch an error of the sum over ranks; `test_context_parallel.py` does.
+    Padded rows and packed ones. Would not catch an error of the sum over ranks; `tests/parity` does.
     """
     cp_size, lengths = cut
     width = sum(lengths)

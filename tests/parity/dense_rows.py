@@ -3,15 +3,23 @@
 Whatever stage or chunk has a layer, layers are applied in the order of the model, and a micro-batch's gradient is added
 to those of others; the schedule only says when. A filler micro-batch, which an interleaved schedule needs, and a filler
 row weigh nothing in any sum. 11 rows in micro-batches of 4 are 3, which the interleaved schedule fills up to 4.
+In those of 16 they are 1, filled up to 2; in those of 2 they are 6, of which the last has a filler row.
+
+Not exercised: overlap of messages with work; more than two chunks.
 """
 
 from __future__ import annotations
 
 from layout_keys import SP, VPP2
-from observations import LOG_PROBS, MOVES, UPDATE
+from observations import LOG_PROBS, MOVES, UPDATE, Update
 from scenarios import ALWAYS, Row, Scenario
-from tiny_models import save_qwen2, save_qwen3
+from tiny_models import save_llama, save_qwen2, save_qwen3
 
+from megatron_rl.config.megatron import COUNTED_PARTS
+
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+COUNTED = dict.fromkeys(COUNTED_PARTS, True)
+PP2, SMALL, SIX_LAYERS = (2, 1, 2), {"micro_batch": 2}, {"num_hidden_layers": 6}
 DENSE = (
     # Every axis, TP with each of the others; of DP `make test` has an update of experts, and one by cross-entropy.
     Row(Scenario(save_qwen2, "TP2xPP2", (4, 2, 2)), UPDATE, ALWAYS),
@@ -20,4 +28,12 @@ DENSE = (
     # Query and key norms, and the value head.
     Row(Scenario(save_qwen3, "TP2, PP2, VPP2, SP", (4, 2, 2), SP | VPP2), UPDATE, ALWAYS),
     Row(Scenario(save_qwen3, "one process"), LOG_PROBS, ALWAYS),
+    # Each rank has its stage's layers. Would not catch filler micro-batches that only cost time.
+    Row(Scenario(save_qwen2, "stages of 2, 1, 1", (3, 1, 3), {FIRST: 2, LAST: 1}), Update(layers=4), ALWAYS),
+    Row(Scenario(save_qwen2, "stages of 1, 3", (2, 1, 2), {FIRST: 1}), Update(layers=4)),
+    Row(Scenario(save_qwen2, "stages of 1, 2, 1, embedding and loss counted", (3, 1, 3), COUNTED), Update(layers=4)),
+    Row(Scenario(save_qwen2, "PP2, VPP2, one micro-batch", PP2, VPP2 | {"micro_batch": 16}), Update(layers=4)),
+    # With a head of its own, in six micro-batches: chunks of 1, or of 1, 2, 2 and 1 layers.
+    Row(Scenario(save_llama, "PP2, VPP2", PP2, VPP2 | SMALL), UPDATE, ALWAYS),
+    Row(Scenario(save_llama, "PP2, VPP2, counted", PP2, VPP2 | SMALL | COUNTED, changes=SIX_LAYERS), UPDATE),
 )

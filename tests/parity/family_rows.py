@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from layout_keys import CP2, EP2, ETP1, FULL, PADDED, SELECTIVE, SP, VPP2
+from layout_keys import A2A, ALL_GATHER, CP2, CP4, EP2, ETP1, FULL, P2P, PADDED, SELECTIVE, SP, VPP2
 from observations import GENERATION, LOGITS, UPDATE, Generation, Gradients, Saved, Update
 from safetensors.torch import load_file, save_file
 from scenarios import ALONE, ALWAYS, LONG, Row, SaveModel, Scenario
@@ -103,6 +103,13 @@ LATENT_ATTENTION = (
     *updates(save_deepseek_v3, LATENT),
     *updates(save_glm4_moe_lite, EXPERTS, WEEKLY),
 )
+MANY_HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_attention_heads": 8}
+CHOSEN = {"dynamic_context_parallel": True}
+FEW_TOKENS = {
+    f"actor_rollout_ref__actor__{key}": value
+    for key, value in {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 12}.items()
+}
+"""Sequences of 8 to 19 tokens need up to four ranks."""
 # From transformers' own in float64, ours of Qwen3.5 are at most 8.8e-6 and those of Qwen3-Next 1.25e-5, transformers'
 # in float32 1.05e-5 and 1.0e-5, so both may be 2e-5 apart. transformers ignores where packed rows begin; the rule
 # by itself is in tests/model/test_delta_rule.py.
@@ -124,6 +131,17 @@ GATED_DELTA = (
         norms=3e-6,
     ),
     Row(Scenario(save_qwen3_5, "padded", keys=PADDED), UPDATE, WEEKLY),
+    *(
+        Row(Scenario(save, f"heads shared: {layout}", *cut, changes=MANY_HEADS), Update(3e-6), when)
+        for save, layout, cut, when in (
+            (save_qwen3_5, "CP2, p2p", ((2, 1, 1), CP2 | P2P), ALWAYS),
+            (save_qwen3_5, "CP2, p2p, padded", ((2, 1, 1), CP2 | P2P, PADDED), LONG),
+            (save_qwen3_next, "CP4, a2a, core recomputed", ((4, 1, 1), CP4 | A2A | SELECTIVE), LONG),
+            (save_qwen3_5, "TP2, CP2, SP, all_gather", ((4, 2, 1), CP2 | ALL_GATHER | SP), LONG),
+            (save_qwen3_5_moe, "PP2, CP2, recomputed", ((4, 1, 2), CP2 | P2P | FULL), LONG),
+            (save_qwen3_5, "up to CP4, packs by tokens", ((4, 1, 1), CP4 | P2P | CHOSEN, FEW_TOKENS), LONG),
+        )
+    ),
 )
 # Experts after an update are in `test_transitions.py`. vLLM builds a head for some models even where config.json ties
 # it to the embedding; the engine's own head is then the embedding.

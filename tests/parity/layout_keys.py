@@ -33,3 +33,8 @@ def of_actor(keys: dict[str, object]) -> dict[str, object]:
 def of_critic(keys: dict[str, object]) -> dict[str, object]:
     """For the critic alone."""
     return {f"critic__megatron__{key}": value for key, value in keys.items()}
+
+
+def of_both(keys: dict[str, object]) -> dict[str, object]:
+    """For actor and critic, where the critic does not follow."""
+    return of_actor(keys) | of_critic(keys)

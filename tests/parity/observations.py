@@ -19,6 +19,7 @@ from updates import NUM_ROWS, assert_same, collected, relative, whole_weights
 
 from megatron_rl.checkpoint.export_saved import export_saved
 from megatron_rl.columns import ACTOR_UPDATE, SCORING
+from megatron_rl.config.megatron import COUNTED_PARTS
 from megatron_rl.controller.lifecycle import copy_model_files
 from megatron_rl.controller.report import hf_sampled_logits
 from megatron_rl.parallel.rank_grid import TrainGrid
@@ -71,7 +72,9 @@ class Update:
         """Which layers each stage of the scenario has."""
         first, last = (f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last"))
         vpp_size = scenario.sizes.get("virtual_pipeline_model_parallel_size", 1)
-        return StagePlan(self.layers, scenario.ranks[2], vpp_size, scenario.sizes.get(first), scenario.sizes.get(last))
+        counted = [scenario.sizes.get(part, False) for part in COUNTED_PARTS]
+        ends = (scenario.sizes.get(end) for end in (first, last))
+        return StagePlan(self.layers, scenario.ranks[2], vpp_size, *ends, *counted)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ would not catch.
 from __future__ import annotations
 
 import pytest
+from context_rows import CONTEXT
 from dense_rows import DENSE
 from expert_rows import EXPERTS
 from family_rows import FAMILIES
@@ -15,7 +16,7 @@ from scenarios import Observation, Runs, Scenario
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
-TABLE = (*DENSE, *EXPERTS, *FAMILIES, *FP8_TRAINING)
+TABLE = (*DENSE, *EXPERTS, *FAMILIES, *CONTEXT, *FP8_TRAINING)
 
 
 @pytest.fixture(scope="session")

@@ -69,6 +69,20 @@ def test_sizes_that_do_not_fit(changes, expected, case):
     assert any(expected in text for text in found), found
 
 
+def test_context_ranks_share_the_heads_of_keys(case):
+    """Two heads over TP2 leave one, which CP2 does not divide; four do. Would not catch a head that two ranks read."""
+    case.set({f"{MEGATRON}.context_parallel_size": 2, "trainer.n_gpus_per_node": 12})
+    (problem,) = in_words(case)
+    rule, way_out = problem.split("; try: ")
+    assert rule.endswith(
+        ".context_parallel_size=2 must divide linear_num_key_heads(2) / tp(2) = 1, of FOLDER/model: context-parallel "
+        "ranks exchange tokens for heads"
+    )
+    assert f"{MEGATRON}.context_parallel_size=1" in way_out
+    case.model(**QWEN3_5 | {"linear_num_key_heads": 4})
+    assert in_words(case) == []
+
+
 def test_a_request_takes_blocks_for_states(case):
     """By hand, at rollout TP2 in float32: blocks grow until a state fits, and short sequences cost as much as that.
 

@@ -434,11 +434,12 @@ def test_stages_that_count_embedding_and_loss():
 def test_features_that_a_run_would_refuse_are_listed():
     """The line is the one that a run prints. Would not catch a pair that depends on the model's folder."""
     mtp = "actor_rollout_ref.model.mtp.enable_rollout=True"
-    found = port(None, [mtp, "async_training.partial_rollout=True", "trainer.device=cpu"], {})
-    rollout = "actor_rollout_ref.rollout"
+    given = [mtp, "trainer.device=cpu", "actor_rollout_ref.model.path=m", "data.train_files=t", "data.val_files=v"]
+    assert port(None, given, {}).apart == []
+    found = port(None, [*given, "async_training.partial_rollout=True"], {})
     (line,) = (line for line in found.lists() if "do not go together" in line)
-    assert line.startswith(f"  {rollout}.speculative=mtp and {rollout}.partial_rollout=true do not go together: ")
-    assert port(None, [mtp, "trainer.device=cpu"], {}).apart == []
+    pair = "actor_rollout_ref.rollout.speculative=mtp and async_training.partial_rollout=true"
+    assert line.startswith(f"  {pair} do not go together: ")
 
 
 READER = "reward_model.model.input_tokenizer"

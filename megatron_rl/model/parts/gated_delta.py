@@ -28,7 +28,8 @@ class GatedDelta(AttentionPart):
     """
 
     recomputed_as = ""  # the rule is computed again in any case
-    not_cut = own_linears = undrafted = NAME
+    own_linears = undrafted = NAME
+    not_cut = ""
     block_sizes = BLOCK_SIZES
     engine_arguments: ClassVar[Mapping[str, object]] = {
         # The manager of one kind of cache has no states.
@@ -68,6 +69,11 @@ class GatedDelta(AttentionPart):
 
     @property
     def tp_divides(self) -> dict[str, int]:
+        return {KEY_HEADS: self.num_keys}
+
+    @property
+    def cp_divides(self) -> dict[str, int]:
+        """Context-parallel ranks exchange tokens for heads of keys, with the heads of values that share them."""
         return {KEY_HEADS: self.num_keys}
 
     def params(self, mega: str, hf: str) -> dict[str, ParamSpec]:

@@ -59,6 +59,10 @@ class MixedAttention:
     def tp_divides(self) -> dict[str, int]:
         return {name: number for part in self.kinds for name, number in part.tp_divides.items()}
 
+    @property
+    def cp_divides(self) -> dict[str, int]:
+        return {name: number for part in self.kinds for name, number in part.cp_divides.items()}
+
     def copied_dtypes(self, device: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys(dtype for part in self.kinds for dtype in part.copied_dtypes(device)))
 

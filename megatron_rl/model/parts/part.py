@@ -146,6 +146,11 @@ class AttentionPart(LayerPart):
         return {}
 
     @property
+    def cp_divides(self) -> dict[str, int]:
+        """Name in config.json -> numbers of heads that TP x CP must divide, whatever `cp_comm_type` is."""
+        return {}
+
+    @property
     def te_lacks(self) -> str:
         """What transformer-engine's linear layers do not have for it, as "latent attention"; "" if nothing."""
         return self.own_linears

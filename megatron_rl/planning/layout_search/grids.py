@@ -145,14 +145,15 @@ def expert_axis(grid: Grid, room: Room) -> Iterator[Grid]:
 def context_axis(grid: Grid, room: Room) -> Iterator[Grid]:
     """Yield CP 1 first, then the sizes that divide the copies of the model and whose ranks share a node or fill nodes.
 
-    Attention that ranks cannot share (`AttentionPart.not_cut`) has none.
+    Attention that ranks cannot share (`AttentionPart.not_cut`) has none; `AttentionPart.cp_divides` has those of heads.
     """
     yield grid
     if any(model.attention.not_cut for model in room.models):
         return
+    shared = [heads for model in room.models for heads in model.attention.cp_divides.values()]
     for cp in divisors(room.shape.num_ranks // (grid.tp * grid.pp))[1:]:
         across, node = grid.tp * cp, room.shape.per_node
-        fits = all(heads // grid.tp % cp == 0 for heads in room.a2a_heads)
+        fits = all(heads // grid.tp % cp == 0 for heads in (*room.a2a_heads, *shared))
         if cp <= MOST_CONTEXT_RANKS and fits and (node % across == 0 or across % node == 0):
             yield replace(grid, cp=cp)
 
