@@ -25,9 +25,7 @@ def adapter_identity(settings: Mapping[str, Any], lora: LoraConfig) -> dict[str,
     """The part of the identity; JSON-ready. settings: of the config.json. Raises ConfigError as `adapted`."""
     if not lora.rank:
         return {LORA: None}
-    model = Model.of(settings)
-    targets = peft_targets(model.specs, lora, is_inside=model.family.inside is not None)
-    return {LORA: {"rank": lora.rank, "alpha": lora.alpha, TARGETS: targets}}
+    return {LORA: {"rank": lora.rank, "alpha": lora.alpha, TARGETS: peft_targets(Model.of(settings).specs, lora)}}
 
 
 def adapter_differences(role: str, saved: Mapping[str, Any] | None, configured: Mapping[str, Any] | None) -> list[str]:

@@ -23,7 +23,7 @@ from megatron_rl.checkpoint.saved_tensors import SavedTensors, checkpoint_key
 from megatron_rl.config.json_files import UnreadableFileError, read_json_object
 from megatron_rl.errors import ConfigError
 from megatron_rl.model.families import text_settings
-from megatron_rl.model.families.adapter_params import LORA_A, LORA_B, PEFT_PREFIX
+from megatron_rl.model.families.adapter_params import LORA_A, LORA_B, PEFT_PREFIX, module_name
 
 
 def holds_adapters(saved: SavedTensors) -> bool:
@@ -86,7 +86,7 @@ class SavedAdapters:
         key = checkpoint_key(tensor.spec, tensor.segment)
         if key in self.saved.weights:  # a head, which is trained whole
             return tensor.as_in_folder(self.saved.kept(key))
-        names = [f"{PEFT_PREFIX}{key.removesuffix('.weight')}.{kind}.weight" for kind in (LORA_A, LORA_B)]
+        names = [f"{PEFT_PREFIX}{module_name(key, tensor.spec)}.{kind}.weight" for kind in (LORA_A, LORA_B)]
         weight = torch.empty(tensor.shape, dtype=self.saved.dtype(self.saved.weights[0]))
         if self.folder.has_codes(tensor.name):
             shape = tensor.spec.tensor.segments[tensor.segment].shape

@@ -194,8 +194,7 @@ class TrainedRole(Role):
         source, lora, model = self.source, self.source.lora, self.source.model.specs
         heads = {name: head_spec(spec) for name, spec in self.trained.specs.items() if name not in source.adapter_specs}
         specs = peft_specs(model, lora) | heads
-        is_inside = source.model.family.inside is not None
-        targets, digest = tuple(peft_targets(model, lora, is_inside=is_inside)), folder_digest(source.path)
+        targets, digest = tuple(peft_targets(model, lora)), folder_digest(source.path)
         settings = PeftSettings(source.path, lora.rank, lora.alpha, targets, head_modules(heads), digest)
         with writing(target):
             weights = ScatteredTensors.of(self.trained.parameters, specs, source.groups.grid, source.vocab_multiple)

@@ -26,6 +26,7 @@ from tiny_glm import save_glm4_moe_lite
 from tiny_models import random_batch, run_config, save_deepseek_v3, save_llama, save_qwen2, save_qwen3_moe
 from tiny_moonshot import save_kimi_k2
 from tiny_qwen3_5 import save_qwen3_5, save_qwen3_5_moe, save_qwen3_next
+from tiny_vision import save_gemma3_vision, save_qwen3_5_vision, save_qwen25_vl
 from updates import NUM_ROWS, OPTIMIZER, collected, relative
 
 from megatron_rl.columns import ACTOR_UPDATE, SCORING
@@ -42,7 +43,9 @@ OF_QWEN3_NEXT = ["in_proj_qkvz", "in_proj_ba", "out_proj", *LINEARS[:4]]
 
 
 def peft_model(model_path: str, folder: Path | None = None, linears: Sequence[str] = LINEARS) -> Any:
-    """transformers' model with the adapter in `folder`, or with a new one of `linears`, whose B is drawn too."""
+    """transformers' model with the adapter in `folder`, or with a new one of `linears`, whose B is drawn too. Of a
+    larger model its language model alone has one.
+    """
     from peft import LoraConfig, PeftModel, get_peft_model
 
     from megatron_rl.controller.report import hf_model
@@ -50,7 +53,9 @@ def peft_model(model_path: str, folder: Path | None = None, linears: Sequence[st
     base = hf_model(model_path).requires_grad_(False)
     if folder is not None:
         return PeftModel.from_pretrained(base, folder, is_trainable=True)
-    settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(linears), task_type="CAUSAL_LM")
+    is_larger = hasattr(base.model, "language_model")
+    targets = rf".*language_model.*\.({'|'.join(linears)})" if is_larger else list(linears)
+    settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, task_type="CAUSAL_LM")
     model = get_peft_model(base, settings)
     torch.manual_seed(2)
     for name, parameter in model.named_parameters():
@@ -403,18 +408,22 @@ FURTHER = {
     "Qwen3.5": (save_qwen3_5, OF_QWEN3_5),
     "Qwen3.5-MoE": (save_qwen3_5_moe, OF_QWEN3_5[:-3]),
     "Gemma-4": (save_gemma4_with_keys_for_values, LINEARS),
+    "Qwen3.5 inside": (save_qwen3_5_vision, OF_QWEN3_5),
+    "Qwen2.5 inside": (save_qwen25_vl, LINEARS),
+    "Gemma-3 inside": (save_gemma3_vision, LINEARS),
 }
 TP2_PP2 = (4, 2, 2, SP)
 EP2 = (2, 1, 1, {f"{A_LAYOUT}expert_model_parallel_size": 2})
+OF_EXPERTS = ("DeepSeek-V3", "Kimi-K2", "GLM-4.7-Flash", "Qwen3-Next", "Qwen3.5-MoE")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        *((name, (1, 1, 1, {})) for name in FURTHER),
-        *((name, TP2_PP2) for name in FURTHER),
-        *((name, EP2) for name in FURTHER if name not in ("Qwen3.5", "Gemma-4")),
+        *(pytest.param(name, (1, 1, 1, {}), id=f"{name}-one") for name in FURTHER),
+        *(pytest.param(name, TP2_PP2, id=f"{name}-TP2xPP2") for name in FURTHER),
+        *(pytest.param(name, EP2, id=f"{name}-EP2") for name in OF_EXPERTS),
     ],
 )
 def test_adapters_of_other_attention_equal_peft(name: str, layout: tuple[int, int, int, dict], tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ import torch
 from ranks import run_ranks
 from rollout_checks import GREEDY, greedy_answers, round_trip, tokens
 from safetensors.torch import load_file
+from tiny_gemma4 import save_gemma4_with_keys_for_values
 from tiny_models import (
     random_batch,
     run_config,
+    save_deepseek_v3,
     save_llama,
     save_mixtral,
     save_qwen2,
@@ -24,6 +26,7 @@ from tiny_models import (
     save_qwen3_moe,
     save_reward_model,
 )
+from tiny_vision import save_gemma3_vision, save_qwen3_5_vision
 
 from megatron_rl.columns import ACTOR_UPDATE, CRITIC_UPDATE, SCORING
 from megatron_rl.controller.report import hf_model, hf_sampled_logits
@@ -45,7 +48,8 @@ EP2 = {
     "actor_rollout_ref__actor__megatron__expert_tensor_parallel_size": 1,
     "actor_rollout_ref__actor__megatron__sequence_parallel": True,
 }
-
+SP = {"actor_rollout_ref__actor__megatron__sequence_parallel": True}
+OF_LATENT = {f"{LORA}target_modules": ["linear_qkv", "linear_proj"], f"{LORA}merge": True}
 BESIDE = {f"{LORA}exclude_modules": ["*.experts.*"]}
 
 
@@ -96,6 +100,8 @@ def merged_by_hand(path: str, adapter: Path, scale: float) -> dict[str, torch.Te
     for name in pairs:
         if name.endswith(".lora_A.weight"):
             weight = name.removeprefix("base_model.model.").replace(".lora_A.", ".")
+            if weight not in weights:  # folders of Gemma-3 have names of their own
+                weight = weight.replace("model.language_model.", "language_model.model.")
             weights[weight] += scale * pairs[name.replace("lora_A", "lora_B")] @ pairs[name]
     return weights
 
@@ -109,6 +115,10 @@ def merged_by_hand(path: str, adapter: Path, scale: float) -> dict[str, torch.Te
         pytest.param(save_qwen2_moe, (2, 2, 1, EP2 | BESIDE), (2, 1, 2, BESIDE), marks=pytest.mark.exhaustive),
         pytest.param(save_qwen3_moe, (2, 2, 1, EP2), (2, 1, 2, {}), marks=pytest.mark.exhaustive),
         pytest.param(save_mixtral, (2, 1, 2, {}), (2, 2, 1, EP2), marks=pytest.mark.exhaustive),
+        pytest.param(save_deepseek_v3, (4, 2, 2, SP | OF_LATENT), (2, 1, 1, OF_LATENT), marks=pytest.mark.exhaustive),
+        pytest.param(save_qwen3_5_vision, (4, 2, 2, SP), (1, 1, 1, {}), marks=pytest.mark.exhaustive),
+        pytest.param(save_gemma3_vision, (1, 1, 1, {}), (2, 2, 1, {}), marks=pytest.mark.exhaustive),
+        pytest.param(save_gemma4_with_keys_for_values, (2, 2, 1, {}), (2, 1, 2, {}), marks=pytest.mark.exhaustive),
     ],
     ids=[
         "TP2xPP2 to 1",
@@ -117,6 +127,10 @@ def merged_by_hand(path: str, adapter: Path, scale: float) -> dict[str, torch.Te
         "beside experts: TP2xEP2 to PP2",
         "experts: TP2xEP2 to PP2",
         "experts of other names: PP2 to TP2xEP2",
+        "latent attention: TP2xPP2 to DP2",
+        "Qwen3.5 inside a larger one: TP2xPP2 to 1",
+        "Gemma-3 inside a larger one: 1 to TP2",
+        "keys for values: TP2 to PP2",
     ],
 )
 def test_out_and_in_again(save_model, layout, other, tmp_path) -> None:

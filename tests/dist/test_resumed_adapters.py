@@ -10,6 +10,7 @@ import torch
 from ranks import run_ranks
 from test_resumed_roles import metrics_of, train
 from tiny_models import run_config, save_llama, save_qwen3_moe
+from tiny_qwen3_5 import save_qwen3_5
 
 from megatron_rl.checkpoint.saved_tensors import SavedTensors
 
@@ -60,8 +61,12 @@ def test_same_layout_is_bit_equal(layout, keys, tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("save_model", "keys"),
-    [(save_llama, {}), pytest.param(save_qwen3_moe, EP2, marks=pytest.mark.exhaustive)],
-    ids=["dense", "experts"],
+    [
+        (save_llama, {}),
+        pytest.param(save_qwen3_moe, EP2, marks=pytest.mark.exhaustive),
+        pytest.param(save_qwen3_5, {}, marks=pytest.mark.exhaustive),
+    ],
+    ids=["dense", "experts", "sections of one matrix"],
 )
 def test_other_layouts_go_on_alike(save_model, keys, tmp_path) -> None:
     """TP2 for 2 steps, PP2 for 2, one process for 2, against TP2 for all 6: within 1e-5 in every metric. Experts and

@@ -59,7 +59,8 @@ def drawn(model: torch.nn.Module) -> torch.nn.Module:
 
     Keys resemble queries: a head whose answer is almost 0 would be normalised, with all errors of rounding in it.
     """
-    keys, size = model.config.linear_num_key_heads, model.config.linear_key_head_dim
+    settings = model.config.get_text_config()
+    keys, size = settings.linear_num_key_heads, settings.linear_key_head_dim
     rows = keys * size
     for name, parameter in model.named_parameters():
         if name.endswith("dt_bias"):

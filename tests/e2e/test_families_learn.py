@@ -110,3 +110,26 @@ def test_a_tiny_model_learns_the_demo(name, command_line, tmp_path) -> None:
     keys = (f"actor_rollout_ref.model.path={path}", "trainer.test_freq=0", "trainer.total_training_steps=30")
     summary = learned(command_line(*keys, *LOCAL, config="configs/grpo_cpu.yaml", validates_all=True))
     assert summary["val_accuracy_before"] < 0.7 and summary["val_accuracy_after"] >= 0.9, summary
+
+
+@pytest.mark.exhaustive
+@pytest.mark.weekly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ["Kimi-K2", "Qwen3.5"])
+def test_adapters_learn_the_demo(name, command_line, tmp_path) -> None:
+    """As above, with adapters of all linears, which generation reads merged without being told. Would not catch a seed
+    with which they learn less.
+    """
+    untrained(tmp_path / "untrained", name)
+    lora = "actor_rollout_ref.model.lora"
+    keys = (
+        f"actor_rollout_ref.model.path={tune(tmp_path, 0, *split_questions(0))}",
+        f"{lora}.rank=16",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "trainer.test_freq=0",
+        "trainer.total_training_steps=30",
+    )
+    run = command_line(*keys, *LOCAL, config="configs/grpo_cpu.yaml", validates_all=True)
+    summary = learned(run)
+    assert f"{lora}.merge=true is chosen: vLLM has no adapter for" in run.text()
+    assert summary["val_accuracy_before"] < 0.7 and summary["val_accuracy_after"] >= 0.9, summary

@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from megatron_rl.config.lora import INPUTS, LINEARS, LoraConfig
 from megatron_rl.config.problems import nearest_name
 from megatron_rl.errors import ConfigError
+from megatron_rl.model.families.family import Inside
 from megatron_rl.model.parts import ParamSpec, is_one_by_one
 from megatron_rl.parallel.sharding import LogicalTensor, Segment
 
@@ -56,9 +57,9 @@ class Projection:
     """One matrix that may have an adapter, or one of each expert, E of them in a stack.
 
     weight: Megatron's parameter, `decoder.layers.0.self_attention.linear_qkv.weight` or `decoder.layers.0.mlp.experts.
-    w13`. name: in a folder, `model.layers.0.self_attn.q_proj`; those of experts have `{expert}` in it. engine: vLLM's
-    name of it. segments: the matrix [out, in] or [E, out, in], and what cuts it along `tp_dim`; several are sections of
-    it. numbers: of its segments in the parameter, one after the other.
+    w13`. name: in transformers, `model.layers.0.self_attn.q_proj`; those of experts have `{expert}` in it. engine:
+    vLLM's name. segments: the matrix [out, in] or [E, out, in], and what cuts it along `tp_dim`; several are sections
+    of it. numbers: of its segments in the parameter, one after the other.
     """
 
     weight: str
@@ -155,15 +156,23 @@ def _projections(specs: Mapping[str, ParamSpec]) -> list[Projection]:
         tp_dim, is_expert = spec.tensor.tp_dim, spec.tensor.is_expert
         assert tp_dim is not None  # linears are cut
         for number, (segment, hf_name) in enumerate(zip(spec.tensor.segments, spec.hf_names, strict=True)):
-            own = hf_name.removesuffix(".weight")
+            own = module_name(hf_name, spec)
             if number and spec.hf_names[number - 1] == hf_name:  # one more section
                 last = projections[-1]
                 projections[-1] = replace(last, segments=(*last.segments, segment), numbers=(*last.numbers, number))
                 continue
             parent = spec.tensor.name.rsplit(".", 2)[0]
-            engine = own if is_expert else f"{parent}.{own.rpartition('.')[2]}"
+            engine = hf_name.removesuffix(".weight") if is_expert else f"{parent}.{own.rpartition('.')[2]}"
             projections.append(Projection(name, own, engine, (segment,), tp_dim, (number,), is_expert))
     return projections
+
+
+def module_name(hf_name: str, spec: ParamSpec) -> str:
+    """The module in transformers whose weight is `hf_name` in a folder. Inside of a larger model both may differ."""
+    own = hf_name.removesuffix(".weight")
+    if not spec.tensor.name.startswith(Inside.engine_prefix):
+        return own
+    return f"{Inside.folder_prefix}layers.{own.partition('layers.')[2]}"
 
 
 def adapted(specs: Mapping[str, ParamSpec], lora: LoraConfig) -> list[Projection]:
@@ -204,17 +213,17 @@ def _specs(specs: Mapping[str, ParamSpec], lora: LoraConfig, rank: int) -> dict[
     return result
 
 
-def peft_targets(specs: Mapping[str, ParamSpec], lora: LoraConfig, *, is_inside: bool = False) -> list[str]:
+def peft_targets(specs: Mapping[str, ParamSpec], lora: LoraConfig) -> list[str]:
     """The adapted matrices as PEFT's target_modules: endings of names that no other matrix has, as short as can be.
 
-    specs: of the model. is_inside: it is part of a larger one, whose other matrices may have any ending; names are
-    whole. PEFT takes `q_proj` for every matrix whose name is it or ends in `.q_proj`; those of experts
-    are named without a number.
+    specs: of the model. Inside of a larger one, whose other matrices may have any ending, names are whole. PEFT takes
+    `q_proj` for every matrix whose name is it or ends in `.q_proj`; those of experts are named without a number.
     """
-    wanted = {each.name.replace(EACH, "") for each in adapted(specs, lora)}
-    names = {name.removesuffix(".weight").replace(EACH, "") for spec in specs.values() for name in spec.hf_names}
-    if is_inside:
+    chosen = adapted(specs, lora)
+    wanted = {each.name.replace(EACH, "") for each in chosen}
+    if any(specs[each.weight].tensor.name.startswith(Inside.engine_prefix) for each in chosen):
         return sorted(wanted)
+    names = {name.removesuffix(".weight").replace(EACH, "") for spec in specs.values() for name in spec.hf_names}
     others = names - wanted
     taken = {ending for name in others for ending in _endings(name)}
     return sorted({next(ending for ending in _endings(name) if ending not in taken) for name in wanted})
