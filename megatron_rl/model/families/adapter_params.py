@@ -242,7 +242,7 @@ MergedRows = dict[str, dict[tuple[int, ...], tuple[str, str]]]
 def merged_rows(specs: Mapping[str, ParamSpec], adapters: Iterable[str]) -> MergedRows:
     """Return which A and B are merged into which rows.
 
-    specs: of the model. adapters: names of A and B, as in `adapter_specs`.
+    specs: the model's. adapters: names of A and B, as in `adapter_specs`.
     """
     rows: MergedRows = {}
     names = set(adapters)
