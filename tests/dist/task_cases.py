@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 
-import pytest
 import torch
 from tiny_models import run_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -18,17 +16,6 @@ from megatron_rl.records import Batch, answer_rows, ragged
 
 NUM_ROWS = 11
 NAMES = {SFT: "actor", DPO: "actor", REWARD: "critic"}
-
-
-def in_pairs(layouts: Iterable[str], often: tuple[str, str, str] | None) -> list:
-    """Parameters (layout, packed or padded, accumulated or at once): each layout with all four, and these in all pairs.
-
-    often: the one that `make test` has; the others are exhaustive.
-    """
-    words = (("packed", "accumulated"), ("padded", "at once")), (("packed", "at once"), ("padded", "accumulated"))
-    cases = [(layout, *both) for number, layout in enumerate(layouts) for both in words[number % 2]]
-    assert often in (None, *cases)
-    return [pytest.param(*case, marks=[] if case == often else pytest.mark.exhaustive) for case in cases]
 
 
 @functools.cache

@@ -27,8 +27,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 LAYOUTS = {"one": (1, 1, 1), "DP2": (2, 1, 1), "TP2": (2, 2, 1), "PP2": (2, 1, 2)}
 OFTEN = ("one",)
-"""What `make test` goes through; ranks that have other rows, or see no loss, are in `tests/parity`, and in
-`test_sft_parity.py`.
+"""What `make test` goes through; ranks that have other rows, or see no loss, are in `tests/parity`.
 """
 NUM_ROWS = 7
 CUTS = {

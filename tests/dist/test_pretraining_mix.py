@@ -2,7 +2,7 @@
 
 Why the layout cannot matter: the gradient is that of the samples' loss plus a coefficient times that of the examples'
 cross-entropy. Each of both is a sum divided by a number of the whole mini-batch, so each is cut and spread as in
-`tests/parity` and `test_sft_parity.py`, and their gradients are added in one buffer.
+`tests/parity`, and their gradients are added in one buffer.
 
 Not exercised: losses of routers on examples.
 """
@@ -17,7 +17,7 @@ from layout_keys import LAYOUTS
 from ranks import run_ranks
 from sweeps import often
 from task_cases import PlainLoop, token_batch
-from test_sft_parity import AS_TRIES, MEGATRON, up_to
+from task_rows import AS_TRIES, up_to
 from tiny_models import random_batch, run_config, save_qwen2, save_qwen3_moe
 from updates import NUM_ROWS, OPTIMIZER, relative, whole_weights
 
@@ -28,6 +28,7 @@ from megatron_rl.records import Batch
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
 MICRO_BATCH = "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu"
+MEGATRON = "actor_rollout_ref__actor__megatron"
 PACKED = "actor_rollout_ref__model__use_remove_padding"
 COEF = 0.25
 DP2 = (2, 1, 1)
@@ -108,11 +109,11 @@ CASES = {
             "actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 40,
         },
     ),
-    "interleaved": ("TP2xPP2", {f"{MEGATRON}virtual_pipeline_model_parallel_size": 2}),
+    "interleaved": ("TP2xPP2", {f"{MEGATRON}__virtual_pipeline_model_parallel_size": 2}),
     "as tries": ("DP2", AS_TRIES),
-    "CP2": ("DP2", {f"{MEGATRON}context_parallel_size": 2}),
+    "CP2": ("DP2", {f"{MEGATRON}__context_parallel_size": 2}),
     "up to CP4": ("DP4", up_to(4, 12)),
-    "interleaved, up to CP2": ("PP2xDP2", {f"{MEGATRON}virtual_pipeline_model_parallel_size": 2} | up_to(2, 16)),
+    "interleaved, up to CP2": ("PP2xDP2", {f"{MEGATRON}__virtual_pipeline_model_parallel_size": 2} | up_to(2, 16)),
 }
 
 

@@ -56,7 +56,7 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._paths: dict[str, str] = {}
-        self._alone: dict[tuple, list[dict]] = {}
+        self._once: dict[tuple, list[dict]] = {}
 
     def path(self, scenario: Scenario) -> str:
         """Return the folder of the scenario's model. No row may change it."""
@@ -73,9 +73,13 @@ class Runs:
     def alone(self, scenario: Scenario) -> list[dict]:
         """Return the same of one process with the common keys."""
         which = (scenario.model_name, *sorted(scenario.common.items()))
-        if which not in self._alone:
-            self._alone[which] = run_layout(self.path(scenario), *ALONE, keys=scenario.common)
-        return self._alone[which]
+        return self.once(which, lambda: run_layout(self.path(scenario), *ALONE, keys=scenario.common))
+
+    def once(self, which: tuple, run: Callable[[], list[dict]]) -> list[dict]:
+        """Return what `run` gives, and gave before under the same name."""
+        if which not in self._once:
+            self._once[which] = run()
+        return self._once[which]
 
 
 class Observation(Protocol):

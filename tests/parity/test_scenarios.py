@@ -13,10 +13,18 @@ from expert_rows import EXPERTS
 from family_rows import FAMILIES
 from fp8_rows import FP8_TRAINING
 from scenarios import Observation, Runs, Scenario
+from task_rows import TASKS
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
 
-TABLE = (*DENSE, *EXPERTS, *FAMILIES, *CONTEXT, *FP8_TRAINING)
+TABLE = (
+    *DENSE,
+    *EXPERTS,
+    *FAMILIES,
+    *CONTEXT,
+    *FP8_TRAINING,
+    *TASKS,
+)
 
 
 @pytest.fixture(scope="session")
